@@ -1,0 +1,307 @@
+//! The plane within one process: same bytes, same bounds, no network.
+//!
+//! One mutex guards the state and is held for single synchronous steps; waiting is done on
+//! notifications. Leases need no task of their own: whoever reads or watches the registry expires
+//! what has run out first.
+
+mod log;
+mod registry;
+mod subjects;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream;
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::time::Instant;
+
+use super::{
+    Appended, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError, PlaneFuture,
+    PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Request, Revision,
+};
+use crate::codec::MESSAGE_BYTES_MAX;
+use crate::{LogPosition, StreamIdentity};
+use log::Log;
+use registry::Registry;
+use subjects::Subjects;
+
+/// What bounds a [`MemoryPlane`].
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryPlaneConfig {
+    /// The plane's log has an identity like any other; its caller knows clock and chance.
+    pub identity: StreamIdentity,
+    /// Payload bytes that the log keeps; beyond, the oldest messages go.
+    pub log_bytes_max: usize,
+    /// Messages that wait for one subscriber or server; beyond, the newest are dropped.
+    pub queue_max: usize,
+}
+
+/// See the module's documentation. Clones are the same plane.
+#[derive(Clone)]
+pub struct MemoryPlane {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    appended: Notify,
+    registry_changed: Notify,
+    connection: watch::Sender<Connection>,
+}
+
+struct State {
+    log: Log,
+    registry: Registry,
+    snapshots: BTreeMap<String, Bytes>,
+    listeners: Subjects<Bytes>,
+    servers: Subjects<Request>,
+}
+
+impl MemoryPlane {
+    #[must_use]
+    pub fn new(config: MemoryPlaneConfig) -> Self {
+        let state = State {
+            log: Log::new(config.identity, config.log_bytes_max),
+            registry: Registry::default(),
+            snapshots: BTreeMap::new(),
+            listeners: Subjects::new(config.queue_max),
+            servers: Subjects::new(config.queue_max),
+        };
+        Self {
+            shared: Arc::new(Shared {
+                state: Mutex::new(state),
+                appended: Notify::new(),
+                registry_changed: Notify::new(),
+                connection: watch::Sender::new(Connection::Up),
+            }),
+        }
+    }
+
+    /// Broadcast messages that a full queue dropped so far.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.shared.state().listeners.dropped()
+    }
+}
+
+impl Shared {
+    /// A panic while the lock was held cannot leave a step half done: every step is one call.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn ready<'a, T: Send + 'a>(result: Result<T, PlaneError>) -> PlaneFuture<'a, T> {
+    Box::pin(std::future::ready(result))
+}
+
+fn fits(payload: &Bytes) -> Result<(), PlaneError> {
+    if payload.len() > MESSAGE_BYTES_MAX {
+        return Err(PlaneError::TooLarge {
+            bytes: payload.len(),
+            max: MESSAGE_BYTES_MAX,
+        });
+    }
+    Ok(())
+}
+
+impl Plane for MemoryPlane {
+    fn connection(&self) -> watch::Receiver<Connection> {
+        self.shared.connection.subscribe()
+    }
+
+    fn log_status(&self) -> PlaneFuture<'_, LogStatus> {
+        ready(Ok(self.shared.state().log.status()))
+    }
+
+    fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended> {
+        if let Err(error) = fits(&payload) {
+            return ready(Err(error));
+        }
+        let position = self.shared.state().log.append(subject, payload);
+        self.shared.appended.notify_waiters();
+        let acknowledged: Appended = ready(Ok(position));
+        ready(Ok(acknowledged))
+    }
+
+    fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>> {
+        ready(Ok(self.shared.state().log.last_on(&subject)))
+    }
+
+    fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>> {
+        ready(Ok(self.shared.state().log.at(position)))
+    }
+
+    fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail> {
+        let start = (Arc::clone(&self.shared), after);
+        let tail = stream::unfold(start, move |(shared, after)| async move {
+            let batch = next_batch(&shared, after, batch_max).await;
+            let after = batch.last().map_or(after, |message| message.position);
+            Some((batch, (shared, after)))
+        });
+        let tail: LogTail = Box::pin(tail);
+        ready(Ok(tail))
+    }
+
+    fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>> {
+        let entry = self.shared.state().registry.get(Instant::now(), &key);
+        ready(Ok(entry))
+    }
+
+    fn put(
+        &self,
+        key: String,
+        value: Bytes,
+        condition: PutIf,
+        lease: Option<Duration>,
+    ) -> PlaneFuture<'_, Revision> {
+        if let Err(error) = fits(&value) {
+            return ready(Err(error));
+        }
+        let now = Instant::now();
+        let lease = lease.map(|lease| now + lease);
+        let put = self
+            .shared
+            .state()
+            .registry
+            .put(now, key, value, condition, lease);
+        self.shared.registry_changed.notify_waiters();
+        ready(put)
+    }
+
+    fn delete(&self, key: String, revision: Revision) -> PlaneFuture<'_, ()> {
+        let deleted = self
+            .shared
+            .state()
+            .registry
+            .delete(Instant::now(), &key, revision);
+        self.shared.registry_changed.notify_waiters();
+        ready(deleted)
+    }
+
+    fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>> {
+        let start = (Arc::clone(&self.shared), registry::Watch::new(prefix));
+        let watch = stream::unfold(start, |(shared, mut watch)| async move {
+            let event = next_event(&shared, &mut watch).await;
+            Some((event, (shared, watch)))
+        });
+        let watch: PlaneStream<RegistryEvent> = Box::pin(watch);
+        ready(Ok(watch))
+    }
+
+    fn put_snapshot(&self, name: String, blob: Bytes) -> PlaneFuture<'_, ()> {
+        let mut state = self.shared.state();
+        if state.snapshots.contains_key(&name) {
+            return ready(Err(PlaneError::Conflict));
+        }
+        state.snapshots.insert(name, blob);
+        ready(Ok(()))
+    }
+
+    fn get_snapshot(&self, name: String) -> PlaneFuture<'_, Option<Bytes>> {
+        ready(Ok(self.shared.state().snapshots.get(&name).cloned()))
+    }
+
+    fn delete_snapshot(&self, name: String) -> PlaneFuture<'_, ()> {
+        self.shared.state().snapshots.remove(&name);
+        ready(Ok(()))
+    }
+
+    fn snapshots(&self) -> PlaneFuture<'_, Vec<String>> {
+        let names = self.shared.state().snapshots.keys().cloned().collect();
+        ready(Ok(names))
+    }
+
+    fn request(
+        &self,
+        subject: String,
+        payload: Bytes,
+        deadline: Duration,
+    ) -> PlaneFuture<'_, Bytes> {
+        if let Err(error) = fits(&payload) {
+            return ready(Err(error));
+        }
+        let (reply, answer) = oneshot::channel();
+        let request = Request {
+            payload,
+            reply: Reply::new(reply),
+        };
+        if self
+            .shared
+            .state()
+            .servers
+            .send_one(&subject, request)
+            .is_err()
+        {
+            return ready(Err(unavailable("nobody serves this subject")));
+        }
+        Box::pin(async move {
+            match tokio::time::timeout(deadline, answer).await {
+                Ok(Ok(answer)) => Ok(answer),
+                Ok(Err(_)) => Err(unavailable("the request was dropped")),
+                Err(_) => Err(unavailable("no answer in time")),
+            }
+        })
+    }
+
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+        let requests = self.shared.state().servers.open(subject);
+        ready(Ok(subjects::into_stream(requests)))
+    }
+
+    fn publish(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, ()> {
+        if let Err(error) = fits(&payload) {
+            return ready(Err(error));
+        }
+        self.shared.state().listeners.send_all(&subject, &payload);
+        ready(Ok(()))
+    }
+
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+        let messages = self.shared.state().listeners.open(subject);
+        ready(Ok(subjects::into_stream(messages)))
+    }
+}
+
+fn unavailable(why: &str) -> PlaneError {
+    PlaneError::Unavailable(why.to_owned())
+}
+
+/// Waits until the log has something behind `after`.
+async fn next_batch(shared: &Shared, after: LogPosition, max: usize) -> Vec<LogMessage> {
+    loop {
+        let appended = shared.appended.notified();
+        tokio::pin!(appended);
+        appended.as_mut().enable();
+        let batch = shared.state().log.after(after, max);
+        if !batch.is_empty() {
+            return batch;
+        }
+        appended.await;
+    }
+}
+
+/// Waits until the registry has something for this watcher, or a lease runs out.
+async fn next_event(shared: &Shared, watch: &mut registry::Watch) -> RegistryEvent {
+    loop {
+        let changed = shared.registry_changed.notified();
+        tokio::pin!(changed);
+        changed.as_mut().enable();
+        let next_expiry = {
+            let registry = &mut shared.state().registry;
+            if let Some(event) = watch.next(Instant::now(), registry) {
+                return event;
+            }
+            registry.next_expiry()
+        };
+        match next_expiry {
+            Some(expiry) => {
+                // Either way the loop looks again.
+                drop(tokio::time::timeout_at(expiry, changed).await);
+            }
+            None => changed.await,
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The plane: everything through which the parts meet, behind one trait.
+//!
+//! [`Plane`] has five faces: the log (ordered, bounded, positions), the registry (keys with
+//! revisions and leases), the snapshots (immutable blobs), request/reply and broadcast. Above it
+//! nobody knows what carries the bytes; [`MemoryPlane`] carries them within one process.
+//!
+//! Every payload is bytes: a message is encoded and decoded in process exactly as it would be
+//! between processes. What the trait does not promise, on purpose: that a broadcast arrives, that a
+//! lease's end is seen at once, or that the log keeps what it acknowledged. Its users hold their own
+//! positions, numbers and digests.
+
+mod lease;
+mod memory;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::Stream;
+use tokio::sync::{oneshot, watch};
+
+pub use lease::{Lease, LeaseLost};
+pub use memory::{MemoryPlane, MemoryPlaneConfig};
+
+use crate::{LogPosition, StreamIdentity};
+
+pub type PlaneFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, PlaneError>> + Send + 'a>>;
+
+/// Cancel-safe: dropping a pending `next()` loses nothing.
+pub type PlaneStream<T> = Pin<Box<dyn Stream<Item = T> + Send>>;
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlaneError {
+    /// Not now: cut off, timed out, or nobody answers. The effect of a write is unknown.
+    #[error("the plane is unavailable: {0}")]
+    Unavailable(String),
+    /// The condition of a write did not hold; nothing was written.
+    #[error("somebody else was first")]
+    Conflict,
+    /// More bytes than the plane takes at once.
+    #[error("{bytes} bytes exceed the plane's limit of {max}")]
+    TooLarge { bytes: usize, max: usize },
+}
+
+/// One message of the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogMessage {
+    pub position: LogPosition,
+    pub subject: String,
+    pub payload: Bytes,
+    /// When the log took it, nanoseconds since the Unix epoch. With the payload it tells whether the
+    /// message at a position is still the same.
+    pub stored_unix_ns: u64,
+}
+
+/// What the log is and holds now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogStatus {
+    pub identity: StreamIdentity,
+    /// The oldest message kept; one past `last` when none is.
+    pub first: LogPosition,
+    /// The newest message ever taken; 0 before the first.
+    pub last: LogPosition,
+}
+
+/// A registry value with the revision that a conditional write names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RegistryEntry {
+    pub value: Bytes,
+    pub revision: Revision,
+}
+
+/// Grows with every write to the registry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Revision(pub u64);
+
+/// The condition of a registry write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PutIf {
+    Always,
+    Absent,
+    Revision(Revision),
+}
+
+/// What a watcher sees: first all present values, then [`RegistryEvent::Current`], then changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RegistryEvent {
+    Put {
+        key: String,
+        entry: RegistryEntry,
+    },
+    /// Deleted, or its lease ran out.
+    Gone {
+        key: String,
+    },
+    /// Everything that was there when the watch began has been told.
+    Current,
+}
+
+/// A request that a service has to answer; dropped unanswered, its sender waits for its time-out.
+#[derive(Debug)]
+pub struct Request {
+    pub payload: Bytes,
+    pub reply: Reply,
+}
+
+/// The way back to whoever asked.
+#[derive(Debug)]
+pub struct Reply(oneshot::Sender<Bytes>);
+
+impl Reply {
+    #[must_use]
+    pub const fn new(to: oneshot::Sender<Bytes>) -> Self {
+        Self(to)
+    }
+
+    /// Answers. An asker that gave up in the meantime is no error.
+    pub fn send(self, payload: Bytes) {
+        drop(self.0.send(payload));
+    }
+}
+
+/// Is the plane within reach?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Connection {
+    Up,
+    Down,
+}
+
+/// See the module's documentation.
+pub trait Plane: Send + Sync + 'static {
+    /// The connection's state; its receiver sees every change of it, if not every flicker.
+    fn connection(&self) -> watch::Receiver<Connection>;
+
+    // --- log
+
+    fn log_status(&self) -> PlaneFuture<'_, LogStatus>;
+
+    /// Hands a message to the log. The outer future ends when its place behind earlier ones is
+    /// fixed, the inner one with the acknowledgement: appends can be pipelined in order.
+    fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended>;
+
+    /// The newest message on a subject that the log still has.
+    fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>>;
+
+    /// The message at a position, if the log has it.
+    fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>>;
+
+    /// Everything behind `after`, in order, in batches of at least one and at most `batch_max`.
+    /// Starts at the oldest kept message if `after` fell off the end: compare positions.
+    fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail>;
+
+    // --- registry
+
+    fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>>;
+
+    /// Writes a key. With a lease it ends after that time unless it is written again.
+    /// [`PlaneError::Conflict`] if the condition does not hold.
+    fn put(
+        &self,
+        key: String,
+        value: Bytes,
+        condition: PutIf,
+        lease: Option<Duration>,
+    ) -> PlaneFuture<'_, Revision>;
+
+    /// Deletes a key, if it still has this revision. [`PlaneError::Conflict`] if not.
+    fn delete(&self, key: String, revision: Revision) -> PlaneFuture<'_, ()>;
+
+    /// Follows all keys with this prefix.
+    fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>>;
+
+    // --- snapshots
+
+    /// Stores a blob under a name that was never used before. [`PlaneError::Conflict`] if it was.
+    fn put_snapshot(&self, name: String, blob: Bytes) -> PlaneFuture<'_, ()>;
+
+    fn get_snapshot(&self, name: String) -> PlaneFuture<'_, Option<Bytes>>;
+
+    /// Deletes a blob; one that is not there is no error.
+    fn delete_snapshot(&self, name: String) -> PlaneFuture<'_, ()>;
+
+    /// All names, in ascending order.
+    fn snapshots(&self) -> PlaneFuture<'_, Vec<String>>;
+
+    // --- request/reply
+
+    /// Asks one of those that serve the subject.
+    fn request(
+        &self,
+        subject: String,
+        payload: Bytes,
+        deadline: Duration,
+    ) -> PlaneFuture<'_, Bytes>;
+
+    /// Serves a subject, together with whoever else does, until the stream is dropped.
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>>;
+
+    // --- broadcast
+
+    /// Tells everybody who listens now. Lossy: a listener that does not keep up misses messages.
+    fn publish(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, ()>;
+
+    /// Listens to a subject, or to all that a trailing `>` stands for. Own messages come too.
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>>;
+}
+
+/// The acknowledgement of an append: the position that the log gave.
+pub type Appended = PlaneFuture<'static, LogPosition>;
+
+pub type LogTail = PlaneStream<Vec<LogMessage>>;

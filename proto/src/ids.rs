@@ -1,0 +1,188 @@
+//! Newtypes for every id and position, so that no two bare integers stand side by side.
+
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(
+            Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize,
+            Deserialize, Encode, Decode,
+        )]
+        #[serde(transparent)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            /// The one that follows. Saturates: a counter that could wrap would break fencing.
+            #[must_use]
+            pub const fn next(self) -> Self {
+                Self(self.0.saturating_add(1))
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+number! {
+    /// The sequence number that the engine's publisher gives a batch, from 0 at every engine start.
+    EngineSeq
+}
+number! {
+    /// The fence of a source: everything of an older generation is void.
+    Generation
+}
+number! {
+    /// A record's number within its generation: 0, 1, 2, …
+    RecordNumber
+}
+number! {
+    /// A position in the log. The first record stands at 1; 0 means "before the first".
+    LogPosition
+}
+
+macro_rules! name {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(
+            Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode,
+            Decode,
+        )]
+        #[serde(transparent)]
+        pub struct $name(Arc<str>);
+
+        impl $name {
+            #[must_use]
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl From<&str> for $name {
+            fn from(name: &str) -> Self {
+                Self(name.into())
+            }
+        }
+
+        impl From<String> for $name {
+            fn from(name: String) -> Self {
+                Self(name.into())
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+
+name! {
+    /// One vLLM server, whatever its number of ranks. Chosen by the operator; unique in a namespace.
+    WorkerId
+}
+name! {
+    /// Keeps fleets apart that share one NATS.
+    Namespace
+}
+
+/// A data-parallel rank of a worker, from 0.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    Encode,
+    Decode,
+)]
+#[serde(transparent)]
+pub struct DpRank(pub u32);
+
+impl fmt::Display for DpRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// One data-parallel rank of one worker: the unit that has a cache, a load and a place in the log.
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+pub struct Source {
+    pub worker: WorkerId,
+    pub dp_rank: DpRank,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.worker, self.dp_rank)
+    }
+}
+
+/// Tokens per block.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+#[serde(transparent)]
+pub struct BlockSize(NonZeroU32);
+
+impl BlockSize {
+    /// `None` for zero: a block holds at least one token.
+    #[must_use]
+    pub const fn new(tokens: u32) -> Option<Self> {
+        match NonZeroU32::new(tokens) {
+            Some(tokens) => Some(Self(tokens)),
+            None => None,
+        }
+    }
+
+    #[must_use]
+    pub const fn tokens(self) -> usize {
+        self.0.get() as usize
+    }
+}
+
+impl fmt::Display for BlockSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Which log this is. Positions of two logs with different identities cannot be compared, even if
+/// the logs bear the same name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
+pub struct StreamIdentity {
+    /// When the log was created, nanoseconds since the Unix epoch.
+    pub created_unix_ns: u64,
+    /// A random number given at creation.
+    pub nonce: u64,
+}
+
+/// A router replica, by the 128 random bits that it draws at its start.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+pub struct RouterId(pub [u8; 16]);
+
+impl fmt::Display for RouterId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}

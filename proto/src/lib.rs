@@ -1,0 +1,36 @@
+//! Warmroute's vocabulary: what the parts say to each other, and the rules they share.
+//!
+//! Everything here but [`bus`] is pure: no IO, no clock, no randomness, no runtime. The main types
+//! are [`Record`] (one step of one source's cache), [`Sequencer`] (the one rule that decides what a
+//! numbered message does to its reader), [`Digest`] (how two views of one cache are compared) and
+//! [`LocalHash`] / [`PrefixHash`] (how a prompt is named without ever being written down).
+//!
+//! [`bus`] (cargo feature `bus`) holds the `Plane` trait: the log, the registry, the snapshots,
+//! request/reply and broadcast through which the parts meet.
+//!
+//! What is deliberately absent: engine hashes and tokens. Both end at the shim.
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "bus")]
+pub mod bus;
+pub mod codec;
+mod digest;
+pub mod hash;
+mod ids;
+pub mod load;
+pub mod query;
+mod record;
+pub mod registry;
+mod sequence;
+pub mod subject;
+
+pub use digest::Digest;
+pub use hash::{LocalHash, PrefixHash, Seed};
+pub use ids::{
+    BlockSize, DpRank, EngineSeq, Generation, LogPosition, Namespace, RecordNumber, RouterId,
+    Source, StreamIdentity, WorkerId,
+};
+pub use record::{
+    After, Change, EngineHealth, Heartbeat, Record, Tier, TierState, TierStates, Tiers,
+};
+pub use sequence::{Sequencer, Standing, Verdict};

@@ -1,0 +1,117 @@
+//! The question that routers ask indexers, and the answer.
+
+use bincode::{Decode, Encode};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    EngineSeq, Generation, LocalHash, LogPosition, RecordNumber, Source, StreamIdentity, TierState,
+    Tiers,
+};
+
+/// What does each source hold of this prompt?
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Query {
+    /// The prompt's blocks from depth 0.
+    pub blocks: Vec<LocalHash>,
+    /// A replica behind this position says so instead of answering.
+    pub at_least: Option<LogPosition>,
+}
+
+/// What an indexer says of a source's tier: the shim's word, lowered by what the indexer saw itself.
+/// Ordered from the strongest to the weakest; the weakest wins. Numbers are wire values: stable.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum SourceState {
+    Exact = 0,
+    Partial = 1,
+    Unverified = 2,
+    Stale = 3,
+    CatchingUp = 4,
+    Unknown = 5,
+}
+
+impl SourceState {
+    /// May blocks of a tier in this state lower a cost?
+    #[must_use]
+    pub const fn gives_credit(self) -> bool {
+        match self {
+            Self::Exact | Self::Partial | Self::Unverified => true,
+            Self::Stale | Self::CatchingUp | Self::Unknown => false,
+        }
+    }
+
+    #[must_use]
+    pub fn weakest(self, other: Self) -> Self {
+        self.max(other)
+    }
+
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Partial => "partial",
+            Self::Unverified => "unverified",
+            Self::Stale => "stale",
+            Self::CatchingUp => "catching_up",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+impl From<TierState> for SourceState {
+    fn from(state: TierState) -> Self {
+        match state {
+            TierState::Complete => Self::Exact,
+            TierState::Partial => Self::Partial,
+            TierState::Unverified => Self::Unverified,
+            TierState::Stale => Self::Stale,
+            TierState::CatchingUp => Self::CatchingUp,
+        }
+    }
+}
+
+/// Why a source is `unknown`, where there is more to say than that no proof came in time.
+/// Numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
+#[serde(rename_all = "snake_case")]
+pub enum UnknownReason {
+    /// No record or heartbeat within the last 5 s.
+    NoProof = 0,
+    /// Set aside because the memory bound was reached.
+    Memory = 1,
+    /// The shim's lease is gone.
+    ShimGone = 2,
+}
+
+/// An indexer's answer to a [`Query`].
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Answer {
+    Runs {
+        log: StreamIdentity,
+        /// Everything up to here is in.
+        position: LogPosition,
+        /// Every source that the indexer knows, in the order of [`Source`].
+        sources: Vec<SourceAnswer>,
+    },
+    /// This replica has not reached the position that was asked for.
+    Behind { position: LogPosition },
+}
+
+/// One source's part of an answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
+pub struct SourceAnswer {
+    pub source: Source,
+    pub generation: Generation,
+    /// The last record applied; none before the generation's first.
+    pub number: Option<RecordNumber>,
+    pub engine_seq: Option<EngineSeq>,
+    pub states: Tiers<SourceState>,
+    pub reason: Option<UnknownReason>,
+    /// Milliseconds since the last record or heartbeat that proved this.
+    pub proof_age_ms: u32,
+    /// Credited blocks per tier: on the GPU the run from depth 0, in the lower tiers the run from
+    /// the end of the GPU's on. A tier without credit counts as holding nothing.
+    pub run: Tiers<u32>,
+}

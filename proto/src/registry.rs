@@ -1,0 +1,76 @@
+//! What the registry holds, and the request that asks a shim for a fresh start.
+
+use bincode::{Decode, Encode};
+use serde::Serialize;
+
+use crate::{BlockSize, Generation, Source, WorkerId};
+
+/// One worker as its shim registers it. Decides who is a candidate, together with the engine's own
+/// health; its lease only fences and masks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
+pub struct WorkerEntry {
+    pub worker: WorkerId,
+    /// Where routers reach the engine's HTTP, without a trailing slash.
+    pub url: String,
+    /// The models that the engine serves, as `/v1/models` lists them, adapters excluded.
+    pub models: Vec<String>,
+    /// LoRA adapters, which are model names of their own.
+    pub loras: Vec<Lora>,
+    /// Data-parallel ranks, 0 to `ranks - 1`.
+    pub ranks: u32,
+    /// Not known before the engine's `/metrics` or first event told it.
+    pub block_size: Option<BlockSize>,
+    /// KV blocks of one rank, where the engine tells it.
+    pub blocks_per_rank: Option<u64>,
+    /// The longest prompt plus output, in tokens, where the engine tells it.
+    pub max_model_len: Option<u32>,
+    /// All of the engine's KV groups are main attention, so that a credited block is a cached one.
+    pub main_attention_only: bool,
+    /// The shim's version.
+    pub version: String,
+}
+
+/// A LoRA adapter as a model of its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
+pub struct Lora {
+    pub name: String,
+    /// The base model, where the engine tells it.
+    pub parent: Option<String>,
+}
+
+/// The value of a generation key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct GenerationEntry {
+    pub generation: Generation,
+}
+
+/// An indexer cannot follow a source any more: please start a new generation.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ResyncRequest {
+    pub source: Source,
+    /// The asker's own fence: the next generation must be above it.
+    pub above: Generation,
+    pub reason: ResyncReason,
+}
+
+/// Numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Encode, Decode)]
+#[serde(rename_all = "snake_case")]
+pub enum ResyncReason {
+    Gap = 0,
+    Mismatch = 1,
+    Fenced = 2,
+    LogLost = 3,
+}
+
+impl ResyncReason {
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Gap => "gap",
+            Self::Mismatch => "mismatch",
+            Self::Fenced => "fenced",
+            Self::LogLost => "log_lost",
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! The sequencing rule: what a numbered message does to its reader.
+//!
+//! One rule for log → indexer and router → router. It is deterministic, idempotent and total: every
+//! input has a verdict, none panics, none stops the loop.
+//!
+//! Invariant: if [`Sequencer::is_whole`] holds, the reader has applied exactly the numbers
+//! `0..next` of the fenced generation, each once and in order, and knows of no later one. What it
+//! cannot know by itself (a lost tail) it learns from a heartbeat through [`Sequencer::witness`].
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use crate::{Generation, RecordNumber};
+
+/// How many applied messages' payload hashes are kept to tell a duplicate from a violation. Well
+/// above the publisher's window of 64, which bounds how far back it can send again.
+const RECENT_PAYLOADS: usize = 256;
+
+/// What to do with a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is the next one: apply it.
+    Apply,
+    /// It opens a newer generation: forget the source, then apply it.
+    Start,
+    /// It is of a newer generation whose beginning is missing: forget the source, do not apply it.
+    StartBehind,
+    /// Something before it is missing: do not apply it; it comes again.
+    Ahead,
+    /// It was applied before: count it.
+    Duplicate,
+    /// Its number was applied before with other bytes: one of the two was wrong.
+    Violation,
+    /// It is of a generation that the fence excludes: drop it.
+    Old,
+}
+
+/// How the reader stands to what a heartbeat says of its sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// Reader and sender are at the same number: their digests can be compared.
+    Level,
+    /// The sender is ahead: records are under way or lost.
+    Behind,
+    /// The heartbeat is older than what was applied.
+    Ahead,
+    /// It is of a generation that the fence excludes.
+    Old,
+}
+
+/// The reader's memory of one numbered sequence.
+#[derive(Clone, Debug)]
+pub struct Sequencer {
+    /// How long a gap may stay before the reader asks for recovery.
+    patience: Duration,
+    fence: Option<Generation>,
+    next: RecordNumber,
+    /// The highest number known to exist that is not applied.
+    ahead: Option<RecordNumber>,
+    gap_deadline: Option<Instant>,
+    violated: bool,
+    /// Payload hashes of the last applied numbers, the newest at the back.
+    recent: VecDeque<u64>,
+}
+
+impl Sequencer {
+    /// A reader that has seen nothing. `patience`: three times the sender's ack time-out.
+    #[must_use]
+    pub const fn new(patience: Duration) -> Self {
+        Self {
+            patience,
+            fence: None,
+            next: RecordNumber(0),
+            ahead: None,
+            gap_deadline: None,
+            violated: false,
+            recent: VecDeque::new(),
+        }
+    }
+
+    /// A reader whose state was restored as of `last` of `generation`.
+    #[must_use]
+    pub const fn restored(
+        patience: Duration,
+        generation: Generation,
+        last: Option<RecordNumber>,
+    ) -> Self {
+        let mut restored = Self::new(patience);
+        restored.fence = Some(generation);
+        restored.next = match last {
+            Some(last) => last.next(),
+            None => RecordNumber(0),
+        };
+        restored
+    }
+
+    /// Judges a message. `payload` is a hash of its bytes.
+    pub fn accept(
+        &mut self,
+        now: Instant,
+        generation: Generation,
+        number: RecordNumber,
+        payload: u64,
+    ) -> Verdict {
+        let newer = self.fence.is_none_or(|fence| generation > fence);
+        if newer {
+            self.open(generation);
+            return if number == RecordNumber(0) {
+                self.applied(payload);
+                Verdict::Start
+            } else {
+                self.missing(now, number);
+                Verdict::StartBehind
+            };
+        }
+        if self.fence != Some(generation) {
+            return Verdict::Old;
+        }
+        if number == self.next {
+            self.applied(payload);
+            return Verdict::Apply;
+        }
+        if number > self.next {
+            self.missing(now, number);
+            return Verdict::Ahead;
+        }
+        match self.payload_of(number) {
+            Some(known) if known != payload => {
+                self.violated = true;
+                Verdict::Violation
+            }
+            Some(_) | None => Verdict::Duplicate,
+        }
+    }
+
+    /// Takes in a heartbeat: its sender had published up to `number` of `generation`.
+    pub fn witness(
+        &mut self,
+        now: Instant,
+        generation: Generation,
+        number: Option<RecordNumber>,
+    ) -> Standing {
+        match self.fence {
+            Some(fence) if generation < fence => return Standing::Old,
+            Some(fence) if generation == fence => {}
+            // The new generation's records are on their way through the log, which orders them.
+            Some(_) | None => return Standing::Behind,
+        }
+        match number {
+            Some(number) if number >= self.next => {
+                self.missing(now, number);
+                Standing::Behind
+            }
+            number if number == self.last() => Standing::Level,
+            Some(_) | None => Standing::Ahead,
+        }
+    }
+
+    /// Nothing is known to be missing and nothing contradicted itself.
+    #[must_use]
+    pub const fn is_whole(&self) -> bool {
+        self.fence.is_some() && self.ahead.is_none() && !self.violated
+    }
+
+    #[must_use]
+    pub const fn is_violated(&self) -> bool {
+        self.violated
+    }
+
+    /// Something is known to be missing.
+    #[must_use]
+    pub const fn has_gap(&self) -> bool {
+        self.ahead.is_some()
+    }
+
+    #[must_use]
+    pub const fn generation(&self) -> Option<Generation> {
+        self.fence
+    }
+
+    /// The last number applied; none before the generation's first.
+    #[must_use]
+    pub const fn last(&self) -> Option<RecordNumber> {
+        match self.next.0.checked_sub(1) {
+            Some(last) => Some(RecordNumber(last)),
+            None => None,
+        }
+    }
+
+    /// When [`Self::gap_expired`] wants to be asked.
+    #[must_use]
+    pub const fn deadline(&self) -> Option<Instant> {
+        self.gap_deadline
+    }
+
+    /// Is it time to recover from the gap? Says so once per patience, as long as the gap stays.
+    pub fn gap_expired(&mut self, now: Instant) -> bool {
+        match self.gap_deadline {
+            Some(deadline) if deadline <= now => {
+                self.gap_deadline = Some(now + self.patience);
+                true
+            }
+            Some(_) | None => false,
+        }
+    }
+
+    fn open(&mut self, generation: Generation) {
+        *self = Self::new(self.patience);
+        self.fence = Some(generation);
+    }
+
+    fn applied(&mut self, payload: u64) {
+        self.next = self.next.next();
+        if self.recent.len() == RECENT_PAYLOADS {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(payload);
+        if self.ahead.is_some_and(|ahead| ahead < self.next) {
+            self.ahead = None;
+            self.gap_deadline = None;
+        }
+    }
+
+    fn missing(&mut self, now: Instant, number: RecordNumber) {
+        self.ahead = self.ahead.max(Some(number));
+        self.gap_deadline.get_or_insert(now + self.patience);
+    }
+
+    fn payload_of(&self, number: RecordNumber) -> Option<u64> {
+        let back = self.next.0.checked_sub(number.0)?;
+        let index = self.recent.len().checked_sub(usize::try_from(back).ok()?)?;
+        self.recent.get(index).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,184 @@
+//! Subjects and registry keys: how parts find each other on a plane.
+//!
+//! `wr.<ns>.kv.<worker>.<rank>` and its siblings. Names are the operator's and may hold dots, spaces
+//! or wildcards; each is encoded into one token of `[A-Za-z0-9_-]` and `=XX` escapes, which NATS
+//! takes both in subjects and in keys. The encoding is a bijection, so that equal subjects mean
+//! equal names.
+
+use std::fmt::Write as _;
+
+use crate::{DpRank, Namespace, Source, WorkerId};
+
+const ROOT: &str = "wr";
+
+/// One name as one subject token. The empty name is `=`.
+#[must_use]
+pub fn encode_name(name: &str) -> String {
+    if name.is_empty() {
+        return "=".to_owned();
+    }
+    let mut token = String::with_capacity(name.len());
+    for byte in name.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'_' | b'-' => token.push(char::from(byte)),
+            _ => {
+                #[expect(
+                    clippy::let_underscore_must_use,
+                    reason = "writing to a String cannot fail"
+                )]
+                let _ = write!(token, "={byte:02X}");
+            }
+        }
+    }
+    token
+}
+
+/// The name in a token; `None` if no name encodes to it.
+#[must_use]
+pub fn decode_name(token: &str) -> Option<String> {
+    let mut name = Vec::with_capacity(token.len());
+    let mut rest = token.as_bytes();
+    if token != "=" {
+        while let [first, tail @ ..] = rest {
+            if *first == b'=' {
+                let (hex, tail) = tail.split_at_checked(2)?;
+                let hex = std::str::from_utf8(hex).ok()?;
+                name.push(u8::from_str_radix(hex, 16).ok()?);
+                rest = tail;
+            } else {
+                name.push(*first);
+                rest = tail;
+            }
+        }
+    }
+    let name = String::from_utf8(name).ok()?;
+    (encode_name(&name) == token).then_some(name)
+}
+
+/// The subjects and keys of one namespace.
+#[derive(Clone, Debug)]
+pub struct Subjects {
+    prefix: String,
+}
+
+impl Subjects {
+    #[must_use]
+    pub fn new(namespace: &Namespace) -> Self {
+        Self {
+            prefix: format!("{ROOT}.{}", encode_name(namespace.as_str())),
+        }
+    }
+
+    /// Log: the records of one source.
+    #[must_use]
+    pub fn records(&self, source: &Source) -> String {
+        format!("{}.kv.{}", self.prefix, source_tokens(source))
+    }
+
+    /// Log: the records of all sources.
+    #[must_use]
+    pub fn all_records(&self) -> String {
+        format!("{}.kv.>", self.prefix)
+    }
+
+    /// The source whose record subject this is.
+    #[must_use]
+    pub fn record_source(&self, subject: &str) -> Option<Source> {
+        let rest = subject.strip_prefix(&self.prefix)?;
+        source_of(rest.strip_prefix(".kv.")?)
+    }
+
+    /// Broadcast: the heartbeats of one source.
+    #[must_use]
+    pub fn heartbeat(&self, source: &Source) -> String {
+        format!("{}.hb.{}", self.prefix, source_tokens(source))
+    }
+
+    /// Broadcast: the heartbeats of all sources.
+    #[must_use]
+    pub fn all_heartbeats(&self) -> String {
+        format!("{}.hb.>", self.prefix)
+    }
+
+    /// Broadcast: an indexer asks a source's shim for a new generation.
+    #[must_use]
+    pub fn resync(&self, worker: &WorkerId) -> String {
+        format!("{}.resync.{}", self.prefix, encode_name(worker.as_str()))
+    }
+
+    /// Request: what does each source hold of these blocks? Any indexer replica answers.
+    #[must_use]
+    pub fn query(&self) -> String {
+        format!("{}.query", self.prefix)
+    }
+
+    /// Broadcast: the routers' load messages.
+    #[must_use]
+    pub fn load(&self) -> String {
+        format!("{}.load", self.prefix)
+    }
+
+    /// Registry: the entry of one worker, under a lease of its shim.
+    #[must_use]
+    pub fn worker_key(&self, worker: &WorkerId) -> String {
+        format!("{}.worker.{}", self.prefix, encode_name(worker.as_str()))
+    }
+
+    /// Registry: the prefix of all workers' keys.
+    #[must_use]
+    pub fn worker_keys(&self) -> String {
+        format!("{}.worker.", self.prefix)
+    }
+
+    /// The worker whose registry key this is.
+    #[must_use]
+    pub fn key_worker(&self, key: &str) -> Option<WorkerId> {
+        decode_name(key.strip_prefix(&self.worker_keys())?).map(WorkerId::from)
+    }
+
+    /// Registry: the generation of one source. No lease, never deleted.
+    #[must_use]
+    pub fn generation_key(&self, source: &Source) -> String {
+        format!("{}.generation.{}", self.prefix, source_tokens(source))
+    }
+
+    /// Registry: the lock of the shim that serves a worker, under a lease.
+    #[must_use]
+    pub fn shim_key(&self, worker: &WorkerId) -> String {
+        format!("{}.shim.{}", self.prefix, encode_name(worker.as_str()))
+    }
+}
+
+fn source_tokens(source: &Source) -> String {
+    format!(
+        "{}.{}",
+        encode_name(source.worker.as_str()),
+        source.dp_rank.0
+    )
+}
+
+fn source_of(tokens: &str) -> Option<Source> {
+    let (worker, rank) = tokens.split_once('.')?;
+    let source = Source {
+        worker: WorkerId::from(decode_name(worker)?),
+        dp_rank: DpRank(rank.parse().ok()?),
+    };
+    (source_tokens(&source) == tokens).then_some(source)
+}
+
+/// Does a filter select a subject? `*` stands for one token, a trailing `>` for one or more.
+#[must_use]
+pub fn matches(filter: &str, subject: &str) -> bool {
+    let mut subject = subject.split('.');
+    let mut filter = filter.split('.').peekable();
+    while let Some(wanted) = filter.next() {
+        match (wanted, subject.next()) {
+            (_, None) => return false,
+            (">", Some(_)) if filter.peek().is_none() => return true,
+            ("*", Some(_)) => {}
+            (wanted, Some(token)) if wanted == token => {}
+            (_, Some(_)) => return false,
+        }
+    }
+    subject.next().is_none()
+}
