@@ -1,0 +1,165 @@
+//! The engine's outside: submit, abort, step, reset, and what it holds.
+
+use std::collections::BTreeMap;
+
+use warmroute_proto::PrefixHash;
+
+use super::config::Config;
+use super::event::{EngineHash, Medium, engine_hash};
+use super::request::{Request, RequestId, Sequence};
+use super::scheduler::{Scheduler, StepOutcome};
+
+/// One data-parallel rank of one engine.
+pub struct Engine {
+    scheduler: Scheduler,
+    next_id: u64,
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    #[error("at least one token must be asked for")]
+    NothingAsked,
+    #[error("prompt and output are {tokens} tokens, the engine takes at most {max}")]
+    TooLong { tokens: usize, max: usize },
+}
+
+/// One held prefix in one tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Held {
+    pub prefix: PrefixHash,
+    pub medium: Medium,
+    /// Physical blocks that hold it.
+    pub copies: u32,
+}
+
+/// How busy the engine is.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Load {
+    pub running: usize,
+    pub waiting: usize,
+    /// Blocks in use by requests, of all that are usable.
+    pub used_blocks: usize,
+    pub usable_blocks: usize,
+}
+
+/// What was counted since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Tokens looked up in the prefix cache when requests were admitted for the first time, …
+    pub prefix_queries: u64,
+    /// … and those of them found on the GPU.
+    pub prefix_hits: u64,
+    pub preemptions: u64,
+    pub computed_prompt_tokens: u64,
+    pub generated_tokens: u64,
+}
+
+impl Engine {
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        Self {
+            scheduler: Scheduler::new(config),
+            next_id: 0,
+        }
+    }
+
+    #[must_use]
+    pub const fn config(&self) -> &Config {
+        &self.scheduler.config
+    }
+
+    /// Puts a request at the end of the waiting queue.
+    pub fn submit(&mut self, request: Request) -> Result<RequestId, Refusal> {
+        if request.prompt.is_empty() {
+            return Err(Refusal::EmptyPrompt);
+        }
+        if request.max_tokens == 0 {
+            return Err(Refusal::NothingAsked);
+        }
+        let tokens = request.prompt.len().saturating_add(request.max_tokens);
+        let max = self.config().longest_request();
+        if tokens > max {
+            return Err(Refusal::TooLong { tokens, max });
+        }
+        let id = RequestId(self.next_id);
+        self.next_id += 1;
+        let sequence = Sequence::new(id, request, self.config().block_size);
+        self.scheduler.enqueue(sequence);
+        Ok(id)
+    }
+
+    /// Drops a request. Its blocks stay cached. `false` if there is none of this name any more.
+    pub fn abort(&mut self, id: RequestId) -> bool {
+        self.scheduler.abort(id)
+    }
+
+    /// One scheduler step. Without any request it does nothing, takes no time and publishes
+    /// nothing, not even a reset.
+    pub fn step(&mut self) -> StepOutcome {
+        let mut outcome = StepOutcome::default();
+        self.step_into(&mut outcome);
+        outcome
+    }
+
+    /// As [`Self::step`], into an outcome that is cleared and filled again.
+    pub fn step_into(&mut self, outcome: &mut StepOutcome) {
+        self.scheduler.step(outcome);
+    }
+
+    /// Empties the GPU's cache; fails while a request uses a block. The event that tells about it
+    /// leaves with the next step that has something to do. The CPU tier stays.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.scheduler.reset_prefix_cache()
+    }
+
+    /// Forgets the oldest GPU copy of a prefix even if it is in use, as vLLM does with a block that
+    /// a connector reports as invalid. Full attention alone gives up children before parents, so
+    /// this is how a hole in mid-prefix comes about on the GPU. `false` if there is no copy.
+    pub fn evict(&mut self, prefix: PrefixHash) -> bool {
+        self.scheduler.evict(prefix)
+    }
+
+    #[must_use]
+    pub fn has_requests(&self) -> bool {
+        self.scheduler.has_requests()
+    }
+
+    #[must_use]
+    pub fn load(&self) -> Load {
+        self.scheduler.load()
+    }
+
+    #[must_use]
+    pub const fn totals(&self) -> Totals {
+        self.scheduler.totals
+    }
+
+    /// Everything that is cached, in order of prefix and tier.
+    #[must_use]
+    pub fn held(&self) -> Vec<Held> {
+        let mut copies: BTreeMap<(PrefixHash, Medium), u32> = BTreeMap::new();
+        for pair in self.scheduler.held_pairs() {
+            *copies.entry(pair).or_default() += 1;
+        }
+        let held = |((prefix, medium), copies)| Held {
+            prefix,
+            medium,
+            copies,
+        };
+        copies.into_iter().map(held).collect()
+    }
+
+    /// The engine's own name of a prefix, in this life.
+    #[must_use]
+    pub const fn hash_of(&self, prefix: PrefixHash) -> EngineHash {
+        engine_hash(self.config().life, prefix)
+    }
+
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        self.scheduler.check();
+    }
+}

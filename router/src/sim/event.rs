@@ -1,0 +1,105 @@
+//! What the engine says about its cache, in the order in which vLLM's publisher would say it.
+//!
+//! An engine hash is opaque: it differs between two lives of an engine, and only links an event to
+//! its parent and names what is removed. [`super::Engine::held`] tells what a hash stands for.
+
+use std::sync::Arc;
+
+use warmroute_proto::{BlockSize, PrefixHash};
+
+/// The engine's own name of a block and everything before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EngineHash(pub u64);
+
+/// Where a block lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Medium {
+    Gpu,
+    Cpu,
+}
+
+impl Medium {
+    /// The word on the wire.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gpu => "GPU",
+            Self::Cpu => "CPU",
+        }
+    }
+}
+
+/// What kind of layers a KV-cache group serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupKind {
+    FullAttention,
+    /// A window of so many tokens.
+    SlidingWindow(u32),
+}
+
+impl GroupKind {
+    /// The word on the wire.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::FullAttention => "full_attention",
+            Self::SlidingWindow(_) => "sliding_window",
+        }
+    }
+}
+
+/// What besides its tokens a block's hash depends on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExtraKey {
+    /// Stands in every block of a request with an adapter.
+    Lora(Arc<str>),
+    /// A multimodal item that overlaps the block; it may begin before the block.
+    Item { identifier: Arc<str>, offset: i64 },
+    /// Stands in block 0 only.
+    Salt(Arc<str>),
+}
+
+/// Consecutive whole blocks of one request became cached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Fewer than `tokens` covers if the group skips blocks outside its window.
+    pub hashes: Vec<EngineHash>,
+    /// What stands before the first covered block; `None` at depth 0.
+    pub parent: Option<EngineHash>,
+    pub tokens: Vec<u32>,
+    pub block_size: BlockSize,
+    /// One entry per hash, empty for a block without any; `None` where the engine leaves them out.
+    pub extra_keys: Option<Vec<Vec<ExtraKey>>>,
+    pub lora_name: Option<Arc<str>>,
+    pub medium: Medium,
+    pub group: u32,
+    pub kind: GroupKind,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    Stored(Stored),
+    /// One physical copy was given up; another one may stay.
+    Removed {
+        hash: EngineHash,
+        medium: Medium,
+        group: u32,
+    },
+    /// The GPU pool of every group was cleared.
+    Cleared,
+}
+
+/// The engine's hash of a prefix in one life of the engine.
+#[must_use]
+pub(super) const fn engine_hash(life: u64, prefix: PrefixHash) -> EngineHash {
+    EngineHash(mix(prefix.0 ^ mix(life)))
+}
+
+/// `SplitMix64`'s finaliser: a bijection, so that equal engine hashes mean equal prefixes.
+#[must_use]
+pub(super) const fn mix(z: u64) -> u64 {
+    let z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

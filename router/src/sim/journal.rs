@@ -1,0 +1,172 @@
+//! Turns cache changes into the events of a step, in vLLM's order.
+//!
+//! The pool's events come as they happen, those of the offload tier behind them, and all of them
+//! leave with the next step. Sliding-window groups are shadows: they occupy no blocks and decide no
+//! hit, but publish stores with masked blocks and their own removals, as a hybrid model does, so
+//! that a reader who does not tell groups apart goes wrong.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use warmroute_proto::{BlockSize, PrefixHash};
+
+use super::config::{Config, Events};
+use super::event::{EngineHash, Event, GroupKind, Medium, Stored, engine_hash};
+use super::request::Sequence;
+
+pub(super) struct Journal {
+    mode: Events,
+    life: u64,
+    block_size: BlockSize,
+    groups: Vec<Group>,
+    main: usize,
+    pool: Vec<Event>,
+    offload: Vec<Event>,
+}
+
+struct Group {
+    kind: GroupKind,
+    /// A shadow group's cached blocks, oldest first. Empty for the main group.
+    held: VecDeque<PrefixHash>,
+    held_max: usize,
+}
+
+impl Journal {
+    pub(super) fn new(config: &Config) -> Self {
+        let group = |&kind| Group {
+            kind,
+            held: VecDeque::new(),
+            held_max: (config.num_blocks as usize / 4).max(1),
+        };
+        Self {
+            mode: config.events,
+            life: config.life,
+            block_size: config.block_size,
+            groups: config.groups.iter().map(group).collect(),
+            main: config.main_group(),
+            pool: Vec::new(),
+            offload: Vec::new(),
+        }
+    }
+
+    /// Whole blocks `from..to` of a sequence became cached on the GPU.
+    pub(super) fn stored(&mut self, sequence: &Sequence, from: usize, to: usize) {
+        if self.mode == Events::Off {
+            return;
+        }
+        for group in 0..self.groups.len() {
+            let first = match self.groups[group].kind {
+                GroupKind::FullAttention => from,
+                GroupKind::SlidingWindow(window) => {
+                    let first = from.max(to.saturating_sub(self.window_blocks(window)));
+                    self.shadow(group, &sequence.keys[first..to]);
+                    first
+                }
+            };
+            let event = self.store_event(sequence, from..to, first, group, Medium::Gpu);
+            self.pool.push(Event::Stored(event));
+        }
+    }
+
+    pub(super) fn removed(&mut self, key: PrefixHash) {
+        let event = self.removal(key, Medium::Gpu, self.main);
+        self.push_pool(event);
+    }
+
+    pub(super) fn cleared(&mut self) {
+        for group in &mut self.groups {
+            group.held.clear();
+        }
+        self.push_pool(Event::Cleared);
+    }
+
+    pub(super) fn offloaded(&mut self, sequence: &Sequence, block: usize) {
+        if self.mode == Events::Published {
+            let range = block..block + 1;
+            let event = self.store_event(sequence, range, block, self.main, Medium::Cpu);
+            self.offload.push(Event::Stored(event));
+        }
+    }
+
+    pub(super) fn offload_removed(&mut self, key: PrefixHash) {
+        if self.mode == Events::Published {
+            let event = self.removal(key, Medium::Cpu, self.main);
+            self.offload.push(event);
+        }
+    }
+
+    /// Moves everything since the last step into `events`.
+    pub(super) fn take(&mut self, events: &mut Vec<Event>) {
+        events.append(&mut self.pool);
+        events.append(&mut self.offload);
+    }
+
+    fn shadow(&mut self, group: usize, keys: &[PrefixHash]) {
+        for &key in keys {
+            self.groups[group].held.push_back(key);
+        }
+        while self.groups[group].held.len() > self.groups[group].held_max {
+            if let Some(oldest) = self.groups[group].held.pop_front() {
+                let event = self.removal(oldest, Medium::Gpu, group);
+                self.push_pool(event);
+            }
+        }
+    }
+
+    fn store_event(
+        &self,
+        sequence: &Sequence,
+        covered: Range<usize>,
+        first_named: usize,
+        group: usize,
+        medium: Medium,
+    ) -> Stored {
+        let size = self.block_size.tokens();
+        let named = first_named..covered.end;
+        Stored {
+            hashes: sequence.keys[named.clone()]
+                .iter()
+                .map(|&key| self.name(key))
+                .collect(),
+            parent: sequence.parent_of(covered.start).map(|key| self.name(key)),
+            tokens: sequence.tokens[covered.start * size..covered.end * size].to_vec(),
+            block_size: self.block_size,
+            // vLLM's offload events leave the extra keys out.
+            extra_keys: (medium == Medium::Gpu).then(|| {
+                named
+                    .map(|block| sequence.extra_keys(block, self.block_size))
+                    .collect()
+            }),
+            lora_name: sequence.origin.lora_name.clone(),
+            medium,
+            group: number(group),
+            kind: self.groups[group].kind,
+        }
+    }
+
+    fn removal(&self, key: PrefixHash, medium: Medium, group: usize) -> Event {
+        Event::Removed {
+            hash: self.name(key),
+            medium,
+            group: number(group),
+        }
+    }
+
+    fn push_pool(&mut self, event: Event) {
+        if self.mode == Events::Published {
+            self.pool.push(event);
+        }
+    }
+
+    fn name(&self, key: PrefixHash) -> EngineHash {
+        engine_hash(self.life, key)
+    }
+
+    fn window_blocks(&self, window: u32) -> usize {
+        (window as usize).div_ceil(self.block_size.tokens()).max(1)
+    }
+}
+
+fn number(group: usize) -> u32 {
+    u32::try_from(group).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,191 @@
+//! What is asked of the engine, and the engine's state of one request.
+
+use std::sync::Arc;
+
+use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed};
+
+use super::event::{ExtraKey, mix};
+
+/// A request's name within one engine, in order of submission.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub u64);
+
+/// A multimodal item in a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// The engine's name of the item's content.
+    pub identifier: Arc<str>,
+    /// What a block's local hash takes in for it.
+    pub hash: u64,
+    /// The first prompt token that stands for it, and how many do.
+    pub offset: usize,
+    pub length: usize,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Request {
+    pub prompt: Vec<u32>,
+    /// Exactly so many tokens are generated, unless the model's length ends them before.
+    pub max_tokens: usize,
+    pub lora_name: Option<Arc<str>>,
+    pub cache_salt: Option<Arc<str>>,
+    pub items: Vec<Item>,
+}
+
+/// How much of a prompt was found in the cache when it was first scheduled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CachedTokens {
+    pub gpu: usize,
+    /// Behind the GPU run, from the lower tier.
+    pub cpu: usize,
+}
+
+impl CachedTokens {
+    /// As `usage.prompt_tokens_details.cached_tokens` reports it.
+    #[must_use]
+    pub const fn total(self) -> usize {
+        self.gpu + self.cpu
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// `max_tokens` or the model's length was reached.
+    Length,
+}
+
+/// A request on its way through the scheduler.
+///
+/// Invariants: `keys` names every whole block of `tokens`; `table` covers at least `computed`
+/// tokens while running and is empty while waiting; the first `cached_blocks` of it are cached.
+pub(super) struct Sequence {
+    pub(super) id: RequestId,
+    /// The prompt, then what was generated.
+    pub(super) tokens: Vec<u32>,
+    pub(super) prompt_len: usize,
+    pub(super) max_tokens: usize,
+    pub(super) keys: Vec<PrefixHash>,
+    pub(super) table: Vec<u32>,
+    pub(super) computed: usize,
+    pub(super) cached_blocks: usize,
+    /// Tokens that the present step computes for it.
+    pub(super) scheduled: usize,
+    pub(super) preempted: bool,
+    pub(super) origin: Origin,
+    random: u64,
+}
+
+/// What a sequence's block hashes depend on besides tokens.
+pub(super) struct Origin {
+    pub(super) lora_name: Option<Arc<str>>,
+    cache_salt: Option<Arc<str>>,
+    items: Vec<Item>,
+    seed: Seed,
+}
+
+impl Sequence {
+    pub(super) fn new(id: RequestId, request: Request, block_size: BlockSize) -> Self {
+        let origin = Origin {
+            seed: Seed::new(request.lora_name.as_deref(), request.cache_salt.as_deref()),
+            lora_name: request.lora_name.filter(|name| !name.is_empty()),
+            cache_salt: request.cache_salt.filter(|salt| !salt.is_empty()),
+            items: request.items,
+        };
+        let prompt_len = request.prompt.len();
+        let mut sequence = Self {
+            id,
+            tokens: request.prompt,
+            prompt_len,
+            max_tokens: request.max_tokens,
+            keys: Vec::with_capacity(prompt_len / block_size.tokens()),
+            table: Vec::new(),
+            computed: 0,
+            cached_blocks: 0,
+            scheduled: 0,
+            preempted: false,
+            origin,
+            random: 0,
+        };
+        sequence.name_whole_blocks(block_size);
+        sequence.random = sequence.prompt_mix(block_size);
+        sequence
+    }
+
+    pub(super) const fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt_len
+    }
+
+    /// Appends a token that depends on nothing but the prompt and the tokens before it.
+    pub(super) fn generate(&mut self, vocabulary: &[u32], block_size: BlockSize) -> u32 {
+        self.random = mix(self.random);
+        let choices = vocabulary.len().max(1) as u64;
+        #[expect(clippy::cast_possible_truncation, reason = "below the slice's length")]
+        let token = vocabulary
+            .get((self.random % choices) as usize)
+            .copied()
+            .unwrap_or(0);
+        self.tokens.push(token);
+        if self.tokens.len().is_multiple_of(block_size.tokens()) {
+            self.name_whole_blocks(block_size);
+        }
+        token
+    }
+
+    pub(super) fn parent_of(&self, block: usize) -> Option<PrefixHash> {
+        block.checked_sub(1).map(|before| self.keys[before])
+    }
+
+    pub(super) fn extra_keys(&self, block: usize, block_size: BlockSize) -> Vec<ExtraKey> {
+        self.origin.extra_keys(block, block_size)
+    }
+
+    fn name_whole_blocks(&mut self, block_size: BlockSize) {
+        let size = block_size.tokens();
+        for block in self.keys.len()..self.tokens.len() / size {
+            let tokens = &self.tokens[block * size..(block + 1) * size];
+            let local = if self.origin.items.is_empty() {
+                LocalHash::of_block(tokens, &[], self.origin.seed)
+            } else {
+                let items: Vec<u64> = self.origin.items_in(block, size).map(|i| i.hash).collect();
+                LocalHash::of_block(tokens, &items, self.origin.seed)
+            };
+            let parent = self.keys.last().copied();
+            self.keys.push(PrefixHash::after(parent, local));
+        }
+    }
+
+    fn prompt_mix(&self, block_size: BlockSize) -> u64 {
+        let whole = self.keys.len() * block_size.tokens();
+        let start = self.keys.last().map_or(self.origin.seed.0, |key| key.0);
+        self.tokens[whole..]
+            .iter()
+            .fold(start, |sum, &token| mix(sum ^ u64::from(token)))
+    }
+}
+
+impl Origin {
+    fn extra_keys(&self, block: usize, block_size: BlockSize) -> Vec<ExtraKey> {
+        let size = block_size.tokens();
+        let mut keys = Vec::new();
+        keys.extend(self.lora_name.clone().map(ExtraKey::Lora));
+        keys.extend(self.items_in(block, size).map(|item| ExtraKey::Item {
+            identifier: Arc::clone(&item.identifier),
+            offset: signed(item.offset) - signed(block * size),
+        }));
+        if block == 0 {
+            keys.extend(self.cache_salt.clone().map(ExtraKey::Salt));
+        }
+        keys
+    }
+
+    fn items_in(&self, block: usize, size: usize) -> impl Iterator<Item = &Item> {
+        let (start, end) = (block * size, (block + 1) * size);
+        self.items
+            .iter()
+            .filter(move |item| item.offset < end && item.offset + item.length > start)
+    }
+}
+
+fn signed(position: usize) -> i64 {
+    i64::try_from(position).unwrap_or(i64::MAX)
+}

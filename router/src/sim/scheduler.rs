@@ -1,0 +1,388 @@
+//! One step of vLLM's scheduler: who computes how many tokens, with which blocks.
+//!
+//! There is no prefill or decode phase: every sequence has tokens that are not computed yet, and a
+//! step gives out a budget of them, running sequences first. A sequence whose tokens are all
+//! computed at the end of a step gets its next one.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Duration;
+
+use warmroute_proto::PrefixHash;
+
+use super::config::Config;
+use super::engine::{Load, Totals};
+use super::event::{Event, Medium};
+use super::journal::Journal;
+use super::offload::Offload;
+use super::pool::Pool;
+use super::request::{CachedTokens, FinishReason, RequestId, Sequence};
+use super::timing::Work;
+
+/// What one step did.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepOutcome {
+    /// Everything below becomes visible after so long.
+    pub duration: Duration,
+    /// One batch for the publisher; nothing is published if it is empty.
+    pub events: Vec<Event>,
+    /// Requests that were scheduled for the first time.
+    pub admitted: Vec<Admitted>,
+    pub produced: Vec<Produced>,
+    pub finished: Vec<Finished>,
+    /// Requests that lost their blocks and wait again.
+    pub preempted: Vec<RequestId>,
+    pub work: Work,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admitted {
+    pub id: RequestId,
+    pub cached: CachedTokens,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Produced {
+    pub id: RequestId,
+    pub token: u32,
+    /// 1 for the first token.
+    pub generated: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finished {
+    pub id: RequestId,
+    pub reason: FinishReason,
+}
+
+impl StepOutcome {
+    fn clear(&mut self) {
+        let Self {
+            duration,
+            events,
+            admitted,
+            produced,
+            finished,
+            preempted,
+            work,
+        } = self;
+        *duration = Duration::ZERO;
+        *work = Work::default();
+        events.clear();
+        admitted.clear();
+        produced.clear();
+        finished.clear();
+        preempted.clear();
+    }
+}
+
+pub(super) struct Scheduler {
+    pub(super) config: Config,
+    pub(super) totals: Totals,
+    cache: Cache,
+    waiting: VecDeque<Sequence>,
+    running: Vec<Sequence>,
+}
+
+/// The tiers and what they publish: lent to a sequence as one while the queues are borrowed.
+struct Cache {
+    pool: Pool,
+    offload: Option<Offload>,
+    journal: Journal,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Allocation {
+    Done,
+    /// Too few free blocks. Nothing was changed.
+    Short,
+}
+
+/// What the tiers hold of a sequence from its start.
+struct Hit {
+    gpu: Vec<u32>,
+    /// Blocks in the CPU tier behind the GPU run.
+    cpu: usize,
+}
+
+impl Scheduler {
+    pub(super) fn new(config: Config) -> Self {
+        let cache = Cache {
+            pool: Pool::new(config.num_blocks),
+            offload: (config.cpu_blocks > 0).then(|| Offload::new(config.cpu_blocks)),
+            journal: Journal::new(&config),
+        };
+        Self {
+            config,
+            totals: Totals::default(),
+            cache,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+        }
+    }
+
+    pub(super) fn enqueue(&mut self, sequence: Sequence) {
+        self.waiting.push_back(sequence);
+    }
+
+    pub(super) fn abort(&mut self, id: RequestId) -> bool {
+        if let Some(at) = self.running.iter().position(|sequence| sequence.id == id) {
+            let mut sequence = self.running.remove(at);
+            self.cache.pool.release(&mut sequence.table);
+            return true;
+        }
+        let at = self.waiting.iter().position(|sequence| sequence.id == id);
+        at.and_then(|at| self.waiting.remove(at)).is_some()
+    }
+
+    pub(super) fn step(&mut self, outcome: &mut StepOutcome) {
+        outcome.clear();
+        if !self.has_requests() {
+            return;
+        }
+        let mut budget = self.config.max_num_batched_tokens;
+        self.schedule_running(&mut budget, outcome);
+        if outcome.preempted.is_empty() {
+            self.schedule_waiting(&mut budget, outcome);
+        }
+        self.sample(outcome);
+        self.retire(outcome);
+        self.cache.journal.take(&mut outcome.events);
+        outcome.duration = self.config.profile.step_time(outcome.work);
+    }
+
+    pub(super) fn reset_prefix_cache(&mut self) -> bool {
+        let done = self.cache.pool.reset();
+        if done {
+            self.cache.journal.cleared();
+        }
+        done
+    }
+
+    pub(super) fn evict(&mut self, key: PrefixHash) -> bool {
+        self.cache.pool.evict(key, &mut self.cache.journal)
+    }
+
+    pub(super) fn has_requests(&self) -> bool {
+        !self.running.is_empty() || !self.waiting.is_empty()
+    }
+
+    pub(super) fn load(&self) -> Load {
+        let usable = self.cache.pool.usable_blocks();
+        Load {
+            running: self.running.len(),
+            waiting: self.waiting.len(),
+            used_blocks: usable - self.cache.pool.free_blocks(),
+            usable_blocks: usable,
+        }
+    }
+
+    pub(super) fn held_pairs(&self) -> impl Iterator<Item = (PrefixHash, Medium)> {
+        let gpu = self.cache.pool.keys().map(|key| (key, Medium::Gpu));
+        let cpu = self.cache.offload.iter().flat_map(Offload::keys);
+        gpu.chain(cpu.map(|key| (key, Medium::Cpu)))
+    }
+
+    fn schedule_running(&mut self, budget: &mut usize, outcome: &mut StepOutcome) {
+        let mut at = 0;
+        while at < self.running.len() && *budget > 0 {
+            let sequence = &mut self.running[at];
+            let tokens = (sequence.tokens.len() - sequence.computed).min(*budget);
+            match self.cache.extend(sequence, tokens, &self.config) {
+                Allocation::Done => {
+                    sequence.scheduled = tokens;
+                    *budget -= tokens;
+                    at += 1;
+                }
+                Allocation::Short => self.preempt_last(outcome),
+            }
+        }
+    }
+
+    /// The last one that was admitted goes back to the head of the waiting queue, and computes
+    /// everything again that its own blocks in the cache do not save.
+    fn preempt_last(&mut self, outcome: &mut StepOutcome) {
+        let Some(mut sequence) = self.running.pop() else {
+            return;
+        };
+        self.cache.pool.release(&mut sequence.table);
+        sequence.computed = 0;
+        sequence.cached_blocks = 0;
+        sequence.preempted = true;
+        self.totals.preemptions += 1;
+        outcome.preempted.push(sequence.id);
+        self.waiting.push_front(sequence);
+    }
+
+    fn schedule_waiting(&mut self, budget: &mut usize, outcome: &mut StepOutcome) {
+        while *budget > 0 && self.running.len() < self.config.max_num_seqs {
+            let Some(mut sequence) = self.waiting.pop_front() else {
+                return;
+            };
+            let hit = self.cache.find(&sequence, &self.config);
+            let size = self.config.block_size.tokens();
+            let cached = CachedTokens {
+                gpu: hit.gpu.len() * size,
+                cpu: hit.cpu * size,
+            };
+            let tokens = (sequence.tokens.len() - cached.total()).min(*budget);
+            let allocation = self.cache.admit(&mut sequence, hit, tokens, &self.config);
+            if allocation == Allocation::Short {
+                self.waiting.push_front(sequence);
+                return;
+            }
+            sequence.scheduled = tokens;
+            *budget -= tokens;
+            outcome.work.loaded_tokens += cached.cpu;
+            if !sequence.preempted {
+                self.totals.prefix_queries += sequence.tokens.len() as u64;
+                self.totals.prefix_hits += cached.gpu as u64;
+                outcome.admitted.push(Admitted {
+                    id: sequence.id,
+                    cached,
+                });
+            }
+            self.running.push(sequence);
+        }
+    }
+
+    /// The forward pass: what was scheduled is computed, and who has nothing left to compute gets
+    /// a token.
+    fn sample(&mut self, outcome: &mut StepOutcome) {
+        for sequence in &mut self.running {
+            let scheduled = std::mem::take(&mut sequence.scheduled);
+            if scheduled == 0 {
+                continue;
+            }
+            if scheduled == 1 && sequence.computed >= sequence.prompt_len {
+                outcome.work.decode_sequences += 1;
+            } else {
+                outcome.work.prefill_tokens += scheduled;
+                self.totals.computed_prompt_tokens += scheduled as u64;
+            }
+            sequence.computed += scheduled;
+            if sequence.computed == sequence.tokens.len() {
+                let token = sequence.generate(&self.config.vocabulary, self.config.block_size);
+                self.totals.generated_tokens += 1;
+                outcome.produced.push(Produced {
+                    id: sequence.id,
+                    token,
+                    generated: sequence.generated(),
+                });
+            }
+        }
+    }
+
+    fn retire(&mut self, outcome: &mut StepOutcome) {
+        let pool = &mut self.cache.pool;
+        self.running.retain_mut(|sequence| {
+            if sequence.generated() < sequence.max_tokens {
+                return true;
+            }
+            pool.release(&mut sequence.table);
+            outcome.finished.push(Finished {
+                id: sequence.id,
+                reason: FinishReason::Length,
+            });
+            false
+        });
+    }
+
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        let size = self.config.block_size.tokens();
+        let tables: Vec<&[u32]> = self.running.iter().map(|s| s.table.as_slice()).collect();
+        self.cache.pool.check(&tables);
+        for sequence in &self.running {
+            assert!(sequence.computed <= sequence.tokens.len());
+            assert_eq!(sequence.table.len(), sequence.computed.div_ceil(size));
+            assert_eq!(sequence.cached_blocks, sequence.computed / size);
+            assert_eq!(sequence.keys.len(), sequence.tokens.len() / size);
+        }
+        assert!(
+            self.waiting
+                .iter()
+                .all(|sequence| sequence.table.is_empty())
+        );
+        assert!(self.running.len() <= self.config.max_num_seqs);
+    }
+}
+
+impl Cache {
+    /// The longest cached prefix. At least one token must be computed to have something to sample
+    /// from, so a prompt of whole blocks never hits its last one.
+    fn find(&self, sequence: &Sequence, config: &Config) -> Hit {
+        let blocks_max = (sequence.tokens.len() - 1) / config.block_size.tokens();
+        let keys = &sequence.keys[..blocks_max];
+        let gpu: Vec<u32> = keys.iter().map_while(|&key| self.pool.find(key)).collect();
+        let cpu = self.offload.as_ref().map_or(0, |offload| {
+            let behind = keys[gpu.len()..].iter();
+            behind.take_while(|&&key| offload.holds(key)).count()
+        });
+        Hit { gpu, cpu }
+    }
+
+    /// The first blocks of a sequence that begins to run. It is admitted only if all of its present
+    /// tokens would fit, although only `tokens` of them are computed in this step.
+    fn admit(
+        &mut self,
+        sequence: &mut Sequence,
+        hit: Hit,
+        tokens: usize,
+        config: &Config,
+    ) -> Allocation {
+        let size = config.block_size.tokens();
+        let touched = hit.gpu.len();
+        let idle = hit
+            .gpu
+            .iter()
+            .filter(|&&block| self.pool.is_idle(block))
+            .count();
+        let missing = sequence.tokens.len().div_ceil(size) - touched;
+        if missing + idle > self.pool.free_blocks() {
+            return Allocation::Short;
+        }
+        self.pool.touch(&hit.gpu);
+        sequence.table = hit.gpu;
+        sequence.cached_blocks = touched;
+        sequence.computed = (touched + hit.cpu) * size;
+        let allocation = self.extend(sequence, tokens, config);
+        self.offload(sequence, 0..touched);
+        allocation
+    }
+
+    /// Blocks for so many further tokens; those that these tokens fill are cached at once.
+    fn extend(&mut self, sequence: &mut Sequence, tokens: usize, config: &Config) -> Allocation {
+        let size = config.block_size.tokens();
+        let end = sequence.computed + tokens;
+        let missing = end.div_ceil(size).saturating_sub(sequence.table.len());
+        if missing > self.pool.free_blocks() {
+            return Allocation::Short;
+        }
+        self.pool
+            .take(missing, &mut sequence.table, &mut self.journal);
+        self.cache_filled(sequence, end / size);
+        Allocation::Done
+    }
+
+    fn cache_filled(&mut self, sequence: &mut Sequence, filled: usize) {
+        let from = sequence.cached_blocks;
+        if from >= filled {
+            return;
+        }
+        for block in from..filled {
+            self.pool.cache(sequence.table[block], sequence.keys[block]);
+        }
+        self.journal.stored(sequence, from, filled);
+        self.offload(sequence, from..filled);
+        sequence.cached_blocks = filled;
+    }
+
+    fn offload(&mut self, sequence: &Sequence, blocks: Range<usize>) {
+        if let Some(offload) = &mut self.offload {
+            for block in blocks {
+                offload.store(sequence, block, &mut self.journal);
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! How long a step takes: a linear model of prefill and decode, by parameters.
+//!
+//! It leaves out what grows with the context's length; a profile stands for typical prompts.
+
+use std::time::Duration;
+
+/// The cost of one scheduler step. All parameters may be zero: then time stands still.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Profile {
+    /// Prompt tokens computed in a second when nothing else runs; 0 means instantly.
+    pub prefill_tokens_per_sec: f64,
+    /// The step time of a decode for one sequence.
+    pub itl: Duration,
+    /// What every further decoding sequence adds to the step.
+    pub itl_per_sequence: Duration,
+    /// What every step costs, whatever is in it.
+    pub step_overhead: Duration,
+    /// Tokens copied from a lower tier in a second; 0 means instantly.
+    pub load_tokens_per_sec: f64,
+}
+
+/// What one step computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    pub prefill_tokens: usize,
+    pub decode_sequences: usize,
+    pub loaded_tokens: usize,
+}
+
+impl Work {
+    pub(super) const fn is_empty(&self) -> bool {
+        self.prefill_tokens == 0 && self.decode_sequences == 0
+    }
+}
+
+impl Profile {
+    /// Takes no time at all: for tests that drive steps by hand.
+    pub const INSTANT: Self = Self {
+        prefill_tokens_per_sec: 0.0,
+        itl: Duration::ZERO,
+        itl_per_sequence: Duration::ZERO,
+        step_overhead: Duration::ZERO,
+        load_tokens_per_sec: 0.0,
+    };
+
+    /// An 8-billion-parameter model on one large accelerator.
+    pub const GPU_8B: Self = Self {
+        prefill_tokens_per_sec: 20_000.0,
+        itl: Duration::from_micros(7_000),
+        itl_per_sequence: Duration::from_micros(60),
+        step_overhead: Duration::from_micros(1_000),
+        load_tokens_per_sec: 150_000.0,
+    };
+
+    /// A 70-billion-parameter model on four large accelerators.
+    pub const GPU_70B: Self = Self {
+        prefill_tokens_per_sec: 7_000.0,
+        itl: Duration::from_micros(18_000),
+        itl_per_sequence: Duration::from_micros(150),
+        step_overhead: Duration::from_micros(1_500),
+        load_tokens_per_sec: 80_000.0,
+    };
+
+    /// Ten times `GPU_8B`'s speed, for demonstrations and tests in real time.
+    pub const FAST: Self = Self {
+        prefill_tokens_per_sec: 200_000.0,
+        itl: Duration::from_micros(1_000),
+        itl_per_sequence: Duration::from_micros(5),
+        step_overhead: Duration::from_micros(100),
+        load_tokens_per_sec: 1_500_000.0,
+    };
+
+    /// The names that `by_name` knows.
+    pub const NAMES: [&str; 4] = ["instant", "fast", "gpu-8b", "gpu-70b"];
+
+    #[must_use]
+    pub fn by_name(name: &str) -> Option<Self> {
+        match name {
+            "instant" => Some(Self::INSTANT),
+            "fast" => Some(Self::FAST),
+            "gpu-8b" => Some(Self::GPU_8B),
+            "gpu-70b" => Some(Self::GPU_70B),
+            _ => None,
+        }
+    }
+
+    #[must_use]
+    pub fn step_time(&self, work: Work) -> Duration {
+        if work.is_empty() {
+            return Duration::ZERO;
+        }
+        let decode = match u32::try_from(work.decode_sequences) {
+            Ok(0) => Duration::ZERO,
+            Ok(sequences) => self.itl + self.itl_per_sequence * (sequences - 1),
+            Err(_) => Duration::MAX,
+        };
+        self.step_overhead
+            .saturating_add(at_rate(work.prefill_tokens, self.prefill_tokens_per_sec))
+            .saturating_add(at_rate(work.loaded_tokens, self.load_tokens_per_sec))
+            .saturating_add(decode)
+    }
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "token counts are far below 2^52"
+)]
+fn at_rate(tokens: usize, per_sec: f64) -> Duration {
+    if per_sec > 0.0 {
+        Duration::try_from_secs_f64(tokens as f64 / per_sec).unwrap_or(Duration::MAX)
+    } else {
+        Duration::ZERO
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_has_a_profile() {
+        assert!(
+            Profile::NAMES
+                .iter()
+                .all(|name| Profile::by_name(name).is_some())
+        );
+        assert_eq!(Profile::by_name("abacus"), None);
+    }
+
+    #[test]
+    fn a_step_is_the_sum_of_its_parts() {
+        let profile = Profile {
+            prefill_tokens_per_sec: 1_000.0,
+            itl: Duration::from_millis(10),
+            itl_per_sequence: Duration::from_millis(1),
+            step_overhead: Duration::from_millis(2),
+            load_tokens_per_sec: 10_000.0,
+        };
+        let check = |prefill_tokens, decode_sequences, loaded_tokens, millis| {
+            let work = Work {
+                prefill_tokens,
+                decode_sequences,
+                loaded_tokens,
+            };
+            assert_eq!(profile.step_time(work), Duration::from_millis(millis));
+        };
+        check(0, 0, 0, 0);
+        check(500, 0, 0, 502);
+        check(0, 1, 0, 12);
+        check(0, 4, 0, 15);
+        check(500, 4, 100, 525);
+    }
+}
