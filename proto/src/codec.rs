@@ -111,3 +111,41 @@ pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
         more => Err(DecodeError::Trailing(more)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Any bytes into every decoder: an error or a message, never a panic; and what decodes
+        /// encodes to the same bytes, so that no two byte strings mean one message.
+        #[test]
+        fn decoding_is_total_and_canonical(
+            mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+            kind in 0u8..10,
+        ) {
+            if let [version, first, ..] = bytes.as_mut_slice() {
+                *version = VERSION;
+                *first = kind;
+            }
+            canonical::<Record>(&bytes)?;
+            canonical::<Heartbeat>(&bytes)?;
+            canonical::<Query>(&bytes)?;
+            canonical::<Answer>(&bytes)?;
+            canonical::<LoadMessage>(&bytes)?;
+            canonical::<WorkerEntry>(&bytes)?;
+            canonical::<GenerationEntry>(&bytes)?;
+            canonical::<ResyncRequest>(&bytes)?;
+        }
+    }
+
+    fn canonical<M: Message>(bytes: &[u8]) -> Result<(), TestCaseError> {
+        if let Ok(message) = decode::<M>(bytes) {
+            let again = encode(&message).map_err(|error| TestCaseError::fail(error.to_string()))?;
+            prop_assert_eq!(again, bytes);
+        }
+        Ok(())
+    }
+}

@@ -182,3 +182,81 @@ pub fn matches(filter: &str, subject: &str) -> bool {
     }
     subject.next().is_none()
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn names_become_one_token() {
+        let check = |name: &str, token: &str| {
+            assert_eq!(encode_name(name), token);
+            assert_eq!(decode_name(token).as_deref(), Some(name));
+        };
+        check("worker-0", "worker-0");
+        check("w.0.example:8000", "w=2E0=2Eexample=3A8000");
+        check("", "=");
+        check("=", "=3D");
+        check("*>", "=2A=3E");
+        check("größe", "gr=C3=B6=C3=9Fe");
+        for foreign in ["w.0", "w=2e0", "=4", "=41", "=FF", "w 0"] {
+            assert_eq!(decode_name(foreign), None, "{foreign}");
+        }
+    }
+
+    #[test]
+    fn subjects_are_fixed() {
+        let subjects = Subjects::new(&Namespace::from("prod"));
+        let source = Source {
+            worker: WorkerId::from("w.0"),
+            dp_rank: DpRank(3),
+        };
+        assert_eq!(subjects.records(&source), "wr.prod.kv.w=2E0.3");
+        assert_eq!(subjects.heartbeat(&source), "wr.prod.hb.w=2E0.3");
+        assert_eq!(subjects.resync(&source.worker), "wr.prod.resync.w=2E0");
+        assert_eq!(subjects.query(), "wr.prod.query");
+        assert_eq!(subjects.load(), "wr.prod.load");
+        assert_eq!(subjects.worker_key(&source.worker), "wr.prod.worker.w=2E0");
+        assert_eq!(subjects.shim_key(&source.worker), "wr.prod.shim.w=2E0");
+        assert_eq!(
+            subjects.generation_key(&source),
+            "wr.prod.generation.w=2E0.3"
+        );
+        assert_eq!(subjects.record_source("wr.prod.kv.w=2E0.3"), Some(source));
+        for foreign in [
+            "wr.prod.kv.w.3.0",
+            "wr.prod.kv.w.03",
+            "wr.prod.kv.w.-1",
+            "wr.prod.kv.w",
+            "wr.test.kv.w.3",
+            "wr.prod.kv..3",
+        ] {
+            assert_eq!(subjects.record_source(foreign), None, "{foreign}");
+        }
+    }
+
+    #[test]
+    fn filters_match_by_token() {
+        assert!(matches("a.b", "a.b"));
+        assert!(matches("a.*.c", "a.b.c"));
+        assert!(matches("a.>", "a.b.c"));
+        assert!(!matches("a.>", "a"));
+        assert!(!matches("a.b", "a.b.c"));
+        assert!(!matches("a.*", "b.b"));
+    }
+
+    proptest! {
+        #[test]
+        fn encoding_is_a_bijection(name in ".{0,40}", token in "[-A-Za-z0-9_=.]{0,12}") {
+            let encoded = encode_name(&name);
+            prop_assert!(encoded.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-=".contains(&b)));
+            let decoded = decode_name(&encoded);
+            prop_assert_eq!(decoded.as_deref(), Some(name.as_str()));
+            if let Some(name) = decode_name(&token) {
+                prop_assert_eq!(encode_name(&name), token);
+            }
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! What every [`Plane`] has to do. `suite!(name, factory)` makes one test of each check; the factory
+//! gives a fresh plane whose log keeps about [`LOG_BYTES`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use tokio::time::timeout;
+use warmroute_proto::LogPosition;
+use warmroute_proto::bus::{
+    Connection, Lease, LeaseLost, LogMessage, LogTail, Plane, PlaneError, PlaneStream, PutIf,
+    RegistryEvent, Request, Revision,
+};
+
+/// The log of a plane under test keeps about this many bytes.
+pub(crate) const LOG_BYTES: usize = 64 << 10;
+
+const SOON: Duration = Duration::from_secs(10);
+
+macro_rules! suite {
+    ($name:ident, $factory:path) => {
+        mod $name {
+            use $crate::conformance::{self, check};
+            conformance::suite!(@each $factory;
+                appends_are_ordered_and_acknowledged,
+                tail_continues_behind_a_position,
+                tail_waits_and_wakes,
+                tail_survives_a_dropped_wait,
+                log_is_bounded_and_shows_what_fell_off,
+                log_finds_the_last_of_a_subject,
+                registry_writes_are_conditional,
+                a_lease_runs_out_unless_renewed,
+                a_lease_has_one_holder,
+                watch_tells_present_then_changes,
+                watch_sees_a_lease_end,
+                snapshots_are_immutable,
+                requests_are_answered_by_one_server,
+                unserved_requests_fail,
+                broadcast_reaches_all_listeners,
+                oversized_payloads_are_refused,
+                starts_connected,
+            );
+        }
+    };
+    (@each $factory:path; $($check:ident),+ $(,)?) => {
+        $(
+            #[tokio::test]
+            async fn $check() {
+                check::$check($factory()).await;
+            }
+        )+
+    };
+}
+pub(crate) use suite;
+
+fn bytes(text: &str) -> Bytes {
+    Bytes::copy_from_slice(text.as_bytes())
+}
+
+async fn append(plane: &dyn Plane, subject: &str, payload: &str) -> LogPosition {
+    let appended = plane.append(subject.into(), bytes(payload)).await.unwrap();
+    appended.await.unwrap()
+}
+
+async fn soon<T>(stream: &mut PlaneStream<T>) -> T {
+    timeout(SOON, stream.next())
+        .await
+        .expect("in time")
+        .expect("not ended")
+}
+
+/// Reads a tail until it delivered this many messages.
+async fn read(tail: &mut LogTail, count: usize) -> Vec<LogMessage> {
+    let mut messages = Vec::new();
+    while messages.len() < count {
+        let batch = soon(tail).await;
+        assert!(!batch.is_empty(), "a batch has at least one message");
+        messages.extend(batch);
+    }
+    messages
+}
+
+fn payloads(messages: &[LogMessage]) -> Vec<&str> {
+    messages
+        .iter()
+        .map(|message| std::str::from_utf8(&message.payload).unwrap())
+        .collect()
+}
+
+pub(crate) mod check {
+    use super::*;
+
+    pub(crate) async fn appends_are_ordered_and_acknowledged(plane: Arc<dyn Plane>) {
+        let empty = plane.log_status().await.unwrap();
+        assert_eq!((empty.first.0, empty.last.0), (1, 0));
+        let mut appended = Vec::new();
+        for index in 0..50 {
+            let payload = bytes(&index.to_string());
+            appended.push(plane.append("wr.t.kv.a.0".into(), payload).await.unwrap());
+        }
+        let mut positions = Vec::new();
+        for acknowledged in appended {
+            positions.push(acknowledged.await.unwrap().0);
+        }
+        assert_eq!(positions, (1..=50).collect::<Vec<u64>>());
+        let status = plane.log_status().await.unwrap();
+        assert_eq!(status.identity, empty.identity);
+        assert_eq!((status.first.0, status.last.0), (1, 50));
+        let at = plane.at(LogPosition(7)).await.unwrap().unwrap();
+        assert_eq!((at.position.0, &at.payload[..]), (7, &b"6"[..]));
+        assert_eq!(plane.at(LogPosition(7)).await.unwrap().unwrap(), at);
+        assert_eq!(plane.at(LogPosition(51)).await.unwrap(), None);
+    }
+
+    pub(crate) async fn tail_continues_behind_a_position(plane: Arc<dyn Plane>) {
+        for payload in ["a", "b", "c", "d"] {
+            append(&*plane, "wr.t.kv.a.0", payload).await;
+        }
+        let mut tail = plane.tail(LogPosition(0), 2).await.unwrap();
+        assert_eq!(payloads(&soon(&mut tail).await), ["a", "b"]);
+        let mut tail = plane.tail(LogPosition(1), 100).await.unwrap();
+        let messages = read(&mut tail, 3).await;
+        assert_eq!(payloads(&messages), ["b", "c", "d"]);
+        assert_eq!(messages[0].position, LogPosition(2));
+        assert_eq!(messages[0].subject, "wr.t.kv.a.0");
+    }
+
+    pub(crate) async fn tail_waits_and_wakes(plane: Arc<dyn Plane>) {
+        let mut tail = plane.tail(LogPosition(0), 100).await.unwrap();
+        let writer = Arc::clone(&plane);
+        let (read, ()) = tokio::join!(read(&mut tail, 3), async {
+            for payload in ["a", "b", "c"] {
+                tokio::task::yield_now().await;
+                append(&*writer, "wr.t.kv.a.0", payload).await;
+            }
+        });
+        assert_eq!(payloads(&read), ["a", "b", "c"]);
+    }
+
+    pub(crate) async fn tail_survives_a_dropped_wait(plane: Arc<dyn Plane>) {
+        let mut tail = plane.tail(LogPosition(0), 100).await.unwrap();
+        for payload in ["a", "b", "c"] {
+            let gave_up = timeout(Duration::from_millis(1), tail.next()).await;
+            assert!(gave_up.is_err());
+            append(&*plane, "wr.t.kv.a.0", payload).await;
+            assert_eq!(payloads(&soon(&mut tail).await), [payload]);
+        }
+    }
+
+    pub(crate) async fn log_is_bounded_and_shows_what_fell_off(plane: Arc<dyn Plane>) {
+        let payload = "x".repeat(1024);
+        for _ in 0..3 * LOG_BYTES / 1024 {
+            append(&*plane, "wr.t.kv.a.0", &payload).await;
+        }
+        let status = plane.log_status().await.unwrap();
+        assert!(status.first.0 > 1, "the oldest went");
+        let kept = status.last.0 + 1 - status.first.0;
+        assert!(kept >= 8 && kept <= (2 * LOG_BYTES / 1024) as u64, "{kept}");
+        assert_eq!(plane.at(LogPosition(1)).await.unwrap(), None);
+        let mut tail = plane.tail(LogPosition(0), 10).await.unwrap();
+        let first = soon(&mut tail).await[0].position;
+        assert!(first >= status.first, "a jump that the reader can see");
+    }
+
+    pub(crate) async fn log_finds_the_last_of_a_subject(plane: Arc<dyn Plane>) {
+        append(&*plane, "wr.t.kv.a.0", "old").await;
+        append(&*plane, "wr.t.kv.a.0", "new").await;
+        append(&*plane, "wr.t.kv.a.1", "other").await;
+        let last = plane.last_on("wr.t.kv.a.0".into()).await.unwrap().unwrap();
+        assert_eq!((last.position.0, &last.payload[..]), (2, &b"new"[..]));
+        assert_eq!(plane.last_on("wr.t.kv.b.0".into()).await.unwrap(), None);
+    }
+
+    pub(crate) async fn registry_writes_are_conditional(plane: Arc<dyn Plane>) {
+        let put = async |value: &str, condition| {
+            plane
+                .put("wr.t.k".into(), bytes(value), condition, None)
+                .await
+        };
+        assert_eq!(plane.get("wr.t.k".into()).await.unwrap(), None);
+        let first = put("1", PutIf::Absent).await.unwrap();
+        assert_eq!(put("2", PutIf::Absent).await, Err(PlaneError::Conflict));
+        let second = put("2", PutIf::Revision(first)).await.unwrap();
+        assert!(second > first);
+        assert_eq!(
+            put("3", PutIf::Revision(first)).await,
+            Err(PlaneError::Conflict)
+        );
+        let entry = plane.get("wr.t.k".into()).await.unwrap().unwrap();
+        assert_eq!((&entry.value[..], entry.revision), (&b"2"[..], second));
+        let delete = async |revision| plane.delete("wr.t.k".into(), revision).await;
+        assert_eq!(delete(first).await, Err(PlaneError::Conflict));
+        delete(second).await.unwrap();
+        assert_eq!(plane.get("wr.t.k".into()).await.unwrap(), None);
+        let again = put("4", PutIf::Absent).await.unwrap();
+        assert!(again > second, "revisions never come twice");
+        put("5", PutIf::Always).await.unwrap();
+    }
+
+    pub(crate) async fn a_lease_runs_out_unless_renewed(plane: Arc<dyn Plane>) {
+        let ttl = Duration::from_secs(1);
+        for round in 0..2 {
+            let lease = Lease::acquire(Arc::clone(&plane), "wr.t.l".into(), bytes("me"), ttl);
+            let mut lease = lease.await.unwrap().expect("free again in every round");
+            for _ in 0..4 {
+                tokio::time::sleep(ttl / 2).await;
+                lease.renew(bytes("still me")).await.unwrap().unwrap();
+            }
+            assert!(plane.get("wr.t.l".into()).await.unwrap().is_some());
+            tokio::time::sleep(3 * ttl).await;
+            assert_eq!(
+                plane.get("wr.t.l".into()).await.unwrap(),
+                None,
+                "round {round}"
+            );
+            assert_eq!(lease.renew(bytes("late")).await.unwrap(), Err(LeaseLost));
+        }
+    }
+
+    pub(crate) async fn a_lease_has_one_holder(plane: Arc<dyn Plane>) {
+        let ttl = Duration::from_secs(5);
+        let acquire = async |who: &str| {
+            Lease::acquire(Arc::clone(&plane), "wr.t.l".into(), bytes(who), ttl)
+                .await
+                .unwrap()
+        };
+        let one = acquire("one").await.expect("nobody had it");
+        assert!(acquire("two").await.is_none());
+        one.release().await.unwrap();
+        let mut two = acquire("two").await.expect("given back");
+        two.renew(bytes("two")).await.unwrap().unwrap();
+    }
+
+    pub(crate) async fn watch_tells_present_then_changes(plane: Arc<dyn Plane>) {
+        let put = async |key: &str, value: &str| {
+            let put = plane.put(key.into(), bytes(value), PutIf::Always, None);
+            put.await.unwrap()
+        };
+        put("wr.t.worker.a", "1").await;
+        put("wr.t.other.a", "1").await;
+        let mut watch = plane.watch("wr.t.worker.".into()).await.unwrap();
+        assert_eq!(
+            told(soon(&mut watch).await),
+            ("wr.t.worker.a".into(), "1".into())
+        );
+        assert_eq!(soon(&mut watch).await, RegistryEvent::Current);
+        let revision = put("wr.t.worker.b", "2").await;
+        put("wr.t.other.b", "2").await;
+        assert_eq!(
+            told(soon(&mut watch).await),
+            ("wr.t.worker.b".into(), "2".into())
+        );
+        plane
+            .delete("wr.t.worker.b".into(), revision)
+            .await
+            .unwrap();
+        assert_eq!(
+            told(soon(&mut watch).await),
+            ("wr.t.worker.b".into(), "gone".into())
+        );
+        put("wr.t.worker.b", "3").await;
+        assert_eq!(
+            told(soon(&mut watch).await),
+            ("wr.t.worker.b".into(), "3".into())
+        );
+    }
+
+    pub(crate) async fn watch_sees_a_lease_end(plane: Arc<dyn Plane>) {
+        let mut watch = plane.watch("wr.t.".into()).await.unwrap();
+        assert_eq!(soon(&mut watch).await, RegistryEvent::Current);
+        let lease = Some(Duration::from_secs(1));
+        let put = plane.put("wr.t.l".into(), bytes("x"), PutIf::Absent, lease);
+        let revision: Revision = put.await.unwrap();
+        assert!(revision > Revision(0));
+        assert_eq!(told(soon(&mut watch).await), ("wr.t.l".into(), "x".into()));
+        assert_eq!(
+            told(soon(&mut watch).await),
+            ("wr.t.l".into(), "gone".into())
+        );
+    }
+
+    fn told(event: RegistryEvent) -> (String, String) {
+        match event {
+            RegistryEvent::Put { key, entry } => {
+                (key, String::from_utf8(entry.value.to_vec()).unwrap())
+            }
+            RegistryEvent::Gone { key } => (key, "gone".into()),
+            RegistryEvent::Current => ("current".into(), String::new()),
+        }
+    }
+
+    pub(crate) async fn snapshots_are_immutable(plane: Arc<dyn Plane>) {
+        let blob = Bytes::from(vec![7; 3 << 20]);
+        plane
+            .put_snapshot("s-2".into(), blob.clone())
+            .await
+            .unwrap();
+        plane
+            .put_snapshot("s-1".into(), bytes("one"))
+            .await
+            .unwrap();
+        let again = plane.put_snapshot("s-2".into(), bytes("other")).await;
+        assert_eq!(again, Err(PlaneError::Conflict));
+        assert_eq!(plane.get_snapshot("s-2".into()).await.unwrap(), Some(blob));
+        assert_eq!(plane.snapshots().await.unwrap(), ["s-1", "s-2"]);
+        plane.delete_snapshot("s-2".into()).await.unwrap();
+        plane.delete_snapshot("s-2".into()).await.unwrap();
+        assert_eq!(plane.get_snapshot("s-2".into()).await.unwrap(), None);
+        assert_eq!(plane.snapshots().await.unwrap(), ["s-1"]);
+    }
+
+    pub(crate) async fn requests_are_answered_by_one_server(plane: Arc<dyn Plane>) {
+        let mut one = plane.serve("wr.t.query".into()).await.unwrap();
+        let two = plane.serve("wr.t.query".into()).await.unwrap();
+        drop(two);
+        let ask = async |payload: &str| {
+            plane
+                .request("wr.t.query".into(), bytes(payload), SOON)
+                .await
+                .unwrap()
+        };
+        for payload in ["a", "b"] {
+            let (answer, ()) = tokio::join!(ask(payload), async {
+                let Request { payload, reply } = soon(&mut one).await;
+                reply.send(Bytes::from([&payload[..], b"!"].concat()));
+            });
+            assert_eq!(answer, bytes(&format!("{payload}!")));
+        }
+    }
+
+    pub(crate) async fn unserved_requests_fail(plane: Arc<dyn Plane>) {
+        let deadline = Duration::from_millis(50);
+        let ask = async || {
+            plane
+                .request("wr.t.query".into(), bytes("?"), deadline)
+                .await
+        };
+        assert!(
+            matches!(ask().await, Err(PlaneError::Unavailable(_))),
+            "nobody"
+        );
+        let mut server = plane.serve("wr.t.query".into()).await.unwrap();
+        assert!(
+            matches!(ask().await, Err(PlaneError::Unavailable(_))),
+            "silence"
+        );
+        let (answer, ()) = tokio::join!(ask(), async {
+            drop(soon(&mut server).await);
+        });
+        assert!(matches!(answer, Err(PlaneError::Unavailable(_))), "dropped");
+    }
+
+    pub(crate) async fn broadcast_reaches_all_listeners(plane: Arc<dyn Plane>) {
+        let mut exact = plane.subscribe("wr.t.hb.a.0".into()).await.unwrap();
+        let mut all = plane.subscribe("wr.t.hb.>".into()).await.unwrap();
+        let publish = async |subject: &str, payload: &str| {
+            plane.publish(subject.into(), bytes(payload)).await.unwrap();
+        };
+        publish("wr.t.hb.b.0", "b").await;
+        publish("wr.t.hb.a.0", "a").await;
+        publish("wr.t.load", "no").await;
+        assert_eq!(soon(&mut exact).await, bytes("a"));
+        assert_eq!(soon(&mut all).await, bytes("b"));
+        assert_eq!(soon(&mut all).await, bytes("a"));
+    }
+
+    pub(crate) async fn oversized_payloads_are_refused(plane: Arc<dyn Plane>) {
+        let huge = Bytes::from(vec![0; (4 << 20) + 1]);
+        let publish = plane.publish("wr.t.load".into(), huge.clone()).await;
+        assert!(matches!(publish, Err(PlaneError::TooLarge { .. })));
+        let append = plane.append("wr.t.kv.a.0".into(), huge).await;
+        assert!(matches!(append.map(drop), Err(PlaneError::TooLarge { .. })));
+    }
+
+    pub(crate) async fn starts_connected(plane: Arc<dyn Plane>) {
+        assert_eq!(*plane.connection().borrow(), Connection::Up);
+    }
+}

@@ -1,0 +1,292 @@
+//! Wire values that are fixed for ever, and golden samples of every message.
+//!
+//! A failing vector means that fleets with two versions would disagree. Never change one; add a
+//! version. `WARMROUTE_BLESS=1 cargo test -p warmroute-proto` writes samples of messages that have
+//! none yet, and only those.
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, its helpers too"
+)]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the test reads its own switch from the environment"
+)]
+
+use std::fmt::Debug;
+use std::fs;
+use std::path::PathBuf;
+
+use warmroute_proto::codec::{self, Message};
+use warmroute_proto::load::{LoadChange, LoadMessage, SampledPrefix, SlotEnd};
+use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
+use warmroute_proto::registry::{GenerationEntry, Lora, ResyncReason, ResyncRequest, WorkerEntry};
+use warmroute_proto::{
+    BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
+    LogPosition, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
+    TierState, Tiers, WorkerId,
+};
+
+#[test]
+fn prefix_chain() {
+    let mut parent = None;
+    let chain: Vec<u64> = [1, 2, 3, u64::MAX]
+        .map(|local| {
+            let prefix = PrefixHash::after(parent, LocalHash(local));
+            parent = Some(prefix);
+            prefix.0
+        })
+        .to_vec();
+    assert_eq!(chain, PREFIX_CHAIN);
+}
+
+const PREFIX_CHAIN: [u64; 4] = [
+    3532530939619463537,
+    16160540577978722100,
+    8959385448912344148,
+    15631368028542641217,
+];
+
+#[test]
+fn digest_mix() {
+    let sums = Tier::ALL.map(|tier| {
+        let mut digest = Digest::default();
+        digest.insert(PrefixHash(42), tier);
+        digest.sum
+    });
+    assert_eq!(sums, DIGEST_OF_42);
+    let mut digest = Digest::default();
+    digest.insert(PrefixHash(0), Tier::Gpu);
+    digest.insert(PrefixHash(u64::MAX), Tier::Disk);
+    digest.remove(PrefixHash(0), Tier::Gpu);
+    let mut other = Digest::default();
+    other.insert(PrefixHash(u64::MAX), Tier::Disk);
+    assert_eq!(digest, other);
+}
+
+const DIGEST_OF_42: [u64; 3] = [
+    13679457532755275413,
+    2949826092126892291,
+    5139283748462763858,
+];
+
+fn source() -> Source {
+    Source {
+        worker: WorkerId::from("worker-0.example"),
+        dp_rank: DpRank(1),
+    }
+}
+
+fn states() -> Tiers<TierState> {
+    Tiers {
+        gpu: TierState::Complete,
+        cpu: TierState::Stale,
+        disk: TierState::Partial,
+    }
+}
+
+fn digest() -> Digest {
+    let mut digest = Digest::default();
+    digest.insert(PrefixHash(7), Tier::Gpu);
+    digest
+}
+
+fn record() -> Record {
+    Record {
+        source: source(),
+        generation: Generation(3),
+        number: RecordNumber(258),
+        engine_seq: Some(EngineSeq(9)),
+        changes: vec![
+            Change::Stored {
+                parent: None,
+                blocks: vec![LocalHash(1), LocalHash(2)],
+                tier: Tier::Gpu,
+            },
+            Change::Stored {
+                parent: Some(PrefixHash(5)),
+                blocks: vec![LocalHash(3)],
+                tier: Tier::Disk,
+            },
+            Change::Removed {
+                blocks: vec![PrefixHash(6)],
+                tier: Tier::Cpu,
+            },
+            Change::Cleared { tier: Tier::Gpu },
+        ],
+        states: states(),
+        after: digest(),
+    }
+}
+
+fn heartbeat() -> Heartbeat {
+    Heartbeat {
+        source: source(),
+        generation: Generation(3),
+        number: None,
+        engine_seq: Some(EngineSeq(10)),
+        states: Tiers::all(TierState::Unverified),
+        after: digest(),
+        health: EngineHealth::Healthy,
+    }
+}
+
+fn answer() -> Answer {
+    Answer::Runs {
+        log: StreamIdentity {
+            created_unix_ns: 1,
+            nonce: 2,
+        },
+        position: LogPosition(77),
+        sources: vec![SourceAnswer {
+            source: source(),
+            generation: Generation(3),
+            number: Some(RecordNumber(4)),
+            engine_seq: None,
+            states: Tiers {
+                gpu: SourceState::Exact,
+                cpu: SourceState::CatchingUp,
+                disk: SourceState::Unknown,
+            },
+            reason: Some(UnknownReason::ShimGone),
+            proof_age_ms: 950,
+            run: Tiers {
+                gpu: 10,
+                cpu: 2,
+                disk: 0,
+            },
+        }],
+    }
+}
+
+fn load() -> LoadMessage {
+    LoadMessage {
+        router: RouterId(*b"0123456789abcdef"),
+        incarnation: Generation(8),
+        number: RecordNumber(1),
+        changes: vec![
+            LoadChange::AddRequest {
+                counter: 1,
+                source: source(),
+                prefill_tokens: 100,
+                blocks: 9,
+                prompt: SampledPrefix::of(&[LocalHash(1), LocalHash(2)]),
+            },
+            LoadChange::MarkPrefillCompleted { counter: 1 },
+            LoadChange::Grow {
+                counter: 1,
+                blocks: 2,
+            },
+            LoadChange::Free {
+                counter: 1,
+                end: SlotEnd::Aborted,
+            },
+        ],
+    }
+}
+
+fn worker() -> WorkerEntry {
+    WorkerEntry {
+        worker: WorkerId::from("worker-0.example"),
+        url: "http://10.0.0.1:8000".into(),
+        models: vec!["base".into()],
+        loras: vec![Lora {
+            name: "adapter".into(),
+            parent: Some("base".into()),
+        }],
+        ranks: 2,
+        block_size: BlockSize::new(16),
+        blocks_per_rank: Some(4096),
+        max_model_len: None,
+        main_attention_only: true,
+        version: "0.1.0".into(),
+    }
+}
+
+#[test]
+fn golden_samples() {
+    golden("record", &record());
+    golden("heartbeat", &heartbeat());
+    golden(
+        "query",
+        &Query {
+            blocks: vec![LocalHash(1), LocalHash(u64::MAX)],
+            at_least: Some(LogPosition(5)),
+        },
+    );
+    golden("answer_runs", &answer());
+    golden(
+        "answer_behind",
+        &Answer::Behind {
+            position: LogPosition(4),
+        },
+    );
+    golden("load", &load());
+    golden("worker", &worker());
+    golden(
+        "generation",
+        &GenerationEntry {
+            generation: Generation(6),
+        },
+    );
+    golden(
+        "resync",
+        &ResyncRequest {
+            source: source(),
+            above: Generation(6),
+            reason: ResyncReason::Mismatch,
+        },
+    );
+}
+
+fn golden<M: Message + PartialEq + Debug>(name: &str, message: &M) {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join(format!("testdata/v{}_{name}.hex", codec::VERSION));
+    let bytes = codec::encode(message).unwrap();
+    if !path.exists() && std::env::var("WARMROUTE_BLESS").is_ok() {
+        fs::write(&path, hex(&bytes) + "\n").unwrap();
+    }
+    let sample = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
+    let sample = unhex(sample.trim());
+    assert_eq!(&codec::decode::<M>(&sample).unwrap(), message, "{name}");
+    assert_eq!(bytes, sample, "{name}");
+    refuses_what_is_no_message::<M>(&sample);
+}
+
+/// Every truncation and every extension of a message is refused, whatever its content.
+fn refuses_what_is_no_message<M: Message + Debug>(bytes: &[u8]) {
+    for length in 0..bytes.len() {
+        assert!(codec::decode::<M>(&bytes[..length]).is_err(), "{length}");
+    }
+    assert!(codec::decode::<M>(&[bytes, &[0]].concat()).is_err());
+    for (index, wrong) in [(0, 0), (0, 2), (1, 0), (1, 99)] {
+        let mut bytes = bytes.to_vec();
+        bytes[index] = wrong;
+        assert!(codec::decode::<M>(&bytes).is_err());
+    }
+}
+
+#[test]
+fn a_claimed_length_is_refused_before_it_is_allocated() {
+    let query = Query {
+        blocks: vec![LocalHash(0)],
+        at_least: None,
+    };
+    let mut bytes = codec::encode(&query).unwrap();
+    bytes[2..10].copy_from_slice(&(u64::MAX / 16).to_le_bytes());
+    assert!(codec::decode::<Query>(&bytes).is_err());
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let nibbles: Vec<u8> = text
+        .chars()
+        .map(|digit| u8::try_from(digit.to_digit(16).unwrap()).unwrap())
+        .collect();
+    nibbles
+        .chunks(2)
+        .map(|pair| pair[0] << 4 | pair[1])
+        .collect()
+}
