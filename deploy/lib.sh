@@ -1,0 +1,27 @@
+# Shell functions that the scripts at the top share. Sourced, not run.
+
+step() {
+  printf '\n== %s ==\n' "$*"
+}
+
+# need_command COMMAND PACKAGE: installs a Debian package if its command is not there.
+need_command() {
+  command -v "$1" >/dev/null 2>&1 && return
+  if ! command -v apt-get >/dev/null 2>&1; then
+    echo "please install $1: there is no apt-get here to do it" >&2
+    exit 1
+  fi
+  echo "installing $2"
+  local root=()
+  [ "$(id -u)" = 0 ] || root=(sudo)
+  "${root[@]}" apt-get update -qq
+  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$2" >/dev/null
+}
+
+# The version is pinned, so that a new release cannot turn a green change red.
+need_cargo_deny() {
+  local version=0.20.2
+  [ "$(cargo deny --version 2>/dev/null)" = "cargo-deny $version" ] && return
+  echo "installing cargo-deny $version"
+  cargo install --quiet --locked --debug cargo-deny --version "$version"
+}

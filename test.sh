@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Installs what the checks need on a Debian-like machine with Rust, then runs all of them.
+set -euo pipefail
+cd "$(dirname "$0")"
+. deploy/lib.sh
+
+need_command g++ g++
+need_command curl curl
+need_cargo_deny
+
+step "formatting"
+cargo fmt --all -- --check
+step "lints"
+cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+step "documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+step "dependencies: bans, licences, sources"
+cargo deny --log-level error --locked check bans licenses sources
+step "tests"
+cargo test --workspace --locked --no-fail-fast
+step "quick start"
+./quickstart.sh --once
+step "all checks passed"

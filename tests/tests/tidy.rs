@@ -1,0 +1,285 @@
+//! House rules that no compiler checks: sizes, purity, honest docs.
+//!
+//! Production lines are those outside `#[cfg(test)]` modules, `tests/`, `benches/` and `fuzz/`.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, its helpers too")]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const FILE_LINES_MAX: usize = 800;
+const FILE_LINES_MEDIAN_MAX: usize = 250;
+const LINE_CHARS_MAX: usize = 110;
+const STRUCT_FIELDS_MAX: usize = 20;
+const CRATES: [&str; 5] = ["proto", "publisher-shim", "indexer", "router", "tests"];
+
+/// Modules without IO, clock, runtime or chance of their own, as path prefixes.
+const PURE: [&str; 16] = [
+    "proto/src/codec.rs",
+    "proto/src/digest.rs",
+    "proto/src/hash.rs",
+    "proto/src/ids.rs",
+    "proto/src/load.rs",
+    "proto/src/query.rs",
+    "proto/src/record.rs",
+    "proto/src/sequence.rs",
+    "proto/src/subject.rs",
+    "publisher-shim/src/wire",
+    "publisher-shim/src/mirror",
+    "publisher-shim/src/source",
+    "indexer/src/tree",
+    "indexer/src/fold",
+    "router/src/route",
+    "router/src/sim",
+];
+
+/// What a pure module must not name.
+const IMPURE: [&str; 10] = [
+    "tokio::",
+    "reqwest::",
+    "axum::",
+    "zmq::",
+    "Instant::now",
+    "SystemTime::now",
+    "std::env",
+    "std::fs",
+    "std::net",
+    "Rng::new()",
+];
+
+struct Source {
+    path: String,
+    text: String,
+}
+
+impl Source {
+    /// Lines up to the first test module: test modules stand last in a file.
+    fn production(&self) -> impl Iterator<Item = &str> {
+        let end = self.text.find("\n#[cfg(test)]\nmod ").unwrap_or(self.text.len());
+        self.text[..end].lines()
+    }
+
+    fn is_test(&self) -> bool {
+        let parts: Vec<&str> = self.path.split('/').collect();
+        parts[1] != "src" || parts.last() == Some(&"tests.rs") || parts.contains(&"tests_support")
+    }
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
+
+fn files(dir: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(dir) else {
+        return;
+    };
+    let mut entries: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    entries.sort();
+    for path in entries {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() && !name.starts_with('.') && name != "target" {
+            files(&path, ending, found);
+        } else if name.ends_with(ending) {
+            found.push(path);
+        }
+    }
+}
+
+fn sources() -> Vec<Source> {
+    let root = root();
+    let mut paths = Vec::new();
+    for name in CRATES {
+        files(&root.join(name), ".rs", &mut paths);
+    }
+    paths
+        .into_iter()
+        .map(|path| Source {
+            text: fs::read_to_string(&path).unwrap(),
+            path: path.strip_prefix(&root).unwrap().to_string_lossy().into_owned(),
+        })
+        .collect()
+}
+
+fn none(faults: &[String]) {
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn files_are_small() {
+    let sources = sources();
+    let production: Vec<&Source> = sources.iter().filter(|source| !source.is_test()).collect();
+    let mut lengths: Vec<usize> =
+        production.iter().map(|source| source.production().count()).collect();
+    let faults: Vec<String> = production
+        .iter()
+        .zip(&lengths)
+        .filter(|(_, lines)| **lines > FILE_LINES_MAX)
+        .map(|(source, lines)| format!("{}: {lines} production lines", source.path))
+        .collect();
+    none(&faults);
+    lengths.sort_unstable();
+    let median = lengths[lengths.len() / 2];
+    assert!(median <= FILE_LINES_MEDIAN_MAX, "the median file has {median} lines");
+}
+
+#[test]
+fn lines_are_short() {
+    let mut faults = Vec::new();
+    for source in sources() {
+        for (number, line) in (1..).zip(source.text.lines()) {
+            if line.chars().count() > LINE_CHARS_MAX && !line.contains("https://") {
+                faults.push(format!("{}:{number}", source.path));
+            }
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn structs_have_few_fields() {
+    let mut faults = Vec::new();
+    for source in sources() {
+        let mut open: Option<(&str, usize)> = None;
+        for line in source.production() {
+            if line.contains("struct ") && line.ends_with('{') {
+                open = Some((line.trim(), 0));
+            } else if line.trim_start() == "}" {
+                open = None;
+            } else if let Some((name, fields)) = &mut open
+                && line.contains(": ")
+                && !line.trim_start().starts_with("//")
+                && !line.trim_start().starts_with('#')
+            {
+                *fields += 1;
+                if *fields == STRUCT_FIELDS_MAX + 1 {
+                    faults.push(format!("{}: {name}", source.path));
+                }
+            }
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn pure_modules_are_pure() {
+    let mut faults = Vec::new();
+    let sources = sources();
+    for pure in PURE {
+        let mut seen = false;
+        for source in sources.iter().filter(|source| source.path.starts_with(pure)) {
+            seen = true;
+            if source.is_test() {
+                continue;
+            }
+            for (number, line) in (1..).zip(source.production()) {
+                let code = line.split("//").next().unwrap_or("");
+                if let Some(name) = IMPURE.iter().find(|name| code.contains(*name)) {
+                    faults.push(format!("{}:{number}: {name}", source.path));
+                }
+            }
+        }
+        assert!(seen, "{pure} is listed as pure and does not exist");
+    }
+    none(&faults);
+}
+
+#[test]
+fn nothing_is_left_unfinished() {
+    let marks = [["FIX", "ME"].concat(), ["TO", "DO"].concat(), ["unimpl", "emented!"].concat()];
+    let mut faults = Vec::new();
+    for source in sources() {
+        for (number, line) in (1..).zip(source.text.lines()) {
+            if marks.iter().any(|mark| line.contains(mark.as_str())) {
+                faults.push(format!("{}:{number}: {line}", source.path));
+            }
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn every_crate_forbids_unsafe_code() {
+    for name in CRATES {
+        let lib = fs::read_to_string(root().join(name).join("src/lib.rs")).unwrap();
+        assert!(lib.contains("#![forbid(unsafe_code)]"), "{name}");
+        assert!(lib.starts_with("//!"), "{name}: lib.rs says what it is");
+    }
+}
+
+fn documents() -> Vec<PathBuf> {
+    let root = root();
+    let mut found = Vec::new();
+    files(&root.join("docs"), ".md", &mut found);
+    files(&root.join("deploy"), ".md", &mut found);
+    found.push(root.join("README.md"));
+    found.push(root.join("CHANGELOG.md"));
+    found
+}
+
+#[test]
+fn links_of_documents_resolve() {
+    let mut faults = Vec::new();
+    for path in documents() {
+        let text = fs::read_to_string(&path).unwrap();
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let target = link.split('#').next().unwrap_or("");
+            let local = !target.is_empty() && !target.contains("://");
+            if local && !path.parent().unwrap().join(target).exists() {
+                faults.push(format!("{}: {link}", path.display()));
+            }
+        }
+    }
+    none(&faults);
+}
+
+/// The code map names every module of every crate and nothing else.
+#[test]
+fn code_map_is_complete() {
+    let root = root();
+    let map = fs::read_to_string(root.join("docs/ARCHITECTURE.md")).unwrap();
+    assert!(map.lines().count() <= 300, "the architecture is read in one sitting");
+    let named: BTreeSet<String> = map
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .filter(|name| name.contains("/src/") || name.contains("/tests/"))
+        .map(|name| name.trim_end_matches('/').to_owned())
+        .collect();
+    let mut faults: Vec<String> = named
+        .iter()
+        .filter(|name| !root.join(name).exists())
+        .map(|name| format!("the code map names {name}, which does not exist"))
+        .collect();
+    for source in sources().iter().filter(|source| !source.is_test()) {
+        let known = named
+            .iter()
+            .any(|name| source.path == *name || source.path.starts_with(&format!("{name}/")));
+        let wiring = ["lib.rs", "main.rs"].iter().any(|name| source.path.ends_with(name));
+        if !known && !wiring {
+            faults.push(format!("{} is missing in the code map", source.path));
+        }
+    }
+    none(&faults);
+}
+
+/// Text that speaks of the machine it was written on helps no reader.
+#[test]
+fn nothing_names_a_machine() {
+    let private = [["/wo", "rk/"].concat(), ["/ro", "ot/"].concat(), ["/ho", "me/"].concat()];
+    let root = root();
+    let mut paths = documents();
+    for name in CRATES {
+        files(&root.join(name), ".rs", &mut paths);
+        files(&root.join(name), ".sh", &mut paths);
+        files(&root.join(name), ".py", &mut paths);
+        files(&root.join(name), ".md", &mut paths);
+    }
+    let mut faults = Vec::new();
+    for path in paths {
+        let text = fs::read_to_string(&path).unwrap();
+        if let Some(name) = private.iter().find(|name| text.contains(name.as_str())) {
+            faults.push(format!("{}: {name}", path.display()));
+        }
+    }
+    none(&faults);
+}
