@@ -14,7 +14,7 @@
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::BlockSize;
 
@@ -86,16 +86,15 @@ impl LocalHash {
     /// The hash of one whole block. `items` are the hashes of multimodal items in it, in any order.
     #[must_use]
     pub fn of_block(tokens: &[u32], items: &[u64], seed: Seed) -> Self {
-        let mut hasher = TokenHasher::new(seed);
-        hasher.tokens(tokens);
-        if !items.is_empty() {
-            let mut sorted = items.to_vec();
-            sorted.sort_unstable();
-            for item in sorted {
-                hasher.0.update(&item.to_le_bytes());
-            }
+        if cfg!(target_endian = "little") && items.is_empty() {
+            return Self(xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed.0));
         }
-        Self(hasher.0.digest())
+        let mut items = items.to_vec();
+        items.sort_unstable();
+        let tokens = tokens.iter().flat_map(|token| token.to_le_bytes());
+        let items = items.iter().flat_map(|item| item.to_le_bytes());
+        let bytes: Vec<u8> = tokens.chain(items).collect();
+        Self(xxh3_64_with_seed(&bytes, seed.0))
     }
 }
 
@@ -106,26 +105,6 @@ pub fn local_hashes(tokens: &[u32], block_size: BlockSize, seed: Seed) -> Vec<Lo
         .chunks_exact(block_size.tokens())
         .map(|block| LocalHash::of_block(block, &[], seed))
         .collect()
-}
-
-/// Feeds tokens to XXH3 as little-endian bytes without an allocation, on any endianness.
-struct TokenHasher(Xxh3);
-
-impl TokenHasher {
-    fn new(seed: Seed) -> Self {
-        Self(Xxh3::with_seed(seed.0))
-    }
-
-    fn tokens(&mut self, tokens: &[u32]) {
-        const CHUNK: usize = 64;
-        let mut bytes = [0; CHUNK * 4];
-        for chunk in tokens.chunks(CHUNK) {
-            for (to, token) in bytes.chunks_exact_mut(4).zip(chunk) {
-                to.copy_from_slice(&token.to_le_bytes());
-            }
-            self.0.update(&bytes[..chunk.len() * 4]);
-        }
-    }
 }
 
 impl PrefixHash {
@@ -175,6 +154,39 @@ mod tests {
         let size = BlockSize::new(16).unwrap();
         let hashes = local_hashes(&tokens, size, Seed::new(lora, salt));
         hashes.into_iter().map(|hash| hash.0).collect()
+    }
+
+    #[test]
+    fn items_are_appended_in_order() {
+        let tokens: Vec<u32> = (0..16).collect();
+        let bytes: Vec<u8> = tokens
+            .iter()
+            .flat_map(|token| token.to_le_bytes())
+            .chain([3u64, 9].iter().flat_map(|item| item.to_le_bytes()))
+            .collect();
+        let expected = LocalHash(xxh3_64_with_seed(&bytes, 1337));
+        for items in [[3, 9], [9, 3]] {
+            assert_eq!(LocalHash::of_block(&tokens, &items, Seed::PLAIN), expected);
+        }
+    }
+
+    #[test]
+    fn seeds_keep_what_is_different_apart() {
+        let seeds = [
+            Seed::PLAIN,
+            Seed::new(Some("a"), None),
+            Seed::new(None, Some("a")),
+            Seed::new(Some("a"), Some("a")),
+            Seed::PLAIN.with_opaque(b"a"),
+        ];
+        for (index, seed) in seeds.iter().enumerate() {
+            assert!(!seeds[..index].contains(seed));
+        }
+        assert_eq!(
+            Seed::new(Some(""), Some("")),
+            Seed::PLAIN,
+            "no name is no name"
+        );
     }
 
     #[test]
