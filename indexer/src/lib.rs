@@ -1,1 +1,4 @@
+//! Warmroute's indexer.
 #![forbid(unsafe_code)]
+
+pub mod tree;

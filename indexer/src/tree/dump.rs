@@ -1,0 +1,121 @@
+//! One source's holdings as changes: an image.
+//!
+//! Order: every node once, parents first, in the first tier that it is held in (removed ancestors
+//! on the GPU); then the further tiers; then the removal of the removed ancestors, which by now
+//! have descendants that keep them. Siblings go by hash, so that equal holdings give equal dumps.
+
+use rustc_hash::FxHashMap;
+use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
+
+use super::{SourceNumber, TierMask, Tree};
+
+/// Blocks of one change. Larger runs are cut: a change must fit into a record.
+const BLOCKS_MAX: usize = 1024;
+
+struct Entry {
+    prefix: PrefixHash,
+    local: LocalHash,
+    tiers: TierMask,
+}
+
+type Children = FxHashMap<Option<PrefixHash>, Vec<Entry>>;
+
+/// Changes under construction.
+#[derive(Default)]
+pub(crate) struct Dump {
+    changes: Vec<Change>,
+    /// The last prefix of the last change, which the next block may continue.
+    end: Option<PrefixHash>,
+    removed: Vec<PrefixHash>,
+    further: Vec<(Option<PrefixHash>, LocalHash, Tier)>,
+}
+
+impl Dump {
+    pub(super) fn of(tree: &Tree, number: SourceNumber) -> Vec<Change> {
+        let mut children = Children::default();
+        for (prefix, node, holder) in tree.listed(number) {
+            let entry = Entry {
+                prefix,
+                local: node.local,
+                tiers: holder.tiers,
+            };
+            children.entry(node.parent).or_default().push(entry);
+        }
+        let mut dump = Self::default();
+        dump.walk(children);
+        dump.finish()
+    }
+
+    /// Depth first without recursion: prompts are long.
+    fn walk(&mut self, mut children: Children) {
+        let mut open = vec![(None, ordered(&mut children, None))];
+        while let Some((parent, siblings)) = open.last_mut() {
+            let parent = *parent;
+            match siblings.pop() {
+                Some(entry) => {
+                    self.node(parent, &entry);
+                    let below = ordered(&mut children, Some(entry.prefix));
+                    if !below.is_empty() {
+                        open.push((Some(entry.prefix), below));
+                    }
+                }
+                None => {
+                    open.pop();
+                }
+            }
+        }
+    }
+
+    fn node(&mut self, parent: Option<PrefixHash>, entry: &Entry) {
+        let mut tiers = Tier::ALL.into_iter().filter(|&tier| entry.tiers.has(tier));
+        let first = tiers.next();
+        if first.is_none() {
+            self.removed.push(entry.prefix);
+        }
+        self.store(parent, entry.local, first.unwrap_or(Tier::Gpu));
+        self.further
+            .extend(tiers.map(|tier| (parent, entry.local, tier)));
+    }
+
+    fn store(&mut self, parent: Option<PrefixHash>, local: LocalHash, tier: Tier) {
+        let end = Some(PrefixHash::after(parent, local));
+        let continued = parent.is_some() && parent == self.end;
+        match self.changes.last_mut() {
+            Some(Change::Stored {
+                blocks, tier: last, ..
+            }) if continued && *last == tier && blocks.len() < BLOCKS_MAX => blocks.push(local),
+            Some(_) | None => self.changes.push(Change::Stored {
+                parent,
+                blocks: vec![local],
+                tier,
+            }),
+        }
+        self.end = end;
+    }
+
+    fn finish(mut self) -> Vec<Change> {
+        // A lower tier's runs are whole again once the tiers are apart; the walk's order stays.
+        let mut further = std::mem::take(&mut self.further);
+        further.sort_by_key(|&(_, _, tier)| tier);
+        self.end = None;
+        for (parent, local, tier) in further {
+            self.store(parent, local, tier);
+        }
+        let removals = self
+            .removed
+            .chunks(BLOCKS_MAX)
+            .map(|blocks| Change::Removed {
+                blocks: blocks.to_vec(),
+                tier: Tier::Gpu,
+            });
+        self.changes.extend(removals);
+        self.changes
+    }
+}
+
+/// A node's children, the first to come at the end.
+fn ordered(children: &mut Children, of: Option<PrefixHash>) -> Vec<Entry> {
+    let mut entries = children.remove(&of).unwrap_or_default();
+    entries.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.prefix));
+    entries
+}

@@ -1,0 +1,358 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use warmroute_proto::hash::prefix_hashes;
+
+use super::*;
+
+type Pairs = BTreeSet<(PrefixHash, Tier)>;
+
+fn locals(names: &[u64]) -> Vec<LocalHash> {
+    names.iter().map(|&name| LocalHash(name)).collect()
+}
+
+fn prefixes(names: &[u64]) -> Vec<PrefixHash> {
+    prefix_hashes(None, &locals(names)).collect()
+}
+
+fn prefix(names: &[u64]) -> PrefixHash {
+    *prefixes(names).last().unwrap()
+}
+
+fn stored(parent: &[u64], names: &[u64], tier: Tier) -> Change {
+    Change::Stored {
+        parent: prefixes(parent).last().copied(),
+        blocks: locals(names),
+        tier,
+    }
+}
+
+fn removed(chains: &[&[u64]], tier: Tier) -> Change {
+    Change::Removed {
+        blocks: chains.iter().map(|chain| prefix(chain)).collect(),
+        tier,
+    }
+}
+
+fn run(tree: &Tree, number: SourceNumber, names: &[u64]) -> (u32, u32, u32) {
+    let runs = tree.lookup(&locals(names), &[(number, TierMask::ALL)]);
+    (runs[0].gpu, runs[0].cpu, runs[0].disk)
+}
+
+fn reclaim_all(tree: &mut Tree) {
+    while tree.reclaim(7) {}
+}
+
+#[test]
+fn hole_ends_the_run_until_it_is_back() {
+    let mut tree = Tree::new();
+    let w = tree.open();
+    tree.apply(w, &stored(&[], &[1, 2, 3, 4], Tier::Gpu))
+        .unwrap();
+    tree.apply(w, &removed(&[&[1, 2]], Tier::Gpu)).unwrap();
+    assert_eq!(run(&tree, w, &[1, 2, 3, 4]), (1, 0, 0));
+    assert_eq!(tree.digest(w).count, 3);
+    tree.apply(w, &stored(&[1], &[2], Tier::Gpu)).unwrap();
+    assert_eq!(run(&tree, w, &[1, 2, 3, 4]), (4, 0, 0));
+}
+
+#[test]
+fn lower_tiers_continue_where_the_gpu_ends_and_the_gpu_does_not_come_back() {
+    let mut tree = Tree::new();
+    let w = tree.open();
+    tree.apply(w, &stored(&[], &[1, 2], Tier::Gpu)).unwrap();
+    tree.apply(w, &stored(&[1, 2], &[3], Tier::Disk)).unwrap();
+    tree.apply(w, &stored(&[1, 2, 3], &[4], Tier::Cpu)).unwrap();
+    tree.apply(w, &stored(&[1, 2, 3], &[4], Tier::Disk))
+        .unwrap();
+    tree.apply(w, &stored(&[1, 2, 3, 4], &[5], Tier::Gpu))
+        .unwrap();
+    assert_eq!(run(&tree, w, &[1, 2, 3, 4, 5]), (2, 1, 1));
+}
+
+#[test]
+fn tier_that_is_not_allowed_holds_nothing() {
+    let mut tree = Tree::new();
+    let w = tree.open();
+    tree.apply(w, &stored(&[], &[1, 2], Tier::Gpu)).unwrap();
+    tree.apply(w, &stored(&[], &[1], Tier::Cpu)).unwrap();
+    let lower = TierMask::ALL.without(Tier::Gpu);
+    let runs = tree.lookup(&locals(&[1, 2]), &[(w, lower), (w, lower)]);
+    assert_eq!(
+        runs[0],
+        Tiers {
+            gpu: 0,
+            cpu: 1,
+            disk: 0
+        }
+    );
+    assert_eq!(runs[0], runs[1]);
+    let runs = tree.lookup(&locals(&[1, 2]), &[(w, TierMask::NONE)]);
+    assert_eq!(runs[0], Tiers::default());
+}
+
+#[test]
+fn contradictions_are_named() {
+    let mut tree = Tree::new();
+    let (w, other) = (tree.open(), tree.open());
+    tree.apply(other, &stored(&[], &[1, 2], Tier::Gpu)).unwrap();
+    let (one, two) = (prefix(&[1]), prefix(&[1, 2]));
+    let tier = Tier::Gpu;
+    assert_eq!(
+        tree.apply(w, &stored(&[1], &[2], tier)),
+        Err(ChangeError::NoParent { parent: one }),
+        "another source's node is no parent"
+    );
+    assert_eq!(
+        tree.apply(w, &removed(&[&[1, 2]], tier)),
+        Err(ChangeError::NotHeld { prefix: two, tier })
+    );
+    assert_eq!(
+        tree.apply(other, &stored(&[], &[1], tier)),
+        Err(ChangeError::AlreadyHeld { prefix: one, tier })
+    );
+    tree.apply(other, &removed(&[&[1]], tier)).unwrap();
+    assert_eq!(
+        tree.apply(other, &removed(&[&[1]], tier)),
+        Err(ChangeError::NotHeld { prefix: one, tier }),
+        "kept for its child, but not held"
+    );
+    tree.close(other);
+    assert_eq!(
+        tree.apply(other, &stored(&[], &[9], tier)),
+        Err(ChangeError::Closed)
+    );
+}
+
+#[test]
+fn parent_is_forgotten_with_its_last_descendant() {
+    let mut tree = Tree::new();
+    let w = tree.open();
+    tree.apply(w, &stored(&[], &[1, 2], Tier::Gpu)).unwrap();
+    tree.apply(w, &removed(&[&[1]], Tier::Gpu)).unwrap();
+    tree.apply(w, &stored(&[1], &[3], Tier::Cpu)).unwrap();
+    tree.apply(w, &removed(&[&[1, 2]], Tier::Gpu)).unwrap();
+    tree.apply(w, &removed(&[&[1, 3]], Tier::Cpu)).unwrap();
+    let parent = prefix(&[1]);
+    assert_eq!(
+        tree.apply(w, &stored(&[1], &[2], Tier::Gpu)),
+        Err(ChangeError::NoParent { parent })
+    );
+    assert_eq!(tree.nodes(), 0);
+}
+
+#[test]
+fn closed_source_is_dead_before_its_memory_is_back() {
+    let mut tree = Tree::new();
+    let old = tree.open();
+    tree.apply(old, &stored(&[], &[1, 2, 3], Tier::Gpu))
+        .unwrap();
+    tree.close(old);
+    let new = tree.open();
+    assert_ne!(old, new, "a number with remains is not given again");
+    assert_eq!(run(&tree, new, &[1, 2, 3]), (0, 0, 0));
+    tree.apply(new, &stored(&[], &[1], Tier::Gpu)).unwrap();
+    assert_eq!(tree.held(old).count(), 0);
+    assert_eq!(tree.digest(old), Digest::default());
+    reclaim_all(&mut tree);
+    assert_eq!(tree.nodes(), 1);
+    assert_eq!(tree.open(), old, "numbers stay dense");
+    assert_eq!(run(&tree, new, &[1, 2, 3]), (1, 0, 0));
+}
+
+/// What the tree says, told by sets alone.
+#[derive(Clone, Default)]
+struct Model {
+    pairs: Pairs,
+    /// Parent and local hash of every prefix ever met.
+    known: BTreeMap<PrefixHash, (Option<PrefixHash>, LocalHash)>,
+}
+
+impl Model {
+    /// Is the prefix held in any tier, or an ancestor of one that is?
+    fn has_node(&self, wanted: PrefixHash) -> bool {
+        self.pairs.iter().any(|&(held, _)| {
+            let mut next = Some(held);
+            while let Some(at) = next {
+                if at == wanted {
+                    return true;
+                }
+                next = self.known[&at].0;
+            }
+            false
+        })
+    }
+
+    fn apply(&mut self, change: &Change) -> Result<(), ()> {
+        match change {
+            Change::Stored {
+                parent,
+                blocks,
+                tier,
+            } => {
+                let mut parent = *parent;
+                for &local in blocks {
+                    let prefix = PrefixHash::after(parent, local);
+                    if parent.is_some_and(|parent| !self.has_node(parent)) {
+                        return Err(());
+                    }
+                    self.known.insert(prefix, (parent, local));
+                    if !self.pairs.insert((prefix, *tier)) {
+                        return Err(());
+                    }
+                    parent = Some(prefix);
+                }
+            }
+            Change::Removed { blocks, tier } => {
+                for &prefix in blocks {
+                    if !self.pairs.remove(&(prefix, *tier)) {
+                        return Err(());
+                    }
+                }
+            }
+            Change::Cleared { tier } => self.pairs.retain(|&(_, held)| held != *tier),
+        }
+        Ok(())
+    }
+
+    fn run(&self, names: &[u64], allowed: TierMask) -> Tiers<u32> {
+        let has = |prefix, tier| allowed.has(tier) && self.pairs.contains(&(prefix, tier));
+        let chain = prefixes(names);
+        let gpu = chain
+            .iter()
+            .take_while(|&&prefix| has(prefix, Tier::Gpu))
+            .count();
+        let mut run = Tiers {
+            gpu: u32::try_from(gpu).unwrap(),
+            ..Tiers::default()
+        };
+        for &prefix in &chain[gpu..] {
+            if has(prefix, Tier::Cpu) {
+                run.cpu += 1;
+            } else if has(prefix, Tier::Disk) {
+                run.disk += 1;
+            } else {
+                break;
+            }
+        }
+        run
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Change(usize, Change),
+    NewGeneration(usize),
+    Reclaim,
+}
+
+fn chain() -> impl Strategy<Value = Vec<u64>> {
+    prop::collection::vec(0..3_u64, 1..6)
+}
+
+fn tier() -> impl Strategy<Value = Tier> {
+    prop::sample::select(Tier::ALL.to_vec())
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let change = prop_oneof![
+        6 => (chain(), 0..6_usize, tier()).prop_map(|(chain, cut, tier)| {
+            let cut = cut.min(chain.len() - 1);
+            stored(&chain[..cut], &chain[cut..], tier)
+        }),
+        4 => (chain(), tier()).prop_map(|(chain, tier)| removed(&[&chain], tier)),
+        1 => tier().prop_map(|tier| Change::Cleared { tier }),
+    ];
+    prop_oneof![
+        20 => (0..3_usize, change).prop_map(|(source, change)| Step::Change(source, change)),
+        1 => (0..3_usize).prop_map(Step::NewGeneration),
+        2 => Just(Step::Reclaim),
+    ]
+}
+
+fn mask() -> impl Strategy<Value = TierMask> {
+    (0..8_u8).prop_map(TierMask)
+}
+
+struct World {
+    tree: Tree,
+    numbers: Vec<SourceNumber>,
+    models: Vec<Model>,
+}
+
+impl World {
+    fn new() -> Self {
+        let mut tree = Tree::new();
+        let numbers = (0..3).map(|_| tree.open()).collect();
+        Self {
+            tree,
+            numbers,
+            models: vec![Model::default(); 3],
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match step {
+            Step::Change(source, change) => {
+                let tree = self.tree.apply(self.numbers[*source], change);
+                let model = self.models[*source].apply(change);
+                assert_eq!(tree.is_err(), model.is_err(), "{change:?}: {tree:?}");
+            }
+            Step::NewGeneration(source) => {
+                self.tree.close(self.numbers[*source]);
+                self.numbers[*source] = self.tree.open();
+                self.models[*source] = Model::default();
+            }
+            Step::Reclaim => {
+                self.tree.reclaim(3);
+            }
+        }
+    }
+
+    fn check(&self) {
+        for (&number, model) in self.numbers.iter().zip(&self.models) {
+            assert_eq!(self.tree.held(number).collect::<Pairs>(), model.pairs);
+            assert_eq!(
+                self.tree.digest(number),
+                self.tree.recomputed_digest(number)
+            );
+            let mut copy = Tree::new();
+            let copied = copy.open();
+            for change in self.tree.dump(number) {
+                copy.apply(copied, &change).unwrap();
+            }
+            assert_eq!(copy.held(copied).collect::<Pairs>(), model.pairs);
+            assert_eq!(copy.nodes(), self.tree.entries(number));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn tree_is_what_sets_say(
+        steps in prop::collection::vec(step(), 0..120),
+        queries in prop::collection::vec((chain(), mask()), 1..20),
+    ) {
+        let mut world = World::new();
+        for step in &steps {
+            world.step(step);
+        }
+        world.check();
+        for (names, mask) in &queries {
+            let allowed: Vec<_> = world.numbers.iter().map(|&number| (number, *mask)).collect();
+            let runs = world.tree.lookup(&locals(names), &allowed);
+            for (run, model) in runs.iter().zip(&world.models) {
+                prop_assert_eq!(*run, model.run(names, *mask));
+            }
+        }
+        let World { mut tree, numbers, models } = world;
+        for (&number, model) in numbers.iter().zip(&models) {
+            for &(prefix, tier) in &model.pairs {
+                tree.apply(number, &Change::Removed { blocks: vec![prefix], tier }).unwrap();
+            }
+        }
+        reclaim_all(&mut tree);
+        prop_assert_eq!(tree.nodes(), 0);
+        prop_assert_eq!(tree.bytes(), 0);
+    }
+}
