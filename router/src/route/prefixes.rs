@@ -1,0 +1,308 @@
+//! A set of sampled prompts with counts: which prompts begin like this one, and how many different
+//! blocks do they take together?
+//!
+//! A path-compressed tree over sampled prefix hashes. Each distinct hash is kept once (8 bytes), each
+//! prompt costs at most two nodes; adding and removing touch only what is not shared. A [`Leaf`]
+//! names where a prompt ends and stays valid until it is removed as often as it was inserted.
+//!
+//! Equal prefix hashes mean equal prefixes, so that within a run a binary search finds where two
+//! prompts part. Hashes that break this rule (a hostile message) give wrong counts for themselves,
+//! never a panic and never a leak.
+
+use rustc_hash::FxHashMap;
+use warmroute_proto::PrefixHash;
+use warmroute_proto::load::{SAMPLES_MAX, sampled_length};
+
+/// Where a prompt ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Leaf(NodeId);
+
+type NodeId = u32;
+
+const ROOT: NodeId = 0;
+
+#[derive(Clone, Debug)]
+pub struct Prefixes {
+    nodes: Vec<Node>,
+    vacant: Vec<NodeId>,
+    /// A node by its parent and the first hash of its run.
+    children: FxHashMap<(NodeId, PrefixHash), NodeId>,
+    blocks: u64,
+    samples: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Node {
+    run: Box<[PrefixHash]>,
+    /// Samples before the run.
+    before: u32,
+    parent: NodeId,
+    /// How many children, and the exclusive or of their ids: with one child, that is its id.
+    children: u32,
+    child_ids: NodeId,
+    /// Prompts that end here.
+    ends: u32,
+}
+
+impl Node {
+    fn samples_to_end(&self) -> usize {
+        self.before as usize + self.run.len()
+    }
+
+    fn blocks(&self) -> u64 {
+        let whole = sampled_length(self.samples_to_end());
+        u64::from(whole - sampled_length(self.before as usize))
+    }
+}
+
+/// How far a walk along a prompt came.
+struct Walk {
+    node: NodeId,
+    /// Samples matched in the node's own run.
+    within: usize,
+    /// Samples matched in all.
+    matched: usize,
+}
+
+impl Default for Prefixes {
+    fn default() -> Self {
+        Self {
+            nodes: vec![Node::default()],
+            vacant: Vec::new(),
+            children: FxHashMap::default(),
+            blocks: 0,
+            samples: 0,
+        }
+    }
+}
+
+impl Prefixes {
+    /// Distinct blocks that the sampled parts of all prompts take.
+    #[must_use]
+    pub const fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// Distinct hashes kept.
+    #[must_use]
+    pub const fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// The blocks of the longest prefix of this prompt that some prompt in the set begins with.
+    #[must_use]
+    pub fn longest(&self, prompt: &[PrefixHash]) -> u32 {
+        if self.blocks == 0 {
+            return 0;
+        }
+        sampled_length(self.walk(clip(prompt)).matched)
+    }
+
+    /// Adds one prompt. The same prompt may be in the set several times.
+    pub fn insert(&mut self, prompt: &[PrefixHash]) -> Leaf {
+        let prompt = clip(prompt);
+        let walk = self.walk(prompt);
+        let mut at = walk.node;
+        if walk.within < self.node(at).run.len() {
+            at = self.split(at, walk.within);
+        }
+        if walk.matched < prompt.len() {
+            at = self.grow(at, walk.matched, &prompt[walk.matched..]);
+        }
+        self.node_mut(at).ends += 1;
+        Leaf(at)
+    }
+
+    /// Takes one prompt out that ends at this leaf.
+    pub fn remove(&mut self, leaf: Leaf) {
+        let Leaf(mut at) = leaf;
+        let Some(node) = self.nodes.get_mut(at as usize) else {
+            return;
+        };
+        node.ends = node.ends.saturating_sub(1);
+        while at != ROOT && self.node(at).ends == 0 {
+            match self.node(at).children {
+                0 => at = self.prune(at),
+                1 => return self.merge(at),
+                _ => return,
+            }
+        }
+    }
+
+    /// The leaves of the prompts that are prefixes of this one and at most `blocks_max` long.
+    #[must_use]
+    pub fn leaves_along(&self, prompt: &[PrefixHash], blocks_max: u32) -> Vec<Leaf> {
+        let mut leaves = Vec::new();
+        let walk = self.walk(clip(prompt));
+        let mut at = walk.node;
+        if walk.within < self.node(at).run.len() {
+            at = self.node(at).parent;
+        }
+        while at != ROOT {
+            let node = self.node(at);
+            if node.ends > 0 && sampled_length(node.samples_to_end()) <= blocks_max {
+                leaves.push(Leaf(at));
+            }
+            at = node.parent;
+        }
+        leaves
+    }
+
+    /// The hashes of the prompt that ends at this leaf.
+    #[must_use]
+    pub fn hashes(&self, leaf: Leaf) -> Vec<PrefixHash> {
+        let Leaf(mut at) = leaf;
+        let mut runs = Vec::new();
+        while at != ROOT {
+            let node = self.node(at);
+            runs.push(&*node.run);
+            at = node.parent;
+        }
+        runs.reverse();
+        runs.concat()
+    }
+
+    fn walk(&self, prompt: &[PrefixHash]) -> Walk {
+        let mut walk = Walk {
+            node: ROOT,
+            within: 0,
+            matched: 0,
+        };
+        while let Some(&next) = prompt.get(walk.matched) {
+            let Some(&child) = self.children.get(&(walk.node, next)) else {
+                break;
+            };
+            let run = &self.node(child).run;
+            let common = common_length(run, &prompt[walk.matched..]);
+            walk = Walk {
+                node: child,
+                within: common,
+                matched: walk.matched + common,
+            };
+            if common < run.len() {
+                break;
+            }
+        }
+        walk
+    }
+
+    /// Cuts a node's run after `at` samples. The node keeps its end; a new one takes the beginning.
+    fn split(&mut self, id: NodeId, at: usize) -> NodeId {
+        let node = self.node_mut(id);
+        let upper_run: Box<[PrefixHash]> = node.run[..at].into();
+        let lower_run: Box<[PrefixHash]> = node.run[at..].into();
+        let (parent, before) = (node.parent, node.before);
+        let (first, second) = (upper_run[0], lower_run[0]);
+        let upper = self.place(Node {
+            run: upper_run,
+            before,
+            parent,
+            children: 1,
+            child_ids: id,
+            ends: 0,
+        });
+        let node = self.node_mut(id);
+        node.run = lower_run;
+        node.before = before + count(at);
+        node.parent = upper;
+        self.node_mut(parent).child_ids ^= id ^ upper;
+        self.children.insert((parent, first), upper);
+        self.children.insert((upper, second), id);
+        upper
+    }
+
+    fn grow(&mut self, parent: NodeId, before: usize, run: &[PrefixHash]) -> NodeId {
+        let node = Node {
+            run: run.into(),
+            before: count(before),
+            parent,
+            ..Node::default()
+        };
+        self.blocks += node.blocks();
+        self.samples += run.len() as u64;
+        let id = self.place(node);
+        let above = self.node_mut(parent);
+        above.children += 1;
+        above.child_ids ^= id;
+        self.children.insert((parent, run[0]), id);
+        id
+    }
+
+    /// Takes a childless node away; its parent is next to be looked at.
+    fn prune(&mut self, id: NodeId) -> NodeId {
+        let node = self.vacate(id);
+        self.blocks -= node.blocks();
+        self.samples -= node.run.len() as u64;
+        self.children.remove(&(node.parent, node.run[0]));
+        let above = self.node_mut(node.parent);
+        above.children -= 1;
+        above.child_ids ^= id;
+        node.parent
+    }
+
+    /// Joins a node at which nothing ends with its only child, which keeps its id.
+    fn merge(&mut self, id: NodeId) {
+        let node = self.vacate(id);
+        let child = node.child_ids;
+        let below = self.node_mut(child);
+        let second = below.run[0];
+        below.run = [&*node.run, &*below.run].concat().into();
+        below.before = node.before;
+        below.parent = node.parent;
+        self.children.remove(&(id, second));
+        self.children.insert((node.parent, node.run[0]), child);
+        self.node_mut(node.parent).child_ids ^= id ^ child;
+    }
+
+    fn place(&mut self, node: Node) -> NodeId {
+        if let Some(id) = self.vacant.pop() {
+            *self.node_mut(id) = node;
+            return id;
+        }
+        self.nodes.push(node);
+        count(self.nodes.len() - 1)
+    }
+
+    fn vacate(&mut self, id: NodeId) -> Node {
+        self.vacant.push(id);
+        std::mem::take(self.node_mut(id))
+    }
+
+    fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id as usize]
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        &mut self.nodes[id as usize]
+    }
+}
+
+fn clip(prompt: &[PrefixHash]) -> &[PrefixHash] {
+    &prompt[..prompt.len().min(SAMPLES_MAX)]
+}
+
+/// Where two runs that begin with the same hash part.
+fn common_length(run: &[PrefixHash], prompt: &[PrefixHash]) -> usize {
+    let most = run.len().min(prompt.len());
+    if run[most - 1] == prompt[most - 1] {
+        return most;
+    }
+    let (mut same, mut differ) = (1, most - 1);
+    while same < differ {
+        let middle = same.midpoint(differ);
+        if run[middle] == prompt[middle] {
+            same = middle + 1;
+        } else {
+            differ = middle;
+        }
+    }
+    same
+}
+
+/// A number of nodes or samples; both stay far below 2³².
+fn count(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests;

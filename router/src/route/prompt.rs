@@ -1,0 +1,166 @@
+//! A request's prompt as routing sees it: a number of tokens and the names of its whole blocks.
+
+use warmroute_proto::hash::local_hashes;
+use warmroute_proto::load::SampledPrefix;
+use warmroute_proto::{BlockSize, LocalHash, Seed};
+
+/// May the engine answer parts of this prompt from its cache?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheReads {
+    Allowed,
+    /// The request asks for something that only a computed prompt gives (prompt logprobs), so that
+    /// the engine computes it all, whatever is cached.
+    Bypassed,
+}
+
+/// A prompt. Its fields agree with each other by construction; none changes afterwards.
+#[derive(Clone, Debug)]
+pub struct Prompt {
+    tokens: u32,
+    block_size: BlockSize,
+    seed: Seed,
+    blocks: Vec<LocalHash>,
+    sampled: SampledPrefix,
+    reads: CacheReads,
+}
+
+impl Prompt {
+    /// Hashes a prompt's tokens.
+    #[must_use]
+    pub fn new(tokens: &[u32], block_size: BlockSize, seed: Seed) -> Self {
+        let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        let blocks = local_hashes(tokens, block_size, seed);
+        Self::of_blocks(count, block_size, seed, blocks)
+    }
+
+    /// A prompt whose whole blocks are hashed already.
+    #[must_use]
+    pub fn of_blocks(
+        tokens: u32,
+        block_size: BlockSize,
+        seed: Seed,
+        blocks: Vec<LocalHash>,
+    ) -> Self {
+        let sampled = SampledPrefix::of(&blocks);
+        Self {
+            tokens,
+            block_size,
+            seed,
+            blocks,
+            sampled,
+            reads: CacheReads::Allowed,
+        }
+    }
+
+    /// A prompt that could not be tokenized as the engine does: it has a size, an estimate, and no
+    /// blocks. Routed by load only.
+    #[must_use]
+    pub fn opaque(tokens_estimate: u32, block_size: BlockSize) -> Self {
+        Self::of_blocks(tokens_estimate, block_size, Seed::PLAIN, Vec::new())
+    }
+
+    #[must_use]
+    pub const fn with_reads(mut self, reads: CacheReads) -> Self {
+        self.reads = reads;
+        self
+    }
+
+    #[must_use]
+    pub const fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    #[must_use]
+    pub const fn block_size(&self) -> BlockSize {
+        self.block_size
+    }
+
+    #[must_use]
+    pub const fn seed(&self) -> Seed {
+        self.seed
+    }
+
+    /// The whole blocks, from depth 0. Empty: there is nothing to ask an index for.
+    #[must_use]
+    pub fn blocks(&self) -> &[LocalHash] {
+        &self.blocks
+    }
+
+    #[must_use]
+    pub const fn sampled(&self) -> &SampledPrefix {
+        &self.sampled
+    }
+
+    #[must_use]
+    pub const fn reads(&self) -> CacheReads {
+        self.reads
+    }
+
+    /// Blocks that the prompt takes in a cache, the partial last one included.
+    #[must_use]
+    pub fn blocks_taken(&self) -> u32 {
+        self.tokens.div_ceil(self.block_tokens())
+    }
+
+    /// The most blocks that a cache can save. The engine always computes at least the last token, so
+    /// that a prompt of whole blocks never hits its last block.
+    #[must_use]
+    pub fn credit_max(&self) -> u32 {
+        match self.reads {
+            CacheReads::Allowed => {
+                let by_tokens = self.tokens.saturating_sub(1) / self.block_tokens();
+                by_tokens.min(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX))
+            }
+            CacheReads::Bypassed => 0,
+        }
+    }
+
+    pub(crate) fn block_tokens(&self) -> u32 {
+        u32::try_from(self.block_size.tokens()).unwrap_or(u32::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prompt(tokens: u32) -> Prompt {
+        let tokens: Vec<u32> = (0..tokens).collect();
+        Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
+    }
+
+    #[test]
+    fn credit_ends_before_the_last_token() {
+        for (tokens, credit) in [
+            (0, 0),
+            (1, 0),
+            (16, 0),
+            (17, 1),
+            (32, 1),
+            (33, 2),
+            (1024, 63),
+        ] {
+            assert_eq!(prompt(tokens).credit_max(), credit, "{tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn a_partial_block_is_taken_but_not_hashed() {
+        let prompt = prompt(40);
+        assert_eq!(prompt.blocks().len(), 2);
+        assert_eq!(prompt.blocks_taken(), 3);
+    }
+
+    #[test]
+    fn a_prompt_that_bypasses_the_cache_has_no_credit() {
+        let prompt = prompt(64).with_reads(CacheReads::Bypassed);
+        assert_eq!(prompt.credit_max(), 0);
+    }
+
+    #[test]
+    fn an_opaque_prompt_has_a_size_and_no_credit() {
+        let prompt = Prompt::opaque(1000, BlockSize::new(16).unwrap());
+        assert_eq!(prompt.blocks_taken(), 63);
+        assert_eq!(prompt.credit_max(), 0);
+    }
+}

@@ -1,0 +1,101 @@
+//! Small numbers for sources, so that everything kept per source is a plain vector.
+//!
+//! A number is never given twice: a source that went and came back has its old one. Grows with the
+//! number of different sources that were ever seen, a few dozen bytes each.
+
+use rustc_hash::FxHashMap;
+use warmroute_proto::Source;
+
+/// A source's place in every per-source vector of this process. Never leaves the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SourceId(u32);
+
+impl SourceId {
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Roster {
+    ids: FxHashMap<Source, SourceId>,
+    sources: Vec<Source>,
+}
+
+impl Roster {
+    /// The source's number, given now if it has none.
+    pub fn enrol(&mut self, source: &Source) -> SourceId {
+        if let Some(&id) = self.ids.get(source) {
+            return id;
+        }
+        let id = SourceId(u32::try_from(self.sources.len()).unwrap_or(u32::MAX));
+        self.sources.push(source.clone());
+        self.ids.insert(source.clone(), id);
+        id
+    }
+
+    #[must_use]
+    pub fn id(&self, source: &Source) -> Option<SourceId> {
+        self.ids.get(source).copied()
+    }
+
+    #[must_use]
+    pub fn source(&self, id: SourceId) -> Option<&Source> {
+        self.sources.get(id.index())
+    }
+
+    /// All sources in the order of their names.
+    #[must_use]
+    pub fn in_order(&self) -> Vec<(&Source, SourceId)> {
+        let mut all: Vec<_> = (0..)
+            .map(SourceId)
+            .zip(&self.sources)
+            .map(|(id, source)| (source, id))
+            .collect();
+        all.sort_unstable();
+        all
+    }
+}
+
+/// A vector with one value per source; what is missing is a default.
+#[derive(Clone, Debug, Default)]
+pub struct PerSource<T>(Vec<T>);
+
+impl<T: Default> PerSource<T> {
+    #[must_use]
+    pub fn get(&self, id: SourceId) -> Option<&T> {
+        self.0.get(id.index())
+    }
+
+    pub fn get_mut(&mut self, id: SourceId) -> &mut T {
+        let index = id.index();
+        if self.0.len() <= index {
+            self.0.resize_with(index + 1, T::default);
+        }
+        &mut self.0[index]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use warmroute_proto::DpRank;
+
+    #[test]
+    fn a_source_keeps_its_number() {
+        let mut roster = Roster::default();
+        let source = |name: &str| Source {
+            worker: name.into(),
+            dp_rank: DpRank(0),
+        };
+        let b = roster.enrol(&source("b"));
+        let a = roster.enrol(&source("a"));
+        assert_ne!(a, b);
+        assert_eq!(roster.enrol(&source("b")), b);
+        assert_eq!(roster.id(&source("a")), Some(a));
+        assert_eq!(roster.source(b), Some(&source("b")));
+        let order: Vec<_> = roster.in_order().into_iter().map(|(_, id)| id).collect();
+        assert_eq!(order, [a, b]);
+    }
+}
