@@ -1,0 +1,306 @@
+use proptest::prelude::*;
+
+use super::super::{Generation, Prompts, SpecialTokens};
+use super::*;
+
+fn chat(body: &str) -> ParsedRequest<'_> {
+    parse(Route::ChatCompletions, body.as_bytes()).unwrap()
+}
+
+fn completion(body: &str) -> ParsedRequest<'_> {
+    parse(Route::Completions, body.as_bytes()).unwrap()
+}
+
+fn refusal(route: Route, body: &[u8]) -> (Option<&'static str>, Option<&'static str>) {
+    let error = parse(route, body).unwrap_err();
+    assert_eq!(error.status(), 400, "{error}");
+    (error.param, error.code)
+}
+
+fn prompts<'a>(request: &'a ParsedRequest<'_>) -> &'a Prompts<'a> {
+    match &request.prompt {
+        Prompt::Completion(parts) => &parts.prompts,
+        Prompt::Chat(_) => panic!("a completion"),
+    }
+}
+
+#[test]
+fn a_chat_with_everything_is_read_in_place() {
+    let body = r#"{"model":"m/lora","messages":[{"role":"user","content":"hi"}],"tools":[{}],
+        "tool_choice":"auto","chat_template_kwargs":{"a":1},"documents":[],"stream":true,
+        "stream_options":{"include_usage":true},"max_tokens":5,"max_completion_tokens":7,"n":2,
+        "cache_salt":"t","user":"u","add_generation_prompt":false,"continue_final_message":true,
+        "add_special_tokens":true,"truncate_prompt_tokens":100,"temperature":0.5}"#;
+    let request = chat(body);
+    let info = &request.info;
+    assert_eq!(info.model, "m/lora");
+    assert_eq!(
+        (info.user.as_deref(), info.cache_salt.as_deref()),
+        (Some("u"), Some("t"))
+    );
+    assert!(info.stream && info.include_usage && info.reads_cache);
+    let limits = Limits {
+        max_tokens: Some(7),
+        choices: Some(2),
+        truncate_prompt: Some(100),
+    };
+    assert_eq!((info.limits, info.opaque), (limits, None));
+    let Prompt::Chat(parts) = &request.prompt else {
+        panic!("a chat")
+    };
+    assert_eq!(parts.messages.get(), r#"[{"role":"user","content":"hi"}]"#);
+    assert_eq!(parts.generation, Generation::ContinueFinal);
+    assert_eq!(parts.special_tokens, SpecialTokens::Add);
+    assert_eq!(request.forward_body().as_ref(), body.as_bytes());
+    assert!(matches!(request.forward_body(), Cow::Borrowed(_)));
+}
+
+#[test]
+fn defaults_are_the_engines() {
+    let request = chat(r#"{"model":"m","messages":[],"tools":null,"stream":null}"#);
+    let Prompt::Chat(parts) = &request.prompt else {
+        panic!("a chat")
+    };
+    assert_eq!(parts.generation, Generation::Prompt);
+    assert_eq!(parts.special_tokens, SpecialTokens::Omit);
+    assert!(parts.tools.is_none() && !request.info.stream);
+    let request = completion(r#"{"model":"m","prompt":"x"}"#);
+    let Prompt::Completion(parts) = &request.prompt else {
+        panic!("a completion")
+    };
+    assert_eq!(parts.special_tokens, SpecialTokens::Add);
+}
+
+#[test]
+fn every_form_of_a_prompt() {
+    let texts =
+        |list: &[&str]| Prompts::Texts(list.iter().map(|t| (*t).to_owned().into()).collect());
+    for (json, expected) in [
+        (r#""a\nb""#, texts(&["a\nb"])),
+        (r#"["a","b\u00e9"]"#, texts(&["a", "bé"])),
+        ("[1,2,3]", Prompts::Tokens(vec![vec![1, 2, 3]])),
+        (
+            "[[1,2],[],[4294967295]]",
+            Prompts::Tokens(vec![vec![1, 2], vec![], vec![u32::MAX]]),
+        ),
+        ("[]", Prompts::Tokens(vec![vec![]])),
+    ] {
+        let body = format!(r#"{{"model":"m","prompt":{json}}}"#);
+        assert_eq!(prompts(&completion(&body)), &expected);
+    }
+    for json in [
+        "5",
+        "{}",
+        "[1,\"a\"]",
+        "[\"a\",1]",
+        "[[1],2]",
+        "[-1]",
+        "[4294967296]",
+        "[1.5]",
+    ] {
+        let body = format!(r#"{{"model":"m","prompt":{json}}}"#);
+        let (param, code) = refusal(Route::Completions, body.as_bytes());
+        assert_eq!(
+            (param, code),
+            (Some("prompt"), Some("wrong_type")),
+            "{json}"
+        );
+    }
+}
+
+#[test]
+fn text_without_escapes_is_borrowed() {
+    let body = r#"{"model":"m","prompt":"plain"}"#;
+    let request = completion(body);
+    let Prompts::Texts(texts) = prompts(&request) else {
+        panic!("texts")
+    };
+    assert!(matches!(&texts[..], [Cow::Borrowed("plain")]));
+}
+
+#[test]
+fn what_has_no_token_ids_is_opaque() {
+    let image = r#"[{"role":"user","content":[{"type":"text","text":"a"},
+        {"type":"image_url","image_url":{"url":"data:"}}]}]"#;
+    let untyped = r#"[{"role":"user","content":[{"image_url":"x"}]}]"#;
+    let text = r#"[{"role":"user","content":[{"type":"text","text":"a"},"b"]}]"#;
+    for (messages, expected) in [
+        (image, Some(Opaque::Multimodal)),
+        (untyped, Some(Opaque::Multimodal)),
+        (text, None),
+    ] {
+        let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
+        assert_eq!(chat(&body).info.opaque, expected);
+    }
+    for (field, expected) in [
+        (r#""prompt_embeds":"AAAA""#, Opaque::PromptEmbeds),
+        (r#""prompt":"a","suffix":"b""#, Opaque::Suffix),
+        (
+            r#""prompt":"a","kv_transfer_params":{"prompt_token_ids":[1]}"#,
+            Opaque::TransferredTokens,
+        ),
+        (
+            r#""prompt":"a","add_special_tokens":"maybe""#,
+            Opaque::Unreadable("add_special_tokens"),
+        ),
+    ] {
+        let body = format!(r#"{{"model":"m",{field}}}"#);
+        assert_eq!(completion(&body).info.opaque, Some(expected), "{field}");
+    }
+}
+
+#[test]
+fn prompt_log_probabilities_stop_the_engine_from_reading_its_cache() {
+    for (field, reads) in [
+        (r#""logprobs":3"#, true),
+        (r#""echo":true"#, true),
+        (r#""echo":true,"logprobs":1"#, false),
+        (r#""prompt_logprobs":0"#, false),
+        (r#""prompt_logprobs":null"#, true),
+    ] {
+        let body = format!(r#"{{"model":"m","prompt":"a",{field}}}"#);
+        assert_eq!(completion(&body).info.reads_cache, reads, "{field}");
+    }
+    assert!(
+        !chat(r#"{"model":"m","messages":[],"echo":true}"#)
+            .info
+            .reads_cache
+    );
+}
+
+#[test]
+fn truncation_is_only_known_for_prompts_below_it() {
+    let keeps = |truncate_prompt, tokens, max| {
+        Limits {
+            truncate_prompt,
+            ..Limits::default()
+        }
+        .keeps_whole(tokens, max)
+    };
+    assert!(keeps(None, 1 << 20, None));
+    assert!(keeps(Some(10), 10, None) && !keeps(Some(10), 11, None));
+    assert!(keeps(Some(-1), 99, Some(100)) && !keeps(Some(-1), 100, Some(100)));
+    assert!(!keeps(Some(-1), 1, None));
+}
+
+#[test]
+fn only_the_report_mode_is_cut_out_of_a_body() {
+    let forward = |xargs: &str| {
+        let body = format!("{{ \"model\":\"m\",\"vllm_xargs\" : {xargs} , \"prompt\":\"é\"}}");
+        let request = completion(&body);
+        let rewritten = matches!(request.forward_body(), Cow::Borrowed(b) if b == body.as_bytes());
+        (
+            String::from_utf8(request.forward_body().into_owned()).unwrap(),
+            !rewritten,
+        )
+    };
+    let expected =
+        |xargs: &str| format!("{{ \"model\":\"m\",\"vllm_xargs\" : {xargs} , \"prompt\":\"é\"}}");
+    let (body, changed) = forward(r#"{"kv_cache_report_mode":"full"}"#);
+    assert_eq!((body, changed), (expected("{}"), true));
+    let (body, _) = forward(r#"{"a" : [1, 2],"kv_c\u0061che_report_mode":"full", "b":"\u00e9"}"#);
+    assert_eq!(body, expected(r#"{"a":[1, 2],"b":"\u00e9"}"#));
+    let (body, changed) = forward(r#"{"a": 1}"#);
+    assert_eq!((body, changed), (expected(r#"{"a": 1}"#), false));
+}
+
+#[test]
+fn what_no_engine_accepts_is_refused_with_the_field_at_fault() {
+    use Route::{ChatCompletions as Chat, Completions};
+    let deep = format!(
+        r#"{{"model":"m","messages":{}{}}}"#,
+        "[".repeat(9999),
+        "]".repeat(9999)
+    );
+    let deep_tools = format!(
+        r#"{{"model":"m","messages":[],"tools":{}{}}}"#,
+        "[".repeat(200),
+        "]".repeat(200)
+    );
+    for (route, body, param, code) in [
+        (Chat, &b"{\"model\":\"m\""[..], None, "invalid_json"),
+        (Chat, b"null", None, "wrong_type"),
+        (Chat, b"{\"messages\":[]}", Some("model"), "missing_model"),
+        (
+            Chat,
+            b"{\"model\":\"\",\"messages\":[]}",
+            Some("model"),
+            "missing_model",
+        ),
+        (
+            Chat,
+            b"{\"model\":5,\"messages\":[]}",
+            Some("model"),
+            "wrong_type",
+        ),
+        (
+            Chat,
+            b"{\"model\":\"m\"}",
+            Some("messages"),
+            "missing_messages",
+        ),
+        (
+            Chat,
+            b"{\"model\":\"m\",\"messages\":\"hi\"}",
+            Some("messages"),
+            "wrong_type",
+        ),
+        (
+            Chat,
+            b"{\"model\":\"m\",\"messages\":[1]}",
+            Some("messages"),
+            "wrong_type",
+        ),
+        (Chat, deep.as_bytes(), Some("messages"), "wrong_type"),
+        (Chat, deep_tools.as_bytes(), Some("tools"), "too_deep"),
+        (
+            Completions,
+            b"{\"model\":\"m\"}",
+            Some("prompt"),
+            "missing_prompt",
+        ),
+        (
+            Completions,
+            b"{\"model\":\"m\",\"prompt\":\"\xff\"}",
+            None,
+            "invalid_json",
+        ),
+    ] {
+        assert_eq!(
+            refusal(route, body),
+            (param, Some(code)),
+            "{}",
+            body.escape_ascii()
+        );
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_parsed_or_refused(body in prop::collection::vec(any::<u8>(), 0..200)) {
+        for route in [Route::ChatCompletions, Route::Completions] {
+            if let Err(error) = parse(route, &body) {
+                prop_assert_eq!(error.status(), 400);
+            }
+        }
+    }
+
+    #[test]
+    fn any_values_in_known_fields_are_parsed_or_refused(
+        values in prop::collection::vec((0usize..22, "\\PC{0,12}|null|true|-1|1e9|\\[\\]|\\{\\}|\"x\"|\\[\"a\"\\]"), 0..6),
+    ) {
+        for (route, names) in [
+            (Route::ChatCompletions, chat::FIELDS),
+            (Route::Completions, completion::FIELDS),
+        ] {
+            let mut body = String::from("{\"model\":\"m\",\"messages\":[],\"prompt\":\"\"");
+            for (name, value) in &values {
+                body.push_str(&format!(",\"{}\":{value}", names[name % names.len()]));
+            }
+            body.push('}');
+            if let Ok(request) = parse(route, body.as_bytes()) {
+                prop_assert!(serde_json::from_slice::<serde_json::Value>(&request.forward_body()).is_ok());
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn split(chunks: &[&[u8]]) -> Vec<Vec<u8>> {
+    let mut splitter = SseSplitter::default();
+    let mut events = Vec::new();
+    let mut keep = |event: Event<'_>| match event {
+        Event::Whole(bytes) => events.push(bytes.to_vec()),
+        Event::Oversized(len) => events.push(format!("oversized {len}").into_bytes()),
+    };
+    for chunk in chunks {
+        splitter.push(chunk, &mut keep);
+    }
+    splitter.finish(&mut keep);
+    events
+}
+
+/// The definition, on the whole text: lines end with `\n` or `\r\n`, an empty line ends an event.
+fn naive(text: &[u8]) -> Vec<Vec<u8>> {
+    let mut events = Vec::new();
+    let mut current: Vec<u8> = Vec::new();
+    for line in text.split_inclusive(|&byte| byte == b'\n') {
+        current.extend_from_slice(line);
+        if line == b"\n" || line == b"\r\n" {
+            events.push(std::mem::take(&mut current));
+        }
+    }
+    events.push(current);
+    events
+        .iter()
+        .map(|event| trim_line_ends(event).to_vec())
+        .filter(|event| !event.is_empty())
+        .collect()
+}
+
+const STREAM: &[u8] =
+    b"data: {\"id\":\"c\",\"choices\":[{\"delta\":{\"role\":\"assistant\"}}]}\n\n\
+    : keep-alive\n\n\
+    data: {\"choices\":[{\"delta\":{\"content\":\"say \\\"usage\\\":{\\\"x\\\":1}\"}}]}\r\n\r\n\
+    data: {\"choices\":[{\"delta\":{\"content\":\"b\"}}]}\n\n\
+    data: {\"choices\":[],\"usage\":{\"prompt_tokens\":40,\"completion_tokens\":2,\
+    \"prompt_tokens_details\":{\"cached_tokens\":32}}}\n\n\
+    data: [DONE]\n\n";
+
+#[test]
+fn both_line_ends_and_comments() {
+    assert_eq!(
+        split(&[b"data: a\n\ndata: b\r\n\r\n: c\n\ndata: d\ndata: e\n\n\n\n\ndata: f"]),
+        [
+            &b"data: a"[..],
+            b"data: b",
+            b": c",
+            b"data: d\ndata: e",
+            b"data: f"
+        ]
+    );
+    let joined = Event::Whole(b"event: x\r\ndata: d\r\ndata:e");
+    assert_eq!(joined.data().as_deref(), Some(&b"d\ne"[..]));
+    assert_eq!(Event::Whole(b": c").data(), None);
+}
+
+#[test]
+fn a_watched_stream_tells_first_token_chunks_and_usage_however_it_is_cut() {
+    for size in 1..STREAM.len() {
+        let mut watch = StreamWatch::default();
+        let firsts = STREAM
+            .chunks(size)
+            .filter(|chunk| watch.push(chunk))
+            .count();
+        watch.finish();
+        assert_eq!(firsts, 1, "chunks of {size}");
+        assert_eq!(watch.output_chunks(), 3);
+        let expected = Usage {
+            prompt_tokens: 40,
+            completion_tokens: 2,
+            cached_tokens: Some(32),
+        };
+        assert_eq!(watch.usage(), Some(expected));
+        assert!(watch.done());
+    }
+}
+
+#[test]
+fn usage_on_every_chunk_counts_output_all_the_same() {
+    let mut watch = StreamWatch::default();
+    watch.push(
+        b"data: {\"choices\":[{\"text\":\"a\"}],\"usage\":{\"prompt_tokens\":4,\
+          \"completion_tokens\":1}}\n\ndata: {\"error\":{\"message\":\"x\"}}\n\n",
+    );
+    assert_eq!(watch.output_chunks(), 1);
+    assert_eq!(watch.usage().map(|usage| usage.completion_tokens), Some(1));
+    assert!(!watch.done());
+}
+
+#[test]
+fn a_line_that_never_ends_needs_bounded_memory() {
+    let mut splitter = SseSplitter::default();
+    let mut events = Vec::new();
+    for _ in 0..1024 {
+        splitter.push(&[b'x'; 4096], |_| unreachable!("no event has ended"));
+        assert!(splitter.buffered() <= EVENT_BYTES_MAX);
+    }
+    splitter.push(b"\n\ndata: next\n\n", |event| {
+        events.push(match event {
+            Event::Whole(bytes) => bytes.len(),
+            Event::Oversized(len) => len,
+        });
+    });
+    assert_eq!(events, [4096 * 1024 + 2, b"data: next".len()]);
+}
+
+#[test]
+fn an_event_inside_one_chunk_is_not_copied() {
+    let chunk = b"data: a\n\n";
+    SseSplitter::default().push(chunk, |event| {
+        let Event::Whole(bytes) = event else {
+            panic!("small event")
+        };
+        assert_eq!(bytes.as_ptr(), chunk.as_ptr());
+    });
+}
+
+proptest! {
+    #[test]
+    fn any_cutting_gives_the_events_of_the_whole(
+        text in prop::collection::vec(
+            prop_oneof![Just(b'\n'), Just(b'\r'), Just(b'd'), Just(b':'), any::<u8>()], 0..80),
+        cuts in prop::collection::vec(0usize..80, 0..12),
+    ) {
+        let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(text.len())).collect();
+        cuts.sort_unstable();
+        let mut chunks = Vec::new();
+        let mut from = 0;
+        for cut in cuts {
+            chunks.push(&text[from..cut]);
+            from = cut;
+        }
+        chunks.push(&text[from..]);
+        prop_assert_eq!(split(&chunks), naive(&text));
+    }
+}
