@@ -1,0 +1,190 @@
+//! The command line: every knob with its environment name, default, unit and reason to change it.
+
+use std::path::PathBuf;
+
+use clap::{Args as Group, Parser};
+
+use super::worker::WorkerSpec;
+
+/// An OpenAI-compatible router for vLLM servers that knows what each has cached and how busy it is.
+///
+/// Every flag can also be given as WARMROUTE_<FLAG>. A flag wins over the environment.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "warmroute-router", version, max_term_width = 100)]
+pub struct Args {
+    #[command(flatten)]
+    pub listen: ListenArgs,
+    #[command(flatten)]
+    pub fleet: FleetArgs,
+    #[command(flatten)]
+    pub choice: ChoiceArgs,
+    #[command(flatten)]
+    pub limits: LimitArgs,
+    #[command(flatten)]
+    pub logs: LogArgs,
+}
+
+#[derive(Clone, Debug, Group)]
+#[command(next_help_heading = "Listening")]
+pub struct ListenArgs {
+    /// Address for clients. 127.0.0.1 where only this machine should reach the router.
+    #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
+    pub host: String,
+    /// TCP port for clients; 0 lets the system choose.
+    #[arg(long, env = "WARMROUTE_PORT", default_value = "8080", value_parser = public_port)]
+    pub port: u16,
+    /// Address of the admin port. It shows routing decisions: open it to those who may see them.
+    #[arg(long, env = "WARMROUTE_ADMIN_HOST", default_value = "127.0.0.1")]
+    pub admin_host: String,
+    /// TCP port for metrics, workers, slots and digests; 0 lets the system choose.
+    #[arg(
+        long, env = "WARMROUTE_ADMIN_PORT", default_value = "29000", value_parser = admin_port
+    )]
+    pub admin_port: u16,
+}
+
+#[derive(Clone, Debug, Group)]
+#[command(next_help_heading = "Fleet")]
+pub struct FleetArgs {
+    /// NATS server of a distributed plane. Without it everything runs inside this process.
+    #[arg(long, env = "WARMROUTE_NATS_URL", value_name = "URL")]
+    pub nats_url: Option<String>,
+    /// Keeps fleets apart; also the first part of every metric's worker scope.
+    #[arg(long, env = "WARMROUTE_NAMESPACE", default_value = "default")]
+    pub namespace: String,
+    /// A vLLM server: URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]. Repeatable; in
+    /// the environment separated by spaces or `;`. Without `kv` it is routed by load only.
+    #[arg(long = "worker", env = "WARMROUTE_WORKER", value_name = "SPEC")]
+    pub workers: Vec<WorkerList>,
+    /// The model's tokenizer.json, or the directory that holds it and its chat template. Without
+    /// it prompts in text cannot be hashed and are routed by load only.
+    #[arg(long, env = "WARMROUTE_TOKENIZER", value_name = "DIR_OR_FILE")]
+    pub tokenizer: Option<PathBuf>,
+    /// Tokens per KV block. Learned from the engines where it is not given; a worker whose engine
+    /// differs is reported and routed by load only.
+    #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
+    pub block_size: Option<u32>,
+    /// Milliseconds between two health checks of a worker. Shorter finds a dead one sooner.
+    #[arg(long, env = "WARMROUTE_HEALTH_INTERVAL_MS", default_value_t = 1000)]
+    pub health_interval_ms: u64,
+}
+
+#[derive(Clone, Debug, Group)]
+#[command(next_help_heading = "Choice")]
+pub struct ChoiceArgs {
+    /// How a worker is chosen: `kv` weighs cache overlap against load, `load` ignores the cache.
+    #[arg(long, env = "WARMROUTE_POLICY", default_value = "kv")]
+    pub policy: PolicyName,
+    /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first
+    /// token, lower favours even decoding.
+    #[arg(
+        long,
+        env = "WARMROUTE_OVERLAP_SCORE_WEIGHT",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
+    pub overlap_score_weight: f64,
+    /// Randomness of the choice, ≥ 0: 0 takes the lowest cost, higher spreads over near ones.
+    #[arg(
+        long,
+        env = "WARMROUTE_ROUTER_TEMPERATURE",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
+    pub router_temperature: f64,
+    /// What a block in CPU memory is worth against one on the GPU, 0 to 1. Lower where loading it
+    /// is slow.
+    #[arg(
+        long,
+        env = "WARMROUTE_CPU_OVERLAP_CREDIT",
+        default_value_t = 0.8,
+        allow_negative_numbers = true
+    )]
+    pub cpu_overlap_credit: f64,
+    /// What a block on disk is worth against one on the GPU, 0 to 1.
+    #[arg(
+        long,
+        env = "WARMROUTE_DISK_OVERLAP_CREDIT",
+        default_value_t = 0.3,
+        allow_negative_numbers = true
+    )]
+    pub disk_overlap_credit: f64,
+}
+
+#[derive(Clone, Debug, Group)]
+#[command(next_help_heading = "Limits")]
+pub struct LimitArgs {
+    /// Bytes of one request body; beyond, 413. Raise it for large images in chat messages.
+    #[arg(long, env = "WARMROUTE_MAX_BODY_BYTES", default_value_t = 64 << 20)]
+    pub max_body_bytes: u64,
+    /// Bytes of all request bodies held at once; beyond, 503. Bounds the router's memory.
+    #[arg(long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20)]
+    pub max_buffered_bytes: u64,
+    /// Client connections at once; beyond, new ones wait to be accepted.
+    #[arg(long, env = "WARMROUTE_MAX_CONNECTIONS", default_value_t = 8192)]
+    pub max_connections: u32,
+    /// Milliseconds until connecting to a worker counts as failed and the next best is tried.
+    #[arg(long, env = "WARMROUTE_CONNECT_TIMEOUT_MS", default_value_t = 1000)]
+    pub connect_timeout_ms: u64,
+    /// Seconds that open requests get to finish after SIGTERM. Give long streams their time.
+    #[arg(long, env = "WARMROUTE_DRAIN_TIMEOUT_SECS", default_value_t = 30)]
+    pub drain_timeout_secs: u64,
+}
+
+#[derive(Clone, Debug, Group)]
+#[command(next_help_heading = "Logs")]
+pub struct LogArgs {
+    /// Log filter: a level, or `target=level` pairs. `debug` shows every decision.
+    #[arg(
+        long,
+        env = "WARMROUTE_LOG",
+        default_value = "info",
+        value_name = "FILTER"
+    )]
+    pub log: String,
+    /// Logs as JSON lines, for collectors.
+    #[arg(long, env = "WARMROUTE_LOG_JSON")]
+    pub log_json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum PolicyName {
+    Kv,
+    Load,
+}
+
+/// One `--worker` flag, or the whole of `WARMROUTE_WORKER`: one or more workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerList(pub Vec<WorkerSpec>);
+
+impl std::str::FromStr for WorkerList {
+    type Err = super::worker::SpecError;
+
+    fn from_str(list: &str) -> Result<Self, Self::Err> {
+        list.split([';', ' ', '\t', '\n'])
+            .filter(|spec| !spec.is_empty())
+            .map(str::parse)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+}
+
+const PUBLIC_PORT: u16 = 8080;
+const ADMIN_PORT: u16 = 29000;
+
+fn public_port(text: &str) -> Result<u16, std::num::ParseIntError> {
+    port(text, PUBLIC_PORT)
+}
+
+fn admin_port(text: &str) -> Result<u16, std::num::ParseIntError> {
+    port(text, ADMIN_PORT)
+}
+
+/// Kubernetes sets `WARMROUTE_PORT=tcp://…` beside a service of the name `warmroute`. That is not
+/// meant for us, so the default holds.
+fn port(text: &str, default: u16) -> Result<u16, std::num::ParseIntError> {
+    if text.starts_with("tcp://") || text.starts_with("udp://") {
+        return Ok(default);
+    }
+    text.parse()
+}

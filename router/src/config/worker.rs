@@ -1,0 +1,180 @@
+//! One `--worker`: `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]`.
+
+use std::num::NonZeroU32;
+use std::str::FromStr;
+
+use warmroute_proto::WorkerId;
+
+/// A vLLM server as the operator names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerSpec {
+    pub id: WorkerId,
+    /// `http://host:port[/path]`, without a trailing slash.
+    pub url: String,
+    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port).
+    pub kv: Option<String>,
+    /// Where the engine replays them.
+    pub replay: Option<String>,
+    pub ranks: NonZeroU32,
+}
+
+/// More ranks than any deployment has: a typing error, not a fleet.
+const RANKS_MAX: u32 = 1024;
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpecError {
+    #[error("the worker URL {0:?} is not http://HOST:PORT")]
+    Url(String),
+    #[error("{0:?} is none of kv=, replay=, id=, ranks=")]
+    Key(String),
+    #[error("{0}= is given twice")]
+    Twice(&'static str),
+    #[error("{key}={value:?} is not tcp://HOST:PORT or ipc://PATH")]
+    Endpoint { key: &'static str, value: String },
+    #[error("ranks={0:?} is not a number from 1 to {RANKS_MAX}")]
+    Ranks(String),
+    #[error("id= is empty")]
+    EmptyId,
+    #[error("replay= needs kv=: without events there is nothing to replay")]
+    ReplayWithoutKv,
+}
+
+impl FromStr for WorkerSpec {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        let mut parts = text.split(',').map(str::trim);
+        let given = parts.next().unwrap_or_default();
+        let url = worker_url(given).ok_or_else(|| SpecError::Url(given.to_owned()))?;
+        let (mut kv, mut replay, mut id, mut ranks) = (None, None, None, None);
+        for part in parts {
+            let (key, value) = part
+                .split_once('=')
+                .ok_or_else(|| SpecError::Key(part.to_owned()))?;
+            match key {
+                "kv" => set(&mut kv, "kv", endpoint("kv", value)?)?,
+                "replay" => set(&mut replay, "replay", endpoint("replay", value)?)?,
+                "id" if value.is_empty() => return Err(SpecError::EmptyId),
+                "id" => set(&mut id, "id", WorkerId::from(value))?,
+                "ranks" => set(&mut ranks, "ranks", rank_count(value)?)?,
+                _ => return Err(SpecError::Key(part.to_owned())),
+            }
+        }
+        if replay.is_some() && kv.is_none() {
+            return Err(SpecError::ReplayWithoutKv);
+        }
+        let id = id.unwrap_or_else(|| default_id(&url));
+        Ok(Self {
+            id,
+            url,
+            kv,
+            replay,
+            ranks: ranks.unwrap_or(NonZeroU32::MIN),
+        })
+    }
+}
+
+/// A worker without a name is known by its address.
+fn default_id(url: &str) -> WorkerId {
+    let address = url.split_once("://").map_or(url, |(_, address)| address);
+    WorkerId::from(address)
+}
+
+fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), SpecError> {
+    match slot.replace(value) {
+        Some(_) => Err(SpecError::Twice(key)),
+        None => Ok(()),
+    }
+}
+
+fn worker_url(text: &str) -> Option<String> {
+    let url = reqwest::Url::parse(text).ok()?;
+    let plain = url.scheme() == "http"
+        && url.host_str().is_some_and(|host| !host.is_empty())
+        && url.username().is_empty()
+        && url.password().is_none()
+        && url.query().is_none()
+        && url.fragment().is_none();
+    plain.then(|| url.as_str().trim_end_matches('/').to_owned())
+}
+
+fn endpoint(key: &'static str, value: &str) -> Result<String, SpecError> {
+    let fits = match value.split_once("://") {
+        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
+            !host.is_empty() && host != "*" && port.parse::<u16>().is_ok_and(|port| port > 0)
+        }),
+        Some(("ipc", path)) => !path.is_empty(),
+        Some(_) | None => false,
+    };
+    if fits {
+        return Ok(value.to_owned());
+    }
+    Err(SpecError::Endpoint {
+        key,
+        value: value.to_owned(),
+    })
+}
+
+fn rank_count(value: &str) -> Result<NonZeroU32, SpecError> {
+    value
+        .parse()
+        .ok()
+        .filter(|ranks: &NonZeroU32| ranks.get() <= RANKS_MAX)
+        .ok_or_else(|| SpecError::Ranks(value.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<WorkerSpec, SpecError> {
+        text.parse()
+    }
+
+    #[test]
+    fn a_full_entry() {
+        let spec = parse(
+            "http://10.0.0.1:8000/,kv=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5657,id=a,ranks=2",
+        )
+        .unwrap();
+        assert_eq!(spec.url, "http://10.0.0.1:8000");
+        assert_eq!(spec.id.as_str(), "a");
+        assert_eq!(spec.kv.as_deref(), Some("tcp://10.0.0.1:5557"));
+        assert_eq!(spec.replay.as_deref(), Some("tcp://10.0.0.1:5657"));
+        assert_eq!(spec.ranks.get(), 2);
+    }
+
+    #[test]
+    fn an_address_is_a_name_where_none_is_given() {
+        let spec = parse("http://h:1").unwrap();
+        assert_eq!(spec.id.as_str(), "h:1");
+        assert_eq!(spec.kv, None);
+        assert_eq!(spec.ranks.get(), 1);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (text, error) in [
+            ("", SpecError::Url(String::new())),
+            ("https://h:1", SpecError::Url("https://h:1".into())),
+            ("h:8000", SpecError::Url("h:8000".into())),
+            ("http://u:p@h:1", SpecError::Url("http://u:p@h:1".into())),
+            ("http://h:1,ranks=0", SpecError::Ranks("0".into())),
+            ("http://h:1,ranks=9999", SpecError::Ranks("9999".into())),
+            ("http://h:1,id=", SpecError::EmptyId),
+            ("http://h:1,id=a,id=b", SpecError::Twice("id")),
+            ("http://h:1,port=1", SpecError::Key("port=1".into())),
+            ("http://h:1,kv", SpecError::Key("kv".into())),
+            (
+                "http://h:1,kv=tcp://*:5557",
+                SpecError::Endpoint {
+                    key: "kv",
+                    value: "tcp://*:5557".into(),
+                },
+            ),
+            ("http://h:1,replay=tcp://h:2", SpecError::ReplayWithoutKv),
+        ] {
+            assert_eq!(parse(text), Err(error), "{text}");
+        }
+    }
+}

@@ -1,0 +1,511 @@
+//! Everything that the router counts, behind typed functions. Label sets are closed, but for worker
+//! names; a worker's series go when it goes, since they are made anew at every scrape.
+
+use std::time::Duration;
+
+use prometheus::{
+    Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry, TextEncoder,
+};
+
+/// Routes as a label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    Chat,
+    Completions,
+    Embeddings,
+    Models,
+    Tokenize,
+    Other,
+}
+
+impl Route {
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Completions => "completions",
+            Self::Embeddings => "embeddings",
+            Self::Models => "models",
+            Self::Tokenize => "tokenize",
+            Self::Other => "other",
+        }
+    }
+}
+
+/// How a request ended, as a label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Ok,
+    /// We refused it: malformed, too large, unknown model.
+    Refused,
+    /// We had nobody to give it to, or no room.
+    Shed,
+    /// The engine answered 4xx.
+    Engine4xx,
+    /// The engine answered 5xx.
+    Engine5xx,
+    /// No worker answered, or one broke off in mid-answer.
+    Failed,
+    /// The client went before the end.
+    ClientGone,
+}
+
+impl Outcome {
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Refused => "refused",
+            Self::Shed => "shed",
+            Self::Engine4xx => "engine_4xx",
+            Self::Engine5xx => "engine_5xx",
+            Self::Failed => "failed",
+            Self::ClientGone => "client_gone",
+        }
+    }
+}
+
+/// Steps on the way to a decision, as a label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    Parse,
+    Tokenize,
+    Index,
+    Choose,
+}
+
+impl Step {
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Parse => "parse",
+            Self::Tokenize => "tokenize",
+            Self::Index => "index",
+            Self::Choose => "choose",
+        }
+    }
+}
+
+/// When a client went, as a label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CancelPhase {
+    /// Before the engine's response head.
+    BeforeHead,
+    /// After the head, before the first byte of the body.
+    BeforeFirstToken,
+    /// In mid-body.
+    Stream,
+}
+
+impl CancelPhase {
+    const fn word(self) -> &'static str {
+        match self {
+            Self::BeforeHead => "before_head",
+            Self::BeforeFirstToken => "before_first_token",
+            Self::Stream => "stream",
+        }
+    }
+}
+
+/// One source's load, as a scrape shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceLoad {
+    pub worker: String,
+    pub dp_rank: u32,
+    pub active_requests: u64,
+    pub prefill_tokens: u64,
+    pub decode_blocks: u64,
+}
+
+/// One worker's standing, as a scrape shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerStanding {
+    pub worker: String,
+    pub healthy: bool,
+    /// Each check by its name, with whether the worker passed.
+    pub checks: Vec<(&'static str, bool)>,
+}
+
+/// See the module's documentation.
+pub struct Metrics {
+    registry: Registry,
+    requests: IntCounterVec,
+    request_seconds: HistogramVec,
+    ttft_seconds: HistogramVec,
+    traffic: Traffic,
+    decisions: Decisions,
+    fleet: FleetGauges,
+}
+
+struct Traffic {
+    retries: IntCounterVec,
+    cancels: IntCounterVec,
+    buffered_bytes: IntGauge,
+    connections: IntGauge,
+    tasks_failed: IntCounter,
+}
+
+struct Decisions {
+    step_seconds: HistogramVec,
+    added_seconds: Histogram,
+    ladder: IntCounterVec,
+    index_failures: IntCounter,
+    credited_tokens: IntCounter,
+    reported_tokens: IntCounter,
+    short_requests: IntCounter,
+    demotions: IntCounter,
+    unhashed: IntCounterVec,
+}
+
+struct FleetGauges {
+    active_requests: IntGaugeVec,
+    prefill_tokens: IntGaugeVec,
+    decode_blocks: IntGaugeVec,
+    worker_healthy: IntGaugeVec,
+    check_passed: IntGaugeVec,
+    check_failures: IntCounterVec,
+}
+
+/// Ten microseconds to ten seconds: what the router itself adds.
+const FAST_BUCKETS: &[f64] = &[
+    1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0, 10.0,
+];
+
+/// One millisecond to an hour: what engines and streams take.
+const SLOW_BUCKETS: &[f64] = &[
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0,
+];
+
+impl Metrics {
+    pub fn new() -> Result<Self, prometheus::Error> {
+        let registry = Registry::new_custom(Some("warmroute_router".to_owned()), None)?;
+        let make = Maker(&registry);
+        Ok(Self {
+            requests: make.counters("requests_total", "Requests ended", &["route", "outcome"])?,
+            request_seconds: make.histograms(
+                "request_seconds",
+                "From a request's head to its response's end",
+                SLOW_BUCKETS,
+                &["route"],
+            )?,
+            ttft_seconds: make.histograms(
+                "ttft_seconds",
+                "From a request's head to the first byte of the engine's body",
+                SLOW_BUCKETS,
+                &["route"],
+            )?,
+            traffic: Traffic::new(&make)?,
+            decisions: Decisions::new(&make)?,
+            fleet: FleetGauges::new(&make)?,
+            registry,
+        })
+    }
+
+    pub fn request_ended(&self, route: Route, outcome: Outcome, took: Duration) {
+        self.requests
+            .with_label_values(&[route.word(), outcome.word()])
+            .inc();
+        self.request_seconds
+            .with_label_values(&[route.word()])
+            .observe(took.as_secs_f64());
+    }
+
+    pub fn first_byte(&self, route: Route, after: Duration) {
+        self.ttft_seconds
+            .with_label_values(&[route.word()])
+            .observe(after.as_secs_f64());
+    }
+
+    pub fn step(&self, step: Step, took: Duration) {
+        self.decisions
+            .step_seconds
+            .with_label_values(&[step.word()])
+            .observe(took.as_secs_f64());
+    }
+
+    /// Head read until the first byte goes to the engine.
+    pub fn decided(&self, took: Duration) {
+        self.decisions.added_seconds.observe(took.as_secs_f64());
+    }
+
+    pub fn ladder(&self, step: &'static str) {
+        self.decisions.ladder.with_label_values(&[step]).inc();
+    }
+
+    pub fn index_failed(&self) {
+        self.decisions.index_failures.inc();
+    }
+
+    pub fn unhashed(&self, reason: &'static str) {
+        self.decisions.unhashed.with_label_values(&[reason]).inc();
+    }
+
+    /// The engine told how many prompt tokens it had cached, where `credited` were expected.
+    pub fn overlap(&self, credited: u64, reported: u64) {
+        self.decisions.credited_tokens.inc_by(credited);
+        self.decisions.reported_tokens.inc_by(reported);
+        if reported < credited {
+            self.decisions.short_requests.inc();
+        }
+    }
+
+    pub fn demoted(&self) {
+        self.decisions.demotions.inc();
+    }
+
+    pub fn retried(&self, reason: &'static str) {
+        self.traffic.retries.with_label_values(&[reason]).inc();
+    }
+
+    pub fn cancelled(&self, phase: CancelPhase) {
+        self.traffic
+            .cancels
+            .with_label_values(&[phase.word()])
+            .inc();
+    }
+
+    pub fn task_failed(&self) {
+        self.traffic.tasks_failed.inc();
+    }
+
+    pub fn buffered_bytes(&self) -> &IntGauge {
+        &self.traffic.buffered_bytes
+    }
+
+    pub fn connections(&self) -> &IntGauge {
+        &self.traffic.connections
+    }
+
+    pub fn check_failed(&self, check: &'static str) {
+        self.fleet.check_failures.with_label_values(&[check]).inc();
+    }
+
+    /// Prometheus's text form. Gauges of sources and workers are those given, and no others.
+    pub fn render(
+        &self,
+        loads: &[SourceLoad],
+        workers: &[WorkerStanding],
+    ) -> Result<String, prometheus::Error> {
+        self.fleet.set(loads, workers);
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        String::from_utf8(text).map_err(|error| prometheus::Error::Msg(error.to_string()))
+    }
+}
+
+impl Traffic {
+    fn new(make: &Maker<'_>) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            retries: make.counters(
+                "retries_total",
+                "Attempts on a further worker before the client got a byte",
+                &["reason"],
+            )?,
+            cancels: make.counters(
+                "upstream_cancels_total",
+                "Engine requests ended because the client went",
+                &["phase"],
+            )?,
+            buffered_bytes: make.gauge("buffered_bytes", "Bytes of request bodies held now")?,
+            connections: make.gauge("connections", "Client connections open now")?,
+            tasks_failed: make.counter("tasks_failed_total", "Tasks that ended early")?,
+        })
+    }
+}
+
+impl Decisions {
+    fn new(make: &Maker<'_>) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            step_seconds: make.histograms(
+                "decision_step_seconds",
+                "One step on the way to a decision",
+                FAST_BUCKETS,
+                &["step"],
+            )?,
+            added_seconds: make.histogram(
+                "decision_seconds",
+                "From a whole request body to the engine being asked",
+                FAST_BUCKETS,
+            )?,
+            ladder: make.counters("ladder_total", "What decisions rested on", &["step"])?,
+            index_failures: make.counter("index_failures_total", "Index queries not answered")?,
+            credited_tokens: make.counter(
+                "overlap_credited_tokens_total",
+                "Prompt tokens expected to be cached, of requests whose usage told",
+            )?,
+            reported_tokens: make.counter(
+                "overlap_reported_tokens_total",
+                "Prompt tokens that engines reported as cached, of the same requests",
+            )?,
+            short_requests: make.counter(
+                "overlap_short_requests_total",
+                "Requests with fewer cached tokens than credited",
+            )?,
+            demotions: make.counter(
+                "source_demotions_total",
+                "Sources no longer believed until their next generation",
+            )?,
+            unhashed: make.counters(
+                "unhashed_requests_total",
+                "Requests whose prompt could not be named, routed by load",
+                &["reason"],
+            )?,
+        })
+    }
+}
+
+impl FleetGauges {
+    fn new(make: &Maker<'_>) -> Result<Self, prometheus::Error> {
+        let source = ["worker", "dp_rank"];
+        Ok(Self {
+            active_requests: make.gauges("slots_active", "Requests on a source", &source)?,
+            prefill_tokens: make.gauges(
+                "slots_prefill_tokens",
+                "Prompt tokens that a source has still to prefill",
+                &source,
+            )?,
+            decode_blocks: make.gauges(
+                "slots_decode_blocks",
+                "Distinct blocks active on a source",
+                &source,
+            )?,
+            worker_healthy: make.gauges(
+                "worker_healthy",
+                "1 while the router's own checks pass",
+                &["worker"],
+            )?,
+            check_passed: make.gauges(
+                "worker_check_passed",
+                "1 where a worker passed the check at its registration",
+                &["worker", "check"],
+            )?,
+            check_failures: make.counters(
+                "worker_check_failures_total",
+                "Failed checks at registration",
+                &["check"],
+            )?,
+        })
+    }
+
+    fn set(&self, loads: &[SourceLoad], workers: &[WorkerStanding]) {
+        for gauge in [
+            &self.active_requests,
+            &self.prefill_tokens,
+            &self.decode_blocks,
+            &self.worker_healthy,
+            &self.check_passed,
+        ] {
+            gauge.reset();
+        }
+        let clamp = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        for load in loads {
+            let rank = load.dp_rank.to_string();
+            let labels = [load.worker.as_str(), rank.as_str()];
+            self.active_requests
+                .with_label_values(&labels)
+                .set(clamp(load.active_requests));
+            self.prefill_tokens
+                .with_label_values(&labels)
+                .set(clamp(load.prefill_tokens));
+            self.decode_blocks
+                .with_label_values(&labels)
+                .set(clamp(load.decode_blocks));
+        }
+        for standing in workers {
+            self.worker_healthy
+                .with_label_values(&[standing.worker.as_str()])
+                .set(standing.healthy.into());
+            for (check, passed) in &standing.checks {
+                self.check_passed
+                    .with_label_values(&[standing.worker.as_str(), check])
+                    .set((*passed).into());
+            }
+        }
+    }
+}
+
+/// Makes metrics and registers them.
+struct Maker<'a>(&'a Registry);
+
+impl Maker<'_> {
+    fn register<M>(&self, metric: M) -> Result<M, prometheus::Error>
+    where
+        M: prometheus::core::Collector + Clone + 'static,
+    {
+        self.0.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    }
+
+    fn counter(&self, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+        self.register(IntCounter::new(name, help)?)
+    }
+
+    fn counters(
+        &self,
+        name: &str,
+        help: &str,
+        labels: &[&str],
+    ) -> Result<IntCounterVec, prometheus::Error> {
+        self.register(IntCounterVec::new(Opts::new(name, help), labels)?)
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+        self.register(IntGauge::new(name, help)?)
+    }
+
+    fn gauges(
+        &self,
+        name: &str,
+        help: &str,
+        labels: &[&str],
+    ) -> Result<IntGaugeVec, prometheus::Error> {
+        self.register(IntGaugeVec::new(Opts::new(name, help), labels)?)
+    }
+
+    fn histogram(
+        &self,
+        name: &str,
+        help: &str,
+        buckets: &[f64],
+    ) -> Result<Histogram, prometheus::Error> {
+        let options = HistogramOpts::new(name, help).buckets(buckets.to_vec());
+        self.register(Histogram::with_opts(options)?)
+    }
+
+    fn histograms(
+        &self,
+        name: &str,
+        help: &str,
+        buckets: &[f64],
+        labels: &[&str],
+    ) -> Result<HistogramVec, prometheus::Error> {
+        let options = HistogramOpts::new(name, help).buckets(buckets.to_vec());
+        self.register(HistogramVec::new(options, labels)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_workers_series_go_when_it_goes() {
+        let metrics = Metrics::new().unwrap();
+        let load = SourceLoad {
+            worker: "w1".into(),
+            dp_rank: 1,
+            active_requests: 2,
+            prefill_tokens: 3,
+            decode_blocks: 4,
+        };
+        let standing = WorkerStanding {
+            worker: "w1".into(),
+            healthy: true,
+            checks: vec![("chat", false)],
+        };
+        let text = metrics.render(&[load], &[standing]).unwrap();
+        let line = "warmroute_router_slots_active{dp_rank=\"1\",worker=\"w1\"} 2";
+        assert!(text.contains(line), "{text}");
+        assert!(text.contains("warmroute_router_worker_healthy{worker=\"w1\"} 1"));
+        let text = metrics.render(&[], &[]).unwrap();
+        assert!(!text.contains("w1"), "{text}");
+    }
+}

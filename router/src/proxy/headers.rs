@@ -1,0 +1,138 @@
+//! Which headers pass, and which the router writes itself.
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use uuid::Uuid;
+
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-warmroute-worker");
+pub(crate) const DP_RANK: HeaderName = HeaderName::from_static("x-warmroute-dp-rank");
+pub(crate) const OVERLAP: HeaderName = HeaderName::from_static("x-warmroute-overlap-blocks");
+pub(crate) const PREDICTED: HeaderName = HeaderName::from_static("x-warmroute-predicted-blocks");
+pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-index-state");
+
+/// The rank that vLLM's front end hands the request to.
+pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+
+/// Of one connection, not of the message: RFC 9110, section 7.6.1.
+const HOP_BY_HOP: [HeaderName; 9] = [
+    header::CONNECTION,
+    KEEP_ALIVE,
+    PROXY_CONNECTION,
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+];
+
+/// Takes out what ends here: the hop-by-hop headers, and those that `Connection` names.
+pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| HeaderName::try_from(name.trim()).ok())
+        .collect();
+    for name in HOP_BY_HOP.iter().chain(&named) {
+        headers.remove(name);
+    }
+}
+
+/// A client's headers as an engine gets them. The body was read, perhaps rewritten: its length is
+/// new, and a client's choice of rank or `Expect` ends here.
+pub(crate) fn towards_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> HeaderMap {
+    strip_hop_by_hop(&mut headers);
+    for ours in [
+        header::HOST,
+        header::CONTENT_LENGTH,
+        header::EXPECT,
+        ENGINE_RANK,
+    ] {
+        headers.remove(ours);
+    }
+    headers.insert(REQUEST_ID, request_id.clone());
+    headers
+}
+
+/// The client's request id, or a new one.
+pub(crate) fn request_id(headers: &HeaderMap) -> HeaderValue {
+    const LENGTH_MAX: usize = 256;
+    match headers.get(REQUEST_ID) {
+        Some(id) if !id.is_empty() && id.len() <= LENGTH_MAX => id.clone(),
+        Some(_) | None => {
+            let mut buffer = Uuid::encode_buffer();
+            let id = Uuid::new_v4().hyphenated().encode_lower(&mut buffer);
+            HeaderValue::from_str(id).unwrap_or_else(|_| HeaderValue::from_static("-"))
+        }
+    }
+}
+
+/// Text of the operator's as a header value; what cannot stand in one becomes `?`.
+pub(crate) fn text_value(text: &str) -> HeaderValue {
+    HeaderValue::from_str(text).unwrap_or_else(|_| {
+        let safe: String = text
+            .chars()
+            .map(|c| if c.is_ascii_graphic() { c } else { '?' })
+            .collect();
+        HeaderValue::from_str(&safe).unwrap_or_else(|_| HeaderValue::from_static("?"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(entries: &[(&'static str, &'static str)]) -> HeaderMap {
+        entries
+            .iter()
+            .map(|&(name, value)| {
+                (
+                    HeaderName::from_static(name),
+                    HeaderValue::from_static(value),
+                )
+            })
+            .collect()
+    }
+
+    #[test]
+    fn what_belongs_to_the_connection_ends_here() {
+        let mut headers = map(&[
+            ("connection", "close, X-Mine"),
+            ("x-mine", "1"),
+            ("transfer-encoding", "chunked"),
+            ("upgrade", "h2c"),
+            ("authorization", "Bearer t"),
+        ]);
+        strip_hop_by_hop(&mut headers);
+        assert_eq!(headers, map(&[("authorization", "Bearer t")]));
+    }
+
+    #[test]
+    fn the_engine_gets_the_clients_headers_but_for_ours() {
+        let id = HeaderValue::from_static("r1");
+        let headers = map(&[
+            ("host", "router"),
+            ("content-length", "5"),
+            ("expect", "100-continue"),
+            ("x-data-parallel-rank", "7"),
+            ("traceparent", "00-1-2-3"),
+        ]);
+        assert_eq!(
+            towards_engine(headers, &id),
+            map(&[("traceparent", "00-1-2-3"), ("x-request-id", "r1")])
+        );
+    }
+
+    #[test]
+    fn a_request_id_is_kept_or_made() {
+        assert_eq!(request_id(&map(&[("x-request-id", "mine")])), "mine");
+        let made = request_id(&HeaderMap::new());
+        assert_eq!(made.len(), 36);
+        assert_ne!(made, request_id(&HeaderMap::new()));
+    }
+}

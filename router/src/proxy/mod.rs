@@ -1,0 +1,3 @@
+mod body;
+mod headers;
+pub(crate) mod server;

@@ -1,0 +1,27 @@
+//! Logs: to stderr, as text or JSON lines, filtered as the operator says.
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt;
+
+use crate::config::Logs;
+
+#[derive(Debug, thiserror::Error)]
+pub enum TelemetryError {
+    #[error("the log filter does not parse")]
+    Filter(#[from] tracing_subscriber::filter::ParseError),
+    #[error("a logger is installed already: {0}")]
+    Installed(String),
+}
+
+/// Installs the process's logger. Once.
+pub fn install(logs: &Logs) -> Result<(), TelemetryError> {
+    let builder = fmt()
+        .with_env_filter(EnvFilter::try_new(&logs.filter)?)
+        .with_writer(std::io::stderr);
+    let installed = if logs.json {
+        builder.json().flatten_event(true).try_init()
+    } else {
+        builder.try_init()
+    };
+    installed.map_err(|error| TelemetryError::Installed(error.to_string()))
+}
