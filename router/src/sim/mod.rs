@@ -1,9 +1,9 @@
 //! The engine model: vLLM v1's block cache and the timing of its steps, without a model in it.
 //!
-//! An [`Engine`] is one data-parallel rank. Requests are submitted to it, [`Engine::step`] does what
-//! one scheduler step of vLLM does (running requests first, then waiting ones, chunked prefill under
-//! a token budget, preemption when blocks run out) and tells how long that took, which tokens came
-//! out and what was published about the cache. [`Engine::held`] is the truth that others must find.
+//! An [`Engine`] is one data-parallel rank. Requests are submitted to it, [`Engine::step`] does
+//! what one scheduler step of vLLM does (running requests first, then waiting ones, chunked prefill
+//! under a token budget, preemption when blocks run out) and tells how long that took, which tokens
+//! came out and what was published about the cache. [`Engine::held`] is the truth to be found.
 //!
 //! Pure: no clock, no randomness, no IO. Equal inputs give equal outputs. The mock engine, the
 //! simulated world and the `simulate` command are built on it.

@@ -1,0 +1,4 @@
+//! Test support: the mock engine, and what the tests across crates share.
+#![forbid(unsafe_code)]
+
+pub mod mock;

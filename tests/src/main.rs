@@ -1,0 +1,32 @@
+//! The mock engine: a vLLM server without a model. See `warmroute_tests::mock`.
+
+use std::io::Write as _;
+
+use anyhow::Context as _;
+use clap::Parser as _;
+use tokio::signal::unix::{SignalKind, signal};
+use warmroute_tests::mock::{Args, Mock};
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
+    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
+    let mock = Mock::start(Args::parse()).await?;
+    announce(&mock)?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        result = tokio::signal::ctrl_c() => result.context("listening for SIGINT")?,
+    }
+    mock.stop().await;
+    Ok(())
+}
+
+/// One JSON line with the ports, for whoever let the system choose them.
+fn announce(mock: &Mock) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    serde_json::to_writer(&mut stdout, mock.ports())?;
+    writeln!(stdout)?;
+    stdout.flush().context("telling the ports")
+}

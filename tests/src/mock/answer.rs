@@ -1,0 +1,268 @@
+//! Answers in vLLM's form: one JSON object, or server-sent events with one token each.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::{Body, Bytes};
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::{self, Stream, StreamExt as _};
+use serde_json::{Value, json};
+
+use super::error::Error;
+use super::rank::{Generation, Output};
+use super::server::Server;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shape {
+    Completion,
+    Chat,
+}
+
+pub(super) struct Answer {
+    pub(super) shape: Shape,
+    pub(super) id: String,
+    pub(super) model: String,
+    pub(super) created: u64,
+    pub(super) include_usage: bool,
+    /// Set if the client asked for token ids.
+    pub(super) prompt_token_ids: Option<Vec<Vec<u32>>>,
+    pub(super) text: Arc<Server>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Usage {
+    prompt: usize,
+    completion: usize,
+    cached: usize,
+}
+
+impl Usage {
+    fn json(self) -> Value {
+        json!({
+            "prompt_tokens": self.prompt,
+            "total_tokens": self.prompt + self.completion,
+            "completion_tokens": self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        })
+    }
+
+    const fn count(&mut self, output: Output) {
+        match output {
+            Output::Admitted(cached) => self.cached += cached.total(),
+            Output::Token(_) => self.completion += 1,
+            Output::Finished => {}
+        }
+    }
+}
+
+impl Answer {
+    /// Waits until every generation has ended.
+    pub(super) async fn whole(self, generations: Vec<Generation>) -> Result<Response, Error> {
+        let mut usage = Usage::default();
+        let mut choices = Vec::new();
+        for (index, mut generation) in generations.into_iter().enumerate() {
+            usage.prompt += generation.prompt_tokens;
+            let mut tokens = Vec::new();
+            loop {
+                let output = generation.next().await.ok_or_else(Error::stopped)?;
+                usage.count(output);
+                match output {
+                    Output::Admitted(_) => {}
+                    Output::Token(token) => tokens.push(token),
+                    Output::Finished => break,
+                }
+            }
+            choices.push(self.choice(index, &tokens));
+        }
+        let object = match self.shape {
+            Shape::Completion => "text_completion",
+            Shape::Chat => "chat.completion",
+        };
+        let mut answer = json!({
+            "id": self.id, "object": object, "created": self.created, "model": self.model,
+            "choices": choices, "usage": usage.json(),
+        });
+        if let (Shape::Chat, Some(prompts)) = (self.shape, &self.prompt_token_ids) {
+            answer["prompt_token_ids"] = json!(prompts.first());
+        }
+        Ok(Json(answer).into_response())
+    }
+
+    pub(super) fn stream(self, generations: Vec<Generation>) -> Response {
+        let events = self.events(generations).map(Ok::<Bytes, Infallible>);
+        let kind = [(CONTENT_TYPE, "text/event-stream; charset=utf-8")];
+        (kind, Body::from_stream(events)).into_response()
+    }
+
+    fn choice(&self, index: usize, tokens: &[u32]) -> Value {
+        let text: String = tokens.iter().map(|&token| self.decode(token)).collect();
+        let mut choice = json!({
+            "index": index, "logprobs": null, "finish_reason": "length", "stop_reason": null,
+        });
+        match self.shape {
+            Shape::Completion => choice["text"] = json!(text),
+            Shape::Chat => choice["message"] = json!({"role": "assistant", "content": text}),
+        }
+        if let Some(prompts) = &self.prompt_token_ids {
+            choice["token_ids"] = json!(tokens);
+            if self.shape == Shape::Completion {
+                choice["prompt_token_ids"] = json!(prompts.get(index));
+            }
+        }
+        choice
+    }
+
+    fn events(self, generations: Vec<Generation>) -> impl Stream<Item = Bytes> {
+        let prompt = generations.iter().map(|g| g.prompt_tokens).sum();
+        let usage = Usage {
+            prompt,
+            ..Usage::default()
+        };
+        let outputs = stream::select_all(generations.into_iter().enumerate().map(outputs));
+        let opening = self.opening();
+        let state = Streaming {
+            answer: self,
+            outputs,
+            usage,
+            held_back: None,
+            done: false,
+        };
+        let body = stream::unfold(state, |mut state| async move {
+            let event = state.next().await?;
+            Some((event, state))
+        });
+        stream::iter(opening).chain(body)
+    }
+
+    /// vLLM begins a chat with the role, before the first token is there.
+    fn opening(&self) -> Option<Bytes> {
+        let mut choice = match self.shape {
+            Shape::Completion => return None,
+            Shape::Chat => json!({
+                "index": 0, "delta": {"role": "assistant", "content": ""},
+                "logprobs": null, "finish_reason": null,
+            }),
+        };
+        let mut chunk = self.chunk(json!([]));
+        if let Some(prompts) = &self.prompt_token_ids {
+            choice["token_ids"] = Value::Null;
+            chunk["prompt_token_ids"] = json!(prompts.first());
+        }
+        chunk["choices"] = json!([choice]);
+        Some(event(&chunk))
+    }
+
+    fn token_event(&self, index: usize, token: Token) -> Bytes {
+        let text = self.decode(token.id);
+        let reason = token.last.then_some("length");
+        let mut choice = json!({
+            "index": index, "logprobs": null, "finish_reason": reason, "stop_reason": null,
+        });
+        match self.shape {
+            Shape::Completion => choice["text"] = json!(text),
+            Shape::Chat => choice["delta"] = json!({"content": text}),
+        }
+        if let Some(prompts) = &self.prompt_token_ids {
+            choice["token_ids"] = json!([token.id]);
+            if self.shape == Shape::Completion && token.first {
+                choice["prompt_token_ids"] = json!(prompts.get(index));
+            }
+        }
+        event(&self.chunk(json!([choice])))
+    }
+
+    fn chunk(&self, choices: Value) -> Value {
+        let object = match self.shape {
+            Shape::Completion => "text_completion",
+            Shape::Chat => "chat.completion.chunk",
+        };
+        json!({
+            "id": self.id, "object": object, "created": self.created, "model": self.model,
+            "choices": choices,
+        })
+    }
+
+    fn decode(&self, token: u32) -> String {
+        self.text.text.decode(token)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Token {
+    id: u32,
+    first: bool,
+    last: bool,
+}
+
+enum Part {
+    Counted(Output),
+    Token(Token),
+}
+
+struct Streaming<S> {
+    answer: Answer,
+    outputs: S,
+    usage: Usage,
+    held_back: Option<Bytes>,
+    done: bool,
+}
+
+impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
+    async fn next(&mut self) -> Option<Bytes> {
+        if let Some(event) = self.held_back.take() {
+            return Some(event);
+        }
+        while let Some((index, part)) = self.outputs.next().await {
+            match part {
+                Part::Counted(output) => self.usage.count(output),
+                Part::Token(token) => {
+                    self.usage.completion += 1;
+                    return Some(self.answer.token_event(index, token));
+                }
+            }
+        }
+        if std::mem::replace(&mut self.done, true) {
+            return None;
+        }
+        let end = Bytes::from_static(b"data: [DONE]\n\n");
+        if !self.answer.include_usage {
+            return Some(end);
+        }
+        self.held_back = Some(end);
+        let mut chunk = self.answer.chunk(json!([]));
+        chunk["usage"] = self.usage.json();
+        Some(event(&chunk))
+    }
+}
+
+/// The outputs of one generation. The engine tells with the last token that it is the last one.
+fn outputs(
+    (index, generation): (usize, Generation),
+) -> impl Stream<Item = (usize, Part)> + Unpin + Send {
+    let state = (generation, 0_usize);
+    Box::pin(stream::unfold(
+        state,
+        move |(mut generation, tokens)| async move {
+            match generation.next().await? {
+                Output::Finished => None,
+                admitted @ Output::Admitted(_) => {
+                    Some(((index, Part::Counted(admitted)), (generation, tokens)))
+                }
+                Output::Token(id) => {
+                    let token = Token {
+                        id,
+                        first: tokens == 0,
+                        last: generation.ends_after(tokens + 1),
+                    };
+                    Some(((index, Part::Token(token)), (generation, tokens + 1)))
+                }
+            }
+        },
+    ))
+}
+
+fn event(chunk: &Value) -> Bytes {
+    format!("data: {chunk}\n\n").into()
+}

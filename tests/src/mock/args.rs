@@ -1,0 +1,148 @@
+//! The mock engine's command line.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use clap::{Parser, ValueEnum};
+use warmroute_proto::BlockSize;
+use warmroute_router::sim::{Config, GroupKind, Profile};
+
+/// A vLLM server without a model: its HTTP and ZMQ sides around an exact model of its block cache.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "warmroute-mock-engine", version)]
+pub struct Args {
+    /// Address that every socket binds to.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// HTTP port; 0 lets the system choose, here and below.
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// ZMQ port of the cache events; rank r binds this + r.
+    #[arg(long, default_value_t = 5557)]
+    pub kv_port: u16,
+    /// ZMQ port of the replay; rank r binds this + r. Without, there is no replay, as with vLLM.
+    #[arg(long)]
+    pub replay_port: Option<u16>,
+    /// Tokens in a block.
+    #[arg(long, default_value_t = 16)]
+    pub block_size: u32,
+    /// Blocks of each rank's cache; one of them is the null block.
+    #[arg(long, default_value_t = 4096)]
+    pub num_blocks: u32,
+    /// Data-parallel ranks, each with a cache and a publisher of its own.
+    #[arg(long, default_value_t = 1)]
+    pub ranks: u32,
+    /// Served model name.
+    #[arg(long, default_value = "mock-model")]
+    pub model: String,
+    /// Served adapter name; may be given several times.
+    #[arg(long = "lora")]
+    pub loras: Vec<String>,
+    /// Directory with a Hugging Face tokenizer and chat template. Without, a token is a byte of
+    /// UTF-8 and a chat is rendered as `ChatML`.
+    #[arg(long)]
+    pub tokenizer: Option<PathBuf>,
+    /// Step timing: instant, fast, gpu-8b or gpu-70b.
+    #[arg(long, default_value = "fast", value_parser = profile)]
+    pub profile: Profile,
+    /// Prefill speed, instead of the profile's.
+    #[arg(long)]
+    pub prefill_tokens_per_sec: Option<f64>,
+    /// Time between the tokens of one sequence in milliseconds, instead of the profile's.
+    #[arg(long)]
+    pub itl_ms: Option<f64>,
+    /// Tokens that one step may compute.
+    #[arg(long, default_value_t = 8192)]
+    pub max_num_batched_tokens: usize,
+    /// Requests that run at the same time on a rank.
+    #[arg(long, default_value_t = 256)]
+    pub max_num_seqs: usize,
+    /// Longest prompt and output together; by default what the blocks can hold.
+    #[arg(long)]
+    pub max_model_len: Option<usize>,
+    /// Blocks of the CPU tier; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub cpu_blocks: u32,
+    /// Publish as a hybrid model does, with so many sliding-window groups before the main one.
+    #[arg(long, default_value_t = 0)]
+    pub sliding_groups: usize,
+    /// Batches that the replay keeps.
+    #[arg(long, default_value_t = 10_000)]
+    pub buffer_steps: usize,
+    /// Topic of the live events.
+    #[arg(long, default_value = "")]
+    pub topic: String,
+    /// How hashes are encoded in events.
+    #[arg(long, value_enum, default_value_t = HashMode::Int)]
+    pub hash_mode: HashMode,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum HashMode {
+    /// 64-bit integers, vLLM's default.
+    Int,
+    /// 32 bytes, of which the last 8 are the integer.
+    Bytes,
+}
+
+/// The window of the sliding groups, in blocks.
+const SLIDING_WINDOW_BLOCKS: u32 = 2;
+
+impl Args {
+    /// The defaults with every port chosen by the system and a replay: for tests.
+    #[must_use]
+    pub fn on_free_ports() -> Self {
+        Self::parse_from([
+            "warmroute-mock-engine",
+            "--port=0",
+            "--kv-port=0",
+            "--replay-port=0",
+        ])
+    }
+
+    /// The engine of one rank.
+    pub(super) fn engine_config(&self, vocabulary: &[u32]) -> anyhow::Result<Config> {
+        let block_size = BlockSize::new(self.block_size).context("--block-size must not be 0")?;
+        ensure!(self.num_blocks >= 2, "--num-blocks must be at least 2");
+        ensure!(self.ranks >= 1, "--ranks must be at least 1");
+        ensure!(
+            self.max_num_batched_tokens >= 1 && self.max_num_seqs >= 1,
+            "--max-num-batched-tokens and --max-num-seqs must not be 0"
+        );
+        let window = SLIDING_WINDOW_BLOCKS.saturating_mul(self.block_size);
+        let mut groups = vec![GroupKind::SlidingWindow(window); self.sliding_groups];
+        groups.push(GroupKind::FullAttention);
+        Ok(Config {
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            max_num_seqs: self.max_num_seqs,
+            max_model_len: self.max_model_len.unwrap_or(usize::MAX),
+            cpu_blocks: self.cpu_blocks,
+            groups,
+            life: fastrand::u64(..),
+            profile: self.timing()?,
+            vocabulary: vocabulary.into(),
+            ..Config::new(block_size, self.num_blocks)
+        })
+    }
+
+    fn timing(&self) -> anyhow::Result<Profile> {
+        let mut profile = self.profile;
+        if let Some(rate) = self.prefill_tokens_per_sec {
+            ensure!(rate >= 0.0, "--prefill-tokens-per-sec must not be negative");
+            profile.prefill_tokens_per_sec = rate;
+        }
+        if let Some(millis) = self.itl_ms {
+            let itl = Duration::try_from_secs_f64(millis / 1000.0);
+            profile.itl = itl.context("--itl-ms must be a time")?;
+            profile.itl_per_sequence = Duration::ZERO;
+        }
+        Ok(profile)
+    }
+}
+
+fn profile(name: &str) -> Result<Profile, String> {
+    let unknown = || format!("known profiles: {}", Profile::NAMES.join(", "));
+    Profile::by_name(name).ok_or_else(unknown)
+}

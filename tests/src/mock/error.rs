@@ -1,0 +1,63 @@
+//! Errors in the form that OpenAI's clients expect and vLLM sends.
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::json;
+use warmroute_router::sim::Refusal;
+
+#[derive(Debug)]
+pub(super) struct Error {
+    status: StatusCode,
+    message: String,
+    param: Option<&'static str>,
+}
+
+impl Error {
+    pub(super) fn bad_request(message: impl Into<String>) -> Self {
+        Self {
+            status: StatusCode::BAD_REQUEST,
+            message: message.into(),
+            param: None,
+        }
+    }
+
+    pub(super) fn unknown_model(name: &str) -> Self {
+        Self {
+            status: StatusCode::NOT_FOUND,
+            message: format!("The model `{name}` does not exist."),
+            param: Some("model"),
+        }
+    }
+
+    pub(super) fn stopped() -> Self {
+        Self {
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            message: "the engine is stopping".into(),
+            param: None,
+        }
+    }
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        Self::bad_request(refusal.to_string())
+    }
+}
+
+impl IntoResponse for Error {
+    fn into_response(self) -> Response {
+        let kind = match self.status {
+            StatusCode::NOT_FOUND => "NotFoundError",
+            StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
+            _ => "BadRequestError",
+        };
+        let body = json!({"error": {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.status.as_u16(),
+        }});
+        (self.status, Json(body)).into_response()
+    }
+}

@@ -1,0 +1,163 @@
+//! `/v1/completions` and `/v1/chat/completions`: from a body to running generations.
+
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue};
+use axum::response::Response;
+use serde::Deserialize;
+use serde_json::Value;
+use warmroute_router::sim::Request;
+
+use super::answer::{Answer, Shape};
+use super::error::Error;
+use super::rank::Rank;
+use super::server::Server;
+
+/// Which rank served a request.
+pub(super) const RANK_SERVED: &str = "x-mock-dp-rank";
+const RANK_WANTED: &str = "x-data-parallel-rank";
+/// What a request that asks for no length gets. Real engines go on until the model stops.
+const MAX_TOKENS_DEFAULT: usize = 16;
+
+/// What both endpoints have in common. Unknown fields are ignored, as vLLM does.
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    max_tokens: Option<usize>,
+    max_completion_tokens: Option<usize>,
+    n: Option<u32>,
+    #[serde(default)]
+    stream: bool,
+    stream_options: Option<StreamOptions>,
+    cache_salt: Option<String>,
+    return_token_ids: Option<bool>,
+}
+
+#[derive(Default, Deserialize)]
+struct StreamOptions {
+    #[serde(default)]
+    include_usage: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+    Texts(Vec<String>),
+    TokenLists(Vec<Vec<u32>>),
+}
+
+pub(super) async fn completions(
+    State(server): State<Arc<Server>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Response, Error> {
+    let value = parse(&body)?;
+    let prompt = Prompt::deserialize(&value["prompt"])
+        .map_err(|_| Error::bad_request("prompt must be text, tokens, or a list of either"))?;
+    let encode = |text: &String| server.text.encode(text, true);
+    let prompts = match prompt {
+        Prompt::Text(text) => vec![encode(&text)],
+        Prompt::Tokens(tokens) => vec![tokens],
+        Prompt::Texts(texts) => texts.iter().map(encode).collect(),
+        Prompt::TokenLists(lists) => lists,
+    };
+    generate(&server, &headers, &value, prompts, Shape::Completion).await
+}
+
+pub(super) async fn chat_completions(
+    State(server): State<Arc<Server>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Response, Error> {
+    let value = parse(&body)?;
+    let prompt = server
+        .text
+        .encode_chat(&value)
+        .map_err(Error::bad_request)?;
+    generate(&server, &headers, &value, vec![prompt], Shape::Chat).await
+}
+
+pub(super) fn parse(body: &[u8]) -> Result<Value, Error> {
+    serde_json::from_slice(body).map_err(|error| Error::bad_request(error.to_string()))
+}
+
+async fn generate(
+    server: &Arc<Server>,
+    headers: &HeaderMap,
+    value: &Value,
+    prompts: Vec<Vec<u32>>,
+    shape: Shape,
+) -> Result<Response, Error> {
+    let body = Body::deserialize(value).map_err(|error| Error::bad_request(error.to_string()))?;
+    if body.n.is_some_and(|n| n != 1) {
+        return Err(Error::bad_request("only n = 1 is supported"));
+    }
+    let model = body.model.as_deref().unwrap_or(&server.model);
+    let lora_name = server.adapter(model)?;
+    let rank = choose_rank(server, headers)?;
+    let max_tokens = body
+        .max_completion_tokens
+        .or(body.max_tokens)
+        .unwrap_or(MAX_TOKENS_DEFAULT);
+    let request = |prompt| Request {
+        prompt,
+        max_tokens,
+        lora_name: lora_name.map(Arc::from),
+        cache_salt: body.cache_salt.as_deref().map(Arc::from),
+        items: Vec::new(),
+    };
+    let return_token_ids = body.return_token_ids.unwrap_or(false);
+    let prompt_token_ids = return_token_ids.then(|| prompts.clone());
+    // One that is refused drops, and so aborts, those before it.
+    let generations = prompts
+        .into_iter()
+        .map(|prompt| rank.submit(request(prompt)))
+        .collect::<Result<Vec<_>, _>>()?;
+    let options = body.stream_options.unwrap_or_default();
+    let answer = Answer {
+        shape,
+        id: server.next_request_id(shape),
+        model: model.to_owned(),
+        created: server.started_unix,
+        include_usage: options.include_usage,
+        prompt_token_ids,
+        text: Arc::clone(server),
+    };
+    let mut response = if body.stream {
+        answer.stream(generations)
+    } else {
+        answer.whole(generations).await?
+    };
+    let served = HeaderValue::from(rank.number);
+    response.headers_mut().insert(RANK_SERVED, served);
+    Ok(response)
+}
+
+/// The rank that the client names, otherwise the one with the fewest requests.
+fn choose_rank<'a>(server: &'a Server, headers: &HeaderMap) -> Result<&'a Arc<Rank>, Error> {
+    let Some(wanted) = headers.get(RANK_WANTED) else {
+        let busy = |rank: &&Arc<Rank>| {
+            let load = rank.load();
+            load.running + load.waiting
+        };
+        return server
+            .ranks
+            .iter()
+            .min_by_key(busy)
+            .ok_or_else(Error::stopped);
+    };
+    let number = wanted
+        .to_str()
+        .ok()
+        .and_then(|text| text.parse::<usize>().ok());
+    number
+        .and_then(|number| server.ranks.get(number))
+        .ok_or_else(|| {
+            let ranks = server.ranks.len();
+            Error::bad_request(format!("{RANK_WANTED} must be a number below {ranks}"))
+        })
+}

@@ -1,0 +1,85 @@
+//! `/metrics` under vLLM's names, one series a rank.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+
+use super::rank::Rank;
+use super::server::Server;
+
+pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
+    let kind = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+    (kind, render(&server)).into_response()
+}
+
+fn render(server: &Server) -> String {
+    let mut text = Text::default();
+    let args = &server.args;
+    text.head("cache_config_info", "gauge");
+    for rank in &server.ranks {
+        let labels = format!(
+            "block_size=\"{}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"{}\",\
+             num_gpu_blocks=\"{}\"",
+            args.block_size, rank.number, args.num_blocks,
+        );
+        text.line("cache_config_info", &labels, 1.0);
+    }
+    text.series(server, "num_requests_running", "gauge", |rank| {
+        float(rank.load().running)
+    });
+    text.series(server, "num_requests_waiting", "gauge", |rank| {
+        float(rank.load().waiting)
+    });
+    text.series(server, "kv_cache_usage_perc", "gauge", |rank| {
+        let load = rank.load();
+        float(load.used_blocks) / float(load.usable_blocks.max(1))
+    });
+    text.series(server, "prefix_cache_queries_total", "counter", |rank| {
+        float(rank.totals().prefix_queries)
+    });
+    text.series(server, "prefix_cache_hits_total", "counter", |rank| {
+        float(rank.totals().prefix_hits)
+    });
+    text.series(server, "num_preemptions_total", "counter", |rank| {
+        float(rank.totals().preemptions)
+    });
+    text.series(server, "generation_tokens_total", "counter", |rank| {
+        float(rank.totals().generated_tokens)
+    });
+    text.0
+}
+
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    fn series(&mut self, server: &Server, name: &str, kind: &str, value: fn(&Rank) -> f64) {
+        self.head(name, kind);
+        for rank in &server.ranks {
+            let labels = format!("engine=\"{}\",model_name=\"{}\"", rank.number, server.model);
+            self.line(name, &labels, value(rank));
+        }
+    }
+
+    fn head(&mut self, name: &str, kind: &str) {
+        let family = name.strip_suffix("_total").unwrap_or(name);
+        self.write(format_args!("# TYPE vllm:{family} {kind}\n"));
+    }
+
+    fn line(&mut self, name: &str, labels: &str, value: f64) {
+        self.write(format_args!("vllm:{name}{{{labels}}} {value:?}\n"));
+    }
+
+    fn write(&mut self, line: std::fmt::Arguments<'_>) {
+        // Writing to a string cannot fail.
+        self.0.write_fmt(line).unwrap_or_default();
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts far below 2^52")]
+fn float(count: impl TryInto<u64>) -> f64 {
+    count.try_into().unwrap_or(u64::MAX) as f64
+}

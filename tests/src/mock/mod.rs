@@ -1,0 +1,175 @@
+//! A vLLM server without a model: HTTP and ZMQ around the engine model of `warmroute_router::sim`.
+//!
+//! [`Mock::start`] binds everything and runs until [`Mock::stop`]; the binary
+//! `warmroute-mock-engine` is that and a signal handler. Each rank is one engine stepping in real
+//! time ([`Args::profile`]), with a publisher thread of its own. The `/debug` routes tell what no
+//! real engine tells: what is held, and who went away.
+//!
+//! What is deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters
+//! and everything else that decides about text but not about the cache or the load.
+
+mod answer;
+mod args;
+mod debug;
+mod error;
+mod generate;
+mod metrics;
+mod publisher;
+mod rank;
+mod server;
+mod text;
+mod wire;
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicU64};
+
+use anyhow::Context as _;
+use serde::Serialize;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::warn;
+
+pub use args::{Args, HashMode};
+use publisher::{Options, Publisher};
+use rank::Rank;
+use server::{Server, routes};
+use text::Text;
+use wire::Encoder;
+
+/// A running mock engine.
+pub struct Mock {
+    host: IpAddr,
+    ports: Ports,
+    stop: CancellationToken,
+    tasks: TaskTracker,
+}
+
+/// What was bound; `kv` and `replay` by rank.
+#[derive(Clone, Debug, Serialize)]
+pub struct Ports {
+    pub port: u16,
+    pub kv: Vec<u16>,
+    /// Empty without a replay.
+    pub replay: Vec<u16>,
+}
+
+impl Mock {
+    pub async fn start(args: Args) -> anyhow::Result<Self> {
+        let host = args.host;
+        let text = Text::bytes();
+        let config = args.engine_config(&text.vocabulary())?;
+        let max_model_len = config.longest_request();
+        let mut ranks = Vec::new();
+        for number in 0..args.ranks {
+            let publisher = Publisher::start(publisher_options(&args, number)?)?;
+            let encoder = Encoder {
+                rank: number,
+                hash_mode: args.hash_mode,
+                loras: args.loras.clone(),
+            };
+            ranks.push(Arc::new(Rank::new(config.clone(), publisher, encoder)));
+        }
+        let listener = TcpListener::bind(SocketAddr::new(host, args.port))
+            .await
+            .with_context(|| format!("binding {host}:{}", args.port))?;
+        let ports = Ports {
+            port: listener.local_addr()?.port(),
+            kv: ranks.iter().map(|rank| rank.publisher.kv_port).collect(),
+            replay: ranks
+                .iter()
+                .filter_map(|rank| rank.publisher.replay_port)
+                .collect(),
+        };
+        let stop = CancellationToken::new();
+        let tasks = TaskTracker::new();
+        for rank in &ranks {
+            tasks.spawn(Arc::clone(rank).run(stop.clone()));
+        }
+        let server = Arc::new(Server {
+            model: args.model.clone(),
+            args,
+            ranks,
+            text,
+            max_model_len,
+            #[expect(clippy::cast_possible_truncation, reason = "whole seconds are wanted")]
+            #[expect(clippy::cast_sign_loss, reason = "later than 1970")]
+            started_unix: rank::unix_seconds() as u64,
+            health: AtomicU16::new(200),
+            requests: AtomicU64::new(0),
+        });
+        tasks.spawn(serve(listener, server, stop.clone()));
+        tasks.close();
+        Ok(Self {
+            host,
+            ports,
+            stop,
+            tasks,
+        })
+    }
+
+    #[must_use]
+    pub const fn ports(&self) -> &Ports {
+        &self.ports
+    }
+
+    /// The HTTP address.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", SocketAddr::new(self.host, self.ports.port))
+    }
+
+    /// The addresses of the live events, by rank.
+    #[must_use]
+    pub fn kv_endpoints(&self) -> Vec<String> {
+        self.endpoints(&self.ports.kv)
+    }
+
+    /// The addresses of the replays, by rank; none without.
+    #[must_use]
+    pub fn replay_endpoints(&self) -> Vec<String> {
+        self.endpoints(&self.ports.replay)
+    }
+
+    /// Ends every request and frees the ports. An idle HTTP connection stays open until its client
+    /// closes it, but gets nothing more than errors.
+    pub async fn stop(self) {
+        self.stop.cancel();
+        self.tasks.wait().await;
+    }
+
+    fn endpoints(&self, ports: &[u16]) -> Vec<String> {
+        let endpoint = |&port| format!("tcp://{}", SocketAddr::new(self.host, port));
+        ports.iter().map(endpoint).collect()
+    }
+}
+
+/// Takes connections until stopped.
+async fn serve(listener: TcpListener, server: Arc<Server>, stop: CancellationToken) {
+    tokio::select! {
+        () = stop.cancelled() => {}
+        result = async { axum::serve(listener, routes(server)).await } => {
+            if let Err(error) = result {
+                warn!(%error, "the HTTP server ended");
+            }
+        }
+    }
+}
+
+fn publisher_options(args: &Args, rank: u32) -> anyhow::Result<Options> {
+    let offset = u16::try_from(rank).context("too many ranks")?;
+    let port = |first: u16| match first {
+        0 => Ok(0),
+        first => first
+            .checked_add(offset)
+            .context("a rank's port is above 65535"),
+    };
+    Ok(Options {
+        bind: args.host,
+        kv_port: port(args.kv_port)?,
+        replay_port: args.replay_port.map(port).transpose()?,
+        topic: args.topic.clone(),
+        buffer_steps: args.buffer_steps,
+    })
+}

@@ -1,0 +1,391 @@
+//! One data-parallel rank in real time: the engine model, its publisher and its clients.
+//!
+//! A step is computed when it begins and becomes visible when its time is over: first its events,
+//! then its tokens, then answers to those who asked what is held.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{trace, warn};
+use warmroute_router::sim::{
+    CachedTokens, Config, Engine, EngineHash, Event, GroupKind, Held, Load, Medium, Request,
+    RequestId, StepOutcome, Totals,
+};
+
+use super::error::Error;
+use super::publisher::{Delivery, Publisher};
+use super::wire::Encoder;
+
+pub(super) struct Rank {
+    pub(super) number: u32,
+    pub(super) publisher: Publisher,
+    encoder: Encoder,
+    state: Mutex<State>,
+    wake: Notify,
+}
+
+struct State {
+    engine: Engine,
+    clients: BTreeMap<RequestId, mpsc::Sender<Output>>,
+    counters: Counters,
+    published: Published,
+    pairs: Pairs,
+    faults: Faults,
+    stopped: bool,
+    /// A step has begun and is not visible yet.
+    in_flight: bool,
+    askers: Vec<oneshot::Sender<Snapshot>>,
+}
+
+/// What a client gets, in this order, one `Admitted`, then tokens, then `Finished`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Output {
+    Admitted(CachedTokens),
+    Token(u32),
+    Finished,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counters {
+    pub(super) started: u64,
+    pub(super) finished: u64,
+    /// The client went away before the end.
+    pub(super) aborted: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Published {
+    next: u64,
+    pub(super) last: Option<u64>,
+    /// The last batch after which another set of (prefix, tier) pairs was held than before.
+    pub(super) last_change: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Faults {
+    /// So many further batches are kept for replays but not sent.
+    pub(super) drop_batches: u64,
+    /// Take requests, but do not step.
+    pub(super) hang: bool,
+}
+
+/// The cache as of the last published batch.
+pub(super) struct Snapshot {
+    pub(super) published: Published,
+    pub(super) held: Vec<Held>,
+}
+
+/// References of every (hash, medium) in the main group, to tell batches that change the set.
+struct Pairs {
+    main_group: u32,
+    references: BTreeMap<(EngineHash, Medium), u32>,
+}
+
+/// A request in the engine. Dropped before its end it is aborted there.
+pub(super) struct Generation {
+    rank: Arc<Rank>,
+    id: RequestId,
+    outputs: mpsc::Receiver<Output>,
+    pub(super) prompt_tokens: usize,
+    max_tokens: usize,
+    ended: bool,
+}
+
+impl Rank {
+    pub(super) fn new(config: Config, publisher: Publisher, encoder: Encoder) -> Self {
+        let main = config
+            .groups
+            .iter()
+            .position(|&kind| kind == GroupKind::FullAttention);
+        let state = State {
+            pairs: Pairs {
+                main_group: main.and_then(|at| u32::try_from(at).ok()).unwrap_or(0),
+                references: BTreeMap::new(),
+            },
+            engine: Engine::new(config),
+            clients: BTreeMap::new(),
+            counters: Counters::default(),
+            published: Published::default(),
+            faults: Faults::default(),
+            stopped: false,
+            in_flight: false,
+            askers: Vec::new(),
+        };
+        Self {
+            number: encoder.rank,
+            publisher,
+            encoder,
+            state: Mutex::new(state),
+            wake: Notify::new(),
+        }
+    }
+
+    /// Steps until stopped; then nobody gets anything any more, and the ports are free.
+    pub(super) async fn run(self: Arc<Self>, stop: CancellationToken) {
+        self.step_until(stop).await;
+        let mut state = self.lock();
+        state.stopped = true;
+        state.clients.clear();
+        state.askers.clear();
+        drop(state);
+        self.publisher.stop();
+    }
+
+    async fn step_until(&self, stop: CancellationToken) {
+        let mut due = Instant::now();
+        loop {
+            let Some(outcome) = self.begin_step() else {
+                tokio::select! {
+                    () = stop.cancelled() => return,
+                    () = self.wake.notified() => {}
+                }
+                // Idle time is not owed to anybody.
+                due = Instant::now();
+                continue;
+            };
+            due += outcome.duration;
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep_until(due) => {}
+            }
+            self.finish_step(&outcome);
+            tokio::task::yield_now().await;
+        }
+    }
+
+    pub(super) fn submit(self: &Arc<Self>, request: Request) -> Result<Generation, Error> {
+        let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens);
+        // Room for everything that it will ever get, so that a slow client never holds up a step.
+        let (sender, outputs) =
+            mpsc::channel(max_tokens.saturating_add(2).min(Semaphore::MAX_PERMITS));
+        let mut state = self.lock();
+        if state.stopped {
+            return Err(Error::stopped());
+        }
+        let id = state.engine.submit(request)?;
+        state.clients.insert(id, sender);
+        state.counters.started += 1;
+        drop(state);
+        self.wake.notify_one();
+        Ok(Generation {
+            rank: Arc::clone(self),
+            id,
+            outputs,
+            prompt_tokens,
+            max_tokens,
+            ended: false,
+        })
+    }
+
+    pub(super) fn reset_prefix_cache(&self) -> bool {
+        self.lock().engine.reset_prefix_cache()
+    }
+
+    pub(super) fn set_faults(&self, change: impl FnOnce(&mut Faults)) {
+        change(&mut self.lock().faults);
+        self.wake.notify_one();
+    }
+
+    pub(super) fn load(&self) -> Load {
+        self.lock().engine.load()
+    }
+
+    pub(super) fn totals(&self) -> Totals {
+        self.lock().engine.totals()
+    }
+
+    pub(super) fn counters(&self) -> (Counters, usize) {
+        let state = self.lock();
+        (state.counters, state.clients.len())
+    }
+
+    /// Between two steps, so that what is held is what was published.
+    pub(super) async fn snapshot(&self) -> Option<Snapshot> {
+        let answer = {
+            let mut state = self.lock();
+            if state.stopped {
+                return None;
+            }
+            if !state.in_flight {
+                return Some(state.snapshot());
+            }
+            let (asker, answer) = oneshot::channel();
+            state.askers.push(asker);
+            answer
+        };
+        answer.await.ok()
+    }
+
+    fn begin_step(&self) -> Option<StepOutcome> {
+        let mut state = self.lock();
+        if state.faults.hang || !state.engine.has_requests() {
+            return None;
+        }
+        state.in_flight = true;
+        Some(state.engine.step())
+    }
+
+    fn finish_step(&self, outcome: &StepOutcome) {
+        let mut state = self.lock();
+        state.in_flight = false;
+        self.publish(&mut state, &outcome.events);
+        state.deliver(outcome);
+        for asker in std::mem::take(&mut state.askers) {
+            // Who does not wait any more does not need an answer.
+            drop(asker.send(state.snapshot()));
+        }
+    }
+
+    fn publish(&self, state: &mut State, events: &[Event]) {
+        if events.is_empty() {
+            return;
+        }
+        let sequence = state.published.next;
+        state.published.next += 1;
+        let payload = match self.encoder.encode(unix_seconds(), events) {
+            Ok(payload) => payload,
+            Err(error) => {
+                warn!(%error, "a batch cannot be encoded");
+                return;
+            }
+        };
+        let delivery = match state.faults.drop_batches.checked_sub(1) {
+            Some(left) => {
+                state.faults.drop_batches = left;
+                Delivery::ReplayOnly
+            }
+            None => Delivery::Live,
+        };
+        self.publisher.publish(sequence, &payload, delivery);
+        state.published.last = Some(sequence);
+        if state.pairs.apply(events) {
+            state.published.last_change = Some(sequence);
+        }
+    }
+
+    fn abort(&self, id: RequestId) {
+        let mut state = self.lock();
+        if state.clients.remove(&id).is_some() {
+            state.engine.abort(id);
+            state.counters.aborted += 1;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn deliver(&mut self, outcome: &StepOutcome) {
+        for admitted in &outcome.admitted {
+            self.give(admitted.id, Output::Admitted(admitted.cached));
+        }
+        for produced in &outcome.produced {
+            self.give(produced.id, Output::Token(produced.token));
+        }
+        for finished in &outcome.finished {
+            self.give(finished.id, Output::Finished);
+            if self.clients.remove(&finished.id).is_some() {
+                self.counters.finished += 1;
+            }
+        }
+    }
+
+    fn give(&self, id: RequestId, output: Output) {
+        let Some(client) = self.clients.get(&id) else {
+            return;
+        };
+        if client.try_send(output).is_err() {
+            trace!(id = id.0, "a client is gone and about to abort its request");
+        }
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        Snapshot {
+            published: self.published,
+            held: self.engine.held(),
+        }
+    }
+}
+
+impl Pairs {
+    /// Whether another set is held afterwards.
+    fn apply(&mut self, events: &[Event]) -> bool {
+        let mut before: BTreeMap<(EngineHash, Medium), bool> = BTreeMap::new();
+        for event in events {
+            match event {
+                Event::Stored(stored) if stored.group == self.main_group => {
+                    for &hash in &stored.hashes {
+                        let pair = (hash, stored.medium);
+                        let references = self.references.entry(pair).or_default();
+                        before.entry(pair).or_insert(*references > 0);
+                        *references += 1;
+                    }
+                }
+                Event::Removed {
+                    hash,
+                    medium,
+                    group,
+                } if *group == self.main_group => {
+                    let pair = (*hash, *medium);
+                    let references = self.references.entry(pair).or_default();
+                    before.entry(pair).or_insert(*references > 0);
+                    *references = references.saturating_sub(1);
+                }
+                Event::Cleared => {
+                    for (pair, references) in &mut self.references {
+                        if pair.1 == Medium::Gpu {
+                            before.entry(*pair).or_insert(*references > 0);
+                            *references = 0;
+                        }
+                    }
+                }
+                Event::Stored(_) | Event::Removed { .. } => {}
+            }
+        }
+        let mut changed = false;
+        for (pair, was_held) in before {
+            let is_held = self.references.get(&pair).is_some_and(|&count| count > 0);
+            changed |= is_held != was_held;
+            if !is_held {
+                self.references.remove(&pair);
+            }
+        }
+        changed
+    }
+}
+
+impl Generation {
+    pub(super) async fn next(&mut self) -> Option<Output> {
+        let output = self.outputs.recv().await;
+        self.ended |= output.is_none_or(|output| output == Output::Finished);
+        output
+    }
+
+    /// Whether the token of this number, from 1, is the last one.
+    pub(super) const fn ends_after(&self, tokens: usize) -> bool {
+        tokens >= self.max_tokens
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.rank.abort(self.id);
+        }
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "vLLM stamps its batches with wall time"
+)]
+pub(super) fn unix_seconds() -> f64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0.0, |since| since.as_secs_f64())
+}

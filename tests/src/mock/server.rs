@@ -1,0 +1,153 @@
+//! The HTTP side: routes, and what they share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde_json::{Map, Value, json};
+
+use super::answer::Shape;
+use super::args::Args;
+use super::error::Error;
+use super::generate::{chat_completions, completions, parse};
+use super::rank::Rank;
+use super::text::Text;
+use super::{debug, metrics};
+
+/// The largest body that is read.
+const BODY_BYTES_MAX: usize = 256 << 20;
+/// The version of vLLM whose behaviour is imitated.
+const VLLM_VERSION: &str = "0.32.0";
+
+pub(super) struct Server {
+    pub(super) args: Args,
+    pub(super) model: String,
+    pub(super) ranks: Vec<Arc<Rank>>,
+    pub(super) text: Text,
+    pub(super) max_model_len: usize,
+    pub(super) started_unix: u64,
+    /// What `/health` answers.
+    pub(super) health: AtomicU16,
+    pub(super) requests: AtomicU64,
+}
+
+impl Server {
+    /// The adapter that a model name stands for, if it is one.
+    pub(super) fn adapter<'a>(&self, model: &'a str) -> Result<Option<&'a str>, Error> {
+        if model == self.model {
+            Ok(None)
+        } else if self.args.loras.iter().any(|lora| lora == model) {
+            Ok(Some(model))
+        } else {
+            Err(Error::unknown_model(model))
+        }
+    }
+
+    pub(super) fn next_request_id(&self, shape: Shape) -> String {
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        match shape {
+            Shape::Completion => format!("cmpl-{number:08x}"),
+            Shape::Chat => format!("chatcmpl-{number:08x}"),
+        }
+    }
+}
+
+pub(super) fn routes(server: Arc<Server>) -> Router {
+    Router::new()
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/models", get(models))
+        .route("/tokenize", post(tokenize))
+        .route("/health", get(health))
+        .route("/load", get(load))
+        .route("/version", get(version))
+        .route("/metrics", get(metrics::metrics))
+        .route("/kv_event_sources", get(kv_event_sources))
+        .route("/reset_prefix_cache", post(reset_prefix_cache))
+        .route("/debug/blocks", get(debug::blocks))
+        .route("/debug/counters", get(debug::counters))
+        .route("/debug/fault", post(debug::fault))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(server)
+}
+
+async fn health(State(server): State<Arc<Server>>) -> StatusCode {
+    let status = server.health.load(Ordering::Relaxed);
+    StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+}
+
+async fn version() -> Json<Value> {
+    Json(json!({"version": VLLM_VERSION}))
+}
+
+async fn load(State(server): State<Arc<Server>>) -> Json<Value> {
+    let active: usize = server.ranks.iter().map(|rank| rank.counters().1).sum();
+    Json(json!({"server_load": active}))
+}
+
+async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
+    let card = |name: &str, parent: Option<&str>, max_model_len: Option<usize>| {
+        json!({
+            "id": name, "object": "model", "created": server.started_unix, "owned_by": "vllm",
+            "root": name, "parent": parent, "max_model_len": max_model_len, "permission": [],
+        })
+    };
+    let mut data = vec![card(&server.model, None, Some(server.max_model_len))];
+    for lora in &server.args.loras {
+        data.push(card(lora, Some(&server.model), None));
+    }
+    Json(json!({"object": "list", "data": data}))
+}
+
+async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json<Value>, Error> {
+    let value = parse(&body)?;
+    if let Some(model) = value["model"].as_str() {
+        server.adapter(model)?;
+    }
+    let tokens = if value.get("messages").is_some() {
+        server
+            .text
+            .encode_chat(&value)
+            .map_err(Error::bad_request)?
+    } else {
+        let prompt = value["prompt"].as_str();
+        let prompt = prompt.ok_or_else(|| Error::bad_request("prompt must be text"))?;
+        let special = value["add_special_tokens"].as_bool().unwrap_or(true);
+        server.text.encode(prompt, special)
+    };
+    Ok(Json(json!({
+        "count": tokens.len(), "max_model_len": server.max_model_len, "tokens": tokens,
+        "token_strs": null,
+    })))
+}
+
+/// As vLLM tells: by rank, ports as bound, the host as a wildcard.
+async fn kv_event_sources(State(server): State<Arc<Server>>) -> Json<Value> {
+    let endpoint = |port: u16| format!("tcp://*:{port}");
+    let mut sources = Map::new();
+    for rank in &server.ranks {
+        let source = json!({
+            "enable_kv_cache_events": true, "publisher": "zmq",
+            "endpoint": endpoint(rank.publisher.kv_port),
+            "replay_endpoint": rank.publisher.replay_port.map(endpoint),
+            "buffer_steps": server.args.buffer_steps, "hwm": 100_000, "max_queue_size": 100_000,
+            "topic": server.args.topic,
+        });
+        sources.insert(rank.number.to_string(), source);
+    }
+    Json(Value::Object(sources))
+}
+
+async fn reset_prefix_cache(State(server): State<Arc<Server>>) -> Response {
+    // Every rank is asked, also behind one that refuses.
+    let mut success = true;
+    for rank in &server.ranks {
+        success &= rank.reset_prefix_cache();
+    }
+    Json(json!({"success": success})).into_response()
+}

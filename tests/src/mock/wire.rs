@@ -1,0 +1,205 @@
+//! vLLM's payload encoding (0.24 and later): a batch is an array, its events are maps.
+
+use serde::{Serialize, Serializer};
+use warmroute_router::sim::{EngineHash, Event, ExtraKey, GroupKind, Stored};
+
+use super::args::HashMode;
+
+/// Encodes the batches of one rank.
+#[derive(Clone, Debug)]
+pub(super) struct Encoder {
+    pub(super) rank: u32,
+    pub(super) hash_mode: HashMode,
+    pub(super) loras: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Batch<'a>(f64, Vec<WireEvent<'a>>, u32);
+
+/// Fields in vLLM's order; what may be missing there is left out here if it has no value.
+#[derive(Serialize)]
+#[serde(tag = "type")]
+enum WireEvent<'a> {
+    BlockStored {
+        block_hashes: Vec<WireHash>,
+        parent_block_hash: Option<WireHash>,
+        token_ids: &'a [u32],
+        block_size: usize,
+        lora_id: Option<usize>,
+        medium: &'static str,
+        lora_name: Option<&'a str>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        extra_keys: Option<Vec<Option<Vec<WireKey<'a>>>>>,
+        group_idx: u32,
+        kv_cache_spec_kind: &'static str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        kv_cache_spec_sliding_window: Option<u32>,
+    },
+    BlockRemoved {
+        block_hashes: [WireHash; 1],
+        medium: &'static str,
+        group_idx: u32,
+    },
+    AllBlocksCleared,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum WireKey<'a> {
+    Text(&'a str),
+    Item(&'a str, i64),
+}
+
+enum WireHash {
+    Int(u64),
+    Bytes([u8; 32]),
+}
+
+impl Serialize for WireHash {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Int(hash) => serializer.serialize_u64(*hash),
+            Self::Bytes(bytes) => serializer.serialize_bytes(bytes),
+        }
+    }
+}
+
+impl Encoder {
+    pub(super) fn encode(
+        &self,
+        unix_seconds: f64,
+        events: &[Event],
+    ) -> Result<Vec<u8>, rmp_serde::encode::Error> {
+        let events = events.iter().map(|event| self.event(event)).collect();
+        rmp_serde::to_vec_named(&Batch(unix_seconds, events, self.rank))
+    }
+
+    fn event<'a>(&self, event: &'a Event) -> WireEvent<'a> {
+        match event {
+            Event::Stored(stored) => self.stored(stored),
+            Event::Removed {
+                hash,
+                medium,
+                group,
+            } => WireEvent::BlockRemoved {
+                block_hashes: [self.hash(*hash)],
+                medium: medium.name(),
+                group_idx: *group,
+            },
+            Event::Cleared => WireEvent::AllBlocksCleared,
+        }
+    }
+
+    fn stored<'a>(&self, stored: &'a Stored) -> WireEvent<'a> {
+        let lora_name = stored.lora_name.as_deref();
+        WireEvent::BlockStored {
+            block_hashes: stored.hashes.iter().map(|&hash| self.hash(hash)).collect(),
+            parent_block_hash: stored.parent.map(|hash| self.hash(hash)),
+            token_ids: &stored.tokens,
+            block_size: stored.block_size.tokens(),
+            lora_id: lora_name.and_then(|name| {
+                let index = self.loras.iter().position(|lora| lora == name);
+                index.map(|index| index + 1)
+            }),
+            medium: stored.medium.name(),
+            lora_name,
+            extra_keys: stored
+                .extra_keys
+                .as_ref()
+                .map(|blocks| blocks.iter().map(|keys| wire_keys(keys)).collect()),
+            group_idx: stored.group,
+            kv_cache_spec_kind: stored.kind.name(),
+            kv_cache_spec_sliding_window: match stored.kind {
+                GroupKind::FullAttention => None,
+                GroupKind::SlidingWindow(window) => Some(window),
+            },
+        }
+    }
+
+    fn hash(&self, hash: EngineHash) -> WireHash {
+        match self.hash_mode {
+            HashMode::Int => WireHash::Int(hash.0),
+            HashMode::Bytes => {
+                let mut bytes = [0; 32];
+                for (at, part) in (0..).zip(bytes.chunks_exact_mut(8)) {
+                    part.copy_from_slice(&hash.0.rotate_left(16 * (3 - at)).to_be_bytes());
+                }
+                WireHash::Bytes(bytes)
+            }
+        }
+    }
+}
+
+fn wire_keys(keys: &[ExtraKey]) -> Option<Vec<WireKey<'_>>> {
+    (!keys.is_empty()).then(|| keys.iter().map(WireKey::from).collect())
+}
+
+impl<'a> From<&'a ExtraKey> for WireKey<'a> {
+    fn from(key: &'a ExtraKey) -> Self {
+        match key {
+            ExtraKey::Lora(text) | ExtraKey::Salt(text) => Self::Text(text),
+            ExtraKey::Item { identifier, offset } => Self::Item(identifier, *offset),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warmroute_proto::BlockSize;
+    use warmroute_router::sim::Medium;
+
+    use super::*;
+
+    fn encoder(hash_mode: HashMode) -> Encoder {
+        Encoder {
+            rank: 1,
+            hash_mode,
+            loras: vec!["adapter".into()],
+        }
+    }
+
+    fn stored() -> Event {
+        Event::Stored(Stored {
+            hashes: vec![EngineHash(u64::MAX), EngineHash(2)],
+            parent: None,
+            tokens: vec![1, 2, 3, 4],
+            block_size: BlockSize::new(2).unwrap(),
+            extra_keys: Some(vec![vec![ExtraKey::Salt("s".into())], vec![]]),
+            lora_name: Some("adapter".into()),
+            medium: Medium::Gpu,
+            group: 0,
+            kind: GroupKind::FullAttention,
+        })
+    }
+
+    #[test]
+    fn a_batch_has_the_shape_of_a_real_one() {
+        let events = [Event::Cleared, stored()];
+        let payload = encoder(HashMode::Int).encode(1.5, &events).unwrap();
+        let decoded: serde_json::Value = rmp_serde::from_slice(&payload).unwrap();
+        let expected = serde_json::json!([1.5, [
+            {"type": "AllBlocksCleared"},
+            {
+                "type": "BlockStored", "block_hashes": [u64::MAX, 2], "parent_block_hash": null,
+                "token_ids": [1, 2, 3, 4], "block_size": 2, "lora_id": 1, "medium": "GPU",
+                "lora_name": "adapter", "extra_keys": [["s"], null], "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention"
+            }
+        ], 1]);
+        assert_eq!(decoded, expected);
+        assert_eq!(
+            decoded.to_string(),
+            expected.to_string(),
+            "in the same order"
+        );
+    }
+
+    #[test]
+    fn a_hash_of_bytes_ends_in_the_integer() {
+        let hash = EngineHash(0x0102_0304_0506_0708);
+        let WireHash::Bytes(bytes) = encoder(HashMode::Bytes).hash(hash) else {
+            panic!("not bytes");
+        };
+        assert_eq!(bytes[24..], [1, 2, 3, 4, 5, 6, 7, 8]);
+    }
+}

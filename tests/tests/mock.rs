@@ -1,0 +1,447 @@
+//! The mock engine as a process: what clients, readers of events and tests rely on.
+
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use reqwest::{Response, StatusCode};
+use serde_json::{Value, json};
+use warmroute_proto::{BlockSize, Seed, hash};
+
+/// How long anything may take before a test fails. Never reached by a working engine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Engine {
+    process: Child,
+    url: String,
+    ports: Value,
+    client: reqwest::Client,
+}
+
+impl Engine {
+    fn start(flags: &[&str]) -> Self {
+        let mut process = Command::new(env!("CARGO_BIN_EXE_warmroute-mock-engine"))
+            .args(["--port=0", "--kv-port=0", "--replay-port=0"])
+            .args(flags)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let stdout = process.stdout.take().unwrap();
+        BufReader::new(stdout).read_line(&mut line).unwrap();
+        let ports: Value = serde_json::from_str(&line).unwrap();
+        Self {
+            process,
+            url: format!("http://127.0.0.1:{}", ports["port"]),
+            ports,
+            client: reqwest::Client::new(),
+        }
+    }
+
+    async fn get(&self, path: &str) -> Value {
+        let url = format!("{}{path}", self.url);
+        self.client
+            .get(url)
+            .send()
+            .await
+            .unwrap()
+            .json()
+            .await
+            .unwrap()
+    }
+
+    async fn post(&self, path: &str, body: Value) -> Response {
+        let url = format!("{}{path}", self.url);
+        self.client.post(url).json(&body).send().await.unwrap()
+    }
+
+    async fn on_rank(&self, rank: &str, body: Value) -> Response {
+        let url = format!("{}/v1/completions", self.url);
+        let request = self.client.post(url).header("X-data-parallel-rank", rank);
+        request.json(&body).send().await.unwrap()
+    }
+
+    async fn complete(&self, body: Value) -> Value {
+        let response = self.post("/v1/completions", body).await;
+        assert_eq!(response.status(), StatusCode::OK);
+        response.json().await.unwrap()
+    }
+
+    /// Asks until the first rank's counter has reached a value.
+    async fn wait_for(&self, counter: &str, value: u64) {
+        let reached = async {
+            while self.get("/debug/counters").await["ranks"][0][counter] != value {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, reached).await.unwrap();
+    }
+
+    fn replay(&self, rank: usize, start: u64) -> Vec<(u64, Vec<u8>)> {
+        let context = zmq::Context::new();
+        let dealer = context.socket(zmq::DEALER).unwrap();
+        dealer.set_linger(0).unwrap();
+        dealer.set_rcvtimeo(timeout_ms()).unwrap();
+        dealer
+            .connect(&endpoint(&self.ports["replay"][rank]))
+            .unwrap();
+        let request = [&[][..], &start.to_be_bytes()];
+        dealer.send_multipart(request, 0).unwrap();
+        let mut batches = Vec::new();
+        loop {
+            let [empty, topic, sequence, payload] =
+                <[Vec<u8>; 4]>::try_from(dealer.recv_multipart(0).unwrap()).unwrap();
+            assert_eq!(empty, b"");
+            let sequence = u64::from_be_bytes(sequence.try_into().unwrap());
+            if sequence == u64::MAX {
+                assert_eq!((topic.as_slice(), payload.as_slice()), (&b""[..], &b""[..]));
+                return batches;
+            }
+            assert_eq!(topic, b"kv-events");
+            batches.push((sequence, payload));
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+fn timeout_ms() -> i32 {
+    i32::try_from(PATIENCE.as_millis()).unwrap()
+}
+
+fn endpoint(port: &Value) -> String {
+    format!("tcp://127.0.0.1:{port}")
+}
+
+fn cached(answer: &Value) -> u64 {
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap()
+}
+
+fn events(payload: &[u8]) -> Vec<Value> {
+    let batch: Value = rmp_serde::from_slice(payload).unwrap();
+    batch[1].as_array().unwrap().clone()
+}
+
+fn types(payload: &[u8]) -> Vec<String> {
+    let kind = |event: &Value| event["type"].as_str().unwrap().to_owned();
+    events(payload).iter().map(kind).collect()
+}
+
+/// The data of every server-sent event.
+fn sse(body: &str) -> Vec<&str> {
+    let events = body.strip_suffix("\n\n").unwrap().split("\n\n");
+    events
+        .map(|event| event.strip_prefix("data: ").unwrap())
+        .collect()
+}
+
+#[tokio::test]
+async fn a_repeated_prompt_is_cached_and_the_blocks_are_told() {
+    let engine = Engine::start(&["--block-size=4", "--topic=kv-events"]);
+    let tokens: Vec<u32> = (0..18).collect();
+    let body = json!({"prompt": tokens, "max_tokens": 1, "return_token_ids": true});
+    let first = engine.complete(body.clone()).await;
+    let second = engine.complete(body).await;
+    assert_eq!((cached(&first), cached(&second)), (0, 16));
+    assert_eq!(
+        first["choices"], second["choices"],
+        "the output depends on the prompt alone"
+    );
+    assert_eq!(first["choices"][0]["finish_reason"], "length");
+    assert_eq!(first["choices"][0]["prompt_token_ids"], json!(tokens));
+
+    let blocks = engine.get("/debug/blocks").await;
+    let local = hash::local_hashes(&tokens, BlockSize::new(4).unwrap(), Seed::PLAIN);
+    let mut expected: Vec<u64> = hash::prefix_hashes(None, &local)
+        .map(|hash| hash.0)
+        .collect();
+    expected.sort_unstable();
+    let held = |hash: u64| json!({"prefix_hash": hash.to_string(), "tier": "gpu", "references": 1});
+    let expected: Vec<Value> = expected.into_iter().map(held).collect();
+    assert_eq!(blocks["ranks"][0]["blocks"], json!(expected));
+    assert_eq!(blocks["ranks"][0]["last_seq"], 0);
+    assert_eq!(blocks["ranks"][0]["published_seq_that_changed"], 0);
+
+    let batches = engine.replay(0, 0);
+    assert_eq!(batches.len(), 1);
+    let event = &events(&batches[0].1)[0];
+    assert_eq!(event["token_ids"], json!(tokens[..16]));
+    assert_eq!(event["parent_block_hash"], Value::Null);
+    assert_eq!(event["block_hashes"].as_array().unwrap().len(), 4);
+    assert_eq!(engine.replay(0, 1), []);
+}
+
+#[tokio::test]
+async fn a_stream_has_the_form_of_vllm() {
+    let engine = Engine::start(&[]);
+    let body = json!({
+        "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "stream": true,
+        "stream_options": {"include_usage": true}, "return_token_ids": true,
+    });
+    let response = engine.post("/v1/chat/completions", body.clone()).await;
+    let kind = response.headers()["content-type"].to_str().unwrap();
+    assert!(kind.starts_with("text/event-stream"));
+    let text = response.text().await.unwrap();
+    let data = sse(&text);
+    assert_eq!(data.last(), Some(&"[DONE]"));
+    let chunks: Vec<Value> = data[..data.len() - 1]
+        .iter()
+        .map(|chunk| serde_json::from_str(chunk).unwrap())
+        .collect();
+    assert_eq!(chunks.len(), 5, "the role, three tokens, the usage");
+    assert_eq!(chunks[0]["object"], "chat.completion.chunk");
+    assert_eq!(
+        chunks[0]["choices"][0]["delta"],
+        json!({"role": "assistant", "content": ""})
+    );
+    let prompt = chunks[0]["prompt_token_ids"].as_array().unwrap().len();
+    let reason = |at: usize| &chunks[at]["choices"][0]["finish_reason"];
+    assert_eq!(
+        [reason(1), reason(2), reason(3)],
+        [&json!(null), &json!(null), &json!("length")]
+    );
+    let usage = &chunks[4]["usage"];
+    assert_eq!(chunks[4]["choices"], json!([]));
+    assert_eq!(usage["prompt_tokens"], prompt);
+    assert_eq!(usage["completion_tokens"], 3);
+
+    // The same tokens without a stream, and the same prompt by /tokenize.
+    let mut whole = body.clone();
+    whole["stream"] = json!(false);
+    let whole: Value = engine
+        .post("/v1/chat/completions", whole)
+        .await
+        .json()
+        .await
+        .unwrap();
+    let content: String = chunks[1..4]
+        .iter()
+        .map(|chunk| chunk["choices"][0]["delta"]["content"].as_str().unwrap())
+        .collect();
+    assert_eq!(whole["choices"][0]["message"]["content"], json!(content));
+    let tokenized: Value = engine.post("/tokenize", body).await.json().await.unwrap();
+    assert_eq!(tokenized["tokens"], chunks[0]["prompt_token_ids"]);
+    assert_eq!(tokenized["count"], prompt);
+}
+
+#[tokio::test]
+async fn lists_of_prompts_have_one_choice_each() {
+    let engine = Engine::start(&[]);
+    for prompt in [json!(["ab", "cd"]), json!([[97, 98], [99, 100]])] {
+        let mut body = json!({"prompt": prompt, "max_tokens": 2, "stream": false});
+        let whole = engine.complete(body.clone()).await;
+        assert_eq!(whole["choices"].as_array().unwrap().len(), 2);
+        assert_eq!(whole["usage"]["prompt_tokens"], 4);
+        body["stream"] = json!(true);
+        let text = engine
+            .post("/v1/completions", body)
+            .await
+            .text()
+            .await
+            .unwrap();
+        let mut streamed = [String::new(), String::new()];
+        for data in sse(&text) {
+            if data != "[DONE]" {
+                let chunk: Value = serde_json::from_str(data).unwrap();
+                let choice = &chunk["choices"][0];
+                let index = usize::try_from(choice["index"].as_u64().unwrap()).unwrap();
+                streamed[index].push_str(choice["text"].as_str().unwrap());
+            }
+        }
+        assert_eq!(whole["choices"][0]["text"], json!(streamed[0]));
+        assert_eq!(whole["choices"][1]["text"], json!(streamed[1]));
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_aborts_its_request() {
+    let engine = Engine::start(&["--itl-ms=5", "--num-blocks=1000"]);
+    let endless = json!({"prompt": "abc", "max_tokens": 10_000, "stream": true});
+    // In mid-stream …
+    let mut response = engine.post("/v1/completions", endless.clone()).await;
+    assert!(response.chunk().await.unwrap().is_some());
+    drop(response);
+    engine.wait_for("aborted", 1).await;
+    // … and before the first token.
+    engine.post("/debug/fault", json!({"hang": true})).await;
+    let response = engine.post("/v1/completions", endless.clone()).await;
+    engine.wait_for("active", 1).await;
+    drop(response);
+    engine.wait_for("aborted", 2).await;
+    // … and while it waits for the whole answer.
+    let mut whole = endless;
+    whole["stream"] = json!(false);
+    tokio::select! {
+        _ = engine.post("/v1/completions", whole) => panic!("an engine that hangs answered"),
+        () = engine.wait_for("active", 1) => {}
+    }
+    engine.wait_for("aborted", 3).await;
+    engine.post("/debug/fault", json!({"hang": false})).await;
+    engine
+        .complete(json!({"prompt": "abc", "max_tokens": 1}))
+        .await;
+    engine.wait_for("active", 0).await;
+    let counters = &engine.get("/debug/counters").await["ranks"][0];
+    assert_eq!(
+        (&counters["started"], &counters["finished"]),
+        (&json!(3), &json!(1))
+    );
+}
+
+#[tokio::test]
+async fn the_client_chooses_the_rank_and_adapters_are_models() {
+    let engine = Engine::start(&["--ranks=2", "--block-size=2", "--lora=adapter"]);
+    let body = json!({"prompt": "abcdef", "max_tokens": 1});
+    for rank in ["1", "0", "1"] {
+        let response = engine.on_rank(rank, body.clone()).await;
+        assert_eq!(response.headers()["x-mock-dp-rank"], rank);
+    }
+    let response = engine.on_rank("2", body.clone()).await;
+    assert_eq!(response.status(), StatusCode::BAD_REQUEST);
+    let blocks = engine.get("/debug/blocks").await;
+    let last = |rank: usize| &blocks["ranks"][rank]["last_seq"];
+    assert_eq!((last(0), last(1)), (&json!(0), &json!(1)));
+    // The second prompt of whole blocks stored its last block again: same set, two copies.
+    assert_eq!(blocks["ranks"][1]["published_seq_that_changed"], 0);
+
+    let mut adapted = body.clone();
+    adapted["model"] = json!("adapter");
+    adapted["cache_salt"] = json!("tenant");
+    assert_eq!(cached(&engine.complete(adapted.clone()).await), 0);
+    let stored = engine.get("/debug/blocks").await;
+    assert_eq!(
+        stored["ranks"][0]["last_seq"], 1,
+        "the least loaded rank is the first one"
+    );
+    adapted["model"] = json!("nobody");
+    let response = engine.post("/v1/completions", adapted).await;
+    assert_eq!(response.status(), StatusCode::NOT_FOUND);
+    let error: Value = response.json().await.unwrap();
+    assert_eq!(error["error"]["code"], 404);
+    let models = engine.get("/v1/models").await;
+    assert_eq!(models["data"][1]["id"], "adapter");
+    assert_eq!(models["data"][1]["parent"], models["data"][0]["id"]);
+}
+
+#[tokio::test]
+async fn a_reset_is_told_with_the_next_batch_and_lost_batches_can_be_replayed() {
+    let engine = Engine::start(&["--block-size=2", "--topic=kv-events", "--itl-ms=1"]);
+    let context = zmq::Context::new();
+    let sub = context.socket(zmq::SUB).unwrap();
+    sub.set_subscribe(b"kv-events").unwrap();
+    sub.connect(&endpoint(&engine.ports["kv"][0])).unwrap();
+    // A new subscriber misses what is sent before its subscription has arrived.
+    let mut seen = None;
+    for prompt in 0.. {
+        engine
+            .complete(json!({"prompt": [prompt, 7, 8], "max_tokens": 1}))
+            .await;
+        if sub.poll(zmq::POLLIN, 50).unwrap() > 0 {
+            seen = Some(sub.recv_multipart(0).unwrap());
+            break;
+        }
+    }
+    let [topic, sequence, payload] = <[Vec<u8>; 3]>::try_from(seen.unwrap()).unwrap();
+    assert_eq!(topic, b"kv-events");
+    assert_eq!(types(&payload), ["BlockStored"]);
+    let last = u64::from_be_bytes(sequence.try_into().unwrap());
+
+    let reset = engine.post("/reset_prefix_cache", json!({})).await;
+    assert_eq!(
+        reset.json::<Value>().await.unwrap(),
+        json!({"success": true})
+    );
+    assert_eq!(
+        engine.get("/debug/blocks").await["ranks"][0]["blocks"],
+        json!([])
+    );
+    engine
+        .post("/debug/fault", json!({"drop_batches": 1}))
+        .await;
+    engine
+        .complete(json!({"prompt": [1, 2, 3], "max_tokens": 1}))
+        .await;
+    engine
+        .complete(json!({"prompt": [4, 5, 6], "max_tokens": 1}))
+        .await;
+    sub.set_rcvtimeo(timeout_ms()).unwrap();
+    let live = sub.recv_multipart(0).unwrap();
+    let live = u64::from_be_bytes(live[1].as_slice().try_into().unwrap());
+    assert_eq!(live, last + 2, "one batch is missing");
+    let replayed = engine.replay(0, last);
+    let sequences: Vec<u64> = replayed.iter().map(|(sequence, _)| *sequence).collect();
+    assert_eq!(sequences, [last, last + 1, last + 2]);
+    assert_eq!(replayed[0].1, payload, "byte for byte");
+    assert_eq!(types(&replayed[1].1), ["AllBlocksCleared", "BlockStored"]);
+}
+
+#[tokio::test]
+async fn a_request_in_flight_forbids_a_reset() {
+    let engine = Engine::start(&["--itl-ms=5"]);
+    let endless = json!({"prompt": "abc", "max_tokens": 10_000, "stream": true});
+    let mut response = engine.post("/v1/completions", endless).await;
+    assert!(response.chunk().await.unwrap().is_some());
+    let reset = engine.post("/reset_prefix_cache", json!({})).await;
+    assert_eq!(
+        reset.json::<Value>().await.unwrap(),
+        json!({"success": false})
+    );
+}
+
+#[tokio::test]
+async fn operators_find_what_vllm_tells_them() {
+    let engine = Engine::start(&["--ranks=2", "--num-blocks=77", "--topic=t"]);
+    let sources = engine.get("/kv_event_sources").await;
+    let expected = format!("tcp://*:{}", engine.ports["kv"][1]);
+    assert_eq!(sources["1"]["endpoint"], json!(expected));
+    assert_eq!(sources["0"]["topic"], "t");
+    let url = format!("{}/metrics", engine.url);
+    let metrics = engine
+        .client
+        .get(url)
+        .send()
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
+    assert!(metrics.contains("num_gpu_blocks=\"77\""));
+    assert!(
+        metrics.contains("vllm:num_requests_running{engine=\"1\",model_name=\"mock-model\"} 0")
+    );
+    let health = format!("{}/health", engine.url);
+    let status = async || engine.client.get(&health).send().await.unwrap().status();
+    assert_eq!(status().await, StatusCode::OK);
+    engine.post("/debug/fault", json!({"health": 503})).await;
+    assert_eq!(status().await, StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test]
+async fn bad_requests_get_errors_in_openai_form() {
+    let engine = Engine::start(&["--num-blocks=4"]);
+    let bad = [
+        json!({}),
+        json!({"prompt": {"text": "no"}}),
+        json!({"prompt": ""}),
+        json!({"prompt": "abc", "n": 2}),
+        json!({"prompt": "abc", "max_tokens": 0}),
+        json!({"prompt": "abc", "max_tokens": 1000}),
+    ];
+    for body in bad {
+        let response = engine.post("/v1/completions", body.clone()).await;
+        assert_eq!(response.status(), StatusCode::BAD_REQUEST, "{body}");
+        let error: Value = response.json().await.unwrap();
+        assert!(error["error"]["message"].is_string());
+    }
+    let response = engine
+        .post("/v1/chat/completions", json!({"messages": []}))
+        .await;
+    assert_eq!(response.status(), StatusCode::BAD_REQUEST);
+}
