@@ -1,5 +1,7 @@
 //! The mock engine as a process: what clients, readers of events and tests rely on.
 
+#![expect(clippy::unwrap_used, reason = "test code, helpers included")]
+
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -291,7 +293,7 @@ async fn a_client_that_goes_away_aborts_its_request() {
     let counters = &engine.get("/debug/counters").await["ranks"][0];
     assert_eq!(
         (&counters["started"], &counters["finished"]),
-        (&json!(3), &json!(1))
+        (&json!(4), &json!(1))
     );
 }
 
