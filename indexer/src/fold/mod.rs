@@ -1,0 +1,442 @@
+//! The log as the indexer understands it: messages in, one verdict each, one tree.
+//!
+//! [`Fold`] holds the tree together with what is known of each source, so that whoever reads both
+//! under one lock cannot see a torn answer. It is deterministic, idempotent and total: bad input is
+//! a counted verdict, never an error that stops the reader.
+//!
+//! What lowers a source: a gap in the log, a digest that differs, a contradiction (`stale`), a
+//! heartbeat of a generation that is still to come (`catching_up`), no proof for 5 s, the shim's
+//! registration gone, memory (`unknown`).
+//! A heartbeat that is ahead of the log is none of these: the answers remain what they claim to be,
+//! the fold up to the engine sequence that they name, and the log usually is milliseconds behind.
+//! If what was announced does not come, the last proof is 5 s old before patience ends at 6 s; so
+//! the source is `unknown` first, and then a new generation is asked for.
+//!
+//! It does no IO, reads no clock and keeps nothing on disk.
+
+mod ends;
+mod resync;
+mod source;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use warmroute_proto::bus::LogMessage;
+use warmroute_proto::query::SourceState;
+use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{
+    Change, Heartbeat, LogPosition, Namespace, PrefixHash, Record, Source, StreamIdentity, Tier,
+    Tiers, WorkerId, codec,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::tree::{SourceNumber, TierMask, Tree};
+use ends::LogEnds;
+use source::{Holding, Shim, SourceFold};
+
+pub use source::{PROOF_AGE_MAX, SourceStanding};
+
+/// What a source holds is given back when its shim has been gone this long. Its fence stays.
+const FREE_AFTER: Duration = Duration::from_secs(600);
+
+/// What a message of the log did. Words are metric labels: a closed set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Applied,
+    /// It began a new generation.
+    Started,
+    /// It is of a new generation whose beginning is missing.
+    StartedBehind,
+    /// Something before it is missing.
+    Ahead,
+    Duplicate,
+    /// Its number came before with other bytes.
+    Violation,
+    /// It is of a generation that the fence excludes.
+    Old,
+    /// It stored what was held, removed what was not, or named a parent that is not known.
+    Contradiction,
+    /// After it, count or digest differ from what it says.
+    Mismatch,
+    /// It is the next one of a source that is not folded at present.
+    NotFolded,
+    Undecodable,
+    /// It speaks of another source than its subject does.
+    WrongSource,
+    /// Its subject names no source.
+    WrongSubject,
+    /// Its position is not behind the last one.
+    Replayed,
+}
+
+impl Verdict {
+    pub const ALL: [Self; 14] = [
+        Self::Applied,
+        Self::Started,
+        Self::StartedBehind,
+        Self::Ahead,
+        Self::Duplicate,
+        Self::Violation,
+        Self::Old,
+        Self::Contradiction,
+        Self::Mismatch,
+        Self::NotFolded,
+        Self::Undecodable,
+        Self::WrongSource,
+        Self::WrongSubject,
+        Self::Replayed,
+    ];
+
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Applied => "applied",
+            Self::Started => "started",
+            Self::StartedBehind => "started_behind",
+            Self::Ahead => "ahead",
+            Self::Duplicate => "duplicate",
+            Self::Violation => "violation",
+            Self::Old => "old",
+            Self::Contradiction => "contradiction",
+            Self::Mismatch => "mismatch",
+            Self::NotFolded => "not_folded",
+            Self::Undecodable => "undecodable",
+            Self::WrongSource => "wrong_source",
+            Self::WrongSubject => "wrong_subject",
+            Self::Replayed => "replayed",
+        }
+    }
+}
+
+/// What a heartbeat did. Words are metric labels: a closed set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeartbeatVerdict {
+    /// Same number, same digest.
+    Proof,
+    /// Same number, another digest.
+    Mismatch,
+    /// The source is not folded at present: nothing to compare.
+    NotFolded,
+    /// It names records that have not come yet.
+    Behind,
+    /// It is older than what was applied: its shim lives, no more.
+    Late,
+    /// It is of a generation that the fence excludes.
+    Old,
+    Undecodable,
+}
+
+impl HeartbeatVerdict {
+    pub const ALL: [Self; 7] = [
+        Self::Proof,
+        Self::Mismatch,
+        Self::NotFolded,
+        Self::Behind,
+        Self::Late,
+        Self::Old,
+        Self::Undecodable,
+    ];
+
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Proof => "proof",
+            Self::Mismatch => "mismatch",
+            Self::NotFolded => "not_folded",
+            Self::Behind => "behind",
+            Self::Late => "late",
+            Self::Old => "old",
+            Self::Undecodable => "undecodable",
+        }
+    }
+}
+
+/// A registry value that is no entry of the worker that its key names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the registry value is no entry of its key's worker")]
+pub struct BadEntry;
+
+/// One worker as the registry told it last.
+#[derive(Clone, Debug)]
+pub(crate) struct Worker {
+    pub(crate) entry: WorkerEntry,
+    pub(crate) gone_since: Option<Instant>,
+    /// The present watch has told of it.
+    told: bool,
+}
+
+/// See the module's documentation.
+pub struct Fold {
+    subjects: Subjects,
+    bytes_max: Option<usize>,
+    log: Option<StreamIdentity>,
+    position: LogPosition,
+    ends: LogEnds,
+    /// How often the log went on somewhere else than it ended.
+    jumps: u64,
+    tree: Tree,
+    sources: BTreeMap<Source, SourceFold>,
+    workers: BTreeMap<WorkerId, Worker>,
+}
+
+impl Fold {
+    /// An empty one. Above `bytes_max` of blocks, sources are set aside.
+    #[must_use]
+    pub fn new(namespace: &Namespace, bytes_max: Option<usize>) -> Self {
+        Self {
+            subjects: Subjects::new(namespace),
+            bytes_max,
+            log: None,
+            position: LogPosition(0),
+            ends: LogEnds::default(),
+            jumps: 0,
+            tree: Tree::new(),
+            sources: BTreeMap::new(),
+            workers: BTreeMap::new(),
+        }
+    }
+
+    // --- log
+
+    /// Says which log is read from now on. If it is another one than before, reading starts at its
+    /// beginning, and every source is doubtful until it is proven.
+    pub fn follow(&mut self, log: StreamIdentity) {
+        if self.log == Some(log) {
+            return;
+        }
+        let first = self.log.is_none();
+        self.log = Some(log);
+        self.position = LogPosition(0);
+        self.ends.clear();
+        if !first {
+            for source in self.sources.values_mut() {
+                source.log_lost();
+            }
+        }
+    }
+
+    /// At the moment `at`, or later, the log ended at `last`.
+    pub fn observe_end(&mut self, at: Instant, last: LogPosition) {
+        self.ends.observe(at, last);
+    }
+
+    /// Takes the next message of the log.
+    pub fn apply(&mut self, now: Instant, message: &LogMessage) -> Verdict {
+        if message.position <= self.position {
+            return Verdict::Replayed;
+        }
+        if message.position != self.position.next() && self.position != LogPosition(0) {
+            self.jumps += 1;
+            self.sources.values_mut().for_each(SourceFold::doubt);
+        }
+        self.position = message.position;
+        let Some(source) = self.subjects.record_source(&message.subject) else {
+            return Verdict::WrongSubject;
+        };
+        let record = match codec::decode::<Record>(&message.payload) {
+            Ok(record) if record.source == source => record,
+            wrong => {
+                if let Some(fold) = self.sources.get_mut(&source) {
+                    fold.doubt();
+                }
+                return match wrong {
+                    Ok(_) => Verdict::WrongSource,
+                    Err(_) => Verdict::Undecodable,
+                };
+            }
+        };
+        let stored = self.ends.stored_after(message.position);
+        let fold = self.sources.entry(source).or_insert_with(SourceFold::new);
+        let payload = xxh3_64(&message.payload);
+        let verdict = fold.record(now, stored, &record, payload, &mut self.tree);
+        self.bound_memory();
+        verdict
+    }
+
+    // --- broadcast and registry
+
+    /// Takes a heartbeat.
+    pub fn heartbeat(&mut self, now: Instant, payload: &[u8]) -> HeartbeatVerdict {
+        let Ok(heartbeat) = codec::decode::<Heartbeat>(payload) else {
+            return HeartbeatVerdict::Undecodable;
+        };
+        self.sources
+            .entry(heartbeat.source.clone())
+            .or_insert_with(SourceFold::new)
+            .heartbeat(now, &heartbeat, &mut self.tree)
+    }
+
+    /// A new watch of the registry begins: it tells everything from the start.
+    pub fn watch_begins(&mut self) {
+        for worker in self.workers.values_mut() {
+            worker.told = false;
+        }
+    }
+
+    /// The watch has told everything that is there: whoever was not named is gone.
+    pub fn watch_is_current(&mut self, now: Instant) {
+        for worker in self.workers.values_mut() {
+            if !worker.told {
+                worker.gone_since.get_or_insert(now);
+            }
+        }
+    }
+
+    pub fn worker_put(&mut self, key: &str, value: &[u8]) -> Result<(), BadEntry> {
+        let entry = codec::decode::<WorkerEntry>(value).map_err(|_| BadEntry)?;
+        if self.subjects.key_worker(key).as_ref() != Some(&entry.worker) {
+            return Err(BadEntry);
+        }
+        let worker = Worker {
+            gone_since: None,
+            told: true,
+            entry,
+        };
+        self.workers.insert(worker.entry.worker.clone(), worker);
+        Ok(())
+    }
+
+    pub fn worker_gone(&mut self, now: Instant, key: &str) {
+        let worker = self.subjects.key_worker(key);
+        if let Some(worker) = worker.and_then(|worker| self.workers.get_mut(&worker)) {
+            worker.gone_since.get_or_insert(now);
+        }
+    }
+
+    // --- time
+
+    /// Lets time pass: patience ends, what is long gone is freed.
+    pub fn tick(&mut self, now: Instant) {
+        for (source, fold) in &mut self.sources {
+            fold.expire(now);
+            let gone = self
+                .workers
+                .get(&source.worker)
+                .and_then(|worker| worker.gone_since);
+            let long = gone.is_some_and(|gone| now.saturating_duration_since(gone) >= FREE_AFTER);
+            if long && fold.number().is_some() {
+                fold.set_aside(&mut self.tree, Holding::Freed);
+            }
+        }
+    }
+
+    /// The requests for new generations that are due.
+    pub fn poll_resyncs(&mut self, now: Instant) -> Vec<ResyncRequest> {
+        let workers = &self.workers;
+        let reachable = self
+            .sources
+            .iter_mut()
+            .filter(|(source, _)| shim(workers, &source.worker) == Shim::Present);
+        resync::poll(now, reachable)
+    }
+
+    /// Gives back a part of what dead generations held. Is there more?
+    pub fn reclaim(&mut self, nodes_max: usize) -> bool {
+        self.tree.reclaim(nodes_max)
+    }
+
+    // --- views
+
+    #[must_use]
+    pub const fn log(&self) -> Option<StreamIdentity> {
+        self.log
+    }
+
+    /// Everything up to here is in.
+    #[must_use]
+    pub const fn position(&self) -> LogPosition {
+        self.position
+    }
+
+    /// Messages between the position and where the log was last seen to end.
+    #[must_use]
+    pub fn lag(&self) -> u64 {
+        let last = self.ends.last().unwrap_or_default();
+        last.0.saturating_sub(self.position.0)
+    }
+
+    #[must_use]
+    pub const fn jumps(&self) -> u64 {
+        self.jumps
+    }
+
+    #[must_use]
+    pub const fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    /// Every source that was ever heard of, in order.
+    pub fn standings(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStanding)> {
+        self.sources.iter().map(move |(source, fold)| {
+            let shim = shim(&self.workers, &source.worker);
+            (source, fold.standing(now, shim, &self.tree))
+        })
+    }
+
+    /// All pairs that the source holds, in no order.
+    pub fn held(&self, source: &Source) -> impl Iterator<Item = (PrefixHash, Tier)> {
+        self.number(source)
+            .into_iter()
+            .flat_map(|number| self.tree.held(number))
+    }
+
+    /// See [`Tree::dump`]; none if nothing is folded.
+    #[must_use]
+    pub fn dump(&self, source: &Source) -> Option<Vec<Change>> {
+        Some(self.tree.dump(self.number(source)?))
+    }
+
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &Worker> {
+        self.workers.values()
+    }
+
+    /// The source's number, and its tiers whose blocks count in these states.
+    pub(crate) fn allowed(
+        &self,
+        source: &Source,
+        states: &Tiers<SourceState>,
+    ) -> Option<(SourceNumber, TierMask)> {
+        Some((self.number(source)?, source::credited(states)))
+    }
+
+    fn number(&self, source: &Source) -> Option<SourceNumber> {
+        self.sources.get(source)?.number()
+    }
+
+    /// Sets aside whole sources, the largest first, until the bound is kept.
+    fn bound_memory(&mut self) {
+        let Some(bytes_max) = self.bytes_max else {
+            return;
+        };
+        while self.tree.bytes() > bytes_max {
+            while self.tree.reclaim(usize::MAX) {}
+            if self.tree.bytes() <= bytes_max {
+                return;
+            }
+            let tree = &self.tree;
+            let size = |fold: &SourceFold| fold.number().map(|number| tree.entries(number));
+            let largest = self
+                .sources
+                .values_mut()
+                .filter(|fold| fold.number().is_some())
+                .max_by_key(|fold| size(fold));
+            match largest {
+                Some(largest) => largest.set_aside(&mut self.tree, Holding::SetAside),
+                None => return,
+            }
+        }
+    }
+}
+
+fn shim(workers: &BTreeMap<WorkerId, Worker>, worker: &WorkerId) -> Shim {
+    match workers.get(worker) {
+        Some(worker) if worker.gone_since.is_some() => Shim::Gone,
+        Some(_) | None => Shim::Present,
+    }
+}
+
+#[cfg(test)]
+mod golden;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,84 @@
+//! When a source's shim is asked for a new generation: the last resort.
+//!
+//! A wish stays until the source is proven right or a new generation came. It is voiced at most
+//! once per [`INTERVAL`] and source, and at most [`AT_ONCE`] requests wait for their answer at a
+//! time, those that waited longest first: each answer is a whole image through the log.
+
+use std::time::{Duration, Instant};
+
+use warmroute_proto::registry::{ResyncReason, ResyncRequest};
+use warmroute_proto::{Generation, Source};
+
+use super::source::SourceFold;
+
+/// A request that brought no new generation by then is given up, and may be repeated.
+const INTERVAL: Duration = Duration::from_secs(10);
+const AT_ONCE: usize = 8;
+
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    at: Instant,
+    above: Generation,
+}
+
+/// One source's part.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resync {
+    wish: Option<ResyncReason>,
+    asked: Option<Asked>,
+}
+
+impl Resync {
+    pub(super) const fn new() -> Self {
+        Self {
+            wish: None,
+            asked: None,
+        }
+    }
+
+    /// The first reason stays: later ones are mostly its consequences.
+    pub(super) fn wish(&mut self, reason: ResyncReason) {
+        self.wish.get_or_insert(reason);
+    }
+
+    pub(super) const fn settle(&mut self) {
+        self.wish = None;
+    }
+
+    fn asked_lately(&self, now: Instant) -> Option<&Asked> {
+        self.asked
+            .as_ref()
+            .filter(|asked| now.saturating_duration_since(asked.at) < INTERVAL)
+    }
+}
+
+/// The requests to send now. `sources` are those whose shim may answer.
+pub(super) fn poll<'a>(
+    now: Instant,
+    sources: impl Iterator<Item = (&'a Source, &'a mut SourceFold)>,
+) -> Vec<ResyncRequest> {
+    let mut under_way = 0;
+    let mut waiting = Vec::new();
+    for (source, fold) in sources {
+        let fence = fold.fence();
+        match (fold.resync.asked_lately(now), fold.resync.wish, fence) {
+            (Some(asked), _, Some(fence)) if fence <= asked.above => under_way += 1,
+            (None, Some(reason), Some(above)) => waiting.push((source, fold, reason, above)),
+            (Some(_) | None, Some(_) | None, Some(_) | None) => {}
+        }
+    }
+    // Never asked comes first; the sort is stable, so that equals stay in the order of sources.
+    waiting.sort_by_key(|(_, fold, ..)| fold.resync.asked.map(|asked| asked.at));
+    waiting
+        .into_iter()
+        .take(AT_ONCE.saturating_sub(under_way))
+        .map(|(source, fold, reason, above)| {
+            fold.resync.asked = Some(Asked { at: now, above });
+            ResyncRequest {
+                source: source.clone(),
+                above,
+                reason,
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,422 @@
+//! One source as the log tells it: which records are in, and how far that can be trusted.
+
+use std::time::{Duration, Instant};
+
+use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::registry::ResyncReason;
+use warmroute_proto::{
+    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber, Sequencer,
+    Standing, TierState, TierStates, Tiers, Verdict as Step,
+};
+
+use super::resync::Resync;
+use super::{HeartbeatVerdict, Verdict};
+use crate::tree::{SourceNumber, TierMask, Tree};
+
+/// How long something missing may stay missing: three times the shim's ack time-out of 2 s, within
+/// which the log delivers it or the shim sends it again.
+pub(super) const PATIENCE: Duration = Duration::from_secs(6);
+
+/// A state is credited only while its last proof is younger.
+pub const PROOF_AGE_MAX: Duration = Duration::from_secs(5);
+
+/// What became of the blocks that the log tells of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Holding {
+    /// Not a single record came yet.
+    Nothing,
+    /// They are in the tree.
+    Applied(SourceNumber),
+    /// The tree contradicted the log; what was folded is thrown away until the next generation.
+    Diverged,
+    /// The memory bound was reached; nothing is folded until the next generation.
+    SetAside,
+    /// The shim was gone for long; nothing is folded until the next generation.
+    Freed,
+}
+
+/// Why a source that is folded may be wrong all the same.
+#[derive(Clone, Copy, Debug, Default)]
+struct Doubts {
+    /// The highest number that the log delivered too early: something before it is missing.
+    gap_below: Option<RecordNumber>,
+    /// What a heartbeat announced has not come within the patience.
+    overdue: bool,
+    /// A message on this subject could not be read, or the log skipped positions: something may
+    /// be missing, the next number or digest tells.
+    unread: bool,
+}
+
+impl Doubts {
+    const fn any(&self) -> bool {
+        self.gap_below.is_some() || self.overdue || self.unread
+    }
+}
+
+/// A generation that heartbeats name and the log does not have.
+#[derive(Clone, Copy, Debug)]
+struct Unseen {
+    generation: Generation,
+    /// None before its first record: there is nothing to wait for.
+    deadline: Option<Instant>,
+}
+
+/// See the module's documentation.
+pub(super) struct SourceFold {
+    sequencer: Sequencer,
+    holding: Holding,
+    states: TierStates,
+    engine_seq: Option<EngineSeq>,
+    health: EngineHealth,
+    /// When a record or heartbeat last proved what is folded.
+    proven: Option<Instant>,
+    /// When the present generation last said anything.
+    heard: Option<Instant>,
+    doubts: Doubts,
+    unseen: Option<Unseen>,
+    pub(super) resync: Resync,
+}
+
+/// What is known of a source at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceStanding {
+    pub generation: Option<Generation>,
+    pub number: Option<RecordNumber>,
+    pub engine_seq: Option<EngineSeq>,
+    pub states: Tiers<SourceState>,
+    pub reason: Option<UnknownReason>,
+    pub proof_age: Option<Duration>,
+    /// None while nothing is folded.
+    pub digest: Option<Digest>,
+    pub health: EngineHealth,
+}
+
+/// Is the shim's registration there?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shim {
+    /// It is, or it never was and nothing can be said.
+    Present,
+    Gone,
+}
+
+impl SourceFold {
+    pub(super) const fn new() -> Self {
+        Self {
+            sequencer: Sequencer::new(PATIENCE),
+            holding: Holding::Nothing,
+            states: Tiers {
+                gpu: TierState::CatchingUp,
+                cpu: TierState::CatchingUp,
+                disk: TierState::CatchingUp,
+            },
+            engine_seq: None,
+            health: EngineHealth::Unknown,
+            proven: None,
+            heard: None,
+            doubts: Doubts {
+                gap_below: None,
+                overdue: false,
+                unread: false,
+            },
+            unseen: None,
+            resync: Resync::new(),
+        }
+    }
+
+    /// Takes a record. `stored` is a moment before which the log did not have it; none if it is
+    /// older than all that matters: then it is folded, but proves nothing about the present.
+    pub(super) fn record(
+        &mut self,
+        now: Instant,
+        stored: Option<Instant>,
+        record: &Record,
+        payload: u64,
+        tree: &mut Tree,
+    ) -> Verdict {
+        let (generation, number) = (record.generation, record.number);
+        let step = self.sequencer.accept(now, generation, number, payload);
+        if step != Step::Old {
+            self.heard = self.heard.max(stored);
+        }
+        match step {
+            Step::Apply => self.take(stored, record, tree, Verdict::Applied),
+            Step::Start => {
+                self.open(tree);
+                self.take(stored, record, tree, Verdict::Started)
+            }
+            Step::StartBehind => {
+                self.open(tree);
+                self.doubts.gap_below = Some(number);
+                Verdict::StartedBehind
+            }
+            Step::Ahead => {
+                self.doubts.gap_below = self.doubts.gap_below.max(Some(number));
+                Verdict::Ahead
+            }
+            Step::Duplicate => Verdict::Duplicate,
+            Step::Violation => {
+                self.diverge(tree);
+                Verdict::Violation
+            }
+            Step::Old => {
+                if stored.is_some_and(|stored| !lapsed(stored, now)) {
+                    self.fenced(now);
+                }
+                Verdict::Old
+            }
+        }
+    }
+
+    pub(super) fn heartbeat(
+        &mut self,
+        now: Instant,
+        heartbeat: &Heartbeat,
+        tree: &mut Tree,
+    ) -> HeartbeatVerdict {
+        let (generation, number) = (heartbeat.generation, heartbeat.number);
+        let standing = self.sequencer.witness(now, generation, number);
+        if self.sequencer.generation() == Some(generation) {
+            self.heard = Some(now);
+            self.health = heartbeat.health;
+        }
+        match standing {
+            Standing::Level => self.level(now, heartbeat, tree),
+            Standing::Behind => {
+                self.await_generation(now, generation, number);
+                HeartbeatVerdict::Behind
+            }
+            Standing::Ahead => HeartbeatVerdict::Late,
+            Standing::Old => {
+                self.fenced(now);
+                HeartbeatVerdict::Old
+            }
+        }
+    }
+
+    /// Something on this source's subject could not be read, or positions were skipped.
+    pub(super) const fn doubt(&mut self) {
+        self.doubts.unread = true;
+    }
+
+    /// The log is another one: what came before is in none of its records.
+    pub(super) fn log_lost(&mut self) {
+        self.doubt();
+        self.resync.wish(ResyncReason::LogLost);
+    }
+
+    /// Lets patience run out where it does.
+    pub(super) fn expire(&mut self, now: Instant) {
+        if self.sequencer.gap_expired(now) {
+            self.doubts.overdue = true;
+            self.resync.wish(ResyncReason::Gap);
+        }
+        if let Some(unseen) = &mut self.unseen
+            && unseen.deadline.is_some_and(|deadline| deadline <= now)
+        {
+            unseen.deadline = Some(now + PATIENCE);
+            self.resync.wish(ResyncReason::LogLost);
+        }
+    }
+
+    /// Stops folding and gives the memory back.
+    pub(super) fn set_aside(&mut self, tree: &mut Tree, holding: Holding) {
+        if let Holding::Applied(number) = self.holding {
+            tree.close(number);
+        }
+        self.holding = holding;
+    }
+
+    pub(super) const fn number(&self) -> Option<SourceNumber> {
+        match self.holding {
+            Holding::Applied(number) => Some(number),
+            Holding::Nothing | Holding::Diverged | Holding::SetAside | Holding::Freed => None,
+        }
+    }
+
+    /// Every generation that a new one has to be above of.
+    pub(super) fn fence(&self) -> Option<Generation> {
+        let unseen = self.unseen.map(|unseen| unseen.generation);
+        self.sequencer.generation().max(unseen)
+    }
+
+    pub(super) fn standing(&self, now: Instant, shim: Shim, tree: &Tree) -> SourceStanding {
+        let (states, reason) = self.states(now, shim);
+        SourceStanding {
+            generation: self.sequencer.generation(),
+            number: self.sequencer.last(),
+            engine_seq: self.engine_seq,
+            states,
+            reason,
+            proof_age: self
+                .proven
+                .map(|proven| now.saturating_duration_since(proven)),
+            digest: self.number().map(|number| tree.digest(number)),
+            health: self.health,
+        }
+    }
+
+    /// The shim's word, lowered by what is seen here; the weakest wins.
+    pub(super) fn states(
+        &self,
+        now: Instant,
+        shim: Shim,
+    ) -> (Tiers<SourceState>, Option<UnknownReason>) {
+        if let Some(reason) = self.unknown(now, shim) {
+            return (Tiers::all(SourceState::Unknown), Some(reason));
+        }
+        let doubtful =
+            self.doubts.any() || self.sequencer.is_violated() || self.holding == Holding::Diverged;
+        let floor = if self.unseen.is_some() {
+            SourceState::CatchingUp
+        } else if doubtful {
+            SourceState::Stale
+        } else {
+            SourceState::Exact
+        };
+        let states = self
+            .states
+            .map(|&state| SourceState::from(state).weakest(floor));
+        (states, None)
+    }
+
+    fn unknown(&self, now: Instant, shim: Shim) -> Option<UnknownReason> {
+        if self.holding == Holding::SetAside {
+            Some(UnknownReason::Memory)
+        } else if shim == Shim::Gone || self.holding == Holding::Freed {
+            Some(UnknownReason::ShimGone)
+        } else if self.proven.is_none_or(|proven| lapsed(proven, now)) {
+            Some(UnknownReason::NoProof)
+        } else {
+            None
+        }
+    }
+
+    /// A new generation: a fresh number, and the old one is dead at once.
+    fn open(&mut self, tree: &mut Tree) {
+        let number = tree.open();
+        self.set_aside(tree, Holding::Applied(number));
+        self.states = Tiers::all(TierState::CatchingUp);
+        self.engine_seq = None;
+        self.proven = None;
+        self.doubts = Doubts::default();
+        self.resync.settle();
+        if self
+            .unseen
+            .is_some_and(|unseen| Some(unseen.generation) <= self.sequencer.generation())
+        {
+            self.unseen = None;
+        }
+    }
+
+    /// The next record: folds it, and compares.
+    fn take(
+        &mut self,
+        stored: Option<Instant>,
+        record: &Record,
+        tree: &mut Tree,
+        taken: Verdict,
+    ) -> Verdict {
+        self.close_gap();
+        let Some(number) = self.number() else {
+            return Verdict::NotFolded;
+        };
+        let applied = record
+            .changes
+            .iter()
+            .try_for_each(|change| tree.apply(number, change));
+        if applied.is_err() {
+            self.diverge(tree);
+            return Verdict::Contradiction;
+        }
+        if tree.digest(number) != record.after {
+            self.diverge(tree);
+            return Verdict::Mismatch;
+        }
+        self.states = record.states;
+        self.engine_seq = record.engine_seq;
+        self.proven = self.proven.max(stored);
+        self.prove();
+        taken
+    }
+
+    fn level(&mut self, now: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
+        let Some(number) = self.number() else {
+            if self.holding == Holding::Freed {
+                self.resync.wish(ResyncReason::LogLost);
+            }
+            return HeartbeatVerdict::NotFolded;
+        };
+        if tree.digest(number) != heartbeat.after {
+            self.diverge(tree);
+            return HeartbeatVerdict::Mismatch;
+        }
+        self.states = heartbeat.states;
+        self.engine_seq = heartbeat.engine_seq;
+        self.proven = Some(now);
+        self.prove();
+        HeartbeatVerdict::Proof
+    }
+
+    /// Number and digest are right: whatever could not be read was nothing.
+    fn prove(&mut self) {
+        self.doubts.unread = false;
+        if !self.doubts.any() && self.unseen.is_none() {
+            self.resync.settle();
+        }
+    }
+
+    fn close_gap(&mut self) {
+        if self.doubts.gap_below <= self.sequencer.last() {
+            self.doubts.gap_below = None;
+        }
+        if !self.sequencer.has_gap() {
+            self.doubts.overdue = false;
+        }
+    }
+
+    fn diverge(&mut self, tree: &mut Tree) {
+        if self.number().is_some() {
+            self.set_aside(tree, Holding::Diverged);
+        }
+        self.resync.wish(ResyncReason::Mismatch);
+    }
+
+    /// A heartbeat named a generation that the log has not delivered: it voids the present one at
+    /// once. Its records are on their way, or lost.
+    fn await_generation(
+        &mut self,
+        now: Instant,
+        generation: Generation,
+        number: Option<RecordNumber>,
+    ) {
+        if Some(generation) <= self.sequencer.generation() {
+            return;
+        }
+        let known = self.unseen;
+        let deadline = known.and_then(|unseen| unseen.deadline);
+        self.unseen = Some(Unseen {
+            generation: known.map_or(generation, |unseen| unseen.generation.max(generation)),
+            deadline: deadline.or_else(|| number.map(|_| now + PATIENCE)),
+        });
+    }
+
+    /// A fenced-off generation speaks. If the present one has been silent, the fence is ahead of
+    /// whoever holds the source: it has to come above it.
+    fn fenced(&mut self, now: Instant) {
+        if self.heard.is_none_or(|heard| lapsed(heard, now)) {
+            self.resync.wish(ResyncReason::Fenced);
+        }
+    }
+}
+
+fn lapsed(since: Instant, now: Instant) -> bool {
+    now.saturating_duration_since(since) >= PROOF_AGE_MAX
+}
+
+/// The tiers whose blocks count.
+pub(super) fn credited(states: &Tiers<SourceState>) -> TierMask {
+    warmroute_proto::Tier::ALL
+        .into_iter()
+        .filter(|&tier| states.get(tier).gives_credit())
+        .fold(TierMask::NONE, TierMask::with)
+}

@@ -1,0 +1,63 @@
+//! From a question to its answer, under one view of the fold: sources and tree of one moment.
+
+use std::time::{Duration, Instant};
+
+use warmroute_proto::query::{Answer, Query, SourceAnswer};
+use warmroute_proto::{Source, Tiers};
+
+use crate::fold::{Fold, SourceStanding};
+use crate::tree::{SourceNumber, TierMask};
+
+/// Answers a query. Sources of which no record came yet are left out: there is nothing to say.
+#[must_use]
+pub fn answer(fold: &Fold, query: &Query, now: Instant) -> Answer {
+    let position = fold.position();
+    let behind = query.at_least.is_some_and(|wanted| position < wanted);
+    // Before the log is known there is no position that could be compared.
+    let Some(log) = fold.log().filter(|_| !behind) else {
+        return Answer::Behind { position };
+    };
+    let mut sources = Vec::new();
+    let mut places: Vec<Option<usize>> = Vec::new();
+    let mut allowed: Vec<(SourceNumber, TierMask)> = Vec::new();
+    for (source, standing) in fold.standings(now) {
+        let Some(answer) = without_run(source, &standing) else {
+            continue;
+        };
+        places.push(fold.allowed(source, &standing.states).map(|pair| {
+            allowed.push(pair);
+            allowed.len() - 1
+        }));
+        sources.push(answer);
+    }
+    let runs = fold.tree().lookup(&query.blocks, &allowed);
+    for (answer, place) in sources.iter_mut().zip(places) {
+        answer.run = place
+            .and_then(|place| runs.get(place).copied())
+            .unwrap_or_default();
+    }
+    Answer::Runs {
+        log,
+        position,
+        sources,
+    }
+}
+
+fn without_run(source: &Source, standing: &SourceStanding) -> Option<SourceAnswer> {
+    Some(SourceAnswer {
+        source: source.clone(),
+        generation: standing.generation?,
+        number: standing.number,
+        engine_seq: standing.engine_seq,
+        states: standing.states,
+        reason: standing.reason,
+        proof_age_ms: milliseconds(standing.proof_age),
+        run: Tiers::default(),
+    })
+}
+
+/// Never proven counts as proven endlessly long ago.
+fn milliseconds(age: Option<Duration>) -> u32 {
+    age.and_then(|age| u32::try_from(age.as_millis()).ok())
+        .unwrap_or(u32::MAX)
+}

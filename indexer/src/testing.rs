@@ -1,0 +1,267 @@
+//! What the tests share: shims that keep their own truth as sets, and a fold with a clock.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use warmroute_proto::bus::LogMessage;
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{
+    Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash, LogPosition,
+    Namespace, PrefixHash, Record, RecordNumber, Source, StreamIdentity, Tier, TierState, Tiers,
+    WorkerId, codec,
+};
+
+use crate::fold::{Fold, HeartbeatVerdict, Verdict};
+use crate::query;
+
+pub(crate) const IDENTITY: StreamIdentity = StreamIdentity {
+    created_unix_ns: 1,
+    nonce: 7,
+};
+
+pub(crate) fn namespace() -> Namespace {
+    Namespace::from("test")
+}
+
+/// A source by `worker/rank`.
+pub(crate) fn source(name: &str) -> Source {
+    let (worker, rank) = name.split_once('/').unwrap();
+    Source {
+        worker: WorkerId::from(worker),
+        dp_rank: DpRank(rank.parse().unwrap()),
+    }
+}
+
+/// Blocks named by letters.
+pub(crate) fn locals(names: &str) -> Vec<LocalHash> {
+    names
+        .split_whitespace()
+        .map(|name| {
+            LocalHash(
+                name.bytes()
+                    .fold(0, |sum, byte| sum * 256 + u64::from(byte)),
+            )
+        })
+        .collect()
+}
+
+/// The prefix hash of a chain of named blocks; none for the empty chain.
+pub(crate) fn prefix(names: &str) -> Option<PrefixHash> {
+    prefix_hashes(None, &locals(names)).last()
+}
+
+pub(crate) fn stored(parent: &str, names: &str, tier: Tier) -> Change {
+    Change::Stored {
+        parent: prefix(parent),
+        blocks: locals(names),
+        tier,
+    }
+}
+
+pub(crate) fn removed(chain: &str, tier: Tier) -> Change {
+    Change::Removed {
+        blocks: prefix(chain).into_iter().collect(),
+        tier,
+    }
+}
+
+/// One source's shim: what it holds, and the records that it would publish.
+#[derive(Clone)]
+pub(crate) struct TestShim {
+    pub(crate) source: Source,
+    pub(crate) generation: Generation,
+    pub(crate) number: Option<RecordNumber>,
+    pub(crate) pairs: BTreeSet<(PrefixHash, Tier)>,
+    pub(crate) states: Tiers<TierState>,
+}
+
+impl TestShim {
+    pub(crate) fn new(name: &str) -> Self {
+        Self {
+            source: source(name),
+            generation: Generation(1),
+            number: None,
+            pairs: BTreeSet::new(),
+            states: Tiers::all(TierState::Complete),
+        }
+    }
+
+    pub(crate) fn next_generation(&mut self) {
+        self.generation = self.generation.next();
+        self.number = None;
+        self.pairs.clear();
+    }
+
+    pub(crate) fn digest(&self) -> Digest {
+        let mut digest = Digest::default();
+        for &(prefix, tier) in &self.pairs {
+            digest.insert(prefix, tier);
+        }
+        digest
+    }
+
+    pub(crate) fn record(&mut self, changes: Vec<Change>) -> Record {
+        for change in &changes {
+            match change {
+                Change::Stored { tier, .. } => {
+                    let stored = change.stored_prefixes();
+                    self.pairs.extend(stored.map(|prefix| (prefix, *tier)));
+                }
+                Change::Removed { blocks, tier } => {
+                    for &prefix in blocks {
+                        self.pairs.remove(&(prefix, *tier));
+                    }
+                }
+                Change::Cleared { tier } => self.pairs.retain(|(_, held)| held != tier),
+            }
+        }
+        self.number = Some(self.number.map_or(RecordNumber(0), RecordNumber::next));
+        Record {
+            source: self.source.clone(),
+            generation: self.generation,
+            number: self.number.unwrap(),
+            engine_seq: self.engine_seq(),
+            changes,
+            states: self.states,
+            after: self.digest(),
+        }
+    }
+
+    pub(crate) fn heartbeat(&self) -> Heartbeat {
+        Heartbeat {
+            source: self.source.clone(),
+            generation: self.generation,
+            number: self.number,
+            engine_seq: self.engine_seq(),
+            states: self.states,
+            after: self.digest(),
+            health: EngineHealth::Healthy,
+        }
+    }
+
+    fn engine_seq(&self) -> Option<EngineSeq> {
+        self.number.map(|number| EngineSeq(number.0))
+    }
+}
+
+pub(crate) fn worker_entry(worker: &str) -> WorkerEntry {
+    WorkerEntry {
+        worker: WorkerId::from(worker),
+        url: "http://127.0.0.1:8000".to_owned(),
+        models: vec!["m".to_owned()],
+        loras: Vec::new(),
+        ranks: 1,
+        block_size: warmroute_proto::BlockSize::new(16),
+        blocks_per_rank: None,
+        max_model_len: None,
+        main_attention_only: true,
+        version: "1".to_owned(),
+    }
+}
+
+/// A fold with a clock, a log that ends where the fold is, and shims by name.
+pub(crate) struct World {
+    pub(crate) fold: Fold,
+    pub(crate) now: Instant,
+    pub(crate) position: LogPosition,
+    pub(crate) shims: BTreeMap<String, TestShim>,
+    subjects: Subjects,
+}
+
+impl World {
+    pub(crate) fn new() -> Self {
+        Self::with_memory(None)
+    }
+
+    pub(crate) fn with_memory(bytes_max: Option<usize>) -> Self {
+        let mut fold = Fold::new(&namespace(), bytes_max);
+        let now = some_instant();
+        fold.follow(IDENTITY);
+        fold.observe_end(now, LogPosition(0));
+        Self {
+            fold,
+            now,
+            position: LogPosition(0),
+            shims: BTreeMap::new(),
+            subjects: Subjects::new(&namespace()),
+        }
+    }
+
+    pub(crate) fn shim(&mut self, name: &str) -> &mut TestShim {
+        self.shims
+            .entry(name.to_owned())
+            .or_insert_with(|| TestShim::new(name))
+    }
+
+    /// The log takes and delivers a message.
+    pub(crate) fn deliver(&mut self, source: &Source, payload: Vec<u8>) -> Verdict {
+        self.position = self.position.next();
+        let message = LogMessage {
+            position: self.position,
+            subject: self.subjects.records(source),
+            payload: Bytes::from(payload),
+            stored_unix_ns: self.position.0,
+        };
+        self.fold.apply(self.now, &message)
+    }
+
+    pub(crate) fn deliver_record(&mut self, record: &Record) -> Verdict {
+        self.deliver(&record.source, codec::encode(record).unwrap())
+    }
+
+    /// A shim publishes, the log delivers.
+    pub(crate) fn publish(&mut self, name: &str, changes: Vec<Change>) -> Verdict {
+        let record = self.shim(name).record(changes);
+        self.deliver_record(&record)
+    }
+
+    pub(crate) fn heartbeat(&mut self, name: &str) -> HeartbeatVerdict {
+        let heartbeat = codec::encode(&self.shim(name).heartbeat()).unwrap();
+        self.fold.heartbeat(self.now, &heartbeat)
+    }
+
+    pub(crate) fn wait(&mut self, time: Duration) {
+        self.now += time;
+        self.fold.observe_end(self.now, self.position);
+        self.fold.tick(self.now);
+    }
+
+    pub(crate) fn register(&mut self, worker: &str) {
+        let key = self.subjects.worker_key(&WorkerId::from(worker));
+        let value = codec::encode(&worker_entry(worker)).unwrap();
+        self.fold.worker_put(&key, &value).unwrap();
+    }
+
+    pub(crate) fn deregister(&mut self, worker: &str) {
+        let key = self.subjects.worker_key(&WorkerId::from(worker));
+        self.fold.worker_gone(self.now, &key);
+    }
+
+    pub(crate) fn ask(&self, names: &str) -> Vec<SourceAnswer> {
+        let query = Query {
+            blocks: locals(names),
+            at_least: None,
+        };
+        match query::answer(&self.fold, &query, self.now) {
+            Answer::Runs { sources, .. } => sources,
+            Answer::Behind { .. } => panic!("behind"),
+        }
+    }
+
+    /// The one-word state of a source.
+    pub(crate) fn state(&self, name: &str) -> SourceState {
+        let source = source(name);
+        let answers = self.ask("");
+        let answer = answers.iter().find(|answer| answer.source == source);
+        answer.map_or(SourceState::Unknown, |answer| answer.states.gpu)
+    }
+}
+
+/// Pure code only adds to instants, so any will do.
+pub(crate) fn some_instant() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
