@@ -6,10 +6,13 @@
 //! The price: where two prompts part, up to 1/32 of the common length is counted for both.
 //!
 //! A router applies its own changes through the same encoded bytes that it sends, so that every
-//! replica holds the same approximation.
+//! replica holds the same approximation. Whether two replicas do is compared by [`LoadDigest`], a
+//! sum of one [`SlotMark`] a slot, O(1) a change.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
+
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::{
     Generation, LocalHash, PrefixHash, RecordNumber, RouterId, Source, hash::prefix_hashes,
@@ -78,41 +81,56 @@ pub struct SampledPrefix {
     pub hashes: Vec<PrefixHash>,
 }
 
-/// Below this many blocks every depth is sampled; afterwards the stride doubles as the depth does.
-const DENSE_BLOCKS: u32 = 32;
+/// No message with one change is larger, whatever the prompt's length.
+pub const LOAD_BYTES_MAX: usize = 4 << 10;
 
-/// More samples than these are not sent: 32 × (1 + 14) cover 524,288 blocks in 3.8 KiB.
-pub const SAMPLES_MAX: usize = 480;
+/// More samples than these are not sent: they cover 262,144 blocks in 3.5 KiB.
+pub const SAMPLES_MAX: usize = 448;
 
-/// The sampled lengths in blocks (a sample at length `n` names the prefix of the first `n` blocks),
-/// ascending without end. The gap after length `n` is at most `n / 32` blocks, at least one.
-pub fn sampled_lengths() -> impl Iterator<Item = u32> {
-    let mut length: u32 = 0;
-    std::iter::from_fn(move || {
-        length = length.checked_add(stride_after(length))?;
-        Some(length)
-    })
-    .take(SAMPLES_MAX)
+/// Up to this many blocks every depth is sampled; from there on the stride doubles as the depth
+/// does, so that each doubling takes [`OCTAVE_SAMPLES`].
+const DENSE_BLOCKS: u32 = 2 * OCTAVE_SAMPLES;
+const OCTAVE_SAMPLES: u32 = 32;
+
+/// An `AddRequest`'s message without the worker's name and without hashes: version and kind (2),
+/// router (16), incarnation (8), number (8), count of changes (8), variant (4), counter (8), length
+/// of the name (8), rank (4), prefill tokens (4), blocks (4), count of hashes (8).
+const ADD_BYTES: usize = 82;
+
+/// The length in blocks of the prefix that the `samples`-th sample names (a sample at length `n`
+/// names the prefix of the first `n` blocks); 0 for no sample. Beyond [`SAMPLES_MAX`] it stays.
+///
+/// The gap after length `n` is at most `n / 32` blocks, at least one.
+#[must_use]
+pub fn sampled_length(samples: usize) -> u32 {
+    let samples = u32::try_from(samples.min(SAMPLES_MAX)).unwrap_or(0);
+    match samples.checked_sub(DENSE_BLOCKS) {
+        None => samples,
+        Some(above) => {
+            let octave = above / OCTAVE_SAMPLES;
+            (DENSE_BLOCKS + 2 * (above % OCTAVE_SAMPLES)) << octave
+        }
+    }
 }
 
-/// Blocks from one sampled length to the next.
-const fn stride_after(length: u32) -> u32 {
-    let octave = length / DENSE_BLOCKS;
-    match octave.checked_ilog2() {
-        Some(log) => 1 << log,
-        None => 1,
-    }
+/// The sampled lengths in blocks, ascending.
+pub fn sampled_lengths() -> impl Iterator<Item = u32> {
+    (1..=SAMPLES_MAX).map(sampled_length)
 }
 
 impl SampledPrefix {
     #[must_use]
     pub fn of(blocks: &[LocalHash]) -> Self {
-        let mut lengths = sampled_lengths().peekable();
+        let mut lengths = sampled_lengths();
+        let mut next = lengths.next();
         let mut hashes = Vec::new();
         for (length, hash) in (1..).zip(prefix_hashes(None, blocks)) {
-            if lengths.peek() == Some(&length) {
+            if next == Some(length) {
                 hashes.push(hash);
-                lengths.next();
+                next = lengths.next();
+            }
+            if next.is_none() {
+                break;
             }
         }
         Self { hashes }
@@ -134,6 +152,86 @@ impl SampledPrefix {
     /// The length in blocks of the longest sample.
     #[must_use]
     pub fn covered(&self) -> u32 {
-        self.weighted().map(|(_, weight)| weight).sum()
+        sampled_length(self.hashes.len())
+    }
+
+    /// The same, short enough that an `AddRequest` for this source keeps to [`LOAD_BYTES_MAX`].
+    /// Depends on the source's name only, so that all prompts at one source are cut alike.
+    #[must_use]
+    pub fn fitting(mut self, source: &Source) -> Self {
+        let taken = ADD_BYTES + source.worker.as_str().len();
+        let room = LOAD_BYTES_MAX.saturating_sub(taken) / size_of::<PrefixHash>();
+        self.hashes.truncate(room.min(SAMPLES_MAX));
+        self
     }
 }
+
+/// What one slot adds to the digest. Changes with the slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SlotMark(u64);
+
+/// The part of a slot's mark that stays: everything that `AddRequest` said but the load that changes
+/// later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SlotIdentity(u64);
+
+impl SlotIdentity {
+    /// Stable: XXH3-64 over counter, rank, blocks, the length of the worker's name and the name, then
+    /// the hashes, all little-endian at their width on the wire.
+    #[must_use]
+    pub fn of(counter: u64, source: &Source, blocks: u32, prompt: &SampledPrefix) -> Self {
+        let mut hasher = Xxh3::with_seed(0);
+        hasher.update(&counter.to_le_bytes());
+        hasher.update(&source.dp_rank.0.to_le_bytes());
+        hasher.update(&blocks.to_le_bytes());
+        let name = source.worker.as_str().as_bytes();
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name);
+        for hash in &prompt.hashes {
+            hasher.update(&hash.0.to_le_bytes());
+        }
+        Self(hasher.digest())
+    }
+
+    /// Stable: `SplitMix64`'s finaliser over the identity, moved by what is still to be prefilled and
+    /// by what was generated.
+    #[must_use]
+    pub fn mark(self, prefill_tokens: u32, generated_blocks: u32) -> SlotMark {
+        let load = (u64::from(prefill_tokens) << 32) | u64::from(generated_blocks);
+        let moved = self
+            .0
+            .wrapping_add(load.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        SlotMark(mix(moved))
+    }
+}
+
+const fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// One router's slots as a count and a wrapping sum of their marks: independent of order, equal for
+/// equal slots.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode,
+)]
+pub struct LoadDigest {
+    pub count: u64,
+    pub sum: u64,
+}
+
+impl LoadDigest {
+    pub const fn insert(&mut self, mark: SlotMark) {
+        self.count = self.count.wrapping_add(1);
+        self.sum = self.sum.wrapping_add(mark.0);
+    }
+
+    pub const fn remove(&mut self, mark: SlotMark) {
+        self.count = self.count.wrapping_sub(1);
+        self.sum = self.sum.wrapping_sub(mark.0);
+    }
+}
+
+#[cfg(test)]
+mod tests;

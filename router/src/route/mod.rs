@@ -46,7 +46,7 @@
 pub mod audit;
 pub mod candidates;
 pub mod choice;
-mod core;
+
 pub mod cost;
 pub mod decide;
 pub mod guard;
@@ -57,15 +57,16 @@ pub mod prompt;
 pub mod roster;
 pub mod slots;
 pub mod stall;
+mod state;
 pub mod ttft;
 pub mod view;
 
 pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
 pub use candidates::{Candidate, Drain, Health, Model, Refusal};
 pub use choice::Policy;
-pub use core::{Admitted, Ask, Core, Counts, Settings};
 pub use cost::{InvalidKnob, Knobs};
 pub use decide::{Decision, Rung, Terms};
 pub use guard::{Accounts, SlotEvent, SlotGuard};
 pub use prompt::{CacheReads, Prompt};
 pub use slots::SourceLoad;
+pub use state::{AdmitError, Admitted, Ask, Core, Counts, Settings};

@@ -119,7 +119,10 @@ impl Prefixes {
         let Some(node) = self.nodes.get_mut(at as usize) else {
             return;
         };
-        node.ends = node.ends.saturating_sub(1);
+        let Some(ends) = node.ends.checked_sub(1) else {
+            return;
+        };
+        node.ends = ends;
         while at != ROOT && self.node(at).ends == 0 {
             match self.node(at).children {
                 0 => at = self.prune(at),
@@ -146,20 +149,6 @@ impl Prefixes {
             at = node.parent;
         }
         leaves
-    }
-
-    /// The hashes of the prompt that ends at this leaf.
-    #[must_use]
-    pub fn hashes(&self, leaf: Leaf) -> Vec<PrefixHash> {
-        let Leaf(mut at) = leaf;
-        let mut runs = Vec::new();
-        while at != ROOT {
-            let node = self.node(at);
-            runs.push(&*node.run);
-            at = node.parent;
-        }
-        runs.reverse();
-        runs.concat()
     }
 
     fn walk(&self, prompt: &[PrefixHash]) -> Walk {

@@ -75,6 +75,10 @@ impl<T: Default> PerSource<T> {
         }
         &mut self.0[index]
     }
+
+    pub fn iter(&self) -> impl Iterator<Item = (SourceId, &T)> {
+        (0..).map(SourceId).zip(&self.0)
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,290 @@
+//! One decision: every candidate's terms, then one of them.
+//!
+//! The ladder: where the index credits a source, its credit counts, and what is expected beyond it;
+//! where it gives no credit (late, stale, catching up, unknown), only what is expected; where nothing
+//! is expected either, the load alone. The rung that the chosen source stood on is part of the
+//! [`Decision`] and counted.
+//!
+//! A stalled source is left out unless all are; a full one always; one that was tried is not tried again.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use serde::Serialize;
+use warmroute_proto::query::SourceState;
+use warmroute_proto::{Source, Tiers};
+
+use super::audit::Claim;
+use super::candidates::{Candidate, Refusal};
+use super::choice::{Policy, choose};
+use super::cost::{self, Knobs};
+use super::prediction::Predictions;
+use super::prompt::Prompt;
+use super::roster::SourceId;
+use super::slots::Slots;
+use super::stall::Stalls;
+use super::ttft::Ttft;
+use super::view::Knowledge;
+
+/// When all are full, the end of some request is at most about this far away.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// What is to be decided.
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'a> {
+    pub prompt: &'a Prompt,
+    pub candidates: &'a [Candidate],
+    /// Sources that were tried for this request.
+    pub exclude: &'a [Source],
+    /// Grows by one a decision; turns `round-robin`.
+    pub turn: u64,
+}
+
+/// What the decision rests on.
+#[derive(Clone, Copy, Debug)]
+pub struct Grounds<'a> {
+    pub knowledge: &'a Knowledge,
+    pub slots: &'a Slots,
+    pub predictions: &'a Predictions,
+    pub stalls: &'a Stalls,
+    pub ttft: &'a Ttft,
+    pub knobs: &'a Knobs,
+}
+
+/// What a choice rested on, from the best to the least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rung {
+    Index,
+    Prediction,
+    LoadOnly,
+}
+
+impl Rung {
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Index => "index",
+            Self::Prediction => "prediction",
+            Self::LoadOnly => "load_only",
+        }
+    }
+}
+
+/// One candidate's terms, in blocks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Terms {
+    pub source: SourceId,
+    pub state: SourceState,
+    pub rung: Rung,
+    /// Capped credit.
+    pub overlap: Tiers<u32>,
+    /// Expected beyond the credit.
+    pub predicted_blocks: u32,
+    pub prefill_blocks: f64,
+    pub prediction_blocks: f64,
+    pub decode_blocks: f64,
+    pub active_requests: u32,
+    pub cost: f64,
+}
+
+/// Where a request goes, and why.
+#[derive(Clone, Debug)]
+pub struct Decision {
+    pub source: Source,
+    pub url: Arc<str>,
+    /// `x-warmroute-index-state`.
+    pub index_state: SourceState,
+    /// `x-warmroute-overlap-blocks`: the capped credit of all tiers.
+    pub overlap_blocks: u32,
+    /// `x-warmroute-predicted-blocks`: expected beyond the credit.
+    pub predicted_blocks: u32,
+    /// What this request adds to the source's outstanding prefill.
+    pub prefill_tokens: u32,
+    /// When its first token should come, after sending.
+    pub predicted_ttft: Duration,
+    /// For the audit.
+    pub claim: Claim,
+    /// The chosen one's terms.
+    pub chosen: Terms,
+    /// Of all candidates that were weighed, the chosen one too.
+    pub weighed: Vec<Terms>,
+}
+
+impl Decision {
+    #[must_use]
+    pub const fn rung(&self) -> Rung {
+        self.chosen.rung
+    }
+}
+
+/// Decides, or says why nobody can take the request.
+pub fn decide(
+    question: &Question<'_>,
+    grounds: &Grounds<'_>,
+    rng: &mut Rng,
+    now: Instant,
+) -> Result<Decision, Refusal> {
+    let eligible = eligible(question, grounds, now)?;
+    let weighed: Vec<Terms> = eligible
+        .iter()
+        .map(|candidate| terms(question.prompt, candidate, grounds))
+        .collect();
+    let index = pick(question, grounds.knobs, &weighed, rng).ok_or(Refusal::AllTried)?;
+    Ok(explain(
+        question.prompt,
+        eligible[index],
+        grounds,
+        index,
+        weighed,
+    ))
+}
+
+fn eligible<'a>(
+    question: &Question<'a>,
+    grounds: &Grounds<'_>,
+    now: Instant,
+) -> Result<Vec<&'a Candidate>, Refusal> {
+    let mut untried = question
+        .candidates
+        .iter()
+        .filter(|candidate| !question.exclude.contains(&candidate.source))
+        .peekable();
+    if untried.peek().is_none() {
+        return Err(Refusal::AllTried);
+    }
+    let has_room = |candidate: &&Candidate| match grounds.knobs.active_max {
+        Some(most) => active_requests(grounds.slots, candidate.id) < most,
+        None => true,
+    };
+    let (stalled, lively): (Vec<_>, Vec<_>) = untried
+        .filter(has_room)
+        .partition(|candidate| grounds.stalls.is_stalled(candidate.id, now));
+    if !lively.is_empty() {
+        Ok(lively)
+    } else if !stalled.is_empty() {
+        Ok(stalled)
+    } else {
+        Err(Refusal::Full {
+            retry_after: RETRY_AFTER,
+        })
+    }
+}
+
+fn active_requests(slots: &Slots, source: SourceId) -> u32 {
+    slots
+        .bearing(source)
+        .map_or(0, |bearing| bearing.active_requests())
+}
+
+fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms {
+    let id = candidate.id;
+    let knobs = grounds.knobs;
+    let known = grounds.knowledge.of(id);
+    // Another block size makes other blocks: nothing that is said of them is about this prompt.
+    let comparable = candidate
+        .block_size
+        .is_none_or(|size| size == prompt.block_size());
+    let credit_max = if comparable { prompt.credit_max() } else { 0 };
+    let run = known.map(|known| known.run).unwrap_or_default();
+    let overlap = cost::capped(run, credit_max);
+    let overlap_blocks = cost::overlap_blocks(overlap);
+    let overlap_value = cost::overlap_value(overlap, knobs.tier_weights);
+    let predicted = grounds.predictions.predicted(id, prompt.sampled());
+    let predicted_blocks = cost::predicted_beyond(predicted, overlap_blocks, credit_max);
+    let prediction_blocks = cost::prediction_blocks(predicted_blocks);
+
+    let bearing = grounds.slots.bearing(id);
+    let outstanding = bearing.map_or(0, |bearing| bearing.prefill_tokens());
+    let active = bearing.map_or(0, |bearing| bearing.decode_blocks());
+    let shared = bearing.map_or(0, |bearing| bearing.shared_blocks(prompt.sampled()));
+    let prefill_blocks = cost::prefill_blocks(outstanding, prompt, overlap_value);
+    let decode_blocks = cost::decode_blocks(active, prompt, shared);
+
+    let rung = match known {
+        Some(known) if comparable && known.gives_credit() => Rung::Index,
+        Some(_) | None if predicted_blocks > 0 => Rung::Prediction,
+        Some(_) | None => Rung::LoadOnly,
+    };
+    Terms {
+        source: id,
+        state: known.map_or(SourceState::Unknown, |known| known.state()),
+        rung,
+        overlap,
+        predicted_blocks,
+        prefill_blocks,
+        prediction_blocks,
+        decode_blocks,
+        active_requests: active_requests(grounds.slots, id),
+        cost: cost::total(
+            knobs.overlap_score_weight,
+            prefill_blocks,
+            prediction_blocks,
+            decode_blocks,
+        ),
+    }
+}
+
+fn pick(question: &Question<'_>, knobs: &Knobs, weighed: &[Terms], rng: &mut Rng) -> Option<usize> {
+    let by = |cost: fn(&Terms) -> f64| weighed.iter().map(cost).collect::<Vec<f64>>();
+    match knobs.policy {
+        Policy::Kv => {
+            let blocks = f64::from(question.prompt.blocks_taken());
+            let scale = knobs.overlap_score_weight * blocks;
+            choose(&by(|terms| terms.cost), knobs.temperature, scale, rng)
+        }
+        Policy::LeastLoad => {
+            let costs = by(|terms| f64::from(terms.active_requests));
+            choose(&costs, 0.0, 1.0, rng)
+        }
+        Policy::Random => choose(&by(|_| 0.0), 0.0, 1.0, rng),
+        Policy::RoundRobin => {
+            let count = u64::try_from(weighed.len()).ok()?;
+            usize::try_from(question.turn.checked_rem(count)?).ok()
+        }
+    }
+}
+
+fn explain(
+    prompt: &Prompt,
+    candidate: &Candidate,
+    grounds: &Grounds<'_>,
+    index: usize,
+    weighed: Vec<Terms>,
+) -> Decision {
+    let chosen = weighed[index];
+    let overlap_blocks = cost::overlap_blocks(chosen.overlap);
+    let value = cost::overlap_value(chosen.overlap, grounds.knobs.tier_weights);
+    let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
+    let bearing = grounds.slots.bearing(candidate.id);
+    let ahead = bearing.map_or(0, |bearing| bearing.prefill_tokens());
+    let known = grounds.knowledge.of(candidate.id);
+    Decision {
+        source: candidate.source.clone(),
+        url: Arc::clone(&candidate.url),
+        index_state: chosen.state,
+        overlap_blocks,
+        predicted_blocks: chosen.predicted_blocks,
+        prefill_tokens,
+        predicted_ttft: grounds
+            .ttft
+            .predict(candidate.id, ahead + u64::from(prefill_tokens)),
+        claim: Claim {
+            source: candidate.id,
+            state: chosen.state,
+            generation: known.map(|known| known.generation),
+            engine_seq: known.and_then(|known| known.engine_seq),
+            blocks: overlap_blocks,
+            credit_max: prompt.credit_max(),
+            block_tokens: prompt.block_tokens(),
+            main_attention_only: candidate.main_attention_only,
+            reads: prompt.reads(),
+        },
+        chosen,
+        weighed,
+    }
+}
+
+#[cfg(test)]
+mod tests;

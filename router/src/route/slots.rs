@@ -1,0 +1,322 @@
+//! What every source bears: the requests of all routers that are on it.
+//!
+//! Fed by decoded load messages only, one's own included, so that every replica that took in the same
+//! messages holds the same state, and [`Slots::digest`] proves it. Total: a change that makes no sense
+//! (a slot freed twice, a slot that nobody opened, a prefill completed twice, a former life of the
+//! router) is counted and does nothing. No number ever goes below zero: what a slot adds is kept with
+//! the slot, and exactly that is taken off again.
+//!
+//! Active blocks are counted once for all requests of a source that share them, as exactly as the
+//! prompts are sampled; what a prompt has beyond its last sample counts for each request alone.
+//!
+//! Deliberately absent: an age limit. A slot lives as long as its router says so.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use warmroute_proto::load::{
+    LoadChange, LoadDigest, SampledPrefix, SlotEnd, SlotIdentity, SlotMark,
+};
+use warmroute_proto::{DpRank, Generation, RouterId, WorkerId};
+
+use super::prefixes::{Leaf, Prefixes};
+use super::roster::{PerSource, Roster, SourceId};
+
+#[derive(Clone, Debug, Default)]
+pub struct Slots {
+    sources: PerSource<Bearing>,
+    routers: BTreeMap<RouterId, Life>,
+    ignored: Ignored,
+}
+
+/// What a change did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applied {
+    Added(SourceId),
+    PrefillCompleted(SourceId),
+    Grown(SourceId),
+    Freed(SourceId, SlotEnd),
+    Nothing,
+}
+
+/// Changes that did nothing, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Ignored {
+    /// A slot was opened that is open.
+    pub opened_twice: u64,
+    /// A change to a slot that is not open: never opened, or freed.
+    pub unknown_slot: u64,
+    pub prefilled_twice: u64,
+    /// Said by a former life of a router.
+    pub old_incarnation: u64,
+}
+
+/// One source's row of `/v1/slots`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SourceLoad {
+    pub worker: WorkerId,
+    pub dp_rank: DpRank,
+    pub active_requests: u32,
+    pub prefill_tokens: u64,
+    pub decode_blocks: u64,
+}
+
+/// What one source bears.
+#[derive(Clone, Debug, Default)]
+pub struct Bearing {
+    requests: u32,
+    prefill_tokens: u64,
+    /// The sampled prompts of the requests here.
+    prompts: Prefixes,
+    /// Blocks that prompts have beyond their last sample, and generated ones.
+    unshared_blocks: u64,
+}
+
+impl Bearing {
+    #[must_use]
+    pub const fn active_requests(&self) -> u32 {
+        self.requests
+    }
+
+    /// Prompt tokens of requests here that have no first token yet.
+    #[must_use]
+    pub const fn prefill_tokens(&self) -> u64 {
+        self.prefill_tokens
+    }
+
+    /// Distinct blocks that the requests here hold.
+    #[must_use]
+    pub const fn decode_blocks(&self) -> u64 {
+        self.prompts.blocks() + self.unshared_blocks
+    }
+
+    /// Blocks of this prompt that requests here hold already.
+    #[must_use]
+    pub fn shared_blocks(&self, prompt: &SampledPrefix) -> u32 {
+        self.prompts.longest(&prompt.hashes)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.requests == 0
+    }
+}
+
+/// One router's slots, of one life of it.
+#[derive(Clone, Debug, Default)]
+struct Life {
+    incarnation: Generation,
+    slots: BTreeMap<u64, Slot>,
+    digest: LoadDigest,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    source: SourceId,
+    leaf: Leaf,
+    identity: SlotIdentity,
+    prefill_tokens: u32,
+    prefill: Prefill,
+    /// Blocks of the prompt beyond its last sample.
+    tail_blocks: u32,
+    generated_blocks: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Prefill {
+    Outstanding,
+    Done,
+}
+
+impl Slots {
+    /// Takes in one change of a router's slots.
+    pub fn apply(
+        &mut self,
+        roster: &mut Roster,
+        router: RouterId,
+        incarnation: Generation,
+        change: &LoadChange,
+    ) -> Applied {
+        let known = self.routers.get(&router).map(|known| known.incarnation);
+        match known {
+            Some(known) if incarnation < known => {
+                self.ignored.old_incarnation += 1;
+                return Applied::Nothing;
+            }
+            Some(known) if incarnation > known => self.release(router),
+            Some(_) | None => {}
+        }
+        let life = self.routers.entry(router).or_default();
+        life.incarnation = incarnation;
+        let (sources, ignored) = (&mut self.sources, &mut self.ignored);
+        match change {
+            LoadChange::AddRequest { source, .. } => {
+                let source = roster.enrol(source);
+                life.add(sources.get_mut(source), ignored, source, change)
+            }
+            LoadChange::MarkPrefillCompleted { counter } => {
+                life.complete_prefill(sources, ignored, *counter)
+            }
+            LoadChange::Grow { counter, blocks } => life.grow(sources, ignored, *counter, *blocks),
+            LoadChange::Free { counter, end } => life.free(sources, ignored, *counter, *end),
+        }
+    }
+
+    /// Frees all slots of a router: it is dead, or says that it starts anew.
+    pub fn release(&mut self, router: RouterId) {
+        let Some(life) = self.routers.get_mut(&router) else {
+            return;
+        };
+        let slots = std::mem::take(&mut life.slots);
+        life.digest = LoadDigest::default();
+        for slot in slots.into_values() {
+            self.sources.get_mut(slot.source).take_off(&slot);
+        }
+    }
+
+    /// A router's open slots in one number: equal on two replicas that applied the same messages.
+    #[must_use]
+    pub fn digest(&self, router: RouterId) -> LoadDigest {
+        self.routers
+            .get(&router)
+            .map_or_else(LoadDigest::default, |life| life.digest)
+    }
+
+    /// What this source bears; `None` for one that never bore anything.
+    #[must_use]
+    pub fn bearing(&self, source: SourceId) -> Option<&Bearing> {
+        self.sources.get(source)
+    }
+
+    #[must_use]
+    pub fn is_idle(&self, source: SourceId) -> bool {
+        self.bearing(source).is_none_or(Bearing::is_idle)
+    }
+
+    #[must_use]
+    pub const fn ignored(&self) -> Ignored {
+        self.ignored
+    }
+
+    /// Open slots of all routers.
+    #[must_use]
+    pub fn open(&self) -> usize {
+        self.routers.values().map(|life| life.slots.len()).sum()
+    }
+}
+
+impl Life {
+    fn add(
+        &mut self,
+        bearing: &mut Bearing,
+        ignored: &mut Ignored,
+        id: SourceId,
+        change: &LoadChange,
+    ) -> Applied {
+        let LoadChange::AddRequest {
+            counter,
+            source,
+            prefill_tokens,
+            blocks,
+            prompt,
+        } = change
+        else {
+            return Applied::Nothing;
+        };
+        if self.slots.contains_key(counter) {
+            ignored.opened_twice += 1;
+            return Applied::Nothing;
+        }
+        let slot = Slot {
+            source: id,
+            leaf: bearing.prompts.insert(&prompt.hashes),
+            identity: SlotIdentity::of(*counter, source, *blocks, prompt),
+            prefill_tokens: *prefill_tokens,
+            prefill: Prefill::Outstanding,
+            tail_blocks: blocks.saturating_sub(prompt.covered()),
+            generated_blocks: 0,
+        };
+        bearing.requests += 1;
+        bearing.prefill_tokens += u64::from(slot.prefill_tokens);
+        bearing.unshared_blocks += u64::from(slot.tail_blocks);
+        self.digest.insert(slot.mark());
+        self.slots.insert(*counter, slot);
+        Applied::Added(id)
+    }
+
+    fn complete_prefill(
+        &mut self,
+        sources: &mut PerSource<Bearing>,
+        ignored: &mut Ignored,
+        counter: u64,
+    ) -> Applied {
+        let Some(slot) = self.slots.get_mut(&counter) else {
+            ignored.unknown_slot += 1;
+            return Applied::Nothing;
+        };
+        if slot.prefill == Prefill::Done {
+            ignored.prefilled_twice += 1;
+            return Applied::Nothing;
+        }
+        self.digest.remove(slot.mark());
+        sources.get_mut(slot.source).prefill_tokens -= u64::from(slot.prefill_tokens);
+        slot.prefill_tokens = 0;
+        slot.prefill = Prefill::Done;
+        self.digest.insert(slot.mark());
+        Applied::PrefillCompleted(slot.source)
+    }
+
+    fn grow(
+        &mut self,
+        sources: &mut PerSource<Bearing>,
+        ignored: &mut Ignored,
+        counter: u64,
+        blocks: u32,
+    ) -> Applied {
+        let Some(slot) = self.slots.get_mut(&counter) else {
+            ignored.unknown_slot += 1;
+            return Applied::Nothing;
+        };
+        self.digest.remove(slot.mark());
+        let grown = slot.generated_blocks.saturating_add(blocks);
+        let more = u64::from(grown - slot.generated_blocks);
+        slot.generated_blocks = grown;
+        sources.get_mut(slot.source).unshared_blocks += more;
+        self.digest.insert(slot.mark());
+        Applied::Grown(slot.source)
+    }
+
+    fn free(
+        &mut self,
+        sources: &mut PerSource<Bearing>,
+        ignored: &mut Ignored,
+        counter: u64,
+        end: SlotEnd,
+    ) -> Applied {
+        let Some(slot) = self.slots.remove(&counter) else {
+            ignored.unknown_slot += 1;
+            return Applied::Nothing;
+        };
+        self.digest.remove(slot.mark());
+        sources.get_mut(slot.source).take_off(&slot);
+        Applied::Freed(slot.source, end)
+    }
+}
+
+impl Bearing {
+    fn take_off(&mut self, slot: &Slot) {
+        self.requests -= 1;
+        self.prefill_tokens -= u64::from(slot.prefill_tokens);
+        self.unshared_blocks -= u64::from(slot.tail_blocks) + u64::from(slot.generated_blocks);
+        self.prompts.remove(slot.leaf);
+    }
+}
+
+impl Slot {
+    fn mark(&self) -> SlotMark {
+        self.identity
+            .mark(self.prefill_tokens, self.generated_blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests;

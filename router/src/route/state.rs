@@ -1,0 +1,397 @@
+//! Everything that one router knows, behind one set of calls: the shell holds it behind one mutex.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use fastrand::Rng;
+use serde::Serialize;
+use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage};
+use warmroute_proto::query::Answer;
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{Generation, RouterId, Source, WorkerId};
+
+use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
+use super::candidates::{Drain, Fleet, Health, Model, Refusal};
+use super::cost::Knobs;
+use super::decide::{Decision, Grounds, Question, Rung, decide};
+use super::guard::SlotEvent;
+use super::ledger::{Ledger, LedgerError};
+use super::prediction::Predictions;
+use super::prompt::Prompt;
+use super::roster::{Roster, SourceId};
+use super::slots::{Applied, Bearing, Ignored, Slots, SourceLoad};
+use super::stall::Stalls;
+use super::ttft::Ttft;
+use super::view::{Knowledge, View, ViewCounts};
+
+pub struct Settings {
+    /// Checked: see [`Knobs::checked`].
+    pub knobs: Knobs,
+    pub router: RouterId,
+    /// This router's life, above every earlier one's.
+    pub incarnation: Generation,
+    /// For ties and temperature.
+    pub seed: u64,
+}
+
+/// A request that wants a source.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    /// A base model or an adapter.
+    pub model: &'a str,
+    pub prompt: &'a Prompt,
+    /// Sources that were tried for this request.
+    pub exclude: &'a [Source],
+}
+
+/// A request that has a source and a slot there.
+#[derive(Debug)]
+pub struct Admitted {
+    pub decision: Decision,
+    /// The slot's counter, for its guard.
+    pub slot: u64,
+    /// The bytes of its `AddRequest`, to be broadcast; applied here already.
+    pub message: Vec<u8>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum AdmitError {
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error("the slot cannot be accounted: {0}")]
+    Ledger(#[from] LedgerError),
+}
+
+/// What happened so far, for metrics.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counts {
+    pub rungs: Rungs,
+    pub ignored: Ignored,
+    pub view: ViewCounts,
+    pub audit: AuditCounts,
+    pub stalls: u64,
+    pub predictions_dropped: u64,
+    pub predicted_samples: u64,
+    /// Open slots of all routers.
+    pub open_slots: usize,
+}
+
+/// Decisions by what they rested on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Rungs {
+    pub index: u64,
+    pub prediction: u64,
+    pub load_only: u64,
+}
+
+/// A prefill under way, for learning how long it takes.
+struct Sent {
+    source: SourceId,
+    at: Instant,
+    tokens_ahead: u64,
+}
+
+pub struct Core {
+    knobs: Knobs,
+    rng: Rng,
+    roster: Roster,
+    fleet: Fleet,
+    ledger: Ledger,
+    slots: Slots,
+    predictions: Predictions,
+    view: View,
+    audit: Audit,
+    stalls: Stalls,
+    ttft: Ttft,
+    /// This router's requests without a first token.
+    sent: BTreeMap<u64, Sent>,
+    rungs: Rungs,
+    turn: u64,
+}
+
+impl Core {
+    #[must_use]
+    pub fn new(settings: Settings) -> Self {
+        let Settings {
+            knobs,
+            router,
+            incarnation,
+            seed,
+        } = settings;
+        Self {
+            knobs,
+            rng: Rng::with_seed(seed),
+            roster: Roster::default(),
+            fleet: Fleet::default(),
+            ledger: Ledger::new(router, incarnation),
+            slots: Slots::default(),
+            predictions: Predictions::default(),
+            view: View::default(),
+            audit: Audit::default(),
+            stalls: Stalls::default(),
+            ttft: Ttft::default(),
+            sent: BTreeMap::new(),
+            rungs: Rungs::default(),
+            turn: 0,
+        }
+    }
+
+    /// The registry's content, at every change of it.
+    pub fn set_workers(&mut self, entries: &[WorkerEntry]) {
+        self.fleet.set_workers(&mut self.roster, entries);
+    }
+
+    /// Says whether that is news.
+    pub fn set_health(&mut self, worker: &WorkerId, health: Health) -> bool {
+        self.fleet.set_health(&mut self.roster, worker, health)
+    }
+
+    /// Says whether that is news.
+    pub fn set_drain(&mut self, worker: &WorkerId, drain: Drain) -> bool {
+        self.fleet.set_drain(&mut self.roster, worker, drain)
+    }
+
+    /// Workers, models and their marks.
+    #[must_use]
+    pub const fn fleet(&self) -> &Fleet {
+        &self.fleet
+    }
+
+    pub fn model(&self, name: &str) -> Result<&Model, Refusal> {
+        self.fleet.model(name)
+    }
+
+    /// Decides and accounts in one step, so that the next decision sees this one. `answer`: none if
+    /// it came too late.
+    pub fn admit(
+        &mut self,
+        ask: &Ask<'_>,
+        answer: Option<&Answer>,
+        now: Instant,
+    ) -> Result<Admitted, AdmitError> {
+        self.tick(now);
+        let knowledge = match answer {
+            Some(answer) => self.take_in(answer, ask.prompt, now),
+            None => Knowledge::default(),
+        };
+        let question = Question {
+            prompt: ask.prompt,
+            candidates: self.fleet.candidates(ask.model)?,
+            exclude: ask.exclude,
+            turn: self.turn,
+        };
+        let grounds = Grounds {
+            knowledge: &knowledge,
+            slots: &self.slots,
+            predictions: &self.predictions,
+            stalls: &self.stalls,
+            ttft: &self.ttft,
+            knobs: &self.knobs,
+        };
+        let decision = decide(&question, &grounds, &mut self.rng, now)?;
+        self.turn = self.turn.wrapping_add(1);
+        match decision.rung() {
+            Rung::Index => self.rungs.index += 1,
+            Rung::Prediction => self.rungs.prediction += 1,
+            Rung::LoadOnly => self.rungs.load_only += 1,
+        }
+        self.open(ask.prompt, decision, now)
+    }
+
+    /// What happened to an open slot of this router. The bytes are to be broadcast.
+    pub fn note(&mut self, event: SlotEvent, now: Instant) -> Result<Vec<u8>, LedgerError> {
+        let change = match event {
+            SlotEvent::FirstToken { counter } => {
+                if let Some(sent) = self.sent.remove(&counter) {
+                    let elapsed = now.saturating_duration_since(sent.at);
+                    self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
+                }
+                self.stalls.first_token(counter);
+                LoadChange::MarkPrefillCompleted { counter }
+            }
+            SlotEvent::PrefillPredicted { counter } => {
+                self.sent.remove(&counter);
+                self.stalls.ended(counter);
+                LoadChange::MarkPrefillCompleted { counter }
+            }
+            SlotEvent::Grow { counter, blocks } => LoadChange::Grow { counter, blocks },
+            SlotEvent::End { counter, end } => {
+                self.sent.remove(&counter);
+                self.stalls.ended(counter);
+                LoadChange::Free { counter, end }
+            }
+        };
+        self.record(change, now)
+    }
+
+    /// Another router's message that the sequencing rule lets through.
+    pub fn apply_remote(&mut self, message: &LoadMessage, now: Instant) {
+        self.apply(message, now);
+    }
+
+    /// Another router is dead: its slots are free.
+    pub fn release(&mut self, router: RouterId, now: Instant) {
+        self.slots.release(router);
+        self.predictions.release(router, now);
+    }
+
+    /// A router's open slots in one number.
+    #[must_use]
+    pub fn digest(&self, router: RouterId) -> LoadDigest {
+        self.slots.digest(router)
+    }
+
+    /// The engine reported how many of the prompt's tokens it found cached.
+    pub fn audit(&mut self, decision: &Decision, cached_tokens: u32, now: Instant) -> AuditVerdict {
+        self.audit.compare(&decision.claim, cached_tokens, now)
+    }
+
+    /// The index's new answer about the same prompt, asked at the recheck's time or later. A source
+    /// that is demoted is `stale` from here on until its next generation: worth an error in the log.
+    pub fn recheck(
+        &mut self,
+        recheck: &Recheck,
+        prompt: &Prompt,
+        answer: &Answer,
+        now: Instant,
+    ) -> RecheckVerdict {
+        let knowledge = self.take_in(answer, prompt, now);
+        let known = knowledge.of(recheck.claim.source);
+        let verdict = self.audit.recheck(recheck, known, now);
+        if let (RecheckVerdict::Demote, Some(known)) = (verdict, known) {
+            self.view.demote(recheck.claim.source, known.generation);
+        }
+        verdict
+    }
+
+    /// Lets time pass: to be called a few times a second, also when nothing else happens.
+    pub fn tick(&mut self, now: Instant) {
+        self.predictions.expire(now);
+        self.stalls.advance(now);
+    }
+
+    /// `/v1/slots`: every registered source, and every other that still bears something.
+    #[must_use]
+    pub fn loads(&self) -> Vec<SourceLoad> {
+        let rows = self.roster.in_order().into_iter();
+        rows.filter(|(source, id)| self.fleet.contains(&source.worker) || !self.slots.is_idle(*id))
+            .map(|(source, id)| {
+                let bearing = self.slots.bearing(id);
+                SourceLoad {
+                    worker: source.worker.clone(),
+                    dp_rank: source.dp_rank,
+                    active_requests: bearing.map_or(0, Bearing::active_requests),
+                    prefill_tokens: bearing.map_or(0, Bearing::prefill_tokens),
+                    decode_blocks: bearing.map_or(0, Bearing::decode_blocks),
+                }
+            })
+            .collect()
+    }
+
+    /// Is this source left out because it gives no first tokens?
+    #[must_use]
+    pub fn is_stalled(&self, source: &Source, now: Instant) -> bool {
+        let id = self.roster.id(source);
+        id.is_some_and(|id| self.stalls.is_stalled(id, now))
+    }
+
+    /// The name of a source in a decision's terms.
+    #[must_use]
+    pub fn source(&self, id: SourceId) -> Option<&Source> {
+        self.roster.source(id)
+    }
+
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        Counts {
+            rungs: self.rungs,
+            ignored: self.slots.ignored(),
+            view: self.view.counts(),
+            audit: self.audit.counts(),
+            stalls: self.stalls.count(),
+            predictions_dropped: self.predictions.dropped(),
+            predicted_samples: self.predictions.samples(),
+            open_slots: self.slots.open(),
+        }
+    }
+
+    /// Believes an answer as far as it deserves, and ends the predictions that it counts.
+    fn take_in(&mut self, answer: &Answer, prompt: &Prompt, now: Instant) -> Knowledge {
+        let knowledge = self.view.judge(&mut self.roster, answer, now);
+        for &source in &knowledge.restarted {
+            self.predictions.restarted(source);
+        }
+        for (source, known) in knowledge.all() {
+            let credited = super::cost::overlap_blocks(known.run);
+            if credited > 0 {
+                self.predictions.counted(source, prompt.sampled(), credited);
+            }
+        }
+        knowledge
+    }
+
+    fn open(
+        &mut self,
+        prompt: &Prompt,
+        decision: Decision,
+        now: Instant,
+    ) -> Result<Admitted, AdmitError> {
+        let source = decision.claim.source;
+        let bearing = self.slots.bearing(source);
+        let ahead = bearing.map_or(0, Bearing::prefill_tokens);
+        let slot = self.ledger.counter();
+        let change = Ledger::opening(
+            slot,
+            &decision.source,
+            decision.prefill_tokens,
+            prompt.blocks_taken(),
+            prompt.sampled(),
+        );
+        let message = self.record(change, now)?;
+        self.stalls.sent(slot, source, decision.predicted_ttft, now);
+        let tokens_ahead = ahead + u64::from(decision.prefill_tokens);
+        let sent = Sent {
+            source,
+            at: now,
+            tokens_ahead,
+        };
+        self.sent.insert(slot, sent);
+        Ok(Admitted {
+            decision,
+            slot,
+            message,
+        })
+    }
+
+    fn record(&mut self, change: LoadChange, now: Instant) -> Result<Vec<u8>, LedgerError> {
+        let entry = self.ledger.write(change)?;
+        self.apply(&entry.message, now);
+        Ok(entry.bytes)
+    }
+
+    fn apply(&mut self, message: &LoadMessage, now: Instant) {
+        let (router, incarnation) = (message.router, message.incarnation);
+        for change in &message.changes {
+            let applied = self
+                .slots
+                .apply(&mut self.roster, router, incarnation, change);
+            match (applied, change) {
+                (
+                    Applied::Added(source),
+                    LoadChange::AddRequest {
+                        counter, prompt, ..
+                    },
+                ) => {
+                    self.predictions.sent(router, *counter, source, prompt);
+                }
+                (Applied::Freed(..), LoadChange::Free { counter, end }) => {
+                    self.predictions.ended(router, *counter, *end, now);
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
