@@ -31,4 +31,6 @@ pub use scheduler::{Admitted, Finished, Produced, StepOutcome};
 pub use timing::{Profile, Work};
 
 #[cfg(test)]
+mod golden;
+#[cfg(test)]
 mod tests;

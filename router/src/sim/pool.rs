@@ -105,7 +105,6 @@ impl Pool {
     /// A sequence leaves its blocks. Its tail is given up before its head; what holds no key is
     /// reused at once.
     pub(super) fn release(&mut self, table: &mut Vec<u32>) {
-        let mut keyless_before = None;
         for block in table.drain(..).rev() {
             let slot = &mut self.blocks[block as usize];
             slot.references -= 1;
@@ -115,8 +114,7 @@ impl Pool {
             if slot.key.is_some() {
                 self.free.push_back(block);
             } else {
-                self.push_behind(keyless_before, block);
-                keyless_before = Some(block);
+                self.free.push_front(block);
             }
         }
     }
@@ -147,13 +145,6 @@ impl Pool {
     /// What every physical block that holds something holds.
     pub(super) fn keys(&self) -> impl Iterator<Item = PrefixHash> {
         self.blocks.iter().filter_map(|block| block.key)
-    }
-
-    fn push_behind(&mut self, keyless: Option<u32>, block: u32) {
-        match keyless {
-            Some(before) => self.free.insert_after(before, block),
-            None => self.free.push_front(block),
-        }
     }
 
     fn forget_copy(&mut self, key: PrefixHash, block: u32) {
