@@ -16,6 +16,7 @@ mod index_client;
 mod metrics;
 pub mod openai;
 mod proxy;
+pub mod route;
 pub mod sim;
 pub mod telemetry;
 pub mod tokenize;
