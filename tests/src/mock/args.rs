@@ -19,18 +19,6 @@ pub struct Args {
     /// HTTP port; 0 lets the system choose, here and below.
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
-    /// ZMQ port of the cache events; rank r binds this + r.
-    #[arg(long, default_value_t = 5557)]
-    pub kv_port: u16,
-    /// ZMQ port of the replay; rank r binds this + r. Without, there is no replay, as with vLLM.
-    #[arg(long)]
-    pub replay_port: Option<u16>,
-    /// Tokens in a block.
-    #[arg(long, default_value_t = 16)]
-    pub block_size: u32,
-    /// Blocks of each rank's cache; one of them is the null block.
-    #[arg(long, default_value_t = 4096)]
-    pub num_blocks: u32,
     /// Data-parallel ranks, each with a cache and a publisher of its own.
     #[arg(long, default_value_t = 1)]
     pub ranks: u32,
@@ -44,6 +32,36 @@ pub struct Args {
     /// UTF-8 and a chat is rendered as `ChatML`.
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub events: EventArgs,
+}
+
+/// The cache and the speed of each rank.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EngineArgs {
+    /// Tokens in a block.
+    #[arg(long, default_value_t = 16)]
+    pub block_size: u32,
+    /// Blocks of each rank's cache; one of them is the null block.
+    #[arg(long, default_value_t = 4096)]
+    pub num_blocks: u32,
+    /// Blocks of the CPU tier; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub cpu_blocks: u32,
+    /// Publish as a hybrid model does, with so many sliding-window groups before the main one.
+    #[arg(long, default_value_t = 0)]
+    pub sliding_groups: usize,
+    /// Longest prompt and output together; by default what the blocks can hold.
+    #[arg(long)]
+    pub max_model_len: Option<usize>,
+    /// Tokens that one step may compute.
+    #[arg(long, default_value_t = 8192)]
+    pub max_num_batched_tokens: usize,
+    /// Requests that run at the same time on a rank.
+    #[arg(long, default_value_t = 256)]
+    pub max_num_seqs: usize,
     /// Step timing: instant, fast, gpu-8b or gpu-70b.
     #[arg(long, default_value = "fast", value_parser = profile)]
     pub profile: Profile,
@@ -53,21 +71,17 @@ pub struct Args {
     /// Time between the tokens of one sequence in milliseconds, instead of the profile's.
     #[arg(long)]
     pub itl_ms: Option<f64>,
-    /// Tokens that one step may compute.
-    #[arg(long, default_value_t = 8192)]
-    pub max_num_batched_tokens: usize,
-    /// Requests that run at the same time on a rank.
-    #[arg(long, default_value_t = 256)]
-    pub max_num_seqs: usize,
-    /// Longest prompt and output together; by default what the blocks can hold.
+}
+
+/// How each rank publishes.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EventArgs {
+    /// ZMQ port of the cache events; rank r binds this + r.
+    #[arg(long, default_value_t = 5557)]
+    pub kv_port: u16,
+    /// ZMQ port of the replay; rank r binds this + r. Without, there is no replay, as with vLLM.
     #[arg(long)]
-    pub max_model_len: Option<usize>,
-    /// Blocks of the CPU tier; 0 for none.
-    #[arg(long, default_value_t = 0)]
-    pub cpu_blocks: u32,
-    /// Publish as a hybrid model does, with so many sliding-window groups before the main one.
-    #[arg(long, default_value_t = 0)]
-    pub sliding_groups: usize,
+    pub replay_port: Option<u16>,
     /// Batches that the replay keeps.
     #[arg(long, default_value_t = 10_000)]
     pub buffer_steps: usize,
@@ -101,12 +115,13 @@ impl Args {
             "--replay-port=0",
         ])
     }
+}
 
+impl EngineArgs {
     /// The engine of one rank.
-    pub(super) fn engine_config(&self, vocabulary: &[u32]) -> anyhow::Result<Config> {
+    pub(super) fn config(&self, vocabulary: &[u32]) -> anyhow::Result<Config> {
         let block_size = BlockSize::new(self.block_size).context("--block-size must not be 0")?;
         ensure!(self.num_blocks >= 2, "--num-blocks must be at least 2");
-        ensure!(self.ranks >= 1, "--ranks must be at least 1");
         ensure!(
             self.max_num_batched_tokens >= 1 && self.max_num_seqs >= 1,
             "--max-num-batched-tokens and --max-num-seqs must not be 0"

@@ -17,7 +17,7 @@ pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
 
 fn render(server: &Server) -> String {
     let mut text = Text::default();
-    let args = &server.args;
+    let args = &server.args.engine;
     text.head("cache_config_info", "gauge");
     for rank in &server.ranks {
         let labels = format!(

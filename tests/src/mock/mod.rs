@@ -2,7 +2,7 @@
 //!
 //! [`Mock::start`] binds everything and runs until [`Mock::stop`]; the binary
 //! `warmroute-mock-engine` is that and a signal handler. Each rank is one engine stepping in real
-//! time ([`Args::profile`]), with a publisher thread of its own. The `/debug` routes tell what no
+//! time ([`EngineArgs::profile`]), with a publisher thread of its own. The `/debug` routes tell what no
 //! real engine tells: what is held, and who went away.
 //!
 //! What is deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters
@@ -24,14 +24,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU64};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
-pub use args::{Args, HashMode};
+pub use args::{Args, EngineArgs, EventArgs, HashMode};
 use publisher::{Options, Publisher};
 use rank::Rank;
 use server::{Server, routes};
@@ -57,16 +57,17 @@ pub struct Ports {
 
 impl Mock {
     pub async fn start(args: Args) -> anyhow::Result<Self> {
+        ensure!(args.ranks >= 1, "--ranks must be at least 1");
         let host = args.host;
         let text = Text::bytes();
-        let config = args.engine_config(&text.vocabulary())?;
+        let config = args.engine.config(&text.vocabulary())?;
         let max_model_len = config.longest_request();
         let mut ranks = Vec::new();
         for number in 0..args.ranks {
             let publisher = Publisher::start(publisher_options(&args, number)?)?;
             let encoder = Encoder {
                 rank: number,
-                hash_mode: args.hash_mode,
+                hash_mode: args.events.hash_mode,
                 loras: args.loras.clone(),
             };
             ranks.push(Arc::new(Rank::new(config.clone(), publisher, encoder)));
@@ -167,9 +168,9 @@ fn publisher_options(args: &Args, rank: u32) -> anyhow::Result<Options> {
     };
     Ok(Options {
         bind: args.host,
-        kv_port: port(args.kv_port)?,
-        replay_port: args.replay_port.map(port).transpose()?,
-        topic: args.topic.clone(),
-        buffer_steps: args.buffer_steps,
+        kv_port: port(args.events.kv_port)?,
+        replay_port: args.events.replay_port.map(port).transpose()?,
+        topic: args.events.topic.clone(),
+        buffer_steps: args.events.buffer_steps,
     })
 }

@@ -135,8 +135,8 @@ async fn kv_event_sources(State(server): State<Arc<Server>>) -> Json<Value> {
             "enable_kv_cache_events": true, "publisher": "zmq",
             "endpoint": endpoint(rank.publisher.kv_port),
             "replay_endpoint": rank.publisher.replay_port.map(endpoint),
-            "buffer_steps": server.args.buffer_steps, "hwm": 100_000, "max_queue_size": 100_000,
-            "topic": server.args.topic,
+            "buffer_steps": server.args.events.buffer_steps, "hwm": 100_000, "max_queue_size": 100_000,
+            "topic": server.args.events.topic,
         });
         sources.insert(rank.number.to_string(), source);
     }
