@@ -9,6 +9,7 @@ use std::time::Duration;
 use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
 use warmroute_proto::{BlockSize, Seed, hash};
+use warmroute_tests::mock::{Args, Mock};
 
 /// How long anything may take before a test fails. Never reached by a working engine.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -382,6 +383,37 @@ async fn a_reset_is_told_with_the_next_batch_and_lost_batches_can_be_replayed() 
     assert_eq!(sequences, [last, last + 1, last + 2]);
     assert_eq!(replayed[0].1, payload, "byte for byte");
     assert_eq!(types(&replayed[1].1), ["AllBlocksCleared", "BlockStored"]);
+}
+
+#[tokio::test]
+async fn an_engine_that_stops_ends_its_requests_and_frees_its_ports() {
+    let mut args = Args::on_free_ports();
+    args.ranks = 2;
+    let mock = Mock::start(args.clone()).await.unwrap();
+    let url = format!("{}/v1/completions", mock.url());
+    let endless = json!({"prompt": "abc", "max_tokens": 10_000, "stream": true});
+    let client = reqwest::Client::new();
+    let request = client.post(url).json(&endless);
+    let mut response = request.send().await.unwrap();
+    assert!(response.chunk().await.unwrap().is_some());
+    let ports = mock.ports().clone();
+    mock.stop().await;
+    let cut = async {
+        loop {
+            match response.chunk().await {
+                Ok(Some(_)) => {}
+                Ok(None) => return false,
+                Err(_) => return true,
+            }
+        }
+    };
+    let cut = tokio::time::timeout(PATIENCE, cut).await.unwrap();
+    assert!(cut, "a stream that was cut must not look complete");
+    args.port = ports.port;
+    args.events.kv_port = ports.kv[0];
+    args.events.replay_port = Some(ports.replay[0]);
+    args.ranks = 1;
+    Mock::start(args).await.unwrap().stop().await;
 }
 
 #[tokio::test]

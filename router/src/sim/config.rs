@@ -25,7 +25,7 @@ pub struct Config {
     pub groups: Vec<GroupKind>,
     /// Drawn anew at every start of an engine, so that its hashes differ from those before.
     pub life: u64,
-    /// Without, nothing is published, which saves half of the time of a large simulation.
+    /// Without, nothing is published, which makes a large simulation faster.
     pub events: Events,
     pub profile: Profile,
     /// The tokens that may be generated.

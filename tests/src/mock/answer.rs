@@ -1,6 +1,5 @@
 //! Answers in vLLM's form: one JSON object, or server-sent events with one token each.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
@@ -91,7 +90,7 @@ impl Answer {
     }
 
     pub(super) fn stream(self, generations: Vec<Generation>) -> Response {
-        let events = self.events(generations).map(Ok::<Bytes, Infallible>);
+        let events = self.events(generations);
         let kind = [(CONTENT_TYPE, "text/event-stream; charset=utf-8")];
         (kind, Body::from_stream(events)).into_response()
     }
@@ -114,7 +113,7 @@ impl Answer {
         choice
     }
 
-    fn events(self, generations: Vec<Generation>) -> impl Stream<Item = Bytes> {
+    fn events(self, generations: Vec<Generation>) -> impl Stream<Item = Result<Bytes, Cut>> {
         let prompt = generations.iter().map(|g| g.prompt_tokens).sum();
         let usage = Usage {
             prompt,
@@ -133,7 +132,7 @@ impl Answer {
             let event = state.next().await?;
             Some((event, state))
         });
-        stream::iter(opening).chain(body)
+        stream::iter(opening.map(Ok)).chain(body)
     }
 
     /// vLLM begins a chat with the role, before the first token is there.
@@ -199,7 +198,14 @@ struct Token {
 enum Part {
     Counted(Output),
     Token(Token),
+    /// There is nothing more, although the generation has not ended.
+    Cut,
 }
+
+/// The engine stopped in mid-stream: the client sees a broken connection.
+#[derive(Debug, thiserror::Error)]
+#[error("the engine stopped")]
+struct Cut;
 
 struct Streaming<S> {
     answer: Answer,
@@ -210,16 +216,20 @@ struct Streaming<S> {
 }
 
 impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
-    async fn next(&mut self) -> Option<Bytes> {
+    async fn next(&mut self) -> Option<Result<Bytes, Cut>> {
         if let Some(event) = self.held_back.take() {
-            return Some(event);
+            return Some(Ok(event));
         }
         while let Some((index, part)) = self.outputs.next().await {
             match part {
                 Part::Counted(output) => self.usage.count(output),
                 Part::Token(token) => {
                     self.usage.completion += 1;
-                    return Some(self.answer.token_event(index, token));
+                    return Some(Ok(self.answer.token_event(index, token)));
+                }
+                Part::Cut => {
+                    self.done = true;
+                    return Some(Err(Cut));
                 }
             }
         }
@@ -228,12 +238,12 @@ impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
         }
         let end = Bytes::from_static(b"data: [DONE]\n\n");
         if !self.answer.include_usage {
-            return Some(end);
+            return Some(Ok(end));
         }
         self.held_back = Some(end);
         let mut chunk = self.answer.chunk(json!([]));
         chunk["usage"] = self.usage.json();
-        Some(event(&chunk))
+        Some(Ok(event(&chunk)))
     }
 }
 
@@ -241,26 +251,28 @@ impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
 fn outputs(
     (index, generation): (usize, Generation),
 ) -> impl Stream<Item = (usize, Part)> + Unpin + Send {
-    let state = (generation, 0_usize);
-    Box::pin(stream::unfold(
-        state,
-        move |(mut generation, tokens)| async move {
-            match generation.next().await? {
-                Output::Finished => None,
-                admitted @ Output::Admitted(_) => {
-                    Some(((index, Part::Counted(admitted)), (generation, tokens)))
-                }
-                Output::Token(id) => {
-                    let token = Token {
-                        id,
-                        first: tokens == 0,
-                        last: generation.ends_after(tokens + 1),
-                    };
-                    Some(((index, Part::Token(token)), (generation, tokens + 1)))
-                }
+    let state = Some((generation, 0_usize));
+    Box::pin(stream::unfold(state, move |state| async move {
+        let (mut generation, tokens) = state?;
+        let Some(output) = generation.next().await else {
+            return Some(((index, Part::Cut), None));
+        };
+        match output {
+            Output::Finished => None,
+            Output::Admitted(_) => {
+                let part = Part::Counted(output);
+                Some(((index, part), Some((generation, tokens))))
             }
-        },
-    ))
+            Output::Token(id) => {
+                let part = Part::Token(Token {
+                    id,
+                    first: tokens == 0,
+                    last: generation.ends_after(tokens + 1),
+                });
+                Some(((index, part), Some((generation, tokens + 1))))
+            }
+        }
+    }))
 }
 
 fn event(chunk: &Value) -> Bytes {

@@ -59,7 +59,7 @@ impl Mock {
     pub async fn start(args: Args) -> anyhow::Result<Self> {
         ensure!(args.ranks >= 1, "--ranks must be at least 1");
         let host = args.host;
-        let text = Text::bytes();
+        let text = Text::load(args.tokenizer.as_deref())?;
         let config = args.engine.config(&text.vocabulary())?;
         let max_model_len = config.longest_request();
         let mut ranks = Vec::new();

@@ -3,14 +3,21 @@
 //! Without tokenizer files a token is a byte of UTF-8, nothing is added to a prompt, and a chat is
 //! rendered as `ChatML` with the tools as JSON in front, so that the mock engine runs alone.
 
+use std::path::Path;
+
+use anyhow::bail;
 use serde_json::Value;
 
 /// How the mock engine reads and writes text.
 pub(super) struct Text;
 
 impl Text {
-    pub(super) fn bytes() -> Self {
-        Self
+    /// With the tokenizer of a directory, or without any.
+    pub(super) fn load(directory: Option<&Path>) -> anyhow::Result<Self> {
+        match directory {
+            None => Ok(Self),
+            Some(directory) => bail!("no tokenizer can be read from {}", directory.display()),
+        }
     }
 
     /// The tokens that the engine may generate: printable ones.
