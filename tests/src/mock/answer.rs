@@ -125,17 +125,17 @@ impl Answer {
             answer: self,
             outputs,
             usage,
+            opening,
             held_back: None,
             done: false,
         };
-        let body = stream::unfold(state, |mut state| async move {
+        stream::unfold(state, |mut state| async move {
             let event = state.next().await?;
             Some((event, state))
-        });
-        stream::iter(opening.map(Ok)).chain(body)
+        })
     }
 
-    /// vLLM begins a chat with the role, before the first token is there.
+    /// vLLM begins a chat with the role, but only when the first token is there.
     fn opening(&self) -> Option<Bytes> {
         let mut choice = match self.shape {
             Shape::Completion => return None,
@@ -211,6 +211,7 @@ struct Streaming<S> {
     answer: Answer,
     outputs: S,
     usage: Usage,
+    opening: Option<Bytes>,
     held_back: Option<Bytes>,
     done: bool,
 }
@@ -225,7 +226,12 @@ impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
                 Part::Counted(output) => self.usage.count(output),
                 Part::Token(token) => {
                     self.usage.completion += 1;
-                    return Some(Ok(self.answer.token_event(index, token)));
+                    let event = self.answer.token_event(index, token);
+                    let Some(opening) = self.opening.take() else {
+                        return Some(Ok(event));
+                    };
+                    self.held_back = Some(event);
+                    return Some(Ok(opening));
                 }
                 Part::Cut => {
                     self.done = true;

@@ -28,8 +28,7 @@ struct Body {
     max_tokens: Option<usize>,
     max_completion_tokens: Option<usize>,
     n: Option<u32>,
-    #[serde(default)]
-    stream: bool,
+    stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     cache_salt: Option<String>,
     return_token_ids: Option<bool>,
@@ -37,8 +36,7 @@ struct Body {
 
 #[derive(Default, Deserialize)]
 struct StreamOptions {
-    #[serde(default)]
-    include_usage: bool,
+    include_usage: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -123,11 +121,11 @@ async fn generate(
         id: server.next_request_id(shape),
         model: model.to_owned(),
         created: server.started_unix,
-        include_usage: options.include_usage,
+        include_usage: options.include_usage.unwrap_or(false),
         prompt_token_ids,
         text: Arc::clone(server),
     };
-    let mut response = if body.stream {
+    let mut response = if body.stream.unwrap_or(false) {
         answer.stream(generations)
     } else {
         answer.whole(generations).await?

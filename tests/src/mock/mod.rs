@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU64};
 
 use anyhow::{Context as _, ensure};
+use axum::serve::ListenerExt as _;
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -148,6 +149,12 @@ impl Mock {
 
 /// Takes connections until stopped.
 async fn serve(listener: TcpListener, server: Arc<Server>, stop: CancellationToken) {
+    // A token must not wait for the next one.
+    let listener = listener.tap_io(|connection| {
+        if let Err(error) = connection.set_nodelay(true) {
+            warn!(%error, "tokens may arrive in clusters");
+        }
+    });
     tokio::select! {
         () = stop.cancelled() => {}
         result = async { axum::serve(listener, routes(server)).await } => {
