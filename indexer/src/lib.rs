@@ -1,16 +1,24 @@
 //! Warmroute's indexer: folds the log into one tree and answers what each worker holds.
 //!
 //! Pure: [`tree`] (which source holds which blocks), [`fold`] (what the log's messages, heartbeats
-//! and time do to it), [`query`] (a question's answer). `service` is the shell that tails the log
-//! and serves queries through a plane; `http` serves the same over HTTP.
+//! and time do to it), [`query`] (a question's answer). [`Service`] is the shell that tails the log
+//! and serves queries through a plane; [`http`] serves the same over HTTP. [`Handle`] is how others
+//! in the same process ask.
 //!
 //! It takes part in no decision: which worker is chosen, what a tier is worth, who is a candidate,
 //! is the router's.
 #![forbid(unsafe_code)]
 
 pub mod fold;
+pub mod http;
+mod metrics;
 pub mod query;
+mod service;
 pub mod tree;
+mod view;
+
+pub use service::{Handle, IndexerConfig, Service, TaskFailed};
+pub use view::{DigestView, SourceDigest, SourceDump, SourceView, TierWords, WorkerView};
 
 #[cfg(test)]
 mod testing;

@@ -1,10 +1,13 @@
 //! What the tests share: shims that keep their own truth as sets, and a fold with a clock.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_proto::bus::LogMessage;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use warmroute_proto::bus::{LogMessage, MemoryPlane, MemoryPlaneConfig, Plane as _, PutIf};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
@@ -16,7 +19,7 @@ use warmroute_proto::{
 };
 
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
-use crate::query;
+use crate::{Handle, IndexerConfig, Service, TaskFailed, query};
 
 pub(crate) const IDENTITY: StreamIdentity = StreamIdentity {
     created_unix_ns: 1,
@@ -264,4 +267,69 @@ impl World {
 /// Pure code only adds to instants, so any will do.
 pub(crate) fn some_instant() -> Instant {
     tokio::time::Instant::now().into_std()
+}
+
+/// A plane within the process.
+pub(crate) fn plane() -> MemoryPlane {
+    MemoryPlane::new(MemoryPlaneConfig {
+        identity: IDENTITY,
+        log_bytes_max: 1 << 20,
+        queue_max: 64,
+    })
+}
+
+/// A service that runs on a plane, with what one needs to talk to it.
+pub(crate) struct Running {
+    pub(crate) plane: MemoryPlane,
+    pub(crate) handle: Handle,
+    pub(crate) subjects: Subjects,
+    pub(crate) stop: CancellationToken,
+    pub(crate) run: tokio::task::JoinHandle<Result<(), TaskFailed>>,
+}
+
+impl Running {
+    pub(crate) fn start(plane: MemoryPlane) -> Self {
+        let config = IndexerConfig {
+            namespace: namespace(),
+            max_memory_bytes: None,
+        };
+        let service = Service::new(&config, Arc::new(plane.clone())).unwrap();
+        let handle = service.handle();
+        let stop = CancellationToken::new();
+        let run = TaskTracker::new().spawn(service.run(stop.clone()));
+        Self {
+            plane,
+            handle,
+            subjects: Subjects::new(&namespace()),
+            stop,
+            run,
+        }
+    }
+
+    /// Appends a record, and waits until it is folded.
+    pub(crate) async fn publish(&self, record: &Record) {
+        let position = append(&self.plane, record).await;
+        let mut positions = self.handle.positions();
+        positions.wait_for(|at| *at >= position).await.unwrap();
+    }
+
+    pub(crate) async fn heartbeat(&self, shim: &TestShim) {
+        let heartbeat = codec::encode(&shim.heartbeat()).unwrap();
+        let subject = self.subjects.heartbeat(&shim.source);
+        self.plane.publish(subject, heartbeat.into()).await.unwrap();
+    }
+
+    pub(crate) async fn register(&self, worker: &str, lease: Option<Duration>) {
+        let key = self.subjects.worker_key(&WorkerId::from(worker));
+        let value = codec::encode(&worker_entry(worker)).unwrap();
+        let put = self.plane.put(key, value.into(), PutIf::Always, lease);
+        put.await.unwrap();
+    }
+}
+
+pub(crate) async fn append(plane: &MemoryPlane, record: &Record) -> LogPosition {
+    let subject = Subjects::new(&namespace()).records(&record.source);
+    let payload = codec::encode(record).unwrap();
+    let appended = plane.append(subject, payload.into()).await.unwrap();
+    appended.await.unwrap()
 }

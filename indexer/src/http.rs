@@ -1,0 +1,356 @@
+//! The indexer over HTTP, in the form of the Mooncake KV indexer RFC as the widest-used peer serves
+//! it: `POST /query`, `POST /query_by_hash`, `GET /workers`, `GET /dump`; and `/v1/digest`, probes
+//! and metrics. Registration is no part of it: workers come through the plane's registry.
+//!
+//! Counts are in tokens. `cpu` and `disk` are cumulative: a prefix that needs no lower tier than
+//! that. A source whose state gives no credit counts zero, and its state stands beside it.
+
+use std::collections::BTreeMap;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{DefaultBodyLimit, Json, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tracing::warn;
+use warmroute_proto::hash::local_hashes;
+use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
+use warmroute_proto::{BlockSize, Change, DpRank, LocalHash, LogPosition, Seed, Source, WorkerId};
+
+use crate::service::Handle;
+use crate::view::{SourceDump, WorkerView};
+
+/// A million token ids as JSON.
+const BODY_BYTES_MAX: usize = 16 << 20;
+
+/// Everything that an indexer serves.
+pub fn router(handle: Handle) -> Router {
+    queries(handle.clone())
+        .merge(workers(handle.clone()))
+        .merge(probes(handle.clone()))
+        .merge(metrics(handle))
+}
+
+/// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`: what a router with an indexer inside serves
+/// of it on its admin port.
+pub fn queries(handle: Handle) -> Router {
+    Router::new()
+        .route("/query", post(query))
+        .route("/query_by_hash", post(query_by_hash))
+        .route("/dump", get(dump))
+        .route("/v1/digest", get(digest))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(handle)
+}
+
+/// `/workers`.
+pub fn workers(handle: Handle) -> Router {
+    Router::new()
+        .route("/workers", get(list_workers))
+        .with_state(handle)
+}
+
+/// `/health` and `/readyz`. Liveness depends on nothing; readiness on log and registry being read.
+pub fn probes(handle: Handle) -> Router {
+    Router::new()
+        .route("/health", get(|| async { "ok" }))
+        .route("/readyz", get(ready))
+        .with_state(handle)
+}
+
+/// `/metrics`.
+pub fn metrics(handle: Handle) -> Router {
+    Router::new()
+        .route("/metrics", get(metrics_text))
+        .with_state(handle)
+}
+
+/// What a client did wrong, or what we cannot do now.
+struct Refusal {
+    status: StatusCode,
+    message: String,
+}
+
+impl Refusal {
+    fn bad(message: impl Into<String>) -> Self {
+        Self {
+            status: StatusCode::BAD_REQUEST,
+            message: message.into(),
+        }
+    }
+}
+
+impl From<JsonRejection> for Refusal {
+    fn from(rejection: JsonRejection) -> Self {
+        Self {
+            status: rejection.status(),
+            message: rejection.body_text(),
+        }
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        (self.status, Json(json!({ "error": self.message }))).into_response()
+    }
+}
+
+#[derive(Deserialize)]
+struct TokensQuery {
+    #[serde(flatten)]
+    scope: Scope,
+    token_ids: Vec<u32>,
+    lora_name: Option<String>,
+    cache_salt: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct HashQuery {
+    #[serde(flatten)]
+    scope: Scope,
+    /// Local block hashes, already seeded.
+    block_hashes: Vec<LocalHash>,
+    cache_salt: Option<String>,
+}
+
+/// Which workers are meant. The RFC says `model`, its widest-used implementation `model_name`.
+#[derive(Deserialize)]
+struct Scope {
+    #[serde(alias = "model_name")]
+    model: Option<String>,
+    block_size: Option<u32>,
+    instance_id: Option<WorkerId>,
+}
+
+impl Scope {
+    /// A worker that the registry never named is meant only if no model is.
+    fn means(&self, view: &WorkerView) -> bool {
+        let id = &self.instance_id;
+        id.as_ref().is_none_or(|id| *id == view.instance_id)
+            && self.model.as_ref().is_none_or(|model| {
+                view.entry.as_ref().is_some_and(|entry| {
+                    entry.models.contains(model)
+                        || entry.loras.iter().any(|lora| lora.name == *model)
+                })
+            })
+    }
+
+    const fn is_narrow(&self) -> bool {
+        self.model.is_some() || self.instance_id.is_some()
+    }
+
+    fn block_size(&self, meant: &[&WorkerView]) -> Result<BlockSize, Refusal> {
+        if let Some(tokens) = self.block_size {
+            return BlockSize::new(tokens).ok_or_else(|| Refusal::bad("block_size is 0"));
+        }
+        let mut sizes = meant.iter().filter_map(|view| told_size(view));
+        let first = sizes
+            .next()
+            .ok_or_else(|| Refusal::bad("no worker told its block size: name block_size"))?;
+        if sizes.any(|size| size != first) {
+            return Err(Refusal::bad("block sizes differ: name model or block_size"));
+        }
+        Ok(first)
+    }
+}
+
+fn told_size(view: &WorkerView) -> Option<BlockSize> {
+    view.entry.as_ref()?.block_size
+}
+
+#[derive(Serialize)]
+struct QueryResponse {
+    position: LogPosition,
+    /// Tokens on the GPU by instance and rank.
+    scores: BTreeMap<WorkerId, BTreeMap<DpRank, u64>>,
+    instances: BTreeMap<WorkerId, Instance>,
+}
+
+/// The best of an instance's ranks, and each of them.
+#[derive(Default, Serialize)]
+struct Instance {
+    longest_matched: u64,
+    gpu: u64,
+    cpu: u64,
+    disk: u64,
+    dp: BTreeMap<DpRank, u64>,
+    states: BTreeMap<DpRank, SourceState>,
+}
+
+async fn query(
+    State(handle): State<Handle>,
+    body: Result<Json<TokensQuery>, JsonRejection>,
+) -> Result<Json<QueryResponse>, Refusal> {
+    let Json(body) = body?;
+    let chosen = Chosen::of(&handle.workers(), &body.scope)?;
+    let lora = body.lora_name.as_deref().or(chosen.lora.as_deref());
+    let seed = Seed::new(lora, body.cache_salt.as_deref());
+    let blocks = local_hashes(&body.token_ids, chosen.block_size, seed);
+    chosen.answer(&handle, blocks).map(Json)
+}
+
+async fn query_by_hash(
+    State(handle): State<Handle>,
+    body: Result<Json<HashQuery>, JsonRejection>,
+) -> Result<Json<QueryResponse>, Refusal> {
+    let Json(body) = body?;
+    if body.cache_salt.is_some() {
+        return Err(Refusal::bad(
+            "cache_salt cannot be applied to hashes: compute them with it, or use /query",
+        ));
+    }
+    let chosen = Chosen::of(&handle.workers(), &body.scope)?;
+    chosen.answer(&handle, body.block_hashes).map(Json)
+}
+
+/// The workers that a query is about, which share one block size.
+struct Chosen {
+    block_size: BlockSize,
+    workers: Vec<WorkerId>,
+    /// The model is this adapter.
+    lora: Option<String>,
+}
+
+impl Chosen {
+    fn of(workers: &[WorkerView], scope: &Scope) -> Result<Self, Refusal> {
+        let mut meant: Vec<_> = workers.iter().filter(|view| scope.means(view)).collect();
+        if meant.is_empty() && scope.is_narrow() {
+            return Err(Refusal {
+                status: StatusCode::NOT_FOUND,
+                message: "no such worker, or none that serves this model".to_owned(),
+            });
+        }
+        let block_size = scope.block_size(&meant)?;
+        // Blocks of another size match nothing, and would be counted in the wrong unit.
+        meant.retain(|view| told_size(view).is_none_or(|size| size == block_size));
+        let lora = scope.model.as_ref().filter(|model| {
+            let entries = meant.iter().filter_map(|view| view.entry.as_ref());
+            let mut loras = entries.flat_map(|entry| &entry.loras);
+            loras.any(|lora| lora.name == **model)
+        });
+        Ok(Self {
+            block_size,
+            workers: meant.iter().map(|view| view.instance_id.clone()).collect(),
+            lora: lora.cloned(),
+        })
+    }
+
+    fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, Refusal> {
+        let query = Query {
+            blocks,
+            at_least: None,
+        };
+        match handle.query(&query) {
+            Answer::Runs {
+                position, sources, ..
+            } => Ok(self.response(position, &sources)),
+            Answer::Behind { .. } => Err(Refusal {
+                status: StatusCode::SERVICE_UNAVAILABLE,
+                message: "the log is not known yet".to_owned(),
+            }),
+        }
+    }
+
+    fn response(&self, position: LogPosition, sources: &[SourceAnswer]) -> QueryResponse {
+        let size = self.block_size.tokens() as u64;
+        let mut response = QueryResponse {
+            position,
+            scores: BTreeMap::new(),
+            instances: BTreeMap::new(),
+        };
+        let meant = |answer: &&SourceAnswer| self.workers.contains(&answer.source.worker);
+        for answer in sources.iter().filter(meant) {
+            let Source { worker, dp_rank } = &answer.source;
+            let gpu = u64::from(answer.run.gpu) * size;
+            let cpu = gpu + u64::from(answer.run.cpu) * size;
+            let disk = cpu + u64::from(answer.run.disk) * size;
+            let instance = response.instances.entry(worker.clone()).or_default();
+            instance.gpu = instance.gpu.max(gpu);
+            instance.cpu = instance.cpu.max(cpu);
+            instance.disk = instance.disk.max(disk);
+            instance.longest_matched = instance.longest_matched.max(disk);
+            instance.dp.insert(*dp_rank, gpu);
+            instance.states.insert(*dp_rank, answer.states.gpu);
+            let scores = response.scores.entry(worker.clone()).or_default();
+            scores.insert(*dp_rank, gpu);
+        }
+        response
+    }
+}
+
+async fn digest(State(handle): State<Handle>) -> Response {
+    Json(handle.digest()).into_response()
+}
+
+async fn list_workers(State(handle): State<Handle>) -> Response {
+    Json(handle.workers()).into_response()
+}
+
+async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
+    if handle.is_ready() {
+        (StatusCode::OK, "ready")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "catching up")
+    }
+}
+
+async fn metrics_text(State(handle): State<Handle>) -> Response {
+    match handle.metrics_text() {
+        Ok(text) => ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response(),
+        Err(error) => {
+            warn!(%error, "metrics cannot be written");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+/// One JSON value a line: each source, then its image as changes, parents first. Sources are
+/// dumped one by one as the body is read, each of one moment: memory is bounded by the largest.
+async fn dump(State(handle): State<Handle>) -> Response {
+    let sources = handle.digest().sources;
+    let lines = sources.into_iter().flat_map(move |digest| {
+        let source = Source {
+            worker: digest.worker,
+            dp_rank: digest.dp_rank,
+        };
+        handle.dump(&source).into_iter().flat_map(dump_lines)
+    });
+    let body = Body::from_stream(futures_util::stream::iter(lines));
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+}
+
+fn dump_lines(dump: SourceDump) -> impl Iterator<Item = Result<Bytes, serde_json::Error>> {
+    let SourceDump { digest, changes } = dump;
+    let changes = changes
+        .into_iter()
+        .flatten()
+        .map(|change| line(&change_value(&change)));
+    std::iter::once_with(move || line(&json!({ "source": digest }))).chain(changes)
+}
+
+fn change_value(change: &Change) -> Value {
+    match change {
+        Change::Stored {
+            parent,
+            blocks,
+            tier,
+        } => json!({ "stored": { "tier": tier, "parent": parent, "blocks": blocks } }),
+        Change::Removed { blocks, tier } => {
+            json!({ "removed": { "tier": tier, "blocks": blocks } })
+        }
+        Change::Cleared { tier } => json!({ "cleared": { "tier": tier } }),
+    }
+}
+
+fn line(value: &Value) -> Result<Bytes, serde_json::Error> {
+    let mut line = serde_json::to_vec(value)?;
+    line.push(b'\n');
+    Ok(line.into())
+}
+
+#[cfg(test)]
+mod tests;

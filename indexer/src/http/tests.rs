@@ -1,0 +1,163 @@
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+
+use tokio_util::task::TaskTracker;
+use warmroute_proto::Tier;
+use warmroute_proto::hash::local_hashes;
+
+use super::*;
+use crate::testing::{self, Running, TestShim};
+
+/// Status and body. HTTP/1.0: the body ends with the connection.
+async fn ask(address: SocketAddr, head: &str, body: &str) -> (u16, String) {
+    let request = format!(
+        "{head} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let exchange = move || {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
+    };
+    let response = TaskTracker::new().spawn_blocking(exchange).await.unwrap();
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, body.to_owned())
+}
+
+async fn json(address: SocketAddr, head: &str, body: &Value) -> (u16, Value) {
+    let body = if body.is_null() {
+        String::new()
+    } else {
+        body.to_string()
+    };
+    let (status, body) = ask(address, head, &body).await;
+    (status, serde_json::from_str(&body).unwrap())
+}
+
+fn tokens() -> Vec<u32> {
+    (0..64).collect()
+}
+
+/// The clock is paused, so that no proof lapses however slow the machine is.
+/// Two ranks of `w1`: rank 0 holds two blocks on the GPU and one more on the CPU, rank 1 one block.
+async fn served() -> (Running, SocketAddr) {
+    let running = Running::start(testing::plane());
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let router = router(running.handle.clone());
+    TaskTracker::new().spawn(async move { axum::serve(listener, router).await });
+    let (status, _) = ask(address, "GET /health", "").await;
+    assert_eq!(status, 200);
+    let hashes = local_hashes(&tokens(), BlockSize::new(16).unwrap(), Seed::PLAIN);
+    for (name, gpu, all) in [("w1/0", 2, 3), ("w1/1", 1, 1)] {
+        let mut shim = TestShim::new(name);
+        let stored = |length: usize, tier| Change::Stored {
+            parent: None,
+            blocks: hashes[..length].to_vec(),
+            tier,
+        };
+        let changes = vec![stored(gpu, Tier::Gpu), stored(all, Tier::Cpu)];
+        running.publish(&shim.record(changes)).await;
+        // A position may have been taken up as backlog; a heartbeat proves it in any case.
+        running.heartbeat(&shim).await;
+    }
+    running.register("w1", None).await;
+    let proven = || {
+        let ready = running.handle.is_ready();
+        let digest = running.handle.digest();
+        let workers = running.handle.workers();
+        ready
+            && workers.iter().all(|worker| worker.registered)
+            && digest
+                .sources
+                .iter()
+                .all(|source| source.state == SourceState::Exact)
+    };
+    while !proven() {
+        tokio::task::yield_now().await;
+    }
+    (running, address)
+}
+
+#[tokio::test(start_paused = true)]
+async fn query_counts_tokens_by_instance_tier_and_rank() {
+    let (_running, address) = served().await;
+    let body = json!({ "model": "m", "token_ids": tokens() });
+    let (status, answer) = json(address, "POST /query", &body).await;
+    assert_eq!(status, 200);
+    let expected = json!({
+        "longest_matched": 48, "gpu": 32, "cpu": 48, "disk": 48,
+        "dp": { "0": 32, "1": 16 },
+        "states": { "0": "exact", "1": "exact" },
+    });
+    assert_eq!(answer["instances"], json!({ "w1": expected }));
+    assert_eq!(answer["scores"], json!({ "w1": { "0": 32, "1": 16 } }));
+    assert_eq!(answer["position"], 2);
+    let salted = json!({ "token_ids": tokens(), "cache_salt": "s", "instance_id": "w1" });
+    let (_, answer) = json(address, "POST /query", &salted).await;
+    assert_eq!(answer["instances"]["w1"]["longest_matched"], 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn query_by_hash_takes_local_hashes() {
+    let (_running, address) = served().await;
+    let hashes = local_hashes(&tokens(), BlockSize::new(16).unwrap(), Seed::PLAIN);
+    let body = json!({ "block_hashes": hashes, "block_size": 16 });
+    let (status, answer) = json(address, "POST /query_by_hash", &body).await;
+    assert_eq!(status, 200);
+    assert_eq!(answer["instances"]["w1"]["gpu"], 32);
+    let salted = json!({ "block_hashes": hashes, "cache_salt": "" });
+    let (status, _) = json(address, "POST /query_by_hash", &salted).await;
+    assert_eq!(status, 400);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_wrong_is_said_in_json() {
+    let (_running, address) = served().await;
+    for (body, expected) in [
+        (json!({ "token_ids": [1], "model": "nobody" }), 404),
+        (json!({ "token_ids": [1], "instance_id": "nobody" }), 404),
+        (json!({ "token_ids": [1], "block_size": 0 }), 400),
+        (json!({ "token_ids": ["x"] }), 422),
+        (json!({}), 422),
+    ] {
+        let (status, answer) = json(address, "POST /query", &body).await;
+        assert_eq!(status, expected, "{body}");
+        assert!(answer["error"].is_string());
+    }
+    let (status, _) = ask(address, "POST /query", "{").await;
+    assert_eq!(status, 400);
+}
+
+#[tokio::test(start_paused = true)]
+async fn digest_workers_and_dump_show_what_is_folded() {
+    let (running, address) = served().await;
+    let (_, digest) = json(address, "GET /v1/digest", &Value::Null).await;
+    let sum = running.handle.digest().sources[0].digest.clone();
+    let expected = json!({
+        "worker": "w1", "dp_rank": 0, "state": "exact", "generation": 1, "number": 0,
+        "engine_seq": 0, "blocks": 5, "digest": sum,
+    });
+    assert_eq!(digest["position"], 2);
+    assert_eq!(digest["sources"][0], expected);
+    let (_, workers) = json(address, "GET /workers", &Value::Null).await;
+    assert_eq!(workers[0]["instance_id"], "w1");
+    assert_eq!(workers[0]["entry"]["models"], json!(["m"]));
+    assert_eq!(workers[0]["sources"][1]["tiers"]["gpu"], "exact");
+    let (_, dump) = ask(address, "GET /dump", "").await;
+    let lines: Vec<Value> = dump
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(lines[0]["source"], expected);
+    assert_eq!(lines[1]["stored"]["tier"], "gpu");
+    assert_eq!(lines[1]["stored"]["parent"], Value::Null);
+    assert_eq!(lines.len(), 7);
+    let (status, metrics) = ask(address, "GET /metrics", "").await;
+    assert_eq!(status, 200);
+    assert!(metrics.contains("warmroute_indexer_sources{state=\"exact\"} 2"));
+    assert_eq!(ask(address, "GET /readyz", "").await.0, 200);
+}

@@ -1,0 +1,157 @@
+use warmroute_proto::query::{SourceAnswer, SourceState, UnknownReason};
+use warmroute_proto::registry::ResyncReason;
+use warmroute_proto::{Change, Generation, RecordNumber};
+
+use super::*;
+use crate::testing::{self, Running, TestShim, locals, source, stored};
+
+const W: &str = "w1/0";
+const SECOND: Duration = Duration::from_secs(1);
+
+fn query_for(names: &str) -> Query {
+    Query {
+        blocks: locals(names),
+        at_least: None,
+    }
+}
+
+fn only(answer: Answer) -> SourceAnswer {
+    match answer {
+        Answer::Runs { mut sources, .. } => {
+            assert_eq!(sources.len(), 1);
+            sources.remove(0)
+        }
+        Answer::Behind { .. } => panic!("behind"),
+    }
+}
+
+fn state(running: &Running) -> (SourceState, Option<UnknownReason>) {
+    let answer = only(running.handle.query(&query_for("a")));
+    (answer.states.gpu, answer.reason)
+}
+
+/// A service that has folded one source holding `a b`.
+async fn running() -> (Running, TestShim) {
+    let running = Running::start(testing::plane());
+    // The first tick has looked where the log ends.
+    sleep(SECOND).await;
+    let mut shim = TestShim::new(W);
+    let record = shim.record(vec![stored("", "a b", Tier::Gpu)]);
+    running.publish(&record).await;
+    (running, shim)
+}
+
+#[tokio::test(start_paused = true)]
+async fn records_are_answered_over_the_plane() {
+    let (running, _) = running().await;
+    let payload = codec::encode(&query_for("a b c")).unwrap();
+    let subject = running.subjects.query();
+    let reply = running.plane.request(subject, payload.into(), SECOND).await;
+    let answer = only(codec::decode(&reply.unwrap()).unwrap());
+    assert_eq!(answer.source, source(W));
+    assert_eq!(answer.number, Some(RecordNumber(0)));
+    assert_eq!(answer.states.gpu, SourceState::Exact);
+    assert_eq!(answer.run.gpu, 2);
+    assert_eq!(running.handle.position(), LogPosition(1));
+    assert_eq!(running.handle.held(&source(W)).len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_heartbeats_a_source_is_unknown_after_five_seconds() {
+    let (running, shim) = running().await;
+    for _ in 0..10 {
+        sleep(SECOND).await;
+        running.heartbeat(&shim).await;
+    }
+    assert_eq!(state(&running), (SourceState::Exact, None));
+    sleep(4 * SECOND).await;
+    assert_eq!(state(&running), (SourceState::Exact, None));
+    sleep(SECOND).await;
+    let unknown = (SourceState::Unknown, Some(UnknownReason::NoProof));
+    assert_eq!(state(&running), unknown);
+}
+
+#[tokio::test(start_paused = true)]
+async fn backlog_is_unknown_until_a_heartbeat() {
+    let plane = testing::plane();
+    let mut shim = TestShim::new(W);
+    for _ in 0..300 {
+        let change = stored("", "a b", Tier::Gpu);
+        testing::append(&plane, &shim.record(vec![change])).await;
+        let change = Change::Cleared { tier: Tier::Gpu };
+        testing::append(&plane, &shim.record(vec![change])).await;
+    }
+    let change = stored("", "a", Tier::Gpu);
+    let last = testing::append(&plane, &shim.record(vec![change])).await;
+    let running = Running::start(plane);
+    let mut positions = running.handle.positions();
+    positions.wait_for(|at| *at >= last).await.unwrap();
+    assert_eq!(state(&running).0, SourceState::Unknown);
+    running.heartbeat(&shim).await;
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(state(&running).0, SourceState::Exact);
+    assert!(running.handle.is_ready());
+}
+
+#[tokio::test(start_paused = true)]
+async fn lost_lease_masks_the_worker() {
+    let (running, shim) = running().await;
+    running.register("w1", Some(3 * SECOND)).await;
+    sleep(2 * SECOND).await;
+    running.heartbeat(&shim).await;
+    assert_eq!(state(&running), (SourceState::Exact, None));
+    sleep(2 * SECOND).await;
+    let gone = (SourceState::Unknown, Some(UnknownReason::ShimGone));
+    assert_eq!(state(&running), gone);
+    running.register("w1", None).await;
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(state(&running), (SourceState::Exact, None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn gap_ends_in_a_request_to_the_shim() {
+    let (running, mut shim) = running().await;
+    let subject = running.subjects.resync(&source(W).worker);
+    let mut requests = running.plane.subscribe(subject).await.unwrap();
+    shim.record(vec![stored("", "x", Tier::Gpu)]);
+    let record = shim.record(vec![stored("", "y", Tier::Gpu)]);
+    running.publish(&record).await;
+    let request = codec::decode::<ResyncRequest>(&requests.next().await.unwrap()).unwrap();
+    assert_eq!(request.source, source(W));
+    assert_eq!(request.above, Generation(1));
+    assert_eq!(request.reason, ResyncReason::Gap);
+}
+
+#[tokio::test(start_paused = true)]
+async fn malformed_query_is_counted_and_not_answered() {
+    let (running, _) = running().await;
+    let subject = running.subjects.query();
+    let junk = Bytes::from_static(b"junk");
+    let reply = running.plane.request(subject, junk, SECOND).await;
+    assert!(reply.is_err());
+    let text = String::from_utf8(running.handle.metrics_text().unwrap()).unwrap();
+    let line = "warmroute_indexer_queries_total{outcome=\"malformed\"} 1";
+    assert!(text.contains(line), "{text}");
+    assert!(text.contains("warmroute_indexer_sources{state=\"exact\"} 1"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn before_the_log_is_known_there_is_no_answer() {
+    let config = IndexerConfig {
+        namespace: testing::namespace(),
+        max_memory_bytes: None,
+    };
+    let service = Service::new(&config, Arc::new(testing::plane())).unwrap();
+    let handle = service.handle();
+    assert!(!handle.is_ready());
+    let answer = handle.query(&query_for("a"));
+    assert!(matches!(answer, Answer::Behind { .. }));
+    assert_eq!(handle.digest().position, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn run_ends_when_it_is_told_to() {
+    let (running, _) = running().await;
+    running.stop.cancel();
+    running.run.await.unwrap().unwrap();
+}

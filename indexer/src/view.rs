@@ -1,0 +1,162 @@
+//! What the outside sees of the fold, as plain values made under one read lock.
+
+use std::time::Instant;
+
+use serde::Serialize;
+use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{
+    Change, DpRank, EngineHealth, EngineSeq, Generation, LogPosition, RecordNumber, Source,
+    WorkerId,
+};
+
+use crate::fold::{Fold, SourceStanding};
+use crate::metrics::Levels;
+
+/// The body of `/v1/digest`. What is not known is null.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DigestView {
+    pub position: Option<LogPosition>,
+    pub sources: Vec<SourceDigest>,
+}
+
+/// One source in `/v1/digest`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SourceDigest {
+    pub worker: WorkerId,
+    pub dp_rank: DpRank,
+    /// The state of the GPU tier.
+    pub state: SourceState,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<UnknownReason>,
+    pub generation: Option<Generation>,
+    pub number: Option<RecordNumber>,
+    pub engine_seq: Option<EngineSeq>,
+    /// Held (prefix hash, tier) pairs; null while nothing is folded.
+    pub blocks: Option<u64>,
+    pub digest: Option<String>,
+}
+
+/// One worker: what the registry says of it, and its sources.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct WorkerView {
+    pub instance_id: WorkerId,
+    /// Null if the registry never named it.
+    pub entry: Option<WorkerEntry>,
+    /// Its registration is there.
+    pub registered: bool,
+    pub sources: Vec<SourceView>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SourceView {
+    #[serde(flatten)]
+    pub digest: SourceDigest,
+    pub tiers: TierWords,
+    pub proof_age_ms: Option<u64>,
+    pub engine_health: EngineHealth,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct TierWords {
+    pub gpu: SourceState,
+    pub cpu: SourceState,
+    pub disk: SourceState,
+}
+
+/// One source with its whole image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceDump {
+    pub digest: SourceDigest,
+    /// None while nothing is folded.
+    pub changes: Option<Vec<Change>>,
+}
+
+pub(crate) fn digest(fold: &Fold, now: Instant) -> DigestView {
+    DigestView {
+        position: fold.log().map(|_| fold.position()),
+        sources: fold
+            .standings(now)
+            .map(|(source, standing)| source_digest(source, &standing))
+            .collect(),
+    }
+}
+
+pub(crate) fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
+    let mut views: Vec<WorkerView> = fold
+        .workers()
+        .map(|worker| WorkerView {
+            instance_id: worker.entry.worker.clone(),
+            entry: Some(worker.entry.clone()),
+            registered: worker.gone_since.is_none(),
+            sources: Vec::new(),
+        })
+        .collect();
+    for (source, standing) in fold.standings(now) {
+        let found = views.binary_search_by(|view| view.instance_id.cmp(&source.worker));
+        let at = found.unwrap_or_else(|at| {
+            let view = WorkerView {
+                instance_id: source.worker.clone(),
+                entry: None,
+                registered: false,
+                sources: Vec::new(),
+            };
+            views.insert(at, view);
+            at
+        });
+        if let Some(view) = views.get_mut(at) {
+            view.sources.push(source_view(source, &standing));
+        }
+    }
+    views
+}
+
+pub(crate) fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceDump> {
+    let (source, standing) = fold.standings(now).find(|(known, _)| *known == source)?;
+    Some(SourceDump {
+        digest: source_digest(source, &standing),
+        changes: fold.dump(source),
+    })
+}
+
+pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
+    Levels {
+        states: fold
+            .standings(now)
+            .map(|(_, standing)| standing.states.gpu)
+            .collect(),
+        nodes: fold.tree().nodes(),
+        bytes: fold.tree().bytes(),
+        position: fold.position().0,
+        lag: fold.lag(),
+        jumps: fold.jumps(),
+    }
+}
+
+fn source_digest(source: &Source, standing: &SourceStanding) -> SourceDigest {
+    SourceDigest {
+        worker: source.worker.clone(),
+        dp_rank: source.dp_rank,
+        state: standing.states.gpu,
+        reason: standing.reason,
+        generation: standing.generation,
+        number: standing.number,
+        engine_seq: standing.engine_seq,
+        blocks: standing.digest.map(|digest| digest.count),
+        digest: standing.digest.map(|digest| digest.hex()),
+    }
+}
+
+fn source_view(source: &Source, standing: &SourceStanding) -> SourceView {
+    let age = standing.proof_age;
+    SourceView {
+        digest: source_digest(source, standing),
+        tiers: TierWords {
+            gpu: standing.states.gpu,
+            cpu: standing.states.cpu,
+            disk: standing.states.disk,
+        },
+        proof_age_ms: age.and_then(|age| u64::try_from(age.as_millis()).ok()),
+        engine_health: standing.health,
+    }
+}
