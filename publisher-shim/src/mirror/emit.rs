@@ -1,0 +1,231 @@
+//! From what changed in the mirror to what the log's readers must do.
+//!
+//! Readers know a prefix as long as it is held or has a held descendant. A block whose ancestors
+//! they do not know can only be told together with those: stored on the way, and removed again.
+
+use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
+
+use super::Mirror;
+use super::nodes::{Node, NodeId, Nodes, TierSet};
+
+/// Builds a list of changes, joining stores that continue each other.
+#[derive(Default)]
+struct Writer {
+    changes: Vec<Change>,
+    run: Option<Run>,
+}
+
+struct Run {
+    last: NodeId,
+    parent: Option<PrefixHash>,
+    blocks: Vec<LocalHash>,
+    tier: Tier,
+}
+
+impl Writer {
+    fn stored(&mut self, nodes: &Nodes, id: NodeId, node: &Node, tier: Tier) {
+        match &mut self.run {
+            Some(run) if run.tier == tier && node.parent == run.last => {
+                run.blocks.push(node.local);
+                run.last = id;
+            }
+            Some(_) | None => {
+                self.flush();
+                self.run = Some(Run {
+                    last: id,
+                    parent: nodes.get(node.parent).map(|parent| parent.prefix),
+                    blocks: vec![node.local],
+                    tier,
+                });
+            }
+        }
+    }
+
+    fn removed(&mut self, blocks: Vec<PrefixHash>, tier: Tier) {
+        self.flush();
+        if !blocks.is_empty() {
+            self.changes.push(Change::Removed { blocks, tier });
+        }
+    }
+
+    fn flush(&mut self) {
+        if let Some(run) = self.run.take() {
+            self.changes.push(Change::Stored {
+                parent: run.parent,
+                blocks: run.blocks,
+                tier: run.tier,
+            });
+        }
+    }
+}
+
+impl Mirror {
+    /// Tells the net change since the last call, and frees what nothing needs any more.
+    pub(super) fn settle(&mut self) -> Vec<Change> {
+        let touched = std::mem::take(&mut self.touched);
+        let mut writer = Writer::default();
+        for tier in Tier::ALL {
+            if self.cleared.has(tier) {
+                writer.changes.push(Change::Cleared { tier });
+            }
+        }
+        self.cleared = TierSet::default();
+        let mut passing = Vec::new();
+        for tier in Tier::ALL {
+            for &id in &touched {
+                self.tell_stored(id, tier, &mut passing, &mut writer);
+            }
+        }
+        for tier in Tier::ALL {
+            let mut gone = Vec::new();
+            for &id in &touched {
+                let ended = self.nodes.get(id).is_some_and(|node| node.held.has(tier))
+                    && !self.is_held(id, tier);
+                if ended {
+                    gone.extend(self.unhold(id, tier));
+                }
+            }
+            for &(id, passed) in &passing {
+                // A block may have been passed on the way and lie in the list above as well.
+                let still = self.nodes.get(id).is_some_and(|node| node.held.has(tier));
+                if passed == tier && still {
+                    gone.extend(self.unhold(id, tier));
+                }
+            }
+            writer.removed(gone, tier);
+        }
+        self.release(&touched);
+        writer.changes
+    }
+
+    /// The whole mirror as ordinary changes for a reader that has nothing, parents first.
+    #[must_use]
+    pub fn image(&self) -> Vec<Change> {
+        let mut told = vec![TierSet::default(); self.nodes.slots()];
+        let mut writer = Writer::default();
+        let mut passing: Vec<(NodeId, Tier)> = Vec::new();
+        let mut way = Vec::new();
+        let is_due = |id: NodeId, tier: Tier, told: &[TierSet]| {
+            let held = self.nodes.get(id).is_some_and(|node| node.held.has(tier));
+            held && !told[id.index()].has(tier)
+        };
+        for tier in Tier::ALL {
+            for id in self.nodes.ids() {
+                if !is_due(id, tier, &told) {
+                    continue;
+                }
+                let mut at = id;
+                while let Some(node) = self.nodes.get(at) {
+                    let known = !told[at.index()].is_empty() && !is_due(at, tier, &told);
+                    if known {
+                        break;
+                    }
+                    way.push(at);
+                    at = node.parent;
+                }
+                while let Some(at) = way.pop() {
+                    let Some(node) = self.nodes.get(at) else {
+                        continue;
+                    };
+                    writer.stored(&self.nodes, at, node, tier);
+                    told[at.index()] = told[at.index()].with(tier);
+                    if !node.held.has(tier) {
+                        passing.push((at, tier));
+                    }
+                }
+            }
+        }
+        for tier in Tier::ALL {
+            let gone = passing
+                .iter()
+                .filter(|(_, passed)| *passed == tier)
+                .filter_map(|(id, _)| self.nodes.get(*id).map(|node| node.prefix))
+                .collect();
+            writer.removed(gone, tier);
+        }
+        writer.changes
+    }
+
+    fn tell_stored(
+        &mut self,
+        id: NodeId,
+        tier: Tier,
+        passing: &mut Vec<(NodeId, Tier)>,
+        writer: &mut Writer,
+    ) {
+        if !self.gains(id, tier) {
+            return;
+        }
+        let mut at = id;
+        while let Some(node) = self.nodes.get(at) {
+            if at != id && node.is_visible() && !self.gains(at, tier) {
+                break;
+            }
+            let parent = node.parent;
+            self.way.push(at);
+            at = parent;
+        }
+        while let Some(at) = self.way.pop() {
+            if !self.gains(at, tier) {
+                passing.push((at, tier));
+            }
+            if let Some(node) = self.nodes.get(at) {
+                writer.stored(&self.nodes, at, node, tier);
+            }
+            self.hold(at, tier);
+        }
+    }
+
+    fn gains(&self, id: NodeId, tier: Tier) -> bool {
+        let told = self.nodes.get(id).is_none_or(|node| node.held.has(tier));
+        !told && self.is_held(id, tier)
+    }
+
+    fn is_held(&self, id: NodeId, tier: Tier) -> bool {
+        let groups = self.groups.mains(tier);
+        groups > 0 && self.nodes.is_held(id, tier, groups)
+    }
+
+    fn hold(&mut self, id: NodeId, tier: Tier) {
+        let Some(node) = self.nodes.get_mut(id) else {
+            return;
+        };
+        let was_visible = node.is_visible();
+        node.held = node.held.with(tier);
+        let (prefix, parent) = (node.prefix, node.parent);
+        self.digests.get_mut(tier).insert(prefix, tier);
+        if !was_visible && let Some(parent) = self.nodes.get_mut(parent) {
+            parent.visible_children += 1;
+        }
+    }
+
+    fn unhold(&mut self, id: NodeId, tier: Tier) -> Option<PrefixHash> {
+        let node = self.nodes.get_mut(id)?;
+        node.held = node.held.without(tier);
+        let prefix = node.prefix;
+        self.digests.get_mut(tier).remove(prefix, tier);
+        let mut at = id;
+        while let Some(node) = self.nodes.get(at)
+            && !node.is_visible()
+        {
+            at = node.parent;
+            let Some(parent) = self.nodes.get_mut(at) else {
+                break;
+            };
+            parent.visible_children -= 1;
+        }
+        Some(prefix)
+    }
+
+    fn release(&mut self, touched: &[NodeId]) {
+        for &id in touched {
+            if let Some(node) = self.nodes.get_mut(id) {
+                node.touched = false;
+            }
+        }
+        for &id in touched {
+            let engines = &mut self.engines;
+            self.nodes.release(id, |hash| engines.forget(hash));
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! The engine's own names: which prefix each means, and how often the engine holds it.
+
+use rustc_hash::FxHashMap;
+use warmroute_proto::Tier;
+
+use super::nodes::{GroupSlot, NodeId};
+use crate::wire::EngineHash;
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Engines {
+    names: FxHashMap<EngineHash, Name>,
+    /// References of groups behind the first.
+    more: FxHashMap<(EngineHash, GroupSlot, Tier), u32>,
+    /// References in GPU memory: each is one physical block.
+    gpu: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Name {
+    node: NodeId,
+    first_group: [u32; 3],
+}
+
+impl Engines {
+    pub(super) fn node(&self, hash: EngineHash) -> Option<NodeId> {
+        self.names.get(&hash).map(|name| name.node)
+    }
+
+    pub(super) const fn gpu_references(&self) -> u64 {
+        self.gpu
+    }
+
+    pub(super) fn name(&mut self, hash: EngineHash, node: NodeId) {
+        let name = Name {
+            node,
+            first_group: [0; 3],
+        };
+        self.names.insert(hash, name);
+    }
+
+    pub(super) fn add(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) {
+        if slot == 0 {
+            let Some(name) = self.names.get_mut(&hash) else {
+                return;
+            };
+            let count = &mut name.first_group[tier.index()];
+            *count = count.saturating_add(1);
+        } else {
+            *self.more.entry((hash, slot, tier)).or_default() += 1;
+        }
+        self.gpu += u64::from(tier == Tier::Gpu);
+    }
+
+    /// One reference less; the node that it held, or `None` if there was none.
+    pub(super) fn drop(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) -> Option<NodeId> {
+        let name = self.names.get_mut(&hash)?;
+        let node = name.node;
+        if slot == 0 {
+            let count = &mut name.first_group[tier.index()];
+            *count = count.checked_sub(1)?;
+        } else {
+            let count = self.more.get_mut(&(hash, slot, tier))?;
+            *count -= 1;
+            if *count == 0 {
+                self.more.remove(&(hash, slot, tier));
+            }
+        }
+        self.gpu -= u64::from(tier == Tier::Gpu);
+        Some(node)
+    }
+
+    /// Its prefix is gone; so are all references.
+    pub(super) fn forget(&mut self, hash: EngineHash) {
+        self.names.remove(&hash);
+    }
+}

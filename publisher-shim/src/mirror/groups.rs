@@ -1,0 +1,99 @@
+//! Which of an engine's KV groups count, learned from its stores.
+//!
+//! Only main-attention groups do: of the others positions cannot be told. Old engines send no kind
+//! or no index; one group alone is then taken to be main attention.
+
+use warmroute_proto::{Tier, Tiers};
+
+use super::nodes::GroupSlot;
+use crate::wire::{BlockGroup, GroupKind};
+
+/// More groups than any model has. Beyond, stores are not understood.
+const GROUPS_MAX: usize = 64;
+
+/// What a group is to the mirror.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// It counts; the number is dense within its tier.
+    Main(GroupSlot),
+    /// It counts, and was not known before: nothing is held in it yet.
+    NewMain(GroupSlot),
+    /// Ignored on purpose.
+    Masked,
+    /// Of an unknown kind: whether it ought to count cannot be told.
+    Unknown,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Groups {
+    tiers: Tiers<Vec<Group>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    index: Option<u32>,
+    role: Role,
+    told: bool,
+}
+
+impl Groups {
+    /// The role of the group that a store names.
+    pub(super) fn learn(&mut self, tier: Tier, group: BlockGroup) -> Role {
+        if let Some(role) = self.role(tier, group.index) {
+            return role;
+        }
+        let groups = self.tiers.get_mut(tier);
+        if groups.len() >= GROUPS_MAX {
+            return Role::Unknown;
+        }
+        let mains = main_groups(groups);
+        let role = match group.kind {
+            Some(GroupKind::Main) | None => Role::Main(mains),
+            Some(GroupKind::Masked) => Role::Masked,
+            Some(GroupKind::Unknown) => Role::Unknown,
+        };
+        groups.push(Group {
+            index: group.index,
+            role,
+            told: group.kind.is_some(),
+        });
+        match role {
+            Role::Main(slot) => Role::NewMain(slot),
+            Role::NewMain(_) | Role::Masked | Role::Unknown => role,
+        }
+    }
+
+    /// The role of a group that some store named before.
+    pub(super) fn role(&self, tier: Tier, index: Option<u32>) -> Option<Role> {
+        let groups = self.tiers.get(tier);
+        let group = groups.iter().find(|group| group.index == index)?;
+        Some(group.role)
+    }
+
+    /// How many groups have to hold a block for the tier to hold it.
+    pub(super) fn mains(&self, tier: Tier) -> GroupSlot {
+        main_groups(self.tiers.get(tier))
+    }
+
+    /// A tier with several groups whose kinds nobody told.
+    pub(super) fn lacks_kinds(&self, tier: Tier) -> bool {
+        let groups = self.tiers.get(tier);
+        groups.len() > 1 && groups.iter().any(|group| !group.told)
+    }
+
+    /// Nothing but main attention was seen.
+    pub(super) fn only_main(&self) -> bool {
+        Tier::ALL.iter().all(|&tier| {
+            let mut groups = self.tiers.get(tier).iter();
+            groups.all(|group| matches!(group.role, Role::Main(_)))
+        })
+    }
+}
+
+fn main_groups(groups: &[Group]) -> GroupSlot {
+    let mains = groups
+        .iter()
+        .filter(|group| matches!(group.role, Role::Main(_)))
+        .count();
+    GroupSlot::try_from(mains).unwrap_or(GroupSlot::MAX)
+}

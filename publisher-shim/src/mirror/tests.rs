@@ -1,0 +1,722 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use warmroute_proto::TierState;
+
+use super::*;
+use crate::testing::Reader;
+use crate::wire::{BlockGroup, GroupKind, Medium, Skipped};
+
+const MAIN: Option<GroupKind> = Some(GroupKind::Main);
+
+fn mirror(start: Start) -> Mirror {
+    Mirror::new(Config::default(), start)
+}
+
+fn group(index: u32) -> BlockGroup {
+    BlockGroup {
+        index: Some(index),
+        kind: MAIN,
+    }
+}
+
+/// A run of blocks of one token each; a block's engine hash is its token.
+fn run(parent: Option<u64>, tokens: &[u32]) -> Stored {
+    Stored {
+        hashes: tokens.iter().map(|&t| EngineHash(u64::from(t))).collect(),
+        parent: parent.map(EngineHash),
+        tokens: tokens.to_vec(),
+        tokens_each: 1,
+        block_size: 1,
+        lora: Lora::None,
+        salt: None,
+        keys: Vec::new(),
+        tells_extra_keys: true,
+        medium: Medium::Gpu,
+        group: group(0),
+    }
+}
+
+fn stored(parent: Option<u64>, tokens: &[u32]) -> Event {
+    Event::Stored(Box::new(run(parent, tokens)))
+}
+
+fn removed(hash: u64) -> Event {
+    removed_from(hash, Medium::Gpu, 0)
+}
+
+fn removed_from(hash: u64, medium: Medium, group: u32) -> Event {
+    Event::Removed(Removed {
+        hashes: vec![EngineHash(hash)],
+        medium,
+        group: Some(group),
+    })
+}
+
+fn batch(events: Vec<Event>) -> Batch {
+    Batch {
+        events,
+        ..Batch::default()
+    }
+}
+
+/// Prefix hash of a sequence of one-token blocks.
+fn prefix(tokens: &[u32]) -> PrefixHash {
+    seeded_prefix(tokens, Seed::PLAIN)
+}
+
+fn seeded_prefix(tokens: &[u32], seed: Seed) -> PrefixHash {
+    let mut last = None;
+    for &token in tokens {
+        let local = LocalHash::of_block(&[token], &[], seed);
+        last = Some(PrefixHash::after(last, local));
+    }
+    last.unwrap()
+}
+
+/// Applies batches, and checks the told changes against the mirror after each.
+struct Follower {
+    mirror: Mirror,
+    reader: Reader,
+}
+
+impl Follower {
+    fn new(start: Start) -> Self {
+        Self {
+            mirror: mirror(start),
+            reader: Reader::default(),
+        }
+    }
+
+    fn apply(&mut self, events: Vec<Event>) {
+        let changes = self.mirror.apply(&batch(events)).unwrap();
+        self.reader.apply(&changes);
+        self.check();
+    }
+
+    fn check(&self) {
+        assert_eq!(self.reader.held(), self.mirror.held());
+        assert_eq!(self.reader.digest(), self.mirror.digest());
+        let mut fresh = Reader::default();
+        fresh.apply(&self.mirror.image());
+        assert_eq!(fresh.held(), self.mirror.held());
+    }
+
+    fn gpu(&self) -> TierState {
+        self.mirror.states().gpu
+    }
+
+    fn holds(&self, tokens: &[u32]) -> bool {
+        self.mirror.held().contains(&(prefix(tokens), Tier::Gpu))
+    }
+}
+
+#[test]
+fn a_block_stored_three_times_and_removed_twice_is_held() {
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![
+        stored(None, &[1]),
+        stored(None, &[1]),
+        stored(None, &[1]),
+    ]);
+    follower.apply(vec![removed(1), removed(1)]);
+    assert!(follower.holds(&[1]));
+    follower.apply(vec![removed(1)]);
+    assert!(!follower.holds(&[1]));
+    assert_eq!(follower.mirror.prefixes(), 0);
+}
+
+#[test]
+fn a_batch_that_undoes_itself_tells_nothing() {
+    let mut mirror = mirror(Start::Empty);
+    let changes = mirror.apply(&batch(vec![stored(None, &[1, 2]), removed(2), removed(1)]));
+    assert_eq!(changes, Ok(vec![]));
+}
+
+#[test]
+fn a_run_is_told_as_one_run() {
+    let mut mirror = mirror(Start::Empty);
+    let changes = mirror
+        .apply(&batch(vec![stored(None, &[1, 2]), stored(Some(2), &[3])]))
+        .unwrap();
+    assert!(
+        matches!(&changes[..], [Change::Stored { parent: None, blocks, .. }] if blocks.len() == 3)
+    );
+}
+
+#[test]
+fn a_hole_keeps_its_place_until_its_descendants_are_gone() {
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![stored(None, &[1, 2, 3])]);
+    follower.apply(vec![removed(2)]);
+    assert!(!follower.holds(&[1, 2]) && follower.holds(&[1, 2, 3]));
+    // The engine hash of the hole still says where its children belong.
+    follower.apply(vec![stored(Some(2), &[4])]);
+    assert!(follower.holds(&[1, 2, 4]));
+    follower.apply(vec![stored(Some(1), &[2])]);
+    assert!(follower.holds(&[1, 2]));
+    follower.apply(vec![removed(2), removed(3), removed(4), removed(1)]);
+    assert_eq!(follower.mirror.prefixes(), 0);
+    assert_eq!(follower.gpu(), TierState::Complete);
+}
+
+#[test]
+fn a_pair_is_held_when_every_main_group_holds_it() {
+    let mut follower = Follower::new(Start::Empty);
+    let in_group = |parent, tokens: &[u32], index, kind| {
+        let mut run = run(parent, tokens);
+        run.group = BlockGroup {
+            index: Some(index),
+            kind: Some(kind),
+        };
+        Event::Stored(Box::new(run))
+    };
+    follower.apply(vec![stored(None, &[1, 2])]);
+    assert!(follower.holds(&[1]));
+    follower.apply(vec![in_group(None, &[1], 2, GroupKind::Main)]);
+    assert!(follower.holds(&[1]) && !follower.holds(&[1, 2]));
+    assert!(follower.mirror.main_attention_only());
+    follower.apply(vec![in_group(None, &[1, 2, 3], 1, GroupKind::Masked)]);
+    follower.apply(vec![removed_from(1, Medium::Gpu, 1)]);
+    assert!(follower.holds(&[1]));
+    assert!(!follower.mirror.main_attention_only());
+    follower.apply(vec![removed_from(1, Medium::Gpu, 2)]);
+    assert!(!follower.holds(&[1]));
+    assert_eq!(follower.gpu(), TierState::Complete);
+    // A child whose parent only one group holds: readers do not know the parent.
+    follower.apply(vec![removed(2), stored(Some(1), &[5])]);
+    follower.apply(vec![in_group(Some(1), &[5], 2, GroupKind::Main)]);
+    assert!(follower.holds(&[1, 5]) && !follower.holds(&[1]));
+}
+
+#[test]
+fn masked_stores_may_mismatch_and_count_nothing() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut masked = run(None, &[1, 2, 3]);
+    masked.group.kind = Some(GroupKind::Masked);
+    masked.hashes.truncate(1);
+    follower.apply(vec![Event::Stored(Box::new(masked))]);
+    assert_eq!(follower.gpu(), TierState::Complete);
+    assert_eq!(follower.mirror.held(), []);
+}
+
+#[test]
+fn main_stores_that_cannot_be_indexed_are_missing() {
+    let mut mismatch = run(None, &[1, 2, 3]);
+    mismatch.hashes.truncate(1);
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![Event::Stored(Box::new(mismatch))]);
+    assert_eq!(follower.gpu(), TierState::Partial);
+
+    let mut other_size = run(None, &[1, 2]);
+    other_size.hashes.truncate(1);
+    other_size.block_size = 2;
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![stored(None, &[1])]);
+    follower.apply(vec![Event::Stored(Box::new(other_size))]);
+    assert_eq!(follower.gpu(), TierState::Partial);
+    assert_eq!(follower.mirror.counters().stores_not_indexable, 1);
+    // Its removal is none of a known block, and no sign.
+    follower.apply(vec![removed(77)]);
+    follower.apply(vec![Event::Cleared]);
+    assert_eq!(follower.gpu(), TierState::Complete);
+}
+
+#[test]
+fn events_confirm_the_block_size_and_beat_a_suggestion() {
+    let mut mirror = mirror(Start::Empty);
+    mirror.suggest_block_size(BlockSize::new(16).unwrap());
+    assert!(!mirror.block_size_is_confirmed());
+    mirror.apply(&batch(vec![stored(None, &[1])])).unwrap();
+    assert_eq!(mirror.block_size(), BlockSize::new(1));
+    mirror.suggest_block_size(BlockSize::new(16).unwrap());
+    assert_eq!(mirror.block_size(), BlockSize::new(1));
+    assert_eq!(mirror.states().gpu, TierState::Complete);
+}
+
+#[test]
+fn an_orphan_is_partial_until_its_parent_appears() {
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![stored(Some(2), &[3, 4]), stored(Some(4), &[5])]);
+    assert_eq!(follower.gpu(), TierState::Partial);
+    assert_eq!(follower.mirror.held(), []);
+    follower.apply(vec![removed(4)]);
+    follower.apply(vec![stored(None, &[1, 2])]);
+    assert!(follower.holds(&[1, 2, 3]) && follower.holds(&[1, 2, 3, 4, 5]));
+    assert!(!follower.holds(&[1, 2, 3, 4]));
+    assert_eq!(follower.gpu(), TierState::Complete);
+    assert_eq!(follower.mirror.orphans(), 0);
+}
+
+#[test]
+fn orphans_that_are_removed_leave_nothing() {
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![stored(Some(2), &[3, 4])]);
+    follower.apply(vec![removed(3)]);
+    assert_eq!(follower.mirror.orphans(), 2);
+    follower.apply(vec![removed(4)]);
+    assert_eq!(follower.mirror.orphans(), 0);
+    assert_eq!(follower.gpu(), TierState::Complete);
+}
+
+#[test]
+fn orphans_beyond_the_bound_are_missing() {
+    let config = Config {
+        orphans_max: 2,
+        ..Config::default()
+    };
+    let mut mirror = Mirror::new(config, Start::Empty);
+    mirror
+        .apply(&batch(vec![stored(Some(9), &[1, 2, 3])]))
+        .unwrap();
+    assert_eq!(mirror.orphans(), 2);
+    assert_eq!(mirror.counters().orphans_dropped, 1);
+    mirror
+        .apply(&batch(vec![removed(2), removed(1), removed(3)]))
+        .unwrap();
+    assert_eq!(mirror.states().gpu, TierState::Partial);
+}
+
+#[test]
+fn signs_of_a_wrong_mirror_empty_it() {
+    let check = |config: Config, events: Vec<Event>, sign: Sign| {
+        let mut mirror = Mirror::new(config, Start::Empty);
+        mirror.apply(&batch(vec![stored(None, &[1, 2])])).unwrap();
+        assert_eq!(mirror.apply(&batch(events)), Err(sign));
+        assert_eq!(mirror.held(), []);
+        assert_eq!(mirror.digest(), Digest::default());
+        assert_eq!(mirror.states().gpu, TierState::Partial);
+        // It goes on: a removal of what it forgot is normal now.
+        let changes = mirror.apply(&batch(vec![removed(1), stored(None, &[7])]));
+        assert_eq!(changes.unwrap().len(), 1);
+    };
+    let config = Config::default();
+    check(config, vec![removed(9)], Sign::BelowZero);
+    check(config, vec![removed(1), removed(1)], Sign::BelowZero);
+    check(config, vec![stored(None, &[2])], Sign::TwoPrefixes);
+    let small = Config {
+        blocks_max: Some(3),
+        ..config
+    };
+    check(small, vec![stored(None, &[1, 2])], Sign::TooMany);
+}
+
+#[test]
+fn several_engine_hashes_may_mean_one_prefix() {
+    let mut follower = Follower::new(Start::Unknown);
+    let mut again = run(None, &[1]);
+    again.hashes = vec![EngineHash(1001)];
+    follower.apply(vec![stored(None, &[1]), Event::Stored(Box::new(again))]);
+    follower.apply(vec![removed(1)]);
+    assert!(follower.holds(&[1]));
+    follower.apply(vec![removed(1001)]);
+    assert_eq!(follower.mirror.prefixes(), 0);
+}
+
+#[test]
+fn a_clear_empties_gpu_memory_and_forgets_the_rest() {
+    let mut follower = Follower::new(Start::Unknown);
+    let mut cpu = run(None, &[1]);
+    cpu.medium = Medium::Cpu;
+    follower.apply(vec![
+        stored(None, &[1, 2]),
+        stored(Some(77), &[8]),
+        Event::Stored(Box::new(cpu)),
+        removed_from(99, Medium::Cpu, 0),
+    ]);
+    assert_eq!(follower.mirror.held().len(), 3);
+    follower.apply(vec![removed(2), Event::Cleared, stored(None, &[1])]);
+    assert_eq!(follower.mirror.held(), [(prefix(&[1]), Tier::Gpu)]);
+    assert_eq!(follower.mirror.orphans(), 0);
+    let states = follower.mirror.states();
+    assert_eq!(states.gpu, TierState::Complete);
+    assert_eq!(states.cpu, TierState::Partial);
+}
+
+#[test]
+fn a_tier_that_never_removes_is_stale() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut cpu = run(None, &[1]);
+    cpu.medium = Medium::Cpu;
+    follower.apply(vec![stored(None, &[1])]);
+    assert_eq!(follower.mirror.states().cpu, TierState::Complete);
+    follower.apply(vec![Event::Stored(Box::new(cpu))]);
+    assert_eq!(follower.mirror.states().cpu, TierState::Stale);
+    assert_eq!(follower.gpu(), TierState::Complete);
+    follower.apply(vec![removed_from(1, Medium::Cpu, 0)]);
+    assert_eq!(follower.mirror.states().cpu, TierState::Complete);
+}
+
+#[test]
+fn a_placeholder_counts_what_its_hash_names() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut offloaded = run(None, &[]);
+    offloaded.hashes = vec![EngineHash(2)];
+    offloaded.block_size = 0;
+    offloaded.medium = Medium::Cpu;
+    follower.apply(vec![stored(None, &[1, 2])]);
+    follower.apply(vec![Event::Stored(Box::new(offloaded.clone()))]);
+    follower.apply(vec![removed(2), removed(1)]);
+    assert_eq!(follower.mirror.held(), [(prefix(&[1, 2]), Tier::Cpu)]);
+    offloaded.hashes = vec![EngineHash(50)];
+    follower.apply(vec![
+        Event::Stored(Box::new(offloaded)),
+        removed_from(2, Medium::Cpu, 0),
+        removed_from(50, Medium::Cpu, 0),
+    ]);
+    assert_eq!(follower.mirror.states().cpu, TierState::Partial);
+    assert_eq!(follower.mirror.prefixes(), 0);
+}
+
+#[test]
+fn seeds_are_inherited() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut root = run(None, &[1]);
+    root.lora = Lora::Named("my-lora".to_owned());
+    root.salt = Some("tenant-a".to_owned());
+    let mut child = run(Some(1), &[2]);
+    child.lora = Lora::Named("my-lora".to_owned());
+    follower.apply(vec![Event::Stored(Box::new(root))]);
+    follower.apply(vec![Event::Stored(Box::new(child))]);
+    let seed = Seed::new(Some("my-lora"), Some("tenant-a"));
+    let pair = (seeded_prefix(&[1, 2], seed), Tier::Gpu);
+    assert!(follower.mirror.held().contains(&pair));
+}
+
+#[test]
+fn opaque_blocks_make_their_descendants_opaque() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut opaque = run(None, &[1, 2]);
+    let key = BlockKeys {
+        items: Vec::new(),
+        opaque: Some(5),
+    };
+    opaque.keys = vec![(1, key)];
+    follower.apply(vec![Event::Stored(Box::new(opaque)), stored(Some(2), &[3])]);
+    assert!(follower.holds(&[1]));
+    assert!(!follower.holds(&[1, 2]) && !follower.holds(&[1, 2, 3]));
+    assert_eq!(follower.mirror.held().len(), 3);
+    assert_eq!(follower.gpu(), TierState::Complete);
+}
+
+#[test]
+fn pairs_of_tokens_and_unnamed_adapters_match_no_query() {
+    let mut follower = Follower::new(Start::Empty);
+    let mut pairs = run(None, &[1]);
+    pairs.tokens = vec![1, 2];
+    pairs.tokens_each = 2;
+    let mut unnamed = run(None, &[4]);
+    unnamed.lora = Lora::Unnamed(3);
+    follower.apply(vec![Event::Stored(Box::new(pairs))]);
+    assert_eq!(follower.gpu(), TierState::Complete);
+    follower.apply(vec![Event::Stored(Box::new(unnamed))]);
+    assert_eq!(follower.mirror.held().len(), 2);
+    assert!(!follower.holds(&[1]) && !follower.holds(&[4]));
+    assert_eq!(follower.gpu(), TierState::Partial);
+}
+
+#[test]
+fn what_cannot_be_understood_ends_complete() {
+    let skip = |stores, others| Batch {
+        skipped: Skipped {
+            stores,
+            others,
+            elsewhere: 1,
+        },
+        ..Batch::default()
+    };
+    let mut mirror = mirror(Start::Empty);
+    mirror.apply(&skip(0, 0)).unwrap();
+    assert_eq!(mirror.states().gpu, TierState::Complete);
+    mirror.apply(&skip(1, 0)).unwrap();
+    assert_eq!(mirror.states().gpu, TierState::Partial);
+    mirror.apply(&skip(0, 1)).unwrap();
+    assert_eq!(mirror.states().gpu, TierState::Stale);
+    mirror.apply(&batch(vec![Event::Cleared])).unwrap();
+    assert_eq!(mirror.states().gpu, TierState::Complete);
+    mirror.doubt();
+    assert_eq!(mirror.states().gpu, TierState::Stale);
+}
+
+#[test]
+fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() {
+    let mut plain = run(None, &[1]);
+    plain.tells_extra_keys = false;
+    plain.group = BlockGroup::default();
+    let mut second = plain.clone();
+    second.group.index = Some(1);
+    let events = vec![
+        Event::Stored(Box::new(plain)),
+        Event::Stored(Box::new(second)),
+    ];
+    for (assume, state) in [
+        (Assumptions::default(), TierState::Stale),
+        (
+            Assumptions {
+                no_extra_keys: true,
+                ..Assumptions::default()
+            },
+            TierState::Stale,
+        ),
+        (
+            Assumptions {
+                no_extra_keys: true,
+                main_attention_only: true,
+                no_lora: false,
+            },
+            TierState::Complete,
+        ),
+    ] {
+        let config = Config {
+            assume,
+            ..Config::default()
+        };
+        let mut mirror = Mirror::new(config, Start::Empty);
+        mirror.apply(&batch(events.clone())).unwrap();
+        assert_eq!(mirror.states().gpu, state);
+    }
+}
+
+// --- against an independent model
+
+/// A block by its path of tokens, and by which of two engine hashes it is named.
+type Key = (Vec<u32>, u32);
+
+#[derive(Clone, Debug)]
+enum Op {
+    Store {
+        path: Vec<u32>,
+        from: usize,
+        variant: u32,
+        group: u32,
+        medium: Medium,
+    },
+    Remove {
+        pick: prop::sample::Index,
+    },
+    RemoveAny {
+        path: Vec<u32>,
+        group: u32,
+        medium: Medium,
+    },
+    Clear,
+}
+
+fn ops() -> impl Strategy<Value = Op> {
+    let path = || proptest::collection::vec(1..3_u32, 1..5);
+    let medium = || prop_oneof![4 => Just(Medium::Gpu), 1 => Just(Medium::Cpu)];
+    prop_oneof![
+        20 => (path(), 0..4_usize, 0..8_u32, 0..12_u32, medium()).prop_map(
+            |(path, from, variant, group, medium)| Op::Store {
+                from: from.min(path.len() - 1),
+                path,
+                variant: variant / 7,
+                group: group / 11,
+                medium,
+            }
+        ),
+        20 => any::<prop::sample::Index>().prop_map(|pick| Op::Remove { pick }),
+        2 => (path(), 0..2_u32, medium()).prop_map(|(path, group, medium)| Op::RemoveAny {
+            path,
+            group,
+            medium,
+        }),
+        1 => Just(Op::Clear),
+    ]
+}
+
+/// Everything by definition, nothing incremental.
+#[derive(Default)]
+struct Naive {
+    counts: BTreeMap<(Key, u32, Tier), u32>,
+    /// Blocks whose place is known; the others are orphans.
+    named: BTreeSet<Key>,
+    /// Told blocks without a place that are counted, or lead to such a one.
+    orphans: BTreeSet<Key>,
+    groups: BTreeSet<(Tier, u32)>,
+    is_cleared: bool,
+}
+
+impl Naive {
+    fn hash((path, variant): &Key) -> EngineHash {
+        let digits = path.iter().fold(0, |sum, &t| sum * 10 + u64::from(t));
+        EngineHash(digits + u64::from(*variant) * 1_000_000)
+    }
+
+    fn parent((path, variant): &Key) -> Option<Key> {
+        let (_, parent) = path.split_last()?;
+        (!parent.is_empty()).then(|| (parent.to_vec(), *variant))
+    }
+
+    /// The event of an operation, applied here as well.
+    fn event(&mut self, op: &Op) -> Option<Event> {
+        match op {
+            Op::Store {
+                path,
+                from,
+                variant,
+                group,
+                medium,
+            } => Some(self.store(path, *from, *variant, *group, *medium)),
+            Op::Remove { pick } => {
+                let keys: Vec<_> = self.counts.keys().cloned().collect();
+                let (key, group, tier) = keys.get(pick.index(keys.len().max(1)))?.clone();
+                Some(self.remove(&key, group, tier))
+            }
+            Op::RemoveAny {
+                path,
+                group,
+                medium,
+            } => {
+                let key = (path.clone(), 0);
+                let tier = medium.tier();
+                let counted = self.counts.contains_key(&(key.clone(), *group, tier));
+                // After a clear everything is known: removing something else would be a sign.
+                let allowed = counted || tier != Tier::Gpu || !self.is_cleared;
+                allowed.then(|| self.remove(&key, *group, tier))
+            }
+            Op::Clear => {
+                self.is_cleared = true;
+                self.counts.clear();
+                self.named.clear();
+                self.orphans.clear();
+                Some(Event::Cleared)
+            }
+        }
+    }
+
+    fn store(&mut self, path: &[u32], from: usize, variant: u32, group: u32, at: Medium) -> Event {
+        self.groups.insert((at.tier(), group));
+        let mut hashes = Vec::new();
+        for depth in from..path.len() {
+            let key = (path[..=depth].to_vec(), variant);
+            hashes.push(Self::hash(&key));
+            if !self.named.contains(&key) {
+                self.orphans.insert(key.clone());
+            }
+            *self.counts.entry((key, group, at.tier())).or_default() += 1;
+        }
+        self.name();
+        let parent = (from > 0).then(|| Self::hash(&(path[..from].to_vec(), variant)));
+        Event::Stored(Box::new(Stored {
+            hashes,
+            parent,
+            medium: at,
+            group: self::group(group),
+            ..run(None, &path[from..])
+        }))
+    }
+
+    fn remove(&mut self, key: &Key, group: u32, tier: Tier) -> Event {
+        let at = (key.clone(), group, tier);
+        if self.groups.contains(&(tier, group))
+            && let Some(count) = self.counts.get_mut(&at)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&at);
+            }
+        }
+        self.drop_orphans();
+        let medium = if tier == Tier::Gpu {
+            Medium::Gpu
+        } else {
+            Medium::Cpu
+        };
+        removed_from(Self::hash(key).0, medium, group)
+    }
+
+    /// A block whose parent's place is known has a place; so has one at a start.
+    fn name(&mut self) {
+        while let Some(found) = self
+            .orphans
+            .iter()
+            .find(|key| Self::parent(key).is_none_or(|parent| self.named.contains(&parent)))
+            .cloned()
+        {
+            self.orphans.remove(&found);
+            self.named.insert(found);
+        }
+    }
+
+    fn drop_orphans(&mut self) {
+        let is_useless = |key: &Key, all: &BTreeSet<Key>| {
+            let counted = self.counts.keys().any(|(counted, _, _)| counted == key);
+            let leads = all
+                .iter()
+                .any(|other| Self::parent(other).as_ref() == Some(key));
+            !counted && !leads
+        };
+        while let Some(key) = self
+            .orphans
+            .iter()
+            .find(|key| is_useless(key, &self.orphans))
+            .cloned()
+        {
+            self.orphans.remove(&key);
+        }
+    }
+
+    /// A place is kept for what is counted and for its ancestors.
+    fn end_of_batch(&mut self) {
+        let mut kept = BTreeSet::new();
+        for (key, _, _) in self.counts.keys() {
+            if !self.named.contains(key) {
+                continue;
+            }
+            for depth in 0..key.0.len() {
+                // Any name of an ancestor stays with the ancestor.
+                kept.extend((0..2).map(|variant| (key.0[..=depth].to_vec(), variant)));
+            }
+        }
+        self.named = self.named.intersection(&kept).cloned().collect();
+    }
+
+    fn held(&self) -> Vec<(PrefixHash, Tier)> {
+        let mut held = BTreeSet::new();
+        for ((path, _), _) in self.named.iter().map(|key| (key, ())) {
+            for tier in [Tier::Gpu, Tier::Cpu] {
+                let mut groups = (0..2).filter(|&group| self.groups.contains(&(tier, group)));
+                let by_all = groups.all(|group| {
+                    (0..2).any(|variant| {
+                        let key = (path.clone(), variant);
+                        self.named.contains(&key) && self.counts.contains_key(&(key, group, tier))
+                    })
+                });
+                if by_all && (0..2).any(|group| self.groups.contains(&(tier, group))) {
+                    held.insert((prefix(path), tier));
+                }
+            }
+        }
+        held.into_iter().collect()
+    }
+}
+
+proptest! {
+    #[test]
+    fn random_operations_agree_with_the_naive_model(
+        batches in proptest::collection::vec(proptest::collection::vec(ops(), 1..6), 1..40)
+    ) {
+        let mut naive = Naive::default();
+        let mut follower = Follower::new(Start::Unknown);
+        follower.mirror.suggest_block_size(BlockSize::new(1).unwrap());
+        for ops in &batches {
+            let mut events = Vec::new();
+            for op in ops {
+                events.extend(naive.event(op));
+            }
+            follower.apply(events);
+            naive.end_of_batch();
+            prop_assert_eq!(follower.mirror.held(), naive.held());
+        }
+        let rest: Vec<_> = naive.counts.clone().into_iter().collect();
+        for ((key, group, tier), count) in rest {
+            for _ in 0..count {
+                let event = naive.remove(&key, group, tier);
+                follower.apply(vec![event]);
+            }
+        }
+        prop_assert_eq!(follower.mirror.prefixes(), 0);
+        prop_assert_eq!(follower.mirror.orphans(), 0);
+    }
+}

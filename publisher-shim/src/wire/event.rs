@@ -1,0 +1,341 @@
+//! One event, in either of its two shapes.
+//!
+//! Up to vLLM 0.23 and SGLang 0.5.18 an event is an array whose length tells the version; from then
+//! on it is a map. Both are accepted event by event; unknown keys and further elements are ignored,
+//! and no order of keys is relied on.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::keys::{self, Context, Keys};
+use super::msgpack::{Cursor, Kind, WireError};
+use super::{BlockGroup, EngineHash, Event, GroupKind, Lora, Medium, Removed, Stored};
+
+/// What one event turned out to be.
+pub(super) enum Decoded {
+    Event(Event),
+    /// It speaks of a place that is not tracked.
+    Elsewhere,
+}
+
+/// What an event that is not understood might have been.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NotUnderstood {
+    Stored,
+    Other,
+}
+
+/// A field's raw value, found before its meaning can be told.
+type Raw<'a> = Option<&'a [u8]>;
+
+/// The fields of both event types by name, raw.
+#[derive(Default)]
+struct Fields<'a> {
+    tag: &'a str,
+    is_map: bool,
+    /// Elements of the array form.
+    len: usize,
+    hashes: Raw<'a>,
+    parent: Raw<'a>,
+    tokens: Raw<'a>,
+    block_size: Raw<'a>,
+    lora_id: Raw<'a>,
+    lora_name: Raw<'a>,
+    medium: Raw<'a>,
+    extra_keys: Raw<'a>,
+    cache_salt: Raw<'a>,
+    group: Raw<'a>,
+    kind: Raw<'a>,
+    locality: Raw<'a>,
+    lookahead: Raw<'a>,
+}
+
+/// Decodes one event that lies in `raw`, exactly.
+pub(super) fn decode(raw: &[u8]) -> Result<Decoded, NotUnderstood> {
+    let fields = Fields::read(raw).map_err(|_| NotUnderstood::Other)?;
+    match fields.tag {
+        "BlockStored" => fields.stored().map_err(|_| NotUnderstood::Stored),
+        "BlockRemoved" => fields.removed().map_err(|_| NotUnderstood::Other),
+        "AllBlocksCleared" => Ok(Decoded::Event(Event::Cleared)),
+        _ => Err(NotUnderstood::Other),
+    }
+}
+
+impl<'a> Fields<'a> {
+    fn read(raw: &'a [u8]) -> Result<Self, WireError> {
+        let cursor = Cursor::new(raw);
+        match cursor.kind()? {
+            Kind::Map => Self::from_map(cursor),
+            Kind::Array => Self::from_array(cursor),
+            Kind::Nil | Kind::Int | Kind::Str | Kind::Bin | Kind::Other => Err(WireError::Type),
+        }
+    }
+
+    fn from_map(mut cursor: Cursor<'a>) -> Result<Self, WireError> {
+        let mut fields = Self {
+            is_map: true,
+            ..Self::default()
+        };
+        for _ in 0..cursor.map()? {
+            if cursor.kind()? != Kind::Str {
+                cursor.skip()?;
+                cursor.skip()?;
+                continue;
+            }
+            let key = cursor.str()?;
+            if key == "type" {
+                fields.tag = cursor.str()?;
+                continue;
+            }
+            let value = Some(cursor.skip()?);
+            match key {
+                "block_hashes" => fields.hashes = value,
+                "parent_block_hash" => fields.parent = value,
+                "token_ids" => fields.tokens = value,
+                "block_size" => fields.block_size = value,
+                "lora_id" => fields.lora_id = value,
+                "lora_name" => fields.lora_name = value,
+                "medium" => fields.medium = value,
+                "extra_keys" => fields.extra_keys = value,
+                "cache_salt" => fields.cache_salt = value,
+                "group_idx" => fields.group = value,
+                "kv_cache_spec_kind" => fields.kind = value,
+                "locality" => fields.locality = value,
+                "lookahead_token_ids" => fields.lookahead = value,
+                _ => {}
+            }
+        }
+        Ok(fields)
+    }
+
+    fn from_array(mut cursor: Cursor<'a>) -> Result<Self, WireError> {
+        let len = cursor.array()?;
+        let mut fields = Self {
+            len,
+            ..Self::default()
+        };
+        if len == 0 {
+            return Err(WireError::Missing);
+        }
+        fields.tag = cursor.str()?;
+        let is_removal = fields.tag == "BlockRemoved";
+        for index in 1..len {
+            let is_map = cursor.kind()? == Kind::Map;
+            let value = Some(cursor.skip()?);
+            match (index, is_removal) {
+                (1, _) => fields.hashes = value,
+                (2, true) => fields.medium = value,
+                (3, true) => fields.group = value,
+                (2, false) => fields.parent = value,
+                (3, false) => fields.tokens = value,
+                (4, false) => fields.block_size = value,
+                (5, false) => fields.lora_id = value,
+                (6, false) => fields.medium = value,
+                // SGLang's eighth element; vLLM's is the LoRA name.
+                (7, false) if is_map => fields.cache_salt = salt_of_map(value)?,
+                (7, false) => fields.lora_name = value,
+                (8, false) => fields.extra_keys = value,
+                (9, false) => fields.group = value,
+                (10, false) => fields.kind = value,
+                _ => {}
+            }
+        }
+        Ok(fields)
+    }
+
+    fn stored(&self) -> Result<Decoded, WireError> {
+        let Some(medium) = self.medium()? else {
+            return Ok(Decoded::Elsewhere);
+        };
+        let hashes = hashes(self.hashes)?;
+        let parent = match self.parent {
+            Some(raw) => optional(raw, engine_hash)?,
+            None => None,
+        };
+        let lora_name = text(self.lora_name)?.filter(|name| !name.is_empty());
+        let context = Context {
+            lora_name,
+            blocks: hashes.len(),
+            is_root: parent.is_none(),
+            bare_items: !self.is_map,
+        };
+        let mut keys = match self.extra_keys {
+            Some(raw) => keys::classify(raw, context)?,
+            None => Keys::default(),
+        };
+        if let Some(raw) = self.lookahead {
+            keys::add_lookahead(&mut keys, raw, hashes.len())?;
+        }
+        let tokens = tokens(self.tokens)?;
+        let salt = text(self.cache_salt)?.map(str::to_owned).or(keys.salt);
+        Ok(Decoded::Event(Event::Stored(Box::new(Stored {
+            hashes,
+            parent,
+            tokens: tokens.values,
+            tokens_each: tokens.each,
+            block_size: match self.block_size {
+                Some(raw) => Cursor::new(raw).u32()?,
+                None => return Err(WireError::Missing),
+            },
+            lora: self.lora(lora_name)?,
+            salt,
+            keys: keys.blocks.into_iter().collect(),
+            tells_extra_keys: self.is_map || self.len > 8 || self.cache_salt.is_some(),
+            medium,
+            group: self.group()?,
+        }))))
+    }
+
+    fn removed(&self) -> Result<Decoded, WireError> {
+        let Some(medium) = self.medium()? else {
+            return Ok(Decoded::Elsewhere);
+        };
+        Ok(Decoded::Event(Event::Removed(Removed {
+            hashes: hashes(self.hashes)?,
+            medium,
+            group: self.group()?.index,
+        })))
+    }
+
+    fn lora(&self, name: Option<&str>) -> Result<Lora, WireError> {
+        if let Some(name) = name {
+            return Ok(Lora::Named(name.to_owned()));
+        }
+        let Some(raw) = self.lora_id else {
+            return Ok(Lora::None);
+        };
+        let id = optional(raw, |cursor| match cursor.kind()? {
+            // Some publishers put the name where vLLM has its number.
+            Kind::Str => Ok(Lora::Named(cursor.str()?.to_owned())),
+            Kind::Nil | Kind::Int | Kind::Bin | Kind::Array | Kind::Map | Kind::Other => {
+                Ok(Lora::Unnamed(cursor.int()?.bits))
+            }
+        })?;
+        Ok(id.unwrap_or(Lora::None))
+    }
+
+    fn group(&self) -> Result<BlockGroup, WireError> {
+        let index = match self.group {
+            Some(raw) => optional(raw, Cursor::u32)?,
+            None => None,
+        };
+        let kind = text(self.kind)?.map(GroupKind::of_word);
+        Ok(BlockGroup { index, kind })
+    }
+
+    /// `None` for another machine's memory, or a place that is none of the three tiers.
+    fn medium(&self) -> Result<Option<Medium>, WireError> {
+        if let Some(locality) = text(self.locality)?
+            && locality.eq_ignore_ascii_case("remote")
+        {
+            return Ok(None);
+        }
+        Ok(match text(self.medium)? {
+            Some(word) => Medium::of_word(word),
+            None => Some(Medium::Gpu),
+        })
+    }
+}
+
+/// The salt in SGLang's map of further fields, raw.
+fn salt_of_map(raw: Raw<'_>) -> Result<Raw<'_>, WireError> {
+    let mut cursor = Cursor::new(raw.unwrap_or_default());
+    let mut salt: Raw<'_> = Some(&[0xc0]);
+    for _ in 0..cursor.map()? {
+        let mut key = Cursor::new(cursor.skip()?);
+        let is_salt = key.str() == Ok("cache_salt");
+        let value = cursor.skip()?;
+        if is_salt {
+            salt = Some(value);
+        }
+    }
+    Ok(salt)
+}
+
+fn optional<'a, T>(
+    raw: &'a [u8],
+    read: impl FnOnce(&mut Cursor<'a>) -> Result<T, WireError>,
+) -> Result<Option<T>, WireError> {
+    let mut cursor = Cursor::new(raw);
+    if cursor.nil()? {
+        return Ok(None);
+    }
+    read(&mut cursor).map(Some)
+}
+
+fn text(raw: Raw<'_>) -> Result<Option<&str>, WireError> {
+    match raw {
+        Some(raw) => optional(raw, Cursor::str),
+        None => Ok(None),
+    }
+}
+
+fn hashes(raw: Raw<'_>) -> Result<Vec<EngineHash>, WireError> {
+    let mut cursor = Cursor::new(raw.ok_or(WireError::Missing)?);
+    let len = cursor.array()?;
+    let mut hashes = Vec::with_capacity(len);
+    for _ in 0..len {
+        hashes.push(engine_hash(&mut cursor)?);
+    }
+    Ok(hashes)
+}
+
+fn engine_hash(cursor: &mut Cursor<'_>) -> Result<EngineHash, WireError> {
+    match cursor.kind()? {
+        Kind::Int => Ok(EngineHash(cursor.int()?.bits)),
+        Kind::Bin => Ok(EngineHash::of_bytes(cursor.bin()?)),
+        Kind::Nil | Kind::Str | Kind::Array | Kind::Map | Kind::Other => Err(WireError::Type),
+    }
+}
+
+impl EngineHash {
+    /// The last eight bytes, big endian, are what the engine sends in its integer mode.
+    fn of_bytes(digest: &[u8]) -> Self {
+        match digest.last_chunk::<8>() {
+            Some(last) => Self(u64::from_be_bytes(*last)),
+            None => Self(xxh3_64(digest)),
+        }
+    }
+}
+
+struct Tokens {
+    values: Vec<u32>,
+    each: u32,
+}
+
+/// Token ids, or pairs of them (speculative decoding with EAGLE), which a router's hash cannot have.
+fn tokens(raw: Raw<'_>) -> Result<Tokens, WireError> {
+    let mut cursor = Cursor::new(raw.ok_or(WireError::Missing)?);
+    let len = cursor.array()?;
+    let mut tokens = Tokens {
+        values: Vec::with_capacity(len),
+        each: 1,
+    };
+    if len > 0 && cursor.kind()? == Kind::Array {
+        tokens.each = 2;
+    }
+    for _ in 0..len {
+        if tokens.each == 2 {
+            if cursor.array()? != 2 {
+                return Err(WireError::Type);
+            }
+            tokens.push(&mut cursor)?;
+        }
+        tokens.push(&mut cursor)?;
+    }
+    Ok(tokens)
+}
+
+impl Tokens {
+    fn push(&mut self, cursor: &mut Cursor<'_>) -> Result<(), WireError> {
+        /// No vocabulary reaches this far.
+        const STAND_IN: u32 = 1 << 31;
+        let int = cursor.int()?;
+        let token = u32::try_from(int.bits).unwrap_or_else(|_| {
+            #[expect(clippy::cast_possible_truncation, reason = "folded on purpose")]
+            let folded = (int.bits ^ (int.bits >> 32)) as u32;
+            folded | STAND_IN
+        });
+        self.values.push(token);
+        Ok(())
+    }
+}

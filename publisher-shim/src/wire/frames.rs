@@ -1,0 +1,64 @@
+//! The ZMQ frames around a payload, live and replayed.
+
+use warmroute_proto::EngineSeq;
+
+/// Marks the end of a replay: −1 as the engine writes it.
+const END_OF_REPLAY: u64 = u64::MAX;
+
+/// A live message's parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LiveFrames<'a> {
+    /// Empty where the publisher has none.
+    pub topic: &'a [u8],
+    /// Absent in two-frame messages, whose losses nobody can see.
+    pub seq: Option<EngineSeq>,
+    pub payload: &'a [u8],
+}
+
+/// One message of a replay's answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplayFrames<'a> {
+    Batch { seq: EngineSeq, payload: &'a [u8] },
+    End,
+}
+
+/// `[topic] [seq] [payload]`, or `[topic] [payload]`. `None` for anything else.
+#[must_use]
+pub fn live_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<LiveFrames<'_>> {
+    let (topic, seq, payload) = match frames {
+        [topic, payload] => (topic, None, payload),
+        [topic, seq, payload] => (topic, Some(sequence(seq.as_ref())?), payload),
+        _ => return None,
+    };
+    Some(LiveFrames {
+        topic: topic.as_ref(),
+        seq: seq.map(EngineSeq),
+        payload: payload.as_ref(),
+    })
+}
+
+/// Decoded from the end, as a topic frame came between with vLLM 0.26. `None` for what is no answer.
+#[must_use]
+pub fn replay_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<ReplayFrames<'_>> {
+    let [.., seq, payload] = frames else {
+        return None;
+    };
+    let payload = payload.as_ref();
+    match sequence(seq.as_ref())? {
+        END_OF_REPLAY if payload.is_empty() => Some(ReplayFrames::End),
+        seq => Some(ReplayFrames::Batch {
+            seq: EngineSeq(seq),
+            payload,
+        }),
+    }
+}
+
+/// The frames that a DEALER sends to ask for every batch from `from` on.
+#[must_use]
+pub fn replay_request(from: EngineSeq) -> [Vec<u8>; 2] {
+    [Vec::new(), from.0.to_be_bytes().to_vec()]
+}
+
+fn sequence(frame: &[u8]) -> Option<u64> {
+    Some(u64::from_be_bytes(frame.try_into().ok()?))
+}

@@ -1,0 +1,180 @@
+//! What separates equal tokens in an engine's cache: its extra keys, classified.
+//!
+//! The engine lists a block's keys bare, in the order LoRA name, multimodal items, cache salt (block
+//! 0 only), digest of prompt embeddings. A router can reproduce the first three. Everything else
+//! makes a block opaque: its raw bytes are digested, so that equal keys stay equal and no query
+//! matches.
+//!
+//! A multimodal item's identifier becomes a number as the widest-used peer does it: the first 16 of
+//! 64 hexadecimal digits; any other identifier (operators may choose their own) is hashed.
+
+use std::collections::BTreeMap;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::msgpack::{Cursor, Kind, WireError};
+
+/// The keys of one block beyond LoRA and salt.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockKeys {
+    /// Multimodal items that lie in the block.
+    pub items: Vec<u64>,
+    /// A digest of what no router can reproduce.
+    pub opaque: Option<u64>,
+}
+
+/// What an event tells about its blocks' keys.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Keys {
+    /// The salt in block 0's keys.
+    pub(super) salt: Option<String>,
+    /// By the block's index in the event; blocks without are left out.
+    pub(super) blocks: BTreeMap<usize, BlockKeys>,
+}
+
+/// What is needed to tell the keys apart.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Context<'a> {
+    pub(super) lora_name: Option<&'a str>,
+    pub(super) blocks: usize,
+    /// The event's first block is block 0 of its sequence.
+    pub(super) is_root: bool,
+    /// Engines of the array encoding may write an item as its bare identifier.
+    pub(super) bare_items: bool,
+}
+
+pub(super) fn classify(raw: &[u8], context: Context<'_>) -> Result<Keys, WireError> {
+    let mut keys = Keys::default();
+    let mut cursor = Cursor::new(raw);
+    if cursor.nil()? {
+        return Ok(keys);
+    }
+    let len = cursor.array()?;
+    if len != context.blocks {
+        return Err(WireError::Range);
+    }
+    for index in 0..len {
+        let entry = cursor.skip()?;
+        keys.add_block(index, entry, context)?;
+    }
+    Ok(keys)
+}
+
+/// Tokens behind the block that the engine hashed in: a router's local hash does not have them.
+pub(super) fn add_lookahead(keys: &mut Keys, raw: &[u8], blocks: usize) -> Result<(), WireError> {
+    let mut cursor = Cursor::new(raw);
+    if cursor.nil()? {
+        return Ok(());
+    }
+    for index in 0..cursor.array()?.min(blocks) {
+        let entry = cursor.skip()?;
+        let mut tokens = Cursor::new(entry);
+        if !tokens.nil()? && tokens.array()? > 0 {
+            keys.add_opaque(index, entry);
+        }
+    }
+    Ok(())
+}
+
+/// An item's number in local hashes.
+pub(super) fn item_number(identifier: &str) -> u64 {
+    const DIGITS: usize = 16;
+    if is_hex_digest(identifier)
+        && let Some(Ok(number)) = identifier
+            .get(..DIGITS)
+            .map(|digits| u64::from_str_radix(digits, 16))
+    {
+        return number;
+    }
+    xxh3_64(identifier.as_bytes())
+}
+
+fn is_hex_digest(identifier: &str) -> bool {
+    identifier.len() == 64 && identifier.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+impl Keys {
+    fn add_block(
+        &mut self,
+        index: usize,
+        entry: &[u8],
+        context: Context<'_>,
+    ) -> Result<(), WireError> {
+        let mut cursor = Cursor::new(entry);
+        if cursor.nil()? {
+            return Ok(());
+        }
+        if cursor.kind()? != Kind::Array {
+            self.add_opaque(index, entry);
+            return Ok(());
+        }
+        let may_be_salted = context.is_root && index == 0;
+        let mut lora = context.lora_name;
+        let mut items = Vec::new();
+        let mut strings = Vec::new();
+        for _ in 0..cursor.array()? {
+            match cursor.kind()? {
+                Kind::Str => {
+                    let key = cursor.str()?;
+                    if lora == Some(key) {
+                        lora = None;
+                    } else if context.bare_items && (is_hex_digest(key) || !may_be_salted) {
+                        items.push(item_number(key));
+                    } else {
+                        strings.push(key);
+                    }
+                }
+                Kind::Array => match item(cursor.skip()?) {
+                    Some(number) => items.push(number),
+                    None => return self.opaque_entry(index, entry),
+                },
+                Kind::Nil | Kind::Int | Kind::Bin | Kind::Map | Kind::Other => {
+                    return self.opaque_entry(index, entry);
+                }
+            }
+        }
+        match strings.as_slice() {
+            [] => {}
+            [salt] if may_be_salted => self.salt = Some((*salt).to_owned()),
+            _ => return self.opaque_entry(index, entry),
+        }
+        if !items.is_empty() {
+            self.block(index).items = items;
+        }
+        Ok(())
+    }
+
+    #[expect(
+        clippy::unnecessary_wraps,
+        reason = "ends the classification of a block in one expression"
+    )]
+    fn opaque_entry(&mut self, index: usize, entry: &[u8]) -> Result<(), WireError> {
+        self.add_opaque(index, entry);
+        Ok(())
+    }
+
+    pub(super) fn add_opaque(&mut self, index: usize, raw: &[u8]) {
+        let digest = xxh3_64(raw);
+        let block = self.block(index);
+        block.opaque = Some(
+            block
+                .opaque
+                .map_or(digest, |other| other.rotate_left(1) ^ digest),
+        );
+    }
+
+    fn block(&mut self, index: usize) -> &mut BlockKeys {
+        self.blocks.entry(index).or_default()
+    }
+}
+
+/// `[identifier, offset in the block]`.
+fn item(raw: &[u8]) -> Option<u64> {
+    let mut cursor = Cursor::new(raw);
+    if cursor.array().ok()? != 2 {
+        return None;
+    }
+    let identifier = cursor.str().ok()?;
+    cursor.int().ok()?;
+    Some(item_number(identifier))
+}

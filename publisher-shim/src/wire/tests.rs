@@ -1,0 +1,437 @@
+use std::fmt::Write as _;
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::*;
+
+const SAMPLES: &str = include_str!("../../testdata/wire_samples.jsonl");
+
+fn bytes_of_hex(hex: &str) -> Vec<u8> {
+    (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+        .collect()
+}
+
+/// The minor version of vLLM, or `None` for SGLang.
+fn vllm_minor(sample: &Value) -> Option<u32> {
+    let version = sample["version"].as_str().unwrap();
+    (sample["engine"] == "vllm").then(|| version.split('.').nth(1).unwrap().parse().unwrap())
+}
+
+fn is_sglang(sample: &Value, version: &str) -> bool {
+    sample["engine"] == "sglang" && sample["version"] == version
+}
+
+/// A store as this version tells it, before its case adds anything.
+fn plain(sample: &Value) -> Stored {
+    let (hashes, tells_extra_keys) = match vllm_minor(sample) {
+        Some(minor) => (vec![1, 9_223_372_036_854_775_813], minor >= 17),
+        None => (
+            vec![1, (-5_i64).cast_unsigned()],
+            is_sglang(sample, "0.5.23"),
+        ),
+    };
+    Stored {
+        hashes: hashes.into_iter().map(EngineHash).collect(),
+        parent: None,
+        tokens: (0..8).collect(),
+        tokens_each: 1,
+        block_size: 4,
+        lora: Lora::None,
+        salt: None,
+        keys: Vec::new(),
+        tells_extra_keys,
+        medium: Medium::Gpu,
+        group: BlockGroup {
+            index: since(sample, 20).then_some(0),
+            kind: since(sample, 22).then_some(GroupKind::Main),
+        },
+    }
+}
+
+/// vLLM from this minor version on.
+fn since(sample: &Value, first: u32) -> bool {
+    vllm_minor(sample).is_some_and(|minor| minor >= first)
+}
+
+fn rich(sample: &Value) -> Stored {
+    let minor = vllm_minor(sample);
+    let named = minor.map_or(is_sglang(sample, "0.5.23"), |minor| minor >= 14);
+    let mut stored = plain(sample);
+    stored.parent = Some(EngineHash(7));
+    stored.lora = if named {
+        Lora::Named("adapter-a".to_owned())
+    } else {
+        Lora::Unnamed(3)
+    };
+    match minor {
+        None => stored.salt = named.then(|| "salt".to_owned()),
+        Some(minor) => {
+            if minor >= 17 {
+                // A salt anywhere but on block 0 is none that this engine sends: opaque.
+                stored.keys = vec![(0, opaque_key_of_sample(minor))];
+                if minor >= 33 {
+                    add_lookahead_of_sample(&mut stored.keys);
+                }
+            }
+            stored.group.kind = (minor >= 22).then_some(GroupKind::Masked);
+        }
+    }
+    stored
+}
+
+fn opaque_key_of_sample(minor: u32) -> BlockKeys {
+    let entry = rmp_serde::to_vec(&json!(["adapter-a", ["mmhash", 2], "salt"])).unwrap();
+    if minor < 24 {
+        // Bare strings behind block 0 are identifiers of items in the array encoding.
+        return BlockKeys {
+            items: vec![xxh3_64(b"mmhash"), xxh3_64(b"salt")],
+            opaque: None,
+        };
+    }
+    BlockKeys {
+        items: Vec::new(),
+        opaque: Some(xxh3_64(&entry)),
+    }
+}
+
+fn add_lookahead_of_sample(keys: &mut Vec<(usize, BlockKeys)>) {
+    let before = keys[0].1.opaque.unwrap();
+    keys[0].1.opaque = Some(before.rotate_left(1) ^ xxh3_64(&[0x91, 9]));
+    let opaque = Some(xxh3_64(&[0x91, 10]));
+    let items = Vec::new();
+    keys.push((1, BlockKeys { items, opaque }));
+}
+
+fn expected_events(sample: &Value) -> Vec<Event> {
+    let removed = Event::Removed(Removed {
+        hashes: vec![EngineHash(1)],
+        medium: Medium::Gpu,
+        group: since(sample, 20).then_some(0),
+    });
+    match sample["case"].as_str().unwrap() {
+        "stored_root" => vec![Event::Stored(Box::new(plain(sample)))],
+        "stored_rich" => vec![Event::Stored(Box::new(rich(sample)))],
+        "removed" => vec![removed],
+        "cleared" => vec![Event::Cleared],
+        "mixed" => vec![
+            removed,
+            Event::Stored(Box::new(plain(sample))),
+            Event::Cleared,
+        ],
+        "bytes_hash" => {
+            let mut stored = plain(sample);
+            stored.hashes = vec![
+                EngineHash(0x0101_0101_0101_0101),
+                EngineHash(0x0202_0202_0202_0202),
+            ];
+            stored.parent = Some(EngineHash(0x0303_0303_0303_0303));
+            vec![Event::Stored(Box::new(stored))]
+        }
+        case => panic!("no expectation for {case}"),
+    }
+}
+
+#[test]
+fn every_sample_of_every_version_decodes_to_its_events() {
+    let mut rows = 0;
+    for line in SAMPLES.lines() {
+        let sample: Value = serde_json::from_str(line).unwrap();
+        let what = format!(
+            "{} {} {}",
+            sample["engine"], sample["version"], sample["case"]
+        );
+        let payload = bytes_of_hex(sample["hex"].as_str().unwrap());
+        let batch = Batch::decode(&payload).unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(batch.events, expected_events(&sample), "{what}");
+        assert_eq!(batch.skipped, Skipped::default(), "{what}");
+        assert!((batch.ts - 1_700_000_000.5).abs() < f64::EPSILON, "{what}");
+        let rank = (!sample["dp_field"].is_null()).then_some(0);
+        assert_eq!(batch.dp_rank, rank, "{what}");
+        rows += 1;
+    }
+    assert_eq!(rows, 210);
+}
+
+/// A payload of one map event.
+fn payload(event: &Value) -> Vec<u8> {
+    rmp_serde::to_vec(&json!([1.5, [event], 0])).unwrap()
+}
+
+fn store(fields: &Value) -> Stored {
+    let mut event = json!({
+        "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": null,
+        "token_ids": [1, 2, 3, 4], "block_size": 2, "lora_id": null, "medium": "GPU",
+    });
+    for (key, value) in fields.as_object().unwrap() {
+        event[key] = value.clone();
+    }
+    let batch = Batch::decode(&payload(&event)).unwrap();
+    match &batch.events[..] {
+        [Event::Stored(stored)] => (**stored).clone(),
+        events => panic!("not one store: {events:?} {:?}", batch.skipped),
+    }
+}
+
+#[test]
+fn extra_keys_are_classified() {
+    let digest = "00000000000000ff".to_owned() + &"a".repeat(48);
+    let stored = store(&json!({
+        "lora_name": "l",
+        "extra_keys": [["l", [digest, -3], ["img", 0], "s"], ["l", [digest, 4]]],
+    }));
+    assert_eq!(stored.lora, Lora::Named("l".to_owned()));
+    assert_eq!(stored.salt.as_deref(), Some("s"));
+    let items = |items: &[u64]| BlockKeys {
+        items: items.to_vec(),
+        opaque: None,
+    };
+    assert_eq!(
+        stored.keys,
+        [(0, items(&[0xff, xxh3_64(b"img")])), (1, items(&[0xff]))]
+    );
+}
+
+#[test]
+fn a_salt_that_equals_the_adapters_name_is_still_a_salt() {
+    let stored = store(&json!({"lora_name": "x", "extra_keys": [["x", "x"], ["x"]]}));
+    assert_eq!(stored.salt.as_deref(), Some("x"));
+    assert_eq!(stored.keys, []);
+}
+
+#[test]
+fn what_no_router_can_reproduce_is_opaque() {
+    let opaque = |fields: Value| {
+        let keys = store(&fields).keys;
+        let [(1, key)] = &keys[..] else {
+            panic!("{keys:?}")
+        };
+        key.opaque.unwrap()
+    };
+    let a = opaque(json!({"extra_keys": [null, ["unexpected"]]}));
+    let b = opaque(json!({"extra_keys": [null, [["mm", "id", 3]]]}));
+    let c = opaque(json!({"extra_keys": [null, [7]]}));
+    let d = opaque(json!({"lookahead_token_ids": [null, [9]]}));
+    assert!(a != b && b != c && c != d);
+    assert_eq!(store(&json!({"lookahead_token_ids": [null, []]})).keys, []);
+}
+
+#[test]
+fn embedding_digests_come_as_bytes_and_are_opaque() {
+    // [ts, [["BlockStored", [1], nil, [5], 1, nil, "GPU", nil, [[bin 2]]]]]
+    let mut bytes = vec![0x92, 0x01, 0x91, 0x99, 0xab];
+    bytes.extend_from_slice(b"BlockStored");
+    bytes.extend_from_slice(&[0x91, 0x01, 0xc0, 0x91, 0x05, 0x01, 0xc0, 0xa3]);
+    bytes.extend_from_slice(b"GPU");
+    bytes.extend_from_slice(&[0xc0, 0x91, 0x91, 0xc4, 0x02, 0xaa, 0xbb]);
+    let batch = Batch::decode(&bytes).unwrap();
+    let [Event::Stored(stored)] = &batch.events[..] else {
+        panic!("{batch:?}")
+    };
+    let opaque = xxh3_64(&[0x91, 0xc4, 0x02, 0xaa, 0xbb]);
+    assert_eq!(stored.keys[0].1.opaque, Some(opaque));
+    assert_eq!(batch.dp_rank, None);
+}
+
+#[test]
+fn old_array_items_are_bare_identifiers() {
+    let digest = "0000000000000001".to_owned() + &"b".repeat(48);
+    let event = json!([
+        "BlockStored",
+        [1, 2],
+        null,
+        [1, 2],
+        1,
+        null,
+        "GPU",
+        null,
+        [[digest, "salt"], ["img"]]
+    ]);
+    let batch = Batch::decode(&payload(&event)).unwrap();
+    let [Event::Stored(stored)] = &batch.events[..] else {
+        panic!("{batch:?}")
+    };
+    assert_eq!(stored.salt.as_deref(), Some("salt"));
+    assert_eq!(stored.keys[0].1.items, [1]);
+    assert_eq!(stored.keys[1].1.items, [xxh3_64(b"img")]);
+}
+
+#[test]
+fn sglangs_eighth_element_may_be_a_map_with_the_salt() {
+    let event =
+        json!(["BlockStored", [1], null, [1], 1, null, "CPU_PINNED", {"x": 1, "cache_salt": "s"}]);
+    let batch = Batch::decode(&payload(&event)).unwrap();
+    let [Event::Stored(stored)] = &batch.events[..] else {
+        panic!("{batch:?}")
+    };
+    assert_eq!(stored.salt.as_deref(), Some("s"));
+    assert!(stored.tells_extra_keys);
+    assert_eq!(stored.medium, Medium::Cpu);
+}
+
+#[test]
+fn pairs_of_tokens_are_kept_apart_from_tokens() {
+    let stored = store(&json!({"token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]}));
+    assert_eq!(stored.tokens_each, 2);
+    assert_eq!(stored.tokens, [1, 2, 2, 3, 3, 4, 4, 5]);
+}
+
+#[test]
+fn media_are_compared_without_case() {
+    for (word, medium) in [
+        ("gpu", Medium::Gpu),
+        ("Cpu", Medium::Cpu),
+        ("cpu_pinned", Medium::Cpu),
+        ("DISK", Medium::Disk),
+        ("STORAGE", Medium::Disk),
+        ("EXTERNAL", Medium::Disk),
+    ] {
+        assert_eq!(store(&json!({"medium": word})).medium, medium, "{word}");
+    }
+    assert_eq!(store(&json!({"medium": null})).medium, Medium::Gpu);
+}
+
+#[test]
+fn events_of_elsewhere_are_dropped_and_counted() {
+    for event in [
+        json!({"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "locality": "REMOTE"}),
+        json!({"type": "BlockRemoved", "block_hashes": [1], "medium": "moon"}),
+    ] {
+        let batch = Batch::decode(&payload(&event)).unwrap();
+        assert_eq!(batch.events, []);
+        assert_eq!(batch.skipped.elsewhere, 1);
+    }
+}
+
+#[test]
+fn events_that_are_not_understood_are_told_apart() {
+    let events = json!([
+        {"type": "BlockStored", "block_hashes": "?"},
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": -1},
+        {"type": "BlockRemoved"},
+        {"type": "BlocksMoved", "block_hashes": [1]},
+        "AllBlocksCleared",
+        ["AllBlocksCleared", "and", {"more": 1}],
+    ]);
+    let batch = Batch::decode(&rmp_serde::to_vec(&json!([0, events])).unwrap()).unwrap();
+    assert_eq!(batch.events, [Event::Cleared]);
+    let skipped = Skipped {
+        stores: 2,
+        others: 3,
+        elsewhere: 0,
+    };
+    assert_eq!(batch.skipped, skipped);
+}
+
+#[test]
+fn claimed_lengths_are_not_believed() {
+    for hex in [
+        "dfffffffff",
+        "93cb0000000000000000ddffffffff",
+        "92019199abddffffffff",
+        "920191ddffffffff",
+        "9201919184ddffffffffc0c0c0c0",
+        "c6ffffffff00",
+    ] {
+        assert!(Batch::decode(&bytes_of_hex(hex)).is_err(), "{hex}");
+    }
+    let too_long = vec![0x90; PAYLOAD_BYTES_MAX + 1];
+    assert!(matches!(
+        Batch::decode(&too_long),
+        Err(WireError::TooLong { .. })
+    ));
+}
+
+#[test]
+fn depth_costs_no_stack() {
+    let mut bytes = vec![0x93, 0x01];
+    bytes.extend(std::iter::repeat_n(0x91, 1 << 20));
+    bytes.push(0xc0);
+    bytes.push(0xc0);
+    // One event, a nest of a million arrays: not understood, and nothing worse.
+    let batch = Batch::decode(&bytes).unwrap();
+    assert_eq!(batch.skipped.others, 1);
+}
+
+#[test]
+fn live_messages_have_two_or_three_frames() {
+    let seq = 7_u64.to_be_bytes().to_vec();
+    let three = [b"t".to_vec(), seq.clone(), b"p".to_vec()];
+    let live = live_frames(&three).unwrap();
+    assert_eq!(live.topic, b"t");
+    assert_eq!(live.seq, Some(warmroute_proto::EngineSeq(7)));
+    assert_eq!(live.payload, b"p");
+    let two = [b"kvevents".to_vec(), b"p".to_vec()];
+    assert_eq!(live_frames(&two).unwrap().seq, None);
+    assert_eq!(live_frames(&[b"p".to_vec()]), None);
+    assert_eq!(
+        live_frames(&[b"t".to_vec(), b"7".to_vec(), b"p".to_vec()]),
+        None
+    );
+}
+
+#[test]
+fn replay_answers_are_decoded_from_the_end() {
+    let seq = 7_u64.to_be_bytes().to_vec();
+    let end = u64::MAX.to_be_bytes().to_vec();
+    let batch = ReplayFrames::Batch {
+        seq: warmroute_proto::EngineSeq(7),
+        payload: b"p",
+    };
+    let empty = Vec::new;
+    let short = [empty(), seq.clone(), b"p".to_vec()];
+    let long = [empty(), b"t".to_vec(), seq, b"p".to_vec()];
+    assert_eq!(replay_frames(&short), Some(batch));
+    assert_eq!(replay_frames(&long), Some(batch));
+    let short = [empty(), end.clone(), empty()];
+    let long = [empty(), empty(), end, empty()];
+    assert_eq!(replay_frames(&short), Some(ReplayFrames::End));
+    assert_eq!(replay_frames(&long), Some(ReplayFrames::End));
+    assert_eq!(replay_frames(&[empty()]), None);
+}
+
+/// The committed corpus of the fuzz target.
+#[test]
+fn the_fuzz_corpus_decodes_without_a_panic() {
+    let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/corpus/wire");
+    let mut files = 0;
+    for file in std::fs::read_dir(corpus).unwrap() {
+        let bytes = std::fs::read(file.unwrap().path()).unwrap();
+        decode_anything(&bytes);
+        files += 1;
+    }
+    assert!(files >= 10, "the corpus has {files} files");
+}
+
+fn decode_anything(bytes: &[u8]) {
+    if let Ok(batch) = Batch::decode(bytes) {
+        let mut shown = String::new();
+        write!(shown, "{batch:?}").unwrap();
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_decode_or_fail(bytes in proptest::collection::vec(any::<u8>(), 0..512)) {
+        decode_anything(&bytes);
+    }
+
+    #[test]
+    fn any_damage_to_a_sample_decodes_or_fails(
+        row in 0..210_usize,
+        damage in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let sample: Value = serde_json::from_str(SAMPLES.lines().nth(row).unwrap()).unwrap();
+        let mut bytes = bytes_of_hex(sample["hex"].as_str().unwrap());
+        for (at, byte) in damage {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        bytes.truncate(cut.index(bytes.len()) + 1);
+        decode_anything(&bytes);
+    }
+}
