@@ -21,4 +21,4 @@ pub use service::{Handle, IndexerConfig, Service, TaskFailed};
 pub use view::{DigestView, SourceDigest, SourceDump, SourceView, TierWords, WorkerView};
 
 #[cfg(test)]
-mod testing;
+mod tests_support;

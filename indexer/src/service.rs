@@ -87,8 +87,12 @@ struct Worker {
 }
 
 impl Service {
-    pub fn new(config: &IndexerConfig, plane: Arc<dyn Plane>) -> Result<Self, prometheus::Error> {
-        let fold = Fold::new(&config.namespace, config.max_memory_bytes);
+    pub fn new(config: IndexerConfig, plane: Arc<dyn Plane>) -> Result<Self, prometheus::Error> {
+        let IndexerConfig {
+            namespace,
+            max_memory_bytes,
+        } = config;
+        let fold = Fold::new(&namespace, max_memory_bytes);
         let shared = Shared {
             fold: RwLock::new(fold),
             position: watch::Sender::new(LogPosition(0)),
@@ -98,7 +102,7 @@ impl Service {
         let worker = Worker {
             shared: Arc::new(shared),
             plane,
-            subjects: Subjects::new(&config.namespace),
+            subjects: Subjects::new(&namespace),
         };
         Ok(Self { worker })
     }

@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn record_is_as_old_as_the_last_end_before_it() {
-        let start = crate::testing::some_instant();
+        let start = crate::tests_support::some_instant();
         let mut ends = LogEnds::default();
         assert_eq!(ends.stored_after(LogPosition(1)), None);
         let later = start + Duration::from_secs(1);

@@ -437,6 +437,4 @@ fn shim(workers: &BTreeMap<WorkerId, Worker>, worker: &WorkerId) -> Shim {
 }
 
 #[cfg(test)]
-mod golden;
-#[cfg(test)]
 mod tests;

@@ -8,7 +8,7 @@ use warmroute_proto::{Generation, RecordNumber, TierState};
 
 use super::*;
 use crate::query;
-use crate::testing::{IDENTITY, World, locals, prefix, removed, source, stored};
+use crate::tests_support::{IDENTITY, World, locals, prefix, removed, source, stored};
 
 const W: &str = "w1/0";
 const SECOND: Duration = Duration::from_secs(1);
@@ -229,7 +229,7 @@ fn proof_lapses_after_five_seconds_and_a_heartbeat_renews_it() {
 #[test]
 fn backlog_proves_nothing_about_now() {
     let mut world = World::new();
-    world.fold = Fold::new(&crate::testing::namespace(), None);
+    world.fold = Fold::new(&crate::tests_support::namespace(), None);
     world.fold.follow(IDENTITY);
     world.fold.observe_end(world.now, LogPosition(2));
     assert_eq!(world.publish(W, gpu("a")), Verdict::Started);

@@ -6,7 +6,7 @@ use warmroute_proto::Tier;
 use warmroute_proto::hash::local_hashes;
 
 use super::*;
-use crate::testing::{self, Running, TestShim};
+use crate::tests_support::{self, Running, TestShim};
 
 /// Status and body. HTTP/1.0: the body ends with the connection.
 async fn ask(address: SocketAddr, head: &str, body: &str) -> (u16, String) {
@@ -44,7 +44,7 @@ fn tokens() -> Vec<u32> {
 /// The clock is paused, so that no proof lapses however slow the machine is.
 /// Two ranks of `w1`: rank 0 holds two blocks on the GPU and one more on the CPU, rank 1 one block.
 async fn served() -> (Running, SocketAddr) {
-    let running = Running::start(testing::plane());
+    let running = Running::start(tests_support::plane());
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let router = router(running.handle.clone());

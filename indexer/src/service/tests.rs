@@ -3,7 +3,7 @@ use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{Change, Generation, RecordNumber};
 
 use super::*;
-use crate::testing::{self, Running, TestShim, locals, source, stored};
+use crate::tests_support::{self, Running, TestShim, locals, source, stored};
 
 const W: &str = "w1/0";
 const SECOND: Duration = Duration::from_secs(1);
@@ -32,7 +32,7 @@ fn state(running: &Running) -> (SourceState, Option<UnknownReason>) {
 
 /// A service that has folded one source holding `a b`.
 async fn running() -> (Running, TestShim) {
-    let running = Running::start(testing::plane());
+    let running = Running::start(tests_support::plane());
     // The first tick has looked where the log ends.
     sleep(SECOND).await;
     let mut shim = TestShim::new(W);
@@ -73,16 +73,16 @@ async fn without_heartbeats_a_source_is_unknown_after_five_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn backlog_is_unknown_until_a_heartbeat() {
-    let plane = testing::plane();
+    let plane = tests_support::plane();
     let mut shim = TestShim::new(W);
     for _ in 0..300 {
         let change = stored("", "a b", Tier::Gpu);
-        testing::append(&plane, &shim.record(vec![change])).await;
+        tests_support::append(&plane, &shim.record(vec![change])).await;
         let change = Change::Cleared { tier: Tier::Gpu };
-        testing::append(&plane, &shim.record(vec![change])).await;
+        tests_support::append(&plane, &shim.record(vec![change])).await;
     }
     let change = stored("", "a", Tier::Gpu);
-    let last = testing::append(&plane, &shim.record(vec![change])).await;
+    let last = tests_support::append(&plane, &shim.record(vec![change])).await;
     let running = Running::start(plane);
     let mut positions = running.handle.positions();
     positions.wait_for(|at| *at >= last).await.unwrap();
@@ -138,10 +138,10 @@ async fn malformed_query_is_counted_and_not_answered() {
 #[tokio::test(start_paused = true)]
 async fn before_the_log_is_known_there_is_no_answer() {
     let config = IndexerConfig {
-        namespace: testing::namespace(),
+        namespace: tests_support::namespace(),
         max_memory_bytes: None,
     };
-    let service = Service::new(&config, Arc::new(testing::plane())).unwrap();
+    let service = Service::new(config, Arc::new(tests_support::plane())).unwrap();
     let handle = service.handle();
     assert!(!handle.is_ready());
     let answer = handle.query(&query_for("a"));

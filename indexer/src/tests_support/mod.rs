@@ -1,5 +1,7 @@
 //! What the tests share: shims that keep their own truth as sets, and a fold with a clock.
 
+mod golden;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -293,7 +295,7 @@ impl Running {
             namespace: namespace(),
             max_memory_bytes: None,
         };
-        let service = Service::new(&config, Arc::new(plane.clone())).unwrap();
+        let service = Service::new(config, Arc::new(plane.clone())).unwrap();
         let handle = service.handle();
         let stop = CancellationToken::new();
         let run = TaskTracker::new().spawn(service.run(stop.clone()));

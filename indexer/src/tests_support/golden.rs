@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use warmroute_proto::{Change, LocalHash, PrefixHash, Record, Tier, TierState, Tiers};
 
-use crate::testing::{World, locals, prefix, removed, source, stored};
+use crate::tests_support::{World, locals, prefix, removed, source, stored};
 
 #[derive(Default)]
 struct Names(std::collections::BTreeMap<PrefixHash, String>);
