@@ -73,7 +73,7 @@ pub fn choose(costs: &[f64], temperature: f64, scale: f64, rng: &mut Rng) -> Opt
 /// Sums of the same terms in the same order are equal to the bit; what remains is the rounding of
 /// terms that were put together differently.
 fn ties(cost: f64, lowest: f64) -> bool {
-    cost <= lowest + 1e-9 * lowest.abs().max(1.0)
+    cost <= lowest || cost <= lowest + 1e-9 * lowest.abs().max(1.0)
 }
 
 /// One pass: the n-th tie replaces the choice with probability 1/n, which makes all equally likely.
@@ -118,6 +118,7 @@ fn finite_or_infinite(cost: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fastrand::Rng;
     use proptest::prelude::*;
 
     const DRAWS: u32 = 20_000;

@@ -235,7 +235,11 @@ impl Expected {
         let Some(entry) = self.entry(ticket) else {
             return;
         };
-        if entry.active == 0 && entry.until.is_none_or(|latest| latest <= until) {
+        if entry.until.is_some_and(|latest| latest > until) {
+            return;
+        }
+        entry.until = None;
+        if entry.active == 0 {
             self.drop_entry(ticket.leaf);
         }
     }

@@ -1,1 +1,171 @@
 use super::*;
+use warmroute_proto::registry::Lora;
+
+fn entry(name: &str) -> WorkerEntry {
+    WorkerEntry {
+        worker: name.into(),
+        url: format!("http://{name}:8000"),
+        models: vec!["base".into()],
+        loras: vec![Lora {
+            name: "tuned".into(),
+            parent: Some("base".into()),
+        }],
+        ranks: 2,
+        block_size: BlockSize::new(16),
+        blocks_per_rank: None,
+        max_model_len: None,
+        main_attention_only: true,
+        version: "0".into(),
+    }
+}
+
+#[derive(Default)]
+struct Fixture {
+    fleet: Fleet,
+    roster: Roster,
+}
+
+impl Fixture {
+    fn with(entries: &[WorkerEntry]) -> Self {
+        let mut fixture = Self::default();
+        fixture.fleet.set_workers(&mut fixture.roster, entries);
+        fixture
+    }
+
+    fn health(&mut self, worker: &str, health: Health) -> bool {
+        self.fleet
+            .set_health(&mut self.roster, &worker.into(), health)
+    }
+
+    fn drain(&mut self, worker: &str) {
+        self.fleet
+            .set_drain(&mut self.roster, &worker.into(), Drain::Draining);
+    }
+
+    fn names(&self, model: &str) -> Result<Vec<String>, Refusal> {
+        let candidates = self.fleet.candidates(model)?;
+        Ok(candidates.iter().map(|c| c.source.to_string()).collect())
+    }
+}
+
+#[test]
+fn every_rank_of_a_healthy_worker_is_a_candidate() {
+    let mut fixture = Fixture::with(&[entry("b"), entry("a")]);
+    fixture.health("a", Health::Healthy);
+    fixture.health("b", Health::Healthy);
+    let names = fixture.names("base").unwrap();
+    assert_eq!(names, ["a/0", "a/1", "b/0", "b/1"]);
+    assert_eq!(fixture.names("tuned").unwrap(), names);
+}
+
+#[test]
+fn unchecked_workers_serve_only_while_none_is_healthy() {
+    let mut fixture = Fixture::with(&[entry("a"), entry("b")]);
+    assert_eq!(fixture.names("base").unwrap().len(), 4);
+    fixture.health("b", Health::Healthy);
+    assert_eq!(fixture.names("base").unwrap(), ["b/0", "b/1"]);
+    fixture.health("b", Health::Unhealthy);
+    assert_eq!(fixture.names("base").unwrap(), ["a/0", "a/1"]);
+}
+
+#[test]
+fn every_reason_to_refuse_is_told_apart() {
+    assert_eq!(Fixture::default().names("base"), Err(Refusal::NoWorkers));
+    let mut fixture = Fixture::with(&[entry("a")]);
+    assert_eq!(
+        fixture.names("other"),
+        Err(Refusal::UnknownModel("other".into()))
+    );
+    fixture.health("a", Health::Unhealthy);
+    assert_eq!(fixture.names("base"), Err(Refusal::AllUnhealthy));
+    assert!(
+        fixture.fleet.model("base").is_ok(),
+        "it is listed all the same"
+    );
+    fixture.health("a", Health::Healthy);
+    fixture.drain("a");
+    assert_eq!(fixture.names("base"), Err(Refusal::AllDraining));
+}
+
+#[test]
+fn an_adapters_name_seeds_its_blocks_and_its_base_has_the_tokenizer() {
+    let fixture = Fixture::with(&[entry("a")]);
+    let tuned = fixture.fleet.model("tuned").unwrap();
+    assert_eq!((tuned.kind, tuned.base.as_str()), (ModelKind::Lora, "base"));
+    assert_eq!(tuned.seed(None), Seed::new(Some("tuned"), None));
+    assert_eq!(
+        tuned.seed(Some("salt")),
+        Seed::new(Some("tuned"), Some("salt"))
+    );
+    let base = fixture.fleet.model("base").unwrap();
+    assert_eq!(base.seed(None), Seed::PLAIN);
+    let names: Vec<_> = fixture
+        .fleet
+        .models()
+        .map(|model| model.name.as_str())
+        .collect();
+    assert_eq!(names, ["base", "tuned"]);
+}
+
+#[test]
+fn an_adapter_without_a_parent_belongs_to_its_workers_model() {
+    let mut orphan = entry("a");
+    orphan.loras[0].parent = None;
+    let fixture = Fixture::with(&[orphan]);
+    assert_eq!(fixture.fleet.model("tuned").unwrap().base, "base");
+}
+
+#[test]
+fn a_name_that_is_base_and_adapter_is_a_base_model() {
+    let mut plain = entry("a");
+    plain.models = vec!["tuned".into()];
+    plain.loras.clear();
+    let fixture = Fixture::with(&[plain, entry("b")]);
+    assert_eq!(fixture.fleet.model("tuned").unwrap().kind, ModelKind::Base);
+    assert_eq!(fixture.names("tuned").unwrap(), ["a/0", "a/1"]);
+}
+
+#[test]
+fn block_sizes_that_differ_are_seen() {
+    let with_size = |name, size| {
+        let mut entry = entry(name);
+        entry.block_size = size;
+        entry
+    };
+    let sizes = |sizes: [Option<BlockSize>; 2]| {
+        let entries = [with_size("a", sizes[0]), with_size("b", sizes[1])];
+        Fixture::with(&entries)
+            .fleet
+            .model("base")
+            .unwrap()
+            .block_sizes
+    };
+    let (small, large) = (BlockSize::new(16), BlockSize::new(32));
+    assert_eq!(sizes([None, None]), BlockSizes::Unknown);
+    assert_eq!(sizes([None, small]), BlockSizes::One(small.unwrap()));
+    assert_eq!(sizes([small, large]), BlockSizes::Mixed);
+}
+
+#[test]
+fn marks_survive_a_new_entry_but_not_a_new_url() {
+    let mut fixture = Fixture::with(&[entry("a")]);
+    assert!(fixture.health("a", Health::Unhealthy));
+    assert!(!fixture.health("a", Health::Unhealthy), "no news");
+    fixture
+        .fleet
+        .set_workers(&mut fixture.roster, &[entry("a")]);
+    assert_eq!(fixture.names("base"), Err(Refusal::AllUnhealthy));
+    let mut moved = entry("a");
+    moved.url = "http://elsewhere".into();
+    fixture.fleet.set_workers(&mut fixture.roster, &[moved]);
+    assert!(fixture.names("base").is_ok());
+}
+
+#[test]
+fn a_worker_that_left_has_no_marks_and_no_models() {
+    let mut fixture = Fixture::with(&[entry("a")]);
+    fixture.fleet.set_workers(&mut fixture.roster, &[]);
+    assert!(!fixture.health("a", Health::Healthy));
+    assert_eq!(fixture.fleet.models().count(), 0);
+    assert_eq!(fixture.names("base"), Err(Refusal::NoWorkers));
+}

@@ -1,1 +1,210 @@
 use super::*;
+use proptest::prelude::*;
+use warmroute_proto::{DpRank, LogPosition, RecordNumber, Source, StreamIdentity};
+
+#[expect(clippy::disallowed_methods, reason = "only differences matter")]
+fn start() -> Instant {
+    Instant::now()
+}
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+fn source() -> Source {
+    Source {
+        worker: "w".into(),
+        dp_rank: DpRank(0),
+    }
+}
+
+fn part(generation: u64, number: Option<u64>) -> SourceAnswer {
+    SourceAnswer {
+        source: source(),
+        generation: Generation(generation),
+        number: number.map(RecordNumber),
+        engine_seq: None,
+        states: Tiers::all(SourceState::Exact),
+        reason: None,
+        proof_age_ms: 0,
+        run: Tiers {
+            gpu: 7,
+            cpu: 2,
+            disk: 1,
+        },
+    }
+}
+
+fn runs(sources: Vec<SourceAnswer>) -> Answer {
+    Answer::Runs {
+        log: StreamIdentity {
+            created_unix_ns: 1,
+            nonce: 2,
+        },
+        position: LogPosition(1),
+        sources,
+    }
+}
+
+#[derive(Default)]
+struct Fixture {
+    view: View,
+    roster: Roster,
+}
+
+impl Fixture {
+    fn judge(&mut self, part: SourceAnswer, now: Instant) -> Known {
+        let knowledge = self.view.judge(&mut self.roster, &runs(vec![part]), now);
+        *knowledge.of(self.roster.enrol(&source())).unwrap()
+    }
+
+    fn state(&mut self, generation: u64, number: Option<u64>, now: Instant) -> SourceState {
+        self.judge(part(generation, number), now).state()
+    }
+}
+
+#[test]
+fn a_lower_generation_is_stale_and_gives_no_credit() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    assert_eq!(fixture.state(5, Some(1), start), SourceState::Exact);
+    let old = fixture.judge(part(4, Some(900)), start);
+    assert_eq!(old.state(), SourceState::Stale);
+    assert_eq!(old.run, Tiers::default());
+    assert!(!old.gives_credit());
+    assert_eq!(fixture.view.counts().lagging, 1);
+}
+
+#[test]
+fn a_lower_number_is_believed_for_half_a_second() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    fixture.state(5, Some(10), start);
+    assert_eq!(
+        fixture.state(5, Some(9), start + ms(499)),
+        SourceState::Exact
+    );
+    assert_eq!(
+        fixture.state(5, Some(9), start + ms(500)),
+        SourceState::Stale
+    );
+    assert_eq!(
+        fixture.state(5, Some(10), start + ms(500)),
+        SourceState::Exact
+    );
+}
+
+/// What counts is the oldest of the higher numbers, not the newest.
+#[test]
+fn newer_records_do_not_prolong_the_belief_in_an_old_one() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    for step in 0..100 {
+        fixture.state(5, Some(step), start + ms(20 * step));
+    }
+    let now = start + ms(20 * 99);
+    // Number 75 was overtaken by 76, first seen 460 ms ago; 73 by 74, 500 ms ago.
+    assert_eq!(fixture.state(5, Some(75), now), SourceState::Exact);
+    assert_eq!(fixture.state(5, Some(73), now), SourceState::Stale);
+    assert_eq!(fixture.state(5, Some(0), now), SourceState::Stale);
+    assert_eq!(fixture.state(5, None, now), SourceState::Stale);
+}
+
+#[test]
+fn memory_is_bounded_however_fast_records_come() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    for step in 0..20_000 {
+        fixture.state(5, Some(step), start + Duration::from_micros(100 * step));
+    }
+    let id = fixture.roster.enrol(&source());
+    assert!(fixture.view.sources.get_mut(id).seen.len() <= 52);
+}
+
+#[test]
+fn a_new_generation_starts_its_numbers_anew_and_is_reported_once() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    let mut judge = |generation, number| {
+        let answer = runs(vec![part(generation, number)]);
+        let knowledge = fixture.view.judge(&mut fixture.roster, &answer, start);
+        knowledge.restarted.len()
+    };
+    assert_eq!(judge(5, Some(100)), 0, "the first one is no restart");
+    assert_eq!(judge(6, None), 1);
+    assert_eq!(judge(6, Some(0)), 0);
+    assert_eq!(judge(5, Some(200)), 0);
+    assert_eq!(fixture.state(6, None, start), SourceState::Exact);
+}
+
+#[test]
+fn a_demoted_source_is_stale_until_its_next_generation() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    fixture.state(5, Some(1), start);
+    let id = fixture.roster.enrol(&source());
+    fixture.view.demote(id, Generation(5));
+    fixture.view.demote(id, Generation(5));
+    assert_eq!(fixture.view.counts().demoted, 1);
+    let known = fixture.judge(part(5, Some(2)), start);
+    assert_eq!(
+        (known.state(), known.gives_credit()),
+        (SourceState::Stale, false)
+    );
+    assert_eq!(fixture.state(6, None, start), SourceState::Exact);
+}
+
+#[test]
+fn a_stale_tier_gives_no_credit_and_the_others_keep_theirs() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    let mut answer = part(5, Some(1));
+    answer.states.cpu = SourceState::Stale;
+    let known = fixture.judge(answer, start);
+    assert_eq!(
+        known.run,
+        Tiers {
+            gpu: 7,
+            cpu: 0,
+            disk: 1
+        }
+    );
+    assert_eq!(known.state(), SourceState::Exact);
+}
+
+#[test]
+fn what_is_weaker_than_stale_stays_weaker() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    fixture.state(5, Some(1), start);
+    let mut answer = part(4, Some(1));
+    answer.states = Tiers::all(SourceState::Unknown);
+    assert_eq!(fixture.judge(answer, start).state(), SourceState::Unknown);
+}
+
+#[test]
+fn a_replica_that_is_behind_says_nothing() {
+    let mut fixture = Fixture::default();
+    let id = fixture.roster.enrol(&source());
+    let answer = Answer::Behind {
+        position: LogPosition(3),
+    };
+    let knowledge = fixture.view.judge(&mut fixture.roster, &answer, start());
+    assert_eq!(knowledge.of(id), None);
+}
+
+proptest! {
+    /// The rule as the design words it, over the whole history.
+    #[test]
+    fn the_rule_is_that_of_the_design(steps in prop::collection::vec((0..3_u64, 0..6_u64, 0..300_u64), 1..40)) {
+        let (mut fixture, start) = (Fixture::default(), start());
+        let mut history: Vec<((u64, u64), u64)> = Vec::new();
+        let mut clock = 0;
+        for (generation, number, pause) in steps {
+            // Coarse steps of time: what the grain joins was seen at the same time here.
+            clock += pause / 20 * 20;
+            let found = fixture.state(generation, Some(number), start + ms(clock));
+            history.push(((generation, number), clock));
+            let newest = history.iter().map(|((generation, _), _)| *generation).max().unwrap();
+            // A number that came back after the newer generation began was not seen in it.
+            let overtaken = history.iter().any(|((other, higher), seen)| {
+                *other == generation && *higher > number && clock - seen >= 500
+            });
+            let stale = generation < newest || overtaken;
+            let expected = if stale { SourceState::Stale } else { SourceState::Exact };
+            prop_assert_eq!(found, expected);
+        }
+    }
+}
