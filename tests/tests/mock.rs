@@ -235,6 +235,31 @@ async fn a_stream_has_the_form_of_vllm() {
 }
 
 #[tokio::test]
+async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
+    let fixture = concat!("--tokenizer=", env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
+    let engine = Engine::start(&[fixture]);
+    let tokenize = async |body| {
+        let answer: Value = engine.post("/tokenize", body).await.json().await.unwrap();
+        answer["tokens"].as_array().unwrap().clone()
+    };
+    let text = json!({"prompt": "What is a cache?"});
+    assert!(tokenize(text).await.len() < "What is a cache?".len());
+    let chat = json!({
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "What is a cache?"}]}],
+        "max_tokens": 4, "return_token_ids": true,
+    });
+    let answer = engine.post("/v1/chat/completions", chat.clone()).await;
+    let answer: Value = answer.json().await.unwrap();
+    let rendered = "<|im_start|>system\nYou answer briefly.<|im_end|>\n<|im_start|>user\n\
+                    What is a cache?<|im_end|>\n<|im_start|>assistant\n";
+    let expected = tokenize(json!({"prompt": rendered, "add_special_tokens": false})).await;
+    assert_eq!(tokenize(chat).await, expected);
+    assert_eq!(answer["prompt_token_ids"], json!(expected));
+    let content = answer["choices"][0]["message"]["content"].as_str().unwrap();
+    assert!(content.bytes().all(|byte| byte.is_ascii()));
+}
+
+#[tokio::test]
 async fn lists_of_prompts_have_one_choice_each() {
     let engine = Engine::start(&[]);
     for prompt in [json!(["ab", "cd"]), json!([[97, 98], [99, 100]])] {

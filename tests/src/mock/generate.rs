@@ -56,11 +56,11 @@ pub(super) async fn completions(
     let value = parse(&body)?;
     let prompt = Prompt::deserialize(&value["prompt"])
         .map_err(|_| Error::bad_request("prompt must be text, tokens, or a list of either"))?;
-    let encode = |text: &String| server.text.encode(text, true);
+    let encode = |text: &String| server.text.encode(text, true).map_err(Error::bad_request);
     let prompts = match prompt {
-        Prompt::Text(text) => vec![encode(&text)],
+        Prompt::Text(text) => vec![encode(&text)?],
         Prompt::Tokens(tokens) => vec![tokens],
-        Prompt::Texts(texts) => texts.iter().map(encode).collect(),
+        Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
         Prompt::TokenLists(lists) => lists,
     };
     generate(&server, &headers, &value, prompts, Shape::Completion).await

@@ -118,7 +118,8 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
         let prompt = value["prompt"].as_str();
         let prompt = prompt.ok_or_else(|| Error::bad_request("prompt must be text"))?;
         let special = value["add_special_tokens"].as_bool().unwrap_or(true);
-        server.text.encode(prompt, special)
+        let tokens = server.text.encode(prompt, special);
+        tokens.map_err(Error::bad_request)?
     };
     Ok(Json(json!({
         "count": tokens.len(), "max_model_len": server.max_model_len, "tokens": tokens,

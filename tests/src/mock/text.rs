@@ -3,44 +3,72 @@
 //! Without tokenizer files a token is a byte of UTF-8, nothing is added to a prompt, and a chat is
 //! rendered as `ChatML` with the tools as JSON in front, so that the mock engine runs alone.
 
+mod hugging_face;
+
 use std::path::Path;
 
-use anyhow::bail;
 use serde_json::Value;
 
+use hugging_face::HuggingFace;
+
 /// How the mock engine reads and writes text.
-pub(super) struct Text;
+pub(super) enum Text {
+    Bytes,
+    HuggingFace(Box<HuggingFace>),
+}
 
 impl Text {
     /// With the tokenizer of a directory, or without any.
     pub(super) fn load(directory: Option<&Path>) -> anyhow::Result<Self> {
-        match directory {
-            None => Ok(Self),
-            Some(directory) => bail!("no tokenizer can be read from {}", directory.display()),
+        let Some(directory) = directory else {
+            return Ok(Self::Bytes);
+        };
+        let loaded = HuggingFace::load(directory)?;
+        Ok(Self::HuggingFace(Box::new(loaded)))
+    }
+
+    /// The tokens that the engine may generate: readable ones.
+    pub(super) fn vocabulary(&self) -> Vec<u32> {
+        match self {
+            Self::Bytes => {
+                let letters = (b'a'..=b'z').chain([b' ', b' ', b' ', b'.']);
+                letters.map(u32::from).collect()
+            }
+            Self::HuggingFace(loaded) => loaded.vocabulary(),
         }
     }
 
-    /// The tokens that the engine may generate: printable ones.
-    pub(super) fn vocabulary(&self) -> Vec<u32> {
-        let letters = (b'a'..=b'z').chain([b' ', b' ', b' ', b'.']);
-        letters.map(u32::from).collect()
+    pub(super) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, String> {
+        match self {
+            Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Self::HuggingFace(loaded) => loaded.encode(text, special),
+        }
     }
 
-    pub(super) fn encode(&self, text: &str, _add_special_tokens: bool) -> Vec<u32> {
-        text.bytes().map(u32::from).collect()
-    }
-
+    /// The template writes the special tokens itself.
     pub(super) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
-        let rendered = chat_ml(request)?;
-        Ok(self.encode(&rendered, false))
+        let plain = chat_ml(request)?;
+        match self {
+            Self::Bytes => self.encode(&plain, false),
+            Self::HuggingFace(loaded) => {
+                let rendered = loaded.render(request).map_err(|error| error.to_string())?;
+                loaded.encode(&rendered, false)
+            }
+        }
     }
 
     pub(super) fn decode(&self, token: u32) -> String {
-        let byte = u8::try_from(token).ok().filter(u8::is_ascii);
-        byte.map_or(char::REPLACEMENT_CHARACTER, char::from).into()
+        match self {
+            Self::Bytes => {
+                let byte = u8::try_from(token).ok().filter(u8::is_ascii);
+                byte.map_or(char::REPLACEMENT_CHARACTER, char::from).into()
+            }
+            Self::HuggingFace(loaded) => loaded.decode(token),
+        }
     }
 }
 
+/// Also refuses what is no chat at all, whatever the template.
 fn chat_ml(request: &Value) -> Result<String, String> {
     let messages = request["messages"]
         .as_array()
