@@ -2,8 +2,8 @@
 //!
 //! [`Mock::start`] binds everything and runs until [`Mock::stop`]; the binary
 //! `warmroute-mock-engine` is that and a signal handler. Each rank is one engine stepping in real
-//! time ([`EngineArgs::profile`]), with a publisher thread of its own. The `/debug` routes tell what no
-//! real engine tells: what is held, and who went away.
+//! time ([`EngineArgs::profile`]), with a publisher thread of its own. The `/debug` routes tell what
+//! no real engine tells: what is held, and who went away.
 //!
 //! What is deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters
 //! and everything else that decides about text but not about the cache or the load.

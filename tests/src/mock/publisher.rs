@@ -198,7 +198,7 @@ impl Sockets {
         Ok(Next::GoOn)
     }
 
-    /// Everything that is kept from a sequence number on. A request of another shape gets no answer.
+    /// Everything kept from a sequence number on. A request of another shape gets no answer.
     fn answer(&self, request: &[Vec<u8>]) -> zmq::Result<()> {
         let [identity, empty, start] = request else {
             return Ok(());

@@ -130,14 +130,15 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
 /// As vLLM tells: by rank, ports as bound, the host as a wildcard.
 async fn kv_event_sources(State(server): State<Arc<Server>>) -> Json<Value> {
     let endpoint = |port: u16| format!("tcp://*:{port}");
+    let events = &server.args.events;
     let mut sources = Map::new();
     for rank in &server.ranks {
         let source = json!({
             "enable_kv_cache_events": true, "publisher": "zmq",
             "endpoint": endpoint(rank.publisher.kv_port),
             "replay_endpoint": rank.publisher.replay_port.map(endpoint),
-            "buffer_steps": server.args.events.buffer_steps, "hwm": 100_000, "max_queue_size": 100_000,
-            "topic": server.args.events.topic,
+            "buffer_steps": events.buffer_steps, "hwm": 100_000, "max_queue_size": 100_000,
+            "topic": events.topic,
         });
         sources.insert(rank.number.to_string(), source);
     }
