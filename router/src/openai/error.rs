@@ -133,7 +133,10 @@ mod tests {
         let error = ApiError::invalid("n", "bad \"n\"").with_code("wrong_type");
         assert_eq!(
             String::from_utf8(error.to_json()).unwrap(),
-            r#"{"error":{"message":"bad \"n\"","type":"invalid_request_error","param":"n","code":"wrong_type"}}"#
+            concat!(
+                r#"{"error":{"message":"bad \"n\"","type":"invalid_request_error","#,
+                r#""param":"n","code":"wrong_type"}}"#
+            )
         );
         assert_eq!(error.status(), 400);
     }

@@ -53,7 +53,8 @@ mod tests {
     #[test]
     fn details_are_optional() {
         let with = br#"{"id":"x","choices":[{"text":"a"}],"usage":{"prompt_tokens":33,
-            "total_tokens":35,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":32}}}"#;
+            "total_tokens":35,"completion_tokens":2,
+            "prompt_tokens_details":{"cached_tokens":32}}}"#;
         let expected = Usage {
             prompt_tokens: 33,
             completion_tokens: 2,

@@ -1,0 +1,453 @@
+//! What vLLM makes of a request's messages, tools and template arguments before a template sees
+//! them: content as text or parts, arguments of calls as objects, unknown members gone, members in
+//! the order of its own types (a template may print a whole object).
+//!
+//! `Invalid` is what the engine would refuse too; `Unsupported` is what it may render though it
+//! cannot be reproduced here. Neither is a reason to refuse a request.
+
+use minijinja::value::{Value, ValueKind};
+use serde_json::value::RawValue;
+
+use super::RenderError;
+use super::content_format::ContentFormat;
+
+/// Members of a content part that vLLM knows; text parts keep the others.
+const KNOWN_PART_MEMBERS: &[&str] = &[
+    "audio_embeds",
+    "audio_url",
+    "closed",
+    "data",
+    "file",
+    "image_embeds",
+    "image_pil",
+    "image_url",
+    "input_audio",
+    "name",
+    "prompt_cache_breakpoint",
+    "refusal",
+    "text",
+    "thinking",
+    "type",
+    "uuid",
+    "video_embeds",
+    "video_url",
+];
+/// A client's attribution line that differs in every request; the engine drops it from system
+/// texts.
+const BILLING_HEADER: &str = "x-anthropic-billing-header";
+
+type Result<T> = std::result::Result<T, RenderError>;
+type Members = Vec<(&'static str, Value)>;
+
+/// Reads raw JSON as template values, exactly as Python would.
+pub(crate) fn read_json(name: &'static str, raw: &RawValue) -> Result<Value> {
+    if has_huge_integer(raw.get()) {
+        return Err(RenderError::Unsupported(name));
+    }
+    serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid(name))
+}
+
+/// The conversation as a template gets it.
+pub(crate) fn conversation(raw: &RawValue, format: ContentFormat) -> Result<Vec<Value>> {
+    let messages: Vec<Value> =
+        serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid("messages"))?;
+    if messages.is_empty() {
+        return Err(RenderError::Invalid("messages"));
+    }
+    messages
+        .iter()
+        .map(|message| one(message, format))
+        .collect()
+}
+
+/// A member, null and absent alike being none.
+pub(crate) fn member(object: &Value, name: &str) -> Option<Value> {
+    object
+        .get_attr(name)
+        .ok()
+        .filter(|value| !value.is_undefined() && !value.is_none())
+}
+
+fn text_member(object: &Value, name: &str) -> Option<Value> {
+    member(object, name).filter(|value| value.kind() == ValueKind::String)
+}
+
+fn object(members: Members) -> Value {
+    Value::from_pairs(members)
+}
+
+fn one(message: &Value, format: ContentFormat) -> Result<Value> {
+    let role_value = text_member(message, "role").ok_or(RenderError::Invalid("role"))?;
+    let role = role_value.as_str().unwrap_or("");
+    let mut members: Members = vec![("role", role_value.clone())];
+    let content = content(message, role, format)?;
+    match role {
+        "assistant" => {
+            members.push(("content", content));
+            if let Some(calls) = member(message, "tool_calls") {
+                let calls = tool_calls(&calls)?;
+                if !calls.is_empty() {
+                    members.push(("tool_calls", Value::from(calls)));
+                }
+            }
+            let reasoning =
+                member(message, "reasoning").or_else(|| member(message, "reasoning_content"));
+            if let Some(reasoning) = reasoning {
+                members.push(("reasoning", reasoning.clone()));
+                members.push(("reasoning_content", reasoning));
+            }
+        }
+        "tool" => {
+            members.push(("content", tool_content(content)));
+            if let Some(id) = member(message, "tool_call_id") {
+                members.push(("tool_call_id", id));
+            }
+        }
+        _ => members.push(("content", content)),
+    }
+    for name in ["name", "task"] {
+        members.extend(text_member(message, name).map(|value| (name, value)));
+    }
+    if role == "developer" {
+        members.push((
+            "tools",
+            member(message, "tools").unwrap_or_else(|| Value::from(())),
+        ));
+    }
+    Ok(object(members))
+}
+
+fn content(message: &Value, role: &str, format: ContentFormat) -> Result<Value> {
+    let parts = match member(message, "content") {
+        None => Vec::new(),
+        Some(content) if content.kind() == ValueKind::String => vec![content],
+        Some(content) if content.kind() == ValueKind::Seq => items(&content),
+        Some(_) => return Err(RenderError::Invalid("content")),
+    };
+    let mut read = Vec::with_capacity(parts.len());
+    for part in &parts {
+        if let Some(part) = Part::read(part)? {
+            read.extend(if role == "system" {
+                part.without_billing_header()
+            } else {
+                Some(part)
+            });
+        }
+    }
+    Ok(match format {
+        ContentFormat::Parts => {
+            Value::from(read.into_iter().map(Part::wrapped).collect::<Vec<_>>())
+        }
+        ContentFormat::Text => match &read[..] {
+            [only] => only.text.clone(),
+            _ => {
+                let texts: Vec<&str> = read
+                    .iter()
+                    .map(|part| part.text.as_str().unwrap_or(""))
+                    .collect();
+                Value::from(texts.join("\n"))
+            }
+        },
+    })
+}
+
+fn items(list: &Value) -> Vec<Value> {
+    list.try_iter().map(Iterator::collect).unwrap_or_default()
+}
+
+/// A part of content that is text.
+struct Part {
+    text: Value,
+    /// A reference to a deferred tool: kept as such where parts are kept.
+    tool_reference: bool,
+    /// The client sent it as an object of type `text`; only such text loses a header.
+    plain: bool,
+    extra: Vec<(Value, Value)>,
+}
+
+impl Part {
+    /// Nothing for a part without text, which the engine skips.
+    fn read(part: &Value) -> Result<Option<Self>> {
+        if part.kind() == ValueKind::String {
+            let text = part.clone();
+            return Ok(Some(Self {
+                text,
+                tool_reference: false,
+                plain: true,
+                extra: Vec::new(),
+            }));
+        }
+        let kind = text_member(part, "type").ok_or(RenderError::Unsupported("content"))?;
+        let kind = kind.as_str().unwrap_or("");
+        let source = match kind {
+            "text" | "input_text" | "output_text" => "text",
+            "refusal" => "refusal",
+            "thinking" => "thinking",
+            "tool_reference" => "name",
+            _ => return Err(RenderError::Unsupported("content")),
+        };
+        if member(part, "uuid").is_some() {
+            return Err(RenderError::Unsupported("content"));
+        }
+        let Some(text) = text_member(part, source) else {
+            return match kind {
+                "text" | "refusal" => Ok(None),
+                _ => Err(RenderError::Invalid("content")),
+            };
+        };
+        let tool_reference = kind == "tool_reference";
+        let mut extra = Vec::new();
+        for key in items(part) {
+            let known = key
+                .as_str()
+                .is_some_and(|key| KNOWN_PART_MEMBERS.contains(&key));
+            if !known && !tool_reference {
+                extra.push((key.clone(), part.get_item(&key).unwrap_or_default()));
+            }
+        }
+        Ok(Some(Self {
+            text,
+            tool_reference,
+            plain: kind == "text",
+            extra,
+        }))
+    }
+
+    fn without_billing_header(mut self) -> Option<Self> {
+        let text = self.text.as_str().unwrap_or("");
+        if !self.plain || !text.starts_with(BILLING_HEADER) {
+            return Some(self);
+        }
+        let rest = text
+            .split_once('\n')
+            .map(|(_, rest)| rest)
+            .filter(|rest| !rest.is_empty())?;
+        self.text = Value::from(rest);
+        Some(self)
+    }
+
+    fn wrapped(self) -> Value {
+        let (kind, key) = if self.tool_reference {
+            ("tool_reference", "name")
+        } else {
+            ("text", "text")
+        };
+        let mut members = vec![
+            (Value::from("type"), Value::from(kind)),
+            (Value::from(key), self.text),
+        ];
+        members.extend(self.extra);
+        Value::from_pairs(members)
+    }
+}
+
+/// Results of tools are text for most templates: text parts are joined.
+fn tool_content(content: Value) -> Value {
+    if content.kind() != ValueKind::Seq {
+        return content;
+    }
+    let mut texts = Vec::new();
+    for item in items(&content) {
+        if member(&item, "type")
+            .and_then(|kind| kind.to_str())
+            .as_deref()
+            != Some("text")
+        {
+            return content;
+        }
+        texts.push(
+            member(&item, "text")
+                .and_then(|text| text.to_str())
+                .unwrap_or_default(),
+        );
+    }
+    Value::from(texts.join("\n"))
+}
+
+fn tool_calls(calls: &Value) -> Result<Vec<Value>> {
+    const INVALID: RenderError = RenderError::Invalid("tool_calls");
+    if calls.kind() != ValueKind::Seq {
+        return Err(INVALID);
+    }
+    let mut read = Vec::new();
+    for call in items(calls) {
+        let id = text_member(&call, "id").ok_or(INVALID)?;
+        let kind = text_member(&call, "type").filter(|kind| kind.as_str() == Some("function"));
+        let function = member(&call, "function").ok_or(INVALID)?;
+        let name = text_member(&function, "name").ok_or(INVALID)?;
+        let arguments = text_member(&function, "arguments").ok_or(INVALID)?;
+        let mut inner = vec![
+            (
+                Value::from("arguments"),
+                parsed_arguments(arguments.as_str().unwrap_or(""))?,
+            ),
+            (Value::from("name"), name),
+        ];
+        inner.extend(others(&function, &["arguments", "name"]));
+        let mut outer = vec![
+            (Value::from("id"), id),
+            (Value::from("function"), Value::from_pairs(inner)),
+            (Value::from("type"), kind.ok_or(INVALID)?),
+        ];
+        outer.extend(others(&call, &["id", "function", "type"]));
+        read.push(Value::from_pairs(outer));
+    }
+    Ok(read)
+}
+
+fn others(object: &Value, known: &[&str]) -> Vec<(Value, Value)> {
+    items(object)
+        .into_iter()
+        .filter(|key| key.as_str().is_none_or(|key| !known.contains(&key)))
+        .map(|key| (key.clone(), object.get_item(&key).unwrap_or_default()))
+        .collect()
+}
+
+/// Arguments of a call come as JSON text and go to the template as an object; what is no object
+/// becomes an empty one.
+fn parsed_arguments(text: &str) -> Result<Value> {
+    const UNSUPPORTED: RenderError = RenderError::Unsupported("tool_calls");
+    let empty = || Value::from_pairs(Vec::<(Value, Value)>::new());
+    if has_huge_integer(text) {
+        return Err(UNSUPPORTED);
+    }
+    match serde_json::from_str::<Value>(text) {
+        Ok(value) if value.kind() == ValueKind::Map => Ok(value),
+        Ok(_) => Ok(empty()),
+        Err(error) => {
+            // Python reads a little more than JSON.
+            let reason = error.to_string();
+            let python_only = ["NaN", "Infinity", "\\ud", "\\uD"]
+                .iter()
+                .any(|w| text.contains(w))
+                || reason.contains("recursion limit")
+                || reason.contains("out of range");
+            if python_only {
+                Err(UNSUPPORTED)
+            } else {
+                Ok(empty())
+            }
+        }
+    }
+}
+
+/// Whether JSON contains a number that is an integer in Python but none of 64 bits. Cautious: only
+/// digits outside strings count, but a long fraction counts too.
+fn has_huge_integer(json: &str) -> bool {
+    const DIGITS_MIN: usize = 19;
+    let (mut in_string, mut escaped, mut digits) = (false, false, 0_usize);
+    for byte in json.bytes() {
+        if in_string {
+            in_string = escaped || byte != b'"';
+            escaped = !escaped && byte == b'\\';
+            continue;
+        }
+        in_string = byte == b'"';
+        digits = if byte.is_ascii_digit() { digits + 1 } else { 0 };
+        if digits >= DIGITS_MIN {
+            return true;
+        }
+    }
+    false
+}
+
+/// Tools as vLLM's types print them: defaults filled in, unknown members gone.
+pub(crate) fn tools(raw: &RawValue) -> Result<Value> {
+    const INVALID: RenderError = RenderError::Invalid("tools");
+    let none = || Value::from(());
+    let list = read_json("tools", raw)?;
+    if list.kind() != ValueKind::Seq || list.len() == Some(0) {
+        return Err(INVALID);
+    }
+    let mut read = Vec::new();
+    for tool in items(&list) {
+        let kind = member(&tool, "type");
+        if kind.is_some_and(|kind| kind.as_str() != Some("function")) {
+            return Err(INVALID);
+        }
+        let function = member(&tool, "function").ok_or(INVALID)?;
+        let deferred = member(&tool, "defer_loading");
+        let mut inner: Members = vec![
+            ("name", text_member(&function, "name").ok_or(INVALID)?),
+            (
+                "description",
+                member(&function, "description").unwrap_or_else(none),
+            ),
+            (
+                "parameters",
+                member(&function, "parameters").unwrap_or_else(none),
+            ),
+        ];
+        inner.extend(member(&function, "strict").map(|strict| ("strict", strict)));
+        let inner_deferred = member(&function, "defer_loading").or_else(|| deferred.clone());
+        inner.extend(inner_deferred.map(|deferred| ("defer_loading", deferred)));
+        let mut outer: Members = vec![
+            ("type", Value::from("function")),
+            ("function", object(inner)),
+        ];
+        outer.extend(deferred.map(|deferred| ("defer_loading", deferred)));
+        read.push(object(outer));
+    }
+    Ok(Value::from(read))
+}
+
+/// For a template that does not know the developer role: its messages become system messages, and
+/// all system messages one, at the front.
+pub(crate) fn without_developer_role(conversation: Vec<Value>) -> Vec<Value> {
+    let role = |message: &Value| member(message, "role").and_then(|role| role.to_str());
+    if !conversation
+        .iter()
+        .any(|message| role(message).as_deref() == Some("developer"))
+    {
+        return conversation;
+    }
+    let is_system =
+        |message: &Value| matches!(role(message).as_deref(), Some("system" | "developer"));
+    let systems: Vec<usize> = conversation
+        .iter()
+        .enumerate()
+        .filter(|(_, m)| is_system(m))
+        .map(|(at, _)| at)
+        .collect();
+    if systems == [0] {
+        let renamed = conversation.first().map(renamed_to_system);
+        return renamed
+            .into_iter()
+            .chain(conversation.into_iter().skip(1))
+            .collect();
+    }
+    let texts: Vec<String> = systems
+        .iter()
+        .filter_map(|at| conversation.get(*at))
+        .map(system_text)
+        .filter(|text| !text.is_empty())
+        .collect();
+    let merged = object(vec![
+        ("role", Value::from("system")),
+        ("content", Value::from(texts.join("\n\n"))),
+    ]);
+    let rest = conversation
+        .into_iter()
+        .filter(|message| !is_system(message));
+    std::iter::once(merged).chain(rest).collect()
+}
+
+fn renamed_to_system(message: &Value) -> Value {
+    let mut members = vec![(Value::from("role"), Value::from("system"))];
+    members.extend(others(message, &["role", "tools"]));
+    Value::from_pairs(members)
+}
+
+fn system_text(message: &Value) -> String {
+    let Some(content) = member(message, "content") else {
+        return String::new();
+    };
+    if let Some(text) = content.as_str() {
+        return text.to_owned();
+    }
+    let texts: Vec<String> = items(&content)
+        .iter()
+        .filter_map(|part| member(part, "text").and_then(|text| text.as_str().map(str::to_owned)))
+        .collect();
+    texts.join("\n")
+}

@@ -1,0 +1,63 @@
+//! Python's and Jinja2's behaviour on top of minijinja, so that a template written for
+//! transformers gives the same text here. Pure.
+//!
+//! What templates see: jinja2's sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, the
+//! `generation` tag (its content stays, the tag goes), `tojson` as `json.dumps` writes it,
+//! `raise_exception`, and the methods of Python's str, dict and list. Deliberately absent: methods
+//! that change a value (the sandbox forbids them there as well), and autoescaping.
+
+mod filters;
+mod generation;
+mod json;
+mod methods;
+mod strftime;
+mod text;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Value;
+use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior};
+
+pub(crate) use generation::without_generation_tags;
+pub use strftime::CivilTime;
+pub(crate) use text::{is_space, strip_end};
+
+/// Instructions that one rendering may execute. A chat of 10,000 messages needs about a million.
+const FUEL: u64 = 50_000_000;
+/// Nested macro calls and includes.
+const RECURSION_MAX: usize = 200;
+
+/// An environment without templates that behaves as transformers' one.
+pub(crate) fn environment() -> Result<Environment<'static>, Error> {
+    let mut env = Environment::new();
+    env.set_syntax(syntax()?);
+    env.set_undefined_behavior(UndefinedBehavior::Lenient);
+    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    env.set_recursion_limit(RECURSION_MAX);
+    env.set_fuel(Some(FUEL));
+    env.set_debug(false);
+    env.set_unknown_method_callback(methods::call);
+    env.set_formatter(|out, _state, value| filters::write_str_of(out, value).map_err(Error::from));
+    env.add_function("raise_exception", raise_exception);
+    filters::register(&mut env);
+    Ok(env)
+}
+
+/// Delimiters are jinja's; a block tag takes the line end behind it and the blanks before it.
+pub(crate) fn syntax() -> Result<SyntaxConfig, Error> {
+    SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()
+}
+
+fn raise_exception(message: &Value) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message.to_string()))
+}
+
+/// `strftime_now` for one rendering.
+pub(crate) fn strftime_now(now: CivilTime) -> Value {
+    Value::from_function(move |format: &str| now.format(format))
+}
+
+#[cfg(test)]
+mod tests;

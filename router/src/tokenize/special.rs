@@ -1,0 +1,91 @@
+//! Special tokens that `tokenizer_config.json` names: templates see them by name, and those that
+//! `tokenizer.json` does not know are added to it, as transformers does at load.
+
+use serde_json::{Map, Value};
+use tokenizers::{AddedToken, Result, Tokenizer};
+
+use super::SpecialTokenMap;
+
+/// Named tokens (`bos_token` and so on) as texts.
+pub(super) fn named(config: &Map<String, Value>) -> SpecialTokenMap {
+    config
+        .iter()
+        .filter(|(name, _)| name.ends_with("_token"))
+        .filter_map(|(name, value)| Some((name.clone(), content(value)?.to_owned())))
+        .collect()
+}
+
+/// Adds what the configuration declares and the tokenizer lacks.
+pub(super) fn register(tokenizer: &mut Tokenizer, config: &Map<String, Value>) -> Result<()> {
+    let known: Vec<AddedToken> = tokenizer.get_added_tokens_decoder().into_values().collect();
+    let mut missing: Vec<AddedToken> = Vec::new();
+    for token in declared(config) {
+        let is_known = match &token {
+            Declared::Exactly(token) => known.contains(token),
+            Declared::ByName(name) => known.iter().any(|other| other.content == *name),
+        };
+        let token = match token {
+            Declared::Exactly(token) => token,
+            Declared::ByName(name) => AddedToken::from(name, true),
+        };
+        if !is_known && !missing.iter().any(|other| other.content == token.content) {
+            missing.push(token);
+        }
+    }
+    if !missing.is_empty() {
+        tokenizer.add_tokens(missing)?;
+    }
+    Ok(())
+}
+
+enum Declared {
+    /// With all its flags, which must match.
+    Exactly(AddedToken),
+    /// Any added token of this text will do.
+    ByName(String),
+}
+
+/// In transformers' order: by id, then the named ones, then the rest.
+fn declared(config: &Map<String, Value>) -> Vec<Declared> {
+    let mut tokens = Vec::new();
+    if let Some(Value::Object(by_id)) = config.get("added_tokens_decoder") {
+        let mut entries: Vec<(u32, &Value)> = by_id
+            .iter()
+            .filter_map(|(id, token)| Some((id.parse().ok()?, token)))
+            .collect();
+        entries.sort_by_key(|(id, _)| *id);
+        tokens.extend(
+            entries
+                .iter()
+                .filter_map(|(_, token)| Some(Declared::Exactly(full(token)?))),
+        );
+    }
+    tokens.extend(named(config).into_values().map(Declared::ByName));
+    for name in ["extra_special_tokens", "additional_special_tokens"] {
+        let list: Vec<&Value> = match config.get(name) {
+            Some(Value::Array(list)) => list.iter().collect(),
+            Some(Value::Object(map)) => map.values().collect(),
+            _ => Vec::new(),
+        };
+        let texts = list.into_iter().filter_map(content);
+        tokens.extend(texts.map(|text| Declared::ByName(text.to_owned())));
+    }
+    tokens
+}
+
+/// A token's text, whether it is given as such or with flags.
+fn content(value: &Value) -> Option<&str> {
+    value.as_str().or_else(|| value.get("content")?.as_str())
+}
+
+fn full(value: &Value) -> Option<AddedToken> {
+    let flag = |name: &str| value.get(name).and_then(Value::as_bool);
+    let special = flag("special").unwrap_or(false);
+    Some(
+        AddedToken::from(content(value)?, special)
+            .single_word(flag("single_word").unwrap_or(false))
+            .lstrip(flag("lstrip").unwrap_or(false))
+            .rstrip(flag("rstrip").unwrap_or(false))
+            .normalized(flag("normalized").unwrap_or(!special)),
+    )
+}

@@ -1,0 +1,269 @@
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::*;
+use crate::openai::{Prompt, Route, parse};
+
+const NOW: CivilTime = CivilTime {
+    year: 2026,
+    month: 3,
+    day: 7,
+    hour: 9,
+    minute: 5,
+    second: 2,
+};
+
+#[derive(Deserialize)]
+struct Vectors {
+    shapes: Vec<Shape>,
+    requests: Vec<Request>,
+    chats: Vec<Chat>,
+    completions: Vec<Completion>,
+}
+
+#[derive(Deserialize)]
+struct Shape {
+    name: String,
+    tokenizer: String,
+    specials: BTreeMap<String, String>,
+    content_format: String,
+    templates: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+struct Request {
+    name: String,
+    body: Box<RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Chat {
+    template: String,
+    request: String,
+    text: Option<String>,
+    ids: Option<Vec<u32>>,
+}
+
+#[derive(Deserialize)]
+struct Completion {
+    tokenizer: String,
+    text: String,
+    with_special: Vec<u32>,
+    without_special: Vec<u32>,
+}
+
+fn vectors() -> Vectors {
+    let text = include_str!("../../testdata/templates/vectors.json");
+    serde_json::from_str(text).unwrap()
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/fixtures")
+        .join(name)
+}
+
+fn shaped(shape: &Shape) -> Tokenizer {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/templates");
+    let read = |file: &String| std::fs::read_to_string(directory.join(file)).unwrap();
+    let sources: BTreeMap<String, String> = shape
+        .templates
+        .iter()
+        .map(|(name, file)| (name.clone(), read(file)))
+        .collect();
+    let specials = shape.specials.clone();
+    let templates = match &sources.iter().collect::<Vec<_>>()[..] {
+        [(_, source)] => ChatTemplates::single((*source).clone(), specials).unwrap(),
+        _ => ChatTemplates::named(sources, specials).unwrap(),
+    };
+    Tokenizer::load(&fixture(&shape.tokenizer))
+        .unwrap()
+        .with_templates(templates)
+}
+
+/// What our side makes of a request: text and ids, or why not.
+fn chat(tokenizer: &Tokenizer, body: &str) -> Result<(String, Vec<u32>), String> {
+    let model = format!(
+        "{{\"model\":\"m\",{}",
+        body.trim_start().strip_prefix('{').unwrap()
+    );
+    let request = parse(Route::ChatCompletions, model.as_bytes()).map_err(|e| e.to_string())?;
+    let Prompt::Chat(parts) = &request.prompt else {
+        panic!("a chat")
+    };
+    let text = tokenizer
+        .render_chat(parts, NOW)
+        .map_err(|error| error.to_string())?;
+    let ids = tokenizer
+        .encode_chat(parts, NOW)
+        .map_err(|error| error.to_string())?;
+    Ok((text, ids))
+}
+
+#[test]
+fn chats_have_the_engines_text_and_ids() {
+    let vectors = vectors();
+    let bodies: BTreeMap<&str, &str> = vectors
+        .requests
+        .iter()
+        .map(|r| (r.name.as_str(), r.body.get()))
+        .collect();
+    let tokenizers: BTreeMap<&str, Tokenizer> = vectors
+        .shapes
+        .iter()
+        .map(|shape| (shape.name.as_str(), shaped(shape)))
+        .collect();
+    let mut wrong = Vec::new();
+    let (mut equal, mut refused) = (0, 0);
+    for vector in &vectors.chats {
+        let ours = chat(
+            &tokenizers[vector.template.as_str()],
+            bodies[vector.request.as_str()],
+        );
+        match (&ours, &vector.text, &vector.ids) {
+            (Ok((text, ids)), Some(their_text), Some(their_ids))
+                if text == their_text && ids == their_ids =>
+            {
+                equal += 1
+            }
+            (Err(_), None, _) => refused += 1,
+            _ => wrong.push(format!(
+                "{} / {}\n  ours   {:?}\n  engine {:?}",
+                vector.template,
+                vector.request,
+                ours.as_ref().map(|(text, _)| text),
+                vector.text
+            )),
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} differ:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    assert!(
+        vectors.shapes.len() >= 12 && equal > 500 && refused > 50,
+        "{equal} {refused}"
+    );
+}
+
+#[test]
+fn content_formats_are_the_engines() {
+    for shape in &vectors().shapes {
+        let format = shaped(shape).templates.unwrap().content_format();
+        let expected = match shape.content_format.as_str() {
+            "openai" => ContentFormat::Parts,
+            _ => ContentFormat::Text,
+        };
+        assert_eq!(format, Some(expected), "{}", shape.name);
+    }
+}
+
+#[test]
+fn completions_have_the_engines_ids() {
+    for vector in &vectors().completions {
+        let tokenizer = Tokenizer::load(&fixture(&vector.tokenizer)).unwrap();
+        let encode = |special| tokenizer.encode(&vector.text, special).unwrap();
+        assert_eq!(
+            encode(SpecialTokens::Add),
+            vector.with_special,
+            "{:?}",
+            vector.text
+        );
+        assert_eq!(
+            encode(SpecialTokens::Omit),
+            vector.without_special,
+            "{:?}",
+            vector.text
+        );
+    }
+}
+
+#[test]
+fn a_bare_tokenizer_has_no_templates() {
+    let tokenizer = Tokenizer::load(&fixture("tiny/tokenizer.json")).unwrap();
+    assert!(!tokenizer.has_chat_template());
+    let error = chat(
+        &tokenizer,
+        r#"{"messages":[{"role":"user","content":"x"}]}"#,
+    )
+    .unwrap_err();
+    assert_eq!(error, RenderError::NoTemplate.to_string());
+    assert!(matches!(
+        Tokenizer::load(&fixture("absent")),
+        Err(LoadError::File(_))
+    ));
+}
+
+#[test]
+fn every_probe_has_an_answer_of_the_quick_starts_tokenizer() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let probes = parity::probes(&tokenizer, "m", NOW);
+    assert!(probes.iter().all(|probe| probe.ours.is_ok()), "{probes:?}");
+    let mut verdicts = Vec::new();
+    for probe in &probes {
+        let body: serde_json::Value = serde_json::from_slice(&probe.body).unwrap();
+        assert_eq!(body["model"], "m");
+        let theirs = parity::Answer::Tokens(probe.ours.clone().unwrap());
+        verdicts.push((probe.kind, parity::compare(&probe.ours, &theirs)));
+    }
+    let trust = parity::trust(verdicts.iter().map(|(kind, verdict)| (*kind, verdict)));
+    assert!(trust.completions && trust.chat && trust.chat_with_tools && trust.skipped == 0);
+}
+
+#[test]
+fn templates_of_clients_are_not_run() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let body = r#"{"messages":[{"role":"user","content":"x"}],"chat_template":"{{ 1 }}"}"#;
+    assert_eq!(
+        chat(&tokenizer, body).unwrap_err(),
+        RenderError::RequestTemplate.to_string()
+    );
+    let body = r#"{"messages":[{"role":"user","content":"x"}],
+        "chat_template_kwargs":{"chat_template":"{{ 1 }}"}}"#;
+    assert!(chat(&tokenizer, body).is_err());
+}
+
+#[test]
+fn what_python_reads_otherwise_is_not_guessed() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    for arguments in [
+        r#"{\"a\": NaN}"#,
+        r#"{\"a\": 123456789012345678901234567890}"#,
+        r#"{\"a\": 1e999}"#,
+        r#"{\"a\": \"\\ud800\"}"#,
+        &format!("{}{}", "[".repeat(500), "]".repeat(500)),
+    ] {
+        let body = format!(
+            r#"{{"messages":[{{"role":"assistant","content":"","tool_calls":[{{"id":"1",
+            "type":"function","function":{{"name":"f","arguments":"{arguments}"}}}}]}}]}}"#
+        );
+        let error = chat(&tokenizer, &body).unwrap_err();
+        assert_eq!(
+            error,
+            RenderError::Unsupported("tool_calls").to_string(),
+            "{arguments}"
+        );
+    }
+}
+
+#[test]
+fn a_second_request_costs_only_what_is_new() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let long = "some words of a long document ".repeat(200);
+    let first = format!(r#"{{"messages":[{{"role":"user","content":"{long}"}}]}}"#);
+    chat(&tokenizer, &first).unwrap();
+    let before = tokenizer.cache_stats().unwrap();
+    let second = format!(
+        r#"{{"messages":[{{"role":"user","content":"{long}"}},{{"role":"assistant","content":"ok"}},
+        {{"role":"user","content":"go on"}}]}}"#
+    );
+    chat(&tokenizer, &second).unwrap();
+    let after = tokenizer.cache_stats().unwrap();
+    assert!(after.miss_bytes - before.miss_bytes < 100);
+    assert!(after.hit_bytes - before.hit_bytes > 6000);
+}
