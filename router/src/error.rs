@@ -7,10 +7,11 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
 use crate::openai::{self, ErrorType};
+use crate::route::{AdmitError, Refusal};
 
 /// A request that the router answers itself, because it cannot be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ApiError {
+pub(crate) enum ApiError {
     /// The request itself is at fault.
     #[error("{0}")]
     Request(openai::ApiError),
@@ -44,7 +45,7 @@ const RETRY_AFTER_SECS: u64 = 1;
 
 impl ApiError {
     #[must_use]
-    pub fn status(&self) -> StatusCode {
+    pub(crate) fn status(&self) -> StatusCode {
         match self {
             Self::Request(error) => {
                 StatusCode::from_u16(error.status()).unwrap_or(StatusCode::BAD_REQUEST)
@@ -89,6 +90,34 @@ impl ApiError {
             self,
             Self::TooLarge { .. } | Self::BodyTimeout | Self::BuffersFull
         )
+    }
+}
+
+impl From<AdmitError> for ApiError {
+    fn from(error: AdmitError) -> Self {
+        match error {
+            AdmitError::Refused(refusal) => Self::from(refusal),
+            AdmitError::Ledger(_) => Self::Internal("the request cannot be accounted"),
+        }
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::UnknownModel(model) => Self::UnknownModel(model),
+            Refusal::NoWorkers
+            | Refusal::AllUnhealthy
+            | Refusal::AllDraining
+            | Refusal::AllTried => Self::NoWorker,
+            Refusal::Full { .. } => Self::AllFull,
+        }
+    }
+}
+
+impl From<openai::ApiError> for ApiError {
+    fn from(error: openai::ApiError) -> Self {
+        Self::Request(error)
     }
 }
 

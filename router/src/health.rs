@@ -8,7 +8,7 @@ const FAILURES_MAX: u32 = 2;
 
 /// What somebody saw of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sight {
+pub(crate) enum Sight {
     /// `GET /health` was answered with success.
     CheckPassed,
     /// It was not, or not in time.
@@ -19,7 +19,7 @@ pub enum Sight {
 
 /// A worker's standing with the router.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Health {
+pub(crate) enum Health {
     /// Not looked at yet: not used before the first check.
     #[default]
     Unchecked,
@@ -31,7 +31,7 @@ pub enum Health {
 
 /// What a sight changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub(crate) enum Turn {
     /// Usable now, and was not.
     Up,
     /// Was usable, is not.
@@ -41,7 +41,7 @@ pub enum Turn {
 
 impl Health {
     #[must_use]
-    pub const fn usable(self) -> bool {
+    pub(crate) const fn usable(self) -> bool {
         match self {
             Self::Healthy { .. } => true,
             Self::Unchecked | Self::Unhealthy => false,
@@ -49,7 +49,7 @@ impl Health {
     }
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub(crate) const fn word(self) -> &'static str {
         match self {
             Self::Unchecked => "unchecked",
             Self::Healthy { .. } => "healthy",
@@ -57,7 +57,7 @@ impl Health {
         }
     }
 
-    pub const fn see(&mut self, sight: Sight) -> Turn {
+    pub(crate) const fn see(&mut self, sight: Sight) -> Turn {
         let before = self.usable();
         *self = match (*self, sight) {
             (_, Sight::CheckPassed) => Self::Healthy { failures: 0 },

@@ -13,7 +13,7 @@ use warmroute_proto::query::{Answer, Query};
 const DEADLINE: Duration = Duration::from_millis(10);
 
 #[derive(Debug, thiserror::Error)]
-pub enum IndexError {
+pub(crate) enum IndexError {
     #[error("the question cannot be asked")]
     Encode(#[from] codec::EncodeError),
     #[error("no answer")]
@@ -24,20 +24,20 @@ pub enum IndexError {
 
 /// See the module's documentation.
 #[derive(Clone)]
-pub struct IndexClient {
+pub(crate) struct IndexClient {
     plane: Arc<dyn Plane>,
     subject: Arc<str>,
 }
 
 impl IndexClient {
-    pub fn new(plane: Arc<dyn Plane>, subject: String) -> Self {
+    pub(crate) fn new(plane: Arc<dyn Plane>, subject: String) -> Self {
         Self {
             plane,
             subject: subject.into(),
         }
     }
 
-    pub async fn ask(&self, blocks: &[LocalHash]) -> Result<Answer, IndexError> {
+    pub(crate) async fn ask(&self, blocks: &[LocalHash]) -> Result<Answer, IndexError> {
         let query = Query {
             blocks: blocks.to_vec(),
             at_least: None,

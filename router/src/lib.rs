@@ -9,14 +9,26 @@
 //! an engine's cache. Both are behind `warmroute_proto::bus`.
 #![forbid(unsafe_code)]
 
+mod accounts;
+mod admin;
+mod audit;
+mod clock;
 pub mod config;
+mod embedded;
 mod error;
+mod fleet;
 mod health;
 mod index_client;
+mod journal;
 mod metrics;
 pub mod openai;
 mod proxy;
+mod ready;
+mod register;
 pub mod route;
+pub mod run;
 pub mod sim;
+mod tasks;
 pub mod telemetry;
 pub mod tokenize;
+mod workers;

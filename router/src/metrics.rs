@@ -1,6 +1,7 @@
 //! Everything that the router counts, behind typed functions. Label sets are closed, but for worker
 //! names; a worker's series go when it goes, since they are made anew at every scrape.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use prometheus::{
@@ -8,9 +9,11 @@ use prometheus::{
     IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
+use crate::route::Counts;
+
 /// Routes as a label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Route {
+pub(crate) enum Route {
     Chat,
     Completions,
     Embeddings,
@@ -20,7 +23,7 @@ pub enum Route {
 }
 
 impl Route {
-    pub const fn word(self) -> &'static str {
+    pub(crate) const fn word(self) -> &'static str {
         match self {
             Self::Chat => "chat",
             Self::Completions => "completions",
@@ -34,7 +37,7 @@ impl Route {
 
 /// How a request ended, as a label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     Ok,
     /// We refused it: malformed, too large, unknown model.
     Refused,
@@ -51,7 +54,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    pub const fn word(self) -> &'static str {
+    pub(crate) const fn word(self) -> &'static str {
         match self {
             Self::Ok => "ok",
             Self::Refused => "refused",
@@ -66,27 +69,24 @@ impl Outcome {
 
 /// Steps on the way to a decision, as a label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    Parse,
-    Tokenize,
+pub(crate) enum Step {
+    /// Parse, render, tokenize, hash.
+    Read,
     Index,
-    Choose,
 }
 
 impl Step {
     const fn word(self) -> &'static str {
         match self {
-            Self::Parse => "parse",
-            Self::Tokenize => "tokenize",
+            Self::Read => "read",
             Self::Index => "index",
-            Self::Choose => "choose",
         }
     }
 }
 
 /// When a client went, as a label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CancelPhase {
+pub(crate) enum CancelPhase {
     /// Before the engine's response head.
     BeforeHead,
     /// After the head, before the first byte of the body.
@@ -107,7 +107,7 @@ impl CancelPhase {
 
 /// One source's load, as a scrape shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SourceLoad {
+pub(crate) struct SourceLoad {
     pub worker: String,
     pub dp_rank: u32,
     pub active_requests: u64,
@@ -117,7 +117,7 @@ pub struct SourceLoad {
 
 /// One worker's standing, as a scrape shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WorkerStanding {
+pub(crate) struct WorkerStanding {
     pub worker: String,
     pub healthy: bool,
     /// Each check by its name, with whether the worker passed.
@@ -125,7 +125,7 @@ pub struct WorkerStanding {
 }
 
 /// See the module's documentation.
-pub struct Metrics {
+pub(crate) struct Metrics {
     registry: Registry,
     requests: IntCounterVec,
     request_seconds: HistogramVec,
@@ -133,6 +133,17 @@ pub struct Metrics {
     traffic: Traffic,
     decisions: Decisions,
     fleet: FleetGauges,
+    core: CoreCounters,
+    /// One scrape at a time, since it makes series anew.
+    scrape: Mutex<()>,
+}
+
+/// What the decision core counted itself, copied at every scrape.
+struct CoreCounters {
+    slots_open: IntGauge,
+    ignored: IntCounterVec,
+    stalls: IntCounter,
+    lagging: IntCounter,
 }
 
 struct Traffic {
@@ -141,6 +152,7 @@ struct Traffic {
     buffered_bytes: IntGauge,
     connections: IntGauge,
     tasks_failed: IntCounter,
+    messages_dropped: IntCounter,
 }
 
 struct Decisions {
@@ -175,7 +187,7 @@ const SLOW_BUCKETS: &[f64] = &[
 ];
 
 impl Metrics {
-    pub fn new() -> Result<Self, prometheus::Error> {
+    pub(crate) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new_custom(Some("warmroute_router".to_owned()), None)?;
         let make = Maker(&registry);
         Ok(Self {
@@ -195,11 +207,13 @@ impl Metrics {
             traffic: Traffic::new(&make)?,
             decisions: Decisions::new(&make)?,
             fleet: FleetGauges::new(&make)?,
+            core: CoreCounters::new(&make)?,
+            scrape: Mutex::default(),
             registry,
         })
     }
 
-    pub fn request_ended(&self, route: Route, outcome: Outcome, took: Duration) {
+    pub(crate) fn request_ended(&self, route: Route, outcome: Outcome, took: Duration) {
         self.requests
             .with_label_values(&[route.word(), outcome.word()])
             .inc();
@@ -208,13 +222,13 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    pub fn first_byte(&self, route: Route, after: Duration) {
+    pub(crate) fn first_byte(&self, route: Route, after: Duration) {
         self.ttft_seconds
             .with_label_values(&[route.word()])
             .observe(after.as_secs_f64());
     }
 
-    pub fn step(&self, step: Step, took: Duration) {
+    pub(crate) fn step(&self, step: Step, took: Duration) {
         self.decisions
             .step_seconds
             .with_label_values(&[step.word()])
@@ -222,24 +236,24 @@ impl Metrics {
     }
 
     /// Head read until the first byte goes to the engine.
-    pub fn decided(&self, took: Duration) {
+    pub(crate) fn decided(&self, took: Duration) {
         self.decisions.added_seconds.observe(took.as_secs_f64());
     }
 
-    pub fn ladder(&self, step: &'static str) {
+    pub(crate) fn ladder(&self, step: &'static str) {
         self.decisions.ladder.with_label_values(&[step]).inc();
     }
 
-    pub fn index_failed(&self) {
+    pub(crate) fn index_failed(&self) {
         self.decisions.index_failures.inc();
     }
 
-    pub fn unhashed(&self, reason: &'static str) {
+    pub(crate) fn unhashed(&self, reason: &'static str) {
         self.decisions.unhashed.with_label_values(&[reason]).inc();
     }
 
     /// The engine told how many prompt tokens it had cached, where `credited` were expected.
-    pub fn overlap(&self, credited: u64, reported: u64) {
+    pub(crate) fn overlap(&self, credited: u64, reported: u64) {
         self.decisions.credited_tokens.inc_by(credited);
         self.decisions.reported_tokens.inc_by(reported);
         if reported < credited {
@@ -247,44 +261,51 @@ impl Metrics {
         }
     }
 
-    pub fn demoted(&self) {
+    pub(crate) fn demoted(&self) {
         self.decisions.demotions.inc();
     }
 
-    pub fn retried(&self, reason: &'static str) {
+    pub(crate) fn retried(&self, reason: &'static str) {
         self.traffic.retries.with_label_values(&[reason]).inc();
     }
 
-    pub fn cancelled(&self, phase: CancelPhase) {
+    pub(crate) fn cancelled(&self, phase: CancelPhase) {
         self.traffic
             .cancels
             .with_label_values(&[phase.word()])
             .inc();
     }
 
-    pub fn task_failed(&self) {
+    pub(crate) fn task_failed(&self) {
         self.traffic.tasks_failed.inc();
     }
 
-    pub fn buffered_bytes(&self) -> &IntGauge {
+    pub(crate) fn messages_dropped(&self) -> &IntCounter {
+        &self.traffic.messages_dropped
+    }
+
+    pub(crate) fn buffered_bytes(&self) -> &IntGauge {
         &self.traffic.buffered_bytes
     }
 
-    pub fn connections(&self) -> &IntGauge {
+    pub(crate) fn connections(&self) -> &IntGauge {
         &self.traffic.connections
     }
 
-    pub fn check_failed(&self, check: &'static str) {
+    pub(crate) fn check_failed(&self, check: &'static str) {
         self.fleet.check_failures.with_label_values(&[check]).inc();
     }
 
     /// Prometheus's text form. Gauges of sources and workers are those given, and no others.
-    pub fn render(
+    pub(crate) fn render(
         &self,
         loads: &[SourceLoad],
         workers: &[WorkerStanding],
+        counts: &Counts,
     ) -> Result<String, prometheus::Error> {
+        let _scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
         self.fleet.set(loads, workers);
+        self.core.set(counts);
         let mut text = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         String::from_utf8(text).map_err(|error| prometheus::Error::Msg(error.to_string()))
@@ -307,6 +328,10 @@ impl Traffic {
             buffered_bytes: make.gauge("buffered_bytes", "Bytes of request bodies held now")?,
             connections: make.gauge("connections", "Client connections open now")?,
             tasks_failed: make.counter("tasks_failed_total", "Tasks that ended early")?,
+            messages_dropped: make.counter(
+                "load_messages_dropped_total",
+                "Load messages that a full queue dropped",
+            )?,
         })
     }
 }
@@ -349,6 +374,46 @@ impl Decisions {
                 &["reason"],
             )?,
         })
+    }
+}
+
+impl CoreCounters {
+    fn new(make: &Maker<'_>) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            slots_open: make.gauge("slots_open", "Open slots of all routers")?,
+            ignored: make.counters(
+                "slot_changes_ignored_total",
+                "Changes of slots that made no sense",
+                &["reason"],
+            )?,
+            stalls: make.counter("source_stalls_total", "Sources found without first tokens")?,
+            lagging: make.counter(
+                "index_lagging_total",
+                "Index answers about a source that were older than known",
+            )?,
+        })
+    }
+
+    fn set(&self, counts: &Counts) {
+        self.slots_open
+            .set(i64::try_from(counts.open_slots).unwrap_or(i64::MAX));
+        self.ignored.reset();
+        let ignored = counts.ignored;
+        for (reason, count) in [
+            ("opened_twice", ignored.opened_twice),
+            ("unknown_slot", ignored.unknown_slot),
+            ("prefilled_twice", ignored.prefilled_twice),
+            ("old_incarnation", ignored.old_incarnation),
+        ] {
+            self.ignored.with_label_values(&[reason]).inc_by(count);
+        }
+        for (counter, count) in [
+            (&self.stalls, counts.stalls),
+            (&self.lagging, counts.view.lagging),
+        ] {
+            counter.reset();
+            counter.inc_by(count);
+        }
     }
 }
 
@@ -501,11 +566,13 @@ mod tests {
             healthy: true,
             checks: vec![("chat", false)],
         };
-        let text = metrics.render(&[load], &[standing]).unwrap();
+        let text = metrics
+            .render(&[load], &[standing], &Counts::default())
+            .unwrap();
         let line = "warmroute_router_slots_active{dp_rank=\"1\",worker=\"w1\"} 2";
         assert!(text.contains(line), "{text}");
         assert!(text.contains("warmroute_router_worker_healthy{worker=\"w1\"} 1"));
-        let text = metrics.render(&[], &[]).unwrap();
+        let text = metrics.render(&[], &[], &Counts::default()).unwrap();
         assert!(!text.contains("w1"), "{text}");
     }
 }

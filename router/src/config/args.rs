@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args as Group, Parser};
 
 use super::worker::WorkerSpec;
+use crate::route::Policy;
 
 /// An OpenAI-compatible router for vLLM servers that knows what each has cached and how busy it is.
 ///
@@ -72,9 +73,10 @@ pub struct FleetArgs {
 #[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Choice")]
 pub struct ChoiceArgs {
-    /// How a worker is chosen: `kv` weighs cache overlap against load, `load` ignores the cache.
+    /// How a worker is chosen: `kv` weighs cache overlap against load; `round-robin`, `least-load`
+    /// and `random` ignore the cache, to compare.
     #[arg(long, env = "WARMROUTE_POLICY", default_value = "kv")]
-    pub policy: PolicyName,
+    pub policy: Policy,
     /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first
     /// token, lower favours even decoding.
     #[arg(
@@ -109,6 +111,10 @@ pub struct ChoiceArgs {
         allow_negative_numbers = true
     )]
     pub disk_overlap_credit: f64,
+    /// Requests on one rank at once; when all ranks are full, 429. Unbounded where it is not given:
+    /// engines queue.
+    #[arg(long, env = "WARMROUTE_MAX_ACTIVE_REQUESTS", value_name = "REQUESTS")]
+    pub max_active_requests: Option<u32>,
 }
 
 #[derive(Clone, Debug, Group)]
@@ -145,12 +151,6 @@ pub struct LogArgs {
     /// Logs as JSON lines, for collectors.
     #[arg(long, env = "WARMROUTE_LOG_JSON")]
     pub log_json: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum PolicyName {
-    Kv,
-    Load,
 }
 
 /// One `--worker` flag, or the whole of `WARMROUTE_WORKER`: one or more workers.

@@ -15,9 +15,11 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use warmroute_proto::{BlockSize, Namespace, WorkerId};
+use warmroute_proto::{BlockSize, Namespace, Tiers, WorkerId};
 
-pub use args::{Args, PolicyName};
+use crate::route::Knobs;
+
+pub use args::Args;
 pub use env::unknown_names;
 pub use worker::{SpecError, WorkerSpec};
 
@@ -31,20 +33,10 @@ pub struct Config {
     pub tokenizer: Option<PathBuf>,
     /// What the operator asserts; otherwise the engines say it.
     pub block_size: Option<BlockSize>,
-    pub choice: Choice,
+    pub knobs: Knobs,
     pub limits: Limits,
     pub health_interval: Duration,
     pub logs: Logs,
-}
-
-/// How a worker is chosen.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
-    pub policy: PolicyName,
-    pub overlap_score_weight: f64,
-    pub temperature: f64,
-    pub cpu_credit: f64,
-    pub disk_credit: f64,
 }
 
 /// What bounds the process.
@@ -137,7 +129,7 @@ impl TryFrom<Args> for Config {
             workers,
             tokenizer: fleet.tokenizer,
             block_size: fleet.block_size.map(block_size).transpose()?,
-            choice: Choice::try_from(choice)?,
+            knobs: knobs(choice)?,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
             logs: Logs::try_from(logs)?,
@@ -145,18 +137,26 @@ impl TryFrom<Args> for Config {
     }
 }
 
-impl TryFrom<args::ChoiceArgs> for Choice {
-    type Error = ConfigError;
-
-    fn try_from(args: args::ChoiceArgs) -> Result<Self, ConfigError> {
-        Ok(Self {
-            policy: args.policy,
-            overlap_score_weight: weight("overlap-score-weight", args.overlap_score_weight)?,
-            temperature: weight("router-temperature", args.router_temperature)?,
-            cpu_credit: credit("cpu-overlap-credit", args.cpu_overlap_credit)?,
-            disk_credit: credit("disk-overlap-credit", args.disk_overlap_credit)?,
-        })
+fn knobs(args: args::ChoiceArgs) -> Result<Knobs, ConfigError> {
+    if args.max_active_requests == Some(0) {
+        return Err(ConfigError::Range {
+            flag: "max-active-requests",
+            value: 0,
+            min: 1,
+            max: u32::MAX.into(),
+        });
     }
+    Ok(Knobs {
+        policy: args.policy,
+        overlap_score_weight: weight("overlap-score-weight", args.overlap_score_weight)?,
+        temperature: weight("router-temperature", args.router_temperature)?,
+        tier_weights: Tiers {
+            gpu: 1.0,
+            cpu: credit("cpu-overlap-credit", args.cpu_overlap_credit)?,
+            disk: credit("disk-overlap-credit", args.disk_overlap_credit)?,
+        },
+        active_max: args.max_active_requests,
+    })
 }
 
 impl TryFrom<args::LimitArgs> for Limits {

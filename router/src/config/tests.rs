@@ -18,7 +18,7 @@ fn the_defaults_are_valid() {
     let config = config(&[]).unwrap();
     assert_eq!(config.public.to_string(), "0.0.0.0:8080");
     assert_eq!(config.admin.to_string(), "127.0.0.1:29000");
-    assert_eq!(config.choice.policy, PolicyName::Kv);
+    assert_eq!(config.knobs, Knobs::default());
     assert!(config.workers.is_empty());
 }
 
@@ -60,6 +60,7 @@ fn what_cannot_work_refuses_to_start_and_names_the_flag() {
             "less than --max-body-bytes",
         ),
         (&["--max-connections", "0"], "--max-connections 0"),
+        (&["--max-active-requests", "0"], "--max-active-requests 0"),
         (&["--connect-timeout-ms", "0"], "--connect-timeout-ms 0"),
         (&["--health-interval-ms", "0"], "--health-interval-ms 0"),
         (&["--tokenizer", "/no/such/file"], "does not exist"),

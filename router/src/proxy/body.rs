@@ -33,7 +33,7 @@ const FIRST_RESERVE: usize = 1 << 20;
 
 /// The bytes of all request bodies held at once.
 #[derive(Clone)]
-pub struct Budget {
+pub(crate) struct Budget {
     bytes: Arc<Semaphore>,
     body_max: usize,
     held: IntGauge,
@@ -44,20 +44,21 @@ pub struct Budget {
 
 /// A whole body with its share of the budget.
 #[derive(Debug)]
-pub struct Buffered {
+pub(crate) struct Buffered {
     pub bytes: Bytes,
-    pub share: Share,
+    /// Held as long as the body is.
+    _share: Share,
 }
 
 /// Bytes of the budget, given back when dropped.
 #[derive(Debug)]
-pub struct Share {
+pub(crate) struct Share {
     permit: Option<OwnedSemaphorePermit>,
     held: IntGauge,
 }
 
 impl Budget {
-    pub fn new(
+    pub(crate) fn new(
         (total, body_max): (usize, usize),
         held: IntGauge,
         tasks: TaskTracker,
@@ -74,7 +75,7 @@ impl Budget {
     }
 
     /// The whole body, or why not.
-    pub async fn read(&self, headers: &HeaderMap, body: Body) -> Result<Buffered, ApiError> {
+    pub(crate) async fn read(&self, headers: &HeaderMap, body: Body) -> Result<Buffered, ApiError> {
         let mut pieces = body.into_data_stream();
         let read = match content_length(headers) {
             Some(length) if length > self.body_max as u64 => Err(self.too_large()),
@@ -95,7 +96,7 @@ impl Budget {
         let Some(first) = self.next(pieces).await? else {
             return Ok(Buffered {
                 bytes: Bytes::new(),
-                share,
+                _share: share,
             });
         };
         self.take(&mut share, first.len())?;
@@ -103,7 +104,7 @@ impl Budget {
         if length == Some(first.len() as u64) {
             return Ok(Buffered {
                 bytes: first,
-                share,
+                _share: share,
             });
         }
         let claimed = length.map_or(0, |length| usize::try_from(length).unwrap_or(usize::MAX));
@@ -119,7 +120,7 @@ impl Budget {
         }
         Ok(Buffered {
             bytes: buffer.freeze(),
-            share,
+            _share: share,
         })
     }
 

@@ -1,3 +1,149 @@
+//! The public port: OpenAI's routes, and the two probes.
+//!
+//! A request is read whole, understood ([`plan`]), put to the index, given to a worker ([`forward`]),
+//! and its answer passed on as it comes ([`stream`]). The parts that decide are pure and live
+//! elsewhere; here is what waits, sends and copies bytes.
+
 mod body;
+mod call;
+mod forward;
+mod generate;
 mod headers;
+mod models;
+mod passthrough;
+mod plan;
+mod respond;
 pub(crate) mod server;
+mod stream;
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, Method, StatusCode};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{any, get, post};
+use tokio::sync::Semaphore;
+use warmroute_proto::BlockSize;
+
+pub(crate) use body::Budget;
+use call::Call;
+
+use crate::accounts::Desk;
+use crate::audit::Auditor;
+use crate::error::ApiError;
+use crate::fleet::{Fleet, View};
+use crate::index_client::IndexClient;
+use crate::journal::Journal;
+use crate::metrics::{Metrics, Route};
+use crate::openai;
+use crate::ready::Ready;
+use crate::route::Policy;
+use crate::tokenize::Tokenizer;
+
+/// Everything that a request needs.
+pub(crate) struct App {
+    pub desk: Arc<Desk>,
+    pub fleet: Arc<Fleet>,
+    pub index: IndexClient,
+    pub auditor: Arc<Auditor>,
+    pub journal: Arc<Journal>,
+    pub metrics: Arc<Metrics>,
+    pub budget: Budget,
+    pub client: reqwest::Client,
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub policy: Policy,
+    /// Long bodies that are read at once: one a core.
+    pub readers: Arc<Semaphore>,
+    pub ready: Arc<Ready>,
+}
+
+impl App {
+    /// Without a model there is still an answer to "how large is a block?".
+    fn block_size(&self, view: &View, model: &str) -> BlockSize {
+        let known = view.models.get(model);
+        known.map_or(plan::ASSUMED, plan::block_size)
+    }
+
+    fn route(path: &str) -> Route {
+        match path {
+            "/v1/embeddings" => Route::Embeddings,
+            "/tokenize" | "/detokenize" => Route::Tokenize,
+            _ => Route::Other,
+        }
+    }
+}
+
+/// The public port's routes.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(chat).fallback(method))
+        .route("/v1/completions", post(completions).fallback(method))
+        .route("/v1/models", get(list_models).fallback(method))
+        .route("/v1/models/{*name}", get(one_model).fallback(method))
+        .route("/tokenize", post(pass).fallback(method))
+        .route("/detokenize", post(pass).fallback(method))
+        .route("/v1/{*path}", any(pass_some))
+        .route("/health", get(health))
+        .route("/readyz", get(readyz))
+        .fallback(unknown)
+        .with_state(app)
+}
+
+async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::Route::ChatCompletions, request).await
+}
+
+async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::Route::Completions, request).await
+}
+
+async fn list_models(State(app): State<Arc<App>>, headers: HeaderMap) -> Response {
+    models::list(&app, &headers)
+}
+
+async fn one_model(
+    State(app): State<Arc<App>>,
+    Path(name): Path<String>,
+    headers: HeaderMap,
+) -> Response {
+    models::one(&app, &headers, &name)
+}
+
+async fn pass(State(app): State<Arc<App>>, request: Request) -> Response {
+    let route = App::route(request.uri().path());
+    passthrough::pass(&app, route, request).await
+}
+
+async fn pass_some(State(app): State<Arc<App>>, request: Request) -> Response {
+    if *request.method() == Method::GET || *request.method() == Method::POST {
+        return pass(State(app), request).await;
+    }
+    method(State(app), request).await
+}
+
+/// Alive as long as it answers; never depends on anybody else.
+async fn health() -> StatusCode {
+    StatusCode::OK
+}
+
+async fn readyz(State(app): State<Arc<App>>) -> Response {
+    match app.ready.missing() {
+        None => StatusCode::OK.into_response(),
+        Some(what) => (StatusCode::SERVICE_UNAVAILABLE, what).into_response(),
+    }
+}
+
+async fn method(State(app): State<Arc<App>>, request: Request) -> Response {
+    let call = Call::new(Route::Other, request.headers(), Arc::clone(&app.metrics));
+    call.refuse(&ApiError::Method)
+}
+
+async fn unknown(State(app): State<Arc<App>>, request: Request) -> Response {
+    let call = Call::new(Route::Other, request.headers(), Arc::clone(&app.metrics));
+    let path = request.uri().path().chars().take(128).collect();
+    call.refuse(&ApiError::UnknownPath(path))
+}

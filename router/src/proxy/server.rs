@@ -5,7 +5,6 @@
 //! connections, and a shutdown in two phases. HTTP/2 is not offered: telling the two apart reads a
 //! preface without a time limit.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,7 +31,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// How a server ends: first nothing new, then nothing at all.
 #[derive(Clone, Debug, Default)]
-pub struct Shutdown {
+pub(crate) struct Shutdown {
     /// Accept nothing, finish what is open.
     pub stop: CancellationToken,
     /// Cut what is open.
@@ -40,7 +39,7 @@ pub struct Shutdown {
 }
 
 /// One listening socket and what it serves.
-pub struct Server {
+pub(crate) struct Server {
     pub listener: TcpListener,
     pub router: Router,
     pub connections_max: usize,
@@ -49,7 +48,7 @@ pub struct Server {
 
 impl Server {
     /// Serves until `shutdown.stop`. Connections live on in `tasks`.
-    pub async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
+    pub(crate) async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
         let permits = Arc::new(Semaphore::new(self.connections_max));
         loop {
             let accepted = tokio::select! {
@@ -135,9 +134,4 @@ async fn serve(stream: TcpStream, router: Router, shutdown: Shutdown, open: Open
         }
     }
     drop(open);
-}
-
-/// Binds before anything else starts, so that a port in use is an error of the start.
-pub async fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
-    TcpListener::bind(address).await
 }

@@ -1,0 +1,156 @@
+//! The admin port: what the router knows, in numbers and in JSON. Embedded, its indexer's too.
+
+use std::sync::Arc;
+
+use axum::extract::{Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+use warmroute_indexer::{Handle, WorkerView};
+use warmroute_proto::RouterId;
+
+use crate::accounts::Desk;
+use crate::fleet::{Fleet, Member};
+use crate::journal::Journal;
+use crate::metrics::{Metrics, SourceLoad, WorkerStanding};
+use crate::ready::Ready;
+
+/// Decisions shown where nobody says how many.
+const DECISIONS_DEFAULT: usize = 50;
+
+/// What the admin port shows.
+pub(crate) struct Admin {
+    pub router: RouterId,
+    pub desk: Arc<Desk>,
+    pub fleet: Arc<Fleet>,
+    pub journal: Arc<Journal>,
+    pub metrics: Arc<Metrics>,
+    pub ready: Arc<Ready>,
+    /// The indexer inside this process.
+    pub index: Handle,
+}
+
+/// The admin port's routes.
+pub(crate) fn router(admin: Arc<Admin>) -> Router {
+    let index = warmroute_indexer::http::queries(admin.index.clone());
+    Router::new()
+        .route("/metrics", get(metrics))
+        .route("/workers", get(workers))
+        .route("/v1/slots", get(slots))
+        .route("/admin/decisions", get(decisions))
+        .route("/health", get(|| async { StatusCode::OK }))
+        .route("/readyz", get(readyz))
+        .with_state(admin)
+        .merge(index)
+}
+
+async fn readyz(State(admin): State<Arc<Admin>>) -> Response {
+    match admin.ready.missing() {
+        None => StatusCode::OK.into_response(),
+        Some(what) => (StatusCode::SERVICE_UNAVAILABLE, what).into_response(),
+    }
+}
+
+async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
+    let loads: Vec<SourceLoad> = admin.desk.core().loads().iter().map(load).collect();
+    let standings: Vec<WorkerStanding> = admin.fleet.snapshot().iter().map(standing).collect();
+    let counts = admin.desk.core().counts();
+    let own = admin.metrics.render(&loads, &standings, &counts);
+    let index = admin.index.metrics_text();
+    match (own, index) {
+        (Ok(own), Ok(index)) => {
+            let mut text = own.into_bytes();
+            text.extend_from_slice(&index);
+            let kind = "text/plain; version=0.0.4";
+            ([(header::CONTENT_TYPE, kind)], text).into_response()
+        }
+        (Err(error), _) | (_, Err(error)) => {
+            tracing::error!(%error, "the metrics cannot be shown");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+fn load(row: &crate::route::SourceLoad) -> SourceLoad {
+    SourceLoad {
+        worker: row.worker.to_string(),
+        dp_rank: row.dp_rank.0,
+        active_requests: row.active_requests.into(),
+        prefill_tokens: row.prefill_tokens,
+        decode_blocks: row.decode_blocks,
+    }
+}
+
+fn standing(member: &Member) -> WorkerStanding {
+    let checks = member.checks.named();
+    WorkerStanding {
+        worker: member.entry.worker.to_string(),
+        healthy: member.health.usable(),
+        checks: checks.map(|(name, check)| (name, check.passed())).into(),
+    }
+}
+
+/// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
+async fn workers(State(admin): State<Arc<Admin>>) -> Json<Value> {
+    let index = admin.index.workers();
+    let members = admin.fleet.snapshot();
+    let workers: Vec<Value> = members
+        .iter()
+        .map(|member| worker(member, &index, &admin))
+        .collect();
+    Json(json!({ "workers": workers }))
+}
+
+fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
+    let now = Instant::now().into_std();
+    let stalled: Vec<u32> = {
+        let core = admin.desk.core();
+        let source = |rank| warmroute_proto::Source {
+            worker: member.entry.worker.clone(),
+            dp_rank: warmroute_proto::DpRank(rank),
+        };
+        let ranks = 0..member.entry.ranks;
+        ranks
+            .filter(|&rank| core.is_stalled(&source(rank), now))
+            .collect()
+    };
+    let seen = index
+        .iter()
+        .find(|view| view.instance_id == member.entry.worker);
+    json!({
+        "worker": member.entry.worker,
+        "url": member.entry.url,
+        "models": member.entry.models,
+        "loras": member.entry.loras,
+        "ranks": member.entry.ranks,
+        "block_size": member.entry.block_size,
+        "entry": member.entry,
+        "registered": member.registered,
+        "health": member.health.word(),
+        "checks": member.checks,
+        "stalled_ranks": stalled,
+        "sources": seen.map(|view| &view.sources),
+    })
+}
+
+/// DESIGN's form, which scripts rely on.
+async fn slots(State(admin): State<Arc<Admin>>) -> Json<Value> {
+    let sources = admin.desk.core().loads();
+    Json(json!({ "router": admin.router.to_string(), "sources": sources }))
+}
+
+#[derive(Deserialize)]
+struct Limit {
+    limit: Option<usize>,
+}
+
+/// The newest decisions with the terms that they rested on.
+async fn decisions(State(admin): State<Arc<Admin>>, Query(query): Query<Limit>) -> Json<Value> {
+    let limit = query.limit.unwrap_or(DECISIONS_DEFAULT);
+    let newest = admin.journal.newest(limit, &admin.desk.core());
+    Json(json!({ "decisions": newest }))
+}

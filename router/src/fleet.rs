@@ -1,0 +1,244 @@
+//! Who the workers are: what the registry last said of each, what the router's own checks say of its
+//! health, and whether it passed the checks of its registration.
+//!
+//! Knowledge outlives its source: a lapsed lease or a plane that is away removes nobody who answers.
+//! A worker goes when the registry no longer has it and it has not answered for [`FORGET_AFTER`].
+//!
+//! Every change is told to the decision core; models and their trust are published as an immutable
+//! [`View`], which a request reads without waiting for anybody.
+
+mod checks;
+mod view;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use serde::Serialize;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{BlockSize, WorkerId};
+
+use crate::accounts::Desk;
+use crate::health::{Health, Sight, Turn};
+use crate::route;
+
+pub(crate) use checks::{Check, Checks};
+pub(crate) use view::{ModelView, View};
+
+/// Longer than any restart of a shim or an engine that loads a large model from a slow disk.
+const FORGET_AFTER: Duration = Duration::from_secs(600);
+
+/// One worker as the router knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct Member {
+    pub entry: WorkerEntry,
+    /// The registry has it now.
+    pub registered: bool,
+    pub health: Health,
+    pub checks: Checks,
+    /// Grows when the worker is new, came back or changed: what was learned before is void.
+    pub life: u64,
+    last_seen: Instant,
+}
+
+/// See the module's documentation.
+pub(crate) struct Fleet {
+    desk: Arc<Desk>,
+    /// What the operator says all blocks are.
+    block_size: Option<BlockSize>,
+    members: Mutex<BTreeMap<WorkerId, Member>>,
+    view: RwLock<Arc<View>>,
+    /// A worker came, came back or changed: its registration is to be checked.
+    to_register: Notify,
+    /// A worker came or changed: its health is to be looked at.
+    to_look_at: Notify,
+}
+
+/// One worker to look at.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub(crate) struct Address {
+    pub worker: WorkerId,
+    pub url: String,
+}
+
+impl Fleet {
+    pub(crate) fn new(desk: Arc<Desk>, block_size: Option<BlockSize>) -> Arc<Self> {
+        Arc::new(Self {
+            desk,
+            block_size,
+            members: Mutex::default(),
+            view: RwLock::default(),
+            to_register: Notify::new(),
+            to_look_at: Notify::new(),
+        })
+    }
+
+    /// The registry has this worker, as new or as changed.
+    pub(crate) fn put(&self, entry: WorkerEntry, now: Instant) {
+        let mut members = self.members();
+        let worker = entry.worker.clone();
+        match members.get_mut(&worker) {
+            // A lease renewed: nothing new.
+            Some(member) if member.entry == entry => {
+                member.registered = true;
+                return;
+            }
+            Some(member) => {
+                tracing::info!(%worker, url = entry.url, "worker changed");
+                if member.entry.url != entry.url {
+                    member.health = Health::default();
+                }
+                member.entry = entry;
+                member.registered = true;
+                member.start_anew();
+            }
+            None => {
+                tracing::info!(
+                    %worker, url = entry.url, models = ?entry.models, ranks = entry.ranks,
+                    "worker registered"
+                );
+                members.insert(worker, Member::new(entry, now));
+            }
+        }
+        self.publish(&members);
+        self.to_register.notify_one();
+        self.to_look_at.notify_one();
+    }
+
+    /// The registry no longer has this worker.
+    pub(crate) fn gone(&self, worker: &WorkerId) {
+        if let Some(member) = self.members().get_mut(worker) {
+            member.registered = false;
+            tracing::info!(%worker, "worker left the registry, kept while it answers");
+        }
+    }
+
+    /// Somebody saw this of a worker.
+    pub(crate) fn see(&self, worker: &WorkerId, sight: Sight, now: Instant) {
+        let mut members = self.members();
+        let Some(member) = members.get_mut(worker) else {
+            return;
+        };
+        if sight == Sight::CheckPassed {
+            member.last_seen = now;
+        }
+        let turn = member.health.see(sight);
+        match turn {
+            Turn::Up => {
+                member.start_anew();
+                tracing::info!(%worker, "worker is healthy");
+            }
+            Turn::Down => tracing::warn!(%worker, ?sight, "worker is unhealthy, left out"),
+            Turn::None if member.is_forgotten(now) => {
+                tracing::info!(%worker, "worker forgotten");
+                members.remove(worker);
+            }
+            Turn::None => return,
+        }
+        self.publish(&members);
+        self.to_register.notify_one();
+    }
+
+    /// The result of checking a worker's registration, if it is still that life's.
+    pub(crate) fn checked(&self, worker: &WorkerId, life: u64, checks: Checks) {
+        let mut members = self.members();
+        if let Some(member) = members.get_mut(worker).filter(|member| member.life == life) {
+            member.checks = checks;
+            self.publish(&members);
+        }
+    }
+
+    /// Waits until a registration is to be checked. For one waiter.
+    pub(crate) async fn changed_for_register(&self) {
+        self.to_register.notified().await;
+    }
+
+    /// Waits until a worker's health is to be looked at. For one waiter.
+    pub(crate) async fn changed_for_health(&self) {
+        self.to_look_at.notified().await;
+    }
+
+    /// Usable workers whose registration is not checked yet.
+    pub(crate) fn unchecked(&self) -> Vec<Member> {
+        let members = self.members();
+        let open = |member: &&Member| member.health.usable() && !member.checks.complete();
+        members.values().filter(open).cloned().collect()
+    }
+
+    pub(crate) fn addresses(&self) -> Vec<Address> {
+        let members = self.members();
+        let address = |member: &Member| Address {
+            worker: member.entry.worker.clone(),
+            url: member.entry.url.clone(),
+        };
+        members.values().map(address).collect()
+    }
+
+    pub(crate) fn ranks(&self, worker: &WorkerId) -> u32 {
+        let members = self.members();
+        members.get(worker).map_or(0, |member| member.entry.ranks)
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<Member> {
+        self.members().values().cloned().collect()
+    }
+
+    pub(crate) fn view(&self) -> Arc<View> {
+        let view = self.view.read().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(&view)
+    }
+
+    fn members(&self) -> MutexGuard<'_, BTreeMap<WorkerId, Member>> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the core and the requests. Under the members' lock, so that the last word is the last.
+    fn publish(&self, members: &BTreeMap<WorkerId, Member>) {
+        let entries: Vec<WorkerEntry> = members
+            .values()
+            .map(|member| member.entry.clone())
+            .collect();
+        let mut core = self.desk.core();
+        core.set_workers(&entries);
+        for member in members.values() {
+            let health = match member.health {
+                Health::Healthy { .. } => route::Health::Healthy,
+                Health::Unchecked => route::Health::Unknown,
+                Health::Unhealthy => route::Health::Unhealthy,
+            };
+            core.set_health(&member.entry.worker, health);
+        }
+        drop(core);
+        let view = Arc::new(View::of(members.values(), self.block_size));
+        *self.view.write().unwrap_or_else(PoisonError::into_inner) = view;
+    }
+}
+
+impl Member {
+    fn new(entry: WorkerEntry, now: Instant) -> Self {
+        Self {
+            entry,
+            registered: true,
+            health: Health::default(),
+            checks: Checks::default(),
+            life: 0,
+            last_seen: now,
+        }
+    }
+
+    fn start_anew(&mut self) {
+        self.life += 1;
+        self.checks = Checks::default();
+    }
+
+    fn is_forgotten(&self, now: Instant) -> bool {
+        !self.registered
+            && !self.health.usable()
+            && now.duration_since(self.last_seen) > FORGET_AFTER
+    }
+}

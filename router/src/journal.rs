@@ -1,0 +1,156 @@
+//! The last decisions, for whoever asks "why this worker?": a bounded ring, oldest out first.
+//!
+//! No prompt, no token: sources, terms in blocks, and how many tokens the engine found cached.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::route::{Core, Decision, Terms};
+
+/// Decisions kept. With [`WEIGHED_MAX`] candidates each about a MiB.
+const ENTRIES_MAX: usize = 1024;
+
+/// Candidates kept of a decision, the cheapest ones.
+const WEIGHED_MAX: usize = 8;
+
+/// A decision's place in the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub(crate) struct EntryNumber(u64);
+
+/// See the module's documentation.
+#[derive(Default)]
+pub(crate) struct Journal {
+    ring: Mutex<Ring>,
+}
+
+#[derive(Default)]
+struct Ring {
+    next: u64,
+    entries: VecDeque<Entry>,
+}
+
+struct Entry {
+    number: u64,
+    request_id: String,
+    model: String,
+    candidates: usize,
+    decision: Decision,
+    cached_tokens: Option<u64>,
+}
+
+impl Journal {
+    /// Takes the candidates' terms out of the decision; nobody else needs them.
+    pub(crate) fn record(
+        &self,
+        request_id: &str,
+        model: &str,
+        decision: &mut Decision,
+    ) -> EntryNumber {
+        let mut weighed = std::mem::take(&mut decision.weighed);
+        let candidates = weighed.len();
+        let by_cost = |one: &Terms, other: &Terms| one.cost.total_cmp(&other.cost);
+        if candidates > WEIGHED_MAX {
+            weighed.select_nth_unstable_by(WEIGHED_MAX, by_cost);
+            weighed.truncate(WEIGHED_MAX);
+            weighed.shrink_to_fit();
+        }
+        weighed.sort_by(by_cost);
+        let decision = Decision {
+            weighed,
+            ..decision.clone()
+        };
+        let mut ring = self.ring();
+        let number = ring.next;
+        ring.next += 1;
+        if ring.entries.len() == ENTRIES_MAX {
+            ring.entries.pop_front();
+        }
+        ring.entries.push_back(Entry {
+            number,
+            request_id: request_id.to_owned(),
+            model: model.to_owned(),
+            candidates,
+            decision,
+            cached_tokens: None,
+        });
+        EntryNumber(number)
+    }
+
+    /// The engine told how much of the prompt it had cached. Late is no error.
+    pub(crate) fn reported(&self, entry: EntryNumber, cached_tokens: u64) {
+        let mut ring = self.ring();
+        let first = ring.entries.front().map_or(0, |entry| entry.number);
+        let index = entry.0.checked_sub(first).map(usize::try_from);
+        if let Some(Ok(index)) = index
+            && let Some(entry) = ring.entries.get_mut(index)
+        {
+            entry.cached_tokens = Some(cached_tokens);
+        }
+    }
+
+    /// The newest decisions, newest first. `core` knows the sources' names.
+    pub(crate) fn newest(&self, limit: usize, core: &Core) -> Vec<Value> {
+        let ring = self.ring();
+        let newest = ring.entries.iter().rev().take(limit);
+        newest.map(|entry| entry.show(core)).collect()
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Entry {
+    fn show(&self, core: &Core) -> Value {
+        let decision = &self.decision;
+        let weighed: Vec<Value> = decision
+            .weighed
+            .iter()
+            .map(|terms| show(terms, core))
+            .collect();
+        json!({
+            "number": self.number,
+            "request_id": self.request_id,
+            "model": self.model,
+            "worker": decision.source.worker,
+            "dp_rank": decision.source.dp_rank,
+            "rung": decision.rung().word(),
+            "index_state": decision.index_state.word(),
+            "overlap_blocks": decision.overlap_blocks,
+            "predicted_blocks": decision.predicted_blocks,
+            "block_size": decision.claim.block_tokens,
+            "prefill_tokens": decision.prefill_tokens,
+            "predicted_ttft_ms": millis(decision.predicted_ttft),
+            "credited_tokens":
+                u64::from(decision.overlap_blocks) * u64::from(decision.claim.block_tokens),
+            "cached_tokens": self.cached_tokens,
+            "candidates": self.candidates,
+            "cheapest": weighed,
+        })
+    }
+}
+
+fn show(terms: &Terms, core: &Core) -> Value {
+    let source = core.source(terms.source);
+    json!({
+        "worker": source.map(|source| &source.worker),
+        "dp_rank": source.map(|source| source.dp_rank),
+        "state": terms.state.word(),
+        "rung": terms.rung.word(),
+        "overlap": terms.overlap,
+        "predicted_blocks": terms.predicted_blocks,
+        "prefill_blocks": terms.prefill_blocks,
+        "prediction_blocks": terms.prediction_blocks,
+        "decode_blocks": terms.decode_blocks,
+        "active_requests": terms.active_requests,
+        "cost": terms.cost,
+    })
+}
+
+fn millis(duration: std::time::Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}

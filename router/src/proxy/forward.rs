@@ -1,0 +1,300 @@
+//! One request on its way to an engine: choose, account, send; where that fails before the client
+//! got a byte, the next best.
+//!
+//! Each attempt has a slot of its own. A refused connection is always worth another worker: nothing
+//! was asked yet. An engine that took the request and broke off may have died of it, so that is
+//! repeated once only. 502 and 503 come from something that did not start to answer. Everything else
+//! an engine answers is the answer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
+use bytes::Bytes;
+use reqwest::Url;
+use tokio::time::Instant;
+use warmroute_proto::query::Answer;
+use warmroute_proto::{DpRank, Source};
+
+use super::App;
+use super::call::Call;
+use super::headers;
+use crate::accounts::Slot;
+use crate::error::ApiError;
+use crate::fleet::Fleet;
+use crate::health::Sight;
+use crate::metrics::CancelPhase;
+use crate::route::{AdmitError, Admitted, Ask, Decision, Prompt};
+
+/// Workers that one request is offered to. More would turn a bad request into a bad fleet.
+const ATTEMPTS_MAX: usize = 3;
+
+/// Requests that broke off after they were handed over, per request of a client.
+const BROKEN_MAX: usize = 2;
+
+/// What is sent, the same at every attempt.
+pub(super) struct Outgoing {
+    pub method: Method,
+    /// Path and query, as the client sent them.
+    pub path: String,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+/// What is decided by.
+pub(super) struct Wish {
+    pub model: String,
+    pub prompt: Arc<Prompt>,
+    pub index: Option<Answer>,
+    /// The answer comes in pieces, so that its first token can be seen.
+    pub streaming: bool,
+}
+
+/// An engine's response head, with the slot that is still open.
+pub(super) struct Answered {
+    pub response: reqwest::Response,
+    pub decision: Decision,
+    pub slot: Slot,
+}
+
+/// Why an engine did not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Failure {
+    /// Nobody took the connection: it was not asked.
+    Connect,
+    /// It was asked, and broke off before it answered.
+    Broken,
+}
+
+impl Failure {
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Connect => "connect",
+            Self::Broken => "broken",
+        }
+    }
+}
+
+/// The attempts of one request so far.
+#[derive(Default)]
+struct History {
+    attempts: usize,
+    tried: Vec<Source>,
+    broken: usize,
+    /// A 502 or 503 that is the answer if nobody has a better one.
+    held: Option<Answered>,
+    last: Option<String>,
+}
+
+impl App {
+    /// The answer of the best worker that has one.
+    pub(super) async fn forward(
+        &self,
+        call: &Call,
+        outgoing: &Outgoing,
+        wish: &Wish,
+    ) -> Result<Answered, ApiError> {
+        let mut history = History::default();
+        loop {
+            let (decision, mut slot) = match self.admit(wish, &history.tried, call) {
+                Ok(admitted) => admitted,
+                Err(refusal) => return history.give_up(refusal),
+            };
+            let request = request(outgoing, &decision)?;
+            let predicted = (!wish.streaming).then_some(decision.predicted_ttft);
+            match self.send(request, &mut slot, predicted).await {
+                Ok(response) => {
+                    let answered = Answered {
+                        response,
+                        decision,
+                        slot,
+                    };
+                    if !history.wants_another(&answered) {
+                        return Ok(answered);
+                    }
+                    self.metrics.retried("status");
+                    history.hold(answered, &self.fleet);
+                }
+                Err(error) => {
+                    slot.fail();
+                    let failure = self.failed(&decision, &error);
+                    history.exclude(&decision.source, &self.fleet);
+                    if !history.failed(failure, &error) {
+                        return Err(history.exhausted());
+                    }
+                    self.metrics.retried(failure.word());
+                }
+            }
+        }
+    }
+
+    /// Chooses and accounts in one step.
+    fn admit(
+        &self,
+        wish: &Wish,
+        tried: &[Source],
+        call: &Call,
+    ) -> Result<(Decision, Slot), AdmitError> {
+        let ask = Ask {
+            model: &wish.model,
+            prompt: &wish.prompt,
+            exclude: tried,
+        };
+        let now = Instant::now().into_std();
+        let admitted = self.desk.core().admit(&ask, wish.index.as_ref(), now)?;
+        let Admitted {
+            decision,
+            message,
+            slot,
+        } = admitted;
+        // First the guard: whatever follows, the slot is freed.
+        let slot = Slot::new(Arc::clone(&self.desk), slot);
+        self.desk.publish(message.into());
+        self.metrics.ladder(decision.rung().word());
+        tracing::debug!(
+            request_id = ?call.request_id(),
+            source = %decision.source,
+            overlap_blocks = decision.overlap_blocks,
+            rung = decision.rung().word(),
+            "request routed"
+        );
+        Ok((decision, slot))
+    }
+
+    /// Sends, and takes the prefill as ended when it should be, where nothing will show it.
+    async fn send(
+        &self,
+        request: reqwest::Request,
+        slot: &mut Slot,
+        predicted: Option<Duration>,
+    ) -> Result<reqwest::Response, reqwest::Error> {
+        let waiting = Waiting {
+            app: self,
+            over: false,
+        };
+        let sent = self.client.execute(request);
+        tokio::pin!(sent);
+        let result = match predicted {
+            None => sent.await,
+            Some(after) => tokio::select! {
+                result = &mut sent => result,
+                () = tokio::time::sleep(after) => {
+                    slot.prefill_predicted();
+                    sent.await
+                }
+            },
+        };
+        waiting.over();
+        result
+    }
+
+    fn failed(&self, decision: &Decision, error: &reqwest::Error) -> Failure {
+        let (failure, sight) = if error.is_connect() {
+            (Failure::Connect, Sight::ConnectFailed)
+        } else {
+            (Failure::Broken, Sight::CheckFailed)
+        };
+        let worker = &decision.source.worker;
+        tracing::warn!(%worker, %error, failure = failure.word(), "a worker did not answer");
+        self.fleet.see(worker, sight, Instant::now());
+        failure
+    }
+}
+
+impl History {
+    fn wants_another(&self, answered: &Answered) -> bool {
+        let status = answered.response.status();
+        let passing =
+            status == StatusCode::BAD_GATEWAY || status == StatusCode::SERVICE_UNAVAILABLE;
+        passing && self.attempts + 1 < ATTEMPTS_MAX
+    }
+
+    fn hold(&mut self, answered: Answered, fleet: &Fleet) {
+        self.attempts += 1;
+        self.exclude(&answered.decision.source, fleet);
+        self.held = Some(answered);
+    }
+
+    /// The ranks of a worker stand behind one door.
+    fn exclude(&mut self, source: &Source, fleet: &Fleet) {
+        let ranks = fleet.ranks(&source.worker).max(source.dp_rank.0 + 1);
+        self.tried.extend((0..ranks).map(|rank| Source {
+            worker: source.worker.clone(),
+            dp_rank: DpRank(rank),
+        }));
+    }
+
+    /// Takes a failure in; says whether another attempt is due.
+    fn failed(&mut self, failure: Failure, error: &reqwest::Error) -> bool {
+        self.attempts += 1;
+        self.last = Some(error.without_address());
+        match failure {
+            Failure::Connect => {}
+            Failure::Broken => self.broken += 1,
+        }
+        self.attempts < ATTEMPTS_MAX && self.broken < BROKEN_MAX
+    }
+
+    fn give_up(self, error: AdmitError) -> Result<Answered, ApiError> {
+        match self.held {
+            Some(held) => Ok(held),
+            None if self.broken > 0 => Err(self.exhausted()),
+            None => Err(ApiError::from(error)),
+        }
+    }
+
+    fn exhausted(self) -> ApiError {
+        match self.last {
+            Some(last) if self.broken > 0 => ApiError::Upstream(last),
+            Some(_) | None => ApiError::NoWorker,
+        }
+    }
+}
+
+/// An error's text for clients, who need not know our addresses.
+trait WithoutAddress {
+    fn without_address(&self) -> String;
+}
+
+impl WithoutAddress for reqwest::Error {
+    fn without_address(&self) -> String {
+        if self.is_connect() {
+            "the connection was refused".to_owned()
+        } else {
+            "the connection broke off".to_owned()
+        }
+    }
+}
+
+/// Dropped while the engine is still asked, the client is gone.
+struct Waiting<'a> {
+    app: &'a App,
+    over: bool,
+}
+
+impl Waiting<'_> {
+    fn over(mut self) {
+        self.over = true;
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            self.app.metrics.cancelled(CancelPhase::BeforeHead);
+        }
+    }
+}
+
+fn request(outgoing: &Outgoing, decision: &Decision) -> Result<reqwest::Request, ApiError> {
+    let url = format!("{}{}", decision.url, outgoing.path);
+    let url = Url::parse(&url).map_err(|_| ApiError::Internal("a worker's URL does not parse"))?;
+    let mut request = reqwest::Request::new(outgoing.method.clone(), url);
+    *request.headers_mut() = outgoing.headers.clone();
+    let rank = HeaderValue::from(decision.source.dp_rank.0);
+    request.headers_mut().insert(headers::ENGINE_RANK, rank);
+    if !outgoing.body.is_empty() || outgoing.method == Method::POST {
+        *request.body_mut() = Some(outgoing.body.clone().into());
+    }
+    Ok(request)
+}

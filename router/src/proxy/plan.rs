@@ -1,0 +1,171 @@
+//! From a body's bytes to a prompt: what is asked, how long it is, and the names of its blocks where
+//! they can be known as the engine will know them. Synchronous; the shell chooses the thread.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use warmroute_proto::hash::local_hashes;
+use warmroute_proto::{BlockSize, Seed};
+
+use crate::error::ApiError;
+use crate::fleet::{ModelView, View};
+use crate::openai::{self, ParsedRequest, Prompts, RequestInfo, Route};
+use crate::route::{CacheReads, Prompt};
+use crate::tokenize::{CivilTime, Tokenizer};
+
+/// A rough size of what cannot be tokenized, for load only.
+const BYTES_PER_TOKEN: usize = 4;
+
+/// Before any engine told its block size, blocks cannot be compared, only counted: vLLM's default.
+const ASSUMED_BLOCK_TOKENS: u32 = 16;
+
+/// What a plan is made of, beside the body.
+#[derive(Clone)]
+pub(super) struct Grounds {
+    pub view: Arc<View>,
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    /// For chat templates with a date.
+    pub now: CivilTime,
+}
+
+/// What a request asks, as far as routing cares.
+pub(super) struct Plan {
+    pub model: String,
+    pub prompt: Prompt,
+    pub streaming: bool,
+    /// The usage is about exactly this prompt.
+    pub single: bool,
+    /// Why the prompt has no blocks, if so.
+    pub unhashed: Option<&'static str>,
+    /// The body that the engine gets, where it is another.
+    pub rewritten: Option<Bytes>,
+}
+
+/// A prompt whose tokens cannot be known here, and why.
+type Unhashed = &'static str;
+
+pub(super) fn plan(route: Route, body: &[u8], grounds: &Grounds) -> Result<Plan, ApiError> {
+    let parsed = openai::parse(route, body)?;
+    let model = known(&grounds.view, &parsed.info.model)?;
+    let size = block_size(model);
+    let lists = token_lists(&parsed, model, grounds);
+    let (prompt, single, unhashed) = match lists {
+        Ok(lists) => (
+            hashed(&lists, &parsed.info, model, size),
+            lists.len() == 1,
+            None,
+        ),
+        Err(why) => (opaque(body, model, size), true, Some(why)),
+    };
+    let reads = if parsed.info.reads_cache {
+        CacheReads::Allowed
+    } else {
+        CacheReads::Bypassed
+    };
+    Ok(Plan {
+        model: parsed.info.model.clone(),
+        prompt: prompt.with_reads(reads),
+        streaming: parsed.info.stream,
+        single,
+        unhashed,
+        rewritten: parsed.into_rewritten().map(Bytes::from),
+    })
+}
+
+fn known<'a>(view: &'a View, name: &str) -> Result<&'a ModelView, ApiError> {
+    match view.models.get(name) {
+        Some(model) => Ok(model),
+        None if view.models.is_empty() => Err(ApiError::NoWorker),
+        None => Err(ApiError::UnknownModel(name.to_owned())),
+    }
+}
+
+pub(super) fn block_size(model: &ModelView) -> BlockSize {
+    model.block_size.unwrap_or(ASSUMED)
+}
+
+pub(super) const ASSUMED: BlockSize = match BlockSize::new(ASSUMED_BLOCK_TOKENS) {
+    Some(size) => size,
+    None => unreachable!(),
+};
+
+/// The token ids of each prompt, as the engine will have them.
+fn token_lists(
+    parsed: &ParsedRequest<'_>,
+    model: &ModelView,
+    grounds: &Grounds,
+) -> Result<Vec<Vec<u32>>, Unhashed> {
+    let tokenizer = grounds.tokenizer.as_deref();
+    if let Some(opaque) = parsed.info.opaque {
+        return Err(opaque.as_str());
+    }
+    if model.block_size.is_none() {
+        return Err("no_block_size");
+    }
+    let lists = match &parsed.prompt {
+        openai::Prompt::Completion(parts) => match &parts.prompts {
+            Prompts::Tokens(lists) => lists.clone(),
+            Prompts::Texts(texts) => {
+                let tokenizer = trusted(model.text, tokenizer)?;
+                texts
+                    .iter()
+                    .map(|text| tokenizer.encode(text, parts.special_tokens))
+                    .collect::<Result<_, _>>()
+                    .map_err(|_| "tokenizer_failed")?
+            }
+        },
+        openai::Prompt::Chat(parts) => {
+            let tokenizer = trusted(model.chat, tokenizer)?;
+            let tokens = tokenizer.encode_chat(parts, grounds.now);
+            vec![tokens.map_err(|_| "template_failed")?]
+        }
+    };
+    let model_max = model.max_model_len.map(|tokens| tokens as usize);
+    let whole = |tokens: &Vec<u32>| parsed.info.limits.keeps_whole(tokens.len(), model_max);
+    if lists.iter().all(whole) {
+        Ok(lists)
+    } else {
+        Err("truncated")
+    }
+}
+
+fn trusted(trust: bool, tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer, Unhashed> {
+    match tokenizer {
+        None => Err("no_tokenizer"),
+        Some(_) if !trust => Err("parity"),
+        Some(tokenizer) => Ok(tokenizer),
+    }
+}
+
+/// Several prompts go to one worker together: the longest decides what is cached, all of them count
+/// as load. The last block of the longest is cut where a cache could not save it, since the total
+/// length no longer shows that.
+fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &ModelView, size: BlockSize) -> Prompt {
+    let lora = model.adapter.then_some(info.model.as_str());
+    let seed = Seed::new(lora, info.cache_salt.as_deref());
+    match lists {
+        [] => Prompt::new(&[], size, seed),
+        [tokens] => Prompt::new(tokens, size, seed),
+        [first, rest @ ..] => {
+            let longest = rest.iter().fold(first, |longest, list| {
+                if list.len() > longest.len() {
+                    list
+                } else {
+                    longest
+                }
+            });
+            let total = lists.iter().map(Vec::len).sum::<usize>();
+            let whole = &longest[..longest.len().saturating_sub(1)];
+            let blocks = local_hashes(whole, size, seed);
+            Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), size, seed, blocks)
+        }
+    }
+}
+
+fn opaque(body: &[u8], model: &ModelView, size: BlockSize) -> Prompt {
+    let guess = u32::try_from(body.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX);
+    Prompt::opaque(guess.min(model.max_model_len.unwrap_or(u32::MAX)), size)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,75 @@
+//! From an engine's response head to the client's: headers, the watched body, the audit at its end.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, header};
+use axum::response::Response;
+
+use super::App;
+use super::call::Call;
+use super::forward::Answered;
+use super::headers;
+use super::stream::{Flight, OnUsage, Tracked, Watch};
+use crate::openai::StreamWatch;
+use crate::route::Decision;
+
+pub(super) fn respond(
+    app: &App,
+    call: Call,
+    answered: Answered,
+    on_usage: Option<OnUsage>,
+) -> Response {
+    let Answered {
+        response,
+        decision,
+        slot,
+    } = answered;
+    let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
+    headers::strip_hop_by_hop(&mut parts.headers);
+    let watch = watch(&parts.headers);
+    explain(&mut parts.headers, &decision);
+    call.sign(&mut parts.headers);
+    let flight = Flight {
+        call,
+        slot: Some(slot),
+        status: parts.status,
+        watch,
+        block_tokens: decision.claim.block_tokens.into(),
+        on_usage,
+        metrics: Arc::clone(&app.metrics),
+    };
+    Response::from_parts(parts, Body::new(Tracked::new(body, flight)))
+}
+
+fn watch(headers: &HeaderMap) -> Watch {
+    let kind = headers
+        .get(header::CONTENT_TYPE)
+        .and_then(|kind| kind.to_str().ok())
+        .unwrap_or_default();
+    if headers.contains_key(header::CONTENT_ENCODING) {
+        Watch::Nothing
+    } else if kind.starts_with("text/event-stream") {
+        Watch::Events(StreamWatch::default())
+    } else if kind.starts_with("application/json") {
+        Watch::Json(Vec::new())
+    } else {
+        Watch::Nothing
+    }
+}
+
+/// Why this worker.
+fn explain(to: &mut HeaderMap, decision: &Decision) {
+    let worker = headers::text_value(decision.source.worker.as_str());
+    to.insert(headers::WORKER, worker);
+    let numbers = [
+        (headers::DP_RANK, decision.source.dp_rank.0),
+        (headers::OVERLAP, decision.overlap_blocks),
+        (headers::PREDICTED, decision.predicted_blocks),
+    ];
+    for (name, number) in numbers {
+        to.insert(name, HeaderValue::from(number));
+    }
+    let state = HeaderValue::from_static(decision.index_state.word());
+    to.insert(headers::INDEX_STATE, state);
+}

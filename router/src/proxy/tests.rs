@@ -1,0 +1,383 @@
+//! The proxy against small engines of its own, over real sockets. Every wait is for an event; nothing
+//! depends on how long anything takes.
+
+mod world;
+
+use std::sync::Arc;
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+
+use super::*;
+use world::{Engine, World, body, streaming};
+
+#[tokio::test]
+async fn a_request_comes_back_explained_and_leaves_no_slot() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let response = world
+        .post("/v1/completions", &body(40))
+        .header("x-request-id", "mine")
+        .header("connection", "x-hop")
+        .header("x-hop", "1")
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(response.status(), 200);
+    let headers = response.headers().clone();
+    assert_eq!(headers["x-request-id"], "mine");
+    assert_eq!(headers["x-warmroute-worker"], "w0");
+    assert_eq!(headers["x-warmroute-dp-rank"], "0");
+    assert_eq!(headers["x-warmroute-overlap-blocks"], "0");
+    assert_eq!(headers["x-warmroute-predicted-blocks"], "0");
+    assert_eq!(headers["x-warmroute-index-state"], "unknown");
+    let json: Value = response.json().await.unwrap();
+    assert_eq!(json["usage"]["prompt_tokens"], 40);
+    let seen = engine.last();
+    assert_eq!(seen.headers["x-request-id"], "mine");
+    assert_eq!(seen.headers["x-data-parallel-rank"], "0");
+    assert!(!seen.headers.contains_key("x-hop"));
+    world.until_quiet().await;
+    assert_eq!(
+        world.metric("requests_total{outcome=\"ok\",route=\"completions\"}"),
+        1
+    );
+}
+
+#[tokio::test]
+async fn the_engine_gets_the_body_as_it_was_but_for_the_report_mode() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let odd = "{ \"prompt\":[1,2] ,\t\"model\":\"m\", \"x\": 1.50 }";
+    world.raw("/v1/completions", odd).await;
+    assert_eq!(engine.last().body, odd);
+    let report = r#"{"model":"m","prompt":[1],"vllm_xargs":{"kv_cache_report_mode":"full"}}"#;
+    world.raw("/v1/completions", report).await;
+    assert_eq!(
+        engine.last().body,
+        r#"{"model":"m","prompt":[1],"vllm_xargs":{}}"#
+    );
+}
+
+#[tokio::test]
+async fn each_event_of_a_stream_passes_before_the_next_is_made() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    for n in 0..3 {
+        // The engine makes the next event only when it is told to, after this one came through.
+        let chunk = engine.release_event(&mut response).await;
+        assert_eq!(chunk, format!("data: {{\"n\":{n}}}\n\n"));
+    }
+    let source = &world.loads()[0];
+    assert_eq!((source.active_requests, source.prefill_tokens), (1, 0));
+    engine.end_stream();
+    assert!(response.chunk().await.unwrap().is_none());
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_in_mid_stream_ends_the_engines_work() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut response).await;
+    drop(response);
+    engine.until_abandoned().await;
+    world.until_quiet().await;
+    assert_eq!(world.metric("upstream_cancels_total{phase=\"stream\"}"), 1);
+    assert_eq!(
+        world.metric("requests_total{outcome=\"client_gone\",route=\"completions\"}"),
+        1
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_first_token_ends_the_engines_work() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let response = world.send("/v1/completions", &streaming()).await;
+    drop(response);
+    engine.until_abandoned().await;
+    world.until_quiet().await;
+    assert_eq!(
+        world.metric("upstream_cancels_total{phase=\"before_first_token\"}"),
+        1
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_in_the_queue_ends_the_engines_work() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let waiting = json!({"model": "m", "prompt": [1, 2, 3], "hold": true});
+    let request = world.post("/v1/completions", &waiting).send();
+    let client = tokio::task::spawn(request);
+    engine.until_asked().await;
+    assert_eq!(world.loads()[0].active_requests, 1);
+    client.abort();
+    engine.until_abandoned().await;
+    world.until_quiet().await;
+    assert_eq!(
+        world.metric("upstream_cancels_total{phase=\"before_head\"}"),
+        1
+    );
+}
+
+#[tokio::test]
+async fn an_engine_that_breaks_off_in_mid_stream_is_seen_by_the_client_and_frees_its_slot() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut response).await;
+    engine.break_stream();
+    assert!(response.chunk().await.is_err());
+    world.until_quiet().await;
+    assert_eq!(
+        world.metric("requests_total{outcome=\"failed\",route=\"completions\"}"),
+        1
+    );
+}
+
+#[tokio::test]
+async fn a_refused_connection_goes_to_the_next_worker() {
+    let (dead, alive) = (Engine::dead().await, Engine::start().await);
+    let world = World::with(&[&dead, &alive]).await;
+    for _ in 0..2 {
+        let response = world.send("/v1/completions", &body(40)).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(response.headers()["x-warmroute-worker"], "w1");
+    }
+    // The first one found out; the second was not offered to the dead worker.
+    assert_eq!(world.metric("retries_total{reason=\"connect\"}"), 1);
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn a_503_goes_to_the_next_worker_and_passes_through_where_there_is_none() {
+    let (busy, alive) = (Engine::start().await, Engine::start().await);
+    busy.answer_with(StatusCode::SERVICE_UNAVAILABLE);
+    let world = World::with(&[&busy, &alive]).await;
+    let response = world.send("/v1/completions", &body(40)).await;
+    assert_eq!(response.status(), 200);
+    alive.answer_with(StatusCode::SERVICE_UNAVAILABLE);
+    let response = world.send("/v1/completions", &body(40)).await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(response.text().await.unwrap(), "the engine's words");
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn the_engines_own_4xx_is_the_answer() {
+    let (one, other) = (Engine::start().await, Engine::start().await);
+    for engine in [&one, &other] {
+        engine.answer_with(StatusCode::UNPROCESSABLE_ENTITY);
+    }
+    let world = World::with(&[&one, &other]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 422);
+    assert_eq!(response.text().await.unwrap(), "the engine's words");
+    assert_eq!(one.asked() + other.asked(), 1);
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn all_workers_down_is_a_clear_503() {
+    let (one, other) = (Engine::dead().await, Engine::dead().await);
+    let world = World::with(&[&one, &other]).await;
+    for _ in 0..2 {
+        let response = world.send("/v1/completions", &body(4)).await;
+        assert_eq!(response.status(), 503);
+        assert!(response.headers().contains_key("retry-after"));
+        world::assert_error(response, "no_worker").await;
+    }
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_served_is_refused_in_openais_form() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let chat = "/v1/chat/completions";
+    let deep = format!("{{\"model\":\"m\",\"messages\":{}", "[".repeat(100_000));
+    for (path, text, status) in [
+        (chat, "{\"model\": \"m\", \"messages\": [", 400),
+        (chat, "", 400),
+        (chat, "{}", 400),
+        (chat, deep.as_str(), 400),
+        (chat, "{\"model\":\"none\",\"messages\":[]}", 404),
+        (
+            "/v1/completions",
+            "{\"model\":\"none\",\"prompt\":[1]}",
+            404,
+        ),
+        (
+            "/v1/embeddings",
+            "{\"model\":\"none\",\"input\":\"x\"}",
+            404,
+        ),
+        ("/v2/completions", "{}", 404),
+    ] {
+        let response = world.raw(path, text).await;
+        assert_eq!(
+            response.status(),
+            status,
+            "{path} {}",
+            &text[..text.len().min(60)]
+        );
+        let json: Value = response.json().await.unwrap();
+        assert!(json["error"]["message"].is_string(), "{json}");
+        assert!(json["error"]["type"].is_string(), "{json}");
+    }
+    let response = world.get("/v1/completions").await;
+    assert_eq!(response.status(), 405);
+    world::assert_error(response, "method_not_allowed").await;
+    assert_eq!(engine.asked(), 0);
+    assert_eq!(world.send("/v1/completions", &body(4)).await.status(), 200);
+}
+
+#[tokio::test]
+async fn an_empty_fleet_is_a_503() {
+    let world = World::with(&[]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 503);
+    assert!(response.headers().contains_key("retry-after"));
+    world::assert_error(response, "no_worker").await;
+}
+
+#[tokio::test]
+async fn full_workers_are_a_429() {
+    let engine = Engine::start().await;
+    let world = World::with_active_max(&[&engine], 1).await;
+    let mut first = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut first).await;
+    let second = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(second.status(), 429);
+    assert!(second.headers().contains_key("retry-after"));
+    world::assert_error(second, "workers_full").await;
+    drop(first);
+    world.until_quiet().await;
+    assert_eq!(world.send("/v1/completions", &body(4)).await.status(), 200);
+}
+
+#[tokio::test]
+async fn a_body_beyond_the_limit_is_a_413_even_to_a_client_that_writes_it_all_first() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let huge = "x".repeat(64 << 20);
+    let response = world.raw("/v1/completions", &huge).await;
+    assert_eq!(response.status(), 413);
+    world::assert_error(response, "request_too_large").await;
+    assert_eq!(engine.asked(), 0);
+    assert_eq!(world.send("/v1/completions", &body(4)).await.status(), 200);
+}
+
+#[tokio::test]
+async fn the_models_of_all_workers_are_listed_once() {
+    let (one, other) = (Engine::start().await, Engine::start().await);
+    let world = World::with(&[&one, &other]).await;
+    let list: Value = world.get("/v1/models").await.json().await.unwrap();
+    let names: Vec<&str> = list["data"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|card| card["id"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["adapter", "m"]);
+    assert_eq!(list["data"][0]["parent"], "m");
+    let one: Value = world.get("/v1/models/m").await.json().await.unwrap();
+    assert_eq!(one["id"], "m");
+    assert_eq!(world.get("/v1/models/none").await.status(), 404);
+}
+
+#[tokio::test]
+async fn other_routes_pass_through_by_load() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    for (path, text) in [
+        ("/v1/embeddings?x=1", "{\"model\":\"m\",\"input\":\"a\"}"),
+        ("/v1/audio/speech", "anything at all"),
+        ("/tokenize", "{\"prompt\":\"a\"}"),
+    ] {
+        let response = world.raw(path, text).await;
+        assert_eq!(response.status(), 200, "{path}");
+        let seen = engine.last();
+        assert_eq!((seen.path.as_str(), seen.body.as_str()), (path, text));
+    }
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn what_the_engine_found_cached_is_in_the_journal() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let response = world
+        .post("/v1/completions", &body(40))
+        .header("x-request-id", "audited")
+        .send()
+        .await
+        .unwrap();
+    response.bytes().await.unwrap();
+    world.until_quiet().await;
+    let newest = world.app.journal.newest(1, &world.app.desk.core());
+    assert_eq!(newest[0]["request_id"], "audited");
+    assert_eq!(newest[0]["cached_tokens"], 32);
+    assert_eq!(newest[0]["cheapest"][0]["worker"], "w0");
+    assert_eq!(world.metric("overlap_reported_tokens_total"), 32);
+}
+
+#[tokio::test]
+async fn a_long_prompt_without_a_stream_stops_counting_as_prefill_when_it_should_be_over() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let waiting = json!({"model": "m", "prompt": vec![7; 64], "hold": true});
+    let client = tokio::task::spawn(world.post("/v1/completions", &waiting).send());
+    engine.until_asked().await;
+    world.until(|loads| loads[0].prefill_tokens == 0).await;
+    assert_eq!(world.loads()[0].active_requests, 1);
+    client.abort();
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn the_probes_tell_what_is_missing() {
+    let world = World::with(&[]).await;
+    assert_eq!(world.get("/health").await.status(), 200);
+    assert_eq!(world.get("/readyz").await.status(), 503);
+    world.app.ready.registry_read();
+    world.app.ready.workers_settled();
+    assert_eq!(world.get("/readyz").await.status(), 200);
+    world.app.ready.stop();
+    assert_eq!(world.get("/readyz").await.status(), 503);
+}
+
+#[tokio::test]
+async fn a_stop_lets_open_streams_finish_and_a_force_cuts_them() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut response).await;
+    world.shutdown.stop.cancel();
+    engine.release_event(&mut response).await;
+    world.shutdown.force.cancel();
+    assert!(response.chunk().await.is_err());
+    world.connections.close();
+    world.connections.wait().await;
+    world.until_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_head_that_never_ends_is_given_up() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let world = World::with(&[]).await;
+    let address = world.url.trim_start_matches("http://");
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    stream
+        .write_all(b"GET /health HTTP/1.1\r\nx: ")
+        .await
+        .unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    assert!(!answer.starts_with(b"HTTP/1.1 200"));
+    drop(Arc::clone(&world.app));
+}

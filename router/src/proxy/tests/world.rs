@@ -1,0 +1,390 @@
+//! A proxy with its accounts and small engines, each on a socket of its own.
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use bytes::Bytes;
+use futures_util::stream;
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
+use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
+use warmroute_proto::registry::{Lora, WorkerEntry};
+use warmroute_proto::{Generation, RouterId, StreamIdentity};
+
+use super::super::server::{Server, Shutdown};
+use super::*;
+use crate::health::Sight;
+use crate::route::{Core, Counts, Knobs, Settings, SourceLoad};
+
+/// More than any body here but the one that is too large.
+const BODY_MAX: usize = 1 << 20;
+
+pub(super) fn body(tokens: u32) -> Value {
+    json!({"model": "m", "prompt": (0..tokens).collect::<Vec<u32>>()})
+}
+
+pub(super) fn streaming() -> Value {
+    json!({"model": "m", "prompt": [1, 2, 3], "stream": true})
+}
+
+pub(super) async fn assert_error(response: reqwest::Response, code: &str) {
+    let json: Value = response.json().await.unwrap();
+    assert_eq!(json["error"]["code"], code, "{json}");
+}
+
+/// What an engine was asked.
+#[derive(Clone)]
+pub(super) struct Seen {
+    pub path: String,
+    pub headers: HeaderMap,
+    pub body: String,
+}
+
+/// An engine whose every step is released by the test.
+pub(super) struct Engine {
+    url: String,
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    seen: Mutex<Vec<Seen>>,
+    status: Mutex<StatusCode>,
+    asked: watch::Sender<usize>,
+    /// Streams that were dropped before their end.
+    abandoned: watch::Sender<usize>,
+    streams: Mutex<VecDeque<mpsc::Sender<std::io::Result<Bytes>>>>,
+    opened: Notify,
+    events: Mutex<usize>,
+}
+
+impl Engine {
+    pub(super) async fn start() -> Self {
+        let inner = Arc::new(Inner {
+            seen: Mutex::default(),
+            status: Mutex::new(StatusCode::OK),
+            asked: watch::Sender::new(0),
+            abandoned: watch::Sender::new(0),
+            streams: Mutex::default(),
+            opened: Notify::new(),
+            events: Mutex::default(),
+        });
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let router = Router::new()
+            .fallback(answer)
+            .with_state(Arc::clone(&inner));
+        let server = async move { axum::serve(listener, router).await.unwrap() };
+        drop(TaskTracker::new().spawn(server));
+        Self { url, inner }
+    }
+
+    /// An address where nobody listens.
+    pub(super) async fn dead() -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        engine
+    }
+
+    pub(super) fn answer_with(&self, status: StatusCode) {
+        *self.inner.status.lock().unwrap() = status;
+    }
+
+    pub(super) fn last(&self) -> Seen {
+        self.inner.seen.lock().unwrap().last().unwrap().clone()
+    }
+
+    pub(super) fn asked(&self) -> usize {
+        *self.inner.asked.borrow()
+    }
+
+    pub(super) async fn until_asked(&self) {
+        let mut asked = self.inner.asked.subscribe();
+        asked.wait_for(|&asked| asked > 0).await.unwrap();
+    }
+
+    pub(super) async fn until_abandoned(&self) {
+        let mut abandoned = self.inner.abandoned.subscribe();
+        abandoned.wait_for(|&count| count > 0).await.unwrap();
+    }
+
+    /// Makes one event of the open stream, and waits until it came through to the client.
+    pub(super) async fn release_event(&self, response: &mut reqwest::Response) -> String {
+        let number = {
+            let mut events = self.inner.events.lock().unwrap();
+            *events += 1;
+            *events - 1
+        };
+        let event = Bytes::from(format!("data: {{\"n\":{number}}}\n\n"));
+        self.stream().send(Ok(event)).await.unwrap();
+        let chunk = response.chunk().await.unwrap().unwrap();
+        String::from_utf8(chunk.to_vec()).unwrap()
+    }
+
+    pub(super) fn end_stream(&self) {
+        self.inner.streams.lock().unwrap().clear();
+    }
+
+    pub(super) fn break_stream(&self) {
+        let error = std::io::Error::other("broken on purpose");
+        self.stream().try_send(Err(error)).unwrap();
+    }
+
+    fn stream(&self) -> mpsc::Sender<std::io::Result<Bytes>> {
+        self.inner.streams.lock().unwrap().back().unwrap().clone()
+    }
+}
+
+/// Counted as abandoned unless disarmed.
+struct Abandoned(Option<Arc<Inner>>);
+
+impl Drop for Abandoned {
+    fn drop(&mut self) {
+        if let Some(inner) = &self.0 {
+            inner.abandoned.send_modify(|count| *count += 1);
+        }
+    }
+}
+
+async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
+    let text = String::from_utf8(body.to_vec()).unwrap();
+    let json: Value = serde_json::from_str(&text).unwrap_or_default();
+    inner.seen.lock().unwrap().push(Seen {
+        path: parts.uri.path_and_query().unwrap().to_string(),
+        headers: parts.headers,
+        body: text,
+    });
+    let mut abandoned = Abandoned(Some(Arc::clone(&inner)));
+    inner.asked.send_modify(|asked| *asked += 1);
+    if json["hold"] == true {
+        std::future::pending::<()>().await;
+    }
+    let status = *inner.status.lock().unwrap();
+    if status != StatusCode::OK {
+        abandoned.0 = None;
+        return (status, "the engine's words").into_response();
+    }
+    if json["stream"] == true {
+        return events(&inner, abandoned);
+    }
+    abandoned.0 = None;
+    let tokens = json["prompt"].as_array().map_or(0, Vec::len);
+    let usage = json!({
+        "prompt_tokens": tokens,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": tokens / 16 * 16},
+    });
+    axum::Json(json!({"object": "text_completion", "usage": usage})).into_response()
+}
+
+fn events(inner: &Arc<Inner>, abandoned: Abandoned) -> Response {
+    let (sender, receiver) = mpsc::channel(8);
+    inner.streams.lock().unwrap().push_back(sender);
+    inner.opened.notify_one();
+    let parts = stream::unfold((receiver, abandoned), |(mut receiver, mut left)| async {
+        match receiver.recv().await {
+            Some(event) => Some((event, (receiver, left))),
+            None => {
+                drop(left.0.take());
+                None
+            }
+        }
+    });
+    Response::builder()
+        .header("content-type", "text/event-stream")
+        .body(Body::from_stream(parts))
+        .unwrap()
+}
+
+/// A proxy.
+pub(super) struct World {
+    pub app: Arc<App>,
+    pub url: String,
+    pub shutdown: Shutdown,
+    pub connections: TaskTracker,
+    client: reqwest::Client,
+    _rechecks: crate::audit::Rechecks,
+    _outbox: crate::accounts::Outbox,
+}
+
+impl World {
+    pub(super) async fn with(engines: &[&Engine]) -> Self {
+        Self::start(engines, None).await
+    }
+
+    pub(super) async fn with_active_max(engines: &[&Engine], active_max: u32) -> Self {
+        Self::start(engines, Some(active_max)).await
+    }
+
+    async fn start(engines: &[&Engine], active_max: Option<u32>) -> Self {
+        let knobs = Knobs {
+            // So that a test knows who is asked first.
+            policy: Policy::RoundRobin,
+            active_max,
+            ..Knobs::default()
+        };
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let (desk, outbox) = Desk::new(core(knobs), metrics.messages_dropped().clone());
+        let index = IndexClient::new(plane(), "nobody".to_owned());
+        let journal = Arc::new(Journal::default());
+        let (auditor, rechecks) = Auditor::new(
+            Arc::clone(&desk),
+            Arc::clone(&journal),
+            Arc::clone(&metrics),
+            index.clone(),
+        );
+        let shutdown = Shutdown::default();
+        let connections = TaskTracker::new();
+        let budget = Budget::new(
+            (8 * BODY_MAX, BODY_MAX),
+            metrics.buffered_bytes().clone(),
+            connections.clone(),
+            shutdown.force.clone(),
+        );
+        let fleet = Fleet::new(Arc::clone(&desk), None);
+        for (number, engine) in (0..).zip(engines) {
+            register(&fleet, number, engine);
+        }
+        let app = Arc::new(App {
+            desk,
+            fleet,
+            index,
+            auditor: Arc::new(auditor),
+            journal,
+            metrics,
+            budget,
+            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            tokenizer: None,
+            policy: Policy::Kv,
+            readers: Arc::new(Semaphore::new(1)),
+            ready: Arc::default(),
+        });
+        let url = serve(&app, &shutdown, &connections).await;
+        Self {
+            app,
+            url,
+            shutdown,
+            connections,
+            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            _rechecks: rechecks,
+            _outbox: outbox,
+        }
+    }
+
+    pub(super) fn post(&self, path: &str, json: &Value) -> reqwest::RequestBuilder {
+        self.client.post(format!("{}{path}", self.url)).json(json)
+    }
+
+    pub(super) async fn send(&self, path: &str, json: &Value) -> reqwest::Response {
+        self.post(path, json).send().await.unwrap()
+    }
+
+    pub(super) async fn raw(&self, path: &str, text: &str) -> reqwest::Response {
+        let url = format!("{}{path}", self.url);
+        let request = self.client.post(url).body(text.to_owned());
+        request.send().await.unwrap()
+    }
+
+    pub(super) async fn get(&self, path: &str) -> reqwest::Response {
+        let url = format!("{}{path}", self.url);
+        self.client.get(url).send().await.unwrap()
+    }
+
+    pub(super) fn loads(&self) -> Vec<SourceLoad> {
+        self.app.desk.core().loads()
+    }
+
+    pub(super) async fn until(&self, holds: impl Fn(&[SourceLoad]) -> bool) {
+        while !holds(&self.loads()) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// No slot, no byte of a body.
+    pub(super) async fn until_quiet(&self) {
+        let idle = |load: &SourceLoad| {
+            (
+                load.active_requests,
+                load.prefill_tokens,
+                load.decode_blocks,
+            ) == (0, 0, 0)
+        };
+        self.until(|loads| loads.iter().all(idle)).await;
+        while self.app.metrics.buffered_bytes().get() > 0 {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// The value of a series, 0 where there is none.
+    pub(super) fn metric(&self, series: &str) -> u64 {
+        let text = self.app.metrics.render(&[], &[], &Counts::default());
+        let name = format!("warmroute_router_{series} ");
+        let text = text.unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(&name));
+        line.map_or(0, |value| value.parse().unwrap())
+    }
+}
+
+fn core(knobs: Knobs) -> Core {
+    Core::new(Settings {
+        knobs,
+        router: RouterId([1; 16]),
+        incarnation: Generation(1),
+        seed: 1,
+    })
+}
+
+/// A plane where nobody answers queries.
+fn plane() -> Arc<dyn Plane> {
+    Arc::new(MemoryPlane::new(MemoryPlaneConfig {
+        identity: StreamIdentity {
+            created_unix_ns: 1,
+            nonce: 1,
+        },
+        log_bytes_max: 1 << 20,
+        queue_max: 16,
+    }))
+}
+
+fn register(fleet: &Fleet, number: usize, engine: &Engine) {
+    let entry = WorkerEntry {
+        worker: format!("w{number}").into(),
+        url: engine.url.clone(),
+        models: vec!["m".to_owned()],
+        loras: vec![Lora {
+            name: "adapter".to_owned(),
+            parent: Some("m".to_owned()),
+        }],
+        ranks: 1,
+        block_size: BlockSize::new(16),
+        blocks_per_rank: None,
+        max_model_len: None,
+        main_attention_only: true,
+        version: "0".to_owned(),
+    };
+    let worker = entry.worker.clone();
+    fleet.put(entry, Instant::now());
+    fleet.see(&worker, Sight::CheckPassed, Instant::now());
+}
+
+async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let server = Server {
+        listener,
+        router: router(Arc::clone(app)),
+        connections_max: 64,
+        connections: app.metrics.connections().clone(),
+    };
+    drop(TaskTracker::new().spawn(server.run(shutdown.clone(), connections.clone())));
+    url
+}

@@ -1,0 +1,375 @@
+//! Wiring: from a configuration to running tasks, and back to none.
+//!
+//! Shutdown has two phases. First the router says that it is not ready and accepts nothing more, and
+//! what is open may finish. When the drain time is over, what is left is cut.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread::available_parallelism;
+
+use anyhow::Context as _;
+use axum::Router;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Semaphore;
+use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use uuid::Uuid;
+use warmroute_proto::bus::Plane;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Generation, RouterId};
+
+use crate::accounts::{Desk, Outbox};
+use crate::admin::{self, Admin};
+use crate::audit::{Auditor, Rechecks};
+use crate::config::{Config, Limits};
+use crate::embedded::Embedded;
+use crate::fleet::Fleet;
+use crate::index_client::IndexClient;
+use crate::journal::Journal;
+use crate::metrics::Metrics;
+use crate::proxy::server::{Server, Shutdown};
+use crate::proxy::{self, App, Budget};
+use crate::ready::Ready;
+use crate::register::Registrar;
+use crate::route::{Core, Settings};
+use crate::tasks::Tasks;
+use crate::tokenize::Tokenizer;
+use crate::workers;
+
+/// How often the core lets time pass where no request does.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Below the 5 s for which uvicorn, vLLM's HTTP server, keeps an idle connection: the side that
+/// writes next should be the one that closes.
+const UPSTREAM_IDLE: Duration = Duration::from_secs(4);
+
+/// Few look at the admin port.
+const ADMIN_CONNECTIONS_MAX: usize = 256;
+
+/// What background tasks get to end in.
+const TASKS_END: Duration = Duration::from_secs(5);
+
+/// The addresses that the router listens on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    pub public: SocketAddr,
+    pub admin: SocketAddr,
+}
+
+/// A router whose tasks run.
+pub struct Running {
+    pub addresses: Addresses,
+    tasks: Tasks,
+    ready: Arc<Ready>,
+    shutdown: Shutdown,
+    connections: TaskTracker,
+    drain_timeout: Duration,
+}
+
+/// Runs until a signal comes or a task fails.
+pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
+    let running = Running::start(config).await?;
+    announce(running.addresses);
+    tokio::select! {
+        _ = terminate.recv() => tracing::info!("SIGTERM: draining"),
+        _ = interrupt.recv() => tracing::info!("SIGINT: draining"),
+        () = running.failed() => {}
+    }
+    running.stop().await
+}
+
+impl Running {
+    /// Binds, loads, spawns. Nothing is left behind where it fails before the tasks start.
+    pub async fn start(config: Config) -> anyhow::Result<Self> {
+        let public = bind(config.public).await?;
+        let admin = bind(config.admin).await?;
+        let addresses = Addresses {
+            public: public.local_addr().context("the public address")?,
+            admin: admin.local_addr().context("the admin address")?,
+        };
+        let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
+        let tokenizer = load_tokenizer(&config).await?;
+        let tasks = Tasks::new(Arc::clone(&metrics));
+        let embedded = Embedded::start(&config, &tasks)?;
+        let shutdown = Shutdown::default();
+        let connections = TaskTracker::new();
+        let parts = Parts::new(&config, &embedded, metrics, tokenizer)?;
+        let budget = Budget::new(
+            (config.limits.buffered_bytes, config.limits.body_bytes),
+            parts.metrics.buffered_bytes().clone(),
+            connections.clone(),
+            shutdown.force.clone(),
+        );
+        let ready = Arc::clone(&parts.ready);
+        let (app, admin_app) = parts.spawn(&config, &embedded, budget, &tasks);
+        let spawn = |name, listener, router, connections_max| {
+            let server = Server {
+                listener,
+                router,
+                connections_max,
+                connections: app.metrics.connections().clone(),
+            };
+            tasks.spawn(
+                name,
+                serve(server, shutdown.clone(), connections.clone(), &tasks),
+            );
+        };
+        let limits = config.limits;
+        spawn(
+            "public",
+            public,
+            proxy::router(Arc::clone(&app)),
+            limits.connections,
+        );
+        spawn("admin", admin, admin_app, ADMIN_CONNECTIONS_MAX);
+        Ok(Self {
+            addresses,
+            tasks,
+            ready,
+            shutdown,
+            connections,
+            drain_timeout: limits.drain_timeout,
+        })
+    }
+
+    /// A task ended that should not have.
+    pub async fn failed(&self) {
+        self.tasks.down.cancelled().await;
+    }
+
+    /// Both phases of the shutdown.
+    pub async fn stop(self) -> anyhow::Result<()> {
+        let failed = self.tasks.down.is_cancelled();
+        self.ready.stop();
+        self.shutdown.stop.cancel();
+        self.connections.close();
+        if timeout(self.drain_timeout, self.connections.wait())
+            .await
+            .is_err()
+        {
+            tracing::warn!(
+                left = self.connections.len(),
+                "drain time over, cutting the rest"
+            );
+            self.shutdown.force.cancel();
+            self.connections.wait().await;
+        }
+        if timeout(TASKS_END, self.tasks.end()).await.is_err() {
+            tracing::error!("some tasks do not end");
+        }
+        anyhow::ensure!(!failed, "a task ended early");
+        Ok(())
+    }
+}
+
+/// Serves until the shutdown begins, then waits to be told to end like any other task.
+fn serve(
+    server: Server,
+    shutdown: Shutdown,
+    connections: TaskTracker,
+    tasks: &Tasks,
+) -> impl Future<Output = ()> + Send + use<> {
+    let stop = tasks.stop.clone();
+    async move {
+        let told = shutdown.stop.clone();
+        server.run(shutdown, connections).await;
+        if told.is_cancelled() {
+            stop.cancelled().await;
+        }
+    }
+}
+
+/// What the tasks share.
+struct Parts {
+    desk: Arc<Desk>,
+    outbox: Outbox,
+    fleet: Arc<Fleet>,
+    index: IndexClient,
+    auditor: Arc<Auditor>,
+    rechecks: Rechecks,
+    journal: Arc<Journal>,
+    metrics: Arc<Metrics>,
+    client: reqwest::Client,
+    tokenizer: Option<Arc<Tokenizer>>,
+    ready: Arc<Ready>,
+    router: RouterId,
+    subjects: Subjects,
+}
+
+impl Parts {
+    fn new(
+        config: &Config,
+        embedded: &Embedded,
+        metrics: Arc<Metrics>,
+        tokenizer: Option<Arc<Tokenizer>>,
+    ) -> anyhow::Result<Self> {
+        let router = RouterId(Uuid::new_v4().into_bytes());
+        let (seed, _) = Uuid::new_v4().as_u64_pair();
+        let core = Core::new(Settings {
+            knobs: config.knobs.clone(),
+            router,
+            // Every start draws a new router id: this is its first life.
+            incarnation: Generation(1),
+            seed,
+        });
+        let (desk, outbox) = Desk::new(core, metrics.messages_dropped().clone());
+        let subjects = Subjects::new(&config.namespace);
+        let index = IndexClient::new(Arc::clone(&embedded.plane), subjects.query());
+        let journal = Arc::new(Journal::default());
+        let (auditor, rechecks) = Auditor::new(
+            Arc::clone(&desk),
+            Arc::clone(&journal),
+            Arc::clone(&metrics),
+            index.clone(),
+        );
+        Ok(Self {
+            fleet: Fleet::new(Arc::clone(&desk), config.block_size),
+            desk,
+            outbox,
+            index,
+            auditor: Arc::new(auditor),
+            rechecks,
+            journal,
+            metrics,
+            client: client(&config.limits).context("setting up the HTTP client")?,
+            tokenizer,
+            ready: Arc::default(),
+            router,
+            subjects,
+        })
+    }
+
+    /// Starts the background tasks; what the two ports serve.
+    fn spawn(
+        self,
+        config: &Config,
+        embedded: &Embedded,
+        budget: Budget,
+        tasks: &Tasks,
+    ) -> (Arc<App>, Router) {
+        let stop = &tasks.stop;
+        let plane = || Arc::clone(&embedded.plane);
+        tasks.spawn(
+            "load_publisher",
+            publish(self.outbox, plane(), self.subjects.load(), stop.clone()),
+        );
+        tasks.spawn("clock", tick(Arc::clone(&self.desk), stop.clone()));
+        tasks.spawn("rechecks", self.rechecks.run(stop.clone()));
+        tasks.spawn(
+            "registry",
+            workers::follow_registry(
+                Arc::clone(&self.fleet),
+                plane(),
+                self.subjects,
+                Arc::clone(&self.ready),
+                stop.clone(),
+            ),
+        );
+        tasks.spawn(
+            "health",
+            workers::check_health(
+                Arc::clone(&self.fleet),
+                self.client.clone(),
+                config.health_interval,
+                Arc::clone(&self.ready),
+                stop.clone(),
+            ),
+        );
+        let registrar = Registrar {
+            fleet: Arc::clone(&self.fleet),
+            client: self.client.clone(),
+            tokenizer: self.tokenizer.clone(),
+            block_size: config.block_size,
+            metrics: Arc::clone(&self.metrics),
+        };
+        tasks.spawn("registrar", registrar.run(stop.clone()));
+        let admin = Admin {
+            router: self.router,
+            desk: Arc::clone(&self.desk),
+            fleet: Arc::clone(&self.fleet),
+            journal: Arc::clone(&self.journal),
+            metrics: Arc::clone(&self.metrics),
+            ready: Arc::clone(&self.ready),
+            index: embedded.index.clone(),
+        };
+        let app = App {
+            desk: self.desk,
+            fleet: self.fleet,
+            index: self.index,
+            auditor: self.auditor,
+            journal: self.journal,
+            metrics: self.metrics,
+            budget,
+            client: self.client,
+            tokenizer: self.tokenizer,
+            policy: config.knobs.policy,
+            readers: Arc::new(Semaphore::new(
+                available_parallelism().map_or(1, usize::from),
+            )),
+            ready: self.ready,
+        };
+        (Arc::new(app), admin::router(Arc::new(admin)))
+    }
+}
+
+async fn publish(outbox: Outbox, plane: Arc<dyn Plane>, subject: String, stop: CancellationToken) {
+    tokio::select! {
+        () = stop.cancelled() => {}
+        () = outbox.run(plane, subject) => {}
+    }
+}
+
+async fn tick(desk: Arc<Desk>, stop: CancellationToken) {
+    let mut ticks = interval(TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            now = ticks.tick() => desk.core().tick(now.into_std()),
+        }
+    }
+}
+
+async fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address)
+        .await
+        .with_context(|| format!("listening on {address}"))
+}
+
+async fn load_tokenizer(config: &Config) -> anyhow::Result<Option<Arc<Tokenizer>>> {
+    let Some(path) = config.tokenizer.clone() else {
+        tracing::warn!("no --tokenizer: prompts in text are routed by load only");
+        return Ok(None);
+    };
+    let shown = path.display().to_string();
+    let load = move || Tokenizer::load(&path);
+    let tokenizer = tokio::task::spawn_blocking(load)
+        .await?
+        .with_context(|| format!("loading the tokenizer of {shown}"))?;
+    if !tokenizer.has_chat_template() {
+        tracing::warn!(
+            path = shown,
+            "no chat template: chats are routed by load only"
+        );
+    }
+    Ok(Some(Arc::new(tokenizer)))
+}
+
+/// The way to the engines. Nothing is followed, unpacked, sent through a proxy or timed as a whole:
+/// a stream may last an hour.
+fn client(limits: &Limits) -> reqwest::Result<reqwest::Client> {
+    reqwest::Client::builder()
+        .http1_only()
+        .no_proxy()
+        .redirect(reqwest::redirect::Policy::none())
+        .retry(reqwest::retry::never())
+        .referer(false)
+        .tcp_nodelay(true)
+        .connect_timeout(limits.connect_timeout)
+        .pool_idle_timeout(UPSTREAM_IDLE)
+        .build()
+}

@@ -1,0 +1,126 @@
+//! Two loops that keep the fleet true: one follows the registry, one asks every engine for its health.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
+use tokio_util::sync::CancellationToken;
+use warmroute_proto::bus::{Plane, PlaneError, RegistryEvent};
+use warmroute_proto::codec;
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::subject::Subjects;
+
+use crate::fleet::{Address, Fleet};
+use crate::health::Sight;
+use crate::ready::Ready;
+
+/// Until the plane is asked again.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// An engine's event loop stalls under load without being dead.
+const CHECK_DEADLINE: Duration = Duration::from_secs(5);
+
+/// A start does not wait longer for workers that do not answer.
+const SETTLE: Duration = Duration::from_secs(5);
+
+/// Follows the registry until stopped. While the plane is away the last known workers stay.
+pub(crate) async fn follow_registry(
+    fleet: Arc<Fleet>,
+    plane: Arc<dyn Plane>,
+    subjects: Subjects,
+    ready: Arc<Ready>,
+    stop: CancellationToken,
+) {
+    let follow = async {
+        loop {
+            match watch(&fleet, plane.as_ref(), &subjects, &ready).await {
+                Ok(()) => tracing::warn!("the registry's watch ended, begun again"),
+                Err(error) => tracing::warn!(%error, "the registry cannot be watched"),
+            }
+            sleep(RETRY).await;
+        }
+    };
+    // An event is taken in by one synchronous call: being dropped at an await harms nothing.
+    tokio::select! {
+        () = stop.cancelled() => {}
+        () = follow => {}
+    }
+}
+
+async fn watch(
+    fleet: &Fleet,
+    plane: &dyn Plane,
+    subjects: &Subjects,
+    ready: &Ready,
+) -> Result<(), PlaneError> {
+    let mut events = plane.watch(subjects.worker_keys()).await?;
+    while let Some(event) = events.next().await {
+        match event {
+            RegistryEvent::Put { key, entry } => match codec::decode::<WorkerEntry>(&entry.value) {
+                Ok(entry) => fleet.put(entry, Instant::now()),
+                Err(error) => tracing::error!(key, %error, "a worker's entry is unreadable"),
+            },
+            RegistryEvent::Gone { key } => {
+                if let Some(worker) = subjects.key_worker(&key) {
+                    fleet.gone(&worker);
+                }
+            }
+            RegistryEvent::Current => ready.registry_read(),
+        }
+    }
+    Ok(())
+}
+
+/// Asks every engine for its health, each at its own pace, until stopped.
+pub(crate) async fn check_health(
+    fleet: Arc<Fleet>,
+    client: reqwest::Client,
+    every: Duration,
+    ready: Arc<Ready>,
+    stop: CancellationToken,
+) {
+    let started = Instant::now();
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut asked = BTreeSet::new();
+    let mut answers = FuturesUnordered::new();
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            // A worker is looked at when it comes, not a period later.
+            () = fleet.changed_for_health() => {}
+            _ = ticks.tick() => {}
+            Some((address, sight)) = answers.next() => {
+                asked.remove(&address);
+                let Address { worker, .. } = address;
+                fleet.see(&worker, sight, Instant::now());
+                if fleet.view().usable {
+                    ready.workers_settled();
+                }
+                continue;
+            }
+        }
+        if started.elapsed() >= SETTLE {
+            ready.workers_settled();
+        }
+        for address in fleet.addresses() {
+            if asked.insert(address.clone()) {
+                answers.push(look(client.clone(), address));
+            }
+        }
+    }
+}
+
+async fn look(client: reqwest::Client, address: Address) -> (Address, Sight) {
+    let url = format!("{}/health", address.url);
+    let sight = match client.get(url).timeout(CHECK_DEADLINE).send().await {
+        Ok(response) if response.status().is_success() => Sight::CheckPassed,
+        Ok(_) => Sight::CheckFailed,
+        Err(error) if error.is_connect() && !error.is_timeout() => Sight::ConnectFailed,
+        Err(_) => Sight::CheckFailed,
+    };
+    (address, sight)
+}
