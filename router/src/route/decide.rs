@@ -80,6 +80,8 @@ pub struct Terms {
     pub rung: Rung,
     /// Capped credit.
     pub overlap: Tiers<u32>,
+    /// Expected from depth 0 on, uncapped and whatever is credited.
+    pub expected_blocks: u32,
     /// Expected beyond the credit.
     pub predicted_blocks: u32,
     pub prefill_blocks: f64,
@@ -191,8 +193,8 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms
     let overlap = cost::capped(run, credit_max);
     let overlap_blocks = cost::overlap_blocks(overlap);
     let overlap_value = cost::overlap_value(overlap, knobs.tier_weights);
-    let predicted = grounds.predictions.predicted(id, prompt.sampled());
-    let predicted_blocks = cost::predicted_beyond(predicted, overlap_blocks, credit_max);
+    let expected_blocks = grounds.predictions.predicted(id, prompt.sampled());
+    let predicted_blocks = cost::predicted_beyond(expected_blocks, overlap_blocks, credit_max);
     let prediction_blocks = cost::prediction_blocks(predicted_blocks);
 
     let bearing = grounds.slots.bearing(id);
@@ -212,6 +214,7 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms
         state: known.map_or(SourceState::Unknown, |known| known.state()),
         rung,
         overlap,
+        expected_blocks,
         predicted_blocks,
         prefill_blocks,
         prediction_blocks,

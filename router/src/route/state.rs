@@ -12,7 +12,7 @@ use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
 use super::candidates::{Drain, Fleet, Health, Model, Refusal};
-use super::cost::Knobs;
+use super::cost::{Knobs, overlap_blocks};
 use super::decide::{Decision, Grounds, Question, Rung, decide};
 use super::guard::SlotEvent;
 use super::ledger::{Ledger, LedgerError};
@@ -171,7 +171,7 @@ impl Core {
     ) -> Result<Admitted, AdmitError> {
         self.tick(now);
         let knowledge = match answer {
-            Some(answer) => self.take_in(answer, ask.prompt, now),
+            Some(answer) => self.take_in(answer, now),
             None => Knowledge::default(),
         };
         let question = Question {
@@ -194,6 +194,14 @@ impl Core {
             Rung::Index => self.rungs.index += 1,
             Rung::Prediction => self.rungs.prediction += 1,
             Rung::LoadOnly => self.rungs.load_only += 1,
+        }
+        // After the decision: it makes the same walks, and takes only what goes beyond the credit.
+        for terms in decision
+            .weighed
+            .iter()
+            .filter(|terms| terms.expected_blocks > 0)
+        {
+            self.end_counted(terms.source, ask.prompt, &knowledge);
         }
         self.open(ask.prompt, decision, now)
     }
@@ -255,7 +263,8 @@ impl Core {
         answer: &Answer,
         now: Instant,
     ) -> RecheckVerdict {
-        let knowledge = self.take_in(answer, prompt, now);
+        let knowledge = self.take_in(answer, now);
+        self.end_counted(recheck.claim.source, prompt, &knowledge);
         let known = knowledge.of(recheck.claim.source);
         let verdict = self.audit.recheck(recheck, known, now);
         if let (RecheckVerdict::Demote, Some(known)) = (verdict, known) {
@@ -315,19 +324,22 @@ impl Core {
         }
     }
 
-    /// Believes an answer as far as it deserves, and ends the predictions that it counts.
-    fn take_in(&mut self, answer: &Answer, prompt: &Prompt, now: Instant) -> Knowledge {
+    /// Believes an answer as far as it deserves.
+    fn take_in(&mut self, answer: &Answer, now: Instant) -> Knowledge {
         let knowledge = self.view.judge(&mut self.roster, answer, now);
         for &source in &knowledge.restarted {
             self.predictions.restarted(source);
         }
-        for (source, known) in knowledge.all() {
-            let credited = super::cost::overlap_blocks(known.run);
-            if credited > 0 {
-                self.predictions.counted(source, prompt.sampled(), credited);
-            }
-        }
         knowledge
+    }
+
+    /// Ends the prediction of a prompt at a source that the index counts already. Uncapped: a
+    /// prompt's last whole block is held, though it is never credited.
+    fn end_counted(&mut self, source: SourceId, prompt: &Prompt, knowledge: &Knowledge) {
+        if let Some(known) = knowledge.of(source) {
+            let held = overlap_blocks(known.run);
+            self.predictions.counted(source, prompt.sampled(), held);
+        }
     }
 
     fn open(
