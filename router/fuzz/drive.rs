@@ -1,0 +1,125 @@
+//! What a fuzzer does with bytes from outside; the corpus test does the same.
+#![allow(dead_code, reason = "each user of this file runs one of the functions")]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use warmroute_router::openai::{
+    Event, Prompt, Prompts, Route, SpecialTokens, SseSplitter, StreamWatch, Usage, parse,
+};
+use warmroute_router::tokenize::{ChatTemplates, CivilTime, Tokenizer};
+
+const TEMPLATES: [&str; 6] = [
+    include_str!("../testdata/templates/chatml_tools.jinja"),
+    include_str!("../testdata/templates/qwen3_thinking.jinja"),
+    include_str!("../testdata/templates/llama31_tools.jinja"),
+    include_str!("../testdata/templates/glm4.jinja"),
+    include_str!("../testdata/templates/gpt_oss.jinja"),
+    include_str!("../testdata/templates/xml_tools.jinja"),
+];
+
+fn tokenizer() -> &'static Tokenizer {
+    static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
+    TOKENIZER.get_or_init(|| {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .ancestors()
+            .find_map(|directory| {
+                Some(directory.join("tests/fixtures/tiny")).filter(|fixture| fixture.is_dir())
+            });
+        Tokenizer::load(&fixture.expect("fixture")).expect("tokenizer")
+    })
+}
+
+fn templates() -> &'static [ChatTemplates] {
+    static COMPILED: OnceLock<Vec<ChatTemplates>> = OnceLock::new();
+    COMPILED.get_or_init(|| {
+        let tokens = BTreeMap::from([("bos_token".to_owned(), "<|begin_of_text|>".to_owned())]);
+        let compile = |source: &str| ChatTemplates::single(source.to_owned(), tokens.clone());
+        TEMPLATES
+            .iter()
+            .map(|source| compile(source).expect("template"))
+            .collect()
+    })
+}
+
+/// A chat body: parsed, forwarded, rendered by several templates, encoded.
+pub(crate) fn chat(data: &[u8]) {
+    let Ok(request) = parse(Route::ChatCompletions, data) else {
+        return;
+    };
+    check_forwarded(&request.forward_body());
+    let Prompt::Chat(parts) = &request.prompt else {
+        panic!("a chat is a chat")
+    };
+    for templates in templates() {
+        if let Ok(text) = templates.render(parts, CivilTime::from_unix(1_772_874_302))
+            && text.len() < 1 << 16
+        {
+            let ids = tokenizer()
+                .encode(&text, parts.special_tokens)
+                .expect("bytes always encode");
+            assert!(ids.len() <= text.len());
+        }
+    }
+}
+
+/// A completion body: parsed, forwarded, encoded.
+pub(crate) fn completion(data: &[u8]) {
+    let Ok(request) = parse(Route::Completions, data) else {
+        return;
+    };
+    check_forwarded(&request.forward_body());
+    let Prompt::Completion(parts) = &request.prompt else {
+        panic!("a completion is one")
+    };
+    if let Prompts::Texts(texts) = &parts.prompts {
+        for text in texts {
+            let ids = tokenizer()
+                .encode(text, SpecialTokens::Omit)
+                .expect("bytes always encode");
+            assert!(ids.len() <= text.len());
+        }
+    }
+}
+
+fn check_forwarded(body: &[u8]) {
+    let forwarded: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    assert!(
+        forwarded["vllm_xargs"]
+            .get("kv_cache_report_mode")
+            .is_none()
+    );
+}
+
+/// A stream: the first byte is the size of the chunks that the rest comes in.
+pub(crate) fn sse(data: &[u8]) {
+    let Some((size, stream)) = data.split_first() else {
+        return;
+    };
+    let size = usize::from(*size).max(1);
+    let events = |chunks: &mut dyn Iterator<Item = &[u8]>| {
+        let (mut splitter, mut found) = (SseSplitter::default(), Vec::new());
+        let mut keep = |event: Event<'_>| match event {
+            Event::Whole(bytes) => found.push(bytes.to_vec()),
+            Event::Oversized(_) => found.push(Vec::new()),
+        };
+        for chunk in chunks {
+            splitter.push(chunk, &mut keep);
+        }
+        splitter.finish(&mut keep);
+        found
+    };
+    assert_eq!(
+        events(&mut stream.chunks(size)),
+        events(&mut std::iter::once(stream))
+    );
+    let mut watch = StreamWatch::default();
+    let firsts = stream
+        .chunks(size)
+        .filter(|chunk| watch.push(chunk))
+        .count();
+    assert!(firsts <= 1);
+    watch.finish();
+    let _usage: Option<Usage> = Usage::from_json(stream);
+}
