@@ -195,13 +195,9 @@ impl Core {
             Rung::Prediction => self.rungs.prediction += 1,
             Rung::LoadOnly => self.rungs.load_only += 1,
         }
-        // After the decision: it makes the same walks, and takes only what goes beyond the credit.
-        for terms in decision
-            .weighed
-            .iter()
-            .filter(|terms| terms.expected_blocks > 0)
-        {
-            self.end_counted(terms.source, ask.prompt, &knowledge);
+        // After the decision: it made the same walks, and takes only what goes beyond the credit.
+        for terms in &decision.weighed {
+            self.end_counted(terms.source, ask.prompt, terms.expected_blocks, &knowledge);
         }
         self.open(ask.prompt, decision, now)
     }
@@ -264,11 +260,13 @@ impl Core {
         now: Instant,
     ) -> RecheckVerdict {
         let knowledge = self.take_in(answer, now);
-        self.end_counted(recheck.claim.source, prompt, &knowledge);
-        let known = knowledge.of(recheck.claim.source);
+        let source = recheck.claim.source;
+        let expected_blocks = self.predictions.predicted(source, prompt.sampled());
+        self.end_counted(source, prompt, expected_blocks, &knowledge);
+        let known = knowledge.of(source);
         let verdict = self.audit.recheck(recheck, known, now);
         if let (RecheckVerdict::Demote, Some(known)) = (verdict, known) {
-            self.view.demote(recheck.claim.source, known.generation);
+            self.view.demote(source, known.generation);
         }
         verdict
     }
@@ -333,11 +331,20 @@ impl Core {
         knowledge
     }
 
-    /// Ends the prediction of a prompt at a source that the index counts already. Uncapped: a
-    /// prompt's last whole block is held, though it is never credited.
-    fn end_counted(&mut self, source: SourceId, prompt: &Prompt, knowledge: &Knowledge) {
-        if let Some(known) = knowledge.of(source) {
-            let held = overlap_blocks(known.run);
+    /// Ends what is expected of a prompt at a source, if the index counts all of it already: what is
+    /// shorter than the rest stays hidden behind it. Uncapped: a prompt's last whole block is held,
+    /// though it is never credited.
+    fn end_counted(
+        &mut self,
+        source: SourceId,
+        prompt: &Prompt,
+        expected_blocks: u32,
+        knowledge: &Knowledge,
+    ) {
+        let held = knowledge
+            .of(source)
+            .map_or(0, |known| overlap_blocks(known.run));
+        if expected_blocks > 0 && held >= expected_blocks {
             self.predictions.counted(source, prompt.sampled(), held);
         }
     }
