@@ -1,5 +1,9 @@
 //! Replays the committed fuzz corpus, so that what a fuzzer once found stays found.
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "a test without a test module")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test without a test module"
+)]
 
 use std::path::Path;
 

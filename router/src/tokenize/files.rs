@@ -41,8 +41,9 @@ pub(crate) fn read(path: &Path) -> Result<Files, FileError> {
         });
     }
     let mut config = object(&path.join("tokenizer_config.json"))?.unwrap_or_default();
-    for (name, value) in object(&path.join("special_tokens_map.json"))?.unwrap_or_default() {
-        config.entry(name).or_insert(value);
+    // A file of earlier times, read only where the configuration does not list its tokens by id.
+    if !config.contains_key("added_tokens_decoder") {
+        config.extend(object(&path.join("special_tokens_map.json"))?.unwrap_or_default());
     }
     let templates = templates(path, config.remove("chat_template"))?;
     Ok(Files {
@@ -151,3 +152,6 @@ fn object(path: &Path) -> Result<Option<Map<String, Value>>, FileError> {
             reason: error.to_string(),
         })
 }
+
+#[cfg(test)]
+mod tests;

@@ -89,3 +89,40 @@ fn full(value: &Value) -> Option<AddedToken> {
             .normalized(flag("normalized").unwrap_or(!special)),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn tokenizer() -> Tokenizer {
+        let definition = json!({"version": "1.0", "added_tokens": [
+            {"id": 3, "content": "<eos>", "single_word": false, "lstrip": false, "rstrip": false,
+             "normalized": false, "special": true}],
+            "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "<pad>": 2}, "merges": []}});
+        Tokenizer::from_bytes(definition.to_string()).unwrap()
+    }
+
+    fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+        tokenizer
+            .encode_fast(text, false)
+            .unwrap()
+            .get_ids()
+            .to_vec()
+    }
+
+    #[test]
+    fn tokens_that_only_the_configuration_knows_are_added() {
+        let config = json!({"eos_token": "<eos>", "pad_token": {"content": "<pad>"},
+            "bos_token": null, "add_bos_token": true, "extra_special_tokens": ["<new>"],
+            "added_tokens_decoder": {"3": {"content": "<eos>", "special": true}}});
+        let Value::Object(config) = config else {
+            panic!("an object")
+        };
+        let mut tokenizer = tokenizer();
+        register(&mut tokenizer, &config).unwrap();
+        assert_eq!(ids(&tokenizer, "a<pad>b<new><eos>"), [0, 2, 1, 4, 3]);
+        let names: Vec<_> = named(&config).into_keys().collect();
+        assert_eq!(names, ["eos_token", "pad_token"]);
+    }
+}

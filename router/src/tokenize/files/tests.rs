@@ -1,0 +1,112 @@
+use std::path::PathBuf;
+
+use super::*;
+
+/// A directory that goes with the test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str, files: &[(&str, &str)]) -> Self {
+        let directory = format!("warmroute-tokenizer-{}-{name}", std::process::id());
+        let path = std::env::temp_dir().join(directory);
+        for (file, content) in [("tokenizer.json", "{}")].iter().chain(files) {
+            let file = path.join(file);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, content).unwrap();
+        }
+        Self(path)
+    }
+
+    fn read(&self) -> Files {
+        read(&self.0).unwrap()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+fn named(entries: &[(&str, &str)]) -> Templates {
+    Templates::Named(
+        entries
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+            .collect(),
+    )
+}
+
+const CONFIG: (&str, &str) = ("tokenizer_config.json", r#"{"chat_template":"configured"}"#);
+const JINJA: (&str, &str) = ("chat_template.jinja", "file");
+const EXTRA: (&str, &str) = ("additional_chat_templates/tool_use.jinja", "tools");
+
+/// A name, files with their content, and what is read of them.
+type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], Templates);
+
+#[test]
+fn template_files_come_before_the_configuration() {
+    let legacy = ("chat_template.json", r#"{"chat_template":"legacy"}"#);
+    let list = (
+        "tokenizer_config.json",
+        r#"{"chat_template":[{"name":"default","template":"d"},{"name":"rag","template":"r"}]}"#,
+    );
+    let single = |text: &str| Templates::Single(text.to_owned());
+    let cases: [Case<'_>; 7] = [
+        ("none", &[], Templates::None),
+        ("config", &[CONFIG], single("configured")),
+        ("jinja", &[CONFIG, legacy, JINJA], single("file")),
+        ("legacy", &[CONFIG, legacy], single("legacy")),
+        ("list", &[list], named(&[("default", "d"), ("rag", "r")])),
+        (
+            "extra",
+            &[CONFIG, JINJA, EXTRA],
+            named(&[("default", "file"), ("tool_use", "tools")]),
+        ),
+        (
+            "only_extra",
+            &[CONFIG, EXTRA],
+            named(&[("tool_use", "tools")]),
+        ),
+    ];
+    for (name, files, expected) in cases {
+        assert_eq!(
+            Scratch::new(name, files).read().templates,
+            expected,
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn the_map_of_special_tokens_counts_only_without_a_list_by_id() {
+    let map = (
+        "special_tokens_map.json",
+        r#"{"eos_token":"new","pad_token":"pad"}"#,
+    );
+    let old = ("tokenizer_config.json", r#"{"eos_token":"old"}"#);
+    let config = Scratch::new("map", &[old, map]).read().config;
+    assert_eq!(
+        (config["eos_token"].as_str(), config["pad_token"].as_str()),
+        (Some("new"), Some("pad"))
+    );
+    let listed = (
+        "tokenizer_config.json",
+        r#"{"eos_token":"old","added_tokens_decoder":{}}"#,
+    );
+    let config = Scratch::new("listed", &[listed, map]).read().config;
+    assert_eq!(config["eos_token"].as_str(), Some("old"));
+    assert!(!config.contains_key("pad_token"));
+}
+
+#[test]
+fn broken_files_are_named() {
+    let scratch = Scratch::new("broken", &[("tokenizer_config.json", "{")]);
+    let error = read(&scratch.0).unwrap_err().to_string();
+    assert!(error.contains("tokenizer_config.json"), "{error}");
+    let scratch = Scratch::new(
+        "kind",
+        &[("tokenizer_config.json", r#"{"chat_template":5}"#)],
+    );
+    assert!(matches!(read(&scratch.0), Err(FileError::Json { .. })));
+}
