@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod mirror;
+pub mod source;
 pub mod wire;
 
 #[cfg(test)]

@@ -67,6 +67,10 @@ impl Reader {
 
     /// Held, or above a held one: an indexer need not remember anything else.
     fn knows(&self, prefix: PrefixHash) -> bool {
+        let is_held = |tier: &Tier| self.held.contains_key(&(prefix, *tier));
+        if Tier::ALL.iter().any(is_held) {
+            return true;
+        }
         self.held.keys().any(|&(held, _)| {
             let mut at = Some(held);
             while let Some(node) = at {

@@ -196,5 +196,17 @@ impl Batch {
     }
 }
 
+/// The rank that a payload names, without a look at its events.
+#[must_use]
+pub fn rank_of(payload: &[u8]) -> Option<u32> {
+    let mut cursor = Cursor::new(payload);
+    if cursor.array().ok()? < 3 {
+        return None;
+    }
+    cursor.skip().ok()?;
+    cursor.skip().ok()?;
+    cursor.u32().ok()
+}
+
 #[cfg(test)]
 mod tests;

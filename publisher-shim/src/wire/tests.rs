@@ -59,7 +59,7 @@ fn since(sample: &Value, first: u32) -> bool {
 
 fn rich(sample: &Value) -> Stored {
     let minor = vllm_minor(sample);
-    let named = minor.map_or(is_sglang(sample, "0.5.23"), |minor| minor >= 14);
+    let named = since(sample, 14) || is_sglang(sample, "0.5.23");
     let mut stored = plain(sample);
     stored.parent = Some(EngineHash(7));
     stored.lora = if named {

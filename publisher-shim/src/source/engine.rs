@@ -1,0 +1,493 @@
+//! The engine's side of a source: which batches are applied, and what proves that none is missing.
+//!
+//! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise it
+//! speaks of another life of the engine. After a disconnect, and at every gap, nothing is applied
+//! but what a replay brings until that check has passed; live batches that arrive meanwhile are held,
+//! within a bound. A hole in a replay is asked for again; one that stays cannot be filled, and what
+//! the engine holds is then unknown. The same replay, each idle second, is the proof that nothing
+//! was lost before a silence.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use warmroute_proto::EngineSeq;
+
+use super::ring::{Known, Ring};
+use super::{Config, Effect, Reason, ReplayId, SourceCore};
+use crate::mirror::Start;
+use crate::wire::{self, Batch};
+
+/// Silence after which a replay asks whether something was lost.
+const POLL_EVERY: Duration = Duration::from_secs(1);
+/// Silence within a replay after which no more is expected of it.
+const REPLAY_PATIENCE: Duration = Duration::from_millis(1500);
+/// A hole is asked for so often in all.
+const TRIES: u32 = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    Down,
+    /// What the engine's life is, or what is missing, is being asked.
+    Checking,
+    Following,
+}
+
+/// A replay under way.
+#[derive(Clone, Copy, Debug)]
+struct Replay {
+    id: ReplayId,
+    from: EngineSeq,
+    started: Instant,
+    deadline: Instant,
+    /// The batch at its start was returned, byte for byte, or there is none to compare with.
+    is_same_life: bool,
+    has_answers: bool,
+    made_progress: bool,
+    /// The first batch behind a hole. Nothing behind it is applied.
+    behind_hole: Option<EngineSeq>,
+}
+
+#[derive(Debug)]
+pub(super) struct Engine {
+    has_replay: bool,
+    /// A message without a sequence number was seen.
+    is_unsequenced: bool,
+    is_connected: bool,
+    was_connected: bool,
+    link: Link,
+    applied: Ring,
+    /// Where to begin when nothing of this life is applied: 0, or behind a hole.
+    resume_from: EngineSeq,
+    replay: Option<Replay>,
+    replays: u64,
+    tries: u32,
+    next_replay: Option<Instant>,
+    held: VecDeque<(EngineSeq, Bytes)>,
+    held_bytes: usize,
+    /// Live batches are known to be lost.
+    has_loss: bool,
+    proof: Option<Instant>,
+}
+
+impl Engine {
+    pub(super) const fn new(config: &Config) -> Self {
+        Self {
+            has_replay: config.has_replay,
+            is_unsequenced: false,
+            is_connected: false,
+            was_connected: false,
+            link: Link::Down,
+            applied: Ring::new(),
+            resume_from: EngineSeq(0),
+            replay: None,
+            replays: 0,
+            tries: 0,
+            next_replay: None,
+            held: VecDeque::new(),
+            held_bytes: 0,
+            has_loss: false,
+            proof: None,
+        }
+    }
+
+    pub(super) const fn last(&self) -> Option<EngineSeq> {
+        self.applied.last()
+    }
+
+    pub(super) const fn is_connected(&self) -> bool {
+        self.is_connected
+    }
+
+    /// A lost tail cannot be seen.
+    pub(super) const fn is_unverified(&self) -> bool {
+        !self.can_check()
+    }
+
+    pub(super) fn proof_age(&self, now: Instant) -> Option<Duration> {
+        self.proof.map(|proof| now.saturating_duration_since(proof))
+    }
+
+    pub(super) const fn drop_proof(&mut self) {
+        self.proof = None;
+    }
+
+    const fn can_check(&self) -> bool {
+        self.has_replay && !self.is_unsequenced
+    }
+
+    fn hold(&mut self, seq: EngineSeq, payload: Bytes, bytes_max: usize) -> bool {
+        if self.held_bytes + payload.len() > bytes_max {
+            self.has_loss = true;
+            return false;
+        }
+        self.held_bytes += payload.len();
+        self.held.push_back((seq, payload));
+        true
+    }
+
+    fn drop_held(&mut self) {
+        self.held.clear();
+        self.held_bytes = 0;
+    }
+}
+
+impl SourceCore {
+    /// The live socket has a connection.
+    pub fn connected(&mut self, now: Instant) {
+        let again = self.engine.was_connected;
+        self.engine.is_connected = true;
+        self.engine.was_connected = true;
+        if self.engine.can_check() {
+            self.check(now);
+        } else {
+            if again {
+                self.unseen_loss(now);
+            }
+            self.engine.link = Link::Following;
+        }
+        self.settle(now);
+    }
+
+    /// The live socket lost its connection: the engine may be another one when it is back.
+    pub fn disconnected(&mut self, now: Instant) {
+        self.engine.is_connected = false;
+        self.engine.link = Link::Down;
+        self.engine.replay = None;
+        self.engine.drop_proof();
+        self.settle(now);
+    }
+
+    /// A live message.
+    pub fn live(&mut self, now: Instant, topic: &[u8], seq: Option<EngineSeq>, payload: Bytes) {
+        if let Some(wanted) = &self.config.topic
+            && wanted.as_bytes() != topic
+        {
+            self.counters.other_topic += 1;
+        } else if self.is_of_other_rank(&payload) {
+            self.counters.other_rank += 1;
+        } else {
+            self.live_payload(now, seq, payload);
+        }
+        self.settle(now);
+    }
+
+    /// Live messages were lost before they got here, or could not be read.
+    pub fn live_lost(&mut self, now: Instant) {
+        if self.engine.can_check() {
+            self.engine.has_loss = true;
+            if self.engine.link == Link::Following {
+                self.check(now);
+            }
+        } else {
+            self.unseen_loss(now);
+        }
+        self.settle(now);
+    }
+
+    /// A message of a replay's answer, in the order of arrival.
+    pub fn replay_batch(&mut self, now: Instant, id: ReplayId, seq: EngineSeq, payload: &[u8]) {
+        let Some(mut replay) = self.engine.replay.filter(|replay| replay.id == id) else {
+            return;
+        };
+        replay.deadline = now + REPLAY_PATIENCE;
+        replay.has_answers = true;
+        self.engine.replay = Some(replay);
+        if replay.behind_hole.is_none() {
+            self.replayed(now, replay, seq, payload);
+        }
+        self.settle(now);
+    }
+
+    /// The end marker of a replay.
+    pub fn replay_end(&mut self, now: Instant, id: ReplayId) {
+        let Some(replay) = self.engine.replay.take_if(|replay| replay.id == id) else {
+            return;
+        };
+        if let Some(behind) = replay.behind_hole {
+            self.hole(now, replay, behind);
+        } else if replay.is_same_life {
+            if !replay.has_answers && self.engine.last().is_none() {
+                self.nothing_published(now, replay);
+            } else {
+                self.check_passed(now, replay);
+            }
+        } else {
+            self.another_life(now);
+        }
+        self.settle(now);
+    }
+
+    /// A replay could not be asked for, or its answer broke off.
+    pub fn replay_failed(&mut self, now: Instant, id: ReplayId) {
+        let Some(replay) = self.engine.replay.take_if(|replay| replay.id == id) else {
+            return;
+        };
+        match replay.behind_hole {
+            Some(behind) => self.hole(now, replay, behind),
+            None if replay.has_answers && replay.is_same_life => self.check_passed(now, replay),
+            None => self.counters.replays_unanswered += 1,
+        }
+        self.settle(now);
+    }
+
+    pub(super) fn engine_tick(&mut self, now: Instant) {
+        if let Some(replay) = self.engine.replay
+            && replay.deadline <= now
+        {
+            self.replay_failed(now, replay.id);
+        }
+        let is_due = self.engine.next_replay.is_none_or(|due| due <= now);
+        let is_up = self.engine.link != Link::Down && self.engine.can_check();
+        if is_up && is_due && self.engine.replay.is_none() {
+            self.request_replay(now);
+        }
+    }
+
+    fn is_of_other_rank(&self, payload: &[u8]) -> bool {
+        let named = self.config.rank.zip(wire::rank_of(payload));
+        named.is_some_and(|(own, named)| own != named)
+    }
+
+    fn live_payload(&mut self, now: Instant, seq: Option<EngineSeq>, payload: Bytes) {
+        let Some(seq) = seq else {
+            self.unsequenced(now, &payload);
+            return;
+        };
+        match self.engine.link {
+            Link::Down | Link::Checking => {
+                if !self.engine.hold(seq, payload, self.config.held_bytes_max) {
+                    self.counters.held_dropped += 1;
+                }
+            }
+            Link::Following => self.in_order(now, seq, &payload),
+        }
+    }
+
+    fn unsequenced(&mut self, now: Instant, payload: &[u8]) {
+        if !self.engine.is_unsequenced {
+            self.engine.is_unsequenced = true;
+            self.engine.replay = None;
+            self.engine.link = Link::Following;
+            self.unseen_loss(now);
+        }
+        self.apply(now, payload);
+    }
+
+    /// A live batch while everything before it should be applied.
+    fn in_order(&mut self, now: Instant, seq: EngineSeq, payload: &[u8]) {
+        let can_check = self.engine.can_check();
+        let Some(last) = self.engine.last() else {
+            if seq == EngineSeq(0) && self.engine.resume_from == EngineSeq(0) {
+                self.mirror.begin(Start::Empty);
+            } else if can_check && seq > self.engine.resume_from {
+                self.gap(now);
+                return;
+            }
+            self.apply_next(now, seq, payload);
+            self.engine.proof = Some(now);
+            return;
+        };
+        if seq == last.next() {
+            self.apply_next(now, seq, payload);
+            self.engine.proof = Some(now);
+            self.engine.next_replay = Some(now + POLL_EVERY);
+        } else if seq > last {
+            self.gap(now);
+            if !can_check {
+                self.apply_next(now, seq, payload);
+            }
+        } else {
+            match self.engine.applied.compare(seq, payload) {
+                Known::Same => self.counters.duplicates += 1,
+                Known::TooOld if can_check => self.check(now),
+                Known::Different | Known::TooOld => {
+                    self.another_life(now);
+                    if !can_check {
+                        self.in_order(now, seq, payload);
+                    }
+                }
+            }
+        }
+    }
+
+    fn gap(&mut self, now: Instant) {
+        self.counters.gaps += 1;
+        if self.engine.can_check() {
+            self.check(now);
+        } else {
+            self.counters.gaps_unfilled += 1;
+            self.forget(now, Reason::GapUnfilled);
+        }
+    }
+
+    /// Something may have been lost, and nothing can tell.
+    fn unseen_loss(&mut self, now: Instant) {
+        self.engine.applied.clear();
+        self.mirror.begin(Start::Unknown);
+        self.engine.resume_from = EngineSeq(0);
+        self.new_generation(now, Reason::LossUnseen);
+    }
+
+    fn forget(&mut self, now: Instant, reason: Reason) {
+        self.mirror.forget();
+        self.engine.applied.clear();
+        self.engine.drop_proof();
+        self.new_generation(now, reason);
+    }
+
+    /// The engine is not the one that was followed.
+    fn another_life(&mut self, now: Instant) {
+        self.counters.restarts += 1;
+        self.engine.applied.clear();
+        self.engine.resume_from = EngineSeq(0);
+        self.engine.tries = 0;
+        self.engine.drop_proof();
+        self.engine.drop_held();
+        self.mirror.begin(Start::Unknown);
+        self.new_generation(now, Reason::EngineRestarted);
+        if self.engine.can_check() {
+            self.check(now);
+        }
+    }
+
+    /// Stops applying live batches until a replay has come to its end.
+    fn check(&mut self, now: Instant) {
+        self.engine.link = Link::Checking;
+        self.request_replay(now);
+    }
+
+    fn request_replay(&mut self, now: Instant) {
+        // What waits was published before this request: its answer will have it.
+        self.engine.drop_held();
+        self.engine.has_loss = false;
+        self.engine.replays += 1;
+        self.counters.replays += 1;
+        let last = self.engine.last();
+        let replay = Replay {
+            id: ReplayId(self.engine.replays),
+            from: last.unwrap_or(self.engine.resume_from),
+            started: now,
+            deadline: now + REPLAY_PATIENCE,
+            is_same_life: last.is_none(),
+            has_answers: false,
+            made_progress: false,
+            behind_hole: None,
+        };
+        self.engine.replay = Some(replay);
+        self.engine.next_replay = Some(now + POLL_EVERY);
+        self.effects.push_back(Effect::Replay {
+            id: replay.id,
+            from: replay.from,
+        });
+    }
+
+    fn replayed(&mut self, now: Instant, mut replay: Replay, seq: EngineSeq, payload: &[u8]) {
+        match self.engine.last() {
+            None => {
+                // Nothing of this life is applied: the mirror is empty, and what came before this
+                // batch, if anything, is not to be had.
+                let is_first = seq == EngineSeq(0);
+                self.mirror.begin(if is_first {
+                    Start::Empty
+                } else {
+                    Start::Unknown
+                });
+                self.apply_next(now, seq, payload);
+                replay.made_progress = true;
+            }
+            Some(last) if seq <= last => match self.engine.applied.compare(seq, payload) {
+                Known::Same => replay.is_same_life |= seq == replay.from,
+                Known::Different => {
+                    self.another_life(now);
+                    return;
+                }
+                Known::TooOld => {}
+            },
+            Some(last) if seq == last.next() && replay.is_same_life => {
+                self.apply_next(now, seq, payload);
+                replay.made_progress = true;
+            }
+            Some(_) => {
+                replay.behind_hole = Some(seq);
+                self.engine.link = Link::Checking;
+            }
+        }
+        self.engine.replay = Some(replay);
+    }
+
+    /// The engine lives and has published nothing from the place asked for on.
+    fn nothing_published(&mut self, now: Instant, replay: Replay) {
+        if replay.from == EngineSeq(0) {
+            if self.mirror.digest().count == 0 {
+                self.mirror.begin(Start::Empty);
+            }
+            self.check_passed(now, replay);
+        } else {
+            // The batch behind a hole was there before: its buffer is another one.
+            self.another_life(now);
+        }
+    }
+
+    fn check_passed(&mut self, now: Instant, replay: Replay) {
+        self.engine.tries = 0;
+        self.engine.link = Link::Following;
+        self.engine.proof = self.engine.proof.max(Some(replay.started));
+        let held = std::mem::take(&mut self.engine.held);
+        self.engine.held_bytes = 0;
+        if self.engine.has_loss {
+            self.check(now);
+            return;
+        }
+        for (seq, payload) in held {
+            // A gap among them asks for a replay, which then brings the rest.
+            if self.engine.link == Link::Following {
+                self.in_order(now, seq, &payload);
+            }
+        }
+    }
+
+    fn hole(&mut self, now: Instant, replay: Replay, behind: EngineSeq) {
+        if replay.made_progress {
+            self.engine.tries = 0;
+        }
+        self.engine.tries += 1;
+        if self.engine.tries >= TRIES {
+            self.engine.tries = 0;
+            self.counters.gaps_unfilled += 1;
+            // If even the life could not be checked, the new one is asked for from its beginning.
+            self.engine.resume_from = if replay.is_same_life {
+                behind
+            } else {
+                EngineSeq(0)
+            };
+            self.forget(now, Reason::GapUnfilled);
+        }
+        self.check(now);
+    }
+
+    fn apply_next(&mut self, now: Instant, seq: EngineSeq, payload: &[u8]) {
+        self.engine.applied.push(seq, payload);
+        self.apply(now, payload);
+    }
+
+    fn apply(&mut self, now: Instant, payload: &[u8]) {
+        self.counters.batches += 1;
+        let Ok(batch) = Batch::decode(payload) else {
+            self.counters.payloads_malformed += 1;
+            self.mirror.doubt();
+            return;
+        };
+        match self.mirror.apply(&batch) {
+            Ok(changes) => {
+                if !self.publisher.add(changes) {
+                    self.new_generation(now, Reason::OutboxFull);
+                }
+                // So that a long replay fills records as it goes.
+                let present = self.present(now);
+                self.publisher.pump(now, present, &mut self.effects);
+            }
+            Err(sign) => self.new_generation(now, Reason::Sign(sign)),
+        }
+    }
+}

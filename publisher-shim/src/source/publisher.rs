@@ -1,0 +1,354 @@
+//! From changes to the log: generations, records, and the window of those not acknowledged.
+//!
+//! Pure. A generation is first claimed, then opened with an image; while it is being claimed changes
+//! are not kept, as the image will have them. One ordered window; a failed append sends it and
+//! everything behind it again, byte for byte. Bytes are bounded: when too many wait, all of them are
+//! dropped and one new generation replaces them.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use warmroute_proto::codec::{self, RECORD_BYTES_MAX};
+use warmroute_proto::{
+    Change, Digest, EngineSeq, Generation, Record, RecordNumber, Source, TierState, TierStates,
+    Tiers,
+};
+
+use super::pack;
+use super::{AppendId, Effect};
+
+/// Records under way at once: below what a sequencing reader remembers.
+const WINDOW_MAX: usize = 64;
+/// After a failed append or claim.
+const RETRY: Duration = Duration::from_millis(200);
+
+/// The source as of one record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Point {
+    pub number: RecordNumber,
+    pub engine_seq: Option<EngineSeq>,
+    /// What could be vouched for, whatever the age of the proof.
+    pub states: TierStates,
+    pub after: Digest,
+}
+
+/// What the source is when records are cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Present {
+    pub(super) engine_seq: Option<EngineSeq>,
+    /// Whatever the age of the proof.
+    pub(super) sound: TierStates,
+    /// As it may be claimed now.
+    pub(super) claimed: TierStates,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Somebody else may hold the lease: say nothing.
+    Silent,
+    /// Wants a generation; the time at which to ask, or none while the answer is awaited.
+    Claiming(Option<Instant>),
+    Open,
+}
+
+#[derive(Debug)]
+struct Outgoing {
+    payload: Bytes,
+    point: Point,
+    is_image: bool,
+    is_acknowledged: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Publisher {
+    source: Source,
+    bytes_max: usize,
+    phase: Phase,
+    generation: Generation,
+    /// No generation up to here may be used again.
+    fence: Generation,
+    next: RecordNumber,
+    window: VecDeque<Outgoing>,
+    /// How many of the window's first were handed out.
+    sent: usize,
+    /// Counts failures, so that late answers of an earlier round are told apart.
+    attempt: u32,
+    retry: Option<Instant>,
+    /// Bytes in the window that are no image, and those that wait to be cut.
+    waiting_bytes: usize,
+    pending: Vec<Change>,
+    pending_bytes: usize,
+    /// After everything that was cut.
+    digests: Tiers<Digest>,
+    /// States and sequence of the last record cut.
+    told: Option<Point>,
+    acknowledged: Option<Point>,
+}
+
+impl Publisher {
+    pub(super) fn new(source: Source, bytes_max: usize) -> Self {
+        Self {
+            source,
+            bytes_max,
+            phase: Phase::Silent,
+            generation: Generation(0),
+            fence: Generation(0),
+            next: RecordNumber(0),
+            window: VecDeque::new(),
+            sent: 0,
+            attempt: 0,
+            retry: None,
+            waiting_bytes: 0,
+            pending: Vec::new(),
+            pending_bytes: 0,
+            digests: Tiers::default(),
+            told: None,
+            acknowledged: None,
+        }
+    }
+
+    pub(super) const fn is_open(&self) -> bool {
+        matches!(self.phase, Phase::Open)
+    }
+
+    pub(super) const fn is_silent(&self) -> bool {
+        matches!(self.phase, Phase::Silent)
+    }
+
+    /// The generation in use or last used; none before the first.
+    pub(super) fn generation(&self) -> Option<Generation> {
+        (self.generation > Generation(0)).then_some(self.generation)
+    }
+
+    pub(super) const fn acknowledged_point(&self) -> Option<Point> {
+        self.acknowledged
+    }
+
+    /// Everything that was told is acknowledged.
+    pub(super) fn is_idle(&self) -> bool {
+        self.is_open() && self.window.is_empty() && self.pending.is_empty()
+    }
+
+    pub(super) fn waiting_bytes(&self) -> usize {
+        self.waiting_bytes + self.pending_bytes
+    }
+
+    /// The first records of the generation are still under way.
+    pub(super) fn has_image_under_way(&self) -> bool {
+        !self.is_open() || self.window.iter().any(|outgoing| outgoing.is_image)
+    }
+
+    pub(super) fn silence(&mut self) {
+        self.phase = Phase::Silent;
+        self.drop_everything();
+    }
+
+    /// A new generation above everything known. Its image is asked for once it is claimed.
+    pub(super) fn claim(&mut self, now: Instant) {
+        self.drop_everything();
+        if self.phase == Phase::Open {
+            self.phase = Phase::Claiming(Some(now));
+        }
+    }
+
+    /// The lease is ours.
+    pub(super) fn unsilence(&mut self, now: Instant) {
+        if self.is_silent() {
+            self.phase = Phase::Claiming(Some(now));
+        }
+    }
+
+    pub(super) fn raise_fence(&mut self, above: Generation) {
+        self.fence = self.fence.max(above);
+    }
+
+    pub(super) const fn fence(&self) -> Generation {
+        self.fence
+    }
+
+    /// The registry gave a generation. `false` if it cannot be used: it is not above the fence, or
+    /// nobody waits for it any more.
+    pub(super) fn claimed(&mut self, now: Instant, generation: Generation) -> bool {
+        let is_new = generation > self.fence;
+        self.raise_fence(generation);
+        match self.phase {
+            Phase::Claiming(_) if is_new => {}
+            Phase::Claiming(_) => {
+                self.phase = Phase::Claiming(Some(now));
+                return false;
+            }
+            Phase::Silent | Phase::Open => return false,
+        }
+        self.phase = Phase::Open;
+        self.generation = generation;
+        self.next = RecordNumber(0);
+        self.digests = Tiers::default();
+        self.told = None;
+        self.acknowledged = None;
+        self.attempt = self.attempt.wrapping_add(1);
+        true
+    }
+
+    pub(super) fn claim_failed(&mut self, now: Instant) {
+        if let Phase::Claiming(None) = self.phase {
+            self.phase = Phase::Claiming(Some(now + RETRY));
+        }
+    }
+
+    /// The whole mirror, right after the generation was claimed.
+    pub(super) fn open(&mut self, image: Vec<Change>, present: Present) {
+        self.cut(image, present, true);
+    }
+
+    /// Adds the net changes of a batch. `false` if they do not fit: a new generation is needed.
+    pub(super) fn add(&mut self, changes: Vec<Change>) -> bool {
+        if !self.is_open() {
+            return true;
+        }
+        self.pending_bytes += changes.iter().map(pack::change_bytes).sum::<usize>();
+        self.pending.extend(changes);
+        self.waiting_bytes() <= self.bytes_max
+    }
+
+    /// Cuts what is due, and hands out what the window has room for.
+    pub(super) fn pump(&mut self, now: Instant, present: Present, effects: &mut VecDeque<Effect>) {
+        match self.phase {
+            Phase::Silent | Phase::Claiming(None) => return,
+            Phase::Claiming(Some(due)) => {
+                if due <= now {
+                    self.phase = Phase::Claiming(None);
+                    let above = self.fence;
+                    effects.push_back(Effect::ClaimGeneration { above });
+                }
+                return;
+            }
+            Phase::Open => {}
+        }
+        let has_news =
+            !self.pending.is_empty() || self.told.is_none_or(|told| told.states != present.sound);
+        let is_full = self.pending_bytes + 1024 >= RECORD_BYTES_MAX;
+        if has_news && (self.window.is_empty() || is_full) {
+            self.cut_pending(present);
+        }
+        if self.retry.is_some_and(|due| due > now) {
+            return;
+        }
+        self.retry = None;
+        while self.sent < self.window.len().min(WINDOW_MAX) {
+            let outgoing = &self.window[self.sent];
+            effects.push_back(Effect::Append {
+                id: AppendId {
+                    generation: self.generation,
+                    number: outgoing.point.number,
+                    attempt: self.attempt,
+                },
+                payload: outgoing.payload.clone(),
+            });
+            self.sent += 1;
+        }
+    }
+
+    /// The log took a record.
+    pub(super) fn acknowledge(&mut self, id: AppendId, present: Present) {
+        if !self.is_current(id) {
+            return;
+        }
+        let sent = self.window.iter_mut().take(self.sent);
+        for outgoing in sent {
+            outgoing.is_acknowledged |= outgoing.point.number == id.number;
+        }
+        while self.window.front().is_some_and(|out| out.is_acknowledged) {
+            let Some(outgoing) = self.window.pop_front() else {
+                break;
+            };
+            self.sent -= 1;
+            self.acknowledged = Some(outgoing.point);
+            if !outgoing.is_image {
+                self.waiting_bytes -= outgoing.payload.len();
+            }
+        }
+        if !self.pending.is_empty() {
+            self.cut_pending(present);
+        }
+    }
+
+    /// The log did not take a record, or nobody knows: it and all behind it go again.
+    pub(super) fn fail(&mut self, now: Instant, id: AppendId) {
+        if !self.is_current(id) {
+            return;
+        }
+        self.attempt = self.attempt.wrapping_add(1);
+        self.sent = 0;
+        self.retry = Some(now + RETRY);
+        for outgoing in &mut self.window {
+            outgoing.is_acknowledged = false;
+        }
+    }
+
+    fn is_current(&self, id: AppendId) -> bool {
+        self.is_open() && id.generation == self.generation && id.attempt == self.attempt
+    }
+
+    fn cut_pending(&mut self, present: Present) {
+        let changes = std::mem::take(&mut self.pending);
+        self.pending_bytes = 0;
+        self.cut(changes, present, false);
+    }
+
+    fn cut(&mut self, changes: Vec<Change>, present: Present, is_image: bool) {
+        let name = self.source.worker.as_str().len();
+        let parts = pack::split(changes, name, &mut self.digests);
+        let last = parts.len() - 1;
+        let before = self.told.and_then(|told| told.engine_seq);
+        for (index, part) in parts.into_iter().enumerate() {
+            let is_last = index == last;
+            let under_way = TierStates::all(TierState::CatchingUp);
+            let (engine_seq, sound, states) = if is_last {
+                (present.engine_seq, present.sound, present.claimed)
+            } else {
+                (before, under_way, under_way)
+            };
+            let point = Point {
+                number: self.next,
+                engine_seq,
+                states: sound,
+                after: part.after,
+            };
+            let record = Record {
+                source: self.source.clone(),
+                generation: self.generation,
+                number: self.next,
+                engine_seq,
+                changes: part.changes,
+                states,
+                after: part.after,
+            };
+            // Encoding into memory does not fail; if it did, readers would find the record
+            // undecodable and say so.
+            let payload = Bytes::from(codec::encode(&record).unwrap_or_default());
+            debug_assert!(payload.len() <= RECORD_BYTES_MAX, "a record is too large");
+            if !is_image {
+                self.waiting_bytes += payload.len();
+            }
+            self.next = self.next.next();
+            self.told = Some(point);
+            self.window.push_back(Outgoing {
+                payload,
+                point,
+                is_image,
+                is_acknowledged: false,
+            });
+        }
+    }
+
+    fn drop_everything(&mut self) {
+        self.window.clear();
+        self.pending.clear();
+        self.sent = 0;
+        self.retry = None;
+        self.waiting_bytes = 0;
+        self.pending_bytes = 0;
+        self.attempt = self.attempt.wrapping_add(1);
+    }
+}

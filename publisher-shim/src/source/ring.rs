@@ -1,0 +1,65 @@
+//! What was applied last, by the hash of its bytes: tells a duplicate from another life's batch.
+
+use std::collections::VecDeque;
+
+use warmroute_proto::EngineSeq;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// How far back a live duplicate can be told. What lies behind is settled by a replay.
+const LEN_MAX: usize = 4096;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Known {
+    Same,
+    Different,
+    TooOld,
+}
+
+/// Hashes of consecutive batches, the newest at the back.
+#[derive(Debug)]
+pub(super) struct Ring {
+    hashes: VecDeque<u64>,
+    last: Option<EngineSeq>,
+}
+
+impl Ring {
+    pub(super) const fn new() -> Self {
+        Self {
+            hashes: VecDeque::new(),
+            last: None,
+        }
+    }
+
+    pub(super) const fn last(&self) -> Option<EngineSeq> {
+        self.last
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.hashes.clear();
+        self.last = None;
+    }
+
+    /// Takes the batch behind the last one, or the first one.
+    pub(super) fn push(&mut self, seq: EngineSeq, payload: &[u8]) {
+        if self.hashes.len() == LEN_MAX {
+            self.hashes.pop_front();
+        }
+        self.hashes.push_back(xxh3_64(payload));
+        self.last = Some(seq);
+    }
+
+    /// How a payload compares with what was applied under its number, which is not above the last.
+    pub(super) fn compare(&self, seq: EngineSeq, payload: &[u8]) -> Known {
+        let hash = self
+            .last
+            .and_then(|last| last.0.checked_sub(seq.0))
+            .and_then(|back| usize::try_from(back).ok())
+            .and_then(|back| self.hashes.len().checked_sub(back.checked_add(1)?))
+            .and_then(|index| self.hashes.get(index));
+        match hash {
+            Some(&hash) if hash == xxh3_64(payload) => Known::Same,
+            Some(_) => Known::Different,
+            None => Known::TooOld,
+        }
+    }
+}
