@@ -129,7 +129,7 @@ impl Rechecks {
         };
         let now = Instant::now().into_std();
         let mut core = self.desk.core();
-        let verdict = core.recheck(recheck, &answer, now);
+        let verdict = core.recheck(recheck, prompt, &answer, now);
         let source = core.source(recheck.claim.source).cloned();
         drop(core);
         let source = source.map(|source| source.to_string());

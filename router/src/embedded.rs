@@ -1,6 +1,8 @@
 //! The embedded default: plane, indexer and one shim a worker inside this process. Everything above
 //! the plane is what it is with a real one, every message encoded and decoded.
 
+mod blind;
+
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -8,9 +10,10 @@ use uuid::Uuid;
 use warmroute_indexer::IndexerConfig;
 use warmroute_proto::StreamIdentity;
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
+use warmroute_proto::subject::Subjects;
 
 use crate::clock::unix_time;
-use crate::config::Config;
+use crate::config::{Config, WorkerSpec};
 use crate::tasks::Tasks;
 
 /// What a reader may lag behind. The indexer beside it lags by milliseconds.
@@ -27,13 +30,20 @@ pub(crate) struct Embedded {
 
 impl Embedded {
     /// Starts indexer and shims.
-    pub(crate) fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
+    pub(crate) fn start(
+        config: &Config,
+        client: &reqwest::Client,
+        tasks: &Tasks,
+    ) -> anyhow::Result<Self> {
         let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
             identity: identity(),
             log_bytes_max: LOG_BYTES_MAX,
             queue_max: QUEUE_MAX,
         }));
         let index = start_indexer(config, &plane, tasks)?;
+        for worker in &config.workers {
+            start_worker(config, worker, client, &plane, tasks);
+        }
         Ok(Self { plane, index })
     }
 }
@@ -57,6 +67,25 @@ fn start_indexer(
         }
     });
     Ok(handle)
+}
+
+fn start_worker(
+    config: &Config,
+    worker: &WorkerSpec,
+    client: &reqwest::Client,
+    plane: &Arc<dyn Plane>,
+    tasks: &Tasks,
+) {
+    let subjects = Subjects::new(&config.namespace);
+    let registered = blind::register(
+        worker.clone(),
+        client.clone(),
+        Arc::clone(plane),
+        subjects,
+        tasks.stop.clone(),
+    );
+    tracing::warn!(worker = %worker.id, "no kv= endpoint: routed by load only");
+    tasks.spawn("blind_worker", registered);
 }
 
 fn identity() -> StreamIdentity {

@@ -8,21 +8,27 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::{StatusCode, header};
 use futures_util::StreamExt as _;
 use futures_util::stream;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::BlockSize;
 
+use crate::clock::civil_now;
 use crate::fleet::{Check, Checks, Fleet, Member};
 use crate::metrics::Metrics;
 use crate::tokenize::Tokenizer;
+use crate::tokenize::parity::{self, Kind, Verdict};
 
 /// Workers asked at the same time.
 const CONCURRENT_MAX: usize = 8;
 
 /// A worker that did not answer is asked again after this.
 const RETRY: Duration = Duration::from_secs(5);
+
+/// An engine that is busy answers late; one that is dead, never.
+const ASK_DEADLINE: Duration = Duration::from_secs(10);
 
 /// See the module's documentation.
 pub(crate) struct Registrar {
@@ -55,10 +61,15 @@ impl Registrar {
 
     async fn check(&self, member: Member) {
         let worker = &member.entry.worker;
-        let (text, chat) = self.tokens(&member).await;
+        let Tokens {
+            text,
+            chat,
+            chat_with_tools,
+        } = self.tokens(&member).await;
         let checks = Checks {
             text,
             chat,
+            chat_with_tools,
             block_size: self.blocks(&member),
         };
         for (name, check) in checks.named() {
@@ -93,13 +104,167 @@ impl Registrar {
         }
     }
 
-    /// The checks of texts and of chats.
-    async fn tokens(&self, member: &Member) -> (Check, Check) {
+    /// The checks of texts and of chats. What differs is asked twice before it is believed: a
+    /// template with a date may have been rendered on two sides of midnight.
+    async fn tokens(&self, member: &Member) -> Tokens {
         let Some(tokenizer) = &self.tokenizer else {
-            let skipped = Check::skipped("no --tokenizer");
-            return (skipped.clone(), skipped);
+            return Tokens::all(&Check::skipped("no --tokenizer"));
         };
-        let _ = (tokenizer, member, &self.client);
-        (Check::Passed, Check::Passed)
+        let Some(model) = member.entry.models.first() else {
+            return Tokens::all(&Check::skipped("it serves no base model"));
+        };
+        let first = self.probe(tokenizer, model, member).await;
+        if first.any_failure() {
+            return self.probe(tokenizer, model, member).await;
+        }
+        first
+    }
+
+    async fn probe(&self, tokenizer: &Arc<Tokenizer>, model: &str, member: &Member) -> Tokens {
+        let (tokenizer, model) = (Arc::clone(tokenizer), model.to_owned());
+        let ask = move || parity::probes(&tokenizer, &model, civil_now());
+        let Ok(probes) = tokio::task::spawn_blocking(ask).await else {
+            return Tokens::all(&Check::failed("our own tokenizer failed"));
+        };
+        let mut verdicts = Vec::with_capacity(probes.len());
+        for probe in probes {
+            match self.ask(member, probe.body).await {
+                Asked::Answer(answer) => {
+                    let verdict = parity::compare(&probe.ours, &answer);
+                    verdicts.push((probe.name, probe.kind, verdict));
+                }
+                Asked::Absent => return Tokens::all(&Check::skipped("it has no /tokenize")),
+                Asked::Away => return Tokens::all(&Check::Pending),
+            }
+        }
+        Tokens::of(&verdicts)
+    }
+
+    async fn ask(&self, member: &Member, body: Vec<u8>) -> Asked {
+        let url = format!("{}/tokenize", member.entry.url);
+        let request = self
+            .client
+            .post(url)
+            .timeout(ASK_DEADLINE)
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(body);
+        let answer = async {
+            let response = request.send().await?;
+            Ok::<_, reqwest::Error>((response.status(), response.bytes().await?))
+        };
+        match answer.await {
+            Ok((StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED, _)) => Asked::Absent,
+            Ok((status, _)) if status.is_server_error() => Asked::Away,
+            Ok((status, body)) => Asked::Answer(parity::read_answer(status.as_u16(), &body)),
+            Err(_) => Asked::Away,
+        }
+    }
+}
+
+/// What became of one question.
+enum Asked {
+    Answer(parity::Answer),
+    /// The engine was started without the route, or with another one in its place.
+    Absent,
+    /// It does not answer now: to be asked again.
+    Away,
+}
+
+/// The checks that compare token ids.
+struct Tokens {
+    text: Check,
+    chat: Check,
+    chat_with_tools: Check,
+}
+
+impl Tokens {
+    fn all(check: &Check) -> Self {
+        Self {
+            text: check.clone(),
+            chat: check.clone(),
+            chat_with_tools: check.clone(),
+        }
+    }
+
+    fn of(verdicts: &[(&'static str, Kind, Verdict)]) -> Self {
+        let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
+        let check = |trusted: bool, kinds: &[Kind]| {
+            if trusted {
+                return Check::Passed;
+            }
+            let against = verdicts.iter().find(|(_, kind, verdict)| {
+                kinds.contains(kind)
+                    && !matches!(verdict, Verdict::Equal { .. } | Verdict::BothRefuse)
+            });
+            match against {
+                Some((name, _, verdict)) => Check::failed(format!("{name}: {verdict}")),
+                None => Check::skipped("neither side renders any of the probes"),
+            }
+        };
+        Self {
+            text: check(trust.completions, &[Kind::Completion]),
+            chat: check(trust.chat, &[Kind::Chat]),
+            chat_with_tools: check(trust.chat_with_tools, &[Kind::Chat, Kind::ChatWithTools]),
+        }
+    }
+
+    const fn any_failure(&self) -> bool {
+        self.text.is_failure() || self.chat.is_failure() || self.chat_with_tools.is_failure()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(verdicts: &[(Kind, Verdict)], expected: [&str; 3]) {
+        let named: Vec<_> = verdicts
+            .iter()
+            .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
+            .collect();
+        let tokens = Tokens::of(&named);
+        let words =
+            [&tokens.text, &tokens.chat, &tokens.chat_with_tools].map(|check| match check {
+                Check::Pending => "pending",
+                Check::Passed => "passed",
+                Check::Failed { .. } => "failed",
+                Check::Skipped { .. } => "skipped",
+            });
+        assert_eq!(words, expected, "{verdicts:?}");
+    }
+
+    #[test]
+    fn a_difference_fails_its_kind_and_what_rests_on_it() {
+        let equal = || Verdict::Equal { tokens: 3 };
+        let differ = || Verdict::Differ {
+            at: 1,
+            ours: Some(1),
+            theirs: None,
+        };
+        check(
+            &[
+                (Kind::Completion, equal()),
+                (Kind::Chat, equal()),
+                (Kind::ChatWithTools, equal()),
+            ],
+            ["passed", "passed", "passed"],
+        );
+        check(
+            &[
+                (Kind::Completion, equal()),
+                (Kind::Chat, differ()),
+                (Kind::ChatWithTools, equal()),
+            ],
+            ["passed", "failed", "failed"],
+        );
+        check(
+            &[
+                (Kind::Completion, differ()),
+                (Kind::Chat, equal()),
+                (Kind::ChatWithTools, Verdict::BothRefuse),
+            ],
+            ["failed", "passed", "skipped"],
+        );
+        check(&[], ["skipped", "skipped", "skipped"]);
     }
 }

@@ -94,10 +94,11 @@ impl Running {
         let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
         let tokenizer = load_tokenizer(&config).await?;
         let tasks = Tasks::new(Arc::clone(&metrics));
-        let embedded = Embedded::start(&config, &tasks)?;
+        let client = client(&config.limits).context("setting up the HTTP client")?;
+        let embedded = Embedded::start(&config, &client, &tasks)?;
         let shutdown = Shutdown::default();
         let connections = TaskTracker::new();
-        let parts = Parts::new(&config, &embedded, metrics, tokenizer)?;
+        let parts = Parts::new(&config, &embedded, client, metrics, tokenizer);
         let budget = Budget::new(
             (config.limits.buffered_bytes, config.limits.body_bytes),
             parts.metrics.buffered_bytes().clone(),
@@ -204,9 +205,10 @@ impl Parts {
     fn new(
         config: &Config,
         embedded: &Embedded,
+        client: reqwest::Client,
         metrics: Arc<Metrics>,
         tokenizer: Option<Arc<Tokenizer>>,
-    ) -> anyhow::Result<Self> {
+    ) -> Self {
         let router = RouterId(Uuid::new_v4().into_bytes());
         let (seed, _) = Uuid::new_v4().as_u64_pair();
         let core = Core::new(Settings {
@@ -226,7 +228,7 @@ impl Parts {
             Arc::clone(&metrics),
             index.clone(),
         );
-        Ok(Self {
+        Self {
             fleet: Fleet::new(Arc::clone(&desk), config.block_size),
             desk,
             outbox,
@@ -235,12 +237,12 @@ impl Parts {
             rechecks,
             journal,
             metrics,
-            client: client(&config.limits).context("setting up the HTTP client")?,
+            client,
             tokenizer,
             ready: Arc::default(),
             router,
             subjects,
-        })
+        }
     }
 
     /// Starts the background tasks; what the two ports serve.

@@ -46,6 +46,8 @@ impl Check {
 pub(crate) struct Checks {
     /// A rendered and tokenized chat has the engine's token ids.
     pub chat: Check,
+    /// So has one with tools.
+    pub chat_with_tools: Check,
     /// So has a text.
     pub text: Check,
     /// A block has as many tokens here as there.
@@ -54,13 +56,20 @@ pub(crate) struct Checks {
 
 impl Checks {
     pub(crate) const fn complete(&self) -> bool {
-        !(self.chat.pending() || self.text.pending() || self.block_size.pending())
+        let Self {
+            chat,
+            chat_with_tools,
+            text,
+            block_size,
+        } = self;
+        !(chat.pending() || chat_with_tools.pending() || text.pending() || block_size.pending())
     }
 
     /// Each check by its name.
-    pub(crate) const fn named(&self) -> [(&'static str, &Check); 3] {
+    pub(crate) const fn named(&self) -> [(&'static str, &Check); 4] {
         [
             ("chat", &self.chat),
+            ("chat_with_tools", &self.chat_with_tools),
             ("text", &self.text),
             ("block_size", &self.block_size),
         ]

@@ -1,1 +1,136 @@
+use warmroute_proto::registry::Lora;
+use warmroute_proto::{Generation, RouterId};
 
+use super::*;
+use crate::metrics::Metrics;
+use crate::route::{Core, Knobs, Refusal, Settings};
+
+fn fleet() -> Arc<Fleet> {
+    let core = Core::new(Settings {
+        knobs: Knobs::default(),
+        router: RouterId([0; 16]),
+        incarnation: Generation(1),
+        seed: 1,
+    });
+    let metrics = Metrics::new().unwrap();
+    let (desk, _) = Desk::new(core, metrics.messages_dropped().clone());
+    Fleet::new(desk, None)
+}
+
+fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {
+    WorkerEntry {
+        worker: worker.into(),
+        url: format!("http://{worker}:1"),
+        models: vec!["m".to_owned()],
+        loras: vec![Lora {
+            name: "a".to_owned(),
+            parent: Some("m".to_owned()),
+        }],
+        ranks: 1,
+        block_size: BlockSize::new(block_tokens),
+        blocks_per_rank: None,
+        max_model_len: Some(100),
+        main_attention_only: true,
+        version: "0".to_owned(),
+    }
+}
+
+fn checks(chat: Check) -> Checks {
+    Checks {
+        chat,
+        chat_with_tools: Check::skipped("x"),
+        text: Check::Passed,
+        block_size: Check::Passed,
+    }
+}
+
+impl Fleet {
+    fn pass(&self, worker: &str, chat: Check) {
+        let worker = WorkerId::from(worker);
+        let life = self.members()[&worker].life;
+        self.checked(&worker, life, checks(chat));
+    }
+}
+
+fn candidates(fleet: &Fleet) -> Result<usize, Refusal> {
+    let core = fleet.desk.core();
+    core.fleet().candidates("m").map(<[_]>::len)
+}
+
+fn see(fleet: &Fleet, worker: &str, sight: Sight) {
+    fleet.see(&worker.into(), sight, Instant::now());
+}
+
+#[test]
+fn a_lapsed_registration_removes_nobody_who_answers() {
+    let fleet = fleet();
+    fleet.put(entry("w", 16), Instant::now());
+    see(&fleet, "w", Sight::CheckPassed);
+    fleet.gone(&"w".into());
+    see(&fleet, "w", Sight::CheckPassed);
+    assert_eq!(candidates(&fleet), Ok(1));
+    see(&fleet, "w", Sight::ConnectFailed);
+    assert_eq!(candidates(&fleet), Err(Refusal::AllUnhealthy));
+    let later = Instant::now() + FORGET_AFTER * 2;
+    fleet.see(&"w".into(), Sight::ConnectFailed, later);
+    assert_eq!(candidates(&fleet), Err(Refusal::NoWorkers));
+    assert!(fleet.snapshot().is_empty());
+}
+
+#[test]
+fn a_registered_worker_is_never_forgotten() {
+    let fleet = fleet();
+    fleet.put(entry("w", 16), Instant::now());
+    let later = Instant::now() + FORGET_AFTER * 2;
+    for _ in 0..3 {
+        fleet.see(&"w".into(), Sight::ConnectFailed, later);
+    }
+    assert_eq!(fleet.snapshot().len(), 1);
+}
+
+#[test]
+fn a_model_is_trusted_once_one_worker_showed_it_and_until_one_contradicts() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.put(entry(worker, 16), Instant::now());
+        see(&fleet, worker, Sight::CheckPassed);
+    }
+    let trusted = || {
+        let view = fleet.view();
+        (view.models["m"].chat, view.models["a"].text)
+    };
+    assert_eq!(trusted(), (false, false));
+    fleet.pass("v", Check::Passed);
+    assert_eq!(trusted(), (true, true));
+    fleet.pass("w", Check::failed("differs"));
+    assert_eq!(trusted(), (false, true));
+    // It comes back as another life: what it showed before is void.
+    see(&fleet, "w", Sight::ConnectFailed);
+    see(&fleet, "w", Sight::CheckPassed);
+    assert_eq!(trusted(), (true, true));
+    assert_eq!(fleet.unchecked().len(), 1);
+}
+
+#[test]
+fn a_check_of_a_former_life_is_void() {
+    let fleet = fleet();
+    fleet.put(entry("w", 16), Instant::now());
+    see(&fleet, "w", Sight::CheckPassed);
+    let life = fleet.snapshot()[0].life;
+    see(&fleet, "w", Sight::ConnectFailed);
+    see(&fleet, "w", Sight::CheckPassed);
+    fleet.checked(&"w".into(), life, checks(Check::Passed));
+    assert!(!fleet.view().models["m"].chat);
+}
+
+#[test]
+fn a_renewed_lease_changes_nothing() {
+    let fleet = fleet();
+    fleet.put(entry("w", 16), Instant::now());
+    see(&fleet, "w", Sight::CheckPassed);
+    fleet.pass("w", Check::Passed);
+    fleet.put(entry("w", 16), Instant::now());
+    assert!(fleet.view().models["m"].chat);
+    fleet.put(entry("w", 32), Instant::now());
+    assert!(!fleet.view().models["m"].chat);
+}

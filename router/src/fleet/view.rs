@@ -25,6 +25,8 @@ pub(crate) struct ModelView {
     pub block_size: Option<BlockSize>,
     /// Its chats are tokenized here as there: some worker showed it, none contradicted.
     pub chat: bool,
+    /// So are its chats with tools.
+    pub chat_with_tools: bool,
     /// So are its texts.
     pub text: bool,
 }
@@ -39,6 +41,7 @@ struct Votes {
 #[derive(Clone, Debug, Default)]
 struct Tally {
     chat: Votes,
+    chat_with_tools: Votes,
     text: Votes,
 }
 
@@ -54,6 +57,7 @@ impl View {
             for (name, model) in models(&member.entry, block_size) {
                 let tally = tallies.entry(name.clone()).or_default();
                 tally.chat.count(&member.checks.chat);
+                tally.chat_with_tools.count(&member.checks.chat_with_tools);
                 tally.text.count(&member.checks.text);
                 let known = view.models.entry(name).or_insert_with(|| model.clone());
                 known.block_size = known.block_size.or(model.block_size);
@@ -63,6 +67,7 @@ impl View {
         for (name, model) in &mut view.models {
             if let Some(tally) = tallies.get(name) {
                 model.chat = tally.chat.trusted();
+                model.chat_with_tools = tally.chat_with_tools.trusted();
                 model.text = tally.text.trusted();
             }
         }
@@ -100,6 +105,7 @@ fn models(
         max_model_len: entry.max_model_len,
         block_size: block_size.or(entry.block_size),
         chat: false,
+        chat_with_tools: false,
         text: false,
     };
     let adapter = base.clone();

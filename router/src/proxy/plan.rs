@@ -115,7 +115,12 @@ fn token_lists(
             }
         },
         openai::Prompt::Chat(parts) => {
-            let tokenizer = trusted(model.chat, tokenizer)?;
+            let trust = if parts.tools.is_some() {
+                model.chat_with_tools
+            } else {
+                model.chat
+            };
+            let tokenizer = trusted(trust, tokenizer)?;
             let tokens = tokenizer.encode_chat(parts, grounds.now);
             vec![tokens.map_err(|_| "template_failed")?]
         }

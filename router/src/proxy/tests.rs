@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use axum::http::StatusCode;
 use serde_json::{Value, json};
+use tokio_util::task::TaskTracker;
 
 use super::*;
 use world::{Engine, World, body, streaming};
@@ -112,7 +113,7 @@ async fn a_client_that_leaves_in_the_queue_ends_the_engines_work() {
     let world = World::with(&[&engine]).await;
     let waiting = json!({"model": "m", "prompt": [1, 2, 3], "hold": true});
     let request = world.post("/v1/completions", &waiting).send();
-    let client = tokio::task::spawn(request);
+    let client = TaskTracker::new().spawn(request);
     engine.until_asked().await;
     assert_eq!(world.loads()[0].active_requests, 1);
     client.abort();
@@ -331,7 +332,7 @@ async fn a_long_prompt_without_a_stream_stops_counting_as_prefill_when_it_should
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let waiting = json!({"model": "m", "prompt": vec![7; 64], "hold": true});
-    let client = tokio::task::spawn(world.post("/v1/completions", &waiting).send());
+    let client = TaskTracker::new().spawn(world.post("/v1/completions", &waiting).send());
     engine.until_asked().await;
     world.until(|loads| loads[0].prefill_tokens == 0).await;
     assert_eq!(world.loads()[0].active_requests, 1);
