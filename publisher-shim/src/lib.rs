@@ -2,14 +2,25 @@
 //!
 //! Three pure modules carry the decisions. [`wire`] decodes what engines say; [`mirror`] keeps an
 //! exact copy of one rank's cache by content; [`source`] is the state machine of one rank: when
-//! events may be believed, what is written to the log, and what may be claimed about it.
+//! events may be believed, what is written to the log, and what may be claimed about it. Around them
+//! is the shell: [`Service`] owns sockets, the engine's HTTP, lease and registration; [`http`] shows
+//! what a [`Handle`] knows.
 //!
 //! Engine hashes and tokens end here: nothing behind the shim sees them.
 #![forbid(unsafe_code)]
 
+mod config;
+mod engine;
+mod feed;
+pub mod http;
+mod metrics;
 pub mod mirror;
+mod service;
 pub mod source;
 pub mod wire;
+
+pub use config::ShimConfig;
+pub use service::{Error, Handle, Service, TaskFailed};
 
 #[cfg(test)]
 mod testing;

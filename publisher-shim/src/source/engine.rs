@@ -149,6 +149,20 @@ impl SourceCore {
         self.settle(now);
     }
 
+    /// The engine turned out to have a replay endpoint, or to have none.
+    pub fn replay_available(&mut self, now: Instant, has_replay: bool) {
+        if self.engine.has_replay != has_replay {
+            self.engine.has_replay = has_replay;
+            self.engine.replay = None;
+            if self.engine.is_connected && self.engine.can_check() {
+                self.check(now);
+            } else if self.engine.is_connected {
+                self.engine.link = Link::Following;
+            }
+        }
+        self.settle(now);
+    }
+
     /// The live socket lost its connection: the engine may be another one when it is back.
     pub fn disconnected(&mut self, now: Instant) {
         self.engine.is_connected = false;

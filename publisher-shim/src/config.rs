@@ -1,0 +1,122 @@
+//! What a shim is told. Checked by whoever builds it; here only what the sockets need.
+
+use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
+
+use crate::mirror::Assumptions;
+
+/// One shim, one vLLM server, all its ranks.
+#[derive(Clone, Debug)]
+pub struct ShimConfig {
+    pub namespace: Namespace,
+    pub worker: WorkerId,
+    /// Where the shim reaches the engine's HTTP, without a trailing slash.
+    pub worker_url: String,
+    /// Where routers reach it.
+    pub advertise_url: String,
+    /// The live endpoint of rank 0; rank r is r ports further. Unset: as the engine tells.
+    pub kv_endpoint: Option<String>,
+    /// Likewise the replay endpoint.
+    pub kv_replay_endpoint: Option<String>,
+    pub ranks: u32,
+    /// Live messages of other topics are dropped.
+    pub topic: Option<String>,
+    /// The block size that events must have; unset: as they tell.
+    pub block_size: Option<BlockSize>,
+    pub assume: Assumptions,
+}
+
+impl ShimConfig {
+    /// The common case: one rank, everything else as the engine tells.
+    #[must_use]
+    pub fn new(namespace: Namespace, worker: WorkerId, worker_url: String) -> Self {
+        Self {
+            namespace,
+            worker,
+            advertise_url: worker_url.clone(),
+            worker_url,
+            kv_endpoint: None,
+            kv_replay_endpoint: None,
+            ranks: 1,
+            topic: None,
+            block_size: None,
+            assume: Assumptions::default(),
+        }
+    }
+}
+
+/// Where one rank's sockets are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Endpoints {
+    pub(crate) live: Option<String>,
+    pub(crate) replay: Option<String>,
+}
+
+/// A rank's endpoint as vLLM derives it from rank 0's: so many TCP ports further, or a suffix.
+pub(crate) fn endpoint_of_rank(template: &str, rank: DpRank) -> Option<String> {
+    if rank.0 == 0 {
+        return Some(template.to_owned());
+    }
+    if template.starts_with("inproc://") {
+        return Some(format!("{template}_dp{rank}"));
+    }
+    let (host, port) = template.strip_prefix("tcp://")?.rsplit_once(':')?;
+    let port = u32::from(port.parse::<u16>().ok()?) + rank.0;
+    let port = u16::try_from(port).ok()?;
+    Some(format!("tcp://{host}:{port}"))
+}
+
+/// An endpoint as the engine binds it, as somebody else reaches it: a wildcard host becomes the
+/// engine's own.
+pub(crate) fn reachable(endpoint: &str, worker_url: &str) -> Option<String> {
+    let Some(rest) = endpoint.strip_prefix("tcp://") else {
+        return Some(endpoint.to_owned());
+    };
+    let (host, port) = rest.rsplit_once(':')?;
+    match host {
+        "*" | "0.0.0.0" | "[::]" | "::" => {
+            Some(format!("tcp://{}:{port}", host_of_url(worker_url)?))
+        }
+        _ => Some(endpoint.to_owned()),
+    }
+}
+
+fn host_of_url(url: &str) -> Option<&str> {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let authority = rest.split(['/', '?']).next()?;
+    let authority = authority.rsplit('@').next()?;
+    if authority.starts_with('[') {
+        return authority.split_inclusive(']').next();
+    }
+    authority.split(':').next().filter(|host| !host.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_ports_further() {
+        let of = |template, rank| endpoint_of_rank(template, DpRank(rank));
+        assert_eq!(of("tcp://h:5557", 0).as_deref(), Some("tcp://h:5557"));
+        assert_eq!(of("tcp://h:5557", 3).as_deref(), Some("tcp://h:5560"));
+        assert_eq!(of("tcp://[::1]:7", 1).as_deref(), Some("tcp://[::1]:8"));
+        assert_eq!(of("inproc://x", 1).as_deref(), Some("inproc://x_dp1"));
+        assert_eq!(of("tcp://h:65535", 1), None);
+        assert_eq!(of("ipc:///x", 1), None);
+    }
+
+    #[test]
+    fn a_wildcard_host_is_the_engines() {
+        let of = |endpoint, url| reachable(endpoint, url);
+        assert_eq!(
+            of("tcp://*:5557", "http://engine:8000/v1").as_deref(),
+            Some("tcp://engine:5557")
+        );
+        assert_eq!(
+            of("tcp://0.0.0.0:1", "http://u:p@[::1]:8000").as_deref(),
+            Some("tcp://[::1]:1")
+        );
+        assert_eq!(of("tcp://a:1", "http://b").as_deref(), Some("tcp://a:1"));
+        assert_eq!(of("ipc:///x", "http://b").as_deref(), Some("ipc:///x"));
+    }
+}

@@ -1,0 +1,182 @@
+//! The shim's metrics, read off its sources when somebody asks. Label sets are closed.
+
+use std::fmt::Write as _;
+
+use warmroute_proto::Tier;
+
+use crate::service::Handle;
+use crate::source::Status;
+
+type Value = fn(&Status) -> f64;
+
+/// Name without the prefix, help, type, value.
+const SERIES: [(&str, &str, &str, Value); 22] = [
+    ("generation", "Generation in use.", "gauge", |s| {
+        number(s.generation.map_or(0, |g| g.0))
+    }),
+    (
+        "blocks",
+        "Held pairs as of the last acknowledged record.",
+        "gauge",
+        |s| number(s.acknowledged.map_or(0, |point| point.after.count)),
+    ),
+    ("prefixes", "Prefixes kept by the mirror.", "gauge", |s| {
+        size(s.prefixes)
+    }),
+    ("orphans", "Blocks whose parent is unknown.", "gauge", |s| {
+        size(s.orphans)
+    }),
+    (
+        "outbox_bytes",
+        "Bytes that wait for the log.",
+        "gauge",
+        |s| size(s.waiting_bytes),
+    ),
+    ("connected", "The live socket is connected.", "gauge", |s| {
+        flag(s.is_connected)
+    }),
+    ("unverified", "Losses cannot be seen.", "gauge", |s| {
+        flag(s.is_unverified)
+    }),
+    (
+        "proof_age_seconds",
+        "Age of the proof; -1 without one.",
+        "gauge",
+        |s| s.proof_age.map_or(-1.0, |age| age.as_secs_f64()),
+    ),
+    ("batches_total", "Engine batches applied.", "counter", |s| {
+        number(s.counters.batches)
+    }),
+    ("duplicates_total", "Live duplicates.", "counter", |s| {
+        number(s.counters.duplicates)
+    }),
+    ("gaps_total", "Gaps in live sequences.", "counter", |s| {
+        number(s.counters.gaps)
+    }),
+    (
+        "gaps_unfilled_total",
+        "Gaps no replay filled.",
+        "counter",
+        |s| number(s.counters.gaps_unfilled),
+    ),
+    (
+        "restarts_total",
+        "Restarts of the engine.",
+        "counter",
+        |s| number(s.counters.restarts),
+    ),
+    ("replays_total", "Replays asked for.", "counter", |s| {
+        number(s.counters.replays)
+    }),
+    (
+        "replays_unanswered_total",
+        "Replays without an answer.",
+        "counter",
+        |s| number(s.counters.replays_unanswered),
+    ),
+    (
+        "payloads_malformed_total",
+        "Payloads that are no batch.",
+        "counter",
+        |s| number(s.counters.payloads_malformed),
+    ),
+    (
+        "foreign_batches_total",
+        "Batches of other topics or ranks.",
+        "counter",
+        |s| number(s.counters.other_topic + s.counters.other_rank),
+    ),
+    (
+        "events_not_understood_total",
+        "Events not understood.",
+        "counter",
+        |s| number(s.mirror.events_not_understood + s.mirror.stores_not_understood),
+    ),
+    (
+        "stores_not_indexable_total",
+        "Blocks that cannot be indexed.",
+        "counter",
+        |s| number(s.mirror.stores_not_indexable),
+    ),
+    (
+        "removals_unknown_total",
+        "Removals of unknown blocks.",
+        "counter",
+        |s| number(s.mirror.removals_unknown),
+    ),
+    ("generations_total", "Generations begun.", "counter", |s| {
+        number(s.counters.generations)
+    }),
+    (
+        "appends_failed_total",
+        "Appends sent again.",
+        "counter",
+        |s| number(s.counters.appends_failed),
+    ),
+];
+
+/// Prometheus' text format.
+pub(crate) fn text(handle: &Handle) -> String {
+    let sources = handle.sources();
+    let mut text = String::new();
+    for (name, help, kind, value) in SERIES {
+        head(&mut text, name, help, kind);
+        for source in &sources {
+            let labels = labels(source);
+            line(&mut text, &format!("{name}{{{labels}}} {}", value(source)));
+        }
+    }
+    head(
+        &mut text,
+        "state",
+        "State by tier: 0 complete to 4 catching up.",
+        "gauge",
+    );
+    for source in &sources {
+        let labels = labels(source);
+        for tier in Tier::ALL {
+            let state = *source.states.get(tier) as u8;
+            line(
+                &mut text,
+                &format!("state{{{labels},tier=\"{tier}\"}} {state}"),
+            );
+        }
+    }
+    text
+}
+
+fn labels(source: &Status) -> String {
+    let worker = source.source.worker.as_str();
+    let worker = worker
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n");
+    format!("worker=\"{worker}\",dp_rank=\"{}\"", source.source.dp_rank)
+}
+
+fn head(text: &mut String, name: &str, help: &str, kind: &str) {
+    for (what, said) in [("HELP", help), ("TYPE", kind)] {
+        if writeln!(text, "# {what} warmroute_shim_{name} {said}").is_err() {
+            return;
+        }
+    }
+}
+
+fn line(text: &mut String, sample: &str) {
+    text.push_str("warmroute_shim_");
+    text.push_str(sample);
+    text.push('\n');
+}
+
+#[expect(clippy::cast_precision_loss, reason = "Prometheus' values are floats")]
+const fn number(count: u64) -> f64 {
+    count as f64
+}
+
+const fn size(count: usize) -> f64 {
+    number(count as u64)
+}
+
+const fn flag(is_so: bool) -> f64 {
+    if is_so { 1.0 } else { 0.0 }
+}

@@ -1,0 +1,426 @@
+//! The shell around the sources: lease, registration, the engine's health, requests to start anew.
+//!
+//! [`Service`] owns one task a rank and the few that serve all of them. The lease decides whether
+//! anything is said at all: without it the mirrors go on, silently. [`Handle`] shows what is known.
+
+mod rank;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{debug, error, info, warn};
+use warmroute_proto::bus::{Lease, Plane};
+use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source, codec};
+
+use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
+use crate::engine::{EngineClient, EngineInfo};
+use crate::mirror;
+use crate::source::{Config, Status};
+use rank::{Rank, Signals};
+
+const LEASE_TTL: Duration = Duration::from_secs(6);
+const LEASE_RENEW: Duration = Duration::from_secs(2);
+const HEALTH_EVERY: Duration = Duration::from_secs(1);
+/// Health checks between two full readings.
+const INFO_EVERY: u32 = 10;
+const RESYNCS_MAX: usize = 16;
+
+/// What a shim cannot begin without.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot set up the client of the engine's HTTP: {0}")]
+    Http(#[from] reqwest::Error),
+    #[error("a worker has at least one rank")]
+    NoRanks,
+    #[error("rank {rank} has no endpoint derived from {endpoint}")]
+    Endpoint { rank: DpRank, endpoint: String },
+}
+
+/// A task of the shim ended before it was told to.
+#[derive(Debug, thiserror::Error)]
+#[error("a task of the shim failed")]
+pub struct TaskFailed;
+
+/// What the mirrors learned that the registration tells.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MirrorFacts {
+    pub(crate) block_size: Option<BlockSize>,
+    pub(crate) main_attention_only: bool,
+}
+
+pub(crate) struct Shared {
+    pub(crate) plane: Arc<dyn Plane>,
+    pub(crate) subjects: Subjects,
+    /// The engine's facts are to be read again soon.
+    pub(crate) refresh: Notify,
+    statuses: RwLock<BTreeMap<DpRank, (Status, MirrorFacts)>>,
+    leads: watch::Sender<bool>,
+    health: watch::Sender<EngineHealth>,
+    info: watch::Sender<Arc<EngineInfo>>,
+}
+
+impl Shared {
+    pub(crate) fn set_status(&self, status: Status, facts: MirrorFacts) {
+        let rank = status.source.dp_rank;
+        let mut statuses = self
+            .statuses
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        statuses.insert(rank, (status, facts));
+    }
+
+    fn statuses(&self) -> Vec<(Status, MirrorFacts)> {
+        let statuses = self.statuses.read().unwrap_or_else(PoisonError::into_inner);
+        statuses.values().cloned().collect()
+    }
+}
+
+/// Everybody's view of the shim. Clones are the same view.
+#[derive(Clone)]
+pub struct Handle {
+    shared: Arc<Shared>,
+}
+
+impl Handle {
+    /// Every source, by rank.
+    #[must_use]
+    pub fn sources(&self) -> Vec<Status> {
+        let statuses = self.shared.statuses();
+        statuses.into_iter().map(|(status, _)| status).collect()
+    }
+
+    #[must_use]
+    pub fn health(&self) -> EngineHealth {
+        *self.shared.health.borrow()
+    }
+
+    /// This shim is the one that publishes.
+    #[must_use]
+    pub fn leads(&self) -> bool {
+        *self.shared.leads.borrow()
+    }
+
+    /// It publishes, and every source has told its image.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        let sources = self.sources();
+        self.leads()
+            && !sources.is_empty()
+            && sources.iter().all(|source| source.acknowledged.is_some())
+    }
+}
+
+/// The shim, ready to run.
+pub struct Service {
+    config: ShimConfig,
+    endpoints: Vec<Endpoints>,
+    client: EngineClient,
+    shared: Arc<Shared>,
+}
+
+impl Service {
+    pub fn new(config: ShimConfig, plane: Arc<dyn Plane>) -> Result<Self, Error> {
+        if config.ranks == 0 {
+            return Err(Error::NoRanks);
+        }
+        let endpoints = (0..config.ranks)
+            .map(|rank| fixed_endpoints(&config, DpRank(rank)))
+            .collect::<Result<_, _>>()?;
+        let shared = Shared {
+            plane,
+            subjects: Subjects::new(&config.namespace),
+            refresh: Notify::new(),
+            statuses: RwLock::new(BTreeMap::new()),
+            leads: watch::Sender::new(false),
+            health: watch::Sender::new(EngineHealth::Unknown),
+            info: watch::Sender::new(Arc::default()),
+        };
+        Ok(Self {
+            client: EngineClient::new(&config.worker_url)?,
+            config,
+            endpoints,
+            shared: Arc::new(shared),
+        })
+    }
+
+    #[must_use]
+    pub fn handle(&self) -> Handle {
+        Handle {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+
+    /// Runs until it is told to stop, and then deregisters.
+    pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
+        let stop = stop.child_token();
+        let tasks = TaskTracker::new();
+        let mut routes = BTreeMap::new();
+        for (rank, endpoints) in (0..).map(DpRank).zip(&self.endpoints) {
+            let (resyncs, received) = mpsc::channel(RESYNCS_MAX);
+            routes.insert(rank, resyncs);
+            let signals = Signals {
+                leader: self.shared.leads.subscribe(),
+                health: self.shared.health.subscribe(),
+                info: self.shared.info.subscribe(),
+                resyncs: received,
+            };
+            let config = self.source_config(rank, endpoints);
+            let run = Rank::run(
+                config,
+                endpoints.clone(),
+                Arc::clone(&self.shared),
+                signals,
+                stop.clone(),
+            );
+            tasks.spawn(watched(stop.clone(), async move {
+                if let Err(error) = run.await {
+                    error!(%error, "cannot start the socket thread");
+                }
+            }));
+        }
+        let (shared, client) = (Arc::clone(&self.shared), self.client.clone());
+        tasks.spawn(until(stop.clone(), watch_engine(shared, client)));
+        let (shared, worker) = (Arc::clone(&self.shared), self.config.worker.clone());
+        tasks.spawn(until(stop.clone(), hear_resyncs(shared, worker, routes)));
+        let told = stop.clone();
+        let keeper = Keeper {
+            shared: Arc::clone(&self.shared),
+            config: self.config.clone(),
+            lease: None,
+            registration: None,
+        };
+        tasks.spawn(keeper.run(stop.clone()));
+        tasks.close();
+        told.cancelled().await;
+        tasks.wait().await;
+        Ok(())
+    }
+
+    fn source_config(&self, rank: DpRank, endpoints: &Endpoints) -> Config {
+        let source = Source {
+            worker: self.config.worker.clone(),
+            dp_rank: rank,
+        };
+        let mut config = Config::new(source, endpoints.replay.is_some());
+        config.topic.clone_from(&self.config.topic);
+        // With one rank there is nothing to tell apart, and its number may be another's count.
+        config.rank = (self.config.ranks > 1).then_some(rank.0);
+        config.mirror = mirror::Config {
+            block_size: self.config.block_size,
+            assume: self.config.assume,
+            ..mirror::Config::default()
+        };
+        config
+    }
+}
+
+fn fixed_endpoints(config: &ShimConfig, rank: DpRank) -> Result<Endpoints, Error> {
+    let of = |template: &Option<String>| match template {
+        Some(endpoint) => endpoint_of_rank(endpoint, rank)
+            .filter(|endpoint| !endpoint.contains('\0'))
+            .map(Some)
+            .ok_or_else(|| Error::Endpoint {
+                rank,
+                endpoint: endpoint.clone(),
+            }),
+        None => Ok(None),
+    };
+    Ok(Endpoints {
+        live: of(&config.kv_endpoint)?,
+        replay: of(&config.kv_replay_endpoint)?,
+    })
+}
+
+/// A task whose end, told or not, ends the shim.
+async fn watched(stop: CancellationToken, task: impl Future<Output = ()>) {
+    let _stop_at_end = stop.drop_guard();
+    task.await;
+}
+
+async fn until(stop: CancellationToken, task: impl Future<Output = ()>) {
+    tokio::select! {
+        () = task => {}
+        () = stop.cancelled() => {}
+    }
+}
+
+/// Reads the engine's health each second, and now and then everything else.
+async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
+    let mut ticks = interval(HEALTH_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut since_info = INFO_EVERY;
+    let mut was_warned = false;
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => since_info += 1,
+            () = shared.refresh.notified() => since_info = INFO_EVERY,
+        }
+        let health = client.health().await;
+        let was_healthy = *shared.health.borrow() == EngineHealth::Healthy;
+        shared.health.send_replace(health);
+        if health != EngineHealth::Healthy || (was_healthy && since_info < INFO_EVERY) {
+            continue;
+        }
+        let Some(info) = client.info().await else {
+            continue;
+        };
+        since_info = 0;
+        shared.info.send_if_modified(|known| {
+            let is_new = **known != info;
+            *known = Arc::new(info);
+            is_new
+        });
+        let is_unverified = shared.statuses().iter().any(|(s, _)| s.is_unverified);
+        if is_unverified && !was_warned {
+            was_warned = true;
+            warn!(
+                "the engine has no replay endpoint: losses cannot be seen and its sources are \
+                 unverified; set replay_endpoint in vLLM's --kv-events-config"
+            );
+        }
+    }
+}
+
+/// Passes requests for a new generation on to the rank that they name.
+async fn hear_resyncs(
+    shared: Arc<Shared>,
+    worker: warmroute_proto::WorkerId,
+    routes: BTreeMap<DpRank, mpsc::Sender<ResyncRequest>>,
+) {
+    loop {
+        let subject = shared.subjects.resync(&worker);
+        if let Ok(mut requests) = shared.plane.subscribe(subject).await {
+            while let Some(payload) = requests.next().await {
+                let Ok(request) = codec::decode::<ResyncRequest>(&payload) else {
+                    debug!("a resync request is not understood");
+                    continue;
+                };
+                let route = routes.get(&request.source.dp_rank);
+                if request.source.worker == worker
+                    && let Some(route) = route
+                    && route.try_send(request).is_err()
+                {
+                    debug!("a resync request met a full queue; it comes again");
+                }
+            }
+        }
+        sleep(Duration::from_millis(500)).await;
+    }
+}
+
+/// Holds the shim's lease and the worker's registration.
+struct Keeper {
+    shared: Arc<Shared>,
+    config: ShimConfig,
+    lease: Option<Lease>,
+    registration: Option<Lease>,
+}
+
+impl Keeper {
+    async fn run(mut self, stop: CancellationToken) {
+        let mut ticks = interval(LEASE_RENEW);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut info = self.shared.info.subscribe();
+        let mut renewed = tokio::time::Instant::now();
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => break,
+                _ = ticks.tick() => {}
+                Ok(()) = info.changed() => {}
+            }
+            if self.keep_lease().await {
+                renewed = tokio::time::Instant::now();
+            } else if self.lease.is_some() && renewed.elapsed() >= LEASE_TTL {
+                // It ran out unseen: somebody else may have it by now.
+                self.lease = None;
+            }
+            let leads = self.lease.is_some();
+            self.shared.leads.send_if_modified(|known| {
+                let is_new = *known != leads;
+                *known = leads;
+                is_new
+            });
+            if leads {
+                self.keep_registration().await;
+            }
+        }
+        for lease in [self.registration.take(), self.lease.take()] {
+            if let Some(lease) = lease
+                && let Ok(Err(error)) = timeout(Duration::from_secs(1), lease.release()).await
+            {
+                debug!(%error, "a lease runs out by itself");
+            }
+        }
+    }
+
+    /// `true` if the plane confirmed the lease just now.
+    async fn keep_lease(&mut self) -> bool {
+        let value = Bytes::from_static(env!("CARGO_PKG_VERSION").as_bytes());
+        match &mut self.lease {
+            Some(lease) => match timeout(LEASE_RENEW, lease.renew(value)).await {
+                Ok(Ok(Ok(()))) => true,
+                Ok(Ok(Err(_lost))) => {
+                    warn!(worker = %self.config.worker, "another shim took this worker's lease");
+                    self.lease = None;
+                    self.registration = None;
+                    false
+                }
+                Ok(Err(_)) | Err(_) => false,
+            },
+            None => {
+                let key = self.shared.subjects.shim_key(&self.config.worker);
+                let plane = Arc::clone(&self.shared.plane);
+                let acquire = Lease::acquire(plane, key, value, LEASE_TTL);
+                if let Ok(Ok(Some(lease))) = timeout(LEASE_RENEW, acquire).await {
+                    info!(worker = %self.config.worker, "this shim serves the worker");
+                    self.lease = Some(lease);
+                }
+                self.lease.is_some()
+            }
+        }
+    }
+
+    async fn keep_registration(&mut self) {
+        let Ok(value) = codec::encode(&self.entry()) else {
+            return;
+        };
+        let value = Bytes::from(value);
+        let renewed = match &mut self.registration {
+            Some(registration) => registration.renew(value.clone()).await,
+            None => Ok(Err(warmroute_proto::bus::LeaseLost)),
+        };
+        if let Ok(Err(_lost)) = renewed {
+            let key = self.shared.subjects.worker_key(&self.config.worker);
+            let plane = Arc::clone(&self.shared.plane);
+            let registration = Lease::acquire(plane, key, value, LEASE_TTL).await;
+            self.registration = registration.ok().flatten();
+        }
+    }
+
+    fn entry(&self) -> WorkerEntry {
+        let info = Arc::clone(&self.shared.info.borrow());
+        let statuses = self.shared.statuses();
+        let told = statuses.iter().find_map(|(_, facts)| facts.block_size);
+        WorkerEntry {
+            worker: self.config.worker.clone(),
+            url: self.config.advertise_url.trim_end_matches('/').to_owned(),
+            models: info.models.clone(),
+            loras: info.loras.clone(),
+            ranks: self.config.ranks,
+            block_size: told.or(self.config.block_size).or(info.block_size),
+            blocks_per_rank: info.blocks,
+            max_model_len: info.max_model_len,
+            main_attention_only: statuses.iter().all(|(_, facts)| facts.main_attention_only),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+}
