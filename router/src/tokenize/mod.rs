@@ -16,6 +16,7 @@ mod special;
 mod template;
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use crate::openai::{ChatParts, SpecialTokens};
@@ -131,15 +132,21 @@ impl Tokenizer {
     }
 }
 
+/// Encodes a text as a whole. The regex engine panics when one match takes it more than ten million
+/// steps (a run of blanks of that length does); such a text fails in the engine as well.
 pub(crate) fn encode_plain(
     tokenizer: &tokenizers::Tokenizer,
     text: &str,
     special: bool,
 ) -> Result<Vec<u32>, EncodeError> {
-    let encoding = tokenizer
-        .encode_fast(text, special)
-        .map_err(|error| EncodeError(error.to_string()))?;
-    Ok(encoding.get_ids().to_vec())
+    let encode = || tokenizer.encode_fast(text, special);
+    match catch_unwind(AssertUnwindSafe(encode)) {
+        Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+        Ok(Err(error)) => Err(EncodeError(error.to_string())),
+        Err(_) => Err(EncodeError(
+            "the text is beyond the regex engine's limits".to_owned(),
+        )),
+    }
 }
 
 /// Named special tokens, as templates see them.

@@ -267,3 +267,11 @@ fn a_second_request_costs_only_what_is_new() {
     assert!(after.miss_bytes - before.miss_bytes < 100);
     assert!(after.hit_bytes - before.hit_bytes > 6000);
 }
+
+#[test]
+fn a_text_beyond_the_regex_engines_limits_is_an_error_and_the_next_one_works() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let blanks = " ".repeat(11_000_000) + "x";
+    assert!(tokenizer.encode(&blanks, SpecialTokens::Add).is_err());
+    assert!(tokenizer.encode("x", SpecialTokens::Add).is_ok());
+}
