@@ -2,9 +2,9 @@
 //!
 //! Three pure modules carry the decisions. [`wire`] decodes what engines say; [`mirror`] keeps an
 //! exact copy of one rank's cache by content; [`source`] is the state machine of one rank: when
-//! events may be believed, what is written to the log, and what may be claimed about it. Around them
-//! is the shell: [`Service`] owns sockets, the engine's HTTP, lease and registration; [`http`] shows
-//! what a [`Handle`] knows.
+//! events may be believed, what is written to the log, and what may be claimed about it. Around
+//! them is the shell: [`Service`] owns sockets, the engine's HTTP, lease and registration; [`http`]
+//! shows what a [`Handle`] knows.
 //!
 //! Engine hashes and tokens end here: nothing behind the shim sees them.
 #![forbid(unsafe_code)]

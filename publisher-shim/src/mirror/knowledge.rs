@@ -5,9 +5,9 @@
 //!
 //! Where an engine's events lack a field that separates equal tokens, the choice is by what can go
 //! wrong. Without extra keys a salted or multimodal block looks like a plain one: `stale`. Without
-//! kinds for several groups a masked group may count: `stale`. Without the LoRA's name its blocks are
-//! opaque, so that they are only not found: `partial`, from the first such block on. An operator who
-//! knows that a feature is unused says so ([`Assumptions`]).
+//! kinds for several groups a masked group may count: `stale`. Without the LoRA's name its blocks
+//! are opaque, so that they are only not found: `partial`, from the first such block on. An
+//! operator who knows that a feature is unused says so ([`Assumptions`]).
 
 use warmroute_proto::{Tier, TierState, TierStates, Tiers};
 

@@ -1,14 +1,14 @@
 //! An exact copy of what one rank's engine holds, by content.
 //!
 //! [`Mirror`] folds decoded batches. It counts references per engine hash, main-attention group and
-//! tier, because an engine holds a block in several physical copies, each with a store and a removal
-//! of its own; it translates engine hashes to prefix hashes; and it tells, batch by batch, which
-//! (prefix, tier) pairs became held or ceased to be. A pair is held when every main group of the
-//! tier holds it, summed over copies and engine hashes.
+//! tier, because an engine holds a block in several physical copies, each with a store and a
+//! removal of its own; it translates engine hashes to prefix hashes; and it tells, batch by batch,
+//! which (prefix, tier) pairs became held or ceased to be. A pair is held when every main group of
+//! the tier holds it, summed over copies and engine hashes.
 //!
 //! It also knows how much it knows ([`Mirror::states`]): whether it saw everything since the engine
-//! was empty, whether something could not be understood, and whether the engine's events tell enough.
-//! [`Sign`]s that the copy is wrong empty it.
+//! was empty, whether something could not be understood, and whether the engine's events tell
+//! enough. [`Sign`]s that the copy is wrong empty it.
 //!
 //! Not here: sequence numbers, replays and time (`source`). Pure: no IO, no clock.
 
@@ -54,7 +54,8 @@ impl Default for Config {
     }
 }
 
-/// A sign that the mirror is wrong. It is then empty and partial, and readers need a new generation.
+/// A sign that the mirror is wrong. It is then empty and partial, and readers need a new
+/// generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Sign {
     /// A block was removed that is not held, though everything was seen from the start.

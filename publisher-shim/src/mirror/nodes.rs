@@ -1,8 +1,8 @@
 //! The blocks that the mirror knows, as a forest of prefixes.
 //!
-//! A node is one prefix. It stays while anything refers to it: references of the engine, or a child.
-//! Since a leaf without references goes at once, every node has a held block at or below it: memory
-//! is bounded by what the engine holds, its prefixes included.
+//! A node is one prefix. It stays while anything refers to it: references of the engine, or a
+//! child. Since a leaf without references goes at once, every node has a held block at or below it:
+//! memory is bounded by what the engine holds, its prefixes included.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};

@@ -161,7 +161,8 @@ impl Service {
 
     /// Runs until it is told to stop, and then deregisters.
     pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
-        let stop = stop.child_token();
+        let told = stop;
+        let stop = told.child_token();
         let tasks = TaskTracker::new();
         let mut routes = BTreeMap::new();
         for (rank, endpoints) in (0..).map(DpRank).zip(&self.endpoints) {
@@ -188,21 +189,25 @@ impl Service {
             }));
         }
         let (shared, client) = (Arc::clone(&self.shared), self.client.clone());
-        tasks.spawn(until(stop.clone(), watch_engine(shared, client)));
+        let watch = until(stop.clone(), watch_engine(shared, client));
+        tasks.spawn(watched(stop.clone(), watch));
         let (shared, worker) = (Arc::clone(&self.shared), self.config.worker.clone());
-        tasks.spawn(until(stop.clone(), hear_resyncs(shared, worker, routes)));
-        let told = stop.clone();
+        let hear = until(stop.clone(), hear_resyncs(shared, worker, routes));
+        tasks.spawn(watched(stop.clone(), hear));
         let keeper = Keeper {
             shared: Arc::clone(&self.shared),
             config: self.config.clone(),
             lease: None,
             registration: None,
         };
-        tasks.spawn(keeper.run(stop.clone()));
+        tasks.spawn(watched(stop.clone(), keeper.run(stop.clone())));
         tasks.close();
-        told.cancelled().await;
         tasks.wait().await;
-        Ok(())
+        if told.is_cancelled() {
+            Ok(())
+        } else {
+            Err(TaskFailed)
+        }
     }
 
     fn source_config(&self, rank: DpRank, endpoints: &Endpoints) -> Config {

@@ -224,11 +224,7 @@ impl Rank {
     }
 
     fn learn(&mut self, info: &EngineInfo) {
-        let mirror = self.core.mirror_mut();
-        mirror.set_blocks_max(info.blocks);
-        if let Some(block_size) = info.block_size {
-            mirror.suggest_block_size(block_size);
-        }
+        self.core.learn(info.block_size, info.blocks);
         let told = info.endpoints.get(&self.outside.source.dp_rank);
         let told = told.cloned().unwrap_or_default();
         let endpoints = Endpoints {

@@ -1,11 +1,11 @@
 //! The engine's side of a source: which batches are applied, and what proves that none is missing.
 //!
-//! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise it
-//! speaks of another life of the engine. After a disconnect, and at every gap, nothing is applied
-//! but what a replay brings until that check has passed; live batches that arrive meanwhile are held,
-//! within a bound. A hole in a replay is asked for again; one that stays cannot be filled, and what
-//! the engine holds is then unknown. The same replay, each idle second, is the proof that nothing
-//! was lost before a silence.
+//! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise
+//! it speaks of another life of the engine. After a disconnect, and at every gap, nothing is
+//! applied but what a replay brings until that check has passed; live batches that arrive meanwhile
+//! are held, within a bound. A hole in a replay is asked for again; one that stays cannot be
+//! filled, and what the engine holds is then unknown. The same replay, each idle second, is the
+//! proof that nothing was lost before a silence.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -1,9 +1,10 @@
 //! One rank's state machine: what may be believed, what goes to the log, what may be claimed.
 //!
-//! [`SourceCore`] is pure. Whoever drives it feeds what happens (`connected`, `live`, `replay_batch`,
-//! `tick`, `acknowledged`, …) together with the present time, and then takes [`Effect`]s until none
-//! is left. `engine` decides which batches are applied: in order, without a gap, and of one life of
-//! the engine; `publisher` turns their changes into generations and records.
+//! [`SourceCore`] is pure. Whoever drives it feeds what happens (`connected`, `live`,
+//! `replay_batch`, `tick`, `acknowledged`, …) together with the present time, and then takes
+//! [`Effect`]s until none is left. `engine` decides which batches are applied: in order, without a
+//! gap, and of one life of the engine; `publisher` turns their changes into generations and
+//! records.
 //!
 //! Invariant: a credited state leaves this module only while its own proof is fresh, and only for
 //! what the log has acknowledged or what the same record carries.
@@ -21,7 +22,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{
-    EngineHealth, EngineSeq, Generation, Heartbeat, RecordNumber, Source, TierState, TierStates,
+    BlockSize, EngineHealth, EngineSeq, Generation, Heartbeat, RecordNumber, Source, TierState,
+    TierStates,
 };
 
 use crate::mirror::{self, Mirror, Sign, Start};
@@ -223,8 +225,12 @@ impl SourceCore {
         &self.mirror
     }
 
-    pub const fn mirror_mut(&mut self) -> &mut Mirror {
-        &mut self.mirror
+    /// What the engine tells of itself: a provisional block size, and its number of KV blocks.
+    pub fn learn(&mut self, block_size: Option<BlockSize>, blocks_max: Option<u64>) {
+        self.mirror.set_blocks_max(blocks_max);
+        if let Some(block_size) = block_size {
+            self.mirror.suggest_block_size(block_size);
+        }
     }
 
     // --- the plane's side

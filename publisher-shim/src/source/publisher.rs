@@ -1,9 +1,9 @@
 //! From changes to the log: generations, records, and the window of those not acknowledged.
 //!
-//! Pure. A generation is first claimed, then opened with an image; while it is being claimed changes
-//! are not kept, as the image will have them. One ordered window; a failed append sends it and
-//! everything behind it again, byte for byte. Bytes are bounded: when too many wait, all of them are
-//! dropped and one new generation replaces them.
+//! Pure. A generation is first claimed, then opened with an image; while it is being claimed
+//! changes are not kept, as the image will have them. One ordered window; a failed append sends it
+//! and everything behind it again, byte for byte. Bytes are bounded: when too many wait, all of
+//! them are dropped and one new generation replaces them.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -264,7 +264,7 @@ impl World {
 }
 
 fn prefix(tokens: &[u32]) -> PrefixHash {
-    let size = warmroute_proto::BlockSize::new(1).unwrap();
+    let size = BlockSize::new(1).unwrap();
     let seed = warmroute_proto::Seed::PLAIN;
     let hashes = warmroute_proto::hash::local_hashes(tokens, size, seed);
     warmroute_proto::hash::prefix_hashes(None, &hashes)

@@ -302,7 +302,8 @@ struct Tokens {
     each: u32,
 }
 
-/// Token ids, or pairs of them (speculative decoding with EAGLE), which a router's hash cannot have.
+/// Token ids, or pairs of them (speculative decoding with EAGLE), which a router's hash cannot
+/// have.
 fn tokens(raw: Raw<'_>) -> Result<Tokens, WireError> {
     let mut cursor = Cursor::new(raw.ok_or(WireError::Missing)?);
     let len = cursor.array()?;

@@ -37,7 +37,8 @@ pub fn live_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<LiveFrames<'_>> {
     })
 }
 
-/// Decoded from the end, as a topic frame came between with vLLM 0.26. `None` for what is no answer.
+/// Decoded from the end, as a topic frame came between with vLLM 0.26. `None` for what is no
+/// answer.
 #[must_use]
 pub fn replay_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<ReplayFrames<'_>> {
     let [.., seq, payload] = frames else {

@@ -1,9 +1,9 @@
 //! What separates equal tokens in an engine's cache: its extra keys, classified.
 //!
-//! The engine lists a block's keys bare, in the order LoRA name, multimodal items, cache salt (block
-//! 0 only), digest of prompt embeddings. A router can reproduce the first three. Everything else
-//! makes a block opaque: its raw bytes are digested, so that equal keys stay equal and no query
-//! matches.
+//! The engine lists a block's keys bare, in the order LoRA name, multimodal items, cache salt
+//! (block 0 only), digest of prompt embeddings. A router can reproduce the first three. Everything
+//! else makes a block opaque: its raw bytes are digested, so that equal keys stay equal and no
+//! query matches.
 //!
 //! A multimodal item's identifier becomes a number as the widest-used peer does it: the first 16 of
 //! 64 hexadecimal digits; any other identifier (operators may choose their own) is hashed.

@@ -4,7 +4,8 @@
 //! event that is not understood is counted in its batch, because what it was decides how far the
 //! mirror may still be trusted. Nothing is allocated on the word of a claimed length.
 //!
-//! Not here: what the events mean for the cache (`mirror`), and when they may be applied (`source`).
+//! Not here: what the events mean for the cache (`mirror`), and when they may be applied
+//! (`source`).
 
 mod event;
 mod frames;
@@ -20,11 +21,12 @@ use warmroute_proto::Tier;
 use event::{Decoded, NotUnderstood};
 use msgpack::Cursor;
 
-/// A larger payload is refused. A batch of 128 k-token prompts on every slot of a large engine stays
-/// far below.
+/// A larger payload is refused. A batch of 128 k-token prompts on every slot of a large engine
+/// stays far below.
 pub const PAYLOAD_BYTES_MAX: usize = 16 << 20;
 
-/// An engine's own name of a block, opaque: it links an event to its parent and names what is removed.
+/// An engine's own name of a block, opaque: it links an event to its parent and names what is
+/// removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EngineHash(pub u64);
 
