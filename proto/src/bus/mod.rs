@@ -2,7 +2,8 @@
 //!
 //! [`Plane`] has five faces: the log (ordered, bounded, positions), the registry (keys with
 //! revisions and leases), the snapshots (immutable blobs), request/reply and broadcast. Above it
-//! nobody knows what carries the bytes; [`MemoryPlane`] carries them within one process.
+//! nobody knows what carries the bytes; [`MemoryPlane`] carries them within one process,
+//! [`NatsPlane`] through a NATS JetStream server.
 //!
 //! Every payload is bytes: a message is encoded and decoded in process exactly as it would be
 //! between processes. What the trait does not promise, on purpose: that a broadcast arrives, that a
@@ -11,6 +12,7 @@
 
 mod lease;
 mod memory;
+mod nats;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,6 +24,9 @@ use tokio::sync::{oneshot, watch};
 
 pub use lease::{Lease, LeaseLost};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
+pub use nats::{
+    Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls,
+};
 
 use crate::{LogPosition, StreamIdentity};
 

@@ -1,0 +1,390 @@
+//! The three streams of a namespace: names, wanted configuration, and the difference to what is there.
+//!
+//! Pure. The registry has the layout of a NATS key-value bucket and the snapshots that of an object
+//! store, so that NATS' own tools show them.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use async_nats::jetstream::stream::{
+    Config, DiscardPolicy, Info, PersistenceMode, RetentionPolicy, StorageType,
+};
+
+use super::config::{Difference, InitConfig};
+use crate::codec::RECORD_BYTES_MAX;
+use crate::subject::encode_name;
+use crate::{Namespace, StreamIdentity};
+
+/// Metadata: the random half of a log's identity, 16 hex digits.
+const NONCE: &str = "warmroute-nonce";
+
+/// The shortest that the server takes; nothing here carries a message id.
+const DUPLICATE_WINDOW: Duration = Duration::from_millis(100);
+
+/// How long a key's end stays visible to watchers that were away.
+pub(super) const MARKER_TTL: Duration = Duration::from_secs(60);
+
+/// Entries are a few hundred bytes each.
+const REGISTRY_BYTES: i64 = 64 << 20;
+
+/// The first release with per-message TTL on every layer that we use.
+const SERVER_MIN: (u64, u64) = (2, 11);
+
+#[derive(Clone, Debug)]
+pub(super) struct Layout {
+    records: String,
+    bucket: String,
+}
+
+/// How exact sizes have to be.
+#[derive(Clone, Copy)]
+pub(super) enum Sizes<'a> {
+    /// The operator's choice, as long as there is a bound.
+    Bounded,
+    Of(&'a InitConfig),
+}
+
+impl Layout {
+    pub(super) fn new(namespace: &Namespace) -> Self {
+        let token = encode_name(namespace.as_str());
+        Self {
+            records: format!("wr.{token}.kv.>"),
+            bucket: bucket(&token),
+        }
+    }
+
+    pub(super) fn log(&self) -> String {
+        self.bucket.clone()
+    }
+
+    pub(super) fn registry(&self) -> String {
+        format!("KV_{}", self.bucket)
+    }
+
+    pub(super) fn snapshots(&self) -> String {
+        format!("OBJ_{}", self.bucket)
+    }
+
+    pub(super) fn bucket(&self) -> &str {
+        &self.bucket
+    }
+
+    /// Before every key.
+    pub(super) fn key_prefix(&self) -> String {
+        format!("$KV.{}.", self.bucket)
+    }
+
+    pub(super) fn wanted(&self, init: &InitConfig, nonce: u64) -> [Config; 3] {
+        [
+            self.wanted_log(init, nonce),
+            self.wanted_registry(init),
+            self.wanted_snapshots(init),
+        ]
+    }
+
+    fn wanted_log(&self, init: &InitConfig, nonce: u64) -> Config {
+        Config {
+            subjects: vec![self.records.clone()],
+            max_bytes: signed(init.max_bytes),
+            max_age: init.max_age,
+            discard: DiscardPolicy::Old,
+            metadata: [(NONCE.to_owned(), format!("{nonce:016x}"))].into(),
+            description: Some("warmroute: records".to_owned()),
+            ..common(self.log(), init)
+        }
+    }
+
+    fn wanted_registry(&self, init: &InitConfig) -> Config {
+        Config {
+            subjects: vec![format!("{}>", self.key_prefix())],
+            max_bytes: REGISTRY_BYTES,
+            max_messages_per_subject: 1,
+            discard: DiscardPolicy::New,
+            allow_rollup: true,
+            deny_delete: true,
+            allow_message_ttl: true,
+            subject_delete_marker_ttl: Some(MARKER_TTL),
+            description: Some("warmroute: registry".to_owned()),
+            ..common(self.registry(), init)
+        }
+    }
+
+    fn wanted_snapshots(&self, init: &InitConfig) -> Config {
+        let bucket = &self.bucket;
+        Config {
+            subjects: vec![format!("$O.{bucket}.C.>"), format!("$O.{bucket}.M.>")],
+            max_bytes: signed(init.snapshots_max_bytes),
+            max_age: init.snapshots_max_age,
+            discard: DiscardPolicy::New,
+            allow_rollup: true,
+            description: Some("warmroute: snapshots".to_owned()),
+            ..common(self.snapshots(), init)
+        }
+    }
+}
+
+fn common(name: String, init: &InitConfig) -> Config {
+    Config {
+        name,
+        max_messages: -1,
+        max_messages_per_subject: -1,
+        max_consumers: -1,
+        retention: RetentionPolicy::Limits,
+        storage: StorageType::File,
+        num_replicas: init.replicas,
+        duplicate_window: DUPLICATE_WINDOW,
+        allow_direct: true,
+        ..Config::default()
+    }
+}
+
+/// Names of buckets allow less than our tokens; two tokens never make the same one.
+fn bucket(token: &str) -> String {
+    if !token.contains('=') {
+        return format!("wr_{token}");
+    }
+    let hex: String = token.bytes().map(|byte| format!("{byte:02x}")).collect();
+    format!("wrx_{hex}")
+}
+
+fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+/// A log by its creation time and random number; `None` if nobody gave it one.
+pub(super) fn identity(info: &Info) -> Option<StreamIdentity> {
+    let nonce = u64::from_str_radix(info.config.metadata.get(NONCE)?, 16).ok()?;
+    let created_unix_ns = u64::try_from(info.created.unix_timestamp_nanos()).ok()?;
+    Some(StreamIdentity {
+        created_unix_ns,
+        nonce,
+    })
+}
+
+/// Every way in which a stream is not as it must be.
+pub(super) fn stream_differences(is: &Config, wanted: &Config, sizes: Sizes) -> Vec<Difference> {
+    let mut faults = Faults::of(&is.name);
+    faults.equal("subjects", &is.subjects, &wanted.subjects);
+    faults.equal("retention", &is.retention, &wanted.retention);
+    faults.equal("discard", &is.discard, &wanted.discard);
+    faults.equal("storage", &is.storage, &wanted.storage);
+    faults.equal("max_msgs", &is.max_messages, &wanted.max_messages);
+    let (per_subject, must_be) = (is.max_messages_per_subject, wanted.max_messages_per_subject);
+    faults.equal("max_msgs_per_subject", &per_subject, &must_be);
+    faults.equal("allow_direct", &is.allow_direct, &wanted.allow_direct);
+    faults.equal(
+        "allow_msg_ttl",
+        &is.allow_message_ttl,
+        &wanted.allow_message_ttl,
+    );
+    faults.equal("sealed", &is.sealed, &false);
+    faults.equal("no_ack", &is.no_ack, &false);
+    let moved = is.mirror.is_some() || is.sources.is_some() || is.subject_transform.is_some();
+    faults.equal("mirror, sources or transform", &moved, &false);
+    if is.persist_mode == Some(PersistenceMode::Async) {
+        faults.add(
+            "persist_mode",
+            "async",
+            "default: async loses acknowledged writes",
+        );
+    }
+    if is.duplicate_window > DUPLICATE_WINDOW {
+        faults.add("duplicate_window", is.duplicate_window, DUPLICATE_WINDOW);
+    }
+    if wanted.metadata.contains_key(NONCE) && !is.metadata.contains_key(NONCE) {
+        faults.add("metadata", "without identity", "as `init` writes it");
+    }
+    let marker = is.subject_delete_marker_ttl.unwrap_or_default();
+    if wanted.subject_delete_marker_ttl.is_some() && marker < Duration::from_secs(1) {
+        faults.add("subject_delete_marker_ttl", marker, "at least 1s");
+    }
+    faults.sizes(is, wanted, sizes);
+    faults.list
+}
+
+/// What the server itself must be able to do.
+pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<Difference> {
+    let mut faults = Faults::of("server");
+    let mut numbers = version.split('.').map_while(|part| part.parse().ok());
+    let release = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if release < SERVER_MIN {
+        faults.add("version", version, "2.11 or later");
+    }
+    let must_be = RECORD_BYTES_MAX + 1024;
+    if max_payload < must_be {
+        faults.add("max_payload", max_payload, format!("at least {must_be}"));
+    }
+    faults.list
+}
+
+/// What no `init` may create.
+pub(super) fn init_differences(init: &InitConfig) -> Vec<Difference> {
+    let mut faults = Faults::of("init");
+    let images = init.images_bytes.saturating_mul(4);
+    if init.max_bytes == 0 || init.max_bytes < images {
+        let must_be = format!("positive, at least four times the images ({images})");
+        faults.add("max_bytes", init.max_bytes, must_be);
+    }
+    if init.max_age.is_zero() {
+        faults.add("max_age", init.max_age, "positive");
+    }
+    if init.snapshots_max_bytes == 0 {
+        faults.add("snapshots_max_bytes", 0, "positive");
+    }
+    if init.snapshots_max_age < init.max_age {
+        let must_be = format!("at least max_age ({:?})", init.max_age);
+        faults.add("snapshots_max_age", init.snapshots_max_age, must_be);
+    }
+    if !(1..=5).contains(&init.replicas) {
+        faults.add("replicas", init.replicas, "1 to 5");
+    }
+    faults.list
+}
+
+pub(super) fn missing(stream: &str) -> Difference {
+    Difference {
+        of: stream.to_owned(),
+        field: "stream",
+        is: "missing".to_owned(),
+        must_be: "created by `init`".to_owned(),
+    }
+}
+
+struct Faults {
+    of: String,
+    list: Vec<Difference>,
+}
+
+impl Faults {
+    fn of(of: &str) -> Self {
+        Self {
+            of: of.to_owned(),
+            list: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, field: &'static str, is: impl Debug, must_be: impl Debug) {
+        let plain = |text: String| text.trim_matches('"').to_owned();
+        self.list.push(Difference {
+            of: self.of.clone(),
+            field,
+            is: plain(format!("{is:?}")),
+            must_be: plain(format!("{must_be:?}")),
+        });
+    }
+
+    fn equal<T: PartialEq + Debug>(&mut self, field: &'static str, is: &T, must_be: &T) {
+        if is != must_be {
+            self.add(field, is, must_be);
+        }
+    }
+
+    fn sizes(&mut self, is: &Config, wanted: &Config, sizes: Sizes) {
+        match sizes {
+            Sizes::Bounded => {
+                if is.max_bytes <= 0 {
+                    self.add("max_bytes", is.max_bytes, "bounded");
+                }
+                // The registry is the one part without an age.
+                if wanted.max_age.is_zero() != is.max_age.is_zero() {
+                    let must_be = if wanted.max_age.is_zero() {
+                        "unbounded"
+                    } else {
+                        "bounded"
+                    };
+                    self.add("max_age", is.max_age, must_be);
+                }
+            }
+            Sizes::Of(init) => {
+                self.equal("num_replicas", &is.num_replicas, &init.replicas);
+                self.equal("max_bytes", &is.max_bytes, &wanted.max_bytes);
+                self.equal("max_age", &is.max_age, &wanted.max_age);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(namespace: &str) -> Layout {
+        Layout::new(&Namespace::from(namespace))
+    }
+
+    #[test]
+    fn names_are_fixed() {
+        let prod = layout("prod");
+        assert_eq!(prod.log(), "wr_prod");
+        assert_eq!(prod.registry(), "KV_wr_prod");
+        assert_eq!(prod.snapshots(), "OBJ_wr_prod");
+        assert_eq!(prod.key_prefix(), "$KV.wr_prod.");
+        assert_eq!(layout("a.b").log(), "wrx_613d324562");
+        let [log, registry, snapshots] = prod.wanted(&InitConfig::default(), 7);
+        assert_eq!(log.subjects, ["wr.prod.kv.>"]);
+        assert_eq!(registry.subjects, ["$KV.wr_prod.>"]);
+        assert_eq!(snapshots.subjects, ["$O.wr_prod.C.>", "$O.wr_prod.M.>"]);
+    }
+
+    #[test]
+    fn every_wrong_field_is_named() {
+        let init = InitConfig::default();
+        let [wanted, registry, _] = layout("prod").wanted(&init, 7);
+        assert_eq!(stream_differences(&wanted, &wanted, Sizes::Of(&init)), []);
+        assert_eq!(stream_differences(&registry, &registry, Sizes::Bounded), []);
+        let check = |field: &str, change: &dyn Fn(&mut Config)| {
+            let mut is = wanted.clone();
+            change(&mut is);
+            let found = stream_differences(&is, &wanted, Sizes::Bounded);
+            let fields: Vec<&str> = found.iter().map(|one| one.field).collect();
+            assert_eq!(fields, [field]);
+        };
+        check("max_bytes", &|is| is.max_bytes = -1);
+        check("max_age", &|is| is.max_age = Duration::ZERO);
+        check("discard", &|is| is.discard = DiscardPolicy::New);
+        check("storage", &|is| is.storage = StorageType::Memory);
+        check("subjects", &|is| is.subjects = vec!["wr.>".to_owned()]);
+        check("allow_direct", &|is| is.allow_direct = false);
+        check("duplicate_window", &|is| {
+            is.duplicate_window = Duration::from_secs(120);
+        });
+        check("metadata", &|is| is.metadata.clear());
+        check("persist_mode", &|is| {
+            is.persist_mode = Some(PersistenceMode::Async);
+        });
+        let mut other = wanted.clone();
+        other.max_bytes += 1;
+        assert_eq!(stream_differences(&other, &wanted, Sizes::Bounded), []);
+        let found = stream_differences(&other, &wanted, Sizes::Of(&init));
+        assert_eq!(
+            found[0].to_string(),
+            "wr_prod: max_bytes is 2147483649, must be 2147483648"
+        );
+    }
+
+    #[test]
+    fn old_servers_and_small_logs_are_refused() {
+        let check = |version: &str, ok: bool| {
+            assert_eq!(
+                server_differences(version, 1 << 20).is_empty(),
+                ok,
+                "{version}"
+            );
+        };
+        check("2.15.1", true);
+        check("2.11.0-beta.1", true);
+        check("2.9.10", false);
+        check("", false);
+        assert_eq!(server_differences("2.15.1", 4096).len(), 1);
+        let init = InitConfig::default();
+        assert_eq!(init_differences(&init), []);
+        let images_bytes = init.max_bytes / 4 + 1;
+        let small = InitConfig {
+            images_bytes,
+            ..init
+        };
+        assert_eq!(init_differences(&small).len(), 1);
+        let max_age = Duration::ZERO;
+        assert_eq!(init_differences(&InitConfig { max_age, ..init }).len(), 1);
+    }
+}

@@ -1,0 +1,219 @@
+//! The plane on NATS JetStream: the same five faces between processes and across restarts.
+//!
+//! [`NatsPlane::connect`] verifies what it finds and refuses a wrong set-up; [`NatsPlane::init`]
+//! creates it. The log is one stream, the registry a key-value bucket, the snapshots an object store
+//! (their names and configuration: `layout`). Request/reply and broadcast are core NATS.
+//!
+//! What a server may do to us (restart, lose its end, be replaced) and what the client hides of it is
+//! met here: positions are ours, consumers are thrown away (`pull`, `tail`, `watch`), and what was in
+//! flight at a disconnect fails at once (`link`, `core`). Sending again is the user's business: only
+//! it knows its order.
+
+mod config;
+mod core;
+mod layout;
+mod link;
+mod pull;
+mod registry;
+mod service;
+mod setup;
+mod snapshots;
+mod tail;
+mod watch;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use self::core::{Core, Outgoing};
+use self::layout::Sizes;
+use super::{
+    Appended, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture, PlaneStream, PutIf,
+    RegistryEntry, RegistryEvent, Request, Revision,
+};
+use crate::LogPosition;
+
+pub use config::{Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls};
+
+/// See the module's documentation. Clones are the same plane.
+#[derive(Clone)]
+pub struct NatsPlane {
+    core: Arc<Core>,
+}
+
+impl NatsPlane {
+    /// Connects once, and verifies that the namespace is set up.
+    pub async fn connect(config: NatsConfig) -> Result<Self, NatsError> {
+        let core = setup::connect(config).await?;
+        setup::verify(&core, Sizes::Bounded).await?;
+        Ok(Self { core })
+    }
+
+    /// The same, after it created what was missing. Nothing that is there is changed or destroyed; if
+    /// it is not what was asked for, the error says in what it differs.
+    pub async fn init(config: NatsConfig, init: InitConfig) -> Result<Self, NatsError> {
+        let core = setup::connect(config).await?;
+        setup::init(&core, &init).await?;
+        Ok(Self { core })
+    }
+
+    /// Counts since the start, for metrics.
+    #[must_use]
+    pub fn stats(&self) -> NatsStats {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.core.link.counters;
+        let mut stats = NatsStats {
+            disconnects: of(&counters.disconnects),
+            slow_consumers: of(&counters.slow_consumers),
+            lame_ducks: of(&counters.lame_ducks),
+            closed: of(&counters.closed),
+            server_errors: of(&counters.server_errors),
+            client_errors: of(&counters.client_errors),
+            answers_late: of(&counters.answers_late),
+            answers_cut_off: of(&counters.answers_cut_off),
+            tails_reopened: of(&counters.tails_reopened),
+            watches_reopened: of(&counters.watches_reopened),
+            tail_lag: of(&counters.tail_lag),
+            snapshots_torn: of(&counters.snapshots_torn),
+            ..NatsStats::default()
+        };
+        // The client's counters are of a type of their own.
+        if let Some(statistics) = self.core.link.statistics() {
+            stats.connects = statistics.connects.load(Ordering::Relaxed);
+            stats.in_messages = statistics.in_messages.load(Ordering::Relaxed);
+            stats.out_messages = statistics.out_messages.load(Ordering::Relaxed);
+            stats.in_bytes = statistics.in_bytes.load(Ordering::Relaxed);
+            stats.out_bytes = statistics.out_bytes.load(Ordering::Relaxed);
+        }
+        stats
+    }
+
+    /// The server's last complaint, if there was one: a permission that is missing shows nowhere else.
+    #[must_use]
+    pub fn complaint(&self) -> Option<String> {
+        Some(self.core.link.complaint()).filter(|complaint| !complaint.is_empty())
+    }
+}
+
+/// What the connection went through. Events can be lost when they come in floods, so that their
+/// counts are lower bounds; `connects` is exact.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NatsStats {
+    pub connects: u64,
+    pub disconnects: u64,
+    /// Messages that a full subscription dropped.
+    pub slow_consumers: u64,
+    pub lame_ducks: u64,
+    pub closed: u64,
+    pub server_errors: u64,
+    pub client_errors: u64,
+    /// Acknowledgements and answers that did not come in time.
+    pub answers_late: u64,
+    /// Those that a disconnect took along.
+    pub answers_cut_off: u64,
+    /// Consumers opened for tails, the first ones too.
+    pub tails_reopened: u64,
+    /// The same for watches.
+    pub watches_reopened: u64,
+    /// Messages behind the last one that a tail delivered.
+    pub tail_lag: u64,
+    /// Snapshots of which chunks were missing.
+    pub snapshots_torn: u64,
+    pub in_messages: u64,
+    pub out_messages: u64,
+    pub in_bytes: u64,
+    pub out_bytes: u64,
+}
+
+impl Plane for NatsPlane {
+    fn connection(&self) -> tokio::sync::watch::Receiver<Connection> {
+        self.core.link.connection()
+    }
+
+    fn log_status(&self) -> PlaneFuture<'_, LogStatus> {
+        Box::pin(tail::status(&self.core))
+    }
+
+    fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended> {
+        Box::pin(async move {
+            let stored = self.core.store(Outgoing::new(subject, payload)).await?;
+            let log = self.core.layout.log();
+            let acknowledged: Appended =
+                Box::pin(async move { stored.acknowledged(&log).await.map(LogPosition) });
+            Ok(acknowledged)
+        })
+    }
+
+    fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>> {
+        Box::pin(async move { tail::last_on(&self.core, &subject).await })
+    }
+
+    fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>> {
+        Box::pin(tail::at(&self.core, position))
+    }
+
+    fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail> {
+        Box::pin(tail::tail(Arc::clone(&self.core), after, batch_max))
+    }
+
+    fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>> {
+        Box::pin(async move { registry::get(&self.core, &key).await })
+    }
+
+    fn put(
+        &self,
+        key: String,
+        value: Bytes,
+        condition: PutIf,
+        lease: Option<Duration>,
+    ) -> PlaneFuture<'_, Revision> {
+        Box::pin(async move { registry::put(&self.core, &key, value, condition, lease).await })
+    }
+
+    fn delete(&self, key: String, revision: Revision) -> PlaneFuture<'_, ()> {
+        Box::pin(async move { registry::delete(&self.core, &key, revision).await })
+    }
+
+    fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>> {
+        Box::pin(watch::watch(Arc::clone(&self.core), prefix))
+    }
+
+    fn put_snapshot(&self, name: String, blob: Bytes) -> PlaneFuture<'_, ()> {
+        Box::pin(snapshots::put(&self.core, name, blob))
+    }
+
+    fn get_snapshot(&self, name: String) -> PlaneFuture<'_, Option<Bytes>> {
+        Box::pin(async move { snapshots::get(&self.core, &name).await })
+    }
+
+    fn delete_snapshot(&self, name: String) -> PlaneFuture<'_, ()> {
+        Box::pin(async move { snapshots::delete(&self.core, &name).await })
+    }
+
+    fn snapshots(&self) -> PlaneFuture<'_, Vec<String>> {
+        Box::pin(snapshots::list(&self.core))
+    }
+
+    fn request(
+        &self,
+        subject: String,
+        payload: Bytes,
+        deadline: Duration,
+    ) -> PlaneFuture<'_, Bytes> {
+        Box::pin(service::request(&self.core, subject, payload, deadline))
+    }
+
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+        Box::pin(service::serve(Arc::clone(&self.core), subject))
+    }
+
+    fn publish(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, ()> {
+        Box::pin(service::publish(&self.core, subject, payload))
+    }
+
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+        Box::pin(service::subscribe(Arc::clone(&self.core), subject))
+    }
+}

@@ -1,0 +1,296 @@
+//! One consumer of a stream, short-lived and nobody's memory: our position is ours.
+//!
+//! Ephemeral, without acknowledgements, in the memory of the server. It delivers until something is
+//! odd (an error, silence beyond two heartbeats, a delivery that is missing), then it is
+//! [`Pulled::Broken`] and whoever uses it opens another at its own position. Not the client's own
+//! ordered consumer: that one is silent for seconds after a reconnect, and goes on in another stream
+//! of the same name without a word.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::{HeaderMap, Message, StatusCode, Subscriber};
+use bytes::Bytes;
+use futures_util::{FutureExt, StreamExt};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep_until};
+
+use super::core::{ApiError, Core, Outgoing, unavailable};
+use crate::bus::PlaneError;
+
+const HEARTBEAT: Duration = Duration::from_secs(2);
+
+/// Two heartbeats and a bit.
+const SILENCE_MAX: Duration = Duration::from_secs(5);
+
+/// A request for messages is asked again after this.
+const EXPIRES: Duration = Duration::from_secs(30);
+
+/// The server forgets a consumer that nobody asks for this long.
+const INACTIVE: Duration = Duration::from_secs(60);
+
+const BATCH_MAX: usize = 1000;
+
+/// Where to begin.
+#[derive(Clone, Copy)]
+pub(super) enum Start {
+    First,
+    At(u64),
+    /// The newest message of every subject, then whatever comes.
+    LastPerSubject,
+}
+
+pub(super) struct Pull {
+    core: Arc<Core>,
+    stream: String,
+    name: String,
+    inbox: String,
+    deliveries: Subscriber,
+    batch: usize,
+    /// Asked for and not delivered yet.
+    outstanding: usize,
+    /// The consumer's own count of deliveries: a hole in it is one that we lost.
+    delivered: u64,
+    silent_at: Instant,
+    /// What the stream had for us when the consumer was made.
+    pub(super) pending_at_start: u64,
+}
+
+pub(super) enum Pulled {
+    Message(Delivery),
+    /// The server lives and has nothing.
+    Idle,
+    Broken,
+}
+
+pub(super) struct Delivery {
+    pub(super) subject: String,
+    pub(super) headers: Option<HeaderMap>,
+    pub(super) payload: Bytes,
+    pub(super) sequence: u64,
+    pub(super) stored_unix_ns: u64,
+    /// How many more there are behind it.
+    pub(super) pending: u64,
+}
+
+impl Pull {
+    pub(super) async fn open(
+        core: &Arc<Core>,
+        stream: String,
+        filter: Option<&str>,
+        start: Start,
+    ) -> Result<Self, ApiError> {
+        #[derive(Deserialize)]
+        struct Created {
+            #[serde(default)]
+            num_pending: u64,
+        }
+        core.check_up().map_err(ApiError::Plane)?;
+        let inbox = core.client.new_inbox();
+        let subscribed = core.client.subscribe(inbox.clone()).await;
+        let deliveries = subscribed.map_err(|error| ApiError::Plane(unavailable(error)))?;
+        let name = unique(&inbox);
+        let mut api = format!("CONSUMER.CREATE.{stream}.{name}");
+        if let Some(filter) = filter {
+            api = format!("{api}.{filter}");
+        }
+        let body = json!({
+            "stream_name": stream,
+            "action": "create",
+            "config": config(&name, filter, start),
+        });
+        let created: Created = core.api(&api, &body).await?;
+        Ok(Self {
+            core: Arc::clone(core),
+            stream,
+            name,
+            inbox,
+            deliveries,
+            batch: BATCH_MAX.min(core.queue_max / 2).max(1),
+            outstanding: 0,
+            delivered: 0,
+            silent_at: Instant::now() + SILENCE_MAX,
+            pending_at_start: created.num_pending,
+        })
+    }
+
+    /// Cancel-safe.
+    pub(super) async fn next(&mut self) -> Pulled {
+        loop {
+            if self.outstanding <= self.batch / 2 && self.ask().await.is_err() {
+                return Pulled::Broken;
+            }
+            let message = tokio::select! {
+                // What is there counts before the silence that a busy reader only imagined.
+                biased;
+                message = self.deliveries.next() => message,
+                () = sleep_until(self.silent_at) => None,
+            };
+            let Some(message) = message else {
+                return Pulled::Broken;
+            };
+            if let Some(pulled) = self.take(message) {
+                return pulled;
+            }
+        }
+    }
+
+    /// What can be had without waiting.
+    pub(super) fn next_ready(&mut self) -> Option<Pulled> {
+        let message = self.deliveries.next().now_or_never()??;
+        Some(self.take(message).unwrap_or(Pulled::Idle))
+    }
+
+    async fn ask(&mut self) -> Result<(), PlaneError> {
+        let body = json!({
+            "batch": self.batch,
+            "expires": nanos(EXPIRES),
+            "idle_heartbeat": nanos(HEARTBEAT),
+        });
+        let (stream, name) = (&self.stream, &self.name);
+        let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}");
+        let request = Outgoing::new(subject, Bytes::from(body.to_string()));
+        self.core.send(request, Some(self.inbox.clone())).await?;
+        self.outstanding += self.batch;
+        Ok(())
+    }
+
+    /// `None`: nothing that anybody has to know.
+    fn take(&mut self, message: Message) -> Option<Pulled> {
+        self.silent_at = Instant::now() + SILENCE_MAX;
+        match message.status {
+            None | Some(StatusCode::OK) => {
+                self.outstanding = self.outstanding.saturating_sub(1);
+                Some(self.deliver(message))
+            }
+            Some(StatusCode::IDLE_HEARTBEAT) => Some(Pulled::Idle),
+            // A request ran out; what it did not deliver is asked for again.
+            Some(StatusCode::NOT_FOUND | StatusCode::TIMEOUT) => {
+                let rest = message.headers.as_ref();
+                let rest = rest.and_then(|headers| headers.get("Nats-Pending-Messages"));
+                let rest = rest.and_then(|rest| rest.as_str().parse().ok());
+                let rest = rest.unwrap_or(self.batch);
+                self.outstanding = self.outstanding.saturating_sub(rest);
+                None
+            }
+            Some(_) => Some(Pulled::Broken),
+        }
+    }
+
+    fn deliver(&mut self, message: Message) -> Pulled {
+        let Some(origin) = message.reply.as_deref().and_then(Origin::parse) else {
+            return Pulled::Broken;
+        };
+        if origin.delivery != self.delivered + 1 {
+            return Pulled::Broken;
+        }
+        self.delivered = origin.delivery;
+        Pulled::Message(Delivery {
+            subject: message.subject.into_string(),
+            headers: message.headers,
+            payload: message.payload,
+            sequence: origin.sequence,
+            stored_unix_ns: origin.stored_unix_ns,
+            pending: origin.pending,
+        })
+    }
+}
+
+/// The server would forget it anyway, a minute later.
+impl Drop for Pull {
+    fn drop(&mut self) {
+        if self.core.link.is_up() {
+            let (stream, name) = (&self.stream, &self.name);
+            let subject = format!("$JS.API.CONSUMER.DELETE.{stream}.{name}");
+            let client = self.core.client.clone();
+            self.core
+                .spawn(async move { client.publish(subject, Bytes::new()).await });
+        }
+    }
+}
+
+fn config(name: &str, filter: Option<&str>, start: Start) -> Value {
+    let mut config = json!({
+        "name": name,
+        "ack_policy": "none",
+        "replay_policy": "instant",
+        "inactive_threshold": nanos(INACTIVE),
+        "num_replicas": 1,
+        "mem_storage": true,
+    });
+    if let Some(filter) = filter {
+        config["filter_subject"] = filter.into();
+    }
+    match start {
+        Start::First => config["deliver_policy"] = "all".into(),
+        Start::LastPerSubject => config["deliver_policy"] = "last_per_subject".into(),
+        Start::At(sequence) => {
+            config["deliver_policy"] = "by_start_sequence".into();
+            config["opt_start_seq"] = sequence.into();
+        }
+    }
+    config
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The random end of an inbox.
+pub(super) fn unique(inbox: &str) -> String {
+    inbox.rsplit('.').next().unwrap_or(inbox).to_owned()
+}
+
+/// What a delivery's reply subject tells:
+/// `$JS.ACK.<stream>.<consumer>.<tries>.<sequence>.<delivery>.<time>.<pending>`, or with
+/// `<domain>.<account>` before the stream and perhaps a token at the end.
+#[derive(Debug, PartialEq, Eq)]
+struct Origin {
+    sequence: u64,
+    delivery: u64,
+    stored_unix_ns: u64,
+    pending: u64,
+}
+
+impl Origin {
+    fn parse(reply: &str) -> Option<Self> {
+        let tokens: Vec<&str> = reply.strip_prefix("$JS.ACK.")?.split('.').collect();
+        let numbers = match tokens.len() {
+            7 => tokens.get(3..7)?,
+            9.. => tokens.get(5..9)?,
+            _ => return None,
+        };
+        let [sequence, delivery, stored_unix_ns, pending] = numbers else {
+            return None;
+        };
+        Some(Self {
+            sequence: sequence.parse().ok()?,
+            delivery: delivery.parse().ok()?,
+            stored_unix_ns: stored_unix_ns.parse().ok()?,
+            pending: pending.parse().ok()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_origin_of_a_delivery_is_read() {
+        let expected = Origin {
+            sequence: 1451,
+            delivery: 501,
+            stored_unix_ns: 1_700_000_000_000_000_001,
+            pending: 12,
+        };
+        let check = |reply: &str| assert_eq!(Origin::parse(reply).as_ref(), Some(&expected));
+        check("$JS.ACK.wr_t.c.1.1451.501.1700000000000000001.12");
+        check("$JS.ACK.hub.hash.wr_t.c.1.1451.501.1700000000000000001.12");
+        check("$JS.ACK._.hash.wr_t.c.1.1451.501.1700000000000000001.12.token");
+        for foreign in ["", "$JS.ACK.", "$JS.ACK.a.b.1.x.1.1.1", "$JS.ACK.a.b.1.1.1"] {
+            assert_eq!(Origin::parse(foreign), None, "{foreign}");
+        }
+    }
+}

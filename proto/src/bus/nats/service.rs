@@ -1,0 +1,168 @@
+//! Request/reply and broadcast over core NATS.
+//!
+//! Servers of one subject form one queue group. An answer that cannot be given (nobody wants to, or it
+//! is too large) is answered with a header that says so, so that its asker need not wait.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::{HeaderMap, Message, Subscriber};
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use tokio::sync::oneshot;
+
+use super::core::{Core, ERROR_HEADER, Outgoing, unavailable};
+use crate::bus::{PlaneError, PlaneStream, Reply, Request};
+
+const QUEUE_GROUP: &str = "wr";
+const DROPPED: &str = "dropped";
+const TOO_LARGE: &str = "too-large";
+
+pub(super) async fn request(
+    core: &Core,
+    subject: String,
+    payload: Bytes,
+    deadline: Duration,
+) -> Result<Bytes, PlaneError> {
+    let awaited = core.ask(Outgoing::new(subject, payload), deadline).await?;
+    let answer = awaited.answer().await?;
+    let error = answer.headers.as_ref().and_then(|h| h.get(ERROR_HEADER));
+    match error {
+        Some(error) => Err(parse_error(error.as_str())),
+        None => Ok(answer.payload),
+    }
+}
+
+fn parse_error(text: &str) -> PlaneError {
+    let mut words = text.split(' ');
+    let number = |word: Option<&str>| word.and_then(|word| word.parse().ok());
+    match (words.next(), number(words.next()), number(words.next())) {
+        (Some(TOO_LARGE), Some(bytes), Some(max)) => PlaneError::TooLarge { bytes, max },
+        _ => unavailable("the request was dropped"),
+    }
+}
+
+pub(super) async fn serve(
+    core: Arc<Core>,
+    subject: String,
+) -> Result<PlaneStream<Request>, PlaneError> {
+    core.check_up()?;
+    let group = QUEUE_GROUP.to_owned();
+    let subscribed = core.client.queue_subscribe(subject, group).await;
+    let requests = subscribed.map_err(unavailable)?;
+    core.round_trip().await?;
+    let served = Served {
+        core,
+        requests: Some(requests),
+    };
+    Ok(Box::pin(stream::unfold(served, |mut served| async move {
+        let request = served.next().await?;
+        Some((request, served))
+    })))
+}
+
+struct Served {
+    core: Arc<Core>,
+    requests: Option<Subscriber>,
+}
+
+impl Served {
+    async fn next(&mut self) -> Option<Request> {
+        loop {
+            let message = self.requests.as_mut()?.next().await?;
+            let Message { reply, payload, .. } = message;
+            let Some(to) = reply else {
+                continue;
+            };
+            let (reply, answer) = oneshot::channel();
+            let core = Arc::clone(&self.core);
+            self.core.spawn(answer_with(core, to.into_string(), answer));
+            let reply = Reply::new(reply);
+            return Some(Request { payload, reply });
+        }
+    }
+}
+
+/// Who asked us in the last moment hears that we are gone, and can ask another.
+impl Drop for Served {
+    fn drop(&mut self) {
+        let Some(mut requests) = self.requests.take() else {
+            return;
+        };
+        let core = Arc::clone(&self.core);
+        self.core.spawn(async move {
+            if requests.drain().await.is_err() {
+                return;
+            }
+            while let Some(message) = requests.next().await {
+                if let Some(to) = message.reply {
+                    refuse(&core, to.into_string(), DROPPED.to_owned()).await;
+                }
+            }
+        });
+    }
+}
+
+async fn answer_with(core: Arc<Core>, to: String, answer: oneshot::Receiver<Bytes>) {
+    let Ok(payload) = answer.await else {
+        return refuse(&core, to, DROPPED.to_owned()).await;
+    };
+    let sent = core.send(Outgoing::new(to.clone(), payload), None).await;
+    if let Err(PlaneError::TooLarge { bytes, max }) = sent {
+        refuse(&core, to, format!("{TOO_LARGE} {bytes} {max}")).await;
+    }
+}
+
+/// A refusal that does not arrive is a time-out at the asker's.
+async fn refuse(core: &Core, to: String, why: String) {
+    let mut headers = HeaderMap::new();
+    headers.insert(ERROR_HEADER, why);
+    let refusal = Outgoing {
+        subject: to,
+        headers: Some(headers),
+        payload: Bytes::new(),
+    };
+    drop(core.send(refusal, None).await);
+}
+
+pub(super) async fn publish(
+    core: &Core,
+    subject: String,
+    payload: Bytes,
+) -> Result<(), PlaneError> {
+    core.check_up()?;
+    core.send(Outgoing::new(subject, payload), None).await
+}
+
+pub(super) async fn subscribe(
+    core: Arc<Core>,
+    subject: String,
+) -> Result<PlaneStream<Bytes>, PlaneError> {
+    core.check_up()?;
+    let subscribed = core.client.subscribe(subject).await;
+    let messages = subscribed.map_err(unavailable)?;
+    core.round_trip().await?;
+    // The plane lives as long as somebody listens.
+    let start = (core, messages);
+    Ok(Box::pin(stream::unfold(
+        start,
+        |(core, mut messages)| async move {
+            let message = messages.next().await?;
+            Some((message.payload, (core, messages)))
+        },
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_are_understood() {
+        let too_large = PlaneError::TooLarge { bytes: 9, max: 7 };
+        assert_eq!(parse_error("too-large 9 7"), too_large);
+        for other in ["dropped", "", "too-large", "too-large x 7", "later"] {
+            assert!(matches!(parse_error(other), PlaneError::Unavailable(_)));
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! Immutable blobs in the layout of a NATS object store: chunks under a random name, then one message
+//! that names them.
+//!
+//! That message is written only where none is, so that of two writers of a name one loses; until it
+//! is there nobody sees the chunks. Deleting purges both and leaves nothing: a tombstone for every
+//! snapshot ever taken would make listing slower for ever. Chunks of a writer that died in between
+//! go by the bucket's age.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::HeaderMap;
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE;
+use bytes::{Bytes, BytesMut};
+use ring::digest;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::time::timeout;
+
+use super::core::{Core, Outgoing, Stored, unavailable};
+use super::link::count;
+use super::pull::{Pull, Pulled, Start, unique};
+use crate::bus::PlaneError;
+
+/// Large enough that acknowledgements do not count; smaller where the server takes less.
+const CHUNK_BYTES: usize = 512 << 10;
+
+/// Chunks on their way: 4 MiB at most.
+const WINDOW: usize = 8;
+
+/// A blob that does not move for this long is given up.
+const STALL: Duration = Duration::from_secs(10);
+
+/// The message that names the chunks, as NATS' tools write it.
+#[derive(Serialize, Deserialize)]
+struct Object {
+    name: String,
+    bucket: String,
+    nuid: String,
+    size: usize,
+    chunks: usize,
+    #[serde(default)]
+    digest: Option<String>,
+    #[serde(default)]
+    deleted: bool,
+}
+
+struct Bucket {
+    core: Arc<Core>,
+    stream: String,
+}
+
+impl Bucket {
+    fn new(core: &Arc<Core>) -> Self {
+        Self {
+            core: Arc::clone(core),
+            stream: core.layout.snapshots(),
+        }
+    }
+
+    fn object(&self, name: &str) -> String {
+        let name = URL_SAFE.encode(name);
+        format!("$O.{}.M.{name}", self.core.layout.bucket())
+    }
+
+    fn chunks(&self, nuid: &str) -> String {
+        format!("$O.{}.C.{nuid}", self.core.layout.bucket())
+    }
+
+    async fn find(&self, name: &str) -> Result<Option<Object>, PlaneError> {
+        let newest = self.core.newest(&self.stream, &self.object(name)).await?;
+        let Some(message) = newest else {
+            return Ok(None);
+        };
+        let object: Object = serde_json::from_slice(&message.payload).map_err(unavailable)?;
+        Ok(Some(object).filter(|object| !object.deleted))
+    }
+
+    async fn purge(&self, subject: String) -> Result<(), PlaneError> {
+        let api = format!("STREAM.PURGE.{}", self.stream);
+        let body = json!({ "filter": subject });
+        let _: serde_json::Value = self.core.api(&api, &body).await?;
+        Ok(())
+    }
+
+    async fn put_chunks(&self, subject: &str, blob: &Bytes) -> Result<usize, PlaneError> {
+        let chunk_bytes = CHUNK_BYTES.min(self.core.payload_max());
+        let mut window: VecDeque<Stored> = VecDeque::with_capacity(WINDOW);
+        let mut chunks = 0;
+        while chunks * chunk_bytes < blob.len() {
+            if window.len() == WINDOW
+                && let Some(oldest) = window.pop_front()
+            {
+                oldest.acknowledged(&self.stream).await?;
+            }
+            let start = chunks * chunk_bytes;
+            let chunk = blob.slice(start..blob.len().min(start + chunk_bytes));
+            let message = Outgoing::new(subject.to_owned(), chunk);
+            window.push_back(self.core.store(message).await?);
+            chunks += 1;
+        }
+        for stored in window {
+            stored.acknowledged(&self.stream).await?;
+        }
+        Ok(chunks)
+    }
+
+    async fn put_object(&self, object: &Object) -> Result<(), PlaneError> {
+        let mut headers = HeaderMap::new();
+        headers.insert("Nats-Rollup", "sub");
+        headers.insert("Nats-Expected-Last-Subject-Sequence", "0");
+        let message = Outgoing {
+            subject: self.object(&object.name),
+            headers: Some(headers),
+            payload: serde_json::to_vec(object).map_err(unavailable)?.into(),
+        };
+        let stored = self.core.store(message).await?;
+        stored.acknowledged(&self.stream).await?;
+        Ok(())
+    }
+
+    async fn read(&self, object: &Object) -> Result<Option<Bytes>, PlaneError> {
+        let subject = self.chunks(&object.nuid);
+        let filter = Some(subject.as_str());
+        let mut pull = Pull::open(&self.core, self.stream.clone(), filter, Start::First).await?;
+        let mut blob = BytesMut::with_capacity(object.size);
+        let mut chunks = 0;
+        while chunks < object.chunks {
+            match timeout(STALL, pull.next()).await.map_err(unavailable)? {
+                Pulled::Message(chunk) => {
+                    blob.extend_from_slice(&chunk.payload);
+                    chunks += 1;
+                    if chunk.pending == 0 {
+                        break;
+                    }
+                }
+                // A server that has nothing more to say has not got it.
+                Pulled::Idle => break,
+                Pulled::Broken => return Err(unavailable("the snapshot broke off")),
+            }
+        }
+        Ok((chunks == object.chunks && blob.len() == object.size).then(|| blob.freeze()))
+    }
+}
+
+pub(super) async fn put(core: &Arc<Core>, name: String, blob: Bytes) -> Result<(), PlaneError> {
+    let bucket = Bucket::new(core);
+    if bucket.find(&name).await?.is_some() {
+        return Err(PlaneError::Conflict);
+    }
+    let nuid = unique(&core.client.new_inbox());
+    let subject = bucket.chunks(&nuid);
+    let chunks = match bucket.put_chunks(&subject, &blob).await {
+        Ok(chunks) => chunks,
+        Err(error) => {
+            // Best effort: what stays goes by age.
+            drop(bucket.purge(subject).await);
+            return Err(error);
+        }
+    };
+    let sum = digest::digest(&digest::SHA256, &blob);
+    let object = Object {
+        name,
+        bucket: core.layout.bucket().to_owned(),
+        nuid,
+        size: blob.len(),
+        chunks,
+        digest: Some(format!("SHA-256={}", URL_SAFE.encode(sum))),
+        deleted: false,
+    };
+    let put = bucket.put_object(&object).await;
+    if put == Err(PlaneError::Conflict) {
+        drop(bucket.purge(subject).await);
+    }
+    put
+}
+
+pub(super) async fn get(core: &Arc<Core>, name: &str) -> Result<Option<Bytes>, PlaneError> {
+    let bucket = Bucket::new(core);
+    let Some(object) = bucket.find(name).await? else {
+        return Ok(None);
+    };
+    let blob = bucket.read(&object).await?;
+    if blob.is_none() {
+        count(&core.link.counters.snapshots_torn);
+    }
+    Ok(blob)
+}
+
+/// The name first: a reader must not find one whose chunks are gone.
+pub(super) async fn delete(core: &Arc<Core>, name: &str) -> Result<(), PlaneError> {
+    let bucket = Bucket::new(core);
+    let Some(object) = bucket.find(name).await? else {
+        return Ok(());
+    };
+    bucket.purge(bucket.object(name)).await?;
+    bucket.purge(bucket.chunks(&object.nuid)).await
+}
+
+pub(super) async fn list(core: &Arc<Core>) -> Result<Vec<String>, PlaneError> {
+    let bucket = Bucket::new(core);
+    let filter = format!("$O.{}.M.>", core.layout.bucket());
+    let start = Start::LastPerSubject;
+    let mut pull = Pull::open(core, bucket.stream.clone(), Some(&filter), start).await?;
+    let mut names = Vec::new();
+    let mut more = pull.pending_at_start > 0;
+    while more {
+        match timeout(STALL, pull.next()).await.map_err(unavailable)? {
+            Pulled::Message(message) => {
+                more = message.pending > 0;
+                let object: Object =
+                    serde_json::from_slice(&message.payload).map_err(unavailable)?;
+                if !object.deleted {
+                    names.push(object.name);
+                }
+            }
+            Pulled::Idle => more = false,
+            Pulled::Broken => return Err(unavailable("the list broke off")),
+        }
+    }
+    names.sort_unstable();
+    Ok(names)
+}

@@ -1,0 +1,1 @@
+//! The plane on NATS against a real server.
