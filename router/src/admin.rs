@@ -32,6 +32,8 @@ pub(crate) struct Admin {
     pub ready: Arc<Ready>,
     /// The indexer inside this process.
     pub index: Handle,
+    /// Those of its workers.
+    pub shims: Vec<warmroute_shim::Handle>,
 }
 
 /// The admin port's routes.
@@ -134,7 +136,32 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
         "checks": member.checks,
         "stalled_ranks": stalled,
         "sources": seen.map(|view| &view.sources),
+        "event_feeds": feeds(member, admin),
     })
+}
+
+/// How the engine's events come in, rank by rank.
+fn feeds(member: &Member, admin: &Admin) -> Vec<Value> {
+    let statuses = admin.shims.iter().flat_map(warmroute_shim::Handle::sources);
+    statuses
+        .filter(|status| status.source.worker == member.entry.worker)
+        .map(|status| {
+            json!({
+                "dp_rank": status.source.dp_rank,
+                "connected": status.is_connected,
+                // Without replays or sequence numbers a loss cannot be seen.
+                "losses_visible": !status.is_unverified,
+                "engine_seq": status.engine_seq,
+                "proof_age_ms": status.proof_age.map(|age| age.as_millis()),
+                "orphans": status.orphans,
+                "batches": status.counters.batches,
+                "gaps": status.counters.gaps,
+                "gaps_unfilled": status.counters.gaps_unfilled,
+                "restarts": status.counters.restarts,
+                "payloads_malformed": status.counters.payloads_malformed,
+            })
+        })
+        .collect()
 }
 
 /// DESIGN's form, which scripts rely on.

@@ -1,8 +1,6 @@
 //! The embedded default: plane, indexer and one shim a worker inside this process. Everything above
 //! the plane is what it is with a real one, every message encoded and decoded.
 
-mod blind;
-
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -10,7 +8,7 @@ use uuid::Uuid;
 use warmroute_indexer::IndexerConfig;
 use warmroute_proto::StreamIdentity;
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
-use warmroute_proto::subject::Subjects;
+use warmroute_shim::ShimConfig;
 
 use crate::clock::unix_time;
 use crate::config::{Config, WorkerSpec};
@@ -26,25 +24,28 @@ const QUEUE_MAX: usize = 4096;
 pub(crate) struct Embedded {
     pub plane: Arc<dyn Plane>,
     pub index: warmroute_indexer::Handle,
+    pub shims: Vec<warmroute_shim::Handle>,
 }
 
 impl Embedded {
     /// Starts indexer and shims.
-    pub(crate) fn start(
-        config: &Config,
-        client: &reqwest::Client,
-        tasks: &Tasks,
-    ) -> anyhow::Result<Self> {
+    pub(crate) fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
             identity: identity(),
             log_bytes_max: LOG_BYTES_MAX,
             queue_max: QUEUE_MAX,
         }));
         let index = start_indexer(config, &plane, tasks)?;
-        for worker in &config.workers {
-            start_worker(config, worker, client, &plane, tasks);
-        }
-        Ok(Self { plane, index })
+        let shims = config
+            .workers
+            .iter()
+            .map(|worker| start_shim(config, worker, &plane, tasks))
+            .collect::<anyhow::Result<_>>()?;
+        Ok(Self {
+            plane,
+            index,
+            shims,
+        })
     }
 }
 
@@ -69,23 +70,36 @@ fn start_indexer(
     Ok(handle)
 }
 
-fn start_worker(
+fn start_shim(
     config: &Config,
     worker: &WorkerSpec,
-    client: &reqwest::Client,
     plane: &Arc<dyn Plane>,
     tasks: &Tasks,
-) {
-    let subjects = Subjects::new(&config.namespace);
-    let registered = blind::register(
-        worker.clone(),
-        client.clone(),
-        Arc::clone(plane),
-        subjects,
-        tasks.stop.clone(),
-    );
-    tracing::warn!(worker = %worker.id, "no kv= endpoint: routed by load only");
-    tasks.spawn("blind_worker", registered);
+) -> anyhow::Result<warmroute_shim::Handle> {
+    if worker.replay.is_none() {
+        tracing::warn!(
+            worker = %worker.id,
+            "no replay= endpoint: unless the engine tells it, lost events cannot be seen"
+        );
+    }
+    let namespace = config.namespace.clone();
+    let shim = ShimConfig {
+        kv_endpoint: worker.kv.clone(),
+        kv_replay_endpoint: worker.replay.clone(),
+        ranks: worker.ranks.get(),
+        ..ShimConfig::new(namespace, worker.id.clone(), worker.url.clone())
+    };
+    let service = warmroute_shim::Service::new(shim, Arc::clone(plane))
+        .with_context(|| format!("setting up the shim of {}", worker.id))?;
+    let handle = service.handle();
+    let stop = tasks.stop.clone();
+    let id = worker.id.clone();
+    tasks.spawn("shim", async move {
+        if let Err(error) = service.run(stop).await {
+            tracing::error!(worker = %id, %error, "a shim failed");
+        }
+    });
+    Ok(handle)
 }
 
 fn identity() -> StreamIdentity {

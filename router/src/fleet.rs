@@ -163,10 +163,10 @@ impl Fleet {
         self.to_look_at.notified().await;
     }
 
-    /// Usable workers whose registration is not checked yet.
+    /// Usable workers whose registration is not checked yet, though it says what they serve.
     pub(crate) fn unchecked(&self) -> Vec<Member> {
         let members = self.members();
-        let open = |member: &&Member| member.health.usable() && !member.checks.complete();
+        let open = |member: &&Member| member.serves() && !member.checks.complete();
         members.values().filter(open).cloned().collect()
     }
 
@@ -229,6 +229,11 @@ impl Member {
             life: 0,
             last_seen: now,
         }
+    }
+
+    /// A worker may be registered before its engine told its models.
+    const fn serves(&self) -> bool {
+        self.health.usable() && !self.entry.models.is_empty()
     }
 
     fn start_anew(&mut self) {

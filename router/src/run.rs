@@ -95,7 +95,7 @@ impl Running {
         let tokenizer = load_tokenizer(&config).await?;
         let tasks = Tasks::new(Arc::clone(&metrics));
         let client = client(&config.limits).context("setting up the HTTP client")?;
-        let embedded = Embedded::start(&config, &client, &tasks)?;
+        let embedded = Embedded::start(&config, &tasks)?;
         let shutdown = Shutdown::default();
         let connections = TaskTracker::new();
         let parts = Parts::new(&config, &embedded, client, metrics, tokenizer);
@@ -297,6 +297,7 @@ impl Parts {
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
             index: embedded.index.clone(),
+            shims: embedded.shims.clone(),
         };
         let app = App {
             desk: self.desk,

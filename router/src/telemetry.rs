@@ -1,5 +1,7 @@
 //! Logs: to stderr, as text or JSON lines, filtered as the operator says.
 
+use std::io::IsTerminal as _;
+
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt;
 
@@ -17,6 +19,7 @@ pub enum TelemetryError {
 pub fn install(logs: &Logs) -> Result<(), TelemetryError> {
     let builder = fmt()
         .with_env_filter(EnvFilter::try_new(&logs.filter)?)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     let installed = if logs.json {
         builder.json().flatten_event(true).try_init()

@@ -54,7 +54,7 @@ pub struct FleetArgs {
     #[arg(long, env = "WARMROUTE_NAMESPACE", default_value = "default")]
     pub namespace: String,
     /// A vLLM server: URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]. Repeatable; in
-    /// the environment separated by spaces or `;`. Without `kv` it is routed by load only.
+    /// the environment separated by spaces or `;`. Endpoints left out are asked of the engine.
     #[arg(long = "worker", env = "WARMROUTE_WORKER", value_name = "SPEC")]
     pub workers: Vec<WorkerList>,
     /// The model's tokenizer.json, or the directory that holds it and its chat template. Without

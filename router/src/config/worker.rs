@@ -11,7 +11,8 @@ pub struct WorkerSpec {
     pub id: WorkerId,
     /// `http://host:port[/path]`, without a trailing slash.
     pub url: String,
-    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port).
+    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). Left out, the
+    /// engine's `/kv_event_sources` tells.
     pub kv: Option<String>,
     /// Where the engine replays them.
     pub replay: Option<String>,

@@ -11,7 +11,7 @@ use super::{Check, Member};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct View {
     pub models: BTreeMap<String, ModelView>,
-    /// Any worker passed its first check.
+    /// Some worker is healthy and says what it serves.
     pub usable: bool,
 }
 
@@ -53,7 +53,7 @@ impl View {
         let mut view = Self::default();
         let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
         for member in members {
-            view.usable |= member.health.usable();
+            view.usable |= member.serves();
             for (name, model) in models(&member.entry, block_size) {
                 let tally = tallies.entry(name.clone()).or_default();
                 tally.chat.count(&member.checks.chat);

@@ -50,6 +50,12 @@ pub(super) fn plan(route: Route, body: &[u8], grounds: &Grounds) -> Result<Plan,
     let size = block_size(model);
     let lists = token_lists(&parsed, model, grounds);
     let (prompt, single, unhashed) = match lists {
+        // As many tokens as it has, and no names for its blocks yet.
+        Ok(lists) if model.block_size.is_none() => {
+            let tokens = lists.iter().map(Vec::len).sum::<usize>();
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            (Prompt::opaque(tokens, size), true, Some("no_block_size"))
+        }
         Ok(lists) => (
             hashed(&lists, &parsed.info, model, size),
             lists.len() == 1,
@@ -98,9 +104,6 @@ fn token_lists(
     let tokenizer = grounds.tokenizer.as_deref();
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
-    }
-    if model.block_size.is_none() {
-        return Err("no_block_size");
     }
     let lists = match &parsed.prompt {
         openai::Prompt::Completion(parts) => match &parts.prompts {
