@@ -1,6 +1,7 @@
 //! `warmroute-router`: flags in, exit code out.
 
 use std::io::Write as _;
+use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -8,7 +9,19 @@ use warmroute_router::config::{Args, Config, unknown_names};
 use warmroute_router::run::{Addresses, run};
 use warmroute_router::telemetry;
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
+    match start() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // For an operator: what is wrong, without a backtrace. Nobody is left to tell where
+            // stderr is closed.
+            drop(writeln!(std::io::stderr(), "error: {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start() -> anyhow::Result<()> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     let unknown = unknown_names(names);
     anyhow::ensure!(
