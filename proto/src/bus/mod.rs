@@ -146,22 +146,31 @@ pub trait Plane: Send + Sync + 'static {
     /// fixed, the inner one with the acknowledgement: appends can be pipelined in order.
     fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended>;
 
-    /// The newest message on a subject that the log still has.
+    /// The newest message on a subject that the log still has. Where the log has several copies, one
+    /// that is a moment behind may answer: a surprise is a reason to ask again, not yet a proof. The
+    /// same holds for [`Plane::at`] and [`Plane::get`].
     fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>>;
 
     /// The message at a position, if the log has it.
     fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>>;
 
-    /// Everything behind `after`, in order, in batches of at least one and at most `batch_max`.
-    /// Starts at the oldest kept message if `after` fell off the end: compare positions.
+    /// Everything behind `after`, in order, in batches of at least one and at most `batch_max`, across
+    /// disconnects and restarts. Starts at the oldest kept message if `after` fell off the end:
+    /// compare positions.
+    ///
+    /// The tail follows the log that is there when this returns, and ends when that log is no more:
+    /// when another one has taken its place, when its newest position is below the tail's, or when
+    /// the message at the tail's position is another one. Ask [`Plane::log_status`] after opening a
+    /// tail, not before, to know which log it follows, and again when it ended. What was lost and
+    /// refilled before the tail was opened only its user can see, by [`Plane::at`].
     fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail>;
 
     // --- registry
 
     fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>>;
 
-    /// Writes a key. With a lease it ends after that time unless it is written again.
-    /// [`PlaneError::Conflict`] if the condition does not hold.
+    /// Writes a key. With a lease it ends after that time, which a plane may round up to whole
+    /// seconds, unless it is written again. [`PlaneError::Conflict`] if the condition does not hold.
     fn put(
         &self,
         key: String,
@@ -173,7 +182,8 @@ pub trait Plane: Send + Sync + 'static {
     /// Deletes a key, if it still has this revision. [`PlaneError::Conflict`] if not.
     fn delete(&self, key: String, revision: Revision) -> PlaneFuture<'_, ()>;
 
-    /// Follows all keys with this prefix.
+    /// Follows all keys with this prefix, across disconnects and restarts. Of several changes of a
+    /// key its last one is told.
     fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>>;
 
     // --- snapshots
@@ -191,7 +201,8 @@ pub trait Plane: Send + Sync + 'static {
 
     // --- request/reply
 
-    /// Asks one of those that serve the subject.
+    /// Asks one of those that serve the subject. [`PlaneError::Unavailable`] at once if nobody does,
+    /// [`PlaneError::TooLarge`] if question or answer do not fit.
     fn request(
         &self,
         subject: String,

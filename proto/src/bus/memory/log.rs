@@ -29,6 +29,11 @@ impl Log {
         }
     }
 
+    /// Another log of the same size, empty.
+    pub(super) const fn replaced_by(&self, identity: StreamIdentity) -> Self {
+        Self::new(identity, self.bytes_max)
+    }
+
     pub(super) fn status(&self) -> LogStatus {
         LogStatus {
             identity: self.identity,

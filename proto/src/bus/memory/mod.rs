@@ -79,6 +79,13 @@ impl MemoryPlane {
         }
     }
 
+    /// What an operator's mistake does to a log: it is gone, and another one begins in its place.
+    pub fn recreate_log(&self, identity: StreamIdentity) {
+        let log = &mut self.shared.state().log;
+        *log = log.replaced_by(identity);
+        self.shared.appended.notify_waiters();
+    }
+
     /// Broadcast messages that a full queue dropped so far.
     #[must_use]
     pub fn dropped(&self) -> u64 {
@@ -135,9 +142,10 @@ impl Plane for MemoryPlane {
     }
 
     fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail> {
+        let identity = self.shared.state().log.status().identity;
         let start = (Arc::clone(&self.shared), after);
         let tail = stream::unfold(start, move |(shared, after)| async move {
-            let batch = next_batch(&shared, after, batch_max).await;
+            let batch = next_batch(&shared, identity, after, batch_max).await?;
             let after = batch.last().map_or(after, |message| message.position);
             Some((batch, (shared, after)))
         });
@@ -239,7 +247,7 @@ impl Plane for MemoryPlane {
         }
         Box::pin(async move {
             match tokio::time::timeout(deadline, answer).await {
-                Ok(Ok(answer)) => Ok(answer),
+                Ok(Ok(answer)) => fits(&answer).map(|()| answer),
                 Ok(Err(_)) => Err(unavailable("the request was dropped")),
                 Err(_) => Err(unavailable("no answer in time")),
             }
@@ -269,15 +277,27 @@ fn unavailable(why: &str) -> PlaneError {
     PlaneError::Unavailable(why.to_owned())
 }
 
-/// Waits until the log has something behind `after`.
-async fn next_batch(shared: &Shared, after: LogPosition, max: usize) -> Vec<LogMessage> {
+/// Waits until the log has something behind `after`; none if it is not the log that it was.
+async fn next_batch(
+    shared: &Shared,
+    identity: StreamIdentity,
+    after: LogPosition,
+    max: usize,
+) -> Option<Vec<LogMessage>> {
     loop {
         let appended = shared.appended.notified();
         tokio::pin!(appended);
         appended.as_mut().enable();
-        let batch = shared.state().log.after(after, max);
+        let batch = {
+            let log = &shared.state().log;
+            let status = log.status();
+            if status.identity != identity || status.last < after {
+                return None;
+            }
+            log.after(after, max)
+        };
         if !batch.is_empty() {
-            return batch;
+            return Some(batch);
         }
         appended.await;
     }
