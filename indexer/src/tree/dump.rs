@@ -33,11 +33,11 @@ pub(crate) struct Dump {
 impl Dump {
     pub(super) fn of(tree: &Tree, number: SourceNumber) -> Vec<Change> {
         let mut children = Children::default();
-        for (prefix, node, holder) in tree.listed(number) {
+        for node in tree.listed(number) {
             let entry = Entry {
-                prefix,
+                prefix: node.prefix,
                 local: node.local,
-                tiers: holder.tiers,
+                tiers: node.tiers,
             };
             children.entry(node.parent).or_default().push(entry);
         }

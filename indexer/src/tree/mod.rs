@@ -1,30 +1,49 @@
-//! Which source holds which blocks: exact, pure, and as simple as it can be.
+//! Which source holds which blocks: exact, pure, fast and small.
 //!
-//! A node is one prefix of blocks, named by its [`PrefixHash`]. Each source that holds it in some
-//! tier, or holds a descendant of it, stands among its holders: so each source's nodes are closed
-//! towards the root, and a removed block stays known while the source holds something below it.
+//! Blocks that follow one another stand in a *run*; a branch is a run of its own that hangs at a
+//! block of its parent run. Per run and source the tree keeps how many leading blocks the source
+//! holds on the GPU, and only where it holds others too, or in other tiers, a list of pieces. One
+//! table names the place of every known prefix hash.
 //!
-//! Every operation of one change is O(1) a block. A lookup checks every depth: membership at one
-//! depth says nothing about its ancestors, because engines evict a block while a descendant stays.
+//! A source's blocks are closed towards the root: it stands in a run from its first block up to the
+//! last one that it holds, or that something it holds below hangs at. So a removed block stays known
+//! while the source holds something below it.
+//!
+//! A lookup searches the depths for the last known prefix — a prefix is known only if all before
+//! it are — and then goes through the few runs on the way there from the top. It credits a source in
+//! a run only if the source's blocks had no gap above it: that is how holes end a run.
+//!
 //! A closed source is dead at once; what it held is given back in bounded steps by
 //! [`Tree::reclaim`], and its number is used again only afterwards.
 //!
 //! What it does not know: generations, states, time, or names of sources.
 
+mod blocks;
 mod dump;
+mod image;
 mod lookup;
+mod remove;
+mod run;
+mod spans;
+mod store;
+mod table;
 
-use rustc_hash::FxHashMap;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
+use self::blocks::{Blocks, CHUNK};
+use self::run::{Hold, Lead, Run, RunId};
+use self::table::Table;
+
 pub(crate) use dump::Dump;
+pub use image::BadImage;
 
 /// A source's place in the tree. Dense, given by [`Tree::open`]; dead after [`Tree::close`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SourceNumber(u32);
 
 impl SourceNumber {
-    const fn index(self) -> usize {
+    #[must_use]
+    pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
@@ -77,34 +96,37 @@ pub enum ChangeError {
     NotHeld { prefix: PrefixHash, tier: Tier },
     #[error("nothing is known of the parent {parent:?}")]
     NoParent { parent: PrefixHash },
+    #[error("{prefix:?} is the hash of another prefix, too")]
+    Collision { prefix: PrefixHash },
     #[error("the source is closed")]
     Closed,
 }
 
-/// One prefix. Kept as long as it has holders.
-struct Node {
-    parent: Option<PrefixHash>,
-    local: LocalHash,
-    /// Ascending by number.
-    holders: Vec<Holder>,
+/// Where a block stands, or would stand next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Position {
+    run: RunId,
+    offset: u32,
 }
 
-/// That a source holds a node, or holds something below it.
-struct Holder {
-    number: SourceNumber,
-    tiers: TierMask,
-    /// Child nodes among whose holders this source is, too. Zero together with no tiers: gone.
-    children: u32,
-    /// Where the node stands in the source's list.
-    slot: u32,
+impl Position {
+    /// Before depth 0.
+    const ROOT: Self = Self {
+        run: RunId::NONE,
+        offset: 0,
+    };
 }
 
 #[derive(Default)]
 struct Holdings {
     life: Life,
     digest: Digest,
-    /// Every node among whose holders the source is, in no order.
-    nodes: Vec<PrefixHash>,
+    /// Every run that the source stands in, in no order.
+    runs: Vec<RunId>,
+    /// The block stored last, if it still is: the next one usually follows it.
+    last: Option<Position>,
+    /// Of a closed source: how many of `runs` are yet to be visited.
+    unvisited: usize,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -116,18 +138,55 @@ enum Life {
     Closed,
 }
 
-/// What one node and one holder take, with the slack of the map and the lists that they stand in.
-const NODE_BYTES: usize = (size_of::<Node>() + size_of::<PrefixHash>()) * 3 / 2;
-const HOLDER_BYTES: usize = size_of::<Holder>() * 3 / 2 + size_of::<PrefixHash>() * 3 / 2;
+/// One node of one source: a block that it holds, or holds something below of.
+struct Listed {
+    parent: Option<PrefixHash>,
+    prefix: PrefixHash,
+    local: LocalHash,
+    tiers: TierMask,
+}
 
 /// See the module's documentation.
-#[derive(Default)]
 pub struct Tree {
-    nodes: FxHashMap<PrefixHash, Node>,
+    blocks: Blocks,
+    table: Table,
+    runs: Vec<Run>,
+    free_runs: Vec<RunId>,
+    /// The first of the runs at depth 0.
+    first_root: RunId,
     sources: Vec<Holdings>,
+    /// Per source: all tiers if it is open, else none.
+    open: Vec<TierMask>,
     free: Vec<SourceNumber>,
     closed: Vec<SourceNumber>,
-    entries: usize,
+    nodes: usize,
+    /// Pairs of a run and a source that stands in it.
+    holders: usize,
+    span_bytes: usize,
+    scratch: Vec<PrefixHash>,
+}
+
+/// What a holder takes, with the slack of the lists that it stands in.
+const HOLDER_BYTES: usize = (size_of::<Lead>() + size_of::<Hold>() + size_of::<RunId>()) * 5 / 4;
+
+impl Default for Tree {
+    fn default() -> Self {
+        Self {
+            blocks: Blocks::default(),
+            table: Table::default(),
+            runs: Vec::new(),
+            free_runs: Vec::new(),
+            first_root: RunId::NONE,
+            sources: Vec::new(),
+            open: Vec::new(),
+            free: Vec::new(),
+            closed: Vec::new(),
+            nodes: 0,
+            holders: 0,
+            span_bytes: 0,
+            scratch: Vec::new(),
+        }
+    }
 }
 
 impl Tree {
@@ -138,18 +197,15 @@ impl Tree {
 
     /// A new source that holds nothing.
     pub fn open(&mut self) -> SourceNumber {
-        let number = match self.free.pop() {
-            Some(number) => number,
-            None => {
-                let next = u32::try_from(self.sources.len()).unwrap_or(u32::MAX);
-                debug_assert!(next < u32::MAX, "sources are few");
-                self.sources.push(Holdings::default());
-                SourceNumber(next)
-            }
-        };
-        if let Some(source) = self.sources.get_mut(number.index()) {
-            source.life = Life::Open;
-        }
+        let number = self.free.pop().unwrap_or_else(|| {
+            let next = u32::try_from(self.sources.len()).unwrap_or(u32::MAX);
+            debug_assert!(next < u32::MAX, "sources are few");
+            self.sources.push(Holdings::default());
+            self.open.push(TierMask::NONE);
+            SourceNumber(next)
+        });
+        self.sources[number.index()].life = Life::Open;
+        self.open[number.index()] = TierMask::ALL;
         number
     }
 
@@ -158,29 +214,10 @@ impl Tree {
         if let Some(source) = self.opened(number) {
             source.life = Life::Closed;
             source.digest = Digest::default();
+            source.unvisited = source.runs.len();
+            self.open[number.index()] = TierMask::NONE;
             self.closed.push(number);
         }
-    }
-
-    /// Gives back at most `nodes_max` of what closed sources held. Is there more?
-    pub fn reclaim(&mut self, nodes_max: usize) -> bool {
-        for _ in 0..nodes_max {
-            let Some(&number) = self.closed.last() else {
-                return false;
-            };
-            let Some(source) = self.sources.get_mut(number.index()) else {
-                return false;
-            };
-            match source.nodes.pop() {
-                Some(prefix) => self.drop_holder(prefix, number),
-                None => {
-                    *source = Holdings::default();
-                    self.closed.pop();
-                    self.free.push(number);
-                }
-            }
-        }
-        !self.closed.is_empty()
     }
 
     /// Applies one change of a source.
@@ -192,9 +229,7 @@ impl Tree {
                 blocks,
                 tier,
             } => self.store(number, *parent, blocks, *tier),
-            Change::Removed { blocks, tier } => blocks
-                .iter()
-                .try_for_each(|&prefix| self.remove(number, prefix, *tier)),
+            Change::Removed { blocks, tier } => self.remove(number, blocks, *tier),
             Change::Cleared { tier } => {
                 self.clear(number, *tier);
                 Ok(())
@@ -210,23 +245,23 @@ impl Tree {
             .map_or_else(Digest::default, |source| source.digest)
     }
 
-    /// The digest, computed anew from the nodes: what [`Self::digest`] must be.
+    /// The digest, computed anew from the blocks: what [`Self::digest`] must be.
     #[must_use]
     pub fn recomputed_digest(&self, number: SourceNumber) -> Digest {
         let mut digest = Digest::default();
-        for (prefix, tier) in self.held(number) {
-            digest.insert(prefix, tier);
+        for (run, at) in self.standing(number) {
+            self.add_to_digest(&mut digest, run, at);
         }
         digest
     }
 
     /// All pairs that the source holds, in no order.
     pub fn held(&self, number: SourceNumber) -> impl Iterator<Item = (PrefixHash, Tier)> {
-        self.listed(number).flat_map(move |(prefix, _, holder)| {
+        self.listed(number).flat_map(move |listed| {
             Tier::ALL
                 .into_iter()
-                .filter(|&tier| holder.tiers.has(tier))
-                .map(move |tier| (prefix, tier))
+                .filter(move |&tier| listed.tiers.has(tier))
+                .map(move |tier| (listed.prefix, tier))
         })
     }
 
@@ -246,27 +281,39 @@ impl Tree {
         blocks: &[LocalHash],
         allowed: &[(SourceNumber, TierMask)],
     ) -> Vec<Tiers<u32>> {
-        lookup::runs(self, blocks, allowed)
+        lookup::of_some(self, blocks, allowed)
+    }
+
+    /// The same from prefix hashes and for every source at once, by its number; closed sources hold
+    /// nothing. `chain` are the prefix hashes of a prompt's blocks from depth 0.
+    #[must_use]
+    pub fn lookup_all(&self, chain: &[PrefixHash]) -> Vec<Tiers<u32>> {
+        lookup::runs(self, chain, &self.open)
     }
 
     /// Distinct prefixes, those of closed sources that are not given back yet included.
     #[must_use]
     pub fn nodes(&self) -> usize {
-        self.nodes.len()
+        self.nodes
     }
 
-    /// Roughly the memory of all nodes and holders.
+    /// The memory of all that is in use. What was freed is kept and used again.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.nodes.len() * NODE_BYTES + self.entries * HOLDER_BYTES
+        let runs = self.runs.len() - self.free_runs.len();
+        self.blocks.bytes()
+            + self.table.bytes()
+            + runs * size_of::<Run>()
+            + self.holders * HOLDER_BYTES
+            + self.span_bytes
     }
 
     /// How many nodes the source stands in: a measure of what it costs.
     #[must_use]
     pub fn entries(&self, number: SourceNumber) -> usize {
-        self.sources
-            .get(number.index())
-            .map_or(0, |source| source.nodes.len())
+        self.standing(number)
+            .map(|(run, at)| run.holds[at].end as usize)
+            .sum()
     }
 
     fn opened(&mut self, number: SourceNumber) -> Option<&mut Holdings> {
@@ -275,187 +322,108 @@ impl Tree {
             .filter(|source| source.life == Life::Open)
     }
 
-    /// The nodes of an open source, each with the source's place among its holders.
-    fn listed(&self, number: SourceNumber) -> impl Iterator<Item = (PrefixHash, &Node, &Holder)> {
+    fn run(&self, id: RunId) -> &Run {
+        &self.runs[id.index()]
+    }
+
+    fn run_mut(&mut self, id: RunId) -> &mut Run {
+        &mut self.runs[id.index()]
+    }
+
+    /// Changes what one holder of a run holds, and keeps count of what that takes.
+    fn edit(&mut self, id: RunId, at: usize, edit: impl FnOnce(&mut Run)) {
+        let run = &mut self.runs[id.index()];
+        self.span_bytes -= run.holds[at].spans.bytes();
+        edit(run);
+        self.span_bytes += run.holds[at].spans.bytes();
+    }
+
+    fn prefix_at(&self, run: RunId, offset: u32) -> PrefixHash {
+        self.blocks.prefix(self.run(run).place(offset))
+    }
+
+    /// Where a prefix stands, if any source stands there.
+    fn locate(&self, prefix: PrefixHash) -> Option<Position> {
+        let is_it = |place| self.blocks.prefix(place) == prefix;
+        let place = self.table.find(prefix, is_it)?;
+        let (run, offset) = self.blocks.owner(place);
+        Some(Position { run, offset })
+    }
+
+    /// Is the block at this position there, and this one? The position may be from earlier.
+    fn is_at(&self, position: Position, prefix: PrefixHash) -> bool {
+        let Some(run) = self.runs.get(position.run.index()) else {
+            return false;
+        };
+        if position.offset + 1 == run.len {
+            run.tail == prefix
+        } else {
+            position.offset < run.len && self.blocks.prefix(run.place(position.offset)) == prefix
+        }
+    }
+
+    /// The runs that an open source stands in, each with its index among the holders.
+    fn standing(&self, number: SourceNumber) -> impl Iterator<Item = (&Run, usize)> {
         self.sources
             .get(number.index())
             .filter(|source| source.life == Life::Open)
             .into_iter()
-            .flat_map(|source| &source.nodes)
-            .filter_map(move |&prefix| {
-                let node = self.nodes.get(&prefix)?;
-                Some((prefix, node, node.holder(number)?))
+            .flat_map(|source| &source.runs)
+            .filter_map(move |&run| {
+                let run = self.run(run);
+                Some((run, run.find(number).ok()?))
             })
     }
 
-    fn store(
-        &mut self,
-        number: SourceNumber,
-        parent: Option<PrefixHash>,
-        blocks: &[LocalHash],
-        tier: Tier,
-    ) -> Result<(), ChangeError> {
-        let mut parent = parent;
-        for &local in blocks {
-            let prefix = PrefixHash::after(parent, local);
-            self.store_one(number, (parent, local, prefix), tier)?;
-            parent = Some(prefix);
-        }
-        Ok(())
+    /// The nodes of an open source.
+    fn listed(&self, number: SourceNumber) -> impl Iterator<Item = Listed> {
+        self.standing(number).flat_map(move |(run, at)| {
+            let mut parent = run
+                .parent
+                .some()
+                .map(|above| self.prefix_at(above, run.attach - 1));
+            (0..run.holds[at].end).map(move |offset| {
+                let place = run.place(offset);
+                let prefix = self.blocks.prefix(place);
+                let piece = run.pieces(at, offset).next();
+                Listed {
+                    parent: parent.replace(prefix),
+                    prefix,
+                    local: self.blocks.local(place),
+                    tiers: piece.map_or(TierMask::NONE, |(_, _, tiers)| tiers),
+                }
+            })
+        })
     }
 
-    fn store_one(
-        &mut self,
-        number: SourceNumber,
-        (parent, local, prefix): (Option<PrefixHash>, LocalHash, PrefixHash),
-        tier: Tier,
-    ) -> Result<(), ChangeError> {
-        if let Some(holder) = self.holder_mut(prefix, number) {
-            if holder.tiers.has(tier) {
-                return Err(ChangeError::AlreadyHeld { prefix, tier });
-            }
-            holder.tiers = holder.tiers.with(tier);
-        } else {
-            if let Some(parent) = parent {
-                let holder = self.holder_mut(parent, number);
-                holder.ok_or(ChangeError::NoParent { parent })?.children += 1;
-            }
-            self.add_holder(number, (parent, local, prefix), TierMask::of(tier));
-        }
-        if let Some(source) = self.opened(number) {
-            source.digest.insert(prefix, tier);
-        }
-        Ok(())
+    /// The prefix hashes of a range of a run, in slices.
+    fn prefixes(&self, run: &Run, from: u32, to: u32) -> impl Iterator<Item = &[u64]> {
+        let (from, to) = (from as usize, to as usize);
+        let chunks = run.chunks.iter().enumerate();
+        chunks
+            .take(to.div_ceil(CHUNK))
+            .skip(from / CHUNK)
+            .map(move |(index, &chunk)| {
+                let first = index * CHUNK;
+                let (_, prefixes) = self.blocks.hashes(chunk);
+                &prefixes[from.saturating_sub(first)..(to - first).min(CHUNK)]
+            })
     }
 
-    fn add_holder(
-        &mut self,
-        number: SourceNumber,
-        (parent, local, prefix): (Option<PrefixHash>, LocalHash, PrefixHash),
-        tiers: TierMask,
-    ) {
-        let Some(source) = self.sources.get_mut(number.index()) else {
-            return;
-        };
-        let slot = u32::try_from(source.nodes.len()).unwrap_or(u32::MAX);
-        source.nodes.push(prefix);
-        self.entries += 1;
-        let node = self.nodes.entry(prefix).or_insert_with(|| Node {
-            parent,
-            local,
-            holders: Vec::new(),
-        });
-        let at = node
-            .holders
-            .partition_point(|holder| holder.number < number);
-        let holder = Holder {
-            number,
-            tiers,
-            children: 0,
-            slot,
-        };
-        node.holders.insert(at, holder);
-    }
-
-    fn remove(
-        &mut self,
-        number: SourceNumber,
-        prefix: PrefixHash,
-        tier: Tier,
-    ) -> Result<(), ChangeError> {
-        let holder = self
-            .holder_mut(prefix, number)
-            .filter(|holder| holder.tiers.has(tier))
-            .ok_or(ChangeError::NotHeld { prefix, tier })?;
-        holder.tiers = holder.tiers.without(tier);
-        if let Some(source) = self.opened(number) {
-            source.digest.remove(prefix, tier);
-        }
-        self.forget_unneeded(number, prefix);
-        Ok(())
-    }
-
-    fn clear(&mut self, number: SourceNumber, tier: Tier) {
-        let prefixes: Vec<_> = self
-            .listed(number)
-            .filter(|(_, _, holder)| holder.tiers.has(tier))
-            .map(|(prefix, _, _)| prefix)
-            .collect();
-        for prefix in prefixes {
-            // Each was listed as held a moment ago, and nothing but its own removal ends that.
-            let removed = self.remove(number, prefix, tier);
-            debug_assert_eq!(removed, Ok(()));
-        }
-    }
-
-    /// Takes the source out of a node that it neither holds nor needs, and so on towards the root.
-    fn forget_unneeded(&mut self, number: SourceNumber, prefix: PrefixHash) {
-        let mut next = Some(prefix);
-        while let Some(prefix) = next {
-            let Some(node) = self.nodes.get(&prefix) else {
-                return;
-            };
-            let Some(holder) = node.holder(number) else {
-                return;
-            };
-            if !holder.tiers.is_empty() || holder.children > 0 {
-                return;
-            }
-            next = node.parent;
-            let slot = holder.slot;
-            self.unlist(number, slot);
-            self.drop_holder(prefix, number);
-            if let Some(parent) = next.and_then(|parent| self.holder_mut(parent, number)) {
-                debug_assert!(parent.children > 0, "a child was counted when it came");
-                parent.children = parent.children.saturating_sub(1);
+    fn add_to_digest(&self, digest: &mut Digest, run: &Run, at: usize) {
+        for (from, to, tiers) in run.pieces(at, 0) {
+            for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
+                for &prefix in self.prefixes(run, from, to).flatten() {
+                    digest.insert(PrefixHash(prefix), tier);
+                }
             }
         }
     }
 
-    /// Takes a slot out of a source's list; the last one moves into its place.
-    fn unlist(&mut self, number: SourceNumber, slot: u32) {
-        let Some(source) = self.sources.get_mut(number.index()) else {
-            return;
-        };
-        let index = slot as usize;
-        if index >= source.nodes.len() {
-            return;
-        }
-        source.nodes.swap_remove(index);
-        let moved = source.nodes.get(index).copied();
-        if let Some(holder) = moved.and_then(|moved| self.holder_mut(moved, number)) {
-            holder.slot = slot;
-        }
-    }
-
-    fn drop_holder(&mut self, prefix: PrefixHash, number: SourceNumber) {
-        let Some(node) = self.nodes.get_mut(&prefix) else {
-            return;
-        };
-        if let Ok(at) = node.find(number) {
-            node.holders.remove(at);
-            self.entries -= 1;
-        }
-        if node.holders.is_empty() {
-            self.nodes.remove(&prefix);
-        }
-    }
-
-    fn holder_mut(&mut self, prefix: PrefixHash, number: SourceNumber) -> Option<&mut Holder> {
-        let node = self.nodes.get_mut(&prefix)?;
-        let at = node.find(number).ok()?;
-        node.holders.get_mut(at)
-    }
-}
-
-impl Node {
-    fn find(&self, number: SourceNumber) -> Result<usize, usize> {
-        self.holders
-            .binary_search_by_key(&number, |holder| holder.number)
-    }
-
-    fn holder(&self, number: SourceNumber) -> Option<&Holder> {
-        self.holders.get(self.find(number).ok()?)
+    /// Are all invariants kept that the code relies on? For tests.
+    #[cfg(test)]
+    fn check(&self) {
+        tests::check(self);
     }
 }
 

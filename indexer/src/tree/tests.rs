@@ -5,6 +5,72 @@ use warmroute_proto::hash::prefix_hashes;
 
 use super::*;
 
+/// Whatever the code relies on.
+pub(super) fn check(tree: &Tree) {
+    let mut nodes = 0;
+    let mut standing = 0;
+    for (index, run) in tree.runs.iter().enumerate() {
+        let id = RunId(index as u32);
+        if run.len == 0 {
+            assert!(tree.free_runs.contains(&id));
+            continue;
+        }
+        nodes += run.len as usize;
+        standing += run.leads.len();
+        assert_eq!(run.chunks.len(), (run.len as usize).div_ceil(CHUNK));
+        assert_eq!(run.tail, tree.prefix_at(id, run.len - 1));
+        let mut parent = run.parent.some().map(|above| {
+            assert!((1..=tree.run(above).len).contains(&run.attach));
+            assert_eq!(run.start, tree.run(above).start + run.attach);
+            tree.prefix_at(above, run.attach - 1)
+        });
+        for offset in 0..run.len {
+            let prefix = PrefixHash::after(parent, tree.blocks.local(run.place(offset)));
+            assert_eq!(prefix, tree.prefix_at(id, offset));
+            assert_eq!(tree.locate(prefix), Some(Position { run: id, offset }));
+            parent = Some(prefix);
+        }
+        let at_tail = run.holds.iter().filter(|hold| hold.end == run.len).count();
+        assert_eq!(run.at_tail as usize, at_tail);
+        assert!(at_tail > 0);
+        assert!(
+            run.leads
+                .windows(2)
+                .all(|pair| pair[0].source < pair[1].source)
+        );
+        let mut children = Vec::new();
+        let mut child = run.first_child;
+        while let Some(at) = child.some() {
+            assert_eq!(tree.run(at).parent, id);
+            children.push(tree.run(at));
+            child = tree.run(at).next_sibling;
+        }
+        for (at, (lead, hold)) in run.leads.iter().zip(&run.holds).enumerate() {
+            let source = &tree.sources[lead.source.index()];
+            assert_eq!(source.runs[hold.slot as usize], id);
+            let mine: Vec<_> = children
+                .iter()
+                .filter(|child| child.find(lead.source).is_ok())
+                .map(|child| child.attach)
+                .collect();
+            assert_eq!(hold.children as usize, mine.len());
+            let pin = mine.iter().copied().max().unwrap_or(0);
+            assert!(hold.pin >= pin && (hold.pin_is_old || hold.pin == pin));
+            let end = run.held_end(at).max(pin);
+            assert!(hold.end >= end);
+            assert!(source.life != Life::Open || hold.end == end);
+            assert!(hold.spans.as_leading().is_none_or(|blocks| blocks == 0));
+        }
+    }
+    assert_eq!(tree.nodes, nodes);
+    assert_eq!(tree.holders, standing);
+    let holds = tree.runs.iter().flat_map(|run| &run.holds);
+    let span_bytes: usize = holds.map(|hold| hold.spans.bytes()).sum();
+    assert_eq!(tree.span_bytes, span_bytes);
+    let listed: usize = tree.sources.iter().map(|source| source.runs.len()).sum();
+    assert_eq!(listed, standing);
+}
+
 type Pairs = BTreeSet<(PrefixHash, Tier)>;
 
 fn locals(names: &[u64]) -> Vec<LocalHash> {
@@ -40,7 +106,9 @@ fn run(tree: &Tree, number: SourceNumber, names: &[u64]) -> (u32, u32, u32) {
 }
 
 fn reclaim_all(tree: &mut Tree) {
-    while tree.reclaim(7) {}
+    while tree.reclaim(7) {
+        tree.check();
+    }
 }
 
 #[test]
@@ -310,6 +378,14 @@ impl World {
     }
 
     fn check(&self) {
+        self.tree.check();
+        let image = self.tree.image(&self.numbers);
+        let (image, numbers) = Tree::from_image(&image).unwrap();
+        image.check();
+        for (&number, &here) in numbers.iter().zip(&self.numbers) {
+            assert_eq!(image.digest(number), self.tree.digest(here));
+            assert_eq!(image.dump(number), self.tree.dump(here));
+        }
         for (&number, model) in self.numbers.iter().zip(&self.models) {
             assert_eq!(self.tree.held(number).collect::<Pairs>(), model.pairs);
             assert_eq!(
@@ -336,6 +412,7 @@ proptest! {
         let mut world = World::new();
         for step in &steps {
             world.step(step);
+            world.tree.check();
         }
         world.check();
         for (names, mask) in &queries {

@@ -1,0 +1,355 @@
+//! Blocks that end, and memory that comes back.
+
+use warmroute_proto::{Digest, PrefixHash, Tier};
+
+use super::blocks::CHUNK;
+use super::run::RunId;
+use super::store::Range;
+use super::{ChangeError, Holdings, Position, SourceNumber, Tree};
+
+/// How exactly the end of a holder is known at once.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pins {
+    /// Exactly; that may need a look at all child runs.
+    Exact,
+    /// Not too early. For passes over everything that end with an exact one.
+    Bound,
+}
+
+impl Tree {
+    /// Ends pairs. Blocks that stand next to each other are taken together: engines evict from the
+    /// end.
+    pub(super) fn remove(
+        &mut self,
+        number: SourceNumber,
+        prefixes: &[PrefixHash],
+        tier: Tier,
+    ) -> Result<(), ChangeError> {
+        let mut rest = prefixes;
+        let mut hint = None;
+        while let Some(&first) = rest.first() {
+            let position = hint
+                .filter(|&hint| self.is_at(hint, first))
+                .or_else(|| self.locate(first))
+                .ok_or(ChangeError::NotHeld {
+                    prefix: first,
+                    tier,
+                })?;
+            let (range, taken) = self.adjacent(position, rest);
+            let run = self.run(range.run);
+            let holder = run.find(number);
+            let all = holder.is_ok_and(|at| run.covers(at, range.from, range.to, tier));
+            if all {
+                hint = self.before(range);
+                self.unhold(number, range, tier);
+                rest = &rest[taken..];
+            } else {
+                self.remove_one(number, position, first, tier)?;
+                hint = None;
+                rest = &rest[1..];
+            }
+        }
+        Ok(())
+    }
+
+    /// How far the list goes on with blocks next to the first one, and the range they fill.
+    fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
+        let run = self.run(first.run);
+        let (mut from, mut to) = (first.offset, first.offset + 1);
+        let mut taken = 1;
+        for &prefix in &prefixes[1..] {
+            if from > 0 && self.blocks.prefix(run.place(from - 1)) == prefix {
+                from -= 1;
+            } else if to < run.len && self.blocks.prefix(run.place(to)) == prefix {
+                to += 1;
+            } else {
+                break;
+            }
+            taken += 1;
+        }
+        let range = Range {
+            run: first.run,
+            from,
+            to,
+        };
+        (range, taken)
+    }
+
+    /// The block in front of a range: what an eviction from the end takes next.
+    fn before(&self, range: Range) -> Option<Position> {
+        let run = self.run(range.run);
+        if range.from > 0 {
+            return Some(Position {
+                run: range.run,
+                offset: range.from - 1,
+            });
+        }
+        run.parent.some().map(|above| Position {
+            run: above,
+            offset: run.attach - 1,
+        })
+    }
+
+    fn remove_one(
+        &mut self,
+        number: SourceNumber,
+        at: Position,
+        prefix: PrefixHash,
+        tier: Tier,
+    ) -> Result<(), ChangeError> {
+        let range = Range {
+            run: at.run,
+            from: at.offset,
+            to: at.offset + 1,
+        };
+        let run = self.run(at.run);
+        let holder = run.find(number);
+        if holder.is_ok_and(|at| run.covers(at, range.from, range.to, tier)) {
+            self.unhold(number, range, tier);
+            Ok(())
+        } else {
+            Err(ChangeError::NotHeld { prefix, tier })
+        }
+    }
+
+    /// Ends the pairs of a range, all of which are held.
+    fn unhold(&mut self, number: SourceNumber, range: Range, tier: Tier) {
+        let mut digest = self.sources[number.index()].digest;
+        let run = self.run(range.run);
+        for &prefix in self.prefixes(run, range.from, range.to).flatten() {
+            digest.remove(PrefixHash(prefix), tier);
+        }
+        self.sources[number.index()].digest = digest;
+        if let Ok(at) = self.run(range.run).find(number) {
+            self.edit(range.run, at, |run| {
+                run.unhold(at, range.from, range.to, tier);
+            });
+        }
+        self.settle(number, range.run, Pins::Exact);
+    }
+
+    pub(super) fn clear(&mut self, number: SourceNumber, tier: Tier) {
+        let runs = std::mem::take(&mut self.sources[number.index()].runs);
+        let mut digest = self.sources[number.index()].digest;
+        for &id in &runs {
+            let run = self.run(id);
+            let Ok(at) = run.find(number) else { continue };
+            for (from, to, tiers) in run.pieces(at, 0) {
+                if tiers.has(tier) {
+                    for &prefix in self.prefixes(run, from, to).flatten() {
+                        digest.remove(PrefixHash(prefix), tier);
+                    }
+                }
+            }
+            self.edit(id, at, |run| run.unhold(at, 0, run.len, tier));
+        }
+        let source = &mut self.sources[number.index()];
+        source.digest = digest;
+        source.runs = runs;
+        let mut unvisited = source.runs.len();
+        while unvisited > 0 {
+            unvisited = unvisited.min(self.sources[number.index()].runs.len());
+            let Some(index) = unvisited.checked_sub(1) else {
+                break;
+            };
+            let id = self.sources[number.index()].runs[index];
+            self.settle(number, id, Pins::Bound);
+            unvisited = index;
+        }
+        // Ends that are only bounded are at child runs that went. What goes now has none left.
+        let left = self.sources[number.index()].runs.clone();
+        for id in left {
+            self.settle(number, id, Pins::Exact);
+        }
+    }
+
+    /// Gives back at most about `nodes_max` of what closed sources held. Is there more?
+    pub fn reclaim(&mut self, nodes_max: usize) -> bool {
+        let mut left = nodes_max;
+        while let Some(&number) = self.closed.last() {
+            let source = &mut self.sources[number.index()];
+            if source.runs.is_empty() {
+                *source = Holdings::default();
+                self.closed.pop();
+                self.free.push(number);
+                continue;
+            }
+            if left == 0 {
+                return true;
+            }
+            // Runs with child runs that the source stands in go with the last of those: one pass
+            // meets all.
+            if source.unvisited == 0 || source.unvisited > source.runs.len() {
+                source.unvisited = source.runs.len();
+            }
+            let id = source.runs[source.unvisited - 1];
+            let step = u32::try_from(left).unwrap_or(u32::MAX);
+            let (taken, done) = self.shed(number, id, step);
+            if done {
+                let source = &mut self.sources[number.index()];
+                source.unvisited = source.unvisited.saturating_sub(1);
+            }
+            left = left.saturating_sub(taken as usize + 1);
+        }
+        false
+    }
+
+    /// Takes a dead source out of the last blocks of a run, at most `blocks_max`. How many, and is
+    /// there nothing more to do here?
+    fn shed(&mut self, number: SourceNumber, id: RunId, blocks_max: u32) -> (u32, bool) {
+        let run = self.run(id);
+        let Ok(at) = run.find(number) else {
+            return (0, true);
+        };
+        let held = run.held_end(at);
+        let taken = held.min(blocks_max);
+        let left = held - taken;
+        self.edit(id, at, |run| {
+            // What it held does not matter any more, only how far its blocks reach.
+            run.unhold_all(at);
+            run.hold(at, 0, left, Tier::Gpu);
+        });
+        self.settle(number, id, Pins::Bound);
+        (taken, left == 0)
+    }
+
+    /// Brings the end of a holder up to date after it lost something; takes the source out of the
+    /// run if it neither holds nor needs a block of it, and so on towards the root.
+    fn settle(&mut self, number: SourceNumber, id: RunId, pins: Pins) {
+        let mut next = Some(id);
+        while let Some(id) = next.take() {
+            let run = self.run(id);
+            let Ok(at) = run.find(number) else { return };
+            let (held, children) = (run.held_end(at), run.holds[at].children);
+            let end = match children {
+                0 => held,
+                _ => held.max(self.pin(number, id, at, held, pins)),
+            };
+            let run = self.run_mut(id);
+            if end > 0 {
+                run.set_end(at, end);
+                self.cut(id);
+                return;
+            }
+            let slot = run.drop_holder(at).slot;
+            self.holders -= 1;
+            let run = self.run(id);
+            let (above, attach) = (run.parent.some(), run.attach);
+            self.unlist(number, slot);
+            self.cut(id);
+            if let Some(above) = above {
+                let above = self.run_mut(above);
+                if let Ok(at) = above.find(number) {
+                    let hold = &mut above.holds[at];
+                    hold.children = hold.children.saturating_sub(1);
+                    hold.pin_is_old |= hold.pin == attach;
+                    if hold.children == 0 {
+                        hold.pin = 0;
+                        hold.pin_is_old = false;
+                    }
+                }
+            }
+            next = above;
+        }
+    }
+
+    /// Behind the last block that a child run of the holder's hangs at.
+    fn pin(&mut self, number: SourceNumber, id: RunId, at: usize, held: u32, pins: Pins) -> u32 {
+        let run = self.run(id);
+        let hold = &run.holds[at];
+        if !hold.pin_is_old || hold.pin <= held || pins == Pins::Bound {
+            return hold.pin;
+        }
+        let mut pin = 0;
+        let mut child = run.first_child;
+        while let Some(id) = child.some() {
+            let run = self.run(id);
+            if run.attach > pin && run.find(number).is_ok() {
+                pin = run.attach;
+            }
+            child = run.next_sibling;
+        }
+        let hold = &mut self.run_mut(id).holds[at];
+        hold.pin = pin;
+        hold.pin_is_old = false;
+        pin
+    }
+
+    /// Takes a run out of a source's list; the last one moves into its place.
+    fn unlist(&mut self, number: SourceNumber, slot: u32) {
+        let runs = &mut self.sources[number.index()].runs;
+        runs.swap_remove(slot as usize);
+        if let Some(&moved) = runs.get(slot as usize) {
+            let moved = self.run_mut(moved);
+            if let Ok(at) = moved.find(number) {
+                moved.holds[at].slot = slot;
+            }
+        }
+    }
+
+    /// Frees the blocks at the end of a run that no holder stands at any more; the run itself if
+    /// none is left.
+    fn cut(&mut self, id: RunId) {
+        let run = self.run_mut(id);
+        if run.at_tail > 0 {
+            return;
+        }
+        let len = run.holds.iter().map(|hold| hold.end).max().unwrap_or(0);
+        let old = std::mem::replace(&mut run.len, len);
+        run.at_tail = run.holds.iter().filter(|hold| hold.end == len).count() as u32;
+        self.forget(id, len, old);
+        let run = &mut self.runs[id.index()];
+        for chunk in run.chunks.drain((len as usize).div_ceil(CHUNK)..) {
+            self.blocks.free(chunk);
+        }
+        if len > 0 {
+            let tail = run.place(len - 1);
+            run.tail = self.blocks.prefix(tail);
+        } else {
+            self.drop_run(id);
+        }
+    }
+
+    /// Takes the blocks of a range out of the table.
+    fn forget(&mut self, id: RunId, from: u32, to: u32) {
+        let mut hashes = std::mem::take(&mut self.scratch);
+        hashes.clear();
+        let run = self.run(id);
+        let prefixes = self.prefixes(run, from, to).flatten();
+        hashes.extend(prefixes.map(|&prefix| PrefixHash(prefix)));
+        self.table.touch(&hashes);
+        for (offset, &hash) in (from..to).zip(&hashes) {
+            self.table.erase(hash, self.runs[id.index()].place(offset));
+        }
+        self.nodes -= hashes.len();
+        self.scratch = hashes;
+    }
+
+    /// Unlinks an empty run. It has no child runs: their holders would stand in it.
+    fn drop_run(&mut self, id: RunId) {
+        let run = self.run_mut(id);
+        debug_assert!(run.first_child == RunId::NONE, "child runs go first");
+        let (parent, next, previous) = (run.parent, run.next_sibling, run.previous_sibling);
+        run.chunks = Vec::new();
+        run.leads = Vec::new();
+        run.holds = Vec::new();
+        if let Some(next) = next.some() {
+            self.run_mut(next).previous_sibling = previous;
+        }
+        match (previous.some(), parent.some()) {
+            (Some(previous), _) => self.run_mut(previous).next_sibling = next,
+            (None, Some(parent)) => self.run_mut(parent).first_child = next,
+            (None, None) => self.first_root = next,
+        }
+        self.free_runs.push(id);
+    }
+
+    /// The digests of several sources at once, computed anew from the blocks.
+    #[must_use]
+    pub fn recomputed_digests(&self, numbers: &[SourceNumber]) -> Vec<Digest> {
+        numbers
+            .iter()
+            .map(|&number| self.recomputed_digest(number))
+            .collect()
+    }
+}

@@ -1,0 +1,260 @@
+//! A run: blocks that follow one another, and what each source holds of them.
+//!
+//! A run hangs at a block of its parent run, anywhere in it; so storing a branch cuts nothing.
+
+use warmroute_proto::{PrefixHash, Tier};
+
+use super::blocks::{CHUNK, Place};
+use super::spans::Spans;
+use super::{SourceNumber, TierMask};
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct RunId(pub(super) u32);
+
+impl RunId {
+    /// No run: the parent of those that begin at depth 0, the end of a list.
+    pub(super) const NONE: Self = Self(u32::MAX);
+
+    pub(super) const fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    pub(super) fn some(self) -> Option<Self> {
+        (self != Self::NONE).then_some(self)
+    }
+}
+
+/// Blocks of one run. A longer path goes on in a child run: this bounds what a change of one
+/// source's spans moves.
+pub(super) const BLOCKS_MAX: u32 = 8192;
+
+/// What a lookup needs of one holder: how many leading blocks it holds on the GPU, times two, plus
+/// one if lower tiers may go on from there.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lead {
+    pub(super) source: SourceNumber,
+    packed: u32,
+}
+
+impl Lead {
+    pub(super) const fn new(source: SourceNumber, blocks: u32, goes_on: bool) -> Self {
+        Self {
+            source,
+            packed: (blocks << 1) | goes_on as u32,
+        }
+    }
+
+    pub(super) const fn blocks(self) -> u32 {
+        self.packed >> 1
+    }
+
+    pub(super) const fn goes_on(self) -> bool {
+        self.packed & 1 == 1
+    }
+}
+
+/// The rest of what is known of a holder.
+#[derive(Debug, Default)]
+pub(super) struct Hold {
+    /// What it holds; empty if that is just its lead.
+    pub(super) spans: Spans,
+    /// Behind the last block that it holds or needs for the sake of a descendant.
+    pub(super) end: u32,
+    /// Child runs that the source stands in.
+    pub(super) children: u32,
+    /// Not before the last block that such a child hangs at: behind that block.
+    pub(super) pin: u32,
+    /// `pin` may be too far back: the child that set it is gone.
+    pub(super) pin_is_old: bool,
+    /// Where the run stands in the source's list.
+    pub(super) slot: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Run {
+    pub(super) parent: RunId,
+    /// The parent's blocks that precede this run's; zero at depth 0.
+    pub(super) attach: u32,
+    /// Depth of the first block.
+    pub(super) start: u32,
+    pub(super) len: u32,
+    /// The prefix hash of the last block.
+    pub(super) tail: PrefixHash,
+    pub(super) chunks: Vec<u32>,
+    pub(super) first_child: RunId,
+    pub(super) next_sibling: RunId,
+    pub(super) previous_sibling: RunId,
+    /// Holders whose `end` is `len`. Without one the run is too long.
+    pub(super) at_tail: u32,
+    /// Ascending by source; `holds` is parallel to it.
+    pub(super) leads: Vec<Lead>,
+    pub(super) holds: Vec<Hold>,
+}
+
+impl Run {
+    pub(super) const fn new(parent: RunId, attach: u32, start: u32) -> Self {
+        Self {
+            parent,
+            attach,
+            start,
+            len: 0,
+            tail: PrefixHash(0),
+            chunks: Vec::new(),
+            first_child: RunId::NONE,
+            next_sibling: RunId::NONE,
+            previous_sibling: RunId::NONE,
+            at_tail: 0,
+            leads: Vec::new(),
+            holds: Vec::new(),
+        }
+    }
+
+    /// The place of a block of the run.
+    pub(super) fn place(&self, offset: u32) -> Place {
+        let chunk = self.chunks[offset as usize / CHUNK];
+        Place(chunk * CHUNK as u32 + offset % CHUNK as u32)
+    }
+
+    /// The holder's index, or where it would stand.
+    pub(super) fn find(&self, source: SourceNumber) -> Result<usize, usize> {
+        self.leads.binary_search_by_key(&source, |lead| lead.source)
+    }
+
+    pub(super) fn add_holder(&mut self, at: usize, source: SourceNumber, slot: u32) {
+        let hold = Hold {
+            slot,
+            ..Hold::default()
+        };
+        // Most runs have one or two holders: room for four each would be the bulk of their memory.
+        if self.leads.len() < 4 {
+            self.leads.reserve_exact(1);
+            self.holds.reserve_exact(1);
+        }
+        self.leads.insert(at, Lead::new(source, 0, false));
+        self.holds.insert(at, hold);
+    }
+
+    pub(super) fn drop_holder(&mut self, at: usize) -> Hold {
+        let hold = self.holds.remove(at);
+        self.leads.remove(at);
+        if hold.end == self.len {
+            self.at_tail -= 1;
+        }
+        if self.leads.capacity() > 8 && self.leads.capacity() > 4 * self.leads.len() {
+            self.leads.shrink_to(2 * self.leads.len());
+            self.holds.shrink_to(2 * self.leads.len());
+        }
+        hold
+    }
+
+    /// Moves the end of what a holder holds or needs.
+    pub(super) fn set_end(&mut self, at: usize, end: u32) {
+        let hold = &mut self.holds[at];
+        if hold.end == end {
+            return;
+        }
+        self.at_tail -= u32::from(hold.end == self.len);
+        self.at_tail += u32::from(end == self.len);
+        hold.end = end;
+    }
+
+    /// Behind the last block that the holder holds in any tier.
+    pub(super) fn held_end(&self, at: usize) -> u32 {
+        if self.holds[at].spans.is_empty() {
+            self.leads[at].blocks()
+        } else {
+            self.holds[at].spans.end()
+        }
+    }
+
+    /// The first block of a range that the holder holds on `tier`.
+    pub(super) fn first_with(&self, at: usize, from: u32, to: u32, tier: Tier) -> Option<u32> {
+        let spans = &self.holds[at].spans;
+        if spans.is_empty() {
+            let held = tier == Tier::Gpu && from < self.leads[at].blocks().min(to);
+            held.then_some(from)
+        } else {
+            spans.first_with(from, to, tier)
+        }
+    }
+
+    /// Does the holder hold every block of a range on `tier`?
+    pub(super) fn covers(&self, at: usize, from: u32, to: u32, tier: Tier) -> bool {
+        let spans = &self.holds[at].spans;
+        if spans.is_empty() {
+            tier == Tier::Gpu && to <= self.leads[at].blocks()
+        } else {
+            spans.covers(from, to, tier)
+        }
+    }
+
+    /// The holder's pieces from a block on: start, end, tiers.
+    pub(super) fn pieces(
+        &self,
+        at: usize,
+        from: u32,
+    ) -> impl Iterator<Item = (u32, u32, TierMask)> {
+        let lead = self.leads[at].blocks();
+        let spans = &self.holds[at].spans;
+        let plain = spans.is_empty() && from < lead;
+        plain
+            .then_some((from, lead, TierMask::of(Tier::Gpu)))
+            .into_iter()
+            .chain(spans.pieces(from))
+    }
+
+    /// The holder holds a range on `tier` that it did not hold there.
+    pub(super) fn hold(&mut self, at: usize, from: u32, to: u32, tier: Tier) {
+        let lead = &mut self.leads[at];
+        if tier == Tier::Gpu && from == lead.blocks() && self.holds[at].spans.is_empty() {
+            *lead = Lead::new(lead.source, to, false);
+        } else {
+            self.change_spans(at, from, to, |tiers| tiers.with(tier));
+        }
+        self.set_end(at, self.holds[at].end.max(to));
+    }
+
+    /// The holder no longer holds a range on `tier`. Its `end` is left to the caller.
+    pub(super) fn unhold(&mut self, at: usize, from: u32, to: u32, tier: Tier) {
+        let lead = &mut self.leads[at];
+        let plain = self.holds[at].spans.is_empty();
+        if plain && (tier != Tier::Gpu || from >= lead.blocks()) {
+            return;
+        }
+        if plain && to >= lead.blocks() {
+            *lead = Lead::new(lead.source, from, false);
+        } else {
+            self.change_spans(at, from, to, |tiers| tiers.without(tier));
+        }
+    }
+
+    /// The holder holds nothing any more.
+    pub(super) fn unhold_all(&mut self, at: usize) {
+        self.holds[at].spans = Spans::default();
+        self.leads[at] = Lead::new(self.leads[at].source, 0, false);
+    }
+
+    /// Lets a holder hold what the spans say.
+    pub(super) fn set_spans(&mut self, at: usize, spans: Spans) {
+        let source = self.leads[at].source;
+        let (leading, goes_on) = spans.lead();
+        let plain = spans.as_leading().is_some();
+        self.leads[at] = Lead::new(source, leading, goes_on);
+        self.holds[at].spans = if plain { Spans::default() } else { spans };
+    }
+
+    fn change_spans(
+        &mut self,
+        at: usize,
+        from: u32,
+        to: u32,
+        change: impl Fn(TierMask) -> TierMask,
+    ) {
+        let mut spans = std::mem::take(&mut self.holds[at].spans);
+        if spans.is_empty() {
+            spans = Spans::leading(self.leads[at].blocks());
+        }
+        spans.change(from, to, change);
+        self.set_spans(at, spans);
+    }
+}

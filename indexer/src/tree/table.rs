@@ -1,0 +1,218 @@
+//! Where each known prefix lies: open addressing, linear probing, deletion without tombstones.
+//!
+//! A slot is 8 bytes: a place and 32 bits of the hash, so that growing and deleting need no look at
+//! the blocks. Hits are confirmed against the whole hash by the caller, who has it. The table is cut
+//! into shards by the first byte of the hash, so that growing one never takes long.
+
+use std::hint::black_box;
+
+use warmroute_proto::PrefixHash;
+
+use super::blocks::Place;
+
+const SHARDS: usize = 256;
+const SLOTS_MIN: usize = 8;
+const EMPTY: Slot = Slot(0);
+
+/// The tag above, the place plus one below; zero if empty.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Slot(u64);
+
+impl Slot {
+    const fn new(tag: u32, place: Place) -> Self {
+        Self(((tag as u64) << 32) | (place.0 as u64 + 1))
+    }
+
+    const fn tag(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    const fn place(self) -> Place {
+        Place((self.0 as u32).wrapping_sub(1))
+    }
+}
+
+#[derive(Default)]
+struct Shard {
+    slots: Vec<u64>,
+    used: usize,
+}
+
+pub(super) struct Table {
+    shards: Vec<Shard>,
+    slots: usize,
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self {
+            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
+            slots: 0,
+        }
+    }
+}
+
+const fn shard_of(hash: PrefixHash) -> usize {
+    (hash.0 >> 56) as usize
+}
+
+const fn tag_of(hash: PrefixHash) -> u32 {
+    (hash.0 >> 24) as u32
+}
+
+/// Where a tag's probing begins. Ascends with the tag.
+const fn home(tag: u32, slots: usize) -> usize {
+    ((tag as u64 * slots as u64) >> 32) as usize
+}
+
+impl Table {
+    /// The place of `hash` for which `is_it` says so.
+    pub(super) fn find(&self, hash: PrefixHash, is_it: impl Fn(Place) -> bool) -> Option<Place> {
+        let slots = &self.shards[shard_of(hash)].slots[..];
+        let tag = tag_of(hash);
+        let mut at = home(tag, slots.len());
+        while let Some(&slot) = slots.get(at) {
+            let slot = Slot(slot);
+            if slot == EMPTY {
+                return None;
+            }
+            if slot.tag() == tag && is_it(slot.place()) {
+                return Some(slot.place());
+            }
+            at += 1;
+            if at == slots.len() {
+                at = 0;
+            }
+        }
+        None
+    }
+
+    /// Reads the slots where these will go, all at once: one wait for memory instead of many.
+    pub(super) fn touch(&self, hashes: &[PrefixHash]) {
+        let mut sum = 0_u64;
+        for &hash in hashes {
+            let slots = &self.shards[shard_of(hash)].slots[..];
+            sum ^= slots
+                .get(home(tag_of(hash), slots.len()))
+                .copied()
+                .unwrap_or(0);
+        }
+        black_box(sum);
+    }
+
+    /// Adds a hash that is not in yet.
+    pub(super) fn insert(&mut self, hash: PrefixHash, place: Place) {
+        let shard = &mut self.shards[shard_of(hash)];
+        if (shard.used + 1) * 4 > shard.slots.len() * 3 {
+            self.slots -= shard.slots.len();
+            shard.grow();
+            self.slots += shard.slots.len();
+        }
+        shard.put(Slot::new(tag_of(hash), place));
+        shard.used += 1;
+    }
+
+    pub(super) fn erase(&mut self, hash: PrefixHash, place: Place) {
+        let shard = &mut self.shards[shard_of(hash)];
+        let tag = tag_of(hash);
+        let wanted = Slot::new(tag, place);
+        let length = shard.slots.len();
+        let mut at = home(tag, length);
+        loop {
+            match shard.slots.get(at) {
+                Some(&slot) if Slot(slot) == wanted => break,
+                Some(&slot) if Slot(slot) != EMPTY => at = next(at, length),
+                Some(_) | None => {
+                    debug_assert!(false, "what is erased is in");
+                    return;
+                }
+            }
+        }
+        shard.close_gap(at);
+        shard.used -= 1;
+        if shard.used == 0 {
+            self.slots -= length;
+            shard.slots = Vec::new();
+        }
+    }
+
+    pub(super) const fn bytes(&self) -> usize {
+        self.slots * size_of::<u64>()
+    }
+}
+
+const fn next(at: usize, length: usize) -> usize {
+    if at + 1 == length { 0 } else { at + 1 }
+}
+
+impl Shard {
+    fn grow(&mut self) {
+        let slots = (self.slots.len() * 3 / 2).max(SLOTS_MIN);
+        let old = std::mem::replace(&mut self.slots, vec![0; slots]);
+        for slot in old.into_iter().map(Slot).filter(|&slot| slot != EMPTY) {
+            self.put(slot);
+        }
+    }
+
+    fn put(&mut self, slot: Slot) {
+        let length = self.slots.len();
+        let mut at = home(slot.tag(), length);
+        while self.slots[at] != EMPTY.0 {
+            at = next(at, length);
+        }
+        self.slots[at] = slot.0;
+    }
+
+    /// Empties a slot and moves those behind it forward that may stand nearer to their home.
+    fn close_gap(&mut self, mut gap: usize) {
+        let length = self.slots.len();
+        let distance = |from: usize, to: usize| {
+            if to >= from {
+                to - from
+            } else {
+                to + length - from
+            }
+        };
+        let mut at = next(gap, length);
+        while self.slots[at] != EMPTY.0 {
+            let home = home(Slot(self.slots[at]).tag(), length);
+            if distance(home, at) >= distance(gap, at) {
+                self.slots[gap] = self.slots[at];
+                gap = at;
+            }
+            at = next(at, length);
+        }
+        self.slots[gap] = EMPTY.0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rustc_hash::FxHashMap;
+
+    use super::*;
+
+    proptest! {
+        /// Hashes that differ in few bits crowd together; all stay findable through any deletions.
+        #[test]
+        fn table_is_a_map(steps in prop::collection::vec((0..64_u64, any::<bool>()), 0..400)) {
+            let mut table = Table::default();
+            let mut model = FxHashMap::default();
+            for (name, insert) in steps {
+                let hash = PrefixHash((name % 8) << 53 | (name / 8) << 10);
+                let place = Place(name as u32);
+                if insert && model.insert(hash, place).is_none() {
+                    table.insert(hash, place);
+                } else if !insert && model.remove(&hash).is_some() {
+                    table.erase(hash, place);
+                }
+                for name in 0..64_u64 {
+                    let hash = PrefixHash((name % 8) << 53 | (name / 8) << 10);
+                    let found = table.find(hash, |place| place == Place(name as u32));
+                    prop_assert_eq!(found, model.get(&hash).copied());
+                }
+            }
+        }
+    }
+}
