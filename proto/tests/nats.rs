@@ -206,8 +206,13 @@ async fn a_killed_server_costs_nothing_that_was_acknowledged() {
 }
 
 #[tokio::test]
-async fn a_wiped_server_is_another_log() {
+async fn a_wiped_server_is_another_log_and_an_empty_registry() {
     let Nats { plane, mut server } = roomy().await;
+    put_new(&plane, "wr.t.worker.a").await.unwrap();
+    let mut watch = plane.watch("wr.t.worker.".into()).await.unwrap();
+    for _ in 0..2 {
+        watch.next().await.unwrap();
+    }
     publish_numbers(&plane, 1, 5, 5).await;
     let before = plane.log_status().await.unwrap();
     let mut tail = plane.tail(LogPosition(0), 1000).await.unwrap();

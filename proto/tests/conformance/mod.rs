@@ -183,6 +183,7 @@ pub(crate) mod check {
 
     pub(crate) async fn a_tail_ends_with_its_log(fixture: &dyn Fixture) {
         let plane = fixture.plane();
+        let mut unread = plane.tail(LogPosition(0), 100).await.unwrap();
         for payload in ["a", "b", "c"] {
             append(&*plane, "wr.t.kv.a.0", payload).await;
         }
@@ -201,6 +202,7 @@ pub(crate) mod check {
         }
         assert_eq!(timeout(SOON, tail.next()).await, Ok(None));
         assert_eq!(timeout(SOON, idle.next()).await, Ok(None));
+        assert_eq!(timeout(SOON, unread.next()).await, Ok(None));
         let after = plane.log_status().await.unwrap();
         assert_ne!(before.identity, after.identity);
         let mut tail = plane.tail(LogPosition(0), 100).await.unwrap();

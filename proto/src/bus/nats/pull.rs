@@ -50,8 +50,7 @@ pub(super) struct Pull {
     batch: usize,
     /// Asked for and not delivered yet.
     outstanding: usize,
-    /// The consumer's own count of deliveries: a hole in it is one that we lost.
-    delivered: u64,
+    count: DeliveryCount,
     silent_at: Instant,
     /// What the stream had for us when the consumer was made.
     pub(super) pending_at_start: u64,
@@ -109,7 +108,7 @@ impl Pull {
             deliveries,
             batch: BATCH_MAX.min(core.queue_max / 2).max(1),
             outstanding: 0,
-            delivered: 0,
+            count: DeliveryCount(0),
             silent_at: Instant::now() + SILENCE_MAX,
             pending_at_start: created.num_pending,
         })
@@ -179,13 +178,10 @@ impl Pull {
     }
 
     fn deliver(&mut self, message: Message) -> Pulled {
-        let Some(origin) = message.reply.as_deref().and_then(Origin::parse) else {
+        let origin = message.reply.as_deref().and_then(Origin::parse);
+        let Some(origin) = origin.filter(|origin| self.count.continues_with(origin)) else {
             return Pulled::Broken;
         };
-        if origin.delivery != self.delivered + 1 {
-            return Pulled::Broken;
-        }
-        self.delivered = origin.delivery;
         Pulled::Message(Delivery {
             subject: message.subject.into_string(),
             headers: message.headers,
@@ -253,6 +249,17 @@ struct Origin {
     pending: u64,
 }
 
+/// The consumer's own count of deliveries. A hole in it is one that our queue dropped; a hole in the
+/// stream's sequence alone is what fell off the log's end, and the reader's to see.
+struct DeliveryCount(u64);
+
+impl DeliveryCount {
+    const fn continues_with(&mut self, origin: &Origin) -> bool {
+        self.0 += 1;
+        origin.delivery == self.0
+    }
+}
+
 impl Origin {
     fn parse(reply: &str) -> Option<Self> {
         let tokens: Vec<&str> = reply.strip_prefix("$JS.ACK.")?.split('.').collect();
@@ -289,6 +296,14 @@ mod tests {
         check("$JS.ACK.wr_t.c.1.1451.501.1700000000000000001.12");
         check("$JS.ACK.hub.hash.wr_t.c.1.1451.501.1700000000000000001.12");
         check("$JS.ACK._.hash.wr_t.c.1.1451.501.1700000000000000001.12.token");
+        let mut count = DeliveryCount(500);
+        assert!(
+            count.continues_with(&expected),
+            "whatever the stream's sequence"
+        );
+        assert!(!count.continues_with(&expected), "twice");
+        let mut count = DeliveryCount(499);
+        assert!(!count.continues_with(&expected), "one is missing");
         for foreign in ["", "$JS.ACK.", "$JS.ACK.a.b.1.x.1.1.1", "$JS.ACK.a.b.1.1.1"] {
             assert_eq!(Origin::parse(foreign), None, "{foreign}");
         }
