@@ -3,7 +3,7 @@
 //! Pure: [`tree`] (which source holds which blocks), [`fold`] (what the log's messages, heartbeats
 //! and time do to it), [`query`] (a question's answer). [`Service`] is the shell that tails the log
 //! and serves queries through a plane; [`http`] serves the same over HTTP. [`Handle`] is how others
-//! in the same process ask.
+//! in the same process ask. [`turns`] is the lock between the one that writes and those that ask.
 //!
 //! It takes part in no decision: which worker is chosen, what a tier is worth, who is a candidate,
 //! is the router's.
@@ -15,6 +15,7 @@ mod metrics;
 pub mod query;
 mod service;
 pub mod tree;
+pub mod turns;
 mod view;
 
 pub use service::{Handle, IndexerConfig, Service, TaskFailed};

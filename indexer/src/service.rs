@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,16 +25,18 @@ use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
 use crate::metrics::{Metrics, QueryOutcome};
 use crate::query;
+use crate::turns::Turns;
 use crate::view::{self, DigestView, SourceDump, WorkerView};
 
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
 
-/// Payload bytes that are folded under one lock: about 8,000 blocks, a few milliseconds.
-const LOCKED_BYTES_MAX: usize = 64 << 10;
+/// Payload bytes after which the lock is let go: about 500 blocks, some 20 µs. A record larger than
+/// that is folded whole, so that nobody sees half of one.
+const LOCKED_BYTES_MAX: usize = 4 << 10;
 
 /// Nodes of dead generations that are given back between two steps.
-const RECLAIM_MAX: usize = 8192;
+const RECLAIM_MAX: usize = 1024;
 
 /// How often patience is checked and the log's end looked up. Short against the 5 s of a proof,
 /// whose age is rounded up by as much.
@@ -72,7 +74,7 @@ pub struct Handle {
 }
 
 struct Shared {
-    fold: RwLock<Fold>,
+    fold: Turns<Fold>,
     position: watch::Sender<LogPosition>,
     /// The registry was read once from start to end.
     registry_read: AtomicBool,
@@ -94,7 +96,7 @@ impl Service {
         } = config;
         let fold = Fold::new(&namespace, max_memory_bytes);
         let shared = Shared {
-            fold: RwLock::new(fold),
+            fold: Turns::new(fold),
             position: watch::Sender::new(LogPosition(0)),
             registry_read: AtomicBool::new(false),
             metrics: Metrics::new()?,
@@ -197,11 +199,11 @@ impl Handle {
 impl Shared {
     /// The fold does not panic; if it did, its next comparison would tell.
     fn read(&self) -> RwLockReadGuard<'_, Fold> {
-        self.fold.read().unwrap_or_else(PoisonError::into_inner)
+        self.fold.read()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Fold> {
-        self.fold.write().unwrap_or_else(PoisonError::into_inner)
+        self.fold.write()
     }
 }
 

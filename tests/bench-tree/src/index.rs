@@ -8,8 +8,6 @@ use crate::workload::Event;
 /// the tree wants) before theirs.
 pub trait Index: Sized {
     const NAME: &'static str;
-    /// May readers run beside the writer?
-    const CONCURRENT: bool;
     type Translator: Send;
     type Change: Send;
     type Prepared: Default + Send;

@@ -2,7 +2,9 @@
 //!
 //! `--workload FILE [--peer] [--only NAME] [--runs N]`. Every run of a variant is a process of its
 //! own, its memory is measured in another one; with several runs the medians are printed.
+//! `--workload FILE --derive holes:PERCENT|tiers --out FILE` makes a file with holes or tiers instead.
 
+mod derive;
 mod index;
 mod measure;
 mod naive;
@@ -57,6 +59,8 @@ struct Args {
     runs: usize,
     /// In a child process: what to measure here.
     child: Option<String>,
+    derive: Option<String>,
+    out: String,
 }
 
 fn args() -> Args {
@@ -72,6 +76,8 @@ fn args() -> Args {
             "--peer" => args.peer = true,
             "--only" => args.only = Some(value()),
             "--runs" => args.runs = value().parse().expect("a number of runs"),
+            "--derive" => args.derive = Some(value()),
+            "--out" => args.out = value(),
             "--child" => args.child = Some(value()),
             other => panic!("unknown flag {other}"),
         }
@@ -130,6 +136,15 @@ fn line(figures: Figures) -> Map<String, Value> {
 
 fn main() {
     let args = args();
+    if let Some(kind) = &args.derive {
+        let kind = match kind.strip_prefix("holes:") {
+            Some(percent) => derive::Kind::Holes(percent.parse::<f64>().expect("percent") / 100.0),
+            None => derive::Kind::Tiers,
+        };
+        let base = Workload::load(&args.workload).unwrap();
+        std::fs::write(&args.out, derive::derive(&base, kind, 4)).unwrap();
+        return;
+    }
     let wanted = |variant: &Variant| args.only.as_ref().is_none_or(|only| only == variant.name);
     for variant in variants(args.peer).iter().filter(|variant| wanted(variant)) {
         if let Some(what) = &args.child {

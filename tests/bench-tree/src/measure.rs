@@ -94,20 +94,41 @@ fn totals<I: Index>(index: &I, workload: &Workload) -> Vec<u32> {
     times
 }
 
+/// The processor time of a thread: what a rate would be on a machine without other work.
+struct Processor(std::path::PathBuf);
+
+impl Processor {
+    fn of_this_thread() -> Self {
+        let thread = std::fs::read_link("/proc/thread-self").unwrap_or_default();
+        Self(std::path::Path::new("/proc").join(thread).join("schedstat"))
+    }
+
+    fn seconds(&self) -> f64 {
+        let stat = std::fs::read_to_string(&self.0).unwrap_or_default();
+        let nanoseconds = stat.split_whitespace().next();
+        nanoseconds
+            .and_then(|ns| ns.parse::<f64>().ok())
+            .unwrap_or(f64::NAN)
+            / 1e9
+    }
+}
+
 /// Everything but concurrency and memory.
 fn alone<I: Index>(workload: &Workload, figures: &mut Figures) -> I {
     let index = I::new(workload.workers);
     let changes = changes::<I>(workload);
     let finished = Mutex::new(None);
-    let start = Instant::now();
+    let processor = Processor::of_this_thread();
+    let (start, spent) = (Instant::now(), processor.seconds());
     index.write(vec![changes], &|_| {
-        *finished.lock().unwrap() = Some(start.elapsed())
+        *finished.lock().unwrap() = Some((start.elapsed(), processor.seconds() - spent));
     });
-    let applied = finished.lock().unwrap().unwrap();
+    let (applied, spent) = finished.lock().unwrap().unwrap();
     let blocks = workload.trailer.stored + workload.trailer.removed;
     let exact = is_exact(&index, workload);
     figures.put("exact", f64::from(u8::from(exact)));
     figures.put("apply_mblk_s", blocks as f64 / applied.as_secs_f64() / 1e6);
+    figures.put("apply_mblk_cpu_s", blocks as f64 / spent / 1e6);
     let mut times = lookups(&index, workload, &workload.queries);
     let alone = rate(&times);
     times.sort_unstable();

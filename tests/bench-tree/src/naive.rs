@@ -13,7 +13,7 @@ const SEED: u64 = 1337;
 
 pub struct HashMapWalk(RefCell<FxHashMap<u64, Vec<u32>>>);
 
-fn engine_hash(parent: Option<u64>, local: u64) -> u64 {
+pub fn engine_hash(parent: Option<u64>, local: u64) -> u64 {
     let Some(parent) = parent else { return local };
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&parent.to_le_bytes());
@@ -59,7 +59,6 @@ impl HashMapWalk {
 
 impl Index for HashMapWalk {
     const NAME: &'static str = "hash map walk";
-    const CONCURRENT: bool = false;
     type Translator = ();
     type Change = Event;
     type Prepared = Vec<u64>;

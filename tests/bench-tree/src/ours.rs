@@ -5,13 +5,16 @@
 #[allow(dead_code, unused_imports, unreachable_pub)]
 mod tree;
 
-use std::sync::RwLock;
+#[path = "../../../indexer/src/turns.rs"]
+#[allow(dead_code, unreachable_pub)]
+mod turns;
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes};
-use warmroute_proto::{Change, Tiers};
+use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
+use warmroute_proto::{BlockSize, Change, Tiers};
 
-use self::tree::{SourceNumber, TierMask, Tree};
+use self::tree::{SourceNumber, Tree};
+use self::turns::Turns;
 use crate::index::Index;
 use crate::workload::{Event, TOKENS_PER_BLOCK};
 
@@ -19,6 +22,15 @@ pub fn local_hashes(tokens: &[u32]) -> impl Iterator<Item = LocalHash> {
     tokens
         .chunks_exact(TOKENS_PER_BLOCK)
         .map(|block| LocalHash::of_block(block, &[], Seed::PLAIN))
+}
+
+fn chain(locals: impl Iterator<Item = LocalHash>, prefixes: &mut Vec<PrefixHash>) {
+    let mut parent = None;
+    prefixes.extend(locals.map(|local| {
+        let prefix = PrefixHash::after(parent, local);
+        parent = Some(prefix);
+        prefix
+    }));
 }
 
 /// What the shim does for the index: engine hash to prefix hash.
@@ -59,32 +71,29 @@ impl Translator {
 }
 
 pub struct Ours {
-    tree: RwLock<Tree>,
+    tree: Turns<Tree>,
     numbers: Vec<SourceNumber>,
-    allowed: Vec<(SourceNumber, TierMask)>,
 }
 
 impl Ours {
     fn apply(&self, worker: u32, change: Change) {
         let number = self.numbers[worker as usize];
-        self.tree.write().unwrap().apply(number, &change).unwrap();
+        self.tree.write().apply(number, &change).unwrap();
     }
 }
 
 impl Index for Ours {
     const NAME: &'static str = "warmroute";
-    const CONCURRENT: bool = true;
     type Translator = Translator;
     type Change = (u32, Change);
-    type Prepared = Vec<LocalHash>;
+    type Prepared = Vec<PrefixHash>;
     type Answer = Vec<Tiers<u32>>;
 
     fn new(workers: u32) -> Self {
         let mut tree = Tree::new();
         let numbers: Vec<_> = (0..workers).map(|_| tree.open()).collect();
         Self {
-            tree: RwLock::new(tree),
-            allowed: numbers.iter().map(|&n| (n, TierMask::ALL)).collect(),
+            tree: Turns::new(tree),
             numbers,
         }
     }
@@ -117,23 +126,43 @@ impl Index for Ours {
         done();
     }
 
-    fn prepare(&self, blocks: &[u64], prepared: &mut Self::Prepared) {
+    fn prepare(&self, blocks: &[u64], prepared: &mut Vec<PrefixHash>) {
         prepared.clear();
-        prepared.extend(blocks.iter().map(|&local| LocalHash(local)));
+        chain(blocks.iter().map(|&local| LocalHash(local)), prepared);
     }
 
-    fn hash(&self, tokens: &[u32], prepared: &mut Self::Prepared) {
-        prepared.clear();
-        prepared.extend(local_hashes(tokens));
+    fn hash(&self, tokens: &[u32], prepared: &mut Vec<PrefixHash>) {
+        let block_size = BlockSize::new(TOKENS_PER_BLOCK as u32).unwrap();
+        *prepared = prompt_hashes(tokens, block_size, Seed::PLAIN);
     }
 
-    fn lookup(&self, prepared: &mut Self::Prepared) -> Vec<Tiers<u32>> {
-        self.tree.read().unwrap().lookup(prepared, &self.allowed)
+    fn lookup(&self, prepared: &mut Vec<PrefixHash>) -> Vec<Tiers<u32>> {
+        self.tree.read().lookup_all(prepared)
     }
 
     fn each(&self, answer: &Vec<Tiers<u32>>, see: &mut dyn FnMut(u32, Tiers<u32>)) {
         for (worker, run) in (0..).zip(answer) {
             see(worker, *run);
         }
+    }
+
+    fn snapshot(&self) -> Option<Vec<u8>> {
+        let tree = self.tree.read();
+        for (&number, digest) in self
+            .numbers
+            .iter()
+            .zip(tree.recomputed_digests(&self.numbers))
+        {
+            assert_eq!(digest, tree.digest(number));
+        }
+        Some(tree.image(&self.numbers))
+    }
+
+    fn restore(&self, snapshot: &[u8]) -> Option<Self> {
+        let (tree, numbers) = Tree::from_image(snapshot).ok()?;
+        Some(Self {
+            tree: Turns::new(tree),
+            numbers,
+        })
     }
 }

@@ -129,7 +129,6 @@ macro_rules! concurrent {
     ($variant:ident, $name:literal, $new:expr) => {
         impl Index for $variant {
             const NAME: &'static str = $name;
-            const CONCURRENT: bool = true;
             type Translator = u64;
             type Change = RouterEvent;
             type Prepared = Vec<LocalBlockHash>;
@@ -197,7 +196,6 @@ pub struct SingleThread(RefCell<RadixTree>);
 
 impl Index for SingleThread {
     const NAME: &'static str = "peer: single-thread tree";
-    const CONCURRENT: bool = false;
     type Translator = u64;
     type Change = RouterEvent;
     type Prepared = Vec<LocalBlockHash>;

@@ -20,10 +20,6 @@ impl Random {
         mix(self.0)
     }
 
-    pub fn below(&mut self, end: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(end)) >> 64) as u64
-    }
-
     pub fn chance(&mut self, of: f64) -> bool {
         ((self.next() >> 11) as f64) < of * (1u64 << 53) as f64
     }
@@ -198,10 +194,6 @@ impl Workload {
             trailer,
             bytes,
         }
-    }
-
-    pub fn event_count(&self) -> usize {
-        self.events
     }
 
     pub fn events(&self) -> impl Iterator<Item = Event> + '_ {
