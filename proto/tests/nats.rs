@@ -237,6 +237,9 @@ async fn a_wiped_server_is_another_log_and_an_empty_registry() {
         LogPosition(20),
         "positions alone would not tell"
     );
+    let key = "wr.t.worker.a".to_owned();
+    let gone = timeout(SOON, watch.next()).await.expect("in time");
+    assert_eq!(gone, Some(RegistryEvent::Gone { key }));
 }
 
 /// The disk of yesterday comes back and the log goes on past the reader: same identity, positions
