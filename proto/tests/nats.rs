@@ -399,6 +399,85 @@ async fn only_init_sets_up_and_nobody_repairs() {
     );
 }
 
+/// Three servers that know each other.
+async fn cluster() -> [NatsServer; 3] {
+    // Routes have to be named before anybody listens; the ports were free a moment ago.
+    let ports = [(); 3].map(|()| {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        socket.local_addr().unwrap().port()
+    });
+    let route = |port| format!("nats://127.0.0.1:{port}");
+    let start = async |index: usize| {
+        let arguments = [
+            "-js".to_owned(),
+            "--name".to_owned(),
+            format!("n{index}"),
+            "--cluster_name".to_owned(),
+            "test".to_owned(),
+            "--cluster".to_owned(),
+            route(ports[index]),
+            "--routes".to_owned(),
+            ports.map(route).join(","),
+        ];
+        NatsServer::start_with(&arguments.map(OsString::from), &[]).await
+    };
+    [start(0).await, start(1).await, start(2).await]
+}
+
+#[tokio::test]
+async fn a_killed_leader_costs_nothing() {
+    let mut servers = cluster().await;
+    let urls: Vec<String> = servers.iter().map(NatsServer::url).collect();
+    let mut config = config(&servers[0]);
+    config.url = urls.join(",");
+    let init = InitConfig {
+        max_bytes: 64 << 20,
+        replicas: 3,
+        ..sizes()
+    };
+    let elected = async {
+        loop {
+            match NatsPlane::init(config.clone(), init).await {
+                Ok(plane) => return plane,
+                Err(_) => sleep(Duration::from_millis(100)).await,
+            }
+        }
+    };
+    let plane = timeout(SOON, elected).await.expect("a leader in time");
+    let identity = plane.log_status().await.unwrap().identity;
+    let mut tail = plane.tail(LogPosition(0), 1000).await.unwrap();
+    let mut watch = plane.watch("wr.t.worker.".into()).await.unwrap();
+    assert_eq!(watch.next().await, Some(RegistryEvent::Current));
+    let write = async {
+        publish_numbers(&plane, 1, 500, 64).await;
+        let client = async_nats::connect(urls[0].as_str()).await.unwrap();
+        let jetstream = async_nats::jetstream::new(client);
+        let info = jetstream
+            .get_stream("wr_t")
+            .await
+            .unwrap()
+            .cached_info()
+            .clone();
+        let leader = info.cluster.unwrap().leader.unwrap();
+        let index: usize = leader.trim_start_matches('n').parse().unwrap();
+        servers[index].kill();
+        publish_numbers(&plane, 501, 1000, 64).await;
+        let put = async {
+            // A conflict is with ourselves: an earlier try whose acknowledgement was lost.
+            let done = [Ok(()), Err(PlaneError::Conflict)];
+            while !done.contains(&put_new(&plane, "wr.t.worker.a").await) {
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        timeout(SOON, put).await.expect("the registry goes on");
+    };
+    let (numbers, ()) = tokio::join!(numbers_until(&mut tail, 1000), write);
+    assert_eq!(numbers, (1..=1000).collect::<Vec<u64>>());
+    assert_eq!(plane.log_status().await.unwrap().identity, identity);
+    let told = timeout(SOON, watch.next()).await.expect("in time");
+    assert!(matches!(told, Some(RegistryEvent::Put { .. })), "{told:?}");
+}
+
 /// The shipped configuration, and who connects to it.
 struct Shipped {
     server: NatsServer,
