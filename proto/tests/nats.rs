@@ -20,8 +20,8 @@ use futures_util::StreamExt;
 use nats_server::NatsServer;
 use tokio::time::{sleep, timeout};
 use warmroute_proto::bus::{
-    Connection, InitConfig, LogTail, NatsAuth, NatsConfig, NatsError, NatsPlane, Plane, PlaneError,
-    PutIf, RegistryEvent,
+    Connection, InitConfig, Lease, LeaseLost, LogTail, NatsAuth, NatsConfig, NatsError, NatsPlane,
+    Plane, PlaneError, PutIf, RegistryEvent,
 };
 use warmroute_proto::{LogPosition, Namespace};
 
@@ -331,6 +331,37 @@ async fn a_watch_tells_what_happened_while_the_server_was_away() {
     }
     told.sort_unstable();
     assert_eq!(told, ["wr.t.worker.leased gone", "wr.t.worker.new"]);
+}
+
+/// The renewal came through, its acknowledgement did not.
+#[tokio::test]
+async fn a_renewal_without_an_answer_is_found_again() {
+    let Nats { plane, mut server } = roomy().await;
+    let ttl = Duration::from_secs(60);
+    let acquire = async |key: &str| {
+        let shared: Arc<dyn Plane> = Arc::new(plane.clone());
+        let lease = Lease::acquire(shared, key.into(), "one".into(), ttl).await;
+        let revision = plane.get(key.into()).await.unwrap().unwrap().revision;
+        (lease.unwrap().expect("nobody has it"), revision)
+    };
+    let (mut own, own_revision) = acquire("wr.t.own").await;
+    let (mut other, other_revision) = acquire("wr.t.other").await;
+    server.kill();
+    for lease in [&mut own, &mut other] {
+        assert!(lease.renew("two".into()).await.is_err());
+    }
+    server.restart().await;
+    up(&plane).await;
+    let write = async |key: &str, value: &'static str, revision| {
+        let condition = PutIf::Revision(revision);
+        let put = plane.put(key.into(), value.into(), condition, Some(ttl));
+        put.await.unwrap();
+    };
+    write("wr.t.own", "two", own_revision).await;
+    write("wr.t.other", "a stranger", other_revision).await;
+    assert_eq!(own.renew("three".into()).await, Ok(Ok(())));
+    assert_eq!(own.renew("four".into()).await, Ok(Ok(())));
+    assert_eq!(other.renew("three".into()).await, Ok(Err(LeaseLost)));
 }
 
 #[tokio::test]
