@@ -228,6 +228,29 @@ fn closed_source_is_dead_before_its_memory_is_back() {
     assert_eq!(run(&tree, new, &[1, 2, 3]), (1, 0, 0));
 }
 
+#[test]
+fn long_paths_go_on_in_further_runs() {
+    let mut tree = Tree::new();
+    let (a, b) = (tree.open(), tree.open());
+    let path: Vec<u64> = (0..20_000).collect();
+    for part in (0..path.len()).step_by(700) {
+        let end = path.len().min(part + 700);
+        let change = stored(&path[..part], &path[part..end], Tier::Gpu);
+        tree.apply(a, &change).unwrap();
+    }
+    tree.apply(b, &stored(&[], &path, Tier::Cpu)).unwrap();
+    tree.check();
+    assert_eq!(run(&tree, a, &path), (20_000, 0, 0));
+    assert_eq!(run(&tree, b, &path), (0, 20_000, 0));
+    tree.apply(a, &removed(&[&path[..9_000]], Tier::Gpu))
+        .unwrap();
+    assert_eq!(run(&tree, a, &path), (8_999, 0, 0));
+    tree.apply(b, &Change::Cleared { tier: Tier::Cpu }).unwrap();
+    tree.check();
+    assert_eq!(tree.entries(a), 20_000);
+    assert_eq!(tree.entries(b), 0);
+}
+
 /// What the tree says, told by sets alone.
 #[derive(Clone, Default)]
 struct Model {
@@ -431,5 +454,55 @@ proptest! {
         reclaim_all(&mut tree);
         prop_assert_eq!(tree.nodes(), 0);
         prop_assert_eq!(tree.bytes(), 0);
+    }
+
+    /// Prompts of hundreds of blocks that branch anywhere, holes anywhere: the search over depths.
+    #[test]
+    fn long_prompts_are_searched(
+        branches in prop::collection::vec((0..8_usize, 0..400_usize, 1..400_u64), 1..8),
+        stores in prop::collection::vec((0..3_usize, 0..8_usize, 1..800_usize), 1..12),
+        holes in prop::collection::vec((0..3_usize, any::<prop::sample::Index>()), 0..6),
+    ) {
+        let mut paths: Vec<Vec<u64>> = vec![(0..300).collect()];
+        for (name, (from, cut, length)) in (1..).zip(branches) {
+            let from = &paths[from % paths.len()];
+            let mut path = from[..cut.min(from.len())].to_vec();
+            path.extend((0..length).map(|block| name * 1_000_000 + block));
+            paths.push(path);
+        }
+        let mut tree = Tree::new();
+        let numbers: Vec<_> = (0..3).map(|_| tree.open()).collect();
+        let mut held = vec![BTreeSet::new(); 3];
+        for (source, path, length) in stores {
+            let path = &paths[path % paths.len()];
+            let path = &path[..length.min(path.len())];
+            let known = prefixes(path).iter().take_while(|at| held[source].contains(*at)).count();
+            if known < path.len() {
+                held[source].extend(prefixes(path));
+                let change = stored(&path[..known], &path[known..], Tier::Gpu);
+                tree.apply(numbers[source], &change).unwrap();
+            }
+        }
+        for (source, at) in holes {
+            let all: Vec<_> = held[source].iter().copied().collect();
+            if let Some(&hole) = all.get(at.index(all.len().max(1))) {
+                held[source].remove(&hole);
+                let change = Change::Removed { blocks: vec![hole], tier: Tier::Gpu };
+                tree.apply(numbers[source], &change).unwrap();
+            }
+        }
+        tree.check();
+        for path in &paths {
+            for cut in [path.len(), path.len() / 2, path.len() / 3 + 1] {
+                let mut prompt = path[..cut].to_vec();
+                prompt.extend([7_000_000, 7_000_001]);
+                let chain = prefixes(&prompt);
+                let runs = tree.lookup_all(&chain);
+                for (number, held) in numbers.iter().zip(&held) {
+                    let run = chain.iter().take_while(|at| held.contains(*at)).count();
+                    prop_assert_eq!(runs[number.index()].gpu as usize, run);
+                }
+            }
+        }
     }
 }

@@ -4,6 +4,8 @@
 //! comes back when the worker stores behind them; at the end the same part of all that is held goes.
 //! `tiers`: a part of the blocks is copied to the CPU when stored or when evicted; what is there for
 //! long goes to the disk, or away. The answers come from a walk over sets.
+//!
+//! `grow`: the same several times over, to see what size does.
 
 use std::collections::VecDeque;
 
@@ -12,7 +14,7 @@ use warmroute_proto::{Tier, Tiers};
 
 use crate::naive::engine_hash;
 use crate::workload::{
-    Event, Query, Random, TOKENS_PER_BLOCK, Trailer, Version, Workload, checksum,
+    Event, Query, Random, TOKENS_PER_BLOCK, Trailer, Version, Workload, checksum, mix,
 };
 
 /// Queries of a derived file: walking sets is slow.
@@ -65,6 +67,19 @@ impl Block {
 }
 
 impl Deriver {
+    fn new(base: &Workload, kind: Kind, seed: u64) -> Self {
+        Self {
+            random: Random(seed),
+            kind,
+            blocks: FxHashMap::default(),
+            offloaded: vec![VecDeque::new(); base.workers as usize],
+            cpu_max: 200_000 / base.workers as usize,
+            events: Vec::new(),
+            count: 0,
+            trailer: Trailer::default(),
+        }
+    }
+
     fn has(&self, worker: u32, block: u64, tier: Tier) -> bool {
         self.blocks[&block].tiers(worker) & (1 << tier.number()) != 0
     }
@@ -282,16 +297,7 @@ impl Deriver {
 
 /// A file derived from `base`, as bytes.
 pub fn derive(base: &Workload, kind: Kind, seed: u64) -> Vec<u8> {
-    let mut deriver = Deriver {
-        random: Random(seed),
-        blocks: FxHashMap::default(),
-        offloaded: vec![VecDeque::new(); base.workers as usize],
-        cpu_max: 200_000 / base.workers as usize,
-        events: Vec::new(),
-        count: 0,
-        trailer: Trailer::default(),
-        kind,
-    };
+    let mut deriver = Deriver::new(base, kind, seed);
     for event in base.events() {
         deriver.event(event);
     }
@@ -318,22 +324,30 @@ pub fn derive(base: &Workload, kind: Kind, seed: u64) -> Vec<u8> {
         deriver.trailer.sum_best += u64::from(best);
         deriver.trailer.sum_query_len += locals.len() as u64;
     }
-    encode(base, queries, &deriver)
+    encode(
+        b"KVWL0002",
+        base.workers,
+        &base.sequences,
+        queries,
+        &deriver,
+    )
 }
 
-fn encode(base: &Workload, queries: &[Query], deriver: &Deriver) -> Vec<u8> {
-    let mut bytes = b"KVWL0002".to_vec();
+fn encode(
+    magic: &[u8; 8],
+    workers: u32,
+    sequences: &[Vec<u64>],
+    queries: &[Query],
+    deriver: &Deriver,
+) -> Vec<u8> {
+    let mut bytes = magic.to_vec();
     bytes.extend((TOKENS_PER_BLOCK as u32).to_le_bytes());
-    bytes.extend(base.workers.to_le_bytes());
-    for number in [
-        deriver.count,
-        base.sequences.len() as u64,
-        queries.len() as u64,
-    ] {
+    bytes.extend(workers.to_le_bytes());
+    for number in [deriver.count, sequences.len() as u64, queries.len() as u64] {
         bytes.extend(number.to_le_bytes());
     }
     bytes.extend_from_slice(&deriver.events);
-    for sequence in &base.sequences {
+    for sequence in sequences {
         bytes.extend((sequence.len() as u64).to_le_bytes());
         sequence
             .iter()
@@ -359,4 +373,63 @@ fn encode(base: &Workload, queries: &[Query], deriver: &Deriver) -> Vec<u8> {
         bytes.extend(number.to_le_bytes());
     }
     bytes
+}
+
+/// The same workload `copies` times at once, each with blocks of its own, on the same workers. The
+/// queries go round the copies, so the answers are those of one.
+pub fn grow(base: &Workload, copies: u64) -> Vec<u8> {
+    let renamed = |hash: u64, copy: u64| mix(hash ^ copy.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mut deriver = Deriver::new(base, Kind::Tiers, 0);
+    for event in base.events() {
+        for copy in 0..copies {
+            match &event {
+                Event::Store {
+                    worker,
+                    tier,
+                    parent,
+                    blocks,
+                } => {
+                    let parent = parent.map(|parent| renamed(parent, copy));
+                    deriver.head(1, *tier, blocks.len(), *worker, parent);
+                    for &(local, engine) in blocks {
+                        deriver.events.extend(renamed(local, copy).to_le_bytes());
+                        deriver.events.extend(renamed(engine, copy).to_le_bytes());
+                    }
+                }
+                Event::Remove {
+                    worker,
+                    tier,
+                    blocks,
+                } => {
+                    deriver.head(2, *tier, blocks.len(), *worker, None);
+                    for &engine in blocks {
+                        deriver.events.extend(renamed(engine, copy).to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+    let sequences = (0..copies)
+        .flat_map(|copy| {
+            let renamed = move |local: &u64| renamed(*local, copy);
+            let sequences = base.sequences.iter();
+            sequences.map(move |sequence| sequence.iter().map(renamed).collect())
+        })
+        .collect::<Vec<Vec<u64>>>();
+    let per_copy = base.sequences.len() as u64;
+    let queries: Vec<_> = (0..)
+        .zip(&base.queries)
+        .map(|(index, query)| Query {
+            sequence: query
+                .sequence
+                .wrapping_add((index % copies * per_copy) as u32),
+            ..*query
+        })
+        .collect();
+    deriver.trailer = base.trailer;
+    deriver.trailer.stored *= copies;
+    deriver.trailer.removed *= copies;
+    deriver.trailer.resident_entries *= copies;
+    deriver.trailer.resident_distinct *= copies;
+    encode(b"KVWL0001", base.workers, &sequences, &queries, &deriver)
 }

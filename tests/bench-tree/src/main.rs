@@ -2,7 +2,7 @@
 //!
 //! `--workload FILE [--peer] [--only NAME] [--runs N]`. Every run of a variant is a process of its
 //! own, its memory is measured in another one; with several runs the medians are printed.
-//! `--workload FILE --derive holes:PERCENT|tiers --out FILE` makes a file with holes or tiers instead.
+//! `--workload FILE --derive holes:PERCENT|tiers|grow:TIMES --out FILE` makes another file instead.
 
 mod derive;
 mod index;
@@ -137,12 +137,17 @@ fn line(figures: Figures) -> Map<String, Value> {
 fn main() {
     let args = args();
     if let Some(kind) = &args.derive {
-        let kind = match kind.strip_prefix("holes:") {
-            Some(percent) => derive::Kind::Holes(percent.parse::<f64>().expect("percent") / 100.0),
-            None => derive::Kind::Tiers,
-        };
         let base = Workload::load(&args.workload).unwrap();
-        std::fs::write(&args.out, derive::derive(&base, kind, 4)).unwrap();
+        let number = |number: &str| number.parse::<f64>().expect("a number");
+        let derived = match kind.split_once(':') {
+            Some(("holes", percent)) => {
+                derive::derive(&base, derive::Kind::Holes(number(percent) / 100.0), 4)
+            }
+            Some(("grow", copies)) => derive::grow(&base, number(copies) as u64),
+            Some(_) => panic!("unknown kind {kind}"),
+            None => derive::derive(&base, derive::Kind::Tiers, 4),
+        };
+        std::fs::write(&args.out, derived).unwrap();
         return;
     }
     let wanted = |variant: &Variant| args.only.as_ref().is_none_or(|only| only == variant.name);
