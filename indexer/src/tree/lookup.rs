@@ -117,12 +117,19 @@ impl Tree {
 
     /// Where the last block of the prompt stands that is known.
     ///
-    /// A prefix is known only if all before it are, so the depths can be searched. The first guess
-    /// is that the prompt has the whole run that it is in; short distances are walked.
+    /// A prefix is known only if all before it are, so the depths can be searched, from the middle
+    /// on. In each run the first guess is that the prompt has all of it; short distances are walked.
     fn last_known(&self, chain: &[PrefixHash]) -> Option<Position> {
-        let mut last = self.locate(*chain.first()?)?;
-        let mut known = 0;
         let mut unknown = chain.len();
+        let mut known = unknown / 2;
+        let mut last = match self.locate_at(chain, known) {
+            Some(last) => last,
+            None => {
+                unknown = known;
+                known = 0;
+                self.locate_at(chain, 0)?
+            }
+        };
         let mut tried = RunId::NONE;
         loop {
             let run = self.run(last.run);
@@ -171,7 +178,7 @@ impl Tree {
     }
 
     fn locate_at(&self, chain: &[PrefixHash], depth: usize) -> Option<Position> {
-        let position = self.locate(chain[depth])?;
+        let position = self.locate(*chain.get(depth)?)?;
         let start = self.run(position.run).start;
         (start as usize + position.offset as usize == depth).then_some(position)
     }

@@ -70,25 +70,27 @@ pub(super) struct Hold {
     pub(super) slot: u32,
 }
 
+/// What a lookup needs stands first, in one cache line.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(super) struct Run {
+    /// The prefix hash of the last block.
+    pub(super) tail: PrefixHash,
     pub(super) parent: RunId,
     /// The parent's blocks that precede this run's; zero at depth 0.
     pub(super) attach: u32,
     /// Depth of the first block.
     pub(super) start: u32,
     pub(super) len: u32,
-    /// The prefix hash of the last block.
-    pub(super) tail: PrefixHash,
-    pub(super) chunks: Vec<u32>,
-    pub(super) first_child: RunId,
-    pub(super) next_sibling: RunId,
-    pub(super) previous_sibling: RunId,
-    /// Holders whose `end` is `len`. Without one the run is too long.
-    pub(super) at_tail: u32,
     /// Ascending by source; `holds` is parallel to it.
     pub(super) leads: Vec<Lead>,
+    pub(super) first_child: RunId,
+    /// Holders whose `end` is `len`. Without one the run is too long.
+    pub(super) at_tail: u32,
+    pub(super) chunks: Vec<u32>,
     pub(super) holds: Vec<Hold>,
+    pub(super) next_sibling: RunId,
+    pub(super) previous_sibling: RunId,
 }
 
 impl Run {
