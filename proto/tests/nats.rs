@@ -20,8 +20,8 @@ use futures_util::StreamExt;
 use nats_server::NatsServer;
 use tokio::time::{sleep, timeout};
 use warmroute_proto::bus::{
-    Connection, InitConfig, LogTail, NatsAuth, NatsConfig, NatsError, NatsPlane, Plane, PlaneError,
-    PutIf, RegistryEvent,
+    Connection, InitConfig, Lease, LeaseLost, LogTail, NatsAuth, NatsConfig, NatsError, NatsPlane,
+    Plane, PlaneError, PutIf, RegistryEvent,
 };
 use warmroute_proto::{LogPosition, Namespace};
 
@@ -333,6 +333,37 @@ async fn a_watch_tells_what_happened_while_the_server_was_away() {
     assert_eq!(told, ["wr.t.worker.leased gone", "wr.t.worker.new"]);
 }
 
+/// The renewal came through, its acknowledgement did not.
+#[tokio::test]
+async fn a_renewal_without_an_answer_is_found_again() {
+    let Nats { plane, mut server } = roomy().await;
+    let ttl = Duration::from_secs(60);
+    let acquire = async |key: &str| {
+        let shared: Arc<dyn Plane> = Arc::new(plane.clone());
+        let lease = Lease::acquire(shared, key.into(), "one".into(), ttl).await;
+        let revision = plane.get(key.into()).await.unwrap().unwrap().revision;
+        (lease.unwrap().expect("nobody has it"), revision)
+    };
+    let (mut own, own_revision) = acquire("wr.t.own").await;
+    let (mut other, other_revision) = acquire("wr.t.other").await;
+    server.kill();
+    for lease in [&mut own, &mut other] {
+        assert!(lease.renew("two".into()).await.is_err());
+    }
+    server.restart().await;
+    up(&plane).await;
+    let write = async |key: &str, value: &'static str, revision| {
+        let condition = PutIf::Revision(revision);
+        let put = plane.put(key.into(), value.into(), condition, Some(ttl));
+        put.await.unwrap();
+    };
+    write("wr.t.own", "two", own_revision).await;
+    write("wr.t.other", "a stranger", other_revision).await;
+    assert_eq!(own.renew("three".into()).await, Ok(Ok(())));
+    assert_eq!(own.renew("four".into()).await, Ok(Ok(())));
+    assert_eq!(other.renew("three".into()).await, Ok(Err(LeaseLost)));
+}
+
 #[tokio::test]
 async fn a_slow_consumer_is_counted_and_loses_no_record() {
     let Nats { plane, .. } = &roomy_with(|config| config.queue_max = 16).await;
@@ -397,6 +428,85 @@ async fn only_init_sets_up_and_nobody_repairs() {
             .to_string()
             .contains("wr_t: max_age is 0ns, must be bounded")
     );
+}
+
+/// Three servers that know each other.
+async fn cluster() -> [NatsServer; 3] {
+    // Routes have to be named before anybody listens; the ports were free a moment ago.
+    let ports = [(); 3].map(|()| {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        socket.local_addr().unwrap().port()
+    });
+    let route = |port| format!("nats://127.0.0.1:{port}");
+    let start = async |index: usize| {
+        let arguments = [
+            "-js".to_owned(),
+            "--name".to_owned(),
+            format!("n{index}"),
+            "--cluster_name".to_owned(),
+            "test".to_owned(),
+            "--cluster".to_owned(),
+            route(ports[index]),
+            "--routes".to_owned(),
+            ports.map(route).join(","),
+        ];
+        NatsServer::start_with(&arguments.map(OsString::from), &[]).await
+    };
+    [start(0).await, start(1).await, start(2).await]
+}
+
+#[tokio::test]
+async fn a_killed_leader_costs_nothing() {
+    let mut servers = cluster().await;
+    let urls: Vec<String> = servers.iter().map(NatsServer::url).collect();
+    let mut config = config(&servers[0]);
+    config.url = urls.join(",");
+    let init = InitConfig {
+        max_bytes: 64 << 20,
+        replicas: 3,
+        ..sizes()
+    };
+    let elected = async {
+        loop {
+            match NatsPlane::init(config.clone(), init).await {
+                Ok(plane) => return plane,
+                Err(_) => sleep(Duration::from_millis(100)).await,
+            }
+        }
+    };
+    let plane = timeout(SOON, elected).await.expect("a leader in time");
+    let identity = plane.log_status().await.unwrap().identity;
+    let mut tail = plane.tail(LogPosition(0), 1000).await.unwrap();
+    let mut watch = plane.watch("wr.t.worker.".into()).await.unwrap();
+    assert_eq!(watch.next().await, Some(RegistryEvent::Current));
+    let write = async {
+        publish_numbers(&plane, 1, 500, 64).await;
+        let client = async_nats::connect(urls[0].as_str()).await.unwrap();
+        let jetstream = async_nats::jetstream::new(client);
+        let info = jetstream
+            .get_stream("wr_t")
+            .await
+            .unwrap()
+            .cached_info()
+            .clone();
+        let leader = info.cluster.unwrap().leader.unwrap();
+        let index: usize = leader.trim_start_matches('n').parse().unwrap();
+        servers[index].kill();
+        publish_numbers(&plane, 501, 1000, 64).await;
+        let put = async {
+            // A conflict is with ourselves: an earlier try whose acknowledgement was lost.
+            let done = [Ok(()), Err(PlaneError::Conflict)];
+            while !done.contains(&put_new(&plane, "wr.t.worker.a").await) {
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        timeout(SOON, put).await.expect("the registry goes on");
+    };
+    let (numbers, ()) = tokio::join!(numbers_until(&mut tail, 1000), write);
+    assert_eq!(numbers, (1..=1000).collect::<Vec<u64>>());
+    assert_eq!(plane.log_status().await.unwrap().identity, identity);
+    let told = timeout(SOON, watch.next()).await.expect("in time");
+    assert!(matches!(told, Some(RegistryEvent::Put { .. })), "{told:?}");
 }
 
 /// The shipped configuration, and who connects to it.

@@ -1,7 +1,10 @@
 //! House rules that no compiler checks: sizes, purity, honest docs.
 //!
 //! Production lines are those outside `#[cfg(test)]` modules, `tests/`, `benches/` and `fuzz/`.
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking, its helpers too")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, its helpers too"
+)]
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -55,7 +58,10 @@ struct Source {
 impl Source {
     /// Lines up to the first test module: test modules stand last in a file.
     fn production(&self) -> impl Iterator<Item = &str> {
-        let end = self.text.find("\n#[cfg(test)]\nmod ").unwrap_or(self.text.len());
+        let end = self
+            .text
+            .find("\n#[cfg(test)]\nmod ")
+            .unwrap_or(self.text.len());
         self.text[..end].lines()
     }
 
@@ -66,7 +72,10 @@ impl Source {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap()
+        .to_path_buf()
 }
 
 fn files(dir: &Path, ending: &str, found: &mut Vec<PathBuf>) {
@@ -95,7 +104,11 @@ fn sources() -> Vec<Source> {
         .into_iter()
         .map(|path| Source {
             text: fs::read_to_string(&path).unwrap(),
-            path: path.strip_prefix(&root).unwrap().to_string_lossy().into_owned(),
+            path: path
+                .strip_prefix(&root)
+                .unwrap()
+                .to_string_lossy()
+                .into_owned(),
         })
         .collect()
 }
@@ -108,8 +121,10 @@ fn none(faults: &[String]) {
 fn files_are_small() {
     let sources = sources();
     let production: Vec<&Source> = sources.iter().filter(|source| !source.is_test()).collect();
-    let mut lengths: Vec<usize> =
-        production.iter().map(|source| source.production().count()).collect();
+    let mut lengths: Vec<usize> = production
+        .iter()
+        .map(|source| source.production().count())
+        .collect();
     let faults: Vec<String> = production
         .iter()
         .zip(&lengths)
@@ -119,7 +134,10 @@ fn files_are_small() {
     none(&faults);
     lengths.sort_unstable();
     let median = lengths[lengths.len() / 2];
-    assert!(median <= FILE_LINES_MEDIAN_MAX, "the median file has {median} lines");
+    assert!(
+        median <= FILE_LINES_MEDIAN_MAX,
+        "the median file has {median} lines"
+    );
 }
 
 #[test]
@@ -166,7 +184,10 @@ fn pure_modules_are_pure() {
     let sources = sources();
     for pure in PURE {
         let mut seen = false;
-        for source in sources.iter().filter(|source| source.path.starts_with(pure)) {
+        for source in sources
+            .iter()
+            .filter(|source| source.path.starts_with(pure))
+        {
             seen = true;
             if source.is_test() {
                 continue;
@@ -185,7 +206,11 @@ fn pure_modules_are_pure() {
 
 #[test]
 fn nothing_is_left_unfinished() {
-    let marks = [["FIX", "ME"].concat(), ["TO", "DO"].concat(), ["unimpl", "emented!"].concat()];
+    let marks = [
+        ["FIX", "ME"].concat(),
+        ["TO", "DO"].concat(),
+        ["unimpl", "emented!"].concat(),
+    ];
     let mut faults = Vec::new();
     for source in sources() {
         for (number, line) in (1..).zip(source.text.lines()) {
@@ -221,7 +246,11 @@ fn links_of_documents_resolve() {
     let mut faults = Vec::new();
     for path in documents() {
         let text = fs::read_to_string(&path).unwrap();
-        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+        for link in text
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split(')').next())
+        {
             let target = link.split('#').next().unwrap_or("");
             let local = !target.is_empty() && !target.contains("://");
             if local && !path.parent().unwrap().join(target).exists() {
@@ -237,7 +266,10 @@ fn links_of_documents_resolve() {
 fn code_map_is_complete() {
     let root = root();
     let map = fs::read_to_string(root.join("docs/ARCHITECTURE.md")).unwrap();
-    assert!(map.lines().count() <= 300, "the architecture is read in one sitting");
+    assert!(
+        map.lines().count() <= 300,
+        "the architecture is read in one sitting"
+    );
     let named: BTreeSet<String> = map
         .split('`')
         .skip(1)
@@ -254,7 +286,9 @@ fn code_map_is_complete() {
         let known = named
             .iter()
             .any(|name| source.path == *name || source.path.starts_with(&format!("{name}/")));
-        let wiring = ["lib.rs", "main.rs"].iter().any(|name| source.path.ends_with(name));
+        let wiring = ["lib.rs", "main.rs"]
+            .iter()
+            .any(|name| source.path.ends_with(name));
         if !known && !wiring {
             faults.push(format!("{} is missing in the code map", source.path));
         }
@@ -265,7 +299,11 @@ fn code_map_is_complete() {
 /// Text that speaks of the machine it was written on helps no reader.
 #[test]
 fn nothing_names_a_machine() {
-    let private = [["/wo", "rk/"].concat(), ["/ro", "ot/"].concat(), ["/ho", "me/"].concat()];
+    let private = [
+        ["/wo", "rk/"].concat(),
+        ["/ro", "ot/"].concat(),
+        ["/ho", "me/"].concat(),
+    ];
     let root = root();
     let mut paths = documents();
     for name in CRATES {

@@ -25,6 +25,9 @@ impl Tree {
         prefixes: &[PrefixHash],
         tier: Tier,
     ) -> Result<(), ChangeError> {
+        if prefixes.len() > 1 {
+            self.table.touch(prefixes);
+        }
         let mut rest = prefixes;
         let mut hint = None;
         while let Some(&first) = rest.first() {

@@ -98,7 +98,8 @@ impl Knowledge {
     pub(super) fn saw_store(&mut self, tier: Tier, stored: &Stored) {
         let known = self.tiers.get_mut(tier);
         known.stored = true;
-        known.untold_keys |= !stored.tells_extra_keys;
+        // In lower tiers a store that tells less only counts for blocks that are known by hash.
+        known.untold_keys |= tier == Tier::Gpu && !stored.tells_extra_keys;
         known.unnamed_lora |= matches!(stored.lora, Lora::Unnamed(_));
     }
 

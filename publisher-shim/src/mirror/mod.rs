@@ -320,7 +320,9 @@ impl Mirror {
             return Ok(());
         }
         self.knowledge.saw_store(tier, stored);
-        if stored.tokens.is_empty() && tier != Tier::Gpu {
+        let names_blocks = !stored.tokens.is_empty()
+            && (stored.tells_extra_keys || self.config.assume.no_extra_keys);
+        if tier != Tier::Gpu && !names_blocks {
             self.store_unnamed(stored, slot);
             return Ok(());
         }
@@ -345,8 +347,8 @@ impl Mirror {
         Ok(())
     }
 
-    /// A store that names blocks without their content, as offloading connectors send by default.
-    /// What is known by its hash counts; the rest is missing.
+    /// A store without all that names its blocks, as offloading connectors send: no tokens by
+    /// default, never the extra keys. What is known by its hash counts; the rest is missing.
     fn store_unnamed(&mut self, stored: &Stored, slot: GroupSlot) {
         let tier = stored.medium.tier();
         for &hash in &stored.hashes {

@@ -438,6 +438,31 @@ fn what_cannot_be_understood_ends_complete() {
     assert_eq!(mirror.states().gpu, TierState::Stale);
 }
 
+/// vLLM's offloading connector tells tokens but no extra keys: a salted block looks like a plain one.
+#[test]
+fn a_lower_tiers_store_without_keys_counts_for_known_blocks_only() {
+    let mut salted = run(None, &[1]);
+    salted.salt = Some("tenant".to_owned());
+    let mut known = run(None, &[1]);
+    known.medium = Medium::Cpu;
+    known.tells_extra_keys = false;
+    let mut unknown = known.clone();
+    unknown.hashes = vec![EngineHash(2)];
+    unknown.tokens = vec![2];
+    let mut mirror = Mirror::new(Config::default(), Start::Empty);
+    let events = [salted, known, unknown].map(|stored| Event::Stored(Box::new(stored)));
+    mirror.apply(&batch(events.to_vec())).unwrap();
+    let salted = LocalHash::of_block(&[1], &[], Seed::new(None, Some("tenant")));
+    let prefix = PrefixHash::after(None, salted);
+    assert_eq!(
+        mirror.held(),
+        [(prefix, Tier::Gpu), (prefix, Tier::Cpu)],
+        "the salted block in both tiers, and nothing that its tokens alone would name"
+    );
+    assert_eq!(mirror.states().gpu, TierState::Complete);
+    assert_ne!(mirror.states().cpu, TierState::Complete);
+}
+
 #[test]
 fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() {
     let mut plain = run(None, &[1]);

@@ -179,10 +179,20 @@ impl<'a> Fields<'a> {
             lora: self.lora(lora_name)?,
             salt,
             keys: keys.blocks.into_iter().collect(),
-            tells_extra_keys: self.is_map || self.len > 8 || self.cache_salt.is_some(),
+            tells_extra_keys: self.tells_extra_keys(medium),
             medium,
             group: self.group()?,
         }))))
+    }
+
+    /// GPU memory's stores name extra keys in every version that has room for them. Offloading
+    /// connectors leave the field out even where the block has keys.
+    fn tells_extra_keys(&self, medium: Medium) -> bool {
+        let has_room = match medium {
+            Medium::Gpu => self.is_map || self.len > 8,
+            Medium::Cpu | Medium::Disk => self.extra_keys.is_some(),
+        };
+        has_room || self.cache_salt.is_some()
     }
 
     fn removed(&self) -> Result<Decoded, WireError> {

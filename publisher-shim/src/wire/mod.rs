@@ -75,7 +75,7 @@ pub struct Stored {
     pub salt: Option<String>,
     /// Further keys of single blocks, by their index, ascending.
     pub keys: Vec<(usize, BlockKeys)>,
-    /// This engine's events say whether a block has extra keys.
+    /// Whether a block has extra keys can be seen. If not, its tokens alone do not name it.
     pub tells_extra_keys: bool,
     pub medium: Medium,
     pub group: BlockGroup,

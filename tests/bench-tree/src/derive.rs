@@ -153,11 +153,9 @@ impl Deriver {
                 let held = |block: &u64| self.has(worker, *block, Tier::Gpu);
                 let blocks: Vec<_> = blocks.into_iter().filter(held).collect();
                 if matches!(self.kind, Kind::Tiers) {
-                    for &block in &blocks {
-                        if self.random.chance(0.5) {
-                            self.offload(worker, block);
-                        }
-                    }
+                    let chosen = |_: &&u64| self.random.chance(0.5);
+                    let chosen: Vec<_> = blocks.iter().rev().filter(chosen).copied().collect();
+                    self.offload(worker, &chosen);
                 }
                 self.remove(worker, &blocks, Tier::Gpu);
             }
@@ -186,37 +184,59 @@ impl Deriver {
         }
     }
 
-    fn offload(&mut self, worker: u32, block: u64) {
-        if !self.has(worker, block, Tier::Cpu) {
-            self.store(worker, self.blocks[&block].parent, &[block], Tier::Cpu);
-            self.offloaded[worker as usize].push_back(block);
-            self.shrink(worker);
+    /// Stores blocks that stand parents first, as few runs.
+    fn store_runs(&mut self, worker: u32, blocks: &[u64], tier: Tier) {
+        let mut rest = blocks;
+        while let Some(&first) = rest.first() {
+            let follows = |pair: &&[u64]| self.blocks[&pair[1]].parent == Some(pair[0]);
+            let length = 1 + rest.windows(2).take_while(follows).count();
+            self.store(worker, self.blocks[&first].parent, &rest[..length], tier);
+            rest = &rest[length..];
         }
     }
 
-    /// Keeps a worker's CPU tier small: the oldest goes to the disk, or away.
+    fn offload(&mut self, worker: u32, blocks: &[u64]) {
+        let new = |block: &&u64| !self.has(worker, **block, Tier::Cpu);
+        let blocks: Vec<_> = blocks.iter().filter(new).copied().collect();
+        self.store_runs(worker, &blocks, Tier::Cpu);
+        self.offloaded[worker as usize].extend(blocks);
+        self.shrink(worker);
+    }
+
+    /// Keeps a worker's CPU tier small: the oldest go to the disk, or away, 32 at a time.
     fn shrink(&mut self, worker: u32) {
         while self.offloaded[worker as usize].len() > self.cpu_max {
-            let block = self.offloaded[worker as usize].pop_front().unwrap();
-            if !self.has(worker, block, Tier::Cpu) {
-                continue;
-            }
-            if self.random.chance(0.7) && !self.has(worker, block, Tier::Disk) {
-                self.store(worker, self.blocks[&block].parent, &[block], Tier::Disk);
-            }
-            self.remove(worker, &[block], Tier::Cpu);
+            let oldest = &mut self.offloaded[worker as usize];
+            let mut oldest: Vec<_> = oldest.drain(..oldest.len().min(32)).collect();
+            oldest.retain(|&block| self.has(worker, block, Tier::Cpu));
+            let chosen = |block: &&u64| {
+                self.random.chance(0.7) && !self.blocks[*block].tiers(worker) & 4 != 0
+            };
+            let chosen: Vec<_> = oldest.iter().filter(chosen).copied().collect();
+            self.store_runs(worker, &chosen, Tier::Disk);
+            self.remove(worker, &oldest, Tier::Cpu);
         }
     }
 
+    /// Up to 64 blocks of one worker at a time, from anywhere.
     fn last_holes(&mut self, part: f64) {
         let mut engines: Vec<_> = self.blocks.keys().copied().collect();
         engines.sort_unstable();
+        let mut holes = vec![Vec::new(); self.offloaded.len()];
         for engine in engines {
-            let holders = self.blocks[&engine].holders.clone();
-            for (worker, _) in holders {
+            for &(worker, _) in &self.blocks[&engine].holders {
                 if self.random.chance(part) {
-                    self.remove(worker, &[engine], Tier::Gpu);
+                    holes[worker as usize].push(engine);
                 }
+            }
+        }
+        for (worker, holes) in (0..).zip(holes) {
+            let mut rest = &holes[..];
+            while !rest.is_empty() {
+                let count = (1 + self.random.next() % 64) as usize;
+                let (some, others) = rest.split_at(count.min(rest.len()));
+                self.remove(worker, some, Tier::Gpu);
+                rest = others;
             }
         }
     }

@@ -37,7 +37,7 @@ use publisher::{Options, Publisher};
 use rank::Rank;
 use server::{Server, routes};
 use text::Text;
-use wire::Encoder;
+pub use wire::Encoder;
 
 /// A running mock engine.
 pub struct Mock {

@@ -7,10 +7,10 @@ use super::args::HashMode;
 
 /// Encodes the batches of one rank.
 #[derive(Clone, Debug)]
-pub(super) struct Encoder {
-    pub(super) rank: u32,
-    pub(super) hash_mode: HashMode,
-    pub(super) loras: Vec<String>,
+pub struct Encoder {
+    pub rank: u32,
+    pub hash_mode: HashMode,
+    pub loras: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -65,7 +65,7 @@ impl Serialize for WireHash {
 }
 
 impl Encoder {
-    pub(super) fn encode(
+    pub fn encode(
         &self,
         unix_seconds: f64,
         events: &[Event],

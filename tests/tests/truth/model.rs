@@ -8,30 +8,32 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// (prefix hash, tier number): what the digest counts.
-pub type Pair = (u64, u8);
+pub(crate) type Pair = (u64, u8);
 
 #[derive(Clone, Copy)]
-pub struct Rules {
+pub(crate) struct Rules {
     /// A block has as many copies as stores without a remove.
-    pub references: bool,
+    pub(crate) references: bool,
     /// Only main-attention groups say what a prefix hit can use.
-    pub groups: bool,
+    pub(crate) groups: bool,
 }
 
 impl Rules {
-    pub const TRUE: Self = Self {
+    pub(crate) const TRUE: Self = Self {
         references: true,
         groups: true,
     };
 }
 
-pub struct Model {
+pub(crate) struct Model {
     rules: Rules,
     /// Every block ever named, by engine hash, whether or not it is still cached.
     blocks: BTreeMap<String, Block>,
     /// (tier, group, engine hash) → copies.
     copies: BTreeMap<(u8, u64, String), u64>,
     main_groups: BTreeSet<u64>,
+    /// Blocks whose ancestors are not all known yet.
+    nameless: Vec<String>,
 }
 
 struct Block {
@@ -44,16 +46,17 @@ struct Block {
 }
 
 impl Model {
-    pub fn new(rules: Rules) -> Self {
+    pub(crate) fn new(rules: Rules) -> Self {
         Self {
             rules,
             blocks: BTreeMap::new(),
             copies: BTreeMap::new(),
             main_groups: BTreeSet::new(),
+            nameless: Vec::new(),
         }
     }
 
-    pub fn apply(&mut self, payload: &Value) {
+    pub(crate) fn apply(&mut self, payload: &Value) {
         for event in list(&payload[1]) {
             match event["type"].as_str().expect("a type") {
                 "BlockStored" => self.stored(event),
@@ -62,10 +65,13 @@ impl Model {
                 other => panic!("{other}"),
             }
         }
+        let mut nameless = std::mem::take(&mut self.nameless);
+        nameless.retain(|hash| self.name(hash).is_none());
+        self.nameless = nameless;
     }
 
     /// Pairs whose block is cached in every main group, as far as the prefix is known.
-    pub fn held(&mut self) -> BTreeSet<Pair> {
+    pub(crate) fn held(&self) -> BTreeSet<Pair> {
         let mut groups: BTreeMap<(u8, String), BTreeSet<u64>> = BTreeMap::new();
         for (tier, group, hash) in self.copies.keys() {
             let key = (*tier, hash.clone());
@@ -74,13 +80,15 @@ impl Model {
         groups
             .into_iter()
             .filter(|(_, groups)| *groups == self.main_groups)
-            .filter_map(|((tier, hash), _)| Some((self.name(&hash)?.0, tier)))
+            .filter_map(|((tier, hash), _)| Some((self.blocks.get(&hash)?.name?.0, tier)))
             .collect()
     }
 
     fn stored(&mut self, event: &Value) {
         let (tier, group) = place(event);
-        let kind = event["kv_cache_spec_kind"].as_str().unwrap_or("full_attention");
+        let kind = event["kv_cache_spec_kind"]
+            .as_str()
+            .unwrap_or("full_attention");
         let main = ["full_attention", "mla_attention", "sink_full_attention"].contains(&kind);
         if self.rules.groups && !main {
             return;
@@ -100,8 +108,13 @@ impl Model {
             };
             let block = block(event, index, tokens, parent.clone());
             self.blocks.entry(hash.clone()).or_insert(block);
+            self.nameless.push(hash.clone());
             let copies = self.copies.entry((tier, group, hash.clone())).or_insert(0);
-            *copies = if self.rules.references { *copies + 1 } else { 1 };
+            *copies = if self.rules.references {
+                *copies + 1
+            } else {
+                1
+            };
             parent = Some(hash);
         }
     }
@@ -158,7 +171,10 @@ impl Block {
 }
 
 fn block(event: &Value, index: usize, tokens: &[u32], parent: Option<String>) -> Block {
-    let mut bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+    let mut bytes: Vec<u8> = tokens
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect();
     let lora = event["lora_name"].as_str().map(str::to_owned);
     let mut salt = None;
     let mut items = Vec::new();
@@ -182,7 +198,10 @@ fn block(event: &Value, index: usize, tokens: &[u32], parent: Option<String>) ->
 }
 
 fn place(event: &Value) -> (u8, u64) {
-    let medium = event["medium"].as_str().unwrap_or("GPU").to_ascii_lowercase();
+    let medium = event["medium"]
+        .as_str()
+        .unwrap_or("GPU")
+        .to_ascii_lowercase();
     let tier = match medium.as_str() {
         "gpu" => 0,
         "cpu" => 1,
@@ -210,7 +229,7 @@ fn item_hash(identifier: &str) -> u64 {
 }
 
 /// The prefix chain as `docs/PROTOCOL.md` writes it.
-pub fn chain(parent: Option<u64>, local: u64) -> u64 {
+pub(crate) fn chain(parent: Option<u64>, local: u64) -> u64 {
     let parent = parent.unwrap_or(0x9E37_79B9_7F4A_7C15) ^ 0xA076_1D64_78BD_642F;
     let product = u128::from(parent) * u128::from(local ^ 0xE703_7ED1_A0B4_28DB);
     (product >> 64) as u64 ^ product as u64

@@ -1,0 +1,210 @@
+//! Memory stays where it is while blocks and sources come and go at constant residency.
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, its helpers too"
+)]
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
+use warmroute_indexer::tree::{SourceNumber, Tree};
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
+
+/// Resident memory is the whole process's: one test at a time.
+static PROCESS: Mutex<()> = Mutex::new(());
+
+const SOURCES: usize = 32;
+/// Blocks that a source holds besides the shared prompts.
+const RESIDENT: usize = 8_000;
+
+/// `SplitMix64` (Steele, Lea, Flood 2014).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, end: u64) -> usize {
+        usize::try_from(self.next() % end).unwrap()
+    }
+
+    fn blocks(&mut self, count: usize) -> Vec<LocalHash> {
+        (0..count).map(|_| LocalHash(self.next())).collect()
+    }
+}
+
+struct Engine {
+    number: SourceNumber,
+    resident: usize,
+    /// The blocks of each prompt behind the shared part, the oldest prompt first.
+    prompts: VecDeque<Vec<PrefixHash>>,
+}
+
+struct World {
+    random: Random,
+    tree: Tree,
+    shared: Vec<Vec<LocalHash>>,
+    engines: Vec<Engine>,
+    blocks: u64,
+}
+
+fn stored(parent: Option<PrefixHash>, blocks: Vec<LocalHash>) -> Change {
+    Change::Stored {
+        parent,
+        blocks,
+        tier: Tier::Gpu,
+    }
+}
+
+impl World {
+    fn new() -> Self {
+        let mut random = Random(1);
+        let shared = (0..16).map(|_| random.blocks(100)).collect();
+        let mut world = Self {
+            random,
+            tree: Tree::new(),
+            shared,
+            engines: Vec::new(),
+            blocks: 0,
+        };
+        for _ in 0..SOURCES {
+            let engine = world.join();
+            world.engines.push(engine);
+        }
+        world
+    }
+
+    fn join(&mut self) -> Engine {
+        let number = self.tree.open();
+        for shared in &self.shared {
+            self.tree
+                .apply(number, &stored(None, shared.clone()))
+                .unwrap();
+            self.blocks += shared.len() as u64;
+        }
+        Engine {
+            number,
+            resident: 0,
+            prompts: VecDeque::new(),
+        }
+    }
+
+    /// One engine takes a new prompt and evicts its oldest ones; rarely it restarts instead.
+    fn step(&mut self) {
+        let at = self.random.below(SOURCES as u64);
+        if self.random.below(2_000) == 0 {
+            self.tree.close(self.engines[at].number);
+            self.engines[at] = self.join();
+        }
+        self.tree.reclaim(4096);
+        let shared = &self.shared[self.random.below(16)];
+        // Most branch off somewhere in the shared prompt, as conversations do.
+        let cut = 1 + self.random.below(shared.len() as u64);
+        let parent = prefix_hashes(None, &shared[..cut]).last();
+        let count = 1 + self.random.below(200);
+        let blocks = self.random.blocks(count);
+        let engine = &mut self.engines[at];
+        engine
+            .prompts
+            .push_back(prefix_hashes(parent, &blocks).collect());
+        engine.resident += count;
+        self.blocks += count as u64;
+        self.tree
+            .apply(engine.number, &stored(parent, blocks))
+            .unwrap();
+        while engine.resident > RESIDENT {
+            let mut oldest = engine.prompts.pop_front().unwrap();
+            engine.resident -= oldest.len();
+            self.blocks += oldest.len() as u64;
+            if self.random.below(10) > 0 {
+                oldest.reverse();
+            } else {
+                // Holes first, then the rest.
+                oldest.sort_unstable();
+            }
+            let removed = Change::Removed {
+                blocks: oldest,
+                tier: Tier::Gpu,
+            };
+            self.tree.apply(engine.number, &removed).unwrap();
+        }
+    }
+
+    fn run_until(&mut self, blocks: u64) {
+        while self.blocks < blocks {
+            self.step();
+        }
+    }
+}
+
+fn resident_bytes() -> f64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages = statm.split_whitespace().nth(1).unwrap();
+    pages.parse::<f64>().unwrap() * 4096.0
+}
+
+fn soak(blocks: u64) {
+    let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut world = World::new();
+    world.run_until(blocks / 20);
+    let (tree, resident) = (world.tree.bytes() as f64, resident_bytes());
+    world.run_until(blocks);
+    assert!(
+        (world.tree.bytes() as f64) < tree * 1.1,
+        "{tree} grew to {}",
+        world.tree.bytes()
+    );
+    assert!(
+        resident_bytes() < resident * 1.1,
+        "{resident} grew to {}",
+        resident_bytes()
+    );
+    for engine in &world.engines {
+        let recomputed = world.tree.recomputed_digest(engine.number);
+        assert_eq!(world.tree.digest(engine.number), recomputed);
+        world.tree.close(engine.number);
+    }
+    while world.tree.reclaim(1000) {}
+    assert_eq!((world.tree.nodes(), world.tree.bytes()), (0, 0));
+}
+
+#[test]
+fn memory_does_not_grow_under_churn() {
+    soak(20_000_000);
+}
+
+/// `cargo test --release -p warmroute-indexer --test churn -- --ignored`
+#[test]
+#[ignore = "some minutes in a release build"]
+fn memory_does_not_grow_under_churn_for_long() {
+    soak(500_000_000);
+}
+
+#[test]
+fn ten_thousand_sources_join_and_leave_without_growth() {
+    let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tree = Tree::new();
+    let mut random = Random(2);
+    let shared = random.blocks(50);
+    let mut bytes = 0;
+    for round in 0..10_000 {
+        let number = tree.open();
+        assert!(number.index() < 3, "numbers are used again");
+        tree.apply(number, &stored(None, shared.clone())).unwrap();
+        let parent = prefix_hashes(None, &shared).nth(20);
+        let own = random.blocks(20);
+        tree.apply(number, &stored(parent, own)).unwrap();
+        tree.close(number);
+        tree.reclaim(100);
+        if round == 100 {
+            bytes = tree.bytes();
+        }
+        assert!(round < 100 || tree.bytes() <= bytes * 2);
+    }
+}

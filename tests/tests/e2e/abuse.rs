@@ -1,0 +1,137 @@
+//! Input that no client should send: a clear answer in OpenAI's form, and the next request works.
+
+use fastrand::Rng;
+use futures_util::StreamExt as _;
+use reqwest::{Body, StatusCode};
+use serde_json::{Value, json};
+
+use crate::fleet::{Engines, Fleet};
+use crate::traffic::{request, serve};
+
+const CHAT: &str = "/v1/chat/completions";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hostile_requests_get_clear_errors() {
+    let engines = Engines {
+        count: 2,
+        ranks: 1,
+        blocks: 400,
+        flags: &["--profile", "instant"],
+    };
+    let fleet = Fleet::start(engines, &[]).await;
+    let mut rng = Rng::with_seed(5);
+    let deep = format!(
+        "{{\"model\":\"mock\",\"messages\":{}{}}}",
+        "[".repeat(5000),
+        "]".repeat(5000)
+    );
+    let cases: Vec<(&str, Vec<u8>, StatusCode)> = vec![
+        ("nothing", vec![], StatusCode::BAD_REQUEST),
+        ("no JSON", b"{\"model\": ".to_vec(), StatusCode::BAD_REQUEST),
+        (
+            "no UTF-8",
+            b"{\"model\":\"\xff\xfe\"}".to_vec(),
+            StatusCode::BAD_REQUEST,
+        ),
+        ("no object", b"[1,2]".to_vec(), StatusCode::BAD_REQUEST),
+        (
+            "no model",
+            b"{\"messages\":[]}".to_vec(),
+            StatusCode::BAD_REQUEST,
+        ),
+        ("deep", deep.into_bytes(), StatusCode::BAD_REQUEST),
+        (
+            "unknown model",
+            b"{\"model\":\"nobody\",\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}".to_vec(),
+            StatusCode::NOT_FOUND,
+        ),
+    ];
+    for (name, body, status) in cases {
+        let answer = fleet
+            .http
+            .post(fleet.url(CHAT))
+            .body(body)
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(answer.status(), status, "{name}");
+        let error: Value = answer.json().await.unwrap();
+        assert!(error["error"]["message"].is_string(), "{name}: {error}");
+        assert!(error["error"]["type"].is_string(), "{name}: {error}");
+        let (path, body) = request(&mut rng);
+        serve(&fleet, path, &body).await;
+    }
+    fleet.until_idle().await;
+}
+
+/// 100 MB, announced or not: refused without being kept.
+#[tokio::test(flavor = "multi_thread")]
+async fn huge_bodies_are_refused_and_not_kept() {
+    let engines = Engines {
+        count: 1,
+        ranks: 1,
+        blocks: 400,
+        flags: &["--profile", "instant"],
+    };
+    let fleet = Fleet::start(engines, &["--max-body-bytes", "1048576"]).await;
+    let before = resident_kib(&fleet);
+    let announced = Body::from(vec![b'x'; 100_000_000]);
+    let chunks =
+        futures_util::stream::iter((0..1600).map(|_| Ok::<_, std::io::Error>(vec![b'x'; 62_500])));
+    for (name, body) in [
+        ("announced", announced),
+        ("chunked", Body::wrap_stream(chunks.boxed())),
+    ] {
+        // The answer may come, or the connection may end, before all of it is sent.
+        match fleet.http.post(fleet.url(CHAT)).body(body).send().await {
+            Ok(answer) => assert_eq!(answer.status(), StatusCode::PAYLOAD_TOO_LARGE, "{name}"),
+            Err(error) => assert!(error.is_request() || error.is_body(), "{name}: {error}"),
+        }
+        let (path, body) = request(&mut Rng::with_seed(9));
+        serve(&fleet, path, &body).await;
+    }
+    let grown = resident_kib(&fleet).saturating_sub(before);
+    println!("two bodies of 100 MB: {grown} KiB more resident");
+    assert!(grown < 50_000, "{grown} KiB: the bodies were kept");
+    fleet.until_idle().await;
+}
+
+/// The same with no worker at all.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_workers_the_router_says_so() {
+    let engines = Engines {
+        count: 1,
+        ranks: 1,
+        blocks: 400,
+        flags: &["--profile", "instant"],
+    };
+    let mut fleet = Fleet::start(engines, &[]).await;
+    fleet.engines[0].kill();
+    let body = json!({"model": "mock", "messages": [{"role": "user", "content": "x"}]});
+    for _ in 0..20 {
+        let answer = fleet
+            .http
+            .post(fleet.url(CHAT))
+            .json(&body)
+            .send()
+            .await
+            .unwrap();
+        let status = answer.status();
+        assert!(
+            [StatusCode::SERVICE_UNAVAILABLE, StatusCode::BAD_GATEWAY].contains(&status),
+            "{status}"
+        );
+        let error: Value = answer.json().await.unwrap();
+        assert!(error["error"]["message"].is_string(), "{error}");
+    }
+    fleet.until_idle().await;
+}
+
+fn resident_kib(fleet: &Fleet) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", fleet.router.pid())).unwrap();
+    let line = status
+        .lines()
+        .find(|line| line.starts_with("VmRSS"))
+        .unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}

@@ -1,0 +1,169 @@
+//! Clients that vanish: nothing of them stays, and the engines stop working for them.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::StreamExt as _;
+use serde_json::json;
+use tokio::time::timeout;
+
+use crate::fleet::{Engines, Fleet};
+use crate::traffic::{request, send, serve};
+
+const CLIENTS: usize = 2_000;
+const AT_ONCE: usize = 100;
+
+/// When a client loses interest.
+#[derive(Clone, Copy)]
+enum Vanish {
+    BeforeAnyAnswer,
+    BeforeTheFirstToken,
+    MidStream,
+}
+
+/// Two requests at a time run on a rank, so that most of a hundred clients wait in a queue.
+#[tokio::test(flavor = "multi_thread")]
+async fn vanished_clients_leave_nothing_behind() {
+    let flags = &[
+        "--itl-ms",
+        "2",
+        "--prefill-tokens-per-sec",
+        "20000",
+        "--max-num-seqs",
+        "2",
+    ];
+    let engines = Engines {
+        count: 3,
+        ranks: 2,
+        blocks: 400,
+        flags,
+    };
+    let fleet = Fleet::start(engines, &[]).await;
+    let clients = futures_util::stream::iter(0..CLIENTS).map(|number| {
+        let fleet = &fleet;
+        async move {
+            let mut rng = Rng::with_seed(u64::try_from(number).unwrap());
+            let vanish = match rng.u8(0..3) {
+                0 => Vanish::BeforeAnyAnswer,
+                1 => Vanish::BeforeTheFirstToken,
+                _ => Vanish::MidStream,
+            };
+            vanishing(fleet, &mut rng, vanish).await;
+        }
+    });
+    clients.buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+
+    fleet.until_idle().await;
+    let quiet = async |fleet: &Fleet| {
+        let ended = fleet.counted("finished").await + fleet.counted("aborted").await;
+        fleet.counted("active").await == 0 && fleet.counted("started").await == ended
+    };
+    fleet.until("the engines work for nobody", quiet).await;
+    let aborted = fleet.counted("aborted").await;
+    let cancelled = fleet
+        .metric("warmroute_router_upstream_cancels_total")
+        .await;
+    println!("{CLIENTS} clients: {aborted} requests aborted, {cancelled} cancels counted");
+    assert!(aborted > 0, "clients that leave cancel what they asked");
+    assert!(cancelled > 0.0, "and it is counted");
+
+    let (path, body) = request(&mut Rng::with_seed(7));
+    serve(&fleet, path, &body).await;
+    fleet.until_idle().await;
+}
+
+async fn vanishing(fleet: &Fleet, rng: &mut Rng, vanish: Vanish) {
+    let (path, mut body) = request(rng);
+    body["stream"] = json!(true);
+    body["max_tokens"] = json!(64);
+    // A connection of one's own: it goes with its client.
+    let asked = async {
+        let client = reqwest::Client::builder()
+            .no_proxy()
+            .pool_max_idle_per_host(0)
+            .build()
+            .unwrap();
+        client.post(fleet.url(path)).json(&body).send().await
+    };
+    let patience = Duration::from_millis(rng.u64(0..10));
+    match vanish {
+        Vanish::BeforeAnyAnswer => drop(timeout(patience, asked).await),
+        Vanish::BeforeTheFirstToken => drop(asked.await),
+        Vanish::MidStream => {
+            if let Ok(answer) = asked.await {
+                let mut chunks = answer.bytes_stream();
+                for _ in 0..rng.usize(1..20) {
+                    drop(chunks.next().await);
+                }
+            }
+        }
+    }
+}
+
+/// The client's clock sees the engine's gaps: printed, because no machine promises a time; that
+/// chunks are not gathered is asserted by their number.
+#[tokio::test(flavor = "multi_thread")]
+async fn chunks_arrive_as_the_engine_sends_them() {
+    let engines = Engines {
+        count: 1,
+        ranks: 1,
+        blocks: 400,
+        flags: &["--itl-ms", "40"],
+    };
+    let fleet = Fleet::start(engines, &[]).await;
+    let body =
+        json!({"model": "mock", "prompt": "Count to ten.", "max_tokens": 10, "stream": true});
+    for (name, url) in [
+        ("direct", fleet.engine(0, "/v1/completions")),
+        ("routed", fleet.url("/v1/completions")),
+    ] {
+        let answer = fleet.http.post(url).json(&body).send().await.unwrap();
+        let mut chunks = answer.bytes_stream();
+        let mut gaps = Vec::new();
+        let mut last = tokio::time::Instant::now();
+        while let Some(chunk) = chunks.next().await {
+            chunk.unwrap();
+            gaps.push(last.elapsed().as_millis());
+            last = tokio::time::Instant::now();
+        }
+        println!("{name}: gaps in ms {gaps:?}");
+        assert!(
+            gaps.len() >= 10,
+            "{name}: a chunk a token, not {}",
+            gaps.len()
+        );
+    }
+    fleet.until_idle().await;
+}
+
+/// A worker that dies takes no request with it that another one can serve, and is not asked again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_engine_is_left_out() {
+    let engines = Engines {
+        count: 3,
+        ranks: 1,
+        blocks: 400,
+        flags: &["--profile", "instant"],
+    };
+    let mut fleet = Fleet::start(engines, &[]).await;
+    let mut rng = Rng::with_seed(3);
+    for _ in 0..10 {
+        let (path, body) = request(&mut rng);
+        serve(&fleet, path, &body).await;
+    }
+    fleet.engines[1].kill();
+    for _ in 0..60 {
+        let (path, body) = request(&mut rng);
+        let served = serve(&fleet, path, &body).await;
+        assert_ne!(served.worker, "engine-1");
+    }
+    fleet.until_idle().await;
+    fleet.engines[0].kill();
+    fleet.engines[2].kill();
+    let (path, body) = request(&mut rng);
+    let answer = send(&fleet, path, &body).await;
+    assert!(answer.status().is_server_error(), "{}", answer.status());
+    let error: serde_json::Value = answer.json().await.unwrap();
+    assert!(error["error"]["message"].is_string(), "{error}");
+    fleet.until_idle().await;
+}

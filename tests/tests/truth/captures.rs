@@ -1,0 +1,117 @@
+//! What real vLLM 0.32 servers published, frame by frame.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+
+use bytes::{Buf as _, Bytes};
+use serde_json::Value;
+use warmroute_proto::query::SourceState;
+
+use crate::model::{Model, Pair, Rules};
+use crate::pipeline::Pipeline;
+use crate::world::{Claim, Consumer as _};
+
+/// The live batches of a capture by data-parallel rank: number and payload.
+fn capture(name: &str) -> BTreeMap<u64, Vec<(u64, Bytes)>> {
+    let path = format!(
+        "{}/../publisher-shim/testdata/{name}.bin",
+        env!("CARGO_MANIFEST_DIR")
+    );
+    let mut bytes = Bytes::from(fs::read(path).unwrap());
+    let mut ranks: BTreeMap<u64, Vec<(u64, Bytes)>> = BTreeMap::new();
+    while bytes.has_remaining() {
+        let _captured_unix_ns = bytes.get_u64();
+        let frames: Vec<Bytes> = (0..bytes.get_u32())
+            .map(|_| {
+                let length = bytes.get_u32();
+                bytes.split_to(usize::try_from(length).unwrap())
+            })
+            .collect();
+        let [_topic, seq, payload] = frames.as_slice() else {
+            panic!("{} frames", frames.len());
+        };
+        let rank = json(payload)[2].as_u64().unwrap();
+        let batch = (seq.clone().get_u64(), payload.clone());
+        ranks.entry(rank).or_default().push(batch);
+    }
+    ranks
+}
+
+fn json(payload: &[u8]) -> Value {
+    rmp_serde::from_slice(payload).unwrap()
+}
+
+/// Follows a capture; what came before its first batch is out of the replay's reach. Calls `check`
+/// after every batch with its number, what is claimed, and what the model holds.
+fn follow(batches: &[(u64, Bytes)], mut check: impl FnMut(u64, &Claim, &Held)) {
+    let mut pipeline = Pipeline::new();
+    let mut model = Model::new(Rules::TRUE);
+    pipeline.connected();
+    assert_eq!(pipeline.wants_replay(), Some(0));
+    let (first, _) = batches[0];
+    let mut live = batches.iter();
+    if first > 0 {
+        let (seq, payload) = live.next().unwrap();
+        model.apply(&json(payload));
+        pipeline.replayed(*seq, payload);
+    }
+    pipeline.replay_ended();
+    for (seq, payload) in live {
+        model.apply(&json(payload));
+        pipeline.live(*seq, payload);
+        let claim = pipeline.claim();
+        // A batch that changes no pair sends no record.
+        assert!(claim.seq <= Some(*seq));
+        check(*seq, &claim, &Held(model.held()));
+    }
+}
+
+/// What the model holds.
+struct Held(BTreeSet<Pair>);
+
+fn follows_exactly(name: &str, held_at_the_end: &[usize]) {
+    let ranks = capture(name);
+    assert_eq!(ranks.len(), held_at_the_end.len(), "ranks");
+    for (batches, held_at_the_end) in ranks.values().zip(held_at_the_end) {
+        let mut held = 0;
+        follow(batches, |seq, claim, model| {
+            assert_eq!(claim.states.gpu, SourceState::Exact, "{name} batch {seq}");
+            assert_eq!(claim.held, model.0, "{name} batch {seq}");
+            held = claim.held.len();
+        });
+        assert_eq!(held, *held_at_the_end, "{name}");
+    }
+}
+
+#[test]
+fn shared_prefixes_copies_salts_evictions_and_a_reset() {
+    follows_exactly("v032_basic", &[14]);
+}
+
+#[test]
+fn two_ranks() {
+    follows_exactly("v032_dp2", &[5, 9]);
+}
+
+#[test]
+fn three_groups_of_which_one_counts() {
+    follows_exactly("v032_hybrid_gemma", &[135]);
+}
+
+/// It starts in mid-stream: honest until the engine clears its cache in batch 197.
+#[test]
+fn preemptions_seen_by_a_late_joiner() {
+    let ranks = capture("v032_preempt");
+    let mut last = 0;
+    follow(&ranks[&0], |seq, claim, model| {
+        let state = if seq < 197 {
+            SourceState::Partial
+        } else {
+            SourceState::Exact
+        };
+        assert_eq!(claim.states.gpu, state, "batch {seq}");
+        assert_eq!(claim.held, model.0, "batch {seq}");
+        last = claim.held.len();
+    });
+    assert_eq!(last, 3);
+}

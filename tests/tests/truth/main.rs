@@ -1,0 +1,72 @@
+//! Does the index hold exactly what the engine holds? Real captures and random runs of the engine
+//! model go through the real shim and the real fold, and are compared, set by set, with an
+//! independent reading of the wire format and with the engine's own list.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking, its helpers too"
+)]
+
+mod captures;
+mod model;
+mod naive;
+mod pipeline;
+mod world;
+
+use naive::{Naive, Rule};
+use pipeline::Pipeline;
+use world::{Verdict, World};
+
+const RUNS: u64 = 1_000;
+
+/// Evictions, copies, holes, resets, chunked prefill, adapters, salts, tiers, restarts, dropped
+/// frames, replays with holes: whatever is claimed is true, and silence heals.
+#[test]
+fn random_runs_are_indexed_exactly() {
+    let mut compared = 0;
+    let mut exact_at_the_end = 0;
+    for seed in 0..RUNS {
+        let mut pipeline = Pipeline::new();
+        match World::run(seed, &mut pipeline) {
+            Verdict::Held(report) => {
+                compared += report.compared;
+                exact_at_the_end += u64::from(report.ended_exact);
+            }
+            Verdict::Broken(why) => panic!("seed {seed}: {why}\n{pipeline:#?}"),
+        }
+    }
+    println!("{RUNS} runs: {compared} claims compared, {exact_at_the_end} ended exact");
+    assert!(compared > 20 * RUNS, "claims are made: {compared}");
+    assert!(exact_at_the_end > RUNS / 2, "{exact_at_the_end}");
+}
+
+/// A consumer that keeps all the rules passes, one that breaks any of them is found.
+#[test]
+fn broken_rules_are_found() {
+    let caught = |rule: Option<Rule>| {
+        (0..RUNS).find(|&seed| {
+            let mut naive = Naive::new(rule);
+            matches!(World::run(seed, &mut naive), Verdict::Broken(_))
+        })
+    };
+    if let Some(seed) = caught(None) {
+        panic!("seed {seed}: {:?}", World::run(seed, &mut Naive::new(None)));
+    }
+    for rule in Rule::ALL {
+        let seed = caught(Some(rule));
+        println!("without {rule:?}: seed {seed:?}");
+        assert!(
+            seed.is_some(),
+            "nobody would notice a consumer without {rule:?}"
+        );
+    }
+}
+
+/// The same seed is the same run.
+#[test]
+fn a_seed_is_the_whole_input() {
+    for seed in 0..5 {
+        let runs = [(); 2].map(|()| format!("{:?}", World::run(seed, &mut Pipeline::new())));
+        assert_eq!(runs[0], runs[1], "seed {seed}");
+    }
+}
