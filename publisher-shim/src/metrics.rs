@@ -184,8 +184,9 @@ const fn flag(is_so: bool) -> f64 {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
+    use tokio::time::Instant;
     use warmroute_proto::{DpRank, Source, WorkerId};
 
     use super::*;
@@ -196,7 +197,7 @@ mod tests {
             worker: WorkerId::from(worker),
             dp_rank: DpRank(rank),
         };
-        let now = Instant::now();
+        let now = Instant::now().into_std();
         let mut core = SourceCore::new(Config::new(source, true));
         core.connected(now);
         core.status(now)
