@@ -92,7 +92,10 @@ async fn ready(State(handle): State<Handle>) -> impl IntoResponse {
 
 async fn show_metrics(State(handle): State<Handle>) -> impl IntoResponse {
     let format = "text/plain; version=0.0.4";
-    ([(header::CONTENT_TYPE, format)], metrics::text(&handle))
+    (
+        [(header::CONTENT_TYPE, format)],
+        metrics::text(&handle.sources()),
+    )
 }
 
 async fn digest(State(handle): State<Handle>) -> Json<DigestView> {

@@ -4,7 +4,7 @@
 //! exact copy of one rank's cache by content; [`source`] is the state machine of one rank: when
 //! events may be believed, what is written to the log, and what may be claimed about it. Around
 //! them is the shell: [`Service`] owns sockets, the engine's HTTP, lease and registration; [`http`]
-//! shows what a [`Handle`] knows.
+//! shows what a [`Handle`] knows, [`metrics`] what several do.
 //!
 //! Engine hashes and tokens end here: nothing behind the shim sees them.
 #![forbid(unsafe_code)]
@@ -13,7 +13,7 @@ mod config;
 mod engine;
 mod feed;
 pub mod http;
-mod metrics;
+pub mod metrics;
 pub mod mirror;
 mod service;
 pub mod source;

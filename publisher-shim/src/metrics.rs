@@ -1,10 +1,10 @@
-//! The shim's metrics, read off its sources when somebody asks. Label sets are closed.
+//! The metrics of one shim or of several in one process, read off their sources when somebody asks.
+//! Label sets are closed.
 
 use std::fmt::Write as _;
 
 use warmroute_proto::Tier;
 
-use crate::service::Handle;
 use crate::source::Status;
 
 type Value = fn(&Status) -> f64;
@@ -115,13 +115,13 @@ const SERIES: [(&str, &str, &str, Value); 22] = [
     ),
 ];
 
-/// Prometheus' text format.
-pub(crate) fn text(handle: &Handle) -> String {
-    let sources = handle.sources();
+/// Prometheus' text format: each metric is described once, with a series for each source.
+#[must_use]
+pub fn text(sources: &[Status]) -> String {
     let mut text = String::new();
     for (name, help, kind, value) in SERIES {
         head(&mut text, name, help, kind);
-        for source in &sources {
+        for source in sources {
             let labels = labels(source);
             line(&mut text, &format!("{name}{{{labels}}} {}", value(source)));
         }
@@ -132,7 +132,7 @@ pub(crate) fn text(handle: &Handle) -> String {
         "State by tier: 0 complete to 4 catching up.",
         "gauge",
     );
-    for source in &sources {
+    for source in sources {
         let labels = labels(source);
         for tier in Tier::ALL {
             let state = *source.states.get(tier) as u8;
@@ -179,4 +179,63 @@ const fn size(count: usize) -> f64 {
 
 const fn flag(is_so: bool) -> f64 {
     if is_so { 1.0 } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::time::Duration;
+
+    use tokio::time::Instant;
+    use warmroute_proto::{DpRank, Source, WorkerId};
+
+    use super::*;
+    use crate::source::{Config, SourceCore};
+
+    fn status(worker: &str, rank: u32) -> Status {
+        let source = Source {
+            worker: WorkerId::from(worker),
+            dp_rank: DpRank(rank),
+        };
+        let now = Instant::now().into_std();
+        let mut core = SourceCore::new(Config::new(source, true));
+        core.connected(now);
+        core.status(now)
+    }
+
+    #[test]
+    fn several_shims_are_one_page() {
+        let mut sources = [status("a", 0), status("a", 1), status("b \"\\", 0)];
+        sources[2].proof_age = Some(Duration::from_millis(1500));
+        sources[2].counters.gaps = 7;
+        let page = text(&sources);
+        let mut described = BTreeSet::new();
+        let mut series = BTreeSet::new();
+        let mut current = "";
+        for line in page.lines() {
+            if let Some(comment) = line.strip_prefix("# ") {
+                assert!(described.insert(comment), "described twice: {line}");
+                current = comment.split(' ').nth(1).unwrap();
+                continue;
+            }
+            let (name, value) = line.rsplit_once(' ').unwrap();
+            assert!(value.parse::<f64>().is_ok(), "{line}");
+            assert_eq!(name.split('{').next(), Some(current), "out of its group");
+            assert!(series.insert(name), "told twice: {line}");
+        }
+        assert_eq!(described.len(), 2 * (SERIES.len() + 1));
+        assert_eq!(
+            series.len(),
+            sources.len() * (SERIES.len() + Tier::ALL.len())
+        );
+        for line in [
+            r#"warmroute_shim_connected{worker="a",dp_rank="1"} 1"#,
+            r#"warmroute_shim_proof_age_seconds{worker="a",dp_rank="0"} -1"#,
+            r#"warmroute_shim_proof_age_seconds{worker="b \"\\",dp_rank="0"} 1.5"#,
+            r#"warmroute_shim_gaps_total{worker="b \"\\",dp_rank="0"} 7"#,
+        ] {
+            assert!(page.contains(&format!("{line}\n")), "{line}\n{page}");
+        }
+        assert_eq!(text(&[]).lines().count(), described.len());
+    }
 }

@@ -1,4 +1,5 @@
-//! The admin port: what the router knows, in numbers and in JSON. Embedded, its indexer's too.
+//! The admin port: what the router knows, in numbers and in JSON. Embedded, its indexer's and its
+//! shims' too.
 
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::{Handle, WorkerView};
 use warmroute_proto::RouterId;
+use warmroute_shim::source::Status;
 
 use crate::accounts::Desk;
 use crate::fleet::{Fleet, Member};
@@ -63,10 +65,13 @@ async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     let counts = admin.desk.core().counts();
     let own = admin.metrics.render(&loads, &standings, &counts);
     let index = admin.index.metrics_text();
+    let sources: Vec<_> = statuses(&admin).collect();
+    let shims = warmroute_shim::metrics::text(&sources);
     match (own, index) {
         (Ok(own), Ok(index)) => {
             let mut text = own.into_bytes();
             text.extend_from_slice(&index);
+            text.extend_from_slice(shims.as_bytes());
             let kind = "text/plain; version=0.0.4";
             ([(header::CONTENT_TYPE, kind)], text).into_response()
         }
@@ -140,10 +145,14 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
     })
 }
 
+fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {
+    let shims = admin.shims.iter();
+    shims.flat_map(warmroute_shim::Handle::sources)
+}
+
 /// How the engine's events come in, rank by rank.
 fn feeds(member: &Member, admin: &Admin) -> Vec<Value> {
-    let statuses = admin.shims.iter().flat_map(warmroute_shim::Handle::sources);
-    statuses
+    statuses(admin)
         .filter(|status| status.source.worker == member.entry.worker)
         .map(|status| {
             json!({

@@ -2,13 +2,17 @@
 
 #![expect(clippy::unwrap_used, reason = "test code, helpers included")]
 
+use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
 use warmroute_proto::{BlockSize, Seed, hash};
+use warmroute_router::tokenize::parity::{self, Verdict};
+use warmroute_router::tokenize::{CivilTime, Tokenizer};
 use warmroute_tests::mock::{Args, Mock};
 
 /// How long anything may take before a test fails. Never reached by a working engine.
@@ -257,6 +261,90 @@ async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
     assert_eq!(answer["prompt_token_ids"], json!(expected));
     let content = answer["choices"][0]["message"]["content"].as_str().unwrap();
     assert!(content.bytes().all(|byte| byte.is_ascii()));
+}
+
+/// What the router asks at registration, over HTTP, against its own reading of the same files.
+#[tokio::test]
+async fn the_router_s_parity_probes_agree() {
+    check_parity("tiny", &[]).await;
+    // Its template refuses conversations that do not alternate between user and assistant.
+    check_parity("tiny_sp", &["tool result", "tool history"]).await;
+}
+
+async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
+    let directory = PathBuf::from(format!("{}/fixtures/{fixture}", env!("CARGO_MANIFEST_DIR")));
+    let tokenizer = Tokenizer::load(&directory).unwrap();
+    let mut args = Args::on_free_ports();
+    args.tokenizer = Some(directory);
+    let probes = parity::probes(&tokenizer, &args.model, CivilTime::from_unix(0));
+    assert_eq!(probes.len(), 14);
+    let mock = Mock::start(args).await.unwrap();
+    let client = reqwest::Client::new();
+    for probe in probes {
+        let request = client.post(format!("{}/tokenize", mock.url()));
+        let answer = request.body(probe.body).send().await.unwrap();
+        let status = answer.status().as_u16();
+        let answer = parity::read_answer(status, &answer.bytes().await.unwrap());
+        let verdict = parity::compare(&probe.ours, &answer);
+        if refused_by_both.contains(&probe.name) {
+            assert_eq!(verdict, Verdict::BothRefuse, "{fixture}, {}", probe.name);
+        } else {
+            let equal = matches!(verdict, Verdict::Equal { .. });
+            assert!(equal, "{fixture}, {}: {verdict}", probe.name);
+        }
+    }
+    drop(client);
+    mock.stop().await;
+}
+
+/// Routes of the mock agree on every option of the template, and each option has its effect.
+#[tokio::test]
+async fn a_chat_s_options_decide_about_its_tokens() {
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("options");
+    std::fs::create_dir_all(&directory).unwrap();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/tiny/tokenizer.json");
+    std::fs::copy(fixture, directory.join("tokenizer.json")).unwrap();
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ mood }}\
+                    {{ tools | length if tools }}{{ 'assistant:' if add_generation_prompt }}";
+    std::fs::write(directory.join("chat_template.jinja"), template).unwrap();
+    let tokenizer = format!("--tokenizer={}", directory.display());
+    let tool = json!({"type": "function", "function": {"name": "look", "parameters": {}}});
+    let options = [
+        json!({}),
+        json!({"add_generation_prompt": false}),
+        json!({"add_generation_prompt": false, "continue_final_message": true}),
+        json!({"tools": [tool]}),
+        json!({"chat_template_kwargs": {"mood": "glad"}}),
+    ];
+    // Without a template nothing reads its arguments.
+    for (flags, distinct) in [(&[tokenizer.as_str()][..], 5), (&[], 4)] {
+        let engine = Engine::start(flags);
+        let mut seen = BTreeSet::new();
+        for option in &options {
+            let mut body = json!({
+                "messages": [
+                    {"role": "user", "content": "Count."},
+                    {"role": "assistant", "content": "One, two"},
+                ],
+                "max_tokens": 1, "return_token_ids": true,
+            });
+            let fields = body.as_object_mut().unwrap();
+            fields.extend(option.as_object().unwrap().clone());
+            let tokenized = engine.post("/tokenize", body.clone()).await;
+            let tokenized: Value = tokenized.json().await.unwrap();
+            let answer = engine.post("/v1/chat/completions", body).await;
+            let answer: Value = answer.json().await.unwrap();
+            assert!(tokenized["tokens"].is_array(), "{option}: {tokenized}");
+            assert_eq!(answer["prompt_token_ids"], tokenized["tokens"], "{option}");
+            seen.insert(tokenized["tokens"].to_string());
+        }
+        assert_eq!(seen.len(), distinct, "{flags:?}");
+        let contradiction = json!({
+            "messages": [{"role": "user", "content": "Count."}], "continue_final_message": true,
+        });
+        let refused = engine.post("/tokenize", contradiction).await;
+        assert_eq!(refused.status(), StatusCode::BAD_REQUEST);
+    }
 }
 
 #[tokio::test]

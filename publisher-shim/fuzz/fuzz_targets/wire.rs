@@ -1,6 +1,6 @@
 #![no_main]
-//! Any bytes into the decoder of engine payloads: no panic, no allocation beyond the input's size.
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    drop(warmroute_shim::wire::Batch::decode(bytes));
-});
+#[path = "../drive.rs"]
+mod drive;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| drive::wire(data));

@@ -14,6 +14,7 @@ use super::answer::{Answer, Shape};
 use super::error::Error;
 use super::rank::Rank;
 use super::server::Server;
+use super::text::special_tokens;
 
 /// Which rank served a request.
 pub(super) const RANK_SERVED: &str = "x-mock-dp-rank";
@@ -56,7 +57,11 @@ pub(super) async fn completions(
     let value = parse(&body)?;
     let prompt = Prompt::deserialize(&value["prompt"])
         .map_err(|_| Error::bad_request("prompt must be text, tokens, or a list of either"))?;
-    let encode = |text: &String| server.text.encode(text, true).map_err(Error::bad_request);
+    let special = special_tokens(&value);
+    let encode = |text: &String| {
+        let tokens = server.text.encode(text, special);
+        tokens.map_err(Error::bad_request)
+    };
     let prompts = match prompt {
         Prompt::Text(text) => vec![encode(&text)?],
         Prompt::Tokens(tokens) => vec![tokens],

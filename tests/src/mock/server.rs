@@ -16,7 +16,7 @@ use super::args::Args;
 use super::error::Error;
 use super::generate::{chat_completions, completions, parse};
 use super::rank::Rank;
-use super::text::Text;
+use super::text::{Text, special_tokens};
 use super::{debug, metrics};
 
 /// The largest body that is read.
@@ -117,7 +117,7 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
     } else {
         let prompt = value["prompt"].as_str();
         let prompt = prompt.ok_or_else(|| Error::bad_request("prompt must be text"))?;
-        let special = value["add_special_tokens"].as_bool().unwrap_or(true);
+        let special = special_tokens(&value);
         let tokens = server.text.encode(prompt, special);
         tokens.map_err(Error::bad_request)?
     };

@@ -8,8 +8,11 @@ mod hugging_face;
 use std::path::Path;
 
 use serde_json::Value;
+use warmroute_router::openai::SpecialTokens;
 
 use hugging_face::HuggingFace;
+
+const MESSAGE_END: &str = "<|im_end|>\n";
 
 /// How the mock engine reads and writes text.
 pub(super) enum Text {
@@ -38,22 +41,18 @@ impl Text {
         }
     }
 
-    pub(super) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, String> {
+    pub(super) fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, String> {
         match self {
             Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Self::HuggingFace(loaded) => loaded.encode(text, special),
         }
     }
 
-    /// The template writes the special tokens itself.
+    /// A template writes the special tokens itself.
     pub(super) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
-        let plain = chat_ml(request)?;
         match self {
-            Self::Bytes => self.encode(&plain, false),
-            Self::HuggingFace(loaded) => {
-                let rendered = loaded.render(request).map_err(|error| error.to_string())?;
-                loaded.encode(&rendered, false)
-            }
+            Self::Bytes => self.encode(&chat_ml(request)?, SpecialTokens::Omit),
+            Self::HuggingFace(loaded) => loaded.encode_chat(request),
         }
     }
 
@@ -68,7 +67,15 @@ impl Text {
     }
 }
 
-/// Also refuses what is no chat at all, whatever the template.
+/// Whether a text prompt gets special tokens: unless the request says otherwise.
+pub(super) fn special_tokens(request: &Value) -> SpecialTokens {
+    if request["add_special_tokens"].as_bool().unwrap_or(true) {
+        SpecialTokens::Add
+    } else {
+        SpecialTokens::Omit
+    }
+}
+
 fn chat_ml(request: &Value) -> Result<String, String> {
     let messages = request["messages"]
         .as_array()
@@ -83,12 +90,20 @@ fn chat_ml(request: &Value) -> Result<String, String> {
             rendered.push_str(&format!("<|tool|>{tool}\n"));
         }
     }
+    let add_prompt = request["add_generation_prompt"].as_bool().unwrap_or(true);
+    let continued = request["continue_final_message"].as_bool().unwrap_or(false);
+    if add_prompt && continued {
+        return Err("continue_final_message excludes add_generation_prompt".into());
+    }
     for message in messages {
         let role = message["role"].as_str().ok_or("a message needs a role")?;
         let content = content_text(&message["content"])?;
-        rendered.push_str(&format!("<|im_start|>{role}\n{content}<|im_end|>\n"));
+        rendered.push_str(&format!("<|im_start|>{role}\n{content}{MESSAGE_END}"));
     }
-    if request["add_generation_prompt"].as_bool().unwrap_or(true) {
+    if continued {
+        rendered.truncate(rendered.len() - MESSAGE_END.len());
+    }
+    if add_prompt {
         rendered.push_str("<|im_start|>assistant\n");
     }
     Ok(rendered)

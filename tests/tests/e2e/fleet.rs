@@ -67,7 +67,6 @@ pub(crate) struct Fleet {
     pub(crate) engines: Vec<Process>,
     pub(crate) router: Process,
     pub(crate) http: reqwest::Client,
-    pub(crate) ranks: u16,
 }
 
 impl Fleet {
@@ -94,7 +93,6 @@ impl Fleet {
                 .no_proxy()
                 .build()
                 .expect("a client"),
-            ranks: engines.ranks,
         };
         fleet
             .until("the router is ready", async |fleet| fleet.is_ready().await)

@@ -11,4 +11,6 @@ mod abuse;
 mod churn;
 mod credit;
 mod fleet;
+mod pages;
+mod separation;
 mod traffic;

@@ -1,6 +1,10 @@
+use std::path::Path;
+
 use serde_json::json;
+use serde_json::value::RawValue;
 
 use super::*;
+use crate::openai::{ChatParts, SpecialTokens};
 use crate::tokenize::CivilTime;
 
 fn grounds() -> Grounds {
@@ -54,6 +58,38 @@ fn token_ids_are_hashed_with_adapter_and_salt() {
     let body = json!({"model": "a", "prompt": tokens(40), "cache_salt": "s"});
     let seed = Seed::new(Some("a"), Some("s"));
     assert_eq!(completion(&body).prompt.blocks(), hashes(&tokens(40), seed));
+}
+
+/// What the engine's chat route would make of it, under the adapter's and the salt's own names.
+#[test]
+fn chats_and_texts_are_hashed_with_adapter_and_salt() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
+    let grounds = Grounds {
+        tokenizer: Some(Arc::clone(&tokenizer)),
+        ..grounds()
+    };
+    let text = "A question of several blocks. ".repeat(10);
+    let messages = json!([{"role": "user", "content": text}]);
+    let raw = RawValue::from_string(messages.to_string()).unwrap();
+    let parts = ChatParts::new(&raw, None);
+    let chat = tokenizer.encode_chat(&parts, grounds.now).unwrap();
+    let plain = tokenizer.encode(&text, SpecialTokens::Add).unwrap();
+    for (model, lora) in [("m", None), ("a", Some("a"))] {
+        for salt in [None, Some("s"), Some("t")] {
+            let seed = Seed::new(lora, salt);
+            let mut body = json!({"model": model, "messages": messages, "cache_salt": salt});
+            let planned = plan(
+                Route::ChatCompletions,
+                body.to_string().as_bytes(),
+                &grounds,
+            );
+            assert_eq!(planned.unwrap().prompt.blocks(), hashes(&chat, seed));
+            body["prompt"] = json!(text);
+            let planned = plan(Route::Completions, body.to_string().as_bytes(), &grounds);
+            assert_eq!(planned.unwrap().prompt.blocks(), hashes(&plain, seed));
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,51 @@
+//! What the admin port shows of all parts in one process.
+
+use std::collections::BTreeSet;
+
+use crate::fleet::{Engines, Fleet};
+
+/// Router, indexer and every shim on one page that Prometheus reads: each metric described once,
+/// each series told once.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_metrics_of_all_parts_are_one_page() {
+    let engines = Engines {
+        count: 2,
+        ranks: 2,
+        blocks: 100,
+        flags: &["--profile", "instant"],
+    };
+    let fleet = Fleet::start(engines, &[]).await;
+    fleet
+        .until("every shim has its sources", async |fleet| {
+            fleet.metric("warmroute_shim_connected").await >= 4.0
+        })
+        .await;
+    let answer = fleet.http.get(fleet.admin("/metrics")).send().await;
+    let page = answer.unwrap().text().await.unwrap();
+    let mut described = BTreeSet::new();
+    let mut series = BTreeSet::new();
+    for line in page.lines() {
+        if let Some(comment) = line.strip_prefix("# ") {
+            let words: Vec<_> = comment.splitn(3, ' ').collect();
+            assert!(
+                described.insert((words[0], words[1])),
+                "described twice: {line}"
+            );
+        } else {
+            let (name, _) = line.rsplit_once(' ').unwrap();
+            assert!(series.insert(name), "told twice: {line}");
+        }
+    }
+    for (worker, rank) in [
+        ("engine-0", 0),
+        ("engine-0", 1),
+        ("engine-1", 0),
+        ("engine-1", 1),
+    ] {
+        let name = format!("warmroute_shim_generation{{worker=\"{worker}\",dp_rank=\"{rank}\"}}");
+        assert!(series.contains(name.as_str()), "{name}");
+    }
+    for part in ["warmroute_router_", "warmroute_indexer_", "warmroute_shim_"] {
+        assert!(series.iter().any(|name| name.starts_with(part)), "{part}");
+    }
+}
