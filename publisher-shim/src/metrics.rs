@@ -186,7 +186,6 @@ mod tests {
     use std::collections::BTreeSet;
     use std::time::Duration;
 
-    use tokio::time::Instant;
     use warmroute_proto::{DpRank, Source, WorkerId};
 
     use super::*;
@@ -197,7 +196,7 @@ mod tests {
             worker: WorkerId::from(worker),
             dp_rank: DpRank(rank),
         };
-        let now = Instant::now().into_std();
+        let now = tokio::time::Instant::now().into_std();
         let mut core = SourceCore::new(Config::new(source, true));
         core.connected(now);
         core.status(now)

@@ -67,7 +67,10 @@ impl Source {
 
     fn is_test(&self) -> bool {
         let parts: Vec<&str> = self.path.split('/').collect();
-        parts[1] != "src" || parts.last() == Some(&"tests.rs") || parts.contains(&"tests_support")
+        parts[1] != "src"
+            || parts.last() == Some(&"tests.rs")
+            || parts.contains(&"tests_support")
+            || parts.last() == Some(&"testing.rs")
     }
 }
 

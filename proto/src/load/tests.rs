@@ -147,7 +147,10 @@ proptest! {
 
     /// Insertions and removals in any order leave the digest of what is left.
     #[test]
-    fn the_digest_forgets_what_is_removed(marks in prop::collection::vec(any::<u64>(), 0..20), keep in 0..20_usize) {
+    fn the_digest_forgets_what_is_removed(
+        marks in prop::collection::vec(any::<u64>(), 0..20),
+        keep in 0..20_usize,
+    ) {
         let mut digest = LoadDigest::default();
         let mut expected = LoadDigest::default();
         for &mark in &marks {

@@ -2,8 +2,9 @@
 //!
 //! Any replica may answer, and some lag. Per source the highest (generation, number) seen is kept: an
 //! answer of a lower generation is `stale`; a lower number of the same generation is believed while
-//! every higher one was first seen less than [`LAG_MAX`] ago, afterwards it is `stale`. A source that was demoted
-//! here is `stale` until its next generation, whoever answers. What is lowered is never raised.
+//! every higher one was first seen less than [`LAG_MAX`] ago, afterwards it is `stale`. A source
+//! that was demoted here is `stale` until its next generation, whoever answers. What is lowered is
+//! never raised.
 //!
 //! It holds no blocks and asks nothing: an answer comes in, [`Knowledge`] comes out.
 

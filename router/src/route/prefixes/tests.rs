@@ -109,7 +109,9 @@ fn paths() -> impl Strategy<Value = String> {
 proptest! {
     /// Any order of insertions and removals: what is left counts as if nothing else had ever been.
     #[test]
-    fn counts_are_those_of_a_naive_set(steps in prop::collection::vec((paths(), any::<prop::sample::Index>(), 0..3_u8), 0..60)) {
+    fn counts_are_those_of_a_naive_set(
+        steps in prop::collection::vec((paths(), any::<prop::sample::Index>(), 0..3_u8), 0..60),
+    ) {
         let mut set = Prefixes::default();
         let mut held: Vec<(Leaf, Vec<PrefixHash>)> = Vec::new();
         for (path, index, what) in steps {
@@ -133,7 +135,9 @@ proptest! {
 
     /// Hashes that no honest prompt has: nothing panics, nothing stays.
     #[test]
-    fn hostile_hashes_leave_nothing_behind(prompts in prop::collection::vec(prop::collection::vec(0..4_u64, 0..8), 0..20)) {
+    fn hostile_hashes_leave_nothing_behind(
+        prompts in prop::collection::vec(prop::collection::vec(0..4_u64, 0..8), 0..20),
+    ) {
         let mut set = Prefixes::default();
         let leaves: Vec<Leaf> = prompts
             .iter()

@@ -267,7 +267,8 @@ fn step() -> impl Strategy<Value = Step> {
         },
     );
     prop_oneof![
-        20 => (router.clone(), change).prop_map(|(router, (change, path))| Step::Change(router, change, path)),
+        20 => (router.clone(), change)
+            .prop_map(|(router, (change, path))| Step::Change(router, change, path)),
         1 => router.prop_map(Step::Release),
     ]
 }
@@ -362,7 +363,10 @@ proptest! {
 
     /// The digest tells what is open, not how it came about.
     #[test]
-    fn the_digest_depends_on_the_open_slots_only(order in Just((0..6_u64).collect::<Vec<_>>()).prop_shuffle(), freed in 0..6_u64) {
+    fn the_digest_depends_on_the_open_slots_only(
+        order in Just((0..6_u64).collect::<Vec<_>>()).prop_shuffle(),
+        freed in 0..6_u64,
+    ) {
         let mut detour = Fixture::default();
         for &counter in &order {
             detour.own(&add(counter, 0, "abc", 5));

@@ -188,7 +188,9 @@ fn a_replica_that_is_behind_says_nothing() {
 proptest! {
     /// The rule as the design words it, over the whole history.
     #[test]
-    fn the_rule_is_that_of_the_design(steps in prop::collection::vec((0..3_u64, 0..6_u64, 0..300_u64), 1..40)) {
+    fn the_rule_is_that_of_the_design(
+        steps in prop::collection::vec((0..3_u64, 0..6_u64, 0..300_u64), 1..40),
+    ) {
         let (mut fixture, start) = (Fixture::default(), start());
         let mut history: Vec<((u64, u64), u64)> = Vec::new();
         let mut clock = 0;
