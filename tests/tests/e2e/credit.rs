@@ -20,6 +20,7 @@ const ENGINES: Engines = Engines {
 #[tokio::test(flavor = "multi_thread")]
 async fn sequential_credit_is_what_the_engine_reports() {
     let fleet = Fleet::start(ENGINES, &[]).await;
+    fleet.until_indexed().await;
     let mut rng = Rng::with_seed(1);
     let mut hits = 0;
     for number in 0..150 {

@@ -183,7 +183,7 @@ fn block(event: &Value, index: usize, tokens: &[u32], parent: Option<String>) ->
             Value::Array(item) => items.push(item_hash(item[0].as_str().expect("an id"))),
             Value::String(text) if Some(text) != lora.as_ref() => salt = Some(text.clone()),
             Value::String(_) => {}
-            other => panic!("{other}"),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => panic!("{key}"),
         }
     }
     items.sort_unstable();

@@ -165,9 +165,10 @@ impl Consumer for Pipeline {
             .find(|(source, _)| **source == self.source)
             .map(|(_, standing)| standing);
         Claim {
-            states: standing
-                .as_ref()
-                .map_or(Tiers::all(SourceState::Unknown), |standing| standing.states),
+            states: standing.as_ref().map_or_else(
+                || Tiers::all(SourceState::Unknown),
+                |standing| standing.states,
+            ),
             seq: standing
                 .and_then(|standing| standing.engine_seq)
                 .map(|seq| seq.0),
