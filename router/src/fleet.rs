@@ -170,6 +170,11 @@ impl Fleet {
         members.values().filter(open).cloned().collect()
     }
 
+    /// Some worker is usable, and none that is waits to be checked.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.view().usable && self.unchecked().is_empty()
+    }
+
     pub(crate) fn addresses(&self) -> Vec<Address> {
         let members = self.members();
         let address = |member: &Member| Address {

@@ -17,7 +17,7 @@ impl Ready {
         self.registry.store(true, Ordering::Relaxed);
     }
 
-    /// A worker is usable, or nobody waits for one any longer.
+    /// A worker is usable and checked, or nobody waits for one any longer.
     pub(crate) fn workers_settled(&self) {
         self.workers.store(true, Ordering::Relaxed);
     }
@@ -33,7 +33,7 @@ impl Ready {
         } else if !self.registry.load(Ordering::Relaxed) {
             Some("the registry is not read yet")
         } else if !self.workers.load(Ordering::Relaxed) {
-            Some("no worker is usable yet")
+            Some("no worker is usable and checked yet")
         } else {
             None
         }

@@ -18,6 +18,7 @@ use warmroute_proto::BlockSize;
 use crate::clock::civil_now;
 use crate::fleet::{Check, Checks, Fleet, Member};
 use crate::metrics::Metrics;
+use crate::ready::Ready;
 use crate::tokenize::Tokenizer;
 use crate::tokenize::parity::{self, Kind, Verdict};
 
@@ -37,6 +38,7 @@ pub(crate) struct Registrar {
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub block_size: Option<BlockSize>,
     pub metrics: Arc<Metrics>,
+    pub ready: Arc<Ready>,
 }
 
 impl Registrar {
@@ -87,6 +89,9 @@ impl Registrar {
             }
         }
         self.fleet.checked(worker, member.life, checks);
+        if self.fleet.is_settled() {
+            self.ready.workers_settled();
+        }
     }
 
     fn blocks(&self, member: &Member) -> Check {

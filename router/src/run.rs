@@ -287,6 +287,7 @@ impl Parts {
             tokenizer: self.tokenizer.clone(),
             block_size: config.block_size,
             metrics: Arc::clone(&self.metrics),
+            ready: Arc::clone(&self.ready),
         };
         tasks.spawn("registrar", registrar.run(stop.clone()));
         let admin = Admin {

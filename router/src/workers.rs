@@ -97,7 +97,7 @@ pub(crate) async fn check_health(
                 asked.remove(&address);
                 let Address { worker, .. } = address;
                 fleet.see(&worker, sight, Instant::now());
-                if fleet.view().usable {
+                if fleet.is_settled() {
                     ready.workers_settled();
                 }
                 continue;
