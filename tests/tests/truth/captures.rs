@@ -43,8 +43,11 @@ fn json(payload: &[u8]) -> Value {
 
 /// Follows a capture; what came before its first batch is out of the replay's reach. Calls `check`
 /// after every batch with its number, what is claimed, and what the model holds.
-fn follow(batches: &[(u64, Bytes)], mut check: impl FnMut(u64, &Claim, &Held)) {
-    let mut pipeline = Pipeline::new();
+fn follow(
+    mut pipeline: Pipeline,
+    batches: &[(u64, Bytes)],
+    mut check: impl FnMut(u64, &Claim, &Held),
+) {
     let mut model = Model::new(Rules::TRUE);
     pipeline.connected();
     assert_eq!(pipeline.wants_replay(), Some(0));
@@ -72,9 +75,13 @@ struct Held(BTreeSet<Pair>);
 fn follows_exactly(name: &str, held_at_the_end: &[usize]) {
     let ranks = capture(name);
     assert_eq!(ranks.len(), held_at_the_end.len(), "ranks");
-    for (batches, held_at_the_end) in ranks.values().zip(held_at_the_end) {
+    let first = Pipeline::new();
+    let second = first.beside();
+    let pipelines = [first, second].into_iter();
+    for ((batches, held_at_the_end), pipeline) in ranks.values().zip(held_at_the_end).zip(pipelines)
+    {
         let mut held = 0;
-        follow(batches, |seq, claim, model| {
+        follow(pipeline, batches, |seq, claim, model| {
             assert_eq!(claim.states.gpu, SourceState::Exact, "{name} batch {seq}");
             assert_eq!(claim.held, model.0, "{name} batch {seq}");
             held = claim.held.len();
@@ -103,7 +110,7 @@ fn three_groups_of_which_one_counts() {
 fn preemptions_seen_by_a_late_joiner() {
     let ranks = capture("v032_preempt");
     let mut last = 0;
-    follow(&ranks[&0], |seq, claim, model| {
+    follow(Pipeline::new(), &ranks[&0], |seq, claim, model| {
         let state = if seq < 197 {
             SourceState::Partial
         } else {

@@ -169,6 +169,10 @@ impl Consumer for Naive {
         }
     }
 
+    fn rank(&self) -> u32 {
+        0
+    }
+
     fn goes_on_without_history(&self) -> bool {
         false
     }

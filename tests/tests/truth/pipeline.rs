@@ -1,6 +1,8 @@
 //! The real thing: the shim's source, a log in memory, the indexer's fold.
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -17,31 +19,28 @@ use warmroute_shim::source::{Config, Effect, Notice, ReplayId, SourceCore};
 
 use crate::world::{Claim, Consumer, pairs};
 
+/// One rank on its way through the system.
 pub(crate) struct Pipeline {
-    now: Instant,
     source: Source,
     core: SourceCore,
-    fold: Fold,
+    index: Rc<RefCell<Index>>,
     subject: String,
-    position: LogPosition,
     generation: Generation,
     asked: VecDeque<(ReplayId, EngineSeq)>,
     answering: Option<ReplayId>,
     notices: Vec<Notice>,
 }
 
-impl Pipeline {
-    pub(crate) fn new() -> Self {
-        let source = Source {
-            worker: WorkerId::from("w"),
-            dp_rank: DpRank(0),
-        };
-        Self::with(Config::new(source, true))
-    }
+/// What all ranks share: one log, one fold, one clock.
+struct Index {
+    now: Instant,
+    position: LogPosition,
+    fold: Fold,
+}
 
-    pub(crate) fn with(config: Config) -> Self {
-        let namespace = Namespace::from("t");
-        let mut fold = Fold::new(&namespace, None);
+impl Index {
+    fn new() -> Self {
+        let mut fold = Fold::new(&namespace(), None);
         fold.follow(StreamIdentity {
             created_unix_ns: 1,
             nonce: 1,
@@ -51,27 +50,72 @@ impl Pipeline {
             reason = "an origin, never compared with real time"
         )]
         let now = Instant::now();
-        let source = config.source.clone();
-        let mut pipeline = Self {
+        Self {
             now,
-            subject: Subjects::new(&namespace).records(&source),
+            position: LogPosition(0),
+            fold,
+        }
+    }
+
+    fn append(&mut self, subject: &str, payload: Bytes) {
+        self.fold.observe_end(self.now, self.position);
+        self.position = self.position.next();
+        let message = LogMessage {
+            position: self.position,
+            subject: subject.to_owned(),
+            payload,
+            stored_unix_ns: self.position.0,
+        };
+        self.fold.apply(self.now, &message);
+    }
+}
+
+fn namespace() -> Namespace {
+    Namespace::from("t")
+}
+
+impl Pipeline {
+    pub(crate) fn new() -> Self {
+        Self::of_rank(DpRank(0), Rc::new(RefCell::new(Index::new())))
+    }
+
+    /// The next rank of the same worker, in the same index.
+    pub(crate) fn beside(&self) -> Self {
+        let rank = DpRank(self.source.dp_rank.0 + 1);
+        Self::of_rank(rank, Rc::clone(&self.index))
+    }
+
+    fn of_rank(dp_rank: DpRank, index: Rc<RefCell<Index>>) -> Self {
+        let source = Source {
+            worker: WorkerId::from("w"),
+            dp_rank,
+        };
+        let mut config = Config::new(source.clone(), true);
+        config.rank = Some(dp_rank.0);
+        let mut pipeline = Self {
+            subject: Subjects::new(&namespace()).records(&source),
             source,
             core: SourceCore::new(config),
-            fold,
-            position: LogPosition(0),
+            index,
             generation: Generation(0),
             asked: VecDeque::new(),
             answering: None,
             notices: Vec::new(),
         };
+        let now = pipeline.now();
         pipeline.core.health(now, EngineHealth::Healthy);
         pipeline.core.lease_taken(now);
         pipeline.drive();
         pipeline
     }
 
+    fn now(&self) -> Instant {
+        self.index.borrow().now
+    }
+
     /// Carries out what the source wants done; the log and the registry answer at once.
     fn drive(&mut self) {
+        let now = self.now();
         while let Some(effect) = self.core.poll_effect() {
             match effect {
                 Effect::Replay { id, from } => {
@@ -80,23 +124,15 @@ impl Pipeline {
                 }
                 Effect::ClaimGeneration { above } => {
                     self.generation = self.generation.max(above).next();
-                    self.core.generation_claimed(self.now, self.generation);
+                    self.core.generation_claimed(now, self.generation);
                 }
                 Effect::Append { id, payload } => {
-                    self.fold.observe_end(self.now, self.position);
-                    self.position = self.position.next();
-                    let message = LogMessage {
-                        position: self.position,
-                        subject: self.subject.clone(),
-                        payload,
-                        stored_unix_ns: self.position.0,
-                    };
-                    self.fold.apply(self.now, &message);
-                    self.core.acknowledged(self.now, id);
+                    self.index.borrow_mut().append(&self.subject, payload);
+                    self.core.acknowledged(now, id);
                 }
                 Effect::Heartbeat(heartbeat) => {
                     let bytes = codec::encode(&heartbeat).unwrap();
-                    self.fold.heartbeat(self.now, &bytes);
+                    self.index.borrow_mut().fold.heartbeat(now, &bytes);
                 }
                 Effect::Notice(notice) => self.notices.push(notice),
             }
@@ -106,19 +142,19 @@ impl Pipeline {
 
 impl Consumer for Pipeline {
     fn connected(&mut self) {
-        self.core.connected(self.now);
+        self.core.connected(self.now());
         self.drive();
     }
 
     fn disconnected(&mut self) {
         self.asked.clear();
-        self.core.disconnected(self.now);
+        self.core.disconnected(self.now());
         self.drive();
     }
 
     fn live(&mut self, seq: u64, payload: &Bytes) {
-        self.core
-            .live(self.now, b"", Some(EngineSeq(seq)), payload.clone());
+        let seq = Some(EngineSeq(seq));
+        self.core.live(self.now(), b"", seq, payload.clone());
         self.drive();
     }
 
@@ -130,27 +166,31 @@ impl Consumer for Pipeline {
 
     fn replayed(&mut self, seq: u64, payload: &Bytes) {
         if let Some(id) = self.answering {
-            self.core
-                .replay_batch(self.now, id, EngineSeq(seq), payload);
+            let seq = EngineSeq(seq);
+            self.core.replay_batch(self.now(), id, seq, payload);
             self.drive();
         }
     }
 
     fn replay_ended(&mut self) {
         if let Some(id) = self.answering.take() {
-            self.core.replay_end(self.now, id);
+            self.core.replay_end(self.now(), id);
             self.drive();
         }
     }
 
     fn time_passes(&mut self, by: Duration) {
-        self.now += by;
-        self.core.tick(self.now);
+        let now = self.now() + by;
+        self.index.borrow_mut().now = now;
+        self.core.tick(now);
         self.drive();
-        self.fold.tick(self.now);
-        for resync in self.fold.poll_resyncs(self.now) {
-            self.core.resync(self.now, resync.above, resync.reason);
-            self.drive();
+        self.index.borrow_mut().fold.tick(now);
+        let resyncs = self.index.borrow_mut().fold.poll_resyncs(now);
+        for resync in resyncs {
+            if resync.source == self.source {
+                self.core.resync(now, resync.above, resync.reason);
+                self.drive();
+            }
         }
     }
 
@@ -158,10 +198,14 @@ impl Consumer for Pipeline {
         true
     }
 
+    fn rank(&self) -> u32 {
+        self.source.dp_rank.0
+    }
+
     fn claim(&self) -> Claim {
-        let standing = self
-            .fold
-            .standings(self.now)
+        let Index { now, fold, .. } = &*self.index.borrow();
+        let standing = fold
+            .standings(*now)
             .find(|(source, _)| **source == self.source)
             .map(|(_, standing)| standing);
         Claim {
@@ -172,7 +216,7 @@ impl Consumer for Pipeline {
             seq: standing
                 .and_then(|standing| standing.engine_seq)
                 .map(|seq| seq.0),
-            held: pairs(self.fold.held(&self.source)),
+            held: pairs(fold.held(&self.source)),
         }
     }
 
@@ -181,8 +225,12 @@ impl Consumer for Pipeline {
             blocks: blocks.to_vec(),
             at_least: None,
         };
-        match query::answer(&self.fold, &query, self.now) {
-            Answer::Runs { sources, .. } => sources[0].run.gpu,
+        let Index { now, fold, .. } = &*self.index.borrow();
+        match query::answer(fold, &query, *now) {
+            Answer::Runs { sources, .. } => {
+                let own = sources.iter().find(|answer| answer.source == self.source);
+                own.expect("it is known").run.gpu
+            }
             Answer::Behind { position } => panic!("behind at {position}"),
         }
     }
@@ -190,10 +238,10 @@ impl Consumer for Pipeline {
 
 impl std::fmt::Debug for Pipeline {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.core.status(self.now).fmt(f)?;
+        let Index { now, fold, .. } = &*self.index.borrow();
+        self.core.status(*now).fmt(f)?;
         self.notices.fmt(f)?;
-        self.fold
-            .standings(self.now)
+        fold.standings(*now)
             .try_for_each(|(_, standing)| standing.fmt(f))
     }
 }

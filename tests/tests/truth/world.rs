@@ -30,6 +30,8 @@ pub(crate) trait Consumer {
     fn claim(&self) -> Claim;
     /// The GPU run of a prompt, as it would be credited.
     fn gpu_run(&self, blocks: &[LocalHash]) -> u32;
+    /// The data-parallel rank that it follows.
+    fn rank(&self) -> u32;
 }
 
 /// What a consumer says at one moment.
@@ -89,6 +91,7 @@ impl World {
     /// Runs one seed against a consumer.
     pub(crate) fn run(seed: u64, consumer: &mut dyn Consumer) -> Verdict {
         let mut world = Self::new(seed);
+        world.encoder.rank = consumer.rank();
         match world.live_through(consumer) {
             Ok(()) => Verdict::Held(world.report),
             Err(why) => Verdict::Broken(why),
