@@ -122,11 +122,13 @@ impl Tree {
     fn last_known(&self, chain: &[PrefixHash]) -> Option<Position> {
         let mut unknown = chain.len();
         let mut known = unknown / 2;
+        let mut is_shallow = false;
         let mut last = match self.locate_at(chain, known) {
             Some(last) => last,
             None => {
                 unknown = known;
                 known = 0;
+                is_shallow = true;
                 self.locate_at(chain, 0)?
             }
         };
@@ -135,6 +137,9 @@ impl Tree {
             let run = self.run(last.run);
             let end = (run.start + run.len) as usize;
             let mut probe = known + (unknown - known) / 2;
+            if std::mem::take(&mut is_shallow) {
+                probe = probe.min(WALK_MAX);
+            }
             if tried != last.run && known < end && end <= unknown && chain[end - 1] == run.tail {
                 last.offset = run.len - 1;
                 known = end - 1;

@@ -2,7 +2,8 @@
 //!
 //! `--workload FILE [--peer] [--only NAME] [--runs N]`. Every run of a variant is a process of its
 //! own, its memory is measured in another one; with several runs the medians are printed.
-//! `--workload FILE --derive holes:PERCENT|tiers|grow:TIMES --out FILE` makes another file instead.
+//! `--workload FILE --derive holes:PERCENT|tiers|grow:TIMES --out FILE` makes another file instead;
+//! `--child lengths` prints medians by prompt length, for `plot.py`.
 
 mod derive;
 mod index;
@@ -16,13 +17,14 @@ mod workload;
 use std::process::Command;
 
 use measure::Figures;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use workload::Workload;
 
 struct Variant {
     name: &'static str,
     run: fn(&Workload) -> Figures,
     memory: fn(&Workload) -> Figures,
+    lengths: fn(&Workload) -> Vec<(u32, u32)>,
 }
 
 fn variants(peer: bool) -> Vec<Variant> {
@@ -32,6 +34,7 @@ fn variants(peer: bool) -> Vec<Variant> {
                 name: <$index as index::Index>::NAME,
                 run: measure::$run::<$index>,
                 memory: measure::memory::<$index>,
+                lengths: measure::lengths::<$index>,
             }
         };
     }
@@ -154,6 +157,16 @@ fn main() {
     for variant in variants(args.peer).iter().filter(|variant| wanted(variant)) {
         if let Some(what) = &args.child {
             let workload = Workload::load(&args.workload).unwrap();
+            if what == "lengths" {
+                let lengths = (variant.lengths)(&workload);
+                let entries = workload.trailer.resident_entries;
+                let name = variant.name;
+                println!(
+                    "{}",
+                    json!({"variant": name, "entries": entries, "lengths": lengths})
+                );
+                continue;
+            }
             let measure = if what == "memory" {
                 variant.memory
             } else {

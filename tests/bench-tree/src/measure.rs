@@ -273,3 +273,27 @@ pub fn memory<I: Index>(workload: &Workload) -> Figures {
     );
     figures
 }
+
+/// Median time of a lookup by prompt length (in blocks, two steps to a doubling), of prompts whose
+/// beginning is held.
+pub fn lengths<I: Index>(workload: &Workload) -> Vec<(u32, u32)> {
+    let index = I::new(workload.workers);
+    index.write(vec![changes::<I>(workload)], &|_| ());
+    let mut deep: Vec<_> = workload
+        .queries
+        .iter()
+        .filter(|query| query.class == 0)
+        .copied()
+        .collect();
+    deep.sort_by_key(|query| query.prefix + query.suffix);
+    let step = |query: &Query| (f64::from(query.prefix + query.suffix).log2() * 2.0) as u32;
+    deep.chunk_by(|one, other| step(one) == step(other))
+        .filter(|queries| queries.len() >= 100)
+        .map(|queries| {
+            let mut times = lookups(&index, workload, queries);
+            times.sort_unstable();
+            let middle = &queries[queries.len() / 2];
+            (middle.prefix + middle.suffix, times[times.len() / 2])
+        })
+        .collect()
+}
