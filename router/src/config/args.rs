@@ -9,7 +9,7 @@ use crate::route::Policy;
 
 /// An OpenAI-compatible router for vLLM servers that knows what each has cached and how busy it is.
 ///
-/// Every flag can also be given as WARMROUTE_<FLAG>. A flag wins over the environment.
+/// Every flag can also be given as `WARMROUTE_<FLAG>`. A flag wins over the environment.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "warmroute-router", version, max_term_width = 100)]
 pub struct Args {
