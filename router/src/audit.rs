@@ -108,7 +108,12 @@ impl Rechecks {
                 () = stop.cancelled() => return,
                 question = self.questions.recv() => question,
             };
-            let Some(question) = question else { return };
+            let Some(question) = question else {
+                // The proxy has ended before us: shutdown's first phase. Nobody asks any more, but
+                // to end untold would count as a failure.
+                stop.cancelled().await;
+                return;
+            };
             let due = Instant::from_std(question.recheck.not_before);
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -149,5 +154,43 @@ impl Rechecks {
                 );
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig};
+    use warmroute_proto::{Generation, RouterId, StreamIdentity};
+
+    use super::*;
+    use crate::route::{Core, Knobs, Settings};
+
+    #[tokio::test]
+    async fn rechecks_outlive_the_proxy_until_told_to_end() {
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let core = Core::new(Settings {
+            knobs: Knobs::default(),
+            router: RouterId([1; 16]),
+            incarnation: Generation(1),
+            seed: 1,
+        });
+        let (desk, _outbox) = Desk::new(core, metrics.messages_dropped().clone());
+        let plane = MemoryPlane::new(MemoryPlaneConfig {
+            identity: StreamIdentity {
+                created_unix_ns: 1,
+                nonce: 1,
+            },
+            log_bytes_max: 1 << 20,
+            queue_max: 16,
+        });
+        let index = IndexClient::new(Arc::new(plane), "nobody".to_owned());
+        let (auditor, rechecks) = Auditor::new(desk, Arc::default(), metrics, index);
+        let stop = CancellationToken::new();
+        let mut running = Box::pin(rechecks.run(stop.clone()));
+        drop(auditor);
+        assert!(running.as_mut().now_or_never().is_none(), "ended untold");
+        stop.cancel();
+        running.await;
     }
 }
