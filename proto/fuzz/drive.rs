@@ -1,0 +1,31 @@
+//! What the fuzz target and the replay of its corpus have in common.
+
+use warmroute_proto::codec::{Message, decode, encode};
+use warmroute_proto::load::LoadMessage;
+use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::registry::{GenerationEntry, ResyncRequest, WorkerEntry};
+use warmroute_proto::subject::{decode_name, encode_name};
+use warmroute_proto::{Heartbeat, Record};
+
+/// Any bytes into every decoder: an error, or a message that encodes to the same bytes.
+pub(crate) fn codec(data: &[u8]) {
+    canonical::<Record>(data);
+    canonical::<Heartbeat>(data);
+    canonical::<Query>(data);
+    canonical::<Answer>(data);
+    canonical::<LoadMessage>(data);
+    canonical::<WorkerEntry>(data);
+    canonical::<GenerationEntry>(data);
+    canonical::<ResyncRequest>(data);
+    if let Ok(token) = std::str::from_utf8(data)
+        && let Some(name) = decode_name(token)
+    {
+        assert_eq!(encode_name(&name), token);
+    }
+}
+
+fn canonical<M: Message>(data: &[u8]) {
+    if let Ok(message) = decode::<M>(data) {
+        assert!(encode(&message).is_ok_and(|bytes| bytes == data));
+    }
+}

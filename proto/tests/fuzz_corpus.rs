@@ -1,0 +1,26 @@
+//! Replays the committed fuzz corpus, so that what a fuzzer once found stays found.
+
+use std::path::Path;
+
+#[path = "../fuzz/drive.rs"]
+mod drive;
+
+#[test]
+fn messages() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/codec");
+    let entries = std::fs::read_dir(corpus).unwrap();
+    let mut paths: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    assert!(paths.len() >= 10, "the corpus is missing");
+    for path in paths {
+        let data = std::fs::read(&path).unwrap();
+        drive::codec(&data);
+        // Neighbours of every entry, the way a fuzzer starts: cut short, and with a byte changed.
+        for at in 0..data.len() {
+            drive::codec(&data[..at]);
+            let mut changed = data.clone();
+            changed[at] ^= 0x15;
+            drive::codec(&changed);
+        }
+    }
+}
