@@ -119,10 +119,29 @@ async fn pass(State(app): State<Arc<App>>, request: Request) -> Response {
 }
 
 async fn pass_some(State(app): State<Arc<App>>, request: Request) -> Response {
+    if !may_pass(request.uri().path()) {
+        return unknown(State(app), request).await;
+    }
     if *request.method() == Method::GET || *request.method() == Method::POST {
         return pass(State(app), request).await;
     }
     method(State(app), request).await
+}
+
+/// Routes that change one engine: an operator asks all of them, not whichever is idle.
+const OPERATORS_ROUTES: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
+
+/// May a path under `/v1/` reach an engine as it stands? The client that sends it on resolves `..`,
+/// its escapes and backslashes, and would so get out of `/v1/`: only plain segments pass.
+fn may_pass(path: &str) -> bool {
+    let is_plain = |segment: &str| {
+        let mut bytes = segment.bytes();
+        !segment.is_empty()
+            && !segment.bytes().all(|byte| byte == b'.')
+            && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte))
+    };
+    let path_is_plain = path.split('/').skip(1).all(is_plain);
+    path_is_plain && !OPERATORS_ROUTES.contains(&path)
 }
 
 /// Alive as long as it answers; never depends on anybody else.

@@ -340,6 +340,32 @@ async fn a_long_prompt_without_a_stream_stops_counting_as_prefill_when_it_should
     world.until_quiet().await;
 }
 
+#[test]
+fn only_plain_paths_reach_engines() {
+    for path in [
+        "/v1/embeddings",
+        "/v1/audio/speech",
+        "/v1/responses/resp_1-a.b",
+    ] {
+        assert!(may_pass(path), "{path}");
+    }
+    for path in [
+        "/v1/../reset_prefix_cache",
+        "/v1/./x",
+        "/v1/%2e%2e/debug/fault",
+        "/v1/..%2fmetrics",
+        "/v1/..\\metrics",
+        "/v1//metrics",
+        "/v1/",
+        "/v1/x/",
+        "/v1/a;b",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    ] {
+        assert!(!may_pass(path), "{path}");
+    }
+}
+
 #[tokio::test]
 async fn the_probes_tell_what_is_missing() {
     let world = World::with(&[]).await;
