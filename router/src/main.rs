@@ -22,8 +22,13 @@ fn main() -> ExitCode {
 }
 
 fn start() -> anyhow::Result<()> {
-    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    let unknown = unknown_names(names);
+    let present = std::env::vars_os().map(|(name, value)| {
+        (
+            name.to_string_lossy().into(),
+            value.to_string_lossy().into(),
+        )
+    });
+    let unknown = unknown_names(present);
     anyhow::ensure!(
         unknown.is_empty(),
         "unknown environment variables: {}",

@@ -72,11 +72,13 @@ pub struct Running {
 pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
+    let mut hangup = signal(SignalKind::hangup()).context("listening for SIGHUP")?;
     let running = Running::start(config).await?;
     announce(running.addresses);
     tokio::select! {
         _ = terminate.recv() => tracing::info!("SIGTERM: draining"),
         _ = interrupt.recv() => tracing::info!("SIGINT: draining"),
+        _ = hangup.recv() => tracing::info!("SIGHUP: draining"),
         () = running.failed() => {}
     }
     running.stop().await

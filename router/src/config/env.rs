@@ -30,8 +30,8 @@ const ELSEWHERE: &[&str] = &[
     "WORKER_URL",
 ];
 
-/// The names among `present` that start like ours and that no binary of ours reads.
-pub fn unknown_names(present: impl IntoIterator<Item = String>) -> Vec<String> {
+/// The names among `present` (name, value) that start like ours and that no binary of ours reads.
+pub fn unknown_names(present: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
     let command = Args::command();
     let own: BTreeSet<&str> = command
         .get_arguments()
@@ -39,24 +39,29 @@ pub fn unknown_names(present: impl IntoIterator<Item = String>) -> Vec<String> {
         .collect();
     let mut unknown: Vec<String> = present
         .into_iter()
-        .filter(|name| !own.contains(name.as_str()))
-        .filter(|name| {
+        .filter(|(name, _)| !own.contains(name.as_str()))
+        .filter(|(name, value)| {
             name.strip_prefix(PREFIX)
-                .is_some_and(|rest| !ELSEWHERE.contains(&rest) && !is_service_link(name))
+                .is_some_and(|rest| !ELSEWHERE.contains(&rest) && !is_service_link(name, value))
         })
+        .map(|(name, _)| name)
         .collect();
     unknown.sort();
     unknown
 }
 
 /// Kubernetes tells each pod of each service `<S>_SERVICE_HOST`, `<S>_SERVICE_PORT[_<NAME>]`,
-/// `<S>_PORT` and `<S>_PORT_<N>_<TCP|UDP|SCTP>[_<PROTO|PORT|ADDR>]`.
-fn is_service_link(name: &str) -> bool {
-    if name.ends_with("_SERVICE_HOST")
-        || name.ends_with("_SERVICE_PORT")
-        || name.contains("_SERVICE_PORT_")
-        || name.ends_with("_PORT")
-    {
+/// `<S>_PORT` and `<S>_PORT_<N>_<TCP|UDP|SCTP>[_<PROTO|PORT|ADDR>]`. A misspelt port of ours looks
+/// like the fourth, but for its value: theirs is a URL.
+fn is_service_link(name: &str, value: &str) -> bool {
+    let is_number = || value.parse::<u16>().is_ok();
+    if name.ends_with("_SERVICE_HOST") {
+        return true;
+    }
+    if name.ends_with("_SERVICE_PORT") || name.contains("_SERVICE_PORT_") {
+        return is_number();
+    }
+    if name.ends_with("_PORT") && value.contains("://") {
         return true;
     }
     name.match_indices("_PORT_").any(|(at, marker)| {

@@ -127,21 +127,27 @@ fn port_0_twice_is_no_clash() {
 
 #[test]
 fn unknown_names_of_the_environment_are_found() {
-    let names = [
-        "PATH",
-        "WARMROUTE_PORT",
-        "WARMROUTE_ROUTER_TEMPERATUR",
-        "WARMROUTE_WORKER_ID",
-        "WARMROUTE_ROUTER_SERVICE_HOST",
-        "WARMROUTE_ROUTER_SERVICE_PORT_HTTP",
-        "WARMROUTE_ROUTER_PORT",
-        "WARMROUTE_ROUTER_PORT_8080_TCP",
-        "WARMROUTE_ROUTER_PORT_8080_TCP_ADDR",
-        "WARMROUTE_BLOCKSIZE",
+    let link = "tcp://10.0.0.1:8080";
+    let present = [
+        ("PATH", "/bin"),
+        ("WARMROUTE_PORT", link),
+        ("WARMROUTE_ROUTER_TEMPERATUR", "1"),
+        ("WARMROUTE_WORKER_ID", "w"),
+        ("WARMROUTE_ROUTER_SERVICE_HOST", "10.0.0.1"),
+        ("WARMROUTE_ROUTER_SERVICE_PORT_HTTP", "8080"),
+        ("WARMROUTE_ROUTER_PORT", link),
+        ("WARMROUTE_ROUTER_PORT_8080_TCP", link),
+        ("WARMROUTE_ROUTER_PORT_8080_TCP_ADDR", "10.0.0.1"),
+        ("WARMROUTE_BLOCKSIZE", "16"),
+        ("WARMROUTE_ADMN_PORT", "29001"),
     ];
     assert_eq!(
-        unknown_names(names.map(str::to_owned)),
-        ["WARMROUTE_BLOCKSIZE", "WARMROUTE_ROUTER_TEMPERATUR"]
+        unknown_names(present.map(|(name, value)| (name.to_owned(), value.to_owned()))),
+        [
+            "WARMROUTE_ADMN_PORT",
+            "WARMROUTE_BLOCKSIZE",
+            "WARMROUTE_ROUTER_TEMPERATUR"
+        ]
     );
 }
 
