@@ -27,7 +27,8 @@ struct Fault {
     health: Option<u16>,
 }
 
-/// Per rank what is held as of the last published batch. Hashes are text: they need 64 bits.
+/// Per rank what is held, between two steps: as of the last published batch, but for a reset, which
+/// the engine tells with its next one. Hashes are text: they need 64 bits.
 pub(super) async fn blocks(State(server): State<Arc<Server>>) -> Result<Json<Value>, Error> {
     let mut ranks = Vec::new();
     for rank in &server.ranks {

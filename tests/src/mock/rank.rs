@@ -203,7 +203,7 @@ impl Rank {
         (state.counters, state.clients.len())
     }
 
-    /// Between two steps, so that what is held is what was published.
+    /// Between two steps, so that what is held is what was published, but for a reset.
     pub(super) async fn snapshot(&self) -> Option<Snapshot> {
         let answer = {
             let mut state = self.lock();
