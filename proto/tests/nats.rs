@@ -121,7 +121,8 @@ async fn up(plane: &NatsPlane) {
     timeout(SOON, up).await.expect("in time").unwrap();
 }
 
-/// Reads the numbers of a tail, without repetitions, until this one.
+/// Reads the numbers of a tail until this one, by the sequencing rule: what came before is dropped, and
+/// so is what is ahead. A window that was cut off in front comes again from where it was cut.
 async fn numbers_until(tail: &mut LogTail, last: u64) -> Vec<u64> {
     let mut numbers: Vec<u64> = Vec::new();
     let mut position = LogPosition(0);
@@ -132,7 +133,7 @@ async fn numbers_until(tail: &mut LogTail, last: u64) -> Vec<u64> {
             position = message.position;
             let number = std::str::from_utf8(&message.payload).unwrap();
             let number = number.parse().unwrap();
-            if numbers.last().is_none_or(|last| number > *last) {
+            if numbers.last().is_none_or(|last| number == last + 1) {
                 numbers.push(number);
             }
         }
