@@ -9,6 +9,7 @@
 //! is the router's.
 #![forbid(unsafe_code)]
 
+pub mod args;
 pub mod fold;
 pub mod http;
 mod metrics;

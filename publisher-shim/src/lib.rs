@@ -9,6 +9,7 @@
 //! Engine hashes and tokens end here: nothing behind the shim sees them.
 #![forbid(unsafe_code)]
 
+pub mod args;
 mod config;
 mod engine;
 mod feed;

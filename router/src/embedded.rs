@@ -6,13 +6,13 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use uuid::Uuid;
 use warmroute_indexer::IndexerConfig;
+use warmroute_process::tasks::Tasks;
 use warmroute_proto::StreamIdentity;
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_shim::ShimConfig;
 
 use crate::clock::unix_time;
 use crate::config::{Config, WorkerSpec};
-use crate::tasks::Tasks;
 
 /// What a reader may lag behind. The indexer beside it lags by milliseconds.
 const LOG_BYTES_MAX: usize = 64 << 20;

@@ -28,7 +28,5 @@ mod register;
 pub mod route;
 pub mod run;
 pub mod sim;
-mod tasks;
-pub mod telemetry;
 pub mod tokenize;
 mod workers;

@@ -276,8 +276,8 @@ impl Metrics {
             .inc();
     }
 
-    pub(crate) fn task_failed(&self) {
-        self.traffic.tasks_failed.inc();
+    pub(crate) fn tasks_failed(&self) -> &IntCounter {
+        &self.traffic.tasks_failed
     }
 
     pub(crate) fn messages_dropped(&self) -> &IntCounter {

@@ -9,13 +9,15 @@ use std::thread::available_parallelism;
 
 use anyhow::Context as _;
 use axum::Router;
-use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
+use warmroute_process::listen::bind;
+use warmroute_process::server::{Server, Shutdown};
+use warmroute_process::signals::Signals;
+use warmroute_process::tasks::Tasks;
 use warmroute_proto::bus::Plane;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
@@ -29,12 +31,10 @@ use crate::fleet::Fleet;
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
-use crate::proxy::server::{Server, Shutdown};
 use crate::proxy::{self, App, Budget};
 use crate::ready::Ready;
 use crate::register::Registrar;
 use crate::route::{Core, Settings};
-use crate::tasks::Tasks;
 use crate::tokenize::Tokenizer;
 use crate::workers;
 
@@ -70,15 +70,11 @@ pub struct Running {
 
 /// Runs until a signal comes or a task fails.
 pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
-    let mut hangup = signal(SignalKind::hangup()).context("listening for SIGHUP")?;
+    let mut signals = Signals::listen().context("listening for signals")?;
     let running = Running::start(config).await?;
     announce(running.addresses);
     tokio::select! {
-        _ = terminate.recv() => tracing::info!("SIGTERM: draining"),
-        _ = interrupt.recv() => tracing::info!("SIGINT: draining"),
-        _ = hangup.recv() => tracing::info!("SIGHUP: draining"),
+        signal = signals.received() => tracing::info!(signal, "draining"),
         () = running.failed() => {}
     }
     running.stop().await
@@ -95,7 +91,7 @@ impl Running {
         };
         let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
         let tokenizer = load_tokenizer(&config).await?;
-        let tasks = Tasks::new(Arc::clone(&metrics));
+        let tasks = Tasks::new(metrics.tasks_failed().clone());
         let client = client(&config.limits).context("setting up the HTTP client")?;
         let embedded = Embedded::start(&config, &tasks)?;
         let shutdown = Shutdown::default();
@@ -338,12 +334,6 @@ async fn tick(desk: Arc<Desk>, stop: CancellationToken) {
             now = ticks.tick() => desk.core().tick(now.into_std()),
         }
     }
-}
-
-async fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address)
-        .await
-        .with_context(|| format!("listening on {address}"))
 }
 
 async fn load_tokenizer(config: &Config) -> anyhow::Result<Option<Arc<Tokenizer>>> {

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{Args as Group, Parser};
+use warmroute_process::args::{LogArgs, NatsArgs};
+use warmroute_process::listen::port;
 
 use super::worker::WorkerSpec;
 use crate::route::Policy;
@@ -17,6 +19,9 @@ pub struct Args {
     pub listen: ListenArgs,
     #[command(flatten)]
     pub fleet: FleetArgs,
+    /// Without a URL everything runs inside this process.
+    #[command(flatten)]
+    pub nats: NatsArgs,
     #[command(flatten)]
     pub choice: ChoiceArgs,
     #[command(flatten)]
@@ -32,14 +37,18 @@ pub struct ListenArgs {
     #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
     pub host: String,
     /// TCP port for clients; 0 lets the system choose.
-    #[arg(long, env = "WARMROUTE_PORT", default_value = "8080", value_parser = public_port)]
+    #[arg(
+        long, env = "WARMROUTE_PORT", default_value = "8080",
+        value_parser = |text: &str| port(text, PUBLIC_PORT)
+    )]
     pub port: u16,
     /// Address of the admin port. It shows routing decisions: open it to those who may see them.
     #[arg(long, env = "WARMROUTE_ADMIN_HOST", default_value = "127.0.0.1")]
     pub admin_host: String,
     /// TCP port for metrics, workers, slots and digests; 0 lets the system choose.
     #[arg(
-        long, env = "WARMROUTE_ADMIN_PORT", default_value = "29000", value_parser = admin_port
+        long, env = "WARMROUTE_ADMIN_PORT", default_value = "29000",
+        value_parser = |text: &str| port(text, ADMIN_PORT)
     )]
     pub admin_port: u16,
 }
@@ -47,12 +56,6 @@ pub struct ListenArgs {
 #[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Fleet")]
 pub struct FleetArgs {
-    /// NATS server of a distributed plane. Without it everything runs inside this process.
-    #[arg(long, env = "WARMROUTE_NATS_URL", value_name = "URL")]
-    pub nats_url: Option<String>,
-    /// Keeps fleets apart; also the first part of every metric's worker scope.
-    #[arg(long, env = "WARMROUTE_NAMESPACE", default_value = "default")]
-    pub namespace: String,
     /// A vLLM server: URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]. Repeatable; in
     /// the environment separated by spaces or `;`. Endpoints left out are asked of the engine.
     #[arg(long = "worker", env = "WARMROUTE_WORKER", value_name = "SPEC")]
@@ -94,23 +97,14 @@ pub struct ChoiceArgs {
         allow_negative_numbers = true
     )]
     pub router_temperature: f64,
-    /// What a block in CPU memory is worth against one on the GPU, 0 to 1. Lower where loading it
-    /// is slow.
+    /// What a cached block is worth that is not on the GPU, against one that is: 0 to 1. Lower where
+    /// loading it is slow.
     #[arg(
         long,
-        env = "WARMROUTE_CPU_OVERLAP_CREDIT",
-        default_value_t = 0.8,
-        allow_negative_numbers = true
+        env = "WARMROUTE_TIER_CREDITS",
+        default_value = "cpu=0.8,disk=0.3"
     )]
-    pub cpu_overlap_credit: f64,
-    /// What a block on disk is worth against one on the GPU, 0 to 1.
-    #[arg(
-        long,
-        env = "WARMROUTE_DISK_OVERLAP_CREDIT",
-        default_value_t = 0.3,
-        allow_negative_numbers = true
-    )]
-    pub disk_overlap_credit: f64,
+    pub tier_credits: TierCredits,
     /// Requests on one rank at once; when all ranks are full, 429. Unbounded where it is not given:
     /// engines queue.
     #[arg(long, env = "WARMROUTE_MAX_ACTIVE_REQUESTS", value_name = "REQUESTS")]
@@ -137,22 +131,6 @@ pub struct LimitArgs {
     pub drain_timeout_secs: u64,
 }
 
-#[derive(Clone, Debug, Group)]
-#[command(next_help_heading = "Logs")]
-pub struct LogArgs {
-    /// Log filter: a level, or `target=level` pairs. `debug` shows every decision.
-    #[arg(
-        long,
-        env = "WARMROUTE_LOG",
-        default_value = "info",
-        value_name = "FILTER"
-    )]
-    pub log: String,
-    /// Logs as JSON lines, for collectors.
-    #[arg(long, env = "WARMROUTE_LOG_JSON")]
-    pub log_json: bool,
-}
-
 /// One `--worker` flag, or the whole of `WARMROUTE_WORKER`: one or more workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerList(pub Vec<WorkerSpec>);
@@ -169,22 +147,41 @@ impl std::str::FromStr for WorkerList {
     }
 }
 
+/// What `--tier-credits` says: `cpu=` and `disk=`, each between 0 and 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TierCredits {
+    pub cpu: f64,
+    pub disk: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not cpu=C or disk=D with a number from 0 to 1, each at most once")]
+pub struct TierCreditsError(String);
+
+impl std::str::FromStr for TierCredits {
+    type Err = TierCreditsError;
+
+    fn from_str(spec: &str) -> Result<Self, TierCreditsError> {
+        let (mut cpu, mut disk) = (None, None);
+        for part in spec.split(',') {
+            let wrong = || TierCreditsError(part.to_owned());
+            let (tier, credit) = part.split_once('=').ok_or_else(wrong)?;
+            let credit: f64 = credit.parse().map_err(|_| wrong())?;
+            let slot = match tier {
+                "cpu" => &mut cpu,
+                "disk" => &mut disk,
+                _ => return Err(wrong()),
+            };
+            if !(0.0..=1.0).contains(&credit) || slot.replace(credit).is_some() {
+                return Err(wrong());
+            }
+        }
+        Ok(Self {
+            cpu: cpu.unwrap_or(0.8),
+            disk: disk.unwrap_or(0.3),
+        })
+    }
+}
+
 const PUBLIC_PORT: u16 = 8080;
 const ADMIN_PORT: u16 = 29000;
-
-fn public_port(text: &str) -> Result<u16, std::num::ParseIntError> {
-    port(text, PUBLIC_PORT)
-}
-
-fn admin_port(text: &str) -> Result<u16, std::num::ParseIntError> {
-    port(text, ADMIN_PORT)
-}
-
-/// Kubernetes sets `WARMROUTE_PORT=tcp://…` beside a service of the name `warmroute`. That is not
-/// meant for us, so the default holds.
-fn port(text: &str, default: u16) -> Result<u16, std::num::ParseIntError> {
-    if text.starts_with("tcp://") || text.starts_with("udp://") {
-        return Ok(default);
-    }
-    text.parse()
-}

@@ -4,7 +4,6 @@
 //! reads the environment. What cannot work refuses to start and says why.
 
 mod args;
-mod env;
 mod worker;
 
 #[cfg(test)]
@@ -15,12 +14,14 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use warmroute_process::args::{LogFilterError, NatsArgs};
+use warmroute_process::listen::{HostError, address};
+use warmroute_process::logs::Logs;
 use warmroute_proto::{BlockSize, Namespace, Tiers, WorkerId};
 
 use crate::route::Knobs;
 
 pub use args::Args;
-pub use env::unknown_names;
 pub use worker::{SpecError, WorkerSpec};
 
 /// A valid configuration.
@@ -29,6 +30,8 @@ pub struct Config {
     pub public: SocketAddr,
     pub admin: SocketAddr,
     pub namespace: Namespace,
+    /// None: embedded.
+    pub nats: Option<NatsArgs>,
     pub workers: Vec<WorkerSpec>,
     pub tokenizer: Option<PathBuf>,
     /// What the operator asserts; otherwise the engines say it.
@@ -49,18 +52,16 @@ pub struct Limits {
     pub drain_timeout: Duration,
 }
 
-#[derive(Clone, Debug)]
-pub struct Logs {
-    pub filter: String,
-    pub json: bool,
-}
-
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    #[error("--nats-url: the distributed plane is not built in yet; leave it out to run embedded")]
-    Distributed,
-    #[error("--{flag} {value:?} is no IP address or localhost")]
-    Host { flag: &'static str, value: String },
+    #[error(
+        "--worker and --nats-url exclude each other: with NATS each worker's shim registers it"
+    )]
+    WorkersTwice,
+    #[error("--init, --nats-creds and --nats-tls say nothing without --nats-url")]
+    NoNats,
+    #[error(transparent)]
+    Host(#[from] HostError),
     #[error("--port and --admin-port are both {0} on the same address")]
     PortClash(u16),
     #[error("--namespace is empty")]
@@ -73,8 +74,6 @@ pub enum ConfigError {
     DuplicateEndpoint(String),
     #[error("--{flag} {value} is not a finite number of at least 0")]
     Negative { flag: &'static str, value: f64 },
-    #[error("--{flag} {value} is not between 0 and 1")]
-    Credit { flag: &'static str, value: f64 },
     #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
     BlockSize(u32),
     #[error("--tokenizer {0:?} does not exist")]
@@ -88,8 +87,8 @@ pub enum ConfigError {
     },
     #[error("--max-buffered-bytes {buffered} is less than --max-body-bytes {body}")]
     Buffered { buffered: u64, body: u64 },
-    #[error("--log {0:?} is no log filter")]
-    LogFilter(String),
+    #[error(transparent)]
+    LogFilter(#[from] LogFilterError),
 }
 
 /// Hybrid models have blocks of a few thousand tokens; beyond this it is a typing error.
@@ -102,30 +101,34 @@ impl TryFrom<Args> for Config {
         let Args {
             listen,
             fleet,
+            nats,
             choice,
             limits,
             logs,
         } = args;
-        if fleet.nats_url.is_some() {
-            return Err(ConfigError::Distributed);
-        }
         let public = address("host", &listen.host, listen.port)?;
         let admin = address("admin-host", &listen.admin_host, listen.admin_port)?;
         if clash(public, admin) {
             return Err(ConfigError::PortClash(public.port()));
         }
-        if fleet.namespace.is_empty() {
-            return Err(ConfigError::EmptyNamespace);
-        }
+        let namespace = nats.namespace().ok_or(ConfigError::EmptyNamespace)?;
         let workers: Vec<WorkerSpec> = fleet.workers.into_iter().flat_map(|list| list.0).collect();
         distinct(&workers)?;
+        let says_nats = nats.init || nats.nats_creds.is_some() || nats.nats_tls.is_some();
+        let nats = match (nats.nats_url.is_some(), says_nats) {
+            (true, _) if !workers.is_empty() => return Err(ConfigError::WorkersTwice),
+            (true, _) => Some(nats),
+            (false, true) => return Err(ConfigError::NoNats),
+            (false, false) => None,
+        };
         if let Some(path) = fleet.tokenizer.as_ref().filter(|path| !path.exists()) {
             return Err(ConfigError::Tokenizer(path.clone()));
         }
         Ok(Self {
             public,
             admin,
-            namespace: Namespace::from(fleet.namespace),
+            namespace,
+            nats,
             workers,
             tokenizer: fleet.tokenizer,
             block_size: fleet.block_size.map(block_size).transpose()?,
@@ -152,8 +155,8 @@ fn knobs(args: args::ChoiceArgs) -> Result<Knobs, ConfigError> {
         temperature: weight("router-temperature", args.router_temperature)?,
         tier_weights: Tiers {
             gpu: 1.0,
-            cpu: credit("cpu-overlap-credit", args.cpu_overlap_credit)?,
-            disk: credit("disk-overlap-credit", args.disk_overlap_credit)?,
+            cpu: args.tier_credits.cpu,
+            disk: args.tier_credits.disk,
         },
         active_max: args.max_active_requests,
     })
@@ -178,33 +181,6 @@ impl TryFrom<args::LimitArgs> for Limits {
             drain_timeout: Duration::from_secs(drain),
         })
     }
-}
-
-impl TryFrom<args::LogArgs> for Logs {
-    type Error = ConfigError;
-
-    fn try_from(args: args::LogArgs) -> Result<Self, ConfigError> {
-        match tracing_subscriber::EnvFilter::try_new(&args.log) {
-            Ok(_) => Ok(Self {
-                filter: args.log,
-                json: args.log_json,
-            }),
-            Err(_) => Err(ConfigError::LogFilter(args.log)),
-        }
-    }
-}
-
-fn address(flag: &'static str, host: &str, port: u16) -> Result<SocketAddr, ConfigError> {
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let ip = match bare {
-        "localhost" => Ok(IpAddr::from([127, 0, 0, 1])),
-        bare => bare.parse(),
-    };
-    ip.map(|ip| SocketAddr::new(ip, port))
-        .map_err(|_| ConfigError::Host {
-            flag,
-            value: host.to_owned(),
-        })
 }
 
 /// Would the second socket find the first one on its port?
@@ -246,13 +222,6 @@ fn weight(flag: &'static str, value: f64) -> Result<f64, ConfigError> {
         return Ok(value);
     }
     Err(ConfigError::Negative { flag, value })
-}
-
-fn credit(flag: &'static str, value: f64) -> Result<f64, ConfigError> {
-    if (0.0..=1.0).contains(&value) {
-        return Ok(value);
-    }
-    Err(ConfigError::Credit { flag, value })
 }
 
 const fn range(flag: &'static str, value: u64, min: u64, max: u64) -> Result<u64, ConfigError> {

@@ -1,6 +1,4 @@
-use std::path::Path;
-
-use clap::{CommandFactory as _, Parser as _};
+use clap::Parser as _;
 
 use super::*;
 
@@ -38,7 +36,11 @@ fn workers_come_repeated_or_in_one_list() {
 #[test]
 fn what_cannot_work_refuses_to_start_and_names_the_flag() {
     for (flags, names) in [
-        (&["--nats-url", "nats://h:4222"][..], "not built in yet"),
+        (
+            &["--nats-url", "nats://h:4222", "--worker", "http://a:1"][..],
+            "exclude each other",
+        ),
+        (&["--init"], "without --nats-url"),
         (
             &["--overlap-score-weight", "-1"],
             "--overlap-score-weight -1",
@@ -48,8 +50,6 @@ fn what_cannot_work_refuses_to_start_and_names_the_flag() {
             "--overlap-score-weight inf",
         ),
         (&["--router-temperature", "NaN"], "--router-temperature NaN"),
-        (&["--cpu-overlap-credit", "1.5"], "--cpu-overlap-credit 1.5"),
-        (&["--disk-overlap-credit", "nan"], "--disk-overlap-credit"),
         (&["--port", "9", "--admin-port", "9"], "are both 9"),
         (&["--host", "no.such"], "--host"),
         (&["--namespace", ""], "--namespace"),
@@ -101,6 +101,10 @@ fn malformed_workers_and_numbers_are_refused_by_the_parser() {
         ["--worker", "http://h:1,ranks=0"],
         ["--port", "70000"],
         ["--policy", "magic"],
+        ["--tier-credits", "cpu=1.5"],
+        ["--tier-credits", "cpu=0.5,cpu=0.5"],
+        ["--tier-credits", "disk=nan"],
+        ["--tier-credits", "gpu=1"],
     ] {
         let all = std::iter::once("warmroute-router").chain(flags);
         assert!(Args::try_parse_from(all).is_err(), "{flags:?}");
@@ -121,85 +125,13 @@ fn a_service_link_in_place_of_a_port_leaves_the_default() {
 }
 
 #[test]
+fn a_tier_that_is_not_named_keeps_its_credit() {
+    let config = config(&["--tier-credits", "disk=0.1"]).unwrap();
+    assert_eq!(config.knobs.tier_weights.cpu, 0.8);
+    assert_eq!(config.knobs.tier_weights.disk, 0.1);
+}
+
+#[test]
 fn port_0_twice_is_no_clash() {
     assert!(config(&["--port", "0", "--admin-port", "0"]).is_ok());
-}
-
-#[test]
-fn unknown_names_of_the_environment_are_found() {
-    let link = "tcp://10.0.0.1:8080";
-    let present = [
-        ("PATH", "/bin"),
-        ("WARMROUTE_PORT", link),
-        ("WARMROUTE_ROUTER_TEMPERATUR", "1"),
-        ("WARMROUTE_WORKER_ID", "w"),
-        ("WARMROUTE_ROUTER_SERVICE_HOST", "10.0.0.1"),
-        ("WARMROUTE_ROUTER_SERVICE_PORT_HTTP", "8080"),
-        ("WARMROUTE_ROUTER_PORT", link),
-        ("WARMROUTE_ROUTER_PORT_8080_TCP", link),
-        ("WARMROUTE_ROUTER_PORT_8080_TCP_ADDR", "10.0.0.1"),
-        ("WARMROUTE_BLOCKSIZE", "16"),
-        ("WARMROUTE_ADMN_PORT", "29001"),
-    ];
-    assert_eq!(
-        unknown_names(present.map(|(name, value)| (name.to_owned(), value.to_owned()))),
-        [
-            "WARMROUTE_ADMN_PORT",
-            "WARMROUTE_BLOCKSIZE",
-            "WARMROUTE_ROUTER_TEMPERATUR"
-        ]
-    );
-}
-
-#[test]
-fn every_flag_has_its_environment_name_and_a_reason() {
-    let command = Args::command();
-    let mut flags = 0;
-    for flag in command.get_arguments() {
-        let Some(long) = flag.get_long() else {
-            continue;
-        };
-        flags += 1;
-        let expected = format!("WARMROUTE_{}", long.replace('-', "_").to_uppercase());
-        let env = flag.get_env().and_then(|name| name.to_str());
-        assert_eq!(env, Some(expected.as_str()), "--{long}");
-        assert!(flag.get_help().is_some(), "--{long} has no help");
-    }
-    assert!(flags <= 25, "{flags} flags");
-}
-
-/// `docs/CONFIGURATION.md` has exactly one row a flag, with its environment name and default.
-#[test]
-fn the_documented_table_is_the_real_one() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/CONFIGURATION.md");
-    let text = std::fs::read_to_string(path).unwrap();
-    let section = text
-        .split("\n## ")
-        .find(|section| section.starts_with("warmroute-router"))
-        .unwrap();
-    let mut documented: Vec<String> = section
-        .lines()
-        .filter(|line| line.starts_with("| `--"))
-        .map(|line| {
-            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
-            format!("{} {} {}", cells[1], cells[2], cells[3])
-        })
-        .collect();
-    let command = Args::command();
-    let mut real: Vec<String> = command
-        .get_arguments()
-        .filter_map(|flag| {
-            let long = flag.get_long()?;
-            let env = flag.get_env()?.to_str()?;
-            let default = flag.get_default_values().first();
-            let default = default.map_or_else(
-                || "–".to_owned(),
-                |value| format!("`{}`", value.to_string_lossy()),
-            );
-            Some(format!("`--{long}` `{env}` {default}"))
-        })
-        .collect();
-    documented.sort();
-    real.sort();
-    assert_eq!(documented, real);
 }

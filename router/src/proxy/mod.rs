@@ -13,7 +13,6 @@ mod models;
 mod passthrough;
 mod plan;
 mod respond;
-pub(crate) mod server;
 mod stream;
 
 #[cfg(test)]

@@ -14,11 +14,11 @@ use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
+use warmroute_process::server::{Server, Shutdown};
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, StreamIdentity};
 
-use super::super::server::{Server, Shutdown};
 use super::*;
 use crate::health::Sight;
 use crate::route::{Core, Counts, Knobs, Settings, SourceLoad};

@@ -31,7 +31,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// How a server ends: first nothing new, then nothing at all.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Shutdown {
+pub struct Shutdown {
     /// Accept nothing, finish what is open.
     pub stop: CancellationToken,
     /// Cut what is open.
@@ -39,7 +39,7 @@ pub(crate) struct Shutdown {
 }
 
 /// One listening socket and what it serves.
-pub(crate) struct Server {
+pub struct Server {
     pub listener: TcpListener,
     pub router: Router,
     pub connections_max: usize,
@@ -48,7 +48,7 @@ pub(crate) struct Server {
 
 impl Server {
     /// Serves until `shutdown.stop`. Connections live on in `tasks`.
-    pub(crate) async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
+    pub async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
         let permits = Arc::new(Semaphore::new(self.connections_max));
         loop {
             let accepted = tokio::select! {

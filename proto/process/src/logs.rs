@@ -5,10 +5,16 @@ use std::io::IsTerminal as _;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt;
 
-use crate::config::Logs;
+/// What an operator wants of the logs.
+#[derive(Clone, Debug)]
+pub struct Logs {
+    /// Checked: it parses.
+    pub filter: String,
+    pub json: bool,
+}
 
 #[derive(Debug, thiserror::Error)]
-pub enum TelemetryError {
+pub enum LogsError {
     #[error("the log filter does not parse")]
     Filter(#[from] tracing_subscriber::filter::ParseError),
     #[error("a logger is installed already: {0}")]
@@ -16,7 +22,7 @@ pub enum TelemetryError {
 }
 
 /// Installs the process's logger. Once.
-pub fn install(logs: &Logs) -> Result<(), TelemetryError> {
+pub fn install(logs: &Logs) -> Result<(), LogsError> {
     let builder = fmt()
         .with_env_filter(EnvFilter::try_new(&logs.filter)?)
         .with_ansi(std::io::stderr().is_terminal())
@@ -26,5 +32,5 @@ pub fn install(logs: &Logs) -> Result<(), TelemetryError> {
     } else {
         builder.try_init()
     };
-    installed.map_err(|error| TelemetryError::Installed(error.to_string()))
+    installed.map_err(|error| LogsError::Installed(error.to_string()))
 }

@@ -2,18 +2,16 @@
 //! half a router looks healthy and is not.
 
 use std::future::Future;
-use std::sync::Arc;
 
+use prometheus::IntCounter;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::metrics::Metrics;
-
 /// The process's tasks.
 #[derive(Clone)]
-pub(crate) struct Tasks {
+pub struct Tasks {
     tracker: TaskTracker,
-    metrics: Arc<Metrics>,
+    failures: IntCounter,
     /// Tells the tasks to end.
     pub stop: CancellationToken,
     /// A task ended without being told.
@@ -21,20 +19,16 @@ pub(crate) struct Tasks {
 }
 
 impl Tasks {
-    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+    pub fn new(failures: IntCounter) -> Self {
         Self {
             tracker: TaskTracker::new(),
-            metrics,
+            failures,
             stop: CancellationToken::new(),
             down: CancellationToken::new(),
         }
     }
 
-    pub(crate) fn spawn(
-        &self,
-        name: &'static str,
-        task: impl Future<Output = ()> + Send + 'static,
-    ) {
+    pub fn spawn(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         let watched = Watched {
             name,
             tasks: self.clone(),
@@ -47,7 +41,7 @@ impl Tasks {
     }
 
     /// Tells all to end, and waits until they did.
-    pub(crate) async fn end(&self) {
+    pub async fn end(&self) {
         self.stop.cancel();
         self.tracker.close();
         self.tracker.wait().await;
@@ -63,7 +57,7 @@ impl Drop for Watched {
     fn drop(&mut self) {
         if !self.tasks.stop.is_cancelled() {
             tracing::error!(task = self.name, "a task ended early");
-            self.tasks.metrics.task_failed();
+            self.tasks.failures.inc();
             self.tasks.down.cancel();
         }
     }
@@ -73,16 +67,20 @@ impl Drop for Watched {
 mod tests {
     use super::*;
 
+    fn tasks() -> Tasks {
+        Tasks::new(IntCounter::new("failures", "Tasks that ended early").unwrap())
+    }
+
     #[tokio::test]
     async fn an_early_end_takes_the_process_down() {
-        let tasks = Tasks::new(Arc::new(Metrics::new().unwrap()));
+        let tasks = tasks();
         tasks.spawn("short", async {});
         tasks.down.cancelled().await;
     }
 
     #[tokio::test]
     async fn an_end_that_was_told_does_not() {
-        let tasks = Tasks::new(Arc::new(Metrics::new().unwrap()));
+        let tasks = tasks();
         let stop = tasks.stop.clone();
         tasks.spawn("obedient", async move { stop.cancelled().await });
         tasks.end().await;

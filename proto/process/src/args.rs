@@ -1,0 +1,168 @@
+//! Flags that several binaries share.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::Args;
+use tracing_subscriber::EnvFilter;
+use warmroute_proto::Namespace;
+
+use crate::logs::Logs;
+use crate::nats;
+
+/// Where the plane is.
+#[derive(Clone, Args)]
+#[command(next_help_heading = "NATS")]
+pub struct NatsArgs {
+    /// NATS servers, separated by commas: nats://[USER:PASSWORD@]HOST:4222, or tls:// for TLS.
+    #[arg(long, env = "WARMROUTE_NATS_URL", value_name = "URL")]
+    pub nats_url: Option<String>,
+    /// Keeps fleets apart: part of every subject and of every stream's name.
+    #[arg(long, env = "WARMROUTE_NAMESPACE", default_value = "default")]
+    pub namespace: String,
+    /// File with what lets us in: a .creds file, an nkey seed, `USER:PASSWORD` or a token. Keeps
+    /// secrets out of URLs and process lists.
+    #[arg(long, env = "WARMROUTE_NATS_CREDS", value_name = "FILE")]
+    pub nats_creds: Option<PathBuf>,
+    /// TLS: ca=FILE[,cert=FILE,key=FILE] in PEM, where the system's authorities do not do.
+    #[arg(long, env = "WARMROUTE_NATS_TLS", value_name = "SPEC")]
+    pub nats_tls: Option<TlsSpec>,
+    /// Create the streams and buckets that are missing. For tries; in production run
+    /// `warmroute-indexer init` once.
+    #[arg(long, env = "WARMROUTE_INIT")]
+    pub init: bool,
+}
+
+/// Secrets stay out of logs.
+impl fmt::Debug for NatsArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NatsArgs")
+            .field("nats_url", &self.nats_url.as_deref().map(nats::shown))
+            .field("namespace", &self.namespace)
+            .field("nats_creds", &self.nats_creds)
+            .field("nats_tls", &self.nats_tls)
+            .field("init", &self.init)
+            .finish()
+    }
+}
+
+impl NatsArgs {
+    /// The namespace; none if it is empty.
+    #[must_use]
+    pub fn namespace(&self) -> Option<Namespace> {
+        (!self.namespace.is_empty()).then(|| Namespace::from(self.namespace.as_str()))
+    }
+}
+
+/// What `--nats-tls` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsSpec {
+    pub authority: Option<PathBuf>,
+    /// Certificate and key.
+    pub identity: Option<(PathBuf, PathBuf)>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TlsSpecError {
+    #[error("{0:?} is not ca=FILE, cert=FILE or key=FILE")]
+    Part(String),
+    #[error("{0}= is given twice")]
+    Twice(&'static str),
+    #[error("cert= and key= belong together")]
+    Half,
+    #[error("nothing is given")]
+    Empty,
+}
+
+impl FromStr for TlsSpec {
+    type Err = TlsSpecError;
+
+    fn from_str(spec: &str) -> Result<Self, TlsSpecError> {
+        let (mut authority, mut certificate, mut key) = (None, None, None);
+        for part in spec.split(',').filter(|part| !part.is_empty()) {
+            let wrong = || TlsSpecError::Part(part.to_owned());
+            let (name, file) = part.split_once('=').ok_or_else(wrong)?;
+            let (slot, name) = match name {
+                "ca" => (&mut authority, "ca"),
+                "cert" => (&mut certificate, "cert"),
+                "key" => (&mut key, "key"),
+                _ => return Err(wrong()),
+            };
+            if file.is_empty() {
+                return Err(wrong());
+            }
+            if slot.replace(PathBuf::from(file)).is_some() {
+                return Err(TlsSpecError::Twice(name));
+            }
+        }
+        let identity = match (certificate, key) {
+            (Some(certificate), Some(key)) => Some((certificate, key)),
+            (None, None) => None,
+            (Some(_), None) | (None, Some(_)) => return Err(TlsSpecError::Half),
+        };
+        if authority.is_none() && identity.is_none() {
+            return Err(TlsSpecError::Empty);
+        }
+        Ok(Self {
+            authority,
+            identity,
+        })
+    }
+}
+
+/// What is logged, and how.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Logs")]
+pub struct LogArgs {
+    /// Log filter: a level, or `target=level` pairs. `debug` shows every decision.
+    #[arg(
+        long,
+        env = "WARMROUTE_LOG",
+        default_value = "info",
+        value_name = "FILTER"
+    )]
+    pub log: String,
+    /// Logs as JSON lines, for collectors.
+    #[arg(long, env = "WARMROUTE_LOG_JSON")]
+    pub log_json: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("--log {0:?} is no log filter")]
+pub struct LogFilterError(String);
+
+impl TryFrom<LogArgs> for Logs {
+    type Error = LogFilterError;
+
+    fn try_from(args: LogArgs) -> Result<Self, LogFilterError> {
+        match EnvFilter::try_new(&args.log) {
+            Ok(_) => Ok(Self {
+                filter: args.log,
+                json: args.log_json,
+            }),
+            Err(_) => Err(LogFilterError(args.log)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tls_is_an_authority_or_an_identity_or_both() {
+        let both: TlsSpec = "ca=a.pem,cert=c.pem,key=k.pem".parse().unwrap();
+        assert_eq!(both.authority, Some("a.pem".into()));
+        assert_eq!(both.identity, Some(("c.pem".into(), "k.pem".into())));
+        for (spec, error) in [
+            ("", TlsSpecError::Empty),
+            ("cert=c.pem", TlsSpecError::Half),
+            ("ca=a,ca=b", TlsSpecError::Twice("ca")),
+            ("a.pem", TlsSpecError::Part("a.pem".into())),
+            ("ca=", TlsSpecError::Part("ca=".into())),
+        ] {
+            assert_eq!(spec.parse::<TlsSpec>(), Err(error), "{spec}");
+        }
+    }
+}

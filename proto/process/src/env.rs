@@ -1,0 +1,165 @@
+//! Which `WARMROUTE_*` names of the environment nobody knows: a typing error must not pass for a
+//! default.
+
+use std::collections::BTreeSet;
+
+use clap::Command;
+
+const PREFIX: &str = "WARMROUTE_";
+
+/// The flags of all our binaries. They may share an environment (a pod, a compose file), so that a
+/// name which another one reads is no typing error. Each binary's tests hold its flags against this.
+const OURS: &[&str] = &[
+    "ADMIN_HOST",
+    "ADMIN_PORT",
+    "ADVERTISE_URL",
+    "ASSUME",
+    "BLOCK_SIZE",
+    "CONFIG",
+    "CONNECT_TIMEOUT_MS",
+    "DRAIN_TIMEOUT_SECS",
+    "HEALTH_INTERVAL_MS",
+    "HOST",
+    "INIT",
+    "ITL_MS",
+    "KV_ENDPOINT",
+    "KV_PORT",
+    "KV_REPLAY_ENDPOINT",
+    "KV_TOPIC",
+    "LOG",
+    "LOG_JSON",
+    "MAX_ACTIVE_REQUESTS",
+    "MAX_AGE_SECS",
+    "MAX_BODY_BYTES",
+    "MAX_BUFFERED_BYTES",
+    "MAX_BYTES",
+    "MAX_CONNECTIONS",
+    "MAX_MEMORY",
+    "MODEL",
+    "NAMESPACE",
+    "NATS_CREDS",
+    "NATS_TLS",
+    "NATS_URL",
+    "NUM_BLOCKS",
+    "OUTBOX_BYTES",
+    "OVERLAP_SCORE_WEIGHT",
+    "POLICY",
+    "PORT",
+    "PREFILL_TOKENS_PER_SEC",
+    "RANKS",
+    "REPLAY_PORT",
+    "REPLICAS",
+    "ROUTER_TEMPERATURE",
+    "STATE_DIR",
+    "TIER_CREDITS",
+    "TOKENIZER",
+    "WORKER",
+    "WORKER_ID",
+    "WORKER_URL",
+];
+
+/// Names of the environment that start like ours and that nobody reads.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown environment variables: {}", .0.join(", "))]
+pub struct UnknownNames(pub Vec<String>);
+
+/// Refuses the process's environment if it has such names.
+pub fn check(command: &Command) -> Result<(), UnknownNames> {
+    let present = std::env::vars_os().map(|(name, value)| {
+        (
+            name.to_string_lossy().into(),
+            value.to_string_lossy().into(),
+        )
+    });
+    let unknown = unknown_names(command, present);
+    if unknown.is_empty() {
+        return Ok(());
+    }
+    Err(UnknownNames(unknown))
+}
+
+/// Does some binary of ours read this name?
+#[must_use]
+pub fn is_ours(name: &str) -> bool {
+    name.strip_prefix(PREFIX)
+        .is_some_and(|rest| OURS.contains(&rest))
+}
+
+/// The names among `present` (name, value) that start like ours and that no binary of ours reads.
+pub fn unknown_names(
+    command: &Command,
+    present: impl IntoIterator<Item = (String, String)>,
+) -> Vec<String> {
+    let own: BTreeSet<&str> = command
+        .get_arguments()
+        .filter_map(|flag| flag.get_env()?.to_str())
+        .collect();
+    let mut unknown: Vec<String> = present
+        .into_iter()
+        .filter(|(name, _)| !own.contains(name.as_str()))
+        .filter(|(name, value)| {
+            name.starts_with(PREFIX) && !is_ours(name) && !is_service_link(name, value)
+        })
+        .map(|(name, _)| name)
+        .collect();
+    unknown.sort();
+    unknown
+}
+
+/// Kubernetes tells each pod of each service `<S>_SERVICE_HOST`, `<S>_SERVICE_PORT[_<NAME>]`,
+/// `<S>_PORT` and `<S>_PORT_<N>_<TCP|UDP|SCTP>[_<PROTO|PORT|ADDR>]`. A misspelt port of ours looks
+/// like the fourth, but for its value: theirs is a URL.
+fn is_service_link(name: &str, value: &str) -> bool {
+    let is_number = || value.parse::<u16>().is_ok();
+    if name.ends_with("_SERVICE_HOST") {
+        return true;
+    }
+    if name.ends_with("_SERVICE_PORT") || name.contains("_SERVICE_PORT_") {
+        return is_number();
+    }
+    if name.ends_with("_PORT") && value.contains("://") {
+        return true;
+    }
+    name.match_indices("_PORT_").any(|(at, marker)| {
+        let rest = &name[at + marker.len()..];
+        let mut parts = rest.split('_');
+        let port = parts.next().is_some_and(|port| port.parse::<u16>().is_ok());
+        let protocol = matches!(parts.next(), Some("TCP" | "UDP" | "SCTP"));
+        let detail = matches!(parts.next(), None | Some("PROTO" | "PORT" | "ADDR"));
+        port && protocol && detail && parts.next().is_none()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_names_of_the_environment_are_found() {
+        let link = "tcp://10.0.0.1:8080";
+        let present = [
+            ("PATH", "/bin"),
+            ("WARMROUTE_PORT", link),
+            ("WARMROUTE_ROUTER_TEMPERATUR", "1"),
+            ("WARMROUTE_WORKER_ID", "w"),
+            ("WARMROUTE_ROUTER_SERVICE_HOST", "10.0.0.1"),
+            ("WARMROUTE_ROUTER_SERVICE_PORT_HTTP", "8080"),
+            ("WARMROUTE_ROUTER_PORT", link),
+            ("WARMROUTE_ROUTER_PORT_8080_TCP", link),
+            ("WARMROUTE_ROUTER_PORT_8080_TCP_ADDR", "10.0.0.1"),
+            ("WARMROUTE_BLOCKSIZE", "16"),
+            ("WARMROUTE_ADMN_PORT", "29001"),
+        ];
+        assert_eq!(
+            unknown_names(
+                &Command::new("none"),
+                present.map(|(name, value)| (name.to_owned(), value.to_owned()))
+            ),
+            [
+                "WARMROUTE_ADMN_PORT",
+                "WARMROUTE_BLOCKSIZE",
+                "WARMROUTE_ROUTER_TEMPERATUR"
+            ]
+        );
+    }
+}

@@ -1,0 +1,59 @@
+//! A process around its tasks: serves their HTTP until a signal comes or a task ends early.
+
+use anyhow::{Context as _, ensure};
+use axum::Router;
+use prometheus::IntGauge;
+use tokio::net::TcpListener;
+use tokio::time::{Duration, timeout};
+use tokio_util::task::TaskTracker;
+
+use crate::server::{Server, Shutdown};
+use crate::signals::Signals;
+use crate::tasks::Tasks;
+
+/// Operators, scrapers and probes; routers ask through the plane.
+const CONNECTIONS_MAX: usize = 1024;
+
+/// What tasks get to end in, and after them open HTTP answers.
+const END: Duration = Duration::from_secs(4);
+const CONNECTIONS_END: Duration = Duration::from_secs(1);
+
+/// Serves until the process is told to end, and then ends its tasks.
+pub async fn run(
+    listener: TcpListener,
+    router: Router,
+    mut signals: Signals,
+    tasks: Tasks,
+) -> anyhow::Result<()> {
+    let shutdown = Shutdown::default();
+    let connections = TaskTracker::new();
+    let server = Server {
+        listener,
+        router,
+        connections_max: CONNECTIONS_MAX,
+        connections: IntGauge::new("connections", "Open connections")
+            .context("counting connections")?,
+    };
+    let (told, stop) = (shutdown.clone(), tasks.stop.clone());
+    let open = connections.clone();
+    tasks.spawn("http", async move {
+        server.run(told, open).await;
+        stop.cancelled().await;
+    });
+    tokio::select! {
+        signal = signals.received() => tracing::info!(signal, "ending"),
+        () = tasks.down.cancelled() => {}
+    }
+    let failed = tasks.down.is_cancelled();
+    shutdown.stop.cancel();
+    if timeout(END, tasks.end()).await.is_err() {
+        tracing::error!("some tasks do not end");
+    }
+    connections.close();
+    if timeout(CONNECTIONS_END, connections.wait()).await.is_err() {
+        shutdown.force.cancel();
+        connections.wait().await;
+    }
+    ensure!(!failed, "a task ended early");
+    Ok(())
+}

@@ -1,0 +1,170 @@
+//! A plane on NATS before its server was reached for the first time: everything is unavailable, as it
+//! is after a disconnect. From then on it is that plane.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::sync::watch;
+use warmroute_proto::LogPosition;
+use warmroute_proto::bus::{
+    Appended, Connection, LogMessage, LogStatus, LogTail, NatsPlane, Plane, PlaneError,
+    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
+};
+
+pub(crate) struct Joining {
+    plane: OnceLock<NatsPlane>,
+    connection: watch::Sender<Connection>,
+}
+
+impl Joining {
+    pub(crate) fn new() -> Self {
+        Self {
+            plane: OnceLock::new(),
+            connection: watch::Sender::new(Connection::Down),
+        }
+    }
+
+    pub(crate) fn plane(&self) -> Option<&NatsPlane> {
+        self.plane.get()
+    }
+
+    /// The server was reached. The first one counts.
+    pub(crate) fn reached(&self, plane: NatsPlane) {
+        let state = *plane.connection().borrow();
+        if self.plane.set(plane).is_ok() {
+            self.connection.send_replace(state);
+        }
+    }
+
+    /// Tells on the states of the connection that was reached, until its plane is gone.
+    pub(crate) async fn follow(&self) {
+        let Some(plane) = self.plane.get() else {
+            return;
+        };
+        let mut states = plane.connection();
+        loop {
+            let state = *states.borrow_and_update();
+            self.connection.send_replace(state);
+            if states.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn joined(&self) -> Result<&NatsPlane, PlaneError> {
+        let missing = || PlaneError::Unavailable("the server was not reached yet".to_owned());
+        self.plane.get().ok_or_else(missing)
+    }
+}
+
+/// The same call on the plane that was reached.
+macro_rules! forward {
+    ($self:ident.$call:ident($($argument:expr),*)) => {
+        Box::pin(async move { $self.joined()?.$call($($argument),*).await })
+    };
+}
+
+impl Plane for Joining {
+    fn connection(&self) -> watch::Receiver<Connection> {
+        self.connection.subscribe()
+    }
+
+    fn log_status(&self) -> PlaneFuture<'_, LogStatus> {
+        forward!(self.log_status())
+    }
+
+    fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended> {
+        forward!(self.append(subject, payload))
+    }
+
+    fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>> {
+        forward!(self.last_on(subject))
+    }
+
+    fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>> {
+        forward!(self.at(position))
+    }
+
+    fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail> {
+        forward!(self.tail(after, batch_max))
+    }
+
+    fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>> {
+        forward!(self.get(key))
+    }
+
+    fn put(
+        &self,
+        key: String,
+        value: Bytes,
+        condition: PutIf,
+        lease: Option<Duration>,
+    ) -> PlaneFuture<'_, Revision> {
+        forward!(self.put(key, value, condition, lease))
+    }
+
+    fn delete(&self, key: String, revision: Revision) -> PlaneFuture<'_, ()> {
+        forward!(self.delete(key, revision))
+    }
+
+    fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>> {
+        forward!(self.watch(prefix))
+    }
+
+    fn put_snapshot(&self, name: String, blob: Bytes) -> PlaneFuture<'_, ()> {
+        forward!(self.put_snapshot(name, blob))
+    }
+
+    fn get_snapshot(&self, name: String) -> PlaneFuture<'_, Option<Bytes>> {
+        forward!(self.get_snapshot(name))
+    }
+
+    fn delete_snapshot(&self, name: String) -> PlaneFuture<'_, ()> {
+        forward!(self.delete_snapshot(name))
+    }
+
+    fn snapshots(&self) -> PlaneFuture<'_, Vec<String>> {
+        forward!(self.snapshots())
+    }
+
+    fn request(
+        &self,
+        subject: String,
+        payload: Bytes,
+        deadline: Duration,
+    ) -> PlaneFuture<'_, Bytes> {
+        forward!(self.request(subject, payload, deadline))
+    }
+
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+        forward!(self.serve(subject))
+    }
+
+    fn publish(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, ()> {
+        forward!(self.publish(subject, payload))
+    }
+
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+        forward!(self.subscribe(subject))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn until_the_server_is_reached_nothing_is_available_and_nothing_waits() {
+        let joining = Joining::new();
+        assert_eq!(*joining.connection().borrow(), Connection::Down);
+        assert!(matches!(
+            joining.log_status().await,
+            Err(PlaneError::Unavailable(_))
+        ));
+        assert!(matches!(
+            joining.get("key".to_owned()).await,
+            Err(PlaneError::Unavailable(_))
+        ));
+    }
+}

@@ -1,0 +1,43 @@
+//! Addresses to listen on, as operators and Kubernetes say them.
+
+use std::net::{IpAddr, SocketAddr};
+use std::num::ParseIntError;
+
+use anyhow::Context as _;
+use tokio::net::TcpListener;
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("--{flag} {value:?} is no IP address or localhost")]
+pub struct HostError {
+    pub flag: &'static str,
+    pub value: String,
+}
+
+/// A host as an operator writes it: an address, with or without brackets, or `localhost`.
+pub fn address(flag: &'static str, host: &str, port: u16) -> Result<SocketAddr, HostError> {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let ip = match bare {
+        "localhost" => Ok(IpAddr::from([127, 0, 0, 1])),
+        bare => bare.parse(),
+    };
+    ip.map(|ip| SocketAddr::new(ip, port))
+        .map_err(|_| HostError {
+            flag,
+            value: host.to_owned(),
+        })
+}
+
+/// A port's value parser. Kubernetes sets `WARMROUTE_PORT=tcp://…` beside a service of the name
+/// `warmroute`. That is not meant for us, so the default holds.
+pub fn port(text: &str, default: u16) -> Result<u16, ParseIntError> {
+    if text.starts_with("tcp://") || text.starts_with("udp://") {
+        return Ok(default);
+    }
+    text.parse()
+}
+
+pub async fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address)
+        .await
+        .with_context(|| format!("listening on {address}"))
+}

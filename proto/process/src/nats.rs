@@ -1,0 +1,236 @@
+//! The way to the plane on NATS, from the flags.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use tokio::time::sleep;
+use uuid::Uuid;
+use warmroute_proto::Namespace;
+use warmroute_proto::bus::{
+    InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls, Plane,
+};
+
+use crate::args::NatsArgs;
+use crate::joining::Joining;
+use crate::tasks::Tasks;
+
+/// Until a server that was not within reach is tried again.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// A plane, perhaps not within reach yet.
+#[derive(Clone)]
+pub struct Nats {
+    joining: Arc<Joining>,
+}
+
+impl Nats {
+    /// Unavailable until the server is reached for the first time.
+    #[must_use]
+    pub fn plane(&self) -> Arc<dyn Plane> {
+        Arc::clone(&self.joining) as Arc<dyn Plane>
+    }
+
+    /// Counts of the connection since the start.
+    #[must_use]
+    pub fn stats(&self) -> NatsStats {
+        self.joining
+            .plane()
+            .map(NatsPlane::stats)
+            .unwrap_or_default()
+    }
+
+    /// See [`NatsPlane::complaint`].
+    #[must_use]
+    pub fn complaint(&self) -> Option<String> {
+        self.joining.plane().and_then(NatsPlane::complaint)
+    }
+}
+
+/// Reaches the plane, or goes on trying beside whoever asks: a server that is away keeps nobody from
+/// starting. One that is not set up, or does not let us in, does; where it is found only later it
+/// takes the process down, so that the reason stands at the end of the log.
+pub async fn join(args: &NatsArgs, role: &str, tasks: &Tasks) -> anyhow::Result<Nats> {
+    let config = config(args, role)?;
+    let joining = Arc::new(Joining::new());
+    let nats = Nats {
+        joining: Arc::clone(&joining),
+    };
+    match connect(&config, args.init).await {
+        Ok(plane) => joining.reached(plane),
+        Err(NatsError::Unreachable(why)) => {
+            tracing::warn!(
+                url = shown(&config.url),
+                why,
+                "no NATS server yet; trying on"
+            );
+        }
+        Err(error) => return Err(error).with_context(|| shown(&config.url)),
+    }
+    let (init, stop) = (args.init, tasks.stop.clone());
+    tasks.spawn("nats", async move {
+        tokio::select! {
+            () = stop.cancelled() => {}
+            error = keep(&joining, &config, init) => {
+                tracing::error!(%error, "the plane cannot be joined");
+            }
+        }
+    });
+    Ok(nats)
+}
+
+/// Joins what is not joined yet, then tells on the connection's states. Ends only for good.
+async fn keep(joining: &Joining, config: &NatsConfig, init: bool) -> NatsError {
+    while joining.plane().is_none() {
+        match connect(config, init).await {
+            Ok(plane) => joining.reached(plane),
+            Err(NatsError::Unreachable(why)) => {
+                tracing::debug!(why, "still no NATS server");
+                sleep(RETRY).await;
+            }
+            Err(error) => return error,
+        }
+    }
+    tracing::info!(url = shown(&config.url), "the plane is within reach");
+    joining.follow().await;
+    NatsError::Unreachable("the client gave up".to_owned())
+}
+
+async fn connect(config: &NatsConfig, init: bool) -> Result<NatsPlane, NatsError> {
+    match NatsPlane::connect(config.clone()).await {
+        Err(NatsError::Mismatch(_)) if init => {
+            NatsPlane::init(config.clone(), InitConfig::default()).await
+        }
+        connected => connected,
+    }
+}
+
+/// The client's configuration. `role` names the process to the server's monitoring.
+pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
+    let Some(url) = args.nats_url.clone() else {
+        bail!("--nats-url is missing");
+    };
+    let Some(namespace) = args.namespace() else {
+        bail!("--namespace is empty");
+    };
+    let auth = match &args.nats_creds {
+        Some(file) => credentials(file)?,
+        None => NatsAuth::None,
+    };
+    let mut config = named(&url, namespace, role, &auth);
+    config.auth = auth;
+    if let Some(tls) = args.nats_tls.clone() {
+        config.tls = NatsTls {
+            required: true,
+            authority: tls.authority,
+            identity: tls.identity,
+        };
+    }
+    Ok(config)
+}
+
+/// A user's permissions open one inbox for it, so that a process with a user is named as its user.
+fn named(url: &str, namespace: Namespace, role: &str, auth: &NatsAuth) -> NatsConfig {
+    let user = match auth {
+        NatsAuth::UserPassword { user, .. } => Some(user.as_str()),
+        NatsAuth::None | NatsAuth::Token(_) | NatsAuth::NkeySeed(_) | NatsAuth::Credentials(_) => {
+            user_of(url)
+        }
+    };
+    let name = user.map_or_else(
+        || format!("{role}-{:08x}", Uuid::new_v4().as_fields().0),
+        str::to_owned,
+    );
+    NatsConfig::new(url, namespace, name)
+}
+
+fn user_of(urls: &str) -> Option<&str> {
+    let first = urls.split(',').next()?;
+    let rest = first.split_once("://").map_or(first, |(_, rest)| rest);
+    let (user, _) = rest.rsplit_once('@')?;
+    // Without a colon it is a token.
+    user.split_once(':').map(|(user, _)| user)
+}
+
+/// URLs without what lets us in.
+pub(crate) fn shown(urls: &str) -> String {
+    let bare = |url: &str| match url.rsplit_once('@') {
+        Some((before, host)) => {
+            let scheme = before.split_once("://").map_or("", |(scheme, _)| scheme);
+            format!("{scheme}://…@{host}")
+        }
+        None => url.to_owned(),
+    };
+    urls.split(',').map(bare).collect::<Vec<_>>().join(",")
+}
+
+/// What a file says: by its shape, as each has one of its own.
+fn credentials(file: &Path) -> anyhow::Result<NatsAuth> {
+    let shown = file.display();
+    let text = fs::read_to_string(file).with_context(|| format!("--nats-creds {shown}"))?;
+    if text.contains("-----BEGIN ") {
+        return Ok(NatsAuth::Credentials(text));
+    }
+    let line = text.trim();
+    if line.is_empty() || line.contains(char::is_whitespace) {
+        bail!("--nats-creds {shown} is neither a .creds file, a seed, USER:PASSWORD nor a token");
+    }
+    if line.starts_with("SU") && line.len() == NKEY_SEED_CHARS {
+        return Ok(NatsAuth::NkeySeed(line.to_owned()));
+    }
+    Ok(match line.split_once(':') {
+        Some((user, password)) => NatsAuth::UserPassword {
+            user: user.to_owned(),
+            password: password.to_owned(),
+        },
+        None => NatsAuth::Token(line.to_owned()),
+    })
+}
+
+/// Base32 of prefix, type, 32 bytes of seed and a checksum.
+const NKEY_SEED_CHARS: usize = 58;
+
+#[cfg(test)]
+mod tests {
+    use std::env;
+
+    use super::*;
+
+    fn of(text: &str) -> anyhow::Result<NatsAuth> {
+        let file = env::temp_dir().join(format!("wr-creds-{}", Uuid::new_v4()));
+        fs::write(&file, text)?;
+        let auth = credentials(&file);
+        fs::remove_file(&file)?;
+        auth
+    }
+
+    #[test]
+    fn credentials_are_told_by_their_shape() {
+        let shape = |text: &str| format!("{:?}", of(text).unwrap());
+        assert_eq!(shape("ann:secret\n"), "user and password");
+        assert_eq!(shape("t0ken\n"), "token");
+        assert_eq!(shape(&format!("SU{}", "A".repeat(56))), "nkey");
+        assert_eq!(shape("-----BEGIN NATS USER JWT-----\n…"), "credentials");
+        assert!(of("").is_err());
+        assert!(of("two words").is_err());
+    }
+
+    #[test]
+    fn a_user_names_the_process_and_its_inbox() {
+        let name = |url: &str| named(url, Namespace::from("ns"), "router", &NatsAuth::None).name;
+        assert_eq!(name("nats://ann:secret@h:4222,nats://i:4222"), "ann");
+        assert!(name("nats://token@h:4222").starts_with("router-"));
+        assert!(name("h:4222").starts_with("router-"));
+        assert_ne!(name("h:4222"), name("h:4222"));
+    }
+
+    #[test]
+    fn secrets_of_urls_are_not_shown() {
+        assert_eq!(
+            shown("nats://ann:secret@h:4222,tls://i:4222"),
+            "nats://…@h:4222,tls://i:4222"
+        );
+    }
+}

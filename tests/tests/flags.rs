@@ -1,0 +1,79 @@
+//! The flags of the three binaries: each with its environment name, a reason and its row in the docs.
+
+use std::path::Path;
+
+use clap::{Command, CommandFactory as _};
+use warmroute_process::env::is_ours;
+
+fn commands() -> [Command; 3] {
+    [
+        warmroute_router::config::Args::command(),
+        warmroute_indexer::args::Args::command(),
+        warmroute_shim::args::Args::command(),
+    ]
+}
+
+#[test]
+fn every_flag_has_its_environment_name_and_a_reason() {
+    for command in commands() {
+        let mut flags = 0;
+        for flag in command.get_arguments() {
+            let Some(long) = flag.get_long() else {
+                continue;
+            };
+            flags += 1;
+            let expected = format!("WARMROUTE_{}", long.replace('-', "_").to_uppercase());
+            let env = flag.get_env().and_then(|name| name.to_str());
+            assert_eq!(env, Some(expected.as_str()), "--{long}");
+            assert!(is_ours(&expected), "{expected} is unknown to the others");
+            assert!(flag.get_help().is_some(), "--{long} has no help");
+        }
+        assert!(flags <= 25, "{}: {flags} flags", command.get_name());
+    }
+}
+
+/// `docs/CONFIGURATION.md` has exactly one row a flag, with its environment name and default.
+#[test]
+fn the_documented_tables_are_the_real_ones() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/CONFIGURATION.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    for command in commands() {
+        let name = command.get_name();
+        let section = text
+            .split("\n## ")
+            .find(|section| section.starts_with(name));
+        let section = section.unwrap_or_else(|| panic!("no section {name}"));
+        assert_eq!(documented(section), real(&command), "{name}");
+    }
+}
+
+fn documented(section: &str) -> Vec<String> {
+    let mut rows: Vec<String> = section
+        .lines()
+        .filter(|line| line.starts_with("| `--"))
+        .map(|line| {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            format!("{} {} {}", cells[1], cells[2], cells[3])
+        })
+        .collect();
+    rows.sort();
+    rows
+}
+
+fn real(command: &Command) -> Vec<String> {
+    let mut rows: Vec<String> = command
+        .get_arguments()
+        .filter_map(|flag| {
+            let long = flag.get_long()?;
+            let env = flag.get_env()?.to_str()?;
+            let default = flag.get_default_values().first();
+            let default = default.map_or_else(
+                || "–".to_owned(),
+                |value| format!("`{}`", value.to_string_lossy()),
+            );
+            Some(format!("`--{long}` `{env}` {default}"))
+        })
+        .collect();
+    rows.sort();
+    rows
+}
