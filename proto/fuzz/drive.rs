@@ -3,7 +3,10 @@
 use warmroute_proto::codec::{Message, decode, encode};
 use warmroute_proto::load::LoadMessage;
 use warmroute_proto::query::{Answer, Query};
-use warmroute_proto::registry::{GenerationEntry, ResyncRequest, WorkerEntry};
+use warmroute_proto::registry::{
+    GenerationEntry, IndexerEntry, ResyncRequest, SnapshotLease, WorkerEntry,
+};
+use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
 use warmroute_proto::{Heartbeat, Record};
 
@@ -17,6 +20,10 @@ pub(crate) fn codec(data: &[u8]) {
     canonical::<WorkerEntry>(data);
     canonical::<GenerationEntry>(data);
     canonical::<ResyncRequest>(data);
+    canonical::<SnapshotHead>(data);
+    canonical::<SnapshotPointer>(data);
+    canonical::<IndexerEntry>(data);
+    canonical::<SnapshotLease>(data);
     if let Ok(token) = std::str::from_utf8(data)
         && let Some(name) = decode_name(token)
     {

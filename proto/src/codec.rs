@@ -12,7 +12,8 @@ use bincode::{Decode, Encode};
 
 use crate::load::LoadMessage;
 use crate::query::{Answer, Query};
-use crate::registry::{GenerationEntry, ResyncRequest, WorkerEntry};
+use crate::registry::{GenerationEntry, IndexerEntry, ResyncRequest, SnapshotLease, WorkerEntry};
+use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::{Heartbeat, Record};
 
 /// The version that this code writes. Reads every version listed in [`decode`].
@@ -59,6 +60,18 @@ impl Message for GenerationEntry {
 }
 impl Message for ResyncRequest {
     const KIND: u8 = 8;
+}
+impl Message for SnapshotHead {
+    const KIND: u8 = 14;
+}
+impl Message for SnapshotPointer {
+    const KIND: u8 = 15;
+}
+impl Message for IndexerEntry {
+    const KIND: u8 = 16;
+}
+impl Message for SnapshotLease {
+    const KIND: u8 = 17;
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -124,7 +137,7 @@ mod tests {
         #[test]
         fn decoding_is_total_and_canonical(
             mut bytes in prop::collection::vec(any::<u8>(), 0..200),
-            kind in 0u8..10,
+            kind in 0u8..20,
         ) {
             if let [version, first, ..] = bytes.as_mut_slice() {
                 *version = VERSION;
@@ -138,6 +151,10 @@ mod tests {
             canonical::<WorkerEntry>(&bytes)?;
             canonical::<GenerationEntry>(&bytes)?;
             canonical::<ResyncRequest>(&bytes)?;
+            canonical::<SnapshotHead>(&bytes)?;
+            canonical::<SnapshotPointer>(&bytes)?;
+            canonical::<IndexerEntry>(&bytes)?;
+            canonical::<SnapshotLease>(&bytes)?;
         }
     }
 

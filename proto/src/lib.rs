@@ -22,6 +22,7 @@ pub mod query;
 mod record;
 pub mod registry;
 mod sequence;
+pub mod snapshot;
 pub mod subject;
 
 pub use digest::Digest;

@@ -3,7 +3,7 @@
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
-use crate::{BlockSize, Generation, Source, WorkerId};
+use crate::{BlockSize, Generation, LogPosition, Source, StreamIdentity, WorkerId};
 
 /// One worker as its shim registers it. Decides who is a candidate, together with the engine's own
 /// health; its lease only fences and masks.
@@ -42,6 +42,31 @@ pub struct Lora {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct GenerationEntry {
     pub generation: Generation,
+}
+
+/// One indexer replica as it registers itself, under a lease: for operators, and for whoever wants to
+/// reach its HTTP. Queries find replicas without it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
+pub struct IndexerEntry {
+    /// Unique among all replicas that ever were.
+    pub id: String,
+    /// Where its HTTP is reached, without a trailing slash; none if it was not told.
+    pub url: Option<String>,
+    pub version: String,
+    pub ready: bool,
+    /// None before the log is known.
+    pub log: Option<StreamIdentity>,
+    /// Everything up to here is in.
+    pub position: LogPosition,
+}
+
+/// The value of the snapshot lease: who is writing one.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct SnapshotLease {
+    /// [`IndexerEntry::id`].
+    pub writer: String,
+    /// Counts this writer's attempts, so that no two values are equal.
+    pub attempt: u64,
 }
 
 /// An indexer cannot follow a source any more: please start a new generation.

@@ -142,6 +142,30 @@ impl Subjects {
         format!("{}.generation.{}", self.prefix, source_tokens(source))
     }
 
+    /// Registry: the entry of one indexer replica, under a lease of its own.
+    #[must_use]
+    pub fn indexer_key(&self, id: &str) -> String {
+        format!("{}{}", self.indexer_keys(), encode_name(id))
+    }
+
+    /// Registry: the prefix of all indexer replicas' keys.
+    #[must_use]
+    pub fn indexer_keys(&self) -> String {
+        format!("{}.indexer.", self.prefix)
+    }
+
+    /// Registry: the pointer to the newest snapshots. No lease.
+    #[must_use]
+    pub fn snapshot_pointer_key(&self) -> String {
+        format!("{}.snapshot.newest", self.prefix)
+    }
+
+    /// Registry: the lock of the indexer that writes a snapshot, under a lease.
+    #[must_use]
+    pub fn snapshot_lease_key(&self) -> String {
+        format!("{}.snapshot.writer", self.prefix)
+    }
+
     /// Registry: the lock of the shim that serves a worker, under a lease.
     #[must_use]
     pub fn shim_key(&self, worker: &WorkerId) -> String {
@@ -220,6 +244,9 @@ mod tests {
         assert_eq!(subjects.load(), "wr.prod.load");
         assert_eq!(subjects.worker_key(&source.worker), "wr.prod.worker.w=2E0");
         assert_eq!(subjects.shim_key(&source.worker), "wr.prod.shim.w=2E0");
+        assert_eq!(subjects.indexer_key("i.0"), "wr.prod.indexer.i=2E0");
+        assert_eq!(subjects.snapshot_pointer_key(), "wr.prod.snapshot.newest");
+        assert_eq!(subjects.snapshot_lease_key(), "wr.prod.snapshot.writer");
         assert_eq!(
             subjects.generation_key(&source),
             "wr.prod.generation.w=2E0.3"

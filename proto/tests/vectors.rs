@@ -19,7 +19,12 @@ use std::path::PathBuf;
 use warmroute_proto::codec::{self, Message};
 use warmroute_proto::load::{LoadChange, LoadMessage, SampledPrefix, SlotEnd};
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
-use warmroute_proto::registry::{GenerationEntry, Lora, ResyncReason, ResyncRequest, WorkerEntry};
+use warmroute_proto::registry::{
+    GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, SnapshotLease, WorkerEntry,
+};
+use warmroute_proto::snapshot::{
+    RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
+};
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
     LogPosition, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
@@ -200,6 +205,70 @@ fn worker() -> WorkerEntry {
         main_attention_only: true,
         version: "0.1.0".into(),
     }
+}
+
+fn snapshot_ref(position: u64) -> SnapshotRef {
+    SnapshotRef {
+        name: format!("s{position}"),
+        log: answer_log(),
+        at: RecordMark {
+            position: LogPosition(position),
+            stored_unix_ns: 1_700_000_000_000_000_001,
+            checksum: 0xC0FF_EE00_C0FF_EE00,
+        },
+        bytes: 4096,
+    }
+}
+
+const fn answer_log() -> StreamIdentity {
+    StreamIdentity {
+        created_unix_ns: 1_700_000_000_000_000_000,
+        nonce: 42,
+    }
+}
+
+fn snapshot_head() -> SnapshotHead {
+    let folded = SnapshotSource {
+        source: source(),
+        generation: Generation(7),
+        number: Some(RecordNumber(3)),
+        engine_seq: Some(EngineSeq(9)),
+        states: record().states,
+        holding: SnapshotHolding::Folded,
+        after: record().after,
+    };
+    let freed = SnapshotSource {
+        number: None,
+        engine_seq: None,
+        holding: SnapshotHolding::Freed,
+        after: Digest::default(),
+        ..folded.clone()
+    };
+    SnapshotHead {
+        log: answer_log(),
+        at: snapshot_ref(99).at,
+        sources: vec![folded, freed],
+        image_bytes: 1 << 33,
+    }
+}
+
+#[test]
+fn golden_samples_of_indexers() {
+    golden("snapshot_head", &snapshot_head());
+    let older = Some(snapshot_ref(98));
+    let newest = snapshot_ref(99);
+    golden("snapshot_pointer", &SnapshotPointer { newest, older });
+    let entry = IndexerEntry {
+        id: "indexer-0.7f".into(),
+        url: Some("http://10.0.0.2:8090".into()),
+        version: "0.1.0".into(),
+        ready: true,
+        log: Some(answer_log()),
+        position: LogPosition(99),
+    };
+    golden("indexer", &entry);
+    let writer = entry.id;
+    golden("snapshot_lease", &SnapshotLease { writer, attempt: 3 });
 }
 
 #[test]
