@@ -112,6 +112,12 @@ impl Subjects {
         format!("{}.query", self.prefix)
     }
 
+    /// The same of one replica, by [`crate::registry::IndexerEntry::id`].
+    #[must_use]
+    pub fn query_at(&self, indexer: &str) -> String {
+        format!("{}.query.{}", self.prefix, encode_name(indexer))
+    }
+
     /// Broadcast: the routers' load messages.
     #[must_use]
     pub fn load(&self) -> String {
@@ -152,6 +158,12 @@ impl Subjects {
     #[must_use]
     pub fn indexer_keys(&self) -> String {
         format!("{}.indexer.", self.prefix)
+    }
+
+    /// The indexer replica whose registry key this is.
+    #[must_use]
+    pub fn key_indexer(&self, key: &str) -> Option<String> {
+        decode_name(key.strip_prefix(&self.indexer_keys())?)
     }
 
     /// Registry: the pointer to the newest snapshots. No lease.
@@ -241,10 +253,13 @@ mod tests {
         assert_eq!(subjects.heartbeat(&source), "wr.prod.hb.w=2E0.3");
         assert_eq!(subjects.resync(&source.worker), "wr.prod.resync.w=2E0");
         assert_eq!(subjects.query(), "wr.prod.query");
+        assert_eq!(subjects.query_at("i.0"), "wr.prod.query.i=2E0");
         assert_eq!(subjects.load(), "wr.prod.load");
         assert_eq!(subjects.worker_key(&source.worker), "wr.prod.worker.w=2E0");
         assert_eq!(subjects.shim_key(&source.worker), "wr.prod.shim.w=2E0");
         assert_eq!(subjects.indexer_key("i.0"), "wr.prod.indexer.i=2E0");
+        let id = subjects.key_indexer("wr.prod.indexer.i=2E0");
+        assert_eq!(id.as_deref(), Some("i.0"));
         assert_eq!(subjects.snapshot_pointer_key(), "wr.prod.snapshot.newest");
         assert_eq!(subjects.snapshot_lease_key(), "wr.prod.snapshot.writer");
         assert_eq!(

@@ -11,7 +11,7 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::Instant;
-use warmroute_indexer::{Handle, WorkerView};
+use warmroute_indexer::WorkerView;
 use warmroute_proto::RouterId;
 use warmroute_shim::source::Status;
 
@@ -20,6 +20,7 @@ use crate::fleet::{Fleet, Member};
 use crate::journal::Journal;
 use crate::metrics::{Metrics, SourceLoad, WorkerStanding};
 use crate::ready::Ready;
+use crate::surroundings::Surroundings;
 
 /// Decisions shown where nobody says how many.
 const DECISIONS_DEFAULT: usize = 50;
@@ -32,15 +33,13 @@ pub(crate) struct Admin {
     pub journal: Arc<Journal>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
-    /// The indexer inside this process.
-    pub index: Handle,
-    /// Those of its workers.
-    pub shims: Vec<warmroute_shim::Handle>,
+    pub around: Arc<Surroundings>,
 }
 
 /// The admin port's routes.
 pub(crate) fn router(admin: Arc<Admin>) -> Router {
-    let index = warmroute_indexer::http::queries(admin.index.clone());
+    let index = admin.around.index().cloned();
+    let queries = index.map(warmroute_indexer::http::queries);
     Router::new()
         .route("/metrics", get(metrics))
         .route("/workers", get(workers))
@@ -49,7 +48,7 @@ pub(crate) fn router(admin: Arc<Admin>) -> Router {
         .route("/health", get(|| async { StatusCode::OK }))
         .route("/readyz", get(readyz))
         .with_state(admin)
-        .merge(index)
+        .merge(queries.unwrap_or_default())
 }
 
 async fn readyz(State(admin): State<Arc<Admin>>) -> Response {
@@ -64,14 +63,19 @@ async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     let standings: Vec<WorkerStanding> = admin.fleet.snapshot().iter().map(standing).collect();
     let counts = admin.desk.core().counts();
     let own = admin.metrics.render(&loads, &standings, &counts);
-    let index = admin.index.metrics_text();
+    let index = admin.around.index();
+    let index = index.map_or_else(|| Ok(Vec::new()), warmroute_indexer::Handle::metrics_text);
     let sources: Vec<_> = statuses(&admin).collect();
-    let shims = warmroute_shim::metrics::text(&sources);
     match (own, index) {
         (Ok(own), Ok(index)) => {
             let mut text = own.into_bytes();
             text.extend_from_slice(&index);
-            text.extend_from_slice(shims.as_bytes());
+            if !admin.around.shims().is_empty() {
+                text.extend_from_slice(warmroute_shim::metrics::text(&sources).as_bytes());
+            }
+            if let Some(nats) = admin.around.nats() {
+                text.extend_from_slice(nats.metrics_text().as_bytes());
+            }
             let kind = "text/plain; version=0.0.4";
             ([(header::CONTENT_TYPE, kind)], text).into_response()
         }
@@ -103,7 +107,8 @@ fn standing(member: &Member) -> WorkerStanding {
 
 /// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
 async fn workers(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    let index = admin.index.workers();
+    let index = admin.around.index();
+    let index = index.map_or_else(Vec::new, warmroute_indexer::Handle::workers);
     let members = admin.fleet.snapshot();
     let workers: Vec<Value> = members
         .iter()
@@ -146,7 +151,7 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
 }
 
 fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {
-    let shims = admin.shims.iter();
+    let shims = admin.around.shims().iter();
     shims.flat_map(warmroute_shim::Handle::sources)
 }
 

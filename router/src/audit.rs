@@ -161,7 +161,8 @@ impl Rechecks {
 mod tests {
     use futures_util::FutureExt as _;
     use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig};
-    use warmroute_proto::{Generation, RouterId, StreamIdentity};
+    use warmroute_proto::subject::Subjects;
+    use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
 
     use super::*;
     use crate::route::{Core, Knobs, Settings};
@@ -184,7 +185,7 @@ mod tests {
             log_bytes_max: 1 << 20,
             queue_max: 16,
         });
-        let index = IndexClient::new(Arc::new(plane), "nobody".to_owned());
+        let index = IndexClient::new(Arc::new(plane), Subjects::new(&Namespace::from("nobody")));
         let (auditor, rechecks) = Auditor::new(desk, Arc::default(), metrics, index);
         let stop = CancellationToken::new();
         let mut running = Box::pin(rechecks.run(stop.clone()));

@@ -3,7 +3,7 @@
 //! Pure: [`openai`] (what clients and engines say), [`tokenize`] (text to token ids), [`route`] (what
 //! a choice costs, who carries which load, whom to choose), [`sim`] (the engine model), `health`.
 //! Shells: `proxy` (the public port), `admin` (the other one), `fleet` and `register` (who the
-//! workers are and whether they are what they seem), `index_client`, [`run`] and `embedded` (wiring).
+//! workers are and whether they are what they seem), `index_client`, [`run`], `surroundings` and `embedded` (wiring).
 //!
 //! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy of
 //! an engine's cache. Both are behind `warmroute_proto::bus`.
@@ -25,8 +25,10 @@ pub mod openai;
 mod proxy;
 mod ready;
 mod register;
+mod replicas;
 pub mod route;
 pub mod run;
 pub mod sim;
+mod surroundings;
 pub mod tokenize;
 mod workers;

@@ -26,7 +26,6 @@ use crate::accounts::{Desk, Outbox};
 use crate::admin::{self, Admin};
 use crate::audit::{Auditor, Rechecks};
 use crate::config::{Config, Limits};
-use crate::embedded::Embedded;
 use crate::fleet::Fleet;
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
@@ -35,6 +34,7 @@ use crate::proxy::{self, App, Budget};
 use crate::ready::Ready;
 use crate::register::Registrar;
 use crate::route::{Core, Settings};
+use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
 use crate::workers;
 
@@ -93,10 +93,10 @@ impl Running {
         let tokenizer = load_tokenizer(&config).await?;
         let tasks = Tasks::new(metrics.tasks_failed().clone());
         let client = client(&config.limits).context("setting up the HTTP client")?;
-        let embedded = Embedded::start(&config, &tasks)?;
+        let around = Arc::new(Surroundings::start(&config, &tasks).await?);
         let shutdown = Shutdown::default();
         let connections = TaskTracker::new();
-        let parts = Parts::new(&config, &embedded, client, metrics, tokenizer);
+        let parts = Parts::new(&config, &around, client, metrics, tokenizer);
         let budget = Budget::new(
             (config.limits.buffered_bytes, config.limits.body_bytes),
             parts.metrics.buffered_bytes().clone(),
@@ -104,7 +104,7 @@ impl Running {
             shutdown.force.clone(),
         );
         let ready = Arc::clone(&parts.ready);
-        let (app, admin_app) = parts.spawn(&config, &embedded, budget, &tasks);
+        let (app, admin_app) = parts.spawn(&config, &around, budget, &tasks);
         let spawn = |name, listener, router, connections_max| {
             let server = Server {
                 listener,
@@ -202,7 +202,7 @@ struct Parts {
 impl Parts {
     fn new(
         config: &Config,
-        embedded: &Embedded,
+        around: &Arc<Surroundings>,
         client: reqwest::Client,
         metrics: Arc<Metrics>,
         tokenizer: Option<Arc<Tokenizer>>,
@@ -218,7 +218,7 @@ impl Parts {
         });
         let (desk, outbox) = Desk::new(core, metrics.messages_dropped().clone());
         let subjects = Subjects::new(&config.namespace);
-        let index = IndexClient::new(Arc::clone(&embedded.plane), subjects.query());
+        let index = IndexClient::new(around.plane(), subjects.clone());
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
             Arc::clone(&desk),
@@ -247,16 +247,18 @@ impl Parts {
     fn spawn(
         self,
         config: &Config,
-        embedded: &Embedded,
+        around: &Arc<Surroundings>,
         budget: Budget,
         tasks: &Tasks,
     ) -> (Arc<App>, Router) {
         let stop = &tasks.stop;
-        let plane = || Arc::clone(&embedded.plane);
+        let plane = || around.plane();
         tasks.spawn(
             "load_publisher",
             publish(self.outbox, plane(), self.subjects.load(), stop.clone()),
         );
+        let index = self.index.clone();
+        tasks.spawn("indexers", index.follow_replicas(stop.clone()));
         tasks.spawn("clock", tick(Arc::clone(&self.desk), stop.clone()));
         tasks.spawn("rechecks", self.rechecks.run(stop.clone()));
         tasks.spawn(
@@ -295,8 +297,7 @@ impl Parts {
             journal: Arc::clone(&self.journal),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
-            index: embedded.index.clone(),
-            shims: embedded.shims.clone(),
+            around: Arc::clone(around),
         };
         let app = App {
             desk: self.desk,

@@ -1,5 +1,6 @@
 //! The way to the plane on NATS, from the flags.
 
+use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use tokio::time::sleep;
 use uuid::Uuid;
 use warmroute_proto::Namespace;
 use warmroute_proto::bus::{
-    InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls, Plane,
+    Connection, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls, Plane,
 };
 
 use crate::args::NatsArgs;
@@ -42,11 +43,56 @@ impl Nats {
             .unwrap_or_default()
     }
 
+    /// The same, and whether the server is within reach, in Prometheus' text format.
+    #[must_use]
+    pub fn metrics_text(&self) -> String {
+        let up = *self.joining.connection().borrow() == Connection::Up;
+        let mut text = String::from("# TYPE warmroute_nats_up gauge\n");
+        #[expect(
+            clippy::let_underscore_must_use,
+            reason = "writing to a String cannot fail"
+        )]
+        let _ = writeln!(text, "warmroute_nats_up {}", u8::from(up));
+        for (name, value) in counters(&self.stats()) {
+            #[expect(
+                clippy::let_underscore_must_use,
+                reason = "writing to a String cannot fail"
+            )]
+            let _ = write!(
+                text,
+                "# TYPE warmroute_nats_{name} counter\nwarmroute_nats_{name} {value}\n"
+            );
+        }
+        text
+    }
+
     /// See [`NatsPlane::complaint`].
     #[must_use]
     pub fn complaint(&self) -> Option<String> {
         self.joining.plane().and_then(NatsPlane::complaint)
     }
+}
+
+/// One name a counter; the lag of a tail is its reader's to show.
+const fn counters(stats: &NatsStats) -> [(&'static str, u64); 16] {
+    [
+        ("connects_total", stats.connects),
+        ("disconnects_total", stats.disconnects),
+        ("slow_consumers_total", stats.slow_consumers),
+        ("lame_ducks_total", stats.lame_ducks),
+        ("closed_total", stats.closed),
+        ("server_errors_total", stats.server_errors),
+        ("client_errors_total", stats.client_errors),
+        ("answers_late_total", stats.answers_late),
+        ("answers_cut_off_total", stats.answers_cut_off),
+        ("tails_reopened_total", stats.tails_reopened),
+        ("watches_reopened_total", stats.watches_reopened),
+        ("snapshots_torn_total", stats.snapshots_torn),
+        ("in_messages_total", stats.in_messages),
+        ("out_messages_total", stats.out_messages),
+        ("in_bytes_total", stats.in_bytes),
+        ("out_bytes_total", stats.out_bytes),
+    ]
 }
 
 /// Reaches the plane, or goes on trying beside whoever asks: a server that is away keeps nobody from

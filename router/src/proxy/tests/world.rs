@@ -17,7 +17,8 @@ use tokio_util::task::TaskTracker;
 use warmroute_process::server::{Server, Shutdown};
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_proto::registry::{Lora, WorkerEntry};
-use warmroute_proto::{Generation, RouterId, StreamIdentity};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
 
 use super::*;
 use crate::health::Sight;
@@ -234,7 +235,7 @@ impl World {
         };
         let metrics = Arc::new(Metrics::new().unwrap());
         let (desk, outbox) = Desk::new(core(knobs), metrics.messages_dropped().clone());
-        let index = IndexClient::new(plane(), "nobody".to_owned());
+        let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("nobody")));
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
             Arc::clone(&desk),

@@ -1,0 +1,54 @@
+//! What is around the router: everything else inside this process, or a plane that others share.
+
+use std::sync::Arc;
+
+use warmroute_process::nats::{self, Nats};
+use warmroute_process::tasks::Tasks;
+use warmroute_proto::bus::Plane;
+
+use crate::config::Config;
+use crate::embedded::Embedded;
+
+pub(crate) enum Surroundings {
+    Embedded(Embedded),
+    Distributed(Nats),
+}
+
+impl Surroundings {
+    pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
+        Ok(match &config.nats {
+            None => Self::Embedded(Embedded::start(config, tasks)?),
+            Some(args) => Self::Distributed(nats::join(args, "warmroute-router", tasks).await?),
+        })
+    }
+
+    pub(crate) fn plane(&self) -> Arc<dyn Plane> {
+        match self {
+            Self::Embedded(embedded) => Arc::clone(&embedded.plane),
+            Self::Distributed(nats) => nats.plane(),
+        }
+    }
+
+    /// The indexer inside this process.
+    pub(crate) const fn index(&self) -> Option<&warmroute_indexer::Handle> {
+        match self {
+            Self::Embedded(embedded) => Some(&embedded.index),
+            Self::Distributed(_) => None,
+        }
+    }
+
+    /// The shims inside this process.
+    pub(crate) fn shims(&self) -> &[warmroute_shim::Handle] {
+        match self {
+            Self::Embedded(embedded) => &embedded.shims,
+            Self::Distributed(_) => &[],
+        }
+    }
+
+    pub(crate) const fn nats(&self) -> Option<&Nats> {
+        match self {
+            Self::Embedded(_) => None,
+            Self::Distributed(nats) => Some(nats),
+        }
+    }
+}
