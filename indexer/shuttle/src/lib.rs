@@ -1,0 +1,83 @@
+//! The indexer's lock under a scheduler that picks every next step: no interleaving of writer and
+//! readers shows half a write, loses one, or leaves anybody waiting for ever (which the scheduler
+//! reports as a deadlock, and endless spinning as too many steps).
+#![forbid(unsafe_code)]
+
+#[path = "../../src/turns.rs"]
+pub mod turns;
+
+#[cfg(test)]
+mod tests {
+    use shuttle::sync::Arc;
+    use shuttle::{Config, Runner, check_pct, thread};
+
+    use super::turns::Turns;
+
+    const SCHEDULES: usize = 2000;
+
+    /// One writer, three readers, a few turns each.
+    fn turns() {
+        const WRITES: u64 = 3;
+        let turns = Arc::new(Turns::new((0_u64, 0_u64)));
+        let readers: Vec<_> = (0..3)
+            .map(|_| {
+                let turns = Arc::clone(&turns);
+                thread::spawn(move || {
+                    let mut last = 0;
+                    for _ in 0..2 {
+                        let value = turns.read();
+                        assert_eq!(value.0, value.1, "half a write is seen");
+                        assert!(value.0 >= last, "a write is lost");
+                        last = value.0;
+                    }
+                })
+            })
+            .collect();
+        for _ in 0..WRITES {
+            let mut value = turns.write();
+            value.0 += 1;
+            thread::yield_now();
+            value.1 += 1;
+        }
+        for reader in readers {
+            reader.join().unwrap();
+        }
+        assert_eq!(*turns.read(), (WRITES, WRITES));
+    }
+
+    #[test]
+    fn at_random() {
+        let scheduler = shuttle::scheduler::RandomScheduler::new(SCHEDULES);
+        Runner::new(scheduler, Config::new()).run(turns);
+    }
+
+    #[test]
+    fn with_priorities_that_change_a_few_times() {
+        check_pct(turns, SCHEDULES, 3);
+    }
+
+    #[test]
+    fn two_writers_exclude_each_other() {
+        shuttle::check_random(
+            || {
+                let turns = Arc::new(Turns::new(0_u64));
+                let other = Arc::clone(&turns);
+                let writer = thread::spawn(move || {
+                    let mut value = other.write();
+                    let seen = *value;
+                    thread::yield_now();
+                    *value = seen + 1;
+                });
+                {
+                    let mut value = turns.write();
+                    let seen = *value;
+                    thread::yield_now();
+                    *value = seen + 1;
+                }
+                writer.join().unwrap();
+                assert_eq!(*turns.read(), 2);
+            },
+            SCHEDULES,
+        );
+    }
+}
