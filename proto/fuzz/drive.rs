@@ -4,7 +4,7 @@ use warmroute_proto::codec::{Message, decode, encode};
 use warmroute_proto::load::LoadMessage;
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::registry::{
-    GenerationEntry, IndexerEntry, ResyncRequest, SnapshotLease, WorkerEntry,
+    GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
@@ -24,6 +24,7 @@ pub(crate) fn codec(data: &[u8]) {
     canonical::<SnapshotPointer>(data);
     canonical::<IndexerEntry>(data);
     canonical::<SnapshotLease>(data);
+    canonical::<ShimEntry>(data);
     if let Ok(token) = std::str::from_utf8(data)
         && let Some(name) = decode_name(token)
     {

@@ -12,7 +12,9 @@ use bincode::{Decode, Encode};
 
 use crate::load::LoadMessage;
 use crate::query::{Answer, Query};
-use crate::registry::{GenerationEntry, IndexerEntry, ResyncRequest, SnapshotLease, WorkerEntry};
+use crate::registry::{
+    GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
+};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::{Heartbeat, Record};
 
@@ -72,6 +74,9 @@ impl Message for IndexerEntry {
 }
 impl Message for SnapshotLease {
     const KIND: u8 = 17;
+}
+impl Message for ShimEntry {
+    const KIND: u8 = 18;
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -155,6 +160,7 @@ mod tests {
             canonical::<SnapshotPointer>(&bytes)?;
             canonical::<IndexerEntry>(&bytes)?;
             canonical::<SnapshotLease>(&bytes)?;
+            canonical::<ShimEntry>(&bytes)?;
         }
     }
 

@@ -38,6 +38,15 @@ pub struct Lora {
     pub parent: Option<String>,
 }
 
+/// The value of the lock under which one shim serves a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ShimEntry {
+    /// Drawn by each process at its start: two holders never write the same value.
+    pub instance: [u8; 16],
+    /// The shim's version.
+    pub version: String,
+}
+
 /// The value of a generation key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct GenerationEntry {

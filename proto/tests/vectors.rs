@@ -20,7 +20,8 @@ use warmroute_proto::codec::{self, Message};
 use warmroute_proto::load::{LoadChange, LoadMessage, SampledPrefix, SlotEnd};
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::registry::{
-    GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, SnapshotLease, WorkerEntry,
+    GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, ShimEntry, SnapshotLease,
+    WorkerEntry,
 };
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
@@ -303,6 +304,13 @@ fn golden_samples() {
             source: source(),
             above: Generation(6),
             reason: ResyncReason::Mismatch,
+        },
+    );
+    golden(
+        "shim",
+        &ShimEntry {
+            instance: *b"0123456789abcdef",
+            version: "0.1.0".into(),
         },
     );
 }

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, Generation, Source, WorkerId};
-use warmroute_shim::source::{Config, Effect, ReplayId, SourceCore};
+use warmroute_shim::source::{Config, Effect, ReplayId, SourceCore, Tail};
 use warmroute_shim::wire::Batch;
 
 /// More effects of one input than this are a loop.
@@ -73,6 +73,9 @@ impl World {
                     self.core.generation_claimed(self.now, self.generation);
                 }
                 Some(Effect::Append { id, .. }) => self.core.acknowledged(self.now, id),
+                Some(Effect::ReadTail { id, .. }) => {
+                    self.core.log_tail(self.now, id, Tail::Unanswered);
+                }
                 Some(Effect::Heartbeat(_) | Effect::Notice(_)) => {}
                 None => return,
             }

@@ -1,14 +1,16 @@
 //! The command line: every knob with its environment name, default, unit and reason to change it.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
-use warmroute_proto::WorkerId;
+use warmroute_proto::{BlockSize, WorkerId};
 
-use crate::ShimConfig;
+use crate::mirror::Assumptions;
+use crate::{OUTBOX_BYTES_MAX, ShimConfig};
 
 /// Stands beside one vLLM server, and writes what its KV cache holds to the log.
 ///
@@ -36,6 +38,28 @@ pub struct Args {
     /// Data-parallel ranks of the engine.
     #[arg(long, env = "WARMROUTE_RANKS", default_value_t = 1)]
     pub ranks: u32,
+    /// Where the mirror is kept across restarts of this shim. Without it a restarted shim knows what
+    /// the engine's replay buffer still has.
+    #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Take events of this topic only, where several publishers share a socket.
+    #[arg(long, env = "WARMROUTE_KV_TOPIC", value_name = "TOPIC")]
+    pub kv_topic: Option<String>,
+    /// Tokens a block that the engine's events must have; learned from them if absent.
+    #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
+    pub block_size: Option<u32>,
+    /// What the engine is known not to use, where its events cannot tell.
+    #[arg(
+        long,
+        env = "WARMROUTE_ASSUME",
+        value_enum,
+        value_delimiter = ',',
+        value_name = "WHAT,…"
+    )]
+    pub assume: Vec<Assumed>,
+    /// Bytes of records of one rank that wait for NATS. Beyond, one image of the cache replaces them.
+    #[arg(long, env = "WARMROUTE_OUTBOX_BYTES", default_value_t = OUTBOX_BYTES_MAX)]
+    pub outbox_bytes: usize,
     /// Address of the probes, metrics and digests.
     #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
     pub host: String,
@@ -53,12 +77,29 @@ pub struct Args {
 
 const PORT: u16 = 8091;
 
+/// Less than this would be full at every hiccup.
+const OUTBOX_BYTES_MIN: usize = 1 << 20;
+const RANKS_MAX: u32 = 1024;
+
+/// See [`Assumptions`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Assumed {
+    /// No salts, multimodal items or prompt embeddings.
+    NoExtraKeys,
+    /// No LoRA adapters.
+    NoLora,
+    /// All KV groups are main attention.
+    MainAttentionOnly,
+}
+
 /// A valid configuration.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
     pub nats: NatsArgs,
     pub shim: ShimConfig,
+    /// Opened once the logs can tell of it.
+    pub state_dir: Option<PathBuf>,
     pub logs: Logs,
 }
 
@@ -70,6 +111,19 @@ pub enum ConfigError {
     NoNats,
     #[error("--namespace is empty")]
     EmptyNamespace,
+    #[error("--worker-id is empty")]
+    EmptyWorker,
+    #[error("--ranks {0} is not 1 to {RANKS_MAX}")]
+    Ranks(u32),
+    #[error("--block-size 0 holds no token")]
+    BlockSize,
+    #[error("--outbox-bytes {0} is less than {OUTBOX_BYTES_MIN}")]
+    Outbox(usize),
+    #[error("--{flag} {endpoint:?} is not tcp://HOST:PORT")]
+    Endpoint {
+        flag: &'static str,
+        endpoint: String,
+    },
     #[error("--{flag} {url:?} is not http://HOST:PORT")]
     Url { flag: &'static str, url: String },
     #[error("{0} is this machine only: say with --advertise-url where routers reach the engine")]
@@ -92,18 +146,58 @@ impl TryFrom<Args> for Config {
             None if is_loopback(&worker_url) => return Err(ConfigError::Loopback(worker_url)),
             None => worker_url.clone(),
         };
+        if args.worker_id.is_empty() {
+            return Err(ConfigError::EmptyWorker);
+        }
+        if args.ranks == 0 || args.ranks > RANKS_MAX {
+            return Err(ConfigError::Ranks(args.ranks));
+        }
+        if args.outbox_bytes < OUTBOX_BYTES_MIN {
+            return Err(ConfigError::Outbox(args.outbox_bytes));
+        }
+        let block_size = match args.block_size {
+            Some(tokens) => Some(BlockSize::new(tokens).ok_or(ConfigError::BlockSize)?),
+            None => None,
+        };
+        let is_assumed = |what| args.assume.contains(&what);
         Ok(Self {
             listen: listen::address("host", &args.host, args.port)?,
             nats: args.nats,
             shim: ShimConfig {
                 advertise_url,
-                kv_endpoint: args.kv_endpoint,
-                kv_replay_endpoint: args.kv_replay_endpoint,
+                kv_endpoint: endpoint("kv-endpoint", args.kv_endpoint)?,
+                kv_replay_endpoint: endpoint("kv-replay-endpoint", args.kv_replay_endpoint)?,
                 ranks: args.ranks,
+                topic: args.kv_topic,
+                block_size,
+                assume: Assumptions {
+                    no_extra_keys: is_assumed(Assumed::NoExtraKeys),
+                    no_lora: is_assumed(Assumed::NoLora),
+                    main_attention_only: is_assumed(Assumed::MainAttentionOnly),
+                },
+                outbox_bytes_max: args.outbox_bytes,
                 ..ShimConfig::new(namespace, WorkerId::from(args.worker_id), worker_url)
             },
+            state_dir: args.state_dir,
             logs: args.logs.try_into()?,
         })
+    }
+}
+
+/// `ipc://` and `inproc://` are the engine's other kinds; those have no ports to check.
+fn endpoint(
+    flag: &'static str,
+    endpoint: Option<String>,
+) -> Result<Option<String>, ConfigError> {
+    let is_plain = |endpoint: &str| match endpoint.strip_prefix("tcp://") {
+        Some(rest) => rest
+            .rsplit_once(':')
+            .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()),
+        None => endpoint.starts_with("ipc://") || endpoint.starts_with("inproc://"),
+    };
+    match endpoint {
+        Some(endpoint) if !is_plain(&endpoint) => Err(ConfigError::Endpoint { flag, endpoint }),
+        endpoint => Ok(endpoint),
     }
 }
 
@@ -129,4 +223,93 @@ fn is_loopback(url: &str) -> bool {
         let ip = bare.parse::<IpAddr>();
         bare == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+    use warmroute_process::env;
+
+    use super::*;
+
+    const NEEDED: [&str; 5] = [
+        "warmroute-shim",
+        "--nats-url=nats://n:4222",
+        "--worker-id=w",
+        "--worker-url=http://engine:8000/",
+        "--host=127.0.0.1",
+    ];
+
+    fn config(more: &[&str]) -> Result<Config, String> {
+        let args = NEEDED.iter().chain(more);
+        let args = Args::try_parse_from(args).map_err(|error| error.to_string())?;
+        Config::try_from(args).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn every_flag_is_known_to_the_environments_check() {
+        env::check(&Args::command()).unwrap();
+        let flags = Args::command().get_arguments().count();
+        assert!(flags <= 25, "{flags}");
+    }
+
+    #[test]
+    fn what_is_given_arrives() {
+        let config = config(&[
+            "--assume=no-lora,main-attention-only",
+            "--block-size=16",
+            "--kv-endpoint=tcp://engine:5557",
+            "--kv-replay-endpoint=tcp://engine:5657",
+            "--kv-topic=kv",
+            "--outbox-bytes=2000000",
+            "--ranks=2",
+            "--state-dir=/var/lib/x",
+        ])
+        .unwrap();
+        assert_eq!(config.shim.worker_url, "http://engine:8000");
+        assert_eq!(config.shim.advertise_url, "http://engine:8000");
+        assert_eq!(config.shim.block_size, BlockSize::new(16));
+        assert!(config.shim.assume.no_lora && config.shim.assume.main_attention_only);
+        assert!(!config.shim.assume.no_extra_keys);
+        assert_eq!(config.shim.outbox_bytes_max, 2_000_000);
+        assert_eq!(config.state_dir, Some("/var/lib/x".into()));
+    }
+
+    #[test]
+    fn a_loopback_url_is_advertised_only_if_it_is_said() {
+        for loopback in ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"] {
+            let worker = format!("--worker-url={loopback}");
+            let args = ["warmroute-shim", "--nats-url=n", "--worker-id=w", &worker];
+            let refused = Config::try_from(Args::parse_from(args)).unwrap_err();
+            assert!(matches!(refused, ConfigError::Loopback(_)), "{refused}");
+            let advertise = format!("--advertise-url={loopback}");
+            let said = Config::try_from(Args::parse_from(args.iter().chain([&&*advertise])));
+            assert_eq!(said.unwrap().shim.advertise_url, loopback);
+        }
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_by_the_name_of_its_flag() {
+        for (flag, name) in [
+            ("--worker-url=https://h", "--worker-url"),
+            ("--advertise-url=h:1", "--advertise-url"),
+            ("--kv-endpoint=h:1", "--kv-endpoint"),
+            ("--kv-replay-endpoint=tcp://h", "--kv-replay-endpoint"),
+            ("--ranks=0", "--ranks"),
+            ("--block-size=0", "--block-size"),
+            ("--outbox-bytes=1", "--outbox-bytes"),
+            ("--assume=luck", "--assume"),
+            ("--worker-id=", "--worker-id"),
+            ("--namespace=", "--namespace"),
+        ] {
+            let mut args: Vec<&str> = NEEDED.to_vec();
+            args.retain(|given| given.split('=').next() != flag.split('=').next());
+            args.push(flag);
+            let refused = Args::try_parse_from(args)
+                .map_err(|error| error.to_string())
+                .and_then(|args| Config::try_from(args).map_err(|error| error.to_string()));
+            let refused = refused.map(|_| ()).unwrap_err();
+            assert!(refused.contains(name), "{flag}: {refused}");
+        }
+    }
 }

@@ -1,8 +1,11 @@
 //! What a shim is told. Checked by whoever builds it; here only what the sockets need.
 
+use std::sync::Arc;
+
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
 use crate::mirror::Assumptions;
+use crate::state_dir::StateDir;
 
 /// One shim, one vLLM server, all its ranks.
 #[derive(Clone, Debug)]
@@ -23,7 +26,15 @@ pub struct ShimConfig {
     /// The block size that events must have; unset: as they tell.
     pub block_size: Option<BlockSize>,
     pub assume: Assumptions,
+    /// Bytes of records of one rank that may wait for the log; beyond, one new generation replaces
+    /// them.
+    pub outbox_bytes_max: usize,
+    /// Where checkpoints are kept; without it a restarted shim knows what the engine replays.
+    pub state: Option<Arc<StateDir>>,
 }
+
+/// What a shim's outbox holds unless told otherwise: minutes of a busy engine.
+pub const OUTBOX_BYTES_MAX: usize = 64 << 20;
 
 impl ShimConfig {
     /// The common case: one rank, everything else as the engine tells.
@@ -40,6 +51,8 @@ impl ShimConfig {
             topic: None,
             block_size: None,
             assume: Assumptions::default(),
+            outbox_bytes_max: OUTBOX_BYTES_MAX,
+            state: None,
         }
     }
 }

@@ -6,6 +6,7 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
 use serde::Serialize;
+use warmroute_process::nats::Nats;
 use warmroute_proto::{
     DpRank, EngineSeq, Generation, LogPosition, RecordNumber, TierState, WorkerId,
 };
@@ -72,32 +73,40 @@ const fn state_word(state: TierState) -> &'static str {
     }
 }
 
-/// Everything that a shim serves.
-pub fn router(handle: Handle) -> Router {
+/// What the pages are about.
+#[derive(Clone)]
+struct Shown {
+    handle: Handle,
+    nats: Option<Nats>,
+}
+
+/// Everything that a shim serves; where it is on NATS, that connection's metrics too.
+pub fn router(handle: Handle, nats: Option<Nats>) -> Router {
     Router::new()
         .route("/health", get(|| async { "ok" }))
         .route("/readyz", get(ready))
         .route("/metrics", get(show_metrics))
         .route("/v1/digest", get(digest))
-        .with_state(handle)
+        .with_state(Shown { handle, nats })
 }
 
-async fn ready(State(handle): State<Handle>) -> impl IntoResponse {
-    if handle.is_ready() {
-        (StatusCode::OK, "ready")
-    } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "not ready")
+async fn ready(State(shown): State<Shown>) -> impl IntoResponse {
+    match shown.handle.readiness() {
+        Ok(()) => (StatusCode::OK, "ready".to_owned()),
+        Err(why) => (StatusCode::SERVICE_UNAVAILABLE, why.to_string()),
     }
 }
 
-async fn show_metrics(State(handle): State<Handle>) -> impl IntoResponse {
+async fn show_metrics(State(shown): State<Shown>) -> impl IntoResponse {
     let format = "text/plain; version=0.0.4";
-    (
-        [(header::CONTENT_TYPE, format)],
-        metrics::text(&handle.sources()),
-    )
+    let mut page = metrics::text(&shown.handle.sources());
+    metrics::add_shim(&mut page, &shown.handle);
+    if let Some(nats) = &shown.nats {
+        metrics::add_nats(&mut page, &nats.stats());
+    }
+    ([(header::CONTENT_TYPE, format)], page)
 }
 
-async fn digest(State(handle): State<Handle>) -> Json<DigestView> {
-    Json(handle.digest())
+async fn digest(State(shown): State<Shown>) -> Json<DigestView> {
+    Json(shown.handle.digest())
 }

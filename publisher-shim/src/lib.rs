@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod checkpoint;
 mod config;
 mod engine;
 mod feed;
@@ -18,10 +19,12 @@ pub mod metrics;
 pub mod mirror;
 mod service;
 pub mod source;
+mod state_dir;
 pub mod wire;
 
-pub use config::ShimConfig;
-pub use service::{Error, Handle, Service, TaskFailed};
+pub use config::{OUTBOX_BYTES_MAX, ShimConfig};
+pub use service::{Error, Handle, NotReady, Service, TaskFailed};
+pub use state_dir::{StateDir, StateDirError};
 
 #[cfg(test)]
 mod testing;

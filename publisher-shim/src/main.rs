@@ -1,15 +1,22 @@
 //! `warmroute-shim`: flags in, exit code out.
 
+use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
+use tokio::time::{Duration, Instant, sleep};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 use warmroute_shim::args::{Args, Config};
-use warmroute_shim::{Service, http};
+use warmroute_shim::{Service, StateDir, StateDirError, http};
+use warmroute_proto::WorkerId;
+
+/// A shim that is being replaced has so long to end before its successor gives up.
+const STATE_DIR_WAIT: Duration = Duration::from_secs(10);
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -27,8 +34,18 @@ fn start() -> anyhow::Result<()> {
         .block_on(run(config))
 }
 
-async fn run(config: Config) -> anyhow::Result<()> {
-    let signals = Signals::listen().context("listening for signals")?;
+async fn run(mut config: Config) -> anyhow::Result<()> {
+    let mut signals = Signals::listen().context("listening for signals")?;
+    if let Some(dir) = &config.state_dir {
+        let opened = tokio::select! {
+            opened = open_state(dir, &config.shim.worker) => opened,
+            signal = signals.received() => {
+                tracing::info!(signal, "ending");
+                return Ok(());
+            }
+        };
+        config.shim.state = Some(Arc::new(opened.context("--state-dir")?));
+    }
     let listener = listen::bind(config.listen).await?;
     let port = listener.local_addr().context("the address")?.port();
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
@@ -43,5 +60,23 @@ async fn run(config: Config) -> anyhow::Result<()> {
         }
     });
     announce(format_args!("{{\"port\":{port}}}"));
-    host::run(listener, http::router(handle), signals, tasks).await
+    host::run(listener, http::router(handle, Some(nats)), signals, tasks).await
+}
+
+/// Waits a while for a predecessor that is just ending.
+async fn open_state(dir: &Path, worker: &WorkerId) -> Result<StateDir, StateDirError> {
+    let deadline = Instant::now() + STATE_DIR_WAIT;
+    let mut is_told = false;
+    loop {
+        match StateDir::open(dir, worker) {
+            Err(StateDirError::Held { dir, by }) if Instant::now() < deadline => {
+                if !std::mem::replace(&mut is_told, true) {
+                    let dir = dir.display();
+                    tracing::warn!(%dir, "waiting: another process{by} keeps this worker's state");
+                }
+                sleep(Duration::from_millis(200)).await;
+            }
+            opened => return opened,
+        }
+    }
 }

@@ -3,14 +3,16 @@
 
 use std::fmt::Write as _;
 
-use warmroute_proto::Tier;
+use warmroute_proto::bus::NatsStats;
+use warmroute_proto::{EngineHealth, Tier};
 
-use crate::source::Status;
+use crate::service::Handle;
+use crate::source::{CheckpointStatus, Reason, Status};
 
 type Value = fn(&Status) -> f64;
 
 /// Name without the prefix, help, type, value.
-const SERIES: [(&str, &str, &str, Value); 22] = [
+const SERIES: [(&str, &str, &str, Value); 32] = [
     ("generation", "Generation in use.", "gauge", |s| {
         number(s.generation.map_or(0, |g| g.0))
     }),
@@ -113,7 +115,116 @@ const SERIES: [(&str, &str, &str, Value); 22] = [
         "counter",
         |s| number(s.counters.appends_failed),
     ),
+    (
+        "last_number",
+        "Number of the last acknowledged record; -1 without one.",
+        "gauge",
+        |s| {
+            s.acknowledged
+                .map_or(-1.0, |point| number(point.number.0))
+        },
+    ),
+    (
+        "engine_seq",
+        "Last engine batch applied; -1 without one.",
+        "gauge",
+        |s| s.engine_seq.map_or(-1.0, |seq| number(seq.0)),
+    ),
+    (
+        "event_age_seconds",
+        "Since the last engine batch was applied; -1 without one.",
+        "gauge",
+        |s| s.event_age.map_or(-1.0, |age| age.as_secs_f64()),
+    ),
+    (
+        "pauses_total",
+        "Times that the log or the lease was away.",
+        "counter",
+        |s| number(s.counters.mutes),
+    ),
+    (
+        "tails_unexpected_total",
+        "Looks at the log's end that did not find the last record.",
+        "counter",
+        |s| number(s.counters.tails_unexpected),
+    ),
+    (
+        "checkpoint_age_seconds",
+        "Age of what the last checkpoint holds; -1 without one.",
+        "gauge",
+        |s| checkpoint(s).age.map_or(-1.0, |age| age.as_secs_f64()),
+    ),
+    (
+        "checkpoint_bytes",
+        "Size of the last checkpoint.",
+        "gauge",
+        |s| size(checkpoint(s).bytes),
+    ),
+    (
+        "checkpoints_total",
+        "Checkpoints written.",
+        "counter",
+        |s| number(checkpoint(s).written),
+    ),
+    (
+        "checkpoints_failed_total",
+        "Checkpoints that could not be written.",
+        "counter",
+        |s| number(checkpoint(s).failed),
+    ),
+    (
+        "checkpoints_refused_total",
+        "Checkpoints found at the start and not used.",
+        "counter",
+        |s| number(checkpoint(s).refused),
+    ),
 ];
+
+fn checkpoint(status: &Status) -> CheckpointStatus {
+    status.checkpoint.unwrap_or_default()
+}
+
+/// What the shim itself is.
+pub fn add_shim(text: &mut String, handle: &Handle) {
+    let gauges = [
+        ("leads", "This shim holds the worker's lease.", handle.leads()),
+        ("ready", "What `/readyz` says.", handle.is_ready()),
+        (
+            "engine_healthy",
+            "The engine's HTTP answers.",
+            handle.health() == EngineHealth::Healthy,
+        ),
+    ];
+    for (name, help, is_so) in gauges {
+        head(text, name, help, "gauge");
+        line(text, &format!("{name} {}", flag(is_so)));
+    }
+}
+
+/// What the connection to NATS went through.
+pub fn add_nats(text: &mut String, stats: &NatsStats) {
+    let counters = [
+        ("connects", "Connections made.", stats.connects),
+        ("disconnects", "Connections lost.", stats.disconnects),
+        ("server_errors", "Complaints of the server.", stats.server_errors),
+        ("client_errors", "Faults of the client.", stats.client_errors),
+        ("answers_late", "Answers that did not come in time.", stats.answers_late),
+        (
+            "answers_cut_off",
+            "Answers that a disconnect took along.",
+            stats.answers_cut_off,
+        ),
+        ("messages_in", "Messages received.", stats.in_messages),
+        ("messages_out", "Messages sent.", stats.out_messages),
+        ("bytes_in", "Bytes received.", stats.in_bytes),
+        ("bytes_out", "Bytes sent.", stats.out_bytes),
+    ];
+    for (name, help, count) in counters {
+        let name = format!("nats_{name}_total");
+        head(text, &name, help, "counter");
+        line(text, &format!("{name} {count}"));
+    }
+}
 
 /// Prometheus' text format: each metric is described once, with a series for each source.
 #[must_use]
@@ -124,6 +235,22 @@ pub fn text(sources: &[Status]) -> String {
         for source in sources {
             let labels = labels(source);
             line(&mut text, &format!("{name}{{{labels}}} {}", value(source)));
+        }
+    }
+    head(
+        &mut text,
+        "resyncs_total",
+        "Generations begun, by reason.",
+        "counter",
+    );
+    for source in sources {
+        let labels = labels(source);
+        for reason in Reason::ALL {
+            let (word, count) = (reason.word(), source.counters.reasons.of(reason));
+            line(
+                &mut text,
+                &format!("resyncs_total{{{labels},reason=\"{word}\"}} {count}"),
+            );
         }
     }
     head(
@@ -222,10 +349,10 @@ mod tests {
             assert_eq!(name.split('{').next(), Some(current), "out of its group");
             assert!(series.insert(name), "told twice: {line}");
         }
-        assert_eq!(described.len(), 2 * (SERIES.len() + 1));
+        assert_eq!(described.len(), 2 * (SERIES.len() + 2));
         assert_eq!(
             series.len(),
-            sources.len() * (SERIES.len() + Tier::ALL.len())
+            sources.len() * (SERIES.len() + Tier::ALL.len() + Reason::ALL.len())
         );
         for line in [
             r#"warmroute_shim_connected{worker="a",dp_rank="1"} 1"#,

@@ -32,27 +32,31 @@ const UNSURE_MAX: usize = 8;
 pub struct LeaseLost;
 
 impl Lease {
-    /// Takes the key if nobody holds it; `None` if somebody does.
+    /// Takes the key if nobody holds it; `None` if somebody does. A key that has this very value is
+    /// its writer's: it was taken, or lost from sight, without the answer coming back.
     pub async fn acquire(
         plane: Arc<dyn Plane>,
         key: String,
         value: Bytes,
         ttl: Duration,
     ) -> Result<Option<Self>, PlaneError> {
-        match plane
-            .put(key.clone(), value, PutIf::Absent, Some(ttl))
-            .await
-        {
-            Ok(revision) => Ok(Some(Self {
-                plane,
-                key,
-                ttl,
-                revision,
-                unsure: VecDeque::new(),
-            })),
-            Err(PlaneError::Conflict) => Ok(None),
-            Err(error) => Err(error),
-        }
+        let put = plane.put(key.clone(), value.clone(), PutIf::Absent, Some(ttl));
+        let revision = match put.await {
+            Ok(revision) => Some(revision),
+            Err(PlaneError::Conflict) => {
+                let entry = plane.get(key.clone()).await?;
+                let own = entry.filter(|entry| entry.value == value);
+                own.map(|entry| entry.revision)
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(revision.map(|revision| Self {
+            plane,
+            key,
+            ttl,
+            revision,
+            unsure: VecDeque::new(),
+        }))
     }
 
     /// Renews, with a value that may be new. `Ok(Err(LeaseLost))` is final; an outer error says that

@@ -69,6 +69,55 @@ impl Engines {
         Some(node)
     }
 
+    /// All references of a name, given the number of main groups by tier.
+    pub(super) fn references(
+        &self,
+        hash: EngineHash,
+        groups: impl Fn(Tier) -> GroupSlot,
+    ) -> Vec<(GroupSlot, Tier, u32)> {
+        let mut references = Vec::with_capacity(1);
+        for tier in Tier::ALL {
+            for slot in 0..groups(tier) {
+                let count = if slot == 0 {
+                    self.names
+                        .get(&hash)
+                        .map(|name| name.first_group[tier.index()])
+                } else {
+                    self.more.get(&(hash, slot, tier)).copied()
+                };
+                if let Some(count @ 1..) = count {
+                    references.push((slot, tier, count));
+                }
+            }
+        }
+        references
+    }
+
+    /// Takes a name back as it was saved. `false` if it is there already.
+    pub(super) fn load(
+        &mut self,
+        hash: EngineHash,
+        node: NodeId,
+        references: &[(GroupSlot, Tier, u32)],
+    ) -> bool {
+        if self.names.contains_key(&hash) {
+            return false;
+        }
+        let mut first_group = [0; 3];
+        for &(slot, tier, count) in references {
+            if slot == 0 {
+                first_group[tier.index()] = count;
+            } else {
+                self.more.insert((hash, slot, tier), count);
+            }
+            if tier == Tier::Gpu {
+                self.gpu += u64::from(count);
+            }
+        }
+        self.names.insert(hash, Name { node, first_group });
+        true
+    }
+
     /// Its prefix is gone; so are all references.
     pub(super) fn forget(&mut self, hash: EngineHash) {
         self.names.remove(&hash);

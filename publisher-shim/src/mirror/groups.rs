@@ -6,6 +6,7 @@
 use warmroute_proto::{Tier, Tiers};
 
 use super::nodes::GroupSlot;
+use crate::checkpoint::{Malformed, Reader, Writer};
 use crate::wire::{BlockGroup, GroupKind};
 
 /// More groups than any model has. Beyond, stores are not understood.
@@ -79,6 +80,50 @@ impl Groups {
     pub(super) fn lacks_kinds(&self, tier: Tier) -> bool {
         let groups = self.tiers.get(tier);
         groups.len() > 1 && groups.iter().any(|group| !group.told)
+    }
+
+    pub(super) fn save(&self, writer: &mut Writer) {
+        for tier in Tier::ALL {
+            let groups = self.tiers.get(tier);
+            writer.count(groups.len());
+            for group in groups {
+                writer.u8(u8::from(group.index.is_some()));
+                writer.u32(group.index.unwrap_or_default());
+                writer.u8(match group.role {
+                    Role::Main(_) | Role::NewMain(_) => 0,
+                    Role::Masked => 1,
+                    Role::Unknown => 2,
+                });
+                writer.u8(u8::from(group.told));
+            }
+        }
+    }
+
+    pub(super) fn load(reader: &mut Reader<'_>) -> Result<Self, Malformed> {
+        let mut loaded = Self::default();
+        for tier in Tier::ALL {
+            let groups = loaded.tiers.get_mut(tier);
+            let count = reader.count(7)?;
+            if count > GROUPS_MAX {
+                return Err(Malformed("the number of groups"));
+            }
+            for _ in 0..count {
+                let has_index = reader.flag()?;
+                let index = Some(reader.u32()?).filter(|_| has_index);
+                let role = match reader.u8()? {
+                    0 => Role::Main(main_groups(groups)),
+                    1 => Role::Masked,
+                    2 => Role::Unknown,
+                    _ => return Err(Malformed("a group's role")),
+                };
+                if groups.iter().any(|group| group.index == index) {
+                    return Err(Malformed("one group twice"));
+                }
+                let told = reader.flag()?;
+                groups.push(Group { index, role, told });
+            }
+        }
+        Ok(loaded)
     }
 
     /// Nothing but main attention was seen.

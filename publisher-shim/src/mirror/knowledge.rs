@@ -11,6 +11,7 @@
 
 use warmroute_proto::{Tier, TierState, TierStates, Tiers};
 
+use crate::checkpoint::{Malformed, Reader, Writer};
 use crate::wire::{Lora, Stored};
 
 /// What the operator vouches for.
@@ -71,6 +72,46 @@ impl Knowledge {
                 disk: tier(Tier::Disk),
             },
         }
+    }
+
+    pub(super) fn save(&self, writer: &mut Writer) {
+        for tier in Tier::ALL {
+            let TierKnowledge {
+                from_start,
+                missing,
+                doubt,
+                unnamed_lora,
+                untold_keys,
+                stored,
+                removes,
+            } = *self.tiers.get(tier);
+            let flags = [
+                from_start,
+                missing,
+                doubt,
+                unnamed_lora,
+                untold_keys,
+                stored,
+                removes,
+            ];
+            flags.iter().for_each(|&flag| writer.u8(u8::from(flag)));
+        }
+    }
+
+    pub(super) fn load(reader: &mut Reader<'_>) -> Result<Self, Malformed> {
+        let mut loaded = Self::new(Start::Unknown);
+        for tier in Tier::ALL {
+            *loaded.tiers.get_mut(tier) = TierKnowledge {
+                from_start: reader.flag()?,
+                missing: reader.flag()?,
+                doubt: reader.flag()?,
+                unnamed_lora: reader.flag()?,
+                untold_keys: reader.flag()?,
+                stored: reader.flag()?,
+                removes: reader.flag()?,
+            };
+        }
+        Ok(loaded)
     }
 
     /// The engine emptied its GPU memory. What its other tiers hold is not known any more.

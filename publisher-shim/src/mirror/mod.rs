@@ -18,6 +18,7 @@ mod groups;
 mod knowledge;
 mod nodes;
 mod orphans;
+mod save;
 
 use warmroute_proto::{
     BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierStates, Tiers,
@@ -30,6 +31,7 @@ use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start};
 use nodes::{GroupSlot, Naming, NodeId, Nodes, TierSet};
 use orphans::{Content, Orphans};
+pub use save::Cut;
 
 /// What a mirror is told from outside.
 #[derive(Clone, Copy, Debug)]

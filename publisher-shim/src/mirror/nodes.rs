@@ -4,10 +4,13 @@
 //! child. Since a leaf without references goes at once, every node has a held block at or below it:
 //! memory is bounded by what the engine holds, its prefixes included.
 
+mod load;
+
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
 use crate::wire::EngineHash;
+pub(super) use load::Planted;
 
 /// An index into the slab of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -15,6 +18,14 @@ pub(super) struct NodeId(u32);
 
 impl NodeId {
     pub(super) const NONE: Self = Self(u32::MAX);
+
+    pub(super) const fn of(number: u32) -> Self {
+        Self(number)
+    }
+
+    pub(super) const fn number(self) -> u32 {
+        self.0
+    }
 
     pub(super) const fn some(self) -> Option<Self> {
         if self.0 == u32::MAX { None } else { Some(self) }
@@ -62,7 +73,7 @@ pub(super) struct Node {
     /// References of the first main group, by tier; further groups are in [`Nodes::more`].
     first_group: [u32; 3],
     /// One engine hash that means this prefix; further ones are in [`Nodes::aliases`].
-    engine: EngineHash,
+    pub(super) engine: EngineHash,
     /// Where the log says that it is held.
     pub(super) held: TierSet,
     /// It is in the list of blocks whose state may have changed.

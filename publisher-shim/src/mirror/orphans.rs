@@ -147,6 +147,50 @@ impl Orphans {
         Some(orphan.references)
     }
 
+    /// Everything that waits, by parent: parents in the order of their hashes, children in the order
+    /// of their arrival.
+    pub(super) fn by_parent(&self) -> Vec<(EngineHash, Vec<Found>)> {
+        #[expect(clippy::disallowed_methods, reason = "sorted right below")]
+        let mut parents: Vec<_> = self.waiting.iter().collect();
+        parents.sort_unstable_by_key(|(parent, _)| parent.0);
+        let found = |&hash: &EngineHash| {
+            let orphan = self.orphans.get(&hash)?;
+            Some(Found {
+                hash,
+                content: orphan.content.clone(),
+                references: orphan.references.clone(),
+            })
+        };
+        parents
+            .into_iter()
+            .map(|(&parent, children)| (parent, children.iter().filter_map(found).collect()))
+            .collect()
+    }
+
+    /// Takes an orphan back as it was saved. `false` if it is there already or has no room.
+    pub(super) fn load(
+        &mut self,
+        hash: EngineHash,
+        parent: EngineHash,
+        content: Content,
+        references: Vec<(GroupSlot, Tier, u32)>,
+    ) -> bool {
+        if self.orphans.len() >= self.max || self.orphans.contains_key(&hash) {
+            return false;
+        }
+        for &(_, tier, count) in &references {
+            *self.references.get_mut(tier) += u64::from(count);
+        }
+        let orphan = Orphan {
+            parent,
+            content,
+            references,
+        };
+        self.orphans.insert(hash, orphan);
+        self.waiting.entry(parent).or_default().push(hash);
+        true
+    }
+
     /// Drops an orphan that nothing needs, and what it alone kept.
     fn release(&mut self, mut hash: EngineHash) {
         while let Some(orphan) = self.orphans.get(&hash) {

@@ -1,3 +1,5 @@
+mod save;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;

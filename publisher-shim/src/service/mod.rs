@@ -3,21 +3,23 @@
 //! [`Service`] owns one task a rank and the few that serve all of them. The lease decides whether
 //! anything is said at all: without it the mirrors go on, silently. [`Handle`] shows what is known.
 
+mod keeper;
+mod outside;
 mod rank;
+mod saver;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::StreamExt as _;
 use tokio::sync::{Notify, mpsc, watch};
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, error, info, warn};
-use warmroute_proto::bus::{Lease, Plane};
-use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
+use tracing::{debug, error, warn};
+use warmroute_proto::bus::{Connection, Plane};
+use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source, codec};
 
@@ -25,10 +27,9 @@ use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineClient, EngineInfo};
 use crate::mirror;
 use crate::source::{Config, Status};
+use keeper::{Keeper, Standing};
 use rank::{Rank, Signals};
 
-const LEASE_TTL: Duration = Duration::from_secs(6);
-const LEASE_RENEW: Duration = Duration::from_secs(2);
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 /// Health checks between two full readings.
 const INFO_EVERY: u32 = 10;
@@ -50,9 +51,10 @@ pub enum Error {
 #[error("a task of the shim failed")]
 pub struct TaskFailed;
 
-/// What the mirrors learned that the registration tells.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct MirrorFacts {
+/// What is known of one rank.
+#[derive(Clone, Debug)]
+pub(crate) struct View {
+    pub(crate) status: Status,
     pub(crate) block_size: Option<BlockSize>,
     pub(crate) main_attention_only: bool,
 }
@@ -62,26 +64,36 @@ pub(crate) struct Shared {
     pub(crate) subjects: Subjects,
     /// The engine's facts are to be read again soon.
     pub(crate) refresh: Notify,
-    statuses: RwLock<BTreeMap<DpRank, (Status, MirrorFacts)>>,
-    leads: watch::Sender<bool>,
+    views: RwLock<BTreeMap<DpRank, View>>,
+    standing: watch::Sender<Standing>,
     health: watch::Sender<EngineHealth>,
     info: watch::Sender<Arc<EngineInfo>>,
 }
 
 impl Shared {
-    pub(crate) fn set_status(&self, status: Status, facts: MirrorFacts) {
-        let rank = status.source.dp_rank;
-        let mut statuses = self
-            .statuses
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        statuses.insert(rank, (status, facts));
+    pub(crate) fn set_view(&self, view: View) {
+        let rank = view.status.source.dp_rank;
+        let mut views = self.views.write().unwrap_or_else(PoisonError::into_inner);
+        views.insert(rank, view);
     }
 
-    fn statuses(&self) -> Vec<(Status, MirrorFacts)> {
-        let statuses = self.statuses.read().unwrap_or_else(PoisonError::into_inner);
-        statuses.values().cloned().collect()
+    fn views(&self) -> Vec<View> {
+        let views = self.views.read().unwrap_or_else(PoisonError::into_inner);
+        views.values().cloned().collect()
     }
+}
+
+/// Why a shim is not ready.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotReady {
+    #[error("NATS is out of reach, or not set up")]
+    PlaneAway,
+    #[error("another shim serves this worker")]
+    Yields,
+    #[error("this shim does not hold the worker's lease")]
+    NoLease,
+    #[error("source {0} has not told its image")]
+    NoImage(Source),
 }
 
 /// Everybody's view of the shim. Clones are the same view.
@@ -94,8 +106,8 @@ impl Handle {
     /// Every source, by rank.
     #[must_use]
     pub fn sources(&self) -> Vec<Status> {
-        let statuses = self.shared.statuses();
-        statuses.into_iter().map(|(status, _)| status).collect()
+        let views = self.shared.views();
+        views.into_iter().map(|view| view.status).collect()
     }
 
     #[must_use]
@@ -106,16 +118,30 @@ impl Handle {
     /// This shim is the one that publishes.
     #[must_use]
     pub fn leads(&self) -> bool {
-        *self.shared.leads.borrow()
+        matches!(*self.shared.standing.borrow(), Standing::Leads { .. })
     }
 
-    /// It publishes, and every source has told its image.
+    /// It publishes, and every source has told its image; otherwise what is missing.
+    pub fn readiness(&self) -> Result<(), NotReady> {
+        if *self.shared.plane.connection().borrow() == Connection::Down {
+            return Err(NotReady::PlaneAway);
+        }
+        match *self.shared.standing.borrow() {
+            Standing::Leads { .. } => {}
+            Standing::Yields => return Err(NotReady::Yields),
+            Standing::Unknown | Standing::Lapsed => return Err(NotReady::NoLease),
+        }
+        let sources = self.sources();
+        if sources.is_empty() {
+            return Err(NotReady::NoLease);
+        }
+        let untold = sources.into_iter().find(|source| !source.is_told);
+        untold.map_or(Ok(()), |source| Err(NotReady::NoImage(source.source)))
+    }
+
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        let sources = self.sources();
-        self.leads()
-            && !sources.is_empty()
-            && sources.iter().all(|source| source.acknowledged.is_some())
+        self.readiness().is_ok()
     }
 }
 
@@ -139,8 +165,8 @@ impl Service {
             plane,
             subjects: Subjects::new(&config.namespace),
             refresh: Notify::new(),
-            statuses: RwLock::new(BTreeMap::new()),
-            leads: watch::Sender::new(false),
+            views: RwLock::new(BTreeMap::new()),
+            standing: watch::Sender::new(Standing::Unknown),
             health: watch::Sender::new(EngineHealth::Unknown),
             info: watch::Sender::new(Arc::default()),
         };
@@ -169,7 +195,7 @@ impl Service {
             let (resyncs, received) = mpsc::channel(RESYNCS_MAX);
             routes.insert(rank, resyncs);
             let signals = Signals {
-                leader: self.shared.leads.subscribe(),
+                standing: self.shared.standing.subscribe(),
                 health: self.shared.health.subscribe(),
                 info: self.shared.info.subscribe(),
                 resyncs: received,
@@ -177,7 +203,7 @@ impl Service {
             let config = self.source_config(rank, endpoints);
             let run = Rank::run(
                 config,
-                endpoints.clone(),
+                (endpoints.clone(), self.config.state.clone()),
                 Arc::clone(&self.shared),
                 signals,
                 stop.clone(),
@@ -194,12 +220,7 @@ impl Service {
         let (shared, worker) = (Arc::clone(&self.shared), self.config.worker.clone());
         let hear = until(stop.clone(), hear_resyncs(shared, worker, routes));
         tasks.spawn(watched(stop.clone(), hear));
-        let keeper = Keeper {
-            shared: Arc::clone(&self.shared),
-            config: self.config.clone(),
-            lease: None,
-            registration: None,
-        };
+        let keeper = Keeper::new(Arc::clone(&self.shared), self.config.clone());
         tasks.spawn(watched(stop.clone(), keeper.run(stop.clone())));
         tasks.close();
         tasks.wait().await;
@@ -217,6 +238,8 @@ impl Service {
         };
         let mut config = Config::new(source, endpoints.replay.is_some());
         config.topic.clone_from(&self.config.topic);
+        config.outbox_bytes_max = self.config.outbox_bytes_max;
+        config.seed = fastrand::u64(..);
         // With one rank there is nothing to tell apart, and its number may be another's count.
         config.rank = (self.config.ranks > 1).then_some(rank.0);
         config.mirror = mirror::Config {
@@ -284,7 +307,7 @@ async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
             *known = Arc::new(info);
             is_new
         });
-        let is_unverified = shared.statuses().iter().any(|(s, _)| s.is_unverified);
+        let is_unverified = shared.views().iter().any(|view| view.status.is_unverified);
         if is_unverified && !was_warned {
             was_warned = true;
             warn!(
@@ -319,113 +342,5 @@ async fn hear_resyncs(
             }
         }
         sleep(Duration::from_millis(500)).await;
-    }
-}
-
-/// Holds the shim's lease and the worker's registration.
-struct Keeper {
-    shared: Arc<Shared>,
-    config: ShimConfig,
-    lease: Option<Lease>,
-    registration: Option<Lease>,
-}
-
-impl Keeper {
-    async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = interval(LEASE_RENEW);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut info = self.shared.info.subscribe();
-        let mut renewed = tokio::time::Instant::now();
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => break,
-                _ = ticks.tick() => {}
-                Ok(()) = info.changed() => {}
-            }
-            if self.keep_lease().await {
-                renewed = tokio::time::Instant::now();
-            } else if self.lease.is_some() && renewed.elapsed() >= LEASE_TTL {
-                // It ran out unseen: somebody else may have it by now.
-                self.lease = None;
-            }
-            let leads = self.lease.is_some();
-            self.shared.leads.send_if_modified(|known| {
-                let is_new = *known != leads;
-                *known = leads;
-                is_new
-            });
-            if leads {
-                self.keep_registration().await;
-            }
-        }
-        for lease in [self.registration.take(), self.lease.take()] {
-            if let Some(lease) = lease
-                && let Ok(Err(error)) = timeout(Duration::from_secs(1), lease.release()).await
-            {
-                debug!(%error, "a lease runs out by itself");
-            }
-        }
-    }
-
-    /// `true` if the plane confirmed the lease just now.
-    async fn keep_lease(&mut self) -> bool {
-        let value = Bytes::from_static(env!("CARGO_PKG_VERSION").as_bytes());
-        match &mut self.lease {
-            Some(lease) => match timeout(LEASE_RENEW, lease.renew(value)).await {
-                Ok(Ok(Ok(()))) => true,
-                Ok(Ok(Err(_lost))) => {
-                    warn!(worker = %self.config.worker, "another shim took this worker's lease");
-                    self.lease = None;
-                    self.registration = None;
-                    false
-                }
-                Ok(Err(_)) | Err(_) => false,
-            },
-            None => {
-                let key = self.shared.subjects.shim_key(&self.config.worker);
-                let plane = Arc::clone(&self.shared.plane);
-                let acquire = Lease::acquire(plane, key, value, LEASE_TTL);
-                if let Ok(Ok(Some(lease))) = timeout(LEASE_RENEW, acquire).await {
-                    info!(worker = %self.config.worker, "this shim serves the worker");
-                    self.lease = Some(lease);
-                }
-                self.lease.is_some()
-            }
-        }
-    }
-
-    async fn keep_registration(&mut self) {
-        let Ok(value) = codec::encode(&self.entry()) else {
-            return;
-        };
-        let value = Bytes::from(value);
-        let renewed = match &mut self.registration {
-            Some(registration) => registration.renew(value.clone()).await,
-            None => Ok(Err(warmroute_proto::bus::LeaseLost)),
-        };
-        if let Ok(Err(_lost)) = renewed {
-            let key = self.shared.subjects.worker_key(&self.config.worker);
-            let plane = Arc::clone(&self.shared.plane);
-            let registration = Lease::acquire(plane, key, value, LEASE_TTL).await;
-            self.registration = registration.ok().flatten();
-        }
-    }
-
-    fn entry(&self) -> WorkerEntry {
-        let info = Arc::clone(&self.shared.info.borrow());
-        let statuses = self.shared.statuses();
-        let told = statuses.iter().find_map(|(_, facts)| facts.block_size);
-        WorkerEntry {
-            worker: self.config.worker.clone(),
-            url: self.config.advertise_url.trim_end_matches('/').to_owned(),
-            models: info.models.clone(),
-            loras: info.loras.clone(),
-            ranks: self.config.ranks,
-            block_size: told.or(self.config.block_size).or(info.block_size),
-            blocks_per_rank: info.blocks,
-            max_model_len: info.max_model_len,
-            main_attention_only: statuses.iter().all(|(_, facts)| facts.main_attention_only),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-        }
     }
 }

@@ -1,63 +1,48 @@
 //! One rank's task: sockets and plane on the outside, [`SourceCore`] inside. No decision is here.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream::{FuturesOrdered, StreamExt as _};
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, info, warn};
-use warmroute_proto::bus::{Plane, PlaneError, PutIf};
-use warmroute_proto::registry::{GenerationEntry, ResyncRequest};
-use warmroute_proto::subject::Subjects;
-use warmroute_proto::{
-    EngineHealth, Generation, Heartbeat, LogPosition, Record, RecordNumber, Source, codec,
-};
+use tracing::{info, warn};
+use warmroute_proto::bus::Connection;
+use warmroute_proto::registry::ResyncRequest;
+use warmroute_proto::{EngineHealth, LogPosition};
 
-use super::Shared;
+use super::keeper::Standing;
+use super::outside::{Done, Outside};
+use super::saver::Saver;
+use super::{Shared, View};
 use crate::config::Endpoints;
 use crate::engine::EngineInfo;
 use crate::feed::{Ask, Feed, Heard};
-use crate::mirror;
 use crate::source::{AppendId, Config, Effect, Notice, SourceCore};
+use crate::state_dir::StateDir;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
 const TICK: Duration = Duration::from_millis(100);
-const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 /// Two rounds of the publisher's window.
 const APPENDS_MAX: usize = 256;
 const DONE_MAX: usize = 256;
 /// Messages taken from the sockets before the plane's answers get their turn.
 const BURST_MAX: usize = 64;
-const TAIL_EVERY_TICKS: u32 = 10;
 
 /// What a rank's task listens to beside its sockets.
 pub(super) struct Signals {
-    pub(super) leader: watch::Receiver<bool>,
+    pub(super) standing: watch::Receiver<Standing>,
     pub(super) health: watch::Receiver<EngineHealth>,
     pub(super) info: watch::Receiver<Arc<EngineInfo>>,
     pub(super) resyncs: mpsc::Receiver<ResyncRequest>,
 }
 
-/// An answer of the plane.
-enum Done {
-    Appended(AppendId, Option<LogPosition>),
-    Claimed(Option<Generation>),
-    Tail(LogTail),
-}
-
-/// What the log has last on the source's subject.
-enum LogTail {
-    Record(Option<(Generation, RecordNumber)>),
-    /// It may have been trimmed, or the log did not answer.
-    Unknown,
-}
-
 pub(super) struct Rank {
     core: SourceCore,
+    saver: Option<Saver>,
     feed: Feed,
     /// As the flags say; what they leave open is the engine's to tell.
     fixed: Endpoints,
@@ -66,29 +51,35 @@ pub(super) struct Rank {
     outside: Outside,
     appends: mpsc::Sender<(AppendId, Bytes)>,
     last_append: Option<LogPosition>,
-}
-
-/// How a rank reaches the plane.
-#[derive(Clone)]
-struct Outside {
-    plane: Arc<dyn Plane>,
-    subjects: Subjects,
-    source: Source,
-    done: mpsc::Sender<Done>,
-    tasks: TaskTracker,
+    /// The term in which this shim led last.
+    term: Option<u64>,
 }
 
 impl Rank {
     /// Runs one rank until it is told to stop.
     pub(super) async fn run(
         config: Config,
-        fixed: Endpoints,
+        (fixed, state): (Endpoints, Option<Arc<StateDir>>),
         shared: Arc<Shared>,
         signals: Signals,
         stop: CancellationToken,
     ) -> std::io::Result<()> {
         let source = config.source.clone();
-        let feed = Feed::start(&source.to_string(), fixed.clone())?;
+        let (core, saver) = match state {
+            Some(state) => {
+                let (core, saver) = Saver::open(state, config).await;
+                (core, Some(saver))
+            }
+            None => (SourceCore::new(config), None),
+        };
+        // Without a replay endpoint a checkpoint proves nothing: better to hear first whether the
+        // engine tells of one.
+        let endpoints = if saver.is_some() && fixed.replay.is_none() {
+            Endpoints::default()
+        } else {
+            fixed.clone()
+        };
+        let feed = Feed::start(&source.to_string(), endpoints.clone())?;
         let (done, answers) = mpsc::channel(DONE_MAX);
         let (appends, queue) = mpsc::channel(APPENDS_MAX);
         let outside = Outside {
@@ -97,6 +88,7 @@ impl Rank {
             source,
             done,
             tasks: TaskTracker::new(),
+            attempt: Arc::new(AtomicU32::new(core.attempt())),
         };
         let appender = outside.clone();
         let stopped = stop.clone();
@@ -107,33 +99,39 @@ impl Rank {
                 () = stopped.cancelled() => {}
             }
         });
-        let rank = Self {
-            core: SourceCore::new(config),
+        let mut rank = Self {
+            core,
+            saver,
             feed,
-            endpoints: fixed.clone(),
+            endpoints,
             fixed,
             shared,
             outside,
             appends,
             last_append: None,
+            term: None,
         };
         rank.serve(signals, answers, stop).await;
         tasks.close();
+        if let Some(saver) = rank.saver {
+            saver.finish(&rank.core).await;
+        }
         Ok(())
     }
 
     async fn serve(
-        mut self,
+        &mut self,
         mut signals: Signals,
         mut answers: mpsc::Receiver<Done>,
         stop: CancellationToken,
     ) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut count = 0_u32;
         let mut burst = Vec::with_capacity(BURST_MAX);
-        signals.leader.mark_changed();
+        let mut connection = self.shared.plane.connection();
+        signals.standing.mark_changed();
         signals.info.mark_changed();
+        connection.mark_changed();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -145,9 +143,16 @@ impl Rank {
                     burst.drain(..).for_each(|heard| self.hear(heard));
                 }
                 Some(done) = answers.recv() => self.done(done),
-                Ok(()) = signals.leader.changed() => {
-                    let leads = *signals.leader.borrow_and_update();
-                    self.lease(leads);
+                Ok(()) = signals.standing.changed() => {
+                    let standing = *signals.standing.borrow_and_update();
+                    self.stand(standing);
+                }
+                Ok(()) = connection.changed() => {
+                    // Up again may mean that it was down between two looks.
+                    self.core.plane_lost();
+                    if *connection.borrow_and_update() == Connection::Up {
+                        self.core.plane_back(now());
+                    }
                 }
                 Ok(()) = signals.health.changed() => {
                     let health = *signals.health.borrow_and_update();
@@ -160,13 +165,12 @@ impl Rank {
                 Some(request) = signals.resyncs.recv() => {
                     self.core.resync(now(), request.above, request.reason);
                 }
-                _ = ticks.tick() => {
-                    self.core.tick(now());
-                    count = count.wrapping_add(1);
-                    if count.is_multiple_of(TAIL_EVERY_TICKS) && self.core.is_idle() {
-                        self.outside.look_at_tail(self.last_append);
+                saved = saved(&mut self.saver) => {
+                    if let Some(saver) = &mut self.saver {
+                        saver.note(saved);
                     }
                 }
+                _ = ticks.tick() => self.core.tick(now()),
             }
             self.act();
         }
@@ -203,23 +207,30 @@ impl Rank {
     fn done(&mut self, done: Done) {
         let now = now();
         match done {
-            Done::Appended(id, Some(position)) => {
-                self.last_append = self.last_append.max(Some(position));
+            Done::Appended(id, position) => {
+                self.last_append = Some(position);
                 self.core.acknowledged(now, id);
             }
-            Done::Appended(id, None) => self.core.append_failed(now, id),
+            Done::NotAppended(id) => self.core.append_failed(now, id),
+            Done::TooLarge(id, bytes_max) => self.core.append_too_large(now, id, bytes_max),
             Done::Claimed(Some(generation)) => self.core.generation_claimed(now, generation),
             Done::Claimed(None) => self.core.claim_failed(now),
-            Done::Tail(LogTail::Record(last)) => self.core.log_tail(now, last),
-            Done::Tail(LogTail::Unknown) => {}
+            Done::Tail(id, tail) => self.core.log_tail(now, id, tail),
         }
     }
 
-    fn lease(&mut self, leads: bool) {
-        if leads {
-            self.core.lease_taken(now());
-        } else {
-            self.core.lease_lost();
+    fn stand(&mut self, standing: Standing) {
+        match standing {
+            Standing::Leads { term } => {
+                if self.term.replace(term).is_some_and(|before| before != term) {
+                    // Whatever happened in between was not seen.
+                    self.core.lease_lapsed();
+                }
+                self.core.lease_taken(now());
+            }
+            Standing::Lapsed => self.core.lease_lapsed(),
+            Standing::Yields => self.core.lease_lost(),
+            Standing::Unknown => {}
         }
     }
 
@@ -244,6 +255,9 @@ impl Rank {
 
     /// Does what the core wants done.
     fn act(&mut self) {
+        self.outside
+            .attempt
+            .store(self.core.attempt(), Ordering::Release);
         while let Some(effect) = self.core.poll_effect() {
             match effect {
                 Effect::Replay { id, from } => {
@@ -257,12 +271,24 @@ impl Rank {
                         self.core.append_failed(now(), id);
                     }
                 }
+                Effect::ReadTail { id, is_thorough } => {
+                    self.outside.look_at_tail(id, is_thorough, self.last_append);
+                }
                 Effect::Heartbeat(heartbeat) => self.outside.heartbeat(&heartbeat),
                 Effect::Notice(notice) => self.notice(notice),
             }
         }
-        self.shared
-            .set_status(self.core.status(now()), mirror_facts(self.core.mirror()));
+        if let Some(saver) = &mut self.saver {
+            saver.consider(&self.core);
+        }
+        self.shared.set_view(View {
+            status: crate::source::Status {
+                checkpoint: self.saver.as_ref().map(Saver::status),
+                ..self.core.status(now())
+            },
+            block_size: self.core.mirror().block_size(),
+            main_attention_only: self.core.mirror().main_attention_only(),
+        });
     }
 
     fn notice(&self, notice: Notice) {
@@ -276,120 +302,10 @@ impl Rank {
     }
 }
 
-fn mirror_facts(mirror: &mirror::Mirror) -> super::MirrorFacts {
-    super::MirrorFacts {
-        block_size: mirror.block_size(),
-        main_attention_only: mirror.main_attention_only(),
-    }
-}
-
-impl Outside {
-    /// Appends in order; their acknowledgements are awaited behind each other.
-    async fn append_all(self, mut queue: mpsc::Receiver<(AppendId, Bytes)>) {
-        let subject = self.subjects.records(&self.source);
-        let mut under_way = FuturesOrdered::new();
-        loop {
-            let ended = tokio::select! {
-                next = queue.recv() => {
-                    let Some((id, payload)) = next else { return };
-                    let append = self.plane.append(subject.clone(), payload);
-                    match timeout(PLANE_DEADLINE, append).await {
-                        Ok(Ok(acknowledged)) => {
-                            under_way.push_back(async move {
-                                let answer = timeout(PLANE_DEADLINE, acknowledged).await;
-                                Done::Appended(id, answer.ok().and_then(Result::ok))
-                            });
-                            continue;
-                        }
-                        Ok(Err(_)) | Err(_) => Done::Appended(id, None),
-                    }
-                }
-                Some(ended) = under_way.next() => ended,
-            };
-            if self.done.send(ended).await.is_err() {
-                return;
-            }
-        }
-    }
-
-    fn claim(&self, above: Generation) {
-        let this = self.clone();
-        self.tasks.spawn(async move {
-            let claim = timeout(PLANE_DEADLINE, this.next_generation(above)).await;
-            let generation = match claim {
-                Ok(Ok(generation)) => Some(generation),
-                Ok(Err(error)) => {
-                    debug!(source = %this.source, %error, "cannot claim a generation yet");
-                    None
-                }
-                Err(_) => None,
-            };
-            drop(this.done.send(Done::Claimed(generation)).await);
-        });
-    }
-
-    /// 1 + the highest of the registry's, the log's and `above`, by compare-and-set.
-    async fn next_generation(&self, above: Generation) -> Result<Generation, PlaneError> {
-        let key = self.subjects.generation_key(&self.source);
-        let entry = self.plane.get(key.clone()).await?;
-        let registered = entry
-            .as_ref()
-            .and_then(|entry| codec::decode::<GenerationEntry>(&entry.value).ok())
-            .map(|entry| entry.generation);
-        let last = self
-            .plane
-            .last_on(self.subjects.records(&self.source))
-            .await?
-            .and_then(|message| codec::decode::<Record>(&message.payload).ok())
-            .map(|record| record.generation);
-        let highest = registered.max(last).max(Some(above)).unwrap_or_default();
-        let generation = highest.next();
-        let value = codec::encode(&GenerationEntry { generation })
-            .map_err(|error| PlaneError::Unavailable(error.to_string()))?;
-        let condition = entry.map_or(PutIf::Absent, |entry| PutIf::Revision(entry.revision));
-        self.plane
-            .put(key, Bytes::from(value), condition, None)
-            .await?;
-        Ok(generation)
-    }
-
-    fn heartbeat(&self, heartbeat: &Heartbeat) {
-        let Ok(payload) = codec::encode(heartbeat) else {
-            return;
-        };
-        let this = self.clone();
-        self.tasks.spawn(async move {
-            let subject = this.subjects.heartbeat(&this.source);
-            let publish = this.plane.publish(subject, Bytes::from(payload));
-            // The next one comes in a second.
-            drop(timeout(Duration::from_secs(1), publish).await);
-        });
-    }
-
-    fn look_at_tail(&self, last_append: Option<LogPosition>) {
-        let this = self.clone();
-        self.tasks.spawn(async move {
-            let look = timeout(PLANE_DEADLINE, this.tail(last_append)).await;
-            let tail = look.ok().and_then(Result::ok).unwrap_or(LogTail::Unknown);
-            drop(this.done.send(Done::Tail(tail)).await);
-        });
-    }
-
-    async fn tail(&self, last_append: Option<LogPosition>) -> Result<LogTail, PlaneError> {
-        let subject = self.subjects.records(&self.source);
-        if let Some(message) = self.plane.last_on(subject).await? {
-            let record = codec::decode::<Record>(&message.payload).ok();
-            return Ok(LogTail::Record(
-                record.map(|record| (record.generation, record.number)),
-            ));
-        }
-        let status = self.plane.log_status().await?;
-        let was_trimmed = last_append.is_none_or(|position| position < status.first);
-        Ok(if was_trimmed {
-            LogTail::Unknown
-        } else {
-            LogTail::Record(None)
-        })
+async fn saved(saver: &mut Option<Saver>) -> super::saver::Saved {
+    match saver {
+        Some(saver) => saver.saved().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -57,6 +57,9 @@ pub(super) struct Engine {
     was_connected: bool,
     link: Link,
     applied: Ring,
+    /// The mirror is from a checkpoint, and no replay has shown yet that the engine still is the one
+    /// that it mirrored.
+    is_unproven: bool,
     /// Where to begin when nothing of this life is applied: 0, or behind a hole.
     resume_from: EngineSeq,
     replay: Option<Replay>,
@@ -68,6 +71,7 @@ pub(super) struct Engine {
     /// Live batches are known to be lost.
     has_loss: bool,
     proof: Option<Instant>,
+    last_event: Option<Instant>,
 }
 
 impl Engine {
@@ -79,6 +83,7 @@ impl Engine {
             was_connected: false,
             link: Link::Down,
             applied: Ring::new(),
+            is_unproven: false,
             resume_from: EngineSeq(0),
             replay: None,
             replays: 0,
@@ -88,11 +93,35 @@ impl Engine {
             held_bytes: 0,
             has_loss: false,
             proof: None,
+            last_event: None,
         }
+    }
+
+    pub(super) const fn last_event(&self) -> Option<Instant> {
+        self.last_event
     }
 
     pub(super) const fn last(&self) -> Option<EngineSeq> {
         self.applied.last()
+    }
+
+    /// Starts from a checkpoint's batch.
+    pub(super) fn resume(&mut self, seq: EngineSeq, hash: u64) {
+        self.applied.restart_at(seq, hash);
+        self.is_unproven = true;
+    }
+
+    /// The last batch and its hash, if a replay from it can show that nothing was missed.
+    pub(super) fn provable_last(&self) -> Option<(EngineSeq, u64)> {
+        if self.is_unproven || !self.can_check() {
+            return None;
+        }
+        self.last().zip(self.applied.last_hash())
+    }
+
+    fn forget_life(&mut self) {
+        self.applied.clear();
+        self.is_unproven = false;
     }
 
     pub(super) const fn is_connected(&self) -> bool {
@@ -141,6 +170,7 @@ impl SourceCore {
         if self.engine.can_check() {
             self.check(now);
         } else {
+            self.give_up_unproven(now);
             if again {
                 self.unseen_loss(now);
             }
@@ -157,6 +187,7 @@ impl SourceCore {
             if self.engine.is_connected && self.engine.can_check() {
                 self.check(now);
             } else if self.engine.is_connected {
+                self.give_up_unproven(now);
                 self.engine.link = Link::Following;
             }
         }
@@ -335,9 +366,18 @@ impl SourceCore {
         }
     }
 
+    /// What came from a checkpoint can never be proven here.
+    fn give_up_unproven(&mut self, now: Instant) {
+        if self.engine.is_unproven {
+            self.engine.forget_life();
+            self.mirror.begin(Start::Unknown);
+            self.new_generation(now, Reason::Unprovable);
+        }
+    }
+
     /// Something may have been lost, and nothing can tell.
     fn unseen_loss(&mut self, now: Instant) {
-        self.engine.applied.clear();
+        self.engine.forget_life();
         self.mirror.begin(Start::Unknown);
         self.engine.resume_from = EngineSeq(0);
         self.new_generation(now, Reason::LossUnseen);
@@ -345,7 +385,7 @@ impl SourceCore {
 
     fn forget(&mut self, now: Instant, reason: Reason) {
         self.mirror.forget();
-        self.engine.applied.clear();
+        self.engine.forget_life();
         self.engine.drop_proof();
         self.new_generation(now, reason);
     }
@@ -353,7 +393,7 @@ impl SourceCore {
     /// The engine is not the one that was followed.
     fn another_life(&mut self, now: Instant) {
         self.counters.restarts += 1;
-        self.engine.applied.clear();
+        self.engine.forget_life();
         self.engine.resume_from = EngineSeq(0);
         self.engine.tries = 0;
         self.engine.drop_proof();
@@ -445,6 +485,7 @@ impl SourceCore {
 
     fn check_passed(&mut self, now: Instant, replay: Replay) {
         self.engine.tries = 0;
+        self.engine.is_unproven = false;
         self.engine.link = Link::Following;
         self.engine.proof = self.engine.proof.max(Some(replay.started));
         let held = std::mem::take(&mut self.engine.held);
@@ -487,6 +528,7 @@ impl SourceCore {
 
     fn apply(&mut self, now: Instant, payload: &[u8]) {
         self.counters.batches += 1;
+        self.engine.last_event = Some(now);
         let Ok(batch) = Batch::decode(payload) else {
             self.counters.payloads_malformed += 1;
             self.mirror.doubt();

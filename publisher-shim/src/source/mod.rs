@@ -11,10 +11,12 @@
 //!
 //! Not here: sockets, HTTP, the registry and the clock (`service`).
 
+mod backoff;
 mod engine;
 mod pack;
 mod publisher;
 mod ring;
+mod tail;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -26,10 +28,13 @@ use warmroute_proto::{
     TierStates,
 };
 
+use crate::checkpoint::{self, Checkpoint, Restored};
 use crate::mirror::{self, Mirror, Sign, Start};
 use engine::Engine;
 pub use publisher::Point;
 use publisher::{Present, Publisher};
+use tail::Watch;
+pub use tail::{Seen, Tail};
 
 /// A shim's own proof counts this long: with a poll each second two may fail.
 const PROOF_MAX: Duration = Duration::from_secs(3);
@@ -52,6 +57,8 @@ pub struct Config {
     pub outbox_bytes_max: usize,
     /// Bytes of live batches that may wait for a replay's end.
     pub held_bytes_max: usize,
+    /// Spreads retries; another one for each process.
+    pub seed: u64,
 }
 
 impl Config {
@@ -65,6 +72,7 @@ impl Config {
             rank: None,
             outbox_bytes_max: 64 << 20,
             held_bytes_max: 64 << 20,
+            seed: 0,
         }
     }
 }
@@ -100,6 +108,12 @@ pub enum Effect {
         id: AppendId,
         payload: Bytes,
     },
+    /// Read the last record on the source's subject; thoroughly: also which log it is, and the
+    /// registry's generation. Answered by [`SourceCore::log_tail`], always.
+    ReadTail {
+        id: u64,
+        is_thorough: bool,
+    },
     Heartbeat(Heartbeat),
     Notice(Notice),
 }
@@ -123,7 +137,16 @@ pub enum Reason {
     Sign(Sign),
     OutboxFull,
     Resync(ResyncReason),
+    /// The log does not end with what it acknowledged.
     LogLost,
+    /// The registry does not know the generation in use.
+    RegistryLost,
+    /// Somebody else took a generation in the meantime.
+    Overtaken,
+    /// The log takes smaller records only.
+    RecordTooLarge,
+    /// A checkpoint was read whose truth nothing can show.
+    Unprovable,
 }
 
 impl Reason {
@@ -138,6 +161,52 @@ impl Reason {
             Self::OutboxFull => "outbox_full",
             Self::Resync(reason) => reason.word(),
             Self::LogLost => "log_lost_records",
+            Self::RegistryLost => "registry_lost",
+            Self::Overtaken => "overtaken",
+            Self::RecordTooLarge => "record_too_large",
+            Self::Unprovable => "unprovable",
+        }
+    }
+
+    /// Every one, in a fixed order: the closed set of a metric's label.
+    pub const ALL: [Self; 17] = [
+        Self::LeaseTaken,
+        Self::EngineRestarted,
+        Self::GapUnfilled,
+        Self::LossUnseen,
+        Self::Sign(Sign::BelowZero),
+        Self::Sign(Sign::TwoPrefixes),
+        Self::Sign(Sign::TooMany),
+        Self::OutboxFull,
+        Self::Resync(ResyncReason::Gap),
+        Self::Resync(ResyncReason::Mismatch),
+        Self::Resync(ResyncReason::Fenced),
+        Self::Resync(ResyncReason::LogLost),
+        Self::LogLost,
+        Self::RegistryLost,
+        Self::Overtaken,
+        Self::RecordTooLarge,
+        Self::Unprovable,
+    ];
+}
+
+/// How often a generation began, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reasons([u64; Reason::ALL.len()]);
+
+impl Reasons {
+    #[must_use]
+    pub fn of(&self, reason: Reason) -> u64 {
+        let at = Reason::ALL.iter().position(|&known| known == reason);
+        at.and_then(|at| self.0.get(at))
+            .copied()
+            .unwrap_or_default()
+    }
+
+    fn count(&mut self, reason: Reason) {
+        let at = Reason::ALL.iter().position(|&known| known == reason);
+        if let Some(count) = at.and_then(|at| self.0.get_mut(at)) {
+            *count += 1;
         }
     }
 }
@@ -157,7 +226,11 @@ pub struct Counters {
     pub other_rank: u64,
     pub held_dropped: u64,
     pub generations: u64,
+    pub reasons: Reasons,
     pub appends_failed: u64,
+    /// Records that are to be sent again because the log went out of reach, or may not be ours.
+    pub mutes: u64,
+    pub tails_unexpected: u64,
 }
 
 /// What the source is now.
@@ -172,13 +245,35 @@ pub struct Status {
     /// The last batch applied to the mirror.
     pub engine_seq: Option<EngineSeq>,
     pub proof_age: Option<Duration>,
+    /// Since the last batch was applied.
+    pub event_age: Option<Duration>,
     pub is_unverified: bool,
     pub is_connected: bool,
     pub waiting_bytes: usize,
     pub prefixes: usize,
     pub orphans: usize,
+    /// The present generation's image is acknowledged.
+    pub is_told: bool,
     pub counters: Counters,
     pub mirror: mirror::Counters,
+    /// None where no checkpoints are kept.
+    pub checkpoint: Option<CheckpointStatus>,
+}
+
+/// How a source's checkpoints are doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CheckpointStatus {
+    /// Of what the last one written holds; none before the first.
+    pub age: Option<Duration>,
+    pub bytes: usize,
+    /// How long the last one held up the source.
+    pub cut: Duration,
+    /// From its cut until it was safe.
+    pub took: Duration,
+    pub written: u64,
+    pub failed: u64,
+    /// Found at the start and not used.
+    pub refused: u64,
 }
 
 /// See the module's documentation.
@@ -188,6 +283,11 @@ pub struct SourceCore {
     mirror: Mirror,
     engine: Engine,
     publisher: Publisher,
+    tail: Watch,
+    /// The plane is within reach, as far as is known.
+    is_reachable: bool,
+    /// The lease ran out, and nobody is known to have taken it.
+    has_lapsed: bool,
     health: EngineHealth,
     next_heartbeat: Option<Instant>,
     /// When the present generation began.
@@ -204,7 +304,10 @@ impl SourceCore {
         Self {
             mirror: Mirror::new(config.mirror, Start::Unknown),
             engine: Engine::new(&config),
-            publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max),
+            publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max, config.seed),
+            tail: Watch::default(),
+            is_reachable: true,
+            has_lapsed: false,
             health: EngineHealth::Unknown,
             next_heartbeat: None,
             opened: None,
@@ -213,6 +316,52 @@ impl SourceCore {
             effects: VecDeque::new(),
             config,
         }
+    }
+
+    /// Begins where a checkpoint stands. Nothing of it is believed before the engine's replay has
+    /// proven that it is the same life.
+    #[must_use]
+    pub fn resume(config: Config, restored: Restored) -> Self {
+        let mut core = Self::new(config);
+        core.mirror = restored.mirror;
+        let point = restored.point;
+        core.publisher.raise_fence(point.generation);
+        core.engine.resume(point.engine_seq, point.payload_hash);
+        core
+    }
+
+    /// What [`SourceCore::resume`] needs, as of the last batch. `None` if nothing could prove it.
+    #[must_use]
+    pub fn checkpoint(&self) -> Option<Checkpoint> {
+        let (engine_seq, payload_hash) = self.engine.provable_last()?;
+        Some(Checkpoint {
+            point: checkpoint::Point {
+                source: self.config.source.clone(),
+                generation: self.publisher.fence(),
+                engine_seq,
+                payload_hash,
+            },
+            config: self.config.mirror,
+            mirror: self.mirror.cut(),
+        })
+    }
+
+    /// Batches applied since the start of this process.
+    #[must_use]
+    pub const fn batches(&self) -> u64 {
+        self.counters.batches
+    }
+
+    /// The generation in use or last used; none before the first.
+    #[must_use]
+    pub fn generation(&self) -> Option<Generation> {
+        self.publisher.generation()
+    }
+
+    /// Appends of another attempt than this one are not to be made any more.
+    #[must_use]
+    pub const fn attempt(&self) -> u32 {
+        self.publisher.attempt()
     }
 
     /// The next thing to do. Take all of them after every input.
@@ -235,20 +384,71 @@ impl SourceCore {
 
     // --- the plane's side
 
-    /// This shim may publish from now on: a new generation begins.
+    /// This shim may publish from now on. A new generation begins, unless the lease had only lapsed
+    /// and nobody else wrote meanwhile.
     pub fn lease_taken(&mut self, now: Instant) {
         if self.publisher.is_silent() {
             self.publisher.unsilence(now);
             self.note_generation(Reason::LeaseTaken);
         }
+        self.has_lapsed = false;
+        self.open_gates(now);
         self.settle(now);
+    }
+
+    /// The lease ran out, or its key is gone, and nobody is known to have it: not another word, but
+    /// what is told meanwhile is kept, within the outbox's bound.
+    pub fn lease_lapsed(&mut self) {
+        self.has_lapsed = true;
+        self.mute();
     }
 
     /// Somebody else may publish: not another word.
     pub fn lease_lost(&mut self) {
         self.publisher.silence();
+        self.tail.forget();
+        self.has_lapsed = false;
         self.effects
             .retain(|effect| matches!(effect, Effect::Replay { .. } | Effect::Notice(_)));
+    }
+
+    /// The plane is out of reach. What was under way may be written or not.
+    pub fn plane_lost(&mut self) {
+        self.is_reachable = false;
+        self.mute();
+    }
+
+    /// It is back. The log may be another one, or may have lost its end.
+    pub fn plane_back(&mut self, now: Instant) {
+        self.is_reachable = true;
+        self.open_gates(now);
+        self.settle(now);
+    }
+
+    fn mute(&mut self) {
+        if !self.publisher.is_muted() {
+            self.counters.mutes += 1;
+            self.publisher.mute();
+        }
+        self.tail.forget();
+        if self.publisher.is_open() {
+            self.tail.require();
+        }
+        self.effects
+            .retain(|effect| !matches!(effect, Effect::Append { .. } | Effect::Heartbeat(_)));
+    }
+
+    /// Speaks again when nothing stands against it.
+    fn open_gates(&mut self, now: Instant) {
+        if !self.publisher.is_muted() || !self.is_reachable || self.has_lapsed {
+            return;
+        }
+        if self.tail.is_required() && self.publisher.is_open() {
+            self.tail_tick(now, false);
+        } else {
+            self.tail.forget();
+            self.publisher.unmute(now);
+        }
     }
 
     pub fn generation_claimed(&mut self, now: Instant, generation: Generation) {
@@ -256,6 +456,9 @@ impl SourceCore {
             self.opened = Some(now);
             let present = self.present(now);
             self.publisher.open(self.mirror.image(), present);
+            if self.publisher.is_muted() {
+                self.tail.require();
+            }
         }
         self.settle(now);
     }
@@ -297,29 +500,15 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// What the log has as the last record on the source's subject; `None` if it is empty there.
-    /// Ask only when nothing is under way, and not about records that it may have trimmed.
-    pub fn log_tail(&mut self, now: Instant, last: Option<(Generation, RecordNumber)>) {
-        let Some((generation, point)) = self
-            .publisher
-            .generation()
-            .zip(self.publisher.acknowledged_point())
-        else {
-            return;
-        };
-        if self.publisher.is_idle() && last != Some((generation, point.number)) {
-            if let Some((other, _)) = last {
-                self.publisher.raise_fence(other);
-            }
-            self.new_generation(now, Reason::LogLost);
+    /// The log does not take a record of this size at once.
+    pub fn append_too_large(&mut self, now: Instant, id: AppendId, bytes_max: usize) {
+        self.counters.appends_failed += 1;
+        if self.publisher.limit_records(bytes_max) {
+            self.new_generation(now, Reason::RecordTooLarge);
+        } else {
+            self.publisher.fail(now, id);
         }
         self.settle(now);
-    }
-
-    /// Everything told is acknowledged: the moment to compare with the log's tail.
-    #[must_use]
-    pub fn is_idle(&self) -> bool {
-        self.publisher.is_idle()
     }
 
     // --- the engine's side; see `engine` for the rest
@@ -335,11 +524,14 @@ impl SourceCore {
     /// Call at least ten times a second.
     pub fn tick(&mut self, now: Instant) {
         self.engine_tick(now);
+        self.open_gates(now);
         self.settle(now);
-        if self.next_heartbeat.is_none_or(|due| due <= now) {
+        let is_heartbeat = self.next_heartbeat.is_none_or(|due| due <= now);
+        if is_heartbeat {
             self.next_heartbeat = Some(now + HEARTBEAT_EVERY);
             self.heartbeat(now);
         }
+        self.tail_tick(now, is_heartbeat);
     }
 
     #[must_use]
@@ -351,23 +543,32 @@ impl SourceCore {
             states: self.heartbeat_states(now),
             engine_seq: self.engine.last(),
             proof_age: self.engine.proof_age(now),
+            event_age: self
+                .engine
+                .last_event()
+                .map(|at| now.saturating_duration_since(at)),
             is_unverified: self.engine.is_unverified(),
             is_connected: self.engine.is_connected(),
             waiting_bytes: self.publisher.waiting_bytes(),
             prefixes: self.mirror.prefixes(),
             orphans: self.mirror.orphans(),
+            is_told: self.publisher.acknowledged_point().is_some()
+                && !self.publisher.has_image_under_way(),
             counters: self.counters,
             mirror: *self.mirror.counters(),
+            checkpoint: None,
         }
     }
 
     fn new_generation(&mut self, now: Instant, reason: Reason) {
         self.publisher.claim(now);
+        self.tail.forget();
         self.note_generation(reason);
     }
 
     fn note_generation(&mut self, reason: Reason) {
         self.counters.generations += 1;
+        self.counters.reasons.count(reason);
         self.effects
             .push_back(Effect::Notice(Notice::NewGeneration(reason)));
     }
@@ -386,7 +587,7 @@ impl SourceCore {
         let Some(generation) = self.publisher.generation() else {
             return;
         };
-        if self.publisher.is_silent() {
+        if self.publisher.is_silent() || self.publisher.is_muted() {
             return;
         }
         let states = self.heartbeat_states(now);

@@ -1,6 +1,5 @@
 //! Changes into records: split below the log's bound, each with the digest that it leads to.
 
-use warmroute_proto::codec::RECORD_BYTES_MAX;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
@@ -27,13 +26,14 @@ pub(super) const fn change_bytes(change: &Change) -> usize {
         }
 }
 
-/// At least one part, even for no change. `digests` move along.
+/// At least one part, even for no change; each has room in so many bytes beside its source's name.
+/// `digests` move along.
 pub(super) fn split(
     changes: Vec<Change>,
-    source_name_bytes: usize,
+    bytes_max: usize,
     digests: &mut Tiers<Digest>,
 ) -> Vec<Part> {
-    let room = RECORD_BYTES_MAX.saturating_sub(RECORD_HEAD_BYTES + source_name_bytes);
+    let room = bytes_max.saturating_sub(RECORD_HEAD_BYTES);
     let mut splitter = Splitter {
         room: room.max(CHANGE_HEAD_BYTES + HASH_BYTES),
         used: 0,

@@ -6,7 +6,7 @@
 //! them are dropped and one new generation replaces them.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use warmroute_proto::codec::{self, RECORD_BYTES_MAX};
@@ -15,13 +15,14 @@ use warmroute_proto::{
     Tiers,
 };
 
+use super::backoff::Backoff;
 use super::pack;
 use super::{AppendId, Effect};
 
 /// Records under way at once: below what a sequencing reader remembers.
 const WINDOW_MAX: usize = 64;
-/// After a failed append or claim.
-const RETRY: Duration = Duration::from_millis(200);
+/// No log takes less at once; a record with one change fits.
+const RECORD_BYTES_MIN: usize = 1024;
 
 /// The source as of one record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +65,11 @@ struct Outgoing {
 pub(super) struct Publisher {
     source: Source,
     bytes_max: usize,
+    record_bytes_max: usize,
     phase: Phase,
+    /// What is told is kept and nothing goes out: the log is out of reach, or it is not known
+    /// whether it may be written to.
+    is_muted: bool,
     generation: Generation,
     /// No generation up to here may be used again.
     fence: Generation,
@@ -75,6 +80,7 @@ pub(super) struct Publisher {
     /// Counts failures, so that late answers of an earlier round are told apart.
     attempt: u32,
     retry: Option<Instant>,
+    backoff: Backoff,
     /// Bytes in the window that are no image, and those that wait to be cut.
     waiting_bytes: usize,
     pending: Vec<Change>,
@@ -87,11 +93,13 @@ pub(super) struct Publisher {
 }
 
 impl Publisher {
-    pub(super) fn new(source: Source, bytes_max: usize) -> Self {
+    pub(super) fn new(source: Source, bytes_max: usize, seed: u64) -> Self {
         Self {
             source,
             bytes_max,
+            record_bytes_max: RECORD_BYTES_MAX,
             phase: Phase::Silent,
+            is_muted: false,
             generation: Generation(0),
             fence: Generation(0),
             next: RecordNumber(0),
@@ -99,6 +107,7 @@ impl Publisher {
             sent: 0,
             attempt: 0,
             retry: None,
+            backoff: Backoff::new(seed),
             waiting_bytes: 0,
             pending: Vec::new(),
             pending_bytes: 0,
@@ -137,6 +146,46 @@ impl Publisher {
     /// The first records of the generation are still under way.
     pub(super) fn has_image_under_way(&self) -> bool {
         !self.is_open() || self.window.iter().any(|outgoing| outgoing.is_image)
+    }
+
+    pub(super) const fn is_muted(&self) -> bool {
+        self.is_muted
+    }
+
+    /// Appends of any other round are not awaited any more.
+    pub(super) const fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// The highest number that may be in the log, if any.
+    pub(super) fn last_cut(&self) -> Option<RecordNumber> {
+        self.next.0.checked_sub(1).map(RecordNumber)
+    }
+
+    /// Keeps everything and says nothing. What was under way is unknown: it goes again.
+    pub(super) fn mute(&mut self) {
+        if !self.is_muted {
+            self.is_muted = true;
+            self.go_back();
+        }
+    }
+
+    pub(super) fn unmute(&mut self, now: Instant) {
+        if std::mem::take(&mut self.is_muted) {
+            self.retry = None;
+            if let Phase::Claiming(Some(_)) = self.phase {
+                // Whoever was cut off with us comes back at the same moment.
+                self.phase = Phase::Claiming(Some(now + self.backoff.first()));
+            }
+        }
+    }
+
+    /// The log takes no larger record. `false` if that was known.
+    pub(super) fn limit_records(&mut self, bytes_max: usize) -> bool {
+        let bytes_max = bytes_max.max(RECORD_BYTES_MIN);
+        let is_new = bytes_max < self.record_bytes_max;
+        self.record_bytes_max = self.record_bytes_max.min(bytes_max);
+        is_new
     }
 
     pub(super) fn silence(&mut self) {
@@ -181,6 +230,7 @@ impl Publisher {
             Phase::Silent | Phase::Open => return false,
         }
         self.phase = Phase::Open;
+        self.backoff.reset();
         self.generation = generation;
         self.next = RecordNumber(0);
         self.digests = Tiers::default();
@@ -192,7 +242,7 @@ impl Publisher {
 
     pub(super) fn claim_failed(&mut self, now: Instant) {
         if let Phase::Claiming(None) = self.phase {
-            self.phase = Phase::Claiming(Some(now + RETRY));
+            self.phase = Phase::Claiming(Some(now + self.backoff.next()));
         }
     }
 
@@ -213,6 +263,9 @@ impl Publisher {
 
     /// Cuts what is due, and hands out what the window has room for.
     pub(super) fn pump(&mut self, now: Instant, present: Present, effects: &mut VecDeque<Effect>) {
+        if self.is_muted {
+            return;
+        }
         match self.phase {
             Phase::Silent | Phase::Claiming(None) => return,
             Phase::Claiming(Some(due)) => {
@@ -227,7 +280,7 @@ impl Publisher {
         }
         let has_news =
             !self.pending.is_empty() || self.told.is_none_or(|told| told.states != present.sound);
-        let is_full = self.pending_bytes + 1024 >= RECORD_BYTES_MAX;
+        let is_full = self.pending_bytes + 1024 >= self.record_bytes_max;
         if has_news && (self.window.is_empty() || is_full) {
             self.cut_pending(present);
         }
@@ -263,6 +316,7 @@ impl Publisher {
                 break;
             };
             self.sent -= 1;
+            self.backoff.reset();
             self.acknowledged = Some(outgoing.point);
             if !outgoing.is_image {
                 self.waiting_bytes -= outgoing.payload.len();
@@ -278,9 +332,13 @@ impl Publisher {
         if !self.is_current(id) {
             return;
         }
+        self.go_back();
+        self.retry = Some(now + self.backoff.next());
+    }
+
+    fn go_back(&mut self) {
         self.attempt = self.attempt.wrapping_add(1);
         self.sent = 0;
-        self.retry = Some(now + RETRY);
         for outgoing in &mut self.window {
             outgoing.is_acknowledged = false;
         }
@@ -298,7 +356,8 @@ impl Publisher {
 
     fn cut(&mut self, changes: Vec<Change>, present: Present, is_image: bool) {
         let name = self.source.worker.as_str().len();
-        let parts = pack::split(changes, name, &mut self.digests);
+        let room = self.record_bytes_max.saturating_sub(name);
+        let parts = pack::split(changes, room, &mut self.digests);
         let last = parts.len() - 1;
         let before = self.told.and_then(|told| told.engine_seq);
         for (index, part) in parts.into_iter().enumerate() {

@@ -34,6 +34,17 @@ impl Ring {
         self.last
     }
 
+    pub(super) fn last_hash(&self) -> Option<u64> {
+        self.hashes.back().copied()
+    }
+
+    /// Knows one batch only, by its hash.
+    pub(super) fn restart_at(&mut self, seq: EngineSeq, hash: u64) {
+        self.hashes.clear();
+        self.hashes.push_back(hash);
+        self.last = Some(seq);
+    }
+
     pub(super) fn clear(&mut self) {
         self.hashes.clear();
         self.last = None;

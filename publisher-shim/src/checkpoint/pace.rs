@@ -1,0 +1,73 @@
+//! When the next checkpoint is due.
+
+use std::time::{Duration, Instant};
+
+use warmroute_proto::Generation;
+
+/// A fifth of the engine's replay buffer, which has 10,000 batches by default: four checkpoints may
+/// fail or be slow before a restart finds a hole.
+const BATCHES_MAX: u64 = 2000;
+/// So that a restart on a quiet engine has little to replay.
+const AGE_MAX: Duration = Duration::from_secs(10);
+/// A new generation is worth a checkpoint of its own: it is the fence.
+const AGE_MAX_OF_FENCE: Duration = Duration::from_secs(1);
+
+/// What the last checkpoint had.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    taken: Instant,
+    batches: u64,
+    generation: Option<Generation>,
+}
+
+impl Pace {
+    #[must_use]
+    pub const fn new(now: Instant) -> Self {
+        Self {
+            taken: now,
+            batches: 0,
+            generation: None,
+        }
+    }
+
+    /// Given all batches applied so far and the generation in use.
+    #[must_use]
+    pub fn is_due(&self, now: Instant, batches: u64, generation: Option<Generation>) -> bool {
+        let new = batches.saturating_sub(self.batches);
+        let age = now.saturating_duration_since(self.taken);
+        new >= BATCHES_MAX
+            || (new > 0 && age >= AGE_MAX)
+            || (generation != self.generation && age >= AGE_MAX_OF_FENCE)
+    }
+
+    pub const fn taken(&mut self, now: Instant, batches: u64, generation: Option<Generation>) {
+        *self = Self {
+            taken: now,
+            batches,
+            generation,
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_is_due_by_batches_by_time_and_by_a_new_fence() {
+        let start = tokio::time::Instant::now().into_std();
+        let after = |ms| start + Duration::from_millis(ms);
+        let one = Some(Generation(1));
+        let mut pace = Pace::new(start);
+        pace.taken(start, 100, one);
+        assert!(!pace.is_due(after(60_000), 100, one), "nothing is new");
+        assert!(!pace.is_due(after(9_999), 101, one));
+        assert!(pace.is_due(after(10_000), 101, one));
+        assert!(!pace.is_due(start, 2_099, one));
+        assert!(pace.is_due(start, 2_100, one));
+        assert!(!pace.is_due(after(999), 100, Some(Generation(2))));
+        assert!(pace.is_due(after(1_000), 100, Some(Generation(2))));
+        pace.taken(after(1_000), 2_100, Some(Generation(2)));
+        assert!(!pace.is_due(after(5_000), 2_100, Some(Generation(2))));
+    }
+}

@@ -1,0 +1,87 @@
+use warmroute_proto::BlockSize;
+
+use super::*;
+use crate::mirror::{Assumptions, Start};
+
+fn source(worker: &str) -> Source {
+    Source {
+        worker: WorkerId::from(worker),
+        dp_rank: DpRank(3),
+    }
+}
+
+fn bytes(config: mirror::Config) -> Vec<u8> {
+    encode(&Checkpoint {
+        point: Point {
+            source: source("w.1"),
+            generation: Generation(7),
+            engine_seq: EngineSeq(41),
+            payload_hash: 99,
+        },
+        config,
+        mirror: Mirror::new(config, Start::Empty).cut(),
+    })
+}
+
+#[test]
+fn a_checkpoint_comes_back() {
+    let config = mirror::Config::default();
+    let restored = decode(&bytes(config), &source("w.1"), config).unwrap();
+    assert_eq!(restored.point.source, source("w.1"));
+    assert_eq!(restored.point.generation, Generation(7));
+    assert_eq!(restored.point.engine_seq, EngineSeq(41));
+    assert_eq!(restored.point.payload_hash, 99);
+}
+
+#[test]
+fn a_torn_or_changed_one_is_refused() {
+    let config = mirror::Config::default();
+    let bytes = bytes(config);
+    let refused = |bytes: &[u8]| decode(bytes, &source("w.1"), config).unwrap_err();
+    for len in 0..bytes.len() {
+        drop(refused(&bytes[..len]));
+    }
+    for at in 0..bytes.len() {
+        let mut other = bytes.clone();
+        other[at] ^= 0x10;
+        drop(refused(&other));
+    }
+    let mut longer = bytes.clone();
+    longer.push(0);
+    assert_eq!(refused(&longer), Refused::Checksum);
+    assert_eq!(refused(b""), Refused::Foreign);
+    assert_eq!(refused(&[7; 400]), Refused::Foreign);
+}
+
+#[test]
+fn one_of_another_source_version_or_configuration_is_refused() {
+    let config = mirror::Config::default();
+    let bytes = bytes(config);
+    assert_eq!(
+        decode(&bytes, &source("w.2"), config).unwrap_err(),
+        Refused::Source(source("w.1"))
+    );
+    let mut newer = bytes.clone();
+    newer[MAGIC.len()] = 2;
+    assert_eq!(
+        decode(&newer, &source("w.1"), config).unwrap_err(),
+        Refused::Version(2)
+    );
+    let others = [
+        mirror::Config {
+            block_size: BlockSize::new(16),
+            ..config
+        },
+        mirror::Config {
+            assume: Assumptions {
+                no_lora: true,
+                ..Assumptions::default()
+            },
+            ..config
+        },
+    ];
+    for other in others {
+        let refused = decode(&bytes, &source("w.1"), other).unwrap_err();
+        assert_eq!(refused, Refused::Config);
+    }
+}

@@ -1,0 +1,183 @@
+//! How a rank reaches the plane: appends in order, claims, heartbeats, and a look at the log's end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::stream::{FuturesOrdered, StreamExt as _};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_util::task::TaskTracker;
+use tracing::debug;
+use warmroute_proto::bus::{Plane, PlaneError, PutIf};
+use warmroute_proto::registry::GenerationEntry;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source, codec};
+
+use crate::source::{AppendId, Seen, Tail};
+
+const PLANE_DEADLINE: Duration = Duration::from_secs(5);
+
+/// An answer of the plane.
+pub(super) enum Done {
+    Appended(AppendId, LogPosition),
+    NotAppended(AppendId),
+    /// It takes so many bytes at once.
+    TooLarge(AppendId, usize),
+    Claimed(Option<Generation>),
+    Tail(u64, Tail),
+}
+
+#[derive(Clone)]
+pub(super) struct Outside {
+    pub(super) plane: Arc<dyn Plane>,
+    pub(super) subjects: Subjects,
+    pub(super) source: Source,
+    pub(super) done: mpsc::Sender<Done>,
+    pub(super) tasks: TaskTracker,
+    /// Appends of another attempt are void: what waits in the queue is not sent any more.
+    pub(super) attempt: Arc<AtomicU32>,
+}
+
+impl Outside {
+    /// Appends in order; their acknowledgements are awaited behind each other.
+    pub(super) async fn append_all(self, mut queue: mpsc::Receiver<(AppendId, Bytes)>) {
+        let subject = self.subjects.records(&self.source);
+        let mut under_way = FuturesOrdered::new();
+        loop {
+            let ended = tokio::select! {
+                next = queue.recv() => {
+                    let Some((id, payload)) = next else { return };
+                    if id.attempt != self.attempt.load(Ordering::Acquire) {
+                        continue;
+                    }
+                    let append = self.plane.append(subject.clone(), payload);
+                    match timeout(PLANE_DEADLINE, append).await {
+                        Ok(Ok(acknowledged)) => {
+                            under_way.push_back(async move {
+                                match timeout(PLANE_DEADLINE, acknowledged).await {
+                                    Ok(Ok(position)) => Done::Appended(id, position),
+                                    Ok(Err(error)) => not_appended(id, &error),
+                                    Err(_) => Done::NotAppended(id),
+                                }
+                            });
+                            continue;
+                        }
+                        Ok(Err(error)) => not_appended(id, &error),
+                        Err(_) => Done::NotAppended(id),
+                    }
+                }
+                Some(ended) = under_way.next() => ended,
+            };
+            if self.done.send(ended).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn claim(&self, above: Generation) {
+        let this = self.clone();
+        self.tasks.spawn(async move {
+            let claim = timeout(PLANE_DEADLINE, this.next_generation(above)).await;
+            let generation = match claim {
+                Ok(Ok(generation)) => Some(generation),
+                Ok(Err(error)) => {
+                    debug!(source = %this.source, %error, "cannot claim a generation yet");
+                    None
+                }
+                Err(_) => None,
+            };
+            drop(this.done.send(Done::Claimed(generation)).await);
+        });
+    }
+
+    /// 1 + the highest of the registry's, the log's and `above`, by compare-and-set. Whoever loses it
+    /// reads again, with the core's next try.
+    async fn next_generation(&self, above: Generation) -> Result<Generation, PlaneError> {
+        let key = self.subjects.generation_key(&self.source);
+        let entry = self.plane.get(key.clone()).await?;
+        let registered = entry.as_ref().and_then(|entry| generation_in(&entry.value));
+        let last = self
+            .plane
+            .last_on(self.subjects.records(&self.source))
+            .await?
+            .and_then(|message| codec::decode::<Record>(&message.payload).ok())
+            .map(|record| record.generation);
+        let highest = registered.max(last).max(Some(above)).unwrap_or_default();
+        let generation = highest.next();
+        let value = codec::encode(&GenerationEntry { generation })
+            .map_err(|error| PlaneError::Unavailable(error.to_string()))?;
+        let condition = entry.map_or(PutIf::Absent, |entry| PutIf::Revision(entry.revision));
+        self.plane
+            .put(key, Bytes::from(value), condition, None)
+            .await?;
+        Ok(generation)
+    }
+
+    pub(super) fn heartbeat(&self, heartbeat: &Heartbeat) {
+        let Ok(payload) = codec::encode(heartbeat) else {
+            return;
+        };
+        let this = self.clone();
+        self.tasks.spawn(async move {
+            let subject = this.subjects.heartbeat(&this.source);
+            let publish = this.plane.publish(subject, Bytes::from(payload));
+            // The next one comes in a second.
+            drop(timeout(Duration::from_secs(1), publish).await);
+        });
+    }
+
+    /// `last_append` tells a log that dropped our records by age or size from one that lost them.
+    pub(super) fn look_at_tail(
+        &self,
+        id: u64,
+        is_thorough: bool,
+        last_append: Option<LogPosition>,
+    ) {
+        let this = self.clone();
+        self.tasks.spawn(async move {
+            let look = timeout(PLANE_DEADLINE, this.tail(is_thorough, last_append)).await;
+            let seen = look.ok().and_then(Result::ok);
+            let tail = seen.map_or(Tail::Unanswered, Tail::Seen);
+            drop(this.done.send(Done::Tail(id, tail)).await);
+        });
+    }
+
+    async fn tail(
+        &self,
+        is_thorough: bool,
+        last_append: Option<LogPosition>,
+    ) -> Result<Seen, PlaneError> {
+        let subject = self.subjects.records(&self.source);
+        let last = self.plane.last_on(subject).await?;
+        let mut seen = Seen::default();
+        if is_thorough || last.is_none() {
+            let status = self.plane.log_status().await?;
+            seen.log = Some(status.identity);
+            let was_dropped = last_append.is_none_or(|position| position < status.first);
+            seen.is_trimmed = last.is_none() && was_dropped;
+        }
+        if is_thorough {
+            let key = self.subjects.generation_key(&self.source);
+            let entry = self.plane.get(key).await?;
+            seen.registered = Some(entry.and_then(|entry| generation_in(&entry.value)));
+        }
+        seen.last = last
+            .and_then(|message| codec::decode::<Record>(&message.payload).ok())
+            .map(|record| (record.generation, record.number));
+        Ok(seen)
+    }
+}
+
+fn not_appended(id: AppendId, error: &PlaneError) -> Done {
+    match error {
+        PlaneError::TooLarge { max, .. } => Done::TooLarge(id, *max),
+        PlaneError::Unavailable(_) | PlaneError::Conflict => Done::NotAppended(id),
+    }
+}
+
+fn generation_in(value: &[u8]) -> Option<Generation> {
+    let entry = codec::decode::<GenerationEntry>(value).ok()?;
+    Some(entry.generation)
+}

@@ -1,0 +1,100 @@
+//! Captures of a real server, played to the core.
+
+use super::*;
+use crate::wire::{ReplayFrames, live_frames, replay_frames};
+
+fn capture(name: &str) -> Vec<Vec<Vec<u8>>> {
+    let path = format!("{}/testdata/{name}.bin", env!("CARGO_MANIFEST_DIR"));
+    let bytes = std::fs::read(path).unwrap();
+    let mut rest = &bytes[..];
+    let mut messages = Vec::new();
+    let mut take = |len: usize| {
+        let (head, tail) = rest.split_at_checked(len)?;
+        rest = tail;
+        Some(head.to_vec())
+    };
+    let length = |bytes: &[u8]| u32::from_be_bytes(bytes.try_into().unwrap()) as usize;
+    while let Some(head) = take(12) {
+        let frames = (0..length(&head[8..]))
+            .map(|_| {
+                let len = length(&take(4).unwrap());
+                take(len).unwrap()
+            })
+            .collect();
+        messages.push(frames);
+    }
+    messages
+}
+
+/// Plays a capture of one rank; the replay buffer has what the capture has.
+fn play(name: &str, rank: u32, mut each: impl FnMut(&World, EngineSeq)) -> World {
+    let mut config = World::new(true).core.config;
+    config.rank = Some(rank);
+    let mut world = World::with(config);
+    let messages = capture(name);
+    let mut live = messages
+        .iter()
+        .map(|frames| live_frames(frames).unwrap())
+        .filter(|frames| crate::wire::rank_of(frames.payload) == Some(rank))
+        .peekable();
+    let first = live.peek().unwrap().seq.unwrap();
+    world.engine.batches = vec![Bytes::new(); usize::try_from(first.0).unwrap()];
+    world.engine.oldest = world.engine.batches.len();
+    world.start();
+    for frames in live {
+        let seq = frames.seq.unwrap();
+        let payload = Bytes::copy_from_slice(frames.payload);
+        world.engine.batches.push(payload.clone());
+        world.core.live(world.now, frames.topic, Some(seq), payload);
+        world.drive();
+        each(&world, seq);
+    }
+    assert_eq!(world.core.status(world.now).engine_seq.map(|s| s.0 + 1), {
+        Some(world.engine.batches.len() as u64)
+    });
+    world
+}
+
+#[test]
+fn captures_from_the_start_are_complete_after_every_batch() {
+    for (name, rank) in [
+        ("v032_basic", 0),
+        ("v032_dp2", 0),
+        ("v032_dp2", 1),
+        ("v032_hybrid_gemma", 0),
+    ] {
+        let world = play(name, rank, |world, _| assert_eq!(world.gpu(), GPU));
+        assert_eq!(world.last_generation(), 5, "{name}");
+        assert_eq!(world.core.status(world.now).mirror.removals_unknown, 0);
+        assert_eq!(
+            world.core.mirror().main_attention_only(),
+            name != "v032_hybrid_gemma"
+        );
+    }
+}
+
+#[test]
+fn the_capture_that_starts_late_is_partial_until_the_clear() {
+    let world = play("v032_preempt", 0, |world, seq| {
+        let expected = if seq.0 < 197 { TierState::Partial } else { GPU };
+        assert_eq!(world.gpu(), expected, "at {seq}");
+    });
+    assert_eq!(world.held(), 3);
+}
+
+#[test]
+fn a_captured_replay_ends_where_the_live_capture_ends() {
+    let live = play("v032_basic", 0, |_, _| {});
+    let mut world = World::new(true);
+    for frames in capture("v032_replay0") {
+        match replay_frames(&frames).unwrap() {
+            ReplayFrames::Batch { payload, .. } => {
+                world.engine.batches.push(Bytes::copy_from_slice(payload));
+            }
+            ReplayFrames::End => {}
+        }
+    }
+    world.start();
+    assert_eq!(world.reader.held(), live.reader.held());
+    assert_eq!(world.gpu(), GPU);
+}

@@ -1,0 +1,346 @@
+//! What the engine does, and what its sockets lose.
+
+use super::*;
+
+#[test]
+fn a_source_followed_from_the_start_is_complete() {
+    let mut world = World::started(true);
+    assert_eq!(world.replays_asked[0], 0);
+    assert_eq!(world.gpu(), GPU);
+    world.publish(&[store(None, &[1, 2])]);
+    world.publish(&[remove(2)]);
+    assert!(world.holds(&[1]) && !world.holds(&[1, 2]));
+    let last = world.records.last().unwrap();
+    assert_eq!(last.states.gpu, TierState::Complete);
+    assert_eq!(last.engine_seq, Some(EngineSeq(1)));
+    assert_eq!(last.generation, Generation(5));
+}
+
+#[test]
+fn row_1_engine_killed_and_restarted_in_place() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1, 2])]);
+    world.engine.restart();
+    world.core.disconnected(world.now);
+    world.drive();
+    assert_eq!(
+        world.heartbeats.last().unwrap().states.gpu,
+        TierState::Stale
+    );
+    // A batch that slips in before the check is not applied to the dead life's mirror.
+    let (seq, payload) = world.engine.publish(&[store(None, &[7])]);
+    world.deliver(seq, payload);
+    assert_eq!(world.held(), 2);
+    world.core.connected(world.now);
+    world.drive();
+    assert_eq!(world.held(), 1);
+    assert!(world.holds(&[7]));
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn row_1_a_failed_health_check_ends_credit_at_once() {
+    for has_replay in [true, false] {
+        let mut world = World::started(has_replay);
+        world.publish(&[store(None, &[1])]);
+        assert!(world.gpu() < TierState::Stale);
+        world.core.health(world.now, EngineHealth::Unhealthy);
+        world.drive();
+        assert_eq!(
+            world.heartbeats.last().unwrap().states.gpu,
+            TierState::Stale
+        );
+        world.core.health(world.now, EngineHealth::Healthy);
+        world.tick_ms(1200);
+        assert!(world.gpu() < TierState::Stale);
+    }
+}
+
+#[test]
+fn row_1_a_lapsed_proof_ends_credit() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.tick_ms(2900);
+    assert_eq!(world.gpu(), GPU);
+    world.tick_ms(300);
+    assert_eq!(
+        world.heartbeats.last().unwrap().states.gpu,
+        TierState::Stale
+    );
+    world.engine_answers = true;
+    world.tick_ms(3000);
+    assert_eq!(world.gpu(), GPU);
+    assert_eq!(world.last_generation(), 5);
+}
+
+#[test]
+fn row_2_a_restart_whose_sequence_is_the_next_one_is_found() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.publish(&[store(None, &[2])]);
+    world.core.disconnected(world.now);
+    world.engine.restart();
+    world.publish_lost(&[store(None, &[3])]);
+    world.publish_lost(&[store(None, &[4])]);
+    world.core.connected(world.now);
+    world.drive();
+    // Looks like the batch behind the last one of the dead life.
+    world.publish(&[store(None, &[5])]);
+    assert!(world.holds(&[3]) && world.holds(&[4]) && world.holds(&[5]));
+    assert_eq!(world.held(), 3);
+    assert_eq!(world.gpu(), GPU);
+    assert!(
+        world.replays_asked.contains(&1),
+        "the last seen batch is asked for"
+    );
+}
+
+#[test]
+fn row_2_a_restart_that_looks_like_a_gap_is_found() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine.restart();
+    for token in 10..14 {
+        world.publish_lost(&[store(None, &[token])]);
+    }
+    world.publish(&[store(None, &[14])]);
+    assert_eq!(world.held(), 5);
+    assert!(!world.holds(&[1]));
+    assert_eq!(world.last_generation(), 6);
+}
+
+#[test]
+fn row_2_a_silent_restart_is_found_by_the_poll() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine.restart();
+    world.tick_ms(1500);
+    assert_eq!(world.held(), 0);
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn row_3_lost_messages_are_replayed() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.publish_lost(&[store(Some(1), &[2])]);
+    world.publish_lost(&[remove(1)]);
+    world.publish(&[store(Some(2), &[3])]);
+    assert!(world.holds(&[1, 2, 3]) && !world.holds(&[1]));
+    assert_eq!(world.last_generation(), 5);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn row_3_the_last_messages_before_a_silence_are_found() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.publish_lost(&[remove(1)]);
+    world.tick_ms(1500);
+    assert_eq!(world.held(), 0);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn row_3a_a_hole_in_a_replay_is_asked_for_again() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    for token in 2..6 {
+        world.publish_lost(&[store(None, &[token])]);
+    }
+    world.holes.insert(3, 1);
+    world.publish(&[store(None, &[6])]);
+    assert_eq!(world.held(), 6);
+    assert_eq!(world.last_generation(), 5);
+    assert_eq!(world.replays_asked[1..], [0, 2]);
+}
+
+#[test]
+fn row_4_a_gap_older_than_the_buffer_cannot_be_filled() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    for token in 2..6 {
+        world.publish_lost(&[store(None, &[token])]);
+    }
+    world.engine.oldest = 3;
+    world.publish(&[store(None, &[6])]);
+    // What the buffer has is credited, and nothing else.
+    assert_eq!(world.held(), 3);
+    assert!(world.holds(&[4]) && world.holds(&[5]) && world.holds(&[6]));
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), TierState::Partial);
+    // A removal of what was forgotten is normal now.
+    world.publish(&[remove(1)]);
+    assert_eq!(world.last_generation(), 6);
+    world.publish(&[clear()]);
+    assert_eq!(world.gpu(), GPU);
+    assert_eq!(world.held(), 0);
+}
+
+#[test]
+fn row_4_a_hole_that_the_engine_itself_has_is_left_behind() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.publish_lost(&[store(None, &[2])]);
+    world.holes.insert(1, u32::MAX);
+    world.publish(&[store(None, &[3])]);
+    assert_eq!(world.held(), 1);
+    assert!(world.holds(&[3]));
+    assert_eq!(world.gpu(), TierState::Partial);
+    world.publish(&[store(None, &[4])]);
+    world.tick_ms(3000);
+    assert_eq!(world.held(), 2);
+    assert_eq!(world.last_generation(), 6);
+}
+
+#[test]
+fn row_5_a_clear_empties_the_source() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1, 2])]);
+    world.publish(&[clear(), store(None, &[3])]);
+    assert_eq!(world.held(), 1);
+    assert_eq!(world.gpu(), GPU);
+    assert_eq!(world.last_generation(), 5);
+}
+
+#[test]
+fn a_late_joiner_is_partial_until_a_clear() {
+    let mut world = World::new(true);
+    for token in 1..5 {
+        world.publish_lost(&[store(None, &[token])]);
+    }
+    world.engine.oldest = 2;
+    world.start();
+    assert_eq!(world.held(), 2);
+    assert_eq!(world.gpu(), TierState::Partial);
+    world.publish(&[clear()]);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn a_duplicate_must_be_byte_equal() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    let (seq, payload) = world.engine.publish(&[store(None, &[2])]);
+    world.deliver(seq, payload.clone());
+    world.deliver(seq, payload);
+    assert_eq!(world.core.status(world.now).counters.duplicates, 1);
+    assert_eq!(world.last_generation(), 5);
+    world.engine.restart();
+    world.publish(&[store(None, &[9])]);
+    assert_eq!(world.held(), 1);
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn without_replays_a_source_is_unverified() {
+    let mut world = World::started(false);
+    assert_eq!(world.replays_asked, [] as [u64; 0]);
+    world.publish(&[store(None, &[1])]);
+    assert_eq!(world.gpu(), TierState::Unverified);
+    assert_eq!(world.held(), 1);
+    // A gap cannot be filled.
+    world.publish_lost(&[store(None, &[2])]);
+    world.publish(&[store(None, &[3])]);
+    assert_eq!(world.held(), 1);
+    assert!(world.holds(&[3]));
+    assert_eq!(world.last_generation(), 6);
+    // After a disconnect nothing can tell whether it is the same engine.
+    world.reconnect();
+    assert_eq!(world.held(), 0);
+    world.tick_ms(10_000);
+    assert_eq!(world.gpu(), TierState::Unverified);
+    world.core.health(world.now, EngineHealth::Unknown);
+    assert_eq!(world.gpu(), TierState::Stale);
+}
+
+#[test]
+fn without_sequence_numbers_a_source_is_unverified() {
+    let mut world = World::started(true);
+    for token in 1..3 {
+        let (_, payload) = world.engine.publish(&[store(None, &[token])]);
+        world.core.live(world.now, b"t", None, payload);
+        world.drive();
+    }
+    assert_eq!(world.held(), 2);
+    assert_eq!(world.gpu(), TierState::Unverified);
+    assert_eq!(world.heartbeats.last().unwrap().engine_seq, None);
+}
+
+#[test]
+fn messages_lost_before_the_core_force_a_check() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.publish_lost(&[store(None, &[2])]);
+    world.core.live_lost(world.now);
+    world.drive();
+    assert_eq!(world.held(), 2);
+}
+
+#[test]
+fn held_batches_are_bounded_and_not_missed() {
+    let mut config = World::new(true).core.config;
+    config.held_bytes_max = 150;
+    let mut world = World::with(config);
+    world.start();
+    world.engine_answers = false;
+    world.core.disconnected(world.now);
+    world.core.connected(world.now);
+    world.drive();
+    for token in 1..10 {
+        world.publish(&[store(None, &[token])]);
+    }
+    assert!(world.core.status(world.now).counters.held_dropped > 0);
+    world.engine_answers = true;
+    world.tick_ms(3000);
+    assert_eq!(world.held(), 9);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn batches_of_other_topics_and_ranks_are_dropped() {
+    let mut config = World::new(true).core.config;
+    config.topic = Some("mine".to_owned());
+    config.rank = Some(0);
+    let mut world = World::with(config);
+    world.start();
+    let (_, payload) = FakeEngine::default().publish(&[store(None, &[1])]);
+    world
+        .core
+        .live(world.now, b"other", Some(EngineSeq(0)), payload);
+    let other_rank = rmp_serde::to_vec(&json!([0, [store(None, &[1])], 1])).unwrap();
+    world
+        .core
+        .live(world.now, b"mine", Some(EngineSeq(0)), other_rank.into());
+    world.drive();
+    assert_eq!(world.held(), 0);
+    let counters = world.core.status(world.now).counters;
+    assert_eq!((counters.other_topic, counters.other_rank), (1, 1));
+}
+
+#[test]
+fn a_sign_starts_a_new_generation_empty_and_partial() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1, 2])]);
+    world.publish(&[remove(9)]);
+    assert_eq!(world.held(), 0);
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), TierState::Partial);
+    let reason = Notice::NewGeneration(Reason::Sign(Sign::BelowZero));
+    assert!(world.notices.contains(&reason));
+}
+
+#[test]
+fn a_payload_that_is_no_batch_makes_the_source_stale() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine.batches.push(Bytes::from_static(b"\xc1"));
+    world.deliver(EngineSeq(1), Bytes::from_static(b"\xc1"));
+    assert_eq!(world.gpu(), TierState::Stale);
+    world.publish(&[clear()]);
+    assert_eq!(world.gpu(), GPU);
+}

@@ -1,0 +1,131 @@
+//! From changes to records, generations and their images.
+
+use super::*;
+
+#[test]
+fn batches_wait_for_an_acknowledgement_and_go_together() {
+    let mut world = World::started(true);
+    world.acks_wait = true;
+    let before = world.records.len();
+    for token in 1..10 {
+        world.publish(&[store(None, &[token])]);
+    }
+    assert_eq!(world.records.len(), before + 1);
+    world.acknowledge_all();
+    assert_eq!(world.records.len(), before + 2);
+    assert_eq!(world.records.last().unwrap().engine_seq, Some(EngineSeq(8)));
+    world.acknowledge_all();
+    assert_eq!(world.held(), 9);
+}
+
+#[test]
+fn a_batch_that_changes_nothing_sends_no_record_but_its_sequence() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    let before = world.records.len();
+    world.publish(&[store(None, &[1])]);
+    assert_eq!(world.records.len(), before);
+    world.tick_ms(1000);
+    let heartbeat = world.heartbeats.last().unwrap();
+    assert_eq!(heartbeat.engine_seq, Some(EngineSeq(1)));
+    assert_eq!(heartbeat.number, Some(world.records.last().unwrap().number));
+    assert_eq!(heartbeat.after, world.core.mirror().digest());
+}
+
+#[test]
+fn a_large_batch_is_split_and_only_its_end_is_credited() {
+    let mut world = World::started(true);
+    let tokens: Vec<u32> = (1..20_001).collect();
+    let before = world.records.len();
+    world.publish(&[store(None, &tokens)]);
+    let parts = &world.records[before..];
+    assert!(parts.len() >= 3);
+    let (last, earlier) = parts.split_last().unwrap();
+    for part in earlier {
+        assert_eq!(part.states.gpu, TierState::CatchingUp);
+        assert_eq!(part.engine_seq, None);
+    }
+    assert_eq!(last.states.gpu, GPU);
+    assert_eq!(last.engine_seq, Some(EngineSeq(0)));
+    assert_eq!(world.held(), 20_000);
+}
+
+#[test]
+fn a_generation_starts_with_an_image_that_is_catching_up_until_its_end() {
+    let mut world = World::started(true);
+    let tokens: Vec<u32> = (1..20_001).collect();
+    world.publish(&[store(None, &tokens)]);
+    world.publish(&[remove(5)]);
+    let (before, digest) = (world.records.len(), world.core.mirror().digest());
+    let above = world.generation;
+    world.acks_wait = true;
+    world.core.resync(world.now, above, ResyncReason::Mismatch);
+    world.drive();
+    // A second request meets the image under way.
+    world.core.resync(world.now, above, ResyncReason::Gap);
+    world.publish(&[store(None, &[50_000])]);
+    let image = &world.records[before..];
+    let (last, earlier) = image.split_last().unwrap();
+    assert_eq!(image[0].number, RecordNumber(0));
+    assert!(
+        earlier
+            .iter()
+            .all(|part| part.states.gpu == TierState::CatchingUp)
+    );
+    assert_eq!(last.after, digest);
+    assert_eq!(last.states.gpu, GPU);
+    assert!(image.iter().all(|part| part.generation == above.next()));
+    world.acknowledge_all();
+    world.acknowledge_all();
+    assert_eq!(world.held(), 20_000);
+    assert_eq!(world.last_generation(), above.next().0);
+    // Once it is told, a request by somebody who still cannot follow is served.
+    world.now += Duration::from_secs(10);
+    world
+        .core
+        .resync(world.now, Generation(0), ResyncReason::Gap);
+    world.drive();
+    assert_eq!(world.last_generation(), above.next().next().0);
+}
+
+#[test]
+fn a_resync_from_above_takes_a_generation_above_that() {
+    let mut world = World::started(true);
+    world
+        .core
+        .resync(world.now, Generation(40), ResyncReason::Fenced);
+    world.drive();
+    assert_eq!(world.last_generation(), 41);
+}
+
+#[test]
+fn failed_appends_are_sent_again_in_order() {
+    let mut world = World::started(true);
+    world.log_is_up = false;
+    for token in 1..5 {
+        world.publish(&[store(None, &[token])]);
+    }
+    assert_eq!(world.held(), 0);
+    world.log_is_up = true;
+    world.tick_ms(500);
+    assert_eq!(world.held(), 4);
+    assert_eq!(world.last_generation(), 5);
+}
+
+#[test]
+fn a_full_outbox_is_replaced_by_one_generation() {
+    let mut config = World::new(true).core.config;
+    config.outbox_bytes_max = 10_000;
+    let mut world = World::with(config);
+    world.start();
+    world.log_is_up = false;
+    for token in 1..2000 {
+        world.publish(&[store(None, &[token])]);
+        assert!(world.core.status(world.now).waiting_bytes <= 12_000);
+    }
+    world.log_is_up = true;
+    world.tick_ms(1000);
+    assert_eq!(world.held(), 1999);
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), GPU);
+}
