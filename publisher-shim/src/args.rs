@@ -185,10 +185,7 @@ impl TryFrom<Args> for Config {
 }
 
 /// `ipc://` and `inproc://` are the engine's other kinds; those have no ports to check.
-fn endpoint(
-    flag: &'static str,
-    endpoint: Option<String>,
-) -> Result<Option<String>, ConfigError> {
+fn endpoint(flag: &'static str, endpoint: Option<String>) -> Result<Option<String>, ConfigError> {
     let is_plain = |endpoint: &str| match endpoint.strip_prefix("tcp://") {
         Some(rest) => rest
             .rsplit_once(':')

@@ -11,9 +11,9 @@ use tokio::time::{Duration, Instant, sleep};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
+use warmroute_proto::WorkerId;
 use warmroute_shim::args::{Args, Config};
 use warmroute_shim::{Service, StateDir, StateDirError, http};
-use warmroute_proto::WorkerId;
 
 /// A shim that is being replaced has so long to end before its successor gives up.
 const STATE_DIR_WAIT: Duration = Duration::from_secs(10);

@@ -119,10 +119,7 @@ const SERIES: [(&str, &str, &str, Value); 32] = [
         "last_number",
         "Number of the last acknowledged record; -1 without one.",
         "gauge",
-        |s| {
-            s.acknowledged
-                .map_or(-1.0, |point| number(point.number.0))
-        },
+        |s| s.acknowledged.map_or(-1.0, |point| number(point.number.0)),
     ),
     (
         "engine_seq",
@@ -187,7 +184,11 @@ fn checkpoint(status: &Status) -> CheckpointStatus {
 /// What the shim itself is.
 pub fn add_shim(text: &mut String, handle: &Handle) {
     let gauges = [
-        ("leads", "This shim holds the worker's lease.", handle.leads()),
+        (
+            "leads",
+            "This shim holds the worker's lease.",
+            handle.leads(),
+        ),
         ("ready", "What `/readyz` says.", handle.is_ready()),
         (
             "engine_healthy",
@@ -206,9 +207,21 @@ pub fn add_nats(text: &mut String, stats: &NatsStats) {
     let counters = [
         ("connects", "Connections made.", stats.connects),
         ("disconnects", "Connections lost.", stats.disconnects),
-        ("server_errors", "Complaints of the server.", stats.server_errors),
-        ("client_errors", "Faults of the client.", stats.client_errors),
-        ("answers_late", "Answers that did not come in time.", stats.answers_late),
+        (
+            "server_errors",
+            "Complaints of the server.",
+            stats.server_errors,
+        ),
+        (
+            "client_errors",
+            "Faults of the client.",
+            stats.client_errors,
+        ),
+        (
+            "answers_late",
+            "Answers that did not come in time.",
+            stats.answers_late,
+        ),
         (
             "answers_cut_off",
             "Answers that a disconnect took along.",
