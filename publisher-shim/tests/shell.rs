@@ -5,17 +5,14 @@
     reason = "a test fails by panicking, its helpers too"
 )]
 
+mod engine;
+
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use axum::Router;
-use axum::routing::get;
 use bytes::Bytes;
+use engine::{FakeEngine, Order, http, store};
 use futures_util::StreamExt as _;
-use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -29,144 +26,6 @@ use warmroute_proto::{
 use warmroute_shim::{Handle, Service, ShimConfig};
 
 const DEADLINE: Duration = Duration::from_secs(20);
-
-// --- a fake engine: PUB, ROUTER and a few HTTP routes
-
-enum Order {
-    Publish(Value),
-    /// Into the replay buffer only.
-    PublishLost(Value),
-    Restart,
-}
-
-struct FakeEngine {
-    orders: Sender<Order>,
-    thread: Option<JoinHandle<()>>,
-    live: String,
-    replay: String,
-}
-
-impl FakeEngine {
-    fn start() -> Self {
-        let (orders, received) = channel();
-        let (told, endpoints) = channel();
-        let thread = std::thread::spawn(move || serve(&received, &told));
-        let (live, replay) = endpoints.recv().unwrap();
-        Self {
-            orders,
-            thread: Some(thread),
-            live,
-            replay,
-        }
-    }
-
-    fn publish(&self, event: Value) {
-        self.orders.send(Order::Publish(event)).unwrap();
-    }
-}
-
-impl Drop for FakeEngine {
-    fn drop(&mut self) {
-        let (closed, _) = channel();
-        self.orders = closed;
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
-    }
-}
-
-fn bind(context: &zmq::Context, kind: zmq::SocketType, endpoint: &str) -> zmq::Socket {
-    // The port of a closed socket is free again a moment later.
-    for _ in 0..200 {
-        let socket = context.socket(kind).unwrap();
-        socket.set_linger(0).unwrap();
-        if socket.bind(endpoint).is_ok() {
-            return socket;
-        }
-        std::thread::yield_now();
-        zmq::poll(&mut [], 10).unwrap();
-    }
-    panic!("cannot bind {endpoint}");
-}
-
-fn serve(orders: &Receiver<Order>, told: &Sender<(String, String)>) {
-    let context = zmq::Context::new();
-    let mut live = bind(&context, zmq::PUB, "tcp://127.0.0.1:*");
-    let mut replay = bind(&context, zmq::ROUTER, "tcp://127.0.0.1:*");
-    let endpoint = |socket: &zmq::Socket| socket.get_last_endpoint().unwrap().unwrap();
-    let ends = (endpoint(&live), endpoint(&replay));
-    told.send(ends.clone()).unwrap();
-    let mut batches: Vec<Vec<u8>> = Vec::new();
-    let mut life = 0;
-    loop {
-        match orders.recv_timeout(Duration::from_millis(5)) {
-            Ok(Order::Restart) => {
-                life += 1;
-                batches.clear();
-                drop((live, replay));
-                live = bind(&context, zmq::PUB, &ends.0);
-                replay = bind(&context, zmq::ROUTER, &ends.1);
-            }
-            Ok(order) => {
-                let (event, is_lost) = match order {
-                    Order::Publish(event) => (event, false),
-                    Order::PublishLost(event) => (event, true),
-                    Order::Restart => continue,
-                };
-                let payload = rmp_serde::to_vec(&json!([life, [event], 0])).unwrap();
-                let seq = batches.len() as u64;
-                if !is_lost {
-                    let frames = [Vec::new(), seq.to_be_bytes().to_vec(), payload.clone()];
-                    live.send_multipart(frames, 0).unwrap();
-                }
-                batches.push(payload);
-            }
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return,
-        }
-        while let Ok(frames) = replay.recv_multipart(zmq::DONTWAIT) {
-            let [peer, _, from] = &frames[..] else {
-                panic!("{frames:?}")
-            };
-            let from = u64::from_be_bytes(from[..].try_into().unwrap());
-            for (seq, payload) in (0_u64..).zip(&batches).filter(|(seq, _)| *seq >= from) {
-                let seq = seq.to_be_bytes();
-                let frames = [&peer[..], b"", b"", &seq, payload];
-                replay.send_multipart(frames, 0).unwrap();
-            }
-            let end = u64::MAX.to_be_bytes();
-            let frames = [&peer[..], b"", b"", &end, b""];
-            replay.send_multipart(frames, 0).unwrap();
-        }
-    }
-}
-
-fn store(token: u32) -> Value {
-    json!({
-        "type": "BlockStored", "block_hashes": [token], "parent_block_hash": null,
-        "token_ids": [token], "block_size": 1, "lora_id": null, "medium": "GPU", "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    })
-}
-
-async fn http(tasks: &TaskTracker, stop: &CancellationToken) -> String {
-    let models = json!({"data": [{"id": "m", "max_model_len": 128}, {"id": "l", "parent": "m"}]});
-    let models = models.to_string();
-    let metrics = "vllm:cache_config_info{block_size=\"1\",num_gpu_blocks=\"64\"} 1.0\n";
-    let app = Router::new()
-        .route("/health", get(|| async { "" }))
-        .route("/v1/models", get(|| async move { models }))
-        .route("/metrics", get(move || async move { metrics }));
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    let stop = stop.clone();
-    tasks.spawn(async move {
-        let serve = axum::serve(listener, app);
-        let ended = serve.with_graceful_shutdown(stop.cancelled_owned());
-        ended.await.unwrap();
-    });
-    url
-}
 
 // --- the shim beside it
 
@@ -192,7 +51,7 @@ fn source() -> Source {
 async fn start(with_replay: bool) -> World {
     let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
     let engine = FakeEngine::start();
-    let url = http(&tasks, &stop).await;
+    let url = http(&tasks, &stop, 64).await;
     let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
         identity: StreamIdentity {
             created_unix_ns: 1,

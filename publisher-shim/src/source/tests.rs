@@ -82,6 +82,8 @@ struct World {
     engine_answers: bool,
     log_is_up: bool,
     log: StreamIdentity,
+    /// Its readers have not seen the generation that repairs a loss.
+    has_lost: bool,
     /// The registry has the generation.
     has_registry: bool,
     claims: u32,
@@ -130,6 +132,7 @@ impl World {
                 created_unix_ns: 1,
                 nonce: 1,
             },
+            has_lost: false,
             has_registry: true,
             claims: 0,
             record_bytes_max: codec::RECORD_BYTES_MAX,
@@ -248,6 +251,7 @@ impl World {
         let last = self.records.last().map(|r| (r.generation, r.number));
         if record.number == RecordNumber(0) && last.is_none_or(|(g, _)| g < record.generation) {
             self.reader = Reader::default();
+            self.has_lost = false;
         } else if last.is_none_or(|(g, n)| (g, n.next()) != (record.generation, record.number)) {
             // Sent again, or behind something that comes again: what a sequencing reader drops.
             self.core.acknowledged(self.now, id);
@@ -286,6 +290,7 @@ impl World {
     /// The log forgets its last records, and whoever read them is told.
     fn lose_records(&mut self, count: usize) {
         self.records.truncate(self.records.len() - count);
+        self.has_lost |= count > 0;
         self.reader = Reader::default();
         let last = self.records.last().map(|record| record.generation);
         let present = |record: &&Record| Some(record.generation) == last;
@@ -316,7 +321,7 @@ impl World {
     }
 
     fn is_settled(&self) -> bool {
-        self.core.publisher.is_idle() && !self.core.publisher.is_muted()
+        self.core.publisher.is_idle() && !self.core.publisher.is_muted() && !self.has_lost
     }
 
     /// What the log says is what the mirror holds.

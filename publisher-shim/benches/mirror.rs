@@ -1,0 +1,176 @@
+//! How fast one thread turns engine payloads into changes, and how long a checkpoint's cut holds it
+//! up.
+//!
+//! `cargo bench -p warmroute-shim`. Prompts of 48 blocks share their first 16 with earlier ones; the
+//! engine holds 200,000 blocks and evicts the oldest. Blocks are counted when stored and when
+//! removed. One line of JSON, the median of the rounds.
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::disallowed_methods,
+    clippy::cast_precision_loss,
+    reason = "a bench measures time, prints what it found, and fails by panicking"
+)]
+
+use std::collections::VecDeque;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use warmroute_proto::{DpRank, EngineSeq, Source, WorkerId};
+use warmroute_shim::checkpoint;
+use warmroute_shim::mirror::{Config, Mirror, Start};
+use warmroute_shim::source::{self, Effect, SourceCore};
+use warmroute_shim::wire::Batch;
+
+const BLOCK: usize = 16;
+const SHARED: u64 = 16;
+const OWN: u64 = 32;
+const HELD_MAX: usize = 200_000;
+const BATCHES: u64 = 12_000;
+const ROUNDS: usize = 5;
+
+fn tokens(blocks: impl Iterator<Item = u64>) -> Vec<u32> {
+    let token = |block: u64, at: usize| (block.wrapping_mul(2_654_435_761) as u32 >> 8) + at as u32;
+    blocks
+        .flat_map(|block| (0..BLOCK).map(move |at| token(block, at)))
+        .collect()
+}
+
+fn hash(block: u64) -> u64 {
+    block.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+fn store(blocks: std::ops::Range<u64>, parent: Option<u64>) -> Value {
+    json!({
+        "type": "BlockStored",
+        "block_hashes": blocks.clone().map(hash).collect::<Vec<_>>(),
+        "parent_block_hash": parent.map(hash),
+        "token_ids": tokens(blocks),
+        "block_size": BLOCK,
+        "lora_id": null,
+        "medium": "GPU",
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    })
+}
+
+fn remove(blocks: &[u64]) -> Value {
+    let hashes: Vec<u64> = blocks.iter().copied().map(hash).collect();
+    json!({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0})
+}
+
+/// Payloads, and how many blocks they store and remove.
+fn payloads() -> (Vec<Vec<u8>>, u64) {
+    let (mut next, mut count) = (0, 0);
+    let mut held = VecDeque::new();
+    let mut roots = Vec::new();
+    let mut payloads = Vec::new();
+    for batch in 0..BATCHES {
+        let mut events = Vec::new();
+        let first = next;
+        if batch % 8 == 0 {
+            next += SHARED;
+            events.push(store(first..next, None));
+            roots.push(next - 1);
+        }
+        let own = next;
+        next += OWN;
+        events.push(store(own..next, roots.last().copied()));
+        held.extend(first..next);
+        count += next - first;
+        if held.len() > HELD_MAX {
+            let gone: Vec<u64> = held.drain(..held.len() - HELD_MAX).collect();
+            count += gone.len() as u64;
+            events.push(remove(&gone));
+        }
+        payloads.push(rmp_serde::to_vec(&json!([batch as f64, events, 0])).unwrap());
+    }
+    (payloads, count)
+}
+
+fn rate(count: u64, mut round: impl FnMut()) -> f64 {
+    let mut times: Vec<Duration> = (0..ROUNDS)
+        .map(|_| {
+            let begun = Instant::now();
+            round();
+            begun.elapsed()
+        })
+        .collect();
+    times.sort_unstable();
+    count as f64 / times[ROUNDS / 2].as_secs_f64() / 1e6
+}
+
+/// A source that applied everything, with a replay endpoint, as a running shim has it.
+fn core(payloads: &[Vec<u8>]) -> SourceCore {
+    let source = Source {
+        worker: WorkerId::from("w"),
+        dp_rank: DpRank(0),
+    };
+    let mut core = SourceCore::new(source::Config::new(source, true));
+    let now = Instant::now();
+    core.connected(now);
+    while let Some(effect) = core.poll_effect() {
+        if let Effect::Replay { id, .. } = effect {
+            core.replay_end(now, id);
+        }
+    }
+    for (seq, payload) in (0..).zip(payloads) {
+        core.live(now, b"", Some(EngineSeq(seq)), payload.clone().into());
+        while core.poll_effect().is_some() {}
+    }
+    core
+}
+
+fn main() {
+    let (payloads, count) = payloads();
+    let batches: Vec<Batch> = payloads
+        .iter()
+        .map(|payload| Batch::decode(payload).unwrap())
+        .collect();
+    let decode = rate(count, || {
+        for payload in &payloads {
+            black_box(Batch::decode(payload).unwrap());
+        }
+    });
+    let mirror = rate(count, || {
+        let mut mirror = Mirror::new(Config::default(), Start::Empty);
+        for batch in &batches {
+            black_box(mirror.apply(batch).unwrap());
+        }
+    });
+    let both = rate(count, || {
+        let mut mirror = Mirror::new(Config::default(), Start::Empty);
+        for payload in &payloads {
+            let batch = Batch::decode(payload).unwrap();
+            black_box(mirror.apply(&batch).unwrap());
+        }
+    });
+    let core = core(&payloads);
+    let mut cuts = Vec::new();
+    let mut encodes = Vec::new();
+    let mut bytes = Vec::new();
+    for _ in 0..ROUNDS {
+        let begun = Instant::now();
+        let cut = core.checkpoint().unwrap();
+        cuts.push(begun.elapsed());
+        let begun = Instant::now();
+        bytes = checkpoint::encode(&cut);
+        encodes.push(begun.elapsed());
+    }
+    cuts.sort_unstable();
+    encodes.sort_unstable();
+    let begun = Instant::now();
+    let source = core.status(begun).source;
+    let restored = checkpoint::decode(&bytes, &source, Config::default()).unwrap();
+    let restore = begun.elapsed();
+    let ms = |time: Duration| (time.as_secs_f64() * 1e4).round() / 10.0;
+    println!(
+        "{}",
+        json!({
+            "decode_mblk_s": decode, "mirror_mblk_s": mirror, "both_mblk_s": both,
+            "blocks": restored.blocks(), "cut_ms": ms(cuts[ROUNDS / 2]),
+            "encode_ms": ms(encodes[ROUNDS / 2]), "restore_ms": ms(restore), "bytes": bytes.len(),
+        })
+    );
+}
