@@ -71,12 +71,15 @@ impl Mirror {
         }
         self.cleared = TierSet::default();
         let mut passing = Vec::new();
-        for tier in Tier::ALL {
+        // Nothing is held, or ever was, in a tier without main groups.
+        let groups = self.groups.all_mains();
+        let tiers = || Tier::ALL.into_iter().filter(|&tier| *groups.get(tier) > 0);
+        for tier in tiers() {
             for &id in &touched {
                 self.tell_stored(id, tier, &mut passing, &mut writer);
             }
         }
-        for tier in Tier::ALL {
+        for tier in tiers() {
             let mut gone = Vec::new();
             for &id in &touched {
                 let ended = self.nodes.get(id).is_some_and(|node| node.held.has(tier))
@@ -94,6 +97,7 @@ impl Mirror {
             }
             writer.removed(gone, tier);
         }
+        writer.flush();
         self.release(&touched);
         writer.changes
     }

@@ -1,5 +1,7 @@
 //! The engine's own names: which prefix each means, and how often the engine holds it.
 
+use std::collections::hash_map::Entry;
+
 use rustc_hash::FxHashMap;
 use warmroute_proto::Tier;
 
@@ -30,12 +32,36 @@ impl Engines {
         self.gpu
     }
 
-    pub(super) fn name(&mut self, hash: EngineHash, node: NodeId) {
-        let name = Name {
-            node,
-            first_group: [0; 3],
+    /// The node that a name means, and whether it is new; a new one is made by `make`. Counts one
+    /// reference to it, if there is one to count. `None` if there is no room.
+    pub(super) fn name(
+        &mut self,
+        hash: EngineHash,
+        reference: Option<(GroupSlot, Tier)>,
+        make: impl FnOnce() -> Option<NodeId>,
+    ) -> Option<(NodeId, bool)> {
+        let (name, is_new) = match self.names.entry(hash) {
+            Entry::Occupied(name) => (name.into_mut(), false),
+            Entry::Vacant(vacant) => {
+                let node = make()?;
+                let name = Name {
+                    node,
+                    first_group: [0; 3],
+                };
+                (vacant.insert(name), true)
+            }
         };
-        self.names.insert(hash, name);
+        let node = name.node;
+        if let Some((slot, tier)) = reference {
+            if slot == 0 {
+                let count = &mut name.first_group[tier.index()];
+                *count = count.saturating_add(1);
+            } else {
+                *self.more.entry((hash, slot, tier)).or_default() += 1;
+            }
+            self.gpu += u64::from(tier == Tier::Gpu);
+        }
+        Some((node, is_new))
     }
 
     pub(super) fn add(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) {

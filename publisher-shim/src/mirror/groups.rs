@@ -28,6 +28,8 @@ pub(super) enum Role {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Groups {
     tiers: Tiers<Vec<Group>>,
+    /// How many of each tier are main groups.
+    mains: Tiers<GroupSlot>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -47,9 +49,9 @@ impl Groups {
         if groups.len() >= GROUPS_MAX {
             return Role::Unknown;
         }
-        let mains = main_groups(groups);
+        let mains = self.mains.get_mut(tier);
         let role = match group.kind {
-            Some(GroupKind::Main) | None => Role::Main(mains),
+            Some(GroupKind::Main) | None => Role::Main(*mains),
             Some(GroupKind::Masked) => Role::Masked,
             Some(GroupKind::Unknown) => Role::Unknown,
         };
@@ -59,7 +61,11 @@ impl Groups {
             told: group.kind.is_some(),
         });
         match role {
-            Role::Main(slot) => Role::NewMain(slot),
+            Role::Main(slot) => {
+                // No more than `GROUPS_MAX`.
+                *mains += 1;
+                Role::NewMain(slot)
+            }
             Role::NewMain(_) | Role::Masked | Role::Unknown => role,
         }
     }
@@ -72,8 +78,12 @@ impl Groups {
     }
 
     /// How many groups have to hold a block for the tier to hold it.
-    pub(super) fn mains(&self, tier: Tier) -> GroupSlot {
-        main_groups(self.tiers.get(tier))
+    pub(super) const fn mains(&self, tier: Tier) -> GroupSlot {
+        *self.mains.get(tier)
+    }
+
+    pub(super) const fn all_mains(&self) -> Tiers<GroupSlot> {
+        self.mains
     }
 
     /// A tier with several groups whose kinds nobody told.
@@ -103,6 +113,7 @@ impl Groups {
         let mut loaded = Self::default();
         for tier in Tier::ALL {
             let groups = loaded.tiers.get_mut(tier);
+            let mains = loaded.mains.get_mut(tier);
             let count = reader.count(7)?;
             if count > GROUPS_MAX {
                 return Err(Malformed("the number of groups"));
@@ -111,7 +122,10 @@ impl Groups {
                 let has_index = reader.flag()?;
                 let index = Some(reader.u32()?).filter(|_| has_index);
                 let role = match reader.u8()? {
-                    0 => Role::Main(main_groups(groups)),
+                    0 => {
+                        *mains += 1;
+                        Role::Main(*mains - 1)
+                    }
                     1 => Role::Masked,
                     2 => Role::Unknown,
                     _ => return Err(Malformed("a group's role")),
@@ -133,12 +147,4 @@ impl Groups {
             groups.all(|group| matches!(group.role, Role::Main(_)))
         })
     }
-}
-
-fn main_groups(groups: &[Group]) -> GroupSlot {
-    let mains = groups
-        .iter()
-        .filter(|group| matches!(group.role, Role::Main(_)))
-        .count();
-    GroupSlot::try_from(mains).unwrap_or(GroupSlot::MAX)
 }

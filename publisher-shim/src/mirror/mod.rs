@@ -395,7 +395,10 @@ impl Mirror {
     }
 
     fn place_behind(&self, parent: EngineHash) -> Option<Place> {
-        let id = self.engines.node(parent)?;
+        self.behind(self.engines.node(parent)?)
+    }
+
+    fn behind(&self, id: NodeId) -> Option<Place> {
         let node = self.nodes.get(id)?;
         Some(Place::Behind {
             node: id,
@@ -433,24 +436,26 @@ impl Mirror {
         };
         let items = block.keys.map_or(&[][..], |keys| keys.items.as_slice());
         let seed = with_opaques(parent.2, block.opaques());
-        let next = self.attach(block.hash, parent, block.tokens, items, seed)?;
+        let reference = Some((slot, tier));
+        let named = (block.hash, reference);
+        let next = self.attach(named, parent, block.tokens, items, seed)?;
         let Some(node) = next else {
             self.knowledge.miss(tier);
             return Ok(Place::Unknown { parent: block.hash });
         };
-        self.refer(block.hash, node, slot, tier);
         if !self.orphans.is_empty() {
             self.adopt(block.hash)?;
         }
         Ok(self
-            .place_behind(block.hash)
+            .behind(node)
             .unwrap_or(Place::Unknown { parent: block.hash }))
     }
 
-    /// The node of a block whose parent is known. `None` if there is no room.
+    /// The node of a block whose parent is known, with one reference more if there is one to count.
+    /// `None` if there is no room.
     fn attach(
         &mut self,
-        engine: EngineHash,
+        (engine, reference): (EngineHash, Option<(GroupSlot, Tier)>),
         parent: (NodeId, Option<PrefixHash>, Seed),
         tokens: &[u32],
         items: &[u64],
@@ -458,26 +463,29 @@ impl Mirror {
     ) -> Result<Option<NodeId>, Sign> {
         let local = LocalHash::of_block(tokens, items, seed);
         let prefix = PrefixHash::after(parent.1, local);
-        if let Some(id) = self.engines.node(engine) {
-            let same = self.nodes.get(id).is_some_and(|node| node.prefix == prefix);
-            return if same {
-                Ok(Some(id))
-            } else {
-                Err(Sign::TwoPrefixes)
-            };
-        }
-        let Some(id) = self.nodes.name(Naming {
-            prefix,
-            local,
-            seed,
-            parent: parent.0,
-            engine,
-        }) else {
+        let nodes = &mut self.nodes;
+        let named = self.engines.name(engine, reference, || {
+            nodes.name(Naming {
+                prefix,
+                local,
+                seed,
+                parent: parent.0,
+                engine,
+            })
+        });
+        let Some((id, is_new)) = named else {
             return Ok(None);
         };
-        self.engines.name(engine, id);
-        if let Some(references) = self.orphans.take(engine) {
+        let is_same = is_new || self.nodes.get(id).is_some_and(|node| node.prefix == prefix);
+        if !is_same {
+            return Err(Sign::TwoPrefixes);
+        }
+        if is_new && let Some(references) = self.orphans.take(engine) {
             self.refer_many(engine, id, &references);
+        }
+        if let Some((slot, tier)) = reference {
+            self.nodes.add_reference(id, slot, tier);
+            self.touch(id);
         }
         Ok(Some(id))
     }
@@ -497,8 +505,8 @@ impl Mirror {
                 let content = &orphan.content;
                 let seed = with_opaques(seed, content.opaque.iter().copied());
                 let behind = (node, prefix, seed);
-                let attached =
-                    self.attach(orphan.hash, behind, &content.tokens, &content.items, seed)?;
+                let named = (orphan.hash, None);
+                let attached = self.attach(named, behind, &content.tokens, &content.items, seed)?;
                 match attached {
                     Some(id) => self.refer_many(orphan.hash, id, &orphan.references),
                     None => self.knowledge.miss_all(),

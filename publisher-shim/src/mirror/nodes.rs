@@ -6,6 +6,8 @@
 
 mod load;
 
+use std::collections::hash_map::Entry;
+
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
@@ -131,16 +133,20 @@ impl Nodes {
     /// The node of a prefix that an engine hash names, made if it is not there. `None` if there is
     /// no room.
     pub(super) fn name(&mut self, of: Naming) -> Option<NodeId> {
-        if let Some(&id) = self.by_prefix.get(&of.prefix) {
-            let node = self.get(id)?;
-            if node.engine != of.engine {
-                let aliases = self.aliases.entry(id).or_default();
-                if !aliases.contains(&of.engine) {
-                    aliases.push(of.engine);
+        let vacant = match self.by_prefix.entry(of.prefix) {
+            Entry::Occupied(known) => {
+                let id = *known.get();
+                let node = self.slab.get(id.index())?.as_ref()?;
+                if node.engine != of.engine {
+                    let aliases = self.aliases.entry(id).or_default();
+                    if !aliases.contains(&of.engine) {
+                        aliases.push(of.engine);
+                    }
                 }
+                return Some(id);
             }
-            return Some(id);
-        }
+            Entry::Vacant(vacant) => vacant,
+        };
         let node = Node {
             prefix: of.prefix,
             local: of.local,
@@ -166,7 +172,7 @@ impl Nodes {
                 id
             }
         };
-        self.by_prefix.insert(of.prefix, id);
+        vacant.insert(id);
         if let Some(parent) = self.get_mut(of.parent) {
             parent.children += 1;
         }

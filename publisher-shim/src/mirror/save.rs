@@ -7,7 +7,7 @@
 //!
 //! Invariant: a mirror loaded from a cut behaves exactly as the one that was cut, counters apart.
 
-use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier, Tiers};
+use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier};
 
 use super::groups::Groups;
 use super::knowledge::Knowledge;
@@ -104,12 +104,7 @@ impl Mirror {
             }
         }
         let order = nodes.grow().ok_or(Malformed("no forest"))?;
-        let groups = Tiers {
-            gpu: self.groups.mains(Tier::Gpu),
-            cpu: self.groups.mains(Tier::Cpu),
-            disk: self.groups.mains(Tier::Disk),
-        };
-        let held = nodes.hold_again(&order, &groups);
+        let held = nodes.hold_again(&order, &self.groups.all_mains());
         self.digests = held.ok_or(Malformed("a block that nothing needs"))?;
         self.nodes = nodes;
         Ok(())

@@ -131,7 +131,9 @@ impl Rank {
         let mut connection = self.shared.plane.connection();
         signals.standing.mark_changed();
         signals.info.mark_changed();
-        connection.mark_changed();
+        if *connection.borrow_and_update() == Connection::Down {
+            self.core.plane_lost();
+        }
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
