@@ -12,10 +12,10 @@ use warmroute_proto::bus::LogMessage;
 use warmroute_proto::query::{Answer, Query, SourceState};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
-    DpRank, EngineHealth, EngineSeq, Generation, LocalHash, LogPosition, Namespace, Source,
-    StreamIdentity, Tiers, WorkerId, codec,
+    DpRank, EngineHealth, EngineSeq, Generation, LocalHash, LogPosition, Namespace, RecordNumber,
+    Source, StreamIdentity, Tiers, WorkerId, codec,
 };
-use warmroute_shim::source::{Config, Effect, Notice, ReplayId, SourceCore};
+use warmroute_shim::source::{Config, Effect, Notice, ReplayId, Seen, SourceCore, Tail};
 
 use crate::world::{Claim, Consumer, pairs};
 
@@ -26,6 +26,8 @@ pub(crate) struct Pipeline {
     index: Rc<RefCell<Index>>,
     subject: String,
     generation: Generation,
+    /// What the log has last of this source.
+    last: Option<(Generation, RecordNumber)>,
     asked: VecDeque<(ReplayId, EngineSeq)>,
     answering: Option<ReplayId>,
     notices: Vec<Notice>,
@@ -98,6 +100,7 @@ impl Pipeline {
             core: SourceCore::new(config),
             index,
             generation: Generation(0),
+            last: None,
             asked: VecDeque::new(),
             answering: None,
             notices: Vec::new(),
@@ -128,7 +131,16 @@ impl Pipeline {
                 }
                 Effect::Append { id, payload } => {
                     self.index.borrow_mut().append(&self.subject, payload);
+                    self.last = Some((id.generation, id.number));
                     self.core.acknowledged(now, id);
+                }
+                Effect::ReadTail { id, is_thorough } => {
+                    let seen = Seen {
+                        last: self.last,
+                        registered: is_thorough.then_some(Some(self.generation)),
+                        ..Seen::default()
+                    };
+                    self.core.log_tail(now, id, Tail::Seen(seen));
                 }
                 Effect::Heartbeat(heartbeat) => {
                     let bytes = codec::encode(&heartbeat).unwrap();
