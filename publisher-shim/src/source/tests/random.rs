@@ -22,7 +22,14 @@ enum Step {
     LogUp(bool),
     Resync,
     Health(bool),
-    /// The connection to the log breaks, with or without its end being lost, and is back.
+    Beyond(Beyond),
+    Wait(u64),
+}
+
+/// What happens on the other side of the shim, and to itself.
+#[derive(Clone, Copy, Debug)]
+enum Beyond {
+    /// The connection to the log breaks, or is back.
     PlaneUp(bool),
     LogLosesItsEnd,
     /// The lease runs out; somebody else may have written meanwhile; it is taken again.
@@ -31,7 +38,6 @@ enum Step {
     },
     Save,
     RestartShim,
-    Wait(u64),
 }
 
 fn steps() -> impl Strategy<Value = Step> {
@@ -47,12 +53,18 @@ fn steps() -> impl Strategy<Value = Step> {
         2 => any::<bool>().prop_map(Step::LogUp),
         1 => Just(Step::Resync),
         1 => any::<bool>().prop_map(Step::Health),
-        2 => any::<bool>().prop_map(Step::PlaneUp),
-        1 => Just(Step::LogLosesItsEnd),
-        1 => any::<bool>().prop_map(|rival| Step::Lapse { rival }),
-        3 => Just(Step::Save),
-        2 => Just(Step::RestartShim),
+        9 => beyond().prop_map(Step::Beyond),
         6 => (100..2500_u64).prop_map(Step::Wait),
+    ]
+}
+
+fn beyond() -> impl Strategy<Value = Beyond> {
+    prop_oneof![
+        2 => any::<bool>().prop_map(Beyond::PlaneUp),
+        1 => Just(Beyond::LogLosesItsEnd),
+        1 => any::<bool>().prop_map(|rival| Beyond::Lapse { rival }),
+        3 => Just(Beyond::Save),
+        2 => Just(Beyond::RestartShim),
     ]
 }
 
@@ -118,16 +130,23 @@ impl World {
                 self.core.health(self.now, health);
                 self.drive();
             }
-            Step::PlaneUp(true) => {
+            Step::Beyond(beyond) => self.step_beyond(beyond),
+            Step::Wait(ms) => self.tick_ms(ms),
+        }
+    }
+
+    fn step_beyond(&mut self, step: Beyond) {
+        match step {
+            Beyond::PlaneUp(true) => {
                 self.core.plane_back(self.now);
                 self.drive();
             }
-            Step::PlaneUp(false) => self.core.plane_lost(),
-            Step::LogLosesItsEnd => {
+            Beyond::PlaneUp(false) => self.core.plane_lost(),
+            Beyond::LogLosesItsEnd => {
                 let count = self.records.len().min(2);
                 self.lose_records(count);
             }
-            Step::Lapse { rival } => {
+            Beyond::Lapse { rival } => {
                 self.core.lease_lapsed();
                 self.tick_ms(300);
                 if rival {
@@ -136,12 +155,11 @@ impl World {
                 self.core.lease_taken(self.now);
                 self.drive();
             }
-            Step::Save => self.save(),
-            Step::RestartShim => {
+            Beyond::Save => self.save(),
+            Beyond::RestartShim => {
                 self.restart_shim();
                 self.start();
             }
-            Step::Wait(ms) => self.tick_ms(ms),
         }
     }
 
