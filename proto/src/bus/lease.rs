@@ -41,22 +41,29 @@ impl Lease {
         ttl: Duration,
     ) -> Result<Option<Self>, PlaneError> {
         let put = plane.put(key.clone(), value.clone(), PutIf::Absent, Some(ttl));
-        let revision = match put.await {
-            Ok(revision) => Some(revision),
+        let (revision, is_found) = match put.await {
+            Ok(revision) => (revision, false),
             Err(PlaneError::Conflict) => {
                 let entry = plane.get(key.clone()).await?;
-                let own = entry.filter(|entry| entry.value == value);
-                own.map(|entry| entry.revision)
+                match entry.filter(|entry| entry.value == value) {
+                    Some(own) => (own.revision, true),
+                    None => return Ok(None),
+                }
             }
             Err(error) => return Err(error),
         };
-        Ok(revision.map(|revision| Self {
+        let mut lease = Self {
             plane,
             key,
             ttl,
             revision,
             unsure: VecDeque::new(),
-        }))
+        };
+        // What was found may be about to run out.
+        if is_found && lease.renew(value).await?.is_err() {
+            return Ok(None);
+        }
+        Ok(Some(lease))
     }
 
     /// Renews, with a value that may be new. `Ok(Err(LeaseLost))` is final; an outer error says that

@@ -291,6 +291,8 @@ pub(crate) mod check {
         };
         let one = acquire("one").await.expect("nobody had it");
         assert!(acquire("two").await.is_none());
+        drop(one);
+        let one = acquire("one").await.expect("it finds its own value");
         one.release().await.unwrap();
         let mut two = acquire("two").await.expect("given back");
         two.renew(bytes("two")).await.unwrap().unwrap();
