@@ -158,7 +158,14 @@ fn main() {
         }
     });
     let core = core(&payloads);
-    let (cut, cut_time) = best(|| core.checkpoint().unwrap());
+    // Too short for the processor's own accounts.
+    let mut cut_time = Duration::MAX;
+    for _ in 0..4 * ROUNDS {
+        let begun = Instant::now();
+        black_box(core.checkpoint().unwrap());
+        cut_time = cut_time.min(begun.elapsed());
+    }
+    let cut = core.checkpoint().unwrap();
     let (bytes, encode_time) = best(|| checkpoint::encode(&cut));
     let source = core.status(Instant::now()).source;
     let (restored, restore_time) =
