@@ -9,7 +9,7 @@
 //! an engine's cache. Both are behind `warmroute_proto::bus`.
 #![forbid(unsafe_code)]
 
-mod accounts;
+pub mod accounts;
 mod admin;
 mod audit;
 mod clock;
@@ -26,9 +26,11 @@ mod proxy;
 mod ready;
 mod register;
 mod replicas;
+pub mod replication;
 pub mod route;
 pub mod run;
 pub mod sim;
 mod surroundings;
+pub mod sync;
 pub mod tokenize;
 mod workers;
