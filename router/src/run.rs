@@ -219,12 +219,8 @@ impl Parts {
         });
         let desk = Desk::new(core);
         let subjects = Subjects::new(&config.namespace);
-        let (replication, replicas) = Replication::new(
-            router,
-            Arc::clone(&desk),
-            around.plane(),
-            subjects.clone(),
-        );
+        let (replication, replicas) =
+            Replication::new(router, Arc::clone(&desk), around.plane(), subjects.clone());
         let index = IndexClient::new(around.plane(), subjects.clone());
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(

@@ -34,9 +34,13 @@ impl Outbox {
         self.due
     }
 
-    pub(super) fn left(&mut self, now: Instant) {
-        self.last = Some(now);
+    /// All that was written is looked at.
+    pub(super) const fn looked(&mut self) {
         self.due = None;
+    }
+
+    pub(super) const fn left(&mut self, now: Instant) {
+        self.last = Some(now);
     }
 }
 

@@ -378,13 +378,14 @@ impl Peer {
 
     /// Another incarnation: what it begins with is not known yet.
     fn open(&mut self, incarnation: Generation) {
-        self.fence = Some(incarnation);
+        if self.fence.replace(incarnation).is_some() {
+            // What was asked of the former incarnation is of no use.
+            self.asking.outstanding = None;
+            self.asking.failures = 0;
+        }
         self.phase = Phase::Lacking(None);
         self.waiting = Waiting::default();
         self.compared = None;
-        // What was asked of the former incarnation is of no use.
-        self.asking.outstanding = None;
-        self.asking.failures = 0;
         self.mending.vain = 0;
     }
 

@@ -215,7 +215,7 @@ impl Replica {
             Some((_, Ok(LoadAnswer::Messages(messages)))) => {
                 let before = peer.followed();
                 for message in &messages {
-                    self.receive_message(message, books, now);
+                    self.take_message(message, books, now);
                 }
                 let after = self.peers.get(&from).and_then(Peer::followed);
                 let helped = after > before;
@@ -258,7 +258,7 @@ impl Replica {
         }
         self.served += 1;
         self.counts.traffic.asks_in += 1;
-        self.learn(ask.asker, books, now);
+        self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
         let answer = self.answer(&ask, books, now);
         codec::encode(&answer).ok().map(Bytes::from)
     }
@@ -346,19 +346,33 @@ impl Replica {
 
     /// True for a message of somebody else.
     fn receive_message(&mut self, payload: &[u8], books: &mut dyn Books, now: Instant) -> bool {
+        let from = self.take_message(payload, books, now);
+        if let Some(from) = from {
+            self.ask(from, now);
+        }
+        from.is_some()
+    }
+
+    /// Whose message it was, if it was another router's.
+    fn take_message(
+        &mut self,
+        payload: &[u8],
+        books: &mut dyn Books,
+        now: Instant,
+    ) -> Option<RouterId> {
         let decoded = match payload.len() {
             0..=LOAD_BYTES_MAX => codec::decode::<LoadMessage>(payload).ok(),
             _ => None,
         };
         let Some(message) = decoded else {
             self.counts.verdicts.malformed += 1;
-            return false;
+            return None;
         };
         if message.router == self.router {
             if !self.rules.keep(Rule::OwnAside) {
                 books.apply(&message, now);
             }
-            return false;
+            return None;
         }
         self.counts.traffic.messages_in += 1;
         self.counts.traffic.bytes_in += payload.len() as u64;
@@ -370,8 +384,7 @@ impl Replica {
         self.with_peer(router, books, now, |peer, desk| {
             peer.message(message, received, desk);
         });
-        self.ask(router, now);
-        true
+        Some(router)
     }
 
     fn heard_oneself(&mut self, beat: u64, now: Instant) {
@@ -403,7 +416,7 @@ impl Replica {
 
     /// Sends what was not sent yet. How this router stands then; none if nothing may be sent.
     fn flush(&mut self, books: &mut dyn Books, now: Instant) -> Option<Head> {
-        self.own.outbox.left(now);
+        self.own.outbox.looked();
         if self.own.link == Link::Down || self.own.incarnation.is_none() {
             return None;
         }
@@ -425,6 +438,7 @@ impl Replica {
             let Ok(frame) = frame(&messages) else {
                 continue;
             };
+            self.own.outbox.left(now);
             let traffic = &mut self.counts.traffic;
             traffic.messages_out += messages.len() as u64;
             traffic.frames_out += 1;

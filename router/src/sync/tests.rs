@@ -28,6 +28,7 @@ fn play(plan: Plan) -> World {
     let mut dice = Rng::with_seed(plan.seed ^ 0x5EED);
     let mut world = World::new(plan.seed, 0);
     world.broken = plan.broken;
+    world.spoils = plan.spoils;
     for _ in 0..dice.usize(2..=5) {
         world.join();
     }
@@ -51,7 +52,7 @@ fn play(plan: Plan) -> World {
     world.works = false;
     world.run(ms(50));
     world.check_agreement();
-    world.spoilt.clear();
+    world.forgive_no_more();
     world.run(ms(9000));
     world.check_freed();
     world.check_agreement();
@@ -188,7 +189,13 @@ fn a_goodbye_frees_at_once() {
     world.leave(0);
     world.run(ms(10));
     assert_eq!(held(&world, 1, 0), 0);
-    assert!(world.nodes[1].replica.peers.values().any(|peer| peer.is_dead()));
+    assert!(
+        world.nodes[1]
+            .replica
+            .peers
+            .values()
+            .any(|peer| peer.is_dead())
+    );
 }
 
 #[test]
@@ -285,7 +292,10 @@ fn a_joiner_waits_for_silent_routers_no_longer_than_it_must() {
     }
     assert_eq!(held(&world, at, 1), 10);
     let waited = world.now - joined;
-    assert!((JOIN_MAX..JOIN_MAX + ms(100)).contains(&waited), "{waited:?}");
+    assert!(
+        (JOIN_MAX..JOIN_MAX + ms(100)).contains(&waited),
+        "{waited:?}"
+    );
 }
 
 #[test]
@@ -296,5 +306,8 @@ fn a_lone_router_sends_heartbeats_only() {
     assert_eq!((traffic.messages_out, traffic.asks_out), (0, 0));
     assert!(!world.nodes[0].open.is_empty());
     assert!(world.nodes[0].ready.is_some());
-    assert_ne!(world.nodes[0].core.digest(world.nodes[0].router), LoadDigest::default());
+    assert_ne!(
+        world.nodes[0].core.digest(world.nodes[0].router),
+        LoadDigest::default()
+    );
 }

@@ -140,10 +140,10 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     let now = start();
     let mut a = Side::new(1, now);
     let counters: Vec<u64> = (0..600).map(|family| a.admit(family, 700, now)).collect();
+    // Nobody hears it.
+    a.wrote(now);
     let mut b = Side::new(2, now);
     carry(&mut b, &mut a, now);
-    // Known to each other now; what was written before stays unsaid.
-    a.replica.learn(b.router, &mut a.core, now);
     b.replica.learn(a.router, &mut b.core, now);
     b.settle();
     a.published.clear();
@@ -327,12 +327,22 @@ fn a_message_too_many_a_router_too_many_and_a_question_too_many_are_refused() {
     let _ = id;
     let mut other = Side::new(7, now);
     for _ in 0..SERVED_MAX {
-        assert!(other.replica.serve(&question, &mut other.core, now).is_some());
+        assert!(
+            other
+                .replica
+                .serve(&question, &mut other.core, now)
+                .is_some()
+        );
     }
     assert_eq!(other.replica.serve(&question, &mut other.core, now), None);
     assert_eq!(other.replica.counts().refused.asks, 1);
     other.tick(now);
-    assert!(other.replica.serve(&question, &mut other.core, now).is_some());
+    assert!(
+        other
+            .replica
+            .serve(&question, &mut other.core, now)
+            .is_some()
+    );
 }
 
 #[test]

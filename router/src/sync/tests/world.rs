@@ -61,7 +61,8 @@ pub(super) struct Node {
 
 #[derive(Clone, Debug)]
 enum Event {
-    Broadcast(RouterId, Bytes),
+    /// Of this router's incarnation.
+    Broadcast(RouterId, Generation, Bytes),
     Asked(RouterId, AskId, Bytes),
     Answered(RouterId, AskId, Option<Bytes>),
     Lease,
@@ -85,6 +86,7 @@ pub(super) struct World {
     truth: BTreeMap<(RouterId, Generation, Number), LoadDigest>,
     /// Views that the world itself spoilt.
     pub spoilt: BTreeSet<(RouterId, RouterId)>,
+    pub spoils: bool,
     trace: FxHasher,
 }
 
@@ -137,6 +139,7 @@ impl World {
             revision: 100,
             truth: BTreeMap::new(),
             spoilt: BTreeSet::new(),
+            spoils: false,
             trace: FxHasher::default(),
         };
         for _ in 0..nodes {
@@ -231,20 +234,22 @@ impl World {
         let node = &mut self.nodes[at];
         let (replica, core) = (&mut node.replica, &mut node.core);
         match event.clone() {
-            Event::Broadcast(from, payload) => {
-                node.heard.insert(from, now);
+            Event::Broadcast(from, incarnation, payload) => {
+                let peer = replica.peers.get(&from);
+                if peer
+                    .and_then(Peer::fence)
+                    .is_none_or(|fence| incarnation >= fence)
+                {
+                    node.heard.insert(from, now);
+                }
                 replica.receive(&payload, core, now);
             }
             Event::Asked(from, id, question) => {
-                node.heard.insert(from, now);
                 let answer = replica.serve(&question, core, now);
                 let router = node.router;
                 self.answer(from, Event::Answered(router, id, answer));
             }
             Event::Answered(from, id, answer) => {
-                if answer.is_some() {
-                    node.heard.insert(from, now);
-                }
                 replica.answered(from, id, answer.as_ref(), core, now);
             }
             Event::Lease => {
@@ -339,8 +344,10 @@ impl World {
             match effect {
                 Effect::Publish(bytes) => {
                     self.trace.write(&bytes);
+                    let incarnation = self.nodes[at].core.ledger().incarnation();
                     for to in 0..self.nodes.len() {
-                        self.send(at, to, &Event::Broadcast(router, bytes.clone()));
+                        let event = Event::Broadcast(router, incarnation, bytes.clone());
+                        self.send(at, to, &event);
                     }
                 }
                 Effect::Ask { peer, id, question } => {
@@ -418,7 +425,11 @@ impl World {
         let was = std::mem::replace(&mut self.nodes[at].state, state);
         // Some cuts are seen by the client, some are silent.
         if at % 2 == 0 && was != state {
-            let link = if state == State::Cut { Link::Down } else { Link::Up };
+            let link = if state == State::Cut {
+                Link::Down
+            } else {
+                Link::Up
+            };
             self.nodes[at].replica.link(link, now);
             self.act(at);
         }
@@ -443,6 +454,16 @@ impl World {
         if victim != node.router && self.spoilt.insert((node.router, victim)) {
             node.core.release(victim, now);
         }
+    }
+
+    /// What was spoilt is mended by now; but of those that are gone nobody hears any more.
+    pub(super) fn forgive_no_more(&mut self) {
+        let live: Vec<RouterId> = self
+            .live()
+            .iter()
+            .map(|at| self.nodes[*at].router)
+            .collect();
+        self.spoilt.retain(|(_, of)| !live.contains(of));
     }
 
     pub(super) fn live(&self) -> Vec<usize> {
@@ -490,8 +511,12 @@ impl World {
             }
         }
         let ignored = node.core.counts().ignored;
-        if self.spoilt.is_empty()
-            && (ignored.opened_twice, ignored.unknown_slot, ignored.prefilled_twice) != (0, 0, 0)
+        if !self.spoils
+            && (
+                ignored.opened_twice,
+                ignored.unknown_slot,
+                ignored.prefilled_twice,
+            ) != (0, 0, 0)
         {
             faults.push(format!("{} was told nonsense: {ignored:?}", node.router));
         }
