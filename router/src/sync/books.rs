@@ -59,7 +59,8 @@ impl Books for Core {
         let mut bytes = 0;
         let messages = ledger.kept(first).take_while(|message| {
             let alone = bytes == 0;
-            bytes += message.len();
+            // As a frame counts: with its length before it.
+            bytes += message.len() + size_of::<u64>();
             alone || bytes <= bytes_max
         });
         Written {
