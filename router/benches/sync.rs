@@ -18,7 +18,7 @@ use warmroute_proto::load::SlotEnd;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, LocalHash, RouterId, Seed};
 use warmroute_router::route::{Ask, Core, Knobs, Policy, Prompt, Settings, SlotEvent};
-use warmroute_router::sync::{Effect, Replica, TICK};
+use warmroute_router::sync::{Effect, Replica, TICK, Traffic};
 
 /// 8,000 tokens of prompt, 500 generated.
 const PROMPT_BLOCKS: u64 = 500;
@@ -123,42 +123,39 @@ fn spread(nodes: &mut [Node], from: usize, published: &[Bytes], now: Instant) {
     }
 }
 
-/// Messages of each node that were written in one `pause` leave in one frame.
-fn replicas(count: usize, pause: Duration, requests_a_second: u32) {
-    let mut now = Instant::now();
-    let mut nodes: Vec<Node> = (0..count).map(|number| Node::new(number, now)).collect();
-    for from in 0..count {
-        let published = nodes[from].sync(|replica, core| replica.tick(core, now));
-        spread(&mut nodes, from, &published, now);
+/// Requests that come evenly, each taking its steps at random times.
+#[derive(Default)]
+struct Load {
+    /// Where, which slot, how many steps were taken.
+    open: Vec<(usize, u64, u32)>,
+    opened: u32,
+    due: f64,
+    steps_due: f64,
+}
+
+/// Requests open at the same time where none is late.
+const OPEN: f64 = 200.0;
+
+impl Load {
+    fn is_over(&self) -> bool {
+        self.opened == REQUESTS && self.open.is_empty()
     }
-    let before: Vec<_> = nodes
-        .iter()
-        .map(|node| node.replica.counts().traffic)
-        .collect();
-    let busy_before: Duration = nodes.iter().map(|node| node.busy).sum();
-    // A request's 34 steps take as long as it is active.
-    let active = 200_usize;
-    let mut open: Vec<(usize, u64, u32)> = Vec::new();
-    let mut opened = 0;
-    let per_pause = f64::from(requests_a_second) * pause.as_secs_f64();
-    let (mut due, mut steps_due, mut ticked) = (0.0, 0.0, now);
-    while opened < REQUESTS || !open.is_empty() {
-        now += pause;
-        due += per_pause;
-        while due >= 1.0 && opened < REQUESTS {
-            due -= 1.0;
-            let at = opened as usize % count;
-            let prompt = prompt(opened, 400);
-            let slot = admit(&mut nodes[at].core, &prompt, now);
-            open.push((at, slot, 0));
-            opened += 1;
+
+    fn advance(&mut self, nodes: &mut [Node], requests: f64, now: Instant) {
+        self.due += requests;
+        while self.due >= 1.0 && self.opened < REQUESTS {
+            self.due -= 1.0;
+            let at = self.opened as usize % nodes.len();
+            let slot = admit(&mut nodes[at].core, &prompt(self.opened, 400), now);
+            self.open.push((at, slot, 0));
+            self.opened += 1;
         }
-        steps_due +=
-            per_pause * f64::from(GROWS + 2) * (open.len() as f64 / active as f64).max(0.2);
-        while steps_due >= 1.0 && !open.is_empty() {
-            steps_due -= 1.0;
-            let index = fastrand::usize(..open.len());
-            let (at, counter, step) = open[index];
+        let share = (self.open.len() as f64 / OPEN).max(0.2);
+        self.steps_due += requests * f64::from(GROWS + 2) * share;
+        while self.steps_due >= 1.0 && !self.open.is_empty() {
+            self.steps_due -= 1.0;
+            let index = fastrand::usize(..self.open.len());
+            let (at, counter, step) = self.open[index];
             let event = match step {
                 0 => SlotEvent::FirstToken { counter },
                 1..=GROWS => SlotEvent::Grow { counter, blocks: 1 },
@@ -168,11 +165,28 @@ fn replicas(count: usize, pause: Duration, requests_a_second: u32) {
                 },
             };
             nodes[at].core.note(event, now).unwrap();
-            open[index].2 += 1;
+            self.open[index].2 += 1;
             if step > GROWS {
-                open.swap_remove(index);
+                self.open.swap_remove(index);
             }
         }
+    }
+}
+
+/// What is written within a `pause` leaves in one frame.
+fn replicas(count: usize, pause: Duration, requests_a_second: u32) {
+    let mut now = Instant::now();
+    let mut nodes: Vec<Node> = (0..count).map(|number| Node::new(number, now)).collect();
+    for from in 0..count {
+        let published = nodes[from].sync(|replica, core| replica.tick(core, now));
+        spread(&mut nodes, from, &published, now);
+    }
+    let mut load = Load::default();
+    let mut ticked = now;
+    while !load.is_over() {
+        now += pause;
+        let requests = f64::from(requests_a_second) * pause.as_secs_f64();
+        load.advance(&mut nodes, requests, now);
         let is_tick = now - ticked >= TICK;
         if is_tick {
             ticked = now;
@@ -191,22 +205,22 @@ fn replicas(count: usize, pause: Duration, requests_a_second: u32) {
         let (router, truth) = (nodes[of].router, nodes[of].core.digest(nodes[of].router));
         assert!(nodes.iter().all(|node| node.core.digest(router) == truth));
     }
+    report(&nodes, requests_a_second);
+}
+
+fn report(nodes: &[Node], requests_a_second: u32) {
+    let count = nodes.len();
     let busy: Duration = nodes.iter().map(|node| node.busy).sum();
-    let busy = (busy - busy_before).as_secs_f64() * 1e6;
-    let sum = |field: fn(&warmroute_router::sync::Traffic) -> u64| -> f64 {
-        let after: u64 = nodes
-            .iter()
-            .map(|node| field(&node.replica.counts().traffic))
-            .sum();
-        (after - before.iter().map(field).sum::<u64>()) as f64
+    let busy = busy.as_secs_f64() * 1e6 / f64::from(REQUESTS);
+    let sum = |field: fn(&Traffic) -> u64| -> f64 {
+        let all = nodes.iter().map(|node| node.replica.counts().traffic);
+        all.map(|traffic| field(&traffic)).sum::<u64>() as f64
     };
-    let requests = f64::from(REQUESTS);
     println!(
-        "{count} replicas, {requests_a_second} requests/s: {:.1} µs of a replica's processor a request of the fleet, \
-         {:.1} µs a request of its own; {:.0} B out a request, {:.1} messages a frame",
-        busy / requests / count as f64,
-        busy / requests,
-        sum(|traffic| traffic.bytes_out) / requests,
+        "{count} replicas, {requests_a_second} requests/s: {:.1} µs of each replica's processor for \
+         a request of the fleet, {busy:.1} µs of all; {:.0} B out, {:.1} messages a frame",
+        busy / count as f64,
+        sum(|traffic| traffic.bytes_out) / f64::from(REQUESTS),
         sum(|traffic| traffic.messages_out) / sum(|traffic| traffic.frames_out),
     );
 }

@@ -3,7 +3,8 @@
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
-    reason = "a test fails by panicking, its helpers too"
+    clippy::print_stdout,
+    reason = "a test fails by panicking and prints times, its helpers too"
 )]
 
 #[path = "../../proto/tests/nats_server/mod.rs"]

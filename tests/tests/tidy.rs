@@ -70,6 +70,7 @@ impl Source {
         let parts: Vec<&str> = self.path.split('/').collect();
         parts[1] != "src"
             || parts.last() == Some(&"tests.rs")
+            || parts[2..].contains(&"tests")
             || parts.contains(&"tests_support")
             || parts.last() == Some(&"testing.rs")
     }

@@ -226,7 +226,11 @@ impl World {
         let again = match &event {
             Event::Tick => Some(TICK),
             Event::Work => Some(Duration::from_millis(self.rng.u64(10..150))),
-            _ => None,
+            Event::Broadcast(..)
+            | Event::Asked(..)
+            | Event::Answered(..)
+            | Event::Lease
+            | Event::Due => None,
         };
         if matches!(event, Event::Work) {
             self.work(at);
@@ -424,7 +428,7 @@ impl World {
         let now = self.now;
         let was = std::mem::replace(&mut self.nodes[at].state, state);
         // Some cuts are seen by the client, some are silent.
-        if at % 2 == 0 && was != state {
+        if at.is_multiple_of(2) && was != state {
             let link = if state == State::Cut {
                 Link::Down
             } else {
