@@ -8,6 +8,7 @@ use super::*;
 use world::{Net, State, World};
 
 mod direct;
+mod hostile;
 mod world;
 
 const fn ms(ms: u64) -> Duration {

@@ -13,16 +13,16 @@ use super::super::*;
 use super::world::{core, prompt, start};
 use crate::route::{Ask, Core, SlotEvent};
 
-struct Side {
+pub(super) struct Side {
     router: RouterId,
-    core: Core,
-    replica: Replica,
+    pub core: Core,
+    pub replica: Replica,
     published: Vec<Bytes>,
-    asked: Vec<(AskId, Bytes)>,
+    asked: Vec<(RouterId, AskId, Bytes)>,
 }
 
 impl Side {
-    fn new(number: u8, now: Instant) -> Self {
+    pub(super) fn new(number: u8, now: Instant) -> Self {
         let router = RouterId([number; 16]);
         let mut side = Self {
             router,
@@ -38,11 +38,11 @@ impl Side {
         side
     }
 
-    fn settle(&mut self) {
+    pub(super) fn settle(&mut self) {
         while let Some(effect) = self.replica.effect() {
             match effect {
                 Effect::Publish(bytes) => self.published.push(bytes),
-                Effect::Ask { id, question, .. } => self.asked.push((id, question)),
+                Effect::Ask { peer, id, question } => self.asked.push((peer, id, question)),
                 Effect::TakeIncarnation | Effect::Ready => {}
             }
         }
@@ -69,7 +69,7 @@ impl Side {
         self.settle();
     }
 
-    fn hear(&mut self, payload: &Bytes, now: Instant) {
+    pub(super) fn hear(&mut self, payload: &Bytes, now: Instant) {
         self.replica.receive(payload, &mut self.core, now);
         self.settle();
     }
@@ -78,6 +78,22 @@ impl Side {
         self.replica.tick(&mut self.core, now);
         self.settle();
     }
+
+    /// A tick, and its own heartbeat comes back.
+    pub(super) fn live(&mut self, now: Instant) {
+        self.tick(now);
+        for payload in std::mem::take(&mut self.published) {
+            self.hear(&payload, now);
+        }
+    }
+
+    /// To what was asked last.
+    pub(super) fn answer(&mut self, answer: Option<&Bytes>, now: Instant) {
+        if let Some((peer, id, _)) = self.asked.pop() {
+            self.replica.answered(peer, id, answer, &mut self.core, now);
+            self.settle();
+        }
+    }
 }
 
 /// Carries all that one side said, and answers what the other asks, until it asks no more.
@@ -85,7 +101,7 @@ fn carry(from: &mut Side, to: &mut Side, now: Instant) {
     for payload in std::mem::take(&mut from.published) {
         to.hear(&payload, now);
     }
-    while let Some((id, question)) = to.asked.pop() {
+    while let Some((_, id, question)) = to.asked.pop() {
         let answer = from.replica.serve(&question, &mut from.core, now);
         let answer = answer.as_ref();
         if let Some(answer) = answer {
@@ -148,7 +164,7 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     b.settle();
     a.published.clear();
     let mut parts = 0;
-    while let Some((id, question)) = b.asked.pop() {
+    while let Some((_, id, question)) = b.asked.pop() {
         let answer = a.replica.serve(&question, &mut a.core, now).unwrap();
         parts += 1;
         // Meanwhile slots grow and end.
@@ -309,22 +325,15 @@ fn a_message_too_many_a_router_too_many_and_a_question_too_many_are_refused() {
     assert_eq!(side.replica.counts().refused.peers, 4);
     // The dead make room.
     let later = now + DEATH;
-    side.tick(now);
-    let beat = side.published.last().unwrap().clone();
-    side.hear(&beat, now);
+    side.live(now);
     for step in 1..=5 {
-        let at = now + BEAT * step;
-        side.tick(at);
-        let beat = side.published.last().unwrap().clone();
-        side.hear(&beat, at);
+        side.live(now + BEAT * step);
     }
-    side.tick(later);
     assert_eq!(side.replica.counts().deaths, PEERS_MAX as u64);
     side.hear(&message(200, 5, 0), later);
     assert_eq!(side.replica.peers.len(), PEERS_MAX);
 
-    let (id, question) = side.asked.first().cloned().unwrap();
-    let _ = id;
+    let (.., question) = side.asked.first().cloned().unwrap();
     let mut other = Side::new(7, now);
     for _ in 0..SERVED_MAX {
         assert!(
@@ -363,7 +372,7 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
             b.hear(&payload, at);
         }
         b.tick(at);
-        while let Some((id, question)) = b.asked.pop() {
+        while let Some((_, id, question)) = b.asked.pop() {
             asked.push(at);
             let answer = a.replica.serve(&question, &mut a.core, at).unwrap();
             let mut spoilt = answer.to_vec();
@@ -377,9 +386,8 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
     assert!((4..20).contains(&asked.len()), "{}", asked.len());
     assert_eq!(b.replica.counts().mended.states_wrong, asked.len() as u64);
     // The truth gets through in the end.
-    for step in 0..400 {
+    for _ in 0..400 {
         at += Duration::from_millis(100);
-        let _ = step;
         a.tick(at);
         carry(&mut a, &mut b, at);
         b.tick(at);
