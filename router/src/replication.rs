@@ -99,6 +99,10 @@ impl Replication {
             ready: Some(Box::new(ready)),
             ticks,
         };
+        // From here on its changes are told.
+        if link(&mut talk.connection) == Link::Down {
+            talk.replica.link(Link::Down, now);
+        }
         while !stop.is_cancelled() {
             let opened = stop.run_until_cancelled(talk.open(self.router)).await;
             match opened {

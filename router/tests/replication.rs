@@ -18,7 +18,9 @@ use std::time::Duration;
 use nats_server::NatsServer;
 use replicas::{Lossy, Router, all_agree, memory, nats, until};
 use tokio::time::Instant;
+use warmroute_proto::Namespace;
 use warmroute_proto::bus::Plane;
+use warmroute_proto::subject::Subjects;
 
 /// Requests open on each router while something happens.
 const OPEN: usize = 50;
@@ -153,6 +155,36 @@ async fn a_killed_server_comes_back_and_all_is_equal_again() {
         println!("{:?} {:?}", counts.mended, counts.refused);
         assert_eq!(counts.deaths, 0, "nobody died");
     }
+}
+
+/// Its requests know nothing of it, and nobody counts them twice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_lease_brings_another_incarnation_with_the_same_slots() {
+    let mut routers = three_in_memory().await;
+    agree(&routers, "at rest").await;
+    let (plane, first) = (
+        Arc::clone(&routers[0].plane),
+        routers[0].incarnation().await,
+    );
+    let key = Subjects::new(&Namespace::from("t")).router_key(routers[0].router);
+    // A renewal may come in between.
+    until("the lease is taken away", || async {
+        match plane.get(key.clone()).await.unwrap() {
+            Some(entry) => plane.delete(key.clone(), entry.revision).await.is_ok(),
+            None => true,
+        }
+    })
+    .await;
+    let loser = &routers[0];
+    until("another incarnation is taken", || async {
+        loser.incarnation().await > first
+    })
+    .await;
+    agree(&routers, "under another incarnation").await;
+    assert!(routers.iter().all(|router| router.left() == 3 * OPEN));
+    routers[0].end_all();
+    agree(&routers, "with its requests ended").await;
+    assert!(routers.iter().all(|router| router.left() == 2 * OPEN));
 }
 
 /// 30 % of all broadcasts lost in front of each router, its own included.

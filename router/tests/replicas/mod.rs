@@ -115,6 +115,10 @@ impl Router {
         }
     }
 
+    pub(crate) async fn incarnation(&self) -> Option<Generation> {
+        self.handle.snapshot().await.unwrap().incarnation
+    }
+
     /// Requests that it holds of a router.
     pub(crate) fn held(&self, of: RouterId) -> u64 {
         self.desk.core().digest(of).count
