@@ -1,7 +1,9 @@
 //! What the fuzz target and the replay of its corpus have in common.
 
 use warmroute_proto::codec::{Message, decode, encode};
-use warmroute_proto::load::LoadMessage;
+use warmroute_proto::load::{
+    LoadAnswer, LoadAsk, LoadFrame, LoadHeartbeat, LoadMessage, RouterEntry,
+};
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::registry::{
     GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
@@ -20,6 +22,11 @@ pub(crate) fn codec(data: &[u8]) {
     canonical::<WorkerEntry>(data);
     canonical::<GenerationEntry>(data);
     canonical::<ResyncRequest>(data);
+    canonical::<LoadHeartbeat>(data);
+    canonical::<LoadFrame>(data);
+    canonical::<LoadAsk>(data);
+    canonical::<LoadAnswer>(data);
+    canonical::<RouterEntry>(data);
     canonical::<SnapshotHead>(data);
     canonical::<SnapshotPointer>(data);
     canonical::<IndexerEntry>(data);

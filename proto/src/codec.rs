@@ -10,7 +10,7 @@
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::{Decode, Encode};
 
-use crate::load::LoadMessage;
+use crate::load::{LoadAnswer, LoadAsk, LoadFrame, LoadHeartbeat, LoadMessage, RouterEntry};
 use crate::query::{Answer, Query};
 use crate::registry::{
     GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
@@ -63,6 +63,21 @@ impl Message for GenerationEntry {
 impl Message for ResyncRequest {
     const KIND: u8 = 8;
 }
+impl Message for LoadHeartbeat {
+    const KIND: u8 = 9;
+}
+impl Message for LoadFrame {
+    const KIND: u8 = 10;
+}
+impl Message for LoadAsk {
+    const KIND: u8 = 11;
+}
+impl Message for LoadAnswer {
+    const KIND: u8 = 12;
+}
+impl Message for RouterEntry {
+    const KIND: u8 = 13;
+}
 impl Message for SnapshotHead {
     const KIND: u8 = 14;
 }
@@ -98,6 +113,12 @@ pub enum DecodeError {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot encode: {0}")]
 pub struct EncodeError(#[from] bincode::error::EncodeError);
+
+/// The kind byte of what may be a message: for readers of subjects that carry several kinds.
+#[must_use]
+pub fn kind(bytes: &[u8]) -> Option<u8> {
+    bytes.get(1).copied()
+}
 
 /// The message's bytes.
 pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, EncodeError> {
@@ -156,6 +177,11 @@ mod tests {
             canonical::<WorkerEntry>(&bytes)?;
             canonical::<GenerationEntry>(&bytes)?;
             canonical::<ResyncRequest>(&bytes)?;
+            canonical::<LoadHeartbeat>(&bytes)?;
+            canonical::<LoadFrame>(&bytes)?;
+            canonical::<LoadAsk>(&bytes)?;
+            canonical::<LoadAnswer>(&bytes)?;
+            canonical::<RouterEntry>(&bytes)?;
             canonical::<SnapshotHead>(&bytes)?;
             canonical::<SnapshotPointer>(&bytes)?;
             canonical::<IndexerEntry>(&bytes)?;

@@ -8,6 +8,9 @@
 //! A router applies its own changes through the same encoded bytes that it sends, so that every
 //! replica holds the same approximation. Whether two replicas do is compared by [`LoadDigest`], a
 //! sum of one [`SlotMark`] a slot, O(1) a change.
+//!
+//! Broadcast is lossy. [`LoadHeartbeat`] tells what a peer should have, [`LoadAsk`] and [`LoadAnswer`]
+//! bring what it has not: the missing messages, or the open slots as of one number.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -65,6 +68,108 @@ pub enum LoadChange {
     },
 }
 
+/// Several messages in one broadcast, oldest first, each as it would be sent alone.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct LoadFrame {
+    pub messages: Vec<Vec<u8>>,
+}
+
+/// What a router says twice a second, whether or not it has anything to say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct LoadHeartbeat {
+    pub router: RouterId,
+    pub incarnation: Generation,
+    /// The last one written; none before an incarnation's first.
+    pub number: Option<RecordNumber>,
+    /// Its own open slots as of that number.
+    pub digest: LoadDigest,
+    /// Tells this heartbeat from the others of its process: its sender hears it too, and so knows
+    /// when it was last heard.
+    pub beat: u64,
+    pub presence: Presence,
+}
+
+/// Variant numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Presence {
+    Staying = 0,
+    /// The last word of a router that was told to end. Nothing of it counts any more.
+    Leaving = 1,
+}
+
+/// What a router asks another one for. The answer is a [`LoadAnswer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct LoadAsk {
+    /// Who asks: whoever asks listens, and is a peer from here on.
+    pub asker: RouterId,
+    /// The incarnation that is asked about; none: whichever there is.
+    pub incarnation: Option<Generation>,
+    pub want: LoadWant,
+}
+
+/// Variant numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum LoadWant {
+    /// The messages from this number on, up to `to` if it is named. Answered by the state if they are
+    /// not kept any more.
+    Numbers {
+        from: RecordNumber,
+        to: Option<RecordNumber>,
+    },
+    /// All open slots as of one number: the first part.
+    State,
+    /// A further part of the state as of this number.
+    Part {
+        number: Option<RecordNumber>,
+        part: u32,
+    },
+}
+
+/// Variant numbers are wire values: stable.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum LoadAnswer {
+    /// Whole messages, oldest first; not necessarily all that were asked for.
+    Messages(Vec<Vec<u8>>),
+    State(StatePart),
+    /// The incarnation or the state that was asked about is no more: ask for the state.
+    Gone,
+}
+
+/// A part of one router's open slots, all parts as of one number.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct StatePart {
+    pub router: RouterId,
+    pub incarnation: Generation,
+    pub number: Option<RecordNumber>,
+    /// Of all parts together.
+    pub digest: LoadDigest,
+    /// From 0.
+    pub part: u32,
+    pub parts: u32,
+    pub slots: Vec<OpenSlot>,
+}
+
+/// One open slot as its changes left it.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct OpenSlot {
+    pub counter: u64,
+    pub source: Source,
+    /// Still to be prefilled.
+    pub prefill_tokens: u32,
+    /// The prompt's blocks, as its `AddRequest` said.
+    pub blocks: u32,
+    pub generated_blocks: u32,
+    pub prompt: SampledPrefix,
+}
+
+/// A router's entry in the registry, under a lease. The key's revision when it was taken is the
+/// router's incarnation.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct RouterEntry {
+    pub router: RouterId,
+    pub version: String,
+}
+
 /// How a request ended: only a success leaves its prompt in the engine's cache for certain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
@@ -83,6 +188,12 @@ pub struct SampledPrefix {
 
 /// No message with one change is larger, whatever the prompt's length.
 pub const LOAD_BYTES_MAX: usize = 4 << 10;
+
+/// No frame's messages are longer together.
+pub const FRAME_BYTES_MAX: usize = 64 << 10;
+
+/// No answer is larger: a quarter of what a NATS server takes by default.
+pub const ANSWER_BYTES_MAX: usize = 256 << 10;
 
 /// More samples than these are not sent: they cover 262,144 blocks in 3.5 KiB.
 pub const SAMPLES_MAX: usize = 448;
@@ -163,6 +274,15 @@ impl SampledPrefix {
         let room = LOAD_BYTES_MAX.saturating_sub(taken) / size_of::<PrefixHash>();
         self.hashes.truncate(room.min(SAMPLES_MAX));
         self
+    }
+}
+
+impl OpenSlot {
+    /// At most this many bytes in a message.
+    #[must_use]
+    pub fn encoded_bytes(&self) -> usize {
+        // Counter (8), length of the name (8), rank (4), three counts (12), count of hashes (8).
+        40 + self.source.worker.as_str().len() + self.prompt.hashes.len() * size_of::<PrefixHash>()
     }
 }
 

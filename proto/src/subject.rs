@@ -7,7 +7,7 @@
 
 use std::fmt::Write as _;
 
-use crate::{DpRank, Namespace, Source, WorkerId};
+use crate::{DpRank, Namespace, RouterId, Source, WorkerId};
 
 const ROOT: &str = "wr";
 
@@ -122,6 +122,33 @@ impl Subjects {
     #[must_use]
     pub fn load(&self) -> String {
         format!("{}.load", self.prefix)
+    }
+
+    /// Request: what did this router say that the asker missed? It answers itself.
+    #[must_use]
+    pub fn load_ask(&self, router: RouterId) -> String {
+        format!("{}.load.{router}", self.prefix)
+    }
+
+    /// Registry: the entry of one router, under its own lease.
+    #[must_use]
+    pub fn router_key(&self, router: RouterId) -> String {
+        format!("{}.router.{router}", self.prefix)
+    }
+
+    /// Registry: the prefix of all routers' keys.
+    #[must_use]
+    pub fn router_keys(&self) -> String {
+        format!("{}.router.", self.prefix)
+    }
+
+    /// The router whose registry key this is.
+    #[must_use]
+    pub fn key_router(&self, key: &str) -> Option<RouterId> {
+        let hex = key.strip_prefix(&self.router_keys())?;
+        let bits = u128::from_str_radix(hex, 16).ok()?;
+        let router = RouterId(bits.to_be_bytes());
+        (router.to_string() == hex).then_some(router)
     }
 
     /// Registry: the entry of one worker, under a lease of its shim.
@@ -255,6 +282,21 @@ mod tests {
         assert_eq!(subjects.query(), "wr.prod.query");
         assert_eq!(subjects.query_at("i.0"), "wr.prod.query.i=2E0");
         assert_eq!(subjects.load(), "wr.prod.load");
+        let router = RouterId(*b"0123456789abcdef");
+        let hex = "30313233343536373839616263646566";
+        assert_eq!(subjects.load_ask(router), format!("wr.prod.load.{hex}"));
+        let key = subjects.router_key(router);
+        assert_eq!(key, format!("wr.prod.router.{hex}"));
+        assert_eq!(subjects.key_router(&key), Some(router));
+        for foreign in [
+            "wr.prod.router.",
+            "wr.prod.router.30",
+            "wr.prod.router.3031323334353637383961626364656G",
+            "wr.prod.router.3031323334353637383961626364656F",
+            "wr.test.router.30313233343536373839616263646566",
+        ] {
+            assert_eq!(subjects.key_router(foreign), None, "{foreign}");
+        }
         assert_eq!(subjects.worker_key(&source.worker), "wr.prod.worker.w=2E0");
         assert_eq!(subjects.shim_key(&source.worker), "wr.prod.shim.w=2E0");
         assert_eq!(subjects.indexer_key("i.0"), "wr.prod.indexer.i=2E0");

@@ -17,7 +17,10 @@ use std::fs;
 use std::path::PathBuf;
 
 use warmroute_proto::codec::{self, Message};
-use warmroute_proto::load::{LoadChange, LoadMessage, SampledPrefix, SlotEnd};
+use warmroute_proto::load::{
+    LoadAnswer, LoadAsk, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadWant,
+    OpenSlot, Presence, RouterEntry, SampledPrefix, SlotEnd, StatePart,
+};
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::registry::{
     GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, ShimEntry, SnapshotLease,
@@ -188,6 +191,94 @@ fn load() -> LoadMessage {
             },
         ],
     }
+}
+
+fn load_heartbeat() -> LoadHeartbeat {
+    LoadHeartbeat {
+        router: RouterId(*b"0123456789abcdef"),
+        incarnation: Generation(8),
+        number: Some(RecordNumber(1)),
+        digest: LoadDigest { count: 2, sum: 3 },
+        beat: 4,
+        presence: Presence::Staying,
+    }
+}
+
+fn state_part() -> StatePart {
+    StatePart {
+        router: RouterId(*b"0123456789abcdef"),
+        incarnation: Generation(8),
+        number: None,
+        digest: LoadDigest { count: 1, sum: 3 },
+        part: 0,
+        parts: 1,
+        slots: vec![OpenSlot {
+            counter: 5,
+            source: source(),
+            prefill_tokens: 100,
+            blocks: 9,
+            generated_blocks: 2,
+            prompt: SampledPrefix::of(&[LocalHash(1), LocalHash(2)]),
+        }],
+    }
+}
+
+fn load_ask(want: LoadWant) -> LoadAsk {
+    LoadAsk {
+        asker: RouterId(*b"0123456789abcdef"),
+        incarnation: Some(Generation(8)),
+        want,
+    }
+}
+
+/// Between routers: frames, heartbeats, questions, answers, registration.
+#[test]
+fn golden_samples_of_replicas() {
+    let messages = vec![codec::encode(&load()).unwrap(), vec![1, 5]];
+    golden(
+        "load_frame",
+        &LoadFrame {
+            messages: messages.clone(),
+        },
+    );
+    golden("load_heartbeat", &load_heartbeat());
+    golden(
+        "load_ask_numbers",
+        &load_ask(LoadWant::Numbers {
+            from: RecordNumber(3),
+            to: Some(RecordNumber(4)),
+        }),
+    );
+    golden("load_ask_state", &load_ask(LoadWant::State));
+    golden(
+        "load_ask_part",
+        &load_ask(LoadWant::Part {
+            number: Some(RecordNumber(7)),
+            part: 1,
+        }),
+    );
+    golden("load_answer_messages", &LoadAnswer::Messages(messages));
+    golden("load_answer_state", &LoadAnswer::State(state_part()));
+    golden("load_answer_gone", &LoadAnswer::Gone);
+    golden(
+        "router",
+        &RouterEntry {
+            router: RouterId(*b"0123456789abcdef"),
+            version: "0.1.0".into(),
+        },
+    );
+}
+
+/// What parts are filled by is what they take.
+#[test]
+fn an_open_slot_takes_what_it_says() {
+    let mut part = state_part();
+    let full = codec::encode(&LoadAnswer::State(part.clone()))
+        .unwrap()
+        .len();
+    let slot = part.slots.pop().unwrap();
+    let empty = codec::encode(&LoadAnswer::State(part)).unwrap().len();
+    assert_eq!(full - empty, slot.encoded_bytes());
 }
 
 fn worker() -> WorkerEntry {

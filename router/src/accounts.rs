@@ -1,54 +1,49 @@
-//! The decision core behind its one lock, and the way of its messages to the other routers.
+//! The decision core behind its one lock.
 //!
-//! The lock is held for single synchronous calls. Messages go through a bounded queue to a task that
-//! publishes them in order; when it is full they are dropped and counted, which is what broadcast is:
-//! lossy, with sequence numbers that show it.
+//! The lock is held for single synchronous calls. What is written under it waits in the core's ledger,
+//! in order and bounded; whoever sends it is told that there is something.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use bytes::Bytes;
-use prometheus::IntCounter;
-use tokio::sync::mpsc;
+use tokio::sync::Notify;
 use tokio::time::Instant;
-use warmroute_proto::bus::Plane;
+use warmroute_proto::query::Answer;
 
-use crate::route::{Accounts, Core, SlotEvent, SlotGuard};
-
-/// Load messages that wait to be published.
-const OUTBOX_MAX: usize = 4096;
+use crate::route::{Accounts, AdmitError, Admitted, Ask, Core, SlotEvent, SlotGuard};
 
 pub(crate) type Slot = SlotGuard<Desk>;
 
 /// Where decisions are made and slots are accounted.
-pub(crate) struct Desk {
+pub struct Desk {
     core: Mutex<Core>,
-    outbox: mpsc::Sender<Bytes>,
-    dropped: IntCounter,
+    written: Notify,
 }
 
-/// The other end of the desk's queue.
-pub(crate) struct Outbox(mpsc::Receiver<Bytes>);
-
 impl Desk {
-    pub(crate) fn new(core: Core, dropped: IntCounter) -> (Arc<Self>, Outbox) {
-        let (outbox, messages) = mpsc::channel(OUTBOX_MAX);
-        let desk = Self {
+    #[must_use]
+    pub fn new(core: Core) -> Arc<Self> {
+        Arc::new(Self {
             core: Mutex::new(core),
-            outbox,
-            dropped,
-        };
-        (Arc::new(desk), Outbox(messages))
+            written: Notify::new(),
+        })
     }
 
     /// The core, for one call. Total as it is, a panic under the lock leaves it usable.
-    pub(crate) fn core(&self) -> MutexGuard<'_, Core> {
+    pub fn core(&self) -> MutexGuard<'_, Core> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn publish(&self, message: Bytes) {
-        if self.outbox.try_send(message).is_err() {
-            self.dropped.inc();
-        }
+    /// Chooses and accounts in one step.
+    pub fn admit(&self, ask: &Ask<'_>, answer: Option<&Answer>) -> Result<Admitted, AdmitError> {
+        let now = Instant::now().into_std();
+        let admitted = self.core().admit(ask, answer, now)?;
+        self.written.notify_one();
+        Ok(admitted)
+    }
+
+    /// Waits until something was written. Cancel-safe; several writings may be told once.
+    pub async fn written(&self) {
+        self.written.notified().await;
     }
 }
 
@@ -57,19 +52,8 @@ impl Accounts for Desk {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);
         match noted {
-            Ok(message) => self.publish(message.into()),
+            Ok(_) => self.written.notify_one(),
             Err(error) => tracing::error!(%error, ?event, "a slot's event is lost"),
-        }
-    }
-}
-
-impl Outbox {
-    /// Publishes until every desk is gone.
-    pub(crate) async fn run(mut self, plane: Arc<dyn Plane>, subject: String) {
-        while let Some(message) = self.0.recv().await {
-            if let Err(error) = plane.publish(subject.clone(), message).await {
-                tracing::debug!(%error, "a load message was not published");
-            }
         }
     }
 }

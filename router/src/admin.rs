@@ -20,6 +20,7 @@ use crate::fleet::{Fleet, Member};
 use crate::journal::Journal;
 use crate::metrics::{Metrics, SourceLoad, WorkerStanding};
 use crate::ready::Ready;
+use crate::replication;
 use crate::surroundings::Surroundings;
 
 /// Decisions shown where nobody says how many.
@@ -33,6 +34,7 @@ pub(crate) struct Admin {
     pub journal: Arc<Journal>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
+    pub replicas: replication::Handle,
     pub around: Arc<Surroundings>,
 }
 
@@ -62,7 +64,10 @@ async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     let loads: Vec<SourceLoad> = admin.desk.core().loads().iter().map(load).collect();
     let standings: Vec<WorkerStanding> = admin.fleet.snapshot().iter().map(standing).collect();
     let counts = admin.desk.core().counts();
-    let own = admin.metrics.render(&loads, &standings, &counts);
+    let sync = admin.replicas.snapshot().await;
+    let own = admin
+        .metrics
+        .render(&loads, &standings, &counts, sync.as_ref());
     let index = admin.around.index();
     let index = index.map_or_else(|| Ok(Vec::new()), warmroute_indexer::Handle::metrics_text);
     let sources: Vec<_> = statuses(&admin).collect();
@@ -178,10 +183,13 @@ fn feeds(member: &Member, admin: &Admin) -> Vec<Value> {
         .collect()
 }
 
-/// DESIGN's form, which scripts rely on.
+/// `router` and `sources` are a fixed form, which scripts rely on; `sync` is what this replica holds of
+/// every router, its own part included, and null while no replica runs.
 async fn slots(State(admin): State<Arc<Admin>>) -> Json<Value> {
+    let sync = admin.replicas.snapshot().await;
     let sources = admin.desk.core().loads();
-    Json(json!({ "router": admin.router.to_string(), "sources": sources }))
+    let router = admin.router.to_string();
+    Json(json!({ "router": router, "sources": sources, "sync": sync }))
 }
 
 #[derive(Deserialize)]

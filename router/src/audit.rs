@@ -176,7 +176,7 @@ mod tests {
             incarnation: Generation(1),
             seed: 1,
         });
-        let (desk, _outbox) = Desk::new(core, metrics.messages_dropped().clone());
+        let desk = Desk::new(core);
         let plane = MemoryPlane::new(MemoryPlaneConfig {
             identity: StreamIdentity {
                 created_unix_ns: 1,

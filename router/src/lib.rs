@@ -1,15 +1,16 @@
 //! Warmroute's router: an OpenAI-compatible proxy that knows every worker's KV cache and load.
 //!
 //! Pure: [`openai`] (what clients and engines say), [`tokenize`] (text to token ids), [`route`] (what
-//! a choice costs, who carries which load, whom to choose), [`sim`] (the engine model), `health`.
-//! Shells: `proxy` (the public port), `admin` (the other one), `fleet` and `register` (who the
-//! workers are and whether they are what they seem), `index_client`, [`run`], `surroundings` and `embedded` (wiring).
+//! a choice costs, who carries which load, whom to choose), [`sync`] (how replicas agree about load),
+//! [`sim`] (the engine model), `health`. Shells: `proxy` (the public port), `admin` (the other one),
+//! `fleet` and `register` (who the workers are and whether they are what they seem), `index_client`,
+//! [`replication`] (the other replicas), [`run`], `surroundings` and `embedded` (wiring).
 //!
 //! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy of
 //! an engine's cache. Both are behind `warmroute_proto::bus`.
 #![forbid(unsafe_code)]
 
-mod accounts;
+pub mod accounts;
 mod admin;
 mod audit;
 mod clock;
@@ -26,9 +27,11 @@ mod proxy;
 mod ready;
 mod register;
 mod replicas;
+pub mod replication;
 pub mod route;
 pub mod run;
 pub mod sim;
 mod surroundings;
+pub mod sync;
 pub mod tokenize;
 mod workers;

@@ -4,12 +4,16 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+mod sync;
+
 use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
 use crate::route::Counts;
+use crate::sync::Snapshot;
+use sync::SyncCounters;
 
 /// Routes as a label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,6 +138,7 @@ pub(crate) struct Metrics {
     decisions: Decisions,
     fleet: FleetGauges,
     core: CoreCounters,
+    sync: SyncCounters,
     /// One scrape at a time, since it makes series anew.
     scrape: Mutex<()>,
 }
@@ -152,7 +157,6 @@ struct Traffic {
     buffered_bytes: IntGauge,
     connections: IntGauge,
     tasks_failed: IntCounter,
-    messages_dropped: IntCounter,
 }
 
 struct Decisions {
@@ -208,6 +212,7 @@ impl Metrics {
             decisions: Decisions::new(&make)?,
             fleet: FleetGauges::new(&make)?,
             core: CoreCounters::new(&make)?,
+            sync: SyncCounters::new(&make)?,
             scrape: Mutex::default(),
             registry,
         })
@@ -280,10 +285,6 @@ impl Metrics {
         &self.traffic.tasks_failed
     }
 
-    pub(crate) fn messages_dropped(&self) -> &IntCounter {
-        &self.traffic.messages_dropped
-    }
-
     pub(crate) fn buffered_bytes(&self) -> &IntGauge {
         &self.traffic.buffered_bytes
     }
@@ -302,10 +303,14 @@ impl Metrics {
         loads: &[SourceLoad],
         workers: &[WorkerStanding],
         counts: &Counts,
+        sync: Option<&Snapshot>,
     ) -> Result<String, prometheus::Error> {
         let _scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
         self.fleet.set(loads, workers);
         self.core.set(counts);
+        if let Some(sync) = sync {
+            self.sync.set(sync);
+        }
         let mut text = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         String::from_utf8(text).map_err(|error| prometheus::Error::Msg(error.to_string()))
@@ -328,10 +333,6 @@ impl Traffic {
             buffered_bytes: make.gauge("buffered_bytes", "Bytes of request bodies held now")?,
             connections: make.gauge("connections", "Client connections open now")?,
             tasks_failed: make.counter("tasks_failed_total", "Tasks that ended early")?,
-            messages_dropped: make.counter(
-                "load_messages_dropped_total",
-                "Load messages that a full queue dropped",
-            )?,
         })
     }
 }
@@ -567,12 +568,12 @@ mod tests {
             checks: vec![("chat", false)],
         };
         let text = metrics
-            .render(&[load], &[standing], &Counts::default())
+            .render(&[load], &[standing], &Counts::default(), None)
             .unwrap();
         let line = "warmroute_router_slots_active{dp_rank=\"1\",worker=\"w1\"} 2";
         assert!(text.contains(line), "{text}");
         assert!(text.contains("warmroute_router_worker_healthy{worker=\"w1\"} 1"));
-        let text = metrics.render(&[], &[], &Counts::default()).unwrap();
+        let text = metrics.render(&[], &[], &Counts::default(), None).unwrap();
         assert!(!text.contains("w1"), "{text}");
     }
 }

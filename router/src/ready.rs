@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) struct Ready {
     registry: AtomicBool,
     workers: AtomicBool,
+    load: AtomicBool,
     stopping: AtomicBool,
 }
 
@@ -22,6 +23,11 @@ impl Ready {
         self.workers.store(true, Ordering::Relaxed);
     }
 
+    /// The other routers' load is known, or nobody waits for it any longer.
+    pub(crate) fn load_known(&self) {
+        self.load.store(true, Ordering::Relaxed);
+    }
+
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
     }
@@ -34,6 +40,8 @@ impl Ready {
             Some("the registry is not read yet")
         } else if !self.workers.load(Ordering::Relaxed) {
             Some("no worker is usable and checked yet")
+        } else if !self.load.load(Ordering::Relaxed) {
+            Some("the other routers' load is not known yet")
         } else {
             None
         }

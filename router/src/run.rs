@@ -18,11 +18,10 @@ use warmroute_process::listen::bind;
 use warmroute_process::server::{Server, Shutdown};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
-use warmroute_proto::bus::Plane;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
 
-use crate::accounts::{Desk, Outbox};
+use crate::accounts::Desk;
 use crate::admin::{self, Admin};
 use crate::audit::{Auditor, Rechecks};
 use crate::config::{Config, Limits};
@@ -33,6 +32,7 @@ use crate::metrics::Metrics;
 use crate::proxy::{self, App, Budget};
 use crate::ready::Ready;
 use crate::register::Registrar;
+use crate::replication::{self, Replication};
 use crate::route::{Core, Settings};
 use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
@@ -185,7 +185,8 @@ fn serve(
 /// What the tasks share.
 struct Parts {
     desk: Arc<Desk>,
-    outbox: Outbox,
+    replication: Replication,
+    replicas: replication::Handle,
     fleet: Arc<Fleet>,
     index: IndexClient,
     auditor: Arc<Auditor>,
@@ -212,12 +213,14 @@ impl Parts {
         let core = Core::new(Settings {
             knobs: config.knobs.clone(),
             router,
-            // Every start draws a new router id: this is its first life.
-            incarnation: Generation(1),
+            // Below all that the registry gives: none is taken yet.
+            incarnation: Generation(0),
             seed,
         });
-        let (desk, outbox) = Desk::new(core, metrics.messages_dropped().clone());
+        let desk = Desk::new(core);
         let subjects = Subjects::new(&config.namespace);
+        let (replication, replicas) =
+            Replication::new(router, Arc::clone(&desk), around.plane(), subjects.clone());
         let index = IndexClient::new(around.plane(), subjects.clone());
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
@@ -229,7 +232,8 @@ impl Parts {
         Self {
             fleet: Fleet::new(Arc::clone(&desk), config.block_size),
             desk,
-            outbox,
+            replication,
+            replicas,
             index,
             auditor: Arc::new(auditor),
             rechecks,
@@ -253,10 +257,9 @@ impl Parts {
     ) -> (Arc<App>, Router) {
         let stop = &tasks.stop;
         let plane = || around.plane();
-        tasks.spawn(
-            "load_publisher",
-            publish(self.outbox, plane(), self.subjects.load(), stop.clone()),
-        );
+        let ready = Arc::clone(&self.ready);
+        let known = move || ready.load_known();
+        tasks.spawn("replication", self.replication.run(known, stop.clone()));
         let index = self.index.clone();
         tasks.spawn("indexers", index.follow_replicas(stop.clone()));
         tasks.spawn("clock", tick(Arc::clone(&self.desk), stop.clone()));
@@ -297,6 +300,7 @@ impl Parts {
             journal: Arc::clone(&self.journal),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
+            replicas: self.replicas,
             around: Arc::clone(around),
         };
         let app = App {
@@ -316,13 +320,6 @@ impl Parts {
             ready: self.ready,
         };
         (Arc::new(app), admin::router(Arc::new(admin)))
-    }
-}
-
-async fn publish(outbox: Outbox, plane: Arc<dyn Plane>, subject: String, stop: CancellationToken) {
-    tokio::select! {
-        () = stop.cancelled() => {}
-        () = outbox.run(plane, subject) => {}
     }
 }
 

@@ -35,6 +35,7 @@ const PURE: [&str; 17] = [
     "indexer/src/fold",
     "router/src/route",
     "router/src/sim",
+    "router/src/sync",
 ];
 
 /// What a pure module must not name.
@@ -70,6 +71,7 @@ impl Source {
         let parts: Vec<&str> = self.path.split('/').collect();
         parts[1] != "src"
             || parts.last() == Some(&"tests.rs")
+            || parts[2..].contains(&"tests")
             || parts.contains(&"tests_support")
             || parts.last() == Some(&"testing.rs")
     }

@@ -66,6 +66,12 @@ impl Lease {
         Ok(Some(lease))
     }
 
+    /// The key's revision as of the last write that was acknowledged.
+    #[must_use]
+    pub const fn revision(&self) -> Revision {
+        self.revision
+    }
+
     /// Renews, with a value that may be new. `Ok(Err(LeaseLost))` is final; an outer error says that
     /// the plane did not answer, and that the lease may run out before it does.
     pub async fn renew(&mut self, value: Bytes) -> Result<Result<(), LeaseLost>, PlaneError> {

@@ -2,7 +2,6 @@ use warmroute_proto::registry::Lora;
 use warmroute_proto::{Generation, RouterId};
 
 use super::*;
-use crate::metrics::Metrics;
 use crate::route::{Core, Knobs, Refusal, Settings};
 
 fn fleet() -> Arc<Fleet> {
@@ -12,9 +11,7 @@ fn fleet() -> Arc<Fleet> {
         incarnation: Generation(1),
         seed: 1,
     });
-    let metrics = Metrics::new().unwrap();
-    let (desk, _) = Desk::new(core, metrics.messages_dropped().clone());
-    Fleet::new(desk, None)
+    Fleet::new(Desk::new(core), None)
 }
 
 fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {

@@ -140,16 +140,10 @@ impl App {
             prompt: &wish.prompt,
             exclude: tried,
         };
-        let now = Instant::now().into_std();
-        let admitted = self.desk.core().admit(&ask, wish.index.as_ref(), now)?;
-        let Admitted {
-            decision,
-            message,
-            slot,
-        } = admitted;
+        let admitted = self.desk.admit(&ask, wish.index.as_ref())?;
+        let Admitted { decision, slot, .. } = admitted;
         // First the guard: whatever follows, the slot is freed.
         let slot = Slot::new(Arc::clone(&self.desk), slot);
-        self.desk.publish(message.into());
         self.metrics.ladder(decision.rung().word());
         tracing::debug!(
             request_id = ?call.request_id(),

@@ -373,6 +373,7 @@ async fn the_probes_tell_what_is_missing() {
     assert_eq!(world.get("/readyz").await.status(), 503);
     world.app.ready.registry_read();
     world.app.ready.workers_settled();
+    world.app.ready.load_known();
     assert_eq!(world.get("/readyz").await.status(), 200);
     world.app.ready.stop();
     assert_eq!(world.get("/readyz").await.status(), 503);

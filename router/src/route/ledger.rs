@@ -2,25 +2,40 @@
 //!
 //! Every change goes out as its own numbered message and comes back decoded from the very bytes that
 //! are sent: whoever applies it knows no more of it than a peer does.
+//!
+//! The last messages are kept, [`RING_BYTES_MAX`] of them: they wait there to be sent, and for peers
+//! that missed them. What fell off the end a peer learns from the open slots instead.
 
+use std::collections::VecDeque;
+
+use bytes::Bytes;
 use warmroute_proto::codec::{self, DecodeError, EncodeError};
 use warmroute_proto::load::{LoadChange, LoadMessage, SampledPrefix};
 use warmroute_proto::{Generation, RecordNumber, RouterId, Source};
 
-/// Numbers and encodes one router's messages, within one life of it.
+/// Two seconds of 1,000 requests a second that generate 500 tokens each.
+pub const RING_BYTES_MAX: usize = 4 << 20;
+
+/// What a kept message takes beside its bytes.
+const KEPT_BYTES: usize = 64;
+
+/// Numbers and encodes one router's messages.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     router: RouterId,
     incarnation: Generation,
     next_number: RecordNumber,
     next_counter: u64,
+    /// The messages up to `next_number`, without a hole.
+    ring: VecDeque<Bytes>,
+    ring_bytes: usize,
 }
 
 /// A change as its peers see it.
 #[derive(Clone, Debug)]
 pub struct Entry {
     /// To be broadcast.
-    pub bytes: Vec<u8>,
+    pub bytes: Bytes,
     /// To be applied.
     pub message: LoadMessage,
 }
@@ -41,7 +56,18 @@ impl Ledger {
             incarnation,
             next_number: RecordNumber(0),
             next_counter: 0,
+            ring: VecDeque::new(),
+            ring_bytes: 0,
         }
+    }
+
+    /// Begins another incarnation. `open`: what it begins with. Open slots are stated as number 0,
+    /// which is no message: who wants it has to ask for the state. Counters go on, since slots do.
+    pub fn begin(&mut self, incarnation: Generation, open: u64) {
+        self.incarnation = incarnation;
+        self.next_number = RecordNumber(u64::from(open > 0));
+        self.ring.clear();
+        self.ring_bytes = 0;
     }
 
     #[must_use]
@@ -52,6 +78,32 @@ impl Ledger {
     #[must_use]
     pub const fn incarnation(&self) -> Generation {
         self.incarnation
+    }
+
+    /// The last number written or stated; none before the first.
+    #[must_use]
+    pub fn last(&self) -> Option<RecordNumber> {
+        self.next_number.0.checked_sub(1).map(RecordNumber)
+    }
+
+    /// The next number to be written.
+    #[must_use]
+    pub const fn next(&self) -> RecordNumber {
+        self.next_number
+    }
+
+    /// The oldest number kept, `next` if none is.
+    #[must_use]
+    pub fn first_kept(&self) -> RecordNumber {
+        let kept = u64::try_from(self.ring.len()).unwrap_or(u64::MAX);
+        RecordNumber(self.next_number.0.saturating_sub(kept))
+    }
+
+    /// Kept messages from a number on, oldest first; none if that one is not kept.
+    pub fn kept(&self, from: RecordNumber) -> impl Iterator<Item = &Bytes> {
+        let skip = from.0.checked_sub(self.first_kept().0);
+        let skip = skip.and_then(|skip| usize::try_from(skip).ok());
+        self.ring.iter().skip(skip.unwrap_or(usize::MAX))
     }
 
     /// A new slot's counter. Never given twice, whether or not the slot is opened.
@@ -87,10 +139,21 @@ impl Ledger {
             number: self.next_number,
             changes: vec![change],
         };
-        let bytes = codec::encode(&message)?;
+        let bytes = Bytes::from(codec::encode(&message)?);
         let message = codec::decode(&bytes)?;
         self.next_number = self.next_number.next();
+        self.keep(bytes.clone());
         Ok(Entry { bytes, message })
+    }
+
+    fn keep(&mut self, bytes: Bytes) {
+        self.ring_bytes += bytes.len() + KEPT_BYTES;
+        self.ring.push_back(bytes);
+        while self.ring_bytes > RING_BYTES_MAX
+            && let Some(oldest) = self.ring.pop_front()
+        {
+            self.ring_bytes -= oldest.len() + KEPT_BYTES;
+        }
     }
 }
 
@@ -114,6 +177,46 @@ mod tests {
             let entry = ledger.write(LoadChange::Free { counter, end }).unwrap();
             assert_eq!(entry.message.number, RecordNumber(number));
         }
+    }
+
+    fn grow(ledger: &mut Ledger) -> Bytes {
+        let change = LoadChange::Grow {
+            counter: 1,
+            blocks: 1,
+        };
+        ledger.write(change).unwrap().bytes
+    }
+
+    #[test]
+    fn the_last_messages_are_kept_and_the_oldest_go() {
+        let mut ledger = ledger();
+        let one = grow(&mut ledger);
+        assert_eq!(ledger.kept(RecordNumber(0)).collect::<Vec<_>>(), [&one]);
+        assert_eq!(ledger.kept(RecordNumber(1)).count(), 0);
+        let room = RING_BYTES_MAX / (one.len() + KEPT_BYTES);
+        for _ in 0..room {
+            grow(&mut ledger);
+        }
+        assert_eq!(ledger.first_kept(), RecordNumber(1));
+        assert_eq!(ledger.kept(RecordNumber(0)).count(), 0);
+        assert_eq!(ledger.kept(RecordNumber(1)).count(), room);
+        assert_eq!(ledger.kept(RecordNumber(5)).count(), room - 4);
+        assert_eq!(ledger.kept(ledger.next()).count(), 0);
+    }
+
+    #[test]
+    fn another_incarnation_states_its_slots_as_number_0() {
+        let mut ledger = ledger();
+        let counter = ledger.counter();
+        grow(&mut ledger);
+        ledger.begin(Generation(9), 1);
+        assert_eq!(ledger.last(), Some(RecordNumber(0)));
+        assert_eq!(ledger.first_kept(), RecordNumber(1));
+        assert_eq!(ledger.counter(), counter + 1);
+        ledger.begin(Generation(10), 0);
+        assert_eq!(ledger.last(), None);
+        grow(&mut ledger);
+        assert_eq!(ledger.last(), Some(RecordNumber(0)));
     }
 
     #[test]

@@ -20,7 +20,7 @@
 //!
 //! let ask = Ask { model: "my-lora", prompt: &prompt, exclude: &tried };
 //! let admitted = core.admit(&ask, answer.as_ref(), now)?;  // decides AND accounts, in one step
-//! plane.publish(load_subject, admitted.message);    // bytes of the AddRequest, already applied
+//! // admitted.message: bytes of the AddRequest, applied already, kept in the ledger for the peers
 //! let mut slot = SlotGuard::new(accounts, admitted.slot);  // accounts: Arc<impl Accounts>
 //!
 //! // forward to admitted.decision.{url, source}; headers from admitted.decision
@@ -36,9 +36,10 @@
 //! core.counts();                     // metrics
 //! ```
 //!
-//! The shell's [`Accounts`] is three lines: lock the core, `core.note(event, now)`, publish the bytes
-//! that it returns. A router's own changes are applied through those bytes: what it believes of itself
-//! is what its peers believe of it. A peer's message goes to `core.apply_remote(&message, now)`.
+//! The shell's [`Accounts`] is three lines: lock the core, `core.note(event, now)`, tell whoever sends
+//! what the ledger keeps. A router's own changes are applied through the bytes that are sent: what it
+//! believes of itself is what its peers believe of it. [`crate::sync`] decides which message of a peer
+//! goes to `core.apply_remote(&message, now)`.
 //!
 //! What is deliberately absent: retries, time-outs and queues (the shell's), the index (asked before),
 //! and any request content (a prompt is a list of hashes here).
@@ -68,5 +69,5 @@ pub use cost::{InvalidKnob, Knobs};
 pub use decide::{Decision, Rung, Terms};
 pub use guard::{Accounts, SlotEvent, SlotGuard};
 pub use prompt::{CacheReads, Prompt};
-pub use slots::SourceLoad;
+pub use slots::{RouterLoad, SourceLoad};
 pub use state::{AdmitError, Admitted, Ask, Core, Counts, Settings};

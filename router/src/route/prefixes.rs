@@ -132,6 +132,24 @@ impl Prefixes {
         }
     }
 
+    /// The prompt that ends at this leaf.
+    #[must_use]
+    pub fn prompt(&self, leaf: Leaf) -> Vec<PrefixHash> {
+        let Leaf(mut at) = leaf;
+        let mut prompt = Vec::new();
+        let Some(node) = self.nodes.get(at as usize) else {
+            return prompt;
+        };
+        prompt.resize(node.samples_to_end(), PrefixHash(0));
+        while at != ROOT {
+            let node = self.node(at);
+            let (from, to) = (node.before as usize, node.samples_to_end());
+            prompt[from..to].copy_from_slice(&node.run);
+            at = node.parent;
+        }
+        prompt
+    }
+
     /// The leaves of the prompts that are prefixes of this one and at most `blocks_max` long.
     #[must_use]
     pub fn leaves_along(&self, prompt: &[PrefixHash], blocks_max: u32) -> Vec<Leaf> {

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use warmroute_proto::load::{
-    LoadChange, LoadDigest, SampledPrefix, SlotEnd, SlotIdentity, SlotMark,
+    LoadChange, LoadDigest, OpenSlot, SampledPrefix, SlotEnd, SlotIdentity, SlotMark,
 };
 use warmroute_proto::{DpRank, Generation, RouterId, WorkerId};
 
@@ -59,6 +59,16 @@ pub struct SourceLoad {
     pub active_requests: u32,
     pub prefill_tokens: u64,
     pub decode_blocks: u64,
+}
+
+/// What one router has on one source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RouterLoad {
+    pub worker: WorkerId,
+    pub dp_rank: DpRank,
+    pub active_requests: u32,
+    pub prefill_tokens: u64,
+    pub generated_blocks: u64,
 }
 
 /// What one source bears.
@@ -136,17 +146,10 @@ impl Slots {
         incarnation: Generation,
         change: &LoadChange,
     ) -> Applied {
-        let known = self.routers.get(&router).map(|known| known.incarnation);
-        match known {
-            Some(known) if incarnation < known => {
-                self.ignored.old_incarnation += 1;
-                return Applied::Nothing;
-            }
-            Some(known) if incarnation > known => self.release(router),
-            Some(_) | None => {}
+        if !self.enter(router, incarnation) {
+            return Applied::Nothing;
         }
         let life = self.routers.entry(router).or_default();
-        life.incarnation = incarnation;
         let (sources, ignored) = (&mut self.sources, &mut self.ignored);
         match change {
             LoadChange::AddRequest { source, .. } => {
@@ -159,6 +162,124 @@ impl Slots {
             LoadChange::Grow { counter, blocks } => life.grow(sources, ignored, *counter, *blocks),
             LoadChange::Free { counter, end } => life.free(sources, ignored, *counter, *end),
         }
+    }
+
+    /// Takes in an open slot as its router states it, in the place of all changes that led to it.
+    pub fn restore(
+        &mut self,
+        roster: &mut Roster,
+        router: RouterId,
+        incarnation: Generation,
+        slot: &OpenSlot,
+    ) -> Applied {
+        if !self.enter(router, incarnation) {
+            return Applied::Nothing;
+        }
+        let OpenSlot {
+            counter,
+            source,
+            prefill_tokens,
+            blocks,
+            generated_blocks,
+            prompt,
+        } = slot;
+        let source = roster.enrol(source);
+        let opening = LoadChange::AddRequest {
+            counter: *counter,
+            source: slot.source.clone(),
+            prefill_tokens: *prefill_tokens,
+            blocks: *blocks,
+            prompt: prompt.clone(),
+        };
+        let life = self.routers.entry(router).or_default();
+        let bearing = self.sources.get_mut(source);
+        let added = life.add(bearing, &mut self.ignored, source, &opening);
+        if matches!(added, Applied::Added(_)) && *generated_blocks > 0 {
+            life.grow(
+                &mut self.sources,
+                &mut self.ignored,
+                *counter,
+                *generated_blocks,
+            );
+        }
+        added
+    }
+
+    /// A router's open slots, in the order of their counters, each such that [`Self::restore`] makes
+    /// it again.
+    #[must_use]
+    pub fn stated(&self, roster: &Roster, router: RouterId) -> Vec<OpenSlot> {
+        let Some(life) = self.routers.get(&router) else {
+            return Vec::new();
+        };
+        let state = |(&counter, slot): (&u64, &Slot)| {
+            let hashes = self
+                .sources
+                .get(slot.source)
+                .map(|bearing| bearing.prompts.prompt(slot.leaf))
+                .unwrap_or_default();
+            let prompt = SampledPrefix { hashes };
+            Some(OpenSlot {
+                counter,
+                source: roster.source(slot.source)?.clone(),
+                prefill_tokens: slot.prefill_tokens,
+                blocks: prompt.covered().saturating_add(slot.tail_blocks),
+                generated_blocks: slot.generated_blocks,
+                prompt,
+            })
+        };
+        life.slots.iter().filter_map(state).collect()
+    }
+
+    /// The router goes on with its open slots under another incarnation.
+    pub fn renew(&mut self, router: RouterId, incarnation: Generation) {
+        self.routers.entry(router).or_default().incarnation = incarnation;
+    }
+
+    /// Forgets that a router ever was, its fence too.
+    pub fn forget(&mut self, router: RouterId) {
+        self.release(router);
+        self.routers.remove(&router);
+    }
+
+    /// What this router has on each source.
+    #[must_use]
+    pub fn loads_of(&self, roster: &Roster, router: RouterId) -> Vec<RouterLoad> {
+        let mut loads: BTreeMap<SourceId, (u32, u64, u64)> = BTreeMap::new();
+        for slot in self.routers.get(&router).into_iter().flat_map(Life::slots) {
+            let (requests, prefill, generated) = loads.entry(slot.source).or_default();
+            *requests += 1;
+            *prefill += u64::from(slot.prefill_tokens);
+            *generated += u64::from(slot.generated_blocks);
+        }
+        let row = |(id, (active_requests, prefill_tokens, generated_blocks))| {
+            let source = roster.source(id)?;
+            Some(RouterLoad {
+                worker: source.worker.clone(),
+                dp_rank: source.dp_rank,
+                active_requests,
+                prefill_tokens,
+                generated_blocks,
+            })
+        };
+        let mut rows: Vec<RouterLoad> = loads.into_iter().filter_map(row).collect();
+        rows.sort_by(|a, b| (&a.worker, a.dp_rank).cmp(&(&b.worker, b.dp_rank)));
+        rows
+    }
+
+    /// The fence: false for a former incarnation; a newer one frees what the one before it had.
+    fn enter(&mut self, router: RouterId, incarnation: Generation) -> bool {
+        let known = self.routers.get(&router).map(|known| known.incarnation);
+        match known {
+            Some(known) if incarnation < known => {
+                self.ignored.old_incarnation += 1;
+                return false;
+            }
+            Some(known) if incarnation > known => self.release(router),
+            Some(_) | None => {}
+        }
+        self.routers.entry(router).or_default().incarnation = incarnation;
+        true
     }
 
     /// Frees all slots of a router: it is dead, or says that it starts anew.
@@ -205,6 +326,10 @@ impl Slots {
 }
 
 impl Life {
+    fn slots(&self) -> impl Iterator<Item = &Slot> {
+        self.slots.values()
+    }
+
     fn add(
         &mut self,
         bearing: &mut Bearing,

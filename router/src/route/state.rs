@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use bytes::Bytes;
 use fastrand::Rng;
 use serde::Serialize;
-use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage};
+use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot};
 use warmroute_proto::query::Answer;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
@@ -19,7 +20,7 @@ use super::ledger::{Ledger, LedgerError};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::roster::{Roster, SourceId};
-use super::slots::{Applied, Bearing, Ignored, Slots, SourceLoad};
+use super::slots::{Applied, Bearing, Ignored, RouterLoad, Slots, SourceLoad};
 use super::stall::Stalls;
 use super::ttft::Ttft;
 use super::view::{Knowledge, View, ViewCounts};
@@ -51,7 +52,7 @@ pub struct Admitted {
     /// The slot's counter, for its guard.
     pub slot: u64,
     /// The bytes of its `AddRequest`, to be broadcast; applied here already.
-    pub message: Vec<u8>,
+    pub message: Bytes,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -203,7 +204,7 @@ impl Core {
     }
 
     /// What happened to an open slot of this router. The bytes are to be broadcast.
-    pub fn note(&mut self, event: SlotEvent, now: Instant) -> Result<Vec<u8>, LedgerError> {
+    pub fn note(&mut self, event: SlotEvent, now: Instant) -> Result<Bytes, LedgerError> {
         let change = match event {
             SlotEvent::FirstToken { counter } => {
                 if let Some(sent) = self.sent.remove(&counter) {
@@ -237,6 +238,52 @@ impl Core {
     pub fn release(&mut self, router: RouterId, now: Instant) {
         self.slots.release(router);
         self.predictions.release(router, now);
+    }
+
+    /// Takes in a part of what another router states as its open slots, after all that it had was
+    /// released.
+    pub fn restore(&mut self, router: RouterId, incarnation: Generation, slots: &[OpenSlot]) {
+        for slot in slots {
+            let restored = self
+                .slots
+                .restore(&mut self.roster, router, incarnation, slot);
+            if let Applied::Added(source) = restored {
+                self.predictions
+                    .sent(router, slot.counter, source, &slot.prompt);
+            }
+        }
+    }
+
+    /// A router that is dead for long need not be remembered any more.
+    pub fn forget(&mut self, router: RouterId, now: Instant) {
+        self.release(router, now);
+        self.slots.forget(router);
+    }
+
+    /// This router goes on under another incarnation, above its last one, with all its open slots.
+    pub fn begin(&mut self, incarnation: Generation) {
+        let router = self.ledger.router();
+        let open = self.slots.digest(router).count;
+        self.slots.renew(router, incarnation);
+        self.ledger.begin(incarnation, open);
+    }
+
+    /// What this router wrote.
+    #[must_use]
+    pub const fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// This router's open slots, for a peer that lacks them.
+    #[must_use]
+    pub fn stated(&self) -> Vec<OpenSlot> {
+        self.slots.stated(&self.roster, self.ledger.router())
+    }
+
+    /// What one router has on each source.
+    #[must_use]
+    pub fn loads_of(&self, router: RouterId) -> Vec<RouterLoad> {
+        self.slots.loads_of(&self.roster, router)
     }
 
     /// A router's open slots in one number.
@@ -382,7 +429,7 @@ impl Core {
         })
     }
 
-    fn record(&mut self, change: LoadChange, now: Instant) -> Result<Vec<u8>, LedgerError> {
+    fn record(&mut self, change: LoadChange, now: Instant) -> Result<Bytes, LedgerError> {
         let entry = self.ledger.write(change)?;
         self.apply(&entry.message, now);
         Ok(entry.bytes)

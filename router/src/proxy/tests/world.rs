@@ -214,7 +214,6 @@ pub(super) struct World {
     pub connections: TaskTracker,
     client: reqwest::Client,
     _rechecks: crate::audit::Rechecks,
-    _outbox: crate::accounts::Outbox,
 }
 
 impl World {
@@ -234,7 +233,7 @@ impl World {
             ..Knobs::default()
         };
         let metrics = Arc::new(Metrics::new().unwrap());
-        let (desk, outbox) = Desk::new(core(knobs), metrics.messages_dropped().clone());
+        let desk = Desk::new(core(knobs));
         let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("nobody")));
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
@@ -277,7 +276,6 @@ impl World {
             connections,
             client: reqwest::Client::builder().no_proxy().build().unwrap(),
             _rechecks: rechecks,
-            _outbox: outbox,
         }
     }
 
@@ -327,7 +325,7 @@ impl World {
 
     /// The value of a series, 0 where there is none.
     pub(super) fn metric(&self, series: &str) -> u64 {
-        let text = self.app.metrics.render(&[], &[], &Counts::default());
+        let text = self.app.metrics.render(&[], &[], &Counts::default(), None);
         let name = format!("warmroute_router_{series} ");
         let text = text.unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix(&name));

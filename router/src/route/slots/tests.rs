@@ -361,6 +361,35 @@ proptest! {
         prop_assert_eq!(fixture.slots.open(), 0);
     }
 
+    /// Open slots say all that matters of the changes that led to them.
+    #[test]
+    fn what_is_stated_is_what_is_restored(steps in prop::collection::vec(step(), 0..60)) {
+        let mut fixture = Fixture::default();
+        for step in &steps {
+            match step {
+                Step::Change(router, change, _) => {
+                    fixture.apply(*router, change);
+                }
+                Step::Release(router) => fixture.slots.release(*router),
+            }
+        }
+        fixture.slots.release(PEER);
+        let stated = fixture.slots.stated(&fixture.roster, ROUTER);
+        let mut other = Fixture::default();
+        for slot in stated.iter().rev() {
+            let Fixture { slots, roster } = &mut other;
+            let restored = slots.restore(roster, ROUTER, LIFE.next(), slot);
+            prop_assert!(matches!(restored, Applied::Added(_)));
+        }
+        prop_assert_eq!(other.slots.digest(ROUTER), fixture.slots.digest(ROUTER));
+        let of = |fixture: &Fixture| fixture.slots.loads_of(&fixture.roster, ROUTER);
+        prop_assert_eq!(of(&other), of(&fixture));
+        prop_assert_eq!(other.slots.stated(&other.roster, ROUTER), stated);
+        for at in 0..3 {
+            prop_assert_eq!(other.load(at), fixture.load(at));
+        }
+    }
+
     /// The digest tells what is open, not how it came about.
     #[test]
     fn the_digest_depends_on_the_open_slots_only(

@@ -386,3 +386,32 @@ fn loads_name_every_registered_source_and_those_that_still_bear_something() {
     end(&mut core, slot.slot, SlotEnd::Completed, now);
     assert_eq!(names(&core), ["c"]);
 }
+
+#[test]
+fn another_incarnation_keeps_the_slots_and_their_guards_work() {
+    let (mut core, now) = (core(1), start());
+    let router = RouterId([1; 16]);
+    let open = admit(&mut core, &prompt(100, 0), None, now).slot;
+    let other = admit(&mut core, &prompt(200, 9000), None, now).slot;
+    let before = core.digest(router);
+    core.begin(Generation(7));
+    assert_eq!(core.digest(router), before);
+    assert_eq!(core.ledger().last(), Some(RecordNumber(0)));
+    assert_eq!(core.stated().len(), 2);
+    // A replica that takes the statement in follows from there.
+    let mut peer = self::core(2);
+    peer.restore(router, Generation(7), &core.stated());
+    assert_eq!(peer.digest(router), before);
+    for counter in [open, other] {
+        let event = SlotEvent::End {
+            counter,
+            end: SlotEnd::Completed,
+        };
+        let bytes = core.note(event, now).unwrap();
+        let message: LoadMessage = codec::decode(&bytes).unwrap();
+        assert_eq!(message.incarnation, Generation(7));
+        peer.apply_remote(&message, now);
+    }
+    assert_eq!(totals(&core), (0, 0, 0));
+    assert_eq!(peer.digest(router), LoadDigest::default());
+}

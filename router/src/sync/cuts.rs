@@ -1,0 +1,108 @@
+//! Own open slots as of one number, held while peers fetch them part by part.
+//!
+//! Peers that ask at about the same time share a cut; two are held at most, each for a short time after
+//! it was last used. A peer whose cut is gone begins anew.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use warmroute_proto::load::{ANSWER_BYTES_MAX, OpenSlot, StatePart};
+use warmroute_proto::{RecordNumber, RouterId};
+
+use super::books::Stated;
+
+const HELD_MAX: usize = 2;
+
+/// After the last part that was asked for.
+const KEPT: Duration = Duration::from_secs(2);
+
+/// Who asks for the state within this time gets the cut that there is. What is newer than that the
+/// ring has.
+const SHARED: Duration = Duration::from_millis(100);
+
+/// Version and kind, variant, ids, number, digest, counts: what a part takes beside its slots, and more.
+const PART_BYTES: usize = 128;
+
+#[derive(Default)]
+pub(super) struct Cuts(Vec<Cut>);
+
+struct Cut {
+    stated: Stated,
+    parts: Vec<Range<usize>>,
+    made: Instant,
+    used: Instant,
+}
+
+impl Cuts {
+    /// The newest cut, if it is new enough to be shared.
+    pub(super) fn newest(&self, now: Instant) -> Option<Option<RecordNumber>> {
+        let newest = self.0.last()?;
+        let fresh = now.saturating_duration_since(newest.made) < SHARED;
+        fresh.then_some(newest.stated.head.number)
+    }
+
+    pub(super) fn hold(&mut self, stated: Stated, now: Instant) -> Option<RecordNumber> {
+        let number = stated.head.number;
+        self.0.retain(|cut| cut.stated.head.number != number);
+        if self.0.len() == HELD_MAX {
+            self.0.remove(0);
+        }
+        self.0.push(Cut {
+            parts: split(&stated.slots),
+            stated,
+            made: now,
+            used: now,
+        });
+        number
+    }
+
+    pub(super) fn part(
+        &mut self,
+        router: RouterId,
+        number: Option<RecordNumber>,
+        part: u32,
+        now: Instant,
+    ) -> Option<StatePart> {
+        let cut = self
+            .0
+            .iter_mut()
+            .find(|cut| cut.stated.head.number == number)?;
+        let range = cut.parts.get(usize::try_from(part).ok()?)?.clone();
+        cut.used = now;
+        let head = cut.stated.head;
+        Some(StatePart {
+            router,
+            incarnation: head.incarnation,
+            number,
+            digest: head.digest,
+            part,
+            parts: u32::try_from(cut.parts.len()).unwrap_or(u32::MAX),
+            slots: cut.stated.slots.get(range)?.to_vec(),
+        })
+    }
+
+    pub(super) fn expire(&mut self, now: Instant) {
+        self.0
+            .retain(|cut| now.saturating_duration_since(cut.used) < KEPT);
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+/// Runs of slots that fit into one answer each; one empty run if there are none.
+fn split(slots: &[OpenSlot]) -> Vec<Range<usize>> {
+    let mut parts = Vec::new();
+    let (mut start, mut bytes) = (0, PART_BYTES);
+    for (index, slot) in slots.iter().enumerate() {
+        let more = slot.encoded_bytes();
+        if index > start && bytes + more > ANSWER_BYTES_MAX {
+            parts.push(start..index);
+            (start, bytes) = (index, PART_BYTES);
+        }
+        bytes += more;
+    }
+    parts.push(start..slots.len());
+    parts
+}

@@ -1,0 +1,630 @@
+//! One replica's part in the conversation: inputs are calls, outputs are [`Effect`]s.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use warmroute_proto::codec::{self, Message as _};
+use warmroute_proto::load::{
+    ANSWER_BYTES_MAX, FRAME_BYTES_MAX, LOAD_BYTES_MAX, LoadAnswer, LoadAsk, LoadFrame,
+    LoadHeartbeat, LoadMessage, LoadWant, Presence,
+};
+use warmroute_proto::{Generation, RecordNumber, RouterId};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::books::{Books, Head, Written};
+use super::counts::Counts;
+use super::cuts::Cuts;
+use super::hearing::Hearing;
+use super::outbox::{Outbox, frame};
+use super::peer::{Desk, Peer, Received};
+use super::rules::{Rule, Rules};
+use super::view::{ReplicaView, Snapshot, Standing};
+use super::{BEAT, DEATH, GRACE, JOIN_MAX, PEERS_MAX, REMEMBERED, SERVED_MAX};
+
+/// What the shell is to do, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// To everybody.
+    Publish(Bytes),
+    /// To one router; what comes of it goes to [`Replica::answered`].
+    Ask {
+        peer: RouterId,
+        id: AskId,
+        question: Bytes,
+    },
+    /// Write the lease's key; its revision goes to [`Replica::taken`]. Until then all goes on.
+    TakeIncarnation,
+    /// This replica knows what the others have, or has waited long enough.
+    Ready,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct AskId(u64);
+
+/// What the shell knows of the way to the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Link {
+    Up,
+    Down,
+}
+
+/// See the module's documentation. Every call takes the books that it reads and changes.
+pub struct Replica {
+    router: RouterId,
+    started: Instant,
+    own: Own,
+    pub(super) peers: BTreeMap<RouterId, Peer>,
+    cuts: Cuts,
+    next_ask: u64,
+    /// Questions that may still be answered in this tick.
+    served: u32,
+    is_listed: bool,
+    is_ready: bool,
+    effects: VecDeque<Effect>,
+    counts: Counts,
+    pub(super) rules: Rules,
+}
+
+/// What this replica says.
+struct Own {
+    incarnation: Option<Generation>,
+    wants_incarnation: bool,
+    link: Link,
+    hearing: Hearing,
+    outbox: Outbox,
+    beat: u64,
+    beat_due: Instant,
+}
+
+impl Replica {
+    #[must_use]
+    pub fn new(router: RouterId, now: Instant) -> Self {
+        let mut replica = Self {
+            router,
+            started: now,
+            own: Own {
+                incarnation: None,
+                wants_incarnation: false,
+                link: Link::Up,
+                hearing: Hearing::new(now),
+                outbox: Outbox::default(),
+                beat: 0,
+                beat_due: now,
+            },
+            peers: BTreeMap::new(),
+            cuts: Cuts::default(),
+            next_ask: 0,
+            served: 0,
+            is_listed: false,
+            is_ready: false,
+            effects: VecDeque::new(),
+            counts: Counts::default(),
+            rules: Rules::default(),
+        };
+        replica.want_incarnation();
+        replica
+    }
+
+    /// The next thing to do. To be drained after every call.
+    pub fn effect(&mut self) -> Option<Effect> {
+        self.effects.pop_front()
+    }
+
+    #[must_use]
+    pub const fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    // --- own messages
+
+    /// Something was written to the ledger.
+    pub fn wrote(&mut self, books: &mut dyn Books, now: Instant) {
+        if self.own.outbox.wrote(now) {
+            self.flush(books, now);
+        }
+    }
+
+    /// When [`Self::send_due`] wants to be called.
+    #[must_use]
+    pub const fn due(&self) -> Option<Instant> {
+        self.own.outbox.due()
+    }
+
+    /// The pause between two frames is over.
+    pub fn send_due(&mut self, books: &mut dyn Books, now: Instant) {
+        if self.due().is_some_and(|due| due <= now) {
+            self.flush(books, now);
+        }
+    }
+
+    /// The lease was taken, or written again because [`Effect::TakeIncarnation`] asked for it.
+    pub fn taken(&mut self, revision: Generation, books: &mut dyn Books, now: Instant) {
+        // A registry that was lost counts from 1 again. The id is this process's alone.
+        let above = self.own.incarnation.map_or(revision, Generation::next);
+        let incarnation = revision.max(above);
+        books.begin(incarnation);
+        self.counts.incarnations += 1;
+        self.own.incarnation = Some(incarnation);
+        self.own.wants_incarnation = false;
+        self.own.outbox.next = RecordNumber(0);
+        self.cuts.clear();
+        self.beat(Presence::Staying, books, now);
+    }
+
+    /// The lease is lost.
+    pub fn lease_lost(&mut self) {
+        self.want_incarnation();
+    }
+
+    pub fn link(&mut self, link: Link, now: Instant) {
+        self.own.link = link;
+        match link {
+            Link::Down => self.counts.deafs += u64::from(self.own.hearing.cut()),
+            // To be heard as soon as may be.
+            Link::Up => self.own.beat_due = now,
+        }
+    }
+
+    /// Says goodbye. Nothing may be written any more.
+    pub fn leave(&mut self, books: &mut dyn Books, now: Instant) {
+        self.beat(Presence::Leaving, books, now);
+    }
+
+    // --- what comes in
+
+    /// A broadcast, one's own included.
+    pub fn receive(&mut self, payload: &Bytes, books: &mut dyn Books, now: Instant) {
+        match codec::kind(payload) {
+            Some(LoadHeartbeat::KIND) => self.receive_heartbeat(payload, books, now),
+            Some(LoadFrame::KIND) if payload.len() <= 2 * FRAME_BYTES_MAX => {
+                match codec::decode::<LoadFrame>(payload) {
+                    Ok(frame) => {
+                        let mut others = 0;
+                        for message in &frame.messages {
+                            others += u64::from(self.receive_message(message, books, now));
+                        }
+                        self.counts.traffic.frames_in += u64::from(others > 0);
+                    }
+                    Err(_) => self.counts.verdicts.malformed += 1,
+                }
+            }
+            Some(_) | None => {
+                let others = self.receive_message(payload, books, now);
+                self.counts.traffic.frames_in += u64::from(others);
+            }
+        }
+    }
+
+    /// What became of a question; none if nobody answered in time.
+    pub fn answered(
+        &mut self,
+        from: RouterId,
+        id: AskId,
+        answer: Option<&Bytes>,
+        books: &mut dyn Books,
+        now: Instant,
+    ) {
+        let Some(peer) = self.peers.get_mut(&from) else {
+            return;
+        };
+        if !peer.asking.answered(id.0) {
+            return;
+        }
+        let helped = match answer.map(|answer| (answer.len(), codec::decode(answer))) {
+            Some((_, Ok(LoadAnswer::Messages(messages)))) => {
+                let before = peer.followed();
+                for message in &messages {
+                    self.take_message(message, books, now);
+                }
+                let after = self.peers.get(&from).and_then(Peer::followed);
+                let helped = after > before;
+                self.counts.mended.by_numbers += u64::from(helped);
+                helped
+            }
+            Some((len, Ok(LoadAnswer::State(part)))) if part.router == from => self
+                .with_peer(from, books, now, |peer, desk| peer.part(part, len, desk))
+                .unwrap_or(false),
+            Some((_, Ok(LoadAnswer::Gone))) => {
+                peer.gone();
+                false
+            }
+            Some((_, Ok(LoadAnswer::State(_)) | Err(_))) => {
+                self.counts.verdicts.malformed += 1;
+                false
+            }
+            None => false,
+        };
+        if let Some(peer) = self.peers.get_mut(&from) {
+            if helped {
+                peer.asking.helped();
+            } else {
+                self.counts.traffic.asks_failed += 1;
+                peer.asking.failed(now);
+            }
+        }
+        self.ask(from, now);
+    }
+
+    /// A peer's question. None: not answered.
+    pub fn serve(&mut self, question: &[u8], books: &mut dyn Books, now: Instant) -> Option<Bytes> {
+        let Ok(ask) = codec::decode::<LoadAsk>(question) else {
+            self.counts.verdicts.malformed += 1;
+            return None;
+        };
+        if self.served >= SERVED_MAX {
+            self.counts.refused.asks += 1;
+            return None;
+        }
+        self.served += 1;
+        self.counts.traffic.asks_in += 1;
+        self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
+        let answer = self.answer(&ask, books, now);
+        codec::encode(&answer).ok().map(Bytes::from)
+    }
+
+    /// The registry tells of a router.
+    pub fn learn(&mut self, router: RouterId, books: &mut dyn Books, now: Instant) {
+        self.with_peer(router, books, now, |_, _| ());
+        self.ask(router, now);
+    }
+
+    /// All routers that the registry knows were told.
+    pub const fn listed(&mut self) {
+        self.is_listed = true;
+    }
+
+    /// Lets time pass: every [`super::TICK`].
+    pub fn tick(&mut self, books: &mut dyn Books, now: Instant) {
+        self.served = 0;
+        self.cuts.expire(now);
+        self.counts.deafs += u64::from(self.own.hearing.check(now));
+        if !self.own.hearing.is_deaf() || !self.rules.keep(Rule::Hearing) {
+            self.bury(books, now);
+        }
+        if self.own.beat_due <= now {
+            self.beat(Presence::Staying, books, now);
+        }
+        self.send_due(books, now);
+        let routers: Vec<RouterId> = self.peers.keys().copied().collect();
+        for router in routers {
+            self.ask(router, now);
+        }
+        self.check_ready(now);
+    }
+
+    /// What is known, with every replica's slots.
+    #[must_use]
+    pub fn snapshot(&self, books: &mut dyn Books, now: Instant) -> Snapshot {
+        let live = |peer: &&Peer| !peer.is_dead();
+        let mut replicas = vec![self.own_view(books)];
+        let views = self.peers.values().map(|peer| peer_view(peer, books, now));
+        replicas.extend(views);
+        Snapshot {
+            router: self.router,
+            incarnation: self.own.incarnation,
+            is_ready: self.is_ready,
+            is_deaf: self.own.hearing.is_deaf(),
+            peers: self.peers.values().filter(live).count(),
+            divergence: self.peers.values().map(Peer::divergence).max().unwrap_or(0),
+            counts: self.counts,
+            replicas,
+        }
+    }
+
+    fn own_view(&self, books: &mut dyn Books) -> ReplicaView {
+        // The head is of one moment; the sources may be a message ahead.
+        let head = books.written(RecordNumber(u64::MAX), 0).head;
+        ReplicaView {
+            router: self.router,
+            standing: Standing::Own,
+            incarnation: self.own.incarnation,
+            number: head.number,
+            digest: head.digest.into(),
+            compared: None,
+            silent_ms: 0,
+            sources: books.loads(self.router),
+        }
+    }
+
+    fn receive_heartbeat(&mut self, payload: &[u8], books: &mut dyn Books, now: Instant) {
+        let Ok(said) = codec::decode::<LoadHeartbeat>(payload) else {
+            self.counts.verdicts.malformed += 1;
+            return;
+        };
+        if said.router == self.router {
+            self.heard_oneself(said.beat, now);
+            return;
+        }
+        self.counts.traffic.heartbeats_in += 1;
+        self.counts.traffic.bytes_in += payload.len() as u64;
+        self.with_peer(said.router, books, now, |peer, desk| {
+            peer.heartbeat(&said, desk);
+        });
+        self.ask(said.router, now);
+    }
+
+    /// True for a message of somebody else.
+    fn receive_message(&mut self, payload: &[u8], books: &mut dyn Books, now: Instant) -> bool {
+        let from = self.take_message(payload, books, now);
+        if let Some(from) = from {
+            self.ask(from, now);
+        }
+        from.is_some()
+    }
+
+    /// Whose message it was, if it was another router's.
+    fn take_message(
+        &mut self,
+        payload: &[u8],
+        books: &mut dyn Books,
+        now: Instant,
+    ) -> Option<RouterId> {
+        let decoded = match payload.len() {
+            0..=LOAD_BYTES_MAX => codec::decode::<LoadMessage>(payload).ok(),
+            _ => None,
+        };
+        let Some(message) = decoded else {
+            self.counts.verdicts.malformed += 1;
+            return None;
+        };
+        if message.router == self.router {
+            if !self.rules.keep(Rule::OwnAside) {
+                books.apply(&message, now);
+            }
+            return None;
+        }
+        self.counts.traffic.messages_in += 1;
+        self.counts.traffic.bytes_in += payload.len() as u64;
+        let received = Received {
+            hash: xxh3_64(payload),
+            len: payload.len(),
+        };
+        let router = message.router;
+        self.with_peer(router, books, now, |peer, desk| {
+            peer.message(message, received, desk);
+        });
+        Some(router)
+    }
+
+    fn heard_oneself(&mut self, beat: u64, now: Instant) {
+        let Some(echo) = self.own.hearing.echo(beat, now) else {
+            return;
+        };
+        let was_long = echo.silent >= DEATH;
+        if echo.ends_deafness {
+            let grace = if was_long {
+                GRACE - DEATH
+            } else {
+                Duration::ZERO
+            };
+            for peer in self.peers.values_mut() {
+                peer.hear(now + grace);
+            }
+        }
+        if was_long {
+            self.want_incarnation();
+        }
+    }
+
+    fn want_incarnation(&mut self) {
+        if !self.own.wants_incarnation {
+            self.own.wants_incarnation = true;
+            self.effects.push_back(Effect::TakeIncarnation);
+        }
+    }
+
+    /// Sends what was not sent yet. How this router stands then; none if nothing may be sent.
+    fn flush(&mut self, books: &mut dyn Books, now: Instant) -> Option<Head> {
+        self.own.outbox.looked();
+        if self.own.link == Link::Down || self.own.incarnation.is_none() {
+            return None;
+        }
+        let is_alone = self.peers.values().all(Peer::is_dead);
+        loop {
+            let Written {
+                first,
+                messages,
+                head,
+            } = books.written(self.own.outbox.next, FRAME_BYTES_MAX);
+            let next = head.number.map_or(RecordNumber(0), RecordNumber::next);
+            if messages.is_empty() || is_alone {
+                self.own.outbox.next = next;
+                return Some(head);
+            }
+            let lost = first.0.saturating_sub(self.own.outbox.next.0);
+            self.counts.refused.unsent += lost;
+            self.own.outbox.next = RecordNumber(first.0 + messages.len() as u64);
+            let Ok(frame) = frame(&messages) else {
+                continue;
+            };
+            self.own.outbox.left(now);
+            let traffic = &mut self.counts.traffic;
+            traffic.messages_out += messages.len() as u64;
+            traffic.frames_out += 1;
+            traffic.bytes_out += frame.len() as u64;
+            self.effects.push_back(Effect::Publish(frame));
+        }
+    }
+
+    /// First what was written, so that whoever hears the heartbeat has its number.
+    fn beat(&mut self, presence: Presence, books: &mut dyn Books, now: Instant) {
+        self.own.beat_due = now + BEAT;
+        let Some(head) = self.flush(books, now) else {
+            return;
+        };
+        self.own.beat += 1;
+        let heartbeat = LoadHeartbeat {
+            router: self.router,
+            incarnation: head.incarnation,
+            number: head.number,
+            digest: head.digest,
+            beat: self.own.beat,
+            presence,
+        };
+        if let Ok(bytes) = codec::encode(&heartbeat) {
+            self.own.hearing.beat(self.own.beat, now);
+            self.counts.traffic.bytes_out += bytes.len() as u64;
+            self.effects.push_back(Effect::Publish(bytes.into()));
+        }
+    }
+
+    fn answer(&mut self, ask: &LoadAsk, books: &mut dyn Books, now: Instant) -> LoadAnswer {
+        let Some(incarnation) = self.own.incarnation else {
+            return LoadAnswer::Gone;
+        };
+        let is_former = ask.incarnation.is_some_and(|asked| asked != incarnation);
+        match ask.want {
+            LoadWant::State => self.first_part(books, now),
+            LoadWant::Part { .. } | LoadWant::Numbers { .. } if is_former => LoadAnswer::Gone,
+            LoadWant::Part { number, part } => {
+                let part = self.cuts.part(self.router, number, part, now);
+                part.map_or(LoadAnswer::Gone, LoadAnswer::State)
+            }
+            LoadWant::Numbers { from, to } => {
+                let written = books.written(from, ANSWER_BYTES_MAX / 2);
+                if written.first != from {
+                    return self.first_part(books, now);
+                }
+                let wanted = to.map_or(u64::MAX, |to| to.next().0.saturating_sub(from.0));
+                let wanted = usize::try_from(wanted).unwrap_or(usize::MAX);
+                let messages = written.messages.iter().take(wanted);
+                LoadAnswer::Messages(messages.map(|message| message.to_vec()).collect())
+            }
+        }
+    }
+
+    fn first_part(&mut self, books: &mut dyn Books, now: Instant) -> LoadAnswer {
+        let number = match self.cuts.newest(now) {
+            Some(number) => number,
+            None => {
+                self.counts.mended.cuts += 1;
+                self.cuts.hold(books.stated(), now)
+            }
+        };
+        let part = self.cuts.part(self.router, number, 0, now);
+        part.map_or(LoadAnswer::Gone, LoadAnswer::State)
+    }
+
+    /// Asks a peer for what is missing of it, if it may be asked now.
+    fn ask(&mut self, router: RouterId, now: Instant) {
+        let Some(peer) = self.peers.get_mut(&router) else {
+            return;
+        };
+        if peer.asking.is_overdue(now) {
+            self.counts.traffic.asks_failed += 1;
+            peer.asking.failed(now);
+        }
+        let Some(want) = peer.want().filter(|_| peer.may_ask(now)) else {
+            return;
+        };
+        let ask = LoadAsk {
+            asker: self.router,
+            incarnation: peer.fence(),
+            want,
+        };
+        if let Ok(question) = codec::encode(&ask) {
+            self.next_ask += 1;
+            peer.asking.asked(self.next_ask, now);
+            self.counts.traffic.asks_out += 1;
+            self.effects.push_back(Effect::Ask {
+                peer: router,
+                id: AskId(self.next_ask),
+                question: question.into(),
+            });
+        }
+    }
+
+    /// Lets the silent die, and forgets the long dead.
+    fn bury(&mut self, books: &mut dyn Books, now: Instant) {
+        let patience = match self.rules.keep(Rule::Patience) {
+            true => DEATH,
+            false => BEAT,
+        };
+        let routers: Vec<RouterId> = self.peers.keys().copied().collect();
+        for router in routers {
+            let forgotten = self.with_peer(router, books, now, |peer, desk| {
+                peer.check(patience, desk);
+                let silent = now.saturating_duration_since(peer.heard());
+                peer.is_dead() && silent >= REMEMBERED
+            });
+            if forgotten == Some(true) {
+                self.peers.remove(&router);
+                books.forget(router, now);
+            }
+        }
+    }
+
+    fn check_ready(&mut self, now: Instant) {
+        let is_known = self.is_listed && !self.peers.values().any(Peer::is_lacking);
+        let waited = now.saturating_duration_since(self.started);
+        if !self.is_ready && (is_known || waited >= JOIN_MAX) {
+            self.is_ready = true;
+            self.effects.push_back(Effect::Ready);
+        }
+    }
+
+    /// Works on a peer, known from now on. None if it is this router, or one too many.
+    fn with_peer<T>(
+        &mut self,
+        router: RouterId,
+        books: &mut dyn Books,
+        now: Instant,
+        work: impl FnOnce(&mut Peer, &mut Desk<'_>) -> T,
+    ) -> Option<T> {
+        if router == self.router {
+            return None;
+        }
+        if !self.peers.contains_key(&router) && !self.make_room(books, now) {
+            self.counts.refused.peers += 1;
+            return None;
+        }
+        let collected_bytes = self.peers.values().map(Peer::collected_bytes).sum();
+        let peer = self
+            .peers
+            .entry(router)
+            .or_insert_with(|| Peer::new(router, now));
+        let mut desk = Desk {
+            books,
+            counts: &mut self.counts,
+            collected_bytes,
+            now,
+            rules: self.rules,
+        };
+        Some(work(peer, &mut desk))
+    }
+
+    /// For one peer more: the longest dead goes.
+    fn make_room(&mut self, books: &mut dyn Books, now: Instant) -> bool {
+        if self.peers.len() < PEERS_MAX {
+            return true;
+        }
+        let dead = self.peers.values().filter(|peer| peer.is_dead());
+        let Some(oldest) = dead.min_by_key(|peer| peer.heard()).map(|peer| peer.router) else {
+            return false;
+        };
+        self.peers.remove(&oldest);
+        books.forget(oldest, now);
+        true
+    }
+}
+
+fn peer_view(peer: &Peer, books: &mut dyn Books, now: Instant) -> ReplicaView {
+    let followed = peer.followed();
+    let standing = match followed {
+        Some(_) => Standing::Following,
+        None if peer.is_dead() => Standing::Dead,
+        None => Standing::Lacking,
+    };
+    let silent = now.saturating_duration_since(peer.heard());
+    ReplicaView {
+        router: peer.router,
+        standing,
+        incarnation: peer.fence(),
+        number: followed.flatten(),
+        digest: books.digest(peer.router).into(),
+        compared: peer.compared(),
+        silent_ms: u64::try_from(silent.as_millis()).unwrap_or(u64::MAX),
+        sources: books.loads(peer.router),
+    }
+}

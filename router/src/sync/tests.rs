@@ -1,0 +1,314 @@
+use std::time::Duration;
+
+use fastrand::Rng;
+use warmroute_proto::load::LoadDigest;
+
+use super::rules::Rule;
+use super::*;
+use world::{Net, State, World};
+
+mod direct;
+mod hostile;
+mod world;
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// What a seed draws: how lossy the network is, and what happens when.
+#[derive(Clone, Copy)]
+struct Plan {
+    seed: u64,
+    broken: Option<Rule>,
+    /// The world changes views behind their replicas' backs.
+    spoils: bool,
+}
+
+/// Five seconds of faults, then agreement within one second, then nothing left of the dead, then nothing.
+fn play(plan: Plan) -> World {
+    let mut dice = Rng::with_seed(plan.seed ^ 0x5EED);
+    let mut world = World::new(plan.seed, 0);
+    world.broken = plan.broken;
+    world.spoils = plan.spoils;
+    for _ in 0..dice.usize(2..=5) {
+        world.join();
+    }
+    world.run(ms(600));
+    world.net = Net {
+        drop: [0.0, 0.1, 0.3, 0.3][dice.usize(..4)],
+        twice: [0.0, 0.1, 0.3][dice.usize(..3)],
+        delay_max: [ms(2), ms(20), ms(100)][dice.usize(..3)],
+        straggle: [0.0, 0.01][dice.usize(..2)],
+    };
+    for _ in 0..10 {
+        meet(&mut world, &mut dice, plan.spoils);
+        world.run(ms(500));
+    }
+    world.net = Net::GOOD;
+    for at in world.live() {
+        world.set(at, State::Up);
+    }
+    // The network delivers what it had: stragglers of the lossy time come until the end.
+    world.run(ms(950));
+    world.works = false;
+    world.run(ms(50));
+    world.check_agreement();
+    world.forgive_no_more();
+    world.run(ms(9000));
+    world.check_freed();
+    world.check_agreement();
+    for at in world.live() {
+        world.end_all(at);
+    }
+    world.run(ms(1000));
+    world.check_idle();
+    world
+}
+
+fn meet(world: &mut World, dice: &mut Rng, spoils: bool) {
+    let live = world.live();
+    let at = live[dice.usize(..live.len())];
+    match dice.u32(..12) {
+        0 if live.len() > 1 => world.crash(at),
+        1 if live.len() > 1 && world_state(world, at) == State::Up => world.leave(at),
+        2 | 3 => world.set(at, State::Paused),
+        4 | 5 if world_state(world, at) == State::Up => world.set(at, State::Cut),
+        6..9 => world.set(at, State::Up),
+        9 if world.nodes.len() < 8 => {
+            world.join();
+        }
+        10 if spoils => world.spoil(at),
+        _ => {}
+    }
+}
+
+fn world_state(world: &World, at: usize) -> State {
+    world.nodes[at].state
+}
+
+const WHOLE: Plan = Plan {
+    seed: 0,
+    broken: None,
+    spoils: false,
+};
+
+/// Seeds of a rule's breakage are tried until one finds it.
+fn is_found(broken: Rule, spoils: bool) -> bool {
+    (0..200).any(|seed| {
+        let plan = Plan {
+            seed,
+            broken: Some(broken),
+            spoils,
+        };
+        // A count below zero is a panic.
+        let played = std::panic::catch_unwind(|| play(plan));
+        played.is_err() || played.is_ok_and(|world| !world.faults.is_empty())
+    })
+}
+
+#[test]
+fn replicas_agree_within_a_second_after_the_losses_end() {
+    for seed in 0..500 {
+        let world = play(Plan { seed, ..WHOLE });
+        assert!(world.faults.is_empty(), "seed {seed}: {:#?}", world.faults);
+    }
+}
+
+#[test]
+fn what_no_number_shows_the_digest_finds() {
+    for seed in 0..100 {
+        let world = play(Plan {
+            seed,
+            spoils: true,
+            ..WHOLE
+        });
+        assert!(world.faults.is_empty(), "seed {seed}: {:#?}", world.faults);
+    }
+}
+
+#[test]
+fn one_seed_is_one_world() {
+    let trace = |seed| play(Plan { seed, ..WHOLE }).trace();
+    assert_eq!(trace(7), trace(7));
+    assert_ne!(trace(7), trace(8));
+}
+
+#[test]
+fn a_missing_fence_is_found() {
+    assert!(is_found(Rule::Fence, false));
+}
+
+#[test]
+fn a_missing_digest_is_found() {
+    assert!(is_found(Rule::Digest, true));
+}
+
+#[test]
+fn own_messages_applied_twice_are_found() {
+    assert!(is_found(Rule::OwnAside, false));
+}
+
+#[test]
+fn a_burial_at_the_first_silence_is_found() {
+    assert!(is_found(Rule::Patience, false));
+}
+
+/// What others hold of a router's requests.
+fn held(world: &World, by: usize, of: usize) -> u64 {
+    world.nodes[by].core.digest(world.nodes[of].router).count
+}
+
+fn three() -> World {
+    let mut world = World::new(1, 3);
+    world.works = false;
+    world.run(ms(200));
+    for at in 0..3 {
+        for _ in 0..10 {
+            world.admit(at);
+        }
+    }
+    world.run(ms(1000));
+    world.check_agreement();
+    assert!(world.faults.is_empty(), "{:?}", world.faults);
+    world
+}
+
+#[test]
+fn a_dead_routers_load_is_gone_after_its_death_and_not_before() {
+    let mut world = three();
+    world.crash(0);
+    world.run(DEATH - BEAT);
+    assert_eq!(held(&world, 1, 0), 10);
+    world.run(BEAT + 2 * TICK);
+    assert_eq!((held(&world, 1, 0), held(&world, 2, 0)), (0, 0));
+    assert_eq!(held(&world, 1, 2), 10);
+}
+
+#[test]
+fn a_goodbye_frees_at_once() {
+    let mut world = three();
+    world.leave(0);
+    world.run(ms(10));
+    assert_eq!(held(&world, 1, 0), 0);
+    assert!(
+        world.nodes[1]
+            .replica
+            .peers
+            .values()
+            .any(|peer| peer.is_dead())
+    );
+}
+
+#[test]
+fn a_router_paused_for_20_seconds_is_freed_and_comes_back_once() {
+    let mut world = three();
+    world.set(0, State::Paused);
+    world.run(ms(20_000));
+    assert_eq!(held(&world, 1, 0), 0);
+    // It hears first what waited, and buries nobody for its own silence.
+    world.set(0, State::Up);
+    world.run(ms(500));
+    assert_eq!(world.nodes[0].replica.counts().deaths, 0);
+    assert_eq!(world.nodes[0].replica.counts().incarnations, 2);
+    for by in 0..3 {
+        assert_eq!(held(&world, by, 0), 10, "{by}");
+    }
+    world.check_agreement();
+    // Its requests go on and end as if nothing had been.
+    world.end_all(0);
+    world.run(ms(500));
+    assert_eq!(held(&world, 1, 0), 0);
+    assert!(world.faults.is_empty(), "{:?}", world.faults);
+}
+
+/// A router that is cut off for `time` and back; how many it had buried until one second later.
+fn cut_off(time: Duration, broken: Option<Rule>) -> (u64, World) {
+    let mut world = three();
+    world.nodes[0].replica.rules = rules::Rules { broken };
+    world.set(0, State::Cut);
+    world.run(time);
+    world.set(0, State::Up);
+    world.run(ms(1000));
+    (world.nodes[0].replica.counts().deaths, world)
+}
+
+#[test]
+fn nobody_is_dead_to_the_deaf() {
+    for time in [ms(1000), ms(2000), ms(2600), ms(5000), ms(30_000)] {
+        let (deaths, mut world) = cut_off(time, None);
+        assert_eq!(deaths, 0, "{time:?}");
+        assert_eq!(held(&world, 0, 1), 10);
+        assert_eq!(held(&world, 1, 0), 10);
+        world.check_agreement();
+        assert!(world.faults.is_empty(), "{time:?} {:?}", world.faults);
+    }
+    let (deaths, _) = cut_off(ms(5000), Some(Rule::Hearing));
+    assert!(deaths > 0, "the rule has no effect");
+}
+
+/// The server was away: each comes back when it comes back, and is not buried for it.
+#[test]
+fn routers_that_come_back_seconds_apart_keep_each_others_load() {
+    let mut world = three();
+    for at in 0..3 {
+        world.set(at, State::Cut);
+    }
+    world.run(ms(4000));
+    for at in 0..3 {
+        world.set(at, State::Up);
+        world.run(ms(2000));
+        if at == 0 {
+            assert_eq!(held(&world, 0, 2), 10);
+        }
+    }
+    for at in 0..3 {
+        assert_eq!(world.nodes[at].replica.counts().deaths, 0, "{at}");
+    }
+    world.check_agreement();
+    assert!(world.faults.is_empty(), "{:?}", world.faults);
+}
+
+#[test]
+fn a_joiner_is_ready_with_the_others_load_and_not_before() {
+    let mut world = three();
+    let joined = world.now;
+    let at = world.join();
+    while world.nodes[at].ready.is_none() {
+        world.run(ms(1));
+    }
+    for of in 0..3 {
+        assert_eq!(held(&world, at, of), 10, "{of}");
+    }
+    assert!(world.now - joined < ms(200));
+}
+
+#[test]
+fn a_joiner_waits_for_silent_routers_no_longer_than_it_must() {
+    let mut world = three();
+    world.set(0, State::Paused);
+    let joined = world.now;
+    let at = world.join();
+    while world.nodes[at].ready.is_none() {
+        world.run(ms(1));
+    }
+    assert_eq!(held(&world, at, 1), 10);
+    let waited = world.now - joined;
+    assert!(
+        (JOIN_MAX..JOIN_MAX + ms(100)).contains(&waited),
+        "{waited:?}"
+    );
+}
+
+#[test]
+fn a_lone_router_sends_heartbeats_only() {
+    let mut world = World::new(1, 1);
+    world.run(ms(10_000));
+    let traffic = world.nodes[0].replica.counts().traffic;
+    assert_eq!((traffic.messages_out, traffic.asks_out), (0, 0));
+    assert!(!world.nodes[0].open.is_empty());
+    assert!(world.nodes[0].ready.is_some());
+    assert_ne!(
+        world.nodes[0].core.digest(world.nodes[0].router),
+        LoadDigest::default()
+    );
+}
