@@ -4,11 +4,13 @@ use std::time::Duration;
 use proptest::prelude::*;
 use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
-use warmroute_proto::{Generation, RecordNumber, TierState};
+use warmroute_proto::{Generation, Record, RecordNumber, TierState};
 
 use super::*;
 use crate::query;
 use crate::tests_support::{IDENTITY, World, locals, prefix, removed, source, stored};
+
+mod snapshots;
 
 const W: &str = "w1/0";
 const SECOND: Duration = Duration::from_secs(1);
@@ -537,8 +539,12 @@ fn trick() -> impl Strategy<Value = Trick> {
 
 /// What the shim does next: toggles one block of a small forest, as an engine could.
 fn toggle(world: &mut World, chain: &[u8], tier: Tier) -> Vec<Change> {
+    toggle_of(world, W, chain, tier)
+}
+
+fn toggle_of(world: &mut World, name: &str, chain: &[u8], tier: Tier) -> Vec<Change> {
     let names: Vec<String> = chain.iter().map(|&name| format!("n{name}")).collect();
-    let pairs = &world.shim(W).pairs;
+    let pairs = &world.shim(name).pairs;
     let held = |length: usize, tier| {
         prefix(&names[..length].join(" ")).is_some_and(|prefix| pairs.contains(&(prefix, tier)))
     };

@@ -155,3 +155,5 @@ async fn run_ends_when_it_is_told_to() {
     running.stop.cancel();
     running.run.await.unwrap().unwrap();
 }
+
+mod snapshots;
