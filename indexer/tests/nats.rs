@@ -3,8 +3,7 @@
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
-    clippy::disallowed_methods,
-    reason = "a test fails by panicking, its helpers too; it owns its processes and their threads"
+    reason = "a test fails by panicking, its helpers too"
 )]
 
 #[path = "../../proto/tests/nats_server/mod.rs"]
@@ -12,7 +11,6 @@ mod nats_server;
 mod process;
 
 use std::path::Path;
-use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use nats_server::NatsServer;
@@ -314,12 +312,10 @@ async fn a_log_rolled_back_and_refilled_past_the_position_is_found() {
         publisher.is_exact_at(&indexer).await;
     }
     // Refilled while the indexer cannot see it: its identity, first and last will look healthy.
-    let mut indexer_sees = server.url();
     server.kill();
     std::fs::remove_dir_all(server.store()).unwrap();
     std::fs::rename(&old, server.store()).unwrap();
     server.restart().await;
-    assert_eq!(std::mem::take(&mut indexer_sees), server.url());
     eventually("the plane is back", async || {
         plane.log_status().await.is_ok()
     })
@@ -343,5 +339,4 @@ async fn a_log_rolled_back_and_refilled_past_the_position_is_found() {
     for publisher in [&busy, &idle] {
         publisher.is_exact_at(&indexer).await;
     }
-    assert!(start.elapsed() < process::CAP + Duration::from_secs(60));
 }

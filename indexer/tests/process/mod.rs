@@ -36,10 +36,9 @@ pub(crate) fn command(url: &str, arguments: &[&str]) -> Command {
 
 /// `init` with these sizes; its output and whether it succeeded.
 pub(crate) fn init(url: &str, sizes: &[&str]) -> (String, bool) {
-    let mut init = Command::new(env!("CARGO_BIN_EXE_warmroute-indexer"));
-    init.args(["--nats-url", url, "--namespace", "t", "init"])
-        .args(sizes);
-    let output = init.output().unwrap();
+    let mut arguments = vec!["init"];
+    arguments.extend(sizes);
+    let output = command(url, &arguments).output().unwrap();
     let text = [output.stdout, output.stderr].concat();
     let text = String::from_utf8(text).unwrap();
     (text, output.status.success())
@@ -145,13 +144,6 @@ impl Indexer {
             source.remove("engine_seq");
         }
         digest
-    }
-
-    pub(crate) async fn states(&self) -> Vec<String> {
-        let digest = self.digest().await;
-        let sources = digest["sources"].as_array().unwrap();
-        let state = |source: &Value| source["state"].as_str().unwrap().to_owned();
-        sources.iter().map(state).collect()
     }
 
     pub(crate) async fn reaches(&self, position: LogPosition) {
