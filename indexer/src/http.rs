@@ -2,8 +2,9 @@
 //! it: `POST /query`, `POST /query_by_hash`, `GET /workers`, `GET /dump`; and `/v1/digest`, probes
 //! and metrics. Registration is no part of it: workers come through the plane's registry.
 //!
-//! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` each rank's tiers. `cpu` and `disk` are cumulative: a prefix that needs no lower tier than
-//! that. A source whose state gives no credit counts zero, and its state stands beside it.
+//! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` has each rank's tiers. `cpu` and `disk`
+//! are cumulative: a prefix that needs no lower tier than that. A source whose state gives no credit
+//! counts zero, and its state stands beside it.
 
 use std::collections::BTreeMap;
 

@@ -14,7 +14,7 @@ mod restore;
 mod snapshots;
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -41,6 +41,7 @@ use crate::metrics::{Metrics, QueryOutcome};
 use crate::query;
 use crate::same_log::Fit;
 use crate::snapshot::Schedule;
+use crate::snapshot::policy::Reading;
 use crate::turns::Turns;
 use crate::view::{self, DigestView, SourceDump, WorkerView};
 
@@ -114,6 +115,8 @@ struct Shared {
     position: watch::Sender<LogPosition>,
     /// The registry was read once from start to end.
     registry_read: AtomicBool,
+    /// The oldest record that the log was seen to keep.
+    log_first: AtomicU64,
     /// It is decided what the fold starts from.
     started: AtomicBool,
     connection: watch::Receiver<Connection>,
@@ -141,6 +144,7 @@ impl Service {
             fold: Turns::new(fold),
             position: watch::Sender::new(LogPosition(0)),
             registry_read: AtomicBool::new(false),
+            log_first: AtomicU64::new(0),
             started: AtomicBool::new(false),
             connection: plane.connection(),
             metrics: Metrics::new()?,
@@ -279,6 +283,15 @@ impl Handle {
 }
 
 impl Shared {
+    fn reading(&self, fold: &Fold) -> Reading {
+        Reading {
+            at: now(),
+            position: fold.position(),
+            bytes: fold.bytes_read(),
+            first: LogPosition(self.log_first.load(Ordering::Relaxed)),
+        }
+    }
+
     /// The fold does not panic; if it did, its next comparison would tell.
     fn read(&self) -> RwLockReadGuard<'_, Fold> {
         self.fold.read()

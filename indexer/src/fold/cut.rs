@@ -31,6 +31,8 @@ pub enum NoCut {
     Nothing,
     #[error("a source is set aside for want of memory")]
     SetAside,
+    #[error("a source diverged, and is about to be looked for in an older snapshot")]
+    Diverged,
     #[error("the digest of {0} is not that of its blocks")]
     Mismatch(Source),
 }
@@ -52,6 +54,9 @@ impl Fold {
         for (source, fold) in &self.sources {
             if fold.is_set_aside() {
                 return Err(NoCut::SetAside);
+            }
+            if self.reloads.is_some() && fold.wants_reload() {
+                return Err(NoCut::Diverged);
             }
             let mut after = Digest::default();
             if let Some(number) = fold.number() {

@@ -14,7 +14,6 @@ use super::*;
 use crate::fold::{Cut, NoCut, Parsed};
 use crate::metrics::RestoreCause;
 use crate::same_log::{self, Fit};
-use crate::snapshot::policy::Reading;
 
 /// Looks at the log's end between two at the applied record: 3 s.
 const COMPARE_EVERY: u32 = 6;
@@ -206,6 +205,8 @@ impl Worker {
             return Err(PlaneError::Unavailable(why));
         }
         self.shared.write().observe_end(look.at, look.status.last);
+        let first = look.status.first.0;
+        self.shared.log_first.store(first, Ordering::Relaxed);
         Ok(look.status.last)
     }
 
@@ -248,10 +249,15 @@ impl Worker {
         let position = self.shared.read().position();
         error!(%position, %to, "the log let records go before they were read");
         let wanted = restore::Wanted::Above(position);
-        if self.restore(RestoreCause::FellOff, wanted).await? {
-            return Err(unavailable("a newer snapshot was loaded"));
+        match self.restore(RestoreCause::FellOff, wanted).await {
+            Ok(true) => Err(unavailable("a newer snapshot was loaded")),
+            Ok(false) => Ok(()),
+            // What is missing is found by numbers and digests, and asked for.
+            Err(error) => {
+                warn!(%error, "snapshots cannot be read");
+                Ok(())
+            }
         }
-        Ok(())
     }
 
     /// Folds the first messages, as many as one lock may take; returns the others.
@@ -363,16 +369,11 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let made = spawn_blocking(move || {
             let fold = shared.read();
-            let start = now();
-            let reading = Reading {
-                at: start,
-                position: fold.position(),
-                bytes: fold.bytes_read(),
-            };
+            let reading = shared.reading(&fold);
             CutMade {
                 cut: fold.cut(),
                 reading,
-                took: now().saturating_duration_since(start),
+                took: now().saturating_duration_since(reading.at),
             }
         });
         match made.await {

@@ -14,7 +14,7 @@ use super::follow::{CutMade, CutRequest};
 use super::*;
 use crate::fold::NoCut;
 use crate::metrics::SnapshotOutcome;
-use crate::snapshot::policy::{self, Progress, Reading};
+use crate::snapshot::policy::{self, Progress};
 use crate::snapshot::{Name, format};
 
 /// How often it is looked whether one is due.
@@ -103,11 +103,8 @@ impl Snapshots {
         let shared = &self.worker.shared;
         let started = shared.started.load(Ordering::Acquire);
         let fold = shared.read();
-        (started && fold.log().is_some() && fold.lag() <= READY_LAG_MAX).then(|| Reading {
-            at: now(),
-            position: fold.position(),
-            bytes: fold.bytes_read(),
-        })
+        let is_in = fold.log().is_some() && fold.lag() <= READY_LAG_MAX;
+        (started && is_in).then(|| shared.reading(&fold))
     }
 
     async fn write(&mut self, reading: Reading) -> Result<SnapshotOutcome, PlaneError> {
@@ -159,6 +156,7 @@ impl Snapshots {
                 return Ok(SnapshotOutcome::Mismatch);
             }
             Err(NoCut::SetAside) => return Ok(SnapshotOutcome::SetAside),
+            Err(NoCut::Diverged) => return Ok(SnapshotOutcome::Busy),
             Err(NoCut::Nothing) => return Ok(SnapshotOutcome::NotDue),
         };
         let (head, blob) = in_background(move || {

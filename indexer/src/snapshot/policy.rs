@@ -30,6 +30,8 @@ pub struct Reading {
     pub position: LogPosition,
     /// Of the log, read since the start of the process.
     pub bytes: u64,
+    /// The oldest record that the log keeps.
+    pub first: LogPosition,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +67,8 @@ impl Progress {
         if now.position == taken.position {
             return age >= refresh;
         }
-        age >= schedule.every || now.bytes.saturating_sub(taken.bytes) >= schedule.bytes
+        let bytes = now.bytes.saturating_sub(taken.bytes);
+        age >= schedule.every || bytes >= schedule.bytes || is_falling_off(now, taken.position)
     }
 
     /// This replica took one.
@@ -117,6 +120,14 @@ impl Progress {
         self.taken
             .map(|taken| now.saturating_duration_since(taken.at))
     }
+}
+
+/// A log that lets old records go must not reach the snapshot: a quarter of what it keeps came since,
+/// however few bytes that is.
+fn is_falling_off(now: Reading, taken: LogPosition) -> bool {
+    let kept = now.position.next().0.saturating_sub(now.first.0);
+    let since = now.position.0.saturating_sub(taken.0);
+    now.first.0 > 1 && since.saturating_mul(4) >= kept
 }
 
 /// What the order of snapshots is: of logs by their creation, of one log by position.

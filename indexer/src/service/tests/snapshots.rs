@@ -322,3 +322,110 @@ async fn a_replica_shows_itself_in_the_registry_until_it_ends() {
     end(running).await;
     assert_eq!(plane.get(key).await.unwrap(), None);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_diverged_here_is_repaired_from_a_snapshot() {
+    let running = Running::start_keeping(tests_support::plane(), "w");
+    sleep(SECOND).await;
+    let mut shim = TestShim::new(W);
+    running
+        .publish(&shim.record(vec![stored("", "a b", Tier::Gpu)]))
+        .await;
+    snapshotted(&running.plane, running.handle.position()).await;
+    let subject = running.subjects.resync(&source(W).worker);
+    let mut requests = running.plane.subscribe(subject).await.unwrap();
+    let mut wrong = shim.clone();
+    wrong.pairs.clear();
+    running.heartbeat(&wrong).await;
+    until(async || metric(&running, "restores_total{cause=\"mismatch\"} 1")).await;
+    until(async || running.handle.held(&source(W)) == shim.pairs).await;
+    until(async || {
+        running.heartbeat(&shim).await;
+        state(&running).0 == SourceState::Exact
+    })
+    .await;
+    let asked = timeout(60 * SECOND, requests.next()).await;
+    assert!(asked.is_err(), "nobody had to send an image");
+    // In the same generation a second time: now it is asked for.
+    running.heartbeat(&wrong).await;
+    let request = requests.next().await.unwrap();
+    let request: ResyncRequest = codec::decode(&request).unwrap();
+    assert_eq!(request.reason, ResyncReason::Mismatch);
+    assert!(metric(&running, "restores_total{cause=\"mismatch\"} 1"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_falls_off_the_log_takes_a_newer_snapshot() {
+    let plane = small();
+    let running = Running::start_keeping(plane.clone(), "slow");
+    sleep(SECOND).await;
+    let mut shim = TestShim::new(W);
+    running
+        .publish(&shim.record(vec![stored("", "a", Tier::Gpu)]))
+        .await;
+    running.heartbeat(&shim).await;
+    snapshotted(&plane, running.handle.position()).await;
+    let subject = running.subjects.resync(&source(W).worker);
+    let mut requests = plane.subscribe(subject).await.unwrap();
+    // Nobody else runs between these: the log goes on without its reader.
+    let mut other = Fold::new(&tests_support::namespace(), None);
+    other.follow(IDENTITY);
+    for position in 1.. {
+        if position > 1 {
+            let name = format!("n{position}");
+            append(&plane, &shim.record(vec![stored("", &name, Tier::Gpu)])).await;
+        }
+        let message = plane.at(LogPosition(position)).await.unwrap().unwrap();
+        other.apply(now(), &message);
+        if plane.log_status().await.unwrap().first > LogPosition(10) {
+            break;
+        }
+    }
+    let cut = other.cut().unwrap();
+    let name = Name {
+        log: cut.head.log,
+        position: cut.head.at.position,
+        suffix: "quick-1".to_owned(),
+    };
+    let blob = crate::snapshot::format::encode(&cut.head, &cut.image).unwrap();
+    plane
+        .put_snapshot(name.to_string(), blob.into())
+        .await
+        .unwrap();
+    until(async || metric(&running, "restores_total{cause=\"fell_off\"} 1")).await;
+    until(async || running.handle.held(&source(W)) == shim.pairs).await;
+    until(async || {
+        running.heartbeat(&shim).await;
+        state(&running).0 == SourceState::Exact
+    })
+    .await;
+    assert!(timeout(60 * SECOND, requests.next()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn many_queries_at_once_are_all_answered() {
+    let (running, _) = running().await;
+    let mut long = query_for("a b c");
+    long.blocks.resize(100_000, warmroute_proto::LocalHash(1));
+    let ask = async |number: usize| {
+        let query = if number % 8 == 0 {
+            &long
+        } else {
+            &query_for("a b c")
+        };
+        let payload = codec::encode(query).unwrap();
+        let subject = running.subjects.query();
+        let reply = running.plane.request(subject, payload.into(), SECOND).await;
+        only(codec::decode(&reply.unwrap()).unwrap()).run.gpu
+    };
+    let answers = futures_util::future::join_all((0..60).map(ask)).await;
+    assert!(answers.iter().all(|&run| run == 2));
+    let mut ahead = query_for("a");
+    ahead.at_least = Some(LogPosition(9));
+    let payload = codec::encode(&ahead).unwrap();
+    let subject = running.subjects.query();
+    let reply = running.plane.request(subject, payload.into(), SECOND).await;
+    let position = LogPosition(1);
+    let behind: Answer = codec::decode(&reply.unwrap()).unwrap();
+    assert_eq!(behind, Answer::Behind { position });
+}

@@ -98,7 +98,21 @@ fn reading(start: Instant, seconds: u64, position: u64, bytes: u64) -> Reading {
         at: start + Duration::from_secs(seconds),
         position: LogPosition(position),
         bytes,
+        first: LogPosition(1),
     }
+}
+
+#[test]
+fn due_before_a_small_log_lets_the_last_one_go() {
+    let start = crate::tests_support::some_instant();
+    let mut progress = Progress::default();
+    progress.took(reading(start, 0, 100, 100));
+    let mut now = reading(start, 1, 125, 125);
+    assert!(!progress.is_due(now, &SCHEDULE), "nothing was trimmed");
+    now.first = LogPosition(26);
+    assert!(progress.is_due(now, &SCHEDULE));
+    now.position = LogPosition(124);
+    assert!(!progress.is_due(now, &SCHEDULE));
 }
 
 #[test]
