@@ -342,3 +342,46 @@ async fn a_log_rolled_back_and_refilled_past_the_position_is_found() {
         publisher.is_exact_at(&indexer).await;
     }
 }
+
+/// Kills an indexer when it does this step of a snapshot; the next one starts from the one before.
+async fn killed_at(step: &str) {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let mut publisher = Publisher::new(&plane, "a");
+    let mut indexer = Indexer::start(&server.url());
+    let first = publisher.publish(100).await;
+    snapshot_reaches(&plane, first).await;
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let mut steps = client.subscribe(step.to_owned()).await.unwrap();
+    client.flush().await.unwrap();
+    let last = publisher.publish(100).await;
+    let seen = tokio::time::timeout(process::CAP, steps.next()).await;
+    assert!(seen.unwrap().is_some(), "{step}");
+    indexer.kill();
+    let next = Indexer::start(&server.url());
+    next.reaches(last).await;
+    assert_eq!(
+        next.metric("restores_total{cause=\"start\"}").await,
+        1,
+        "{step}"
+    );
+    for why in ["corrupt", "torn", "record_differs", "trimmed"] {
+        let name = format!("snapshots_skipped_total{{reason=\"{why}\"}}");
+        assert_eq!(next.metric(&name).await, 0, "{step}: {why}");
+    }
+    publisher.is_exact_at(&next).await;
+    // And it goes on taking them, once the dead one's lease has run out.
+    let last = publisher.publish(100).await;
+    snapshot_reaches(&plane, last).await;
+}
+
+#[tokio::test]
+async fn killed_at_every_step_of_a_snapshot_the_next_start_is_good() {
+    let steps = [
+        "$KV.wr_t.wr.t.snapshot.writer",
+        "$O.wr_t.C.>",
+        "$O.wr_t.M.>",
+        "$KV.wr_t.wr.t.snapshot.newest",
+    ];
+    futures_util::future::join_all(steps.map(killed_at)).await;
+}

@@ -20,11 +20,15 @@ use crate::snapshot::{Name, format};
 /// How often it is looked whether one is due.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// After one that failed, or that another replica is writing.
+/// After one that failed.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Longer than writing one takes; if it is not, two replicas write one.
-const LEASE: Duration = Duration::from_secs(60);
+/// While another replica is writing one.
+const BUSY_PAUSE: Duration = Duration::from_secs(2);
+
+/// Longer than writing one takes, usually; if it is not, two replicas write one. A writer that dies
+/// keeps the others waiting this long.
+const LEASE: Duration = Duration::from_secs(10);
 
 /// The writer is busy restoring, or the plane is away.
 const CUT_DEADLINE: Duration = Duration::from_secs(30);
@@ -90,8 +94,8 @@ impl Snapshots {
         }
         match outcome {
             SnapshotOutcome::Written | SnapshotOutcome::NotDue => {}
-            SnapshotOutcome::Busy
-            | SnapshotOutcome::Superseded
+            SnapshotOutcome::Busy => self.progress.wait_until(now() + BUSY_PAUSE),
+            SnapshotOutcome::Superseded
             | SnapshotOutcome::SetAside
             | SnapshotOutcome::Mismatch
             | SnapshotOutcome::Failed => self.progress.wait_until(now() + PAUSE),
