@@ -127,3 +127,6 @@ fn holding(entry: &SnapshotSource, numbers: &mut impl Iterator<Item = SourceNumb
         SnapshotHolding::Freed => Holding::Freed,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -297,3 +297,6 @@ async fn in_background<T: Send + 'static>(
 fn as_unavailable(error: impl std::fmt::Display) -> PlaneError {
     PlaneError::Unavailable(error.to_string())
 }
+
+#[cfg(test)]
+mod tests;

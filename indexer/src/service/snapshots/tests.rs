@@ -1,13 +1,14 @@
 //! Snapshots through a plane: written, read, skipped, and what starts from them.
 
-use warmroute_proto::StreamIdentity;
-use warmroute_proto::bus::{MemoryPlane, PutIf};
-use warmroute_proto::registry::IndexerEntry;
-use warmroute_proto::snapshot::SnapshotPointer;
+use warmroute_proto::bus::MemoryPlane;
+use warmroute_proto::query::SourceState;
+use warmroute_proto::registry::{IndexerEntry, ResyncReason};
+use warmroute_proto::{Generation, StreamIdentity};
 
 use super::*;
-use crate::snapshot::Name;
-use crate::tests_support::{IDENTITY, append};
+
+use crate::service::tests::{SECOND, W, only, query_for, running, state};
+use crate::tests_support::{self, IDENTITY, Running, TestShim, append, source, stored};
 
 /// What the tests' plane keeps of the log: a few records.
 fn small() -> MemoryPlane {
@@ -387,7 +388,7 @@ async fn who_falls_off_the_log_takes_a_newer_snapshot() {
         position: cut.head.at.position,
         suffix: "quick-1".to_owned(),
     };
-    let blob = crate::snapshot::format::encode(&cut.head, &cut.image).unwrap();
+    let blob = format::encode(&cut.head, &cut.image).unwrap();
     plane
         .put_snapshot(name.to_string(), blob.into())
         .await

@@ -1,9 +1,17 @@
 //! Snapshots, patience, cuts: what a fold keeps, and what it must not conclude.
 
-use warmroute_proto::Digest;
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::registry::ResyncReason;
+use warmroute_proto::{Generation, RecordNumber, Tier, Tiers, codec};
 
 use super::*;
-use crate::snapshot::{BadSnapshot, Restored};
+use crate::fold::tests::{SECOND, Trick, W, gpu, resyncs, toggle_of, trick, world};
+use crate::fold::{FREE_AFTER, HeartbeatVerdict, Verdict, source::PATIENCE};
+use crate::snapshot::BadSnapshot;
+use crate::tests_support::{World, namespace, prefix, removed, source, stored};
 
 /// What two folds must agree on at one position, whatever either heard besides the log.
 type Told = Vec<(
@@ -46,7 +54,7 @@ fn restored_sources_are_unknown_until_their_first_record_or_heartbeat() {
         let answers = world.ask("a b d");
         let answer = answers
             .iter()
-            .find(|answer| answer.source == self::source(source));
+            .find(|answer| answer.source == crate::tests_support::source(source));
         let answer = answer.unwrap();
         assert_eq!(answer.states.gpu, SourceState::Unknown);
         assert_eq!(answer.reason, Some(UnknownReason::NoProof));
@@ -173,7 +181,7 @@ fn a_running_fold_that_goes_back_asks_for_what_it_knows_to_exist() {
     );
     world.fold.observe_end(now, world.position);
     assert_eq!(resyncs(&mut world), []);
-    world.wait(source::PATIENCE);
+    world.wait(PATIENCE);
     let requests = resyncs(&mut world);
     assert_eq!(requests.len(), 2);
     assert!(requests.contains(&(ResyncReason::Gap, Generation(1))));
@@ -193,10 +201,7 @@ fn a_running_fold_that_goes_back_catches_up_without_asking() {
             .fold
             .adopt(world.now, Restored::read(&snapshot).unwrap()),
     );
-    let mut fold = std::mem::replace(
-        &mut world.fold,
-        Fold::new(&crate::tests_support::namespace(), None),
-    );
+    let mut fold = std::mem::replace(&mut world.fold, Fold::new(&namespace(), None));
     world.catch_up(&mut fold);
     world.fold = fold;
     assert_eq!(told(&world.fold, world.now), before);
@@ -310,10 +315,7 @@ fn a_log_that_lost_records_is_read_anew() {
     assert_eq!(world.fold.position(), LogPosition(0));
     assert_eq!(world.fold.mark(), None);
     assert_eq!(world.state(W), SourceState::Stale);
-    let mut fold = std::mem::replace(
-        &mut world.fold,
-        Fold::new(&crate::tests_support::namespace(), None),
-    );
+    let mut fold = std::mem::replace(&mut world.fold, Fold::new(&namespace(), None));
     let before = told(&fold, world.now);
     world.catch_up(&mut fold);
     world.fold = fold;
