@@ -409,7 +409,7 @@ async fn many_queries_at_once_are_all_answered() {
     let mut long = query_for("a b c");
     long.blocks.resize(100_000, warmroute_proto::LocalHash(1));
     let ask = async |number: usize| {
-        let query = if number % 8 == 0 {
+        let query = if number.is_multiple_of(8) {
             &long
         } else {
             &query_for("a b c")
