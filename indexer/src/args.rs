@@ -1,13 +1,17 @@
 //! The command line: every knob with its environment name, default, unit and reason to change it.
 
 use std::net::SocketAddr;
+use std::num::ParseIntError;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
+use warmroute_proto::bus::InitConfig;
 
 use crate::IndexerConfig;
+use crate::snapshot::Schedule;
 
 /// Folds the log of a fleet's KV cache events into one tree, and answers what each worker holds.
 ///
@@ -26,6 +30,24 @@ pub struct Args {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
+    /// Bound on the tree's memory, as 6GiB or 500MB. Beyond it whole workers, the largest first, are
+    /// not folded and answered as unknown; such a replica writes no snapshots. Without it: as much as
+    /// the fleet's blocks take, about 35 bytes each.
+    #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes)]
+    pub max_memory: Option<u64>,
+    /// Bytes of log after which a snapshot is written. Less makes restarts faster, and writes more.
+    #[arg(
+        long, env = "WARMROUTE_SNAPSHOT_EVERY_BYTES", value_name = "BYTES",
+        default_value = "128MiB", value_parser = bytes
+    )]
+    pub snapshot_every_bytes: u64,
+    /// Seconds after which a snapshot is written if anything came since the last; at most a day, so
+    /// that the store never lets the last one go by its age.
+    #[arg(
+        long, env = "WARMROUTE_SNAPSHOT_EVERY_SECS", value_name = "SECS", default_value_t = 600,
+        value_parser = clap::value_parser!(u64).range(1..=86_400)
+    )]
+    pub snapshot_every_secs: u64,
     #[command(flatten)]
     pub nats: NatsArgs,
     #[command(flatten)]
@@ -34,8 +56,41 @@ pub struct Args {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub enum Command {
-    /// Create the streams and buckets of the namespace, and verify those that are there.
-    Init,
+    /// Create the streams and buckets of the namespace, and verify those that are there. Nothing that
+    /// is there is changed: if it differs, the differences are told and the exit code is 1.
+    Init(Init),
+}
+
+/// Sizes of what `init` creates.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Init {
+    /// Copies of every stream: 1 on one NATS node, 3 in a cluster.
+    #[arg(long, env = "WARMROUTE_REPLICAS", default_value_t = 1)]
+    pub replicas: usize,
+    /// Bytes of the log on each node; beyond, the oldest records go. At least four times what all
+    /// workers' blocks take at 16 bytes each.
+    #[arg(
+        long, env = "WARMROUTE_MAX_BYTES", value_name = "BYTES", default_value = "2GiB",
+        value_parser = bytes
+    )]
+    pub max_bytes: u64,
+    /// Seconds after which records go from the log.
+    #[arg(
+        long, env = "WARMROUTE_MAX_AGE_SECS", value_name = "SECS", default_value_t = 86_400,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    pub max_age_secs: u64,
+}
+
+impl From<Init> for InitConfig {
+    fn from(init: Init) -> Self {
+        Self {
+            replicas: init.replicas,
+            max_bytes: init.max_bytes,
+            max_age: Duration::from_secs(init.max_age_secs),
+            ..Self::default()
+        }
+    }
 }
 
 const PORT: u16 = 8090;
@@ -46,6 +101,7 @@ pub struct Config {
     pub listen: SocketAddr,
     pub nats: NatsArgs,
     pub indexer: IndexerConfig,
+    pub snapshots: Schedule,
     pub logs: Logs,
 }
 
@@ -57,6 +113,8 @@ pub enum ConfigError {
     NoNats,
     #[error("--namespace is empty")]
     EmptyNamespace,
+    #[error("--max-memory {0} is more than this machine can address")]
+    Memory(u64),
     #[error(transparent)]
     LogFilter(#[from] LogFilterError),
 }
@@ -69,14 +127,123 @@ impl TryFrom<Args> for Config {
             return Err(ConfigError::NoNats);
         }
         let namespace = args.nats.namespace().ok_or(ConfigError::EmptyNamespace)?;
+        let addressable = |bytes| usize::try_from(bytes).map_err(|_| ConfigError::Memory(bytes));
         Ok(Self {
             listen: listen::address("host", &args.host, args.port)?,
             nats: args.nats,
             indexer: IndexerConfig {
                 namespace,
-                max_memory_bytes: None,
+                max_memory_bytes: args.max_memory.map(addressable).transpose()?,
+            },
+            snapshots: Schedule {
+                bytes: args.snapshot_every_bytes,
+                every: Duration::from_secs(args.snapshot_every_secs),
             },
             logs: args.logs.try_into()?,
         })
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum BytesError {
+    #[error(
+        "bytes are a whole number with B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or nothing behind it"
+    )]
+    Unit,
+    #[error(transparent)]
+    Number(#[from] ParseIntError),
+    #[error("too many bytes, or none")]
+    Range,
+}
+
+/// A size as an operator writes it.
+fn bytes(text: &str) -> Result<u64, BytesError> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        "k" | "ki" | "kib" => 1 << 10,
+        "m" | "mi" | "mib" => 1 << 20,
+        "g" | "gi" | "gib" => 1 << 30,
+        "t" | "ti" | "tib" => 1 << 40,
+        _ => return Err(BytesError::Unit),
+    };
+    let number: u64 = digits.trim_end().parse()?;
+    let bytes = number.checked_mul(unit).filter(|&bytes| bytes > 0);
+    bytes.ok_or(BytesError::Range)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_operators_write_them() {
+        let check = |text: &str, value: Option<u64>| {
+            assert_eq!(bytes(text).ok(), value, "{text}");
+        };
+        check("4096", Some(4096));
+        check("6GiB", Some(6 << 30));
+        check("6Gi", Some(6 << 30));
+        check("6 GB", Some(6_000_000_000));
+        check("128m", Some(128 << 20));
+        check("1.5GB", None);
+        check("0", None);
+        check("GiB", None);
+        check("-1", None);
+        check("5 parsecs", None);
+        check("99999999TB", None);
+    }
+
+    fn config(flags: &[&str]) -> Result<Config, ConfigError> {
+        let program = ["warmroute-indexer"].iter().chain(flags);
+        Args::parse_from(program).try_into()
+    }
+
+    #[test]
+    fn flags_become_a_configuration() {
+        let all = [
+            "--nats-url",
+            "nats://n:4222",
+            "--max-memory",
+            "1GB",
+            "--host",
+            "[::1]",
+        ];
+        let config = config(&all).unwrap();
+        assert_eq!(config.indexer.max_memory_bytes, Some(1_000_000_000));
+        assert_eq!(config.listen.to_string(), "[::1]:8090");
+        assert_eq!(config.snapshots.bytes, 128 << 20);
+        assert_eq!(config.snapshots.every, Duration::from_secs(600));
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused() {
+        assert!(matches!(config(&[]), Err(ConfigError::NoNats)));
+        let empty = ["--nats-url", "n", "--namespace", ""];
+        assert!(matches!(config(&empty), Err(ConfigError::EmptyNamespace)));
+        let slow = ["warmroute-indexer", "--snapshot-every-secs", "86401"];
+        assert!(Args::try_parse_from(slow).is_err());
+    }
+
+    #[test]
+    fn init_has_the_sizes_that_were_asked_for() {
+        let flags = [
+            "warmroute-indexer",
+            "init",
+            "--replicas",
+            "3",
+            "--max-bytes",
+            "1GiB",
+        ];
+        let Some(Command::Init(init)) = Args::parse_from(flags).command else {
+            panic!("init");
+        };
+        let config = InitConfig::from(init);
+        assert_eq!((config.replicas, config.max_bytes), (3, 1 << 30));
+        assert_eq!(config.max_age, Duration::from_secs(86_400));
     }
 }

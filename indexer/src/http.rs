@@ -2,8 +2,9 @@
 //! it: `POST /query`, `POST /query_by_hash`, `GET /workers`, `GET /dump`; and `/v1/digest`, probes
 //! and metrics. Registration is no part of it: workers come through the plane's registry.
 //!
-//! Counts are in tokens. `cpu` and `disk` are cumulative: a prefix that needs no lower tier than
-//! that. A source whose state gives no credit counts zero, and its state stands beside it.
+//! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` has each rank's tiers. `cpu` and `disk`
+//! are cumulative: a prefix that needs no lower tier than that. A source whose state gives no credit
+//! counts zero, and its state stands beside it.
 
 use std::collections::BTreeMap;
 
@@ -178,7 +179,16 @@ struct Instance {
     cpu: u64,
     disk: u64,
     dp: BTreeMap<DpRank, u64>,
+    rank_matches: BTreeMap<DpRank, RankMatch>,
     states: BTreeMap<DpRank, SourceState>,
+}
+
+/// One rank's tokens, cumulative: a rank's tiers go together, those of different ranks do not.
+#[derive(Clone, Copy, Serialize)]
+struct RankMatch {
+    gpu: u64,
+    cpu: u64,
+    disk: u64,
 }
 
 async fn query(
@@ -274,6 +284,8 @@ impl Chosen {
             instance.disk = instance.disk.max(disk);
             instance.longest_matched = instance.longest_matched.max(disk);
             instance.dp.insert(*dp_rank, gpu);
+            let rank = RankMatch { gpu, cpu, disk };
+            instance.rank_matches.insert(*dp_rank, rank);
             instance.states.insert(*dp_rank, answer.states.gpu);
             let scores = response.scores.entry(worker.clone()).or_default();
             scores.insert(*dp_rank, gpu);

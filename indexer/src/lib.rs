@@ -1,7 +1,8 @@
 //! Warmroute's indexer: folds the log into one tree and answers what each worker holds.
 //!
 //! Pure: [`tree`] (which source holds which blocks), [`fold`] (what the log's messages, heartbeats
-//! and time do to it), [`query`] (a question's answer). [`Service`] is the shell that tails the log
+//! and time do to it), [`query`] (a question's answer), [`snapshot`] (what outlives a process),
+//! [`same_log`] (whether the log is still the one that was read). [`Service`] is the shell that tails the log
 //! and serves queries through a plane; [`http`] serves the same over HTTP. [`Handle`] is how others
 //! in the same process ask. [`turns`] is the lock between the one that writes and those that ask.
 //!
@@ -14,12 +15,14 @@ pub mod fold;
 pub mod http;
 mod metrics;
 pub mod query;
+pub mod same_log;
 mod service;
+pub mod snapshot;
 pub mod tree;
 pub mod turns;
 mod view;
 
-pub use service::{Handle, IndexerConfig, Service, TaskFailed};
+pub use service::{Handle, IndexerConfig, Replica, Service, SnapshotConfig, TaskFailed};
 pub use view::{DigestView, SourceDigest, SourceDump, SourceView, TierWords, WorkerView};
 
 #[cfg(test)]

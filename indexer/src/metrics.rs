@@ -1,54 +1,85 @@
-//! The indexer's metrics: registered once, in a registry of their own, labels closed.
+//! The indexer's metrics: registered once, in a registry of their own, labels closed. Series of single
+//! sources are made anew whenever somebody asks, so that they go when their source goes.
+
+mod levels;
+
+use std::time::Duration;
 
 use prometheus::{
-    Encoder, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
+    Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
+    TextEncoder, core::Collector,
 };
-use warmroute_proto::query::SourceState;
+use warmroute_proto::bus::NatsStats;
 use warmroute_proto::registry::ResyncReason;
 
 use crate::fold::{HeartbeatVerdict, Verdict};
+use crate::same_log::Fit;
 
-const STATES: [SourceState; 6] = [
-    SourceState::Exact,
-    SourceState::Partial,
-    SourceState::Unverified,
-    SourceState::Stale,
-    SourceState::CatchingUp,
-    SourceState::Unknown,
-];
+pub(crate) use levels::{Levels, SourceLevel};
 
-/// What became of a query.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum QueryOutcome {
-    Answered,
-    Behind,
-    Malformed,
-    Failed,
+/// A closed set of labels, each with its word.
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident { $($variant:ident = $word:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum $name {
+            $($variant,)*
+        }
+
+        impl $name {
+            const ALL: &[Self] = &[$(Self::$variant,)*];
+
+            pub(crate) const fn word(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $word,)*
+                }
+            }
+        }
+    };
 }
 
-impl QueryOutcome {
-    const ALL: [Self; 4] = [Self::Answered, Self::Behind, Self::Malformed, Self::Failed];
-
-    const fn word(self) -> &'static str {
-        match self {
-            Self::Answered => "answered",
-            Self::Behind => "behind",
-            Self::Malformed => "malformed",
-            Self::Failed => "failed",
-        }
+words! {
+    /// What became of a query.
+    QueryOutcome {
+        Answered = "answered",
+        Behind = "behind",
+        Malformed = "malformed",
+        Failed = "failed",
+    }
+}
+words! {
+    /// What became of a snapshot that was due.
+    SnapshotOutcome {
+        Written = "written",
+        NotDue = "not_due",
+        Busy = "busy",
+        Superseded = "superseded",
+        SetAside = "set_aside",
+        Mismatch = "mismatch",
+        Failed = "failed",
+    }
+}
+words! {
+    /// Why a snapshot was not loaded.
+    Skipped {
+        Corrupt = "corrupt",
+        Torn = "torn",
+        AnotherLog = "another_log",
+        Trimmed = "trimmed",
+        RecordDiffers = "record_differs",
+        Memory = "memory",
+    }
+}
+words! {
+    /// Why a snapshot was loaded.
+    RestoreCause {
+        Start = "start",
+        FellOff = "fell_off",
+        Mismatch = "mismatch",
     }
 }
 
-/// What is read off the fold when somebody asks.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Levels {
-    pub(crate) states: Vec<SourceState>,
-    pub(crate) nodes: usize,
-    pub(crate) bytes: usize,
-    pub(crate) position: u64,
-    pub(crate) lag: u64,
-    pub(crate) jumps: u64,
-}
+const BROKEN: [Fit; 3] = [Fit::AnotherLog, Fit::LostEnd, Fit::OtherRecord];
 
 pub(crate) struct Metrics {
     registry: Registry,
@@ -58,12 +89,20 @@ pub(crate) struct Metrics {
     resyncs: IntCounterVec,
     bad_entries: IntCounter,
     reconnects: IntCounter,
-    sources: IntGaugeVec,
-    tree_blocks: IntGauge,
-    tree_bytes: IntGauge,
-    position: IntGauge,
-    lag: IntGauge,
-    jumps: IntGauge,
+    looks_failed: IntCounter,
+    logs_broken: IntCounterVec,
+    visible: Histogram,
+    snapshots: SnapshotMetrics,
+}
+
+struct SnapshotMetrics {
+    outcomes: IntCounterVec,
+    skipped: IntCounterVec,
+    restores: IntCounterVec,
+    age: IntGauge,
+    bytes: IntGauge,
+    locked: Histogram,
+    duration: Histogram,
 }
 
 impl Metrics {
@@ -77,18 +116,21 @@ impl Metrics {
             resyncs: of.counters("resyncs_total", "New generations asked for.", "reason")?,
             bad_entries: of.counter("bad_registry_entries_total", "Unreadable worker entries.")?,
             reconnects: of.counter("reconnects_total", "Times the log was taken up again.")?,
-            sources: of.gauges("sources", "Sources by state.", "state")?,
-            tree_blocks: of.gauge("tree_blocks", "Distinct prefixes in the tree.")?,
-            tree_bytes: of.gauge("tree_bytes", "Estimated memory of the tree.")?,
-            position: of.gauge("log_position", "Everything up to here is in.")?,
-            lag: of.gauge(
-                "log_lag_messages",
-                "Messages between the position and the end.",
+            looks_failed: of.counter(
+                "log_checks_failed_total",
+                "Times the log's identity and end could not be asked for.",
             )?,
-            jumps: of.gauge(
-                "log_jumps",
-                "Times the log went on elsewhere than it ended.",
+            logs_broken: of.counters(
+                "logs_broken_total",
+                "Times the log was not the one that was read, by what differed.",
+                "fit",
             )?,
+            visible: of.seconds(
+                "event_to_visible_seconds",
+                "From when the log took a record to when answers have it. The first is the NATS \
+                 server's clock, the second this machine's: their difference is in it.",
+            )?,
+            snapshots: SnapshotMetrics::new(&of)?,
             registry,
         };
         metrics.touch();
@@ -106,6 +148,9 @@ impl Metrics {
         for outcome in QueryOutcome::ALL {
             self.queries.with_label_values(&[outcome.word()]);
         }
+        for fit in BROKEN {
+            self.logs_broken.with_label_values(&[fit.word()]);
+        }
         for reason in [
             ResyncReason::Gap,
             ResyncReason::Mismatch,
@@ -114,6 +159,7 @@ impl Metrics {
         ] {
             self.resyncs.with_label_values(&[reason.word()]);
         }
+        self.snapshots.touch();
     }
 
     pub(crate) fn record(&self, verdict: Verdict) {
@@ -140,35 +186,125 @@ impl Metrics {
         self.reconnects.inc();
     }
 
-    /// Everything in Prometheus' text format, with these levels.
-    pub(crate) fn text(&self, levels: &Levels) -> Result<Vec<u8>, prometheus::Error> {
-        for state in STATES {
-            let count = levels.states.iter().filter(|&&of| of == state).count();
-            self.sources
-                .with_label_values(&[state.word()])
-                .set(gauge(count));
+    pub(crate) fn look_failed(&self) {
+        self.looks_failed.inc();
+    }
+
+    pub(crate) fn log_broken(&self, fit: Fit) {
+        self.logs_broken.with_label_values(&[fit.word()]).inc();
+    }
+
+    /// Records that the log took at these times, nanoseconds since the Unix epoch, are visible now. A
+    /// clock behind the server's counts as no time.
+    pub(crate) fn visible(&self, stored_unix_ns: impl Iterator<Item = u64>) {
+        let now = unix_ns();
+        for stored in stored_unix_ns {
+            let age = Duration::from_nanos(now.saturating_sub(stored));
+            self.visible.observe(age.as_secs_f64());
         }
-        self.tree_blocks.set(gauge(levels.nodes));
-        self.tree_bytes.set(gauge(levels.bytes));
-        self.position.set(gauge(levels.position));
-        self.lag.set(gauge(levels.lag));
-        self.jumps.set(gauge(levels.jumps));
+    }
+
+    pub(crate) fn snapshot(&self, outcome: SnapshotOutcome) {
+        let outcomes = &self.snapshots.outcomes;
+        outcomes.with_label_values(&[outcome.word()]).inc();
+    }
+
+    pub(crate) fn snapshot_written(&self, bytes: u64, locked: Duration, took: Duration) {
+        self.snapshots.bytes.set(gauge(bytes));
+        self.snapshots.locked.observe(locked.as_secs_f64());
+        self.snapshots.duration.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn snapshot_age(&self, age: Option<Duration>) {
+        let age = age.map_or(-1, |age| gauge(age.as_secs()));
+        self.snapshots.age.set(age);
+    }
+
+    pub(crate) fn skipped(&self, why: Skipped) {
+        let skipped = &self.snapshots.skipped;
+        skipped.with_label_values(&[why.word()]).inc();
+    }
+
+    pub(crate) fn restored(&self, cause: RestoreCause) {
+        let restores = &self.snapshots.restores;
+        restores.with_label_values(&[cause.word()]).inc();
+    }
+
+    /// Everything in Prometheus' text format, with these levels.
+    pub(crate) fn text(
+        &self,
+        levels: &Levels,
+        nats: Option<&NatsStats>,
+    ) -> Result<Vec<u8>, prometheus::Error> {
+        let mut families = self.registry.gather();
+        families.extend(levels::gather(levels, nats)?);
         let mut text = Vec::new();
-        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        TextEncoder::new().encode(&families, &mut text)?;
         Ok(text)
     }
+}
+
+impl SnapshotMetrics {
+    fn new(of: &Family<'_>) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            outcomes: of.counters("snapshots_total", "Snapshots that were due.", "outcome")?,
+            skipped: of.counters(
+                "snapshots_skipped_total",
+                "Snapshots that were not loaded, by why.",
+                "reason",
+            )?,
+            restores: of.counters("restores_total", "Snapshots that were loaded.", "cause")?,
+            age: of.gauge(
+                "snapshot_age_seconds",
+                "Since the newest snapshot was written or found; -1 if there is none.",
+            )?,
+            bytes: of.gauge("snapshot_bytes", "Of the last one written here.")?,
+            locked: of.seconds(
+                "snapshot_lock_seconds",
+                "How long the log waited while a snapshot was cut. Queries did not.",
+            )?,
+            duration: of.seconds("snapshot_duration_seconds", "From the cut to the pointer.")?,
+        })
+    }
+
+    fn touch(&self) {
+        self.age.set(-1);
+        for outcome in SnapshotOutcome::ALL {
+            self.outcomes.with_label_values(&[outcome.word()]);
+        }
+        for why in Skipped::ALL {
+            self.skipped.with_label_values(&[why.word()]);
+        }
+        for cause in RestoreCause::ALL {
+            self.restores.with_label_values(&[cause.word()]);
+        }
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the log's times are wall clock; this only shows them, and decides nothing"
+)]
+fn unix_ns() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |now| u64::try_from(now.as_nanos()).unwrap_or(u64::MAX))
 }
 
 fn gauge(value: impl TryInto<i64>) -> i64 {
     value.try_into().unwrap_or(i64::MAX)
 }
 
+fn options(name: &str, help: &str) -> Opts {
+    Opts::new(format!("warmroute_indexer_{name}"), help)
+}
+
 /// Makes and registers series of one name space.
 struct Family<'a>(&'a Registry);
 
 impl Family<'_> {
-    fn options(name: &str, help: &str) -> Opts {
-        Opts::new(format!("warmroute_indexer_{name}"), help)
+    fn register<C: Collector + Clone + 'static>(&self, series: C) -> Result<C, prometheus::Error> {
+        self.0.register(Box::new(series.clone()))?;
+        Ok(series)
     }
 
     fn counters(
@@ -177,31 +313,21 @@ impl Family<'_> {
         help: &str,
         label: &str,
     ) -> Result<IntCounterVec, prometheus::Error> {
-        let counters = IntCounterVec::new(Self::options(name, help), &[label])?;
-        self.0.register(Box::new(counters.clone()))?;
-        Ok(counters)
-    }
-
-    fn gauges(
-        &self,
-        name: &str,
-        help: &str,
-        label: &str,
-    ) -> Result<IntGaugeVec, prometheus::Error> {
-        let gauges = IntGaugeVec::new(Self::options(name, help), &[label])?;
-        self.0.register(Box::new(gauges.clone()))?;
-        Ok(gauges)
+        self.register(IntCounterVec::new(options(name, help), &[label])?)
     }
 
     fn counter(&self, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-        let counter = IntCounter::with_opts(Self::options(name, help))?;
-        self.0.register(Box::new(counter.clone()))?;
-        Ok(counter)
+        self.register(IntCounter::with_opts(options(name, help))?)
     }
 
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-        let gauge = IntGauge::with_opts(Self::options(name, help))?;
-        self.0.register(Box::new(gauge.clone()))?;
-        Ok(gauge)
+        self.register(IntGauge::with_opts(options(name, help))?)
+    }
+
+    /// From 0.1 ms to 26 s.
+    fn seconds(&self, name: &str, help: &str) -> Result<Histogram, prometheus::Error> {
+        let buckets = prometheus::exponential_buckets(0.0001, 2.0, 19)?;
+        let options = HistogramOpts::from(options(name, help)).buckets(buckets);
+        self.register(Histogram::with_opts(options)?)
     }
 }

@@ -2,44 +2,67 @@
 
 use std::time::{Duration, Instant};
 
+use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer};
-use warmroute_proto::{Source, Tiers};
+use warmroute_proto::{LogPosition, PrefixHash, Source, Tiers};
 
 use crate::fold::{Fold, SourceStanding};
 use crate::tree::{SourceNumber, TierMask};
 
+/// A query with its prefix chain, made before anybody is kept from writing.
+pub struct Prepared {
+    chain: Vec<PrefixHash>,
+    at_least: Option<LogPosition>,
+}
+
 /// Answers a query. Sources of which no record came yet are left out: there is nothing to say.
 #[must_use]
 pub fn answer(fold: &Fold, query: &Query, now: Instant) -> Answer {
-    let position = fold.position();
-    let behind = query.at_least.is_some_and(|wanted| position < wanted);
-    // Before the log is known there is no position that could be compared.
-    let Some(log) = fold.log().filter(|_| !behind) else {
-        return Answer::Behind { position };
-    };
-    let mut sources = Vec::new();
-    let mut places: Vec<Option<usize>> = Vec::new();
-    let mut allowed: Vec<(SourceNumber, TierMask)> = Vec::new();
-    for (source, standing) in fold.standings(now) {
-        let Some(answer) = without_run(source, &standing) else {
-            continue;
+    Prepared::of(query).answer(fold, now)
+}
+
+impl Prepared {
+    #[must_use]
+    pub fn of(query: &Query) -> Self {
+        Self {
+            chain: prefix_hashes(None, &query.blocks).collect(),
+            at_least: query.at_least,
+        }
+    }
+
+    /// See [`answer`].
+    #[must_use]
+    pub fn answer(&self, fold: &Fold, now: Instant) -> Answer {
+        let position = fold.position();
+        let behind = self.at_least.is_some_and(|wanted| position < wanted);
+        // Before the log is known there is no position that could be compared.
+        let Some(log) = fold.log().filter(|_| !behind) else {
+            return Answer::Behind { position };
         };
-        places.push(fold.allowed(source, &standing.states).map(|pair| {
-            allowed.push(pair);
-            allowed.len() - 1
-        }));
-        sources.push(answer);
-    }
-    let runs = fold.tree().lookup(&query.blocks, &allowed);
-    for (answer, place) in sources.iter_mut().zip(places) {
-        answer.run = place
-            .and_then(|place| runs.get(place).copied())
-            .unwrap_or_default();
-    }
-    Answer::Runs {
-        log,
-        position,
-        sources,
+        let mut sources = Vec::new();
+        let mut places: Vec<Option<usize>> = Vec::new();
+        let mut allowed: Vec<(SourceNumber, TierMask)> = Vec::new();
+        for (source, standing) in fold.standings(now) {
+            let Some(answer) = without_run(source, &standing) else {
+                continue;
+            };
+            places.push(fold.allowed(source, &standing.states).map(|pair| {
+                allowed.push(pair);
+                allowed.len() - 1
+            }));
+            sources.push(answer);
+        }
+        let runs = fold.tree().lookup_chain(&self.chain, &allowed);
+        for (answer, place) in sources.iter_mut().zip(places) {
+            answer.run = place
+                .and_then(|place| runs.get(place).copied())
+                .unwrap_or_default();
+        }
+        Answer::Runs {
+            log,
+            position,
+            sources,
+        }
     }
 }
 

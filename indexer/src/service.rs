@@ -1,30 +1,47 @@
-//! The shell: tails the log, hears heartbeats, watches the registry, serves queries.
+//! The shell: tails the log, hears heartbeats, watches the registry, serves queries, keeps snapshots.
 //!
 //! One task owns the fold and writes to it, in bounded synchronous steps under a lock that is never
 //! held across an await; everybody else reads. Whatever the plane does, the service goes on: it
 //! takes up the log again where it was. It decides nothing about sources, [`Fold`] does.
+//!
+//! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
+//! answers, `register` says that this replica is there.
+
+mod follow;
+mod queries;
+mod register;
+mod restore;
+mod snapshots;
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use tokio::sync::watch;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, info, warn};
-use warmroute_proto::bus::{LogMessage, Plane, PlaneError, RegistryEvent, Request};
+use tracing::{debug, error, info, warn};
+use warmroute_proto::bus::{
+    Connection, LogMessage, LogStatus, NatsStats, Plane, PlaneError, RegistryEvent, Request,
+};
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::registry::ResyncRequest;
+use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
 use crate::metrics::{Metrics, QueryOutcome};
 use crate::query;
+use crate::same_log::Fit;
+use crate::snapshot::Schedule;
+use crate::snapshot::policy::Reading;
 use crate::turns::Turns;
 use crate::view::{self, DigestView, SourceDump, WorkerView};
 
@@ -38,7 +55,7 @@ const LOCKED_BYTES_MAX: usize = 4 << 10;
 /// Nodes of dead generations that are given back between two steps.
 const RECLAIM_MAX: usize = 1024;
 
-/// How often patience is checked and the log's end looked up. Short against the 5 s of a proof,
+/// How often patience is checked, and the log's end looked up. Short against the 5 s of a proof,
 /// whose age is rounded up by as much.
 const TICK: Duration = Duration::from_millis(500);
 
@@ -57,6 +74,25 @@ pub struct IndexerConfig {
     pub max_memory_bytes: Option<usize>,
 }
 
+/// Whether and when this replica writes snapshots. Any that writes also reads them.
+#[derive(Clone, Debug)]
+pub struct SnapshotConfig {
+    /// Part of the names that it gives: unique among all replicas that ever were.
+    pub writer: String,
+    pub schedule: Schedule,
+}
+
+/// This replica, as the registry shows it.
+#[derive(Clone, Debug)]
+pub struct Replica {
+    /// Unique among all replicas that ever were.
+    pub id: String,
+    /// Where its HTTP is reached.
+    pub url: Option<String>,
+}
+
+type StatsOf = Box<dyn Fn() -> NatsStats + Send + Sync>;
+
 /// A task of the service ended before it was told to.
 #[derive(Debug, thiserror::Error)]
 #[error("a task of the indexer failed")]
@@ -65,6 +101,7 @@ pub struct TaskFailed;
 /// The indexer, ready to run.
 pub struct Service {
     worker: Worker,
+    replica: Option<Replica>,
 }
 
 /// Everybody's view of the indexer. Clones are the same view.
@@ -78,7 +115,13 @@ struct Shared {
     position: watch::Sender<LogPosition>,
     /// The registry was read once from start to end.
     registry_read: AtomicBool,
+    /// The oldest record that the log was seen to keep.
+    log_first: AtomicU64,
+    /// It is decided what the fold starts from.
+    started: AtomicBool,
+    connection: watch::Receiver<Connection>,
     metrics: Metrics,
+    nats: OnceLock<StatsOf>,
 }
 
 #[derive(Clone)]
@@ -86,9 +129,11 @@ struct Worker {
     shared: Arc<Shared>,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
+    snapshots: Option<SnapshotConfig>,
 }
 
 impl Service {
+    /// Without snapshots, registration, and counts of NATS: what an indexer inside another process needs.
     pub fn new(config: IndexerConfig, plane: Arc<dyn Plane>) -> Result<Self, prometheus::Error> {
         let IndexerConfig {
             namespace,
@@ -99,14 +144,42 @@ impl Service {
             fold: Turns::new(fold),
             position: watch::Sender::new(LogPosition(0)),
             registry_read: AtomicBool::new(false),
+            log_first: AtomicU64::new(0),
+            started: AtomicBool::new(false),
+            connection: plane.connection(),
             metrics: Metrics::new()?,
+            nats: OnceLock::new(),
         };
         let worker = Worker {
             shared: Arc::new(shared),
             plane,
             subjects: Subjects::new(&namespace),
+            snapshots: None,
         };
-        Ok(Self { worker })
+        let replica = None;
+        Ok(Self { worker, replica })
+    }
+
+    /// Reads a snapshot at its start, and writes them when they are due.
+    #[must_use]
+    pub fn with_snapshots(mut self, config: SnapshotConfig) -> Self {
+        self.worker.snapshots = Some(config);
+        self
+    }
+
+    /// Shows the counts of its NATS connection among its metrics.
+    #[must_use]
+    pub fn with_nats_stats(self, stats: impl Fn() -> NatsStats + Send + Sync + 'static) -> Self {
+        // Set once, here.
+        drop(self.worker.shared.nats.set(Box::new(stats)));
+        self
+    }
+
+    /// Shows itself in the registry.
+    #[must_use]
+    pub fn registered_as(mut self, replica: Replica) -> Self {
+        self.replica = Some(replica);
+        self
     }
 
     #[must_use]
@@ -118,16 +191,23 @@ impl Service {
 
     /// Runs until it is told to stop.
     pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
+        let Self { worker, replica } = self;
         let stop = stop.child_token();
         let tasks = TaskTracker::new();
-        let follower = tasks.spawn(self.worker.clone().follow(stop.clone()));
-        let server = tasks.spawn(self.worker.serve(stop.clone()));
-        tasks.close();
-        tokio::select! {
-            _ = follower => {}
-            _ = server => {}
+        let (cuts, cut_requests) = mpsc::channel(1);
+        let mut all = FuturesUnordered::new();
+        all.push(tasks.spawn(worker.clone().follow(cut_requests, stop.clone())));
+        all.push(tasks.spawn(worker.clone().serve(tasks.clone(), stop.clone())));
+        if let Some(config) = worker.snapshots.clone() {
+            let snapshots = snapshots::Snapshots::new(worker.clone(), config, cuts);
+            all.push(tasks.spawn(snapshots.run(stop.clone())));
         }
-        // Both end only when told to; whatever ended early takes the other one along.
+        if let Some(replica) = replica {
+            all.push(tasks.spawn(worker.register(replica, stop.clone())));
+        }
+        tasks.close();
+        // They end only when told to; whatever ends early takes the others along.
+        all.next().await;
         let told = stop.is_cancelled();
         stop.cancel();
         tasks.wait().await;
@@ -139,7 +219,9 @@ impl Handle {
     /// Answers a query, of one moment.
     #[must_use]
     pub fn query(&self, query: &Query) -> Answer {
-        let answer = query::answer(&self.shared.read(), query, now());
+        // The chain is made before the lock: a long prompt's takes longer than looking it up.
+        let prepared = query::Prepared::of(query);
+        let answer = prepared.answer(&self.shared.read(), now());
         self.shared.metrics.query(match answer {
             Answer::Runs { .. } => QueryOutcome::Answered,
             Answer::Behind { .. } => QueryOutcome::Behind,
@@ -181,22 +263,35 @@ impl Handle {
         self.shared.position.subscribe()
     }
 
-    /// The registry and the log are read, up to a small lag.
+    /// The plane is within reach, it is decided what to start from, and registry and log are read, up to
+    /// a small lag.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        let fold = self.shared.read();
+        let connected = *self.shared.connection.borrow() == Connection::Up;
+        let started = self.shared.started.load(Ordering::Acquire);
         let registry_read = self.shared.registry_read.load(Ordering::Acquire);
-        registry_read && fold.log().is_some() && fold.lag() <= READY_LAG_MAX
+        let fold = self.shared.read();
+        connected && started && registry_read && fold.log().is_some() && fold.lag() <= READY_LAG_MAX
     }
 
     /// All metrics in Prometheus' text format.
     pub fn metrics_text(&self) -> Result<Vec<u8>, prometheus::Error> {
         let levels = view::levels(&self.shared.read(), now());
-        self.shared.metrics.text(&levels)
+        let nats = self.shared.nats.get().map(|stats| stats());
+        self.shared.metrics.text(&levels, nats.as_ref())
     }
 }
 
 impl Shared {
+    fn reading(&self, fold: &Fold) -> Reading {
+        Reading {
+            at: now(),
+            position: fold.position(),
+            bytes: fold.bytes_read(),
+            first: LogPosition(self.log_first.load(Ordering::Relaxed)),
+        }
+    }
+
     /// The fold does not panic; if it did, its next comparison would tell.
     fn read(&self) -> RwLockReadGuard<'_, Fold> {
         self.fold.read()
@@ -205,225 +300,6 @@ impl Shared {
     fn write(&self) -> RwLockWriteGuard<'_, Fold> {
         self.fold.write()
     }
-}
-
-impl Worker {
-    async fn follow(self, stop: CancellationToken) {
-        let follow = async {
-            loop {
-                let Err(error) = self.follow_once().await;
-                warn!(%error, "the log is taken up again");
-                self.shared.metrics.reconnect();
-                self.shared.write().tick(now());
-                sleep(RETRY).await;
-            }
-        };
-        // Every step on the fold is one synchronous call: being dropped at an await harms nothing.
-        tokio::select! {
-            () = stop.cancelled() => {}
-            () = follow => {}
-        }
-    }
-
-    /// Follows the log from where it was left, until the plane fails.
-    async fn follow_once(&self) -> Result<std::convert::Infallible, PlaneError> {
-        self.look_up_end().await?;
-        let mut heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
-        let mut registry = self.plane.watch(self.subjects.worker_keys()).await?;
-        self.shared.write().watch_begins();
-        let position = self.shared.read().position();
-        info!(%position, "following the log");
-        let mut log = self.plane.tail(position, BATCH_MAX).await?;
-        let mut ticks = interval(TICK);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                batch = log.next() => self.fold_batch(&batch.ok_or_else(ended)?).await,
-                heartbeat = heartbeats.next() => self.heartbeat(&heartbeat.ok_or_else(ended)?),
-                event = registry.next() => self.registry(event.ok_or_else(ended)?),
-                _ = ticks.tick() => self.tick().await?,
-            }
-        }
-    }
-
-    async fn fold_batch(&self, batch: &[LogMessage]) {
-        let mut rest = batch;
-        while !rest.is_empty() {
-            rest = self.fold_some(rest);
-            // Between two locks readers and other tasks have their turn.
-            tokio::task::yield_now().await;
-        }
-    }
-
-    /// Folds the first messages, as many as one lock may take; returns the others.
-    fn fold_some<'a>(&self, batch: &'a [LogMessage]) -> &'a [LogMessage] {
-        let now = now();
-        let mut fold = self.shared.write();
-        let mut bytes = 0;
-        let mut rest = batch;
-        while let Some((message, behind)) = rest.split_first() {
-            if bytes > LOCKED_BYTES_MAX {
-                break;
-            }
-            bytes += message.payload.len();
-            let verdict = fold.apply(now, message);
-            self.shared.metrics.record(verdict);
-            report(message, verdict);
-            rest = behind;
-        }
-        fold.reclaim(RECLAIM_MAX);
-        let position = fold.position();
-        drop(fold);
-        self.shared.position.send_replace(position);
-        rest
-    }
-
-    fn heartbeat(&self, payload: &Bytes) {
-        let verdict = self.shared.write().heartbeat(now(), payload);
-        self.shared.metrics.heartbeat(verdict);
-        match verdict {
-            HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),
-            HeartbeatVerdict::Proof
-            | HeartbeatVerdict::NotFolded
-            | HeartbeatVerdict::Behind
-            | HeartbeatVerdict::Late
-            | HeartbeatVerdict::Old
-            | HeartbeatVerdict::Undecodable => debug!(verdict = verdict.word(), "heartbeat"),
-        }
-    }
-
-    fn registry(&self, event: RegistryEvent) {
-        let mut fold = self.shared.write();
-        match event {
-            RegistryEvent::Put { key, entry } => {
-                if let Err(error) = fold.worker_put(&key, &entry.value) {
-                    warn!(key, %error, "registry entry ignored");
-                    self.shared.metrics.bad_entry();
-                }
-            }
-            RegistryEvent::Gone { key } => {
-                info!(key, "worker gone from the registry");
-                fold.worker_gone(now(), &key);
-            }
-            RegistryEvent::Current => {
-                fold.watch_is_current(now());
-                self.shared.registry_read.store(true, Ordering::Release);
-            }
-        }
-    }
-
-    async fn tick(&self) -> Result<(), PlaneError> {
-        let requests = {
-            let mut fold = self.shared.write();
-            let now = now();
-            fold.tick(now);
-            fold.reclaim(RECLAIM_MAX);
-            fold.poll_resyncs(now)
-        };
-        for request in requests {
-            self.ask_for_resync(&request).await?;
-        }
-        self.look_up_end().await
-    }
-
-    async fn ask_for_resync(&self, request: &ResyncRequest) -> Result<(), PlaneError> {
-        let (source, reason) = (&request.source, request.reason);
-        warn!(%source, above = %request.above, reason = reason.word(), "asking for a new generation");
-        self.shared.metrics.resync(reason);
-        match codec::encode(request) {
-            Ok(payload) => {
-                let subject = self.subjects.resync(&source.worker);
-                self.plane.publish(subject, payload.into()).await
-            }
-            Err(error) => {
-                warn!(%error, "a resync request cannot be encoded");
-                Ok(())
-            }
-        }
-    }
-
-    /// Where does the log end, and is it still the same? If not, following begins anew.
-    async fn look_up_end(&self) -> Result<(), PlaneError> {
-        let before = now();
-        let status = timeout(STATUS_DEADLINE, self.plane.log_status()).await;
-        let status = status.unwrap_or_else(|_| Err(unavailable("the log's status is late")))?;
-        let mut fold = self.shared.write();
-        let known = fold.log();
-        fold.follow(status.identity);
-        fold.observe_end(before, status.last);
-        let position = fold.position();
-        drop(fold);
-        self.shared.position.send_replace(position);
-        match known {
-            Some(known) if known != status.identity => Err(unavailable("it is another log")),
-            Some(_) | None => Ok(()),
-        }
-    }
-
-    async fn serve(self, stop: CancellationToken) {
-        let serve = async {
-            loop {
-                match self.plane.serve(self.subjects.query()).await {
-                    Ok(mut requests) => {
-                        while let Some(request) = requests.next().await {
-                            self.answer(request);
-                        }
-                    }
-                    Err(error) => warn!(%error, "queries cannot be served"),
-                }
-                sleep(RETRY).await;
-            }
-        };
-        tokio::select! {
-            () = stop.cancelled() => {}
-            () = serve => {}
-        }
-    }
-
-    /// A query that cannot be read is counted and not answered: there is no honest answer to it,
-    /// and its sender goes on without one when its deadline passes.
-    fn answer(&self, request: Request) {
-        let handle = Handle {
-            shared: Arc::clone(&self.shared),
-        };
-        match codec::decode::<Query>(&request.payload) {
-            Ok(query) => match codec::encode(&handle.query(&query)) {
-                Ok(answer) => request.reply.send(answer.into()),
-                Err(error) => {
-                    warn!(%error, "an answer cannot be encoded");
-                    self.shared.metrics.query(QueryOutcome::Failed);
-                }
-            },
-            Err(error) => {
-                debug!(%error, "query ignored");
-                self.shared.metrics.query(QueryOutcome::Malformed);
-            }
-        }
-    }
-}
-
-fn report(message: &LogMessage, verdict: Verdict) {
-    let (subject, position) = (&message.subject, message.position);
-    match verdict {
-        Verdict::Applied | Verdict::Started | Verdict::Duplicate | Verdict::NotFolded => {}
-        Verdict::Old | Verdict::Replayed => {
-            debug!(subject, %position, verdict = verdict.word(), "record dropped");
-        }
-        Verdict::StartedBehind
-        | Verdict::Ahead
-        | Verdict::Violation
-        | Verdict::Contradiction
-        | Verdict::Mismatch
-        | Verdict::Undecodable
-        | Verdict::WrongSource
-        | Verdict::WrongSubject => {
-            warn!(subject, %position, verdict = verdict.word(), "record does not fit");
-        }
-    }
-}
-
-fn ended() -> PlaneError {
-    unavailable("a stream of the plane ended")
 }
 
 fn unavailable(why: &str) -> PlaneError {

@@ -11,7 +11,7 @@ use warmroute_proto::{
 };
 
 use crate::fold::{Fold, SourceStanding};
-use crate::metrics::Levels;
+use crate::metrics::{Levels, SourceLevel};
 
 /// The body of `/v1/digest`. What is not known is null.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -120,15 +120,21 @@ pub(crate) fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceD
 }
 
 pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
+    let level = |(source, standing): (&Source, SourceStanding)| SourceLevel {
+        source: source.clone(),
+        state: standing.states.gpu,
+        generation: standing.generation.map(|generation| generation.0),
+        number: standing.number.map(|number| number.0),
+        blocks: standing.digest.map(|digest| digest.count),
+        proof_age: standing.proof_age,
+    };
     Levels {
-        states: fold
-            .standings(now)
-            .map(|(_, standing)| standing.states.gpu)
-            .collect(),
+        sources: fold.standings(now).map(level).collect(),
         nodes: fold.tree().nodes(),
         bytes: fold.tree().bytes(),
         position: fold.position().0,
         lag: fold.lag(),
+        lag_age: fold.lag_age(now),
         jumps: fold.jumps(),
     }
 }

@@ -40,6 +40,16 @@ impl LogEnds {
             .map(|&(at, _)| at)
     }
 
+    /// A moment whose log is in up to its end; none if there is none in reach. What was announced before
+    /// it and is not in is missing, however far behind the reader is.
+    pub(super) fn reached(&self, position: LogPosition) -> Option<Instant> {
+        self.seen
+            .iter()
+            .rev()
+            .find(|(_, last)| *last <= position)
+            .map(|&(at, _)| at)
+    }
+
     pub(super) fn last(&self) -> Option<LogPosition> {
         self.seen.back().map(|&(_, last)| last)
     }
@@ -62,5 +72,8 @@ mod tests {
         assert_eq!(ends.stored_after(LogPosition(10)), None, "backlog");
         assert_eq!(ends.stored_after(LogPosition(15)), Some(start));
         assert_eq!(ends.stored_after(LogPosition(21)), Some(later));
+        assert_eq!(ends.reached(LogPosition(9)), None);
+        assert_eq!(ends.reached(LogPosition(19)), Some(start));
+        assert_eq!(ends.reached(LogPosition(20)), Some(later));
     }
 }

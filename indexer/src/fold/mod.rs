@@ -14,7 +14,11 @@
 //!
 //! It does no IO, reads no clock and keeps nothing on disk.
 
+mod cut;
 mod ends;
+mod link;
+mod message;
+mod reload;
 mod resync;
 mod source;
 
@@ -24,17 +28,22 @@ use std::time::{Duration, Instant};
 use warmroute_proto::bus::LogMessage;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
+use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
-    Change, Heartbeat, LogPosition, Namespace, PrefixHash, Record, Source, StreamIdentity, Tier,
-    Tiers, WorkerId, codec,
+    Change, Heartbeat, LogPosition, Namespace, PrefixHash, Source, StreamIdentity, Tier, Tiers,
+    WorkerId, codec,
 };
-use xxhash_rust::xxh3::xxh3_64;
 
 use crate::tree::{SourceNumber, TierMask, Tree};
 use ends::LogEnds;
+use link::Link;
+use message::Content;
+use reload::Reloads;
 use source::{Holding, Shim, SourceFold};
 
+pub use cut::{Cut, Former, NoCut};
+pub use message::Parsed;
 pub use source::{PROOF_AGE_MAX, SourceStanding};
 
 /// What a source holds is given back when its shim has been gone this long. Its fence stays.
@@ -172,7 +181,13 @@ pub struct Fold {
     bytes_max: Option<usize>,
     log: Option<StreamIdentity>,
     position: LogPosition,
+    /// The record at the position; none before the first.
+    mark: Option<RecordMark>,
+    /// Of the log, read so far.
+    bytes_read: u64,
     ends: LogEnds,
+    link: Link,
+    reloads: Option<Reloads>,
     /// How often the log went on somewhere else than it ended.
     jumps: u64,
     tree: Tree,
@@ -189,7 +204,11 @@ impl Fold {
             bytes_max,
             log: None,
             position: LogPosition(0),
+            mark: None,
+            bytes_read: 0,
             ends: LogEnds::default(),
+            link: Link::default(),
+            reloads: None,
             jumps: 0,
             tree: Tree::new(),
             sources: BTreeMap::new(),
@@ -207,12 +226,21 @@ impl Fold {
         }
         let first = self.log.is_none();
         self.log = Some(log);
+        if first {
+            self.position = LogPosition(0);
+        } else {
+            self.log_lost_records();
+        }
+    }
+
+    /// The log lost records that were applied: it is read anew from its beginning, and every source is
+    /// doubtful until it is proven.
+    pub fn log_lost_records(&mut self) {
         self.position = LogPosition(0);
+        self.mark = None;
         self.ends.clear();
-        if !first {
-            for source in self.sources.values_mut() {
-                source.log_lost();
-            }
+        for source in self.sources.values_mut() {
+            source.log_lost();
         }
     }
 
@@ -223,34 +251,44 @@ impl Fold {
 
     /// Takes the next message of the log.
     pub fn apply(&mut self, now: Instant, message: &LogMessage) -> Verdict {
-        if message.position <= self.position {
+        let parsed = Parsed::of(&self.subjects, message);
+        self.apply_parsed(now, &parsed)
+    }
+
+    /// The same, with the message read before.
+    pub fn apply_parsed(&mut self, now: Instant, message: &Parsed) -> Verdict {
+        let position = message.mark.position;
+        if position <= self.position {
             return Verdict::Replayed;
         }
-        if message.position != self.position.next() && self.position != LogPosition(0) {
+        if self.would_jump(position) {
             self.jumps += 1;
             self.sources.values_mut().for_each(SourceFold::doubt);
         }
-        self.position = message.position;
-        let Some(source) = self.subjects.record_source(&message.subject) else {
-            return Verdict::WrongSubject;
+        self.position = position;
+        self.mark = Some(message.mark);
+        self.bytes_read += message.bytes;
+        let record = match &message.content {
+            Content::Record(record) => record,
+            Content::WrongSubject => return Verdict::WrongSubject,
+            Content::WrongSource(source) => return self.unread(source, Verdict::WrongSource),
+            Content::Undecodable(source) => return self.unread(source, Verdict::Undecodable),
         };
-        let record = match codec::decode::<Record>(&message.payload) {
-            Ok(record) if record.source == source => record,
-            wrong => {
-                if let Some(fold) = self.sources.get_mut(&source) {
-                    fold.doubt();
-                }
-                return match wrong {
-                    Ok(_) => Verdict::WrongSource,
-                    Err(_) => Verdict::Undecodable,
-                };
-            }
-        };
-        let stored = self.ends.stored_after(message.position);
-        let fold = self.sources.entry(source).or_insert_with(SourceFold::new);
-        let payload = xxh3_64(&message.payload);
-        let verdict = fold.record(now, stored, &record, payload, &mut self.tree);
+        let stored = self.ends.stored_after(position);
+        let fold = self
+            .sources
+            .entry(record.source.clone())
+            .or_insert_with(SourceFold::new);
+        let verdict = fold.record(now, stored, record, message.mark.checksum, &mut self.tree);
         self.bound_memory();
+        verdict
+    }
+
+    /// Something on the source's subject could not be read.
+    fn unread(&mut self, source: &Source, verdict: Verdict) -> Verdict {
+        if let Some(fold) = self.sources.get_mut(source) {
+            fold.doubt();
+        }
         verdict
     }
 
@@ -304,16 +342,31 @@ impl Fold {
         }
     }
 
+    /// This indexer is cut from the plane: nobody's end counts for now.
+    pub fn cut_off(&mut self, now: Instant) {
+        self.link.down(now);
+    }
+
+    /// The plane is within reach again.
+    pub fn reconnected(&mut self, now: Instant) {
+        self.link.up(now);
+    }
+
     // --- time
 
-    /// Lets time pass: patience ends, what is long gone is freed.
+    /// Lets time pass: patience ends, what is long gone is freed. Patience runs only as far as the log
+    /// is in: what a lagging reader has not come to yet is not missing.
     pub fn tick(&mut self, now: Instant) {
+        let reached = self.ends.reached(self.position);
         for (source, fold) in &mut self.sources {
-            fold.expire(now);
+            if let Some(reached) = reached {
+                fold.expire(reached);
+            }
             let gone = self
                 .workers
                 .get(&source.worker)
-                .and_then(|worker| worker.gone_since);
+                .and_then(|worker| worker.gone_since)
+                .filter(|&gone| self.link.counts(gone, now));
             let long = gone.is_some_and(|gone| now.saturating_duration_since(gone) >= FREE_AFTER);
             if long && fold.number().is_some() {
                 fold.set_aside(&mut self.tree, Holding::Freed);
@@ -323,11 +376,16 @@ impl Fold {
 
     /// The requests for new generations that are due.
     pub fn poll_resyncs(&mut self, now: Instant) -> Vec<ResyncRequest> {
-        let workers = &self.workers;
+        if self.link.is_down() {
+            return Vec::new();
+        }
+        let (workers, link) = (&self.workers, self.link);
+        let reload_first = self.reloads.is_some();
         let reachable = self
             .sources
             .iter_mut()
-            .filter(|(source, _)| shim(workers, &source.worker) == Shim::Present);
+            .filter(|(source, _)| shim(workers, link, &source.worker, now) == Shim::Present)
+            .filter(|(_, fold)| !(reload_first && fold.wants_reload()));
         resync::poll(now, reachable)
     }
 
@@ -349,6 +407,18 @@ impl Fold {
         self.position
     }
 
+    /// The record at the position; none before the first.
+    #[must_use]
+    pub const fn mark(&self) -> Option<RecordMark> {
+        self.mark
+    }
+
+    /// Bytes of the log that were read so far.
+    #[must_use]
+    pub const fn bytes_read(&self) -> u64 {
+        self.bytes_read
+    }
+
     /// Messages between the position and where the log was last seen to end.
     #[must_use]
     pub fn lag(&self) -> u64 {
@@ -356,9 +426,21 @@ impl Fold {
         last.0.saturating_sub(self.position.0)
     }
 
+    /// How long ago the log was in up to its end: the lag in time. None if that is out of reach.
+    #[must_use]
+    pub fn lag_age(&self, now: Instant) -> Option<Duration> {
+        let reached = self.ends.reached(self.position)?;
+        Some(now.saturating_duration_since(reached))
+    }
+
     #[must_use]
     pub const fn jumps(&self) -> u64 {
         self.jumps
+    }
+
+    #[must_use]
+    pub const fn bytes_max(&self) -> Option<usize> {
+        self.bytes_max
     }
 
     #[must_use]
@@ -369,7 +451,7 @@ impl Fold {
     /// Every source that was ever heard of, in order.
     pub fn standings(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStanding)> {
         self.sources.iter().map(move |(source, fold)| {
-            let shim = shim(&self.workers, &source.worker);
+            let shim = shim(&self.workers, self.link, &source.worker, now);
             (source, fold.standing(now, shim, &self.tree))
         })
     }
@@ -429,9 +511,10 @@ impl Fold {
     }
 }
 
-fn shim(workers: &BTreeMap<WorkerId, Worker>, worker: &WorkerId) -> Shim {
-    match workers.get(worker) {
-        Some(worker) if worker.gone_since.is_some() => Shim::Gone,
+fn shim(workers: &BTreeMap<WorkerId, Worker>, link: Link, worker: &WorkerId, now: Instant) -> Shim {
+    let gone = workers.get(worker).and_then(|worker| worker.gone_since);
+    match gone {
+        Some(gone) if link.counts(gone, now) => Shim::Gone,
         Some(_) | None => Shim::Present,
     }
 }

@@ -45,6 +45,11 @@ impl Resync {
         self.wish = None;
     }
 
+    /// What was asked before a snapshot was adopted is not asked again at once.
+    pub(super) const fn remember(&mut self, known: &Self) {
+        self.asked = known.asked;
+    }
+
     fn asked_lately(&self, now: Instant) -> Option<&Asked> {
         self.asked
             .as_ref()

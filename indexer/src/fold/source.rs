@@ -4,11 +4,13 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
+use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
 use warmroute_proto::{
     Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber, Sequencer,
-    Standing, TierState, TierStates, Tiers, Verdict as Step,
+    Source, Standing, TierState, TierStates, Tiers, Verdict as Step,
 };
 
+use super::reload::Reload;
 use super::resync::Resync;
 use super::{HeartbeatVerdict, Verdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
@@ -53,6 +55,24 @@ impl Doubts {
     }
 }
 
+/// How far the shim vouches for its source.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    states: TierStates,
+    engine_seq: Option<EngineSeq>,
+}
+
+impl Said {
+    const NOTHING: Self = Self {
+        states: Tiers {
+            gpu: TierState::CatchingUp,
+            cpu: TierState::CatchingUp,
+            disk: TierState::CatchingUp,
+        },
+        engine_seq: None,
+    };
+}
+
 /// A generation that heartbeats name and the log does not have.
 #[derive(Clone, Copy, Debug)]
 struct Unseen {
@@ -65,8 +85,10 @@ struct Unseen {
 pub(super) struct SourceFold {
     sequencer: Sequencer,
     holding: Holding,
-    states: TierStates,
-    engine_seq: Option<EngineSeq>,
+    /// What its last message said, a record or a heartbeat.
+    said: Said,
+    /// What its last record said.
+    logged: Said,
     health: EngineHealth,
     /// When a record or heartbeat last proved what is folded.
     proven: Option<Instant>,
@@ -75,6 +97,7 @@ pub(super) struct SourceFold {
     doubts: Doubts,
     unseen: Option<Unseen>,
     pub(super) resync: Resync,
+    pub(super) reload: Reload,
 }
 
 /// What is known of a source at one moment.
@@ -104,12 +127,8 @@ impl SourceFold {
         Self {
             sequencer: Sequencer::new(PATIENCE),
             holding: Holding::Nothing,
-            states: Tiers {
-                gpu: TierState::CatchingUp,
-                cpu: TierState::CatchingUp,
-                disk: TierState::CatchingUp,
-            },
-            engine_seq: None,
+            said: Said::NOTHING,
+            logged: Said::NOTHING,
             health: EngineHealth::Unknown,
             proven: None,
             heard: None,
@@ -120,6 +139,65 @@ impl SourceFold {
             },
             unseen: None,
             resync: Resync::new(),
+            reload: Reload::Untried,
+        }
+    }
+
+    /// As a snapshot has it: nothing is proven yet.
+    pub(super) fn restored(entry: &SnapshotSource, holding: Holding) -> Self {
+        let mut restored = Self::new();
+        restored.sequencer = Sequencer::restored(PATIENCE, entry.generation, entry.number);
+        restored.holding = holding;
+        restored.logged = Said {
+            states: entry.states,
+            engine_seq: entry.engine_seq,
+        };
+        restored.said = restored.logged;
+        restored
+    }
+
+    /// What goes into a snapshot; none if no generation is known, or its blocks are set aside.
+    pub(super) fn entry(&self, source: &Source, after: Digest) -> Option<SnapshotSource> {
+        let holding = match self.holding {
+            Holding::Applied(_) => SnapshotHolding::Folded,
+            Holding::Diverged => SnapshotHolding::Diverged,
+            Holding::Freed => SnapshotHolding::Freed,
+            Holding::Nothing | Holding::SetAside => return None,
+        };
+        Some(SnapshotSource {
+            source: source.clone(),
+            generation: self.sequencer.generation()?,
+            number: self.sequencer.last(),
+            engine_seq: self.logged.engine_seq,
+            states: self.logged.states,
+            holding,
+            after,
+        })
+    }
+
+    /// Takes over from what was known before a snapshot was adopted: what exists, and what was tried.
+    pub(super) fn remember(&mut self, now: Instant, known: &Self) {
+        if let Some(fence) = known.fence() {
+            let number = known.number_of(fence);
+            let standing = self.sequencer.witness(now, fence, number);
+            if standing == Standing::Behind {
+                self.await_generation(now, fence, number);
+            }
+        }
+        self.health = known.health;
+        self.resync.remember(&known.resync);
+        if self.sequencer.generation() == known.sequencer.generation() {
+            self.reload = known.reload;
+            self.heard = known.heard;
+        }
+    }
+
+    /// The last number known to exist of a generation; for one that is only announced, any.
+    fn number_of(&self, generation: Generation) -> Option<RecordNumber> {
+        if self.sequencer.generation() == Some(generation) {
+            self.sequencer.last()
+        } else {
+            Some(RecordNumber(0))
         }
     }
 
@@ -233,6 +311,19 @@ impl SourceFold {
         }
     }
 
+    pub(super) fn is_set_aside(&self) -> bool {
+        self.holding == Holding::SetAside
+    }
+
+    /// What is folded here is wrong, and a snapshot may be right.
+    pub(super) fn wants_reload(&self) -> bool {
+        self.reload == Reload::Wanted
+    }
+
+    pub(super) const fn generation(&self) -> Option<Generation> {
+        self.sequencer.generation()
+    }
+
     /// Every generation that a new one has to be above of.
     pub(super) fn fence(&self) -> Option<Generation> {
         let unseen = self.unseen.map(|unseen| unseen.generation);
@@ -244,7 +335,7 @@ impl SourceFold {
         SourceStanding {
             generation: self.sequencer.generation(),
             number: self.sequencer.last(),
-            engine_seq: self.engine_seq,
+            engine_seq: self.said.engine_seq,
             states,
             reason,
             proof_age: self
@@ -274,6 +365,7 @@ impl SourceFold {
             SourceState::Exact
         };
         let states = self
+            .said
             .states
             .map(|&state| SourceState::from(state).weakest(floor));
         (states, None)
@@ -295,11 +387,12 @@ impl SourceFold {
     fn open(&mut self, tree: &mut Tree) {
         let number = tree.open();
         self.set_aside(tree, Holding::Applied(number));
-        self.states = Tiers::all(TierState::CatchingUp);
-        self.engine_seq = None;
+        self.said = Said::NOTHING;
+        self.logged = Said::NOTHING;
         self.proven = None;
         self.doubts = Doubts::default();
         self.resync.settle();
+        self.reload = Reload::Untried;
         if self
             .unseen
             .is_some_and(|unseen| Some(unseen.generation) <= self.sequencer.generation())
@@ -332,8 +425,11 @@ impl SourceFold {
             self.diverge(tree);
             return Verdict::Mismatch;
         }
-        self.states = record.states;
-        self.engine_seq = record.engine_seq;
+        self.logged = Said {
+            states: record.states,
+            engine_seq: record.engine_seq,
+        };
+        self.said = self.logged;
         self.proven = self.proven.max(stored);
         self.prove();
         taken
@@ -341,8 +437,11 @@ impl SourceFold {
 
     fn level(&mut self, now: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
         let Some(number) = self.number() else {
-            if self.holding == Holding::Freed {
-                self.resync.wish(ResyncReason::LogLost);
+            match self.holding {
+                Holding::Freed => self.resync.wish(ResyncReason::LogLost),
+                // Its wish may have gone with the process that found it out.
+                Holding::Diverged => self.resync.wish(ResyncReason::Mismatch),
+                Holding::Nothing | Holding::Applied(_) | Holding::SetAside => {}
             }
             return HeartbeatVerdict::NotFolded;
         };
@@ -350,8 +449,10 @@ impl SourceFold {
             self.diverge(tree);
             return HeartbeatVerdict::Mismatch;
         }
-        self.states = heartbeat.states;
-        self.engine_seq = heartbeat.engine_seq;
+        self.said = Said {
+            states: heartbeat.states,
+            engine_seq: heartbeat.engine_seq,
+        };
         self.proven = Some(now);
         self.prove();
         HeartbeatVerdict::Proof
@@ -377,6 +478,7 @@ impl SourceFold {
     fn diverge(&mut self, tree: &mut Tree) {
         if self.number().is_some() {
             self.set_aside(tree, Holding::Diverged);
+            self.reload.wish();
         }
         self.resync.wish(ResyncReason::Mismatch);
     }

@@ -4,28 +4,28 @@ use std::time::Duration;
 use proptest::prelude::*;
 use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
-use warmroute_proto::{Generation, RecordNumber, TierState};
+use warmroute_proto::{Generation, Record, RecordNumber, TierState};
 
 use super::*;
 use crate::query;
 use crate::tests_support::{IDENTITY, World, locals, prefix, removed, source, stored};
 
-const W: &str = "w1/0";
-const SECOND: Duration = Duration::from_secs(1);
+pub(super) const W: &str = "w1/0";
+pub(super) const SECOND: Duration = Duration::from_secs(1);
 
-fn gpu(names: &str) -> Vec<Change> {
+pub(super) fn gpu(names: &str) -> Vec<Change> {
     vec![stored("", names, Tier::Gpu)]
 }
 
 /// One source that holds `a b c`.
-fn world() -> World {
+pub(super) fn world() -> World {
     let mut world = World::new();
     assert_eq!(world.publish(W, gpu("a b c")), Verdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
     world
 }
 
-fn resyncs(world: &mut World) -> Vec<(ResyncReason, Generation)> {
+pub(super) fn resyncs(world: &mut World) -> Vec<(ResyncReason, Generation)> {
     let now = world.now;
     let requests = world.fold.poll_resyncs(now);
     requests
@@ -511,7 +511,7 @@ fn replica_behind_says_so() {
 }
 
 #[derive(Clone, Debug)]
-enum Trick {
+pub(super) enum Trick {
     Deliver,
     Drop,
     Twice,
@@ -522,7 +522,7 @@ enum Trick {
     Wait,
 }
 
-fn trick() -> impl Strategy<Value = Trick> {
+pub(super) fn trick() -> impl Strategy<Value = Trick> {
     prop_oneof![
         12 => Just(Trick::Deliver),
         1 => Just(Trick::Drop),
@@ -537,8 +537,12 @@ fn trick() -> impl Strategy<Value = Trick> {
 
 /// What the shim does next: toggles one block of a small forest, as an engine could.
 fn toggle(world: &mut World, chain: &[u8], tier: Tier) -> Vec<Change> {
+    toggle_of(world, W, chain, tier)
+}
+
+pub(super) fn toggle_of(world: &mut World, name: &str, chain: &[u8], tier: Tier) -> Vec<Change> {
     let names: Vec<String> = chain.iter().map(|&name| format!("n{name}")).collect();
-    let pairs = &world.shim(W).pairs;
+    let pairs = &world.shim(name).pairs;
     let held = |length: usize, tier| {
         prefix(&names[..length].join(" ")).is_some_and(|prefix| pairs.contains(&(prefix, tier)))
     };

@@ -91,6 +91,10 @@ async fn query_counts_tokens_by_instance_tier_and_rank() {
     let expected = json!({
         "longest_matched": 48, "gpu": 32, "cpu": 48, "disk": 48,
         "dp": { "0": 32, "1": 16 },
+        "rank_matches": {
+            "0": { "gpu": 32, "cpu": 48, "disk": 48 },
+            "1": { "gpu": 16, "cpu": 16, "disk": 16 },
+        },
         "states": { "0": "exact", "1": "exact" },
     });
     assert_eq!(answer["instances"], json!({ "w1": expected }));

@@ -5,17 +5,17 @@ use warmroute_proto::{Change, Generation, RecordNumber};
 use super::*;
 use crate::tests_support::{self, Running, TestShim, locals, source, stored};
 
-const W: &str = "w1/0";
-const SECOND: Duration = Duration::from_secs(1);
+pub(super) const W: &str = "w1/0";
+pub(super) const SECOND: Duration = Duration::from_secs(1);
 
-fn query_for(names: &str) -> Query {
+pub(super) fn query_for(names: &str) -> Query {
     Query {
         blocks: locals(names),
         at_least: None,
     }
 }
 
-fn only(answer: Answer) -> SourceAnswer {
+pub(super) fn only(answer: Answer) -> SourceAnswer {
     match answer {
         Answer::Runs { mut sources, .. } => {
             assert_eq!(sources.len(), 1);
@@ -25,13 +25,13 @@ fn only(answer: Answer) -> SourceAnswer {
     }
 }
 
-fn state(running: &Running) -> (SourceState, Option<UnknownReason>) {
+pub(super) fn state(running: &Running) -> (SourceState, Option<UnknownReason>) {
     let answer = only(running.handle.query(&query_for("a")));
     (answer.states.gpu, answer.reason)
 }
 
 /// A service that has folded one source holding `a b`.
-async fn running() -> (Running, TestShim) {
+pub(super) async fn running() -> (Running, TestShim) {
     let running = Running::start(tests_support::plane());
     // The first tick has looked where the log ends.
     sleep(SECOND).await;

@@ -20,8 +20,9 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::fold::{Fold, HeartbeatVerdict, Verdict};
-use crate::{Handle, IndexerConfig, Service, TaskFailed, query};
+use crate::fold::{Fold, HeartbeatVerdict, NoCut, Verdict};
+use crate::snapshot::{Restored, Schedule, format};
+use crate::{Handle, IndexerConfig, Service, SnapshotConfig, TaskFailed, query};
 
 pub(crate) const IDENTITY: StreamIdentity = StreamIdentity {
     created_unix_ns: 1,
@@ -174,6 +175,7 @@ pub(crate) struct World {
     pub(crate) now: Instant,
     pub(crate) position: LogPosition,
     pub(crate) shims: BTreeMap<String, TestShim>,
+    pub(crate) log: Vec<LogMessage>,
     subjects: Subjects,
 }
 
@@ -192,6 +194,7 @@ impl World {
             now,
             position: LogPosition(0),
             shims: BTreeMap::new(),
+            log: Vec::new(),
             subjects: Subjects::new(&namespace()),
         }
     }
@@ -211,7 +214,36 @@ impl World {
             payload: Bytes::from(payload),
             stored_unix_ns: self.position.0,
         };
+        self.log.push(message.clone());
         self.fold.apply(self.now, &message)
+    }
+
+    /// A replica that starts from a snapshot of this fold, or with nothing, and reads the log from
+    /// there.
+    pub(crate) fn replica(&self, snapshot: Option<&[u8]>) -> Fold {
+        let mut fold = Fold::new(&namespace(), None);
+        fold.follow(IDENTITY);
+        if let Some(snapshot) = snapshot {
+            drop(fold.adopt(self.now, Restored::read(snapshot).unwrap()));
+        }
+        self.catch_up(&mut fold);
+        fold
+    }
+
+    pub(crate) fn catch_up(&self, fold: &mut Fold) {
+        let position = fold.position();
+        for message in self
+            .log
+            .iter()
+            .filter(|message| message.position > position)
+        {
+            fold.apply(self.now, message);
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> Result<Vec<u8>, NoCut> {
+        let cut = self.fold.cut()?;
+        Ok(format::encode(&cut.head, &cut.image).unwrap())
     }
 
     pub(crate) fn deliver_record(&mut self, record: &Record) -> Verdict {
@@ -273,9 +305,14 @@ pub(crate) fn some_instant() -> Instant {
 
 /// A plane within the process.
 pub(crate) fn plane() -> MemoryPlane {
+    plane_of(1 << 20)
+}
+
+/// The same, with a log of so many bytes.
+pub(crate) fn plane_of(log_bytes_max: usize) -> MemoryPlane {
     MemoryPlane::new(MemoryPlaneConfig {
         identity: IDENTITY,
-        log_bytes_max: 1 << 20,
+        log_bytes_max,
         queue_max: 64,
     })
 }
@@ -291,11 +328,27 @@ pub(crate) struct Running {
 
 impl Running {
     pub(crate) fn start(plane: MemoryPlane) -> Self {
+        Self::start_with(plane, |service| service)
+    }
+
+    /// One that keeps snapshots, written after every record but not more than one a second.
+    pub(crate) fn start_keeping(plane: MemoryPlane, writer: &str) -> Self {
+        let config = SnapshotConfig {
+            writer: writer.to_owned(),
+            schedule: Schedule {
+                bytes: 1,
+                every: Duration::from_secs(600),
+            },
+        };
+        Self::start_with(plane, |service| service.with_snapshots(config))
+    }
+
+    pub(crate) fn start_with(plane: MemoryPlane, with: impl FnOnce(Service) -> Service) -> Self {
         let config = IndexerConfig {
             namespace: namespace(),
             max_memory_bytes: None,
         };
-        let service = Service::new(config, Arc::new(plane.clone())).unwrap();
+        let service = with(Service::new(config, Arc::new(plane.clone())).unwrap());
         let handle = service.handle();
         let stop = CancellationToken::new();
         let run = TaskTracker::new().spawn(service.run(stop.clone()));

@@ -1,7 +1,6 @@
 //! The runs of one prompt, for all sources at once.
 
-use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
+use warmroute_proto::{PrefixHash, Tier, Tiers};
 
 use super::run::{Run, RunId};
 use super::spans::Walk;
@@ -19,17 +18,16 @@ struct Stage {
 
 pub(super) fn of_some(
     tree: &Tree,
-    blocks: &[LocalHash],
+    chain: &[PrefixHash],
     allowed: &[(SourceNumber, TierMask)],
 ) -> Vec<Tiers<u32>> {
-    let chain: Vec<_> = prefix_hashes(None, blocks).collect();
     let mut masks = vec![TierMask::NONE; tree.sources.len()];
     for (number, tiers) in allowed {
         if let Some(mask) = masks.get_mut(number.index()) {
             *mask = *tiers;
         }
     }
-    let runs = runs(tree, &chain, &masks);
+    let runs = runs(tree, chain, &masks);
     allowed
         .iter()
         .map(|(number, _)| runs.get(number.index()).copied().unwrap_or_default())

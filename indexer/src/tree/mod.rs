@@ -28,6 +28,7 @@ mod spans;
 mod store;
 mod table;
 
+use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use self::blocks::{Blocks, CHUNK};
@@ -281,7 +282,18 @@ impl Tree {
         blocks: &[LocalHash],
         allowed: &[(SourceNumber, TierMask)],
     ) -> Vec<Tiers<u32>> {
-        lookup::of_some(self, blocks, allowed)
+        let chain: Vec<_> = prefix_hashes(None, blocks).collect();
+        self.lookup_chain(&chain, allowed)
+    }
+
+    /// The same from prefix hashes.
+    #[must_use]
+    pub fn lookup_chain(
+        &self,
+        chain: &[PrefixHash],
+        allowed: &[(SourceNumber, TierMask)],
+    ) -> Vec<Tiers<u32>> {
+        lookup::of_some(self, chain, allowed)
     }
 
     /// The same from prefix hashes and for every source at once, by its number; closed sources hold

@@ -11,26 +11,31 @@ use warmroute_proto::Namespace;
 use crate::logs::Logs;
 use crate::nats;
 
-/// Where the plane is.
+/// Where the plane is. Its flags may stand before or behind a sub-command.
 #[derive(Clone, Args)]
 #[command(next_help_heading = "NATS")]
 pub struct NatsArgs {
     /// NATS servers, separated by commas: nats://[USER:PASSWORD@]HOST:4222, or tls:// for TLS.
-    #[arg(long, env = "WARMROUTE_NATS_URL", value_name = "URL")]
+    #[arg(long, global = true, env = "WARMROUTE_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
     /// Keeps fleets apart: part of every subject and of every stream's name.
-    #[arg(long, env = "WARMROUTE_NAMESPACE", default_value = "default")]
+    #[arg(
+        long,
+        global = true,
+        env = "WARMROUTE_NAMESPACE",
+        default_value = "default"
+    )]
     pub namespace: String,
     /// File with what lets us in: a .creds file, an nkey seed, `USER:PASSWORD` or a token. Keeps
     /// secrets out of URLs and process lists.
-    #[arg(long, env = "WARMROUTE_NATS_CREDS", value_name = "FILE")]
+    #[arg(long, global = true, env = "WARMROUTE_NATS_CREDS", value_name = "FILE")]
     pub nats_creds: Option<PathBuf>,
     /// TLS: ca=FILE[,cert=FILE,key=FILE] in PEM, where the system's authorities do not do.
-    #[arg(long, env = "WARMROUTE_NATS_TLS", value_name = "SPEC")]
+    #[arg(long, global = true, env = "WARMROUTE_NATS_TLS", value_name = "SPEC")]
     pub nats_tls: Option<TlsSpec>,
     /// Create the streams and buckets that are missing. For tries; in production run
     /// `warmroute-indexer init` once.
-    #[arg(long, env = "WARMROUTE_INIT")]
+    #[arg(long, global = true, env = "WARMROUTE_INIT")]
     pub init: bool,
 }
 
@@ -111,20 +116,21 @@ impl FromStr for TlsSpec {
     }
 }
 
-/// What is logged, and how.
+/// What is logged, and how. Its flags may stand before or behind a sub-command.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Logs")]
 pub struct LogArgs {
     /// Log filter: a level, or `target=level` pairs. `debug` shows every decision.
     #[arg(
         long,
+        global = true,
         env = "WARMROUTE_LOG",
         default_value = "info",
         value_name = "FILTER"
     )]
     pub log: String,
     /// Logs as JSON lines, for collectors.
-    #[arg(long, env = "WARMROUTE_LOG_JSON")]
+    #[arg(long, global = true, env = "WARMROUTE_LOG_JSON")]
     pub log_json: bool,
 }
 

@@ -50,6 +50,8 @@ const OURS: &[&str] = &[
     "REPLAY_PORT",
     "REPLICAS",
     "ROUTER_TEMPERATURE",
+    "SNAPSHOT_EVERY_BYTES",
+    "SNAPSHOT_EVERY_SECS",
     "STATE_DIR",
     "TIER_CREDITS",
     "TOKENIZER",

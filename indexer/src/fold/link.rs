@@ -1,0 +1,87 @@
+//! Whose absence counts while this indexer is, or just was, cut off itself.
+//!
+//! A lease that ran out while nobody could reach the registry says nothing about its holder. So what
+//! goes during a cut, or within one lease's time after it, counts only once that time is over; by then
+//! a living shim has its lease back. Who was gone before stays gone. Proof of 5 s runs on regardless.
+
+use std::time::{Duration, Instant};
+
+/// The time of a lease.
+pub(super) const QUIET: Duration = Duration::from_secs(6);
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Link {
+    /// When the last cut began; none if it is long over.
+    cut_since: Option<Instant>,
+    /// When it has no effect any more; none while it lasts.
+    quiet_until: Option<Instant>,
+}
+
+impl Link {
+    pub(super) fn down(&mut self, now: Instant) {
+        // A cut soon after another one is the same to whoever lost a lease in between.
+        if !self.is_quiet(now) {
+            self.cut_since = Some(now);
+        }
+        self.quiet_until = None;
+    }
+
+    pub(super) fn up(&mut self, now: Instant) {
+        if self.is_down() {
+            self.quiet_until = Some(now + QUIET);
+        }
+    }
+
+    pub(super) const fn is_down(&self) -> bool {
+        self.cut_since.is_some() && self.quiet_until.is_none()
+    }
+
+    fn is_quiet(&self, now: Instant) -> bool {
+        self.cut_since.is_some() && self.quiet_until.is_none_or(|until| now < until)
+    }
+
+    /// Does it count that somebody has been gone since then?
+    pub(super) fn counts(&self, gone_since: Instant, now: Instant) -> bool {
+        !self.is_quiet(now) || self.cut_since.is_some_and(|cut| gone_since < cut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn what_goes_during_a_cut_counts_one_lease_after_it() {
+        let start = crate::tests_support::some_instant();
+        let at = |seconds: u32| start + SECOND * seconds;
+        let mut link = Link::default();
+        assert!(link.counts(at(1), at(1)), "never cut");
+        link.down(at(10));
+        assert!(link.is_down());
+        assert!(link.counts(at(9), at(60)), "gone before");
+        assert!(!link.counts(at(11), at(60)));
+        link.up(at(60));
+        assert!(!link.is_down());
+        assert!(!link.counts(at(11), at(65)));
+        assert!(!link.counts(at(61), at(65)), "told late");
+        assert!(link.counts(at(11), at(66)));
+        assert!(link.counts(at(61), at(66)));
+    }
+
+    #[test]
+    fn a_second_cut_prolongs_the_first() {
+        let start = crate::tests_support::some_instant();
+        let at = |seconds: u32| start + SECOND * seconds;
+        let mut link = Link::default();
+        link.down(at(10));
+        link.up(at(20));
+        link.down(at(22));
+        link.up(at(30));
+        assert!(!link.counts(at(12), at(35)), "gone in the first cut");
+        assert!(link.counts(at(12), at(36)));
+        link.down(at(50));
+        assert!(link.counts(at(12), at(51)), "long gone by now");
+    }
+}

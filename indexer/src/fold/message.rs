@@ -1,0 +1,54 @@
+//! A message of the log, read: done without the fold, so that nobody waits for it.
+
+use warmroute_proto::bus::LogMessage;
+use warmroute_proto::snapshot::RecordMark;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Record, Source, codec};
+
+use crate::same_log::mark;
+
+/// See the module's documentation.
+pub struct Parsed {
+    pub(super) mark: RecordMark,
+    /// Subject and payload: what it took of the log's bound, roughly.
+    pub(super) bytes: u64,
+    pub(super) content: Content,
+}
+
+pub(super) enum Content {
+    Record(Record),
+    WrongSubject,
+    /// Of the subject's source.
+    WrongSource(Source),
+    Undecodable(Source),
+}
+
+impl Parsed {
+    #[must_use]
+    pub fn of(subjects: &Subjects, message: &LogMessage) -> Self {
+        Self {
+            mark: mark(message),
+            bytes: (message.subject.len() + message.payload.len()) as u64,
+            content: Content::of(subjects, message),
+        }
+    }
+
+    /// Subject and payload bytes: a measure of the work.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Content {
+    fn of(subjects: &Subjects, message: &LogMessage) -> Self {
+        let Some(source) = subjects.record_source(&message.subject) else {
+            return Self::WrongSubject;
+        };
+        match codec::decode::<Record>(&message.payload) {
+            Ok(record) if record.source == source => Self::Record(record),
+            Ok(_) => Self::WrongSource(source),
+            Err(_) => Self::Undecodable(source),
+        }
+    }
+}

@@ -1,0 +1,414 @@
+//! The one writer: follows log, heartbeats and registry, and folds them in.
+//!
+//! A *session* is one log and one tail of it. It begins by asking whether the log is still the one that
+//! was read, and ends when that is in doubt; the next one asks again and acts on it. In between a second
+//! look is taken every [`TICK`], and at the applied record every [`COMPARE_EVERY`] of them and after a
+//! reconnect, without holding up the folding.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::*;
+use crate::fold::{Cut, NoCut, Parsed};
+use crate::metrics::RestoreCause;
+use crate::same_log::{self, Fit};
+
+/// Looks at the log's end between two at the applied record: 3 s.
+const COMPARE_EVERY: u32 = 6;
+
+/// A verdict that throws away what was read is asked for twice: one server of a cluster may be behind.
+const SECOND_OPINION: Duration = Duration::from_millis(300);
+
+/// A cut, or why there is none, and how long it took.
+pub(super) struct CutMade {
+    pub(super) cut: Result<Cut, NoCut>,
+    pub(super) reading: Reading,
+    pub(super) took: Duration,
+}
+
+pub(super) type CutRequest = oneshot::Sender<CutMade>;
+
+/// What the log said of itself.
+pub(super) struct Look {
+    /// It said so at or after this moment.
+    at: std::time::Instant,
+    pub(super) status: LogStatus,
+    fit: Fit,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Compare {
+    Record,
+    EndOnly,
+}
+
+impl Worker {
+    pub(super) async fn follow(self, cuts: mpsc::Receiver<CutRequest>, stop: CancellationToken) {
+        let mut cuts = cuts;
+        let follow = async {
+            loop {
+                let Err(error) = self.follow_once(&mut cuts).await;
+                warn!(%error, "the log is taken up again");
+                self.shared.metrics.reconnect();
+                self.shared.write().tick(now());
+                sleep(RETRY).await;
+            }
+        };
+        // Every step on the fold is one synchronous call: being dropped at an await harms nothing.
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = follow => {}
+        }
+    }
+
+    /// Follows the log from where it was left, until the session ends.
+    async fn follow_once(
+        &self,
+        cuts: &mut mpsc::Receiver<CutRequest>,
+    ) -> Result<Infallible, PlaneError> {
+        self.wait_until_connected().await;
+        self.open_log().await?;
+        let mut heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
+        let mut registry = self.plane.watch(self.subjects.worker_keys()).await?;
+        self.shared.write().watch_begins();
+        let position = self.shared.read().position();
+        info!(%position, "following the log");
+        let mut log = self.plane.tail(position, BATCH_MAX).await?;
+        // The tail follows the log that is there now.
+        let live_from = self.looked(self.look(Compare::EndOnly).await?)?;
+        let mut connection = self.plane.connection();
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let until_compared = AtomicU32::new(0);
+        let mut looks = Box::pin(self.looks(&until_compared));
+        loop {
+            tokio::select! {
+                batch = log.next() => self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?,
+                heartbeat = heartbeats.next() => self.heartbeat(&heartbeat.ok_or_else(ended)?),
+                event = registry.next() => self.registry(event.ok_or_else(ended)?),
+                _ = ticks.tick() => self.tick().await?,
+                Some(look) = looks.next() => self.looked_again(look)?,
+                Ok(()) = connection.changed() => {
+                    self.see_connection(*connection.borrow_and_update());
+                    until_compared.store(0, Ordering::Relaxed);
+                }
+                Some(request) = cuts.recv() => self.cut(request).await,
+            }
+        }
+    }
+
+    fn see_connection(&self, connection: Connection) {
+        let mut fold = self.shared.write();
+        match connection {
+            Connection::Up => fold.reconnected(now()),
+            Connection::Down => fold.cut_off(now()),
+        }
+    }
+
+    pub(super) async fn wait_until_connected(&self) {
+        let mut connection = self.plane.connection();
+        loop {
+            let is = *connection.borrow_and_update();
+            self.see_connection(is);
+            match is {
+                Connection::Up => return,
+                // Time goes on without the plane. Whether it changed is looked at above.
+                Connection::Down => drop(timeout(TICK, connection.changed()).await),
+            }
+            self.shared.write().tick(now());
+        }
+    }
+
+    // --- the log's identity
+
+    /// Makes sure that the fold is one of the log that is there, whatever that takes.
+    async fn open_log(&self) -> Result<(), PlaneError> {
+        let mut look = self.look(Compare::Record).await?;
+        if look.fit.is_broken() {
+            sleep(SECOND_OPINION).await;
+            look = self.look(Compare::Record).await?;
+        }
+        self.start(&look.status).await;
+        let mut fold = self.shared.write();
+        if look.fit.is_broken() {
+            let (position, fit) = (fold.position(), look.fit.word());
+            error!(%position, fit, "the log is not the one that was read: it is read anew");
+            self.shared.metrics.log_broken(look.fit);
+        }
+        match look.fit {
+            Fit::LostEnd | Fit::OtherRecord => fold.log_lost_records(),
+            Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
+        }
+        fold.follow(look.status.identity);
+        fold.observe_end(look.at, look.status.last);
+        let position = fold.position();
+        drop(fold);
+        self.shared.position.send_replace(position);
+        Ok(())
+    }
+
+    /// The start's decision, once: a snapshot, or the log from its beginning.
+    async fn start(&self, status: &LogStatus) {
+        if self.shared.started.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(snapshots) = &self.snapshots {
+            self.shared.write().reload_first();
+            self.restore_at_start(snapshots, status).await;
+        }
+        self.shared.started.store(true, Ordering::Release);
+    }
+
+    async fn look(&self, compare: Compare) -> Result<Look, PlaneError> {
+        let at = now();
+        let (log, mark) = {
+            let fold = self.shared.read();
+            (fold.log(), fold.mark())
+        };
+        let status = in_time(self.plane.log_status()).await?;
+        let wanted = mark.filter(|mark| {
+            let comparable = log == Some(status.identity) && same_log::is_there(mark, &status);
+            compare == Compare::Record && comparable
+        });
+        let found = match wanted {
+            Some(mark) => in_time(self.plane.at(mark.position)).await?,
+            None => None,
+        };
+        let log = log.unwrap_or(status.identity);
+        let fit = same_log::judge(log, mark.as_ref(), &status, found.as_ref());
+        Ok(Look { at, status, fit })
+    }
+
+    /// A look now and then, for as long as the session lasts.
+    fn looks(
+        &self,
+        until_compared: &AtomicU32,
+    ) -> impl futures_util::Stream<Item = Result<Look, PlaneError>> {
+        futures_util::stream::unfold((), async move |()| {
+            sleep(TICK).await;
+            let left = until_compared.load(Ordering::Relaxed);
+            let (compare, left) = match left.checked_sub(1) {
+                None => (Compare::Record, COMPARE_EVERY),
+                Some(left) => (Compare::EndOnly, left),
+            };
+            until_compared.store(left, Ordering::Relaxed);
+            Some((self.look(compare).await, ()))
+        })
+    }
+
+    /// Takes a look in; the log's end as of it. An error ends the session.
+    fn looked(&self, look: Look) -> Result<LogPosition, PlaneError> {
+        if look.fit.is_broken() {
+            let why = format!("the log changed: {}", look.fit.word());
+            return Err(PlaneError::Unavailable(why));
+        }
+        self.shared.write().observe_end(look.at, look.status.last);
+        let first = look.status.first.0;
+        self.shared.log_first.store(first, Ordering::Relaxed);
+        Ok(look.status.last)
+    }
+
+    /// A look that failed proves nothing: the plane comes back by itself, and so do the streams.
+    fn looked_again(&self, look: Result<Look, PlaneError>) -> Result<(), PlaneError> {
+        match look {
+            Ok(look) => self.looked(look).map(drop),
+            Err(error) => {
+                debug!(%error, "the log's state cannot be asked for");
+                self.shared.metrics.look_failed();
+                Ok(())
+            }
+        }
+    }
+
+    // --- folding
+
+    /// Folds a batch; what lies behind `live_from` is timed, what came before was stored long ago.
+    async fn fold_batch(
+        &self,
+        batch: &[LogMessage],
+        live_from: LogPosition,
+    ) -> Result<(), PlaneError> {
+        if let Some(first) = batch.first()
+            && self.shared.read().would_jump(first.position)
+        {
+            self.jumped(first.position).await?;
+        }
+        let mut rest = batch;
+        while !rest.is_empty() {
+            rest = self.fold_some(rest, live_from);
+            // Between two locks readers and other tasks have their turn.
+            tokio::task::yield_now().await;
+        }
+        Ok(())
+    }
+
+    /// The log went on without us. A newer snapshot saves the sources that a gap would cost.
+    async fn jumped(&self, to: LogPosition) -> Result<(), PlaneError> {
+        let position = self.shared.read().position();
+        error!(%position, %to, "the log let records go before they were read");
+        let wanted = restore::Wanted::Above(position);
+        match self.restore(RestoreCause::FellOff, wanted).await {
+            Ok(true) => Err(unavailable("a newer snapshot was loaded")),
+            Ok(false) => Ok(()),
+            // What is missing is found by numbers and digests, and asked for.
+            Err(error) => {
+                warn!(%error, "snapshots cannot be read");
+                Ok(())
+            }
+        }
+    }
+
+    /// Folds the first messages, as many as one lock may take; returns the others.
+    fn fold_some<'a>(&self, batch: &'a [LogMessage], live_from: LogPosition) -> &'a [LogMessage] {
+        let mut bytes = 0;
+        let taken = batch.iter().take_while(|message| {
+            let fits = bytes <= LOCKED_BYTES_MAX;
+            bytes += message.payload.len();
+            fits
+        });
+        let (now_taken, rest) = batch.split_at(taken.count());
+        // Reading them takes longer than folding them: it is done before the lock.
+        let parsed: Vec<Parsed> = now_taken
+            .iter()
+            .map(|message| Parsed::of(&self.subjects, message))
+            .collect();
+        let mut verdicts = Vec::with_capacity(parsed.len());
+        let now = now();
+        let mut fold = self.shared.write();
+        for message in &parsed {
+            verdicts.push(fold.apply_parsed(now, message));
+        }
+        fold.reclaim(RECLAIM_MAX);
+        let position = fold.position();
+        drop(fold);
+        self.shared.position.send_replace(position);
+        for (message, verdict) in now_taken.iter().zip(verdicts) {
+            self.shared.metrics.record(verdict);
+            report(message, verdict);
+        }
+        let live = now_taken
+            .iter()
+            .filter(|message| message.position > live_from);
+        self.shared
+            .metrics
+            .visible(live.map(|message| message.stored_unix_ns));
+        rest
+    }
+
+    fn heartbeat(&self, payload: &Bytes) {
+        let verdict = self.shared.write().heartbeat(now(), payload);
+        self.shared.metrics.heartbeat(verdict);
+        match verdict {
+            HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),
+            HeartbeatVerdict::Proof
+            | HeartbeatVerdict::NotFolded
+            | HeartbeatVerdict::Behind
+            | HeartbeatVerdict::Late
+            | HeartbeatVerdict::Old
+            | HeartbeatVerdict::Undecodable => debug!(verdict = verdict.word(), "heartbeat"),
+        }
+    }
+
+    fn registry(&self, event: RegistryEvent) {
+        let mut fold = self.shared.write();
+        match event {
+            RegistryEvent::Put { key, entry } => {
+                if let Err(error) = fold.worker_put(&key, &entry.value) {
+                    warn!(key, %error, "registry entry ignored");
+                    self.shared.metrics.bad_entry();
+                }
+            }
+            RegistryEvent::Gone { key } => {
+                info!(key, "worker gone from the registry");
+                fold.worker_gone(now(), &key);
+            }
+            RegistryEvent::Current => {
+                fold.watch_is_current(now());
+                self.shared.registry_read.store(true, Ordering::Release);
+            }
+        }
+    }
+
+    async fn tick(&self) -> Result<(), PlaneError> {
+        let diverged = {
+            let mut fold = self.shared.write();
+            let now = now();
+            fold.tick(now);
+            fold.reclaim(RECLAIM_MAX);
+            fold.poll_reload(now)
+        };
+        if !diverged.is_empty() && self.reload(&diverged).await {
+            return Err(unavailable("a snapshot was loaded to repair a source"));
+        }
+        let requests = self.shared.write().poll_resyncs(now());
+        for request in requests {
+            self.ask_for_resync(&request).await;
+        }
+        Ok(())
+    }
+
+    /// A request that is not sent is made again after its interval.
+    async fn ask_for_resync(&self, request: &ResyncRequest) {
+        let (source, reason) = (&request.source, request.reason);
+        warn!(%source, above = %request.above, reason = reason.word(), "asking for a new generation");
+        self.shared.metrics.resync(reason);
+        let payload = match codec::encode(request) {
+            Ok(payload) => payload,
+            Err(error) => return warn!(%error, "a resync request cannot be encoded"),
+        };
+        let subject = self.subjects.resync(&source.worker);
+        if let Err(error) = self.plane.publish(subject, payload.into()).await {
+            warn!(%error, "a resync request cannot be sent");
+        }
+    }
+
+    /// Cuts while nobody writes: the writer is here, and waits. Readers go on beside it.
+    async fn cut(&self, request: CutRequest) {
+        let shared = Arc::clone(&self.shared);
+        let made = spawn_blocking(move || {
+            let fold = shared.read();
+            let reading = shared.reading(&fold);
+            CutMade {
+                cut: fold.cut(),
+                reading,
+                took: now().saturating_duration_since(reading.at),
+            }
+        });
+        match made.await {
+            // Whoever asked may have given up.
+            Ok(made) => drop(request.send(made)),
+            Err(error) => error!(%error, "cutting a snapshot failed"),
+        }
+    }
+}
+
+async fn in_time<T>(answer: impl Future<Output = Result<T, PlaneError>>) -> Result<T, PlaneError> {
+    let answer = timeout(STATUS_DEADLINE, answer).await;
+    answer.unwrap_or_else(|_| Err(unavailable("the log's state is late")))
+}
+
+fn report(message: &LogMessage, verdict: Verdict) {
+    let (subject, position) = (&message.subject, message.position);
+    match verdict {
+        Verdict::Applied | Verdict::Started | Verdict::Duplicate | Verdict::NotFolded => {}
+        Verdict::Old | Verdict::Replayed => {
+            debug!(subject, %position, verdict = verdict.word(), "record dropped");
+        }
+        Verdict::StartedBehind
+        | Verdict::Ahead
+        | Verdict::Violation
+        | Verdict::Contradiction
+        | Verdict::Mismatch
+        | Verdict::Undecodable
+        | Verdict::WrongSource
+        | Verdict::WrongSubject => {
+            warn!(subject, %position, verdict = verdict.word(), "record does not fit");
+        }
+    }
+}
+
+fn ended() -> PlaneError {
+    unavailable("a stream of the plane ended")
+}

@@ -1,0 +1,65 @@
+//! Answers queries that come through the plane, several at once: a long one holds nobody up.
+//!
+//! As many are worked at as there are processors, and a few more; the others wait in the plane's
+//! queue, which is bounded and drops (and counts) what is beyond. A query or answer that does not fit
+//! into a message is refused by the plane on the asker's side.
+
+use tokio::sync::Semaphore;
+
+use super::*;
+
+/// Beside one for each processor.
+const MORE_AT_ONCE: usize = 2;
+
+impl Worker {
+    pub(super) async fn serve(self, tasks: TaskTracker, stop: CancellationToken) {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let places = Arc::new(Semaphore::new(processors + MORE_AT_ONCE));
+        let serve = async {
+            loop {
+                match self.plane.serve(self.subjects.query()).await {
+                    Ok(mut requests) => {
+                        while let Some(request) = requests.next().await {
+                            // It is never closed.
+                            let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+                                return;
+                            };
+                            let worker = self.clone();
+                            tasks.spawn(async move {
+                                worker.answer(request);
+                                drop(place);
+                            });
+                        }
+                    }
+                    Err(error) => debug!(%error, "queries cannot be served"),
+                }
+                sleep(RETRY).await;
+            }
+        };
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = serve => {}
+        }
+    }
+
+    /// A query that cannot be read is counted and not answered: there is no honest answer to it. The
+    /// plane tells its sender that it was dropped.
+    fn answer(&self, request: Request) {
+        let handle = Handle {
+            shared: Arc::clone(&self.shared),
+        };
+        match codec::decode::<Query>(&request.payload) {
+            Ok(query) => match codec::encode(&handle.query(&query)) {
+                Ok(answer) => request.reply.send(answer.into()),
+                Err(error) => {
+                    warn!(%error, "an answer cannot be encoded");
+                    self.shared.metrics.query(QueryOutcome::Failed);
+                }
+            },
+            Err(error) => {
+                debug!(%error, "query ignored");
+                self.shared.metrics.query(QueryOutcome::Malformed);
+            }
+        }
+    }
+}

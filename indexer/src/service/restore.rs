@@ -1,0 +1,227 @@
+//! Loads the newest snapshot that fits the log: at the start, after falling off the log's end, and when
+//! a source diverged here.
+//!
+//! Every snapshot that does not fit is skipped with an error and counted, and the next older one is
+//! tried. The pointer is a hint: the store's list is what is there, so that a lost registry costs
+//! nothing.
+
+use warmroute_proto::snapshot::SnapshotPointer;
+use warmroute_proto::{Generation, StreamIdentity};
+
+use super::*;
+use crate::metrics::{RestoreCause, Skipped};
+use crate::same_log::{self, Fit};
+use crate::snapshot::{Name, Restored, policy};
+
+/// A store that does not answer must not keep an indexer from starting: it has the log.
+const START_TRIES: usize = 6;
+
+/// Looking up a record that one server of a cluster may not have yet.
+const LOOKUP_TRIES: usize = 3;
+const LOOKUP_PAUSE: Duration = Duration::from_millis(300);
+
+/// What a snapshot must have to be of use.
+pub(super) enum Wanted {
+    Any,
+    /// More than is in already.
+    Above(LogPosition),
+    /// One of these sources, folded, in this generation.
+    Holding(Vec<(Source, Generation)>),
+}
+
+impl Worker {
+    pub(super) async fn restore_at_start(&self, config: &SnapshotConfig, status: &LogStatus) {
+        let begun = now();
+        for attempt in 1..=START_TRIES {
+            self.wait_until_connected().await;
+            match self.restore(RestoreCause::Start, Wanted::Any).await {
+                Ok(true) => {
+                    let took = now().saturating_duration_since(begun);
+                    info!(?took, replica = config.writer, "started from a snapshot");
+                    return;
+                }
+                Ok(false) => break,
+                Err(error) => warn!(%error, attempt, "snapshots cannot be read"),
+            }
+            sleep(RETRY).await;
+        }
+        if same_log::goes_on_from(LogPosition(0), status) {
+            info!("no snapshot: the log is whole, and read from its beginning");
+        } else {
+            let first = status.first;
+            warn!(%first, "no snapshot, and the log is trimmed: sources are asked for new generations");
+        }
+    }
+
+    /// Repairs sources that diverged here, if a snapshot has them. Did it?
+    pub(super) async fn reload(&self, diverged: &[(Source, Generation)]) -> bool {
+        let (bytes, bound) = {
+            let fold = self.shared.read();
+            (fold.tree().bytes(), fold.bytes_max())
+        };
+        // While a snapshot is read there are two trees.
+        if bound.is_some_and(|bound| bytes.saturating_mul(2) > bound) {
+            self.shared.metrics.skipped(Skipped::Memory);
+            return false;
+        }
+        let wanted = Wanted::Holding(diverged.to_vec());
+        match self.restore(RestoreCause::Mismatch, wanted).await {
+            Ok(restored) => restored,
+            Err(error) => {
+                warn!(%error, "snapshots cannot be read");
+                false
+            }
+        }
+    }
+
+    /// Loads the newest snapshot that fits the log and is of use. Was there one?
+    pub(super) async fn restore(
+        &self,
+        cause: RestoreCause,
+        wanted: Wanted,
+    ) -> Result<bool, PlaneError> {
+        if self.snapshots.is_none() {
+            return Ok(false);
+        }
+        let status = self.plane.log_status().await?;
+        let names = self.snapshot_names().await?;
+        let foreign = names
+            .iter()
+            .filter(|name| is_foreign(name, status.identity));
+        foreign.for_each(|name| self.skip(name, Skipped::AnotherLog, &"of another log"));
+        for (name, text) in policy::candidates(&names, status.identity) {
+            if matches!(&wanted, Wanted::Above(position) if name.position <= *position) {
+                break;
+            }
+            if !same_log::goes_on_from(name.position, &status) {
+                // So are all older ones.
+                self.skip(text, Skipped::Trimmed, &"the log behind it is trimmed");
+                break;
+            }
+            let Some(restored) = self.load(text, &name).await? else {
+                continue;
+            };
+            if let Wanted::Holding(sources) = &wanted
+                && !sources.iter().any(|wanted| holds(&restored, wanted))
+            {
+                break;
+            }
+            let (former, position) = {
+                let mut fold = self.shared.write();
+                let former = fold.adopt(now(), restored);
+                (former, fold.position())
+            };
+            self.shared.position.send_replace(position);
+            // Giving a large tree back takes a while.
+            drop(spawn_blocking(move || drop(former)));
+            self.shared.metrics.restored(cause);
+            info!(name = text, %position, cause = cause.word(), "snapshot loaded");
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    pub(super) async fn snapshot_names(&self) -> Result<Vec<String>, PlaneError> {
+        let mut names = self.plane.snapshots().await?;
+        let key = self.subjects.snapshot_pointer_key();
+        // Without the registry the list is enough.
+        if let Ok(Some(entry)) = self.plane.get(key).await
+            && let Ok(pointer) = codec::decode::<SnapshotPointer>(&entry.value)
+        {
+            names.push(pointer.newest.name);
+            names.extend(pointer.older.map(|older| older.name));
+        }
+        names.sort_unstable();
+        names.dedup();
+        Ok(names)
+    }
+
+    /// Reads one snapshot; none if it is not what it should be.
+    async fn load(&self, text: &str, name: &Name) -> Result<Option<Restored>, PlaneError> {
+        let Some(blob) = self.plane.get_snapshot(text.to_owned()).await? else {
+            self.skip(text, Skipped::Torn, &"it is gone or torn");
+            return Ok(None);
+        };
+        let restored = match spawn_blocking(move || Restored::read(&blob)).await {
+            Ok(Ok(restored)) => restored,
+            Ok(Err(error)) => {
+                self.skip(text, Skipped::Corrupt, &error);
+                return Ok(None);
+            }
+            Err(error) => {
+                self.skip(text, Skipped::Corrupt, &error);
+                return Ok(None);
+            }
+        };
+        let head = &restored.head;
+        if head.log != name.log || head.at.position != name.position {
+            self.skip(text, Skipped::Corrupt, &"it is not what its name says");
+            return Ok(None);
+        }
+        match self.fit_of(&restored).await? {
+            Fit::Same | Fit::Trimmed => Ok(Some(restored)),
+            Fit::AnotherLog => {
+                self.skip(text, Skipped::AnotherLog, &"of another log");
+                Ok(None)
+            }
+            fit @ (Fit::Missing | Fit::LostEnd | Fit::OtherRecord) => {
+                let why = format!("the record at its position: {}", fit.word());
+                self.skip(text, Skipped::RecordDiffers, &why);
+                Ok(None)
+            }
+        }
+    }
+
+    async fn fit_of(&self, restored: &Restored) -> Result<Fit, PlaneError> {
+        let (log, at) = (restored.head.log, restored.head.at);
+        let mut fit = Fit::Missing;
+        for _ in 0..LOOKUP_TRIES {
+            fit = self.fit(log, &at).await?;
+            match fit {
+                Fit::Same | Fit::Trimmed | Fit::AnotherLog => break,
+                Fit::Missing | Fit::LostEnd | Fit::OtherRecord => sleep(LOOKUP_PAUSE).await,
+            }
+        }
+        Ok(fit)
+    }
+
+    /// Is this record in the log that is there now?
+    pub(super) async fn fit(
+        &self,
+        log: StreamIdentity,
+        at: &RecordMark,
+    ) -> Result<Fit, PlaneError> {
+        let status = self.plane.log_status().await?;
+        let found = if same_log::is_there(at, &status) {
+            self.plane.at(at.position).await?
+        } else {
+            None
+        };
+        Ok(same_log::judge(log, Some(at), &status, found.as_ref()))
+    }
+
+    fn skip(&self, name: &str, why: Skipped, detail: &dyn std::fmt::Display) {
+        self.shared.metrics.skipped(why);
+        match why {
+            Skipped::AnotherLog => info!(name, %detail, "snapshot skipped"),
+            Skipped::Corrupt
+            | Skipped::Torn
+            | Skipped::Trimmed
+            | Skipped::RecordDiffers
+            | Skipped::Memory => error!(name, %detail, "snapshot skipped"),
+        }
+    }
+}
+
+fn is_foreign(name: &str, log: StreamIdentity) -> bool {
+    Name::parse(name).is_some_and(|name| name.log != log)
+}
+
+fn holds(restored: &Restored, (source, generation): &(Source, Generation)) -> bool {
+    let sources = &restored.head.sources;
+    sources.iter().any(|entry| {
+        entry.source == *source
+            && entry.generation == *generation
+            && entry.holding == SnapshotHolding::Folded
+    })
+}

@@ -1,0 +1,117 @@
+//! A snapshot's bytes: a mark with the format's version, the head (a message of the codec), the tree's
+//! image, and XXH3-128 over all of it.
+//!
+//! Not compressed: an image is 8 random bytes a block and hardly anything else, so that zstd makes it
+//! less than a thousandth smaller (docs/PERF.md). The checksum finds torn and
+//! corrupt blobs; the digests, computed anew from the tree that was read, find everything else.
+
+use warmroute_proto::Source;
+use warmroute_proto::codec::{self, DecodeError, EncodeError, MESSAGE_BYTES_MAX};
+use warmroute_proto::snapshot::{SnapshotHead, SnapshotHolding};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::tree::{BadImage, SourceNumber, Tree};
+
+/// The last byte is the format's version.
+const MARK: [u8; 8] = *b"WRSNAP\0\x01";
+const CHECKSUM_BYTES: usize = size_of::<u128>();
+const LENGTH_BYTES: usize = size_of::<u32>();
+
+/// Why bytes are no snapshot that can be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BadSnapshot {
+    #[error("it is of another format or version")]
+    Mark,
+    #[error("it is cut short")]
+    Short,
+    #[error("its checksum is wrong")]
+    Checksum,
+    #[error("its head cannot be read: {0}")]
+    Head(#[from] DecodeError),
+    #[error(transparent)]
+    Image(#[from] BadImage),
+    #[error("its parts do not belong together")]
+    Parts,
+    #[error("the digest of {0} is not that of its blocks")]
+    Digest(Source),
+}
+
+/// Why a snapshot cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum Unwritable {
+    #[error(transparent)]
+    Encode(#[from] EncodeError),
+    #[error("a head of {0} bytes is too large to be read again")]
+    Head(usize),
+}
+
+/// A snapshot that was read and found consistent.
+pub struct Restored {
+    pub head: SnapshotHead,
+    pub(crate) tree: Tree,
+    /// Of the folded sources, in their order.
+    pub(crate) numbers: Vec<SourceNumber>,
+}
+
+/// The blob of a head and the image that belongs to it.
+pub fn encode(head: &SnapshotHead, image: &[u8]) -> Result<Vec<u8>, Unwritable> {
+    let head = codec::encode(head)?;
+    let length = u32::try_from(head.len())
+        .ok()
+        .filter(|_| head.len() <= MESSAGE_BYTES_MAX)
+        .ok_or(Unwritable::Head(head.len()))?;
+    let bytes = MARK.len() + LENGTH_BYTES + head.len() + image.len() + CHECKSUM_BYTES;
+    let mut blob = Vec::with_capacity(bytes);
+    blob.extend_from_slice(&MARK);
+    blob.extend_from_slice(&length.to_le_bytes());
+    blob.extend_from_slice(&head);
+    blob.extend_from_slice(image);
+    let checksum = xxh3_128(&blob);
+    blob.extend_from_slice(&checksum.to_le_bytes());
+    Ok(blob)
+}
+
+/// The head, and the image as bytes, of a blob whose checksum is right.
+pub fn open(blob: &[u8]) -> Result<(SnapshotHead, &[u8]), BadSnapshot> {
+    let (body, checksum) = blob.split_last_chunk().ok_or(BadSnapshot::Short)?;
+    let rest = body.strip_prefix(&MARK).ok_or(BadSnapshot::Mark)?;
+    if u128::from_le_bytes(*checksum) != xxh3_128(body) {
+        return Err(BadSnapshot::Checksum);
+    }
+    let (length, rest) = rest.split_first_chunk().ok_or(BadSnapshot::Short)?;
+    let length = u32::from_le_bytes(*length) as usize;
+    let (head, image) = rest.split_at_checked(length).ok_or(BadSnapshot::Short)?;
+    let head: SnapshotHead = codec::decode(head)?;
+    let whole = head.image_bytes == image.len() as u64;
+    let ordered = head.sources.is_sorted_by(|a, b| a.source < b.source);
+    if !whole || !ordered || head.at.position.0 == 0 {
+        return Err(BadSnapshot::Parts);
+    }
+    Ok((head, image))
+}
+
+impl Restored {
+    /// Reads a blob: checksum, head, tree, and every digest from the tree's blocks.
+    pub fn read(blob: &[u8]) -> Result<Self, BadSnapshot> {
+        let (head, image) = open(blob)?;
+        let (tree, numbers) = Tree::from_image(image)?;
+        let folded = head
+            .sources
+            .iter()
+            .filter(|source| source.holding == SnapshotHolding::Folded);
+        if folded.clone().count() != numbers.len() {
+            return Err(BadSnapshot::Parts);
+        }
+        for (source, &number) in folded.zip(&numbers) {
+            // The image has no digests: these were computed from the blocks.
+            if tree.digest(number) != source.after {
+                return Err(BadSnapshot::Digest(source.source.clone()));
+            }
+        }
+        Ok(Self {
+            head,
+            tree,
+            numbers,
+        })
+    }
+}

@@ -1,0 +1,387 @@
+//! The indexer as a process against a real nats-server: starts, kills, and logs that are not what
+//! they were.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking, its helpers too"
+)]
+
+#[path = "../../proto/tests/nats_server/mod.rs"]
+mod nats_server;
+mod process;
+
+use std::path::Path;
+
+use futures_util::StreamExt as _;
+use nats_server::NatsServer;
+use process::{Indexer, Publisher, eventually, init, namespace, plane};
+use tokio::time::Instant;
+use warmroute_proto::bus::Plane as _;
+use warmroute_proto::registry::{IndexerEntry, ResyncRequest};
+use warmroute_proto::snapshot::SnapshotPointer;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{LogPosition, codec};
+
+/// Log bytes that hold some 200 records of 64 blocks.
+const SMALL: &[&str] = &["--max-bytes", "128KiB"];
+const ROOMY: &[&str] = &["--max-bytes", "64MiB"];
+
+async fn server(sizes: &[&str]) -> NatsServer {
+    let server = NatsServer::start().await;
+    let (text, ok) = init(&server.url(), sizes);
+    assert!(ok, "{text}");
+    server
+}
+
+async fn pointer(plane: &warmroute_proto::bus::NatsPlane) -> Option<SnapshotPointer> {
+    let key = Subjects::new(&namespace()).snapshot_pointer_key();
+    let entry = plane.get(key).await.unwrap()?;
+    Some(codec::decode(&entry.value).unwrap())
+}
+
+async fn snapshot_reaches(plane: &warmroute_proto::bus::NatsPlane, position: LogPosition) {
+    eventually("a snapshot reaches the position", async || {
+        let pointer = pointer(plane).await;
+        pointer.is_some_and(|pointer| pointer.newest.at.position >= position)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn init_creates_verifies_and_tells_the_difference() {
+    let server = NatsServer::start().await;
+    let (text, ok) = init(&server.url(), SMALL);
+    assert!(ok, "{text}");
+    assert!(text.contains("before: wr_t: stream is missing"), "{text}");
+    assert!(text.contains("now: namespace t is set up"), "{text}");
+    let (text, ok) = init(&server.url(), SMALL);
+    assert!(ok && !text.contains("before"), "{text}");
+    let (text, ok) = init(&server.url(), ROOMY);
+    assert!(!ok);
+    assert!(
+        text.contains("max_bytes is 131072, must be 67108864"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_wrong_set_up_is_refused_with_the_difference() {
+    let server = NatsServer::start().await;
+    let mut command = process::command(&server.url(), &["--port", "0", "--host", "127.0.0.1"]);
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("wr_t: stream is missing"), "{text}");
+}
+
+#[tokio::test]
+async fn it_starts_while_nats_is_away_and_says_so() {
+    let mut server = server(ROOMY).await;
+    server.kill();
+    let mut indexer = Indexer::start(&server.url());
+    assert_eq!(indexer.get("/health").await.0, 200);
+    assert_eq!(indexer.get("/readyz").await.0, 503);
+    assert_eq!(indexer.position().await, None);
+    server.restart().await;
+    eventually("it is ready", async || {
+        indexer.get("/readyz").await.0 == 200
+    })
+    .await;
+    let plane = plane(&server).await;
+    let mut publisher = Publisher::new(&plane, "a");
+    publisher.publish(10).await;
+    publisher.is_exact_at(&indexer).await;
+    assert_eq!(indexer.metric("nats_connects_total").await, 1);
+    assert!(indexer.metric("resident_bytes").await > 1 << 20);
+    assert!(indexer.end(), "SIGTERM drains");
+    let keys = Subjects::new(&namespace()).indexer_keys();
+    let mut watch = plane.watch(keys).await.unwrap();
+    let first = watch.next().await.unwrap();
+    let gone = warmroute_proto::bus::RegistryEvent::Current;
+    assert_eq!(first, gone, "it took its entry away");
+}
+
+#[tokio::test]
+async fn replicas_show_themselves() {
+    let server = server(ROOMY).await;
+    let indexer = Indexer::start(&server.url());
+    let plane = plane(&server).await;
+    let keys = Subjects::new(&namespace()).indexer_keys();
+    let mut watch = plane.watch(keys).await.unwrap();
+    let shown = async {
+        loop {
+            if let Some(warmroute_proto::bus::RegistryEvent::Put { entry, .. }) = watch.next().await
+            {
+                let entry: IndexerEntry = codec::decode(&entry.value).unwrap();
+                if entry.ready {
+                    return entry;
+                }
+            }
+        }
+    };
+    let entry = tokio::time::timeout(process::CAP, shown).await.unwrap();
+    let url = entry.url.unwrap();
+    assert!(url.starts_with("http://127.0.0.1:"), "{url}");
+    assert_eq!(indexer.get("/readyz").await.0, 200);
+}
+
+#[tokio::test]
+async fn killed_after_the_log_was_trimmed_it_is_the_one_that_lived() {
+    let server = server(SMALL).await;
+    let plane = plane(&server).await;
+    let lived = Indexer::start(&server.url());
+    let mut killed = Indexer::start(&server.url());
+    let mut busy = Publisher::new(&plane, "busy");
+    let mut idle = Publisher::new(&plane, "idle");
+    idle.publish(100).await;
+    let before = busy.publish(64).await;
+    for indexer in [&lived, &killed] {
+        indexer.reaches(before).await;
+    }
+    killed.kill();
+    let mut last = before;
+    while plane.log_status().await.unwrap().first <= before {
+        for _ in 0..20 {
+            last = busy.publish(64).await;
+        }
+        snapshot_reaches(&plane, last).await;
+    }
+    for _ in 0..5 {
+        last = busy.publish(64).await;
+    }
+    lived.reaches(last).await;
+    let start = Instant::now();
+    let killed = Indexer::start(&server.url());
+    killed.reaches(last).await;
+    eventually("both are equal", async || {
+        killed.folded().await == lived.folded().await
+    })
+    .await;
+    println!("back after {:?}", start.elapsed());
+    for publisher in [&busy, &idle] {
+        publisher.is_exact_at(&killed).await;
+        publisher.is_exact_at(&lived).await;
+    }
+    assert_eq!(killed.metric("restores_total{cause=\"start\"}").await, 1);
+    for reason in ["gap", "mismatch", "fenced", "log_lost"] {
+        let name = format!("resyncs_total{{reason=\"{reason}\"}}");
+        assert_eq!(
+            killed.metric(&name).await + lived.metric(&name).await,
+            0,
+            "{reason}"
+        );
+    }
+    // Two of them, one writer at a time, two kept.
+    for indexer in [&killed, &lived] {
+        assert_eq!(
+            indexer.metric("snapshots_total{outcome=\"failed\"}").await,
+            0
+        );
+    }
+    eventually("two snapshots are kept", async || {
+        plane.snapshots().await.unwrap().len() == 2
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_corrupt_and_a_torn_snapshot_are_skipped() {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let mut publisher = Publisher::new(&plane, "a");
+    let mut last = LogPosition(0);
+    {
+        let _indexer = Indexer::start(&server.url());
+        for _ in 0..2 {
+            last = publisher.publish(100).await;
+            snapshot_reaches(&plane, last).await;
+        }
+    }
+    let pointer = pointer(&plane).await.unwrap();
+    let newest = pointer.newest.name;
+    let blob = plane.get_snapshot(newest.clone()).await.unwrap().unwrap();
+    let mut corrupt = blob.to_vec();
+    let middle = corrupt.len() / 2;
+    corrupt[middle] ^= 1;
+    plane.delete_snapshot(newest.clone()).await.unwrap();
+    plane.put_snapshot(newest, corrupt.into()).await.unwrap();
+    let indexer = Indexer::start(&server.url());
+    indexer.reaches(last).await;
+    publisher.is_exact_at(&indexer).await;
+    assert_eq!(
+        indexer
+            .metric("snapshots_skipped_total{reason=\"corrupt\"}")
+            .await,
+        1
+    );
+    assert_eq!(indexer.metric("restores_total{cause=\"start\"}").await, 1);
+    drop(indexer);
+    // Chunks of all of them go: they are torn, and the log is read from its beginning.
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let jetstream = async_nats::jetstream::new(client);
+    let objects = jetstream.get_stream("OBJ_wr_t").await.unwrap();
+    objects.purge().filter("$O.wr_t.C.*").await.unwrap();
+    let indexer = Indexer::start(&server.url());
+    indexer.reaches(last).await;
+    publisher.is_exact_at(&indexer).await;
+    assert!(
+        indexer
+            .metric("snapshots_skipped_total{reason=\"torn\"}")
+            .await
+            >= 1
+    );
+    assert_eq!(indexer.metric("restores_total{cause=\"start\"}").await, 0);
+}
+
+#[tokio::test]
+async fn a_stream_deleted_and_recreated_is_resynced() {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let indexer = Indexer::start(&server.url());
+    let mut publisher = Publisher::new(&plane, "a");
+    let mut last = LogPosition(0);
+    for _ in 0..20 {
+        last = publisher.publish(20).await;
+    }
+    indexer.reaches(last).await;
+    publisher.is_exact_at(&indexer).await;
+    let subject = Subjects::new(&namespace()).resync(&publisher.source.worker);
+    let mut requests = plane.subscribe(subject).await.unwrap();
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let jetstream = async_nats::jetstream::new(client);
+    jetstream.delete_stream("wr_t").await.unwrap();
+    let (text, ok) = init(&server.url(), ROOMY);
+    assert!(ok, "{text}");
+    // Without a request it would have to be luck: the new log is filled beyond the old position.
+    let request = tokio::time::timeout(process::CAP, requests.next())
+        .await
+        .unwrap();
+    let request: ResyncRequest = codec::decode(&request.unwrap()).unwrap();
+    assert_eq!(request.above, publisher.generation);
+    publisher.next_generation();
+    for _ in 0..30 {
+        last = publisher.publish(20).await;
+    }
+    assert_eq!(last, LogPosition(30));
+    publisher.is_exact_at(&indexer).await;
+    assert_eq!(
+        indexer
+            .metric("logs_broken_total{fit=\"another_log\"}")
+            .await,
+        1
+    );
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_log_rolled_back_and_refilled_past_the_position_is_found() {
+    let mut server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let indexer = Indexer::start(&server.url());
+    let mut idle = Publisher::new(&plane, "idle");
+    let mut busy = Publisher::new(&plane, "busy");
+    idle.publish(50).await;
+    for _ in 0..5 {
+        busy.publish(20).await;
+    }
+    // The server's directory as of now comes back later.
+    server.kill();
+    let old = server.store().with_extension("old");
+    copy(&server.store(), &old);
+    server.restart().await;
+    eventually("the plane is back", async || {
+        plane.log_status().await.is_ok()
+    })
+    .await;
+    let mut last = LogPosition(0);
+    for _ in 0..5 {
+        last = busy.publish(20).await;
+    }
+    indexer.reaches(last).await;
+    for publisher in [&idle, &busy] {
+        publisher.is_exact_at(&indexer).await;
+    }
+    // Refilled while the indexer cannot see it: its identity, first and last will look healthy.
+    server.kill();
+    std::fs::remove_dir_all(server.store()).unwrap();
+    std::fs::rename(&old, server.store()).unwrap();
+    server.restart().await;
+    eventually("the plane is back", async || {
+        plane.log_status().await.is_ok()
+    })
+    .await;
+    busy.next_generation();
+    let mut refilled = LogPosition(0);
+    while refilled <= last {
+        refilled = busy.publish(20).await;
+    }
+    let start = Instant::now();
+    eventually("it is found", async || {
+        let mut found = 0;
+        for fit in ["other_record", "lost_end"] {
+            let name = format!("logs_broken_total{{fit=\"{fit}\"}}");
+            found += indexer.metric(&name).await;
+        }
+        found > 0
+    })
+    .await;
+    println!("found after {:?}", start.elapsed());
+    for publisher in [&busy, &idle] {
+        publisher.is_exact_at(&indexer).await;
+    }
+}
+
+/// Kills an indexer when it does this step of a snapshot; the next one starts from the one before.
+async fn killed_at(step: &str) {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let mut publisher = Publisher::new(&plane, "a");
+    let mut indexer = Indexer::start(&server.url());
+    let first = publisher.publish(100).await;
+    snapshot_reaches(&plane, first).await;
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let mut steps = client.subscribe(step.to_owned()).await.unwrap();
+    client.flush().await.unwrap();
+    let last = publisher.publish(100).await;
+    let seen = tokio::time::timeout(process::CAP, steps.next()).await;
+    assert!(seen.unwrap().is_some(), "{step}");
+    indexer.kill();
+    let next = Indexer::start(&server.url());
+    next.reaches(last).await;
+    assert_eq!(
+        next.metric("restores_total{cause=\"start\"}").await,
+        1,
+        "{step}"
+    );
+    for why in ["corrupt", "torn", "record_differs", "trimmed"] {
+        let name = format!("snapshots_skipped_total{{reason=\"{why}\"}}");
+        assert_eq!(next.metric(&name).await, 0, "{step}: {why}");
+    }
+    publisher.is_exact_at(&next).await;
+    // And it goes on taking them, once the dead one's lease has run out.
+    let last = publisher.publish(100).await;
+    snapshot_reaches(&plane, last).await;
+}
+
+#[tokio::test]
+async fn killed_at_every_step_of_a_snapshot_the_next_start_is_good() {
+    let steps = [
+        "$KV.wr_t.wr.t.snapshot.writer",
+        "$O.wr_t.C.>",
+        "$O.wr_t.M.>",
+        "$KV.wr_t.wr.t.snapshot.newest",
+    ];
+    futures_util::future::join_all(steps.map(killed_at)).await;
+}
