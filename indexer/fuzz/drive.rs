@@ -3,6 +3,8 @@
 //! Bytes are a program: four bytes a step. Beside the tree runs the plainest model there is, a set of
 //! (chain of names, tier) a source, and after every step both must say the same.
 
+#![allow(clippy::unwrap_used, reason = "a panic is what a fuzzer looks for")]
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_indexer::tree::{ChangeError, SourceNumber, TierMask, Tree};
@@ -66,12 +68,10 @@ impl World {
     fn step(&mut self, what: u8, who: u8, fork: u8, length: u8) {
         let source = self.pick(who);
         match (what % 16, source) {
-            (0, _) => {
-                if self.sources.len() < SOURCES_MAX {
-                    let number = self.tree.open();
-                    let known = self.sources.insert(number, Model::new());
-                    assert!(known.is_none(), "a number that is in use was given again");
-                }
+            (0, _) if self.sources.len() < SOURCES_MAX => {
+                let number = self.tree.open();
+                let known = self.sources.insert(number, Model::new());
+                assert!(known.is_none(), "a number that is in use was given again");
             }
             (1, Some(number)) if length > 200 => {
                 self.tree.close(number);

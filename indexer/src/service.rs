@@ -197,7 +197,15 @@ impl Service {
         let (cuts, cut_requests) = mpsc::channel(1);
         let mut all = FuturesUnordered::new();
         all.push(tasks.spawn(worker.clone().follow(cut_requests, stop.clone())));
-        all.push(tasks.spawn(worker.clone().serve(tasks.clone(), stop.clone())));
+        let places = queries::places();
+        let own = replica.as_ref().map(|replica| &replica.id);
+        let own = own.map(|id| worker.subjects.query_at(id));
+        for subject in [Some(worker.subjects.query()), own].into_iter().flatten() {
+            let (tasks_of_queries, stop) = (tasks.clone(), stop.clone());
+            let serve = worker.clone();
+            let serve = serve.serve(subject, Arc::clone(&places), tasks_of_queries, stop);
+            all.push(tasks.spawn(serve));
+        }
         if let Some(config) = worker.snapshots.clone() {
             let snapshots = snapshots::Snapshots::new(worker.clone(), config, cuts);
             all.push(tasks.spawn(snapshots.run(stop.clone())));

@@ -11,13 +11,23 @@ use super::*;
 /// Beside one for each processor.
 const MORE_AT_ONCE: usize = 2;
 
+/// The places of one replica, whichever of its subjects a query comes to.
+pub(super) fn places() -> Arc<Semaphore> {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    Arc::new(Semaphore::new(processors + MORE_AT_ONCE))
+}
+
 impl Worker {
-    pub(super) async fn serve(self, tasks: TaskTracker, stop: CancellationToken) {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let places = Arc::new(Semaphore::new(processors + MORE_AT_ONCE));
+    pub(super) async fn serve(
+        self,
+        subject: String,
+        places: Arc<Semaphore>,
+        tasks: TaskTracker,
+        stop: CancellationToken,
+    ) {
         let serve = async {
             loop {
-                match self.plane.serve(self.subjects.query()).await {
+                match self.plane.serve(subject.clone()).await {
                     Ok(mut requests) => {
                         while let Some(request) = requests.next().await {
                             // It is never closed.

@@ -319,6 +319,13 @@ async fn a_replica_shows_itself_in_the_registry_until_it_ends() {
     until(ready).await;
     sleep(60 * SECOND).await;
     assert!(ready().await, "it is renewed");
+    let query = codec::encode(&Query {
+        blocks: Vec::new(),
+        at_least: None,
+    });
+    let own = running.subjects.query_at("i1");
+    let answer = running.plane.request(own, query.unwrap().into(), SECOND);
+    assert!(answer.await.is_ok(), "it answers at its own subject");
     let plane = running.plane.clone();
     end(running).await;
     assert_eq!(plane.get(key).await.unwrap(), None);
