@@ -100,9 +100,23 @@ impl Indexer {
 
     /// SIGTERM; did it end well?
     pub(crate) fn end(&mut self) -> bool {
+        self.signal("-TERM");
+        self.child.wait().unwrap().success()
+    }
+
+    /// SIGSTOP: it sees nothing of what happens until it goes on.
+    pub(crate) fn pause(&self) {
+        self.signal("-STOP");
+    }
+
+    pub(crate) fn go_on(&self) {
+        self.signal("-CONT");
+    }
+
+    fn signal(&self, signal: &str) {
         let id = self.child.id().to_string();
-        let told = Command::new("kill").args(["-TERM", &id]).status().unwrap();
-        told.success() && self.child.wait().unwrap().success()
+        let told = Command::new("kill").args([signal, &id]).status().unwrap();
+        assert!(told.success(), "{signal}");
     }
 
     /// Status and body.
