@@ -1,0 +1,323 @@
+//! Real processes: mock engines and routers; with NATS also a server, shims and indexers.
+//!
+//! A [`Fleet`] is embedded or distributed by its [`Mode`], and scenarios do not see the difference.
+//! Both test binaries that start processes share this module; what only one of them needs it adds
+//! beside its tests.
+
+mod dump;
+mod nats;
+mod place;
+mod process;
+pub(crate) mod traffic;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+pub(crate) use dump::BySource;
+pub(crate) use nats::Distributed;
+pub(crate) use place::{Place, free_port, free_ports};
+pub(crate) use process::Process;
+
+pub(crate) const BLOCK: u64 = 16;
+const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
+const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine");
+const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
+const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
+const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
+
+/// What carries a fleet's state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Mode {
+    /// One router with everything inside.
+    Embedded,
+    /// Everything apart, over a real nats-server.
+    Nats { indexers: usize, routers: usize },
+}
+
+/// How the mock engines of a fleet are set up.
+pub(crate) struct Engines {
+    pub(crate) count: usize,
+    pub(crate) ranks: u16,
+    pub(crate) blocks: u32,
+    pub(crate) flags: &'static [&'static str],
+}
+
+/// A mock engine on ports that stay its own over restarts.
+pub(crate) struct Engine {
+    pub(crate) process: Process,
+    kv: u16,
+    replay: u16,
+}
+
+/// Handles end in this order: whoever asks before whoever answers.
+pub(crate) struct Fleet {
+    pub(crate) routers: Vec<Process>,
+    /// None if embedded.
+    pub(crate) distributed: Option<Distributed>,
+    pub(crate) engines: Vec<Engine>,
+    pub(crate) http: reqwest::Client,
+    /// Whose turn it is, as a load balancer that goes round.
+    turn: AtomicUsize,
+    pub(crate) place: Place,
+}
+
+impl Fleet {
+    /// Starts it, and waits until routers and indexers are ready.
+    pub(crate) async fn start(mode: Mode, setup: Engines, router_flags: &[&str]) -> Self {
+        let place = Place::new();
+        let engines: Vec<Engine> = (0..setup.count)
+            .map(|index| start_engine(&place, index, &setup))
+            .collect();
+        let (routers, distributed) = match mode {
+            Mode::Embedded => (vec![embedded(&place, &setup, &engines, router_flags)], None),
+            Mode::Nats { indexers, routers } => {
+                let mut parts = Distributed::start(&place, &setup, &engines).await;
+                (0..indexers).for_each(|_| parts.add_indexer(&place));
+                let router = |number| parts.start_router(&place, number, router_flags);
+                ((0..routers).map(router).collect(), Some(parts))
+            }
+        };
+        let fleet = Self {
+            routers,
+            distributed,
+            engines,
+            http: reqwest::Client::builder()
+                .no_proxy()
+                .build()
+                .expect("a client"),
+            turn: AtomicUsize::new(0),
+            place,
+        };
+        let is_ready = async |fleet: &Self| fleet.all_ready().await;
+        fleet
+            .until("routers and indexers are ready", is_ready)
+            .await;
+        fleet
+    }
+
+    /// Where a client sends its next request: at each router in turn.
+    pub(crate) fn url(&self, path: &str) -> String {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        format!("{}{path}", self.routers[turn % self.routers.len()].base())
+    }
+
+    /// The admin port of one router.
+    pub(crate) fn admin(&self, router: usize, path: &str) -> String {
+        let port = &self.routers[router].said["admin_port"];
+        format!("http://127.0.0.1:{port}{path}")
+    }
+
+    pub(crate) fn engine(&self, index: usize, path: &str) -> String {
+        format!("{}{path}", self.engines[index].process.base())
+    }
+
+    /// Where each index is asked: the indexers, or the router that has one inside.
+    pub(crate) fn indexes(&self) -> Vec<String> {
+        match &self.distributed {
+            Some(parts) => parts.indexers.iter().map(Process::base).collect(),
+            None => vec![self.admin(0, "")],
+        }
+    }
+
+    pub(crate) async fn get(&self, url: String) -> Value {
+        let answer = self.http.get(&url).send().await;
+        let answer = answer.unwrap_or_else(|error| panic!("{url}: {error}"));
+        answer
+            .json()
+            .await
+            .unwrap_or_else(|error| panic!("{url}: {error}"))
+    }
+
+    /// Waits for a condition that has to come true by itself.
+    pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !condition(self).await {
+            assert!(Instant::now() < deadline, "in vain: {what}");
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    async fn all_ready(&self) -> bool {
+        let mut bases = self.indexes();
+        bases.extend(self.routers.iter().map(Process::base));
+        for base in bases {
+            if !self.is_ready(&base).await {
+                return false;
+            }
+        }
+        true
+    }
+
+    pub(crate) async fn is_ready(&self, base: &str) -> bool {
+        let answer = self.http.get(format!("{base}/readyz")).send().await;
+        answer.is_ok_and(|answer| answer.status().is_success())
+    }
+
+    /// Waits until every index has applied every engine's last batch that changed a pair.
+    pub(crate) async fn until_indexed(&self) {
+        self.until("the index has caught up", async |fleet| {
+            for base in fleet.indexes() {
+                if !fleet.has_caught_up(&base).await {
+                    return false;
+                }
+            }
+            true
+        })
+        .await;
+    }
+
+    async fn has_caught_up(&self, index: &str) -> bool {
+        let indexed = self.positions(index).await;
+        for engine in 0..self.engines.len() {
+            let truth = self.get(self.engine(engine, "/debug/blocks")).await;
+            for rank in truth["ranks"].as_array().expect("ranks") {
+                let number = rank["dp_rank"].as_u64().expect("a rank");
+                let wanted = rank["published_seq_that_changed"].as_u64();
+                match indexed.get(&(worker_name(engine), number)) {
+                    Some((state, seq)) if state == "exact" && *seq >= wanted => {}
+                    Some(_) | None => return false,
+                }
+            }
+        }
+        true
+    }
+
+    /// State and engine sequence of every source.
+    async fn positions(&self, index: &str) -> BySource<(String, Option<u64>)> {
+        let digest = self.get(format!("{index}/v1/digest")).await;
+        let sources = digest["sources"].as_array().expect("sources");
+        let row = |source: &Value| {
+            let rank = source["dp_rank"].as_u64().expect("a rank");
+            let known = (text(&source["state"]), source["engine_seq"].as_u64());
+            ((text(&source["worker"]), rank), known)
+        };
+        sources.iter().map(row).collect()
+    }
+
+    /// (active requests, prefill tokens, decode blocks), summed over all sources, as a router sees
+    /// them.
+    pub(crate) async fn load(&self, router: usize) -> (u64, u64, u64) {
+        let slots = self.get(self.admin(router, "/v1/slots")).await;
+        let sum = |key: &str| {
+            let sources = slots["sources"].as_array().expect("sources");
+            sources
+                .iter()
+                .map(|source| source[key].as_u64().expect("a count"))
+                .sum()
+        };
+        (
+            sum("active_requests"),
+            sum("prefill_tokens"),
+            sum("decode_blocks"),
+        )
+    }
+
+    pub(crate) async fn until_idle(&self) {
+        self.until("no slot is left", async |fleet| {
+            for router in 0..fleet.routers.len() {
+                if fleet.load(router).await != (0, 0, 0) {
+                    return false;
+                }
+            }
+            true
+        })
+        .await;
+    }
+
+    /// The sum of a counter over all engines and ranks.
+    pub(crate) async fn counted(&self, counter: &str) -> u64 {
+        let mut sum = 0;
+        for index in 0..self.engines.len() {
+            let counters = self.get(self.engine(index, "/debug/counters")).await;
+            for rank in counters["ranks"].as_array().expect("ranks") {
+                sum += rank[counter].as_u64().expect("a count");
+            }
+        }
+        sum
+    }
+
+    /// One metric of the routers, summed over them and its labels.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let mut sum = 0.0;
+        for router in 0..self.routers.len() {
+            sum += self.metric_at(self.admin(router, "/metrics"), name).await;
+        }
+        sum
+    }
+
+    pub(crate) async fn metric_at(&self, url: String, name: &str) -> f64 {
+        let answer = self.http.get(url).send().await.expect("metrics");
+        let page = answer.text().await.expect("text");
+        page.lines()
+            .filter(|line| line.starts_with(name) && !line.starts_with('#'))
+            .filter(|line| matches!(line.as_bytes().get(name.len()), Some(b' ' | b'{')))
+            .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
+            .sum()
+    }
+}
+
+fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
+    let (kv, replay) = (free_ports(setup.ranks), free_ports(setup.ranks));
+    let mut arguments = strings(&["--model", "mock", "--tokenizer", TOKENIZER]);
+    let numbers = [
+        ("--port", u64::from(free_port())),
+        ("--kv-port", u64::from(kv)),
+        ("--replay-port", u64::from(replay)),
+        ("--ranks", u64::from(setup.ranks)),
+        ("--block-size", BLOCK),
+        ("--num-blocks", u64::from(setup.blocks)),
+    ];
+    for (flag, number) in numbers {
+        arguments.extend([flag.to_owned(), number.to_string()]);
+    }
+    arguments.extend(strings(setup.flags));
+    let log = place.path(&format!("{}.log", worker_name(index)));
+    Engine {
+        process: Process::start(ENGINE, &log, arguments),
+        kv,
+        replay,
+    }
+}
+
+fn embedded(place: &Place, setup: &Engines, engines: &[Engine], flags: &[&str]) -> Process {
+    let mut arguments = strings(&["--tokenizer", TOKENIZER]);
+    arguments.extend(router_flags(flags));
+    for (index, engine) in engines.iter().enumerate() {
+        let (base, name) = (engine.process.base(), worker_name(index));
+        let (kv, replay, ranks) = (engine.kv, engine.replay, setup.ranks);
+        let worker = format!(
+            "{base},kv=tcp://127.0.0.1:{kv},replay=tcp://127.0.0.1:{replay},id={name},ranks={ranks}"
+        );
+        arguments.extend(["--worker".to_owned(), worker]);
+    }
+    Process::start(ROUTER, &place.path("router.log"), arguments)
+}
+
+/// Ports of its own, and whatever a test wants besides.
+fn router_flags(flags: &[&str]) -> Vec<String> {
+    let mut arguments = strings(&["--host", "127.0.0.1", "--port"]);
+    arguments.push(free_port().to_string());
+    arguments.push("--admin-port".to_owned());
+    arguments.push(free_port().to_string());
+    arguments.extend(strings(flags));
+    arguments
+}
+
+pub(crate) fn worker_name(index: usize) -> String {
+    format!("engine-{index}")
+}
+
+pub(crate) fn strings(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|&text| text.to_owned()).collect()
+}
+
+pub(crate) fn text(value: &Value) -> String {
+    value
+        .as_str()
+        .unwrap_or_else(|| panic!("text, not {value}"))
+        .to_owned()
+}

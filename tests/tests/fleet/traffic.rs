@@ -1,0 +1,92 @@
+//! What clients ask in these tests: conversations that share prefixes, seeded.
+
+use fastrand::Rng;
+use reqwest::Response;
+use serde_json::{Value, json};
+
+use super::Fleet;
+
+/// A request and what came back of it.
+pub(crate) struct Served {
+    pub(crate) worker: String,
+    pub(crate) dp_rank: u64,
+    /// The rank that says it served it.
+    pub(crate) served_by_rank: u64,
+    pub(crate) overlap_blocks: u64,
+    pub(crate) state: String,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) cached_tokens: u64,
+}
+
+/// A chat or completion whose prompt begins like many others'.
+pub(crate) fn request(rng: &mut Rng) -> (&'static str, Value) {
+    let topic = rng.usize(0..6);
+    let rules = rng.usize(3..30);
+    let system: String = (0..rules)
+        .map(|rule| format!("Rule {rule} of topic {topic}: be exact, or say that you are not. "))
+        .collect();
+    let question = format!("Question {} about topic {topic}?", rng.u32(0..1000));
+    let max_tokens = rng.u32(1..40);
+    if rng.bool() {
+        let mut messages = vec![
+            json!({"role": "system", "content": system}),
+            json!({"role": "user", "content": question}),
+        ];
+        if rng.bool() {
+            messages.push(json!({"role": "assistant", "content": "It depends."}));
+            messages.push(json!({"role": "user", "content": "On what?"}));
+        }
+        let body = json!({"model": "mock", "messages": messages, "max_tokens": max_tokens});
+        return ("/v1/chat/completions", body);
+    }
+    let prompt = if rng.bool() {
+        json!(system + &question)
+    } else {
+        let length = rng.usize(1..400);
+        let tokens: Vec<usize> = (0..length)
+            .map(|at| 300 + (at * 7 + topic) % 1000)
+            .collect();
+        json!(tokens)
+    };
+    let mut body = json!({"model": "mock", "prompt": prompt, "max_tokens": max_tokens});
+    if rng.u8(0..4) == 0 {
+        body["cache_salt"] = json!(format!("tenant-{}", rng.u8(0..2)));
+    }
+    ("/v1/completions", body)
+}
+
+pub(crate) async fn send(fleet: &Fleet, path: &str, body: &Value) -> Response {
+    let request = fleet.http.post(fleet.url(path)).json(body);
+    request.send().await.expect("an answer")
+}
+
+/// Sends a request that must succeed, and reads what was said about it.
+pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
+    let answer = send(fleet, path, body).await;
+    let status = answer.status();
+    let header = |name: &str| {
+        let value = answer.headers().get(name);
+        value.map_or("", |value| value.to_str().unwrap()).to_owned()
+    };
+    let number = |name: &str| header(name).parse().unwrap_or(u64::MAX);
+    let (worker, state) = (
+        header("x-warmroute-worker"),
+        header("x-warmroute-index-state"),
+    );
+    let (dp_rank, served_by_rank) = (number("x-warmroute-dp-rank"), number("x-mock-dp-rank"));
+    let overlap_blocks = number("x-warmroute-overlap-blocks");
+    let body: Value = answer.json().await.expect("JSON");
+    assert!(status.is_success(), "{status}: {body}");
+    let usage = &body["usage"];
+    Served {
+        worker,
+        dp_rank,
+        served_by_rank,
+        overlap_blocks,
+        state,
+        prompt_tokens: usage["prompt_tokens"].as_u64().expect("a count"),
+        cached_tokens: usage["prompt_tokens_details"]["cached_tokens"]
+            .as_u64()
+            .unwrap_or(0),
+    }
+}
