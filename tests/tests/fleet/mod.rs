@@ -16,10 +16,10 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-pub(crate) use dump::BySource;
-pub(crate) use nats::Distributed;
-pub(crate) use place::{Place, free_port, free_ports};
-pub(crate) use process::Process;
+use dump::BySource;
+use nats::Distributed;
+use place::{Place, free_port, free_ports};
+use process::Process;
 
 pub(crate) const BLOCK: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -36,6 +36,26 @@ pub(crate) enum Mode {
     Embedded,
     /// Everything apart, over a real nats-server.
     Nats { indexers: usize, routers: usize },
+}
+
+/// What processes are told beside what every fleet tells them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Flags {
+    pub(crate) init: &'static [&'static str],
+    pub(crate) shim: &'static [&'static str],
+    pub(crate) indexer: &'static [&'static str],
+    pub(crate) router: &'static [&'static str],
+    pub(crate) access: Access,
+}
+
+/// Who may do what at the nats-server.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) enum Access {
+    /// Everybody everything.
+    #[default]
+    Open,
+    /// As `deploy/nats/nats.conf` has it: a user for each role and each of two workers.
+    LeastPrivilege,
 }
 
 /// How the mock engines of a fleet are set up.
@@ -57,46 +77,62 @@ pub(crate) struct Engine {
 pub(crate) struct Fleet {
     pub(crate) routers: Vec<Process>,
     /// None if embedded.
-    pub(crate) distributed: Option<Distributed>,
+    distributed: Option<Distributed>,
     pub(crate) engines: Vec<Engine>,
     pub(crate) http: reqwest::Client,
     /// Whose turn it is, as a load balancer that goes round.
     turn: AtomicUsize,
-    pub(crate) place: Place,
+    flags: Flags,
+    place: Place,
 }
 
 impl Fleet {
     /// Starts it, and waits until routers and indexers are ready.
-    pub(crate) async fn start(mode: Mode, setup: Engines, router_flags: &[&str]) -> Self {
+    pub(crate) async fn start(mode: Mode, setup: Engines, flags: Flags) -> Self {
         let place = Place::new();
         let engines: Vec<Engine> = (0..setup.count)
             .map(|index| start_engine(&place, index, &setup))
             .collect();
-        let (routers, distributed) = match mode {
-            Mode::Embedded => (vec![embedded(&place, &setup, &engines, router_flags)], None),
-            Mode::Nats { indexers, routers } => {
-                let mut parts = Distributed::start(&place, &setup, &engines).await;
-                (0..indexers).for_each(|_| parts.add_indexer(&place));
-                let router = |number| parts.start_router(&place, number, router_flags);
-                ((0..routers).map(router).collect(), Some(parts))
-            }
-        };
-        let fleet = Self {
-            routers,
-            distributed,
+        let mut fleet = Self {
+            routers: Vec::new(),
+            distributed: None,
             engines,
             http: reqwest::Client::builder()
                 .no_proxy()
                 .build()
                 .expect("a client"),
             turn: AtomicUsize::new(0),
+            flags,
             place,
         };
+        match mode {
+            Mode::Embedded => fleet.add_embedded_router(&setup),
+            Mode::Nats { indexers, routers } => {
+                fleet.distribute(&setup).await;
+                (0..indexers).for_each(|_| fleet.add_indexer());
+                (0..routers).for_each(|_| fleet.add_router());
+            }
+        }
         let is_ready = async |fleet: &Self| fleet.all_ready().await;
         fleet
             .until("routers and indexers are ready", is_ready)
             .await;
         fleet
+    }
+
+    fn add_embedded_router(&mut self, setup: &Engines) {
+        let mut arguments = strings(&["--tokenizer", TOKENIZER]);
+        arguments.extend(router_ports());
+        arguments.extend(strings(self.flags.router));
+        for (index, engine) in self.engines.iter().enumerate() {
+            let (base, name) = (engine.process.base(), worker_name(index));
+            let (kv, replay) = (endpoint(engine.kv), endpoint(engine.replay));
+            let ranks = setup.ranks;
+            let worker = format!("{base},kv={kv},replay={replay},id={name},ranks={ranks}");
+            arguments.extend(["--worker".to_owned(), worker]);
+        }
+        let router = Process::start(ROUTER, &self.place.path("router.log"), arguments);
+        self.routers.push(router);
     }
 
     /// Where a client sends its next request: at each router in turn.
@@ -283,32 +319,24 @@ fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
     }
 }
 
-fn embedded(place: &Place, setup: &Engines, engines: &[Engine], flags: &[&str]) -> Process {
-    let mut arguments = strings(&["--tokenizer", TOKENIZER]);
-    arguments.extend(router_flags(flags));
-    for (index, engine) in engines.iter().enumerate() {
-        let (base, name) = (engine.process.base(), worker_name(index));
-        let (kv, replay, ranks) = (engine.kv, engine.replay, setup.ranks);
-        let worker = format!(
-            "{base},kv=tcp://127.0.0.1:{kv},replay=tcp://127.0.0.1:{replay},id={name},ranks={ranks}"
-        );
-        arguments.extend(["--worker".to_owned(), worker]);
-    }
-    Process::start(ROUTER, &place.path("router.log"), arguments)
+fn router_ports() -> Vec<String> {
+    let (public, admin) = (free_port().to_string(), free_port().to_string());
+    strings(&[
+        "--host",
+        "127.0.0.1",
+        "--port",
+        &public,
+        "--admin-port",
+        &admin,
+    ])
 }
 
-/// Ports of its own, and whatever a test wants besides.
-fn router_flags(flags: &[&str]) -> Vec<String> {
-    let mut arguments = strings(&["--host", "127.0.0.1", "--port"]);
-    arguments.push(free_port().to_string());
-    arguments.push("--admin-port".to_owned());
-    arguments.push(free_port().to_string());
-    arguments.extend(strings(flags));
-    arguments
+fn endpoint(port: u16) -> String {
+    format!("tcp://127.0.0.1:{port}")
 }
 
 pub(crate) fn worker_name(index: usize) -> String {
-    format!("engine-{index}")
+    format!("worker-{index}")
 }
 
 pub(crate) fn strings(texts: &[&str]) -> Vec<String> {

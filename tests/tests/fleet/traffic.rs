@@ -18,6 +18,19 @@ pub(crate) struct Served {
     pub(crate) cached_tokens: u64,
 }
 
+impl Served {
+    /// No index answered within the few milliseconds that it has, as happens on a busy machine: such a
+    /// request is routed without credit.
+    pub(crate) fn is_without_answer(&self) -> bool {
+        let without = self.state == "unknown";
+        assert!(
+            !without || self.overlap_blocks == 0,
+            "credit without an answer"
+        );
+        without
+    }
+}
+
 /// A chat or completion whose prompt begins like many others'.
 pub(crate) fn request(rng: &mut Rng) -> (&'static str, Value) {
     let topic = rng.usize(0..6);
