@@ -109,7 +109,7 @@ async fn without_workers_the_router_says_so() {
         blocks: 400,
         flags: &["--profile", "instant"],
     };
-    let mut fleet = Fleet::start(Mode::Embedded, engines, Flags::default()).await;
+    let fleet = Fleet::start(Mode::Embedded, engines, Flags::default()).await;
     fleet.engines[0].process.kill();
     let body = json!({"model": "mock", "messages": [{"role": "user", "content": "x"}]});
     for _ in 0..20 {

@@ -149,7 +149,7 @@ async fn a_killed_engine_is_left_out(mode: Mode) {
         blocks: 400,
         flags: &["--profile", "instant"],
     };
-    let mut fleet = Fleet::start(mode, engines, Flags::default()).await;
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
     let mut rng = Rng::with_seed(3);
     for _ in 0..10 {
         let (path, body) = request(&mut rng);

@@ -34,9 +34,9 @@ macro_rules! on_both_planes {
 mod abuse;
 mod churn;
 mod credit;
-#[path = "../fleet/mod.rs"]
 mod fleet;
 #[path = "../../../proto/tests/nats_server/mod.rs"]
 mod nats_server;
 mod pages;
+mod plane;
 mod separation;

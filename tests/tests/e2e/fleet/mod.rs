@@ -1,8 +1,6 @@
 //! Real processes: mock engines and routers; with NATS also a server, shims and indexers.
 //!
 //! A [`Fleet`] is embedded or distributed by its [`Mode`], and scenarios do not see the difference.
-//! Both test binaries that start processes share this module; what only one of them needs it adds
-//! beside its tests.
 
 mod dump;
 mod nats;
@@ -13,6 +11,7 @@ pub(crate) mod traffic;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
@@ -90,9 +89,8 @@ impl Fleet {
     /// Starts it, and waits until routers and indexers are ready.
     pub(crate) async fn start(mode: Mode, setup: Engines, flags: Flags) -> Self {
         let place = Place::new();
-        let engines: Vec<Engine> = (0..setup.count)
-            .map(|index| start_engine(&place, index, &setup))
-            .collect();
+        let starts = (0..setup.count).map(|index| start_engine(&place, index, &setup));
+        let engines: Vec<Engine> = join_all(starts).await;
         let mut fleet = Self {
             routers: Vec::new(),
             distributed: None,
@@ -106,11 +104,15 @@ impl Fleet {
             place,
         };
         match mode {
-            Mode::Embedded => fleet.add_embedded_router(&setup),
+            Mode::Embedded => fleet.add_embedded_router(&setup).await,
             Mode::Nats { indexers, routers } => {
                 fleet.distribute(&setup).await;
-                (0..indexers).for_each(|_| fleet.add_indexer());
-                (0..routers).for_each(|_| fleet.add_router());
+                for _ in 0..indexers {
+                    fleet.add_indexer().await;
+                }
+                for _ in 0..routers {
+                    fleet.add_router().await;
+                }
             }
         }
         let is_ready = async |fleet: &Self| fleet.all_ready().await;
@@ -120,7 +122,7 @@ impl Fleet {
         fleet
     }
 
-    fn add_embedded_router(&mut self, setup: &Engines) {
+    async fn add_embedded_router(&mut self, setup: &Engines) {
         let mut arguments = strings(&["--tokenizer", TOKENIZER]);
         arguments.extend(router_ports());
         arguments.extend(strings(self.flags.router));
@@ -131,7 +133,8 @@ impl Fleet {
             let worker = format!("{base},kv={kv},replay={replay},id={name},ranks={ranks}");
             arguments.extend(["--worker".to_owned(), worker]);
         }
-        let router = Process::start(ROUTER, &self.place.path("router.log"), arguments);
+        let log = self.place.path("router.log");
+        let router = Process::start(ROUTER, &log, arguments).await;
         self.routers.push(router);
     }
 
@@ -195,9 +198,14 @@ impl Fleet {
 
     /// Waits until every index has applied every engine's last batch that changed a pair.
     pub(crate) async fn until_indexed(&self) {
+        self.until_indexed_as(&["exact"]).await;
+    }
+
+    /// The same, with every source in one of these states.
+    pub(crate) async fn until_indexed_as(&self, states: &[&str]) {
         self.until("the index has caught up", async |fleet| {
             for base in fleet.indexes() {
-                if !fleet.has_caught_up(&base).await {
+                if !fleet.has_caught_up(&base, states).await {
                     return false;
                 }
             }
@@ -206,7 +214,7 @@ impl Fleet {
         .await;
     }
 
-    async fn has_caught_up(&self, index: &str) -> bool {
+    async fn has_caught_up(&self, index: &str, states: &[&str]) -> bool {
         let indexed = self.positions(index).await;
         for engine in 0..self.engines.len() {
             let truth = self.get(self.engine(engine, "/debug/blocks")).await;
@@ -214,7 +222,7 @@ impl Fleet {
                 let number = rank["dp_rank"].as_u64().expect("a rank");
                 let wanted = rank["published_seq_that_changed"].as_u64();
                 match indexed.get(&(worker_name(engine), number)) {
-                    Some((state, seq)) if state == "exact" && *seq >= wanted => {}
+                    Some((state, seq)) if states.contains(&&**state) && *seq >= wanted => {}
                     Some(_) | None => return false,
                 }
             }
@@ -296,7 +304,7 @@ impl Fleet {
     }
 }
 
-fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
+async fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
     let (kv, replay) = (free_ports(setup.ranks), free_ports(setup.ranks));
     let mut arguments = strings(&["--model", "mock", "--tokenizer", TOKENIZER]);
     let numbers = [
@@ -313,7 +321,7 @@ fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
     arguments.extend(strings(setup.flags));
     let log = place.path(&format!("{}.log", worker_name(index)));
     Engine {
-        process: Process::start(ENGINE, &log, arguments),
+        process: Process::start(ENGINE, &log, arguments).await,
         kv,
         replay,
     }

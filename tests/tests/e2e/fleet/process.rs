@@ -1,11 +1,15 @@
 //! A real process of one test: its log in a file, shown when the test fails; gone with its handle.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use super::PATIENCE;
 
 /// Lines of a log that a failed test shows.
 const SHOWN_LINES: usize = 60;
@@ -15,7 +19,7 @@ pub(crate) struct Process {
     program: &'static str,
     arguments: Vec<String>,
     log: PathBuf,
-    running: Option<Running>,
+    running: Mutex<Option<Running>>,
     pub(crate) said: Value,
 }
 
@@ -27,27 +31,28 @@ struct Running {
 
 impl Process {
     /// `arguments` name every port, so that the process comes back where it was.
-    pub(crate) fn start(program: &'static str, log: &Path, arguments: Vec<String>) -> Self {
+    pub(crate) async fn start(program: &'static str, log: &Path, arguments: Vec<String>) -> Self {
         let mut process = Self {
             program,
             arguments,
             log: log.to_owned(),
-            running: None,
+            running: Mutex::default(),
             said: Value::Null,
         };
-        process.restart();
+        process.said = process.restart().await;
         process
     }
 
-    /// Starts it again, after a kill if it still runs.
-    pub(crate) fn restart(&mut self) {
+    /// Starts it again, after a kill if it still runs. What it says is what it said at first.
+    pub(crate) async fn restart(&self) -> Value {
         self.kill();
+        let said = self.log.with_extension("said");
         let log = File::options().create(true).append(true).open(&self.log);
-        let mut child = Command::new(self.program)
+        let child = Command::new(self.program)
             .args(&self.arguments)
             .env("WARMROUTE_LOG", "info")
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
+            .stdout(File::create(&said).expect("a file"))
             .stderr(log.expect("a log"))
             .spawn()
             .unwrap_or_else(|error| panic!("{}: {error}", self.program));
@@ -58,23 +63,47 @@ impl Process {
             .stderr(Stdio::null())
             .spawn()
             .expect("sh starts");
-        let stdout = child.stdout.take().expect("piped");
-        self.running = Some(Running { child, watchdog });
-        let mut line = String::new();
-        BufReader::new(stdout).read_line(&mut line).expect("a line");
-        self.said = serde_json::from_str(&line).unwrap_or_else(|error| {
-            panic!("{} said {line:?}: {error}; {}", self.program, self.tail())
-        });
+        *self.running() = Some(Running { child, watchdog });
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let text = fs::read_to_string(&said).expect("a file");
+            if let Some((line, _)) = text.split_once('\n') {
+                return serde_json::from_str(line).expect("a line of JSON");
+            }
+            let name = self.program;
+            assert!(self.is_running(), "{name} ended at once; {}", self.tail());
+            assert!(
+                Instant::now() < deadline,
+                "{name} says nothing; {}",
+                self.tail()
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    fn running(&self) -> MutexGuard<'_, Option<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_running(&self) -> bool {
+        let mut running = self.running();
+        let ended = |running: &mut Running| running.child.try_wait().expect("our child");
+        running
+            .as_mut()
+            .is_some_and(|running| ended(running).is_none())
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        let running = self.running.as_ref();
-        running.expect("it was not killed").child.id()
+        self.running()
+            .as_ref()
+            .expect("it was not killed")
+            .child
+            .id()
     }
 
     /// SIGKILL.
-    pub(crate) fn kill(&mut self) {
-        if let Some(mut running) = self.running.take() {
+    pub(crate) fn kill(&self) {
+        if let Some(mut running) = self.running().take() {
             // The watchdog first, so that it cannot meet another process of that number.
             for child in [&mut running.watchdog, &mut running.child] {
                 child.kill().expect("it is our child");
@@ -90,8 +119,8 @@ impl Process {
     fn tail(&self) -> String {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
-        let shown = &lines[lines.len().saturating_sub(SHOWN_LINES)..];
-        format!("the end of {}:\n{}\n", self.log.display(), shown.join("\n"))
+        let shown = lines[lines.len().saturating_sub(SHOWN_LINES)..].join("\n");
+        format!("the end of {}:\n{shown}\n", self.log.display())
     }
 }
 

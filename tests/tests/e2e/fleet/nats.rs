@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
 
 use super::place::free_port;
 use super::process::Process;
@@ -24,7 +24,7 @@ static ALONE: Semaphore = Semaphore::const_new(1);
 pub(crate) struct Distributed {
     pub(crate) shims: Vec<Process>,
     pub(crate) indexers: Vec<Process>,
-    pub(crate) server: NatsServer,
+    pub(crate) server: Mutex<NatsServer>,
     access: Access,
     /// Last, so that the next fleet starts when this one has ended.
     _alone: SemaphorePermit<'static>,
@@ -33,11 +33,12 @@ pub(crate) struct Distributed {
 impl Distributed {
     /// The flags that every binary has, as this user.
     fn plane_flags(&self, user: &str) -> Vec<String> {
+        let server = self.server.try_lock().expect("nobody restarts it now");
         let url = match self.access {
-            Access::Open => self.server.url(),
+            Access::Open => server.url(),
             Access::LeastPrivilege => {
                 let user = format!("nats://{user}:{PASSWORD}@");
-                self.server.url().replace("nats://", &user)
+                server.url().replace("nats://", &user)
             }
         };
         strings(&["--nats-url", &url, "--namespace", NAMESPACE])
@@ -49,23 +50,26 @@ impl Fleet {
     pub(super) async fn distribute(&mut self, setup: &Engines) {
         let alone = ALONE.acquire().await.expect("never closed");
         let access = self.flags.access;
+        let server = start_server(access).await;
         self.distributed = Some(Distributed {
             shims: Vec::new(),
             indexers: Vec::new(),
-            server: start_server(access).await,
+            server: Mutex::new(server),
             access,
             _alone: alone,
         });
         self.init();
-        (0..setup.count).for_each(|index| self.add_shim(index, setup));
+        for index in 0..setup.count {
+            self.add_shim(index, setup).await;
+        }
     }
 
-    pub(super) fn parts(&mut self) -> &mut Distributed {
-        self.distributed.as_mut().expect("a fleet over NATS")
+    pub(crate) fn parts(&self) -> &Distributed {
+        self.distributed.as_ref().expect("a fleet over NATS")
     }
 
     /// What `warmroute-indexer init` makes.
-    fn init(&mut self) {
+    fn init(&self) {
         let mut arguments = self.parts().plane_flags("init");
         arguments.push("init".to_owned());
         arguments.extend(strings(self.flags.init));
@@ -75,7 +79,7 @@ impl Fleet {
         assert!(made.status.success(), "init failed: {said}");
     }
 
-    fn add_shim(&mut self, index: usize, setup: &Engines) {
+    async fn add_shim(&mut self, index: usize, setup: &Engines) {
         let name = worker_name(index);
         let engine = &self.engines[index];
         let (base, kv, replay) = (
@@ -92,33 +96,41 @@ impl Fleet {
         arguments.extend(strings(&["--kv-replay-endpoint", &replay]));
         arguments.extend(self.placed(self.flags.shim));
         let log = self.place.path(&format!("shim-{index}.log"));
-        let shim = Process::start(SHIM, &log, arguments);
-        self.parts().shims.push(shim);
+        let shim = Process::start(SHIM, &log, arguments).await;
+        self.distributed
+            .as_mut()
+            .expect("made before")
+            .shims
+            .push(shim);
     }
 
-    pub(crate) fn add_indexer(&mut self) {
+    pub(crate) async fn add_indexer(&mut self) {
         let port = free_port().to_string();
         let mut arguments = self.parts().plane_flags("indexer");
         arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
         arguments.extend(self.placed(self.flags.indexer));
         let number = self.parts().indexers.len();
         let log = self.place.path(&format!("indexer-{number}.log"));
-        let indexer = Process::start(INDEXER, &log, arguments);
-        self.parts().indexers.push(indexer);
+        let indexer = Process::start(INDEXER, &log, arguments).await;
+        self.distributed
+            .as_mut()
+            .expect("made before")
+            .indexers
+            .push(indexer);
     }
 
-    pub(crate) fn add_router(&mut self) {
+    pub(crate) async fn add_router(&mut self) {
         let mut arguments = self.parts().plane_flags("router");
         arguments.extend(strings(&["--tokenizer", TOKENIZER]));
         arguments.extend(router_ports());
         arguments.extend(self.placed(self.flags.router));
         let log = format!("router-{}.log", self.routers.len());
-        let router = Process::start(ROUTER, &self.place.path(&log), arguments);
+        let router = Process::start(ROUTER, &self.place.path(&log), arguments).await;
         self.routers.push(router);
     }
 
     /// Flags in which `PLACE` stands for the fleet's directory.
-    fn placed(&self, flags: &[&str]) -> Vec<String> {
+    pub(crate) fn placed(&self, flags: &[&str]) -> Vec<String> {
         let place = self.place.path("").to_string_lossy().into_owned();
         let flags = flags.iter().map(|flag| flag.replace("PLACE", &place));
         flags.collect()
