@@ -3,6 +3,7 @@
 
 mod engine_restart;
 mod equality;
+mod indexer_restart;
 mod load;
 mod server_restart;
 mod shim_restart;
