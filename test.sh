@@ -19,6 +19,9 @@ step "dependencies: bans, licences, sources"
 cargo deny --log-level error --locked check bans licenses sources
 step "tests"
 cargo test --workspace --locked --no-fail-fast
-step "quick start"
+step "deployment files"
+deploy/check.sh
+step "quick starts"
 ./quickstart.sh --once
+./quickstart.sh --nats --once
 step "all checks passed"

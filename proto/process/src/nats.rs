@@ -163,10 +163,9 @@ pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
     };
     let auth = match &args.nats_creds {
         Some(file) => credentials(file)?,
-        None => NatsAuth::None,
+        None => url_auth(&url),
     };
-    let mut config = named(&url, namespace, role, &auth);
-    config.auth = auth;
+    let mut config = named(&url, namespace, role, auth);
     if let Some(tls) = args.nats_tls.clone() {
         config.tls = NatsTls {
             required: true,
@@ -178,26 +177,37 @@ pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
 }
 
 /// A user's permissions open one inbox for it, so that a process with a user is named as its user.
-fn named(url: &str, namespace: Namespace, role: &str, auth: &NatsAuth) -> NatsConfig {
-    let user = match auth {
-        NatsAuth::UserPassword { user, .. } => Some(user.as_str()),
+fn named(url: &str, namespace: Namespace, role: &str, auth: NatsAuth) -> NatsConfig {
+    let name = match &auth {
+        NatsAuth::UserPassword { user, .. } => user.clone(),
         NatsAuth::None | NatsAuth::Token(_) | NatsAuth::NkeySeed(_) | NatsAuth::Credentials(_) => {
-            user_of(url)
+            format!("{role}-{:08x}", Uuid::new_v4().as_fields().0)
         }
     };
-    let name = user.map_or_else(
-        || format!("{role}-{:08x}", Uuid::new_v4().as_fields().0),
-        str::to_owned,
-    );
-    NatsConfig::new(url, namespace, name)
+    NatsConfig {
+        auth,
+        ..NatsConfig::new(url, namespace, name)
+    }
 }
 
-fn user_of(urls: &str) -> Option<&str> {
-    let first = urls.split(',').next()?;
+/// What the first URL has before its host, verbatim: the client itself does not read it.
+fn url_auth(urls: &str) -> NatsAuth {
+    let first = urls.split(',').next().unwrap_or_default();
     let rest = first.split_once("://").map_or(first, |(_, rest)| rest);
-    let (user, _) = rest.rsplit_once('@')?;
-    // Without a colon it is a token.
-    user.split_once(':').map(|(user, _)| user)
+    match rest.rsplit_once('@').map(|(auth, _)| auth) {
+        None | Some("") => NatsAuth::None,
+        Some(auth) => user_or_token(auth),
+    }
+}
+
+fn user_or_token(text: &str) -> NatsAuth {
+    match text.split_once(':') {
+        Some((user, password)) => NatsAuth::UserPassword {
+            user: user.to_owned(),
+            password: password.to_owned(),
+        },
+        None => NatsAuth::Token(text.to_owned()),
+    }
 }
 
 /// URLs without what lets us in.
@@ -226,13 +236,7 @@ fn credentials(file: &Path) -> anyhow::Result<NatsAuth> {
     if line.starts_with("SU") && line.len() == NKEY_SEED_CHARS {
         return Ok(NatsAuth::NkeySeed(line.to_owned()));
     }
-    Ok(match line.split_once(':') {
-        Some((user, password)) => NatsAuth::UserPassword {
-            user: user.to_owned(),
-            password: password.to_owned(),
-        },
-        None => NatsAuth::Token(line.to_owned()),
-    })
+    Ok(user_or_token(line))
 }
 
 /// Base32 of prefix, type, 32 bytes of seed and a checksum.
@@ -265,11 +269,16 @@ mod tests {
 
     #[test]
     fn a_user_names_the_process_and_its_inbox() {
-        let name = |url: &str| named(url, Namespace::from("ns"), "router", &NatsAuth::None).name;
+        let named = |url: &str| named(url, Namespace::from("ns"), "router", url_auth(url));
+        let name = |url: &str| named(url).name;
         assert_eq!(name("nats://ann:secret@h:4222,nats://i:4222"), "ann");
         assert!(name("nats://token@h:4222").starts_with("router-"));
         assert!(name("h:4222").starts_with("router-"));
         assert_ne!(name("h:4222"), name("h:4222"));
+        let auth = |url: &str| format!("{:?}", named(url).auth);
+        assert_eq!(auth("nats://ann:secret@h:4222"), "user and password");
+        assert_eq!(auth("nats://token@h:4222"), "token");
+        assert_eq!(auth("nats://h:4222,nats://ann:secret@i:4222"), "none");
     }
 
     #[test]

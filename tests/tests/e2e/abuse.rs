@@ -5,8 +5,8 @@ use futures_util::StreamExt as _;
 use reqwest::{Body, StatusCode};
 use serde_json::{Value, json};
 
-use crate::fleet::{Engines, Fleet};
-use crate::traffic::{request, serve};
+use crate::fleet::traffic::{request, serve};
+use crate::fleet::{Engines, Flags, Fleet, Mode};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -18,7 +18,7 @@ async fn hostile_requests_get_clear_errors() {
         blocks: 400,
         flags: &["--profile", "instant"],
     };
-    let fleet = Fleet::start(engines, &[]).await;
+    let fleet = Fleet::start(Mode::Embedded, engines, Flags::default()).await;
     let mut rng = Rng::with_seed(5);
     let deep = format!(
         "{{\"model\":\"mock\",\"messages\":{}{}}}",
@@ -73,7 +73,11 @@ async fn huge_bodies_are_refused_and_not_kept() {
         blocks: 400,
         flags: &["--profile", "instant"],
     };
-    let fleet = Fleet::start(engines, &["--max-body-bytes", "1048576"]).await;
+    let flags = Flags {
+        router: &["--max-body-bytes", "1048576"],
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(Mode::Embedded, engines, flags).await;
     let before = resident_kib(&fleet);
     let announced = Body::from(vec![b'x'; 100_000_000]);
     let chunks =
@@ -105,8 +109,8 @@ async fn without_workers_the_router_says_so() {
         blocks: 400,
         flags: &["--profile", "instant"],
     };
-    let mut fleet = Fleet::start(engines, &[]).await;
-    fleet.engines[0].kill();
+    let fleet = Fleet::start(Mode::Embedded, engines, Flags::default()).await;
+    fleet.engines[0].process.kill();
     let body = json!({"model": "mock", "messages": [{"role": "user", "content": "x"}]});
     for _ in 0..20 {
         let answer = fleet
@@ -128,7 +132,8 @@ async fn without_workers_the_router_says_so() {
 }
 
 fn resident_kib(fleet: &Fleet) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", fleet.router.pid())).unwrap();
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", fleet.routers[0].pid())).unwrap();
     let line = status
         .lines()
         .find(|line| line.starts_with("VmRSS"))

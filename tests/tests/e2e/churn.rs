@@ -7,10 +7,9 @@ use futures_util::StreamExt as _;
 use serde_json::json;
 use tokio::time::timeout;
 
-use crate::fleet::{Engines, Fleet};
-use crate::traffic::{request, send, serve};
+use crate::fleet::traffic::{request, send, serve};
+use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-const CLIENTS: usize = 2_000;
 const AT_ONCE: usize = 100;
 
 /// When a client loses interest.
@@ -21,9 +20,16 @@ enum Vanish {
     MidStream,
 }
 
+on_both_planes!(vanished_clients_leave_nothing_behind);
+on_both_planes!(chunks_arrive_as_the_engine_sends_them);
+on_both_planes!(a_killed_engine_is_left_out);
+
 /// Two requests at a time run on a rank, so that most of a hundred clients wait in a queue.
-#[tokio::test(flavor = "multi_thread")]
-async fn vanished_clients_leave_nothing_behind() {
+async fn vanished_clients_leave_nothing_behind(mode: Mode) {
+    let many = match mode {
+        Mode::Embedded => 2_000,
+        Mode::Nats { .. } => 500,
+    };
     let flags = &[
         "--itl-ms",
         "2",
@@ -38,8 +44,8 @@ async fn vanished_clients_leave_nothing_behind() {
         blocks: 400,
         flags,
     };
-    let fleet = Fleet::start(engines, &[]).await;
-    let clients = futures_util::stream::iter(0..CLIENTS).map(|number| {
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
+    let clients = futures_util::stream::iter(0..many).map(|number| {
         let fleet = &fleet;
         async move {
             let mut rng = Rng::with_seed(u64::try_from(number).unwrap());
@@ -63,7 +69,7 @@ async fn vanished_clients_leave_nothing_behind() {
     let cancelled = fleet
         .metric("warmroute_router_upstream_cancels_total")
         .await;
-    println!("{CLIENTS} clients: {aborted} requests aborted, {cancelled} cancels counted");
+    println!("{many} clients: {aborted} requests aborted, {cancelled} cancels counted");
     assert!(aborted > 0, "clients that leave cancel what they asked");
     assert!(cancelled > 0.0, "and it is counted");
 
@@ -102,15 +108,14 @@ async fn vanishing(fleet: &Fleet, rng: &mut Rng, vanish: Vanish) {
 
 /// The client's clock sees the engine's gaps: printed, because no machine promises a time; that
 /// chunks are not gathered is asserted by their number.
-#[tokio::test(flavor = "multi_thread")]
-async fn chunks_arrive_as_the_engine_sends_them() {
+async fn chunks_arrive_as_the_engine_sends_them(mode: Mode) {
     let engines = Engines {
         count: 1,
         ranks: 1,
         blocks: 400,
         flags: &["--itl-ms", "40"],
     };
-    let fleet = Fleet::start(engines, &[]).await;
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
     let body =
         json!({"model": "mock", "prompt": "Count to ten.", "max_tokens": 10, "stream": true});
     for (name, url) in [
@@ -137,29 +142,28 @@ async fn chunks_arrive_as_the_engine_sends_them() {
 }
 
 /// A worker that dies takes no request with it that another one can serve, and is not asked again.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_killed_engine_is_left_out() {
+async fn a_killed_engine_is_left_out(mode: Mode) {
     let engines = Engines {
         count: 3,
         ranks: 1,
         blocks: 400,
         flags: &["--profile", "instant"],
     };
-    let mut fleet = Fleet::start(engines, &[]).await;
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
     let mut rng = Rng::with_seed(3);
     for _ in 0..10 {
         let (path, body) = request(&mut rng);
         serve(&fleet, path, &body).await;
     }
-    fleet.engines[1].kill();
+    fleet.engines[1].process.kill();
     for _ in 0..60 {
         let (path, body) = request(&mut rng);
         let served = serve(&fleet, path, &body).await;
-        assert_ne!(served.worker, "engine-1");
+        assert_ne!(served.worker, "worker-1");
     }
     fleet.until_idle().await;
-    fleet.engines[0].kill();
-    fleet.engines[2].kill();
+    fleet.engines[0].process.kill();
+    fleet.engines[2].process.kill();
     let (path, body) = request(&mut rng);
     let answer = send(&fleet, path, &body).await;
     assert!(answer.status().is_server_error(), "{}", answer.status());

@@ -1,4 +1,5 @@
-//! The whole product in real processes: HTTP and ZMQ between mock engines and one router.
+//! The whole product in real processes: HTTP and ZMQ between mock engines and routers, embedded and
+//! over a real nats-server.
 //!
 //! Nothing here decides by time: what has to come true is waited for, and figures are printed.
 #![expect(
@@ -7,10 +8,35 @@
     reason = "a test fails by panicking, its helpers too"
 )]
 
+/// Makes two tests of one scenario: in one process, and over NATS.
+macro_rules! on_both_planes {
+    ($scenario:ident) => {
+        mod $scenario {
+            use crate::fleet::Mode;
+
+            #[tokio::test(flavor = "multi_thread")]
+            async fn embedded() {
+                super::$scenario(Mode::Embedded).await;
+            }
+
+            #[tokio::test(flavor = "multi_thread")]
+            async fn on_nats() {
+                let mode = Mode::Nats {
+                    indexers: 2,
+                    routers: 2,
+                };
+                super::$scenario(mode).await;
+            }
+        }
+    };
+}
+
 mod abuse;
 mod churn;
 mod credit;
 mod fleet;
+#[path = "../../../proto/tests/nats_server/mod.rs"]
+mod nats_server;
 mod pages;
+mod plane;
 mod separation;
-mod traffic;

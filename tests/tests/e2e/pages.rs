@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::fleet::{Engines, Fleet};
+use crate::fleet::{Engines, Flags, Fleet, Mode};
 
 /// Router, indexer and every shim on one page that Prometheus reads: each metric described once,
 /// each series told once.
@@ -14,13 +14,13 @@ async fn the_metrics_of_all_parts_are_one_page() {
         blocks: 100,
         flags: &["--profile", "instant"],
     };
-    let fleet = Fleet::start(engines, &[]).await;
+    let fleet = Fleet::start(Mode::Embedded, engines, Flags::default()).await;
     fleet
         .until("every shim has its sources", async |fleet| {
             fleet.metric("warmroute_shim_connected").await >= 4.0
         })
         .await;
-    let answer = fleet.http.get(fleet.admin("/metrics")).send().await;
+    let answer = fleet.http.get(fleet.admin(0, "/metrics")).send().await;
     let page = answer.unwrap().text().await.unwrap();
     let mut described = BTreeSet::new();
     let mut series = BTreeSet::new();
@@ -37,10 +37,10 @@ async fn the_metrics_of_all_parts_are_one_page() {
         }
     }
     for (worker, rank) in [
-        ("engine-0", 0),
-        ("engine-0", 1),
-        ("engine-1", 0),
-        ("engine-1", 1),
+        ("worker-0", 0),
+        ("worker-0", 1),
+        ("worker-1", 0),
+        ("worker-1", 1),
     ] {
         let name = format!("warmroute_shim_generation{{worker=\"{worker}\",dp_rank=\"{rank}\"}}");
         assert!(series.contains(name.as_str()), "{name}");

@@ -2,22 +2,28 @@
 
 use serde_json::{Value, json};
 
-use crate::fleet::{BLOCK, Engines, Fleet};
-use crate::traffic::{Served, serve};
+use crate::fleet::traffic::{Served, serve};
+use crate::fleet::{Access, BLOCK, Engines, Flags, Fleet, Mode};
 
 const MODELS: [&str; 2] = ["mock", "adapter"];
 const SALTS: [Option<&str>; 3] = [None, Some("tenant-a"), Some("tenant-b")];
 
+on_both_planes!(credit_is_given_to_each_adapter_and_salt_for_its_own);
+
 /// The same prompts for everybody, on one source: whatever leaked would be found cached.
-#[tokio::test(flavor = "multi_thread")]
-async fn credit_is_given_to_each_adapter_and_salt_for_its_own() {
+async fn credit_is_given_to_each_adapter_and_salt_for_its_own(mode: Mode) {
     let engines = Engines {
         count: 1,
         ranks: 1,
         blocks: 2000,
         flags: &["--profile", "instant", "--lora", "adapter"],
     };
-    let fleet = Fleet::start(engines, &[]).await;
+    // Over NATS also: the shipped permissions keep nobody from their work.
+    let flags = Flags {
+        access: Access::LeastPrivilege,
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(mode, engines, flags).await;
     fleet.until("its tokens are trusted", is_trusted).await;
     fleet.until_indexed().await;
     for (path, prompt) in prompts() {
@@ -39,12 +45,18 @@ async fn credit_is_given_to_each_adapter_and_salt_for_its_own() {
     fleet.until_idle().await;
 }
 
-/// The engine has shown that it makes the router's tokens, and that it serves the adapter.
+/// The engine has shown every router that it makes its tokens, and that it serves the adapter.
 async fn is_trusted(fleet: &Fleet) -> bool {
-    let workers = fleet.get(fleet.admin("/workers")).await;
-    let worker = &workers["workers"][0];
-    let checks = ["chat", "text", "block_size"].map(|name| &worker["checks"][name]["result"]);
-    checks.iter().all(|result| *result == "passed") && worker["loras"][0]["name"] == "adapter"
+    for router in 0..fleet.routers.len() {
+        let workers = fleet.get(fleet.admin(router, "/workers")).await;
+        let worker = &workers["workers"][0];
+        let checks = ["chat", "text", "block_size"].map(|name| &worker["checks"][name]["result"]);
+        let passed = checks.iter().all(|result| *result == "passed");
+        if !passed || worker["loras"][0]["name"] != "adapter" {
+            return false;
+        }
+    }
+    true
 }
 
 fn check(served: &Served, seen_before: bool, case: &str) {
@@ -57,9 +69,11 @@ fn check(served: &Served, seen_before: bool, case: &str) {
         served.prompt_tokens > 3 * BLOCK,
         "{case}: a prompt of several blocks"
     );
-    assert_eq!(served.state, "exact", "{case}");
     assert_eq!(served.cached_tokens, own * BLOCK, "{case}: cached");
-    assert_eq!(served.overlap_blocks, own, "{case}: credited");
+    if !served.is_without_answer() {
+        assert_eq!(served.state, "exact", "{case}");
+        assert_eq!(served.overlap_blocks, own, "{case}: credited");
+    }
 }
 
 /// A chat, a text and token ids, that begin differently.

@@ -4,7 +4,7 @@ use fastrand::Rng;
 use reqwest::Response;
 use serde_json::{Value, json};
 
-use crate::fleet::Fleet;
+use super::Fleet;
 
 /// A request and what came back of it.
 pub(crate) struct Served {
@@ -16,6 +16,19 @@ pub(crate) struct Served {
     pub(crate) state: String,
     pub(crate) prompt_tokens: u64,
     pub(crate) cached_tokens: u64,
+}
+
+impl Served {
+    /// No index answered within the few milliseconds that it has, as happens on a busy machine: such a
+    /// request is routed without credit.
+    pub(crate) fn is_without_answer(&self) -> bool {
+        let without = self.state == "unknown";
+        assert!(
+            !without || self.overlap_blocks == 0,
+            "credit without an answer"
+        );
+        without
+    }
 }
 
 /// A chat or completion whose prompt begins like many others'.

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# What of deploy/ can be checked with the tools that are here; says what could not.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+passed() { echo "$1: ok"; }
+skipped() { echo "$1: not checked, there is no $2 here"; }
+
+if docker compose version >/dev/null 2>&1; then
+  for profile in mock vllm; do
+    docker compose --file compose.yaml --profile "$profile" config --quiet
+  done
+  passed compose.yaml
+else
+  skipped compose.yaml "docker compose"
+fi
+
+if command -v haproxy >/dev/null 2>&1; then
+  # Names of containers resolve among containers only.
+  sed -E 's/(router-[12]) router-[12]:/\1 127.0.0.1:/' haproxy.cfg | haproxy -c -q -f /dev/stdin
+  passed haproxy.cfg
+else
+  skipped haproxy.cfg haproxy
+fi
+
+if command -v kubectl >/dev/null 2>&1; then
+  kubectl kustomize kubernetes >/dev/null
+  passed kubernetes
+else
+  skipped kubernetes kubectl
+fi
+
+if command -v systemd-analyze >/dev/null 2>&1; then
+  units=$(mktemp -d)
+  trap 'rm -rf "$units"' EXIT
+  for unit in systemd/*.service; do
+    # The binaries are not installed here.
+    sed 's|^ExecStart=.*|ExecStart=/bin/true|' "$unit" >"$units/$(basename "${unit/@/@check}")"
+  done
+  systemd-analyze verify --man=no "$units"/*.service
+  passed systemd
+else
+  skipped systemd systemd-analyze
+fi

@@ -1,0 +1,24 @@
+# The part of quickstart.sh where everything is one process. Sourced, not run.
+
+step "starting two mock engines and the router"
+start_engines
+specs=()
+for name in "${workers[@]}"; do
+  kv=tcp://127.0.0.1:$(number "$name" kv)
+  replay=tcp://127.0.0.1:$(number "$name" replay)
+  specs+=(--worker "$(url "$name"),kv=$kv,replay=$replay,id=$name")
+done
+router=router
+start router "$target/warmroute-router" --port "$port" --admin-port 0 --tokenizer "$tokenizer" "${specs[@]}"
+until_ready router
+
+step "three chats with the same long system prompt"
+ask router "Who wrote Faust?"
+first=$worker
+# The engine tells about new blocks with its answer; give the index the blink that it needs.
+sleep 0.5
+for question in "Who wrote Emma?" "Who wrote Ulysses?"; do
+  ask_warm router "$question"
+  same_worker
+done
+echo "the second and third went to the worker that already held the prefix"

@@ -1,0 +1,359 @@
+//! Real processes: mock engines and routers; with NATS also a server, shims and indexers.
+//!
+//! A [`Fleet`] is embedded or distributed by its [`Mode`], and scenarios do not see the difference.
+
+mod dump;
+mod nats;
+mod place;
+mod process;
+pub(crate) mod traffic;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use dump::BySource;
+use nats::Distributed;
+use place::{Place, free_port, free_ports};
+use process::Process;
+
+pub(crate) const BLOCK: u64 = 16;
+const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
+const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine");
+const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
+const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
+const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
+
+/// What carries a fleet's state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Mode {
+    /// One router with everything inside.
+    Embedded,
+    /// Everything apart, over a real nats-server.
+    Nats { indexers: usize, routers: usize },
+}
+
+/// What processes are told beside what every fleet tells them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Flags {
+    pub(crate) init: &'static [&'static str],
+    pub(crate) shim: &'static [&'static str],
+    pub(crate) indexer: &'static [&'static str],
+    pub(crate) router: &'static [&'static str],
+    pub(crate) access: Access,
+}
+
+/// Who may do what at the nats-server.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) enum Access {
+    /// Everybody everything.
+    #[default]
+    Open,
+    /// As `deploy/nats/nats.conf` has it: a user for each role and each of two workers.
+    LeastPrivilege,
+}
+
+/// How the mock engines of a fleet are set up.
+pub(crate) struct Engines {
+    pub(crate) count: usize,
+    pub(crate) ranks: u16,
+    pub(crate) blocks: u32,
+    pub(crate) flags: &'static [&'static str],
+}
+
+/// A mock engine on ports that stay its own over restarts.
+pub(crate) struct Engine {
+    pub(crate) process: Process,
+    kv: u16,
+    replay: u16,
+}
+
+/// Handles end in this order: whoever asks before whoever answers.
+pub(crate) struct Fleet {
+    pub(crate) routers: Vec<Process>,
+    /// None if embedded.
+    distributed: Option<Distributed>,
+    pub(crate) engines: Vec<Engine>,
+    pub(crate) http: reqwest::Client,
+    /// Whose turn it is, as a load balancer that goes round.
+    turn: AtomicUsize,
+    flags: Flags,
+    place: Place,
+}
+
+impl Fleet {
+    /// Starts it, and waits until routers and indexers are ready.
+    pub(crate) async fn start(mode: Mode, setup: Engines, flags: Flags) -> Self {
+        let place = Place::new();
+        let starts = (0..setup.count).map(|index| start_engine(&place, index, &setup));
+        let engines: Vec<Engine> = join_all(starts).await;
+        let mut fleet = Self {
+            routers: Vec::new(),
+            distributed: None,
+            engines,
+            http: reqwest::Client::builder()
+                .no_proxy()
+                .build()
+                .expect("a client"),
+            turn: AtomicUsize::new(0),
+            flags,
+            place,
+        };
+        match mode {
+            Mode::Embedded => fleet.add_embedded_router(&setup).await,
+            Mode::Nats { indexers, routers } => {
+                fleet.distribute(&setup).await;
+                for _ in 0..indexers {
+                    fleet.add_indexer().await;
+                }
+                for _ in 0..routers {
+                    fleet.add_router().await;
+                }
+            }
+        }
+        let is_ready = async |fleet: &Self| fleet.all_ready().await;
+        fleet
+            .until("routers and indexers are ready", is_ready)
+            .await;
+        fleet
+    }
+
+    async fn add_embedded_router(&mut self, setup: &Engines) {
+        let mut arguments = strings(&["--tokenizer", TOKENIZER]);
+        arguments.extend(router_ports());
+        arguments.extend(strings(self.flags.router));
+        for (index, engine) in self.engines.iter().enumerate() {
+            let (base, name) = (engine.process.base(), worker_name(index));
+            let (kv, replay) = (endpoint(engine.kv), endpoint(engine.replay));
+            let ranks = setup.ranks;
+            let worker = format!("{base},kv={kv},replay={replay},id={name},ranks={ranks}");
+            arguments.extend(["--worker".to_owned(), worker]);
+        }
+        let log = self.place.path("router.log");
+        let router = Process::start(ROUTER, &log, arguments).await;
+        self.routers.push(router);
+    }
+
+    /// Where a client sends its next request: at each router in turn.
+    pub(crate) fn url(&self, path: &str) -> String {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        format!("{}{path}", self.routers[turn % self.routers.len()].base())
+    }
+
+    /// The admin port of one router.
+    pub(crate) fn admin(&self, router: usize, path: &str) -> String {
+        let port = &self.routers[router].said["admin_port"];
+        format!("http://127.0.0.1:{port}{path}")
+    }
+
+    pub(crate) fn engine(&self, index: usize, path: &str) -> String {
+        format!("{}{path}", self.engines[index].process.base())
+    }
+
+    /// Where each index is asked: the indexers, or the router that has one inside.
+    pub(crate) fn indexes(&self) -> Vec<String> {
+        match &self.distributed {
+            Some(parts) => parts.indexers.iter().map(Process::base).collect(),
+            None => vec![self.admin(0, "")],
+        }
+    }
+
+    pub(crate) async fn get(&self, url: String) -> Value {
+        let answer = self.http.get(&url).send().await;
+        let answer = answer.unwrap_or_else(|error| panic!("{url}: {error}"));
+        answer
+            .json()
+            .await
+            .unwrap_or_else(|error| panic!("{url}: {error}"))
+    }
+
+    /// Waits for a condition that has to come true by itself.
+    pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !condition(self).await {
+            assert!(Instant::now() < deadline, "in vain: {what}");
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    async fn all_ready(&self) -> bool {
+        let mut bases = self.indexes();
+        bases.extend(self.routers.iter().map(Process::base));
+        for base in bases {
+            if !self.is_ready(&base).await {
+                return false;
+            }
+        }
+        true
+    }
+
+    pub(crate) async fn is_ready(&self, base: &str) -> bool {
+        let answer = self.http.get(format!("{base}/readyz")).send().await;
+        answer.is_ok_and(|answer| answer.status().is_success())
+    }
+
+    /// Waits until every index has applied every engine's last batch that changed a pair.
+    pub(crate) async fn until_indexed(&self) {
+        self.until_indexed_as(&["exact"]).await;
+    }
+
+    /// The same, with every source in one of these states.
+    pub(crate) async fn until_indexed_as(&self, states: &[&str]) {
+        self.until("the index has caught up", async |fleet| {
+            for base in fleet.indexes() {
+                if !fleet.has_caught_up(&base, states).await {
+                    return false;
+                }
+            }
+            true
+        })
+        .await;
+    }
+
+    async fn has_caught_up(&self, index: &str, states: &[&str]) -> bool {
+        let indexed = self.positions(index).await;
+        for engine in 0..self.engines.len() {
+            let truth = self.get(self.engine(engine, "/debug/blocks")).await;
+            for rank in truth["ranks"].as_array().expect("ranks") {
+                let number = rank["dp_rank"].as_u64().expect("a rank");
+                let wanted = rank["published_seq_that_changed"].as_u64();
+                match indexed.get(&(worker_name(engine), number)) {
+                    Some((state, seq)) if states.contains(&&**state) && *seq >= wanted => {}
+                    Some(_) | None => return false,
+                }
+            }
+        }
+        true
+    }
+
+    /// State and engine sequence of every source.
+    async fn positions(&self, index: &str) -> BySource<(String, Option<u64>)> {
+        let digest = self.get(format!("{index}/v1/digest")).await;
+        let sources = digest["sources"].as_array().expect("sources");
+        let row = |source: &Value| {
+            let rank = source["dp_rank"].as_u64().expect("a rank");
+            let known = (text(&source["state"]), source["engine_seq"].as_u64());
+            ((text(&source["worker"]), rank), known)
+        };
+        sources.iter().map(row).collect()
+    }
+
+    /// (active requests, prefill tokens, decode blocks), summed over all sources, as a router sees
+    /// them.
+    pub(crate) async fn load(&self, router: usize) -> (u64, u64, u64) {
+        let slots = self.get(self.admin(router, "/v1/slots")).await;
+        let sum = |key: &str| {
+            let sources = slots["sources"].as_array().expect("sources");
+            sources
+                .iter()
+                .map(|source| source[key].as_u64().expect("a count"))
+                .sum()
+        };
+        (
+            sum("active_requests"),
+            sum("prefill_tokens"),
+            sum("decode_blocks"),
+        )
+    }
+
+    pub(crate) async fn until_idle(&self) {
+        self.until("no slot is left", async |fleet| {
+            for router in 0..fleet.routers.len() {
+                if fleet.load(router).await != (0, 0, 0) {
+                    return false;
+                }
+            }
+            true
+        })
+        .await;
+    }
+
+    /// The sum of a counter over all engines and ranks.
+    pub(crate) async fn counted(&self, counter: &str) -> u64 {
+        let mut sum = 0;
+        for index in 0..self.engines.len() {
+            let counters = self.get(self.engine(index, "/debug/counters")).await;
+            for rank in counters["ranks"].as_array().expect("ranks") {
+                sum += rank[counter].as_u64().expect("a count");
+            }
+        }
+        sum
+    }
+
+    /// One metric of the routers, summed over them and its labels.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let mut sum = 0.0;
+        for router in 0..self.routers.len() {
+            sum += self.metric_at(self.admin(router, "/metrics"), name).await;
+        }
+        sum
+    }
+
+    pub(crate) async fn metric_at(&self, url: String, name: &str) -> f64 {
+        let answer = self.http.get(url).send().await.expect("metrics");
+        let page = answer.text().await.expect("text");
+        page.lines()
+            .filter(|line| line.starts_with(name) && !line.starts_with('#'))
+            .filter(|line| matches!(line.as_bytes().get(name.len()), Some(b' ' | b'{')))
+            .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
+            .sum()
+    }
+}
+
+async fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
+    let (kv, replay) = (free_ports(setup.ranks), free_ports(setup.ranks));
+    let mut arguments = strings(&["--model", "mock", "--tokenizer", TOKENIZER]);
+    let numbers = [
+        ("--port", u64::from(free_port())),
+        ("--kv-port", u64::from(kv)),
+        ("--replay-port", u64::from(replay)),
+        ("--ranks", u64::from(setup.ranks)),
+        ("--block-size", BLOCK),
+        ("--num-blocks", u64::from(setup.blocks)),
+    ];
+    for (flag, number) in numbers {
+        arguments.extend([flag.to_owned(), number.to_string()]);
+    }
+    arguments.extend(strings(setup.flags));
+    let log = place.path(&format!("{}.log", worker_name(index)));
+    Engine {
+        process: Process::start(ENGINE, &log, arguments).await,
+        kv,
+        replay,
+    }
+}
+
+fn router_ports() -> Vec<String> {
+    let (public, admin) = (free_port().to_string(), free_port().to_string());
+    strings(&[
+        "--host",
+        "127.0.0.1",
+        "--port",
+        &public,
+        "--admin-port",
+        &admin,
+    ])
+}
+
+fn endpoint(port: u16) -> String {
+    format!("tcp://127.0.0.1:{port}")
+}
+
+pub(crate) fn worker_name(index: usize) -> String {
+    format!("worker-{index}")
+}
+
+pub(crate) fn strings(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|&text| text.to_owned()).collect()
+}
+
+pub(crate) fn text(value: &Value) -> String {
+    value
+        .as_str()
+        .unwrap_or_else(|| panic!("text, not {value}"))
+        .to_owned()
+}

@@ -1,0 +1,153 @@
+//! The parts of a fleet that has a plane of its own: a real nats-server, shims, indexers.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+
+use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
+
+use super::place::free_port;
+use super::process::Process;
+use super::{
+    Access, Engines, Fleet, INDEXER, ROUTER, SHIM, TOKENIZER, endpoint, router_ports, strings,
+    worker_name,
+};
+use crate::nats_server::NatsServer;
+
+/// That of the shipped configuration.
+const NAMESPACE: &str = "prod";
+const PASSWORD: &str = "secret";
+
+/// Around a dozen processes each: one at a time, so that they have the processors to themselves.
+static ALONE: Semaphore = Semaphore::const_new(1);
+
+pub(crate) struct Distributed {
+    pub(crate) shims: Vec<Process>,
+    pub(crate) indexers: Vec<Process>,
+    pub(crate) server: Mutex<NatsServer>,
+    access: Access,
+    /// Last, so that the next fleet starts when this one has ended.
+    _alone: SemaphorePermit<'static>,
+}
+
+impl Distributed {
+    /// The flags that every binary has, as this user.
+    fn plane_flags(&self, user: &str) -> Vec<String> {
+        let server = self.server.try_lock().expect("nobody restarts it now");
+        let url = match self.access {
+            Access::Open => server.url(),
+            Access::LeastPrivilege => {
+                let user = format!("nats://{user}:{PASSWORD}@");
+                server.url().replace("nats://", &user)
+            }
+        };
+        strings(&["--nats-url", &url, "--namespace", NAMESPACE])
+    }
+}
+
+impl Fleet {
+    /// Starts server and shims, in the order in which an operator does.
+    pub(super) async fn distribute(&mut self, setup: &Engines) {
+        let alone = ALONE.acquire().await.expect("never closed");
+        let access = self.flags.access;
+        let server = start_server(access).await;
+        self.distributed = Some(Distributed {
+            shims: Vec::new(),
+            indexers: Vec::new(),
+            server: Mutex::new(server),
+            access,
+            _alone: alone,
+        });
+        self.init();
+        for index in 0..setup.count {
+            self.add_shim(index, setup).await;
+        }
+    }
+
+    pub(crate) fn parts(&self) -> &Distributed {
+        self.distributed.as_ref().expect("a fleet over NATS")
+    }
+
+    /// What `warmroute-indexer init` makes.
+    fn init(&self) {
+        let mut arguments = self.parts().plane_flags("init");
+        arguments.push("init".to_owned());
+        arguments.extend(strings(self.flags.init));
+        let made = Command::new(INDEXER).args(&arguments).output();
+        let made = made.expect("the indexer starts");
+        let said = String::from_utf8_lossy(&made.stderr);
+        assert!(made.status.success(), "init failed: {said}");
+    }
+
+    async fn add_shim(&mut self, index: usize, setup: &Engines) {
+        let name = worker_name(index);
+        let engine = &self.engines[index];
+        let (base, kv, replay) = (
+            engine.process.base(),
+            endpoint(engine.kv),
+            endpoint(engine.replay),
+        );
+        let (port, ranks) = (free_port().to_string(), setup.ranks.to_string());
+        let mut arguments = self.parts().plane_flags(&format!("shim-{name}"));
+        arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
+        arguments.extend(strings(&["--worker-id", &name, "--worker-url", &base]));
+        arguments.extend(strings(&["--advertise-url", &base, "--ranks", &ranks]));
+        arguments.extend(strings(&["--kv-endpoint", &kv]));
+        arguments.extend(strings(&["--kv-replay-endpoint", &replay]));
+        arguments.extend(self.placed(self.flags.shim));
+        let log = self.place.path(&format!("shim-{index}.log"));
+        let shim = Process::start(SHIM, &log, arguments).await;
+        self.distributed
+            .as_mut()
+            .expect("made before")
+            .shims
+            .push(shim);
+    }
+
+    pub(crate) async fn add_indexer(&mut self) {
+        let port = free_port().to_string();
+        let mut arguments = self.parts().plane_flags("indexer");
+        arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
+        arguments.extend(self.placed(self.flags.indexer));
+        let number = self.parts().indexers.len();
+        let log = self.place.path(&format!("indexer-{number}.log"));
+        let indexer = Process::start(INDEXER, &log, arguments).await;
+        self.distributed
+            .as_mut()
+            .expect("made before")
+            .indexers
+            .push(indexer);
+    }
+
+    pub(crate) async fn add_router(&mut self) {
+        let mut arguments = self.parts().plane_flags("router");
+        arguments.extend(strings(&["--tokenizer", TOKENIZER]));
+        arguments.extend(router_ports());
+        arguments.extend(self.placed(self.flags.router));
+        let log = format!("router-{}.log", self.routers.len());
+        let router = Process::start(ROUTER, &self.place.path(&log), arguments).await;
+        self.routers.push(router);
+    }
+
+    /// Flags in which `PLACE` stands for the fleet's directory.
+    pub(crate) fn placed(&self, flags: &[&str]) -> Vec<String> {
+        let place = self.place.path("").to_string_lossy().into_owned();
+        let flags = flags.iter().map(|flag| flag.replace("PLACE", &place));
+        flags.collect()
+    }
+}
+
+async fn start_server(access: Access) -> NatsServer {
+    match access {
+        Access::Open => NatsServer::start().await,
+        Access::LeastPrivilege => {
+            let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
+            let passwords = ["INIT", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
+            let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
+            let environment = names.iter().map(|name| (&**name, PASSWORD));
+            // The monitoring port is fixed in the file.
+            let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
+            NatsServer::start_with(&arguments, &environment.collect::<Vec<_>>()).await
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Where a fleet has its files and ports.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// A directory of its own; kept when the test fails, for the logs in it.
+pub(crate) struct Place(PathBuf);
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        static TAKEN: AtomicU32 = AtomicU32::new(0);
+        let number = TAKEN.fetch_add(1, Ordering::Relaxed);
+        let name = format!("fleet-{}-{number}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        fs::create_dir_all(&path).expect("a directory");
+        Self(path)
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            // A file that stays behind harms nobody.
+            drop(fs::remove_dir_all(&self.0));
+        }
+    }
+}
+
+/// Below the ports that systems give to outgoing connections, so that a port which is free while its
+/// process is down stays free.
+const PORTS: std::ops::Range<u16> = 12_000..32_000;
+
+pub(crate) fn free_port() -> u16 {
+    free_ports(1)
+}
+
+/// The first of so many free ports in a row: a rank's port is its base plus its number. No test gets
+/// one that another test of this process had.
+pub(crate) fn free_ports(count: u16) -> u16 {
+    static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);
+    for _ in 0..1000 {
+        let first = fastrand::u16(PORTS.start..PORTS.end - count);
+        let all = first..first + count;
+        let is_free =
+            |port: u16| !given.contains(&port) && TcpListener::bind(("127.0.0.1", port)).is_ok();
+        if all.clone().all(is_free) {
+            given.extend(all);
+            return first;
+        }
+    }
+    panic!("no {count} free ports in a row");
+}

@@ -1,0 +1,134 @@
+//! A real process of one test: its log in a file, shown when the test fails; gone with its handle.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use super::PATIENCE;
+
+/// Lines of a log that a failed test shows.
+const SHOWN_LINES: usize = 60;
+
+/// A child process and what it said first: one JSON line with its addresses.
+pub(crate) struct Process {
+    program: &'static str,
+    arguments: Vec<String>,
+    log: PathBuf,
+    running: Mutex<Option<Running>>,
+    pub(crate) said: Value,
+}
+
+struct Running {
+    child: Child,
+    /// Kills the child if the test's process dies without a word: its standard input ends then.
+    watchdog: Child,
+}
+
+impl Process {
+    /// `arguments` name every port, so that the process comes back where it was.
+    pub(crate) async fn start(program: &'static str, log: &Path, arguments: Vec<String>) -> Self {
+        let mut process = Self {
+            program,
+            arguments,
+            log: log.to_owned(),
+            running: Mutex::default(),
+            said: Value::Null,
+        };
+        process.said = process.restart().await;
+        process
+    }
+
+    /// Starts it again, after a kill if it still runs. What it says is what it said at first.
+    pub(crate) async fn restart(&self) -> Value {
+        self.kill();
+        let said = self.log.with_extension("said");
+        let log = File::options().create(true).append(true).open(&self.log);
+        let child = Command::new(self.program)
+            .args(&self.arguments)
+            .env("WARMROUTE_LOG", "info")
+            .stdin(Stdio::null())
+            .stdout(File::create(&said).expect("a file"))
+            .stderr(log.expect("a log"))
+            .spawn()
+            .unwrap_or_else(|error| panic!("{}: {error}", self.program));
+        let kill = format!("read _; kill -9 {}", child.id());
+        let watchdog = Command::new("sh")
+            .args(["-c", &kill])
+            .stdin(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("sh starts");
+        *self.running() = Some(Running { child, watchdog });
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let text = fs::read_to_string(&said).expect("a file");
+            if let Some((line, _)) = text.split_once('\n') {
+                return serde_json::from_str(line).expect("a line of JSON");
+            }
+            let name = self.program;
+            assert!(self.is_running(), "{name} ended at once; {}", self.tail());
+            assert!(
+                Instant::now() < deadline,
+                "{name} says nothing; {}",
+                self.tail()
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    fn running(&self) -> MutexGuard<'_, Option<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_running(&self) -> bool {
+        let mut running = self.running();
+        let ended = |running: &mut Running| running.child.try_wait().expect("our child");
+        running
+            .as_mut()
+            .is_some_and(|running| ended(running).is_none())
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.running()
+            .as_ref()
+            .expect("it was not killed")
+            .child
+            .id()
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(&self) {
+        if let Some(mut running) = self.running().take() {
+            // The watchdog first, so that it cannot meet another process of that number.
+            for child in [&mut running.watchdog, &mut running.child] {
+                child.kill().expect("it is our child");
+                child.wait().expect("it was killed");
+            }
+        }
+    }
+
+    pub(crate) fn base(&self) -> String {
+        format!("http://127.0.0.1:{}", self.said["port"])
+    }
+
+    fn tail(&self) -> String {
+        let text = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        let shown = lines[lines.len().saturating_sub(SHOWN_LINES)..].join("\n");
+        format!("the end of {}:\n{shown}\n", self.log.display())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.tail());
+        }
+        self.kill();
+    }
+}

@@ -1,0 +1,9 @@
+//! The distributed plane: engines, shims, indexers and routers agree under load, and again after any of
+//! them was killed.
+
+mod engine_restart;
+mod equality;
+mod indexer_restart;
+mod load;
+mod server_restart;
+mod shim_restart;
