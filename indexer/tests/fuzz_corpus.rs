@@ -6,11 +6,6 @@ use std::path::Path;
 use proptest::prelude::*;
 
 #[path = "../fuzz/drive.rs"]
-#[expect(
-    clippy::collapsible_match,
-    clippy::unwrap_used,
-    reason = "it fails by panicking, and keeps one arm a step"
-)]
 mod drive;
 
 #[test]
