@@ -30,6 +30,9 @@ pub(super) struct Peer {
     compared: Option<Compared>,
     /// By how many requests the view differed from its last heartbeat, at whatever numbers.
     divergence: u64,
+    /// Once it had said that there was no more. A state may be that of a moment ago, when somebody else
+    /// asked for it.
+    is_settled: bool,
 }
 
 enum Phase {
@@ -103,6 +106,7 @@ impl Peer {
             },
             compared: None,
             divergence: 0,
+            is_settled: false,
         }
     }
 
@@ -110,8 +114,13 @@ impl Peer {
         matches!(self.phase, Phase::Dead)
     }
 
-    pub(super) const fn is_lacking(&self) -> bool {
-        matches!(self.phase, Phase::Lacking(_))
+    /// Its slots as of now are known, or it has none.
+    pub(super) const fn is_known(&self) -> bool {
+        match self.phase {
+            Phase::Dead => true,
+            Phase::Lacking(_) => false,
+            Phase::Following(_) => self.is_settled,
+        }
     }
 
     pub(super) const fn fence(&self) -> Option<Generation> {
@@ -187,6 +196,7 @@ impl Peer {
         };
         if self.followed().is_none() && said.digest == LoadDigest::default() {
             // Nothing is open as of that number: this is the whole state.
+            self.is_settled = true;
             self.replace(&[], said.number, desk);
             return;
         }
@@ -199,6 +209,7 @@ impl Peer {
         if !desk.rules.keep(Rule::Digest) {
             return;
         }
+        self.is_settled = true;
         self.compared = Some(Compared {
             number: said.number,
             theirs: said.digest,
@@ -320,6 +331,14 @@ impl Peer {
         }
     }
 
+    /// Messages that were asked for; did they help?
+    pub(super) fn told(&mut self, before: Option<Option<RecordNumber>>) -> bool {
+        let after = self.followed();
+        let is_news = !self.is_settled && after.is_some();
+        self.is_settled |= after.is_some() && after == before;
+        after > before || is_news
+    }
+
     /// What was asked about is no more there.
     pub(super) fn gone(&mut self) {
         if !self.is_dead() {
@@ -336,10 +355,12 @@ impl Peer {
                 number: collected.first.number,
                 part: collected.parts(),
             }),
-            Phase::Following(sequencer) if sequencer.has_gap() => Some(LoadWant::Numbers {
-                from: sequencer.last().map_or(RecordNumber(0), RecordNumber::next),
-                to: self.waiting.before_first(),
-            }),
+            Phase::Following(sequencer) if sequencer.has_gap() || !self.is_settled => {
+                Some(LoadWant::Numbers {
+                    from: sequencer.last().map_or(RecordNumber(0), RecordNumber::next),
+                    to: self.waiting.before_first(),
+                })
+            }
             Phase::Following(_) => None,
         }
     }

@@ -217,10 +217,11 @@ impl Replica {
                 for message in &messages {
                     self.take_message(message, books, now);
                 }
-                let after = self.peers.get(&from).and_then(Peer::followed);
-                let helped = after > before;
-                self.counts.mended.by_numbers += u64::from(helped);
-                helped
+                let Some(peer) = self.peers.get_mut(&from) else {
+                    return;
+                };
+                self.counts.mended.by_numbers += u64::from(peer.followed() > before);
+                peer.told(before)
             }
             Some((len, Ok(LoadAnswer::State(part)))) if part.router == from => self
                 .with_peer(from, books, now, |peer, desk| peer.part(part, len, desk))
@@ -556,7 +557,7 @@ impl Replica {
     }
 
     fn check_ready(&mut self, now: Instant) {
-        let is_known = self.is_listed && !self.peers.values().any(Peer::is_lacking);
+        let is_known = self.is_listed && self.peers.values().all(Peer::is_known);
         let waited = now.saturating_duration_since(self.started);
         if !self.is_ready && (is_known || waited >= JOIN_MAX) {
             self.is_ready = true;

@@ -189,6 +189,30 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     assert_eq!(b.replica.counts().mended.mismatches, 0);
 }
 
+/// Those who ask within a moment share a cut; what came since the joiner asks for before it calls itself
+/// ready, though no message and no heartbeat told it that there is any.
+#[test]
+fn a_shared_cut_is_followed_by_what_came_since() {
+    let now = start();
+    let [mut a, mut b, mut c] = [1, 2, 3].map(|number| Side::new(number, now));
+    a.published.clear();
+    let learn = |side: &mut Side, router| {
+        side.replica.learn(router, &mut side.core, now);
+        side.settle();
+    };
+    learn(&mut b, a.router);
+    carry(&mut a, &mut b, now);
+    a.admit(0, 10, now);
+    a.wrote(now);
+    a.published.clear();
+    learn(&mut c, a.router);
+    assert!(!c.replica.snapshot(&mut c.core, now).is_ready);
+    carry(&mut a, &mut c, now);
+    agree(&a, &c);
+    c.tick(now);
+    assert!(c.replica.snapshot(&mut c.core, now).is_ready);
+}
+
 #[test]
 fn what_fell_off_the_ring_comes_as_state() {
     let now = start();

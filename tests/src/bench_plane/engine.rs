@@ -1,0 +1,111 @@
+//! A fake engine: vLLM's sockets and just enough of its HTTP, with events made up as fast as wanted.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+use anyhow::Context as _;
+use axum::routing::get;
+use axum::{Json, Router};
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use warmroute_proto::BlockSize;
+use warmroute_router::sim::{EngineHash, Event, GroupKind, Medium, Stored};
+use warmroute_tests::mock::{Delivery, Encoder, HashMode, Options, Publisher};
+
+pub(crate) const BLOCK: usize = 16;
+const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+/// As many as vLLM keeps by default.
+const BUFFER_STEPS: usize = 10_000;
+/// From which a run of free ports is looked for, one for each rank.
+const PORTS: std::ops::Range<u16> = 12_000..31_000;
+
+pub(crate) struct Engine {
+    pub(crate) url: String,
+    pub(crate) kv_port: u16,
+    pub(crate) replay_port: u16,
+    publishers: Vec<Publisher>,
+    block_size: BlockSize,
+}
+
+impl Engine {
+    pub(crate) async fn start(
+        ranks: u32,
+        tasks: &TaskTracker,
+        stop: &CancellationToken,
+    ) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind(SocketAddr::new(HERE, 0)).await?;
+        let url = format!("http://{}", listener.local_addr()?);
+        let models = || async { Json(json!({"data": [{"id": "model", "parent": null}]})) };
+        let routes = Router::new()
+            .route("/health", get(|| async {}))
+            .route("/v1/models", get(models));
+        let serve =
+            axum::serve(listener, routes).with_graceful_shutdown(stop.clone().cancelled_owned());
+        tasks.spawn(serve.into_future());
+        let (publishers, kv_port) = publishers(ranks)?;
+        Ok(Self {
+            url,
+            kv_port,
+            replay_port: replay_port(kv_port),
+            publishers,
+            block_size: BlockSize::new(u32::try_from(BLOCK)?).context("a block size")?,
+        })
+    }
+
+    pub(crate) fn ranks(&self) -> usize {
+        self.publishers.len()
+    }
+
+    /// A batch that stores so many new blocks from depth 0 on.
+    pub(crate) fn batch(&self, rank: usize, blocks: usize) -> anyhow::Result<(Vec<u32>, Vec<u8>)> {
+        let tokens: Vec<u32> = (0..blocks * BLOCK).map(|_| fastrand::u32(..)).collect();
+        let stored = Stored {
+            hashes: (0..blocks).map(|_| EngineHash(fastrand::u64(..))).collect(),
+            parent: None,
+            tokens: tokens.clone(),
+            block_size: self.block_size,
+            extra_keys: None,
+            lora_name: None,
+            medium: Medium::Gpu,
+            group: 0,
+            kind: GroupKind::FullAttention,
+        };
+        let encoder = Encoder {
+            rank: u32::try_from(rank)?,
+            hash_mode: HashMode::Int,
+            loras: Vec::new(),
+        };
+        let payload = encoder.encode(0.0, &[Event::Stored(stored)])?;
+        Ok((tokens, payload))
+    }
+
+    pub(crate) fn publish(&self, rank: usize, seq: u64, payload: &[u8]) {
+        self.publishers[rank].publish(seq, payload, Delivery::Live);
+    }
+}
+
+const fn replay_port(kv_port: u16) -> u16 {
+    kv_port + 500
+}
+
+/// A rank's ports are those of rank 0 plus its number.
+fn publishers(ranks: u32) -> anyhow::Result<(Vec<Publisher>, u16)> {
+    for _ in 0..100 {
+        let first = fastrand::u16(PORTS);
+        let start = |rank: u32| {
+            let kv_port = first + u16::try_from(rank)?;
+            Publisher::start(Options {
+                bind: HERE,
+                kv_port,
+                replay_port: Some(replay_port(kv_port)),
+                topic: String::new(),
+                buffer_steps: BUFFER_STEPS,
+            })
+        };
+        if let Ok(all) = (0..ranks).map(start).collect() {
+            return Ok((all, first));
+        }
+    }
+    anyhow::bail!("no {ranks} free ports in a row")
+}

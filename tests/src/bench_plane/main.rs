@@ -1,0 +1,65 @@
+//! What the plane costs: from an engine's event to an indexer's answer over a real nats-server, with the
+//! same server's own figures in the same run.
+//!
+//!     cargo run --release -p warmroute-tests --bin warmroute-bench-plane [-- --secs 5]
+//!
+//! One process has a fake engine (ZMQ as a real one), a shim and an indexer, each with a connection of its
+//! own; everything between them goes through NATS. JSON lines on stdout, a table for docs/PERF.md behind
+//! them. Nothing is asserted: a figure is no test.
+#![expect(clippy::print_stdout, reason = "figures are what this is for")]
+
+mod engine;
+mod measure;
+mod server;
+mod stage;
+mod transport;
+mod visible;
+
+use anyhow::Context as _;
+use clap::Parser;
+
+use measure::Figure;
+use stage::Stage;
+
+/// Measures the plane; see the module's documentation.
+#[derive(Parser)]
+#[command(name = "warmroute-bench-plane")]
+struct Args {
+    /// Length of each measurement at a fixed rate.
+    #[arg(long, default_value_t = 5)]
+    secs: u64,
+    /// Data-parallel ranks of the fake engine: so many sources share the rate.
+    #[arg(long, default_value_t = 8)]
+    ranks: u32,
+    /// Blocks, in millions, of the throughput measurement.
+    #[arg(long, default_value_t = 4)]
+    million_blocks: u64,
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let server = server::start().await;
+    let mut figures = Vec::new();
+    for rate in [1_000, 10_000] {
+        let alone = transport::log_delay(&server, rate, args.secs).await;
+        figures.extend(alone.context("the transport alone")?);
+        let stage = Stage::start(&server, args.ranks).await?;
+        figures.extend(visible::delays(&stage, rate, args.secs).await?);
+        stage.end().await;
+    }
+    figures.extend(transport::echo_delay(&server).await?);
+    let stage = Stage::start(&server, args.ranks).await?;
+    figures.extend(visible::query_delays(&stage).await?);
+    figures.push(visible::throughput(&stage, args.million_blocks).await?);
+    stage.end().await;
+    for figure in &figures {
+        println!("{}", serde_json::to_string(figure)?);
+    }
+    println!("\n| what | rate | p50 | p99 | records |\n|---|---|---|---|---|");
+    figures
+        .iter()
+        .map(Figure::row)
+        .for_each(|row| println!("{row}"));
+    Ok(())
+}

@@ -1,0 +1,16 @@
+//! The nats-server of the tests.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "it is the tests' own helper: without a server there is nothing to measure"
+)]
+
+#[path = "../../../proto/tests/nats_server/mod.rs"]
+mod nats_server;
+
+pub(crate) use nats_server::NatsServer;
+
+/// On its own port and directory, gone with its handle.
+pub(crate) async fn start() -> NatsServer {
+    NatsServer::start().await
+}

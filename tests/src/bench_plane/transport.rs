@@ -1,0 +1,129 @@
+//! The same server without Warmroute's parts: what the plane itself takes.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+use tokio_util::task::TaskTracker;
+use warmroute_proto::bus::{NatsPlane, Plane as _};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{DpRank, LogPosition, Source, WorkerId};
+
+use crate::measure::Figure;
+use crate::server::NatsServer;
+use crate::stage::{config, namespace};
+
+/// About what the record of a small event takes.
+const RECORD_BYTES: usize = 200;
+const END_MAX: Duration = Duration::from_secs(120);
+/// Requests one after the other.
+pub(crate) const EXCHANGES: u64 = 5_000;
+/// A prompt of 1,024 tokens, and one of 32,768.
+pub(crate) const QUERY_BLOCKS: [usize; 2] = [64, 2048];
+
+/// Calls so many times, at this rate as well as sleeping allows; what fell behind comes at once.
+pub(crate) fn pace(rate: u64, total: u64, mut call: impl FnMut(u64)) {
+    let begun = Instant::now();
+    for number in 0..total {
+        let due = Duration::from_nanos(number * 1_000_000_000 / rate);
+        let early = due.saturating_sub(begun.elapsed());
+        if !early.is_zero() {
+            std::thread::sleep(early);
+        }
+        call(number);
+    }
+}
+
+/// Append → tail, on one subject, pipelined.
+pub(crate) async fn log_delay(
+    server: &NatsServer,
+    rate: u64,
+    secs: u64,
+) -> anyhow::Result<Vec<Figure>> {
+    let (namespace, writer) = namespace(server).await?;
+    let reader = NatsPlane::connect(config(server, &namespace, "reader")).await?;
+    let mut tail = reader.tail(LogPosition(0), 256).await?;
+    let source = Source {
+        worker: WorkerId::from("none"),
+        dp_rank: DpRank(0),
+    };
+    let subject = Subjects::new(&namespace).records(&source);
+    let total = rate * secs;
+    let (send, mut due) = mpsc::channel::<Instant>(1 << 16);
+    let pacer = std::thread::spawn(move || {
+        pace(rate, total, |_| drop(send.blocking_send(Instant::now())));
+    });
+    let payload = Bytes::from(vec![7; RECORD_BYTES]);
+    let tasks = TaskTracker::new();
+    let (sent, mut begun) = mpsc::channel(1 << 16);
+    tasks.spawn(async move {
+        let mut acknowledgements = FuturesUnordered::new();
+        loop {
+            tokio::select! {
+                at = due.recv() => {
+                    let Some(at) = at else { break };
+                    drop(sent.send(at).await);
+                    if let Ok(ack) = writer.append(subject.clone(), payload.clone()).await {
+                        acknowledgements.push(ack);
+                    }
+                }
+                Some(_) = acknowledgements.next() => {}
+            }
+        }
+        while acknowledgements.next().await.is_some() {}
+    });
+    let mut samples = Vec::new();
+    let read = async {
+        while u64::try_from(samples.len())? < total {
+            let batch = tail.next().await.context("the log ended")?;
+            let now = Instant::now();
+            for _ in batch {
+                let at = begun.recv().await.context("nobody sent this")?;
+                samples.push(now.duration_since(at));
+            }
+        }
+        anyhow::Ok(())
+    };
+    timeout(END_MAX, read)
+        .await
+        .context("some records never came")??;
+    tasks.close();
+    tasks.wait().await;
+    drop(pacer.join());
+    let what = "the transport alone: append → tail";
+    Ok(vec![Figure::of(what, rate, total, &mut samples)])
+}
+
+/// Request → reply of the same bytes, as long as the queries are.
+pub(crate) async fn echo_delay(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
+    let (namespace, asker) = namespace(server).await?;
+    let echo = NatsPlane::connect(config(server, &namespace, "echo")).await?;
+    let subject = Subjects::new(&namespace).query();
+    let mut requests = echo.serve(subject.clone()).await?;
+    let tasks = TaskTracker::new();
+    let answering = tasks.spawn(async move {
+        while let Some(request) = requests.next().await {
+            request.reply.send(request.payload);
+        }
+    });
+    let mut figures = Vec::new();
+    for blocks in QUERY_BLOCKS {
+        let payload = Bytes::from(vec![7; blocks * 8]);
+        let mut samples = Vec::new();
+        for _ in 0..EXCHANGES {
+            let begun = Instant::now();
+            asker
+                .request(subject.clone(), payload.clone(), END_MAX)
+                .await?;
+            samples.push(begun.elapsed());
+        }
+        let what = format!("the transport alone: echo of {} bytes", blocks * 8);
+        figures.push(Figure::of(&what, 0, EXCHANGES, &mut samples));
+    }
+    answering.abort();
+    Ok(figures)
+}
