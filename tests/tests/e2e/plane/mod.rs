@@ -1,9 +1,12 @@
 //! The distributed plane: engines, shims, indexers and routers agree under load, and again after any of
 //! them was killed.
 
+mod agreement;
 mod engine_restart;
 mod equality;
 mod indexer_restart;
 mod load;
+mod router_restart;
 mod server_restart;
 mod shim_restart;
+mod together;
