@@ -52,7 +52,9 @@ impl NatsServer {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
         let name = format!("nats-{}-{number}", std::process::id());
-        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        // A benchmark has no directory from cargo.
+        let tmp = option_env!("CARGO_TARGET_TMPDIR");
+        let dir = tmp.map_or_else(env::temp_dir, PathBuf::from).join(name);
         fs::create_dir_all(&dir).unwrap();
         let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
         let mut server = Self {

@@ -8,8 +8,8 @@ use serde::Serialize;
 #[derive(Serialize)]
 pub(crate) struct Figure {
     pub(crate) what: String,
-    /// What was aimed at, a second; blocks a second where no rate was.
-    pub(crate) per_sec: u64,
+    /// What was aimed at, or, where nothing was, how many came; none where one followed the other.
+    pub(crate) per_sec: Option<u64>,
     pub(crate) p50_us: Option<u128>,
     pub(crate) p99_us: Option<u128>,
     /// Records that the log took, or exchanges.
@@ -17,7 +17,12 @@ pub(crate) struct Figure {
 }
 
 impl Figure {
-    pub(crate) fn of(what: &str, per_sec: u64, records: u64, samples: &mut [Duration]) -> Self {
+    pub(crate) fn of(
+        what: &str,
+        per_sec: Option<u64>,
+        records: u64,
+        samples: &mut [Duration],
+    ) -> Self {
         samples.sort_unstable();
         let at = |per_mille: usize| {
             let last = samples.len().saturating_sub(1);
@@ -35,14 +40,11 @@ impl Figure {
     }
 
     pub(crate) fn row(&self) -> String {
-        let time = |us: Option<u128>| us.map_or_else(|| "–".to_owned(), |us| format!("{us} µs"));
+        let none = || "–".to_owned();
+        let time = |us: Option<u128>| us.map_or_else(none, |us| format!("{us} µs"));
         let (p50, p99) = (time(self.p50_us), time(self.p99_us));
-        let Self {
-            what,
-            per_sec,
-            records,
-            ..
-        } = self;
-        format!("| {what} | {per_sec} | {p50} | {p99} | {records} |")
+        let rate = self.per_sec.map_or_else(none, |rate| rate.to_string());
+        let Self { what, records, .. } = self;
+        format!("| {what} | {rate} | {p50} | {p99} | {records} |")
     }
 }

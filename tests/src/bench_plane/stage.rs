@@ -33,10 +33,12 @@ pub(crate) struct Stage {
 pub(crate) async fn namespace(server: &NatsServer) -> anyhow::Result<(Namespace, NatsPlane)> {
     let namespace = Namespace::from(format!("bench-{}", fastrand::u64(..)).as_str());
     let config = config(server, &namespace, "init");
-    Ok((
-        namespace,
-        NatsPlane::init(config, InitConfig::default()).await?,
-    ))
+    let sizes = InitConfig {
+        max_bytes: 1 << 30,
+        snapshots_max_bytes: 1 << 26,
+        ..InitConfig::default()
+    };
+    Ok((namespace, NatsPlane::init(config, sizes).await?))
 }
 
 pub(crate) fn config(server: &NatsServer, namespace: &Namespace, name: &str) -> NatsConfig {

@@ -51,7 +51,7 @@ pub(crate) async fn delays(stage: &Stage, rate: u64, secs: u64) -> anyhow::Resul
     ensure!(publisher.join().is_ok(), "the publisher failed");
     let records = stage.records() - records;
     let what = "event → visible in the indexer";
-    Ok(vec![Figure::of(what, rate, records, &mut samples)])
+    Ok(vec![Figure::of(what, Some(rate), records, &mut samples)])
 }
 
 /// Takes the time of every batch when a position of the indexer shows it.
@@ -110,7 +110,7 @@ pub(crate) async fn throughput(stage: &Stage, million_blocks: u64) -> anyhow::Re
     let per_sec = u128::from(blocks) * 1_000_000 / took.as_micros().max(1);
     Ok(Figure {
         what: "blocks a second, shim → log → indexer".to_owned(),
-        per_sec: u64::try_from(per_sec)?,
+        per_sec: Some(u64::try_from(per_sec)?),
         p50_us: None,
         p99_us: None,
         records: stage.records() - records,
@@ -143,7 +143,7 @@ pub(crate) async fn query_delays(stage: &Stage) -> anyhow::Result<Vec<Figure>> {
         }
         until_seq(stage, seq).await?;
         let query = Query {
-            blocks: local_hashes(&tokens, size, Seed::default()),
+            blocks: local_hashes(&tokens, size, Seed::new(None, None)),
             at_least: None,
         };
         let payload = bytes::Bytes::from(codec::encode(&query)?);
@@ -159,7 +159,7 @@ pub(crate) async fn query_delays(stage: &Stage) -> anyhow::Result<Vec<Figure>> {
             ensure!(matches!(answer, Answer::Runs { .. }), "no answer");
         }
         let what = format!("query of {blocks} blocks over NATS");
-        figures.push(Figure::of(&what, 0, EXCHANGES, &mut samples));
+        figures.push(Figure::of(&what, None, EXCHANGES, &mut samples));
     }
     Ok(figures)
 }

@@ -33,7 +33,7 @@ use tokio_util::task::TaskTracker;
 use tracing::warn;
 
 pub use args::{Args, EngineArgs, EventArgs, HashMode};
-use publisher::{Options, Publisher};
+pub use publisher::{Delivery, Options, Publisher};
 use rank::Rank;
 use server::{Server, routes};
 use text::Text;

@@ -12,27 +12,29 @@ use std::thread::JoinHandle;
 use anyhow::Context as _;
 use tracing::warn;
 
-pub(super) struct Options {
-    pub(super) bind: IpAddr,
-    pub(super) kv_port: u16,
-    pub(super) replay_port: Option<u16>,
-    pub(super) topic: String,
-    pub(super) buffer_steps: usize,
+/// What one rank's publisher binds and keeps.
+pub struct Options {
+    pub bind: IpAddr,
+    pub kv_port: u16,
+    pub replay_port: Option<u16>,
+    pub topic: String,
+    pub buffer_steps: usize,
 }
 
 /// What happens to a batch besides being kept for replays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Delivery {
+pub enum Delivery {
     Live,
     /// As if the network had lost it.
     ReplayOnly,
 }
 
-pub(super) struct Publisher {
+/// See the module's documentation.
+pub struct Publisher {
     queue: Mutex<zmq::Socket>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    pub(super) kv_port: u16,
-    pub(super) replay_port: Option<u16>,
+    pub kv_port: u16,
+    pub replay_port: Option<u16>,
 }
 
 /// Messages in the engine's queue and, per subscriber, on the wire.
@@ -45,7 +47,7 @@ const STOP: &[u8] = b"stop";
 const END_OF_REPLAY: [u8; 8] = [0xFF; 8];
 
 impl Publisher {
-    pub(super) fn start(options: Options) -> anyhow::Result<Self> {
+    pub fn start(options: Options) -> anyhow::Result<Self> {
         let context = zmq::Context::new();
         let incoming = context.socket(zmq::PULL)?;
         incoming.set_rcvhwm(QUEUE_MAX)?;
@@ -82,7 +84,7 @@ impl Publisher {
         })
     }
 
-    pub(super) fn publish(&self, sequence: u64, payload: &[u8], delivery: Delivery) {
+    pub fn publish(&self, sequence: u64, payload: &[u8], delivery: Delivery) {
         let kind = match delivery {
             Delivery::Live => LIVE,
             Delivery::ReplayOnly => REPLAY_ONLY,
@@ -91,7 +93,7 @@ impl Publisher {
     }
 
     /// Closes the sockets. What is published afterwards goes nowhere.
-    pub(super) fn stop(&self) {
+    pub fn stop(&self) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(thread) = thread.take() {
             self.send(&[STOP]);
