@@ -55,6 +55,8 @@ pub(crate) enum Access {
     Open,
     /// As `deploy/nats/nats.conf` has it: a user for each role and each of two workers.
     LeastPrivilege,
+    /// Everybody everything, but routers cannot tell each other anything.
+    MuteRouters,
 }
 
 /// How the mock engines of a fleet are set up.

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
 
-use super::place::free_port;
+use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
     Access, Engines, Fleet, INDEXER, ROUTER, SHIM, TOKENIZER, endpoint, router_ports, strings,
@@ -36,7 +36,7 @@ impl Distributed {
         let server = self.server.try_lock().expect("nobody restarts it now");
         let url = match self.access {
             Access::Open => server.url(),
-            Access::LeastPrivilege => {
+            Access::LeastPrivilege | Access::MuteRouters => {
                 let user = format!("nats://{user}:{PASSWORD}@");
                 server.url().replace("nats://", &user)
             }
@@ -50,7 +50,7 @@ impl Fleet {
     pub(super) async fn distribute(&mut self, setup: &Engines) {
         let alone = ALONE.acquire().await.expect("never closed");
         let access = self.flags.access;
-        let server = start_server(access).await;
+        let server = start_server(access, &self.place).await;
         self.distributed = Some(Distributed {
             shims: Vec::new(),
             indexers: Vec::new(),
@@ -137,7 +137,7 @@ impl Fleet {
     }
 }
 
-async fn start_server(access: Access) -> NatsServer {
+async fn start_server(access: Access, place: &Place) -> NatsServer {
     match access {
         Access::Open => NatsServer::start().await,
         Access::LeastPrivilege => {
@@ -149,5 +149,23 @@ async fn start_server(access: Access) -> NatsServer {
             let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
             NatsServer::start_with(&arguments, &environment.collect::<Vec<_>>()).await
         }
+        Access::MuteRouters => {
+            let file = place.path("nats.conf");
+            std::fs::write(&file, mute_routers()).expect("a file");
+            let arguments: [OsString; 3] = ["-js".into(), "-c".into(), file.into()];
+            NatsServer::start_with(&arguments, &[]).await
+        }
     }
+}
+
+fn mute_routers() -> String {
+    let user = |name: &str, permissions: &str| {
+        format!("{{user: {name}, password: {PASSWORD}{permissions}}}")
+    };
+    let shims = (0..8).map(|index| user(&format!("shim-{}", worker_name(index)), ""));
+    let load = format!(r#"["wr.{NAMESPACE}.load", "wr.{NAMESPACE}.load.>"]"#);
+    let mute = format!(", permissions: {{publish: {{deny: {load}}}, subscribe: {{deny: {load}}}}}");
+    let mut users: Vec<String> = shims.collect();
+    users.extend([user("init", ""), user("indexer", ""), user("router", &mute)]);
+    format!("authorization {{users: [{}]}}", users.join(", "))
 }

@@ -2,6 +2,7 @@
 //! them was killed.
 
 mod agreement;
+mod burst;
 mod engine_restart;
 mod equality;
 mod indexer_restart;
