@@ -6,6 +6,7 @@ mod burst;
 mod engine_restart;
 mod equality;
 mod indexer_restart;
+mod least_privilege;
 mod load;
 mod router_restart;
 mod server_restart;
