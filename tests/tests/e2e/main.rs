@@ -5,7 +5,8 @@
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
-    reason = "a test fails by panicking, its helpers too"
+    clippy::print_stdout,
+    reason = "a test fails by panicking and tells its figures, its helpers too"
 )]
 
 /// Makes two tests of one scenario: in one process, and over NATS.
