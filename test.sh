@@ -6,6 +6,8 @@ cd "$(dirname "$0")"
 
 need_command g++ g++
 need_command curl curl
+need_command haproxy haproxy
+need_command nginx nginx-light
 need_cargo_deny
 need_nats_server
 

@@ -16,11 +16,21 @@ else
 fi
 
 if command -v haproxy >/dev/null 2>&1; then
-  # Names of containers resolve among containers only.
-  sed -E 's/(router-[12]) router-[12]:/\1 127.0.0.1:/' haproxy.cfg | haproxy -c -q -f /dev/stdin
+  haproxy -c -q -f haproxy/haproxy.cfg
   passed haproxy.cfg
 else
   skipped haproxy.cfg haproxy
+fi
+
+if command -v nginx >/dev/null 2>&1; then
+  # Names of containers resolve among containers only.
+  copy=$(mktemp)
+  sed -E 's/server router-[123]:/server 127.0.0.1:/' nginx/nginx.conf >"$copy"
+  nginx -t -q -c "$copy"
+  rm -f "$copy"
+  passed nginx.conf
+else
+  skipped nginx.conf nginx
 fi
 
 if command -v kubectl >/dev/null 2>&1; then

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use axum::extract::{Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -19,7 +19,7 @@ use crate::accounts::Desk;
 use crate::fleet::{Fleet, Member};
 use crate::journal::Journal;
 use crate::metrics::{Metrics, SourceLoad, WorkerStanding};
-use crate::ready::Ready;
+use crate::ready::{Ready, Stay};
 use crate::replication;
 use crate::surroundings::Surroundings;
 
@@ -47,6 +47,8 @@ pub(crate) fn router(admin: Arc<Admin>) -> Router {
         .route("/workers", get(workers))
         .route("/v1/slots", get(slots))
         .route("/admin/decisions", get(decisions))
+        .route("/admin/drain", get(drained).post(drain))
+        .route("/admin/undrain", post(undrain))
         .route("/health", get(|| async { StatusCode::OK }))
         .route("/readyz", get(readyz))
         .with_state(admin)
@@ -60,10 +62,40 @@ async fn readyz(State(admin): State<Arc<Admin>>) -> Response {
     }
 }
 
+/// Out of the load balancers, for as long as an operator wants; ending is SIGTERM's part. Told twice, it
+/// is the same.
+async fn drain(State(admin): State<Arc<Admin>>) -> Json<Value> {
+    let stay = admin.ready.drain(Instant::now());
+    tracing::info!(state = stay.word(), "drain asked for");
+    standing_of(stay, &admin)
+}
+
+/// 409: the process is ending, which cannot be taken back.
+async fn undrain(State(admin): State<Arc<Admin>>) -> Response {
+    let stay = admin.ready.undrain();
+    tracing::info!(state = stay.word(), "end of a drain asked for");
+    let status = match stay {
+        Stay::Serving => StatusCode::OK,
+        Stay::Draining(_) | Stay::Ending(_) => StatusCode::CONFLICT,
+    };
+    (status, standing_of(stay, &admin)).into_response()
+}
+
+async fn drained(State(admin): State<Arc<Admin>>) -> Json<Value> {
+    standing_of(admin.ready.stay(), &admin)
+}
+
+/// `requests`: this router's own that are still open.
+fn standing_of(stay: Stay, admin: &Admin) -> Json<Value> {
+    let requests = admin.desk.core().digest(admin.router).count;
+    Json(json!({ "state": stay.word(), "requests": requests }))
+}
+
 async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     let loads: Vec<SourceLoad> = admin.desk.core().loads().iter().map(load).collect();
     let standings: Vec<WorkerStanding> = admin.fleet.snapshot().iter().map(standing).collect();
     let counts = admin.desk.core().counts();
+    admin.metrics.leaving(admin.ready.is_leaving());
     let sync = admin.replicas.snapshot().await;
     let own = admin
         .metrics

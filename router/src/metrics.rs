@@ -156,6 +156,7 @@ struct Traffic {
     cancels: IntCounterVec,
     buffered_bytes: IntGauge,
     connections: IntGauge,
+    draining: IntGauge,
     tasks_failed: IntCounter,
 }
 
@@ -293,6 +294,10 @@ impl Metrics {
         &self.traffic.connections
     }
 
+    pub(crate) fn leaving(&self, is_leaving: bool) {
+        self.traffic.draining.set(is_leaving.into());
+    }
+
     pub(crate) fn check_failed(&self, check: &'static str) {
         self.fleet.check_failures.with_label_values(&[check]).inc();
     }
@@ -332,6 +337,7 @@ impl Traffic {
             )?,
             buffered_bytes: make.gauge("buffered_bytes", "Bytes of request bodies held now")?,
             connections: make.gauge("connections", "Client connections open now")?,
+            draining: make.gauge("draining", "1: takes itself out of its load balancers")?,
             tasks_failed: make.counter("tasks_failed_total", "Tasks that ended early")?,
         })
     }

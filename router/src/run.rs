@@ -1,7 +1,9 @@
 //! Wiring: from a configuration to running tasks, and back to none.
 //!
-//! Shutdown has two phases. First the router says that it is not ready and accepts nothing more, and
-//! what is open may finish. When the drain time is over, what is left is cut.
+//! Shutdown has three phases. First the router says that it is not ready and serves on, so that load
+//! balancers can notice; then it accepts nothing more, and what is open may finish; when the drain time
+//! is over, what is left is cut. Only then does it say goodbye to the other routers: until its last
+//! request has ended, they hear of its load. The admin port stays open to the end.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,13 +12,13 @@ use std::thread::available_parallelism;
 use anyhow::Context as _;
 use axum::Router;
 use tokio::sync::Semaphore;
-use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
+use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_process::listen::bind;
 use warmroute_process::server::{Server, Shutdown};
-use warmroute_process::signals::Signals;
+use warmroute_process::signals::{self, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
@@ -30,7 +32,7 @@ use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::proxy::{self, App, Budget};
-use crate::ready::Ready;
+use crate::ready::{Ready, notice};
 use crate::register::Registrar;
 use crate::replication::{self, Replication};
 use crate::route::{Core, Settings};
@@ -63,21 +65,44 @@ pub struct Running {
     pub addresses: Addresses,
     tasks: Tasks,
     ready: Arc<Ready>,
-    shutdown: Shutdown,
-    connections: TaskTracker,
+    clients: Port,
+    operators: Port,
     drain_timeout: Duration,
 }
 
-/// Runs until a signal comes or a task fails.
+/// One port's connections and how they end.
+#[derive(Clone, Default)]
+struct Port {
+    shutdown: Shutdown,
+    connections: TaskTracker,
+}
+
+/// How a router ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Leave {
+    /// Behind a load balancer, which has to notice.
+    Noticed,
+    /// Somebody waits at a terminal, or the router is broken: nothing new is accepted.
+    AtOnce,
+}
+
+/// Runs until a signal comes or a task fails. A second signal cuts what is still open.
 pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("listening for signals")?;
     let running = Running::start(config).await?;
     announce(running.addresses);
-    tokio::select! {
-        signal = signals.received() => tracing::info!(signal, "draining"),
-        () = running.failed() => {}
-    }
-    running.stop().await
+    let leave = tokio::select! {
+        signal = signals.received() => {
+            tracing::info!(signal, "draining");
+            if signal == signals::INTERRUPT { Leave::AtOnce } else { Leave::Noticed }
+        }
+        () = running.failed() => Leave::AtOnce,
+    };
+    let hurried = async {
+        let signal = signals.received().await;
+        tracing::warn!(signal, "told again to end");
+    };
+    running.stop(leave, hurried).await
 }
 
 impl Running {
@@ -94,43 +119,36 @@ impl Running {
         let tasks = Tasks::new(metrics.tasks_failed().clone());
         let client = client(&config.limits).context("setting up the HTTP client")?;
         let around = Arc::new(Surroundings::start(&config, &tasks).await?);
-        let shutdown = Shutdown::default();
-        let connections = TaskTracker::new();
+        let (clients, operators) = (Port::default(), Port::default());
         let parts = Parts::new(&config, &around, client, metrics, tokenizer);
         let budget = Budget::new(
             (config.limits.buffered_bytes, config.limits.body_bytes),
             parts.metrics.buffered_bytes().clone(),
-            connections.clone(),
-            shutdown.force.clone(),
+            clients.connections.clone(),
+            clients.shutdown.force.clone(),
         );
         let ready = Arc::clone(&parts.ready);
         let (app, admin_app) = parts.spawn(&config, &around, budget, &tasks);
-        let spawn = |name, listener, router, connections_max| {
+        let spawn = |name, port: &Port, listener, router, connections_max| {
             let server = Server {
                 listener,
                 router,
                 connections_max,
                 connections: app.metrics.connections().clone(),
             };
-            tasks.spawn(
-                name,
-                serve(server, shutdown.clone(), connections.clone(), &tasks),
-            );
+            tasks.spawn(name, serve(server, port.clone(), &tasks));
         };
         let limits = config.limits;
-        spawn(
-            "public",
-            public,
-            proxy::router(Arc::clone(&app)),
-            limits.connections,
-        );
-        spawn("admin", admin, admin_app, ADMIN_CONNECTIONS_MAX);
+        let served = proxy::router(Arc::clone(&app));
+        spawn("public", &clients, public, served, limits.connections);
+        let shown = admin_app;
+        spawn("admin", &operators, admin, shown, ADMIN_CONNECTIONS_MAX);
         Ok(Self {
             addresses,
             tasks,
             ready,
-            shutdown,
-            connections,
+            clients,
+            operators,
             drain_timeout: limits.drain_timeout,
         })
     }
@@ -140,23 +158,27 @@ impl Running {
         self.tasks.down.cancelled().await;
     }
 
-    /// Both phases of the shutdown.
-    pub async fn stop(self) -> anyhow::Result<()> {
+    /// All phases of the shutdown. `hurried`: what is open is to be cut.
+    async fn stop(self, leave: Leave, hurried: impl Future<Output = ()>) -> anyhow::Result<()> {
         let failed = self.tasks.down.is_cancelled();
-        self.ready.stop();
-        self.shutdown.stop.cancel();
-        self.connections.close();
-        if timeout(self.drain_timeout, self.connections.wait())
-            .await
-            .is_err()
-        {
-            tracing::warn!(
-                left = self.connections.len(),
-                "drain time over, cutting the rest"
-            );
-            self.shutdown.force.cancel();
-            self.connections.wait().await;
+        let now = Instant::now();
+        let unready = self.ready.end(now);
+        let silent = match leave {
+            Leave::Noticed => unready + notice(self.drain_timeout),
+            Leave::AtOnce => now,
+        };
+        let drained = async {
+            sleep_until(silent).await;
+            self.clients.shutdown.stop.cancel();
+            self.clients.connections.close();
+            self.clients.connections.wait().await;
+        };
+        tokio::select! {
+            () = drained => tracing::info!("drained"),
+            () = sleep_until(now + self.drain_timeout) => self.clients.cut().await,
+            () = hurried => self.clients.cut().await,
         }
+        self.operators.cut().await;
         if timeout(TASKS_END, self.tasks.end()).await.is_err() {
             tracing::error!("some tasks do not end");
         }
@@ -165,17 +187,25 @@ impl Running {
     }
 }
 
+impl Port {
+    /// Ends what is open.
+    async fn cut(&self) {
+        self.shutdown.stop.cancel();
+        self.connections.close();
+        if !self.connections.is_empty() {
+            tracing::info!(left = self.connections.len(), "cutting what is open");
+        }
+        self.shutdown.force.cancel();
+        self.connections.wait().await;
+    }
+}
+
 /// Serves until the shutdown begins, then waits to be told to end like any other task.
-fn serve(
-    server: Server,
-    shutdown: Shutdown,
-    connections: TaskTracker,
-    tasks: &Tasks,
-) -> impl Future<Output = ()> + Send + use<> {
+fn serve(server: Server, port: Port, tasks: &Tasks) -> impl Future<Output = ()> + Send + use<> {
     let stop = tasks.stop.clone();
     async move {
-        let told = shutdown.stop.clone();
-        server.run(shutdown, connections).await;
+        let told = port.shutdown.stop.clone();
+        server.run(port.shutdown, port.connections).await;
         if told.is_cancelled() {
             stop.cancelled().await;
         }

@@ -2,7 +2,8 @@
 //!
 //! Our own instead of `axum::serve`, for three things it has no knob for: a limit on the time a
 //! client takes for its request head (also the time an idle connection is kept), a bound on open
-//! connections, and a shutdown in two phases. HTTP/2 is not offered: telling the two apart reads a
+//! connections, and a shutdown in two phases that breaks no request: who was connected by the system
+//! before the socket closed is served, and a young connection gets to say what it came for. HTTP/2 is not offered: telling the two apart reads a
 //! preface without a time limit.
 
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use hyper_util::service::TowerToHyperService;
 use prometheus::IntGauge;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -28,6 +30,10 @@ const HEADERS_MAX: usize = 128;
 
 /// After a failed accept (out of file descriptors, mostly) others need time to close.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// What a connection gets, from its beginning on, until its first request is here. One that a shutdown
+/// finds younger is not closed as idle before: its client is writing.
+const FIRST_REQUEST: Duration = Duration::from_secs(1);
 
 /// How a server ends: first nothing new, then nothing at all.
 #[derive(Clone, Debug, Default)]
@@ -49,21 +55,47 @@ pub struct Server {
 impl Server {
     /// Serves until `shutdown.stop`. Connections live on in `tasks`.
     pub async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
-        let permits = Arc::new(Semaphore::new(self.connections_max));
+        let Self {
+            listener,
+            router,
+            connections_max,
+            connections,
+        } = self;
+        let permits = Arc::new(Semaphore::new(connections_max));
+        let begin = |stream, permit| {
+            let open = Open::new(permit, connections.clone());
+            tasks.spawn(serve(stream, router.clone(), shutdown.clone(), open));
+        };
         loop {
             let accepted = tokio::select! {
-                () = shutdown.stop.cancelled() => return,
-                accepted = accept(&self.listener, &permits) => accepted,
+                () = shutdown.stop.cancelled() => break,
+                accepted = accept(&listener, &permits) => accepted,
             };
-            let Some((stream, permit)) = accepted else {
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-                continue;
-            };
-            let open = Open::new(permit, self.connections.clone());
-            let connection = serve(stream, self.router.clone(), shutdown.clone(), open);
-            tasks.spawn(connection);
+            match accepted {
+                Some((stream, permit)) => begin(stream, permit),
+                None => tokio::time::sleep(ACCEPT_PAUSE).await,
+            }
+        }
+        for stream in last(listener) {
+            // More than may be open are refused, as they will be from now on.
+            match Arc::clone(&permits).try_acquire_owned() {
+                Ok(permit) => begin(stream, permit),
+                Err(_) => return,
+            }
         }
     }
+}
+
+/// The connections that the system completed and nobody accepted yet: to close their socket now would
+/// break them off. Asks the system itself, because the runtime may not have heard of them.
+fn last(listener: TcpListener) -> impl Iterator<Item = TcpStream> {
+    let listener = listener.into_std().ok();
+    let accepted = move || {
+        let (stream, _) = listener.as_ref()?.accept().ok()?;
+        stream.set_nonblocking(true).ok()?;
+        TcpStream::from_std(stream).ok()
+    };
+    std::iter::from_fn(accepted)
 }
 
 /// An accepted connection with its place among those allowed; `None` if accepting failed.
@@ -116,7 +148,12 @@ async fn serve(stream: TcpStream, router: Router, shutdown: Shutdown, open: Open
         .max_buf_size(HEAD_BYTES_MAX)
         .max_headers(HEADERS_MAX)
         .serve_connection(TokioIo::new(stream), service);
-    tokio::pin!(connection);
+    let first_request = Instant::now() + FIRST_REQUEST;
+    let stopped = async {
+        shutdown.stop.cancelled().await;
+        sleep_until(first_request).await;
+    };
+    tokio::pin!(connection, stopped);
     let mut stopping = false;
     loop {
         tokio::select! {
@@ -126,7 +163,7 @@ async fn serve(stream: TcpStream, router: Router, shutdown: Shutdown, open: Open
                 }
                 break;
             }
-            () = shutdown.stop.cancelled(), if !stopping => {
+            () = &mut stopped, if !stopping => {
                 stopping = true;
                 connection.as_mut().graceful_shutdown();
             }

@@ -4,6 +4,9 @@ use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+/// The name of the signal that comes from a terminal.
+pub const INTERRUPT: &str = "SIGINT";
+
 /// SIGTERM, SIGINT and SIGHUP: all of them ask for an orderly end.
 pub struct Signals {
     terminate: Signal,
@@ -25,7 +28,7 @@ impl Signals {
     pub async fn received(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.interrupt.recv() => INTERRUPT,
             _ = self.hangup.recv() => "SIGHUP",
         }
     }

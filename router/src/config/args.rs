@@ -126,7 +126,8 @@ pub struct LimitArgs {
     /// Milliseconds until connecting to a worker counts as failed and the next best is tried.
     #[arg(long, env = "WARMROUTE_CONNECT_TIMEOUT_MS", default_value_t = 1000)]
     pub connect_timeout_ms: u64,
-    /// Seconds that open requests get to finish after SIGTERM. Give long streams their time.
+    /// Seconds from SIGTERM to the end, for load balancers to notice (a third, at most 5) and open
+    /// requests to finish. Give long streams their time.
     #[arg(long, env = "WARMROUTE_DRAIN_TIMEOUT_SECS", default_value_t = 30)]
     pub drain_timeout_secs: u64,
 }

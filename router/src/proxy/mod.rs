@@ -22,7 +22,8 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::map_response_with_state;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{any, get, post};
 use tokio::sync::Semaphore;
@@ -89,7 +90,18 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/health", get(health))
         .route("/readyz", get(readyz))
         .fallback(unknown)
+        .layer(map_response_with_state(Arc::clone(&app), last_answer))
         .with_state(app)
+}
+
+/// A router that leaves sends its clients' next requests elsewhere: each of its answers is the last of
+/// its connection.
+async fn last_answer(State(app): State<Arc<App>>, mut response: Response) -> Response {
+    if app.ready.is_leaving() {
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(header::CONNECTION, close);
+    }
+    response
 }
 
 async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {

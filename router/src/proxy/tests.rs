@@ -375,8 +375,56 @@ async fn the_probes_tell_what_is_missing() {
     world.app.ready.workers_settled();
     world.app.ready.load_known();
     assert_eq!(world.get("/readyz").await.status(), 200);
-    world.app.ready.stop();
+    world.app.ready.drain(tokio::time::Instant::now());
     assert_eq!(world.get("/readyz").await.status(), 503);
+    world.app.ready.undrain();
+    assert_eq!(world.get("/readyz").await.status(), 200);
+}
+
+#[tokio::test]
+async fn a_leaving_router_serves_on_but_each_answer_is_its_connections_last() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let answer = world.send("/v1/completions", &body(20)).await;
+    assert!(!answer.headers().contains_key("connection"));
+    // Ready on a connection that was used before, and that its client still holds.
+    world.app.ready.drain(tokio::time::Instant::now());
+    for path in ["/v1/completions", "/v1/nothing", "/v1/models"] {
+        let answer = world.send(path, &body(20)).await;
+        assert_eq!(answer.headers()["connection"], "close", "{path}");
+    }
+    world.app.ready.undrain();
+    let answer = world.send("/v1/completions", &body(20)).await;
+    assert_eq!(answer.status(), 200);
+    assert!(!answer.headers().contains_key("connection"));
+}
+
+/// What the system completed before the socket closed is served, though nobody accepted it yet, and
+/// though its request comes later.
+#[tokio::test]
+async fn who_is_connected_when_the_socket_closes_is_served() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let world = World::with(&[]).await;
+    let address = world.url.trim_start_matches("http://");
+    // One thread: nobody accepts them before the stop.
+    let streams: Vec<std::net::TcpStream> = (0..20)
+        .map(|_| std::net::TcpStream::connect(address).unwrap())
+        .collect();
+    world.app.ready.end(tokio::time::Instant::now());
+    world.shutdown.stop.cancel();
+    while world.app.metrics.connections().get() < 20 {
+        tokio::task::yield_now().await;
+    }
+    for stream in streams {
+        stream.set_nonblocking(true).unwrap();
+        let mut stream = tokio::net::TcpStream::from_std(stream).unwrap();
+        let request = b"GET /health HTTP/1.1\r\nhost: r\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+    assert!(tokio::net::TcpStream::connect(address).await.is_err());
 }
 
 #[tokio::test]

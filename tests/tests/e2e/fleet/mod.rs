@@ -8,6 +8,7 @@ mod place;
 mod process;
 pub(crate) mod traffic;
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ use tokio::time::{Instant, sleep};
 
 use dump::BySource;
 use nats::Distributed;
-use place::{Place, free_port, free_ports};
+pub(crate) use place::free_port;
+use place::{Place, free_ports};
 use process::Process;
 
 pub(crate) const BLOCK: u64 = 16;
@@ -144,6 +146,11 @@ impl Fleet {
     pub(crate) fn url(&self, path: &str) -> String {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         format!("{}{path}", self.routers[turn % self.routers.len()].base())
+    }
+
+    /// In the fleet's directory.
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.place.path(name)
     }
 
     /// The admin port of one router.

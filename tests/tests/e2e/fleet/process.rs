@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -109,6 +109,32 @@ impl Process {
                 child.kill().expect("it is our child");
                 child.wait().expect("it was killed");
             }
+        }
+    }
+
+    /// By its name without SIG: `TERM`, `STOP`, `CONT`.
+    pub(crate) fn signal(&self, name: &str) {
+        let pid = self.pid().to_string();
+        let sent = Command::new("kill").args(["-s", name, &pid]).status();
+        assert!(sent.expect("kill starts").success(), "SIG{name} to {pid}");
+    }
+
+    /// Waits until it has ended by itself.
+    pub(crate) async fn ended(&self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(running) = self.running().as_mut()
+                && let Some(status) = running.child.try_wait().expect("our child")
+            {
+                return status;
+            }
+            let name = self.program;
+            assert!(
+                Instant::now() < deadline,
+                "{name} does not end; {}",
+                self.tail()
+            );
+            sleep(Duration::from_millis(5)).await;
         }
     }
 

@@ -3,12 +3,18 @@
 
 mod agreement;
 mod burst;
+mod death;
 mod engine_restart;
 mod equality;
+mod front;
 mod indexer_restart;
+mod leak;
 mod least_privilege;
 mod load;
+mod rolling;
 mod router_restart;
 mod server_restart;
 mod shim_restart;
+mod streams;
 mod together;
+mod views;

@@ -1,0 +1,173 @@
+//! Routers that leave and come back, one after the other, while clients are served.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::{Instant, sleep};
+
+use super::front::{Front, Kind};
+use super::streams::{Tally, open};
+use super::views::{agree, held, id};
+use crate::fleet::{Engines, Flags, Fleet, Mode};
+
+/// Streams a second. The full rate is for machines with nothing else to do: `ROLLING_RATE=200`.
+const RATE: u32 = 40;
+
+/// Output tokens of a stream: at the engines' pace about a second.
+const TOKENS: u32 = 40;
+
+const STREAMING: &[&str] = &["--itl-ms", "25", "--prefill-tokens-per-sec", "200000"];
+
+async fn fleet(routers: usize, flags: &'static [&'static str], engines: usize) -> Fleet {
+    let engines = Engines {
+        count: engines,
+        ranks: 1,
+        blocks: 4096,
+        flags,
+    };
+    let mode = Mode::Nats {
+        indexers: 1,
+        routers,
+    };
+    Fleet::start(mode, engines, Flags::default()).await
+}
+
+/// Nothing is left of anybody's load, and the engines say the same.
+async fn until_quiet(fleet: &Fleet) {
+    fleet.until_idle().await;
+    let quiet = async |fleet: &Fleet| {
+        let ended = fleet.counted("finished").await + fleet.counted("aborted").await;
+        fleet.counted("active").await == 0 && fleet.counted("started").await == ended
+    };
+    fleet.until("the engines work for nobody", quiet).await;
+    fleet
+        .until("all routers agree", async |fleet| agree(fleet).await)
+        .await;
+    let ignored = fleet
+        .metric("warmroute_router_slot_changes_ignored_total")
+        .await;
+    assert!(ignored.abs() < 0.5, "{ignored} changes that made no sense");
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "how much load the machine can bear"
+)]
+fn rate() -> u32 {
+    let asked = std::env::var("ROLLING_RATE").ok();
+    asked.map_or(RATE, |rate| rate.parse().expect("a number"))
+}
+
+/// SIGTERM to every router in turn, each back before the next goes.
+async fn rolling_restart(kind: Kind, rate: u32) {
+    let fleet = fleet(3, STREAMING, 4).await;
+    let front = Front::start(kind, &fleet).await;
+    let (tally, is_over) = (Tally::default(), AtomicBool::new(false));
+    let (http, base) = (&fleet.http, front.base());
+    let (begin, mut double) = (Instant::now(), 0);
+    let restarts = async {
+        for (number, router) in fleet.routers.iter().enumerate() {
+            let since = Instant::now();
+            router.signal("TERM");
+            let gone = fleet.admin(number, "/readyz");
+            assert!(!fleet.is_ready(gone.trim_end_matches("/readyz")).await);
+            let status = router.ended().await;
+            assert!(status.success(), "router {number}: {status}");
+            println!("router {number} left within {:?}", since.elapsed());
+            router.restart().await;
+            let ready = async |fleet: &Fleet| fleet.is_ready(&router.base()).await;
+            fleet.until("it is back", ready).await;
+            // What is seen of all routers is never more than what clients have open.
+            let before = tally.open();
+            for by in 0..fleet.routers.len() {
+                let (requests, ..) = fleet.load(by).await;
+                double = double.max(requests.saturating_sub(before.max(tally.open())));
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+    };
+    let over = || is_over.load(Ordering::Relaxed);
+    let ((), ()) = tokio::join!(restarts, tally.at_rate((http, &base), rate, TOKENS, over));
+    let sent = tally.sent.load(Ordering::SeqCst);
+    let reached = sent as f64 / begin.elapsed().as_secs_f64();
+    let failed = tally.failed.load(Ordering::SeqCst);
+    println!("{kind:?}: {sent} streams, {reached:.0} a second, {failed} failed");
+    println!("{kind:?}: seen beyond what clients had open: {double} at most");
+    assert_eq!(failed, 0);
+    assert!(double < u64::from(rate), "load was counted twice");
+    until_quiet(&fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_routers_restart_behind_haproxy_and_no_request_fails() {
+    rolling_restart(Kind::HaProxy, rate()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_routers_restart_behind_nginx_and_no_request_fails() {
+    rolling_restart(Kind::Nginx, rate().div_ceil(2)).await;
+}
+
+/// Out of the balancers by hand, and back: who comes all the same is served.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
+    let fleet = fleet(2, &["--itl-ms", "100"], 1).await;
+    let (drain, undrain) = ("/admin/drain", "/admin/undrain");
+    let post = async |path: &str| -> (u16, Value) {
+        let answer = fleet.http.post(fleet.admin(0, path)).send().await.unwrap();
+        (answer.status().as_u16(), answer.json().await.unwrap())
+    };
+    let base = fleet.routers[0].base();
+    assert_eq!(post(drain).await.1["state"], "draining");
+    assert!(!fleet.is_ready(&base).await);
+    assert!(fleet.is_ready(&fleet.routers[1].base()).await);
+    let tally = Tally::default();
+    tally
+        .stream(&fleet.http, &base, "Who comes is served.", 5)
+        .await;
+    assert_eq!(tally.whole.load(Ordering::SeqCst), 1);
+    assert_eq!(post(undrain).await.1["state"], "serving");
+    assert!(fleet.is_ready(&base).await);
+
+    // A stream of six seconds, as long as the notice and more.
+    let router = id(&fleet, 0).await;
+    let leaving = async {
+        let seen = async |fleet: &Fleet| held(fleet, 1, &router).await == 1;
+        fleet.until("the other one sees the stream", seen).await;
+        fleet.routers[0].signal("TERM");
+        let unready = async |fleet: &Fleet| !fleet.is_ready(&fleet.admin(0, "")).await;
+        fleet.until("it says that it leaves", unready).await;
+        assert_eq!(post(undrain).await.0, 409);
+        assert_eq!(held(&fleet, 1, &router).await, 1);
+        let status = fleet.routers[0].ended().await;
+        assert!(status.success(), "{status}");
+    };
+    tokio::join!(
+        leaving,
+        tally.stream(&fleet.http, &base, "Count slowly.", 60)
+    );
+    assert_eq!(tally.failed.load(Ordering::SeqCst), 0);
+    assert_eq!(tally.whole.load(Ordering::SeqCst), 2);
+    assert_eq!(held(&fleet, 1, &router).await, 0);
+    let metrics = fleet.http.get(fleet.admin(1, "/metrics")).send().await;
+    let page = metrics.unwrap().text().await.unwrap();
+    let goodbye = "warmroute_router_sync_releases_total{reason=\"goodbye\"} 1";
+    assert!(page.contains(goodbye), "no goodbye in {page}");
+}
+
+/// Told twice, it does not wait for its streams.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_signal_cuts_what_is_open() {
+    let fleet = fleet(1, &["--itl-ms", "1000"], 1).await;
+    let streams = open(&fleet.http, &fleet.routers[0].base(), 3).await;
+    let since = Instant::now();
+    fleet.routers[0].signal("TERM");
+    let unready = async |fleet: &Fleet| !fleet.is_ready(&fleet.admin(0, "")).await;
+    fleet.until("it says that it leaves", unready).await;
+    sleep(Duration::from_millis(100)).await;
+    fleet.routers[0].signal("TERM");
+    assert!(fleet.routers[0].ended().await.success());
+    println!("told twice, it ended within {:?}", since.elapsed());
+    drop(streams);
+}

@@ -1,0 +1,97 @@
+//! Streams that stay open while something happens, and streams that must end well.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::StreamExt as _;
+use futures_util::stream;
+use reqwest::{Client, Response};
+use serde_json::{Value, json};
+
+/// More clients at once than this wait to connect.
+const CONNECTING: usize = 100;
+
+/// Opens so many streams that go on until they are dropped, each with its first chunk read.
+pub(crate) async fn open(http: &Client, base: &str, count: u64) -> Vec<Response> {
+    let opened = stream::iter(0..count).map(|number| async move {
+        let prompt = format!("Stream {number}: count, and do not stop.");
+        let body = body(&prompt, 3000);
+        let sent = http.post(format!("{base}/v1/completions")).json(&body);
+        let answer = sent.send().await.expect("an answer");
+        assert!(answer.status().is_success(), "{}", answer.status());
+        answer
+    });
+    opened.buffer_unordered(CONNECTING).collect().await
+}
+
+pub(crate) fn body(prompt: &str, tokens: u32) -> Value {
+    json!({"model": "mock", "prompt": prompt, "max_tokens": tokens, "stream": true})
+}
+
+/// What became of many streams.
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) sent: AtomicU64,
+    pub(crate) whole: AtomicU64,
+    pub(crate) failed: AtomicU64,
+}
+
+impl Tally {
+    /// Requests under way.
+    pub(crate) fn open(&self) -> u64 {
+        let ended = self.whole.load(Ordering::SeqCst) + self.failed.load(Ordering::SeqCst);
+        self.sent.load(Ordering::SeqCst) - ended
+    }
+
+    /// One stream from its first byte to its last. What fails is told and counted.
+    pub(crate) async fn stream(&self, http: &Client, base: &str, prompt: &str, tokens: u32) {
+        self.sent.fetch_add(1, Ordering::SeqCst);
+        match whole(http, base, prompt, tokens).await {
+            Ok(()) => self.whole.fetch_add(1, Ordering::SeqCst),
+            Err(why) => {
+                println!("failed: {why}");
+                self.failed.fetch_add(1, Ordering::SeqCst)
+            }
+        };
+    }
+
+    /// Streams at this rate until they are dropped or told to end, whatever the others do.
+    pub(crate) async fn at_rate(
+        &self,
+        (http, base): (&Client, &str),
+        rate: u32,
+        tokens: u32,
+        is_over: impl Fn() -> bool,
+    ) {
+        let mut ticks = tokio::time::interval(Duration::from_secs(1) / rate);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
+        let mut rng = Rng::with_seed(11);
+        let mut open = stream::FuturesUnordered::new();
+        while !is_over() {
+            tokio::select! {
+                _ = ticks.tick() => {
+                    let (topic, number) = (rng.u32(0..20), rng.u32(..));
+                    let rules = "Be exact, or say that you are not. ".repeat(20);
+                    let prompt = format!("Topic {topic}. {rules} Question {number}?");
+                    open.push(async move { self.stream(http, base, &prompt, tokens).await });
+                }
+                Some(()) = open.next() => {}
+            }
+        }
+        while open.next().await.is_some() {}
+    }
+}
+
+async fn whole(http: &Client, base: &str, prompt: &str, tokens: u32) -> Result<(), String> {
+    let url = format!("{base}/v1/completions");
+    let sent = http.post(url).json(&body(prompt, tokens)).send().await;
+    let answer = sent.map_err(|error| format!("no answer: {error:?}"))?;
+    let status = answer.status();
+    let text = answer.text().await;
+    let text = text.map_err(|error| format!("{status}, broken off: {error:?}"))?;
+    match status.is_success() && text.trim_end().ends_with("data: [DONE]") {
+        true => Ok(()),
+        false => Err(format!("{status}: {text}")),
+    }
+}
