@@ -5,8 +5,9 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
-use warmroute_router::config::{Args, Config};
+use warmroute_router::config::{Args, Command, Config};
 use warmroute_router::run::{Addresses, run};
+use warmroute_router::simulate;
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -14,7 +15,11 @@ fn main() -> ExitCode {
 
 fn start() -> anyhow::Result<()> {
     env::check(&Args::command())?;
-    let config = Config::try_from(Args::parse())?;
+    let args = Args::parse();
+    if let Some(Command::Simulate(args)) = &args.command {
+        return simulate::run(args);
+    }
+    let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
     tracing::info!(?config, "effective configuration");
     tokio::runtime::Builder::new_multi_thread()
