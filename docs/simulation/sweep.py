@@ -46,25 +46,25 @@ STUDENT |= {10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 19
 
 
 def cells(seeds):
-    """Every run as the flags that tell it from others."""
-    for seed, trace, workers, load in itertools.product(seeds, TRACES, WORKERS, LOADS):
-        base = {"trace": trace, "workers": workers, "load": load, "seed": seed}
-        yield {**base, "routers": 1, "sync-ms": "off"}
-        for routers, sync in itertools.product(ROUTERS, SYNCS):
-            yield {**base, "routers": routers, "sync-ms": sync}
-        if trace in SLOW_TRACES and workers == WORKERS[1] and load in SLOW_LOADS:
-            slow = {**base, "profile": SLOW}
-            yield {**slow, "routers": 1, "sync-ms": "off"}
-            for routers, sync in itertools.product(ROUTERS, SYNCS):
-                yield {**slow, "routers": routers, "sync-ms": sync}
-        if workers != WORKERS[0]:
-            continue
-        alone = {**base, "routers": 1, "sync-ms": "off"}
+    """Every run as the flags that tell it from others; what is asked first comes first."""
+    places = list(itertools.product(TRACES, WORKERS, LOADS))
+    for seed, place in itertools.product(seeds, places):
+        yield from replicated({**base_of(*place), "seed": seed})
+    for seed, base in itertools.product(seeds, slow()):
+        yield from replicated({**base, "seed": seed})
+    for seed, (trace, load) in itertools.product(seeds, itertools.product(TRACES, LOADS)):
+        base = {**base_of(trace, WORKERS[0], load), "seed": seed}
         for policy in POLICIES:
-            yield {**alone, "policy": policy}
+            yield {**base, "policy": policy}
         for key, values in KNOBS.items():
             for value in values if load in KNOB_LOADS else []:
-                yield {**alone, key: value}
+                yield {**base, key: value}
+
+
+def replicated(base):
+    yield base
+    for routers, sync in itertools.product(ROUTERS, SYNCS):
+        yield {**base, "routers": routers, "sync-ms": sync}
 
 
 def name(cell):
@@ -72,7 +72,7 @@ def name(cell):
 
 
 def place_of(cell):
-    return cell["trace"], cell["workers"], cell.get("profile", "gpu-8b")
+    return {key: cell[key] for key in ("trace", "workers", "profile") if key in cell}
 
 
 def simulate(options, cell, more=()):
@@ -96,25 +96,31 @@ def load_results(path):
     return found
 
 
+def capacity_of(options, place, path):
+    """Measured once; kept beside the results, since runs of one pair must have the same to the last digit."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if name(place) not in kept:
+        kept[name(place)] = simulate(options, place, ["--requests=1"])["capacity"]
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+    return kept[name(place)]
+
+
 def sweep(options, results):
     found = load_results(results)
     part, parts = map(int, options.part.split("/"))
     wanted = [cell for cell in cells(range(1, options.seeds + 1)) if name(cell) not in found]
     wanted = [cell for cell in wanted if cell["trace"] in options.only]
     wanted = wanted[part - 1 :: parts]
-    capacities = {}
-    for cell in wanted:
-        place = place_of(cell)
-        if place not in capacities:
-            base = {key: cell[key] for key in ("trace", "workers", "profile") if key in cell}
-            capacities[place] = simulate(options, base, ["--requests=1"])["capacity"]
-            print(*place, "capacity", capacities[place], flush=True)
+    capacities = {name(place_of(cell)): None for cell in wanted}
+    for place in capacities:
+        path = results.with_suffix(".capacities.json")
+        capacities[place] = capacity_of(options, json.loads(place), path)
     keep = ["capacity", "rate", "requests", "hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
             "itl_mean_ms", "e2e_mean_ms", "goodput", "busiest_worker", "stalls",
             "sync_messages_per_request", "sync_bytes_per_request"]
 
     def one(cell):
-        capacity = capacities[place_of(cell)]
+        capacity = capacities[name(place_of(cell))]
         more = [f"--capacity={capacity!r}", f"--requests={TRACES[cell['trace']][1]}"]
         figures = simulate(options, cell, more)
         return {"cell": cell, "figures": {key: float(f"{figures[key]:.6g}") for key in keep}}
@@ -208,26 +214,26 @@ def slow():
 
 
 def unseen(found):
-    """How much later first tokens come, by how many requests came to other routers within the delay."""
-    bounds = [0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 10]
-    cells = {edge: [] for edge in bounds[:-1]}
+    """How much later first tokens come, by how many requests come to the fleet within the delay: behind a
+    round-robin balancer the one just before always went to another router."""
+    bounds = [0, 0.02, 0.05, 0.1, 0.2, 0.4, 10]
+    cells = {}
     for base, routers, sync in itertools.product(usual() + slow(), ROUTERS, ["1", "5"]):
         rates = [rate for rate in found.values("rate", **base) if rate]
         if base["trace"] == "agent" or not rates:
             continue
-        expected = statistics.mean(rates) * float(sync) / 1000 * (routers - 1) / routers
+        expected = statistics.mean(rates) * float(sync) / 1000
         cell = {**base, "routers": routers, "sync-ms": sync}
         samples = [found.against(metric, cell, base) for metric in METRICS]
         if all(samples):
-            edge = max(edge for edge in cells if edge <= expected)
-            cells[edge].append([statistics.mean(sample) for sample in samples])
+            at = max(place for place, edge in enumerate(bounds) if edge <= expected)
+            cells.setdefault((base["trace"], at), []).append([statistics.mean(sample) for sample in samples])
     rows = []
-    for edge, above in zip(bounds, bounds[1:]):
-        if cells[edge]:
-            columns = [f"{statistics.mean(column):+.1f} %" for column in zip(*cells[edge])]
-            rows.append([f"{edge:g} to {above:g}" if above < 10 else f"above {edge:g}", str(len(cells[edge]))]
-                        + columns)
-    return table(["requests unseen at a decision", "cells", *METRICS.values()], rows)
+    for (trace, at), means in sorted(cells.items()):
+        columns = [f"{statistics.mean(column):+.1f} %" for column in zip(*means)]
+        words = f"{bounds[at]:g} to {bounds[at + 1]:g}" if bounds[at + 1] < 10 else f"above {bounds[at]:g}"
+        rows.append([trace, words, str(len(means))] + columns)
+    return table(["trace", "requests within the delay", "cells", *METRICS.values()], rows)
 
 
 def verdict(found, rows_of):

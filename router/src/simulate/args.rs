@@ -19,7 +19,7 @@ pub struct SimulateArgs {
     /// The trace: a JSON object a line with `input_length`, `output_length`, `hash_ids` (an id for
     /// 512 tokens) and either `timestamp` or `session_id` and `delay`, in milliseconds.
     #[arg(long, value_name = "FILE")]
-    pub(super) trace: PathBuf,
+    pub trace: PathBuf,
     /// Offered load, as a share of the fleet's capacity; see docs/SIMULATION.md.
     #[arg(long, default_value_t = 0.8)]
     pub(super) load: f64,

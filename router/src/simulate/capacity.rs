@@ -54,11 +54,13 @@ pub(super) fn measure(trace: &Trace, plan: &Plan, epoch: Instant) -> Result<f64,
         let outcome = world::run(trace, arrivals, &setup, epoch)?;
         Ok(outcome.goodput(plan.bounds) >= GOOD_SHARE)
     };
-    let most = most(trace);
-    let mut low = first_guess(trace, &setup).min(most);
+    let guess = first_guess(trace, &setup);
+    let most = most(trace, guess);
+    let mut low = guess.min(most);
     while !serves(low)? {
         low /= 2.0;
-        if low < f64::MIN_POSITIVE.sqrt() {
+        // One after the other and still late: any pace is as good.
+        if low * 1024.0 < guess.min(1.0) {
             return Ok(low);
         }
     }
@@ -135,10 +137,11 @@ fn first_guess(trace: &Trace, setup: &Setup) -> f64 {
     setup.workers as f64 * setup.engine.profile.prefill_tokens_per_sec.max(1.0) / mean
 }
 
-/// All sessions at once are the most that a trace has.
-fn most(trace: &Trace) -> f64 {
+/// All sessions at once are the most that a trace has; and a trace so short that a thousand times the
+/// guess does not fill the fleet has all its requests at once.
+fn most(trace: &Trace, guess: f64) -> f64 {
     match trace.sessions.len() {
-        0 => f64::MAX.sqrt(),
+        0 => guess * 1024.0,
         sessions => sessions as f64,
     }
 }

@@ -5,8 +5,8 @@
 //! tree between them. Nothing of them is written anew here; this module only moves their messages,
 //! with delays.
 //!
-//! Pure but for [`run`], which reads the trace and prints: equal flags give equal bytes. What the
-//! load and the other figures mean, and what was found with it, is in docs/SIMULATION.md.
+//! Pure: equal flags and an equal trace give equal bytes. What the load and the other figures mean, and
+//! what was found with it, is in docs/SIMULATION.md.
 //!
 //! Not simulated: networks but for three constant delays, tokenization, failures (the failure world
 //! is for these), retries, prompts of several models.
@@ -22,7 +22,7 @@ mod trace;
 mod world;
 
 pub use args::SimulateArgs;
-pub use report::run;
+pub use report::simulate;
 
 use warmroute_proto::codec::DecodeError;
 

@@ -1,12 +1,10 @@
 //! From flags to a line of JSON or a table.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use serde::Serialize;
-use warmroute_process::announce;
 
 use super::args::{Plan, SimulateArgs};
 use super::arrivals::Arrivals;
@@ -36,19 +34,9 @@ struct Report<'a> {
     figures: Figures,
 }
 
-/// Reads the trace, simulates, prints.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the virtual time needs some beginning; only differences to it are used"
-)]
-pub fn run(args: &SimulateArgs) -> anyhow::Result<()> {
-    let text = fs::read_to_string(&args.trace)
-        .with_context(|| format!("reading the trace {:?}", args.trace))?;
-    announce(format_args!("{}", simulate(args, &text, Instant::now())?));
-    Ok(())
-}
-
-pub(super) fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Result<String> {
+/// Replays the text of a trace as the flags say; what came of it, in lines. `epoch` names the beginning of
+/// the virtual time: only differences to it are used.
+pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Result<String> {
     let plan = Plan::try_from(args)?;
     let trace = Trace::parse(text).with_context(|| format!("the trace {:?}", args.trace))?;
     let capacity = match plan.capacity {

@@ -117,15 +117,31 @@ fn one_router_does_not_mind_how_fast_it_tells_nobody() {
 /// Prefill alone at a known speed: time stands for tokens.
 #[test]
 fn a_lone_request_takes_as_long_as_its_work() {
-    let row = r#"{"timestamp":0,"input_length":8000,"output_length":1,"hash_ids":[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14]}"#;
-    let found = figure(row, "--capacity 1", "ttft_mean_ms");
+    let ids: Vec<u64> = (0..15).collect();
+    let lengths = r#""input_length":8000,"output_length":1"#;
+    let row = |at: u32| format!(r#"{{"timestamp":{at},{lengths},"hash_ids":{ids:?}}}"#);
+    let alone = row(0);
+    let found = figure(&alone, "--capacity 1", "ttft_mean_ms");
     // 8,000 tokens at 20,000 a second, and a step's overhead.
     assert!((found - 401.0).abs() < 1e-6, "{found}");
-    let twice = format!("{row}\n{}", row.replace(":0,", ":1000,"));
+    let twice = format!("{alone}\n{}", row(1000));
     let found = figures(&twice, "--capacity 1 --policy kv");
     let hits = f64::from(15 * 512) / 16_000.0;
     assert!((found["hit_rate"].as_f64().unwrap() - hits).abs() < 1e-9);
     assert_eq!(found["credited_rate"], found["hit_rate"]);
+}
+
+/// Bounds that nobody can miss, or keep, give a pace all the same.
+#[test]
+fn a_capacity_is_found_whatever_the_bounds() {
+    for trace in [TOOLS, AGENT] {
+        let short: Vec<&str> = trace.lines().take(12).collect();
+        for bound in ["3600000", "0"] {
+            let flags = format!("--ttft-bound-ms {bound} --itl-bound-ms {bound}");
+            let capacity = figure(&short.join("\n"), &flags, "capacity");
+            assert!(capacity.is_finite() && capacity > 0.0, "{capacity}");
+        }
+    }
 }
 
 #[test]
