@@ -2,9 +2,10 @@
 //!
 //! Pure: [`openai`] (what clients and engines say), [`tokenize`] (text to token ids), [`route`] (what
 //! a choice costs, who carries which load, whom to choose), [`sync`] (how replicas agree about load),
-//! [`sim`] (the engine model), `health`. Shells: `proxy` (the public port), `admin` (the other one),
-//! `fleet` and `register` (who the workers are and whether they are what they seem), `index_client`,
-//! [`replication`] (the other replicas), [`run`], `surroundings` and `embedded` (wiring).
+//! [`sim`] (the engine model), [`simulate`] (a trace replayed against it), `health`. Shells: `proxy`
+//! (the public port), `admin` (the other one), `fleet` and `register` (who the workers are and whether
+//! they are what they seem), `index_client`, [`replication`] (the other replicas), [`run`],
+//! `surroundings` and `embedded` (wiring).
 //!
 //! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy of
 //! an engine's cache. Both are behind `warmroute_proto::bus`.
@@ -31,6 +32,7 @@ pub mod replication;
 pub mod route;
 pub mod run;
 pub mod sim;
+pub mod simulate;
 mod surroundings;
 pub mod sync;
 pub mod tokenize;

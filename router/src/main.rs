@@ -1,12 +1,15 @@
 //! `warmroute-router`: flags in, exit code out.
 
+use std::fs;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
-use warmroute_router::config::{Args, Config};
+use warmroute_router::config::{Args, Command, Config};
 use warmroute_router::run::{Addresses, run};
+use warmroute_router::simulate::{SimulateArgs, simulate};
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -14,7 +17,11 @@ fn main() -> ExitCode {
 
 fn start() -> anyhow::Result<()> {
     env::check(&Args::command())?;
-    let config = Config::try_from(Args::parse())?;
+    let args = Args::parse();
+    if let Some(Command::Simulate(args)) = &args.command {
+        return replay(args);
+    }
+    let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
     tracing::info!(?config, "effective configuration");
     tokio::runtime::Builder::new_multi_thread()
@@ -22,6 +29,17 @@ fn start() -> anyhow::Result<()> {
         .build()
         .context("starting the runtime")?
         .block_on(run(config, tell))
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "virtual time needs some beginning; only differences to it are used"
+)]
+fn replay(args: &SimulateArgs) -> anyhow::Result<()> {
+    let text = fs::read_to_string(&args.trace)
+        .with_context(|| format!("reading the trace {:?}", args.trace))?;
+    announce(format_args!("{}", simulate(args, &text, Instant::now())?));
+    Ok(())
 }
 
 fn tell(addresses: Addresses) {

@@ -2,19 +2,28 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as Group, Parser};
+use clap::{Args as Group, Parser, Subcommand};
 use warmroute_process::args::{LogArgs, NatsArgs};
 use warmroute_process::listen::port;
 
 use super::worker::WorkerSpec;
 use crate::route::Policy;
+use crate::simulate::SimulateArgs;
 
 /// An OpenAI-compatible router for vLLM servers that knows what each has cached and how busy it is.
 ///
 /// Every flag can also be given as `WARMROUTE_<FLAG>`. A flag wins over the environment.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "warmroute-router", version, max_term_width = 100)]
+#[command(
+    name = "warmroute-router",
+    version,
+    max_term_width = 100,
+    args_conflicts_with_subcommands = true
+)]
 pub struct Args {
+    /// Without one it serves.
+    #[command(subcommand)]
+    pub command: Option<Command>,
     #[command(flatten)]
     pub listen: ListenArgs,
     #[command(flatten)]
@@ -28,6 +37,11 @@ pub struct Args {
     pub limits: LimitArgs,
     #[command(flatten)]
     pub logs: LogArgs,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum Command {
+    Simulate(Box<SimulateArgs>),
 }
 
 #[derive(Clone, Debug, Group)]

@@ -21,7 +21,8 @@ use warmroute_proto::{BlockSize, Namespace, Tiers, WorkerId};
 
 use crate::route::Knobs;
 
-pub use args::Args;
+pub(crate) use args::ChoiceArgs;
+pub use args::{Args, Command};
 pub use worker::{SpecError, WorkerSpec};
 
 /// A valid configuration.
@@ -98,7 +99,9 @@ impl TryFrom<Args> for Config {
     type Error = ConfigError;
 
     fn try_from(args: Args) -> Result<Self, ConfigError> {
+        // Another command than serving has been told by then.
         let Args {
+            command: _,
             listen,
             fleet,
             nats,
@@ -140,7 +143,7 @@ impl TryFrom<Args> for Config {
     }
 }
 
-fn knobs(args: args::ChoiceArgs) -> Result<Knobs, ConfigError> {
+pub(crate) fn knobs(args: ChoiceArgs) -> Result<Knobs, ConfigError> {
     if args.max_active_requests == Some(0) {
         return Err(ConfigError::Range {
             flag: "max-active-requests",

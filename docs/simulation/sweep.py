@@ -1,0 +1,390 @@
+#!/usr/bin/env python3
+"""Runs the comparisons of docs/SIMULATION.md and writes their tables and plots.
+
+    cargo build --release -p warmroute-router
+    python3 docs/simulation/sweep.py --traces DIR
+
+DIR holds the traces of `TRACES` below. Runs that are in the results file already are not run again, so
+that the sweep can be stopped and continued; `--part K/N` runs a share of it, for several machines. Every
+run is one call of `warmroute-router simulate`, whose output depends on its flags alone. Needs nothing but
+Python.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+# File, requests of a run, tokens a block. Whole sessions: all of them, so that many can be open at once.
+# Blocks of 16 tokens give the same picture and take four times as long.
+TRACES = {
+    "conversation": ("mooncake_conversation_trace.jsonl", 3000, 64),
+    "tools": ("tools_a.jsonl", 6000, 64),
+    "agent": ("agent_a.jsonl", 4202, 128),
+}
+WORKERS = [8, 16]
+LOADS = [0.5, 0.8, 0.95]
+ROUTERS = [2, 4, 8]
+SYNCS = ["1", "5", "off"]
+POLICIES = ["round-robin", "least-load", "random"]
+# The same with workers that are about a third as fast, on the larger fleet.
+SLOW, SLOW_LOADS, SLOW_TRACES = "gpu-70b", [0.8, 0.95], ["conversation", "tools"]
+KNOBS = {"overlap-score-weight": [0.5, 2, 4, 8], "router-temperature": [0.05, 0.2, 1]}
+KNOB_LOADS = [0.8]
+METRICS = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99 TTFT"}
+# What N routers may be worse by than one, in percent: hit rate, mean TTFT, p99 TTFT.
+TARGETS = {"1": (2, 2, 5), "5": (5, 5, 10)}
+# Two-sided 95 % quantiles of Student's t by degrees of freedom.
+STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+STUDENT |= {10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 19: 2.093}
+
+
+def cells(seeds):
+    """Every run as the flags that tell it from others; what is asked first comes first."""
+    places = list(itertools.product(TRACES, WORKERS, LOADS))
+    for seed, place in itertools.product(seeds, places):
+        yield from replicated({**base_of(*place), "seed": seed})
+    for seed, base in itertools.product(seeds, slow()):
+        yield from replicated({**base, "seed": seed})
+    for seed, (trace, load) in itertools.product(seeds, itertools.product(TRACES, LOADS)):
+        base = {**base_of(trace, WORKERS[0], load), "seed": seed}
+        for policy in POLICIES:
+            yield {**base, "policy": policy}
+        for key, values in KNOBS.items():
+            for value in values if load in KNOB_LOADS else []:
+                yield {**base, key: value}
+
+
+def replicated(base):
+    yield base
+    for routers, sync in itertools.product(ROUTERS, SYNCS):
+        yield {**base, "routers": routers, "sync-ms": sync}
+
+
+def name(cell):
+    return json.dumps(cell, sort_keys=True)
+
+
+def place_of(cell):
+    return {key: cell[key] for key in ("trace", "workers", "profile") if key in cell}
+
+
+def simulate(options, cell, more=()):
+    file, _, block = TRACES[cell["trace"]]
+    path = pathlib.Path(options.traces) / file
+    flags = [f"--{key}={value}" for key, value in cell.items() if key != "trace"]
+    command = [options.binary, "simulate", "--json", f"--trace={path}", *flags, *more]
+    command += [f"--block-size={options.block_size or block}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr}")
+    return json.loads(done.stdout)
+
+
+def load_results(path):
+    found = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            found[name(row["cell"])] = row["figures"]
+    return found
+
+
+def capacity_of(options, place, path):
+    """Measured once; kept beside the results, since runs of one pair must have the same to the last digit."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if name(place) not in kept:
+        kept[name(place)] = simulate(options, place, ["--requests=1"])["capacity"]
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+    return kept[name(place)]
+
+
+def sweep(options, results):
+    found = load_results(results)
+    part, parts = map(int, options.part.split("/"))
+    wanted = [cell for cell in cells(range(1, options.seeds + 1)) if name(cell) not in found]
+    wanted = [cell for cell in wanted if cell["trace"] in options.only]
+    wanted = wanted[part - 1 :: parts]
+    capacities = {name(place_of(cell)): None for cell in wanted}
+    for place in capacities:
+        path = results.with_suffix(".capacities.json")
+        capacities[place] = capacity_of(options, json.loads(place), path)
+    keep = ["capacity", "rate", "requests", "hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
+            "itl_mean_ms", "e2e_mean_ms", "goodput", "busiest_worker", "stalls",
+            "sync_messages_per_request", "sync_bytes_per_request"]
+
+    def one(cell):
+        capacity = capacities[name(place_of(cell))]
+        more = [f"--capacity={capacity!r}", f"--requests={TRACES[cell['trace']][1]}"]
+        figures = simulate(options, cell, more)
+        return {"cell": cell, "figures": {key: float(f"{figures[key]:.6g}") for key in keep}}
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, results.open("a") as out:
+        for number, row in enumerate(pool.map(one, wanted), 1):
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            if number % 50 == 0 or number == len(wanted):
+                print(f"{number} of {len(wanted)} runs", flush=True)
+    return load_results(results)
+
+
+def interval(samples):
+    """Mean and half of its 95 % confidence interval."""
+    if len(samples) < 2:
+        return samples[0], math.nan
+    quantile = STUDENT.get(len(samples) - 1, 1.96)
+    return statistics.mean(samples), quantile * statistics.stdev(samples) / math.sqrt(len(samples))
+
+
+class Found:
+    def __init__(self, results, seeds):
+        self.results, self.seeds = results, seeds
+
+    def values(self, metric, **cell):
+        rows = (self.results.get(name({**cell, "seed": seed})) for seed in self.seeds)
+        return [row[metric] if row else None for row in rows]
+
+    def against(self, metric, cell, base):
+        """Paired differences of a cell from another, in percent of the other."""
+        pairs = zip(self.values(metric, **cell), self.values(metric, **base))
+        return [100 * (one / other - 1) for one, other in pairs if None not in (one, other) and other]
+
+
+def shown(samples):
+    if not samples:
+        return "–"
+    mean, half = interval(samples)
+    return f"{mean:+.1f} ± {half:.1f}"
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def places():
+    return itertools.product(TRACES, WORKERS, LOADS)
+
+
+def base_of(trace, workers, load):
+    return {"trace": trace, "workers": workers, "load": load, "routers": 1, "sync-ms": "off"}
+
+
+def one_router(found, rows_of):
+    head = ["trace", "workers", "load", "rate", "hit rate", "mean TTFT", "p99 TTFT", "mean ITL", "goodput"]
+    rows = []
+    for base in rows_of:
+        mean = {}
+        for metric in ["rate", *METRICS, "itl_mean_ms", "goodput"]:
+            values = [v for v in found.values(metric, **base) if v is not None]
+            mean[metric] = statistics.mean(values) if values else math.nan
+        rows.append([
+            base["trace"], str(base["workers"]), f"{base['load']:.0%}", f"{mean['rate']:.3g}", f"{mean['hit_rate']:.1%}",
+            f"{mean['ttft_mean_ms']:.0f} ms", f"{mean['ttft_p99_ms']:.0f} ms",
+            f"{mean['itl_mean_ms']:.1f} ms", f"{mean['goodput']:.1%}",
+        ])
+    return table(head, rows)
+
+
+def many_routers(found, metric, rows_of):
+    head = ["trace", "workers", "load"]
+    head += [f"{n}, {s if s == 'off' else s + ' ms'}" for s in SYNCS for n in ROUTERS]
+    rows = []
+    for base in rows_of:
+        row = [base["trace"], str(base["workers"]), f"{base['load']:.0%}"]
+        for sync, routers in itertools.product(SYNCS, ROUTERS):
+            row.append(shown(found.against(metric, {**base, "routers": routers, "sync-ms": sync}, base)))
+        rows.append(row)
+    return table(head, rows)
+
+
+def usual():
+    return [base_of(*place) for place in places()]
+
+
+def slow():
+    at = itertools.product(SLOW_TRACES, WORKERS[1:], SLOW_LOADS)
+    return [{**base_of(*place), "profile": SLOW} for place in at]
+
+
+def unseen(found):
+    """How much later first tokens come, by how many requests come to the fleet within the delay: behind a
+    round-robin balancer the one just before always went to another router."""
+    bounds = [0, 0.02, 0.05, 0.1, 0.2, 0.4, 10]
+    cells = {}
+    for base, routers, sync in itertools.product(usual() + slow(), ROUTERS, ["1", "5"]):
+        rates = [rate for rate in found.values("rate", **base) if rate]
+        if base["trace"] == "agent" or not rates:
+            continue
+        expected = statistics.mean(rates) * float(sync) / 1000
+        cell = {**base, "routers": routers, "sync-ms": sync}
+        samples = [found.against(metric, cell, base) for metric in METRICS]
+        if all(samples):
+            at = max(place for place, edge in enumerate(bounds) if edge <= expected)
+            cells.setdefault((base["trace"], at), []).append([statistics.mean(sample) for sample in samples])
+    rows = []
+    for (trace, at), means in sorted(cells.items()):
+        columns = [f"{statistics.mean(column):+.1f} %" for column in zip(*means)]
+        words = f"{bounds[at]:g} to {bounds[at + 1]:g}" if bounds[at + 1] < 10 else f"above {bounds[at]:g}"
+        rows.append([trace, words, str(len(means))] + columns)
+    return table(["trace", "requests within the delay", "cells", *METRICS.values()], rows)
+
+
+def verdict(found, rows_of):
+    """Cells within their target, by their mean and by their interval."""
+    head = ["", "sync", "target", "mean of all cells", "worst cell", "cells beyond", "surely beyond"]
+    rows = []
+    for at, (metric, title) in enumerate(METRICS.items()):
+        sign = -1 if metric == "hit_rate" else 1
+        for sync in SYNCS:
+            target = TARGETS.get(sync, (None,) * 3)[at]
+            means, surely = [], 0
+            for base, routers in itertools.product(rows_of, ROUTERS):
+                samples = found.against(metric, {**base, "routers": routers, "sync-ms": sync}, base)
+                if samples:
+                    mean, half = interval([sign * sample for sample in samples])
+                    means.append(mean)
+                    surely += target is not None and mean - half > target
+            if not means:
+                continue
+            beyond = sum(mean > target for mean in means) if target else None
+            rows.append([
+                title, sync if sync == "off" else f"{sync} ms", f"{target} %" if target else "–",
+                f"{sign * statistics.mean(means):+.2f} %", f"{sign * max(means):+.1f} %",
+                f"{beyond} of {len(means)}" if target else "–", str(surely) if target else "–",
+            ])
+    return table(head, rows)
+
+
+def variants(found, key, values, metric_titles, loads):
+    head = ["trace", "load"] + [f"{value}: {title}" for value in values for title in metric_titles.values()]
+    rows = []
+    for trace, workers, load in itertools.product(TRACES, WORKERS[:1], loads):
+        base = base_of(trace, workers, load)
+        row = [trace, f"{load:.0%}"]
+        for value in values:
+            row += [shown(found.against(metric, {**base, key: value}, base)) for metric in metric_titles]
+        rows.append(row)
+    return table(head, rows)
+
+
+COLOURS = {"1": "#1b7f4d", "5": "#d98300", "off": "#b3262e"}
+WIDTH, HEIGHT, LEFT, TOP = 250, 170, 62, 46
+
+
+def scale(lowest, highest):
+    span = max(highest - lowest, 1e-9)
+    step = 10 ** math.floor(math.log10(span / 3))
+    step = next(step * factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 4)
+    return math.floor(lowest / step) * step, math.ceil(highest / step) * step, step
+
+
+def panel(found, trace, metric, x0, y0):
+    """One trace and metric: difference from one router over routers, all loads and fleets together."""
+    lines = {}
+    for sync in SYNCS:
+        points = [(1, 0.0, 0.0)]
+        for routers in ROUTERS:
+            by_seed = []
+            for seed in found.seeds:
+                alone = Found(found.results, [seed])
+                samples = []
+                for workers, load in itertools.product(WORKERS, LOADS):
+                    base = base_of(trace, workers, load)
+                    samples += alone.against(metric, {**base, "routers": routers, "sync-ms": sync}, base)
+                if samples:
+                    by_seed.append(statistics.mean(samples))
+            if by_seed:
+                points.append((routers, *interval(by_seed)))
+        lines[sync] = points
+    values = [v for points in lines.values() for _, mean, half in points for v in (mean - half, mean + half)]
+    lowest, highest, step = scale(min(values + [-2]), max(values + [2]))
+    px = {1: 0.06, 2: 0.34, 4: 0.62, 8: 0.9}
+
+    def y(value):
+        return y0 + HEIGHT * (highest - value) / (highest - lowest)
+
+    out = [f'<rect x="{x0}" y="{y0}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
+    target = TARGETS["1"][list(METRICS).index(metric)]
+    top, bottom = min(target, highest), max(-target, lowest)
+    out.append(f'<rect x="{x0}" y="{y(top):.1f}" width="{WIDTH}" height="{y(bottom) - y(top):.1f}" '
+               'fill="#1b7f4d" opacity="0.10"/>')
+    tick = lowest
+    while tick <= highest + step / 2:
+        out.append(f'<line x1="{x0}" x2="{x0 + WIDTH}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#ddd"/>')
+        out.append(f'<text x="{x0 - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g} %</text>')
+        tick += step
+    for routers, share in px.items():
+        out.append(f'<text x="{x0 + share * WIDTH:.0f}" y="{y0 + HEIGHT + 15}" text-anchor="middle">'
+                   f"{routers}</text>")
+    for offset, (sync, points) in zip((-3, 0, 3), lines.items()):
+        at = [(x0 + px[n] * WIDTH + offset, y(mean), y(mean - half), y(mean + half)) for n, mean, half in points]
+        path = " ".join(f"{px_:.1f},{py:.1f}" for px_, py, _, _ in at)
+        out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[sync]}" stroke-width="2"/>')
+        for px_, py, low, high in at:
+            out.append(f'<line x1="{px_:.1f}" x2="{px_:.1f}" y1="{low:.1f}" y2="{high:.1f}" '
+                       f'stroke="{COLOURS[sync]}"/><circle cx="{px_:.1f}" cy="{py:.1f}" r="3" '
+                       f'fill="{COLOURS[sync]}"/>')
+    return "\n".join(out)
+
+
+def plot(found):
+    wide, high = LEFT + 3 * (WIDTH + 70), TOP + 3 * (HEIGHT + 62)
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
+           'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>']
+    for at, (sync, colour) in enumerate(COLOURS.items()):
+        words = "without sync" if sync == "off" else f"sync after {sync} ms"
+        x = LEFT + at * 170
+        out.append(f'<line x1="{x}" x2="{x + 24}" y1="14" y2="14" stroke="{colour}" stroke-width="3"/>'
+                   f'<text x="{x + 30}" y="18">{words}</text>')
+    for row, (metric, title) in enumerate(METRICS.items()):
+        for column, trace in enumerate(TRACES):
+            x0, y0 = LEFT + column * (WIDTH + 70), TOP + row * (HEIGHT + 62)
+            out.append(f'<text x="{x0}" y="{y0 - 6}" font-weight="bold">{trace}: {title}</text>')
+            out.append(panel(found, trace, metric, x0, y0))
+            out.append(f'<text x="{x0 + WIDTH / 2}" y="{y0 + HEIGHT + 32}" text-anchor="middle">routers</text>')
+    return "\n".join(out) + "\n</svg>\n"
+
+
+def write(options, results):
+    seeds = [s for s in range(1, options.seeds + 1)]
+    found = Found(results, seeds)
+    both = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99", "e2e_mean_ms": "e2e"}
+    parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of the row's other run, the mean "
+             f"of {options.seeds} paired seeds and its 95 % confidence interval. -->\n"]
+    parts += ["## One router\n", one_router(found, usual()), f"Profile {SLOW}:\n",
+              one_router(found, slow()), "## N routers against one: summary\n", verdict(found, usual()),
+              f"The same, {WORKERS[1]} workers of profile {SLOW}:\n", verdict(found, slow()),
+              "## What a sync delay costs\n", unseen(found)]
+    for metric, title in METRICS.items():
+        parts += [f"## N routers against one: {title}\n", many_routers(found, metric, usual()),
+                  f"Profile {SLOW}:\n", many_routers(found, metric, slow())]
+    parts += [f"## Other policies against kv, {WORKERS[0]} workers\n", variants(found, "policy", POLICIES, both, LOADS)]
+    for title, (key, values) in zip(["Overlap score weight against 1", "Temperature against 0"], KNOBS.items()):
+        parts += [f"## {title}, {WORKERS[0]} workers\n", variants(found, key, values, both, KNOB_LOADS)]
+    (HERE / "tables.md").write_text("\n".join(parts))
+    (HERE / "routers.svg").write_text(plot(found))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--traces", required=True, help="the directory of the traces")
+    parser.add_argument("--binary", default=str(ROOT / "target/release/warmroute-router"))
+    parser.add_argument("--results", default=str(HERE / "results.jsonl"), type=pathlib.Path)
+    parser.add_argument("--seeds", default=10, type=int)
+    parser.add_argument("--block-size", type=int, help="tokens a block, for all traces")
+    parser.add_argument("--jobs", default=1, type=int)
+    parser.add_argument("--part", default="1/1", metavar="K/N")
+    parser.add_argument("--only", nargs="+", default=list(TRACES), choices=list(TRACES))
+    options = parser.parse_args()
+    write(options, sweep(options, options.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+//! The index as routers see it: what the engines published, folded into the indexer's tree.
+//!
+//! [`Mirror`] does for the engine model what the shim does for an engine: it counts physical copies,
+//! translates engine hashes and says what became held and what ceased to be. The engine model
+//! publishes one full-attention group and loses nothing, so that no more than this is needed; the
+//! log's numbering and proofs stand for themselves, and every source is `exact`. What counts is that
+//! the answers lag behind the engines.
+
+use rustc_hash::FxHashMap;
+use warmroute_indexer::tree::{ChangeError, SourceNumber, Tree};
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
+use warmroute_proto::{
+    Change, Generation, LocalHash, LogPosition, PrefixHash, RecordNumber, Seed, Source,
+    StreamIdentity, Tier, Tiers,
+};
+
+use crate::sim::{EngineHash, Event, Stored};
+
+/// What one engine holds, by its own hashes.
+#[derive(Default)]
+pub(super) struct Mirror {
+    held: FxHashMap<EngineHash, Held>,
+}
+
+struct Held {
+    prefix: PrefixHash,
+    copies: u32,
+}
+
+/// An engine's event that its mirror or the tree contradicts: a fault of the engine model.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub(super) enum Contradiction {
+    #[error("{0:?} is not held and removed or built upon")]
+    NotHeld(EngineHash),
+    #[error("the cache was cleared, which no request asks for")]
+    Cleared,
+    #[error(transparent)]
+    Tree(#[from] ChangeError),
+}
+
+impl Mirror {
+    /// What a step's events change.
+    pub(super) fn take(&mut self, events: &[Event]) -> Result<Vec<Change>, Contradiction> {
+        let mut changes = Vec::new();
+        for event in events {
+            match event {
+                Event::Stored(stored) => self.store(stored, &mut changes)?,
+                Event::Removed { hash, .. } => self.remove(*hash, &mut changes)?,
+                Event::Cleared => return Err(Contradiction::Cleared),
+            }
+        }
+        Ok(changes)
+    }
+
+    /// Blocks that are held already change nothing and part the others into runs.
+    fn store(&mut self, stored: &Stored, changes: &mut Vec<Change>) -> Result<(), Contradiction> {
+        let mut parent = match stored.parent {
+            None => None,
+            Some(hash) => {
+                let held = self.held.get(&hash);
+                Some(held.ok_or(Contradiction::NotHeld(hash))?.prefix)
+            }
+        };
+        let mut run: Option<(Option<PrefixHash>, Vec<LocalHash>)> = None;
+        let blocks = stored.tokens.chunks_exact(stored.block_size.tokens());
+        for (&hash, tokens) in stored.hashes.iter().zip(blocks) {
+            if let Some(held) = self.held.get_mut(&hash) {
+                held.copies += 1;
+                parent = Some(held.prefix);
+                changes.extend(run.take().map(stored_run));
+                continue;
+            }
+            let local = LocalHash::of_block(tokens, &[], Seed::PLAIN);
+            let prefix = PrefixHash::after(parent, local);
+            self.held.insert(hash, Held { prefix, copies: 1 });
+            run.get_or_insert_with(|| (parent, Vec::new()))
+                .1
+                .push(local);
+            parent = Some(prefix);
+        }
+        changes.extend(run.map(stored_run));
+        Ok(())
+    }
+
+    fn remove(&mut self, hash: EngineHash, changes: &mut Vec<Change>) -> Result<(), Contradiction> {
+        let held = self.held.get_mut(&hash);
+        let held = held.ok_or(Contradiction::NotHeld(hash))?;
+        held.copies -= 1;
+        if held.copies > 0 {
+            return Ok(());
+        }
+        let prefix = held.prefix;
+        self.held.remove(&hash);
+        if let Some(Change::Removed { blocks, .. }) = changes.last_mut() {
+            blocks.push(prefix);
+        } else {
+            changes.push(Change::Removed {
+                blocks: vec![prefix],
+                tier: Tier::Gpu,
+            });
+        }
+        Ok(())
+    }
+}
+
+fn stored_run((parent, blocks): (Option<PrefixHash>, Vec<LocalHash>)) -> Change {
+    Change::Stored {
+        parent,
+        blocks,
+        tier: Tier::Gpu,
+    }
+}
+
+/// All engines' blocks in one tree, and answers from it.
+pub(super) struct Index {
+    tree: Tree,
+    sources: Vec<(Source, SourceNumber)>,
+    /// Records applied per source.
+    applied: Vec<u64>,
+    position: u64,
+}
+
+const LOG: StreamIdentity = StreamIdentity {
+    created_unix_ns: 0,
+    nonce: 0,
+};
+
+impl Index {
+    #[must_use]
+    pub(super) fn new(sources: impl IntoIterator<Item = Source>) -> Self {
+        let mut tree = Tree::new();
+        let sources: Vec<_> = sources
+            .into_iter()
+            .map(|source| (source, tree.open()))
+            .collect();
+        Self {
+            tree,
+            applied: vec![0; sources.len()],
+            sources,
+            position: 0,
+        }
+    }
+
+    /// The next record of a source, by its place in the list of sources.
+    pub(super) fn apply(&mut self, at: usize, changes: &[Change]) -> Result<(), Contradiction> {
+        for change in changes {
+            self.tree.apply(self.sources[at].1, change)?;
+        }
+        self.applied[at] += 1;
+        self.position += 1;
+        Ok(())
+    }
+
+    #[must_use]
+    pub(super) fn answer(&self, blocks: &[LocalHash]) -> Answer {
+        let chain: Vec<PrefixHash> = prefix_hashes(None, blocks).collect();
+        let runs = self.tree.lookup_all(&chain);
+        let sources = self.sources.iter().zip(&self.applied);
+        let sources = sources.map(|((source, number), &applied)| SourceAnswer {
+            source: source.clone(),
+            generation: Generation(1),
+            number: applied.checked_sub(1).map(RecordNumber),
+            engine_seq: None,
+            states: Tiers::all(SourceState::Exact),
+            reason: None,
+            proof_age_ms: 0,
+            run: runs[number.index()],
+        });
+        Answer::Runs {
+            log: LOG,
+            position: LogPosition(self.position),
+            sources: sources.collect(),
+        }
+    }
+
+    /// Everything that a source is said to hold, sorted.
+    #[cfg(test)]
+    pub(super) fn held(&self, at: usize) -> Vec<PrefixHash> {
+        let held = self.tree.held(self.sources[at].1);
+        let mut held: Vec<PrefixHash> = held.map(|(prefix, _)| prefix).collect();
+        held.sort_unstable();
+        held
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::{Config, Engine, Request};
+    use proptest::prelude::*;
+    use warmroute_proto::{BlockSize, DpRank};
+
+    fn source() -> Source {
+        Source {
+            worker: "w".into(),
+            dp_rank: DpRank(0),
+        }
+    }
+
+    proptest! {
+        /// Whatever runs: after each step the index holds what the engine holds, copies or not.
+        #[test]
+        fn the_index_is_the_engines_cache(
+            prompts in proptest::collection::vec((0_u32..3, 1_usize..40, 1_usize..9), 1..40),
+            blocks in 12_u32..40,
+        ) {
+            let mut engine = Engine::new(Config::new(BlockSize::new(4).unwrap(), blocks));
+            let (mut mirror, mut index) = (Mirror::default(), Index::new([source()]));
+            for batch in prompts.chunks(3) {
+                for &(kind, tokens, max_tokens) in batch {
+                    let prompt = (0..).map(|at| at + 1000 * kind).take(tokens).collect();
+                    let request = Request { prompt, max_tokens, ..Request::default() };
+                    prop_assume!(engine.submit(request).is_ok());
+                }
+                while engine.has_requests() {
+                    let changes = mirror.take(&engine.step().events).unwrap();
+                    index.apply(0, &changes).unwrap();
+                    let held: Vec<PrefixHash> = engine.held().iter().map(|h| h.prefix).collect();
+                    prop_assert_eq!(index.held(0), held);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_answer_names_every_source_and_what_it_holds() {
+        let sources = ["a", "b"].map(|name| Source {
+            worker: name.into(),
+            dp_rank: DpRank(0),
+        });
+        let mut index = Index::new(sources);
+        let blocks: Vec<LocalHash> = (1..4).map(LocalHash).collect();
+        let stored = stored_run((None, blocks[..2].to_vec()));
+        index.apply(1, &[stored]).unwrap();
+        let Answer::Runs { sources, .. } = index.answer(&blocks) else {
+            panic!("it answers");
+        };
+        let runs: Vec<u32> = sources.iter().map(|source| source.run.gpu).collect();
+        assert_eq!(runs, [0, 2]);
+        assert_eq!(sources[0].number, None);
+        assert_eq!(sources[1].number, Some(RecordNumber(0)));
+    }
+}

@@ -1,0 +1,91 @@
+//! From flags to a line of JSON or a table.
+
+use std::fmt::Write as _;
+use std::time::Instant;
+
+use anyhow::{Context as _, ensure};
+use serde::Serialize;
+
+use super::args::{Plan, SimulateArgs};
+use super::arrivals::Arrivals;
+use super::capacity;
+use super::outcome::Figures;
+use super::trace::Trace;
+use super::world;
+
+/// One run: what was asked, and what came of it.
+#[derive(Clone, Debug, Serialize)]
+struct Report<'a> {
+    policy: &'a str,
+    workers: usize,
+    load: f64,
+    /// Requests a second, or sessions at once.
+    capacity: f64,
+    rate: f64,
+    routers: usize,
+    /// None: off.
+    sync_ms: Option<f64>,
+    balance: String,
+    overlap_score_weight: f64,
+    router_temperature: f64,
+    profile: &'a str,
+    seed: u64,
+    #[serde(flatten)]
+    figures: Figures,
+}
+
+/// Replays the text of a trace as the flags say; what came of it, in lines. `epoch` names the beginning of
+/// the virtual time: only differences to it are used.
+pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Result<String> {
+    let plan = Plan::try_from(args)?;
+    let trace = Trace::parse(text).with_context(|| format!("the trace {:?}", args.trace))?;
+    let capacity = match plan.capacity {
+        Some(capacity) => capacity,
+        None => capacity::measure(&trace, &plan, epoch)?,
+    };
+    let rate = capacity * plan.load;
+    let pace = capacity::pace(&trace, &plan.setup, rate);
+    let arrivals = Arrivals::new(&trace, plan.stretch, pace);
+    let outcome = world::run(&trace, arrivals, &plan.setup, epoch)?;
+    ensure!(
+        outcome.open_slots == 0,
+        "{} slots are open after the last answer",
+        outcome.open_slots
+    );
+    let knobs = &plan.setup.replicas.knobs;
+    let report = Report {
+        policy: knobs.policy.word(),
+        workers: plan.setup.workers,
+        load: plan.load,
+        capacity,
+        rate,
+        routers: plan.setup.replicas.routers,
+        sync_ms: args.routers.sync_ms.millis(),
+        balance: args.balance_word(),
+        overlap_score_weight: knobs.overlap_score_weight,
+        router_temperature: knobs.temperature,
+        profile: &args.fleet.profile,
+        seed: args.seed,
+        figures: outcome.figures(plan.bounds),
+    };
+    if args.json {
+        serde_json::to_string(&report).context("writing the report")
+    } else {
+        table(&report)
+    }
+}
+
+/// The same, a line a figure.
+fn table(report: &Report<'_>) -> anyhow::Result<String> {
+    let value = serde_json::to_value(report).context("writing the report")?;
+    let mut table = String::new();
+    for (name, value) in value.as_object().into_iter().flatten() {
+        match (value.as_f64(), value.as_str()) {
+            (Some(number), _) if !value.is_u64() => writeln!(table, "{name:<28} {number:.4}"),
+            (_, Some(word)) => writeln!(table, "{name:<28} {word}"),
+            (_, None) => writeln!(table, "{name:<28} {value}"),
+        }
+        .context("writing the report")?;
+    }
+    Ok(table.trim_end().to_owned())
+}

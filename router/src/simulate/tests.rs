@@ -1,0 +1,180 @@
+use std::time::Duration;
+
+use clap::{Args as _, Command, FromArgMatches as _};
+
+use super::SimulateArgs;
+use super::report::simulate;
+
+const TOOLS: &str = include_str!("testdata/tools.jsonl");
+const AGENT: &str = include_str!("testdata/agent.jsonl");
+
+/// One run over a small trace, with caches that cannot hold all of it.
+fn report(trace: &str, flags: &str) -> String {
+    let small = "simulate --trace x --json --workers 4 --block-size 64 --cache-tokens 65536";
+    let flags = small.split(' ').chain(flags.split_whitespace());
+    let command = SimulateArgs::augment_args(Command::new("simulate"));
+    let matches = command.try_get_matches_from(flags).unwrap();
+    let args = SimulateArgs::from_arg_matches(&matches).unwrap();
+    simulate(&args, trace, epoch()).unwrap()
+}
+
+#[expect(clippy::disallowed_methods, reason = "only differences matter")]
+fn epoch() -> std::time::Instant {
+    std::time::Instant::now()
+}
+
+fn figures(trace: &str, flags: &str) -> serde_json::Value {
+    serde_json::from_str(&report(trace, flags)).unwrap()
+}
+
+fn figure(trace: &str, flags: &str, name: &str) -> f64 {
+    figures(trace, flags)[name].as_f64().unwrap()
+}
+
+/// The mean over seeds.
+fn mean(trace: &str, flags: &str, name: &str) -> f64 {
+    let each = (0..4).map(|seed| figure(trace, &format!("{flags} --seed {seed}"), name));
+    each.sum::<f64>() / 4.0
+}
+
+#[test]
+fn equal_flags_give_equal_bytes() {
+    for trace in [TOOLS, AGENT] {
+        let flags = "--routers 3 --sync-ms 2 --balance random --router-temperature 0.2 --seed 7";
+        assert_eq!(report(trace, flags), report(trace, flags));
+        let capacity = figure(trace, "", "capacity");
+        assert!(capacity > 1.0, "{capacity}");
+        for other in ["--policy random", "--routers 4", "--seed 9", "--load 2"] {
+            assert_eq!(figure(trace, other, "capacity"), capacity, "{other}");
+        }
+    }
+}
+
+#[test]
+fn another_seed_is_another_sample() {
+    for trace in [TOOLS, AGENT] {
+        let flags = "--capacity 10 --seed";
+        let one = report(trace, &format!("{flags} 1"));
+        let other = report(trace, &format!("{flags} 2"));
+        assert_ne!(one.replace("\"seed\":1", "\"seed\":2"), other);
+    }
+}
+
+#[test]
+fn every_request_is_answered_or_refused() {
+    let rows = |trace: &str| trace.lines().count() as u64;
+    for trace in [TOOLS, AGENT] {
+        for policy in ["kv", "round-robin", "least-load", "random"] {
+            let found = figures(trace, &format!("--policy {policy} --capacity 30 --load 1"));
+            assert_eq!(found["requests"], rows(trace), "{policy}");
+            assert_eq!(found["refused"], 0, "{policy}");
+            assert_eq!(found["policy"], policy);
+        }
+        let found = figures(trace, "--capacity 1000 --load 1 --max-active-requests 1");
+        assert_eq!(found["requests"], rows(trace));
+        assert!(found["goodput"].as_f64().unwrap() < 1.0);
+        if trace == TOOLS {
+            assert!(found["refused"].as_u64().unwrap() > 0);
+        }
+    }
+}
+
+#[test]
+fn choosing_by_cache_finds_more_in_it_than_chance() {
+    for trace in [TOOLS, AGENT] {
+        let kv = mean(trace, "", "hit_rate");
+        for policy in ["random", "round-robin", "least-load"] {
+            let blind = mean(trace, &format!("--policy {policy}"), "hit_rate");
+            assert!(kv > blind, "{kv} for kv, {blind} for {policy}");
+        }
+    }
+}
+
+/// What routers tell each other makes their answers no later; alone, each believes itself alone.
+#[test]
+fn routers_that_tell_each_other_are_no_worse_than_deaf_ones() {
+    let ttft = |sync| {
+        mean(
+            TOOLS,
+            &format!("--load 0.9 --routers 4 --sync-ms {sync}"),
+            "ttft_mean_ms",
+        )
+    };
+    let (told, deaf) = (ttft("1"), ttft("off"));
+    assert!(told <= deaf, "{told} ms told, {deaf} ms deaf");
+    let one = mean(TOOLS, "--load 0.9", "ttft_mean_ms");
+    assert!(told < 1.15 * one, "{told} ms by four, {one} ms by one");
+}
+
+#[test]
+fn one_router_does_not_mind_how_fast_it_tells_nobody() {
+    let with = |flags: &str| figure(TOOLS, flags, "ttft_mean_ms");
+    assert_eq!(with("--sync-ms off"), with("--sync-ms 50"));
+    assert_eq!(figure(TOOLS, "", "sync_messages_per_request"), 0.0);
+    assert!(figure(TOOLS, "--routers 2", "sync_messages_per_request") > 2.0);
+}
+
+/// Prefill alone at a known speed: time stands for tokens.
+#[test]
+fn a_lone_request_takes_as_long_as_its_work() {
+    let ids: Vec<u64> = (0..15).collect();
+    let lengths = r#""input_length":8000,"output_length":1"#;
+    let row = |at: u32| format!(r#"{{"timestamp":{at},{lengths},"hash_ids":{ids:?}}}"#);
+    let alone = row(0);
+    let found = figure(&alone, "--capacity 1", "ttft_mean_ms");
+    // 8,000 tokens at 20,000 a second, and a step's overhead.
+    assert!((found - 401.0).abs() < 1e-6, "{found}");
+    let twice = format!("{alone}\n{}", row(1000));
+    let found = figures(&twice, "--capacity 1 --policy kv");
+    let hits = f64::from(15 * 512) / 16_000.0;
+    assert!((found["hit_rate"].as_f64().unwrap() - hits).abs() < 1e-9);
+    assert_eq!(found["credited_rate"], found["hit_rate"]);
+}
+
+/// Bounds that nobody can miss, or keep, give a pace all the same.
+#[test]
+fn a_capacity_is_found_whatever_the_bounds() {
+    for trace in [TOOLS, AGENT] {
+        let short: Vec<&str> = trace.lines().take(12).collect();
+        for bound in ["3600000", "0"] {
+            let flags = format!("--ttft-bound-ms {bound} --itl-bound-ms {bound}");
+            let capacity = figure(&short.join("\n"), &flags, "capacity");
+            assert!(capacity.is_finite() && capacity > 0.0, "{capacity}");
+        }
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let wrong = |flags: &str| {
+        let flags = "simulate --trace x".split(' ').chain(flags.split(' '));
+        let command = SimulateArgs::augment_args(Command::new("simulate"));
+        let matches = command.try_get_matches_from(flags).unwrap();
+        let args = SimulateArgs::from_arg_matches(&matches).unwrap();
+        simulate(&args, TOOLS, epoch()).unwrap_err().to_string()
+    };
+    for (flags, says) in [
+        ("--workers 0", "--workers 0 is not between 1 and 4096"),
+        ("--load 0", "--load 0 is not between"),
+        ("--load nan", "--load NaN"),
+        ("--routers 0", "--routers 0"),
+        ("--requests 0", "--requests 0"),
+        ("--block-size 0", "--block-size 0"),
+        ("--cache-tokens 8", "--cache-tokens 8"),
+        ("--profile instant", "--profile instant takes no time"),
+        ("--overlap-score-weight=-1", "--overlap-score-weight -1"),
+    ] {
+        let error = wrong(flags);
+        assert!(error.starts_with(says), "{error}");
+    }
+}
+
+#[test]
+fn sync_is_a_time_or_off() {
+    use super::args::Sync;
+    assert_eq!("off".parse(), Ok(Sync::Off));
+    assert_eq!("0.5".parse(), Ok(Sync::After(Duration::from_micros(500))));
+    for wrong in ["", "on", "-1", "nan", "1e99"] {
+        assert!(wrong.parse::<Sync>().is_err(), "{wrong}");
+    }
+}
