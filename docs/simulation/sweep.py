@@ -358,13 +358,19 @@ def write(options, results):
     both = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99", "e2e_mean_ms": "e2e"}
     parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of the row's other run, the mean "
              f"of {options.seeds} paired seeds and its 95 % confidence interval. -->\n"]
-    parts += ["## One router\n", one_router(found, usual()), f"Profile {SLOW}:\n",
-              one_router(found, slow()), "## N routers against one: summary\n", verdict(found, usual()),
-              f"The same, {WORKERS[1]} workers of profile {SLOW}:\n", verdict(found, slow()),
-              "## What a sync delay costs\n", unseen(found)]
+    fleets = {"": usual(), f"{WORKERS[1]} workers of profile {SLOW}:\n": slow()}
+    fleets = {title: rows_of for title, rows_of in fleets.items() if any(found.values("rate", **rows_of[0]))}
+
+    def section(title, make):
+        parts.append(f"## {title}\n")
+        for words, rows_of in fleets.items():
+            parts.extend([words, make(rows_of)])
+
+    section("One router", lambda rows_of: one_router(found, rows_of))
+    section("N routers against one: summary", lambda rows_of: verdict(found, rows_of))
+    parts += ["## What a sync delay costs\n", unseen(found)]
     for metric, title in METRICS.items():
-        parts += [f"## N routers against one: {title}\n", many_routers(found, metric, usual()),
-                  f"Profile {SLOW}:\n", many_routers(found, metric, slow())]
+        section(f"N routers against one: {title}", lambda rows_of: many_routers(found, metric, rows_of))
     parts += [f"## Other policies against kv, {WORKERS[0]} workers\n", variants(found, "policy", POLICIES, both, LOADS)]
     for title, (key, values) in zip(["Overlap score weight against 1", "Temperature against 0"], KNOBS.items()):
         parts += [f"## {title}, {WORKERS[0]} workers\n", variants(found, key, values, both, KNOB_LOADS)]
