@@ -276,6 +276,8 @@ def variants(found, key, values, metric_titles, loads):
 
 COLOURS = {"1": "#1b7f4d", "5": "#d98300", "off": "#b3262e"}
 WIDTH, HEIGHT, LEFT, TOP = 250, 170, 62, 46
+# In percent; what is beyond stands at the edge with its figure.
+SHOWN = 30
 
 
 def scale(lowest, highest):
@@ -304,11 +306,12 @@ def panel(found, trace, metric, x0, y0):
                 points.append((routers, *interval(by_seed)))
         lines[sync] = points
     values = [v for points in lines.values() for _, mean, half in points for v in (mean - half, mean + half)]
-    lowest, highest, step = scale(min(values + [-2]), max(values + [2]))
-    px = {1: 0.06, 2: 0.34, 4: 0.62, 8: 0.9}
+    lowest, highest, step = scale(max(min(values + [-5]), -SHOWN), min(max(values + [5]), SHOWN))
+    px = {1: 0.08, 2: 0.35, 4: 0.62, 8: 0.88}
 
     def y(value):
-        return y0 + HEIGHT * (highest - value) / (highest - lowest)
+        inside = min(max(value, lowest), highest)
+        return y0 + HEIGHT * (highest - inside) / (highest - lowest)
 
     out = [f'<rect x="{x0}" y="{y0}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
     target = TARGETS["1"][list(METRICS).index(metric)]
@@ -325,12 +328,17 @@ def panel(found, trace, metric, x0, y0):
                    f"{routers}</text>")
     for offset, (sync, points) in zip((-3, 0, 3), lines.items()):
         at = [(x0 + px[n] * WIDTH + offset, y(mean), y(mean - half), y(mean + half)) for n, mean, half in points]
-        path = " ".join(f"{px_:.1f},{py:.1f}" for px_, py, _, _ in at)
+        path = " ".join(f"{x:.1f},{place:.1f}" for x, place, _, _ in at)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[sync]}" stroke-width="2"/>')
-        for px_, py, low, high in at:
-            out.append(f'<line x1="{px_:.1f}" x2="{px_:.1f}" y1="{low:.1f}" y2="{high:.1f}" '
-                       f'stroke="{COLOURS[sync]}"/><circle cx="{px_:.1f}" cy="{py:.1f}" r="3" '
+        for x, place, low, high in at:
+            out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" '
+                       f'stroke="{COLOURS[sync]}"/><circle cx="{x:.1f}" cy="{place:.1f}" r="3" '
                        f'fill="{COLOURS[sync]}"/>')
+        for (x, place, _, _), (_, mean, _) in zip(at, points):
+            if not lowest <= mean <= highest:
+                under = place + (14 if mean > highest else -6)
+                out.append(f'<text x="{x:.1f}" y="{under:.1f}" text-anchor="middle" '
+                           f'fill="{COLOURS[sync]}">{mean:+.0f} %</text>')
     return "\n".join(out)
 
 
@@ -358,13 +366,19 @@ def write(options, results):
     both = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99", "e2e_mean_ms": "e2e"}
     parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of the row's other run, the mean "
              f"of {options.seeds} paired seeds and its 95 % confidence interval. -->\n"]
-    parts += ["## One router\n", one_router(found, usual()), f"Profile {SLOW}:\n",
-              one_router(found, slow()), "## N routers against one: summary\n", verdict(found, usual()),
-              f"The same, {WORKERS[1]} workers of profile {SLOW}:\n", verdict(found, slow()),
-              "## What a sync delay costs\n", unseen(found)]
+    fleets = {"": usual(), f"{WORKERS[1]} workers of profile {SLOW}:\n": slow()}
+    fleets = {title: rows_of for title, rows_of in fleets.items() if any(found.values("rate", **rows_of[0]))}
+
+    def section(title, make):
+        parts.append(f"## {title}\n")
+        for words, rows_of in fleets.items():
+            parts.extend([words, make(rows_of)])
+
+    section("One router", lambda rows_of: one_router(found, rows_of))
+    section("N routers against one: summary", lambda rows_of: verdict(found, rows_of))
+    parts += ["## What a sync delay costs\n", unseen(found)]
     for metric, title in METRICS.items():
-        parts += [f"## N routers against one: {title}\n", many_routers(found, metric, usual()),
-                  f"Profile {SLOW}:\n", many_routers(found, metric, slow())]
+        section(f"N routers against one: {title}", lambda rows_of: many_routers(found, metric, rows_of))
     parts += [f"## Other policies against kv, {WORKERS[0]} workers\n", variants(found, "policy", POLICIES, both, LOADS)]
     for title, (key, values) in zip(["Overlap score weight against 1", "Temperature against 0"], KNOBS.items()):
         parts += [f"## {title}, {WORKERS[0]} workers\n", variants(found, key, values, both, KNOB_LOADS)]
