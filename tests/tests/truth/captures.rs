@@ -7,7 +7,7 @@ use bytes::{Buf as _, Bytes};
 use serde_json::Value;
 use warmroute_proto::query::SourceState;
 
-use crate::model::{Model, Pair, Rules};
+use warmroute_tests::world::model::{Model, Pair, Rules};
 use crate::pipeline::Pipeline;
 use crate::world::{Claim, Consumer as _};
 

@@ -10,7 +10,7 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, Tier, Tiers};
 
-use crate::model::{Model, Rules};
+use warmroute_tests::world::model::{Model, Rules};
 use crate::world::{Claim, Consumer};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
