@@ -91,7 +91,10 @@ fn main() -> anyhow::Result<ExitCode> {
     let seconds = start.elapsed().as_secs_f64();
     writeln!(out, "seeds {from}..{end}: {failed} failed, {seconds:.1} s")?;
     let (p50, p99, max) = (at(500), at(990), at(1000));
-    writeln!(out, "healed after {p50:.1?} p50, {p99:.1?} p99, {max:.1?} at most")?;
+    writeln!(
+        out,
+        "healed after {p50:.1?} p50, {p99:.1?} p99, {max:.1?} at most"
+    )?;
     Ok(code(failed == 0))
 }
 

@@ -10,17 +10,15 @@ use warmroute_indexer::query;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncRequest;
-use warmroute_proto::{
-    Digest, EngineSeq, Generation, Record, RecordNumber, Source, Tier, codec,
-};
+use warmroute_proto::{Digest, EngineSeq, Generation, Record, RecordNumber, Source, Tier, codec};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::World;
 use super::host::Event;
 use super::indexer::{IndexRun, Phase};
 use super::model::Pair;
 use super::plane::At;
 use super::shim::Standing;
-use super::{Breakage, World};
 
 /// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the
 /// indexer's, 2 s on the way, and what clocks and ticks add.
@@ -188,7 +186,7 @@ impl World {
         self.plan(after, Event::Look);
         for at in 0..self.indexers.len() {
             let host = self.indexers[at].host;
-            if self.hosts[host].paused_until > self.now {
+            if self.hosts[host].is_paused {
                 continue;
             }
             if let Some(run) = self.indexers[at].run.take() {
@@ -288,9 +286,8 @@ impl World {
         let Some(blocks) = life.some_prompt(&mut self.rng) else {
             return Ok(());
         };
-        let is_held = |prefix: &warmroute_proto::PrefixHash| {
-            truth.contains(&(prefix.0, Tier::Gpu.number()))
-        };
+        let is_held =
+            |prefix: &warmroute_proto::PrefixHash| truth.contains(&(prefix.0, Tier::Gpu.number()));
         let expected = prefix_hashes(None, &blocks).take_while(is_held).count();
         let query = Query {
             blocks,
@@ -302,10 +299,11 @@ impl World {
         let Some(own) = sources.iter().find(|own| own.source == *source) else {
             return Err("is not in the answer".to_owned());
         };
-        let run = own.run.gpu as usize;
-        let broken = self.broken == Some(Breakage::JumpOverHole);
-        if run != expected && !broken {
-            return Err(format!("credits {run} blocks, {expected} are held in a row"));
+        let run = self.run_as_read(fold, source, &query, own.run.gpu as usize);
+        if run != expected {
+            return Err(format!(
+                "credits {run} blocks, {expected} are held in a row"
+            ));
         }
         Ok(())
     }
@@ -391,7 +389,10 @@ impl World {
         let last = self.plane.log.status().last;
         if run.phase != Phase::Following || run.fold.position() != last {
             let position = run.fold.position();
-            return Some(format!("indexer {at} {:?} at {position} of {last}", run.phase));
+            return Some(format!(
+                "indexer {at} {:?} at {position} of {last}",
+                run.phase
+            ));
         }
         for (worker, engine) in self.engines.iter().enumerate() {
             let source = &engine.source;
@@ -406,7 +407,8 @@ impl World {
             let is_exact = standing.states.gpu == SourceState::Exact;
             if !is_exact || standing.engine_seq.map(|seq| seq.0) != last {
                 let status = self.shims[2 * worker].run.as_ref();
-                let status = status.map(|run| run.core.status(self.local(self.shims[2 * worker].host)));
+                let status =
+                    status.map(|run| run.core.status(self.local(self.shims[2 * worker].host)));
                 return Some(format!(
                     "indexer {at}: {source} of {last:?}: {standing:?}; {status:?}"
                 ));

@@ -18,6 +18,9 @@ const REPLAY_CHUNK: usize = 16;
 /// Engines work so long into the calm.
 const WORKS_ON: Duration = Duration::from_secs(3);
 
+/// And finish what they began within this time.
+const DRAINS: Duration = Duration::from_secs(5);
+
 /// A life that ended.
 pub(super) struct Past {
     pub(super) truth: Truth,
@@ -78,6 +81,14 @@ impl World {
             .is_none_or(|since| self.now < since + WORKS_ON);
         if is_busy && self.rng.u8(0..10) < 4 {
             self.engines[at].life.submit(&mut self.rng);
+        }
+        // A request may wait for ever for a block that only a fault gave away.
+        if self
+            .calm_since
+            .is_some_and(|since| self.now > since + WORKS_ON + DRAINS)
+            && !self.engines[at].is_reset
+        {
+            self.engines[at].life.abort_all();
         }
         for _ in 0..self.rng.usize(1..4) {
             self.engine_step(at);

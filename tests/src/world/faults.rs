@@ -5,13 +5,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use fastrand::Rng;
 use warmroute_indexer::snapshot::policy::Schedule;
-use warmroute_proto::{LogPosition, StreamIdentity};
+use warmroute_proto::{LogPosition, Record, StreamIdentity, codec};
 
 use super::World;
 use super::host::{Event, Kind, Zmq};
 use super::snapshots::SCHEDULE;
 
-/// One thing that goes wrong. Numbers are engines, shims, indexers and routers.
+/// One thing that goes wrong. Numbers are engines, shims and indexers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     EngineRestart(usize),
@@ -25,14 +25,11 @@ pub enum Fault {
     SecondShim(usize),
     CorruptState(usize),
     IndexerCrash(usize),
-    RouterCrash(usize),
     CutShim(usize),
     CutIndexer(usize),
-    CutRouter(usize),
     CutAll,
     PauseShim(usize),
     PauseIndexer(usize),
-    PauseRouter(usize),
     LoseTail,
     /// An older copy of log and registry is made, for a later roll-back.
     Copy,
@@ -54,7 +51,6 @@ impl Fault {
     fn draw(rng: &mut Rng, rates: &Rates) -> Self {
         let worker = rng.usize(0..rates.workers);
         let indexer = rng.usize(0..rates.indexers);
-        let router = rng.usize(0..rates.routers.max(1));
         let all = [
             Self::EngineRestart(worker),
             Self::EngineRestartPlausible(worker),
@@ -66,14 +62,11 @@ impl Fault {
             Self::SecondShim(worker),
             Self::CorruptState(2 * worker),
             Self::IndexerCrash(indexer),
-            Self::RouterCrash(router),
             Self::CutShim(2 * worker),
             Self::CutIndexer(indexer),
-            Self::CutRouter(router),
             Self::CutAll,
             Self::PauseShim(2 * worker),
             Self::PauseIndexer(indexer),
-            Self::PauseRouter(router),
             Self::LoseTail,
             Self::Copy,
             Self::RollBack,
@@ -104,7 +97,6 @@ pub struct Scripted {
 pub struct Rates {
     pub workers: usize,
     pub indexers: usize,
-    pub routers: usize,
     pub storm: Duration,
     /// Between two faults, on average.
     pub(super) strike_every: Duration,
@@ -159,7 +151,15 @@ impl Rates {
             rate(150),
             rate(200),
         ];
-        let [late, call_lost, broadcast_lost, twice, zmq_lost, replay_hole, replay_broken] = rates;
+        let [
+            late,
+            call_lost,
+            broadcast_lost,
+            twice,
+            zmq_lost,
+            replay_hole,
+            replay_broken,
+        ] = rates;
         let small = |rng: &mut Rng, small: usize, large: usize| {
             if is_calm || rng.u8(0..4) > 0 {
                 large
@@ -170,7 +170,6 @@ impl Rates {
         Self {
             workers: rng.usize(1..4),
             indexers: rng.usize(1..3),
-            routers: 0,
             storm: Duration::from_secs(rng.u64(8..25)),
             strike_every: Duration::from_millis(rng.u64(300..4000)),
             delay_max: Duration::from_millis([1, 5, 40][rng.usize(0..3)]),
@@ -261,16 +260,6 @@ impl World {
             Fault::CutAll => self.cut_all(),
             Fault::PauseShim(at) => self.pause(self.shims[at].host),
             Fault::PauseIndexer(at) => self.pause(self.indexers[at].host),
-            Fault::RouterCrash(at) | Fault::CutRouter(at) | Fault::PauseRouter(at) => {
-                if let Some(router) = self.routers.get(at) {
-                    let host = router.host;
-                    match fault {
-                        Fault::RouterCrash(_) => self.crash(host),
-                        Fault::CutRouter(_) => self.cut(host),
-                        _ => self.pause(host),
-                    }
-                }
-            }
             other => self.plane_fault(other),
         }
     }
@@ -354,6 +343,9 @@ impl World {
                 let at = self.rng.usize(0..payload.len());
                 if self.rng.bool() {
                     payload[at] ^= 1 << self.rng.u8(0..8);
+                    if !is_noticed(&message.payload, &payload) {
+                        return;
+                    }
                 } else {
                     payload.truncate(at);
                 }
@@ -377,7 +369,9 @@ impl World {
             let mut bytes = message.payload.to_vec();
             let at = self.rng.usize(0..bytes.len());
             bytes[at] ^= 1 << self.rng.u8(0..8);
-            message.payload = Bytes::from(bytes);
+            if is_noticed(&message.payload, &bytes) {
+                message.payload = Bytes::from(bytes);
+            }
         }
     }
 
@@ -423,7 +417,6 @@ impl World {
         match self.hosts[host].kind {
             Kind::Shim(at) => self.start_shim(at),
             Kind::Indexer(at) => self.start_indexer(at),
-            Kind::Router(at) => self.start_router(at),
         }
     }
 
@@ -437,14 +430,14 @@ impl World {
         let node = &mut self.hosts[host];
         node.is_up = false;
         node.life += 1;
-        node.paused_until = Duration::ZERO;
+        node.is_paused = false;
+        node.waiting.clear();
         match node.kind {
             Kind::Shim(at) => {
                 self.shims[at].run = None;
                 self.shims[at].is_joined = false;
             }
             Kind::Indexer(at) => self.indexers[at].run = None,
-            Kind::Router(at) => self.stop_router(at),
         }
     }
 
@@ -465,7 +458,19 @@ impl World {
 
     fn pause(&mut self, host: usize) {
         let after = self.millis(10..20_000);
-        self.hosts[host].paused_until = self.now + after;
+        if self.hosts[host].is_up {
+            self.hosts[host].is_paused = true;
+            self.plan(after, Event::Resume(host));
+        }
+    }
+
+    /// What waited comes at once, in its order.
+    pub(super) fn resume(&mut self, host: usize) {
+        self.hosts[host].is_paused = false;
+        let life = self.hosts[host].life;
+        for input in std::mem::take(&mut self.hosts[host].waiting) {
+            self.deliver(host, life, input);
+        }
     }
 
     /// The storm is over: everything that can be up is up.
@@ -474,7 +479,7 @@ impl World {
         self.calm_since = Some(self.now);
         self.rates.calm_down();
         for host in 0..self.hosts.len() {
-            self.hosts[host].paused_until = self.hosts[host].paused_until.min(self.now);
+            self.plan(Duration::ZERO, Event::Resume(host));
             self.plan(Duration::ZERO, Event::Link(host, true));
             let is_second = matches!(self.hosts[host].kind, Kind::Shim(at) if at % 2 == 1);
             if !self.hosts[host].is_up && !is_second {
@@ -484,5 +489,18 @@ impl World {
         for engine in 0..self.engines.len() {
             self.plan(Duration::ZERO, Event::EngineStart(engine));
         }
+    }
+}
+
+/// A record's digest covers its changes, its number orders it; states and engine sequence are the
+/// transport's to keep whole.
+fn is_noticed(before: &[u8], after: &[u8]) -> bool {
+    let before = codec::decode::<Record>(before);
+    let after = codec::decode::<Record>(after);
+    match (before, after) {
+        (Ok(before), Ok(after)) => {
+            before.states == after.states && before.engine_seq == after.engine_seq
+        }
+        (Ok(_) | Err(_), Ok(_) | Err(_)) => true,
     }
 }

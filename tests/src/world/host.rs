@@ -5,14 +5,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warmroute_proto::bus::{LogMessage, RegistryEvent};
-use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
-use warmroute_router::sync::AskId;
+use warmroute_proto::{EngineHealth, EngineSeq};
 use warmroute_shim::source::ReplayId;
 
 use super::faults::Fault;
 use super::indexer::IndexThen;
 use super::plane::{At, Op, Reply};
-use super::router::RouterThen;
 use super::shim::ShimThen;
 
 /// A machine's own time: it begins anywhere and runs a little fast or slow.
@@ -44,7 +42,6 @@ fn scaled(time: Duration, by: i64, of: i64) -> Duration {
 pub(super) enum Kind {
     Shim(usize),
     Indexer(usize),
-    Router(usize),
 }
 
 pub(super) struct Host {
@@ -52,7 +49,9 @@ pub(super) struct Host {
     /// Counts processes: what was meant for an earlier one is lost with it.
     pub(super) life: u64,
     pub(super) is_up: bool,
-    pub(super) paused_until: At,
+    pub(super) is_paused: bool,
+    /// What came meanwhile.
+    pub(super) waiting: Vec<Input>,
     pub(super) clock: Clock,
     /// Nothing comes or goes between it and the plane.
     pub(super) is_cut: bool,
@@ -80,9 +79,6 @@ pub(super) enum Input {
     Tail(u64, Vec<LogMessage>),
     TailEnded(u64),
     Registry(u64, RegistryEvent),
-    Load(Bytes),
-    Asked(usize, u64, RouterId, AskId, Bytes),
-    Answered(RouterId, AskId, Option<Bytes>),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,10 +90,6 @@ pub(super) enum Timer {
     Look(u64),
     Again(u64),
     Snapshot,
-    Ask,
-    Due,
-    End(u64),
-    FirstToken(u64),
 }
 
 #[derive(Debug)]
@@ -122,7 +114,6 @@ pub(super) enum ReplayEnd {
 pub(super) enum Then {
     Shim(ShimThen),
     Index(IndexThen),
-    Router(RouterThen),
     Nothing,
 }
 
@@ -155,13 +146,8 @@ pub(super) enum Event {
         id: ReplayId,
         from: EngineSeq,
     },
-    Query {
-        router: usize,
-        life: u64,
-        ask: u64,
-        indexer: usize,
-    },
     Start(usize),
+    Resume(usize),
     Link(usize, bool),
     EngineStart(usize),
     Fault(Fault),

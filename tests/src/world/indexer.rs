@@ -61,7 +61,12 @@ pub(super) enum Wanted {
 }
 
 enum Cause {
-    Start { status: LogStatus, fit: Fit, at: Instant, attempt: u32 },
+    Start {
+        status: LogStatus,
+        fit: Fit,
+        at: Instant,
+        attempt: u32,
+    },
     FellOff(Vec<LogMessage>),
     Mismatch,
 }
@@ -223,7 +228,7 @@ impl World {
                 if is_up {
                     run.fold.reconnected(now);
                 } else {
-                    self.cut_off(run, now);
+                    run.fold.cut_off(now);
                 }
                 run.until_compared = 0;
             }
@@ -234,6 +239,7 @@ impl World {
                 self.end_session(at, run, "the tail ended");
             }
             Input::Heartbeat(payload) if run.is_subscribed => {
+                let payload = self.heartbeat_as_read(&run.fold, now, payload);
                 run.fold.heartbeat(now, &payload);
             }
             Input::Registry(session, event) if session == run.session => {
@@ -245,12 +251,6 @@ impl World {
             | Input::Heartbeat(_)
             | Input::Registry(..) => {}
             other => panic!("an indexer is told {other:?}"),
-        }
-    }
-
-    fn cut_off(&self, run: &mut IndexRun, now: Instant) {
-        if self.broken != Some(Breakage::EverybodysExpiry) {
-            run.fold.cut_off(now);
         }
     }
 
@@ -286,7 +286,7 @@ impl World {
     fn open(&mut self, at: usize, run: &mut IndexRun, now: Instant) {
         let host = self.indexers[at].host;
         if !self.hosts[host].seems_up {
-            self.cut_off(run, now);
+            run.fold.cut_off(now);
             run.fold.tick(now);
             self.timer(host, TICK, Timer::Open(run.session));
             return;
@@ -403,7 +403,14 @@ impl World {
     }
 
     /// It is decided what log this is: the streams are opened.
-    fn opened(&mut self, at: usize, run: &mut IndexRun, asked: Instant, status: &LogStatus, fit: Fit) {
+    fn opened(
+        &mut self,
+        at: usize,
+        run: &mut IndexRun,
+        asked: Instant,
+        status: &LogStatus,
+        fit: Fit,
+    ) {
         match fit {
             Fit::LostEnd | Fit::OtherRecord => run.fold.log_lost_records(),
             Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
@@ -428,7 +435,9 @@ impl World {
     }
 
     fn fold_batch(&mut self, at: usize, run: &mut IndexRun, now: Instant, batch: Vec<LogMessage>) {
-        let jumps = batch.first().filter(|first| run.fold.would_jump(first.position));
+        let jumps = batch
+            .first()
+            .filter(|first| run.fold.would_jump(first.position));
         if jumps.is_some() {
             let wanted = Wanted::Above(run.fold.position());
             self.note(|| format!("indexer {at}: fell off"));
@@ -438,9 +447,14 @@ impl World {
         self.fold_all(at, run, now, &batch);
     }
 
+    pub(super) const fn is_loading(run: &IndexRun) -> bool {
+        run.restore.is_some()
+    }
+
     fn fold_all(&mut self, at: usize, run: &mut IndexRun, now: Instant, batch: &[LogMessage]) {
         for message in batch {
-            let verdict = run.fold.apply(now, message);
+            let message = self.record_as_read(&run.fold, now, message.clone());
+            let verdict = run.fold.apply(now, &message);
             self.checks.verdicts.count(verdict);
             self.note(|| format!("indexer {at}: {} {}", message.position, verdict.word()));
         }
@@ -584,7 +598,10 @@ impl World {
     }
 
     fn next_candidate(&mut self, at: usize, run: &mut IndexRun, status: &LogStatus) {
-        let next = run.restore.as_ref().and_then(|restore| restore.candidates.front());
+        let next = run
+            .restore
+            .as_ref()
+            .and_then(|restore| restore.candidates.front());
         match next.cloned() {
             Some(name) => self.restore_call(at, Op::Blob(name), RestoreStep::Blob(*status)),
             None => self.restored(at, run, Some(false)),
@@ -617,9 +634,8 @@ impl World {
                 }
                 let loaded = restore.loaded.take().unwrap();
                 let now = self.local(self.indexers[at].host);
-                let position = self.break_position(&loaded, run.fold.position());
                 drop(run.fold.adopt(now, loaded));
-                self.note(|| format!("indexer {at}: restored {position:?}"));
+                self.note(|| format!("indexer {at}: restored {}", mark.position));
                 self.restored(at, run, Some(true));
             }
             Fit::AnotherLog => self.next_candidate(at, run, status),
@@ -634,10 +650,6 @@ impl World {
                 }
             }
         }
-    }
-
-    const fn break_position(&self, loaded: &Restored, _before: LogPosition) -> LogPosition {
-        loaded.head.at.position
     }
 
     fn restore_again(&mut self, at: usize, run: &IndexRun) {

@@ -131,6 +131,12 @@ impl Life {
         }
     }
 
+    pub fn abort_all(&mut self) {
+        for id in self.running.drain(..) {
+            self.engine.abort(id);
+        }
+    }
+
     pub fn reset(&mut self) {
         self.is_untold |= self.engine.reset_prefix_cache();
     }

@@ -1,16 +1,17 @@
-//! A small deterministic world: engines, shims, indexers and routers around one plane, under faults.
+//! A small deterministic world: engines, shims and indexers around one plane, under faults.
 //!
 //! The cores are the products' own: `SourceCore` with its checkpoints, `Fold` with snapshots and the
-//! judge of logs, the routers' decision and replication, the engine model with vLLM's wire format. Their
-//! thin shells are mirrored here as drivers ([`shim`], [`indexer`], [`snapshots`], [`router`]) that
+//! judge of logs, the engine model with vLLM's wire format. Their
+//! thin shells are mirrored here as drivers (`shim`, `indexer`, `snapshots`) that
 //! decide nothing. Around them: virtual time, clocks that drift, links that delay, lose, repeat and
 //! reorder, a log that is trimmed, cut, rolled back and made anew, a registry with leases.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
-//! the storm all faults stop, and the world has a bounded time to be right again. [`check`] says what
+//! the storm all faults stop, and the world has a bounded time to be right again. `check` says what
 //! has to hold always and what in the end.
 //!
-//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those.
+//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Routers'
+//! replicas have a world of their own (`router/src/sync/tests/world.rs`).
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -19,6 +20,7 @@
     reason = "a harness fails by panicking, and answers of the wrong kind are all alike"
 )]
 
+mod breakage;
 mod check;
 mod engine;
 mod faults;
@@ -27,7 +29,6 @@ mod indexer;
 pub mod life;
 pub mod model;
 mod plane;
-mod router;
 mod shim;
 mod snapshots;
 mod wire;
@@ -46,7 +47,6 @@ pub use faults::{Fault, Rates, Scripted};
 use host::{Clock, Event, Host, Kind, Planned};
 use indexer::Indexer;
 use plane::{At, Log, Plane};
-use router::Router;
 use shim::Shim;
 
 /// A rule that a test breaks on purpose, to see that breaking it is found.
@@ -58,20 +58,23 @@ pub enum Breakage {
     PlausibleRestart,
     /// The next generation is taken from the key alone.
     GenerationRolledBack,
-    /// Everybody's absence counts, also while this indexer is cut off itself.
-    EverybodysExpiry,
     /// Records of older generations are taken as if they were of the present one.
     NoFence,
-    /// A position counts as applied before its records are.
-    AckBeforeApply,
     /// Nobody compares digests.
     NoDigest,
-    /// A snapshot says a position that it does not have.
-    SnapshotWithoutPosition,
     /// A run goes on behind a block that is not held.
     JumpOverHole,
-    /// An image misses what changed while it was made.
-    NoCut,
+}
+
+impl Breakage {
+    pub const ALL: [Self; 6] = [
+        Self::RefilledLogUnseen,
+        Self::PlausibleRestart,
+        Self::GenerationRolledBack,
+        Self::NoFence,
+        Self::NoDigest,
+        Self::JumpOverHole,
+    ];
 }
 
 /// What to run.
@@ -118,7 +121,6 @@ pub struct World {
     engines: Vec<EngineNode>,
     shims: Vec<Shim>,
     indexers: Vec<Indexer>,
-    routers: Vec<Router>,
     namespace: Namespace,
     subjects: Subjects,
     checks: Checks,
@@ -162,7 +164,6 @@ impl World {
             engines: Vec::new(),
             shims: Vec::new(),
             indexers: Vec::new(),
-            routers: Vec::new(),
             subjects: Subjects::new(&namespace),
             namespace,
             checks: Checks::default(),
@@ -206,11 +207,6 @@ impl World {
             });
             self.start_soon(host);
         }
-        for at in 0..self.rates.routers {
-            let host = self.add_host(origin, Kind::Router(at));
-            self.routers.push(Router::new(host));
-            self.start_soon(host);
-        }
     }
 
     fn add_host(&mut self, origin: Instant, kind: Kind) -> usize {
@@ -223,7 +219,8 @@ impl World {
             kind,
             life: 0,
             is_up: false,
-            paused_until: Duration::ZERO,
+            is_paused: false,
+            waiting: Vec::new(),
             clock,
             is_cut: false,
             seems_up: true,
@@ -284,12 +281,7 @@ impl World {
                 id,
                 from,
             } => self.replay(shim, life, id, from),
-            Event::Query {
-                router,
-                life,
-                ask,
-                indexer,
-            } => self.answer_query(router, life, ask, indexer),
+            Event::Resume(host) => self.resume(host),
             Event::Start(host) => self.start(host),
             Event::Link(host, is_up) => self.link(host, is_up),
             Event::EngineStart(engine) => self.start_engine(engine),

@@ -49,6 +49,23 @@ pub(super) enum Reply {
     Unavailable,
 }
 
+impl Reply {
+    pub(super) const fn word(&self) -> &'static str {
+        match self {
+            Self::Position(_)
+            | Self::Status(_)
+            | Self::Message(_)
+            | Self::Entry(_)
+            | Self::Revision(_)
+            | Self::Names(_)
+            | Self::Blob(_)
+            | Self::Done => "well",
+            Self::Conflict => "with a conflict",
+            Self::Unavailable => "never",
+        }
+    }
+}
+
 #[derive(Clone)]
 pub(super) struct Log {
     pub(super) identity: StreamIdentity,
@@ -133,7 +150,6 @@ pub(super) struct Changed {
     pub(super) key: String,
     /// None: gone.
     pub(super) entry: Option<RegistryEntry>,
-    pub(super) expires: Option<At>,
 }
 
 pub(super) struct Plane {
@@ -162,9 +178,7 @@ impl Plane {
 
     pub(super) fn answer(&mut self, now: At, op: Op) -> Reply {
         match op {
-            Op::Append { subject, payload } => {
-                Reply::Position(self.append(now, subject, payload))
-            }
+            Op::Append { subject, payload } => Reply::Position(self.append(now, subject, payload)),
             Op::Status => Reply::Status(self.log.status()),
             Op::LastOn(subject) => Reply::Message(self.log.last_on(&subject).cloned()),
             Op::At(position) => Reply::Message(self.log.at(position).cloned()),
@@ -221,7 +235,6 @@ impl Plane {
         self.changed.push(Changed {
             key: key.clone(),
             entry: Some(entry.clone()),
-            expires,
         });
         self.keys.insert(key, Entry { entry, expires });
         Reply::Revision(revision)
@@ -240,7 +253,6 @@ impl Plane {
             self.changed.push(Changed {
                 key: key.to_owned(),
                 entry: None,
-                expires: None,
             });
         }
     }
@@ -267,7 +279,6 @@ impl Plane {
                 self.changed.push(Changed {
                     key: key.clone(),
                     entry: Some(entry.entry.clone()),
-                    expires: None,
                 });
                 self.keys.insert(key, entry);
             }

@@ -37,6 +37,25 @@ pub(super) enum ShimThen {
     Registered,
 }
 
+impl ShimThen {
+    const fn word(&self) -> &'static str {
+        match self {
+            Self::Appended(_) => "an append",
+            Self::ClaimGot(_) => "a claim's key",
+            Self::ClaimLast(..) => "a claim's last record",
+            Self::ClaimPut(_) => "a claim",
+            Self::TailLast(..) => "a look at the last record",
+            Self::TailStatus(..) => "a look at the log",
+            Self::TailGet(..) => "a look at the key",
+            Self::Renewed(..) => "a renewal",
+            Self::RenewFound(_) => "a look at the own lease",
+            Self::Acquired(_) => "a lease",
+            Self::AcquireFound(_) => "a look at the lease",
+            Self::Registered => "a registration",
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
     Unknown,
@@ -304,6 +323,7 @@ impl World {
     fn shim_then(&mut self, at: usize, run: &mut Run, then: ShimThen, reply: Reply) {
         let host = self.shims[at].host;
         let now = self.local(host);
+        self.note(|| format!("shim {at}: {} is answered {}", then.word(), reply.word()));
         match then {
             ShimThen::Appended(ticket) => {
                 let index = usize::try_from(ticket - run.first_under_way).unwrap();
@@ -349,7 +369,9 @@ impl World {
                 self.shim_call(host, op, ShimThen::ClaimLast(known, condition));
             }
             (ShimThen::ClaimLast(known, condition), Reply::Message(message)) => {
-                let last = message.and_then(|message| point(&message)).map(|(of, _)| of);
+                let last = message
+                    .and_then(|message| point(&message))
+                    .map(|(of, _)| of);
                 let highest = if self.broken == Some(Breakage::GenerationRolledBack) {
                     match condition {
                         PutIf::Revision(_) => known,

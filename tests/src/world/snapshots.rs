@@ -34,7 +34,7 @@ pub(super) enum SnapThen {
     Learn(Reading),
     LearnStatus(Reading, SnapshotPointer),
     LearnRecord(Reading, SnapshotPointer, LogStatus),
-    Leased(Reading),
+    Leased,
     Put(Writing),
     Pointer(Writing, u32),
     PointerStatus(Writing, u32, Revision, SnapshotPointer),
@@ -75,8 +75,7 @@ impl World {
             (SnapThen::Nothing, _) => {}
             (SnapThen::Learn(reading), Reply::Entry(entry)) => {
                 let pointer = entry.and_then(|entry| codec::decode(&entry.value).ok());
-                let ours =
-                    |pointer: &SnapshotPointer| Some(pointer.newest.log) == run.fold.log();
+                let ours = |pointer: &SnapshotPointer| Some(pointer.newest.log) == run.fold.log();
                 match pointer.filter(ours) {
                     Some(pointer) => {
                         let then = SnapThen::LearnStatus(reading, pointer);
@@ -84,7 +83,7 @@ impl World {
                     }
                     None => {
                         run.progress.nothing_there();
-                        self.lease_snapshot(at, run, reading);
+                        self.lease_snapshot(at, run);
                     }
                 }
             }
@@ -100,13 +99,13 @@ impl World {
                     run.progress.learned(reading, pointer.newest.at.position);
                 }
                 if run.progress.is_due(reading, &self.rates.schedule) {
-                    self.lease_snapshot(at, run, reading);
+                    self.lease_snapshot(at, run);
                 } else {
                     run.is_writing = false;
                 }
             }
-            (SnapThen::Leased(_), Reply::Conflict) => self.stop_writing(at, run, BUSY_PAUSE),
-            (SnapThen::Leased(_), Reply::Revision(lease)) => self.write_snapshot(at, run, lease),
+            (SnapThen::Leased, Reply::Conflict) => self.stop_writing(at, run, BUSY_PAUSE),
+            (SnapThen::Leased, Reply::Revision(lease)) => self.write_snapshot(at, run, lease),
             (SnapThen::Put(writing), Reply::Done) => {
                 let key = self.subjects.snapshot_pointer_key();
                 self.snapshot_call(at, Op::Get(key), SnapThen::Pointer(writing, 0));
@@ -128,7 +127,7 @@ impl World {
         }
     }
 
-    fn lease_snapshot(&mut self, at: usize, run: &mut IndexRun, reading: Reading) {
+    fn lease_snapshot(&mut self, at: usize, run: &mut IndexRun) {
         run.attempts += 1;
         let value = SnapshotLease {
             writer: run.writer.clone(),
@@ -140,12 +139,12 @@ impl World {
             condition: PutIf::Absent,
             lease: Some(LEASE),
         };
-        self.snapshot_call(at, op, SnapThen::Leased(reading));
+        self.snapshot_call(at, op, SnapThen::Leased);
     }
 
     fn write_snapshot(&mut self, at: usize, run: &mut IndexRun, lease: Revision) {
         let now = self.local(self.indexers[at].host);
-        let cut = if run.phase == Phase::Following {
+        let cut = if run.phase == Phase::Following && !Self::is_loading(run) {
             run.fold.cut().ok()
         } else {
             None

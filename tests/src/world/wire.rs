@@ -59,24 +59,20 @@ impl World {
     }
 
     pub(super) fn deliver(&mut self, host: usize, life: u64, input: Input) {
-        let node = &self.hosts[host];
+        let node = &mut self.hosts[host];
         if !node.is_up || node.life != life {
             return;
         }
-        if node.paused_until > self.now {
-            self.plan_at(node.paused_until, Event::Host { host, life, input });
+        if node.is_paused {
+            node.waiting.push(input);
             return;
         }
         let kind = node.kind;
         if node.is_cut {
             match input {
-                Input::Heartbeat(_)
-                | Input::Resync(_)
-                | Input::Tail(..)
-                | Input::Registry(..)
-                | Input::Load(_)
-                | Input::Asked(..)
-                | Input::Answered(_, _, Some(_)) => return,
+                Input::Heartbeat(_) | Input::Resync(_) | Input::Tail(..) | Input::Registry(..) => {
+                    return;
+                }
                 Input::Reply(then, reply) if !matches!(reply, Reply::Unavailable) => {
                     let again = Input::Reply(then, Reply::Unavailable);
                     self.to_host_after(host, Duration::from_millis(500), again);
@@ -88,7 +84,6 @@ impl World {
         match kind {
             Kind::Shim(at) => self.shim_input(at, input),
             Kind::Indexer(at) => self.indexer_input(at, input),
-            Kind::Router(at) => self.router_input(at, input),
         }
     }
 
@@ -285,12 +280,7 @@ impl World {
     pub(super) fn tell_watchers(&mut self) {
         let prefix = self.subjects.worker_keys();
         let changes = std::mem::take(&mut self.plane.changed);
-        for Changed {
-            key,
-            entry,
-            expires: _,
-        } in changes
-        {
+        for Changed { key, entry } in changes {
             if !key.starts_with(&prefix) {
                 continue;
             }
@@ -308,7 +298,6 @@ impl World {
                     self.in_order(host, Input::Registry(session, event.clone()));
                 }
             }
-            self.tell_routers(&event);
         }
     }
 
@@ -379,7 +368,6 @@ impl World {
             }
             self.indexers[at].run = Some(run);
         }
-        self.router_link_up(host);
     }
 
     /// Of what changed meanwhile the last is told.
@@ -410,7 +398,6 @@ fn again(input: &Input) -> Option<Input> {
     match input {
         Input::Heartbeat(payload) => Some(Input::Heartbeat(payload.clone())),
         Input::Resync(payload) => Some(Input::Resync(payload.clone())),
-        Input::Load(payload) => Some(Input::Load(payload.clone())),
         _ => None,
     }
 }
