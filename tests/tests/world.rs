@@ -109,6 +109,16 @@ fn restart_at_a_plausible_sequence_unnoticed_is_found() {
     broken_rule_is_found(Breakage::PlausibleRestart);
 }
 
+#[test]
+fn refilled_log_without_a_look_at_the_record_is_found() {
+    broken_rule_is_found(Breakage::RefilledLogUnseen);
+}
+
+#[test]
+fn generation_that_went_back_with_its_key_is_found() {
+    broken_rule_is_found(Breakage::GenerationRolledBack);
+}
+
 /// A fault at several moments of worlds that are calm otherwise, and of ones that are not.
 fn heals(faults: &[Fault]) {
     let mut plans = Vec::new();
@@ -128,8 +138,13 @@ fn heals(faults: &[Fault]) {
         let (seed, is_calm) = (plans[at].seed, plans[at].is_calm);
         panic!("seed {seed}, calm {is_calm}: {}", outcome.broken.unwrap());
     }
-    let healed = plans.iter().map(|plan| run(plan).report.healed_after);
-    let longest = healed.flatten().max().unwrap_or_default();
+    let reports: Vec<_> = plans.iter().map(|plan| run(plan).report).collect();
+    let all = reports
+        .iter()
+        .all(|report| report.faults >= faults.len() as u64);
+    assert!(all, "each fault strikes");
+    let healed = reports.iter().filter_map(|report| report.healed_after);
+    let longest = healed.max().unwrap_or_default();
     println!("{faults:?}: healed after {longest:.1?} at most");
 }
 

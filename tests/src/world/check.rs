@@ -23,6 +23,9 @@ use super::shim::Standing;
 /// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the
 /// indexer's, 2 s on the way, and what clocks and ticks add.
 const GHOST_MAX: Duration = Duration::from_millis(11_000);
+/// A heartbeat that waited while its indexer stood still counts as fresh when it is read: so long after a
+/// standstill its length is added to the age of a truth.
+const AFTER_STANDSTILL: Duration = Duration::from_secs(6);
 /// So long after the storm all must be right.
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
 /// And stay so.
@@ -202,6 +205,9 @@ impl World {
     /// Every credited tier is the truth, and a prompt's run ends where it does.
     pub(super) fn check_index(&mut self, at: usize, run: &IndexRun) {
         let now = self.local(self.indexers[at].host);
+        let (stood, until) = self.hosts[self.indexers[at].host].stood_still;
+        let is_dazed = self.now < until + AFTER_STANDSTILL;
+        let age_max = GHOST_MAX + if is_dazed { stood } else { Duration::ZERO };
         let standings: Vec<_> = run
             .fold
             .standings(now)
@@ -217,7 +223,8 @@ impl World {
             if !is_credited {
                 continue;
             }
-            if let Err(why) = self.check_source(worker, &run.fold, &source, &standing, now) {
+            let of = (worker, &source);
+            if let Err(why) = self.check_source(of, &run.fold, &standing, (now, age_max)) {
                 self.fail(format!("indexer {at}: {source} {why}; {standing:?}"));
             }
         }
@@ -228,7 +235,12 @@ impl World {
     }
 
     /// What may be the truth at a sequence: the present life's, or that of one that only just ended.
-    fn truths(&self, worker: usize, seq: Option<EngineSeq>) -> Vec<Rc<BTreeSet<Pair>>> {
+    fn truths(
+        &self,
+        worker: usize,
+        seq: Option<EngineSeq>,
+        age_max: Duration,
+    ) -> Vec<Rc<BTreeSet<Pair>>> {
         let engine = &self.engines[worker];
         let Some(seq) = seq else {
             return vec![Rc::default()];
@@ -237,24 +249,23 @@ impl World {
         let recent = engine
             .past
             .iter()
-            .filter(|past| past.ended + GHOST_MAX > self.now);
+            .filter(|past| past.ended + age_max > self.now);
         let lives = std::iter::once(&engine.life.truth).chain(recent.map(|past| &past.truth));
         lives.filter_map(|truth| truth.get(seq).cloned()).collect()
     }
 
     fn check_source(
         &mut self,
-        worker: usize,
+        (worker, source): (usize, &Source),
         fold: &Fold,
-        source: &Source,
         standing: &SourceStanding,
-        now: Instant,
+        (now, age_max): (Instant, Duration),
     ) -> Result<(), String> {
         let held: BTreeSet<Pair> = fold
             .held(source)
             .map(|(prefix, tier)| (prefix.0, tier.number()))
             .collect();
-        let truths = self.truths(worker, standing.engine_seq);
+        let truths = self.truths(worker, standing.engine_seq, age_max);
         let mut why = "has no truth at its sequence".to_owned();
         for truth in &truths {
             match compare(standing, &held, truth) {

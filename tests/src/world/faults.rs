@@ -170,7 +170,7 @@ impl Rates {
         Self {
             workers: rng.usize(1..4),
             indexers: rng.usize(1..3),
-            storm: Duration::from_secs(rng.u64(8..25)),
+            storm: Duration::from_secs(rng.u64(12..25)),
             strike_every: Duration::from_millis(rng.u64(300..4000)),
             delay_max: Duration::from_millis([1, 5, 40][rng.usize(0..3)]),
             late,
@@ -459,17 +459,29 @@ impl World {
     fn pause(&mut self, host: usize) {
         let after = self.millis(10..20_000);
         if self.hosts[host].is_up {
-            self.hosts[host].is_paused = true;
+            if !std::mem::replace(&mut self.hosts[host].is_paused, true) {
+                self.hosts[host].paused_at = self.now;
+            }
             self.plan(after, Event::Resume(host));
         }
     }
 
     /// What waited comes at once, in its order.
     pub(super) fn resume(&mut self, host: usize) {
-        self.hosts[host].is_paused = false;
+        if std::mem::replace(&mut self.hosts[host].is_paused, false) {
+            let stood = self.now - self.hosts[host].paused_at;
+            self.hosts[host].stood_still = (stood, self.now);
+        }
         let life = self.hosts[host].life;
         for input in std::mem::take(&mut self.hosts[host].waiting) {
             self.deliver(host, life, input);
+            // Queries come in between.
+            if let Kind::Indexer(at) = self.hosts[host].kind
+                && let Some(run) = self.indexers[at].run.take()
+            {
+                self.check_index(at, &run);
+                self.indexers[at].run = Some(run);
+            }
         }
     }
 

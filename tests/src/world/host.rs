@@ -50,6 +50,9 @@ pub(super) struct Host {
     pub(super) life: u64,
     pub(super) is_up: bool,
     pub(super) is_paused: bool,
+    pub(super) paused_at: At,
+    /// It stood still for so long, up to this moment.
+    pub(super) stood_still: (Duration, At),
     /// What came meanwhile.
     pub(super) waiting: Vec<Input>,
     pub(super) clock: Clock,

@@ -220,6 +220,8 @@ impl World {
             life: 0,
             is_up: false,
             is_paused: false,
+            paused_at: Duration::ZERO,
+            stood_still: (Duration::ZERO, Duration::ZERO),
             waiting: Vec::new(),
             clock,
             is_cut: false,
