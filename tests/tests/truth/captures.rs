@@ -7,9 +7,9 @@ use bytes::{Buf as _, Bytes};
 use serde_json::Value;
 use warmroute_proto::query::SourceState;
 
-use crate::model::{Model, Pair, Rules};
 use crate::pipeline::Pipeline;
 use crate::world::{Claim, Consumer as _};
+use warmroute_tests::world::model::{Model, Pair, Rules};
 
 /// The live batches of a capture by data-parallel rank: number and payload.
 fn capture(name: &str) -> BTreeMap<u64, Vec<(u64, Bytes)>> {

@@ -8,7 +8,6 @@
 )]
 
 mod captures;
-mod model;
 mod naive;
 mod pipeline;
 mod world;

@@ -10,8 +10,8 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, Tier, Tiers};
 
-use crate::model::{Model, Rules};
 use crate::world::{Claim, Consumer};
+use warmroute_tests::world::model::{Model, Rules};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {

@@ -1,19 +1,15 @@
 //! One engine, the wire behind it, and everything that goes wrong between it and a consumer.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use fastrand::Rng;
-use serde_json::Value;
-use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::SourceState;
-use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed, Tier, Tiers};
-use warmroute_router::sim::{Config, Engine, GroupKind, Medium, Request, RequestId};
-use warmroute_tests::mock::{Encoder, HashMode};
-
-use crate::model::{Model, Pair, Rules, chain};
+use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
+use warmroute_tests::mock::HashMode;
+use warmroute_tests::world::life::{Life, Told, draw_config};
+use warmroute_tests::world::model::{Pair, chain};
 
 /// Somebody who follows an engine over the wire and says what it holds.
 pub(crate) trait Consumer {
@@ -68,20 +64,8 @@ struct Faults {
 pub(crate) struct World {
     rng: Rng,
     faults: Faults,
-    config: Config,
-    engine: Engine,
-    encoder: Encoder,
-    /// Batches that a replay reaches back.
-    buffer: usize,
-    /// This life of the engine: every batch, and what it holds after each.
-    batches: Vec<Bytes>,
-    truth: Vec<BTreeSet<Pair>>,
-    model: Model,
-    running: Vec<RequestId>,
-    prompts: Vec<(Vec<u32>, Seed)>,
+    engine: Life,
     is_connected: bool,
-    /// The engine did something that it tells with its next batch.
-    is_untold: bool,
     report: Report,
 }
 
@@ -91,7 +75,7 @@ impl World {
     /// Runs one seed against a consumer.
     pub(crate) fn run(seed: u64, consumer: &mut dyn Consumer) -> Verdict {
         let mut world = Self::new(seed);
-        world.encoder.rank = consumer.rank();
+        world.engine.encoder.rank = consumer.rank();
         match world.live_through(consumer) {
             Ok(()) => Verdict::Held(world.report),
             Err(why) => Verdict::Broken(why),
@@ -100,16 +84,7 @@ impl World {
 
     fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let size = BlockSize::new([2, 4, 16][rng.usize(0..3)]).unwrap();
-        let mut config = Config::new(size, rng.u32(12..80));
-        config.max_num_batched_tokens = [16, 64, 8192][rng.usize(0..3)];
-        config.max_num_seqs = rng.usize(1..8);
-        config.cpu_blocks = if rng.bool() { 0 } else { rng.u32(4..40) };
-        if rng.u8(0..4) == 0 {
-            let window = u32::try_from(2 * size.tokens()).unwrap();
-            let sliding = GroupKind::SlidingWindow(window);
-            config.groups = vec![sliding, sliding, GroupKind::FullAttention];
-        }
+        let mut config = draw_config(&mut rng);
         let mut rate = |max: u16| if rng.bool() { 0 } else { rng.u16(0..=max) };
         let faults = Faults {
             live_lost: rate(250),
@@ -125,49 +100,27 @@ impl World {
         } else {
             HashMode::Bytes
         };
-        let mut world = Self {
-            faults,
-            engine: Engine::new(config.clone()),
-            config,
-            encoder: Encoder {
-                rank: 0,
-                hash_mode,
-                loras: vec!["adapter".into()],
-            },
-            buffer: if rng.u8(0..3) == 0 {
-                rng.usize(2..20)
-            } else {
-                10_000
-            },
-            rng,
-            batches: Vec::new(),
-            truth: Vec::new(),
-            model: Model::new(Rules::TRUE),
-            running: Vec::new(),
-            prompts: Vec::new(),
-            is_connected: false,
-            is_untold: false,
-            report: Report::default(),
+        let buffer = if rng.u8(0..3) == 0 {
+            rng.usize(2..20)
+        } else {
+            10_000
         };
-        world.config.life = seed;
-        world.begin_life();
-        world
-    }
-
-    fn begin_life(&mut self) {
-        self.config.life = self.config.life.wrapping_add(1 << 32);
-        self.engine = Engine::new(self.config.clone());
-        self.batches.clear();
-        self.truth.clear();
-        self.model = Model::new(Rules::TRUE);
-        self.running.clear();
-        self.is_untold = false;
+        config.life = seed;
+        let mut engine = Life::new(config, hash_mode, Told::Twice);
+        engine.buffer = buffer;
+        Self {
+            rng,
+            faults,
+            engine,
+            is_connected: false,
+            report: Report::default(),
+        }
     }
 
     fn live_through(&mut self, consumer: &mut dyn Consumer) -> Result<(), String> {
         // Some consumers come late.
         for _ in 0..self.rng.usize(0..20) {
-            self.submit();
+            self.engine.submit(&mut self.rng);
             self.engine_steps(None)?;
         }
         self.connect(consumer);
@@ -186,29 +139,24 @@ impl World {
         if self.strikes(self.faults.restart) {
             self.is_connected = false;
             consumer.disconnected();
-            self.begin_life();
+            self.engine.begin();
             for _ in 0..self.rng.usize(0..4) {
-                self.submit();
+                self.engine.submit(&mut self.rng);
                 self.engine_steps(None)?;
             }
             self.connect(consumer);
         }
-        if self.strikes(self.faults.abort) && !self.running.is_empty() {
-            let id = self
-                .running
-                .swap_remove(self.rng.usize(0..self.running.len()));
-            self.engine.abort(id);
+        if self.strikes(self.faults.abort) {
+            self.engine.abort(&mut self.rng);
         }
         if self.strikes(self.faults.reset) {
-            self.is_untold |= self.engine.reset_prefix_cache();
+            self.engine.reset();
         }
         if self.strikes(self.faults.evict) {
-            let held = self.engine.held();
-            let victim = (!held.is_empty()).then(|| held[self.rng.usize(0..held.len())].prefix);
-            self.is_untold |= victim.is_some_and(|prefix| self.engine.evict(prefix));
+            self.engine.evict(&mut self.rng);
         }
         if self.rng.u8(0..10) < 4 {
-            self.submit();
+            self.engine.submit(&mut self.rng);
         }
         self.engine_steps(Some(consumer))?;
         if self.rng.u8(0..4) == 0 {
@@ -219,7 +167,7 @@ impl World {
 
     /// No more faults: what was lost is found, and the last claim is the whole truth.
     fn heal(&mut self, consumer: &mut dyn Consumer) -> Result<(), String> {
-        let lossless = self.faults.replay_hole == 0 && self.buffer == 10_000;
+        let lossless = self.faults.replay_hole == 0 && self.engine.buffer == 10_000;
         self.faults.live_lost = 0;
         self.faults.replay_hole = 0;
         if !self.is_connected {
@@ -240,7 +188,7 @@ impl World {
         } else {
             claim.states.gpu.gives_credit() || !consumer.goes_on_without_history()
         };
-        let last = (self.truth.len() as u64).checked_sub(1);
+        let last = (self.engine.truth.len() as u64).checked_sub(1);
         if !has_healed || (claim.states.gpu.gives_credit() && claim.seq != last) {
             let end = claim.seq;
             return Err(format!("ended {:?} at {end:?} of {last:?}", claim.states));
@@ -250,84 +198,21 @@ impl World {
 
     // --- the engine
 
-    fn submit(&mut self) {
-        let size = self.config.block_size.tokens();
-        let longest = self.config.longest_request();
-        let family = self.rng.u32(0..4);
-        let shared = self.rng.usize(0..8 * size);
-        let own = self.rng.usize(1..2 * size + 2);
-        let mut prompt: Vec<u32> = (0..shared as u32).map(|at| family * 100_000 + at).collect();
-        prompt.extend((0..own).map(|_| self.rng.u32(0..2)));
-        // Whole blocks make the engine compute the last one again on every hit.
-        if self.rng.u8(0..4) == 0 {
-            prompt.truncate((prompt.len() / size * size).max(1));
-        }
-        let max_tokens = self.rng.usize(1..2 * size + 2);
-        if prompt.len() + max_tokens > longest {
-            return;
-        }
-        let lora = (self.rng.u8(0..6) == 0).then_some("adapter");
-        let salt = (self.rng.u8(0..6) == 0).then_some("tenant-a");
-        self.prompts.push((prompt.clone(), Seed::new(lora, salt)));
-        let request = Request {
-            prompt,
-            max_tokens,
-            lora_name: lora.map(Arc::from),
-            cache_salt: salt.map(Arc::from),
-            items: Vec::new(),
-        };
-        self.running.push(self.engine.submit(request).unwrap());
-    }
-
     /// Some steps of the engine; what they publish goes out.
     fn engine_steps(&mut self, mut consumer: Option<&mut dyn Consumer>) -> Result<(), String> {
         for _ in 0..self.rng.usize(1..4) {
-            let outcome = self.engine.step();
-            for finished in outcome.finished {
-                self.running.retain(|id| *id != finished.id);
-            }
-            if outcome.events.is_empty() {
+            let Some(seq) = self.engine.step()? else {
                 continue;
-            }
-            self.is_untold = false;
-            let seq = self.publish(&outcome.events)?;
+            };
             if let Some(consumer) = consumer.as_deref_mut()
                 && self.is_connected
                 && !self.strikes(self.faults.live_lost)
             {
-                consumer.live(seq, &self.batches[seq as usize]);
+                consumer.live(seq, &self.engine.batches[seq as usize]);
                 self.after(consumer)?;
             }
         }
         Ok(())
-    }
-
-    /// Numbers a batch and notes the truth after it, told twice: by the wire and by the engine.
-    fn publish(&mut self, events: &[warmroute_router::sim::Event]) -> Result<u64, String> {
-        let seq = self.batches.len() as u64;
-        let time = (self.config.life % 1000) as f64 + seq as f64;
-        let plain = Encoder {
-            hash_mode: HashMode::Int,
-            ..self.encoder.clone()
-        };
-        let payload: Value = rmp_serde::from_slice(&plain.encode(time, events).unwrap()).unwrap();
-        self.model.apply(&payload);
-        let truth = self.model.held();
-        let own: BTreeSet<Pair> = self
-            .engine
-            .held()
-            .iter()
-            .map(|held| (held.prefix.0, tier_of(held.medium).number()))
-            .collect();
-        if truth != own {
-            return Err(format!(
-                "batch {seq}: wire and engine disagree on the truth"
-            ));
-        }
-        self.truth.push(truth);
-        self.batches
-            .push(self.encoder.encode(time, events).unwrap().into());
-        Ok(seq)
     }
 
     // --- the wire
@@ -355,11 +240,11 @@ impl World {
             let Some(from) = consumer.wants_replay() else {
                 break;
             };
-            let oldest = self.batches.len().saturating_sub(self.buffer);
+            let oldest = self.engine.batches.len().saturating_sub(self.engine.buffer);
             let from = usize::try_from(from).unwrap_or(usize::MAX).max(oldest);
-            for seq in from..self.batches.len() {
+            for seq in from..self.engine.batches.len() {
                 if !self.strikes(self.faults.replay_hole) {
-                    consumer.replayed(seq as u64, &self.batches[seq]);
+                    consumer.replayed(seq as u64, &self.engine.batches[seq]);
                 }
             }
             consumer.replay_ended();
@@ -371,8 +256,8 @@ impl World {
         let claim = consumer.claim();
         let truth = match claim.seq {
             None => BTreeSet::new(),
-            Some(seq) => match self.truth.get(usize::try_from(seq).unwrap()) {
-                Some(truth) => truth.clone(),
+            Some(seq) => match self.engine.truth.get(usize::try_from(seq).unwrap()) {
+                Some(truth) => BTreeSet::clone(truth),
                 None if !claim.states.gpu.gives_credit() => return Ok(()),
                 None => return Err(format!("claims batch {seq}, which was never published")),
             },
@@ -411,11 +296,9 @@ impl World {
 
     /// A prompt's credit is the run from its first block, and ends at the first hole.
     fn check_run(&mut self, consumer: &dyn Consumer, truth: &BTreeSet<Pair>) -> Result<(), String> {
-        if self.prompts.is_empty() {
+        let Some(blocks) = self.engine.some_prompt(&mut self.rng) else {
             return Ok(());
-        }
-        let (prompt, seed) = &self.prompts[self.rng.usize(0..self.prompts.len())];
-        let blocks = local_hashes(prompt, self.config.block_size, *seed);
+        };
         let mut parent = None;
         let expected = blocks
             .iter()
@@ -436,13 +319,6 @@ impl World {
 
     fn strikes(&mut self, per_mille: u16) -> bool {
         per_mille > 0 && self.rng.u16(0..1000) < per_mille
-    }
-}
-
-fn tier_of(medium: Medium) -> Tier {
-    match medium {
-        Medium::Gpu => Tier::Gpu,
-        Medium::Cpu => Tier::Cpu,
     }
 }
 

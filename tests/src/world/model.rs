@@ -8,24 +8,24 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// (prefix hash, tier number): what the digest counts.
-pub(crate) type Pair = (u64, u8);
+pub type Pair = (u64, u8);
 
 #[derive(Clone, Copy)]
-pub(crate) struct Rules {
+pub struct Rules {
     /// A block has as many copies as stores without a remove.
-    pub(crate) references: bool,
+    pub references: bool,
     /// Only main-attention groups say what a prefix hit can use.
-    pub(crate) groups: bool,
+    pub groups: bool,
 }
 
 impl Rules {
-    pub(crate) const TRUE: Self = Self {
+    pub const TRUE: Self = Self {
         references: true,
         groups: true,
     };
 }
 
-pub(crate) struct Model {
+pub struct Model {
     rules: Rules,
     /// Every block ever named, by engine hash, whether or not it is still cached.
     blocks: BTreeMap<String, Block>,
@@ -46,7 +46,7 @@ struct Block {
 }
 
 impl Model {
-    pub(crate) fn new(rules: Rules) -> Self {
+    pub fn new(rules: Rules) -> Self {
         Self {
             rules,
             blocks: BTreeMap::new(),
@@ -56,7 +56,7 @@ impl Model {
         }
     }
 
-    pub(crate) fn apply(&mut self, payload: &Value) {
+    pub fn apply(&mut self, payload: &Value) {
         for event in list(&payload[1]) {
             match event["type"].as_str().expect("a type") {
                 "BlockStored" => self.stored(event),
@@ -71,7 +71,7 @@ impl Model {
     }
 
     /// Pairs whose block is cached in every main group, as far as the prefix is known.
-    pub(crate) fn held(&self) -> BTreeSet<Pair> {
+    pub fn held(&self) -> BTreeSet<Pair> {
         let mut groups: BTreeMap<(u8, String), BTreeSet<u64>> = BTreeMap::new();
         for (tier, group, hash) in self.copies.keys() {
             let key = (*tier, hash.clone());
@@ -229,7 +229,7 @@ fn item_hash(identifier: &str) -> u64 {
 }
 
 /// The prefix chain as `docs/PROTOCOL.md` writes it.
-pub(crate) fn chain(parent: Option<u64>, local: u64) -> u64 {
+pub fn chain(parent: Option<u64>, local: u64) -> u64 {
     let parent = parent.unwrap_or(0x9E37_79B9_7F4A_7C15) ^ 0xA076_1D64_78BD_642F;
     let product = u128::from(parent) * u128::from(local ^ 0xE703_7ED1_A0B4_28DB);
     (product >> 64) as u64 ^ product as u64

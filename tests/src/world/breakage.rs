@@ -1,0 +1,123 @@
+//! Rules broken on purpose, at the edge of the real cores: what they are told is bent so that the rule
+//! does nothing. Without a breakage everything goes through unchanged.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use bytes::Bytes;
+use warmroute_indexer::fold::{Fold, SourceStanding};
+use warmroute_proto::bus::LogMessage;
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::query::Query;
+use warmroute_proto::{Change, Digest, Heartbeat, PrefixHash, Record, Source, Tier, codec};
+
+use super::{Breakage, World};
+
+type Pairs = BTreeSet<(PrefixHash, Tier)>;
+
+impl World {
+    /// A record as the fold gets to see it.
+    pub(super) fn record_as_read(
+        &self,
+        fold: &Fold,
+        now: Instant,
+        mut message: LogMessage,
+    ) -> LogMessage {
+        let is_bent = matches!(self.broken, Some(Breakage::NoFence | Breakage::NoDigest));
+        if is_bent && let Ok(mut record) = codec::decode::<Record>(&message.payload) {
+            let standing = standing(fold, &record.source, now);
+            let present = standing.as_ref().and_then(|standing| standing.generation);
+            let is_old = present.is_some_and(|present| record.generation < present);
+            if self.broken == Some(Breakage::NoFence) {
+                if !is_old {
+                    return message;
+                }
+                record.generation = present.unwrap_or_default();
+                let last = standing.and_then(|standing| standing.number);
+                record.number = last.map_or_else(Default::default, |last| last.next());
+            }
+            let is_first = present.is_none_or(|present| record.generation > present);
+            let mut held: Pairs = fold.held(&record.source).collect();
+            if is_first {
+                held.clear();
+            }
+            record.changes.retain(|change| take(&mut held, change));
+            record.after = digest(&held);
+            message.payload = codec::encode(&record).unwrap().into();
+        }
+        message
+    }
+
+    pub(super) fn heartbeat_as_read(&self, fold: &Fold, now: Instant, payload: Bytes) -> Bytes {
+        let is_bent = matches!(self.broken, Some(Breakage::NoFence | Breakage::NoDigest));
+        if is_bent
+            && let Ok(mut heartbeat) = codec::decode::<Heartbeat>(&payload)
+            && let Some(standing) = standing(fold, &heartbeat.source, now)
+            && let Some(digest) = standing.digest
+        {
+            heartbeat.after = digest;
+            return codec::encode(&heartbeat).unwrap().into();
+        }
+        payload
+    }
+
+    /// A run of held blocks as it would be credited.
+    pub(super) fn run_as_read(
+        &self,
+        fold: &Fold,
+        source: &Source,
+        query: &Query,
+        run: usize,
+    ) -> usize {
+        if self.broken != Some(Breakage::JumpOverHole) {
+            return run;
+        }
+        let held: Pairs = fold.held(source).collect();
+        let all = prefix_hashes(None, &query.blocks);
+        all.filter(|prefix| held.contains(&(*prefix, Tier::Gpu)))
+            .count()
+    }
+}
+
+fn standing(fold: &Fold, source: &Source, now: Instant) -> Option<SourceStanding> {
+    let mut standings = fold.standings(now);
+    let found = standings.find(|(of, _)| *of == source)?;
+    Some(found.1)
+}
+
+/// Applies a change; says whether it could be.
+fn take(held: &mut Pairs, change: &Change) -> bool {
+    match change {
+        Change::Stored { tier, .. } => {
+            let stored: Vec<_> = change.stored_prefixes().collect();
+            let is_new = stored
+                .iter()
+                .all(|prefix| !held.contains(&(*prefix, *tier)));
+            if is_new {
+                held.extend(stored.into_iter().map(|prefix| (prefix, *tier)));
+            }
+            is_new
+        }
+        Change::Removed { blocks, tier } => {
+            let is_held = blocks.iter().all(|prefix| held.contains(&(*prefix, *tier)));
+            if is_held {
+                for prefix in blocks {
+                    held.remove(&(*prefix, *tier));
+                }
+            }
+            is_held
+        }
+        Change::Cleared { tier } => {
+            held.retain(|(_, of)| of != tier);
+            true
+        }
+    }
+}
+
+fn digest(held: &Pairs) -> Digest {
+    let mut digest = Digest::default();
+    for (prefix, tier) in held {
+        digest.insert(*prefix, *tier);
+    }
+    digest
+}

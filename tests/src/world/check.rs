@@ -1,0 +1,461 @@
+//! What has to hold always, and what in the end.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use warmroute_indexer::fold::{Fold, SourceStanding, Verdict};
+use warmroute_indexer::query;
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
+use warmroute_proto::registry::ResyncRequest;
+use warmroute_proto::{Digest, EngineSeq, Generation, Record, RecordNumber, Source, Tier, codec};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::World;
+use super::host::Event;
+use super::indexer::{IndexRun, Phase};
+use super::model::Pair;
+use super::plane::At;
+use super::shim::Standing;
+
+/// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the
+/// indexer's, 2 s on the way, and what clocks and ticks add.
+const GHOST_MAX: Duration = Duration::from_millis(11_000);
+/// A heartbeat that waited while its indexer stood still counts as fresh when it is read: so long after a
+/// standstill its length is added to the age of a truth.
+const AFTER_STANDSTILL: Duration = Duration::from_secs(6);
+/// So long after the storm all must be right.
+const HEALED_WITHIN: Duration = Duration::from_secs(90);
+/// And stay so.
+const STAYS: Duration = Duration::from_secs(4);
+/// An engine whose history nobody can know any more is emptied after so long.
+const RESET_AFTER: Duration = Duration::from_secs(15);
+
+/// One number of one generation of one source.
+type Key = (Source, Generation, RecordNumber);
+
+/// What was seen of the log's records by one verdict each.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Verdicts([u64; Verdict::ALL.len()]);
+
+impl Verdicts {
+    pub(super) fn count(&mut self, verdict: Verdict) {
+        let at = Verdict::ALL.iter().position(|&known| known == verdict);
+        self.0[at.unwrap()] += 1;
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Checks {
+    pub(super) broken: Option<String>,
+    pub(super) events: u64,
+    pub(super) faults: u64,
+    pub(super) compared: u64,
+    pub(super) exact: u64,
+    pub(super) snapshots: u64,
+    pub(super) skipped: u64,
+    pub(super) resyncs: u64,
+    pub(super) resets: u64,
+    /// Log or registry were set back: numbers may be given twice.
+    pub(super) history_lost: bool,
+    pub(super) verdicts: Verdicts,
+    last_resync: At,
+    /// The payload of each record ever appended; none if there were two.
+    records: BTreeMap<Key, Option<u64>>,
+    digests: BTreeMap<Key, Digest>,
+    healed_since: Option<At>,
+    healed_after: Option<Duration>,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    pub events: u64,
+    pub faults: u64,
+    /// Credited tiers that were compared with the engine's truth; of these, exact ones.
+    pub compared: u64,
+    pub exact: u64,
+    pub snapshots: u64,
+    /// Snapshots that were found unusable.
+    pub skipped: u64,
+    pub resyncs: u64,
+    /// Engines that had to be emptied, because nobody could know what they held.
+    pub resets: u64,
+    /// From the end of the faults until all was right.
+    pub healed_after: Option<Duration>,
+    /// How often each verdict on a record of the log came, in the order of [`Verdict::ALL`].
+    pub verdicts: Vec<u64>,
+}
+
+impl Checks {
+    pub(super) fn report(&self) -> Report {
+        Report {
+            events: self.events,
+            faults: self.faults,
+            compared: self.compared,
+            exact: self.exact,
+            snapshots: self.snapshots,
+            skipped: self.skipped,
+            resyncs: self.resyncs,
+            resets: self.resets,
+            healed_after: self.healed_after,
+            verdicts: self.verdicts.0.to_vec(),
+        }
+    }
+
+    /// A record is only ever sent again byte for byte.
+    pub(super) fn appended(&mut self, payload: &Bytes) {
+        let Ok(record) = codec::decode::<Record>(payload) else {
+            return;
+        };
+        let key = (record.source, record.generation, record.number);
+        let hash = xxh3_64(payload);
+        let known = self.records.entry(key.clone()).or_insert(Some(hash));
+        if known.is_some_and(|known| known != hash) {
+            *known = None;
+            if !self.history_lost {
+                let why = format!("{key:?} was appended with two contents");
+                self.broken.get_or_insert(why);
+            }
+        }
+    }
+
+    pub(super) fn resync(&mut self, now: At, _request: &ResyncRequest) {
+        self.resyncs += 1;
+        self.last_resync = now;
+    }
+}
+
+impl World {
+    pub(super) fn fail(&mut self, why: String) {
+        let now = self.now;
+        self.note(|| format!("BROKEN {why}"));
+        let why = format!("at {:.6}: {why}", now.as_secs_f64());
+        self.checks.broken.get_or_insert(why);
+    }
+
+    pub(super) fn report_append(&mut self, payload: &Bytes) {
+        self.note(|| match codec::decode::<Record>(payload) {
+            Ok(record) => format!(
+                "log: {} generation {} number {} engine {:?} {:?} after {}",
+                record.source,
+                record.generation,
+                record.number,
+                record.engine_seq.map(|seq| seq.0),
+                record.states.gpu,
+                record.after.count,
+            ),
+            Err(error) => format!("log: {error}"),
+        });
+    }
+
+    // --- always
+
+    /// Two replicas at one number of a generation have one digest.
+    pub(super) fn check_position(&mut self, at: usize, run: &IndexRun) {
+        let now = self.local(self.indexers[at].host);
+        let mut differing = None;
+        for (source, standing) in run.fold.standings(now) {
+            let SourceStanding {
+                generation: Some(generation),
+                number: Some(number),
+                digest: Some(digest),
+                ..
+            } = standing
+            else {
+                continue;
+            };
+            let key = (source.clone(), generation, number);
+            if self.checks.records.get(&key) == Some(&None) {
+                continue;
+            }
+            let known = self.checks.digests.entry(key).or_insert(digest);
+            if *known != digest {
+                differing = Some((source.clone(), generation, number));
+            }
+        }
+        if let Some(key) = differing {
+            self.fail(format!("indexer {at} has another digest at {key:?}"));
+        }
+        if self.rng.u8(0..4) == 0 {
+            self.check_index(at, run);
+        }
+    }
+
+    pub(super) fn look_around(&mut self) {
+        let after = self.millis(50..400);
+        self.plan(after, Event::Look);
+        for at in 0..self.indexers.len() {
+            let host = self.indexers[at].host;
+            if self.hosts[host].is_paused {
+                continue;
+            }
+            if let Some(run) = self.indexers[at].run.take() {
+                self.check_index(at, &run);
+                self.indexers[at].run = Some(run);
+            }
+        }
+        if let Some(since) = self.calm_since {
+            self.look_for_health(since);
+        }
+    }
+
+    /// Every credited tier is the truth, and a prompt's run ends where it does.
+    pub(super) fn check_index(&mut self, at: usize, run: &IndexRun) {
+        let now = self.local(self.indexers[at].host);
+        let (stood, until) = self.hosts[self.indexers[at].host].stood_still;
+        let is_dazed = self.now < until + AFTER_STANDSTILL;
+        let age_max = GHOST_MAX + if is_dazed { stood } else { Duration::ZERO };
+        let standings: Vec<_> = run
+            .fold
+            .standings(now)
+            .map(|(source, standing)| (source.clone(), standing))
+            .collect();
+        for (source, standing) in standings {
+            let Some(worker) = self.worker(&source) else {
+                continue;
+            };
+            let is_credited = Tier::ALL
+                .iter()
+                .any(|&tier| standing.states.get(tier).gives_credit());
+            if !is_credited {
+                continue;
+            }
+            let of = (worker, &source);
+            if let Err(why) = self.check_source(of, &run.fold, &standing, (now, age_max)) {
+                self.fail(format!("indexer {at}: {source} {why}; {standing:?}"));
+            }
+        }
+    }
+
+    fn worker(&self, source: &Source) -> Option<usize> {
+        self.engines.iter().position(|node| node.source == *source)
+    }
+
+    /// What may be the truth at a sequence: the present life's, or that of one that only just ended.
+    fn truths(
+        &self,
+        worker: usize,
+        seq: Option<EngineSeq>,
+        age_max: Duration,
+    ) -> Vec<Rc<BTreeSet<Pair>>> {
+        let engine = &self.engines[worker];
+        let Some(seq) = seq else {
+            return vec![Rc::default()];
+        };
+        let seq = usize::try_from(seq.0).unwrap_or(usize::MAX);
+        let recent = engine
+            .past
+            .iter()
+            .filter(|past| past.ended + age_max > self.now);
+        let lives = std::iter::once(&engine.life.truth).chain(recent.map(|past| &past.truth));
+        lives.filter_map(|truth| truth.get(seq).cloned()).collect()
+    }
+
+    fn check_source(
+        &mut self,
+        (worker, source): (usize, &Source),
+        fold: &Fold,
+        standing: &SourceStanding,
+        (now, age_max): (Instant, Duration),
+    ) -> Result<(), String> {
+        let held: BTreeSet<Pair> = fold
+            .held(source)
+            .map(|(prefix, tier)| (prefix.0, tier.number()))
+            .collect();
+        let truths = self.truths(worker, standing.engine_seq, age_max);
+        let mut why = "has no truth at its sequence".to_owned();
+        for truth in &truths {
+            match compare(standing, &held, truth) {
+                Ok((compared, exact)) => {
+                    self.checks.compared += compared;
+                    self.checks.exact += exact;
+                    let truth = Rc::clone(truth);
+                    return self.check_run((worker, source), fold, standing, &truth, now);
+                }
+                Err(differs) => why = differs,
+            }
+        }
+        Err(why)
+    }
+
+    /// A prompt's credit is the run from its first block, and ends at the first hole.
+    fn check_run(
+        &mut self,
+        (worker, source): (usize, &Source),
+        fold: &Fold,
+        standing: &SourceStanding,
+        truth: &BTreeSet<Pair>,
+        now: Instant,
+    ) -> Result<(), String> {
+        if standing.states.gpu != SourceState::Exact {
+            return Ok(());
+        }
+        let life = &self.engines[worker].life;
+        let Some(blocks) = life.some_prompt(&mut self.rng) else {
+            return Ok(());
+        };
+        let is_held =
+            |prefix: &warmroute_proto::PrefixHash| truth.contains(&(prefix.0, Tier::Gpu.number()));
+        let expected = prefix_hashes(None, &blocks).take_while(is_held).count();
+        let query = Query {
+            blocks,
+            at_least: None,
+        };
+        let Answer::Runs { sources, .. } = query::answer(fold, &query, now) else {
+            return Ok(());
+        };
+        let Some(own) = sources.iter().find(|own| own.source == *source) else {
+            return Err("is not in the answer".to_owned());
+        };
+        let run = self.run_as_read(fold, source, &query, own.run.gpu as usize);
+        if run != expected {
+            return Err(format!(
+                "credits {run} blocks, {expected} are held in a row"
+            ));
+        }
+        Ok(())
+    }
+
+    // --- in the end
+
+    pub(super) const fn is_over(&self, _since: At) -> bool {
+        self.checks.healed_after.is_some()
+    }
+
+    fn look_for_health(&mut self, since: At) {
+        if self.now > since + RESET_AFTER {
+            self.reset_unknowable();
+        }
+        match self.is_ill() {
+            None => {
+                let healed = *self.checks.healed_since.get_or_insert(self.now);
+                if self.now > healed + STAYS {
+                    self.checks.healed_after = Some(healed.saturating_sub(since));
+                }
+            }
+            Some(why) => {
+                self.checks.healed_since = None;
+                if self.now > since + HEALED_WITHIN {
+                    self.fail(format!("not healed: {why}"));
+                }
+            }
+        }
+    }
+
+    /// What a replay no longer reaches nobody can know, until the engine clears its cache.
+    fn reset_unknowable(&mut self) {
+        for worker in 0..self.engines.len() {
+            if self.engines[worker].is_reset || self.engines[worker].life.has_requests() {
+                continue;
+            }
+            let source = self.engines[worker].source.clone();
+            let is_partial = self.indexers.iter().any(|indexer| {
+                let now = self.local(indexer.host);
+                let Some(run) = &indexer.run else {
+                    return false;
+                };
+                let mut standings = run.fold.standings(now);
+                standings.any(|(of, standing)| {
+                    *of == source && standing.states.gpu == SourceState::Partial
+                })
+            });
+            if is_partial {
+                self.checks.resets += 1;
+                self.note(|| format!("engine {worker}: emptied"));
+                self.reset_in_the_calm(worker);
+            }
+        }
+    }
+
+    /// What is not right yet.
+    fn is_ill(&self) -> Option<String> {
+        if self.checks.last_resync + Duration::from_secs(3) > self.now {
+            return Some("a resync was asked for".to_owned());
+        }
+        for (worker, engine) in self.engines.iter().enumerate() {
+            if engine.life.has_requests() {
+                return Some(format!("engine {worker} works"));
+            }
+            let leads = |shim: &&super::shim::Shim| {
+                let standing = shim.run.as_ref().map(|run| run.standing);
+                shim.worker == worker && matches!(standing, Some(Standing::Leads(_)))
+            };
+            let leading = self.shims.iter().filter(leads).count();
+            if leading != 1 {
+                return Some(format!("{leading} shims lead worker {worker}"));
+            }
+        }
+        let mut all = self.indexers.iter().enumerate();
+        all.find_map(|(at, indexer)| match &indexer.run {
+            None => Some(format!("indexer {at} is down")),
+            Some(run) => self.is_index_ill(at, run),
+        })
+    }
+
+    fn is_index_ill(&self, at: usize, run: &IndexRun) -> Option<String> {
+        let now = self.local(self.indexers[at].host);
+        let last = self.plane.log.status().last;
+        if run.phase != Phase::Following || run.fold.position() != last {
+            let position = run.fold.position();
+            return Some(format!(
+                "indexer {at} {:?} at {position} of {last}",
+                run.phase
+            ));
+        }
+        for (worker, engine) in self.engines.iter().enumerate() {
+            let source = &engine.source;
+            let mut standings = run.fold.standings(now);
+            let Some((_, standing)) = standings.find(|(of, _)| *of == source) else {
+                return Some(format!("indexer {at} does not know worker {worker}"));
+            };
+            if standing.reason == Some(UnknownReason::Memory) {
+                continue;
+            }
+            let last = (engine.life.truth.len() as u64).checked_sub(1);
+            let is_exact = standing.states.gpu == SourceState::Exact;
+            if !is_exact || standing.engine_seq.map(|seq| seq.0) != last {
+                let status = self.shims[2 * worker].run.as_ref();
+                let status =
+                    status.map(|run| run.core.status(self.local(self.shims[2 * worker].host)));
+                return Some(format!(
+                    "indexer {at}: {source} of {last:?}: {standing:?}; {status:?}"
+                ));
+            }
+        }
+        None
+    }
+}
+
+/// How many tiers were compared, and how many of them were exact; or what is wrong.
+fn compare(
+    standing: &SourceStanding,
+    held: &BTreeSet<Pair>,
+    truth: &BTreeSet<Pair>,
+) -> Result<(u64, u64), String> {
+    let (mut compared, mut exact) = (0, 0);
+    for tier in Tier::ALL {
+        let state = *standing.states.get(tier);
+        if !state.gives_credit() {
+            continue;
+        }
+        let of_tier = |pairs: &BTreeSet<Pair>| -> BTreeSet<Pair> {
+            let of_it = pairs.iter().filter(|(_, of)| *of == tier.number());
+            of_it.copied().collect()
+        };
+        let (held, truth) = (of_tier(held), of_tier(truth));
+        let ghosts = held.difference(&truth).count();
+        let missing = truth.difference(&held).count();
+        compared += 1;
+        exact += u64::from(state == SourceState::Exact);
+        if ghosts > 0 || (state == SourceState::Exact && missing > 0) {
+            return Err(format!(
+                "{tier} is {state:?}: {ghosts} ghosts, {missing} missing of {}",
+                truth.len()
+            ));
+        }
+    }
+    Ok((compared, exact))
+}

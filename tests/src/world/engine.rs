@@ -1,0 +1,208 @@
+//! Engines: what they do, what they publish, and how they die.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use warmroute_proto::{EngineSeq, Source};
+use warmroute_shim::source::ReplayId;
+
+use super::faults::Rates;
+use super::host::{Event, Input, ReplayEnd, Zmq};
+use super::life::{Life, Told, Truth, draw_config};
+use super::plane::At;
+use super::{World, shim};
+use crate::mock::HashMode;
+
+/// Batches that one message of a replay stands for here.
+const REPLAY_CHUNK: usize = 16;
+/// Engines work so long into the calm.
+const WORKS_ON: Duration = Duration::from_secs(3);
+
+/// And finish what they began within this time.
+const DRAINS: Duration = Duration::from_secs(5);
+
+/// A life that ended.
+pub(super) struct Past {
+    pub(super) truth: Truth,
+    pub(super) ended: At,
+}
+
+pub(super) struct EngineNode {
+    pub(super) source: Source,
+    pub(super) life: Life,
+    /// Counts its lives.
+    pub(super) number: u64,
+    pub(super) is_up: bool,
+    pub(super) past: Vec<Past>,
+    /// A request in the calm, to tell of a reset.
+    pub(super) is_reset: bool,
+}
+
+impl EngineNode {
+    pub(super) fn draw(worker: usize, rates: &Rates, rng: &mut Rng) -> Self {
+        let mut config = draw_config(rng);
+        config.life = rng.u64(..);
+        if rates.has_one_group {
+            config.groups = vec![warmroute_router::sim::GroupKind::FullAttention];
+        }
+        let mode = if rng.bool() {
+            HashMode::Int
+        } else {
+            HashMode::Bytes
+        };
+        let mut life = Life::new(config, mode, Told::Once);
+        if rng.u8(0..3) == 0 && !rates.is_calm {
+            life.buffer = rng.usize(2..40);
+        }
+        Self {
+            source: shim::source(worker),
+            life,
+            number: 0,
+            is_up: true,
+            past: Vec::new(),
+            is_reset: false,
+        }
+    }
+}
+
+impl World {
+    pub(super) fn plan_engine(&mut self, engine: usize) {
+        let after = self.millis(20..300);
+        self.plan(after, Event::Engine(engine));
+    }
+
+    pub(super) fn engine_works(&mut self, at: usize) {
+        self.plan_engine(at);
+        if !self.engines[at].is_up {
+            return;
+        }
+        let is_busy = self
+            .calm_since
+            .is_none_or(|since| self.now < since + WORKS_ON);
+        if is_busy && self.rng.u8(0..10) < 4 {
+            self.engines[at].life.submit(&mut self.rng);
+        }
+        // A request may wait for ever for a block that only a fault gave away.
+        if self
+            .calm_since
+            .is_some_and(|since| self.now > since + WORKS_ON + DRAINS)
+            && !self.engines[at].is_reset
+        {
+            self.engines[at].life.abort_all();
+        }
+        for _ in 0..self.rng.usize(1..4) {
+            self.engine_step(at);
+        }
+    }
+
+    fn engine_step(&mut self, at: usize) {
+        match self.engines[at].life.step() {
+            Err(why) => self.fail(why),
+            Ok(None) => {}
+            Ok(Some(seq)) => self.publish(at, seq),
+        }
+    }
+
+    fn publish(&mut self, at: usize, seq: u64) {
+        let payload = self.engines[at].life.batches[seq as usize].clone();
+        self.note(|| format!("engine {at}: batch {seq}"));
+        for shim in [2 * at, 2 * at + 1] {
+            if self.shims[shim].is_joined && !self.strikes(self.rates.zmq_lost) {
+                self.to_zmq(shim, Zmq::Live(EngineSeq(seq), payload.clone()));
+            }
+        }
+    }
+
+    /// Answers a shim's question for all batches from one on, as far as they are kept.
+    pub(super) fn replay(&mut self, shim: usize, life: u64, id: ReplayId, from: EngineSeq) {
+        let host = self.shims[shim].host;
+        let engine = &self.engines[self.shims[shim].worker];
+        if !engine.is_up || self.hosts[host].life != life {
+            return;
+        }
+        let batches = &engine.life.batches;
+        let oldest = batches.len().saturating_sub(engine.life.buffer);
+        let from = usize::try_from(from.0).unwrap_or(usize::MAX).max(oldest);
+        let mut kept: Vec<_> = (from..batches.len())
+            .map(|seq| (EngineSeq(seq as u64), batches[seq].clone()))
+            .collect();
+        let hole = self.rates.replay_hole;
+        kept.retain(|_| hole == 0 || self.rng.u16(0..1000) >= hole);
+        let is_broken = self.strikes(self.rates.replay_broken);
+        if is_broken {
+            kept.truncate(self.rng.usize(0..=kept.len()));
+        }
+        let mut after = self.delay();
+        for chunk in kept.chunks(REPLAY_CHUNK) {
+            let batches = Zmq::Replayed(id, chunk.to_vec(), ReplayEnd::Open);
+            self.to_host_after(host, after, Input::Zmq(batches));
+            after += self.delay();
+        }
+        let end = if is_broken {
+            ReplayEnd::Failed
+        } else {
+            ReplayEnd::End
+        };
+        // Broken off, it may also just say nothing more.
+        if !is_broken || self.rng.bool() {
+            let end = Zmq::Replayed(id, Vec::new(), end);
+            self.to_host_after(host, after, Input::Zmq(end));
+        }
+    }
+
+    // --- lives
+
+    pub(super) fn kill_engine(&mut self, at: usize) {
+        let engine = &mut self.engines[at];
+        if !std::mem::replace(&mut engine.is_up, false) {
+            return;
+        }
+        let truth = engine.life.begin();
+        engine.number += 1;
+        engine.past.push(Past {
+            truth,
+            ended: self.now,
+        });
+        self.disconnect_zmq(2 * at);
+        self.disconnect_zmq(2 * at + 1);
+    }
+
+    pub(super) fn start_engine(&mut self, at: usize) {
+        if std::mem::replace(&mut self.engines[at].is_up, true) {
+            return;
+        }
+        self.connect_shims(at);
+    }
+
+    fn connect_shims(&mut self, at: usize) {
+        for shim in [2 * at, 2 * at + 1] {
+            if self.hosts[self.shims[shim].host].is_up {
+                self.plan_connect(shim);
+            }
+        }
+    }
+
+    /// Restarted at once, and past its former sequence before anybody listens.
+    pub(super) fn restart_plausibly(&mut self, at: usize) {
+        let reached = self.engines[at].life.batches.len();
+        self.kill_engine(at);
+        self.engines[at].is_up = true;
+        let reach = reached + self.rng.usize(0..3);
+        for _ in 0..400 {
+            if self.engines[at].life.batches.len() >= reach {
+                break;
+            }
+            self.engines[at].life.submit(&mut self.rng);
+            self.engine_step(at);
+        }
+        self.connect_shims(at);
+    }
+
+    /// The engine's cache is emptied, and it says so.
+    pub(super) fn reset_in_the_calm(&mut self, at: usize) {
+        let engine = &mut self.engines[at];
+        engine.is_reset = true;
+        engine.life.reset();
+        engine.life.submit(&mut self.rng);
+    }
+}

@@ -1,0 +1,518 @@
+//! What goes wrong: drawn by the seed, or scripted.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use fastrand::Rng;
+use warmroute_indexer::snapshot::policy::Schedule;
+use warmroute_proto::{LogPosition, Record, StreamIdentity, codec};
+
+use super::World;
+use super::host::{Event, Kind, Zmq};
+use super::snapshots::SCHEDULE;
+
+/// One thing that goes wrong. Numbers are engines, shims and indexers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    EngineRestart(usize),
+    EngineRestartPlausible(usize),
+    EngineReset(usize),
+    EngineEvict(usize),
+    ZmqLost(usize),
+    ZmqDisconnect(usize),
+    ShimCrash(usize),
+    /// A second shim for the same worker.
+    SecondShim(usize),
+    CorruptState(usize),
+    IndexerCrash(usize),
+    CutShim(usize),
+    CutIndexer(usize),
+    CutAll,
+    PauseShim(usize),
+    PauseIndexer(usize),
+    LoseTail,
+    /// An older copy of log and registry is made, for a later roll-back.
+    Copy,
+    RollBack,
+    Recreate,
+    Trim,
+    LoseRegistry,
+    LoseLeases,
+    LoseSnapshots,
+    CorruptSnapshot,
+    CorruptRecord,
+    ForeignRecord,
+    DuplicateRecord,
+    NewerRecord,
+}
+
+impl Fault {
+    /// One of them, somewhere.
+    fn draw(rng: &mut Rng, rates: &Rates) -> Self {
+        let worker = rng.usize(0..rates.workers);
+        let indexer = rng.usize(0..rates.indexers);
+        let all = [
+            Self::EngineRestart(worker),
+            Self::EngineRestartPlausible(worker),
+            Self::EngineReset(worker),
+            Self::EngineEvict(worker),
+            Self::ZmqLost(worker),
+            Self::ZmqDisconnect(worker),
+            Self::ShimCrash(2 * worker),
+            Self::SecondShim(worker),
+            Self::CorruptState(2 * worker),
+            Self::IndexerCrash(indexer),
+            Self::CutShim(2 * worker),
+            Self::CutIndexer(indexer),
+            Self::CutAll,
+            Self::PauseShim(2 * worker),
+            Self::PauseIndexer(indexer),
+            Self::LoseTail,
+            Self::Copy,
+            Self::RollBack,
+            Self::Recreate,
+            Self::Trim,
+            Self::LoseRegistry,
+            Self::LoseLeases,
+            Self::LoseSnapshots,
+            Self::CorruptSnapshot,
+            Self::CorruptRecord,
+            Self::ForeignRecord,
+            Self::DuplicateRecord,
+            Self::NewerRecord,
+        ];
+        all[rng.usize(0..all.len())]
+    }
+}
+
+/// A fault at a moment since the beginning.
+#[derive(Clone, Copy, Debug)]
+pub struct Scripted {
+    pub after: Duration,
+    pub fault: Fault,
+}
+
+/// What the seed draws. Rates are per mille.
+#[derive(Clone, Debug)]
+pub struct Rates {
+    pub workers: usize,
+    pub indexers: usize,
+    pub storm: Duration,
+    /// Between two faults, on average.
+    pub(super) strike_every: Duration,
+    pub(super) delay_max: Duration,
+    pub(super) late: u16,
+    pub(super) call_lost: u16,
+    pub(super) broadcast_lost: u16,
+    pub(super) twice: u16,
+    pub(super) zmq_lost: u16,
+    pub(super) replay_hole: u16,
+    pub(super) replay_broken: u16,
+    pub(super) log_messages_max: usize,
+    pub(super) outbox_bytes_max: usize,
+    pub(super) held_bytes_max: usize,
+    pub(super) indexer_bytes_max: Option<usize>,
+    /// Of clocks, at most, in parts per million.
+    pub(super) drift: i64,
+    pub(super) schedule: Schedule,
+    pub(super) flags: Flags,
+}
+
+/// What the seed tosses a coin for.
+#[derive(Clone, Copy, Debug)]
+pub struct Flags {
+    pub(super) is_calm: bool,
+    pub(super) has_one_group: bool,
+}
+
+impl std::ops::Deref for Rates {
+    type Target = Flags;
+
+    fn deref(&self) -> &Flags {
+        &self.flags
+    }
+}
+
+impl Rates {
+    pub(super) fn draw(rng: &mut Rng, is_calm: bool) -> Self {
+        let mut rate = |max: u16| {
+            if is_calm || rng.bool() {
+                0
+            } else {
+                rng.u16(0..=max)
+            }
+        };
+        let rates = [
+            rate(30),
+            rate(60),
+            rate(200),
+            rate(100),
+            rate(150),
+            rate(150),
+            rate(200),
+        ];
+        let [
+            late,
+            call_lost,
+            broadcast_lost,
+            twice,
+            zmq_lost,
+            replay_hole,
+            replay_broken,
+        ] = rates;
+        let small = |rng: &mut Rng, small: usize, large: usize| {
+            if is_calm || rng.u8(0..4) > 0 {
+                large
+            } else {
+                small
+            }
+        };
+        Self {
+            workers: rng.usize(1..4),
+            indexers: rng.usize(1..3),
+            storm: Duration::from_secs(rng.u64(12..25)),
+            strike_every: Duration::from_millis(rng.u64(300..4000)),
+            delay_max: Duration::from_millis([1, 5, 40][rng.usize(0..3)]),
+            late,
+            call_lost,
+            broadcast_lost,
+            twice,
+            zmq_lost,
+            replay_hole,
+            replay_broken,
+            log_messages_max: small(rng, 60, 100_000),
+            outbox_bytes_max: small(rng, 4 << 10, 64 << 20),
+            held_bytes_max: small(rng, 4 << 10, 64 << 20),
+            indexer_bytes_max: None,
+            drift: [0, 200, 10_000][rng.usize(0..3)],
+            schedule: SCHEDULE,
+            flags: Flags {
+                is_calm,
+                has_one_group: rng.bool(),
+            },
+        }
+    }
+
+    fn calm_down(&mut self) {
+        self.delay_max = self.delay_max.min(Duration::from_millis(5));
+        for rate in [
+            &mut self.late,
+            &mut self.call_lost,
+            &mut self.broadcast_lost,
+            &mut self.twice,
+            &mut self.zmq_lost,
+            &mut self.replay_hole,
+            &mut self.replay_broken,
+        ] {
+            *rate = 0;
+        }
+    }
+}
+
+impl World {
+    /// The next fault, and when the one after it comes.
+    pub(super) fn strike(&mut self) {
+        if self.calm_since.is_some() || self.rates.is_calm {
+            return;
+        }
+        let fault = Fault::draw(&mut self.rng, &self.rates);
+        self.fault(fault);
+        let mean = u64::try_from(self.rates.strike_every.as_millis()).unwrap();
+        let after = self.millis(1..2 * mean);
+        self.plan(after, Event::Strike);
+    }
+
+    pub(super) fn fault(&mut self, fault: Fault) {
+        if self.calm_since.is_some() {
+            return;
+        }
+        self.note(|| format!("FAULT {fault:?}"));
+        self.checks.faults += 1;
+        match fault {
+            Fault::EngineRestart(at) => {
+                self.kill_engine(at);
+                let after = self.millis(10..6_000);
+                self.plan(after, Event::EngineStart(at));
+            }
+            Fault::EngineRestartPlausible(at) => self.restart_plausibly(at),
+            Fault::EngineReset(at) => self.engines[at].life.reset(),
+            Fault::EngineEvict(at) => self.engines[at].life.evict(&mut self.rng),
+            Fault::ZmqLost(at) => self.to_zmq(2 * at, Zmq::Lost),
+            Fault::ZmqDisconnect(at) => {
+                self.disconnect_zmq(2 * at);
+                if self.engines[at].is_up && self.hosts[self.shims[2 * at].host].is_up {
+                    self.plan_connect(2 * at);
+                }
+            }
+            Fault::ShimCrash(at) => self.crash(self.shims[at].host),
+            Fault::SecondShim(at) => {
+                let host = self.shims[2 * at + 1].host;
+                if self.hosts[host].is_up {
+                    self.crash_for_good(host);
+                } else {
+                    self.start_soon(host);
+                }
+            }
+            Fault::CorruptState(at) => self.corrupt_state(at),
+            Fault::IndexerCrash(at) => self.crash(self.indexers[at].host),
+            Fault::CutShim(at) => self.cut(self.shims[at].host),
+            Fault::CutIndexer(at) => self.cut(self.indexers[at].host),
+            Fault::CutAll => self.cut_all(),
+            Fault::PauseShim(at) => self.pause(self.shims[at].host),
+            Fault::PauseIndexer(at) => self.pause(self.indexers[at].host),
+            other => self.plane_fault(other),
+        }
+    }
+
+    fn plane_fault(&mut self, fault: Fault) {
+        match fault {
+            Fault::Copy => self.plane.save_copy(),
+            Fault::LoseTail => {
+                let messages = self.rng.usize(1..12);
+                self.server_restarts();
+                self.plane.lose_tail(messages);
+            }
+            Fault::RollBack => {
+                self.server_restarts();
+                self.plane.roll_back();
+            }
+            Fault::Recreate => {
+                let identity = StreamIdentity {
+                    created_unix_ns: u64::try_from(self.now.as_nanos()).unwrap(),
+                    nonce: self.rng.u64(..),
+                };
+                self.server_restarts();
+                self.plane.recreate(identity);
+            }
+            Fault::Trim => {
+                let keep = self.rng.usize(0..10);
+                self.plane.log.trim(keep);
+            }
+            Fault::LoseRegistry => {
+                self.checks.history_lost = true;
+                self.plane.lose_registry();
+            }
+            Fault::LoseLeases => {
+                let leased = |(_, entry): &(&String, &super::plane::Entry)| entry.expires.is_some();
+                let keys: Vec<String> = self
+                    .plane
+                    .keys
+                    .iter()
+                    .filter(leased)
+                    .map(|(key, _)| key.clone())
+                    .collect();
+                for key in keys {
+                    self.plane.remove(&key);
+                }
+            }
+            Fault::LoseSnapshots => self.plane.blobs.clear(),
+            Fault::CorruptSnapshot => self.corrupt_snapshot(),
+            _ => self.record_fault(fault),
+        }
+        self.tell_watchers();
+        self.pump_all();
+    }
+
+    /// Everybody is cut off for a moment, or hardly notices.
+    fn server_restarts(&mut self) {
+        self.checks.history_lost = true;
+        if self.rng.bool() {
+            self.cut_all();
+        }
+        for at in 0..self.indexers.len() {
+            let after = self.millis(0..5_000);
+            if let Some(run) = &mut self.indexers[at].run {
+                run.tailing.check_at = self.now + after;
+            }
+        }
+    }
+
+    fn record_fault(&mut self, fault: Fault) {
+        let status = self.plane.log.status();
+        if status.first > status.last {
+            return;
+        }
+        let position = LogPosition(self.rng.u64(status.first.0..=status.last.0));
+        let Some(message) = self.plane.log.at(position).cloned() else {
+            return;
+        };
+        let mut payload = message.payload.to_vec();
+        let mut subject = message.subject;
+        match fault {
+            Fault::CorruptRecord => {
+                let at = self.rng.usize(0..payload.len());
+                if self.rng.bool() {
+                    payload[at] ^= 1 << self.rng.u8(0..8);
+                    if !is_noticed(&message.payload, &payload) {
+                        return;
+                    }
+                } else {
+                    payload.truncate(at);
+                }
+            }
+            Fault::ForeignRecord => {
+                subject = match self.rng.u8(0..3) {
+                    0 => "wr.t.kv.w9.0".to_owned(),
+                    1 => "wr.t.kv.w0".to_owned(),
+                    _ => format!("wr.t.kv.w{}.0", self.rng.usize(0..self.rates.workers)),
+                };
+            }
+            Fault::NewerRecord => payload[0] = payload[0].wrapping_add(1),
+            _ => {}
+        }
+        self.plane.append(self.now, subject, payload.into());
+        // What lies there changes, unread: bits rot.
+        if fault == Fault::CorruptRecord
+            && self.rng.bool()
+            && let Some(message) = self.plane.log.at_mut(status.last)
+        {
+            let mut bytes = message.payload.to_vec();
+            let at = self.rng.usize(0..bytes.len());
+            bytes[at] ^= 1 << self.rng.u8(0..8);
+            if is_noticed(&message.payload, &bytes) {
+                message.payload = Bytes::from(bytes);
+            }
+        }
+    }
+
+    fn corrupt_snapshot(&mut self) {
+        let count = self.plane.blobs.len();
+        if count == 0 {
+            return;
+        }
+        let at = self.rng.usize(0..count);
+        let (_, blob) = self.plane.blobs.iter_mut().nth(at).unwrap();
+        let mut bytes = blob.to_vec();
+        if self.rng.bool() {
+            let at = self.rng.usize(0..bytes.len());
+            bytes[at] ^= 1 << self.rng.u8(0..8);
+        } else {
+            bytes.truncate(self.rng.usize(0..bytes.len()));
+        }
+        *blob = Bytes::from(bytes);
+    }
+
+    fn corrupt_state(&mut self, at: usize) {
+        if let Some(disk) = &mut self.shims[at].disk {
+            let mut bytes = disk.to_vec();
+            let at = self.rng.usize(0..bytes.len());
+            bytes[at] ^= 1 << self.rng.u8(0..8);
+            *disk = Bytes::from(bytes);
+        }
+    }
+
+    // --- hosts
+
+    pub(super) fn start_soon(&mut self, host: usize) {
+        let after = self.millis(1..1_000);
+        self.plan(after, Event::Start(host));
+    }
+
+    pub(super) fn start(&mut self, host: usize) {
+        if std::mem::replace(&mut self.hosts[host].is_up, true) {
+            return;
+        }
+        self.hosts[host].life += 1;
+        self.hosts[host].seems_up = !self.hosts[host].is_cut;
+        match self.hosts[host].kind {
+            Kind::Shim(at) => self.start_shim(at),
+            Kind::Indexer(at) => self.start_indexer(at),
+        }
+    }
+
+    fn crash(&mut self, host: usize) {
+        self.crash_for_good(host);
+        let after = self.millis(1..9_000);
+        self.plan(after, Event::Start(host));
+    }
+
+    fn crash_for_good(&mut self, host: usize) {
+        let node = &mut self.hosts[host];
+        node.is_up = false;
+        node.life += 1;
+        node.is_paused = false;
+        node.waiting.clear();
+        match node.kind {
+            Kind::Shim(at) => {
+                self.shims[at].run = None;
+                self.shims[at].is_joined = false;
+            }
+            Kind::Indexer(at) => self.indexers[at].run = None,
+        }
+    }
+
+    fn cut(&mut self, host: usize) {
+        let after = self.millis(10..12_000);
+        self.plan(Duration::ZERO, Event::Link(host, false));
+        self.plan(after, Event::Link(host, true));
+    }
+
+    fn cut_all(&mut self) {
+        let away = self.millis(10..10_000);
+        for host in 0..self.hosts.len() {
+            self.plan(Duration::ZERO, Event::Link(host, false));
+            let after = away + self.millis(0..4_000);
+            self.plan(after, Event::Link(host, true));
+        }
+    }
+
+    fn pause(&mut self, host: usize) {
+        let after = self.millis(10..20_000);
+        if self.hosts[host].is_up {
+            if !std::mem::replace(&mut self.hosts[host].is_paused, true) {
+                self.hosts[host].paused_at = self.now;
+            }
+            self.plan(after, Event::Resume(host));
+        }
+    }
+
+    /// What waited comes at once, in its order.
+    pub(super) fn resume(&mut self, host: usize) {
+        if std::mem::replace(&mut self.hosts[host].is_paused, false) {
+            let stood = self.now - self.hosts[host].paused_at;
+            self.hosts[host].stood_still = (stood, self.now);
+        }
+        let life = self.hosts[host].life;
+        for input in std::mem::take(&mut self.hosts[host].waiting) {
+            self.deliver(host, life, input);
+            // Queries come in between.
+            if let Kind::Indexer(at) = self.hosts[host].kind
+                && let Some(run) = self.indexers[at].run.take()
+            {
+                self.check_index(at, &run);
+                self.indexers[at].run = Some(run);
+            }
+        }
+    }
+
+    /// The storm is over: everything that can be up is up.
+    pub(super) fn calm_down(&mut self) {
+        self.note(|| "CALM".to_owned());
+        self.calm_since = Some(self.now);
+        self.rates.calm_down();
+        for host in 0..self.hosts.len() {
+            self.plan(Duration::ZERO, Event::Resume(host));
+            self.plan(Duration::ZERO, Event::Link(host, true));
+            let is_second = matches!(self.hosts[host].kind, Kind::Shim(at) if at % 2 == 1);
+            if !self.hosts[host].is_up && !is_second {
+                self.plan(Duration::ZERO, Event::Start(host));
+            }
+        }
+        for engine in 0..self.engines.len() {
+            self.plan(Duration::ZERO, Event::EngineStart(engine));
+        }
+    }
+}
+
+/// A record's digest covers its changes, its number orders it; states and engine sequence are the
+/// transport's to keep whole.
+fn is_noticed(before: &[u8], after: &[u8]) -> bool {
+    let before = codec::decode::<Record>(before);
+    let after = codec::decode::<Record>(after);
+    match (before, after) {
+        (Ok(before), Ok(after)) => {
+            before.states == after.states && before.engine_seq == after.engine_seq
+        }
+        (Ok(_) | Err(_), Ok(_) | Err(_)) => true,
+    }
+}

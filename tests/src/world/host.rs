@@ -1,0 +1,187 @@
+//! What runs somewhere: its clock, its way to the plane, and what happens to it next.
+
+use std::cmp::Ordering;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use warmroute_proto::bus::{LogMessage, RegistryEvent};
+use warmroute_proto::{EngineHealth, EngineSeq};
+use warmroute_shim::source::ReplayId;
+
+use super::faults::Fault;
+use super::indexer::IndexThen;
+use super::plane::{At, Op, Reply};
+use super::shim::ShimThen;
+
+/// A machine's own time: it begins anywhere and runs a little fast or slow.
+#[derive(Clone, Copy)]
+pub(super) struct Clock {
+    pub(super) origin: Instant,
+    pub(super) offset: Duration,
+    /// Parts per million that it is too fast.
+    pub(super) drift: i64,
+}
+
+impl Clock {
+    pub(super) fn read(&self, at: At) -> Instant {
+        self.origin + self.offset + scaled(at, 1_000_000 + self.drift, 1_000_000)
+    }
+
+    /// How long the world takes for so much of this clock's time.
+    pub(super) fn span(&self, local: Duration) -> Duration {
+        scaled(local, 1_000_000, 1_000_000 + self.drift)
+    }
+}
+
+fn scaled(time: Duration, by: i64, of: i64) -> Duration {
+    let ns = i128::try_from(time.as_nanos()).unwrap() * i128::from(by) / i128::from(of);
+    Duration::from_nanos(u64::try_from(ns).unwrap())
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    Shim(usize),
+    Indexer(usize),
+}
+
+pub(super) struct Host {
+    pub(super) kind: Kind,
+    /// Counts processes: what was meant for an earlier one is lost with it.
+    pub(super) life: u64,
+    pub(super) is_up: bool,
+    pub(super) is_paused: bool,
+    pub(super) paused_at: At,
+    /// It stood still for so long, up to this moment.
+    pub(super) stood_still: (Duration, At),
+    /// What came meanwhile.
+    pub(super) waiting: Vec<Input>,
+    pub(super) clock: Clock,
+    /// Nothing comes or goes between it and the plane.
+    pub(super) is_cut: bool,
+    /// What its client library says of that, some time later.
+    pub(super) seems_up: bool,
+    /// One connection keeps its order, each way.
+    pub(super) sent_until: At,
+    pub(super) received_until: At,
+    pub(super) zmq_until: At,
+}
+
+/// Something that comes to a process.
+#[derive(Debug)]
+pub(super) enum Input {
+    Timer(Timer),
+    /// The client library tells that the plane is within reach, or not.
+    Connection(bool),
+    Reply(Then, Reply),
+    Heartbeat(Bytes),
+    Resync(Bytes),
+    Health(EngineHealth),
+    Zmq(Zmq),
+    /// A checkpoint is on the disk.
+    Saved(Bytes),
+    Tail(u64, Vec<LogMessage>),
+    TailEnded(u64),
+    Registry(u64, RegistryEvent),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Timer {
+    Tick,
+    Keep,
+    Health,
+    Open(u64),
+    Look(u64),
+    Again(u64),
+    Snapshot,
+}
+
+#[derive(Debug)]
+pub(super) enum Zmq {
+    Connected,
+    Disconnected,
+    Live(EngineSeq, Bytes),
+    Lost,
+    Replayed(ReplayId, Vec<(EngineSeq, Bytes)>, ReplayEnd),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReplayEnd {
+    /// More is coming, or nothing ever.
+    Open,
+    End,
+    Failed,
+}
+
+/// What a process goes on with once it is answered.
+#[derive(Clone, Debug)]
+pub(super) enum Then {
+    Shim(ShimThen),
+    Index(IndexThen),
+    Nothing,
+}
+
+#[derive(Debug)]
+pub(super) enum Event {
+    Host {
+        host: usize,
+        life: u64,
+        input: Input,
+    },
+    /// A question reaches the plane.
+    Plane {
+        host: usize,
+        life: u64,
+        op: Op,
+        then: Then,
+        give_up: At,
+    },
+    Pump(usize),
+    Expire(String),
+    Engine(usize),
+    Connect {
+        shim: usize,
+        life: u64,
+        engine_life: u64,
+    },
+    Replay {
+        shim: usize,
+        life: u64,
+        id: ReplayId,
+        from: EngineSeq,
+    },
+    Start(usize),
+    Resume(usize),
+    Link(usize, bool),
+    EngineStart(usize),
+    Fault(Fault),
+    Strike,
+    Look,
+}
+
+/// What happens at a moment; what was planned first comes first.
+pub(super) struct Planned {
+    pub(super) at: At,
+    pub(super) order: u64,
+    pub(super) event: Event,
+}
+
+impl PartialEq for Planned {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Planned {}
+
+impl PartialOrd for Planned {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Planned {
+    fn cmp(&self, other: &Self) -> Ordering {
+        // The heap gives its greatest first.
+        (other.at, other.order).cmp(&(self.at, self.order))
+    }
+}

@@ -1,0 +1,215 @@
+//! One life of an engine after the other: what is asked of it, what it publishes, and what it holds
+//! after each batch.
+
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use fastrand::Rng;
+use serde_json::Value;
+use warmroute_proto::hash::local_hashes;
+use warmroute_proto::{BlockSize, LocalHash, Seed, Tier};
+use warmroute_router::sim::{Config, Engine, Event, GroupKind, Medium, Request, RequestId};
+
+use super::model::{Model, Pair, Rules};
+use crate::mock::{Encoder, HashMode};
+
+/// What a life held after each of its batches.
+pub type Truth = Vec<Rc<BTreeSet<Pair>>>;
+
+/// Who tells the truth after a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// The engine.
+    Once,
+    /// The engine, and an independent reading of the wire; both must agree.
+    Twice,
+}
+
+/// See the module's documentation.
+pub struct Life {
+    pub config: Config,
+    engine: Engine,
+    pub encoder: Encoder,
+    /// Batches that a replay reaches back.
+    pub buffer: usize,
+    told: Told,
+    /// This life: every batch, and what is held after each.
+    pub batches: Vec<Bytes>,
+    pub truth: Truth,
+    model: Model,
+    running: Vec<RequestId>,
+    pub prompts: Vec<(Vec<u32>, Seed)>,
+    /// The engine did something that it tells with its next batch.
+    pub is_untold: bool,
+}
+
+impl Life {
+    /// An engine of this shape, in its first life.
+    #[must_use]
+    pub fn new(config: Config, hash_mode: HashMode, told: Told) -> Self {
+        let mut life = Self {
+            engine: Engine::new(config.clone()),
+            config,
+            encoder: Encoder {
+                rank: 0,
+                hash_mode,
+                loras: vec!["adapter".into()],
+            },
+            buffer: 10_000,
+            told,
+            batches: Vec::new(),
+            truth: Vec::new(),
+            model: Model::new(Rules::TRUE),
+            running: Vec::new(),
+            prompts: Vec::new(),
+            is_untold: false,
+        };
+        life.begin();
+        life
+    }
+
+    /// The next life: nothing is cached, sequences start at 0, hashes differ. The last one's truth.
+    pub fn begin(&mut self) -> Truth {
+        self.config.life = self.config.life.wrapping_add(1 << 32);
+        self.engine = Engine::new(self.config.clone());
+        self.batches.clear();
+        self.model = Model::new(Rules::TRUE);
+        self.running.clear();
+        self.is_untold = false;
+        std::mem::take(&mut self.truth)
+    }
+
+    /// A request that has something in common with others, if it fits.
+    pub fn submit(&mut self, rng: &mut Rng) {
+        let size = self.config.block_size.tokens();
+        let longest = self.config.longest_request();
+        let family = rng.u32(0..4);
+        let shared = rng.usize(0..8 * size);
+        let own = rng.usize(1..2 * size + 2);
+        let mut prompt: Vec<u32> = (0..shared as u32).map(|at| family * 100_000 + at).collect();
+        prompt.extend((0..own).map(|_| rng.u32(0..2)));
+        // Whole blocks make the engine compute the last one again on every hit.
+        if rng.u8(0..4) == 0 {
+            prompt.truncate((prompt.len() / size * size).max(1));
+        }
+        let max_tokens = rng.usize(1..2 * size + 2);
+        if prompt.len() + max_tokens > longest {
+            return;
+        }
+        let lora = (rng.u8(0..6) == 0).then_some("adapter");
+        let salt = (rng.u8(0..6) == 0).then_some("tenant-a");
+        self.prompts.push((prompt.clone(), Seed::new(lora, salt)));
+        let request = Request {
+            prompt,
+            max_tokens,
+            lora_name: lora.map(Arc::from),
+            cache_salt: salt.map(Arc::from),
+            items: Vec::new(),
+        };
+        self.running.push(self.engine.submit(request).unwrap());
+    }
+
+    /// One step; the number of the batch that it publishes, if it does.
+    pub fn step(&mut self) -> Result<Option<u64>, String> {
+        let outcome = self.engine.step();
+        for finished in outcome.finished {
+            self.running.retain(|id| *id != finished.id);
+        }
+        if outcome.events.is_empty() {
+            return Ok(None);
+        }
+        self.is_untold = false;
+        self.publish(&outcome.events).map(Some)
+    }
+
+    pub fn abort(&mut self, rng: &mut Rng) {
+        if !self.running.is_empty() {
+            let id = self.running.swap_remove(rng.usize(0..self.running.len()));
+            self.engine.abort(id);
+        }
+    }
+
+    pub fn abort_all(&mut self) {
+        for id in self.running.drain(..) {
+            self.engine.abort(id);
+        }
+    }
+
+    pub fn reset(&mut self) {
+        self.is_untold |= self.engine.reset_prefix_cache();
+    }
+
+    pub fn evict(&mut self, rng: &mut Rng) {
+        let held = self.engine.held();
+        let victim = (!held.is_empty()).then(|| held[rng.usize(0..held.len())].prefix);
+        self.is_untold |= victim.is_some_and(|prefix| self.engine.evict(prefix));
+    }
+
+    #[must_use]
+    pub fn has_requests(&self) -> bool {
+        self.engine.has_requests()
+    }
+
+    /// One of the prompts that were asked for, as blocks.
+    pub fn some_prompt(&self, rng: &mut Rng) -> Option<Vec<LocalHash>> {
+        if self.prompts.is_empty() {
+            return None;
+        }
+        let (prompt, seed) = &self.prompts[rng.usize(0..self.prompts.len())];
+        Some(local_hashes(prompt, self.config.block_size, *seed))
+    }
+
+    /// Numbers a batch and notes the truth after it.
+    fn publish(&mut self, events: &[Event]) -> Result<u64, String> {
+        let seq = self.batches.len() as u64;
+        let time = (self.config.life % 1000) as f64 + seq as f64;
+        let truth: BTreeSet<Pair> = self
+            .engine
+            .held()
+            .iter()
+            .map(|held| (held.prefix.0, tier_of(held.medium).number()))
+            .collect();
+        if self.told == Told::Twice {
+            let plain = Encoder {
+                hash_mode: HashMode::Int,
+                ..self.encoder.clone()
+            };
+            let payload = plain.encode(time, events).unwrap();
+            let payload: Value = rmp_serde::from_slice(&payload).unwrap();
+            self.model.apply(&payload);
+            if truth != self.model.held() {
+                return Err(format!(
+                    "batch {seq}: wire and engine disagree on the truth"
+                ));
+            }
+        }
+        self.truth.push(Rc::new(truth));
+        self.batches
+            .push(self.encoder.encode(time, events).unwrap().into());
+        Ok(seq)
+    }
+}
+
+/// An engine of a random shape.
+pub fn draw_config(rng: &mut Rng) -> Config {
+    let size = BlockSize::new([2, 4, 16][rng.usize(0..3)]).unwrap();
+    let mut config = Config::new(size, rng.u32(12..80));
+    config.max_num_batched_tokens = [16, 64, 8192][rng.usize(0..3)];
+    config.max_num_seqs = rng.usize(1..8);
+    config.cpu_blocks = if rng.bool() { 0 } else { rng.u32(4..40) };
+    if rng.u8(0..4) == 0 {
+        let window = u32::try_from(2 * size.tokens()).unwrap();
+        let sliding = GroupKind::SlidingWindow(window);
+        config.groups = vec![sliding, sliding, GroupKind::FullAttention];
+    }
+    config
+}
+
+const fn tier_of(medium: Medium) -> Tier {
+    match medium {
+        Medium::Gpu => Tier::Gpu,
+        Medium::Cpu => Tier::Cpu,
+    }
+}

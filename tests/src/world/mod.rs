@@ -1,0 +1,310 @@
+//! A small deterministic world: engines, shims and indexers around one plane, under faults.
+//!
+//! The cores are the products' own: `SourceCore` with its checkpoints, `Fold` with snapshots and the
+//! judge of logs, the engine model with vLLM's wire format. Their
+//! thin shells are mirrored here as drivers (`shim`, `indexer`, `snapshots`) that
+//! decide nothing. Around them: virtual time, clocks that drift, links that delay, lose, repeat and
+//! reorder, a log that is trimmed, cut, rolled back and made anew, a registry with leases.
+//!
+//! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
+//! the storm all faults stop, and the world has a bounded time to be right again. `check` says what
+//! has to hold always and what in the end.
+//!
+//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Routers'
+//! replicas have a world of their own (`router/src/sync/tests/world.rs`).
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::wildcard_enum_match_arm,
+    reason = "a harness fails by panicking, and answers of the wrong kind are all alike"
+)]
+
+mod breakage;
+mod check;
+mod engine;
+mod faults;
+mod host;
+mod indexer;
+pub mod life;
+pub mod model;
+mod plane;
+mod shim;
+mod snapshots;
+mod wire;
+
+use std::collections::BinaryHeap;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Namespace, StreamIdentity};
+
+use check::Checks;
+pub use check::Report;
+use engine::EngineNode;
+pub use faults::{Fault, Rates, Scripted};
+use host::{Clock, Event, Host, Kind, Planned};
+use indexer::Indexer;
+use plane::{At, Log, Plane};
+use shim::Shim;
+
+/// A rule that a test breaks on purpose, to see that breaking it is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Breakage {
+    /// The record at the applied position is not looked at.
+    RefilledLogUnseen,
+    /// A restart whose replay begins like the life before is believed.
+    PlausibleRestart,
+    /// The next generation is taken from the key alone.
+    GenerationRolledBack,
+    /// Records of older generations are taken as if they were of the present one.
+    NoFence,
+    /// Nobody compares digests.
+    NoDigest,
+    /// A run goes on behind a block that is not held.
+    JumpOverHole,
+}
+
+impl Breakage {
+    pub const ALL: [Self; 6] = [
+        Self::RefilledLogUnseen,
+        Self::PlausibleRestart,
+        Self::GenerationRolledBack,
+        Self::NoFence,
+        Self::NoDigest,
+        Self::JumpOverHole,
+    ];
+}
+
+/// What to run.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    pub seed: u64,
+    pub broken: Option<Breakage>,
+    /// Faults at fixed moments, on top of the seed's.
+    pub script: Vec<Scripted>,
+    /// No faults but the script's.
+    pub is_calm: bool,
+    pub is_traced: bool,
+}
+
+impl Plan {
+    #[must_use]
+    pub fn of(seed: u64) -> Self {
+        Self {
+            seed,
+            ..Self::default()
+        }
+    }
+}
+
+/// How it went.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    pub report: Report,
+    /// The first rule that did not hold, and when.
+    pub broken: Option<String>,
+    pub trace: Vec<String>,
+}
+
+/// See the module's documentation.
+pub struct World {
+    now: At,
+    queue: BinaryHeap<Planned>,
+    planned: u64,
+    rng: Rng,
+    rates: Rates,
+    broken: Option<Breakage>,
+    plane: Plane,
+    hosts: Vec<Host>,
+    engines: Vec<EngineNode>,
+    shims: Vec<Shim>,
+    indexers: Vec<Indexer>,
+    namespace: Namespace,
+    subjects: Subjects,
+    checks: Checks,
+    /// The faults are over since then.
+    calm_since: Option<At>,
+    trace: Option<Vec<String>>,
+}
+
+/// Runs one plan to its end.
+#[must_use]
+pub fn run(plan: &Plan) -> Outcome {
+    let mut world = World::new(plan);
+    world.run(plan);
+    Outcome {
+        report: world.checks.report(),
+        broken: world.checks.broken.take(),
+        trace: world.trace.unwrap_or_default(),
+    }
+}
+
+impl World {
+    fn new(plan: &Plan) -> Self {
+        let mut rng = Rng::with_seed(plan.seed);
+        let rates = Rates::draw(&mut rng, plan.is_calm);
+        let namespace = Namespace::from("t");
+        let log = Log::new(
+            StreamIdentity {
+                created_unix_ns: 1,
+                nonce: rng.u64(..),
+            },
+            rates.log_messages_max,
+        );
+        let mut world = Self {
+            now: Duration::ZERO,
+            queue: BinaryHeap::new(),
+            planned: 0,
+            rates,
+            broken: plan.broken,
+            plane: Plane::new(log),
+            hosts: Vec::new(),
+            engines: Vec::new(),
+            shims: Vec::new(),
+            indexers: Vec::new(),
+            subjects: Subjects::new(&namespace),
+            namespace,
+            checks: Checks::default(),
+            calm_since: None,
+            trace: plan.is_traced.then(Vec::new),
+            rng,
+        };
+        world.build();
+        world
+    }
+
+    fn build(&mut self) {
+        let origin = origin();
+        for worker in 0..self.rates.workers {
+            let engine = EngineNode::draw(worker, &self.rates, &mut self.rng);
+            self.engines.push(engine);
+            self.plan_engine(worker);
+        }
+        // Each engine has a shim, and one in waiting that only a fault starts.
+        for at in 0..2 * self.rates.workers {
+            let host = self.add_host(origin, Kind::Shim(at));
+            let shim = Shim {
+                host,
+                worker: at / 2,
+                keeps_state: self.rng.u8(0..3) > 0,
+                disk: None,
+                run: None,
+                is_joined: false,
+            };
+            self.shims.push(shim);
+            if at % 2 == 0 {
+                self.start_soon(host);
+            }
+        }
+        for at in 0..self.rates.indexers {
+            let host = self.add_host(origin, Kind::Indexer(at));
+            self.indexers.push(Indexer {
+                host,
+                run: None,
+                runs: 0,
+            });
+            self.start_soon(host);
+        }
+    }
+
+    fn add_host(&mut self, origin: Instant, kind: Kind) -> usize {
+        let clock = Clock {
+            origin,
+            offset: Duration::from_millis(self.rng.u64(0..100_000)),
+            drift: self.rng.i64(-self.rates.drift..=self.rates.drift),
+        };
+        self.hosts.push(Host {
+            kind,
+            life: 0,
+            is_up: false,
+            is_paused: false,
+            paused_at: Duration::ZERO,
+            stood_still: (Duration::ZERO, Duration::ZERO),
+            waiting: Vec::new(),
+            clock,
+            is_cut: false,
+            seems_up: true,
+            sent_until: Duration::ZERO,
+            received_until: Duration::ZERO,
+            zmq_until: Duration::ZERO,
+        });
+        self.hosts.len() - 1
+    }
+
+    fn run(&mut self, plan: &Plan) {
+        for scripted in &plan.script {
+            self.plan(scripted.after, Event::Fault(scripted.fault));
+        }
+        self.plan(Duration::from_secs(1), Event::Strike);
+        self.plan(Duration::from_secs(1), Event::Look);
+        while self.checks.broken.is_none()
+            && let Some(Planned { at, event, .. }) = self.queue.pop()
+        {
+            self.now = at;
+            self.checks.events += 1;
+            self.happen(event);
+            if self.calm_since.is_none() && self.now >= self.rates.storm {
+                self.calm_down();
+            }
+            if let Some(since) = self.calm_since
+                && self.is_over(since)
+            {
+                return;
+            }
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Host { host, life, input } => self.deliver(host, life, input),
+            Event::Plane {
+                host,
+                life,
+                op,
+                then,
+                give_up,
+            } => self.ask_plane((host, life), op, then, give_up),
+            Event::Pump(host) => self.pump(host),
+            Event::Expire(key) => {
+                self.plane.expire(self.now, &key);
+                self.tell_watchers();
+            }
+            Event::Engine(engine) => self.engine_works(engine),
+            Event::Connect {
+                shim,
+                life,
+                engine_life,
+            } => self.connect_zmq(shim, life, engine_life),
+            Event::Replay {
+                shim,
+                life,
+                id,
+                from,
+            } => self.replay(shim, life, id, from),
+            Event::Resume(host) => self.resume(host),
+            Event::Start(host) => self.start(host),
+            Event::Link(host, is_up) => self.link(host, is_up),
+            Event::EngineStart(engine) => self.start_engine(engine),
+            Event::Fault(fault) => self.fault(fault),
+            Event::Strike => self.strike(),
+            Event::Look => self.look_around(),
+        }
+    }
+
+    fn note(&mut self, line: impl FnOnce() -> String) {
+        let now = self.now;
+        if let Some(trace) = &mut self.trace {
+            trace.push(format!("{:>10.6} {}", now.as_secs_f64(), line()));
+        }
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "an origin, never compared with real time"
+)]
+fn origin() -> Instant {
+    Instant::now()
+}

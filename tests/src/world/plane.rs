@@ -1,0 +1,312 @@
+//! The server's side: one log, one registry, one snapshot store, and what can happen to them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use bytes::Bytes;
+use warmroute_proto::bus::{LogMessage, LogStatus, PutIf, RegistryEntry, Revision};
+use warmroute_proto::{LogPosition, StreamIdentity};
+
+/// Since the world began.
+pub(super) type At = Duration;
+
+/// One question to the plane, answered in one step.
+#[derive(Clone, Debug)]
+pub(super) enum Op {
+    Append {
+        subject: String,
+        payload: Bytes,
+    },
+    Status,
+    LastOn(String),
+    At(LogPosition),
+    Get(String),
+    Put {
+        key: String,
+        value: Bytes,
+        condition: PutIf,
+        lease: Option<Duration>,
+    },
+    Delete(String, Revision),
+    Blobs,
+    Blob(String),
+    PutBlob(String, Bytes),
+    DeleteBlob(String),
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Reply {
+    Position(LogPosition),
+    Status(LogStatus),
+    Message(Option<LogMessage>),
+    Entry(Option<RegistryEntry>),
+    Revision(Revision),
+    Names(Vec<String>),
+    Blob(Option<Bytes>),
+    Done,
+    Conflict,
+    /// Nobody answered in time; what was asked may have been done.
+    Unavailable,
+}
+
+impl Reply {
+    pub(super) const fn word(&self) -> &'static str {
+        match self {
+            Self::Position(_)
+            | Self::Status(_)
+            | Self::Message(_)
+            | Self::Entry(_)
+            | Self::Revision(_)
+            | Self::Names(_)
+            | Self::Blob(_)
+            | Self::Done => "well",
+            Self::Conflict => "with a conflict",
+            Self::Unavailable => "never",
+        }
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct Log {
+    pub(super) identity: StreamIdentity,
+    messages: VecDeque<LogMessage>,
+    last: LogPosition,
+    pub(super) messages_max: usize,
+}
+
+impl Log {
+    pub(super) const fn new(identity: StreamIdentity, messages_max: usize) -> Self {
+        Self {
+            identity,
+            messages: VecDeque::new(),
+            last: LogPosition(0),
+            messages_max,
+        }
+    }
+
+    pub(super) fn status(&self) -> LogStatus {
+        let first = self.messages.front();
+        LogStatus {
+            identity: self.identity,
+            first: first.map_or_else(|| self.last.next(), |message| message.position),
+            last: self.last,
+        }
+    }
+
+    fn append(&mut self, subject: String, payload: Bytes, stored_unix_ns: u64) -> LogPosition {
+        self.last = self.last.next();
+        self.messages.push_back(LogMessage {
+            position: self.last,
+            subject,
+            payload,
+            stored_unix_ns,
+        });
+        self.trim(self.messages_max);
+        self.last
+    }
+
+    /// Lets the oldest go.
+    pub(super) fn trim(&mut self, keep: usize) {
+        while self.messages.len() > keep {
+            self.messages.pop_front();
+        }
+    }
+
+    pub(super) fn at(&self, position: LogPosition) -> Option<&LogMessage> {
+        let first = self.messages.front()?.position;
+        let index = position.0.checked_sub(first.0)?;
+        self.messages.get(usize::try_from(index).ok()?)
+    }
+
+    pub(super) fn at_mut(&mut self, position: LogPosition) -> Option<&mut LogMessage> {
+        let first = self.messages.front()?.position;
+        let index = position.0.checked_sub(first.0)?;
+        self.messages.get_mut(usize::try_from(index).ok()?)
+    }
+
+    fn last_on(&self, subject: &str) -> Option<&LogMessage> {
+        let mut newest_first = self.messages.iter().rev();
+        newest_first.find(|message| message.subject == subject)
+    }
+
+    pub(super) fn after(&self, after: LogPosition, max: usize) -> Vec<LogMessage> {
+        let first = self.status().first;
+        let skip = after.next().0.saturating_sub(first.0);
+        let skip = usize::try_from(skip).unwrap_or(usize::MAX);
+        let skip = skip.min(self.messages.len());
+        self.messages.range(skip..).take(max).cloned().collect()
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct Entry {
+    pub(super) entry: RegistryEntry,
+    pub(super) expires: Option<At>,
+}
+
+/// A change that watchers are to be told.
+#[derive(Clone, Debug)]
+pub(super) struct Changed {
+    pub(super) key: String,
+    /// None: gone.
+    pub(super) entry: Option<RegistryEntry>,
+}
+
+pub(super) struct Plane {
+    pub(super) log: Log,
+    pub(super) keys: BTreeMap<String, Entry>,
+    revision: u64,
+    pub(super) blobs: BTreeMap<String, Bytes>,
+    /// An older copy of log and registry.
+    copy: Option<(Log, BTreeMap<String, Entry>)>,
+    stored: u64,
+    pub(super) changed: Vec<Changed>,
+}
+
+impl Plane {
+    pub(super) const fn new(log: Log) -> Self {
+        Self {
+            log,
+            keys: BTreeMap::new(),
+            revision: 0,
+            blobs: BTreeMap::new(),
+            copy: None,
+            stored: 0,
+            changed: Vec::new(),
+        }
+    }
+
+    pub(super) fn answer(&mut self, now: At, op: Op) -> Reply {
+        match op {
+            Op::Append { subject, payload } => Reply::Position(self.append(now, subject, payload)),
+            Op::Status => Reply::Status(self.log.status()),
+            Op::LastOn(subject) => Reply::Message(self.log.last_on(&subject).cloned()),
+            Op::At(position) => Reply::Message(self.log.at(position).cloned()),
+            Op::Get(key) => Reply::Entry(self.keys.get(&key).map(|entry| entry.entry.clone())),
+            Op::Put {
+                key,
+                value,
+                condition,
+                lease,
+            } => self.put(key, value, condition, lease.map(|lease| now + lease)),
+            Op::Delete(key, revision) => {
+                let is_it = |entry: &Entry| entry.entry.revision == revision;
+                if !self.keys.get(&key).is_some_and(is_it) {
+                    return Reply::Conflict;
+                }
+                self.remove(&key);
+                Reply::Done
+            }
+            Op::Blobs => Reply::Names(self.blobs.keys().cloned().collect()),
+            Op::Blob(name) => Reply::Blob(self.blobs.get(&name).cloned()),
+            Op::PutBlob(name, blob) => {
+                if self.blobs.contains_key(&name) {
+                    return Reply::Conflict;
+                }
+                self.blobs.insert(name, blob);
+                Reply::Done
+            }
+            Op::DeleteBlob(name) => {
+                self.blobs.remove(&name);
+                Reply::Done
+            }
+        }
+    }
+
+    pub(super) fn append(&mut self, now: At, subject: String, payload: Bytes) -> LogPosition {
+        // No two messages are stored at one moment.
+        self.stored = (self.stored + 1).max(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX));
+        self.log.append(subject, payload, self.stored)
+    }
+
+    fn put(&mut self, key: String, value: Bytes, condition: PutIf, expires: Option<At>) -> Reply {
+        let present = self.keys.get(&key).map(|entry| entry.entry.revision);
+        let holds = match condition {
+            PutIf::Always => true,
+            PutIf::Absent => present.is_none(),
+            PutIf::Revision(revision) => present == Some(revision),
+        };
+        if !holds {
+            return Reply::Conflict;
+        }
+        self.revision += 1;
+        let revision = Revision(self.revision);
+        let entry = RegistryEntry { value, revision };
+        self.changed.push(Changed {
+            key: key.clone(),
+            entry: Some(entry.clone()),
+        });
+        self.keys.insert(key, Entry { entry, expires });
+        Reply::Revision(revision)
+    }
+
+    /// Keys whose time is over go, unless they were written again.
+    pub(super) fn expire(&mut self, now: At, key: &str) {
+        let is_over = |entry: &Entry| entry.expires.is_some_and(|expires| expires <= now);
+        if self.keys.get(key).is_some_and(is_over) {
+            self.remove(key);
+        }
+    }
+
+    pub(super) fn remove(&mut self, key: &str) {
+        if self.keys.remove(key).is_some() {
+            self.changed.push(Changed {
+                key: key.to_owned(),
+                entry: None,
+            });
+        }
+    }
+
+    // --- what goes wrong
+
+    pub(super) fn save_copy(&mut self) {
+        self.copy = Some((self.log.clone(), self.keys.clone()));
+    }
+
+    /// The server starts from an older copy of its directory. Leases in it ran out long ago.
+    pub(super) fn roll_back(&mut self) -> bool {
+        let Some((log, keys)) = self.copy.clone() else {
+            return false;
+        };
+        let messages_max = self.log.messages_max;
+        self.log = log;
+        self.log.messages_max = messages_max;
+        for key in self.keys.keys().cloned().collect::<Vec<_>>() {
+            self.remove(&key);
+        }
+        for (key, entry) in keys {
+            if entry.expires.is_none() {
+                self.changed.push(Changed {
+                    key: key.clone(),
+                    entry: Some(entry.entry.clone()),
+                });
+                self.keys.insert(key, entry);
+            }
+        }
+        // The server's count goes back with it.
+        let newest = self.keys.values().map(|entry| entry.entry.revision.0).max();
+        self.revision = newest.unwrap_or(0);
+        true
+    }
+
+    /// The log's last messages are gone; positions are given again.
+    pub(super) fn lose_tail(&mut self, messages: usize) {
+        for _ in 0..messages {
+            if let Some(lost) = self.log.messages.pop_back() {
+                self.log.last = LogPosition(lost.position.0 - 1);
+            }
+        }
+    }
+
+    pub(super) fn recreate(&mut self, identity: StreamIdentity) {
+        self.log = Log::new(identity, self.log.messages_max);
+        self.copy = None;
+    }
+
+    pub(super) fn lose_registry(&mut self) {
+        for key in self.keys.keys().cloned().collect::<Vec<_>>() {
+            self.remove(&key);
+        }
+        self.revision = 0;
+    }
+}
