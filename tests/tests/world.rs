@@ -1,6 +1,12 @@
 //! The simulated world: random storms, named faults, and rules broken on purpose.
 //!
 //! Any of them again: `cargo run -p warmroute-tests --bin world -- --trace SEED`.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    reason = "a test fails by panicking, and tells how long healing took"
+)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

@@ -108,7 +108,7 @@ impl World {
         self.note(|| format!("engine {at}: batch {seq}"));
         for shim in [2 * at, 2 * at + 1] {
             if self.shims[shim].is_joined && !self.strikes(self.rates.zmq_lost) {
-                self.to_zmq(shim, Zmq::Live(EngineSeq(seq), payload.clone()));
+                self.send_zmq(shim, Zmq::Live(EngineSeq(seq), payload.clone()));
             }
         }
     }
@@ -135,7 +135,7 @@ impl World {
         let mut after = self.delay();
         for chunk in kept.chunks(REPLAY_CHUNK) {
             let batches = Zmq::Replayed(id, chunk.to_vec(), ReplayEnd::Open);
-            self.to_host_after(host, after, Input::Zmq(batches));
+            self.send_host(host, after, Input::Zmq(batches));
             after += self.delay();
         }
         let end = if is_broken {
@@ -146,7 +146,7 @@ impl World {
         // Broken off, it may also just say nothing more.
         if !is_broken || self.rng.bool() {
             let end = Zmq::Replayed(id, Vec::new(), end);
-            self.to_host_after(host, after, Input::Zmq(end));
+            self.send_host(host, after, Input::Zmq(end));
         }
     }
 

@@ -237,7 +237,7 @@ impl World {
             Fault::EngineRestartPlausible(at) => self.restart_plausibly(at),
             Fault::EngineReset(at) => self.engines[at].life.reset(),
             Fault::EngineEvict(at) => self.engines[at].life.evict(&mut self.rng),
-            Fault::ZmqLost(at) => self.to_zmq(2 * at, Zmq::Lost),
+            Fault::ZmqLost(at) => self.send_zmq(2 * at, Zmq::Lost),
             Fault::ZmqDisconnect(at) => {
                 self.disconnect_zmq(2 * at);
                 if self.engines[at].is_up && self.hosts[self.shims[2 * at].host].is_up {

@@ -41,7 +41,7 @@ pub(super) enum IndexThen {
     Status(For, u64, Instant),
     Record(For, u64, Instant, LogStatus),
     Restore(RestoreStep),
-    Snapshot(SnapThen),
+    Snapshot(Box<SnapThen>),
 }
 
 #[derive(Clone, Debug)]
@@ -175,28 +175,12 @@ impl World {
     fn index(&mut self, at: usize, run: &mut IndexRun, input: Input) {
         let host = self.indexers[at].host;
         let now = self.local(host);
-        let is_loading = run.restore.is_some();
+        let Some(input) = self.index_always(at, run, now, input) else {
+            return;
+        };
         match input {
-            Input::Reply(Then::Index(IndexThen::Restore(step)), reply) => {
-                self.restore_step(at, run, step, reply);
-            }
-            Input::Timer(Timer::Again(_)) => self.restore_again(at, run),
-            Input::Timer(Timer::Tick) => {
-                self.timer(host, TICK, Timer::Tick);
-                // The writer's task is the one that waits: its ticks are delayed.
-                if !is_loading {
-                    self.index_tick(at, run, now);
-                }
-            }
-            Input::Timer(Timer::Snapshot) => {
-                self.timer(host, Duration::from_secs(1), Timer::Snapshot);
-                self.snapshot_if_due(at, run, now);
-            }
-            Input::Reply(Then::Index(IndexThen::Snapshot(then)), reply) => {
-                self.snapshot_then(at, run, then, reply);
-            }
             Input::Connection(_) if run.phase != Phase::Following => {}
-            other if is_loading => run.waiting.push_back(other),
+            other if run.restore.is_some() => run.waiting.push_back(other),
             Input::Timer(Timer::Open(session)) if session == run.session => {
                 self.open(at, run, now);
             }
@@ -252,6 +236,39 @@ impl World {
             | Input::Registry(..) => {}
             other => panic!("an indexer is told {other:?}"),
         }
+    }
+
+    /// What is not the session's; the rest comes back.
+    fn index_always(
+        &mut self,
+        at: usize,
+        run: &mut IndexRun,
+        now: Instant,
+        input: Input,
+    ) -> Option<Input> {
+        let host = self.indexers[at].host;
+        match input {
+            Input::Reply(Then::Index(IndexThen::Restore(step)), reply) => {
+                self.restore_step(at, run, step, reply);
+            }
+            Input::Timer(Timer::Again(_)) => self.restore_again(at, run),
+            Input::Timer(Timer::Tick) => {
+                self.timer(host, TICK, Timer::Tick);
+                // The writer's task is the one that waits: its ticks are delayed.
+                if run.restore.is_none() {
+                    self.index_tick(at, run, now);
+                }
+            }
+            Input::Timer(Timer::Snapshot) => {
+                self.timer(host, Duration::from_secs(1), Timer::Snapshot);
+                self.snapshot_if_due(at, run, now);
+            }
+            Input::Reply(Then::Index(IndexThen::Snapshot(then)), reply) => {
+                self.snapshot_then(at, run, *then, reply);
+            }
+            other => return Some(other),
+        }
+        None
     }
 
     fn registry(run: &mut IndexRun, now: Instant, event: RegistryEvent) {
@@ -524,27 +541,8 @@ impl World {
                 let key = self.subjects.snapshot_pointer_key();
                 self.restore_call(at, Op::Get(key), RestoreStep::Pointer(status, names));
             }
-            (RestoreStep::Pointer(status, mut names), reply) => {
-                if let Reply::Entry(Some(entry)) = reply
-                    && let Ok(pointer) = codec::decode::<SnapshotPointer>(&entry.value)
-                {
-                    names.push(pointer.newest.name);
-                    names.extend(pointer.older.map(|older| older.name));
-                }
-                names.sort_unstable();
-                names.dedup();
-                let candidates = policy::candidates(&names, status.identity);
-                restore.candidates = candidates
-                    .into_iter()
-                    .take_while(|(name, _)| {
-                        let is_of_use = match &restore.wanted {
-                            Wanted::Above(position) => name.position > *position,
-                            Wanted::Any | Wanted::Holding(_) => true,
-                        };
-                        is_of_use && same_log::goes_on_from(name.position, &status)
-                    })
-                    .map(|(_, text)| text.to_owned())
-                    .collect();
+            (RestoreStep::Pointer(status, names), reply) => {
+                restore.candidates = candidates(&restore.wanted, &status, names, reply);
                 run.restore = Some(restore);
                 self.next_candidate(at, run, &status);
                 return;
@@ -701,4 +699,32 @@ impl World {
             Cause::Mismatch => self.ask_for_resyncs(at, run, now),
         }
     }
+}
+
+/// The names worth trying, the newest first. The pointer is a hint; the list is what is there.
+fn candidates(
+    wanted: &Wanted,
+    status: &LogStatus,
+    mut names: Vec<String>,
+    pointer: Reply,
+) -> VecDeque<String> {
+    if let Reply::Entry(Some(entry)) = pointer
+        && let Ok(pointer) = codec::decode::<SnapshotPointer>(&entry.value)
+    {
+        names.push(pointer.newest.name);
+        names.extend(pointer.older.map(|older| older.name));
+    }
+    names.sort_unstable();
+    names.dedup();
+    policy::candidates(&names, status.identity)
+        .into_iter()
+        .take_while(|(name, _)| {
+            let is_of_use = match wanted {
+                Wanted::Above(position) => name.position > *position,
+                Wanted::Any | Wanted::Holding(_) => true,
+            };
+            is_of_use && same_log::goes_on_from(name.position, status)
+        })
+        .map(|(_, text)| text.to_owned())
+        .collect()
 }

@@ -169,14 +169,14 @@ impl World {
         let is_current = self.hosts[host].life == life && engine.number == engine_life;
         if is_current && engine.is_up && self.hosts[host].is_up && !self.shims[at].is_joined {
             // What is published between here and there is missed by a slow joiner.
-            self.to_zmq(at, Zmq::Connected);
+            self.send_zmq(at, Zmq::Connected);
             self.shims[at].is_joined = true;
         }
     }
 
     pub(super) fn disconnect_zmq(&mut self, at: usize) {
         if std::mem::replace(&mut self.shims[at].is_joined, false) {
-            self.to_zmq(at, Zmq::Disconnected);
+            self.send_zmq(at, Zmq::Disconnected);
         }
     }
 
@@ -204,7 +204,7 @@ impl World {
                     EngineHealth::Unhealthy
                 };
                 let after = self.millis(0..50);
-                self.to_host_after(host, after, Input::Health(health));
+                self.send_host(host, after, Input::Health(health));
             }
             Input::Health(health) => run.core.health(now, health),
             Input::Connection(is_up) => {
@@ -299,7 +299,7 @@ impl World {
                 run.is_saving = true;
                 let bytes = checkpoint::encode(&checkpoint);
                 let after = self.millis(1..300);
-                self.to_host_after(host, after, Input::Saved(bytes.into()));
+                self.send_host(host, after, Input::Saved(bytes.into()));
             }
         }
     }
@@ -340,12 +340,12 @@ impl World {
                     run.first_under_way += 1;
                 }
             }
-            ShimThen::ClaimGot(_)
-            | ShimThen::ClaimLast(..)
-            | ShimThen::ClaimPut(_)
-            | ShimThen::TailLast(..)
-            | ShimThen::TailStatus(..)
-            | ShimThen::TailGet(..) => self.shim_outside(at, run, then, reply),
+            ShimThen::ClaimGot(_) | ShimThen::ClaimLast(..) | ShimThen::ClaimPut(_) => {
+                self.shim_claim(at, run, then, reply);
+            }
+            ShimThen::TailLast(..) | ShimThen::TailStatus(..) | ShimThen::TailGet(..) => {
+                self.shim_tail(at, run, then, reply);
+            }
             ShimThen::Renewed(..)
             | ShimThen::RenewFound(_)
             | ShimThen::Acquired(_)
@@ -354,8 +354,8 @@ impl World {
         }
     }
 
-    /// `service::outside`: claims, and looks at the log's end.
-    fn shim_outside(&mut self, at: usize, run: &mut Run, then: ShimThen, reply: Reply) {
+    /// `service::outside`: 1 + the highest known, by compare-and-set.
+    fn shim_claim(&mut self, at: usize, run: &mut Run, then: ShimThen, reply: Reply) {
         let host = self.shims[at].host;
         let now = self.local(host);
         let source = self.engines[self.shims[at].worker].source.clone();
@@ -393,9 +393,16 @@ impl World {
             (ShimThen::ClaimPut(next), Reply::Revision(_)) => {
                 run.core.generation_claimed(now, next);
             }
-            (ShimThen::ClaimGot(_) | ShimThen::ClaimLast(..) | ShimThen::ClaimPut(_), _) => {
-                run.core.claim_failed(now);
-            }
+            (_, _) => run.core.claim_failed(now),
+        }
+    }
+
+    /// `service::outside`: a look at the log's end.
+    fn shim_tail(&mut self, at: usize, run: &mut Run, then: ShimThen, reply: Reply) {
+        let host = self.shims[at].host;
+        let now = self.local(host);
+        let source = self.engines[self.shims[at].worker].source.clone();
+        match (then, reply) {
             (ShimThen::TailLast(id, is_thorough), Reply::Message(last)) => {
                 if is_thorough || last.is_none() {
                     let then = ShimThen::TailStatus(id, is_thorough, last);

@@ -60,7 +60,7 @@ impl World {
 
     fn snapshot_call(&mut self, at: usize, op: Op, then: SnapThen) {
         let host = self.indexers[at].host;
-        let then = Then::Index(IndexThen::Snapshot(then));
+        let then = Then::Index(IndexThen::Snapshot(Box::new(then)));
         self.call(host, op, then, Duration::from_secs(5));
     }
 

@@ -50,10 +50,10 @@ impl World {
 
     pub(super) fn timer(&mut self, host: usize, local: Duration, timer: Timer) {
         let after = self.hosts[host].clock.span(local);
-        self.to_host_after(host, after, Input::Timer(timer));
+        self.send_host(host, after, Input::Timer(timer));
     }
 
-    pub(super) fn to_host_after(&mut self, host: usize, after: Duration, input: Input) {
+    pub(super) fn send_host(&mut self, host: usize, after: Duration, input: Input) {
         let life = self.hosts[host].life;
         self.plan(after, Event::Host { host, life, input });
     }
@@ -75,7 +75,7 @@ impl World {
                 }
                 Input::Reply(then, reply) if !matches!(reply, Reply::Unavailable) => {
                     let again = Input::Reply(then, Reply::Unavailable);
-                    self.to_host_after(host, Duration::from_millis(500), again);
+                    self.send_host(host, Duration::from_millis(500), again);
                     return;
                 }
                 _ => {}
@@ -318,14 +318,14 @@ impl World {
             && let Some(again) = again(&input)
         {
             let after = self.delay() + self.delay();
-            self.to_host_after(to, after, again);
+            self.send_host(to, after, again);
         }
         let after = self.delay();
-        self.to_host_after(to, after, input);
+        self.send_host(to, after, input);
     }
 
     /// The engine's socket keeps its order.
-    pub(super) fn to_zmq(&mut self, shim: usize, zmq: Zmq) {
+    pub(super) fn send_zmq(&mut self, shim: usize, zmq: Zmq) {
         let host = self.shims[shim].host;
         let at = (self.now + self.delay()).max(self.hosts[host].zmq_until);
         self.hosts[host].zmq_until = at;
@@ -347,14 +347,14 @@ impl World {
             let noticed = self.rng.bool() || self.rates.is_calm;
             if noticed {
                 self.hosts[host].seems_up = false;
-                self.to_host_after(host, Duration::ZERO, Input::Connection(false));
+                self.send_host(host, Duration::ZERO, Input::Connection(false));
             }
             return;
         }
         let noticed = !std::mem::replace(&mut self.hosts[host].seems_up, true);
         if noticed || self.rng.bool() {
             // A flicker that was not seen as one is told as up again.
-            self.to_host_after(host, Duration::ZERO, Input::Connection(true));
+            self.send_host(host, Duration::ZERO, Input::Connection(true));
         }
         if let Kind::Indexer(at) = self.hosts[host].kind
             && let Some(mut run) = self.indexers[at].run.take()
