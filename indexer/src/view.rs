@@ -11,7 +11,7 @@ use warmroute_proto::{
 };
 
 use crate::fold::{Fold, SourceStanding};
-use crate::metrics::{Levels, SourceLevel};
+use crate::metrics::{Levels, Memory, SourceLevel};
 
 /// The body of `/v1/digest`. What is not known is null.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -123,6 +123,7 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
     let level = |(source, standing): (&Source, SourceStanding)| SourceLevel {
         source: source.clone(),
         state: standing.states.gpu,
+        is_set_aside: standing.reason == Some(UnknownReason::Memory),
         generation: standing.generation.map(|generation| generation.0),
         number: standing.number.map(|number| number.0),
         blocks: standing.digest.map(|digest| digest.count),
@@ -132,6 +133,13 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
         sources: fold.standings(now).map(level).collect(),
         nodes: fold.tree().nodes(),
         bytes: fold.tree().bytes(),
+        memory: Memory {
+            estimated: fold.bytes(),
+            bound: fold.bytes_max(),
+            set_asides: fold.set_aside_and_returned().0,
+            returns: fold.set_aside_and_returned().1,
+            forgotten: fold.forgotten(),
+        },
         position: fold.position().0,
         lag: fold.lag(),
         lag_age: fold.lag_age(now),

@@ -108,7 +108,7 @@ impl Fold {
                 .or_insert_with(SourceFold::new)
                 .remember(now, known);
         }
-        self.bound_memory();
+        self.bound_memory(now);
         former
     }
 

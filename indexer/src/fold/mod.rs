@@ -16,7 +16,9 @@
 
 mod cut;
 mod ends;
+mod gone;
 mod link;
+mod memory;
 mod message;
 mod reload;
 mod resync;
@@ -38,16 +40,14 @@ use warmroute_proto::{
 use crate::tree::{SourceNumber, TierMask, Tree};
 use ends::LogEnds;
 use link::Link;
+use memory::Memory;
 use message::Content;
 use reload::Reloads;
-use source::{Holding, Shim, SourceFold};
+use source::{Shim, SourceFold};
 
 pub use cut::{Cut, Former, NoCut};
 pub use message::Parsed;
 pub use source::{PROOF_AGE_MAX, SourceStanding};
-
-/// What a source holds is given back when its shim has been gone this long. Its fence stays.
-const FREE_AFTER: Duration = Duration::from_secs(600);
 
 /// What a message of the log did. Words are metric labels: a closed set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,6 +190,10 @@ pub struct Fold {
     reloads: Option<Reloads>,
     /// How often the log went on somewhere else than it ended.
     jumps: u64,
+    memory: Memory,
+    /// The registry was told once from start to end.
+    registry_read: bool,
+    forgotten: u64,
     tree: Tree,
     sources: BTreeMap<Source, SourceFold>,
     workers: BTreeMap<WorkerId, Worker>,
@@ -210,6 +214,9 @@ impl Fold {
             link: Link::default(),
             reloads: None,
             jumps: 0,
+            memory: Memory::default(),
+            registry_read: false,
+            forgotten: 0,
             tree: Tree::new(),
             sources: BTreeMap::new(),
             workers: BTreeMap::new(),
@@ -280,7 +287,7 @@ impl Fold {
             .entry(record.source.clone())
             .or_insert_with(SourceFold::new);
         let verdict = fold.record(now, stored, record, message.mark.checksum, &mut self.tree);
-        self.bound_memory();
+        self.bound_memory(now);
         verdict
     }
 
@@ -314,6 +321,7 @@ impl Fold {
 
     /// The watch has told everything that is there: whoever was not named is gone.
     pub fn watch_is_current(&mut self, now: Instant) {
+        self.registry_read = true;
         for worker in self.workers.values_mut() {
             if !worker.told {
                 worker.gone_since.get_or_insert(now);
@@ -358,20 +366,13 @@ impl Fold {
     /// is in: what a lagging reader has not come to yet is not missing.
     pub fn tick(&mut self, now: Instant) {
         let reached = self.ends.reached(self.position);
-        for (source, fold) in &mut self.sources {
+        for fold in self.sources.values_mut() {
             if let Some(reached) = reached {
                 fold.expire(reached);
             }
-            let gone = self
-                .workers
-                .get(&source.worker)
-                .and_then(|worker| worker.gone_since)
-                .filter(|&gone| self.link.counts(gone, now));
-            let long = gone.is_some_and(|gone| now.saturating_duration_since(gone) >= FREE_AFTER);
-            if long && fold.number().is_some() {
-                fold.set_aside(&mut self.tree, Holding::Freed);
-            }
         }
+        self.let_go(now);
+        self.ask_back(now);
     }
 
     /// The requests for new generations that are due.
@@ -485,30 +486,6 @@ impl Fold {
     fn number(&self, source: &Source) -> Option<SourceNumber> {
         self.sources.get(source)?.number()
     }
-
-    /// Sets aside whole sources, the largest first, until the bound is kept.
-    fn bound_memory(&mut self) {
-        let Some(bytes_max) = self.bytes_max else {
-            return;
-        };
-        while self.tree.bytes() > bytes_max {
-            while self.tree.reclaim(usize::MAX) {}
-            if self.tree.bytes() <= bytes_max {
-                return;
-            }
-            let tree = &self.tree;
-            let size = |fold: &SourceFold| fold.number().map(|number| tree.entries(number));
-            let largest = self
-                .sources
-                .values_mut()
-                .filter(|fold| fold.number().is_some())
-                .max_by_key(|fold| size(fold));
-            match largest {
-                Some(largest) => largest.set_aside(&mut self.tree, Holding::SetAside),
-                None => return,
-            }
-        }
-    }
 }
 
 fn shim(workers: &BTreeMap<WorkerId, Worker>, link: Link, worker: &WorkerId, now: Instant) -> Shim {
@@ -518,6 +495,9 @@ fn shim(workers: &BTreeMap<WorkerId, Worker>, link: Link, worker: &WorkerId, now
         Some(_) | None => Shim::Present,
     }
 }
+
+#[cfg(test)]
+use gone::FREE_AFTER;
 
 #[cfg(test)]
 mod tests;

@@ -10,6 +10,7 @@ use warmroute_proto::{
     Source, Standing, TierState, TierStates, Tiers, Verdict as Step,
 };
 
+use super::memory::Aside;
 use super::reload::Reload;
 use super::resync::Resync;
 use super::{HeartbeatVerdict, Verdict};
@@ -98,6 +99,9 @@ pub(super) struct SourceFold {
     unseen: Option<Unseen>,
     pub(super) resync: Resync,
     pub(super) reload: Reload,
+    pub(super) aside: Aside,
+    /// Since when the registry has not named its worker; none if it does.
+    pub(super) unnamed_since: Option<Instant>,
 }
 
 /// What is known of a source at one moment.
@@ -123,7 +127,7 @@ pub(super) enum Shim {
 }
 
 impl SourceFold {
-    pub(super) const fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             sequencer: Sequencer::new(PATIENCE),
             holding: Holding::Nothing,
@@ -140,6 +144,8 @@ impl SourceFold {
             unseen: None,
             resync: Resync::new(),
             reload: Reload::Untried,
+            aside: Aside::default(),
+            unnamed_since: None,
         }
     }
 
@@ -185,6 +191,8 @@ impl SourceFold {
             }
         }
         self.health = known.health;
+        self.aside = known.aside;
+        self.unnamed_since = known.unnamed_since;
         self.resync.remember(&known.resync);
         if self.sequencer.generation() == known.sequencer.generation() {
             self.reload = known.reload;
@@ -315,6 +323,16 @@ impl SourceFold {
         self.holding == Holding::SetAside
     }
 
+    /// Did the present generation say something that is not older than a proof may be?
+    pub(super) fn is_heard(&self, now: Instant) -> bool {
+        self.heard.is_some_and(|heard| !lapsed(heard, now))
+    }
+
+    /// When the present generation last said anything.
+    pub(super) const fn heard(&self) -> Option<Instant> {
+        self.heard
+    }
+
     /// What is folded here is wrong, and a snapshot may be right.
     pub(super) fn wants_reload(&self) -> bool {
         self.reload == Reload::Wanted
@@ -393,6 +411,7 @@ impl SourceFold {
         self.doubts = Doubts::default();
         self.resync.settle();
         self.reload = Reload::Untried;
+        self.aside.came_back();
         if self
             .unseen
             .is_some_and(|unseen| Some(unseen.generation) <= self.sequencer.generation())
@@ -411,6 +430,7 @@ impl SourceFold {
     ) -> Verdict {
         self.close_gap();
         let Some(number) = self.number() else {
+            self.aside.pairs = record.after.count;
             return Verdict::NotFolded;
         };
         let applied = record
@@ -437,6 +457,7 @@ impl SourceFold {
 
     fn level(&mut self, now: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
         let Some(number) = self.number() else {
+            self.aside.pairs = heartbeat.after.count;
             match self.holding {
                 Holding::Freed => self.resync.wish(ResyncReason::LogLost),
                 // Its wish may have gone with the process that found it out.

@@ -479,23 +479,6 @@ fn long_gone_worker_is_freed_and_returns_by_a_new_generation() {
 }
 
 #[test]
-fn at_the_memory_bound_the_largest_source_is_set_aside() {
-    let mut world = World::with_memory(Some(2_000));
-    world.publish("small/0", gpu("a"));
-    let many: Vec<String> = (0..100).map(|name| format!("n{name}")).collect();
-    world.publish("big/0", gpu(&many.join(" ")));
-    assert!(world.fold.tree().bytes() <= 2_000);
-    let answers = world.ask("a");
-    assert_eq!(answers[0].reason, Some(UnknownReason::Memory));
-    assert_eq!(answers[1].states.gpu, SourceState::Exact);
-    assert_eq!(answers[1].run.gpu, 1);
-    assert_eq!(world.publish("big/0", gpu("z")), Verdict::NotFolded);
-    world.heartbeat("big/0");
-    world.wait(60 * SECOND);
-    assert_eq!(resyncs(&mut world), [], "no loop of resyncs");
-}
-
-#[test]
 fn replica_behind_says_so() {
     let world = world();
     let ask = |position| {

@@ -24,10 +24,21 @@ pub(crate) struct Levels {
     pub(crate) sources: Vec<SourceLevel>,
     pub(crate) nodes: usize,
     pub(crate) bytes: usize,
+    pub(crate) memory: Memory,
     pub(crate) position: u64,
     pub(crate) lag: u64,
     pub(crate) lag_age: Option<Duration>,
     pub(crate) jumps: u64,
+}
+
+/// What is kept, and what the bound on it did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Memory {
+    pub(crate) estimated: usize,
+    pub(crate) bound: Option<usize>,
+    pub(crate) set_asides: u64,
+    pub(crate) returns: u64,
+    pub(crate) forgotten: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -35,6 +46,8 @@ pub(crate) struct SourceLevel {
     pub(crate) source: Source,
     /// Of the GPU tier.
     pub(crate) state: SourceState,
+    /// Not folded, for want of memory.
+    pub(crate) is_set_aside: bool,
     pub(crate) generation: Option<u64>,
     pub(crate) number: Option<u64>,
     pub(crate) blocks: Option<u64>,
@@ -117,6 +130,41 @@ impl Scrape {
             }
         }
         self.0.register(Box::new(ages))
+    }
+
+    fn memory(&self, levels: &Levels) -> Result<(), prometheus::Error> {
+        let memory = &levels.memory;
+        let help = "Estimated memory of all that is folded; the bound is on this.";
+        self.gauge("memory_estimated_bytes", help, memory.estimated)?;
+        if let Some(bound) = memory.bound {
+            self.gauge("memory_bound_bytes", "As --max-memory says.", bound)?;
+        }
+        if let Some(bytes) = resident_bytes() {
+            self.gauge("resident_bytes", "Memory of the process.", bytes)?;
+        }
+        let aside = levels.sources.iter().filter(|level| level.is_set_aside);
+        let help = "Sources that are not folded for want of memory.";
+        self.gauge("sources_set_aside", help, aside.count())?;
+        for (name, help, value) in [
+            (
+                "set_asides_total",
+                "Times a source was set aside for want of memory.",
+                memory.set_asides,
+            ),
+            (
+                "returns_total",
+                "Times a source that was set aside was asked for again.",
+                memory.returns,
+            ),
+            (
+                "sources_forgotten_total",
+                "Sources that were gone for so long that their fence went, too.",
+                memory.forgotten,
+            ),
+        ] {
+            self.counter(name, help, value)?;
+        }
+        Ok(())
     }
 
     fn nats(&self, stats: &NatsStats) -> Result<(), prometheus::Error> {
@@ -211,9 +259,7 @@ pub(super) fn gather(
     scrape.seconds("log_lag_seconds", help, lag)?;
     let help = "Times the log went on elsewhere than it ended.";
     scrape.gauge("log_jumps", help, levels.jumps)?;
-    if let Some(bytes) = resident_bytes() {
-        scrape.gauge("resident_bytes", "Memory of the process.", bytes)?;
-    }
+    scrape.memory(levels)?;
     if let Some(stats) = nats {
         scrape.nats(stats)?;
     }

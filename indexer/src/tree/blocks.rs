@@ -3,6 +3,7 @@
 
 use warmroute_proto::{LocalHash, PrefixHash};
 
+use super::room::heap;
 use super::run::RunId;
 
 pub(super) const CHUNK: usize = 16;
@@ -19,15 +20,28 @@ type Chunk = [u64; 2 * CHUNK];
 /// Which part of which run a chunk is.
 #[derive(Clone, Copy)]
 struct Owner {
+    /// None if the chunk is free.
     run: RunId,
     index: u32,
+}
+
+/// A chunk that lies elsewhere now.
+pub(super) struct Moved {
+    pub(super) run: RunId,
+    /// Which of the run's chunks it is.
+    pub(super) index: usize,
+    pub(super) from: u32,
+    pub(super) to: u32,
 }
 
 #[derive(Default)]
 pub(super) struct Blocks {
     segments: Vec<Box<[Chunk]>>,
     owners: Vec<Owner>,
+    /// Free chunks, the last freed at the end. Some may be beyond the end by now: they are passed over, and
+    /// there are none left once the chunks grow again.
     free: Vec<u32>,
+    free_count: usize,
 }
 
 impl Blocks {
@@ -37,7 +51,7 @@ impl Blocks {
             run,
             index: index as u32,
         };
-        if let Some(chunk) = self.free.pop() {
+        if let Some(chunk) = self.take_free() {
             self.owners[chunk as usize] = owner;
             return chunk;
         }
@@ -49,8 +63,50 @@ impl Blocks {
         (self.owners.len() - 1) as u32
     }
 
+    fn take_free(&mut self) -> Option<u32> {
+        while let Some(chunk) = self.free.pop() {
+            if (chunk as usize) < self.owners.len() {
+                self.free_count -= 1;
+                return Some(chunk);
+            }
+        }
+        None
+    }
+
     pub(super) fn free(&mut self, chunk: u32) {
+        self.owners[chunk as usize].run = RunId::NONE;
         self.free.push(chunk);
+        self.free_count += 1;
+    }
+
+    /// Frees the memory behind the last chunk, moving that to a free place if it is in use. There must be
+    /// a free one.
+    pub(super) fn move_last(&mut self) -> Option<Moved> {
+        let owner = self.owners.pop()?;
+        let from = self.owners.len() as u32;
+        let mut moved = None;
+        if owner.run == RunId::NONE {
+            self.free_count -= 1;
+        } else if let Some(to) = self.take_free() {
+            let chunk = *self.chunk(from);
+            self.segments[to as usize / SEGMENT][to as usize % SEGMENT] = chunk;
+            self.owners[to as usize] = owner;
+            moved = Some(Moved {
+                run: owner.run,
+                index: owner.index as usize,
+                from,
+                to,
+            });
+        }
+        let needed = self.owners.len().div_ceil(SEGMENT);
+        self.segments.truncate(needed);
+        if self.free_count == 0 {
+            self.free = Vec::new();
+        }
+        if self.owners.is_empty() {
+            self.owners = Vec::new();
+        }
+        moved
     }
 
     fn chunk(&self, chunk: u32) -> &Chunk {
@@ -85,9 +141,15 @@ impl Blocks {
         )
     }
 
-    /// What the chunks in use take, with their owners' mention of them.
+    /// What the chunks take, those in use and those that are free, with their owners' mention of them.
     pub(super) const fn bytes(&self) -> usize {
-        let chunks = self.owners.len() - self.free.len();
-        chunks * (size_of::<Chunk>() + size_of::<Owner>() + size_of::<u32>() * 3 / 2)
+        let lists = self.owners.capacity() * size_of::<Owner>();
+        let segments = self.segments.len() * heap(SEGMENT * size_of::<Chunk>());
+        segments + heap(lists) + heap(self.free.capacity() * size_of::<u32>())
+    }
+
+    /// What the free chunks take.
+    pub(super) const fn spare_bytes(&self) -> usize {
+        self.free_count * size_of::<Chunk>()
     }
 }

@@ -23,7 +23,9 @@ mod dump;
 mod image;
 mod lookup;
 mod remove;
+mod room;
 mod run;
+mod runs;
 mod spans;
 mod store;
 mod table;
@@ -32,7 +34,8 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use self::blocks::{Blocks, CHUNK};
-use self::run::{Hold, Lead, Run, RunId};
+use self::run::{Run, RunId};
+use self::runs::Runs;
 use self::table::Table;
 
 pub(crate) use dump::Dump;
@@ -130,6 +133,12 @@ struct Holdings {
     unvisited: usize,
 }
 
+impl Holdings {
+    const fn list_bytes(&self) -> usize {
+        room::heap(self.runs.capacity() * size_of::<RunId>())
+    }
+}
+
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum Life {
     #[default]
@@ -151,8 +160,7 @@ struct Listed {
 pub struct Tree {
     blocks: Blocks,
     table: Table,
-    runs: Vec<Run>,
-    free_runs: Vec<RunId>,
+    runs: Runs,
     /// The first of the runs at depth 0.
     first_root: RunId,
     sources: Vec<Holdings>,
@@ -163,20 +171,17 @@ pub struct Tree {
     nodes: usize,
     /// Pairs of a run and a source that stands in it.
     holders: usize,
-    span_bytes: usize,
+    /// What the lists of runs, holders and sources take.
+    heap: usize,
     scratch: Vec<PrefixHash>,
 }
-
-/// What a holder takes, with the slack of the lists that it stands in.
-const HOLDER_BYTES: usize = (size_of::<Lead>() + size_of::<Hold>() + size_of::<RunId>()) * 5 / 4;
 
 impl Default for Tree {
     fn default() -> Self {
         Self {
             blocks: Blocks::default(),
             table: Table::default(),
-            runs: Vec::new(),
-            free_runs: Vec::new(),
+            runs: Runs::default(),
             first_root: RunId::NONE,
             sources: Vec::new(),
             open: Vec::new(),
@@ -184,7 +189,7 @@ impl Default for Tree {
             closed: Vec::new(),
             nodes: 0,
             holders: 0,
-            span_bytes: 0,
+            heap: 0,
             scratch: Vec::new(),
         }
     }
@@ -309,25 +314,6 @@ impl Tree {
         self.nodes
     }
 
-    /// The memory of all that is in use. What was freed is kept and used again.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        let runs = self.runs.len() - self.free_runs.len();
-        self.blocks.bytes()
-            + self.table.bytes()
-            + runs * size_of::<Run>()
-            + self.holders * HOLDER_BYTES
-            + self.span_bytes
-    }
-
-    /// How many nodes the source stands in: a measure of what it costs.
-    #[must_use]
-    pub fn entries(&self, number: SourceNumber) -> usize {
-        self.standing(number)
-            .map(|(run, at)| run.holds[at].end as usize)
-            .sum()
-    }
-
     fn opened(&mut self, number: SourceNumber) -> Option<&mut Holdings> {
         self.sources
             .get_mut(number.index())
@@ -345,9 +331,18 @@ impl Tree {
     /// Changes what one holder of a run holds, and keeps count of what that takes.
     fn edit(&mut self, id: RunId, at: usize, edit: impl FnOnce(&mut Run)) {
         let run = &mut self.runs[id.index()];
-        self.span_bytes -= run.holds[at].spans.bytes();
+        self.heap -= run.holds[at].spans.heap_bytes();
         edit(run);
-        self.span_bytes += run.holds[at].spans.bytes();
+        self.heap += run.holds[at].spans.heap_bytes();
+    }
+
+    /// Changes a run's lists, and keeps count of what they take.
+    fn relist<T>(&mut self, id: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
+        let run = &mut self.runs[id.index()];
+        self.heap -= run.heap_bytes();
+        let changed = change(run);
+        self.heap += run.heap_bytes();
+        changed
     }
 
     fn prefix_at(&self, run: RunId, offset: u32) -> PrefixHash {

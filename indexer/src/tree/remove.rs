@@ -7,6 +7,9 @@ use super::run::RunId;
 use super::store::Range;
 use super::{ChangeError, Holdings, Position, SourceNumber, Tree};
 
+/// Free memory that is kept whatever is in use.
+const SPARE_MIN: usize = 1 << 20;
+
 /// How exactly the end of a holder is known at once.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pins {
@@ -166,12 +169,14 @@ impl Tree {
         }
     }
 
-    /// Gives back at most about `nodes_max` of what closed sources held. Is there more?
+    /// Gives back at most about `nodes_max` of what closed sources held, and memory of which most is free.
+    /// Is there more?
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
         let mut left = nodes_max;
         while let Some(&number) = self.closed.last() {
             let source = &mut self.sources[number.index()];
             if source.runs.is_empty() {
+                self.heap -= source.list_bytes();
                 *source = Holdings::default();
                 self.closed.pop();
                 self.free.push(number);
@@ -194,7 +199,12 @@ impl Tree {
             }
             left = left.saturating_sub(taken as usize + 1);
         }
-        false
+        let in_use = self.blocks.bytes() - self.blocks.spare_bytes();
+        let spare_max = match self.nodes {
+            0 => 0,
+            _ => in_use.max(SPARE_MIN),
+        };
+        self.compact(left, spare_max)
     }
 
     /// Takes a dead source out of the last blocks of a run, at most `blocks_max`. How many, and is
@@ -228,13 +238,12 @@ impl Tree {
                 0 => held,
                 _ => held.max(self.pin(number, id, at, held, pins)),
             };
-            let run = self.run_mut(id);
             if end > 0 {
-                run.set_end(at, end);
+                self.run_mut(id).set_end(at, end);
                 self.cut(id);
                 return;
             }
-            let slot = run.drop_holder(at).slot;
+            let slot = self.relist(id, |run| run.drop_holder(at).slot);
             self.holders -= 1;
             let run = self.run(id);
             let (above, attach) = (run.parent.some(), run.attach);
@@ -282,7 +291,14 @@ impl Tree {
     fn unlist(&mut self, number: SourceNumber, slot: u32) {
         let runs = &mut self.sources[number.index()].runs;
         runs.swap_remove(slot as usize);
-        if let Some(&moved) = runs.get(slot as usize) {
+        let moved = runs.get(slot as usize).copied();
+        if runs.capacity() > 64 && runs.capacity() > 4 * runs.len() {
+            let source = &mut self.sources[number.index()];
+            self.heap -= source.list_bytes();
+            source.runs.shrink_to(2 * source.runs.len());
+            self.heap += source.list_bytes();
+        }
+        if let Some(moved) = moved {
             let moved = self.run_mut(moved);
             if let Ok(at) = moved.find(number) {
                 moved.holds[at].slot = slot;
@@ -305,6 +321,10 @@ impl Tree {
         for chunk in run.chunks.drain((len as usize).div_ceil(CHUNK)..) {
             self.blocks.free(chunk);
         }
+        if run.chunks.capacity() > 8 && run.chunks.capacity() > 4 * run.chunks.len() {
+            self.relist(id, |run| run.chunks.shrink_to(2 * run.chunks.len()));
+        }
+        let run = &mut self.runs[id.index()];
         if len > 0 {
             let tail = run.place(len - 1);
             run.tail = self.blocks.prefix(tail);
@@ -330,9 +350,11 @@ impl Tree {
 
     /// Unlinks an empty run. It has no child runs: their holders would stand in it.
     fn drop_run(&mut self, id: RunId) {
-        let run = self.run_mut(id);
+        let run = self.run(id);
         debug_assert!(run.first_child == RunId::NONE, "child runs go first");
         let (parent, next, previous) = (run.parent, run.next_sibling, run.previous_sibling);
+        self.heap -= run.heap_bytes();
+        let run = self.run_mut(id);
         run.chunks = Vec::new();
         run.leads = Vec::new();
         run.holds = Vec::new();
@@ -344,7 +366,7 @@ impl Tree {
             (None, Some(parent)) => self.run_mut(parent).first_child = next,
             (None, None) => self.first_root = next,
         }
-        self.free_runs.push(id);
+        self.runs.free(id);
     }
 
     /// The digests of several sources at once, computed anew from the blocks.

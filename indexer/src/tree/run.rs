@@ -5,6 +5,7 @@
 use warmroute_proto::{PrefixHash, Tier};
 
 use super::blocks::{CHUNK, Place};
+use super::room::heap;
 use super::spans::Spans;
 use super::{SourceNumber, TierMask};
 
@@ -115,6 +116,13 @@ impl Run {
     pub(super) fn place(&self, offset: u32) -> Place {
         let chunk = self.chunks[offset as usize / CHUNK];
         Place(chunk * CHUNK as u32 + offset % CHUNK as u32)
+    }
+
+    /// What the lists take, the holders' pieces aside.
+    pub(super) const fn heap_bytes(&self) -> usize {
+        heap(self.chunks.capacity() * size_of::<u32>())
+            + heap(self.leads.capacity() * size_of::<Lead>())
+            + heap(self.holds.capacity() * size_of::<Hold>())
     }
 
     /// The holder's index, or where it would stand.

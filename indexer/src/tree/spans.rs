@@ -3,6 +3,7 @@
 use warmroute_proto::{Tier, Tiers};
 
 use super::TierMask;
+use super::room::heap;
 
 /// Pieces of equal tiers from the run's first block on: where each ends, times 8, plus its tiers.
 /// Neighbours differ, the last one has tiers, and behind it nothing is held.
@@ -47,8 +48,8 @@ impl Spans {
         self.0.last().map_or(0, |&last| end_of(last))
     }
 
-    pub(super) fn bytes(&self) -> usize {
-        self.0.capacity() * size_of::<u32>()
+    pub(super) const fn heap_bytes(&self) -> usize {
+        heap(self.0.capacity() * size_of::<u32>())
     }
 
     /// Start, end and tiers of every piece that ends behind `from`, cut there; those with no tiers

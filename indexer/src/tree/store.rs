@@ -161,16 +161,7 @@ impl Tree {
         let next = above.map_or(self.first_root, |above| above.first_child);
         let mut run = Run::new(at.run, at.offset, start);
         run.next_sibling = next;
-        let id = match self.free_runs.pop() {
-            Some(id) => {
-                self.runs[id.index()] = run;
-                id
-            }
-            None => {
-                self.runs.push(run);
-                RunId((self.runs.len() - 1) as u32)
-            }
-        };
+        let id = self.runs.add(run);
         if let Some(next) = next.some() {
             self.run_mut(next).previous_sibling = id;
         }
@@ -188,6 +179,7 @@ impl Tree {
         hashes.extend(prefix_hashes(parent, blocks));
         self.table.touch(&hashes);
         let run = &mut self.runs[id.index()];
+        self.heap -= run.heap_bytes();
         let mut rest = blocks.iter().zip(&hashes);
         while rest.len() > 0 {
             let offset = run.len as usize;
@@ -215,6 +207,7 @@ impl Tree {
             run.tail = tail;
         }
         run.at_tail = 0;
+        self.heap += run.heap_bytes();
         self.nodes += blocks.len();
         self.scratch = hashes;
     }
@@ -250,10 +243,12 @@ impl Tree {
     pub(super) fn add_holder(&mut self, number: SourceNumber, id: RunId, at: usize) -> usize {
         let source = &mut self.sources[number.index()];
         let slot = source.runs.len() as u32;
+        self.heap -= source.list_bytes();
         source.runs.push(id);
+        self.heap += source.list_bytes();
         self.holders += 1;
-        let run = &mut self.runs[id.index()];
-        run.add_holder(at, number, slot);
+        self.relist(id, |run| run.add_holder(at, number, slot));
+        let run = self.run(id);
         let attach = run.attach;
         if let Some(above) = run.parent.some() {
             let above = &mut self.runs[above.index()];

@@ -8,13 +8,16 @@ use std::hint::black_box;
 
 use warmroute_proto::PrefixHash;
 
-use super::blocks::Place;
+use super::blocks::{CHUNK, Place};
+use super::room::heap;
 
 /// So many that growing one takes microseconds even among tens of millions of blocks: readers wait
 /// for it.
 const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 12;
 const SLOTS_MIN: usize = 8;
+/// Smaller shards do not shrink before they are empty.
+const SHRINK_MIN: usize = 64;
 const EMPTY: Slot = Slot(0);
 
 /// The tag above, the place plus one below; zero if empty.
@@ -43,14 +46,14 @@ struct Shard {
 
 pub(super) struct Table {
     shards: Vec<Shard>,
-    slots: usize,
+    bytes: usize,
 }
 
 impl Default for Table {
     fn default() -> Self {
         Self {
             shards: (0..SHARDS).map(|_| Shard::default()).collect(),
-            slots: 0,
+            bytes: 0,
         }
     }
 }
@@ -107,9 +110,9 @@ impl Table {
     pub(super) fn insert(&mut self, hash: PrefixHash, place: Place) {
         let shard = &mut self.shards[shard_of(hash)];
         if (shard.used + 1) * 4 > shard.slots.len() * 3 {
-            self.slots -= shard.slots.len();
-            shard.grow();
-            self.slots += shard.slots.len();
+            self.bytes -= shard.bytes();
+            shard.resize((shard.slots.len() * 3 / 2).max(SLOTS_MIN));
+            self.bytes += shard.bytes();
         }
         shard.put(Slot::new(tag_of(hash), place));
         shard.used += 1;
@@ -133,14 +136,42 @@ impl Table {
         }
         shard.close_gap(at);
         shard.used -= 1;
-        if shard.used == 0 {
-            self.slots -= length;
-            shard.slots = Vec::new();
+        if shard.used == 0 || (length >= SHRINK_MIN && shard.used * 4 <= length) {
+            self.bytes -= shard.bytes();
+            shard.resize(shard.used * 2);
+            self.bytes += shard.bytes();
+        }
+    }
+
+    /// A chunk's blocks lie in another chunk now.
+    pub(super) fn replace(&mut self, prefixes: &[u64], from: u32, to: u32) {
+        for (&prefix, offset) in prefixes.iter().zip(0..) {
+            let hash = PrefixHash(prefix);
+            let [from, to] = [from, to].map(|chunk| {
+                let place = Place(chunk * CHUNK as u32 + offset);
+                Slot::new(tag_of(hash), place)
+            });
+            let slots = &mut self.shards[shard_of(hash)].slots[..];
+            let length = slots.len();
+            let mut at = home(tag_of(hash), length);
+            loop {
+                match slots.get_mut(at) {
+                    Some(slot) if Slot(*slot) == from => {
+                        *slot = to.0;
+                        break;
+                    }
+                    Some(slot) if Slot(*slot) != EMPTY => at = next(at, length),
+                    Some(_) | None => {
+                        debug_assert!(false, "what is moved is in");
+                        break;
+                    }
+                }
+            }
         }
     }
 
     pub(super) const fn bytes(&self) -> usize {
-        self.slots * size_of::<u64>()
+        self.bytes
     }
 }
 
@@ -149,8 +180,11 @@ const fn next(at: usize, length: usize) -> usize {
 }
 
 impl Shard {
-    fn grow(&mut self) {
-        let slots = (self.slots.len() * 3 / 2).max(SLOTS_MIN);
+    const fn bytes(&self) -> usize {
+        heap(self.slots.len() * size_of::<u64>())
+    }
+
+    fn resize(&mut self, slots: usize) {
         let old = std::mem::replace(&mut self.slots, vec![0; slots]);
         for slot in old.into_iter().map(Slot).filter(|&slot| slot != EMPTY) {
             self.put(slot);

@@ -1,0 +1,208 @@
+//! What a bounded indexer does at its bound: whom it sets aside, and who comes back when.
+//!
+//! The bound is on all that the fold keeps, free or in use, and on the image that a snapshot takes beside
+//! it. From fifteen sixteenths of it on, the largest source is set aside: at once it is answered as
+//! `unknown`, and its memory comes back in steps between records, before the bound itself is reached; at
+//! the bound a record waits for it.
+//!
+//! A source that is set aside is not folded until its next generation. It is asked for one when there is
+//! ample room for what it takes: the smallest first, one in [`BETWEEN_RETURNS`], none sooner than
+//! [`AWAY_MIN`] after it went, and twice that each time it had to go again, up to [`AWAY_MAX`]. So a fleet
+//! that does not fit costs its shims no loop of images.
+
+use std::time::{Duration, Instant};
+
+use warmroute_proto::Source;
+use warmroute_proto::registry::{ResyncReason, WorkerEntry};
+
+use super::source::{Holding, Shim, SourceFold};
+use super::{Fold, Worker, shim};
+
+/// Blocks given back or moved in one go.
+const STEP: usize = 4096;
+
+/// What a pair that nobody shares takes, and half as much again.
+const PAIR_BYTES: u64 = 60;
+
+const BETWEEN_RETURNS: Duration = Duration::from_secs(30);
+const AWAY_MIN: Duration = Duration::from_secs(60);
+const AWAY_MAX: Duration = Duration::from_secs(3840);
+
+/// What a source takes besides its blocks: an entry of an ordered map that is at least half full, and the
+/// name, which the log bounds and which is short.
+const SOURCE_BYTES: usize = 2 * (size_of::<Source>() + size_of::<SourceFold>()) + 128;
+const WORKER_BYTES: usize = 2 * (size_of::<Worker>() + size_of::<WorkerEntry>()) + 512;
+
+/// One source's part.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Aside {
+    /// Pairs that its shim last said it holds.
+    pub(super) pairs: u64,
+    times: u32,
+    since: Option<Instant>,
+    asked: bool,
+}
+
+impl Aside {
+    pub(super) fn went(&mut self, now: Instant, pairs: u64) {
+        let lately = |since: Instant| now.saturating_duration_since(since) < 2 * AWAY_MAX;
+        self.times = if self.since.is_some_and(lately) {
+            self.times + 1
+        } else {
+            1
+        };
+        self.since = Some(now);
+        self.pairs = pairs;
+        self.asked = false;
+    }
+
+    /// A new generation began.
+    pub(super) const fn came_back(&mut self) {
+        self.asked = false;
+    }
+
+    fn may_return(&self, now: Instant) -> bool {
+        let doublings = self.times.saturating_sub(1).min(6);
+        let away = (AWAY_MIN * (1 << doublings)).min(AWAY_MAX);
+        self.since
+            .is_none_or(|since| now.saturating_duration_since(since) >= away)
+    }
+
+    const fn bytes(&self) -> u64 {
+        self.pairs.saturating_mul(PAIR_BYTES)
+    }
+}
+
+/// The whole fold's part.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Memory {
+    /// Sources that were set aside so far, each time.
+    pub(super) set_aside: u64,
+    /// Generations that were asked for because there was room again.
+    pub(super) returns: u64,
+    last_return: Option<Instant>,
+}
+
+impl Fold {
+    /// What the fold keeps, in use or free: an estimate, which `tests/memory.rs` compares with what the
+    /// process takes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let sources = self.sources.len() * SOURCE_BYTES + self.workers.len() * WORKER_BYTES;
+        let kept = self.tree.bytes() + sources;
+        // Gaps between what is in use that fit nothing: 9 to 13 hundredths where blocks come and go.
+        kept + kept / 8
+    }
+
+    /// How often a source was set aside, and how often one was asked back.
+    #[must_use]
+    pub const fn set_aside_and_returned(&self) -> (u64, u64) {
+        (self.memory.set_aside, self.memory.returns)
+    }
+
+    /// With the image of a snapshot, if this one writes any.
+    fn needed(&self) -> usize {
+        let image = self.reloads.map_or(0, |_| self.tree.image_bytes());
+        self.bytes() + image
+    }
+
+    /// Sets aside whole sources, the largest first, until the bound is kept.
+    pub(super) fn bound_memory(&mut self, now: Instant) {
+        let Some(bytes_max) = self.bytes_max else {
+            return;
+        };
+        loop {
+            let (needed, spare) = (self.needed(), self.tree.spare_bytes());
+            let in_use = needed - spare - spare / 8;
+            if in_use > early(bytes_max) {
+                if !self.tree.is_reclaiming() {
+                    if !self.set_largest_aside(now) {
+                        return;
+                    }
+                } else if needed <= bytes_max {
+                    return;
+                } else {
+                    self.tree.reclaim(STEP);
+                }
+            } else if needed > bytes_max {
+                // What is free has another shape than what is wanted.
+                self.tree
+                    .compact(STEP, spare.saturating_sub(needed - bytes_max));
+                if self.tree.spare_bytes() == spare {
+                    return;
+                }
+            } else {
+                return;
+            }
+        }
+    }
+
+    /// False if there is none.
+    fn set_largest_aside(&mut self, now: Instant) -> bool {
+        let tree = &self.tree;
+        let weight = |fold: &SourceFold| fold.number().map(|number| tree.weight(number));
+        let largest = self
+            .sources
+            .values_mut()
+            .filter(|fold| fold.number().is_some())
+            .max_by_key(|fold| weight(fold));
+        let Some(largest) = largest else { return false };
+        let pairs = largest
+            .number()
+            .map_or(0, |number| tree.digest(number).count);
+        largest.aside.went(now, pairs);
+        largest.set_aside(&mut self.tree, Holding::SetAside);
+        self.memory.set_aside += 1;
+        true
+    }
+
+    /// Asks for the smallest source that was set aside, if there is room for it.
+    pub(super) fn ask_back(&mut self, now: Instant) {
+        let lately = |last: Instant| now.saturating_duration_since(last) < BETWEEN_RETURNS;
+        let Some(bytes_max) = self.bytes_max else {
+            return;
+        };
+        let in_use = self.needed() - self.tree.spare_bytes();
+        let room = early(bytes_max).saturating_sub(in_use) as u64;
+        let (workers, link) = (&self.workers, self.link);
+        let mut smallest: Option<&mut SourceFold> = None;
+        for (source, fold) in &mut self.sources {
+            if !fold.is_set_aside() {
+                continue;
+            }
+            let is_there = shim(workers, link, &source.worker, now) == Shim::Present;
+            if !is_there || !fold.is_heard(now) {
+                if std::mem::take(&mut fold.aside.asked) {
+                    fold.resync.settle();
+                }
+            } else if fold.aside.asked {
+                return;
+            } else if fold.aside.may_return(now)
+                && fold.aside.bytes() <= room
+                && smallest
+                    .as_ref()
+                    .is_none_or(|other| fold.aside.pairs < other.aside.pairs)
+            {
+                smallest = Some(fold);
+            }
+        }
+        if self.tree.is_reclaiming() || self.memory.last_return.is_some_and(lately) {
+            return;
+        }
+        if let Some(fold) = smallest {
+            fold.aside.asked = true;
+            // For this replica, its records are lost.
+            fold.resync.wish(ResyncReason::LogLost);
+            self.memory.last_return = Some(now);
+            self.memory.returns += 1;
+        }
+    }
+}
+
+/// Where setting aside begins.
+const fn early(bytes_max: usize) -> usize {
+    bytes_max - bytes_max / 16
+}
+
+#[cfg(test)]
+mod tests;

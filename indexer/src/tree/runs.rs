@@ -1,0 +1,99 @@
+//! The runs, in segments: growing moves none of them, so it neither takes long nor takes memory twice.
+
+use std::ops::{Index, IndexMut};
+
+use super::room::heap;
+use super::run::{Run, RunId};
+
+/// Runs that are allocated together: 64 KiB.
+const SEGMENT: usize = 512;
+
+/// A run without blocks is free.
+#[derive(Default)]
+pub(super) struct Runs {
+    /// All but the last one are full.
+    segments: Vec<Vec<Run>>,
+    /// Free ones, the last freed at the end. Some may be beyond the end by now: they are passed over, and
+    /// there are none left once the runs grow again.
+    free: Vec<RunId>,
+    free_count: usize,
+}
+
+impl Runs {
+    pub(super) fn len(&self) -> usize {
+        let full = self.segments.len().saturating_sub(1) * SEGMENT;
+        full + self.segments.last().map_or(0, Vec::len)
+    }
+
+    pub(super) fn get(&self, index: usize) -> Option<&Run> {
+        self.segments.get(index / SEGMENT)?.get(index % SEGMENT)
+    }
+
+    /// Those in use.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Run> {
+        let all = self.segments.iter().flatten();
+        all.filter(|run| run.len > 0)
+    }
+
+    /// Adds a run, which is to have a block before anything else happens.
+    pub(super) fn add(&mut self, run: Run) -> RunId {
+        while let Some(id) = self.free.pop() {
+            if id.index() < self.len() {
+                self[id.index()] = run;
+                self.free_count -= 1;
+                return id;
+            }
+        }
+        if self
+            .segments
+            .last()
+            .is_none_or(|last| last.len() == SEGMENT)
+        {
+            self.segments.push(Vec::with_capacity(SEGMENT));
+        }
+        let id = RunId(self.len() as u32);
+        if let Some(last) = self.segments.last_mut() {
+            last.push(run);
+        }
+        id
+    }
+
+    /// Takes an empty run back.
+    pub(super) fn free(&mut self, id: RunId) {
+        debug_assert!(self[id.index()].len == 0, "nothing is lost");
+        self.free.push(id);
+        self.free_count += 1;
+        while let Some(last) = self.segments.last_mut() {
+            while last.pop_if(|run| run.len == 0).is_some() {
+                self.free_count -= 1;
+            }
+            if !last.is_empty() {
+                break;
+            }
+            self.segments.pop();
+        }
+        if self.segments.is_empty() {
+            *self = Self::default();
+        }
+    }
+
+    /// What the segments and the list of free ones take.
+    pub(super) fn bytes(&self) -> usize {
+        self.segments.len() * heap(SEGMENT * size_of::<Run>())
+            + heap(self.free.capacity() * size_of::<RunId>())
+    }
+}
+
+impl Index<usize> for Runs {
+    type Output = Run;
+
+    fn index(&self, index: usize) -> &Run {
+        &self.segments[index / SEGMENT][index % SEGMENT]
+    }
+}
+
+impl IndexMut<usize> for Runs {
+    fn index_mut(&mut self, index: usize) -> &mut Run {
+        &mut self.segments[index / SEGMENT][index % SEGMENT]
+    }
+}
