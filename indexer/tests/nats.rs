@@ -383,3 +383,60 @@ async fn killed_at_every_step_of_a_snapshot_the_next_start_is_good() {
     ];
     futures_util::future::join_all(steps.map(killed_at)).await;
 }
+
+/// Beside what is folded: the runtime, the connection, a batch of the log, answers.
+const BEYOND_THE_BOUND: u64 = 64 << 20;
+
+#[tokio::test]
+async fn its_memory_keeps_to_the_bound() {
+    const BOUND: u64 = 24 << 20;
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let mut requests = plane
+        .subscribe(Subjects::new(&namespace()).resync(&"a".into()))
+        .await
+        .unwrap();
+    let bound = BOUND.to_string();
+    let indexer = Indexer::start_with(&server.url(), &["--max-memory", &bound]);
+    let mut publishers: Vec<_> = ["a", "b", "c", "d"]
+        .iter()
+        .map(|name| Publisher::new(&plane, name))
+        .collect();
+    // Some 80 MB if all were folded; "a" is the largest.
+    let mut last = LogPosition(0);
+    let mut most = 0;
+    for round in 0..100 {
+        for (at, publisher) in publishers.iter_mut().enumerate() {
+            if at == 0 || round % 2 == 0 {
+                last = publisher.publish(7_000).await;
+            }
+        }
+        most = most.max(indexer.metric("resident_bytes").await);
+        assert!(indexer.metric("memory_estimated_bytes").await <= BOUND);
+    }
+    indexer.reaches(last).await;
+    most = most.max(indexer.metric("resident_bytes").await);
+    println!("at most {most} bytes resident, bound {BOUND}");
+    assert!(most <= BOUND + BEYOND_THE_BOUND);
+    assert!(indexer.metric("sources_set_aside").await >= 1);
+    assert!(indexer.metric("set_asides_total").await >= 1);
+    let digest = indexer.digest().await;
+    for publisher in &publishers {
+        let worker = publisher.source.worker.as_str();
+        let sources = digest["sources"].as_array().unwrap();
+        let source = sources
+            .iter()
+            .find(|source| source["worker"] == worker)
+            .unwrap();
+        if source["reason"] == "memory" {
+            assert_eq!(source["state"], "unknown");
+            assert!(source["digest"].is_null(), "nothing is claimed");
+        } else {
+            assert_eq!(source["digest"], publisher.hex().as_str());
+        }
+    }
+    assert_eq!(indexer.metric("returns_total").await, 0);
+    drop(indexer);
+    let asked = futures_util::FutureExt::now_or_never(requests.next());
+    assert!(asked.is_none(), "nobody is asked for what does not fit");
+}

@@ -16,12 +16,29 @@ use warmroute_proto::{Digest, LogPosition, Source};
 use super::Fold;
 use super::source::{Holding, SourceFold};
 use crate::snapshot::Restored;
-use crate::tree::{SourceNumber, Tree};
+use crate::tree::{SourceNumber, Tree, digests_of_image};
 
 /// What a snapshot is made of.
 pub struct Cut {
     pub head: SnapshotHead,
     pub image: Vec<u8>,
+}
+
+impl Cut {
+    /// Computes every digest anew from the image's blocks. Not under a lock: it takes several times what
+    /// the cut takes.
+    pub fn verify(&self) -> Result<(), NoCut> {
+        let is_folded = |entry: &&SnapshotSource| entry.holding == SnapshotHolding::Folded;
+        let mut folded = self.head.sources.iter().filter(is_folded);
+        let digests = digests_of_image(&self.image).unwrap_or_default();
+        let right = |(entry, digest): (&SnapshotSource, &Digest)| entry.after == *digest;
+        let mut pairs = folded.by_ref().zip(&digests);
+        let wrong = pairs.find(|&pair| !right(pair)).map(|(entry, _)| entry);
+        match wrong.or_else(|| folded.next()) {
+            Some(entry) => Err(NoCut::Mismatch(entry.source.clone())),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Why there is no snapshot now.
@@ -44,8 +61,9 @@ pub struct Former {
 }
 
 impl Fold {
-    /// All that the log told up to now. Every digest is computed anew from the tree's blocks.
-    pub fn cut(&self) -> Result<Cut, NoCut> {
+    /// All that the log told up to now, with the image in `buffer`, which may be empty. Nothing is checked
+    /// here but by [`Cut::verify`].
+    pub fn cut(&self, buffer: Vec<u8>) -> Result<Cut, NoCut> {
         let (Some(log), Some(at)) = (self.log, self.mark) else {
             return Err(NoCut::Nothing);
         };
@@ -58,19 +76,14 @@ impl Fold {
             if self.reloads.is_some() && fold.wants_reload() {
                 return Err(NoCut::Diverged);
             }
-            let mut after = Digest::default();
-            if let Some(number) = fold.number() {
-                after = self.tree.recomputed_digest(number);
-                if after != self.tree.digest(number) {
-                    return Err(NoCut::Mismatch(source.clone()));
-                }
-            }
+            let number = fold.number();
+            let after = number.map_or_else(Digest::default, |number| self.tree.digest(number));
             if let Some(entry) = fold.entry(source, after) {
-                numbers.extend(fold.number());
+                numbers.extend(number);
                 sources.push(entry);
             }
         }
-        let image = self.tree.image(&numbers);
+        let image = self.tree.image_in(&numbers, buffer);
         let head = SnapshotHead {
             log,
             at,
@@ -86,6 +99,7 @@ impl Fold {
             head,
             tree,
             numbers,
+            left_out,
         } = restored;
         if self.log != Some(head.log) {
             self.ends.clear();
@@ -99,7 +113,12 @@ impl Fold {
         };
         let mut numbers = numbers.into_iter();
         for entry in &head.sources {
-            let fold = SourceFold::restored(entry, holding(entry, &mut numbers));
+            let mut fold = SourceFold::restored(entry, holding(entry, &mut numbers));
+            if left_out.contains(&entry.source) {
+                fold.set_aside(&mut self.tree, Holding::SetAside);
+                fold.aside.went(now, entry.after.count);
+                self.memory.set_aside += 1;
+            }
             self.sources.insert(entry.source.clone(), fold);
         }
         for (source, known) in &former.sources {

@@ -100,6 +100,17 @@ impl Fold {
         (self.memory.set_aside, self.memory.returns)
     }
 
+    /// What a snapshot of this many bytes may make of a tree while what is here is kept; none: there is no
+    /// room for another tree.
+    #[must_use]
+    pub fn room_for_another(&self, blob_bytes: usize) -> Option<usize> {
+        let Some(bytes_max) = self.bytes_max else {
+            return Some(usize::MAX);
+        };
+        let room = early(bytes_max).saturating_sub(self.bytes() + blob_bytes);
+        (room >= bytes_max / 4).then_some(room - room / 8)
+    }
+
     /// With the image of a snapshot, if this one writes any.
     fn needed(&self) -> usize {
         let image = self.reloads.map_or(0, |_| self.tree.image_bytes());

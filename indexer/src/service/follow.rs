@@ -28,7 +28,8 @@ pub(super) struct CutMade {
     pub(super) took: Duration,
 }
 
-pub(super) type CutRequest = oneshot::Sender<CutMade>;
+/// A buffer for the image, and where the cut is wanted.
+pub(super) type CutRequest = (Vec<u8>, oneshot::Sender<CutMade>);
 
 /// What the log said of itself.
 pub(super) struct Look {
@@ -365,13 +366,13 @@ impl Worker {
     }
 
     /// Cuts while nobody writes: the writer is here, and waits. Readers go on beside it.
-    async fn cut(&self, request: CutRequest) {
+    async fn cut(&self, (buffer, request): CutRequest) {
         let shared = Arc::clone(&self.shared);
         let made = spawn_blocking(move || {
             let fold = shared.read();
             let reading = shared.reading(&fold);
             CutMade {
-                cut: fold.cut(),
+                cut: fold.cut(buffer),
                 reading,
                 took: now().saturating_duration_since(reading.at),
             }

@@ -55,15 +55,6 @@ impl Worker {
 
     /// Repairs sources that diverged here, if a snapshot has them. Did it?
     pub(super) async fn reload(&self, diverged: &[(Source, Generation)]) -> bool {
-        let (bytes, bound) = {
-            let fold = self.shared.read();
-            (fold.tree().bytes(), fold.bytes_max())
-        };
-        // While a snapshot is read there are two trees.
-        if bound.is_some_and(|bound| bytes.saturating_mul(2) > bound) {
-            self.shared.metrics.skipped(Skipped::Memory);
-            return false;
-        }
         let wanted = Wanted::Holding(diverged.to_vec());
         match self.restore(RestoreCause::Mismatch, wanted).await {
             Ok(restored) => restored,
@@ -81,6 +72,10 @@ impl Worker {
         wanted: Wanted,
     ) -> Result<bool, PlaneError> {
         if self.snapshots.is_none() {
+            return Ok(false);
+        }
+        if self.shared.read().room_for_another(0).is_none() {
+            self.skip("any", Skipped::Memory, &"there is no room for another tree");
             return Ok(false);
         }
         let status = self.plane.log_status().await?;
@@ -142,7 +137,13 @@ impl Worker {
             self.skip(text, Skipped::Torn, &"it is gone or torn");
             return Ok(None);
         };
-        let restored = match spawn_blocking(move || Restored::read(&blob)).await {
+        // While a snapshot is read there are its bytes, and two trees.
+        let Some(room) = self.shared.read().room_for_another(blob.len()) else {
+            self.skip(text, Skipped::Memory, &"there is no room for another tree");
+            return Ok(None);
+        };
+        let read = spawn_blocking(move || Restored::read_within(&blob, room));
+        let restored = match read.await {
             Ok(Ok(restored)) => restored,
             Ok(Err(error)) => {
                 self.skip(text, Skipped::Corrupt, &error);

@@ -5,9 +5,11 @@
 //! less than a thousandth smaller (docs/PERF.md). The checksum finds torn and
 //! corrupt blobs; the digests, computed anew from the tree that was read, find everything else.
 
+use std::collections::BTreeSet;
+
 use warmroute_proto::Source;
 use warmroute_proto::codec::{self, DecodeError, EncodeError, MESSAGE_BYTES_MAX};
-use warmroute_proto::snapshot::{SnapshotHead, SnapshotHolding};
+use warmroute_proto::snapshot::{SnapshotHead, SnapshotHolding, SnapshotSource};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::tree::{BadImage, SourceNumber, Tree};
@@ -51,6 +53,8 @@ pub struct Restored {
     pub(crate) tree: Tree,
     /// Of the folded sources, in their order.
     pub(crate) numbers: Vec<SourceNumber>,
+    /// Folded sources that there was no room for.
+    pub(crate) left_out: BTreeSet<Source>,
 }
 
 /// The blob of a head and the image that belongs to it.
@@ -93,18 +97,45 @@ pub fn open(blob: &[u8]) -> Result<(SnapshotHead, &[u8]), BadSnapshot> {
 impl Restored {
     /// Reads a blob: checksum, head, tree, and every digest from the tree's blocks.
     pub fn read(blob: &[u8]) -> Result<Self, BadSnapshot> {
+        Self::read_within(blob, usize::MAX)
+    }
+
+    /// The same with no larger a tree than this: the largest sources are left out.
+    pub fn read_within(blob: &[u8], bytes_max: usize) -> Result<Self, BadSnapshot> {
         let (head, image) = open(blob)?;
-        let (tree, numbers) = Tree::from_image(image)?;
-        let folded = head
-            .sources
-            .iter()
-            .filter(|source| source.holding == SnapshotHolding::Folded);
-        if folded.clone().count() != numbers.len() {
+        let is_folded = |source: &&SnapshotSource| source.holding == SnapshotHolding::Folded;
+        let folded: Vec<_> = head.sources.iter().filter(is_folded).collect();
+        let mut by_size: Vec<usize> = (0..folded.len()).collect();
+        by_size.sort_unstable_by_key(|&at| folded[at].after.count);
+        let mut wanted = vec![true; folded.len()];
+        let mut pairs: u64 = folded.iter().map(|source| source.after.count).sum();
+        let (tree, numbers) = loop {
+            let is_wanted = |at: usize| wanted.get(at).is_none_or(|&wanted| wanted);
+            if let Some(read) = Tree::from_image_of(image, is_wanted, bytes_max)? {
+                break read;
+            }
+            // An eighth at a time: each try costs as much as reading what fits.
+            let enough = pairs - pairs / 8;
+            while let Some(at) = by_size.pop() {
+                wanted[at] = false;
+                pairs -= folded[at].after.count;
+                if pairs < enough {
+                    break;
+                }
+            }
+            if by_size.is_empty() && wanted.iter().all(|&wanted| !wanted) {
+                break Tree::from_image_of(image, |_| false, usize::MAX)?.ok_or(BadImage)?;
+            }
+        };
+        if folded.len() != numbers.len() {
             return Err(BadSnapshot::Parts);
         }
-        for (source, &number) in folded.zip(&numbers) {
+        let mut left_out = BTreeSet::new();
+        for ((source, &number), &wanted) in folded.iter().zip(&numbers).zip(&wanted) {
             // The image has no digests: these were computed from the blocks.
-            if tree.digest(number) != source.after {
+            if !wanted {
+                left_out.insert(source.source.clone());
+            } else if tree.digest(number) != source.after {
                 return Err(BadSnapshot::Digest(source.source.clone()));
             }
         }
@@ -112,6 +143,7 @@ impl Restored {
             head,
             tree,
             numbers,
+            left_out,
         })
     }
 }

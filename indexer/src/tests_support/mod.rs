@@ -242,7 +242,8 @@ impl World {
     }
 
     pub(crate) fn snapshot(&self) -> Result<Vec<u8>, NoCut> {
-        let cut = self.fold.cut()?;
+        let cut = self.fold.cut(Vec::new())?;
+        cut.verify()?;
         Ok(format::encode(&cut.head, &cut.image).unwrap())
     }
 

@@ -6,8 +6,10 @@
 //!
 //! What it does not do: checksums, compression, names of sources.
 
-use warmroute_proto::{LocalHash, PrefixHash};
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::{Digest, LocalHash, PrefixHash, Tier, Tiers};
 
+use super::blocks::CHUNK;
 use super::run::{BLOCKS_MAX, RunId};
 use super::spans::Spans;
 use super::{Position, SourceNumber, TierMask, Tree};
@@ -28,9 +30,25 @@ fn put(bytes: &mut Vec<u8>, mut number: u32) {
     bytes.push(number as u8);
 }
 
+/// A run of an image, without its holders.
+struct Head<'a> {
+    len: u32,
+    /// Which run it hangs at, counted from one; zero is the root.
+    above: usize,
+    attach: u32,
+    locals: &'a [[u8; 8]],
+}
+
+impl Head<'_> {
+    fn locals(&self) -> impl Iterator<Item = LocalHash> {
+        let locals = self.locals.iter();
+        locals.map(|&hash| LocalHash(u64::from_le_bytes(hash)))
+    }
+}
+
 struct Reader<'a>(&'a [u8]);
 
-impl Reader<'_> {
+impl<'a> Reader<'a> {
     fn number(&mut self) -> Result<u32, BadImage> {
         let mut number = 0_u64;
         for shift in (0..35).step_by(7) {
@@ -44,31 +62,167 @@ impl Reader<'_> {
         Err(BadImage)
     }
 
-    fn locals(&mut self, count: u32) -> Result<Vec<LocalHash>, BadImage> {
-        let (hashes, rest) = self
-            .0
-            .split_at_checked(count as usize * size_of::<u64>())
-            .ok_or(BadImage)?;
-        self.0 = rest;
-        let (hashes, _) = hashes.as_chunks();
-        Ok(hashes
-            .iter()
-            .map(|&hash| LocalHash(u64::from_le_bytes(hash)))
-            .collect())
+    fn sources(&mut self) -> Result<usize, BadImage> {
+        let sources = self.number()?;
+        // A source without a run takes no bytes; this many is not one of ours.
+        let few = sources <= 1 << 20;
+        few.then_some(sources as usize).ok_or(BadImage)
     }
+
+    /// None behind the last one.
+    fn run(&mut self) -> Result<Option<Head<'a>>, BadImage> {
+        let len = self.number()?;
+        if len == END {
+            return Ok(None);
+        }
+        let (above, attach) = (self.number()? as usize, self.number()?);
+        let split = self.0.split_at_checked(len as usize * size_of::<u64>());
+        let (locals, rest) = split.ok_or(BadImage)?;
+        self.0 = rest;
+        if len > BLOCKS_MAX {
+            return Err(BadImage);
+        }
+        let (locals, _) = locals.as_chunks();
+        let head = Head {
+            len,
+            above,
+            attach,
+            locals,
+        };
+        Ok(Some(head))
+    }
+
+    /// A holder of a run of this many blocks: which source, and what it holds.
+    fn holder(&mut self, len: u32) -> Result<(usize, Spans), BadImage> {
+        let source = self.number()? as usize;
+        let count = self.number()?;
+        let mut spans = Spans::default();
+        if count == 0 {
+            spans = Spans::leading(self.number()?.min(BLOCKS_MAX + 1));
+        }
+        let mut end = 0;
+        for _ in 0..count {
+            let piece = self.number()?;
+            end += piece >> 3;
+            if end > BLOCKS_MAX || !spans.push(end, TierMask((piece & 0b111) as u8)) {
+                return Err(BadImage);
+            }
+        }
+        let last = spans.pieces(0).last();
+        let last_is_held = last.is_none_or(|(_, _, tiers)| !tiers.is_empty());
+        let fits = spans.end() <= len && last_is_held;
+        fits.then_some((source, spans)).ok_or(BadImage)
+    }
+}
+
+/// Digests of the beginnings of one run, so that a holder's is a difference however many blocks it has.
+#[derive(Default)]
+struct Sums {
+    of: Tiers<Vec<u64>>,
+    prefixes: Vec<PrefixHash>,
+}
+
+impl Sums {
+    fn begin(&mut self, prefixes: impl Iterator<Item = PrefixHash>) {
+        self.prefixes.clear();
+        self.prefixes.extend(prefixes);
+        for tier in Tier::ALL {
+            self.of.get_mut(tier).clear();
+        }
+    }
+
+    fn add(&mut self, digest: &mut Digest, spans: &Spans) {
+        for (from, to, tiers) in spans.pieces(0) {
+            for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
+                let sums = self.of.get_mut(tier);
+                if sums.is_empty() {
+                    let mut sum = Digest::default();
+                    sums.push(sum.sum);
+                    sums.extend(self.prefixes.iter().map(|&prefix| {
+                        sum.insert(prefix, tier);
+                        sum.sum
+                    }));
+                }
+                digest.count += u64::from(to - from);
+                let sum = sums[to as usize].wrapping_sub(sums[from as usize]);
+                digest.sum = digest.sum.wrapping_add(sum);
+            }
+        }
+    }
+}
+
+/// The digests of an image's sources, computed from its blocks, in the order that it was made with. It
+/// takes no memory to speak of beside the image.
+pub fn digests_of_image(bytes: &[u8]) -> Result<Vec<Digest>, BadImage> {
+    // The blocks that something hangs at: their prefixes are needed again.
+    let mut forks = Vec::new();
+    let mut reader = Reader(bytes);
+    let sources = reader.sources()?;
+    while let Some(head) = reader.run()? {
+        if head.above > 0 {
+            forks.push((head.above, head.attach));
+        }
+        for _ in 0..reader.number()? {
+            reader.holder(head.len)?;
+        }
+    }
+    forks.sort_unstable();
+    forks.dedup();
+    let mut prefixes = vec![PrefixHash(0); forks.len()];
+    let mut digests = vec![Digest::default(); sources];
+    let mut sums = Sums::default();
+    let mut locals = Vec::new();
+    let mut reader = Reader(bytes);
+    reader.sources()?;
+    let mut count = 0;
+    while let Some(head) = reader.run()? {
+        count += 1;
+        let above = match head.above {
+            0 => None,
+            above if above < count => {
+                let at = forks.binary_search(&(above, head.attach));
+                Some(prefixes[at.map_err(|_| BadImage)?])
+            }
+            _ => return Err(BadImage),
+        };
+        locals.clear();
+        locals.extend(head.locals());
+        sums.begin(prefix_hashes(above, &locals));
+        let first = forks.partition_point(|&(above, _)| above < count);
+        let here = forks[first..]
+            .iter()
+            .take_while(|(above, _)| *above == count);
+        for ((_, attach), prefix) in here.zip(&mut prefixes[first..]) {
+            let offset = attach.checked_sub(1).ok_or(BadImage)? as usize;
+            *prefix = *sums.prefixes.get(offset).ok_or(BadImage)?;
+        }
+        for _ in 0..reader.number()? {
+            let (source, spans) = reader.holder(head.len)?;
+            sums.add(digests.get_mut(source).ok_or(BadImage)?, &spans);
+        }
+    }
+    Ok(digests)
 }
 
 impl Tree {
     /// All that these open sources hold. Their order is what [`Self::from_image`] gives back.
     #[must_use]
     pub fn image(&self, numbers: &[SourceNumber]) -> Vec<u8> {
+        self.image_in(numbers, Vec::with_capacity(self.image_bytes()))
+    }
+
+    /// The same in a buffer that may be there already: memory that was never touched takes longer to get
+    /// than the image takes to write.
+    #[must_use]
+    pub fn image_in(&self, numbers: &[SourceNumber], buffer: Vec<u8>) -> Vec<u8> {
+        let mut bytes = buffer;
+        bytes.clear();
         let mut places = vec![u32::MAX; self.sources.len()];
         for (place, number) in (0..).zip(numbers) {
             if let Some(at) = places.get_mut(number.index()) {
                 *at = place;
             }
         }
-        let mut bytes = Vec::with_capacity(self.nodes * size_of::<u64>() * 9 / 8);
         put(&mut bytes, numbers.len() as u32);
         // Where each run stands in the image, plus one; zero is the root.
         let mut written = vec![0_u32; self.runs.len()];
@@ -90,14 +244,12 @@ impl Tree {
     /// Writes a run as far as one of the sources stands in it. Does one?
     fn write_run(&self, id: RunId, places: &[u32], written: &[u32], bytes: &mut Vec<u8>) -> bool {
         let run = self.run(id);
-        let holders: Vec<(usize, u32)> = run
-            .leads
-            .iter()
-            .enumerate()
-            .map(|(at, lead)| (at, places[lead.source.index()]))
-            .filter(|&(_, place)| place != u32::MAX)
-            .collect();
-        let len = holders.iter().map(|&(at, _)| run.holds[at].end).max();
+        let holders = || {
+            let places = run.leads.iter().map(|lead| places[lead.source.index()]);
+            let all = places.enumerate();
+            all.filter(|&(_, place)| place != u32::MAX)
+        };
+        let len = holders().map(|(at, _)| run.holds[at].end).max();
         let Some(len) = len.filter(|&len| len > 0) else {
             return false;
         };
@@ -107,12 +259,20 @@ impl Tree {
             run.parent.some().map_or(0, |above| written[above.index()]),
         );
         put(bytes, run.attach);
-        for offset in 0..len {
-            let local = self.blocks.local(run.place(offset));
-            bytes.extend_from_slice(&local.0.to_le_bytes());
+        let mut left = len as usize;
+        for &chunk in &run.chunks {
+            let (locals, _) = self.blocks.hashes(chunk);
+            let locals = &locals[..left.min(CHUNK)];
+            left -= locals.len();
+            let start = bytes.len();
+            bytes.resize(start + size_of_val(locals), 0);
+            let (slots, _) = bytes[start..].as_chunks_mut();
+            for (slot, local) in slots.iter_mut().zip(locals) {
+                *slot = local.to_le_bytes();
+            }
         }
-        put(bytes, holders.len() as u32);
-        for (at, place) in holders {
+        put(bytes, holders().count() as u32);
+        for (at, place) in holders() {
             put(bytes, place);
             let spans = &run.holds[at].spans;
             put(bytes, spans.len() as u32);
@@ -128,104 +288,128 @@ impl Tree {
 
     /// The tree of an image, and its sources in the order that it was made with.
     pub fn from_image(bytes: &[u8]) -> Result<(Self, Vec<SourceNumber>), BadImage> {
-        let mut reader = Reader(bytes);
-        let sources = reader.number()?;
-        // A source without a run takes no bytes; this many is not one of ours.
-        if sources > 1 << 20 {
-            return Err(BadImage);
-        }
-        let mut tree = Self::new();
-        let numbers: Vec<_> = (0..sources).map(|_| tree.open()).collect();
-        let mut runs = Vec::new();
-        loop {
-            let len = reader.number()?;
-            if len == END {
-                break;
-            }
-            runs.push(tree.read_run(len, &mut reader, &runs, &numbers)?);
-        }
-        let needed = tree.runs.iter().all(|run| run.at_tail > 0);
-        for &number in &numbers {
-            tree.sources[number.index()].digest = tree.recomputed_digest(number);
-        }
-        let whole = reader.0.is_empty() && needed;
-        whole.then_some((tree, numbers)).ok_or(BadImage)
+        let read = Self::from_image_of(bytes, |_| true, usize::MAX)?;
+        read.ok_or(BadImage)
     }
 
-    fn read_run(
+    /// The same with nothing of the sources that are not wanted; they are there, and hold nothing. None if
+    /// it takes more than `bytes_max`.
+    pub fn from_image_of(
+        bytes: &[u8],
+        wanted: impl Fn(usize) -> bool,
+        bytes_max: usize,
+    ) -> Result<Option<(Self, Vec<SourceNumber>)>, BadImage> {
+        let mut reader = Reader(bytes);
+        let sources = reader.sources()?;
+        let mut tree = Self::new();
+        if bytes_max == usize::MAX {
+            tree.table.expect(bytes.len() / size_of::<u64>());
+        }
+        let mut reading = Reading {
+            numbers: (0..sources).map(|_| tree.open()).collect(),
+            wanted: (0..sources).map(wanted).collect(),
+            digests: vec![Digest::default(); sources],
+            runs: Vec::new(),
+            sums: Sums::default(),
+            holders: Vec::new(),
+        };
+        while let Some(head) = reader.run()? {
+            reading.run(&mut tree, &head, &mut reader)?;
+            if tree.bytes() > bytes_max {
+                return Ok(None);
+            }
+        }
+        let all = reading.wanted.iter().all(|&wanted| wanted);
+        for &id in reading.runs.iter().filter(|&&id| id != RunId::NONE) {
+            // Without its other holders a run may be too long.
+            match all {
+                true if tree.run(id).at_tail == 0 => return Err(BadImage),
+                true => {}
+                false => tree.cut(id),
+            }
+        }
+        for (&number, &digest) in reading.numbers.iter().zip(&reading.digests) {
+            tree.sources[number.index()].digest = digest;
+        }
+        let whole = reader.0.is_empty();
+        whole
+            .then_some(Some((tree, reading.numbers)))
+            .ok_or(BadImage)
+    }
+}
+
+/// An image on its way to a tree.
+struct Reading {
+    numbers: Vec<SourceNumber>,
+    wanted: Vec<bool>,
+    digests: Vec<Digest>,
+    /// The runs so far; none for those of which nothing is wanted.
+    runs: Vec<RunId>,
+    sums: Sums,
+    /// The present run's.
+    holders: Vec<(usize, Spans)>,
+}
+
+impl Reading {
+    fn run(
         &mut self,
-        len: u32,
+        tree: &mut Tree,
+        head: &Head<'_>,
         reader: &mut Reader<'_>,
-        runs: &[RunId],
-        numbers: &[SourceNumber],
-    ) -> Result<RunId, BadImage> {
-        let above = reader.number()? as usize;
-        let attach = reader.number()?;
-        let locals = reader.locals(len)?;
-        let at = match above.checked_sub(1) {
+    ) -> Result<(), BadImage> {
+        self.holders.clear();
+        for _ in 0..reader.number()? {
+            let (source, spans) = reader.holder(head.len)?;
+            if *self.wanted.get(source).ok_or(BadImage)? {
+                self.holders.push((source, spans));
+            }
+        }
+        let at = match head.above.checked_sub(1) {
             Some(above) => Position {
-                run: *runs.get(above).ok_or(BadImage)?,
-                offset: attach,
+                run: *self.runs.get(above).ok_or(BadImage)?,
+                offset: head.attach,
             },
             None => Position::ROOT,
         };
-        let fits = match self.runs.get(at.run.index()) {
-            Some(above) => (1..=above.len).contains(&attach),
-            None => attach == 0,
+        let everybody = self.wanted.iter().all(|&wanted| wanted);
+        if self.holders.is_empty() && !everybody {
+            self.runs.push(RunId::NONE);
+            return Ok(());
+        }
+        let fits = match tree.runs.get(at.run.index()) {
+            Some(above) => (1..=above.len).contains(&head.attach),
+            None => head.above == 0 && head.attach == 0,
         };
-        if !fits || !(1..=BLOCKS_MAX).contains(&len) {
+        let locals: Vec<LocalHash> = head.locals().collect();
+        let first = locals.first().ok_or(BadImage)?;
+        if !fits {
             return Err(BadImage);
         }
-        let parent = attach
+        let parent = head
+            .attach
             .checked_sub(1)
-            .map(|last| self.prefix_at(at.run, last));
-        if self.locate(PrefixHash::after(parent, locals[0])).is_some() {
+            .map(|last| tree.prefix_at(at.run, last));
+        if tree.locate(PrefixHash::after(parent, *first)).is_some() {
             return Err(BadImage);
         }
-        let id = self.add_run(at, parent, &locals);
-        for _ in 0..reader.number()? {
-            self.read_holder(reader, id, numbers)?;
+        let id = tree.add_run(at, parent, &locals);
+        self.runs.push(id);
+        self.sums.begin(tree.scratch.iter().copied());
+        for (source, spans) in self.holders.drain(..) {
+            let number = *self.numbers.get(source).ok_or(BadImage)?;
+            let run = tree.run(id);
+            let above = run.parent.some();
+            let stands_above = above.is_none_or(|above| tree.run(above).find(number).is_ok());
+            let at = run.find(number).err().filter(|_| stands_above);
+            let at = at.ok_or(BadImage)?;
+            self.sums.add(&mut self.digests[source], &spans);
+            tree.add_holder(number, id, at);
+            let end = spans.end();
+            tree.edit(id, at, |run| {
+                run.set_spans(at, spans);
+                run.set_end(at, end);
+            });
         }
-        Ok(id)
-    }
-
-    fn read_holder(
-        &mut self,
-        reader: &mut Reader<'_>,
-        id: RunId,
-        numbers: &[SourceNumber],
-    ) -> Result<(), BadImage> {
-        let number = *numbers.get(reader.number()? as usize).ok_or(BadImage)?;
-        let count = reader.number()?;
-        let mut spans = Spans::default();
-        if count == 0 {
-            spans = Spans::leading(reader.number()?.min(BLOCKS_MAX + 1));
-        }
-        let mut end = 0;
-        for _ in 0..count {
-            let piece = reader.number()?;
-            end += piece >> 3;
-            if end > BLOCKS_MAX || !spans.push(end, TierMask((piece & 0b111) as u8)) {
-                return Err(BadImage);
-            }
-        }
-        let last_is_held = spans
-            .pieces(0)
-            .last()
-            .is_none_or(|(_, _, tiers)| !tiers.is_empty());
-        let above = self.run(id).parent.some();
-        let stands_above = above.is_none_or(|above| self.run(above).find(number).is_ok());
-        let run = self.run(id);
-        if spans.end() > run.len || !last_is_held || !stands_above {
-            return Err(BadImage);
-        }
-        let at = run.find(number).err().ok_or(BadImage)?;
-        self.add_holder(number, id, at);
-        let end = spans.end();
-        self.edit(id, at, |run| {
-            run.set_spans(at, spans);
-            run.set_end(at, end);
-        });
         Ok(())
     }
 }
@@ -240,10 +424,99 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_a_tree_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok((tree, _)) = Tree::from_image(&bytes) {
+            if let Ok((tree, numbers)) = Tree::from_image(&bytes) {
+                tree.check();
+                let told: Vec<_> = numbers.iter().map(|&number| tree.digest(number)).collect();
+                prop_assert_eq!(digests_of_image(&bytes), Ok(told));
+            }
+            let part = Tree::from_image_of(&bytes, |at| at % 2 == 0, 1 << 20);
+            if let Ok(Some((tree, _))) = part {
                 tree.check();
             }
         }
+    }
+
+    /// Prompts of 40 blocks that share beginnings, on four sources, in lower tiers and with holes.
+    fn rich() -> (Tree, Vec<SourceNumber>) {
+        let mut tree = Tree::new();
+        let numbers: Vec<_> = (0..4).map(|_| tree.open()).collect();
+        for at in 0..60_u64 {
+            let fork = at % 7 * 5;
+            let name = |depth| {
+                LocalHash(if depth < fork {
+                    depth
+                } else {
+                    at << 32 | depth
+                })
+            };
+            let blocks: Vec<_> = (0..40 - at % 11).map(name).collect();
+            let tier = Tier::ALL[at as usize / 20];
+            let number = numbers[at as usize % 4];
+            let prefixes: Vec<_> = prefix_hashes(None, &blocks).collect();
+            let held: Vec<_> = tree.held(number).collect();
+            let is_new = |prefix: &PrefixHash| !held.contains(&(*prefix, tier));
+            let known = prefixes.iter().take_while(|prefix| !is_new(prefix)).count();
+            let stored = Change::Stored {
+                parent: known.checked_sub(1).map(|last| prefixes[last]),
+                blocks: blocks[known..].to_vec(),
+                tier,
+            };
+            tree.apply(number, &stored).unwrap();
+            let removed = Change::Removed {
+                blocks: prefixes
+                    .iter()
+                    .copied()
+                    .skip(known.max(30))
+                    .step_by(2)
+                    .collect(),
+                tier,
+            };
+            tree.apply(number, &removed).unwrap();
+        }
+        (tree, numbers)
+    }
+
+    #[test]
+    fn digests_of_an_image_are_those_of_the_tree() {
+        let (tree, numbers) = rich();
+        let digests: Vec<_> = numbers.iter().map(|&number| tree.digest(number)).collect();
+        let image = tree.image(&numbers);
+        assert_eq!(digests_of_image(&image), Ok(digests.clone()));
+        let (copy, numbers) = Tree::from_image(&image).unwrap();
+        copy.check();
+        for (number, digest) in numbers.into_iter().zip(digests) {
+            assert_eq!(
+                (copy.digest(number), copy.recomputed_digest(number)),
+                (digest, digest)
+            );
+        }
+    }
+
+    #[test]
+    fn sources_that_are_not_wanted_leave_nothing() {
+        let (tree, numbers) = rich();
+        let image = tree.image(&numbers);
+        for wanted in 0..16_usize {
+            let is_wanted = |at: usize| wanted >> at & 1 == 1;
+            let read = Tree::from_image_of(&image, is_wanted, usize::MAX);
+            let (part, copies) = read.unwrap().unwrap();
+            part.check();
+            for (at, (&number, &copy)) in numbers.iter().zip(&copies).enumerate() {
+                let digest = if is_wanted(at) {
+                    tree.digest(number)
+                } else {
+                    Digest::default()
+                };
+                assert_eq!(
+                    (part.digest(copy), part.recomputed_digest(copy)),
+                    (digest, digest)
+                );
+            }
+        }
+        assert!(matches!(
+            Tree::from_image_of(&image, |_| true, 70_000),
+            Ok(None)
+        ));
     }
 
     #[test]

@@ -39,7 +39,7 @@ use self::runs::Runs;
 use self::table::Table;
 
 pub(crate) use dump::Dump;
-pub use image::BadImage;
+pub use image::{BadImage, digests_of_image};
 
 /// A source's place in the tree. Dense, given by [`Tree::open`]; dead after [`Tree::close`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

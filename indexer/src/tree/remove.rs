@@ -1,6 +1,6 @@
 //! Blocks that end, and memory that comes back.
 
-use warmroute_proto::{Digest, PrefixHash, Tier};
+use warmroute_proto::{PrefixHash, Tier};
 
 use super::blocks::CHUNK;
 use super::run::RunId;
@@ -308,7 +308,7 @@ impl Tree {
 
     /// Frees the blocks at the end of a run that no holder stands at any more; the run itself if
     /// none is left.
-    fn cut(&mut self, id: RunId) {
+    pub(super) fn cut(&mut self, id: RunId) {
         let run = self.run_mut(id);
         if run.at_tail > 0 {
             return;
@@ -367,14 +367,5 @@ impl Tree {
             (None, None) => self.first_root = next,
         }
         self.runs.free(id);
-    }
-
-    /// The digests of several sources at once, computed anew from the blocks.
-    #[must_use]
-    pub fn recomputed_digests(&self, numbers: &[SourceNumber]) -> Vec<Digest> {
-        numbers
-            .iter()
-            .map(|&number| self.recomputed_digest(number))
-            .collect()
     }
 }

@@ -30,6 +30,7 @@ impl Runs {
     }
 
     /// Those in use.
+    #[cfg(test)]
     pub(super) fn iter(&self) -> impl Iterator<Item = &Run> {
         let all = self.segments.iter().flatten();
         all.filter(|run| run.len > 0)

@@ -72,6 +72,21 @@ const fn home(tag: u32, slots: usize) -> usize {
 }
 
 impl Table {
+    /// Makes room for so many, at once. The table must be empty.
+    pub(super) fn expect(&mut self, hashes: usize) {
+        // They spread evenly: more than a few standard deviations beyond the mean need not fit.
+        let mean = hashes / SHARDS;
+        let most = mean + 3 * mean.isqrt();
+        let slots = most * 4 / 3 + 1;
+        if slots > SLOTS_MIN {
+            self.bytes = 0;
+            for shard in &mut self.shards {
+                shard.resize(slots);
+                self.bytes += shard.bytes();
+            }
+        }
+    }
+
     /// The place of `hash` for which `is_it` says so.
     pub(super) fn find(&self, hash: PrefixHash, is_it: impl Fn(Place) -> bool) -> Option<Place> {
         let slots = &self.shards[shard_of(hash)].slots[..];

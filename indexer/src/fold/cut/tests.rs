@@ -120,7 +120,7 @@ fn a_snapshot_of_version_one_is_read() {
 /// A blob that is intact but was written wrongly: only the digests tell.
 #[test]
 fn a_digest_that_is_not_the_trees_is_refused() {
-    let cut = rich().fold.cut().unwrap();
+    let cut = rich().fold.cut(Vec::new()).unwrap();
     let mut head = cut.head.clone();
     head.sources[1].after.sum ^= 1;
     let blob = crate::snapshot::format::encode(&head, &cut.image).unwrap();

@@ -4,6 +4,7 @@ use warmroute_proto::{Change, LocalHash, Tier};
 use super::*;
 use crate::fold::tests::SECOND;
 use crate::fold::{FREE_AFTER, NoCut, Verdict};
+use crate::snapshot::Restored;
 use crate::tests_support::{World, source};
 
 /// Blocks that nobody else has.
@@ -159,6 +160,28 @@ fn a_fleet_that_does_not_fit_makes_no_loop_of_images() {
         .iter()
         .filter(|shim| world.state(shim) == SourceState::Exact);
     assert!(held.count() >= 4, "the others are served");
+}
+
+#[test]
+fn a_snapshot_that_is_too_large_is_read_without_its_largest_sources() {
+    let mut world = World::new();
+    for (name, shim) in (0..).zip(SMALL) {
+        world.publish(shim, own(name, 0, 1_000));
+    }
+    world.publish("big/0", own(9, 0, 60_000));
+    let blob = world.snapshot().unwrap();
+    let mut replica = World::with_memory(Some(1_800_000));
+    let room = replica.fold.room_for_another(blob.len()).unwrap();
+    let restored = Restored::read_within(&blob, room).unwrap();
+    drop(replica.fold.adopt(replica.now, restored));
+    assert!(replica.fold.bytes() <= 1_800_000);
+    assert_eq!(replica.fold.set_aside_and_returned(), (1, 0));
+    assert_eq!(reason(&replica, "big/0"), Some(UnknownReason::Memory));
+    for shim in SMALL {
+        let shim = world.shim(shim).source.clone();
+        assert_eq!(replica.fold.dump(&shim), world.fold.dump(&shim));
+    }
+    assert_eq!(replica.fold.room_for_another(1_800_000), None);
 }
 
 /// Short runs take other memory than long ones: what was freed is of no use before it is given back.

@@ -389,7 +389,7 @@ async fn who_falls_off_the_log_takes_a_newer_snapshot() {
             break;
         }
     }
-    let cut = other.cut().unwrap();
+    let cut = other.cut(Vec::new()).unwrap();
     let name = Name {
         log: cut.head.log,
         position: cut.head.at.position,
