@@ -30,9 +30,10 @@ pub struct Args {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
-    /// Bound on the tree's memory, as 6GiB or 500MB. Beyond it whole workers, the largest first, are
-    /// not folded and answered as unknown; such a replica writes no snapshots. Without it: as much as
-    /// the fleet's blocks take, about 35 bytes each.
+    /// Bound on the memory of all that is folded, as 6GiB or 500MB; the process takes up to 64 MiB more.
+    /// Beyond it whole workers, the largest first, are not folded and answered as unknown; such a replica
+    /// writes no snapshots. Without it: as much as the fleet's blocks take, about 50 bytes each with a
+    /// snapshot's.
     #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes)]
     pub max_memory: Option<u64>,
     /// Bytes of log after which a snapshot is written. Less makes restarts faster, and writes more.

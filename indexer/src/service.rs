@@ -70,7 +70,7 @@ const READY_LAG_MAX: u64 = 1000;
 #[derive(Clone, Debug)]
 pub struct IndexerConfig {
     pub namespace: Namespace,
-    /// Bound on the tree's estimated memory; none: as much as it takes.
+    /// Bound on the memory of all that is folded; none: as much as it takes.
     pub max_memory_bytes: Option<usize>,
 }
 
