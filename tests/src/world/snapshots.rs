@@ -145,7 +145,7 @@ impl World {
     fn write_snapshot(&mut self, at: usize, run: &mut IndexRun, lease: Revision) {
         let now = self.local(self.indexers[at].host);
         let cut = if run.phase == Phase::Following && !Self::is_loading(run) {
-            run.fold.cut().ok()
+            run.fold.cut(Vec::new()).ok()
         } else {
             None
         };
