@@ -116,11 +116,6 @@ fn restart_at_a_plausible_sequence_unnoticed_is_found() {
 }
 
 #[test]
-fn refilled_log_without_a_look_at_the_record_is_found() {
-    broken_rule_is_found(Breakage::RefilledLogUnseen);
-}
-
-#[test]
 fn generation_that_went_back_with_its_key_is_found() {
     broken_rule_is_found(Breakage::GenerationRolledBack);
 }

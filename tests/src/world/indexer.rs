@@ -13,10 +13,10 @@ use warmroute_proto::bus::{LogMessage, LogStatus, RegistryEvent, Revision};
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding, SnapshotPointer};
 use warmroute_proto::{Generation, LogPosition, Source, codec};
 
+use super::World;
 use super::host::{Input, Then, Timer};
 use super::plane::{At, Op, Reply};
 use super::snapshots::SnapThen;
-use super::{Breakage, World};
 
 const TICK: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(500);
@@ -361,14 +361,9 @@ impl World {
         }
     }
 
-    fn fit(&self, run: &IndexRun, status: &LogStatus, found: Option<&LogMessage>) -> Fit {
+    fn fit(run: &IndexRun, status: &LogStatus, found: Option<&LogMessage>) -> Fit {
         let log = run.fold.log().unwrap_or(status.identity);
-        let fit = same_log::judge(log, run.fold.mark().as_ref(), status, found);
-        let is_unseen = self.broken == Some(Breakage::RefilledLogUnseen);
-        if is_unseen && fit == Fit::OtherRecord {
-            return Fit::Same;
-        }
-        fit
+        same_log::judge(log, run.fold.mark().as_ref(), status, found)
     }
 
     fn looked(
@@ -380,7 +375,7 @@ impl World {
         found: Option<&LogMessage>,
     ) {
         let host = self.indexers[at].host;
-        let fit = self.fit(run, status, found);
+        let fit = Self::fit(run, status, found);
         match why {
             For::Open { second: false } if fit.is_broken() => {
                 // Nobody else waits: the session is not open yet.

@@ -52,8 +52,6 @@ use shim::Shim;
 /// A rule that a test breaks on purpose, to see that breaking it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Breakage {
-    /// The record at the applied position is not looked at.
-    RefilledLogUnseen,
     /// A restart whose replay begins like the life before is believed.
     PlausibleRestart,
     /// The next generation is taken from the key alone.
@@ -67,8 +65,7 @@ pub enum Breakage {
 }
 
 impl Breakage {
-    pub const ALL: [Self; 6] = [
-        Self::RefilledLogUnseen,
+    pub const ALL: [Self; 5] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
