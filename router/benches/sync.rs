@@ -17,7 +17,7 @@ use bytes::Bytes;
 use warmroute_proto::load::SlotEnd;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, LocalHash, RouterId, Seed};
-use warmroute_router::route::{Ask, Core, Knobs, Policy, Prompt, Settings, SlotEvent};
+use warmroute_router::route::{Ask, Core, Cut, Knobs, Policy, Prompt, Settings, SlotEvent};
 use warmroute_router::sync::{Effect, Replica, TICK, Traffic};
 
 /// 8,000 tokens of prompt, 500 generated.
@@ -242,9 +242,14 @@ fn active(shared: u64) {
         admit(&mut own, &prompt(number, shared), now);
     }
     let megabytes = (resident() - before) / 1e6;
+    let (mut cut, mut longest_cut, mut is_whole) = (Cut::default(), Duration::ZERO, false);
     let begin = Instant::now();
-    let stated = own.stated();
-    let cut = begin.elapsed();
+    while !is_whole {
+        let step = Instant::now();
+        is_whole = own.cut_step(&mut cut);
+        longest_cut = longest_cut.max(step.elapsed());
+    }
+    let (cut, stated) = (begin.elapsed(), cut.into_slots());
     let mut other = core(peer, SOURCES);
     let mut longest = Duration::ZERO;
     // As many as one answer holds.
@@ -254,12 +259,16 @@ fn active(shared: u64) {
         longest = longest.max(begin.elapsed());
     }
     assert_eq!(other.digest(router), own.digest(router));
-    let begin = Instant::now();
-    other.release(router, now);
+    let (begin, mut longest_release, mut is_more) = (Instant::now(), Duration::ZERO, true);
+    while is_more {
+        let step = Instant::now();
+        is_more = other.release_step(router, now);
+        longest_release = longest_release.max(step.elapsed());
+    }
     println!(
         "{ACTIVE} active requests on {SOURCES} sources, {shared} of {PROMPT_BLOCKS} blocks shared: \
-         {megabytes:.0} MB; lock held: {cut:?} to cut all, {longest:?} for the longest part taken \
-         in, {:?} to free all of a dead router",
+         {megabytes:.0} MB; lock held: {longest_cut:?} at most to cut all ({cut:?} in all), {longest:?} \
+         for the longest part taken in, {longest_release:?} at most to free all of a dead router ({:?})",
         begin.elapsed(),
     );
 }

@@ -110,7 +110,7 @@ impl Entry {
         let weighed: Vec<Value> = decision
             .weighed
             .iter()
-            .map(|terms| show(terms, core))
+            .map(|terms| show(terms, decision.probability(terms), core))
             .collect();
         json!({
             "number": self.number,
@@ -134,7 +134,7 @@ impl Entry {
     }
 }
 
-fn show(terms: &Terms, core: &Core) -> Value {
+fn show(terms: &Terms, probability: f64, core: &Core) -> Value {
     let source = core.source(terms.source);
     json!({
         "worker": source.map(|source| &source.worker),
@@ -148,6 +148,7 @@ fn show(terms: &Terms, core: &Core) -> Value {
         "decode_blocks": terms.decode_blocks,
         "active_requests": terms.active_requests,
         "cost": terms.cost,
+        "probability": probability,
     })
 }
 

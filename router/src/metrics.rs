@@ -146,6 +146,8 @@ pub(crate) struct Metrics {
 /// What the decision core counted itself, copied at every scrape.
 struct CoreCounters {
     slots_open: IntGauge,
+    opened: IntCounter,
+    freed: IntCounterVec,
     ignored: IntCounterVec,
     stalls: IntCounter,
     lagging: IntCounter,
@@ -388,6 +390,15 @@ impl CoreCounters {
     fn new(make: &Maker<'_>) -> Result<Self, prometheus::Error> {
         Ok(Self {
             slots_open: make.gauge("slots_open", "Open slots of all routers")?,
+            opened: make.counter(
+                "slots_opened_total",
+                "Slots that this router opened, one for each attempt",
+            )?,
+            freed: make.counters(
+                "slots_freed_total",
+                "Slots that this router freed",
+                &["end"],
+            )?,
             ignored: make.counters(
                 "slot_changes_ignored_total",
                 "Changes of slots that made no sense",
@@ -404,6 +415,15 @@ impl CoreCounters {
     fn set(&self, counts: &Counts) {
         self.slots_open
             .set(i64::try_from(counts.open_slots).unwrap_or(i64::MAX));
+        self.freed.reset();
+        let freed = counts.freed;
+        for (end, count) in [
+            ("completed", freed.completed),
+            ("failed", freed.failed),
+            ("aborted", freed.aborted),
+        ] {
+            self.freed.with_label_values(&[end]).inc_by(count);
+        }
         self.ignored.reset();
         let ignored = counts.ignored;
         for (reason, count) in [
@@ -415,6 +435,7 @@ impl CoreCounters {
             self.ignored.with_label_values(&[reason]).inc_by(count);
         }
         for (counter, count) in [
+            (&self.opened, counts.opened),
             (&self.stalls, counts.stalls),
             (&self.lagging, counts.view.lagging),
         ] {

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
 
 /// What load balancers get to notice that a router is not ready: two failed checks a second apart, and
 /// some for whoever tells them. Kubernetes tells its nodes within a second or two.
@@ -23,12 +24,17 @@ pub(crate) fn notice(drain_timeout: Duration) -> Duration {
     NOTICE.min(drain_timeout / NOTICE_SHARE)
 }
 
+/// Requests that come before the router was ready for the first time wait for that, but no longer. Well
+/// above what a start takes that lacks nothing.
+const BEGINNING_MAX: Duration = Duration::from_secs(10);
+
 /// Latches; ready when all have dropped, until the router leaves.
 #[derive(Debug, Default)]
 pub(crate) struct Ready {
     registry: AtomicBool,
     workers: AtomicBool,
     load: AtomicBool,
+    latched: Notify,
     /// Not [`Stay::Serving`]: read at every answer.
     leaving: AtomicBool,
     stay: Mutex<Stay>,
@@ -59,16 +65,39 @@ impl Ready {
     /// Everything that the registry had at the start is known.
     pub(crate) fn registry_read(&self) {
         self.registry.store(true, Ordering::Relaxed);
+        self.latched.notify_waiters();
     }
 
     /// A worker is usable and checked, or nobody waits for one any longer.
     pub(crate) fn workers_settled(&self) {
         self.workers.store(true, Ordering::Relaxed);
+        self.latched.notify_waiters();
     }
 
     /// The other routers' load is known, or nobody waits for it any longer.
     pub(crate) fn load_known(&self) {
         self.load.store(true, Ordering::Relaxed);
+        self.latched.notify_waiters();
+    }
+
+    /// Waits until the router was ready once, for a bounded time. Balancers that ask nobody whether he is
+    /// ready send requests as soon as somebody listens.
+    pub(crate) async fn begun(&self) {
+        if self.lacking().is_none() {
+            return;
+        }
+        let begun = async {
+            loop {
+                let latched = self.latched.notified();
+                if self.lacking().is_none() {
+                    return;
+                }
+                latched.await;
+            }
+        };
+        if timeout(BEGINNING_MAX, begun).await.is_err() {
+            tracing::debug!("a request came long before the router is ready");
+        }
     }
 
     /// Takes the router out of its load balancers. It goes on serving what comes.
@@ -111,10 +140,13 @@ impl Ready {
     /// What is still missing; `None`: ready.
     pub(crate) fn missing(&self) -> Option<&'static str> {
         match self.stay() {
-            Stay::Ending(_) => return Some("shutting down"),
-            Stay::Draining(_) => return Some("drained by hand"),
-            Stay::Serving => {}
+            Stay::Ending(_) => Some("shutting down"),
+            Stay::Draining(_) => Some("drained by hand"),
+            Stay::Serving => self.lacking(),
         }
+    }
+
+    fn lacking(&self) -> Option<&'static str> {
         if !self.registry.load(Ordering::Relaxed) {
             Some("the registry is not read yet")
         } else if !self.workers.load(Ordering::Relaxed) {
@@ -141,6 +173,8 @@ impl Ready {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt as _;
+
     use super::*;
 
     fn ready() -> Ready {
@@ -172,6 +206,27 @@ mod tests {
         assert_eq!(ready.end(now + 2 * NOTICE), now);
         assert_eq!(ready.undrain(), Stay::Ending(now));
         assert!(ready.missing().is_some() && ready.is_leaving());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_requests_wait_for_the_router_but_not_for_ever() {
+        let ready = Ready::default();
+        let since = Instant::now();
+        ready.begun().await;
+        assert_eq!(since.elapsed(), BEGINNING_MAX);
+        let mut waiting = Box::pin(ready.begun());
+        for latch in [
+            Ready::registry_read,
+            Ready::workers_settled,
+            Ready::load_known,
+        ] {
+            assert!(waiting.as_mut().now_or_never().is_none());
+            latch(&ready);
+        }
+        assert!(waiting.now_or_never().is_some());
+        // Never again, also when it leaves.
+        ready.end(Instant::now());
+        assert!(ready.begun().now_or_never().is_some());
     }
 
     #[test]

@@ -2,9 +2,10 @@
 //!
 //! Our own instead of `axum::serve`, for three things it has no knob for: a limit on the time a
 //! client takes for its request head (also the time an idle connection is kept), a bound on open
-//! connections, and a shutdown in two phases that breaks no request: who was connected by the system
-//! before the socket closed is served, and a young connection gets to say what it came for. HTTP/2 is not offered: telling the two apart reads a
-//! preface without a time limit.
+//! connections, and a shutdown in two phases that breaks no request. Who was connected by the system
+//! before the socket closed is served, and a young connection gets to say what it came for.
+//!
+//! HTTP/2 is not offered: telling the two apart reads a preface without a time limit.
 
 use std::sync::Arc;
 use std::time::Duration;

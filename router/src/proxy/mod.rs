@@ -23,7 +23,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
-use axum::middleware::map_response_with_state;
+use axum::middleware::{Next, from_fn_with_state, map_response_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{any, get, post};
 use tokio::sync::Semaphore;
@@ -87,11 +87,18 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/tokenize", post(pass).fallback(method))
         .route("/detokenize", post(pass).fallback(method))
         .route("/v1/{*path}", any(pass_some))
+        .route_layer(from_fn_with_state(Arc::clone(&app), from_the_beginning))
         .route("/health", get(health))
         .route("/readyz", get(readyz))
         .fallback(unknown)
         .layer(map_response_with_state(Arc::clone(&app), last_answer))
         .with_state(app)
+}
+
+/// Whoever comes before there is anything to decide by waits for it.
+async fn from_the_beginning(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    app.ready.begun().await;
+    next.run(request).await
 }
 
 /// A router that leaves sends its clients' next requests elsewhere: each of its answers is the last of

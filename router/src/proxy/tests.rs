@@ -367,13 +367,9 @@ fn only_plain_paths_reach_engines() {
 }
 
 #[tokio::test]
-async fn the_probes_tell_what_is_missing() {
+async fn the_probes_tell_who_is_ready() {
     let world = World::with(&[]).await;
     assert_eq!(world.get("/health").await.status(), 200);
-    assert_eq!(world.get("/readyz").await.status(), 503);
-    world.app.ready.registry_read();
-    world.app.ready.workers_settled();
-    world.app.ready.load_known();
     assert_eq!(world.get("/readyz").await.status(), 200);
     world.app.ready.drain(tokio::time::Instant::now());
     assert_eq!(world.get("/readyz").await.status(), 503);
@@ -456,4 +452,62 @@ async fn a_head_that_never_ends_is_given_up() {
     stream.read_to_end(&mut answer).await.unwrap();
     assert!(!answer.starts_with(b"HTTP/1.1 200"));
     drop(Arc::clone(&world.app));
+}
+
+/// Why this worker: everything that `/admin/decisions` promises.
+#[tokio::test]
+async fn a_decision_is_explained_with_what_the_engine_reported() {
+    let engines = [Engine::start().await, Engine::start().await];
+    let world = World::with(&[&engines[0], &engines[1]]).await;
+    for (tokens, id) in [(40, "first"), (20, "second")] {
+        let sent = world.post("/v1/completions", &body(tokens));
+        let answer = sent.header("x-request-id", id).send().await.unwrap();
+        answer.bytes().await.unwrap();
+    }
+    world.until_quiet().await;
+    let shown = world.app.journal.newest(1, &world.app.desk.core());
+    let [newest] = &shown[..] else {
+        panic!("one, as asked for: {shown:?}");
+    };
+    assert_eq!(newest["request_id"], "second");
+    assert_eq!(newest["model"], "m");
+    assert_eq!(newest["worker"], "w1");
+    assert_eq!(newest["rung"], "load_only");
+    assert_eq!(newest["index_state"], "unknown");
+    for (key, number) in [
+        ("number", 1),
+        ("overlap_blocks", 0),
+        ("predicted_blocks", 0),
+        ("block_size", 16),
+        ("prefill_tokens", 20),
+        ("credited_tokens", 0),
+        ("cached_tokens", 16),
+        ("candidates", 2),
+    ] {
+        assert_eq!(newest[key], number, "{key}");
+    }
+    assert!(newest["predicted_ttft_ms"].is_number());
+    let cheapest = newest["cheapest"].as_array().unwrap();
+    assert_eq!(cheapest.len(), 2);
+    let sum = |key: &str| -> f64 {
+        cheapest
+            .iter()
+            .map(|terms| terms[key].as_f64().unwrap())
+            .sum()
+    };
+    assert!((sum("probability") - 1.0).abs() < 1e-9, "{newest}");
+    for terms in cheapest {
+        let [prefill, expected, decode, cost] = [
+            "prefill_blocks",
+            "prediction_blocks",
+            "decode_blocks",
+            "cost",
+        ]
+        .map(|key| terms[key].as_f64().unwrap());
+        assert!((prefill - expected + decode - cost).abs() < 1e-9, "{terms}");
+        assert_eq!(terms["overlap"]["gpu"], 0);
+        assert_eq!(terms["state"], "unknown");
+        assert_eq!(terms["active_requests"], 0);
+        assert!(terms["worker"].is_string() && terms["dp_rank"] == 0);
+    }
 }

@@ -1,14 +1,16 @@
-//! The books of a desk: every call holds its lock once.
+//! The books of a desk: every call holds its lock for a moment only. What is long is done in steps, with
+//! the lock free for requests between them.
 
 use std::sync::Arc;
+use std::thread::yield_now;
 use std::time::Instant;
 
 use warmroute_proto::load::{LoadDigest, LoadMessage, OpenSlot};
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
 use crate::accounts::Desk;
-use crate::route::RouterLoad;
-use crate::sync::{Books, Stated, Written};
+use crate::route::{Cut, RouterLoad};
+use crate::sync::{Books, Stated, Written, head};
 
 pub(super) struct DeskBooks(pub(super) Arc<Desk>);
 
@@ -18,7 +20,20 @@ impl Books for DeskBooks {
     }
 
     fn stated(&mut self) -> Stated {
-        Books::stated(&mut *self.0.core())
+        let mut cut = Cut::default();
+        loop {
+            let mut core = self.0.core();
+            if core.cut_step(&mut cut) {
+                let head = head(&core);
+                drop(core);
+                return Stated {
+                    head,
+                    slots: cut.into_slots(),
+                };
+            }
+            drop(core);
+            yield_now();
+        }
     }
 
     fn begin(&mut self, incarnation: Generation) {
@@ -38,7 +53,9 @@ impl Books for DeskBooks {
     }
 
     fn release(&mut self, router: RouterId, now: Instant) {
-        self.0.core().release(router, now);
+        while self.0.core().release_step(router, now) {
+            yield_now();
+        }
     }
 
     fn restore(&mut self, router: RouterId, incarnation: Generation, slots: &[OpenSlot]) {
@@ -46,6 +63,7 @@ impl Books for DeskBooks {
     }
 
     fn forget(&mut self, router: RouterId, now: Instant) {
+        self.release(router, now);
         self.0.core().forget(router, now);
     }
 }

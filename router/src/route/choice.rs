@@ -52,21 +52,69 @@ impl std::str::FromStr for Policy {
     }
 }
 
+/// How likely each cost is to be chosen, all costs being known.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Odds {
+    lowest: f64,
+    /// Of the softmax; 0: the lowest costs share the choice.
+    unit: f64,
+    /// Of all weights; how many are lowest.
+    sum: f64,
+}
+
+impl Odds {
+    /// As [`choose`] chooses.
+    #[must_use]
+    pub fn new(costs: &[f64], temperature: f64, scale: f64) -> Option<Self> {
+        let lowest = lowest(costs)?;
+        let mut odds = Self {
+            lowest,
+            unit: unit(lowest, temperature, scale).unwrap_or(0.0),
+            sum: 0.0,
+        };
+        odds.sum = costs.iter().map(|&cost| odds.weight(cost)).sum();
+        Some(odds)
+    }
+
+    /// The probability of one of the costs.
+    #[must_use]
+    pub fn of(&self, cost: f64) -> f64 {
+        self.weight(cost) / self.sum
+    }
+
+    fn weight(&self, cost: f64) -> f64 {
+        let cost = finite_or_infinite(cost);
+        if self.unit > 0.0 {
+            (-(cost - self.lowest) / self.unit).exp()
+        } else {
+            f64::from(u8::from(ties(cost, self.lowest)))
+        }
+    }
+}
+
+fn lowest(costs: &[f64]) -> Option<f64> {
+    costs
+        .iter()
+        .copied()
+        .map(finite_or_infinite)
+        .min_by(f64::total_cmp)
+}
+
+/// What a difference of costs is divided by; `None`: only the lowest count.
+fn unit(lowest: f64, temperature: f64, scale: f64) -> Option<f64> {
+    let unit = temperature * scale.max(1.0);
+    (unit > 0.0 && unit.is_finite() && lowest.is_finite()).then_some(unit)
+}
+
 /// The index of the chosen cost; `None` for an empty list. `scale`: see the module's text.
 ///
 /// Total: a cost that is no number counts as infinite; infinite ones are chosen only among themselves.
 #[must_use]
 pub fn choose(costs: &[f64], temperature: f64, scale: f64, rng: &mut Rng) -> Option<usize> {
-    let lowest = costs
-        .iter()
-        .copied()
-        .map(finite_or_infinite)
-        .min_by(f64::total_cmp)?;
-    let unit = temperature * scale.max(1.0);
-    if unit > 0.0 && unit.is_finite() && lowest.is_finite() {
-        Some(softmax(costs, lowest, unit, rng))
-    } else {
-        lowest_at_random(costs, lowest, rng)
+    let lowest = lowest(costs)?;
+    match unit(lowest, temperature, scale) {
+        Some(unit) => Some(softmax(costs, lowest, unit, rng)),
+        None => lowest_at_random(costs, lowest, rng),
     }
 }
 
@@ -118,6 +166,31 @@ fn finite_or_infinite(cost: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What is told of a choice is what happens.
+    #[test]
+    fn the_odds_are_the_shares() {
+        const ROUNDS: u32 = 20_000;
+        let mut rng = Rng::with_seed(5);
+        for (temperature, costs) in [
+            (0.0, &[3.0, 1.0, 1.0, f64::NAN][..]),
+            (0.7, &[3.0, 1.0, 9.0, f64::INFINITY][..]),
+            (0.7, &[f64::NAN, f64::INFINITY][..]),
+        ] {
+            let odds = Odds::new(costs, temperature, 4.0).unwrap();
+            let mut chosen = vec![0_u32; costs.len()];
+            for _ in 0..ROUNDS {
+                chosen[choose(costs, temperature, 4.0, &mut rng).unwrap()] += 1;
+            }
+            let told: Vec<f64> = costs.iter().map(|&cost| odds.of(cost)).collect();
+            assert!((told.iter().sum::<f64>() - 1.0).abs() < 1e-9, "{told:?}");
+            for (chosen, told) in chosen.iter().zip(&told) {
+                let share = f64::from(*chosen) / f64::from(ROUNDS);
+                assert!((share - told).abs() < 0.02, "{share} for {told}");
+            }
+        }
+        assert_eq!(Odds::new(&[], 0.0, 1.0), None);
+    }
     use fastrand::Rng;
     use proptest::prelude::*;
 

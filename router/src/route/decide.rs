@@ -17,7 +17,7 @@ use warmroute_proto::{Source, Tiers};
 
 use super::audit::Claim;
 use super::candidates::{Candidate, Refusal};
-use super::choice::{Policy, choose};
+use super::choice::{Odds, Policy, choose};
 use super::cost::{self, Knobs};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
@@ -112,9 +112,23 @@ pub struct Decision {
     pub chosen: Terms,
     /// Of all candidates that were weighed, the chosen one too.
     pub weighed: Vec<Terms>,
+    /// For [`Self::probability`].
+    pub policy: Policy,
+    pub odds: Odds,
 }
 
 impl Decision {
+    /// How likely this candidate was to be chosen.
+    #[must_use]
+    pub fn probability(&self, of: &Terms) -> f64 {
+        match self.policy {
+            Policy::RoundRobin => f64::from(u8::from(of.source == self.chosen.source)),
+            Policy::Kv | Policy::LeastLoad | Policy::Random => {
+                self.odds.of(weighed_by(self.policy, of))
+            }
+        }
+    }
+
     #[must_use]
     pub const fn rung(&self) -> Rung {
         self.chosen.rung
@@ -133,12 +147,13 @@ pub fn decide(
         .iter()
         .map(|candidate| terms(question.prompt, candidate, grounds))
         .collect();
-    let index = pick(question, grounds.knobs, &weighed, rng).ok_or(Refusal::AllTried)?;
+    let picked = pick(question, grounds.knobs, &weighed, rng).ok_or(Refusal::AllTried)?;
+    let candidate = eligible[picked.index];
     Ok(explain(
         question.prompt,
-        eligible[index],
+        candidate,
         grounds,
-        index,
+        picked,
         weighed,
     ))
 }
@@ -229,23 +244,47 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms
     }
 }
 
-fn pick(question: &Question<'_>, knobs: &Knobs, weighed: &[Terms], rng: &mut Rng) -> Option<usize> {
-    let by = |cost: fn(&Terms) -> f64| weighed.iter().map(cost).collect::<Vec<f64>>();
-    match knobs.policy {
+/// The chosen one among all, and how likely each was.
+struct Picked {
+    index: usize,
+    odds: Odds,
+}
+
+fn pick(
+    question: &Question<'_>,
+    knobs: &Knobs,
+    weighed: &[Terms],
+    rng: &mut Rng,
+) -> Option<Picked> {
+    let policy = knobs.policy;
+    let costs: Vec<f64> = weighed
+        .iter()
+        .map(|terms| weighed_by(policy, terms))
+        .collect();
+    let (temperature, scale) = match policy {
         Policy::Kv => {
             let blocks = f64::from(question.prompt.blocks_taken());
-            let scale = knobs.overlap_score_weight * blocks;
-            choose(&by(|terms| terms.cost), knobs.temperature, scale, rng)
+            (knobs.temperature, knobs.overlap_score_weight * blocks)
         }
-        Policy::LeastLoad => {
-            let costs = by(|terms| f64::from(terms.active_requests));
-            choose(&costs, 0.0, 1.0, rng)
-        }
-        Policy::Random => choose(&by(|_| 0.0), 0.0, 1.0, rng),
+        Policy::LeastLoad | Policy::Random | Policy::RoundRobin => (0.0, 1.0),
+    };
+    let odds = Odds::new(&costs, temperature, scale)?;
+    let index = match policy {
+        Policy::Kv | Policy::LeastLoad | Policy::Random => choose(&costs, temperature, scale, rng)?,
         Policy::RoundRobin => {
             let count = u64::try_from(weighed.len()).ok()?;
-            usize::try_from(question.turn.checked_rem(count)?).ok()
+            usize::try_from(question.turn.checked_rem(count)?).ok()?
         }
+    };
+    Some(Picked { index, odds })
+}
+
+/// What a policy compares.
+fn weighed_by(policy: Policy, terms: &Terms) -> f64 {
+    match policy {
+        Policy::Kv => terms.cost,
+        Policy::LeastLoad => f64::from(terms.active_requests),
+        Policy::Random | Policy::RoundRobin => 0.0,
     }
 }
 
@@ -253,10 +292,10 @@ fn explain(
     prompt: &Prompt,
     candidate: &Candidate,
     grounds: &Grounds<'_>,
-    index: usize,
+    picked: Picked,
     weighed: Vec<Terms>,
 ) -> Decision {
-    let chosen = weighed[index];
+    let chosen = weighed[picked.index];
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, grounds.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
@@ -286,6 +325,8 @@ fn explain(
         },
         chosen,
         weighed,
+        policy: grounds.knobs.policy,
+        odds: picked.odds,
     }
 }
 

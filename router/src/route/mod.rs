@@ -70,4 +70,4 @@ pub use decide::{Decision, Rung, Terms};
 pub use guard::{Accounts, SlotEvent, SlotGuard};
 pub use prompt::{CacheReads, Prompt};
 pub use slots::{RouterLoad, SourceLoad};
-pub use state::{AdmitError, Admitted, Ask, Core, Counts, Settings};
+pub use state::{AdmitError, Admitted, Ask, Core, Counts, Cut, Freed, Settings};

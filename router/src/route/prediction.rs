@@ -105,16 +105,19 @@ impl Predictions {
         }
     }
 
-    /// All requests of this router are gone.
-    pub fn release(&mut self, router: RouterId, now: Instant) {
+    /// All requests of this router are gone; so many of them at most are ended now. True: there are
+    /// more.
+    pub fn release_step(&mut self, router: RouterId, most: usize, now: Instant) -> bool {
         let open: Vec<u64> = self
             .tickets
             .range((router, 0)..=(router, u64::MAX))
+            .take(most)
             .map(|((_, counter), _)| *counter)
             .collect();
-        for counter in open {
+        for &counter in &open {
             self.ended(router, counter, SlotEnd::Aborted, now);
         }
+        open.len() == most
     }
 
     /// The index credits this many blocks of this prompt at the source: what is no longer than that

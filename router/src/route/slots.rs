@@ -9,6 +9,10 @@
 //! Active blocks are counted once for all requests of a source that share them, as exactly as the
 //! prompts are sampled; what a prompt has beyond its last sample counts for each request alone.
 //!
+//! Whoever holds this behind a lock never holds it for long: a dead router's slots stop counting at once,
+//! by their sums, and are taken apart step by step ([`Slots::release_step`]); blocks that they alone held
+//! go with those steps. What a router has on each source is such a sum too.
+//!
 //! Deliberately absent: an age limit. A slot lives as long as its router says so.
 
 use std::collections::BTreeMap;
@@ -26,8 +30,13 @@ use super::roster::{PerSource, Roster, SourceId};
 pub struct Slots {
     sources: PerSource<Bearing>,
     routers: BTreeMap<RouterId, Life>,
+    /// Slots that count no more but for the blocks of their prompts, of any router.
+    released: Vec<BTreeMap<u64, Slot>>,
     ignored: Ignored,
 }
+
+/// Slots that one step works on: below a millisecond, in a release build.
+pub const STEP: usize = 1_000;
 
 /// What a change did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +125,18 @@ impl Bearing {
 struct Life {
     incarnation: Generation,
     slots: BTreeMap<u64, Slot>,
+    /// The sums of the slots, of sources with at least one.
+    shares: BTreeMap<SourceId, Share>,
     digest: LoadDigest,
+}
+
+/// What a router's slots on a source add up to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Share {
+    requests: u32,
+    prefill_tokens: u64,
+    tail_blocks: u64,
+    generated_blocks: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -209,26 +229,47 @@ impl Slots {
     /// it again.
     #[must_use]
     pub fn stated(&self, roster: &Roster, router: RouterId) -> Vec<OpenSlot> {
+        self.stated_from(roster, router, 0, usize::MAX)
+    }
+
+    /// The first so many of them from a counter on.
+    #[must_use]
+    pub fn stated_from(
+        &self,
+        roster: &Roster,
+        router: RouterId,
+        from: u64,
+        most: usize,
+    ) -> Vec<OpenSlot> {
         let Some(life) = self.routers.get(&router) else {
             return Vec::new();
         };
-        let state = |(&counter, slot): (&u64, &Slot)| {
-            let hashes = self
-                .sources
-                .get(slot.source)
-                .map(|bearing| bearing.prompts.prompt(slot.leaf))
-                .unwrap_or_default();
-            let prompt = SampledPrefix { hashes };
-            Some(OpenSlot {
-                counter,
-                source: roster.source(slot.source)?.clone(),
-                prefill_tokens: slot.prefill_tokens,
-                blocks: prompt.covered().saturating_add(slot.tail_blocks),
-                generated_blocks: slot.generated_blocks,
-                prompt,
-            })
+        let slots = life.slots.range(from..).take(most);
+        slots
+            .filter_map(|(&counter, slot)| self.state(roster, counter, slot))
+            .collect()
+    }
+
+    /// One of them; `None` if it is not open.
+    #[must_use]
+    pub fn stated_one(&self, roster: &Roster, router: RouterId, counter: u64) -> Option<OpenSlot> {
+        let slot = self.routers.get(&router)?.slots.get(&counter)?;
+        self.state(roster, counter, slot)
+    }
+
+    fn state(&self, roster: &Roster, counter: u64, slot: &Slot) -> Option<OpenSlot> {
+        let bearing = self.sources.get(slot.source)?;
+        let prompt = SampledPrefix {
+            hashes: bearing.prompts.prompt(slot.leaf),
         };
-        life.slots.iter().filter_map(state).collect()
+        Some(OpenSlot {
+            counter,
+            source: roster.source(slot.source)?.clone(),
+            prefill_tokens: slot.prefill_tokens,
+            blocks: prompt.covered().saturating_add(slot.tail_blocks),
+            generated_blocks: slot.generated_blocks,
+            prompt,
+        })
     }
 
     /// The router goes on with its open slots under another incarnation.
@@ -245,24 +286,19 @@ impl Slots {
     /// What this router has on each source.
     #[must_use]
     pub fn loads_of(&self, roster: &Roster, router: RouterId) -> Vec<RouterLoad> {
-        let mut loads: BTreeMap<SourceId, (u32, u64, u64)> = BTreeMap::new();
-        for slot in self.routers.get(&router).into_iter().flat_map(Life::slots) {
-            let (requests, prefill, generated) = loads.entry(slot.source).or_default();
-            *requests += 1;
-            *prefill += u64::from(slot.prefill_tokens);
-            *generated += u64::from(slot.generated_blocks);
-        }
-        let row = |(id, (active_requests, prefill_tokens, generated_blocks))| {
+        let row = |(&id, share): (&SourceId, &Share)| {
             let source = roster.source(id)?;
             Some(RouterLoad {
                 worker: source.worker.clone(),
                 dp_rank: source.dp_rank,
-                active_requests,
-                prefill_tokens,
-                generated_blocks,
+                active_requests: share.requests,
+                prefill_tokens: share.prefill_tokens,
+                generated_blocks: share.generated_blocks,
             })
         };
-        let mut rows: Vec<RouterLoad> = loads.into_iter().filter_map(row).collect();
+        let loads = self.routers.get(&router).map(|life| life.shares.iter());
+        let loads = loads.into_iter().flatten();
+        let mut rows: Vec<RouterLoad> = loads.filter_map(row).collect();
         rows.sort_by(|a, b| (&a.worker, a.dp_rank).cmp(&(&b.worker, b.dp_rank)));
         rows
     }
@@ -284,14 +320,32 @@ impl Slots {
 
     /// Frees all slots of a router: it is dead, or says that it starts anew.
     pub fn release(&mut self, router: RouterId) {
-        let Some(life) = self.routers.get_mut(&router) else {
-            return;
-        };
-        let slots = std::mem::take(&mut life.slots);
-        life.digest = LoadDigest::default();
-        for slot in slots.into_values() {
-            self.sources.get_mut(slot.source).take_off(&slot);
+        while self.release_step(router) {}
+    }
+
+    /// The first step takes all its slots out of every count but that of distinct blocks; each gives
+    /// back the blocks of some. True: there is more to do.
+    pub fn release_step(&mut self, router: RouterId) -> bool {
+        if let Some(life) = self.routers.get_mut(&router)
+            && !life.slots.is_empty()
+        {
+            let slots = std::mem::take(&mut life.slots);
+            for (id, share) in std::mem::take(&mut life.shares) {
+                self.sources.get_mut(id).take_off_all(share);
+            }
+            life.digest = LoadDigest::default();
+            self.released.push(slots);
         }
+        for _ in 0..STEP {
+            let Some(slots) = self.released.last_mut() else {
+                return false;
+            };
+            match slots.pop_first() {
+                Some((_, slot)) => self.sources.get_mut(slot.source).prompts.remove(slot.leaf),
+                None => drop(self.released.pop()),
+            }
+        }
+        !self.released.is_empty()
     }
 
     /// A router's open slots in one number: equal on two replicas that applied the same messages.
@@ -326,10 +380,6 @@ impl Slots {
 }
 
 impl Life {
-    fn slots(&self) -> impl Iterator<Item = &Slot> {
-        self.slots.values()
-    }
-
     fn add(
         &mut self,
         bearing: &mut Bearing,
@@ -363,6 +413,10 @@ impl Life {
         bearing.requests += 1;
         bearing.prefill_tokens += u64::from(slot.prefill_tokens);
         bearing.unshared_blocks += u64::from(slot.tail_blocks);
+        let share = self.shares.entry(id).or_default();
+        share.requests += 1;
+        share.prefill_tokens += u64::from(slot.prefill_tokens);
+        share.tail_blocks += u64::from(slot.tail_blocks);
         self.digest.insert(slot.mark());
         self.slots.insert(*counter, slot);
         Applied::Added(id)
@@ -383,7 +437,9 @@ impl Life {
             return Applied::Nothing;
         }
         self.digest.remove(slot.mark());
-        sources.get_mut(slot.source).prefill_tokens -= u64::from(slot.prefill_tokens);
+        let tokens = u64::from(slot.prefill_tokens);
+        sources.get_mut(slot.source).prefill_tokens -= tokens;
+        self.shares.entry(slot.source).or_default().prefill_tokens -= tokens;
         slot.prefill_tokens = 0;
         slot.prefill = Prefill::Done;
         self.digest.insert(slot.mark());
@@ -406,6 +462,7 @@ impl Life {
         let more = u64::from(grown - slot.generated_blocks);
         slot.generated_blocks = grown;
         sources.get_mut(slot.source).unshared_blocks += more;
+        self.shares.entry(slot.source).or_default().generated_blocks += more;
         self.digest.insert(slot.mark());
         Applied::Grown(slot.source)
     }
@@ -423,11 +480,31 @@ impl Life {
         };
         self.digest.remove(slot.mark());
         sources.get_mut(slot.source).take_off(&slot);
+        self.leave(&slot);
         Applied::Freed(slot.source, end)
+    }
+
+    /// Takes a slot out of the sums.
+    fn leave(&mut self, slot: &Slot) {
+        let share = self.shares.entry(slot.source).or_default();
+        share.requests -= 1;
+        share.prefill_tokens -= u64::from(slot.prefill_tokens);
+        share.tail_blocks -= u64::from(slot.tail_blocks);
+        share.generated_blocks -= u64::from(slot.generated_blocks);
+        if share.requests == 0 {
+            self.shares.remove(&slot.source);
+        }
     }
 }
 
 impl Bearing {
+    /// What slots add up to, but for the blocks that they may share.
+    fn take_off_all(&mut self, share: Share) {
+        self.requests -= share.requests;
+        self.prefill_tokens -= share.prefill_tokens;
+        self.unshared_blocks -= share.tail_blocks + share.generated_blocks;
+    }
+
     fn take_off(&mut self, slot: &Slot) {
         self.requests -= 1;
         self.prefill_tokens -= u64::from(slot.prefill_tokens);

@@ -1,12 +1,12 @@
 //! Everything that one router knows, behind one set of calls: the shell holds it behind one mutex.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use bytes::Bytes;
 use fastrand::Rng;
 use serde::Serialize;
-use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot};
+use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
 use warmroute_proto::query::Answer;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
@@ -20,7 +20,7 @@ use super::ledger::{Ledger, LedgerError};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::roster::{Roster, SourceId};
-use super::slots::{Applied, Bearing, Ignored, RouterLoad, Slots, SourceLoad};
+use super::slots::{Applied, Bearing, Ignored, RouterLoad, STEP, Slots, SourceLoad};
 use super::stall::Stalls;
 use super::ttft::Ttft;
 use super::view::{Knowledge, View, ViewCounts};
@@ -75,6 +75,17 @@ pub struct Counts {
     pub predicted_samples: u64,
     /// Open slots of all routers.
     pub open_slots: usize,
+    /// Slots that this router opened, one for each attempt.
+    pub opened: u64,
+    pub freed: Freed,
+}
+
+/// Slots that this router freed, each once, by how they ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Freed {
+    pub completed: u64,
+    pub failed: u64,
+    pub aborted: u64,
 }
 
 /// Decisions by what they rested on.
@@ -106,8 +117,37 @@ pub struct Core {
     ttft: Ttft,
     /// This router's requests without a first token.
     sent: BTreeMap<u64, Sent>,
+    /// This router's slots that changed since a cut was begun.
+    touched: Option<BTreeSet<u64>>,
     rungs: Rungs,
+    opened: u64,
+    freed: Freed,
     turn: u64,
+}
+
+/// This router's open slots on their way out of the core: see [`Core::cut_step`].
+#[derive(Debug)]
+pub struct Cut {
+    slots: BTreeMap<u64, OpenSlot>,
+    /// The first counter that was not looked at; none: all were.
+    next: Option<u64>,
+}
+
+impl Default for Cut {
+    fn default() -> Self {
+        Self {
+            slots: BTreeMap::new(),
+            next: Some(0),
+        }
+    }
+}
+
+impl Cut {
+    /// In the order of their counters.
+    #[must_use]
+    pub fn into_slots(self) -> Vec<OpenSlot> {
+        self.slots.into_values().collect()
+    }
 }
 
 impl Core {
@@ -132,7 +172,10 @@ impl Core {
             stalls: Stalls::default(),
             ttft: Ttft::default(),
             sent: BTreeMap::new(),
+            touched: None,
             rungs: Rungs::default(),
+            opened: 0,
+            freed: Freed::default(),
             turn: 0,
         }
     }
@@ -236,8 +279,15 @@ impl Core {
 
     /// Another router is dead: its slots are free.
     pub fn release(&mut self, router: RouterId, now: Instant) {
-        self.slots.release(router);
-        self.predictions.release(router, now);
+        while self.release_step(router, now) {}
+    }
+
+    /// The same, a part of it, for whoever must not be kept waiting. True: there is more to do. From the
+    /// first step on its requests count no more.
+    pub fn release_step(&mut self, router: RouterId, now: Instant) -> bool {
+        let slots_left = self.slots.release_step(router);
+        let predictions_left = self.predictions.release_step(router, STEP, now);
+        slots_left || predictions_left
     }
 
     /// Takes in a part of what another router states as its open slots, after all that it had was
@@ -278,6 +328,38 @@ impl Core {
     #[must_use]
     pub fn stated(&self) -> Vec<OpenSlot> {
         self.slots.stated(&self.roster, self.ledger.router())
+    }
+
+    /// A part of the same, for whoever must not be kept waiting: to be called with the same cut until it
+    /// is whole. What changes between two calls is looked at again, so that in the end all slots are of
+    /// one moment, that of the call which says true. One cut at a time: a new one ends the one before.
+    pub fn cut_step(&mut self, cut: &mut Cut) -> bool {
+        let router = self.ledger.router();
+        let Some(from) = cut.next else {
+            return self.mend_cut(cut, router);
+        };
+        if from == 0 {
+            self.touched = Some(BTreeSet::new());
+        }
+        let stated = self.slots.stated_from(&self.roster, router, from, STEP);
+        cut.next = stated.last().map(|slot| slot.counter + 1);
+        cut.slots
+            .extend(stated.into_iter().map(|slot| (slot.counter, slot)));
+        false
+    }
+
+    fn mend_cut(&mut self, cut: &mut Cut, router: RouterId) -> bool {
+        for _ in 0..STEP {
+            let Some(counter) = self.touched.as_mut().and_then(BTreeSet::pop_first) else {
+                self.touched = None;
+                return true;
+            };
+            match self.slots.stated_one(&self.roster, router, counter) {
+                Some(slot) => cut.slots.insert(counter, slot),
+                None => cut.slots.remove(&counter),
+            };
+        }
+        false
     }
 
     /// What one router has on each source.
@@ -366,6 +448,8 @@ impl Core {
             predictions_dropped: self.predictions.dropped(),
             predicted_samples: self.predictions.samples(),
             open_slots: self.slots.open(),
+            opened: self.opened,
+            freed: self.freed,
         }
     }
 
@@ -441,6 +525,9 @@ impl Core {
             let applied = self
                 .slots
                 .apply(&mut self.roster, router, incarnation, change);
+            if router == self.ledger.router() {
+                self.account(applied, slot_of(change));
+            }
             match (applied, change) {
                 (
                     Applied::Added(source),
@@ -456,6 +543,30 @@ impl Core {
                 _ => {}
             }
         }
+    }
+
+    /// What became of a slot of this router's own.
+    fn account(&mut self, applied: Applied, counter: u64) {
+        if let Some(touched) = &mut self.touched {
+            touched.insert(counter);
+        }
+        match applied {
+            Applied::Added(_) => self.opened += 1,
+            Applied::Freed(_, SlotEnd::Completed) => self.freed.completed += 1,
+            Applied::Freed(_, SlotEnd::Failed) => self.freed.failed += 1,
+            Applied::Freed(_, SlotEnd::Aborted) => self.freed.aborted += 1,
+            Applied::PrefillCompleted(_) | Applied::Grown(_) | Applied::Nothing => {}
+        }
+    }
+}
+
+/// The counter of the slot that a change is about.
+const fn slot_of(change: &LoadChange) -> u64 {
+    match change {
+        LoadChange::AddRequest { counter, .. }
+        | LoadChange::MarkPrefillCompleted { counter }
+        | LoadChange::Grow { counter, .. }
+        | LoadChange::Free { counter, .. } => *counter,
     }
 }
 

@@ -35,7 +35,7 @@ pub struct Stated {
     pub slots: Vec<OpenSlot>,
 }
 
-/// Each call is one short hold of whatever lock there is.
+/// Each call holds whatever lock there is for short times only.
 pub trait Books {
     /// Own messages from a number on, at least one if there is one, else at most so many bytes.
     fn written(&mut self, from: RecordNumber, bytes_max: usize) -> Written;
@@ -106,7 +106,9 @@ impl Books for Core {
     }
 }
 
-fn head(core: &Core) -> Head {
+/// How a core's router stands now.
+#[must_use]
+pub fn head(core: &Core) -> Head {
     let ledger = core.ledger();
     Head {
         incarnation: ledger.incarnation(),

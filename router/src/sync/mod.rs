@@ -37,7 +37,7 @@ mod replica;
 mod rules;
 mod view;
 
-pub use books::{Books, Head, Stated, Written};
+pub use books::{Books, Head, Stated, Written, head};
 pub use counts::{Counts, Mended, Refused, Traffic, Verdicts};
 pub use replica::{AskId, Effect, Link, Replica};
 pub use view::{Compared, ReplicaView, Snapshot, Standing};

@@ -268,6 +268,9 @@ impl World {
             readers: Arc::new(Semaphore::new(1)),
             ready: Arc::default(),
         });
+        app.ready.registry_read();
+        app.ready.workers_settled();
+        app.ready.load_known();
         let url = serve(&app, &shutdown, &connections).await;
         Self {
             app,

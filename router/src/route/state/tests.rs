@@ -415,3 +415,87 @@ fn another_incarnation_keeps_the_slots_and_their_guards_work() {
     assert_eq!(totals(&core), (0, 0, 0));
     assert_eq!(peer.digest(router), LoadDigest::default());
 }
+
+/// Whatever happens between its steps, a cut is of the moment of its last one.
+#[test]
+fn a_cut_in_steps_is_of_one_moment() {
+    let (mut core, now) = (core(1), start());
+    let open = u64::try_from(2 * STEP + 500).unwrap();
+    for number in 0..open {
+        let first = u32::try_from(number % 7).unwrap() << 20;
+        admit(&mut core, &prompt(100, first), None, now);
+    }
+    let mut cut = Cut::default();
+    let mut steps = 0;
+    while !core.cut_step(&mut cut) {
+        steps += 1;
+        // Some that were looked at, some that will be, some that are new: freed, grown, prefilled.
+        if steps <= 4 {
+            end(&mut core, steps, SlotEnd::Completed, now);
+            end(&mut core, open - steps, SlotEnd::Aborted, now);
+            let new = admit(&mut core, &prompt(50, 9 << 20), None, now).slot;
+            let counter = 100 + steps;
+            core.note(SlotEvent::Grow { counter, blocks: 3 }, now)
+                .unwrap();
+            core.note(SlotEvent::FirstToken { counter: new }, now)
+                .unwrap();
+        }
+    }
+    assert!(steps >= 4, "{steps} steps");
+    let (slots, router) = (cut.into_slots(), RouterId([1; 16]));
+    assert_eq!(slots, core.stated());
+    let mut peer = self::core(2);
+    peer.restore(router, Generation(1), &slots);
+    assert_eq!(peer.digest(router), core.digest(router));
+    assert_eq!(peer.loads_of(router), core.loads_of(router));
+    // Nobody watches any more: another cut begins anew.
+    assert!(core.touched.is_none());
+}
+
+/// The requests count no more from the first step on; the blocks go with the steps.
+#[test]
+fn a_release_in_steps_leaves_nothing() {
+    let (mut core, now) = (core(1), start());
+    let router = RouterId([1; 16]);
+    for number in 0..u32::try_from(2 * STEP + 1).unwrap() {
+        admit(&mut core, &prompt(40, number << 10), None, now);
+    }
+    let slots = core.stated();
+    let mut peer = self::core(2);
+    peer.restore(router, Generation(1), &slots);
+    let mut steps = 0;
+    while peer.release_step(router, now) {
+        steps += 1;
+        let (requests, prefill, blocks) = totals(&peer);
+        assert_eq!((requests, prefill), (0, 0));
+        assert!(blocks > 0, "after step {steps}");
+        assert_eq!(peer.digest(router), LoadDigest::default());
+        assert!(peer.loads_of(router).is_empty());
+    }
+    assert!(steps >= 2, "{steps} steps");
+    assert_eq!(totals(&peer), (0, 0, 0));
+    assert_eq!(peer.counts().predicted_samples, 0);
+    // It may come back at any time.
+    peer.restore(router, Generation(1), &slots);
+    assert_eq!(peer.digest(router), core.digest(router));
+    assert_eq!(peer.loads(), core.loads());
+}
+
+#[test]
+fn every_slot_is_freed_once_and_counted_by_its_end() {
+    let (mut core, now) = (core(1), start());
+    for how in [SlotEnd::Completed, SlotEnd::Failed, SlotEnd::Aborted] {
+        let slot = admit(&mut core, &prompt(100, 0), None, now).slot;
+        end(&mut core, slot, how, now);
+        // Told twice, it counts once.
+        end(&mut core, slot, SlotEnd::Completed, now);
+    }
+    let counts = core.counts();
+    let once = Freed {
+        completed: 1,
+        failed: 1,
+        aborted: 1,
+    };
+    assert_eq!((counts.opened, counts.freed), (3, once));
+    assert_eq!(counts.ignored.unknown_slot, 3);
+}

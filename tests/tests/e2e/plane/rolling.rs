@@ -70,8 +70,8 @@ async fn rolling_restart(kind: Kind, rate: u32) {
         for (number, router) in fleet.routers.iter().enumerate() {
             let since = Instant::now();
             router.signal("TERM");
-            let gone = fleet.admin(number, "/readyz");
-            assert!(!fleet.is_ready(gone.trim_end_matches("/readyz")).await);
+            let unready = async |fleet: &Fleet| !fleet.is_ready(&fleet.admin(number, "")).await;
+            fleet.until("it says that it leaves", unready).await;
             let status = router.ended().await;
             assert!(status.success(), "router {number}: {status}");
             println!("router {number} left within {:?}", since.elapsed());
