@@ -15,7 +15,7 @@ use crate::nats;
 #[derive(Clone, Args)]
 #[command(next_help_heading = "NATS")]
 pub struct NatsArgs {
-    /// NATS servers, separated by commas: nats://[USER:PASSWORD@]HOST:4222, or tls:// for TLS.
+    /// NATS servers, separated by commas: `nats://USER:PASSWORD@HOST:4222`, or `tls://` for TLS.
     #[arg(long, global = true, env = "WARMROUTE_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
     /// Keeps fleets apart: part of every subject and of every stream's name.

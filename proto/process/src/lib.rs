@@ -1,5 +1,5 @@
 //! What every binary of Warmroute has around its core, once: the flags that all share and the names
-//! of the environment ([`args`], [`env`], [`listen`]), the way to the plane ([`nats`]), logs, the
+//! of the environment ([`args`], [`mod@env`], [`listen`]), the way to the plane ([`nats`]), logs, the
 //! accept loop of its HTTP ([`server`]), tasks, signals, and the process around them ([`host`]).
 //!
 //! Nothing here knows what a binary is for.
