@@ -1,6 +1,6 @@
 //! The shell of [`crate::sync`]: one task that carries what replicas say through the plane.
 //!
-//! It holds the desk's lock for one call of [`Books`] at a time, never across an await, and decides
+//! It holds the desk's lock for one call of `Books` at a time, never across an await, and decides
 //! nothing. What it waits for beside messages: questions of peers, answers to its own, the lease that
 //! gives incarnations, the registry that names the other routers, and the clock.
 

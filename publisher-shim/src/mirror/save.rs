@@ -28,7 +28,7 @@ const REFERENCE_BYTES: usize = 6;
 const NAME_BYTES: usize = 12;
 
 impl Mirror {
-    /// Copies what [`Cut::save`] writes.
+    /// Copies what `Cut::save` writes.
     #[must_use]
     pub fn cut(&self) -> Cut {
         debug_assert!(self.touched.is_empty(), "a cut between batches");
