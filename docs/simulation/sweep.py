@@ -365,7 +365,7 @@ def write(options, results):
     found = Found(results, seeds)
     both = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99", "e2e_mean_ms": "e2e"}
     parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of the row's other run, the mean "
-             f"of {options.seeds} paired seeds and its 95 % confidence interval. -->\n"]
+             f"of up to {options.seeds} paired seeds and its 95 % confidence interval. -->\n"]
     fleets = {"": usual(), f"{WORKERS[1]} workers of profile {SLOW}:\n": slow()}
     fleets = {title: rows_of for title, rows_of in fleets.items() if any(found.values("rate", **rows_of[0]))}
 
