@@ -21,6 +21,8 @@ step "dependencies: bans, licences, sources"
 cargo deny --log-level error --locked check bans licenses sources
 step "tests"
 cargo test --workspace --locked --no-fail-fast
+step "the indexer's lock under a scheduler"
+cargo test --locked --quiet --manifest-path indexer/shuttle/Cargo.toml --target-dir target/shuttle
 step "deployment files"
 deploy/check.sh
 step "quick starts"
