@@ -35,7 +35,7 @@ pub struct Slots {
     ignored: Ignored,
 }
 
-/// Slots that one step works on: below a millisecond, in a release build.
+/// Slots that one step works on: bounds how long a cut or a release keeps decisions waiting.
 pub const STEP: usize = 1_000;
 
 /// What a change did.
