@@ -41,6 +41,7 @@ macro_rules! suite {
 
             conformance::suite!(@each $factory;
                 appends_are_ordered_and_acknowledged,
+                appends_need_nobody_who_looks_at_their_answers,
                 tail_continues_behind_a_position,
                 tail_waits_and_wakes,
                 tail_survives_a_dropped_wait,
@@ -132,6 +133,20 @@ pub(crate) mod check {
         assert_eq!((at.position.0, &at.payload[..]), (7, &b"6"[..]));
         assert_eq!(plane.at(LogPosition(7)).await.unwrap().unwrap(), at);
         assert_eq!(plane.at(LogPosition(51)).await.unwrap(), None);
+    }
+
+    /// More than any bound of what is in flight.
+    pub(crate) async fn appends_need_nobody_who_looks_at_their_answers(plane: Arc<dyn Plane>) {
+        let mut appended = Vec::new();
+        for _ in 0..10_000 {
+            let append = plane.append("wr.t.kv.a.0".into(), bytes("x"));
+            appended.push(append.await.unwrap());
+        }
+        let last = appended.pop().unwrap().await.unwrap();
+        assert_eq!(last, LogPosition(10_000));
+        for acknowledged in appended {
+            acknowledged.await.unwrap();
+        }
     }
 
     pub(crate) async fn tail_continues_behind_a_position(plane: Arc<dyn Plane>) {

@@ -1,8 +1,10 @@
 //! The same server without Warmroute's parts: what the plane itself takes.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -63,21 +65,28 @@ pub(crate) async fn log_delay(
     let payload = Bytes::from(vec![7; RECORD_BYTES]);
     let tasks = TaskTracker::new();
     let (sent, mut begun) = mpsc::channel(1 << 16);
+    // What was refused or not acknowledged: such a record may never come.
+    let failed = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&failed);
     tasks.spawn(async move {
+        let count = |stored: bool| _ = counted.fetch_add(u64::from(!stored), Ordering::Relaxed);
         let mut acknowledgements = FuturesUnordered::new();
         loop {
             tokio::select! {
                 at = due.recv() => {
                     let Some(at) = at else { break };
                     sent.send(at).await.unwrap_or(());
-                    if let Ok(ack) = writer.append(subject.clone(), payload.clone()).await {
-                        acknowledgements.push(ack);
+                    match writer.append(subject.clone(), payload.clone()).await {
+                        Ok(acknowledged) => acknowledgements.push(acknowledged),
+                        Err(_) => count(false),
                     }
                 }
-                Some(_) = acknowledgements.next() => {}
+                Some(acknowledged) = acknowledgements.next() => count(acknowledged.is_ok()),
             }
         }
-        while acknowledgements.next().await.is_some() {}
+        while let Some(acknowledged) = acknowledgements.next().await {
+            count(acknowledged.is_ok());
+        }
     });
     let mut samples = Vec::new();
     let read = async {
@@ -91,9 +100,14 @@ pub(crate) async fn log_delay(
         }
         anyhow::Ok(())
     };
-    timeout(END_MAX, read)
-        .await
-        .context("some records never came")??;
+    let read = timeout(END_MAX, read).await;
+    let (failed, came) = (failed.load(Ordering::Relaxed), samples.len());
+    let missing = || {
+        let stats = reader.stats();
+        format!("{came} of {total} records came, {failed} appends failed; the reader: {stats:?}")
+    };
+    read.with_context(missing)??;
+    ensure!(failed == 0, "{failed} of {total} appends failed");
     tasks.close();
     tasks.wait().await;
     drop(pacer.join());

@@ -17,7 +17,7 @@ use futures_util::StreamExt;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -227,11 +227,10 @@ impl Core {
         let permit = permit.map_err(unavailable)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
         let awaited = Awaited {
-            answer: self.link.await_answer(token),
+            answer: self.link.await_answer(token, permit),
             link: Arc::clone(&self.link),
             token,
             deadline,
-            _permit: permit,
         };
         let reply = format!("{}{token}", self.inbox);
         let sent = timeout_at(deadline, self.send(message, Some(reply))).await;
@@ -314,7 +313,6 @@ pub(super) struct Awaited {
     token: u64,
     answer: oneshot::Receiver<Message>,
     deadline: Instant,
-    _permit: OwnedSemaphorePermit,
 }
 
 impl Awaited {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::{ClientError, Event, Message, ServerError, Statistics};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 use crate::bus::Connection;
 
@@ -23,11 +23,18 @@ pub(super) struct Link {
     /// Connections made so far. Whoever follows something starts again when it grows.
     epoch: watch::Sender<u64>,
     /// Who waits for which answer. Emptied at a disconnect: those answers went with the old socket.
-    waiting: Mutex<HashMap<u64, oneshot::Sender<Message>>>,
+    waiting: Mutex<HashMap<u64, Waiting>>,
     statistics: OnceLock<Arc<Statistics>>,
     pub(super) counters: Counters,
     /// The server's last complaint: the only trace of a permission that is missing.
     complaint: Mutex<String>,
+}
+
+/// Its place is free as soon as the answer is here, whenever the asker looks at it: one that asks on
+/// before it looks would otherwise wait for itself.
+struct Waiting {
+    answer: oneshot::Sender<Message>,
+    _place: OwnedSemaphorePermit,
 }
 
 #[derive(Default)]
@@ -168,17 +175,25 @@ impl Link {
         self.statistics.get()
     }
 
-    pub(super) fn await_answer(&self, token: u64) -> oneshot::Receiver<Message> {
-        let (sender, receiver) = oneshot::channel();
-        lock(&self.waiting).insert(token, sender);
+    pub(super) fn await_answer(
+        &self,
+        token: u64,
+        place: OwnedSemaphorePermit,
+    ) -> oneshot::Receiver<Message> {
+        let (answer, receiver) = oneshot::channel();
+        let waiting = Waiting {
+            answer,
+            _place: place,
+        };
+        lock(&self.waiting).insert(token, waiting);
         receiver
     }
 
     /// An answer that nobody waits for any more is dropped.
     pub(super) fn answered(&self, token: u64, message: Message) {
         let waiting = lock(&self.waiting).remove(&token);
-        if let Some(sender) = waiting {
-            drop(sender.send(message));
+        if let Some(Waiting { answer, _place }) = waiting {
+            drop(answer.send(message));
         }
     }
 
@@ -196,6 +211,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
+    fn place() -> OwnedSemaphorePermit {
+        let places = Arc::new(tokio::sync::Semaphore::new(1));
+        places.try_acquire_owned().expect("a free place")
+    }
+
     fn connected() -> (Link, Arc<Statistics>) {
         let link = Link::new();
         let statistics = Arc::new(Statistics::default());
@@ -207,7 +227,7 @@ mod tests {
     #[test]
     fn a_disconnect_fails_what_is_in_flight() {
         let (link, statistics) = connected();
-        let mut answer = link.await_answer(7);
+        let mut answer = link.await_answer(7, place());
         link.observe(Event::Disconnected);
         assert!(!link.is_up());
         assert!(answer.try_recv().is_err());
@@ -222,7 +242,7 @@ mod tests {
     #[test]
     fn a_reconnect_without_events_is_seen() {
         let (link, statistics) = connected();
-        let mut answer = link.await_answer(7);
+        let mut answer = link.await_answer(7, place());
         statistics.connects.store(2, Ordering::Relaxed);
         link.look(State::Connected);
         assert!(link.epochs().has_changed().is_ok());
