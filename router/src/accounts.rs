@@ -41,7 +41,7 @@ impl Desk {
         Ok(admitted)
     }
 
-    /// Waits until something was written. Cancel-safe; several writings may be told once.
+    /// Waits until something urgent was written; the rest goes with it, or by the clock. Cancel-safe; several writings may be told once.
     pub async fn written(&self) {
         self.written.notified().await;
     }
@@ -52,7 +52,8 @@ impl Accounts for Desk {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);
         match noted {
-            Ok(_) => self.written.notify_one(),
+            Ok(_) if event.is_urgent() => self.written.notify_one(),
+            Ok(_) => {}
             Err(error) => tracing::error!(%error, ?event, "a slot's event is lost"),
         }
     }

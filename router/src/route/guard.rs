@@ -25,6 +25,15 @@ pub enum SlotEvent {
     },
 }
 
+impl SlotEvent {
+    /// Whether others' decisions suffer if they hear of it a moment later. A generated block does not
+    /// wait for long either, but by itself it is not worth a message to everybody.
+    #[must_use]
+    pub const fn is_urgent(&self) -> bool {
+        !matches!(self, Self::Grow { .. })
+    }
+}
+
 /// Where slots are accounted: locks the core, notes the event, publishes the bytes. Called from drop,
 /// so that it must not block for long, must not panic and cannot fail.
 pub trait Accounts: Send + Sync {

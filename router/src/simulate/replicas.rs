@@ -36,7 +36,7 @@ pub(super) struct ReplicaSetup {
 /// What one router told the others.
 #[derive(Debug)]
 pub(super) struct Told {
-    from: usize,
+    pub(super) from: usize,
     message: LoadMessage,
 }
 

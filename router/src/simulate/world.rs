@@ -22,6 +22,7 @@ use super::replicas::{AdmissionFailed, Place, ReplicaSetup, Replicas, Told};
 use super::trace::Trace;
 use crate::route::{AdmitError, Prompt, SlotEvent};
 use crate::sim::{Config, Engine, Request, RequestId, StepOutcome};
+use crate::sync::LAZY_PAUSE;
 
 /// A fleet and those who route to it.
 #[derive(Clone, Debug)]
@@ -35,10 +36,21 @@ pub(super) struct Setup {
 }
 
 enum Event {
-    Arrival { request: usize },
-    StepEnds { worker: usize },
+    Arrival {
+        request: usize,
+    },
+    StepEnds {
+        worker: usize,
+    },
     Told(Box<Told>),
-    Indexed { worker: usize, changes: Vec<Change> },
+    /// What a router did not tell at once has waited long enough.
+    Held {
+        router: usize,
+    },
+    Indexed {
+        worker: usize,
+        changes: Vec<Change>,
+    },
 }
 
 struct Queued {
@@ -117,6 +129,8 @@ struct World<'a> {
     sources: Vec<Source>,
     index: Index,
     replicas: Replicas,
+    /// By router: what goes with its next message.
+    held: Vec<Vec<Told>>,
     outcome: Outcome,
 }
 
@@ -146,6 +160,7 @@ pub(super) fn run(
             .collect(),
         index: Index::new(sources.iter().cloned()),
         replicas: Replicas::new(&setup.replicas, &sources, size, setup.seed),
+        held: (0..setup.replicas.routers).map(|_| Vec::new()).collect(),
         sources,
         outcome: Outcome::default(),
     };
@@ -184,6 +199,7 @@ impl World<'_> {
             Event::Arrival { request } => self.arrive(request)?,
             Event::StepEnds { worker } => self.step_ends(worker)?,
             Event::Told(told) => self.replicas.hear(&told, self.epoch + self.now),
+            Event::Held { router } => self.release(router),
             Event::Indexed { worker, changes } => self.index.apply(worker, &changes)?,
         }
         Ok(())
@@ -317,12 +333,36 @@ impl World<'_> {
         let told = self
             .replicas
             .note(place.router, event, self.epoch + self.now)?;
-        self.tell(told);
+        match told {
+            Some(told) if !event.is_urgent() => self.hold(told),
+            told => self.tell(told),
+        }
         Ok(())
     }
 
+    fn hold(&mut self, told: Told) {
+        let router = told.from;
+        if self.held[router].is_empty() {
+            let due = self.now + LAZY_PAUSE;
+            self.queue.push(due, Event::Held { router });
+        }
+        self.held[router].push(told);
+    }
+
+    /// Behind what was held.
     fn tell(&mut self, told: Option<Told>) {
-        if let (Some(told), Some(delay)) = (told, self.replicas.sync_delay()) {
+        if let Some(told) = told {
+            let router = told.from;
+            self.held[router].push(told);
+            self.release(router);
+        }
+    }
+
+    fn release(&mut self, router: usize) {
+        let Some(delay) = self.replicas.sync_delay() else {
+            return;
+        };
+        for told in std::mem::take(&mut self.held[router]) {
             let heard = self.now + delay;
             self.queue.push(heard, Event::Told(Box::new(told)));
         }

@@ -1,7 +1,8 @@
 //! Own messages on their way out: how far they are sent, and when the next frame may leave.
 //!
 //! A message on an idle router leaves at once. While messages keep coming, one frame leaves per
-//! [`FRAME_PAUSE`] with all that came since.
+//! [`FRAME_PAUSE`] with all that came since. What nobody announced leaves with them, or after
+//! [`LAZY_PAUSE`].
 
 use std::time::Instant;
 
@@ -10,7 +11,7 @@ use warmroute_proto::RecordNumber;
 use warmroute_proto::codec::{self, EncodeError};
 use warmroute_proto::load::LoadFrame;
 
-use super::FRAME_PAUSE;
+use super::{FRAME_PAUSE, LAZY_PAUSE};
 
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
@@ -18,6 +19,7 @@ pub(super) struct Outbox {
     pub(super) next: RecordNumber,
     last: Option<Instant>,
     due: Option<Instant>,
+    looked: Option<Instant>,
 }
 
 impl Outbox {
@@ -34,9 +36,15 @@ impl Outbox {
         self.due
     }
 
+    /// Time to look at what was written without a word.
+    pub(super) fn is_stale(&self, now: Instant) -> bool {
+        self.looked.is_none_or(|looked| now >= looked + LAZY_PAUSE)
+    }
+
     /// All that was written is looked at.
-    pub(super) const fn looked(&mut self) {
+    pub(super) const fn looked(&mut self, now: Instant) {
         self.due = None;
+        self.looked = Some(now);
     }
 
     pub(super) const fn left(&mut self, now: Instant) {

@@ -118,7 +118,7 @@ impl Replica {
 
     // --- own messages
 
-    /// Something was written to the ledger.
+    /// Something urgent was written to the ledger.
     pub fn wrote(&mut self, books: &mut dyn Books, now: Instant) {
         if self.own.outbox.wrote(now) {
             self.flush(books, now);
@@ -286,6 +286,9 @@ impl Replica {
         if self.own.beat_due <= now {
             self.beat(Presence::Staying, books, now);
         }
+        if self.own.outbox.is_stale(now) {
+            self.flush(books, now);
+        }
         self.send_due(books, now);
         let routers: Vec<RouterId> = self.peers.keys().copied().collect();
         for router in routers {
@@ -417,7 +420,7 @@ impl Replica {
 
     /// Sends what was not sent yet. How this router stands then; none if nothing may be sent.
     fn flush(&mut self, books: &mut dyn Books, now: Instant) -> Option<Head> {
-        self.own.outbox.looked();
+        self.own.outbox.looked(now);
         if self.own.link == Link::Down || self.own.incarnation.is_none() {
             return None;
         }

@@ -151,6 +151,31 @@ fn a_message_of_an_idle_router_leaves_at_once_and_those_behind_it_together() {
     assert_eq!(a.replica.due(), None);
 }
 
+/// Nobody is told of a generated block at once: it goes with what is, or after a while by itself.
+#[test]
+fn what_is_not_urgent_leaves_with_the_next_frame_or_by_the_clock() {
+    let now = start();
+    let (mut a, mut b) = pair(now);
+    let counter = a.admit(0, 9, now);
+    a.wrote(now);
+    carry(&mut a, &mut b, now);
+    a.grow(counter, now);
+    let now = now + FRAME_PAUSE;
+    a.core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+    a.wrote(now);
+    let frame: LoadFrame = codec::decode(&a.published[0]).unwrap();
+    assert_eq!((a.published.len(), frame.messages.len()), (1, 2));
+    carry(&mut a, &mut b, now);
+    a.grow(counter, now);
+    a.tick(now + TICK);
+    let has_grown = |a: &Side| a.published.iter().any(|said| codec::kind(said) == Some(5));
+    assert!(!has_grown(&a));
+    a.tick(now + LAZY_PAUSE);
+    assert!(has_grown(&a));
+    carry(&mut a, &mut b, now + LAZY_PAUSE);
+    agree(&a, &b);
+}
+
 #[test]
 fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     let now = start();

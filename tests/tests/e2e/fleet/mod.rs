@@ -3,6 +3,7 @@
 //! A [`Fleet`] is embedded or distributed by its [`Mode`], and scenarios do not see the difference.
 
 mod dump;
+mod lossy;
 mod nats;
 mod place;
 mod process;
@@ -59,6 +60,8 @@ pub(crate) enum Access {
     LeastPrivilege,
     /// Everybody everything, but routers cannot tell each other anything.
     MuteRouters,
+    /// Everybody everything; routers are connected by a way on which load messages get lost when told.
+    LossyRouters,
 }
 
 /// How the mock engines of a fleet are set up.

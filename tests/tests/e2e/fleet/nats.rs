@@ -6,6 +6,7 @@ use std::process::Command;
 
 use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
 
+use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
@@ -25,6 +26,8 @@ pub(crate) struct Distributed {
     pub(crate) shims: Vec<Process>,
     pub(crate) indexers: Vec<Process>,
     pub(crate) server: Mutex<NatsServer>,
+    /// The routers' way to the server, where it has one of its own.
+    lossy: Option<Lossy>,
     access: Access,
     /// Last, so that the next fleet starts when this one has ended.
     _alone: SemaphorePermit<'static>,
@@ -35,13 +38,18 @@ impl Distributed {
     fn plane_flags(&self, user: &str) -> Vec<String> {
         let server = self.server.try_lock().expect("nobody restarts it now");
         let url = match self.access {
-            Access::Open => server.url(),
+            Access::LossyRouters if user == "router" => format!("nats://{}", self.lossy().address),
+            Access::Open | Access::LossyRouters => server.url(),
             Access::LeastPrivilege | Access::MuteRouters => {
                 let user = format!("nats://{user}:{PASSWORD}@");
                 server.url().replace("nats://", &user)
             }
         };
         strings(&["--nats-url", &url, "--namespace", NAMESPACE])
+    }
+
+    pub(crate) fn lossy(&self) -> &Lossy {
+        self.lossy.as_ref().expect("a fleet of lossy routers")
     }
 }
 
@@ -51,7 +59,15 @@ impl Fleet {
         let alone = ALONE.acquire().await.expect("never closed");
         let access = self.flags.access;
         let server = start_server(access, &self.place).await;
+        let lossy = match access {
+            Access::LossyRouters => {
+                let address = server.url().replace("nats://", "");
+                Some(Lossy::start(address, format!("wr.{NAMESPACE}.load")).await)
+            }
+            Access::Open | Access::LeastPrivilege | Access::MuteRouters => None,
+        };
         self.distributed = Some(Distributed {
+            lossy,
             shims: Vec::new(),
             indexers: Vec::new(),
             server: Mutex::new(server),
@@ -139,7 +155,7 @@ impl Fleet {
 
 async fn start_server(access: Access, place: &Place) -> NatsServer {
     match access {
-        Access::Open => NatsServer::start().await,
+        Access::Open | Access::LossyRouters => NatsServer::start().await,
         Access::LeastPrivilege => {
             let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
             let passwords = ["INIT", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];

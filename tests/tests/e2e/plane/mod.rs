@@ -3,6 +3,8 @@
 
 mod agreement;
 mod burst;
+mod convergence;
+mod cost;
 mod death;
 mod engine_restart;
 mod equality;

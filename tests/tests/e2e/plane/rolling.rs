@@ -7,15 +7,18 @@ use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
 use super::front::{Front, Kind};
-use super::streams::{Tally, open};
+use super::streams::{Shape, Tally, open};
 use super::views::{agree, held, id};
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
 /// Streams a second. The full rate is for machines with nothing else to do: `ROLLING_RATE=200`.
 const RATE: u32 = 40;
 
-/// Output tokens of a stream: at the engines' pace about a second.
-const TOKENS: u32 = 40;
+/// At the engines' pace a stream takes about a second.
+const SHAPE: Shape = Shape {
+    rules: 20,
+    tokens: 40,
+};
 
 const STREAMING: &[&str] = &["--itl-ms", "25", "--prefill-tokens-per-sec", "200000"];
 
@@ -88,7 +91,7 @@ async fn rolling_restart(kind: Kind, rate: u32) {
         is_over.store(true, Ordering::Relaxed);
     };
     let over = || is_over.load(Ordering::Relaxed);
-    let ((), ()) = tokio::join!(restarts, tally.at_rate((http, &base), rate, TOKENS, over));
+    let ((), ()) = tokio::join!(restarts, tally.at_rate((http, &base), rate, SHAPE, over));
     let sent = tally.sent.load(Ordering::SeqCst);
     let reached = sent as f64 / begin.elapsed().as_secs_f64();
     let failed = tally.failed.load(Ordering::SeqCst);

@@ -29,6 +29,13 @@ pub(crate) fn body(prompt: &str, tokens: u32) -> Value {
     json!({"model": "mock", "prompt": prompt, "max_tokens": tokens, "stream": true})
 }
 
+/// What a stream's prompt repeats, about ten tokens each time, and how many it generates.
+#[derive(Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) rules: usize,
+    pub(crate) tokens: u32,
+}
+
 /// What became of many streams.
 #[derive(Default)]
 pub(crate) struct Tally {
@@ -61,9 +68,10 @@ impl Tally {
         &self,
         (http, base): (&Client, &str),
         rate: u32,
-        tokens: u32,
+        Shape { rules, tokens }: Shape,
         is_over: impl Fn() -> bool,
     ) {
+        let rules = "Be exact, or say that you are not. ".repeat(rules);
         let mut ticks = tokio::time::interval(Duration::from_secs(1) / rate);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
         let mut rng = Rng::with_seed(11);
@@ -72,7 +80,6 @@ impl Tally {
             tokio::select! {
                 _ = ticks.tick() => {
                     let (topic, number) = (rng.u32(0..20), rng.u32(..));
-                    let rules = "Be exact, or say that you are not. ".repeat(20);
                     let prompt = format!("Topic {topic}. {rules} Question {number}?");
                     open.push(async move { self.stream(http, base, &prompt, tokens).await });
                 }

@@ -1,0 +1,173 @@
+//! A way to the nats-server on which routers' load messages are lost, doubled and late: each router its
+//! own ones, everything else untouched.
+//!
+//! NATS is a protocol of lines. Of what the server sends only the deliveries matter: `MSG <subject> <sid>
+//! [reply] <bytes>` and `HMSG <subject> <sid> [reply] <header bytes> <bytes>`, each before its bytes and an
+//! end of line (docs.nats.io, "Client Protocol").
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use fastrand::Rng;
+use tokio::io::{
+    AsyncBufReadExt as _, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
+};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+
+/// Of a hundred messages 30 are lost, 10 come twice, and 10 come behind the next.
+const LOST: u8 = 30;
+const DOUBLED: u8 = LOST + 10;
+const LATE: u8 = DOUBLED + 10;
+
+/// Ends with its handle.
+pub(crate) struct Lossy {
+    pub(crate) address: SocketAddr,
+    shared: Arc<Shared>,
+    _stop: DropGuard,
+}
+
+struct Shared {
+    /// Deliveries of subjects that begin so are at risk.
+    prefix: String,
+    is_lossy: AtomicBool,
+    lost: AtomicU64,
+    doubled: AtomicU64,
+    late: AtomicU64,
+}
+
+impl Lossy {
+    /// Loses nothing yet.
+    pub(crate) async fn start(server: String, prefix: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let shared = Arc::new(Shared {
+            prefix,
+            is_lossy: AtomicBool::new(false),
+            lost: AtomicU64::new(0),
+            doubled: AtomicU64::new(0),
+            late: AtomicU64::new(0),
+        });
+        let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let accepting = accept(
+            listener,
+            server,
+            Arc::clone(&shared),
+            tasks.clone(),
+            stop.clone(),
+        );
+        tasks.spawn(stop.clone().run_until_cancelled_owned(accepting));
+        Self {
+            address,
+            shared,
+            _stop: stop.drop_guard(),
+        }
+    }
+
+    pub(crate) fn lose(&self, lose: bool) {
+        self.shared.is_lossy.store(lose, Ordering::SeqCst);
+    }
+
+    /// Deliveries lost, doubled and late so far.
+    pub(crate) fn counts(&self) -> [u64; 3] {
+        let Shared {
+            lost,
+            doubled,
+            late,
+            ..
+        } = &*self.shared;
+        [lost, doubled, late].map(|count| count.load(Ordering::SeqCst))
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    server: String,
+    shared: Arc<Shared>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+) {
+    while let Ok((client, _)) = listener.accept().await {
+        let (server, shared) = (server.clone(), Arc::clone(&shared));
+        let both_ways = async move {
+            let server = TcpStream::connect(server).await?;
+            client.set_nodelay(true)?;
+            server.set_nodelay(true)?;
+            let (mut from_client, to_client) = client.into_split();
+            let (from_server, mut to_server) = server.into_split();
+            // Whichever side closes takes the other along.
+            tokio::select! {
+                ended = tokio::io::copy(&mut from_client, &mut to_server) => ended.map(drop),
+                ended = deliver(BufReader::new(from_server), to_client, &shared) => ended,
+            }
+        };
+        tasks.spawn(stop.clone().run_until_cancelled_owned(both_ways));
+    }
+}
+
+async fn deliver(
+    mut from: BufReader<impl tokio::io::AsyncRead + Unpin>,
+    mut to: impl AsyncWrite + Unpin,
+    shared: &Shared,
+) -> io::Result<()> {
+    let mut rng = Rng::new();
+    // One that waits until another one has passed it.
+    let mut held: Option<Vec<u8>> = None;
+    let mut frame = Vec::new();
+    loop {
+        frame.clear();
+        if from.read_until(b'\n', &mut frame).await? == 0 {
+            return Ok(());
+        }
+        let is_at_risk = match delivery(&frame) {
+            None => false,
+            Some((subject, bytes)) => {
+                let is_at_risk = subject.starts_with(shared.prefix.as_bytes());
+                let line = frame.len();
+                frame.resize(line + bytes + b"\r\n".len(), 0);
+                from.read_exact(&mut frame[line..]).await?;
+                is_at_risk
+            }
+        };
+        let draw = if is_at_risk && shared.is_lossy.load(Ordering::SeqCst) {
+            rng.u8(0..100)
+        } else {
+            u8::MAX
+        };
+        let count = |counter: &AtomicU64| _ = counter.fetch_add(1, Ordering::SeqCst);
+        match draw {
+            0..LOST => {
+                count(&shared.lost);
+                continue;
+            }
+            LOST..DOUBLED => {
+                count(&shared.doubled);
+                to.write_all(&frame).await?;
+            }
+            DOUBLED..LATE if held.is_none() => {
+                count(&shared.late);
+                held = Some(std::mem::take(&mut frame));
+                continue;
+            }
+            _ => {}
+        }
+        to.write_all(&frame).await?;
+        if is_at_risk && let Some(late) = held.take() {
+            to.write_all(&late).await?;
+        }
+    }
+}
+
+/// Subject of a delivery and the bytes that follow its line; none of other lines.
+fn delivery(line: &[u8]) -> Option<(&[u8], usize)> {
+    let mut words = line.trim_ascii_end().split(|&byte| byte == b' ');
+    let (verb, subject) = (words.next()?, words.next()?);
+    if verb != b"MSG" && verb != b"HMSG" {
+        return None;
+    }
+    let bytes = std::str::from_utf8(words.next_back()?).ok()?;
+    Some((subject, bytes.parse().ok()?))
+}
