@@ -9,6 +9,7 @@ mod cut;
 mod pauses;
 mod server;
 mod snapshots;
+mod versions;
 mod watch;
 
 use std::path::Path;
@@ -37,6 +38,11 @@ struct Scene {
 impl Scene {
     /// Two workers, two indexers; the engines work by themselves at this rate.
     async fn start(blocks: u32, blocks_per_sec: u32, flags: Flags) -> Self {
+        Self::start_with(0, blocks, blocks_per_sec, flags).await
+    }
+
+    /// The same with so many routers.
+    async fn start_with(routers: usize, blocks: u32, blocks_per_sec: u32, flags: Flags) -> Self {
         let engines = Engines {
             count: 2,
             ranks: 1,
@@ -45,7 +51,7 @@ impl Scene {
         };
         let mode = Mode::Nats {
             indexers: 2,
-            routers: 0,
+            routers,
         };
         let flags = Flags {
             company: Company::Another,

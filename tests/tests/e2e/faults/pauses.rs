@@ -11,11 +11,11 @@ fn pause() -> Duration {
     Duration::from_secs(if is_long() { 30 } else { 8 })
 }
 
-/// A shim and, at the same time, an indexer; then the nats-server, while outboxes overflow.
+/// A shim and, at the same time, an indexer; then the nats-server.
 #[tokio::test(flavor = "multi_thread")]
 async fn stopped_and_continued() {
     let flags = Flags {
-        shim: &["--state-dir", "PLACE/state", "--outbox-bytes", "65536"],
+        shim: &["--state-dir", "PLACE/state"],
         ..Flags::default()
     };
     let scene = Scene::start(3000, 2000, flags).await;

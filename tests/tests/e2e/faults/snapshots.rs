@@ -33,10 +33,13 @@ async fn writer_killed_at_random_points() {
     let plane = connect(&scene.fleet).await;
     let subjects = Subjects::new(&Namespace::from(NAMESPACE));
     let mut rng = Rng::new();
+    let written = async |fleet: &Fleet| duration(fleet).await.is_some();
+    scene.fleet.until("a snapshot is written", written).await;
+    let mut took = Duration::ZERO;
     let mut longest = Duration::ZERO;
     for number in 0..kills() {
         let (victim, lease) = writer(&scene.fleet, &plane, &subjects).await;
-        let took = duration(&scene.fleet).await;
+        took = duration(&scene.fleet).await.unwrap_or(took);
         let delay = took.mul_f64(rng.f64() * 1.2);
         sleep(delay).await;
         scene.fleet.parts().indexers[victim].kill();
@@ -81,15 +84,15 @@ async fn writer(fleet: &Fleet, plane: &NatsPlane, subjects: &Subjects) -> (usize
     }
 }
 
-/// Of a snapshot, on average.
-async fn duration(fleet: &Fleet) -> Duration {
+/// Of a snapshot, on average; none if those who live wrote none.
+async fn duration(fleet: &Fleet) -> Option<Duration> {
     let (mut sum, mut count) = (0.0, 0.0);
     for index in fleet.indexes() {
         let name = "warmroute_indexer_snapshot_duration_seconds";
         sum += metric(fleet, &index, &format!("{name}_sum")).await;
         count += metric(fleet, &index, &format!("{name}_count")).await;
     }
-    Duration::from_secs_f64(if count > 0.0 { sum / count } else { 0.05 })
+    (count > 0.0).then(|| Duration::from_secs_f64(sum / count))
 }
 
 /// How many snapshots the pointer names. Each is there and whole.

@@ -50,6 +50,8 @@ pub(crate) enum Mode {
 pub(crate) struct Flags {
     pub(crate) init: &'static [&'static str],
     pub(crate) shim: &'static [&'static str],
+    /// To the last one beside that.
+    pub(crate) last_shim: &'static [&'static str],
     pub(crate) indexer: &'static [&'static str],
     pub(crate) router: &'static [&'static str],
     pub(crate) access: Access,

@@ -136,12 +136,12 @@ impl Fleet {
         if matches!(self.flags.links, Links::Proxied) {
             let server = self.parts().server.lock().await.url();
             let proxy = Proxy::start(&server).await;
-            arguments.extend(strings(&["--nats-url", &proxy.url()]));
-            self.distributed
-                .as_mut()
-                .expect("made before")
-                .proxies
-                .push(proxy);
+            let through = arguments
+                .iter()
+                .map(|text| text.replace(&server, &proxy.url()));
+            arguments = through.collect();
+            let parts = self.distributed.as_mut().expect("made before");
+            parts.proxies.push(proxy);
         }
         arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
         arguments.extend(strings(&["--worker-id", &name, "--worker-url", &base]));
@@ -149,6 +149,9 @@ impl Fleet {
         arguments.extend(strings(&["--kv-endpoint", &kv]));
         arguments.extend(strings(&["--kv-replay-endpoint", &replay]));
         arguments.extend(self.placed(self.flags.shim));
+        if index + 1 == setup.count {
+            arguments.extend(self.placed(self.flags.last_shim));
+        }
         let log = self.place.path(&format!("shim-{index}.log"));
         let shim = Process::start(SHIM, &log, arguments).await;
         self.distributed
