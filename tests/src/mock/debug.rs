@@ -54,6 +54,7 @@ pub(super) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
             "aborted": counters.aborted,
             "active": active,
             "last_seq": rank.published().last,
+            "stored": rank.published().stored,
             "published_seq_that_changed": rank.published().last_change,
         })
     });

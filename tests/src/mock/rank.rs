@@ -66,6 +66,8 @@ pub(super) struct Published {
     pub(super) last: Option<u64>,
     /// The last batch after which another set of (prefix, tier) pairs was held than before.
     pub(super) last_change: Option<u64>,
+    /// Pairs that came to be held, over all batches.
+    pub(super) stored: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -277,6 +279,7 @@ impl Rank {
         }
         self.publisher.publish(sequence, &payload, delivery);
         state.published.last = Some(sequence);
+        state.published.stored += changes.iter().filter(|(_, is_held)| *is_held).count() as u64;
         if !changes.is_empty() {
             state.published.last_change = Some(sequence);
         }

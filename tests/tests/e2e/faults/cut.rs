@@ -21,7 +21,15 @@ async fn shims_cut_from_nats() {
     };
     let scene = Scene::start(20_000, RATE / 2, flags).await;
     let length = Duration::from_secs(if is_long() { 120 } else { 15 });
-    let before = scene.engines("last_seq").await;
+    let stored = async || {
+        scene
+            .engines("stored")
+            .await
+            .into_iter()
+            .flatten()
+            .sum::<u64>()
+    };
+    let before = stored().await;
     let since = Instant::now();
     scene.fleet.link(0).set(Way::Silent);
     scene.fleet.link(1).set(Way::Refused);
@@ -30,13 +38,11 @@ async fn shims_cut_from_nats() {
         waiting(&scene.fleet, 0).await,
         waiting(&scene.fleet, 1).await,
     ];
-    let after = scene.engines("last_seq").await;
+    let (blocks, length) = (stored().await - before, since.elapsed());
     scene.fleet.link(0).set(Way::Open);
     scene.fleet.link(1).set(Way::Open);
-    println!(
-        "cut for {:?}; engine batches {before:?} to {after:?}; bytes in the outboxes {full:?}",
-        since.elapsed()
-    );
+    let rate = u128::from(blocks) * 1000 / length.as_millis();
+    println!("cut for {length:?} at {rate} new blocks/s; bytes in the outboxes {full:?}");
     scene.is_right_after("shims cut from nats").await;
     assert_eq!(overflows(&scene.fleet, 0).await, 0.0, "it had room");
     assert!(overflows(&scene.fleet, 1).await >= 1.0, "it had none");
