@@ -154,6 +154,9 @@ async fn create(core: &Core, wanted: &Config) -> Result<(), NatsError> {
         Ok(_) => Ok(()),
         // Somebody else was faster: `verify` says whether it is what we want.
         Err(ApiError::Server(fault)) if fault.is_name_in_use() => Ok(()),
+        Err(ApiError::Server(fault)) if fault.is_passing() => {
+            Err(NatsError::Unreachable(fault.description))
+        }
         Err(ApiError::Server(Fault {
             err_code,
             description,

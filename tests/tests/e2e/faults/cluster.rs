@@ -8,7 +8,8 @@ use super::{Scene, api, connect};
 use crate::fleet::{Access, Flags, Fleet, NAMESPACE, cluster};
 use crate::nats_server::NatsServer;
 
-/// The node that leads the log dies under load, and later comes back; then the next leader.
+/// The node that leads the log dies under load, and later comes back; then the next leader. An indexer
+/// starts while there is none.
 #[tokio::test(flavor = "multi_thread")]
 async fn leader_killed() {
     let flags = Flags {
@@ -23,7 +24,11 @@ async fn leader_killed() {
         let leader = leader(&scene.fleet, &plane).await;
         led.push(leader);
         with_node(&scene.fleet, leader, |node| node.kill()).await;
-        scene.is_right_after("leader killed").await;
+        // Who joins while nobody leads waits for it.
+        scene.fleet.parts().indexers[1].restart().await;
+        scene
+            .is_right_after("leader killed, indexer restarted")
+            .await;
         let since = Instant::now();
         let mut server = scene.fleet.parts().server.lock().await;
         let mut peers = scene.fleet.parts().peers.lock().await;
