@@ -190,4 +190,15 @@ mod tests {
             .into();
         assert_eq!(delays, [0, 0, 20, 40, 640, 1000, 1000, 1000]);
     }
+
+    #[test]
+    fn a_cluster_without_a_leader_is_asked_again() {
+        let fault = |err_code| Fault {
+            err_code,
+            description: String::new(),
+        };
+        // As nats-server 2.15 numbers them: not available now; no such stream; no more streams allowed.
+        assert!(fault(10008).is_passing());
+        assert!([10059, 10027].iter().all(|&code| !fault(code).is_passing()));
+    }
 }

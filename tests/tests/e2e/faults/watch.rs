@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use serde_json::{Value, json};
+use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -26,7 +27,7 @@ const DEADLINE: Duration = Duration::from_secs(2);
 pub(crate) struct Watch {
     shared: Arc<Shared>,
     stop: CancellationToken,
-    tasks: TaskTracker,
+    asking: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
@@ -70,22 +71,24 @@ impl Watch {
             wrong: Mutex::default(),
         });
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
-        for (number, base) in fleet.indexes().into_iter().enumerate() {
+        let ask = |(number, base)| {
             let (shared, stop) = (Arc::clone(&shared), stop.clone());
             tasks.spawn(async move {
                 stop.run_until_cancelled(shared.ask_on(number, base)).await;
-            });
-        }
-        tasks.close();
+            })
+        };
+        let asking = fleet.indexes().into_iter().enumerate().map(ask).collect();
         Self {
             shared,
             stop,
-            tasks,
+            asking,
         }
     }
 
-    /// Ends the test if something was wrong.
+    /// Ends the test if something was wrong, or nobody asks any more.
     pub(crate) fn check(&self) {
+        let asked = self.asking.iter().all(|task| !task.is_finished());
+        assert!(asked, "a task of the checker failed");
         let wrong = lock(&self.shared.wrong);
         assert!(wrong.is_empty(), "wrong answers:\n{}", wrong.join("\n"));
     }
@@ -116,10 +119,15 @@ impl Watch {
 
     /// Ends it, and the test if something was wrong.
     pub(crate) async fn end(self) -> String {
-        self.stop.cancel();
-        self.tasks.wait().await;
         self.check();
-        self.counts()
+        self.stop.cancel();
+        let counts = self.counts();
+        for task in self.asking {
+            task.await.expect("a task of the checker");
+        }
+        let wrong = lock(&self.shared.wrong);
+        assert!(wrong.is_empty(), "wrong answers:\n{}", wrong.join("\n"));
+        counts
     }
 }
 
