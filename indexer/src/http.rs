@@ -20,7 +20,9 @@ use serde_json::{Value, json};
 use tracing::warn;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
-use warmroute_proto::{BlockSize, Change, DpRank, LocalHash, LogPosition, Seed, Source, WorkerId};
+use warmroute_proto::{
+    BlockSize, Change, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
+};
 
 use crate::service::Handle;
 use crate::view::{SourceDump, WorkerView};
@@ -181,6 +183,8 @@ struct Instance {
     dp: BTreeMap<DpRank, u64>,
     rank_matches: BTreeMap<DpRank, RankMatch>,
     states: BTreeMap<DpRank, SourceState>,
+    /// The engine batch that each rank's tokens are of; null before the first.
+    engine_seqs: BTreeMap<DpRank, Option<EngineSeq>>,
 }
 
 /// One rank's tokens, cumulative: a rank's tiers go together, those of different ranks do not.
@@ -287,6 +291,7 @@ impl Chosen {
             let rank = RankMatch { gpu, cpu, disk };
             instance.rank_matches.insert(*dp_rank, rank);
             instance.states.insert(*dp_rank, answer.states.gpu);
+            instance.engine_seqs.insert(*dp_rank, answer.engine_seq);
             let scores = response.scores.entry(worker.clone()).or_default();
             scores.insert(*dp_rank, gpu);
         }

@@ -114,7 +114,10 @@ impl Metrics {
             heartbeats: of.counters("heartbeats_total", "Heartbeats by verdict.", "verdict")?,
             queries: of.counters("queries_total", "Queries by outcome.", "outcome")?,
             resyncs: of.counters("resyncs_total", "New generations asked for.", "reason")?,
-            bad_entries: of.counter("bad_registry_entries_total", "Unreadable worker entries.")?,
+            bad_entries: of.counter(
+                "bad_registry_entries_total",
+                "Unreadable entries of workers, and snapshot pointers.",
+            )?,
             reconnects: of.counter("reconnects_total", "Times the log was taken up again.")?,
             looks_failed: of.counter(
                 "log_checks_failed_total",

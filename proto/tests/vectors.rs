@@ -406,6 +406,24 @@ fn golden_samples() {
     );
 }
 
+/// The next version must read what this one wrote, of every kind.
+#[test]
+fn every_kind_has_a_golden_sample() {
+    const KINDS: std::ops::RangeInclusive<u8> = 1..=ShimEntry::KIND;
+    let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
+    let mut kinds = std::collections::BTreeSet::new();
+    for file in fs::read_dir(samples).unwrap() {
+        let path = file.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if name.starts_with(&format!("v{}_", codec::VERSION)) {
+            let sample = unhex(fs::read_to_string(&path).unwrap().trim());
+            assert_eq!(sample[0], codec::VERSION, "{name}");
+            kinds.extend(codec::kind(&sample));
+        }
+    }
+    assert!(kinds.into_iter().eq(KINDS), "a kind without a sample");
+}
+
 fn golden<M: Message + PartialEq + Debug>(name: &str, message: &M) {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join(format!("testdata/v{}_{name}.hex", codec::VERSION));

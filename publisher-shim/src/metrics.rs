@@ -200,6 +200,14 @@ pub fn add_shim(text: &mut String, handle: &Handle) {
         head(text, name, help, "gauge");
         line(text, &format!("{name} {}", flag(is_so)));
     }
+    let name = "messages_unreadable_total";
+    head(
+        text,
+        name,
+        "Records, entries and requests on the plane that could not be read.",
+        "counter",
+    );
+    line(text, &format!("{name} {}", handle.unread()));
 }
 
 /// What the connection to NATS went through.

@@ -9,6 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use fastrand::Rng;
 use futures_util::StreamExt as _;
+use prometheus::IntCounter;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::LocalHash;
@@ -77,10 +78,10 @@ impl IndexClient {
     }
 
     /// Follows the registry until stopped. While the plane is away the last known replicas stay.
-    pub(crate) async fn follow_replicas(self, stop: CancellationToken) {
+    pub(crate) async fn follow_replicas(self, unread: IntCounter, stop: CancellationToken) {
         let follow = async {
             loop {
-                if let Err(error) = self.watch().await {
+                if let Err(error) = self.watch(&unread).await {
                     tracing::debug!(%error, "the indexers cannot be watched");
                 }
                 sleep(RETRY).await;
@@ -92,7 +93,7 @@ impl IndexClient {
         }
     }
 
-    async fn watch(&self) -> Result<(), PlaneError> {
+    async fn watch(&self, unread: &IntCounter) -> Result<(), PlaneError> {
         let keys = self.subjects.indexer_keys();
         let mut events = self.plane.watch(keys).await?;
         let mut told = Some(Vec::new());
@@ -106,7 +107,10 @@ impl IndexClient {
                                 told.push(entry.id);
                             }
                         }
-                        Ok(_) | Err(_) => tracing::warn!(key, "an indexer's entry is unreadable"),
+                        Ok(_) | Err(_) => {
+                            tracing::warn!(key, "an indexer's entry is unreadable");
+                            unread.inc();
+                        }
                     }
                 }
                 RegistryEvent::Gone { key } => {
@@ -261,8 +265,9 @@ mod tests {
         serve(&tasks, &plane, "a", Some(1)).await;
         let client = IndexClient::new(Arc::clone(&plane), subjects());
         assert!(client.ask(&[LocalHash(1)]).await.is_err());
+        let unread = IntCounter::new("unread", "u").unwrap();
         let stop = CancellationToken::new();
-        tasks.spawn(client.clone().follow_replicas(stop.clone()));
+        tasks.spawn(client.clone().follow_replicas(unread.clone(), stop.clone()));
         let value = Bytes::from(codec::encode(&entry("a")).unwrap());
         let key = subjects().indexer_key("a");
         let revision = plane

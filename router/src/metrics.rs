@@ -160,6 +160,7 @@ struct Traffic {
     connections: IntGauge,
     draining: IntGauge,
     tasks_failed: IntCounter,
+    bad_entries: IntCounter,
 }
 
 struct Decisions {
@@ -288,6 +289,11 @@ impl Metrics {
         &self.traffic.tasks_failed
     }
 
+    /// Entries of the registry that cannot be read.
+    pub(crate) fn bad_entries(&self) -> &IntCounter {
+        &self.traffic.bad_entries
+    }
+
     pub(crate) fn buffered_bytes(&self) -> &IntGauge {
         &self.traffic.buffered_bytes
     }
@@ -341,6 +347,10 @@ impl Traffic {
             connections: make.gauge("connections", "Client connections open now")?,
             draining: make.gauge("draining", "1: takes itself out of its load balancers")?,
             tasks_failed: make.counter("tasks_failed_total", "Tasks that ended early")?,
+            bad_entries: make.counter(
+                "bad_registry_entries_total",
+                "Unreadable entries of workers and indexers",
+            )?,
         })
     }
 }

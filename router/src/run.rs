@@ -291,7 +291,11 @@ impl Parts {
         let known = move || ready.load_known();
         tasks.spawn("replication", self.replication.run(known, stop.clone()));
         let index = self.index.clone();
-        tasks.spawn("indexers", index.follow_replicas(stop.clone()));
+        let unread = self.metrics.bad_entries();
+        tasks.spawn(
+            "indexers",
+            index.follow_replicas(unread.clone(), stop.clone()),
+        );
         tasks.spawn("clock", tick(Arc::clone(&self.desk), stop.clone()));
         tasks.spawn("rechecks", self.rechecks.run(stop.clone()));
         tasks.spawn(
@@ -301,6 +305,7 @@ impl Parts {
                 plane(),
                 self.subjects,
                 Arc::clone(&self.ready),
+                unread.clone(),
                 stop.clone(),
             ),
         );

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
+use prometheus::IntCounter;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::bus::{Plane, PlaneError, RegistryEvent};
@@ -32,11 +33,12 @@ pub(crate) async fn follow_registry(
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     ready: Arc<Ready>,
+    unread: IntCounter,
     stop: CancellationToken,
 ) {
     let follow = async {
         loop {
-            match watch(&fleet, plane.as_ref(), &subjects, &ready).await {
+            match watch(&fleet, plane.as_ref(), &subjects, &ready, &unread).await {
                 Ok(()) => tracing::warn!("the registry's watch ended, begun again"),
                 Err(error) => tracing::warn!(%error, "the registry cannot be watched"),
             }
@@ -55,13 +57,17 @@ async fn watch(
     plane: &dyn Plane,
     subjects: &Subjects,
     ready: &Ready,
+    unread: &IntCounter,
 ) -> Result<(), PlaneError> {
     let mut events = plane.watch(subjects.worker_keys()).await?;
     while let Some(event) = events.next().await {
         match event {
             RegistryEvent::Put { key, entry } => match codec::decode::<WorkerEntry>(&entry.value) {
                 Ok(entry) => fleet.put(entry, Instant::now()),
-                Err(error) => tracing::error!(key, %error, "a worker's entry is unreadable"),
+                Err(error) => {
+                    tracing::error!(key, %error, "a worker's entry is unreadable");
+                    unread.inc();
+                }
             },
             RegistryEvent::Gone { key } => {
                 if let Some(worker) = subjects.key_worker(&key) {

@@ -96,6 +96,7 @@ async fn query_counts_tokens_by_instance_tier_and_rank() {
             "1": { "gpu": 16, "cpu": 16, "disk": 16 },
         },
         "states": { "0": "exact", "1": "exact" },
+        "engine_seqs": { "0": 0, "1": 0 },
     });
     assert_eq!(answer["instances"], json!({ "w1": expected }));
     assert_eq!(answer["scores"], json!({ "w1": { "0": 32, "1": 16 } }));

@@ -120,11 +120,17 @@ impl Worker {
         let mut names = self.plane.snapshots().await?;
         let key = self.subjects.snapshot_pointer_key();
         // Without the registry the list is enough.
-        if let Ok(Some(entry)) = self.plane.get(key).await
-            && let Ok(pointer) = codec::decode::<SnapshotPointer>(&entry.value)
-        {
-            names.push(pointer.newest.name);
-            names.extend(pointer.older.map(|older| older.name));
+        if let Ok(Some(entry)) = self.plane.get(key).await {
+            match codec::decode::<SnapshotPointer>(&entry.value) {
+                Ok(pointer) => {
+                    names.push(pointer.newest.name);
+                    names.extend(pointer.older.map(|older| older.name));
+                }
+                Err(error) => {
+                    warn!(%error, "unreadable pointer");
+                    self.shared.metrics.bad_entry();
+                }
+            }
         }
         names.sort_unstable();
         names.dedup();

@@ -231,7 +231,10 @@ impl Snapshots {
         let entry = self.worker.plane.get(key).await?;
         Ok(entry.map(|entry| {
             let pointer = codec::decode(&entry.value);
-            let pointer = pointer.inspect_err(|error| error!(%error, "unreadable pointer"));
+            let pointer = pointer.inspect_err(|error| {
+                error!(%error, "unreadable pointer");
+                self.worker.shared.metrics.bad_entry();
+            });
             (entry, pointer.ok())
         }))
     }

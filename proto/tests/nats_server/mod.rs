@@ -77,6 +77,15 @@ impl NatsServer {
         self.dir.join("store")
     }
 
+    /// Of the server that runs.
+    pub(crate) fn pid(&self) -> u32 {
+        self.running
+            .as_ref()
+            .expect("it was not killed")
+            .server
+            .id()
+    }
+
     /// SIGKILL.
     pub(crate) fn kill(&mut self) {
         if let Some(mut running) = self.running.take() {
@@ -137,8 +146,8 @@ impl NatsServer {
 
     /// False if it ended or the time is over.
     async fn came_up(&mut self, deadline: Instant) -> bool {
+        let ports = self.dir.join(format!("nats-server_{}.ports", self.pid()));
         let server = &mut self.running.as_mut().unwrap().server;
-        let ports = self.dir.join(format!("nats-server_{}.ports", server.id()));
         while Instant::now() < deadline && server.try_wait().unwrap().is_none() {
             let text = fs::read_to_string(&ports).unwrap_or_default();
             if let Some((_, rest)) = text.split_once("nats://127.0.0.1:") {

@@ -21,13 +21,14 @@ use tracing::{debug, error, warn};
 use warmroute_proto::bus::{Connection, Plane};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source, codec};
+use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineClient, EngineInfo};
 use crate::mirror;
 use crate::source::{Config, Status};
 use keeper::{Keeper, Standing};
+use outside::Reader;
 use rank::{Rank, Signals};
 
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
@@ -64,6 +65,7 @@ pub(crate) struct Shared {
     pub(crate) subjects: Subjects,
     /// The engine's facts are to be read again soon.
     pub(crate) refresh: Notify,
+    pub(crate) reader: Reader,
     views: RwLock<BTreeMap<DpRank, View>>,
     standing: watch::Sender<Standing>,
     health: watch::Sender<EngineHealth>,
@@ -108,6 +110,12 @@ impl Handle {
     pub fn sources(&self) -> Vec<Status> {
         let views = self.shared.views();
         views.into_iter().map(|view| view.status).collect()
+    }
+
+    /// Messages and entries that could not be read.
+    #[must_use]
+    pub fn unread(&self) -> u64 {
+        self.shared.reader.unread()
     }
 
     #[must_use]
@@ -165,6 +173,7 @@ impl Service {
             plane,
             subjects: Subjects::new(&config.namespace),
             refresh: Notify::new(),
+            reader: Reader::default(),
             views: RwLock::new(BTreeMap::new()),
             standing: watch::Sender::new(Standing::Unknown),
             health: watch::Sender::new(EngineHealth::Unknown),
@@ -328,8 +337,7 @@ async fn hear_resyncs(
         let subject = shared.subjects.resync(&worker);
         if let Ok(mut requests) = shared.plane.subscribe(subject).await {
             while let Some(payload) = requests.next().await {
-                let Ok(request) = codec::decode::<ResyncRequest>(&payload) else {
-                    debug!("a resync request is not understood");
+                let Some(request) = shared.reader.read::<ResyncRequest>(&payload) else {
                     continue;
                 };
                 let route = routes.get(&request.source.dp_rank);

@@ -1,7 +1,7 @@
 //! How a rank reaches the plane: appends in order, claims, heartbeats, and a look at the log's end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,11 +9,12 @@ use futures_util::stream::{FuturesOrdered, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
-use tracing::debug;
+use tracing::{debug, warn};
 use warmroute_proto::bus::{Plane, PlaneError, PutIf};
+use warmroute_proto::codec::{self, Message};
 use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source, codec};
+use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source};
 
 use crate::source::{AppendId, Seen, Tail};
 
@@ -29,11 +30,31 @@ pub(super) enum Done {
     Tail(u64, Tail),
 }
 
+/// Reads what comes over the plane, and counts what cannot be read: it is of a newer version, or torn.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Reader(Arc<AtomicU64>);
+
+impl Reader {
+    pub(crate) fn read<M: Message>(&self, bytes: &[u8]) -> Option<M> {
+        let read = codec::decode(bytes);
+        read.inspect_err(|error| {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            warn!(%error, "what the plane carries cannot be read");
+        })
+        .ok()
+    }
+
+    pub(crate) fn unread(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 #[derive(Clone)]
 pub(super) struct Outside {
     pub(super) plane: Arc<dyn Plane>,
     pub(super) subjects: Subjects,
     pub(super) source: Source,
+    pub(super) reader: Reader,
     pub(super) done: mpsc::Sender<Done>,
     pub(super) tasks: TaskTracker,
     /// Appends of another attempt are void: what waits in the queue is not sent any more.
@@ -97,12 +118,14 @@ impl Outside {
     async fn next_generation(&self, above: Generation) -> Result<Generation, PlaneError> {
         let key = self.subjects.generation_key(&self.source);
         let entry = self.plane.get(key.clone()).await?;
-        let registered = entry.as_ref().and_then(|entry| generation_in(&entry.value));
+        let registered = entry
+            .as_ref()
+            .and_then(|entry| self.generation_in(&entry.value));
         let last = self
             .plane
             .last_on(self.subjects.records(&self.source))
             .await?
-            .and_then(|message| codec::decode::<Record>(&message.payload).ok())
+            .and_then(|message| self.reader.read::<Record>(&message.payload))
             .map(|record| record.generation);
         let highest = registered.max(last).max(Some(above)).unwrap_or_default();
         let generation = highest.next();
@@ -161,12 +184,17 @@ impl Outside {
         if is_thorough {
             let key = self.subjects.generation_key(&self.source);
             let entry = self.plane.get(key).await?;
-            seen.registered = Some(entry.and_then(|entry| generation_in(&entry.value)));
+            seen.registered = Some(entry.and_then(|entry| self.generation_in(&entry.value)));
         }
         seen.last = last
-            .and_then(|message| codec::decode::<Record>(&message.payload).ok())
+            .and_then(|message| self.reader.read::<Record>(&message.payload))
             .map(|record| (record.generation, record.number));
         Ok(seen)
+    }
+
+    fn generation_in(&self, value: &[u8]) -> Option<Generation> {
+        let entry: GenerationEntry = self.reader.read(value)?;
+        Some(entry.generation)
     }
 }
 
@@ -177,7 +205,21 @@ fn not_appended(id: AppendId, error: &PlaneError) -> Done {
     }
 }
 
-fn generation_in(value: &[u8]) -> Option<Generation> {
-    let entry = codec::decode::<GenerationEntry>(value).ok()?;
-    Some(entry.generation)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_of_a_newer_version_is_counted() {
+        let reader = Reader::default();
+        let entry = GenerationEntry {
+            generation: Generation(7),
+        };
+        let mut bytes = codec::encode(&entry).unwrap();
+        assert_eq!(reader.read(&bytes), Some(entry));
+        assert_eq!(reader.unread(), 0);
+        bytes[0] += 1;
+        assert_eq!(reader.read::<GenerationEntry>(&bytes), None);
+        assert_eq!(reader.unread(), 1);
+    }
 }

@@ -86,6 +86,7 @@ impl Rank {
             plane: Arc::clone(&shared.plane),
             subjects: shared.subjects.clone(),
             source,
+            reader: shared.reader.clone(),
             done,
             tasks: TaskTracker::new(),
             attempt: Arc::new(AtomicU32::new(core.attempt())),

@@ -10,6 +10,7 @@
 
 mod engine;
 mod measure;
+mod restart;
 mod server;
 mod stage;
 mod transport;
@@ -34,12 +35,21 @@ struct Args {
     /// Blocks, in millions, of the throughput measurement.
     #[arg(long, default_value_t = 4)]
     million_blocks: u64,
+    /// Measure only this: how long a killed indexer with so many entries takes until it is ready again.
+    /// It needs warmroute-indexer-under-test, built beside this binary.
+    #[arg(long)]
+    restart_million_entries: Option<u64>,
 }
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let server = server::start().await;
+    if let Some(millions) = args.restart_million_entries {
+        let restart = restart::restart(&server, millions * 1_000_000).await?;
+        println!("{}", serde_json::to_string(&restart)?);
+        return Ok(());
+    }
     let mut figures = Vec::new();
     for rate in [1_000, 10_000] {
         let alone = transport::log_delay(&server, rate, args.secs).await;

@@ -88,6 +88,9 @@ pub struct EventArgs {
     /// Topic of the live events.
     #[arg(long, default_value = "")]
     pub topic: String,
+    /// Keep what every batch changed, for /debug/history.
+    #[arg(long)]
+    pub history: bool,
     /// How hashes are encoded in events.
     #[arg(long, value_enum, default_value_t = HashMode::Int)]
     pub hash_mode: HashMode,

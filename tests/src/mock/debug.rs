@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::State;
+use axum::extract::{Query, State};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute_router::sim::{Held, Medium};
@@ -53,6 +53,9 @@ pub(super) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
             "finished": counters.finished,
             "aborted": counters.aborted,
             "active": active,
+            "last_seq": rank.published().last,
+            "stored": rank.published().stored,
+            "published_seq_that_changed": rank.published().last_change,
         })
     });
     Json(json!({"ranks": ranks.collect::<Vec<Value>>()}))
@@ -76,6 +79,54 @@ pub(super) async fn fault(
             });
         }
     }
+    Ok(Json(json!({"ok": true})))
+}
+
+#[derive(Deserialize)]
+pub(super) struct Since {
+    rank: usize,
+    /// The first batch that is wanted.
+    from: u64,
+}
+
+/// Batches of one answer: a few megabytes.
+const HISTORY_BATCHES: usize = 2_000;
+
+/// What published batches changed, as the `MessagePack` of [`crate::checker::Batch`]es: none at the end,
+/// as many as fit into one answer before it.
+pub(super) async fn history(
+    State(server): State<Arc<Server>>,
+    Query(since): Query<Since>,
+) -> Result<Vec<u8>, Error> {
+    let rank = server.ranks.get(since.rank);
+    let rank = rank.ok_or_else(|| Error::bad_request("no such rank"))?;
+    let told = rank.with_history(|history| {
+        let batches = history.from(since.from, HISTORY_BATCHES);
+        batches.map(|batches| rmp_serde::to_vec(&batches))
+    });
+    match told {
+        Some(Some(Ok(bytes))) => Ok(bytes),
+        Some(Some(Err(error))) => Err(Error::bad_request(error.to_string())),
+        Some(None) => Err(Error::bad_request("no longer kept")),
+        None => Err(Error::bad_request("started without --history")),
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Load {
+    /// New blocks on every rank; 0 ends it.
+    blocks_per_sec: u32,
+}
+
+/// Makes the engine work by itself.
+pub(super) async fn load(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
+    let load =
+        Load::deserialize(parse(&body)?).map_err(|error| Error::bad_request(error.to_string()))?;
+    server.pace.set(load.blocks_per_sec);
     Ok(Json(json!({"ok": true})))
 }
 

@@ -13,6 +13,8 @@ mod args;
 mod debug;
 mod error;
 mod generate;
+mod history;
+mod load;
 mod metrics;
 mod publisher;
 mod rank;
@@ -33,6 +35,8 @@ use tokio_util::task::TaskTracker;
 use tracing::warn;
 
 pub use args::{Args, EngineArgs, EventArgs, HashMode};
+use history::History;
+use load::Pace;
 pub use publisher::{Delivery, Options, Publisher};
 use rank::Rank;
 use server::{Server, routes};
@@ -71,7 +75,9 @@ impl Mock {
                 hash_mode: args.events.hash_mode,
                 loras: args.loras.clone(),
             };
-            ranks.push(Arc::new(Rank::new(config.clone(), publisher, encoder)));
+            let history = args.events.history.then(History::default);
+            let rank = Rank::new(config.clone(), publisher, encoder, history);
+            ranks.push(Arc::new(rank));
         }
         let listener = TcpListener::bind(SocketAddr::new(host, args.port))
             .await
@@ -89,6 +95,16 @@ impl Mock {
         for rank in &ranks {
             tasks.spawn(Arc::clone(rank).run(stop.clone()));
         }
+        let pace = Pace::default();
+        for rank in &ranks {
+            let block = config.block_size.tokens();
+            tasks.spawn(load::run(
+                Arc::clone(rank),
+                pace.clone(),
+                block,
+                stop.clone(),
+            ));
+        }
         let server = Arc::new(Server {
             model: args.model.clone(),
             args,
@@ -100,6 +116,7 @@ impl Mock {
             started_unix: rank::unix_seconds() as u64,
             health: AtomicU16::new(200),
             requests: AtomicU64::new(0),
+            pace,
         });
         tasks.spawn(serve(listener, server, stop.clone()));
         tasks.close();

@@ -12,11 +12,12 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{trace, warn};
 use warmroute_router::sim::{
-    CachedTokens, Config, Engine, EngineHash, Event, GroupKind, Held, Load, Medium, Request,
-    RequestId, StepOutcome, Totals,
+    CachedTokens, Config, Engine, Event, GroupKind, Held, Load, Request, RequestId, StepOutcome,
+    Totals,
 };
 
 use super::error::Error;
+use super::history::{History, Pairs};
 use super::publisher::{Delivery, Publisher};
 use super::wire::Encoder;
 
@@ -34,6 +35,8 @@ struct State {
     counters: Counters,
     published: Published,
     pairs: Pairs,
+    /// None if nobody wants it.
+    history: Option<History>,
     faults: Faults,
     stopped: bool,
     /// A step has begun and is not visible yet.
@@ -63,6 +66,8 @@ pub(super) struct Published {
     pub(super) last: Option<u64>,
     /// The last batch after which another set of (prefix, tier) pairs was held than before.
     pub(super) last_change: Option<u64>,
+    /// Pairs that came to be held, over all batches.
+    pub(super) stored: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -79,12 +84,6 @@ pub(super) struct Snapshot {
     pub(super) held: Vec<Held>,
 }
 
-/// References of every (hash, medium) in the main group, to tell batches that change the set.
-struct Pairs {
-    main_group: u32,
-    references: BTreeMap<(EngineHash, Medium), u32>,
-}
-
 /// A request in the engine. Dropped before its end it is aborted there.
 pub(super) struct Generation {
     rank: Arc<Rank>,
@@ -96,16 +95,19 @@ pub(super) struct Generation {
 }
 
 impl Rank {
-    pub(super) fn new(config: Config, publisher: Publisher, encoder: Encoder) -> Self {
+    pub(super) fn new(
+        config: Config,
+        publisher: Publisher,
+        encoder: Encoder,
+        history: Option<History>,
+    ) -> Self {
         let main = config
             .groups
             .iter()
             .position(|&kind| kind == GroupKind::FullAttention);
         let state = State {
-            pairs: Pairs {
-                main_group: main.and_then(|at| u32::try_from(at).ok()).unwrap_or(0),
-                references: BTreeMap::new(),
-            },
+            pairs: Pairs::new(main.and_then(|at| u32::try_from(at).ok()).unwrap_or(0)),
+            history,
             engine: Engine::new(config),
             clients: BTreeMap::new(),
             counters: Counters::default(),
@@ -198,6 +200,10 @@ impl Rank {
         self.lock().engine.totals()
     }
 
+    pub(super) fn published(&self) -> Published {
+        self.lock().published
+    }
+
     pub(super) fn counters(&self) -> (Counters, usize) {
         let state = self.lock();
         (state.counters, state.clients.len())
@@ -218,6 +224,11 @@ impl Rank {
             answer
         };
         answer.await.ok()
+    }
+
+    /// Looks at the batches that were published; none without a history.
+    pub(super) fn with_history<T>(&self, look: impl FnOnce(&History) -> T) -> Option<T> {
+        self.lock().history.as_ref().map(look)
     }
 
     fn begin_step(&self) -> Option<StepOutcome> {
@@ -260,9 +271,16 @@ impl Rank {
             }
             None => Delivery::Live,
         };
+        let changes = state.pairs.apply(events);
+        let main_group = state.pairs.main_group();
+        // Before anybody can know of the batch.
+        if let Some(history) = &mut state.history {
+            history.record(sequence, events, main_group, &changes);
+        }
         self.publisher.publish(sequence, &payload, delivery);
         state.published.last = Some(sequence);
-        if state.pairs.apply(events) {
+        state.published.stored += changes.iter().filter(|(_, is_held)| *is_held).count() as u64;
+        if !changes.is_empty() {
             state.published.last_change = Some(sequence);
         }
     }
@@ -310,53 +328,6 @@ impl State {
             published: self.published,
             held: self.engine.held(),
         }
-    }
-}
-
-impl Pairs {
-    /// Whether another set is held afterwards.
-    fn apply(&mut self, events: &[Event]) -> bool {
-        let mut before: BTreeMap<(EngineHash, Medium), bool> = BTreeMap::new();
-        for event in events {
-            match event {
-                Event::Stored(stored) if stored.group == self.main_group => {
-                    for &hash in &stored.hashes {
-                        let pair = (hash, stored.medium);
-                        let references = self.references.entry(pair).or_default();
-                        before.entry(pair).or_insert(*references > 0);
-                        *references += 1;
-                    }
-                }
-                Event::Removed {
-                    hash,
-                    medium,
-                    group,
-                } if *group == self.main_group => {
-                    let pair = (*hash, *medium);
-                    let references = self.references.entry(pair).or_default();
-                    before.entry(pair).or_insert(*references > 0);
-                    *references = references.saturating_sub(1);
-                }
-                Event::Cleared => {
-                    for (pair, references) in &mut self.references {
-                        if pair.1 == Medium::Gpu {
-                            before.entry(*pair).or_insert(*references > 0);
-                            *references = 0;
-                        }
-                    }
-                }
-                Event::Stored(_) | Event::Removed { .. } => {}
-            }
-        }
-        let mut changed = false;
-        for (pair, was_held) in before {
-            let is_held = self.references.get(&pair).is_some_and(|&count| count > 0);
-            changed |= is_held != was_held;
-            if !is_held {
-                self.references.remove(&pair);
-            }
-        }
-        changed
     }
 }
 

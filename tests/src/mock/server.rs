@@ -15,6 +15,7 @@ use super::answer::Shape;
 use super::args::Args;
 use super::error::Error;
 use super::generate::{chat_completions, completions, parse};
+use super::load::Pace;
 use super::rank::Rank;
 use super::text::{Text, special_tokens};
 use super::{debug, metrics};
@@ -34,6 +35,8 @@ pub(super) struct Server {
     /// What `/health` answers.
     pub(super) health: AtomicU16,
     pub(super) requests: AtomicU64,
+    /// Of requests that nobody sent.
+    pub(super) pace: Pace,
 }
 
 impl Server {
@@ -72,6 +75,8 @@ pub(super) fn routes(server: Arc<Server>) -> Router {
         .route("/debug/blocks", get(debug::blocks))
         .route("/debug/counters", get(debug::counters))
         .route("/debug/fault", post(debug::fault))
+        .route("/debug/history", get(debug::history))
+        .route("/debug/load", post(debug::load))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(server)
 }

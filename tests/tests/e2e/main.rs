@@ -35,6 +35,7 @@ macro_rules! on_both_planes {
 mod abuse;
 mod churn;
 mod credit;
+mod faults;
 mod fleet;
 #[path = "../../../proto/tests/nats_server/mod.rs"]
 mod nats_server;

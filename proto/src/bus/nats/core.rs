@@ -88,9 +88,16 @@ impl Fault {
     const STREAM_NOT_FOUND: u64 = 10059;
     const NAME_IN_USE: u64 = 10058;
     const WRONG_LAST_SEQUENCE: [u64; 2] = [10071, 10164];
+    /// A cluster answers incompletely, is not available, or is asked at a node that does not lead.
+    const NO_LEADER: [u64; 3] = [10004, 10008, 10009];
 
     pub(super) const fn is_stream_missing(&self) -> bool {
         self.err_code == Self::STREAM_NOT_FOUND
+    }
+
+    /// A cluster has no leader at this moment: asking again helps.
+    pub(super) fn is_passing(&self) -> bool {
+        Self::NO_LEADER.contains(&self.err_code)
     }
 
     pub(super) const fn is_name_in_use(&self) -> bool {

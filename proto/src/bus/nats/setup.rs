@@ -154,6 +154,9 @@ async fn create(core: &Core, wanted: &Config) -> Result<(), NatsError> {
         Ok(_) => Ok(()),
         // Somebody else was faster: `verify` says whether it is what we want.
         Err(ApiError::Server(fault)) if fault.is_name_in_use() => Ok(()),
+        Err(ApiError::Server(fault)) if fault.is_passing() => {
+            Err(NatsError::Unreachable(fault.description))
+        }
         Err(ApiError::Server(Fault {
             err_code,
             description,
@@ -186,5 +189,16 @@ mod tests {
             .map(|attempts| reconnect_delay(attempts).as_millis())
             .into();
         assert_eq!(delays, [0, 0, 20, 40, 640, 1000, 1000, 1000]);
+    }
+
+    #[test]
+    fn a_cluster_without_a_leader_is_asked_again() {
+        let fault = |err_code| Fault {
+            err_code,
+            description: String::new(),
+        };
+        // As nats-server 2.15 numbers them: not available now; no such stream; no more streams allowed.
+        assert!(fault(10008).is_passing());
+        assert!([10059, 10027].iter().all(|&code| !fault(code).is_passing()));
     }
 }

@@ -2,11 +2,13 @@
 //!
 //! A [`Fleet`] is embedded or distributed by its [`Mode`], and scenarios do not see the difference.
 
+pub(crate) mod cluster;
 mod dump;
 mod lossy;
 mod nats;
 mod place;
 mod process;
+mod proxy;
 pub(crate) mod traffic;
 
 use std::path::PathBuf;
@@ -17,11 +19,14 @@ use futures_util::future::join_all;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-use dump::BySource;
+pub(crate) use dump::BySource;
 use nats::Distributed;
-pub(crate) use place::free_port;
-use place::{Place, free_ports};
+pub(crate) use nats::NAMESPACE;
+use place::Place;
+pub(crate) use place::{free_port, free_ports};
 use process::Process;
+pub(crate) use process::signal;
+pub(crate) use proxy::{Proxy, Way};
 
 pub(crate) const BLOCK: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -45,9 +50,13 @@ pub(crate) enum Mode {
 pub(crate) struct Flags {
     pub(crate) init: &'static [&'static str],
     pub(crate) shim: &'static [&'static str],
+    /// To the last one beside that.
+    pub(crate) last_shim: &'static [&'static str],
     pub(crate) indexer: &'static [&'static str],
     pub(crate) router: &'static [&'static str],
     pub(crate) access: Access,
+    pub(crate) links: Links,
+    pub(crate) company: Company,
 }
 
 /// Who may do what at the nats-server.
@@ -62,6 +71,27 @@ pub(crate) enum Access {
     MuteRouters,
     /// Everybody everything; routers are connected by a way on which load messages get lost when told.
     LossyRouters,
+    /// The same as [`Access::Open`], with three servers.
+    Cluster,
+}
+
+/// How many fleets run at once: a dozen processes each.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) enum Company {
+    /// Only this one, so that it has the processors to itself.
+    #[default]
+    None,
+    /// One more of the same kind: for scenarios that wait more than they work.
+    Another,
+}
+
+/// How shims reach the nats-server.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) enum Links {
+    #[default]
+    Direct,
+    /// Each through a proxy of its own, [`Fleet::link`].
+    Proxied,
 }
 
 /// How the mock engines of a fleet are set up.
@@ -243,7 +273,7 @@ impl Fleet {
     }
 
     /// State and engine sequence of every source.
-    async fn positions(&self, index: &str) -> BySource<(String, Option<u64>)> {
+    pub(crate) async fn positions(&self, index: &str) -> BySource<(String, Option<u64>)> {
         let digest = self.get(format!("{index}/v1/digest")).await;
         let sources = digest["sources"].as_array().expect("sources");
         let row = |source: &Value| {

@@ -10,39 +10,44 @@ use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
-    Access, Engines, Fleet, INDEXER, ROUTER, SHIM, TOKENIZER, endpoint, router_ports, strings,
-    worker_name,
+    Access, Company, Engines, Fleet, INDEXER, Links, Proxy, ROUTER, SHIM, TOKENIZER, cluster,
+    endpoint, router_ports, strings, worker_name,
 };
 use crate::nats_server::NatsServer;
 
 /// That of the shipped configuration.
-const NAMESPACE: &str = "prod";
+pub(crate) const NAMESPACE: &str = "prod";
 const PASSWORD: &str = "secret";
 
-/// Around a dozen processes each: one at a time, so that they have the processors to themselves.
-static ALONE: Semaphore = Semaphore::const_new(1);
+/// Permits for [`Company`]: who wants to be alone takes both.
+static FLEETS: Semaphore = Semaphore::const_new(2);
 
 pub(crate) struct Distributed {
     pub(crate) shims: Vec<Process>,
     pub(crate) indexers: Vec<Process>,
+    /// The first, or the only one.
     pub(crate) server: Mutex<NatsServer>,
     /// The routers' way to the server, where it has one of its own.
     lossy: Option<Lossy>,
+    /// The others of a cluster, in the order of their names.
+    pub(crate) peers: Mutex<Vec<NatsServer>>,
+    /// By shim, if they are not linked directly.
+    proxies: Vec<Proxy>,
     access: Access,
     /// Last, so that the next fleet starts when this one has ended.
-    _alone: SemaphorePermit<'static>,
+    _turn: SemaphorePermit<'static>,
 }
 
 impl Distributed {
     /// The flags that every binary has, as this user.
     fn plane_flags(&self, user: &str) -> Vec<String> {
-        let server = self.server.try_lock().expect("nobody restarts it now");
+        let url = self.urls();
         let url = match self.access {
             Access::LossyRouters if user == "router" => format!("nats://{}", self.lossy().address),
-            Access::Open | Access::LossyRouters => server.url(),
+            Access::Open | Access::Cluster | Access::LossyRouters => url,
             Access::LeastPrivilege | Access::MuteRouters => {
                 let user = format!("nats://{user}:{PASSWORD}@");
-                server.url().replace("nats://", &user)
+                url.replace("nats://", &user)
             }
         };
         strings(&["--nats-url", &url, "--namespace", NAMESPACE])
@@ -51,28 +56,46 @@ impl Distributed {
     pub(crate) fn lossy(&self) -> &Lossy {
         self.lossy.as_ref().expect("a fleet of lossy routers")
     }
+
+    pub(crate) fn urls(&self) -> String {
+        let server = self.server.try_lock().expect("nobody restarts it now");
+        let peers = self.peers.try_lock().expect("nobody restarts them now");
+        let urls = std::iter::once(server.url()).chain(peers.iter().map(NatsServer::url));
+        urls.collect::<Vec<_>>().join(",")
+    }
 }
 
 impl Fleet {
     /// Starts server and shims, in the order in which an operator does.
     pub(super) async fn distribute(&mut self, setup: &Engines) {
-        let alone = ALONE.acquire().await.expect("never closed");
+        let permits = match self.flags.company {
+            Company::None => 2,
+            Company::Another => 1,
+        };
+        let turn = FLEETS.acquire_many(permits).await.expect("never closed");
         let access = self.flags.access;
-        let server = start_server(access, &self.place).await;
+        let (server, peers) = match access {
+            Access::Cluster => cluster::start().await,
+            Access::Open | Access::LeastPrivilege | Access::MuteRouters | Access::LossyRouters => {
+                (start_server(access, &self.place).await, Vec::new())
+            }
+        };
         let lossy = match access {
             Access::LossyRouters => {
                 let address = server.url().replace("nats://", "");
                 Some(Lossy::start(address, format!("wr.{NAMESPACE}.load")).await)
             }
-            Access::Open | Access::LeastPrivilege | Access::MuteRouters => None,
+            Access::Open | Access::LeastPrivilege | Access::MuteRouters | Access::Cluster => None,
         };
         self.distributed = Some(Distributed {
             lossy,
             shims: Vec::new(),
             indexers: Vec::new(),
             server: Mutex::new(server),
+            peers: Mutex::new(peers),
+            proxies: Vec::new(),
             access,
-            _alone: alone,
+            _turn: turn,
         });
         self.init();
         for index in 0..setup.count {
@@ -84,8 +107,13 @@ impl Fleet {
         self.distributed.as_ref().expect("a fleet over NATS")
     }
 
+    /// The link of one shim to the plane.
+    pub(crate) fn link(&self, shim: usize) -> &Proxy {
+        &self.parts().proxies[shim]
+    }
+
     /// What `warmroute-indexer init` makes.
-    fn init(&self) {
+    pub(crate) fn init(&self) {
         let mut arguments = self.parts().plane_flags("init");
         arguments.push("init".to_owned());
         arguments.extend(strings(self.flags.init));
@@ -105,12 +133,25 @@ impl Fleet {
         );
         let (port, ranks) = (free_port().to_string(), setup.ranks.to_string());
         let mut arguments = self.parts().plane_flags(&format!("shim-{name}"));
+        if matches!(self.flags.links, Links::Proxied) {
+            let server = self.parts().server.lock().await.url();
+            let proxy = Proxy::start(&server).await;
+            let through = arguments
+                .iter()
+                .map(|text| text.replace(&server, &proxy.url()));
+            arguments = through.collect();
+            let parts = self.distributed.as_mut().expect("made before");
+            parts.proxies.push(proxy);
+        }
         arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
         arguments.extend(strings(&["--worker-id", &name, "--worker-url", &base]));
         arguments.extend(strings(&["--advertise-url", &base, "--ranks", &ranks]));
         arguments.extend(strings(&["--kv-endpoint", &kv]));
         arguments.extend(strings(&["--kv-replay-endpoint", &replay]));
         arguments.extend(self.placed(self.flags.shim));
+        if index + 1 == setup.count {
+            arguments.extend(self.placed(self.flags.last_shim));
+        }
         let log = self.place.path(&format!("shim-{index}.log"));
         let shim = Process::start(SHIM, &log, arguments).await;
         self.distributed
@@ -155,7 +196,7 @@ impl Fleet {
 
 async fn start_server(access: Access, place: &Place) -> NatsServer {
     match access {
-        Access::Open | Access::LossyRouters => NatsServer::start().await,
+        Access::Open | Access::LossyRouters | Access::Cluster => NatsServer::start().await,
         Access::LeastPrivilege => {
             let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
             let passwords = ["INIT", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];

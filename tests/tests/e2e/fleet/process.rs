@@ -114,9 +114,7 @@ impl Process {
 
     /// By its name without SIG: `TERM`, `STOP`, `CONT`.
     pub(crate) fn signal(&self, name: &str) {
-        let pid = self.pid().to_string();
-        let sent = Command::new("kill").args(["-s", name, &pid]).status();
-        assert!(sent.expect("kill starts").success(), "SIG{name} to {pid}");
+        signal(self.pid(), name);
     }
 
     /// Waits until it has ended by itself.
@@ -148,6 +146,13 @@ impl Process {
         let shown = lines[lines.len().saturating_sub(SHOWN_LINES)..].join("\n");
         format!("the end of {}:\n{shown}\n", self.log.display())
     }
+}
+
+/// Sends a signal, by its name without SIG, to a process that a test started.
+pub(crate) fn signal(pid: u32, name: &str) {
+    let pid = pid.to_string();
+    let sent = Command::new("kill").args(["-s", name, &pid]).status();
+    assert!(sent.expect("kill starts").success(), "SIG{name} to {pid}");
 }
 
 impl Drop for Process {

@@ -1,0 +1,178 @@
+//! What every published batch changed, by name, for those who check an index all along.
+//!
+//! Prefix hashes are made here from the events alone (tokens, adapter, salt, items), with the hash
+//! functions whose vectors are fixed, and not by the engine model or the shim. Kept only if asked for,
+//! and the newest [`BATCHES_MAX`] batches only: whoever comes too late is told so.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use warmroute_proto::{LocalHash, PrefixHash, Seed};
+use warmroute_router::sim::{EngineHash, Event, ExtraKey, Medium, Stored};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::checker::{Batch, Change, Name};
+
+const BATCHES_MAX: usize = 1 << 20;
+
+/// References of every (hash, medium) in the main group, to tell batches that change the set.
+pub(super) struct Pairs {
+    main_group: u32,
+    references: BTreeMap<Pair, u32>,
+}
+
+type Pair = (EngineHash, Medium);
+
+#[derive(Default)]
+pub(super) struct History {
+    /// Of every block ever stored.
+    names: BTreeMap<EngineHash, (PrefixHash, Seed)>,
+    batches: VecDeque<Batch>,
+}
+
+impl Pairs {
+    pub(super) const fn new(main_group: u32) -> Self {
+        Self {
+            main_group,
+            references: BTreeMap::new(),
+        }
+    }
+
+    pub(super) const fn main_group(&self) -> u32 {
+        self.main_group
+    }
+
+    /// The pairs that are held afterwards and were not before, or the other way round.
+    pub(super) fn apply(&mut self, events: &[Event]) -> Vec<(Pair, bool)> {
+        let mut before: BTreeMap<Pair, bool> = BTreeMap::new();
+        for event in events {
+            match event {
+                Event::Stored(stored) if stored.group == self.main_group => {
+                    for &hash in &stored.hashes {
+                        let pair = (hash, stored.medium);
+                        let references = self.references.entry(pair).or_default();
+                        before.entry(pair).or_insert(*references > 0);
+                        *references += 1;
+                    }
+                }
+                Event::Removed {
+                    hash,
+                    medium,
+                    group,
+                } if *group == self.main_group => {
+                    let pair = (*hash, *medium);
+                    let references = self.references.entry(pair).or_default();
+                    before.entry(pair).or_insert(*references > 0);
+                    *references = references.saturating_sub(1);
+                }
+                Event::Cleared => {
+                    for (pair, references) in &mut self.references {
+                        if pair.1 == Medium::Gpu {
+                            before.entry(*pair).or_insert(*references > 0);
+                            *references = 0;
+                        }
+                    }
+                }
+                Event::Stored(_) | Event::Removed { .. } => {}
+            }
+        }
+        let mut changes = Vec::new();
+        for (pair, was_held) in before {
+            let is_held = self.references.get(&pair).is_some_and(|&count| count > 0);
+            if is_held != was_held {
+                changes.push((pair, is_held));
+            }
+            if !is_held {
+                self.references.remove(&pair);
+            }
+        }
+        changes
+    }
+}
+
+impl History {
+    pub(super) fn record(
+        &mut self,
+        seq: u64,
+        events: &[Event],
+        main_group: u32,
+        changes: &[(Pair, bool)],
+    ) {
+        let mut batch = Batch {
+            seq,
+            ..Batch::default()
+        };
+        for event in events {
+            if let Event::Stored(stored) = event
+                && stored.group == main_group
+            {
+                self.name(stored, &mut batch.names);
+            }
+        }
+        let change = |&((hash, medium), is_held): &(Pair, bool)| {
+            let (prefix, _) = self.names.get(&hash)?;
+            let tier = match medium {
+                Medium::Gpu => 0,
+                Medium::Cpu => 1,
+            };
+            Some(Change(prefix.0, tier, is_held))
+        };
+        batch.changes = changes.iter().filter_map(change).collect();
+        self.batches.push_back(batch);
+        if self.batches.len() > BATCHES_MAX {
+            self.batches.pop_front();
+        }
+    }
+
+    /// Up to so many batches from this one on; none if they are no longer kept.
+    pub(super) fn from(&self, seq: u64, max: usize) -> Option<Vec<&Batch>> {
+        let first = self.batches.front().map_or(0, |batch| batch.seq);
+        let skipped = usize::try_from(seq.checked_sub(first)?).ok()?;
+        Some(self.batches.iter().skip(skipped).take(max).collect())
+    }
+
+    fn name(&mut self, stored: &Stored, names: &mut Vec<Name>) {
+        let size = stored.block_size.tokens();
+        let mut parent = stored
+            .parent
+            .and_then(|hash| self.names.get(&hash).copied());
+        for (index, (&hash, tokens)) in stored
+            .hashes
+            .iter()
+            .zip(stored.tokens.chunks_exact(size))
+            .enumerate()
+        {
+            let keys = stored.extra_keys.as_ref().and_then(|keys| keys.get(index));
+            let keys = keys.map_or(&[][..], Vec::as_slice);
+            let seed = parent.map_or_else(|| seed(stored, keys), |(_, seed)| seed);
+            let local = LocalHash::of_block(tokens, &items(keys), seed);
+            let before = parent.map(|(prefix, _)| prefix);
+            let prefix = PrefixHash::after(before, local);
+            if self.names.insert(hash, (prefix, seed)).is_none() {
+                names.push(Name(prefix.0, before.map(|prefix| prefix.0), local.0));
+            }
+            parent = Some((prefix, seed));
+        }
+    }
+}
+
+fn seed(stored: &Stored, keys: &[ExtraKey]) -> Seed {
+    let salt = keys.iter().find_map(|key| match key {
+        ExtraKey::Salt(salt) => Some(&**salt),
+        ExtraKey::Lora(_) | ExtraKey::Item { .. } => None,
+    });
+    Seed::new(stored.lora_name.as_deref(), salt)
+}
+
+/// An identifier of at least 16 hexadecimal digits stands for its first 64 bits.
+fn items(keys: &[ExtraKey]) -> Vec<u64> {
+    let hash = |identifier: &str| {
+        let digits = identifier.get(..16);
+        let number = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        number.unwrap_or_else(|| xxh3_64_with_seed(identifier.as_bytes(), 0))
+    };
+    let item = |key: &ExtraKey| match key {
+        ExtraKey::Item { identifier, .. } => Some(hash(identifier)),
+        ExtraKey::Lora(_) | ExtraKey::Salt(_) => None,
+    };
+    keys.iter().filter_map(item).collect()
+}
