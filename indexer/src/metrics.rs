@@ -281,11 +281,13 @@ impl SnapshotMetrics {
     }
 }
 
+/// This machine's clock, nanoseconds since the Unix epoch: to show times, never to decide by them.
 #[expect(
     clippy::disallowed_methods,
     reason = "the log's times are wall clock; this only shows them, and decides nothing"
 )]
-fn unix_ns() -> u64 {
+#[must_use]
+pub fn unix_ns() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |now| u64::try_from(now.as_nanos()).unwrap_or(u64::MAX))
 }

@@ -34,10 +34,11 @@ use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
+use warmroute_proto::view::{View, ViewAsk};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
-use crate::metrics::{Metrics, QueryOutcome};
+use crate::metrics::{Metrics, QueryOutcome, unix_ns};
 use crate::query;
 use crate::same_log::Fit;
 use crate::snapshot::Schedule;
@@ -122,6 +123,8 @@ struct Shared {
     connection: watch::Receiver<Connection>,
     metrics: Metrics,
     nats: OnceLock<StatsOf>,
+    /// None if this replica writes no snapshots.
+    snapshot_every_secs: OnceLock<u64>,
 }
 
 #[derive(Clone)]
@@ -149,6 +152,7 @@ impl Service {
             connection: plane.connection(),
             metrics: Metrics::new()?,
             nats: OnceLock::new(),
+            snapshot_every_secs: OnceLock::new(),
         };
         let worker = Worker {
             shared: Arc::new(shared),
@@ -163,6 +167,9 @@ impl Service {
     /// Reads a snapshot at its start, and writes them when they are due.
     #[must_use]
     pub fn with_snapshots(mut self, config: SnapshotConfig) -> Self {
+        let every = config.schedule.every.as_secs();
+        // Set once, here.
+        self.worker.shared.snapshot_every_secs.set(every).ok();
         self.worker.snapshots = Some(config);
         self
     }
@@ -240,6 +247,18 @@ impl Handle {
     #[must_use]
     pub fn digest(&self) -> DigestView {
         view::digest(&self.shared.read(), now())
+    }
+
+    /// A page of all that this replica can say of itself.
+    #[must_use]
+    pub fn view(&self, ask: &ViewAsk) -> View {
+        let page = view::page(&self.shared.read(), ask, now());
+        View {
+            ready: self.is_ready(),
+            unix_ns: unix_ns(),
+            snapshot_every_secs: self.shared.snapshot_every_secs.get().copied(),
+            ..page
+        }
     }
 
     #[must_use]

@@ -17,6 +17,7 @@
 mod cut;
 mod ends;
 mod gone;
+mod history;
 mod link;
 mod memory;
 mod message;
@@ -373,6 +374,10 @@ impl Fold {
         }
         self.let_go(now);
         self.ask_back(now);
+        for (source, fold) in &mut self.sources {
+            let shim = shim(&self.workers, self.link, &source.worker, now);
+            fold.note_state(now, shim);
+        }
     }
 
     /// The requests for new generations that are due.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use uuid::Uuid;
 use warmroute_proto::Namespace;
 use warmroute_proto::bus::{
@@ -153,6 +153,25 @@ async fn connect(config: &NatsConfig, init: bool) -> Result<NatsPlane, NatsError
     }
 }
 
+/// For commands that end: tries until so much time is over while no server is within reach. What else
+/// goes wrong is told at once.
+pub async fn within<T>(
+    wait: Duration,
+    attempt: impl AsyncFn() -> Result<T, NatsError>,
+) -> Result<T, NatsError> {
+    let deadline = Instant::now() + wait;
+    loop {
+        match attempt().await {
+            Err(NatsError::Unreachable(why)) if Instant::now() < deadline => {
+                tracing::debug!(why, "no NATS server yet");
+                let left = deadline.saturating_duration_since(Instant::now());
+                sleep(RETRY.min(left)).await;
+            }
+            attempted => return attempted,
+        }
+    }
+}
+
 /// The client's configuration. `role` names the process to the server's monitoring.
 pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
     let Some(url) = args.nats_url.clone() else {
@@ -279,6 +298,25 @@ mod tests {
         assert_eq!(auth("nats://ann:secret@h:4222"), "user and password");
         assert_eq!(auth("nats://token@h:4222"), "token");
         assert_eq!(auth("nats://h:4222,nats://ann:secret@i:4222"), "none");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn commands_wait_for_a_server_that_is_away_and_for_nothing_else() {
+        let away = || Err::<(), _>(NatsError::Unreachable(String::new()));
+        let begun = Instant::now();
+        let waited = within(Duration::from_millis(2500), async || away()).await;
+        assert_eq!(waited, away());
+        assert_eq!(begun.elapsed(), Duration::from_millis(2500));
+        let refused = || Err::<(), _>(NatsError::Refused(String::new()));
+        let told = within(Duration::from_secs(60), async || refused()).await;
+        assert_eq!(told, refused());
+        let tries = std::cell::Cell::new(0);
+        let third = async || {
+            tries.set(tries.get() + 1);
+            if tries.get() < 3 { away() } else { Ok(()) }
+        };
+        assert_eq!(within(Duration::from_secs(60), third).await, Ok(()));
+        assert_eq!(begun.elapsed(), Duration::from_millis(4500));
     }
 
     #[test]
