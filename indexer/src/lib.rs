@@ -26,7 +26,7 @@ mod view;
 
 pub use metrics::unix_ns;
 pub use service::{Handle, IndexerConfig, Replica, Service, SnapshotConfig, TaskFailed};
-pub use view::{DigestView, SourceDigest, SourceDump, SourceView, TierWords, WorkerView};
+pub use view::{SourceDump, SourceView, TierWords, WorkerView};
 
 #[cfg(test)]
 mod tests_support;

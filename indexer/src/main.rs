@@ -113,7 +113,7 @@ async fn run(config: Config) -> anyhow::Result<ExitCode> {
     let id = format!("{:016x}", Uuid::new_v4().as_u64_pair().0);
     let service = Service::new(config.indexer, nats.plane())
         .context("setting up the metrics")?
-        .with_nats_stats(move || nats.stats())
+        .with_metrics(move || nats.metrics_text())
         .with_snapshots(SnapshotConfig {
             writer: id.clone(),
             schedule: config.snapshots,

@@ -9,7 +9,6 @@ use prometheus::{
     Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder, core::Collector,
 };
-use warmroute_proto::bus::NatsStats;
 use warmroute_proto::registry::ResyncReason;
 
 use crate::fold::{HeartbeatVerdict, Verdict};
@@ -231,13 +230,9 @@ impl Metrics {
     }
 
     /// Everything in Prometheus' text format, with these levels.
-    pub(crate) fn text(
-        &self,
-        levels: &Levels,
-        nats: Option<&NatsStats>,
-    ) -> Result<Vec<u8>, prometheus::Error> {
+    pub(crate) fn text(&self, levels: &Levels) -> Result<Vec<u8>, prometheus::Error> {
         let mut families = self.registry.gather();
-        families.extend(levels::gather(levels, nats)?);
+        families.extend(levels::gather(levels)?);
         let mut text = Vec::new();
         TextEncoder::new().encode(&families, &mut text)?;
         Ok(text)

@@ -5,38 +5,11 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::view::{self, PAGE_SOURCES_MAX, ViewAsk};
-use warmroute_proto::{
-    Change, DpRank, EngineHealth, EngineSeq, Generation, LogPosition, RecordNumber, Source,
-    WorkerId,
-};
+use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewAsk};
+use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
 
 use crate::fold::{Fold, SourceStanding};
 use crate::metrics::{Levels, Memory, SourceLevel};
-
-/// The body of `/v1/digest`. What is not known is null.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DigestView {
-    pub position: Option<LogPosition>,
-    pub sources: Vec<SourceDigest>,
-}
-
-/// One source in `/v1/digest`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct SourceDigest {
-    pub worker: WorkerId,
-    pub dp_rank: DpRank,
-    /// The state of the GPU tier.
-    pub state: SourceState,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reason: Option<UnknownReason>,
-    pub generation: Option<Generation>,
-    pub number: Option<RecordNumber>,
-    pub engine_seq: Option<EngineSeq>,
-    /// Held (prefix hash, tier) pairs; null while nothing is folded.
-    pub blocks: Option<u64>,
-    pub digest: Option<String>,
-}
 
 /// One worker: what the registry says of it, and its sources.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -173,6 +146,11 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
         number: standing.number.map(|number| number.0),
         blocks: standing.digest.map(|digest| digest.count),
         proof_age: standing.proof_age,
+        engine_seq: standing.engine_seq.map(|seq| seq.0),
+        record_age: standing.record_age,
+        state_age: standing.state_age,
+        begun_lately: standing.begun_lately,
+        doubt: standing.doubt,
     };
     Levels {
         sources: fold.standings(now).map(level).collect(),

@@ -1,4 +1,5 @@
-//! What one indexer replica says of itself and of every source: for operators' tools, not for routers.
+//! What parts say of the sources that they hold, for operators and their tools, not for routers: over the
+//! plane ([`View`], an indexer's), and over HTTP ([`DigestView`], indexers' and shims').
 //!
 //! A view is asked for in pages, so that it fits into a message however many sources there are. Each
 //! page is of one moment; two pages need not be of the same.
@@ -8,8 +9,8 @@ use serde::Serialize;
 
 use crate::query::{SourceState, UnknownReason};
 use crate::{
-    Digest, EngineHealth, EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity,
-    Tiers,
+    Digest, DpRank, EngineHealth, EngineSeq, Generation, LogPosition, RecordNumber, Source,
+    StreamIdentity, Tiers, WorkerId,
 };
 
 /// No page has more sources, whatever was asked for: about 150 bytes each.
@@ -95,4 +96,28 @@ impl Doubt {
             Self::Unseen => "unseen",
         }
     }
+}
+
+/// The body of `/v1/digest`. What is not known is null; a shim has no position.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DigestView {
+    pub position: Option<LogPosition>,
+    pub sources: Vec<SourceDigest>,
+}
+
+/// One source in `/v1/digest`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SourceDigest {
+    pub worker: WorkerId,
+    pub dp_rank: DpRank,
+    /// The state of the GPU tier.
+    pub state: SourceState,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<UnknownReason>,
+    pub generation: Option<Generation>,
+    pub number: Option<RecordNumber>,
+    pub engine_seq: Option<EngineSeq>,
+    /// Held (prefix hash, tier) pairs; null while nothing is folded.
+    pub blocks: Option<u64>,
+    pub digest: Option<String>,
 }

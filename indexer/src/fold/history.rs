@@ -18,6 +18,8 @@ pub(super) struct History {
     state: Option<(SourceState, Instant)>,
     /// When generations began, the oldest first.
     begun: VecDeque<Instant>,
+    /// When the log took the last record, or later.
+    recorded: Option<Instant>,
 }
 
 impl History {
@@ -25,6 +27,19 @@ impl History {
         if self.state.is_none_or(|(known, _)| known != state) {
             self.state = Some((state, now));
         }
+    }
+
+    /// The log did not have the last record before this moment; none if it is older than all that matters.
+    pub(super) const fn recorded(&mut self, at: Option<Instant>) {
+        if at.is_some() {
+            self.recorded = at;
+        }
+    }
+
+    /// Since the last record that came while this replica followed.
+    pub(super) fn record_age(&self, now: Instant) -> Option<Duration> {
+        let recorded = self.recorded?;
+        Some(now.saturating_duration_since(recorded))
     }
 
     /// A generation began at this moment or later; none if it is older than all that matters.
@@ -71,6 +86,10 @@ mod tests {
             history.began(Some(at(secs)));
         }
         history.began(None);
+        assert_eq!(history.record_age(at(20)), None);
+        history.recorded(Some(at(5)));
+        history.recorded(None);
+        assert_eq!(history.record_age(at(20)), Some(Duration::from_secs(15)));
         assert_eq!(history.begun_lately(at(20)), 16);
         assert_eq!(history.begun_lately(at(610)), 9);
         assert_eq!(history.begun_lately(at(700)), 0);

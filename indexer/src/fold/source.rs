@@ -125,6 +125,8 @@ pub struct SourceStanding {
     pub state_age: Duration,
     /// Generations that began within the last ten minutes.
     pub begun_lately: u8,
+    /// Since its last record; none if none came while it was followed.
+    pub record_age: Option<Duration>,
 }
 
 /// Is the shim's registration there?
@@ -234,6 +236,7 @@ impl SourceFold {
         let step = self.sequencer.accept(now, generation, number, payload);
         if step != Step::Old {
             self.heard = self.heard.max(stored);
+            self.history.recorded(stored);
         }
         match step {
             Step::Apply => self.take(stored, record, tree, Verdict::Applied),
@@ -377,6 +380,7 @@ impl SourceFold {
             doubt: self.doubt_of(),
             state_age: self.history.state_age(now, states.gpu),
             begun_lately: self.history.begun_lately(now),
+            record_age: self.history.record_age(now),
         }
     }
 

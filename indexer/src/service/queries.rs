@@ -1,4 +1,5 @@
-//! Answers queries, and asks for views, that come through the plane, several at once: a long one holds nobody up.
+//! Answers queries and questions for views that come through the plane, several at once: a long one holds
+//! nobody up.
 //!
 //! As many are worked at as there are processors, and a few more; the others wait in the plane's
 //! queue, which is bounded and drops (and counts) what is beyond. A query or answer that does not fit

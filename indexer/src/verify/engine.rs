@@ -14,6 +14,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
+/// An engine that lists its blocks does so at once.
+const LIST_DEADLINE: Duration = Duration::from_secs(2);
+
 /// Whole blocks of a probe's prompt.
 pub const PROBE_BLOCKS: usize = 4;
 
@@ -111,7 +114,8 @@ impl Engine {
     /// None if it does not list its blocks.
     pub async fn list(&self) -> Option<Vec<Listed>> {
         let url = format!("{}/debug/blocks", self.url);
-        let answer = self.http.get(url).send().await.ok()?;
+        let ask = self.http.get(url).timeout(LIST_DEADLINE);
+        let answer = ask.send().await.ok()?;
         let body = answer.error_for_status().ok()?.bytes().await.ok()?;
         read_list(&body)
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
+use futures_util::future::join_all;
 use tokio::time::{Instant, sleep, timeout_at};
 use uuid::Uuid;
 use warmroute_proto::bus::PlaneError;
@@ -90,15 +91,15 @@ fn engines(workers: &BTreeMap<WorkerId, WorkerEntry>) -> BTreeMap<WorkerId, Engi
 
 /// Engines that do not list their blocks are not asked again.
 async fn list(engines: &mut BTreeMap<WorkerId, Engine>, comparison: &mut Comparison) {
-    let mut without = Vec::new();
-    for (worker, engine) in &*engines {
-        match engine.list().await {
-            Some(ranks) => comparison.listed(worker, ranks),
-            None => without.push(worker.clone()),
+    let asks = engines.iter().map(|(worker, engine)| async move {
+        let ranks = engine.list().await;
+        (worker.clone(), ranks)
+    });
+    for (worker, ranks) in join_all(asks).await {
+        match ranks {
+            Some(ranks) => comparison.listed(&worker, ranks),
+            None => drop(engines.remove(&worker)),
         }
-    }
-    for worker in without {
-        engines.remove(&worker);
     }
 }
 

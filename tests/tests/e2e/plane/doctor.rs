@@ -1,18 +1,24 @@
-//! `warmroute-indexer doctor` at a real fleet: well, ill in every way at once, and without its server.
+//! `warmroute-indexer doctor` and `verify` at a real fleet: well, ill in every way at once, with a replica
+//! that says something else, and without its server.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::time::Instant;
-use warmroute_proto::bus::{NatsConfig, NatsPlane, Plane as _};
+use warmroute_indexer::fold::{HeartbeatVerdict, Verdict};
+use warmroute_proto::bus::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, Request};
+use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
+use warmroute_proto::view::View;
 use warmroute_proto::{Namespace, codec};
 
 use super::equality::{states, until_equal};
-use super::load::sequential;
+use super::load::{sequential, under_load};
 use crate::fleet::{Engines, Flags, Fleet, Mode, text};
 
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -73,6 +79,7 @@ async fn every_illness_is_found_and_nothing_else() {
     resize_log(&plane, bound).await;
     fleet.parts().indexers[1].restart().await;
     heal_partial(&fleet).await;
+    until_snapshot(&plane).await;
     let mended = async |fleet: &Fleet| look(fleet).await == (Some(0), Found::new());
     fleet.until("the doctor has nothing to say", mended).await;
 
@@ -85,13 +92,17 @@ async fn every_illness_is_found_and_nothing_else() {
     assert_eq!((code, said.as_str()), (Some(2), ""));
 }
 
-/// Exit code and findings; that the page has them too.
+/// Exit code and findings.
 async fn look(fleet: &Fleet) -> (Option<i32>, Found) {
     let command = ["doctor", "--json", "--expect-indexers", "2"];
     let (code, said) = fleet.command("doctor", &command).await;
     let report: Value = serde_json::from_str(&said).unwrap_or_else(|_| panic!("{said}"));
     println!("{report:#}");
     assert_eq!(report["needs_somebody"], json!(code == Some(1)));
+    (code, findings(&report))
+}
+
+fn findings(report: &Value) -> Found {
     let mut found = Found::new();
     for finding in report["findings"].as_array().expect("findings") {
         assert!(!text(&finding["advice"]).is_empty());
@@ -99,7 +110,7 @@ async fn look(fleet: &Fleet) -> (Option<i32>, Found) {
         let about = about.iter().map(text).collect();
         found.insert(text(&finding["code"]), about);
     }
-    (code, found)
+    found
 }
 
 async fn connect(fleet: &Fleet) -> NatsPlane {
@@ -131,7 +142,9 @@ async fn until_snapshot(plane: &NatsPlane) {
 /// The third shim comes back without what its engine's replay buffer has forgotten.
 async fn lose_history(fleet: &Fleet) {
     let shim = &fleet.parts().shims[2];
-    shim.kill();
+    // In its own orderly way, so that nobody waits for its lease.
+    shim.signal("TERM");
+    assert!(shim.ended().await.success());
     shim.restart().await;
     until_state(fleet, "partial").await;
 }
@@ -184,4 +197,227 @@ async fn resize_log(plane: &NatsPlane, max_bytes: i64) -> i64 {
     let answer = ask("UPDATE", config.to_string().into()).await;
     assert_eq!(answer["config"]["max_bytes"], json!(max_bytes), "{answer}");
     before
+}
+
+/// `verify` meets two indexers, shims and engines that list their blocks, at work too, and finds that all
+/// hold the same, down to what an engine reports as cached; of a replica that says something else it names
+/// the source. What its parts' pages must have, they have.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_holds_something_else_is_found() {
+    let engines = Engines {
+        count: 2,
+        ranks: 2,
+        blocks: 600,
+        flags: &["--profile", "instant"],
+    };
+    let mode = Mode::Nats {
+        indexers: 2,
+        routers: 1,
+    };
+    let flags = Flags {
+        indexer: &["--snapshot-every-secs", "1"],
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(mode, engines, flags).await;
+    sequential(&fleet, 41, 40).await;
+    until_equal(&fleet).await;
+    assert_pages(&fleet).await;
+    let (found, at_work) = compare(&fleet, &["--probe"]).await;
+    assert_eq!(found, (Some(0), Found::new()), "a healthy fleet");
+    assert_eq!(at_work["engines"], "4 sources' own lists");
+    let ((found, _), served) =
+        under_load(&fleet, 2, compare(&fleet, &["--within-secs", "3"])).await;
+    println!("compared beside {served} requests");
+    let contradictions = ["indexers_differ", "mirror_differs", "engine_differs"];
+    let found: Vec<&String> = found.1.keys().collect();
+    assert!(
+        !found
+            .iter()
+            .any(|code| contradictions.contains(&code.as_str())),
+        "{found:?}"
+    );
+
+    fleet.until_idle().await;
+    until_equal(&fleet).await;
+    let plane: Arc<dyn Plane> = Arc::new(connect(&fleet).await);
+    let subjects = Subjects::new(&Namespace::from("prod"));
+    let lies = lie(&plane, &subjects).await;
+    let (found, _) = tokio::select! {
+        () = lies => unreachable!("it lies for ever"),
+        compared = compare(&fleet, &[]) => compared,
+    };
+    assert_eq!(found.0, Some(1));
+    for code in ["indexers_differ", "mirror_differs"] {
+        let about = found
+            .1
+            .get(code)
+            .unwrap_or_else(|| panic!("{code} in {found:?}"));
+        let is_told = |one: &String| one.starts_with("worker-1/0 at ") && one.contains("liar");
+        assert!(about.iter().all(is_told), "{about:?}");
+    }
+}
+
+/// Exit code and findings; rows of the rest.
+async fn compare(
+    fleet: &Fleet,
+    flags: &[&str],
+) -> ((Option<i32>, Found), BTreeMap<String, String>) {
+    let mut command = vec!["verify", "--json"];
+    command.extend(flags);
+    let (code, said) = fleet.command("doctor", &command).await;
+    let report: Value = serde_json::from_str(&said).unwrap_or_else(|_| panic!("{said}"));
+    println!("{report:#}");
+    let rest = report["rest"].as_array().expect("rows").iter();
+    let rest = rest.map(|row| (text(&row["what"]), text(&row["is"])));
+    ((code, findings(&report)), rest.collect())
+}
+
+/// Registers a replica that repeats what a real one says, but for one source.
+async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output = ()> + use<> {
+    let real = {
+        let mut replicas = plane.watch(subjects.indexer_keys()).await.unwrap();
+        let Some(RegistryEvent::Put { entry, .. }) = replicas.next().await else {
+            panic!("no replica is registered");
+        };
+        codec::decode::<IndexerEntry>(&entry.value).unwrap()
+    };
+    let mut requests = plane.serve(subjects.query_at("liar")).await.unwrap();
+    let entry = IndexerEntry {
+        id: "liar".to_owned(),
+        ..real.clone()
+    };
+    let value = codec::encode(&entry).unwrap();
+    let key = subjects.indexer_key("liar");
+    let put = plane.put(key, value.into(), PutIf::Absent, None);
+    put.await.unwrap();
+    let (plane, asked) = (Arc::clone(plane), subjects.query_at(&real.id));
+    async move {
+        while let Some(Request { payload, reply }) = requests.next().await {
+            let answer = plane.request(asked.clone(), payload, DEADLINE).await;
+            let mut view: View = codec::decode(&answer.unwrap()).unwrap();
+            for source in &mut view.sources {
+                let wrong =
+                    source.source.worker.as_str() == "worker-1" && source.source.dp_rank.0 == 0;
+                if let Some(digest) = source.digest.as_mut().filter(|_| wrong) {
+                    digest.sum ^= 1;
+                }
+            }
+            reply.send(codec::encode(&view).unwrap().into());
+        }
+    }
+}
+
+/// What the pages of real processes must have, as far as it does not depend on what happened.
+const INDEXER_SERIES: [&str; 21] = [
+    "sources{state=\"exact\"}",
+    "source_state{worker=\"worker-0\",dp_rank=\"1\",state=\"exact\"}",
+    "source_state_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_generation{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_generations_lately{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_number{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_engine_seq{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_blocks{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_record_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_proof_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "sources_not_shown",
+    "resyncs_total{reason=\"gap\"}",
+    "log_lag_messages",
+    "log_lag_seconds",
+    "event_to_visible_seconds_count",
+    "event_to_visible_seconds_bucket{le=\"+Inf\"}",
+    "snapshot_age_seconds",
+    "snapshot_bytes",
+    "snapshot_duration_seconds_count",
+    "logs_broken_total{fit=\"lost_end\"}",
+    "snapshots_skipped_total{reason=\"corrupt\"}",
+];
+
+const SHIM_SERIES: [&str; 14] = [
+    "generation",
+    "last_number",
+    "engine_seq",
+    "event_age_seconds",
+    "proof_age_seconds",
+    "orphans",
+    "orphans_dropped_total",
+    "gaps_total",
+    "gaps_unfilled_total",
+    "replays_total",
+    "generations_total",
+    "outbox_bytes",
+    "duplicates_total",
+    "tails_unexpected_total",
+];
+
+/// Everything that an operator is promised to see is on the pages of real processes, each described once;
+/// every verdict is there before it first happens.
+async fn assert_pages(fleet: &Fleet) {
+    until_snapshot(&connect(fleet).await).await;
+    let index = page(fleet, fleet.indexes().remove(0)).await;
+    for name in INDEXER_SERIES {
+        assert!(
+            has(&index, &format!("warmroute_indexer_{name}")),
+            "{name} in\n{index}"
+        );
+    }
+    for verdict in Verdict::ALL {
+        let name = format!(
+            "warmroute_indexer_records_total{{verdict=\"{}\"}}",
+            verdict.word()
+        );
+        assert!(has(&index, &name), "{name}");
+    }
+    for verdict in HeartbeatVerdict::ALL {
+        let word = verdict.word();
+        let name = format!("warmroute_indexer_heartbeats_total{{verdict=\"{word}\"}}");
+        assert!(has(&index, &name), "{name}");
+    }
+    let shim = page(fleet, fleet.parts().shims[0].base()).await;
+    for name in SHIM_SERIES {
+        for rank in [0, 1] {
+            let name = format!("warmroute_shim_{name}{{worker=\"worker-0\",dp_rank=\"{rank}\"}}");
+            assert!(has(&shim, &name), "{name} in\n{shim}");
+        }
+    }
+    let reasons = shim
+        .lines()
+        .filter(|line| line.starts_with("warmroute_shim_resyncs_total{"));
+    assert_eq!(reasons.count(), 2 * 17, "each reason of each source");
+    for page in [&index, &shim, &page(fleet, fleet.admin(0, "")).await] {
+        let described = page.lines().filter(|line| line.starts_with("# TYPE "));
+        let mut described: Vec<&str> = described.collect();
+        let all = described.len();
+        described.sort_unstable();
+        described.dedup();
+        assert_eq!(described.len(), all, "described twice");
+        for name in [
+            "up",
+            "disconnects_total",
+            "server_errors_total",
+            "in_bytes_total",
+        ] {
+            assert!(has(page, &format!("warmroute_nats_{name}")), "{name}");
+        }
+    }
+}
+
+async fn page(fleet: &Fleet, base: String) -> String {
+    let answer = fleet.http.get(format!("{base}/metrics")).send().await;
+    answer.unwrap().text().await.unwrap()
+}
+
+/// Labels stand in any order on a page.
+fn has(page: &str, series: &str) -> bool {
+    let parts = |series: &str| -> (String, Vec<String>) {
+        let (name, labels) = series.split_once('{').unwrap_or((series, "}"));
+        let labels = labels.trim_end_matches('}').split(',').map(str::to_owned);
+        let mut labels: Vec<String> = labels.collect();
+        labels.sort();
+        (name.to_owned(), labels)
+    };
+    let wanted = parts(series);
+    let series = page.lines().filter_map(|line| line.rsplit_once(' '));
+    series
+        .into_iter()
+        .any(|(series, _)| parts(series) == wanted)
 }
