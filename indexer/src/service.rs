@@ -5,13 +5,14 @@
 //! takes up the log again where it was. It decides nothing about sources, [`Fold`] does.
 //!
 //! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
-//! answers, `register` says that this replica is there.
+//! answers, `register` says that this replica is there; `stall` knows how old what is read may be.
 
 mod follow;
 mod queries;
 mod register;
 mod restore;
 mod snapshots;
+mod stall;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

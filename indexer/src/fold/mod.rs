@@ -302,15 +302,25 @@ impl Fold {
 
     // --- broadcast and registry
 
-    /// Takes a heartbeat.
+    /// Takes a heartbeat that came just now.
     pub fn heartbeat(&mut self, now: Instant, payload: &[u8]) -> HeartbeatVerdict {
+        self.heartbeat_of(now, now, payload)
+    }
+
+    /// Takes a heartbeat that may have waited: it came at this moment or later, and proves no more.
+    pub fn heartbeat_of(
+        &mut self,
+        now: Instant,
+        came: Instant,
+        payload: &[u8],
+    ) -> HeartbeatVerdict {
         let Ok(heartbeat) = codec::decode::<Heartbeat>(payload) else {
             return HeartbeatVerdict::Undecodable;
         };
         self.sources
             .entry(heartbeat.source.clone())
             .or_insert_with(SourceFold::new)
-            .heartbeat(now, &heartbeat, &mut self.tree)
+            .heartbeat((now, came), &heartbeat, &mut self.tree)
     }
 
     /// A new watch of the registry begins: it tells everything from the start.

@@ -269,20 +269,21 @@ impl SourceFold {
         }
     }
 
+    /// Takes a heartbeat that came at the second moment or later.
     pub(super) fn heartbeat(
         &mut self,
-        now: Instant,
+        (now, came): (Instant, Instant),
         heartbeat: &Heartbeat,
         tree: &mut Tree,
     ) -> HeartbeatVerdict {
         let (generation, number) = (heartbeat.generation, heartbeat.number);
         let standing = self.sequencer.witness(now, generation, number);
         if self.sequencer.generation() == Some(generation) {
-            self.heard = Some(now);
+            self.heard = self.heard.max(Some(came));
             self.health = heartbeat.health;
         }
         match standing {
-            Standing::Level => self.level(now, heartbeat, tree),
+            Standing::Level => self.level(came, heartbeat, tree),
             Standing::Behind => {
                 self.await_generation(now, generation, number);
                 HeartbeatVerdict::Behind
@@ -500,7 +501,7 @@ impl SourceFold {
         taken
     }
 
-    fn level(&mut self, now: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
+    fn level(&mut self, came: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
         let Some(number) = self.number() else {
             self.aside.pairs = heartbeat.after.count;
             match self.holding {
@@ -519,7 +520,7 @@ impl SourceFold {
             states: heartbeat.states,
             engine_seq: heartbeat.engine_seq,
         };
-        self.proven = Some(now);
+        self.proven = self.proven.max(Some(came));
         self.prove();
         HeartbeatVerdict::Proof
     }
