@@ -60,9 +60,68 @@ pub enum Command {
     /// Create the streams and buckets of the namespace, and verify those that are there. Nothing that
     /// is there is changed: if it differs, the differences are told and the exit code is 1.
     Init(Init),
+    /// Reads the whole plane, changes nothing, and prints one page: what is wrong, worst first, with
+    /// what to do, and how the rest is. Exit code 0: nothing that needs somebody; 1: something does; 2:
+    /// the plane could not be read.
+    Doctor(Doctor),
+    /// Compares what indexers, shims and engines hold, and says which source differs. Exit codes as
+    /// `doctor`'s.
+    Verify(Verify),
 }
 
-/// Sizes of what `init` creates.
+impl Command {
+    /// It tells by its exit code what it saw; that it could see nothing is 2.
+    #[must_use]
+    pub const fn failed(self) -> u8 {
+        match self {
+            Self::Init(_) => 1,
+            Self::Doctor(_) | Self::Verify(_) => 2,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Doctor {
+    /// One JSON object instead of a page.
+    #[arg(long, env = "WARMROUTE_JSON")]
+    pub json: bool,
+    /// How many indexers there should be; fewer are a finding. One that was gone for 6 s leaves no trace
+    /// otherwise.
+    #[arg(long, env = "WARMROUTE_EXPECT_INDEXERS", value_name = "N")]
+    pub expect_indexers: Option<usize>,
+    /// Seconds to wait for a NATS server that is not within reach.
+    #[arg(
+        long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,
+        value_parser = clap::value_parser!(u64).range(..=3600)
+    )]
+    pub wait_secs: u64,
+}
+
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Verify {
+    /// One JSON object instead of a page.
+    #[arg(long, env = "WARMROUTE_JSON")]
+    pub json: bool,
+    /// Sends each engine's ranks two requests of four blocks and a token with max_tokens 1, for each
+    /// indexer, and compares what the engine says was cached with what the index credits.
+    #[arg(long, env = "WARMROUTE_PROBE")]
+    pub probe: bool,
+    /// Seconds within which every source has to be met at equal numbers; busier ones are told as not
+    /// compared.
+    #[arg(
+        long, env = "WARMROUTE_WITHIN_SECS", value_name = "SECS", default_value_t = 20,
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
+    pub within_secs: u64,
+    /// Seconds to wait for a NATS server that is not within reach.
+    #[arg(
+        long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,
+        value_parser = clap::value_parser!(u64).range(..=3600)
+    )]
+    pub wait_secs: u64,
+}
+
+/// Sizes of what `init` creates, and how long it tries.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Init {
     /// Copies of every stream: 1 on one NATS node, 3 in a cluster.
@@ -81,6 +140,12 @@ pub struct Init {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     pub max_age_secs: u64,
+    /// Seconds to wait for a NATS server that is not within reach.
+    #[arg(
+        long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 30,
+        value_parser = clap::value_parser!(u64).range(..=3600)
+    )]
+    pub wait_secs: u64,
 }
 
 impl From<Init> for InitConfig {

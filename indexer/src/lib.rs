@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod doctor;
 pub mod fold;
 pub mod http;
 mod metrics;
@@ -20,10 +21,12 @@ mod service;
 pub mod snapshot;
 pub mod tree;
 pub mod turns;
+pub mod verify;
 mod view;
 
+pub use metrics::unix_ns;
 pub use service::{Handle, IndexerConfig, Replica, Service, SnapshotConfig, TaskFailed};
-pub use view::{DigestView, SourceDigest, SourceDump, SourceView, TierWords, WorkerView};
+pub use view::{SourceDump, SourceView, TierWords, WorkerView};
 
 #[cfg(test)]
 mod tests_support;

@@ -2,25 +2,30 @@
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
 use uuid::Uuid;
-use warmroute_indexer::args::{Args, Command, Config, Init};
-use warmroute_indexer::{Replica, Service, SnapshotConfig, http};
+use warmroute_indexer::args::{Args, Command, Config, Doctor, Init, Verify};
+use warmroute_indexer::doctor::collect::Look;
+use warmroute_indexer::doctor::{Report, diagnose};
+use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns, verify};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
-use warmroute_proto::bus::{NatsError, NatsPlane};
+use warmroute_proto::bus::{NatsError, NatsPlane, Setup};
 
 fn main() -> ExitCode {
-    warmroute_process::main(start)
+    let args = Args::parse();
+    let failed = args.command.map_or(1, Command::failed);
+    warmroute_process::main_or(ExitCode::from(failed), || start(args))
 }
 
-fn start() -> anyhow::Result<()> {
+fn start(args: Args) -> anyhow::Result<ExitCode> {
     env::check(&Args::command())?;
-    let args = Args::parse();
     let command = args.command;
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
@@ -30,25 +35,74 @@ fn start() -> anyhow::Result<()> {
         .context("starting the runtime")?;
     match command {
         Some(Command::Init(sizes)) => runtime.block_on(init(config, sizes)),
+        Some(Command::Doctor(how)) => runtime.block_on(doctor(config, how)),
+        Some(Command::Verify(how)) => runtime.block_on(compare(config, how)),
         None => runtime.block_on(run(config)),
     }
 }
 
 /// Tells what is missing or different, then creates what is missing.
-async fn init(config: Config, sizes: Init) -> anyhow::Result<()> {
+async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
     let nats = nats::config(&config.nats, "warmroute-init")?;
     let namespace = &config.nats.namespace;
-    if let Err(NatsError::Mismatch(differences)) = NatsPlane::connect(nats.clone()).await {
-        for difference in differences {
-            announce(format_args!("before: {difference}"));
+    let wait = Duration::from_secs(sizes.wait_secs);
+    let before = nats::within(wait, async || NatsPlane::connect(nats.clone()).await);
+    match before.await {
+        Err(NatsError::Mismatch(differences)) => {
+            for difference in differences {
+                announce(format_args!("before: {difference}"));
+            }
+        }
+        // Whoever may not look may not create either: that is told below.
+        Ok(_) | Err(NatsError::Refused(_)) => {}
+        Err(error @ (NatsError::Invalid(_) | NatsError::Unreachable(_))) => {
+            return Err(error.into());
         }
     }
     NatsPlane::init(nats, sizes.into()).await?;
     announce(format_args!("now: namespace {namespace} is set up"));
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
-async fn run(config: Config) -> anyhow::Result<()> {
+/// Connects to a plane that may be in any state.
+async fn look(config: &Config, wait_secs: u64) -> anyhow::Result<(NatsPlane, Look, Setup)> {
+    let nats = nats::config(&config.nats, "warmroute-doctor")?;
+    let wait = Duration::from_secs(wait_secs);
+    let inspect = async || NatsPlane::inspect(nats.clone(), unix_ns).await;
+    let (plane, setup) = nats::within(wait, inspect).await?;
+    let look = Look::new(Arc::new(plane.clone()), &config.indexer.namespace);
+    Ok((plane, look, setup))
+}
+
+async fn doctor(config: Config, how: Doctor) -> anyhow::Result<ExitCode> {
+    let (plane, look, setup) = look(&config, how.wait_secs).await?;
+    let mut state = look.read(setup).await.context("reading the plane")?;
+    state.complaint = plane.complaint();
+    state.indexers_expected = how.expect_indexers;
+    Ok(told(&diagnose(&state), how.json))
+}
+
+async fn compare(config: Config, how: Verify) -> anyhow::Result<ExitCode> {
+    let (_, look, setup) = look(&config, how.wait_secs).await?;
+    let thoroughly = verify::How {
+        within: Duration::from_secs(how.within_secs),
+        probe: how.probe,
+    };
+    let report = verify::run(&look, thoroughly, setup.server_version);
+    let report = report.await.context("comparing what is held")?;
+    Ok(told(&report, how.json))
+}
+
+/// Prints a report; its exit code.
+fn told(report: &Report, json: bool) -> ExitCode {
+    match json {
+        true => announce(format_args!("{}", report.json())),
+        false => announce(format_args!("{report}")),
+    }
+    ExitCode::from(u8::from(report.needs_somebody()))
+}
+
+async fn run(config: Config) -> anyhow::Result<ExitCode> {
     let signals = Signals::listen().context("listening for signals")?;
     tracing::info!(?config, "starting");
     let listener = listen::bind(config.listen).await?;
@@ -59,7 +113,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let id = format!("{:016x}", Uuid::new_v4().as_u64_pair().0);
     let service = Service::new(config.indexer, nats.plane())
         .context("setting up the metrics")?
-        .with_nats_stats(move || nats.stats())
+        .with_metrics(move || nats.metrics_text())
         .with_snapshots(SnapshotConfig {
             writer: id.clone(),
             schedule: config.snapshots,
@@ -76,7 +130,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         }
     });
     announce(format_args!("{{\"port\":{}}}", address.port()));
-    host::run(listener, http::router(handle), signals, tasks).await
+    host::run(listener, http::router(handle), signals, tasks).await?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// An address on which it listens is one where it is reached, unless it is all of them.

@@ -9,7 +9,6 @@ use prometheus::{
     Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder, core::Collector,
 };
-use warmroute_proto::bus::NatsStats;
 use warmroute_proto::registry::ResyncReason;
 
 use crate::fold::{HeartbeatVerdict, Verdict};
@@ -234,13 +233,9 @@ impl Metrics {
     }
 
     /// Everything in Prometheus' text format, with these levels.
-    pub(crate) fn text(
-        &self,
-        levels: &Levels,
-        nats: Option<&NatsStats>,
-    ) -> Result<Vec<u8>, prometheus::Error> {
+    pub(crate) fn text(&self, levels: &Levels) -> Result<Vec<u8>, prometheus::Error> {
         let mut families = self.registry.gather();
-        families.extend(levels::gather(levels, nats)?);
+        families.extend(levels::gather(levels)?);
         let mut text = Vec::new();
         TextEncoder::new().encode(&families, &mut text)?;
         Ok(text)
@@ -284,11 +279,13 @@ impl SnapshotMetrics {
     }
 }
 
+/// This machine's clock, nanoseconds since the Unix epoch: to show times, never to decide by them.
 #[expect(
     clippy::disallowed_methods,
     reason = "the log's times are wall clock; this only shows them, and decides nothing"
 )]
-fn unix_ns() -> u64 {
+#[must_use]
+pub fn unix_ns() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |now| u64::try_from(now.as_nanos()).unwrap_or(u64::MAX))
 }

@@ -5,13 +5,14 @@
 //! takes up the log again where it was. It decides nothing about sources, [`Fold`] does.
 //!
 //! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
-//! answers, `register` says that this replica is there.
+//! answers, `register` says that this replica is there; `stall` knows how old what is read may be.
 
 mod follow;
 mod queries;
 mod register;
 mod restore;
 mod snapshots;
+mod stall;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,22 +29,23 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
 use warmroute_proto::bus::{
-    Connection, LogMessage, LogStatus, NatsStats, Plane, PlaneError, RegistryEvent, Request,
+    Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, Request,
 };
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
+use warmroute_proto::view::{DigestView, View, ViewAsk};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
-use crate::metrics::{Metrics, QueryOutcome};
+use crate::metrics::{Metrics, QueryOutcome, unix_ns};
 use crate::query;
 use crate::same_log::Fit;
 use crate::snapshot::Schedule;
 use crate::snapshot::policy::Reading;
 use crate::turns::Turns;
-use crate::view::{self, DigestView, SourceDump, WorkerView};
+use crate::view::{self, SourceDump, WorkerView};
 
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
@@ -91,7 +93,7 @@ pub struct Replica {
     pub url: Option<String>,
 }
 
-type StatsOf = Box<dyn Fn() -> NatsStats + Send + Sync>;
+type MetricsText = Box<dyn Fn() -> String + Send + Sync>;
 
 /// A task of the service ended before it was told to.
 #[derive(Debug, thiserror::Error)]
@@ -121,7 +123,9 @@ struct Shared {
     started: AtomicBool,
     connection: watch::Receiver<Connection>,
     metrics: Metrics,
-    nats: OnceLock<StatsOf>,
+    more_metrics: OnceLock<MetricsText>,
+    /// None if this replica writes no snapshots.
+    snapshot_every_secs: OnceLock<u64>,
 }
 
 #[derive(Clone)]
@@ -133,7 +137,7 @@ struct Worker {
 }
 
 impl Service {
-    /// Without snapshots, registration, and counts of NATS: what an indexer inside another process needs.
+    /// Without snapshots, registration, and metrics of NATS: what an indexer inside another process needs.
     pub fn new(config: IndexerConfig, plane: Arc<dyn Plane>) -> Result<Self, prometheus::Error> {
         let IndexerConfig {
             namespace,
@@ -148,7 +152,8 @@ impl Service {
             started: AtomicBool::new(false),
             connection: plane.connection(),
             metrics: Metrics::new()?,
-            nats: OnceLock::new(),
+            more_metrics: OnceLock::new(),
+            snapshot_every_secs: OnceLock::new(),
         };
         let worker = Worker {
             shared: Arc::new(shared),
@@ -163,15 +168,18 @@ impl Service {
     /// Reads a snapshot at its start, and writes them when they are due.
     #[must_use]
     pub fn with_snapshots(mut self, config: SnapshotConfig) -> Self {
+        let every = config.schedule.every.as_secs();
+        // Set once, here.
+        self.worker.shared.snapshot_every_secs.set(every).ok();
         self.worker.snapshots = Some(config);
         self
     }
 
-    /// Shows the counts of its NATS connection among its metrics.
+    /// Shows more metrics behind its own: those of its connection.
     #[must_use]
-    pub fn with_nats_stats(self, stats: impl Fn() -> NatsStats + Send + Sync + 'static) -> Self {
+    pub fn with_metrics(self, more: impl Fn() -> String + Send + Sync + 'static) -> Self {
         // Set once, here.
-        drop(self.worker.shared.nats.set(Box::new(stats)));
+        drop(self.worker.shared.more_metrics.set(Box::new(more)));
         self
     }
 
@@ -242,6 +250,18 @@ impl Handle {
         view::digest(&self.shared.read(), now())
     }
 
+    /// A page of all that this replica can say of itself.
+    #[must_use]
+    pub fn view(&self, ask: &ViewAsk) -> View {
+        let page = view::page(&self.shared.read(), ask, now());
+        View {
+            ready: self.is_ready(),
+            unix_ns: unix_ns(),
+            snapshot_every_secs: self.shared.snapshot_every_secs.get().copied(),
+            ..page
+        }
+    }
+
     #[must_use]
     pub fn workers(&self) -> Vec<WorkerView> {
         view::workers(&self.shared.read(), now())
@@ -285,8 +305,11 @@ impl Handle {
     /// All metrics in Prometheus' text format.
     pub fn metrics_text(&self) -> Result<Vec<u8>, prometheus::Error> {
         let levels = view::levels(&self.shared.read(), now());
-        let nats = self.shared.nats.get().map(|stats| stats());
-        self.shared.metrics.text(&levels, nats.as_ref())
+        let mut text = self.shared.metrics.text(&levels)?;
+        if let Some(more) = self.shared.more_metrics.get() {
+            text.extend_from_slice(more().as_bytes());
+        }
+        Ok(text)
     }
 }
 

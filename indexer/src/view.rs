@@ -1,41 +1,15 @@
 //! What the outside sees of the fold, as plain values made under one read lock.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::{
-    Change, DpRank, EngineHealth, EngineSeq, Generation, LogPosition, RecordNumber, Source,
-    WorkerId,
-};
+use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewAsk};
+use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
 
 use crate::fold::{Fold, SourceStanding};
 use crate::metrics::{Levels, Memory, SourceLevel};
-
-/// The body of `/v1/digest`. What is not known is null.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DigestView {
-    pub position: Option<LogPosition>,
-    pub sources: Vec<SourceDigest>,
-}
-
-/// One source in `/v1/digest`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct SourceDigest {
-    pub worker: WorkerId,
-    pub dp_rank: DpRank,
-    /// The state of the GPU tier.
-    pub state: SourceState,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reason: Option<UnknownReason>,
-    pub generation: Option<Generation>,
-    pub number: Option<RecordNumber>,
-    pub engine_seq: Option<EngineSeq>,
-    /// Held (prefix hash, tier) pairs; null while nothing is folded.
-    pub blocks: Option<u64>,
-    pub digest: Option<String>,
-}
 
 /// One worker: what the registry says of it, and its sources.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -119,6 +93,50 @@ pub(crate) fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceD
     })
 }
 
+/// A page of what the fold is, without what only the process knows: readiness, clock, snapshots.
+pub(crate) fn page(fold: &Fold, ask: &ViewAsk, now: Instant) -> view::View {
+    let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
+    let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);
+    let mut wanted = fold
+        .standings(now)
+        .filter(|(source, _)| behind(source))
+        .map(|(source, standing)| full_view(source, &standing));
+    let sources = wanted.by_ref().take(sources_max).collect();
+    view::View {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        ready: false,
+        log: fold.log(),
+        position: fold.position(),
+        lag_messages: fold.lag(),
+        lag_ms: fold.lag_age(now).map(milliseconds),
+        unix_ns: 0,
+        snapshot_every_secs: None,
+        sources,
+        more: wanted.next().is_some(),
+    }
+}
+
+fn full_view(source: &Source, standing: &SourceStanding) -> view::SourceView {
+    view::SourceView {
+        source: source.clone(),
+        generation: standing.generation,
+        number: standing.number,
+        engine_seq: standing.engine_seq,
+        states: standing.states,
+        reason: standing.reason,
+        doubt: standing.doubt,
+        state_age_ms: milliseconds(standing.state_age),
+        proof_age_ms: standing.proof_age.map(milliseconds),
+        digest: standing.digest,
+        health: standing.health,
+        begun_lately: standing.begun_lately,
+    }
+}
+
+fn milliseconds(age: Duration) -> u64 {
+    u64::try_from(age.as_millis()).unwrap_or(u64::MAX)
+}
+
 pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
     let level = |(source, standing): (&Source, SourceStanding)| SourceLevel {
         source: source.clone(),
@@ -128,6 +146,11 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
         number: standing.number.map(|number| number.0),
         blocks: standing.digest.map(|digest| digest.count),
         proof_age: standing.proof_age,
+        engine_seq: standing.engine_seq.map(|seq| seq.0),
+        record_age: standing.record_age,
+        state_age: standing.state_age,
+        begun_lately: standing.begun_lately,
+        doubt: standing.doubt,
     };
     Levels {
         sources: fold.standings(now).map(level).collect(),
@@ -170,7 +193,7 @@ fn source_view(source: &Source, standing: &SourceStanding) -> SourceView {
             cpu: standing.states.cpu,
             disk: standing.states.disk,
         },
-        proof_age_ms: age.and_then(|age| u64::try_from(age.as_millis()).ok()),
+        proof_age_ms: age.map(milliseconds),
         engine_health: standing.health,
     }
 }

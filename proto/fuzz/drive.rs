@@ -10,6 +10,7 @@ use warmroute_proto::registry::{
 };
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
+use warmroute_proto::view::{View, ViewAsk};
 use warmroute_proto::{Heartbeat, Record};
 
 /// Any bytes into every decoder: an error, or a message that encodes to the same bytes.
@@ -32,6 +33,8 @@ pub(crate) fn codec(data: &[u8]) {
     canonical::<IndexerEntry>(data);
     canonical::<SnapshotLease>(data);
     canonical::<ShimEntry>(data);
+    canonical::<ViewAsk>(data);
+    canonical::<View>(data);
     if let Ok(token) = std::str::from_utf8(data)
         && let Some(name) = decode_name(token)
     {

@@ -16,6 +16,7 @@ use crate::registry::{
     GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
+use crate::view::{View, ViewAsk};
 use crate::{Heartbeat, Record};
 
 /// The version that this code writes. Reads every version listed in [`decode`].
@@ -93,6 +94,12 @@ impl Message for SnapshotLease {
 impl Message for ShimEntry {
     const KIND: u8 = 18;
 }
+impl Message for ViewAsk {
+    const KIND: u8 = 19;
+}
+impl Message for View {
+    const KIND: u8 = 20;
+}
 
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
@@ -163,7 +170,7 @@ mod tests {
         #[test]
         fn decoding_is_total_and_canonical(
             mut bytes in prop::collection::vec(any::<u8>(), 0..200),
-            kind in 0u8..20,
+            kind in 0u8..22,
         ) {
             if let [version, first, ..] = bytes.as_mut_slice() {
                 *version = VERSION;
@@ -187,6 +194,8 @@ mod tests {
             canonical::<IndexerEntry>(&bytes)?;
             canonical::<SnapshotLease>(&bytes)?;
             canonical::<ShimEntry>(&bytes)?;
+            canonical::<ViewAsk>(&bytes)?;
+            canonical::<View>(&bytes)?;
         }
     }
 

@@ -24,6 +24,7 @@ pub mod registry;
 mod sequence;
 pub mod snapshot;
 pub mod subject;
+pub mod view;
 
 pub use digest::Digest;
 pub use hash::{LocalHash, PrefixHash, Seed};

@@ -151,6 +151,12 @@ impl Subjects {
         (router.to_string() == hex).then_some(router)
     }
 
+    /// Registry: the prefix of all keys.
+    #[must_use]
+    pub fn all_keys(&self) -> String {
+        format!("{}.", self.prefix)
+    }
+
     /// Registry: the entry of one worker, under a lease of its shim.
     #[must_use]
     pub fn worker_key(&self, worker: &WorkerId) -> String {
@@ -181,6 +187,13 @@ impl Subjects {
         format!("{}{}", self.indexer_keys(), encode_name(id))
     }
 
+    /// The source whose generation key this is.
+    #[must_use]
+    pub fn key_generation(&self, key: &str) -> Option<Source> {
+        let rest = key.strip_prefix(&self.prefix)?;
+        source_of(rest.strip_prefix(".generation.")?)
+    }
+
     /// Registry: the prefix of all indexer replicas' keys.
     #[must_use]
     pub fn indexer_keys(&self) -> String {
@@ -209,6 +222,13 @@ impl Subjects {
     #[must_use]
     pub fn shim_key(&self, worker: &WorkerId) -> String {
         format!("{}.shim.{}", self.prefix, encode_name(worker.as_str()))
+    }
+
+    /// The worker whose shim's lock this is.
+    #[must_use]
+    pub fn key_shim(&self, key: &str) -> Option<WorkerId> {
+        let rest = key.strip_prefix(&self.prefix)?;
+        decode_name(rest.strip_prefix(".shim.")?).map(WorkerId::from)
     }
 }
 
@@ -304,10 +324,14 @@ mod tests {
         assert_eq!(id.as_deref(), Some("i.0"));
         assert_eq!(subjects.snapshot_pointer_key(), "wr.prod.snapshot.newest");
         assert_eq!(subjects.snapshot_lease_key(), "wr.prod.snapshot.writer");
+        let key = subjects.generation_key(&source);
+        assert_eq!(key, "wr.prod.generation.w=2E0.3");
+        assert_eq!(subjects.key_generation(&key).as_ref(), Some(&source));
         assert_eq!(
-            subjects.generation_key(&source),
-            "wr.prod.generation.w=2E0.3"
+            subjects.key_shim("wr.prod.shim.w=2E0").as_ref(),
+            Some(&source.worker)
         );
+        assert!(key.starts_with(&subjects.all_keys()));
         assert_eq!(subjects.record_source("wr.prod.kv.w=2E0.3"), Some(source));
         for foreign in [
             "wr.prod.kv.w.3.0",

@@ -518,7 +518,7 @@ struct Shipped {
 impl Shipped {
     async fn start() -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
-        let passwords = ["INIT", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
+        let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
         let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
         let environment: Vec<(&str, &str)> = names.iter().map(|name| (&**name, "pw")).collect();
         let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
@@ -594,6 +594,13 @@ async fn a_shim_writes_its_own_worker_only() {
     assert!(is_refused(&refused.0) && is_refused(&refused.1) && is_refused(&refused.2));
     assert!(is_refused(&refused.3) && is_refused(&refused.4) && is_refused(&refused.5));
     assert!(is_refused(&refused.6));
+    let doctor = shipped.connect("doctor").await;
+    let refused = tokio::join!(
+        append_to(&doctor, OWN),
+        put_new(&doctor, "wr.prod.snapshot.newest"),
+        doctor.put_snapshot("d".into(), number(1)),
+    );
+    assert!(is_refused(&refused.0) && is_refused(&refused.1) && is_refused(&refused.2));
     let status = indexer.log_status().await.unwrap();
     assert_eq!(status.last, LogPosition(1), "none of them came through");
     for key in ["wr.prod.worker.worker-1", "wr.prod.generation.worker-1.0"] {

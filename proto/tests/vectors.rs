@@ -29,6 +29,7 @@ use warmroute_proto::registry::{
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
 };
+use warmroute_proto::view::{Doubt, SourceView, View, ViewAsk};
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
     LogPosition, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
@@ -361,6 +362,51 @@ fn golden_samples_of_indexers() {
     golden("indexer", &entry);
     let writer = entry.id;
     golden("snapshot_lease", &SnapshotLease { writer, attempt: 3 });
+}
+
+fn view() -> View {
+    View {
+        version: "0.1.0".into(),
+        ready: true,
+        log: Some(answer_log()),
+        position: LogPosition(99),
+        lag_messages: 1,
+        lag_ms: Some(20),
+        unix_ns: 1_700_000_000_000_000_002,
+        snapshot_every_secs: Some(600),
+        sources: vec![SourceView {
+            source: source(),
+            generation: Some(Generation(7)),
+            number: Some(RecordNumber(3)),
+            engine_seq: Some(EngineSeq(9)),
+            states: Tiers {
+                gpu: SourceState::Stale,
+                cpu: SourceState::Exact,
+                disk: SourceState::Partial,
+            },
+            reason: None,
+            doubt: Some(Doubt::Diverged),
+            state_age_ms: 1500,
+            proof_age_ms: Some(950),
+            digest: Some(digest()),
+            health: EngineHealth::Healthy,
+            begun_lately: 4,
+        }],
+        more: true,
+    }
+}
+
+#[test]
+fn golden_samples_of_views() {
+    let after = Some(source());
+    golden(
+        "view_ask",
+        &ViewAsk {
+            after,
+            sources_max: 2000,
+        },
+    );
+    golden("view", &view());
 }
 
 #[test]

@@ -5,71 +5,39 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
-use serde::Serialize;
 use warmroute_process::nats::Nats;
-use warmroute_proto::{
-    DpRank, EngineSeq, Generation, LogPosition, RecordNumber, TierState, WorkerId,
-};
+use warmroute_proto::query::SourceState;
+use warmroute_proto::view::{DigestView, SourceDigest};
 
 use crate::metrics;
 use crate::service::Handle;
 use crate::source::Status;
 
-/// `/v1/digest`, in the form that indexers share.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DigestView {
-    /// Always null: a shim has no position in the log.
-    pub position: Option<LogPosition>,
-    pub sources: Vec<SourceDigest>,
-}
-
-/// One source as of its last acknowledged record.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct SourceDigest {
-    pub worker: WorkerId,
-    pub dp_rank: DpRank,
-    pub state: &'static str,
-    pub generation: Option<Generation>,
-    pub number: Option<RecordNumber>,
-    pub engine_seq: Option<EngineSeq>,
-    pub blocks: Option<u64>,
-    pub digest: Option<String>,
-}
-
 impl Handle {
+    /// `/v1/digest`: of each source what its last acknowledged record made of it.
     #[must_use]
     pub fn digest(&self) -> DigestView {
         DigestView {
+            // A shim has no position in the log.
             position: None,
-            sources: self.sources().iter().map(SourceDigest::of).collect(),
+            sources: self.sources().iter().map(source_digest).collect(),
         }
     }
 }
 
-impl SourceDigest {
-    fn of(status: &Status) -> Self {
-        let point = status.acknowledged;
-        Self {
-            worker: status.source.worker.clone(),
-            dp_rank: status.source.dp_rank,
-            state: state_word(status.states.gpu),
-            generation: status.generation,
-            number: point.map(|point| point.number),
-            engine_seq: point.and_then(|point| point.engine_seq),
-            blocks: point.map(|point| point.after.count),
-            digest: point.map(|point| point.after.hex()),
-        }
-    }
-}
-
-/// An indexer's word for it: what a shim calls complete is exact there.
-const fn state_word(state: TierState) -> &'static str {
-    match state {
-        TierState::Complete => "exact",
-        TierState::Partial => "partial",
-        TierState::Unverified => "unverified",
-        TierState::Stale => "stale",
-        TierState::CatchingUp => "catching_up",
+fn source_digest(status: &Status) -> SourceDigest {
+    let point = status.acknowledged;
+    SourceDigest {
+        worker: status.source.worker.clone(),
+        dp_rank: status.source.dp_rank,
+        // What a shim calls complete is exact at an indexer.
+        state: SourceState::from(status.states.gpu),
+        reason: None,
+        generation: status.generation,
+        number: point.map(|point| point.number),
+        engine_seq: point.and_then(|point| point.engine_seq),
+        blocks: point.map(|point| point.after.count),
+        digest: point.map(|point| point.after.hex()),
     }
 }
 
@@ -102,7 +70,7 @@ async fn show_metrics(State(shown): State<Shown>) -> impl IntoResponse {
     let mut page = metrics::text(&shown.handle.sources());
     metrics::add_shim(&mut page, &shown.handle);
     if let Some(nats) = &shown.nats {
-        metrics::add_nats(&mut page, &nats.stats());
+        page.push_str(&nats.metrics_text());
     }
     ([(header::CONTENT_TYPE, format)], page)
 }

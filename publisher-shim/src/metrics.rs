@@ -3,7 +3,6 @@
 
 use std::fmt::Write as _;
 
-use warmroute_proto::bus::NatsStats;
 use warmroute_proto::{EngineHealth, Tier};
 
 use crate::service::Handle;
@@ -12,7 +11,7 @@ use crate::source::{CheckpointStatus, Reason, Status};
 type Value = fn(&Status) -> f64;
 
 /// Name without the prefix, help, type, value.
-const SERIES: [(&str, &str, &str, Value); 32] = [
+const SERIES: [(&str, &str, &str, Value); 36] = [
     ("generation", "Generation in use.", "gauge", |s| {
         number(s.generation.map_or(0, |g| g.0))
     }),
@@ -105,6 +104,27 @@ const SERIES: [(&str, &str, &str, Value); 32] = [
         "Removals of unknown blocks.",
         "counter",
         |s| number(s.mirror.removals_unknown),
+    ),
+    (
+        "orphans_dropped_total",
+        "Blocks without a parent that there was no room for.",
+        "counter",
+        |s| number(s.mirror.orphans_dropped),
+    ),
+    (
+        "events_elsewhere_total",
+        "Events of media and groups that are not indexed.",
+        "counter",
+        |s| number(s.mirror.events_elsewhere),
+    ),
+    ("clears_total", "Resets of the cache.", "counter", |s| {
+        number(s.mirror.clears)
+    }),
+    (
+        "held_dropped_total",
+        "Live batches that were not kept while a replay was under way.",
+        "counter",
+        |s| number(s.counters.held_dropped),
     ),
     ("generations_total", "Generations begun.", "counter", |s| {
         number(s.counters.generations)
@@ -208,43 +228,6 @@ pub fn add_shim(text: &mut String, handle: &Handle) {
         "counter",
     );
     line(text, &format!("{name} {}", handle.unread()));
-}
-
-/// What the connection to NATS went through.
-pub fn add_nats(text: &mut String, stats: &NatsStats) {
-    let counters = [
-        ("connects", "Connections made.", stats.connects),
-        ("disconnects", "Connections lost.", stats.disconnects),
-        (
-            "server_errors",
-            "Complaints of the server.",
-            stats.server_errors,
-        ),
-        (
-            "client_errors",
-            "Faults of the client.",
-            stats.client_errors,
-        ),
-        (
-            "answers_late",
-            "Answers that did not come in time.",
-            stats.answers_late,
-        ),
-        (
-            "answers_cut_off",
-            "Answers that a disconnect took along.",
-            stats.answers_cut_off,
-        ),
-        ("messages_in", "Messages received.", stats.in_messages),
-        ("messages_out", "Messages sent.", stats.out_messages),
-        ("bytes_in", "Bytes received.", stats.in_bytes),
-        ("bytes_out", "Bytes sent.", stats.out_bytes),
-    ];
-    for (name, help, count) in counters {
-        let name = format!("nats_{name}_total");
-        head(text, &name, help, "counter");
-        line(text, &format!("{name} {count}"));
-    }
 }
 
 /// Prometheus' text format: each metric is described once, with a series for each source.

@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::bus::{LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream};
+use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncReason, ResyncRequest, WorkerEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
@@ -151,7 +152,7 @@ async fn events_become_records_and_losses_are_repaired() {
     assert_eq!(heartbeat.after, record.after);
     let digest = world.handle.digest();
     assert_eq!(digest.sources[0].digest, Some(record.after.hex()));
-    assert_eq!(digest.sources[0].state, "exact");
+    assert_eq!(digest.sources[0].state, SourceState::Exact);
     assert!(world.handle.is_ready());
     world.end().await;
 }

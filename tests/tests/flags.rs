@@ -47,6 +47,17 @@ fn the_documented_tables_are_the_real_ones() {
     }
 }
 
+/// `docs/OPERATIONS.md` names every finding of `doctor` and `verify` with its severity.
+#[test]
+fn the_documented_findings_are_the_real_ones() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/OPERATIONS.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    for code in warmroute_indexer::doctor::Code::ALL {
+        let cells = format!("| `{}` | {} |", code.word(), code.severity().word());
+        assert!(text.contains(&cells), "{cells}");
+    }
+}
+
 fn documented(section: &str) -> Vec<String> {
     let mut rows: Vec<String> = section
         .lines()

@@ -17,6 +17,7 @@
 mod cut;
 mod ends;
 mod gone;
+mod history;
 mod link;
 mod memory;
 mod message;
@@ -301,15 +302,25 @@ impl Fold {
 
     // --- broadcast and registry
 
-    /// Takes a heartbeat.
+    /// Takes a heartbeat that came just now.
     pub fn heartbeat(&mut self, now: Instant, payload: &[u8]) -> HeartbeatVerdict {
+        self.heartbeat_of(now, now, payload)
+    }
+
+    /// Takes a heartbeat that may have waited: it came at this moment or later, and proves no more.
+    pub fn heartbeat_of(
+        &mut self,
+        now: Instant,
+        came: Instant,
+        payload: &[u8],
+    ) -> HeartbeatVerdict {
         let Ok(heartbeat) = codec::decode::<Heartbeat>(payload) else {
             return HeartbeatVerdict::Undecodable;
         };
         self.sources
             .entry(heartbeat.source.clone())
             .or_insert_with(SourceFold::new)
-            .heartbeat(now, &heartbeat, &mut self.tree)
+            .heartbeat((now, came), &heartbeat, &mut self.tree)
     }
 
     /// A new watch of the registry begins: it tells everything from the start.
@@ -373,6 +384,10 @@ impl Fold {
         }
         self.let_go(now);
         self.ask_back(now);
+        for (source, fold) in &mut self.sources {
+            let shim = shim(&self.workers, self.link, &source.worker, now);
+            fold.note_state(now, shim);
+        }
     }
 
     /// The requests for new generations that are due.

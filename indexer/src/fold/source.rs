@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
+use warmroute_proto::view::Doubt;
 use warmroute_proto::{
     Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber, Sequencer,
     Source, Standing, TierState, TierStates, Tiers, Verdict as Step,
 };
 
+use super::history::History;
 use super::memory::Aside;
 use super::reload::Reload;
 use super::resync::Resync;
@@ -102,6 +104,7 @@ pub(super) struct SourceFold {
     pub(super) aside: Aside,
     /// Since when the registry has not named its worker; none if it does.
     pub(super) unnamed_since: Option<Instant>,
+    pub(super) history: History,
 }
 
 /// What is known of a source at one moment.
@@ -116,6 +119,14 @@ pub struct SourceStanding {
     /// None while nothing is folded.
     pub digest: Option<Digest>,
     pub health: EngineHealth,
+    /// Why it may be wrong, where that was found here.
+    pub doubt: Option<Doubt>,
+    /// How long its GPU tier has been in its state.
+    pub state_age: Duration,
+    /// Generations that began within the last ten minutes.
+    pub begun_lately: u8,
+    /// Since its last record; none if none came while it was followed.
+    pub record_age: Option<Duration>,
 }
 
 /// Is the shim's registration there?
@@ -146,6 +157,7 @@ impl SourceFold {
             reload: Reload::Untried,
             aside: Aside::default(),
             unnamed_since: None,
+            history: History::default(),
         }
     }
 
@@ -191,6 +203,7 @@ impl SourceFold {
             }
         }
         self.health = known.health;
+        self.history = known.history.clone();
         self.aside = known.aside;
         self.unnamed_since = known.unnamed_since;
         self.resync.remember(&known.resync);
@@ -223,15 +236,18 @@ impl SourceFold {
         let step = self.sequencer.accept(now, generation, number, payload);
         if step != Step::Old {
             self.heard = self.heard.max(stored);
+            self.history.recorded(stored);
         }
         match step {
             Step::Apply => self.take(stored, record, tree, Verdict::Applied),
             Step::Start => {
                 self.open(tree);
+                self.history.began(stored);
                 self.take(stored, record, tree, Verdict::Started)
             }
             Step::StartBehind => {
                 self.open(tree);
+                self.history.began(stored);
                 self.doubts.gap_below = Some(number);
                 Verdict::StartedBehind
             }
@@ -253,20 +269,21 @@ impl SourceFold {
         }
     }
 
+    /// Takes a heartbeat that came at the second moment or later.
     pub(super) fn heartbeat(
         &mut self,
-        now: Instant,
+        (now, came): (Instant, Instant),
         heartbeat: &Heartbeat,
         tree: &mut Tree,
     ) -> HeartbeatVerdict {
         let (generation, number) = (heartbeat.generation, heartbeat.number);
         let standing = self.sequencer.witness(now, generation, number);
         if self.sequencer.generation() == Some(generation) {
-            self.heard = Some(now);
+            self.heard = self.heard.max(Some(came));
             self.health = heartbeat.health;
         }
         match standing {
-            Standing::Level => self.level(now, heartbeat, tree),
+            Standing::Level => self.level(came, heartbeat, tree),
             Standing::Behind => {
                 self.await_generation(now, generation, number);
                 HeartbeatVerdict::Behind
@@ -361,7 +378,36 @@ impl SourceFold {
                 .map(|proven| now.saturating_duration_since(proven)),
             digest: self.number().map(|number| tree.digest(number)),
             health: self.health,
+            doubt: self.doubt_of(),
+            state_age: self.history.state_age(now, states.gpu),
+            begun_lately: self.history.begun_lately(now),
+            record_age: self.history.record_age(now),
         }
+    }
+
+    /// The gravest first.
+    fn doubt_of(&self) -> Option<Doubt> {
+        if self.sequencer.is_violated() {
+            Some(Doubt::Violation)
+        } else if self.holding == Holding::Diverged {
+            Some(Doubt::Diverged)
+        } else if self.unseen.is_some() {
+            Some(Doubt::Unseen)
+        } else if self.doubts.overdue {
+            Some(Doubt::Overdue)
+        } else if self.doubts.gap_below.is_some() {
+            Some(Doubt::Gap)
+        } else if self.doubts.unread {
+            Some(Doubt::Unread)
+        } else {
+            None
+        }
+    }
+
+    /// Remembers since when the source is in its state.
+    pub(super) fn note_state(&mut self, now: Instant, shim: Shim) {
+        let (states, _) = self.states(now, shim);
+        self.history.note_state(now, states.gpu);
     }
 
     /// The shim's word, lowered by what is seen here; the weakest wins.
@@ -455,7 +501,7 @@ impl SourceFold {
         taken
     }
 
-    fn level(&mut self, now: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
+    fn level(&mut self, came: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
         let Some(number) = self.number() else {
             self.aside.pairs = heartbeat.after.count;
             match self.holding {
@@ -474,7 +520,7 @@ impl SourceFold {
             states: heartbeat.states,
             engine_seq: heartbeat.engine_seq,
         };
-        self.proven = Some(now);
+        self.proven = self.proven.max(Some(came));
         self.prove();
         HeartbeatVerdict::Proof
     }

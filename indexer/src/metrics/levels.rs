@@ -5,10 +5,12 @@ use std::time::Duration;
 use prometheus::proto::MetricFamily;
 use prometheus::{Gauge, GaugeVec, IntCounter, IntGauge, IntGaugeVec, Registry};
 use warmroute_proto::Source;
-use warmroute_proto::bus::NatsStats;
 use warmroute_proto::query::SourceState;
+use warmroute_proto::view::Doubt;
 
 use super::{gauge, options};
+
+const SOURCE: [&str; 2] = ["worker", "dp_rank"];
 
 const STATES: [SourceState; 6] = [
     SourceState::Exact,
@@ -52,6 +54,31 @@ pub(crate) struct SourceLevel {
     pub(crate) number: Option<u64>,
     pub(crate) blocks: Option<u64>,
     pub(crate) proof_age: Option<Duration>,
+    pub(crate) engine_seq: Option<u64>,
+    /// Since its last record.
+    pub(crate) record_age: Option<Duration>,
+    /// Since it is in its state.
+    pub(crate) state_age: Duration,
+    /// Generations of the last ten minutes.
+    pub(crate) begun_lately: u8,
+    pub(crate) doubt: Option<Doubt>,
+}
+
+/// Sources that have series of their own. Beyond, only those that are not exact have, the worst first: ten
+/// series each, so that a page has 10,000 of them at most, however many sources there are. The counts by
+/// state are of all.
+const SOURCES_SHOWN_MAX: usize = 1000;
+
+/// The sources that have series of their own, in order.
+fn shown(sources: &[SourceLevel]) -> Vec<&SourceLevel> {
+    let mut shown: Vec<&SourceLevel> = sources.iter().collect();
+    if shown.len() > SOURCES_SHOWN_MAX {
+        shown.retain(|level| level.state != SourceState::Exact);
+        shown.sort_by_key(|level| std::cmp::Reverse(level.state));
+        shown.truncate(SOURCES_SHOWN_MAX);
+        shown.sort_by_key(|level| &level.source);
+    }
+    shown
 }
 
 /// A registry of one scrape.
@@ -85,17 +112,54 @@ impl Scrape {
         &self,
         name: &str,
         help: &str,
-        levels: &Levels,
+        shown: &[&SourceLevel],
         of: impl Fn(&SourceLevel) -> Option<u64>,
     ) -> Result<(), prometheus::Error> {
-        let gauges = IntGaugeVec::new(options(name, help), &["worker", "dp_rank"])?;
-        for level in &levels.sources {
+        let gauges = IntGaugeVec::new(options(name, help), &SOURCE)?;
+        for level in shown {
             if let Some(value) = of(level) {
-                let [worker, rank] = labels(&level.source);
-                gauges.with_label_values(&[worker, rank]).set(gauge(value));
+                gauges
+                    .with_label_values(&labels(&level.source))
+                    .set(gauge(value));
             }
         }
         self.0.register(Box::new(gauges))
+    }
+
+    fn ages(
+        &self,
+        name: &str,
+        help: &str,
+        shown: &[&SourceLevel],
+        of: impl Fn(&SourceLevel) -> Option<Duration>,
+    ) -> Result<(), prometheus::Error> {
+        let ages = GaugeVec::new(options(name, help), &SOURCE)?;
+        for level in shown {
+            if let Some(age) = of(level) {
+                ages.with_label_values(&labels(&level.source))
+                    .set(age.as_secs_f64());
+            }
+        }
+        self.0.register(Box::new(ages))
+    }
+
+    /// 1 for the word that each source has; none for those that have none.
+    fn words(
+        &self,
+        (name, help, label): (&str, &str, &str),
+        shown: &[&SourceLevel],
+        of: impl Fn(&SourceLevel) -> Option<&'static str>,
+    ) -> Result<(), prometheus::Error> {
+        let words = IntGaugeVec::new(options(name, help), &["worker", "dp_rank", label])?;
+        for level in shown {
+            if let Some(word) = of(level) {
+                let [worker, rank] = labels(&level.source);
+                words
+                    .with_label_values(&[worker, rank, word.to_owned()])
+                    .set(1);
+            }
+        }
+        self.0.register(Box::new(words))
     }
 
     fn states(&self, levels: &Levels) -> Result<(), prometheus::Error> {
@@ -106,30 +170,48 @@ impl Scrape {
                 .with_label_values(&[state.word()])
                 .set(gauge(of.count()));
         }
-        self.0.register(Box::new(counts))?;
-        let help = "1 for the state that the source is in.";
-        let names = &["worker", "dp_rank", "state"];
-        let states = IntGaugeVec::new(options("source_state", help), names)?;
-        for level in &levels.sources {
-            let [worker, rank] = labels(&level.source);
-            let state = level.state.word().to_owned();
-            states.with_label_values(&[worker, rank, state]).set(1);
-        }
-        self.0.register(Box::new(states))
+        self.0.register(Box::new(counts))
     }
 
-    fn proofs(&self, levels: &Levels) -> Result<(), prometheus::Error> {
+    fn sources(&self, levels: &Levels) -> Result<(), prometheus::Error> {
+        let shown = &*shown(&levels.sources);
+        let help =
+            "Sources without series of their own: exact ones, where there are more than 1,000.";
+        let hidden = levels.sources.len() - shown.len();
+        self.gauge("sources_not_shown", help, hidden)?;
+        let state = (
+            "source_state",
+            "1 for the state that the source is in.",
+            "state",
+        );
+        self.words(state, shown, |of| Some(of.state.word()))?;
+        let doubt = (
+            "source_doubt",
+            "1 for what this replica found wrong with the source.",
+            "doubt",
+        );
+        self.words(doubt, shown, |of| of.doubt.map(Doubt::word))?;
+        self.ages(
+            "source_state_age_seconds",
+            "Since it is in its state.",
+            shown,
+            |of| Some(of.state_age),
+        )?;
         let help = "Since a record or heartbeat proved the source; absent if none did.";
-        let options = options("source_proof_age_seconds", help);
-        let ages = GaugeVec::new(options, &["worker", "dp_rank"])?;
-        for level in &levels.sources {
-            if let Some(age) = level.proof_age {
-                let [worker, rank] = labels(&level.source);
-                ages.with_label_values(&[worker, rank])
-                    .set(age.as_secs_f64());
-            }
-        }
-        self.0.register(Box::new(ages))
+        self.ages("source_proof_age_seconds", help, shown, |of| of.proof_age)?;
+        let help = "Since its last record; absent if none came while it was followed.";
+        self.ages("source_record_age_seconds", help, shown, |of| of.record_age)?;
+        self.per_source("source_generation", "Its fence.", shown, |of| of.generation)?;
+        let help = "Generations that began within the last ten minutes.";
+        self.per_source("source_generations_lately", help, shown, |of| {
+            Some(of.begun_lately.into())
+        })?;
+        self.per_source("source_number", "Its last record.", shown, |of| of.number)?;
+        let help = "The engine's batch that it is as of.";
+        self.per_source("source_engine_seq", help, shown, |of| of.engine_seq)?;
+        self.per_source("source_blocks", "Pairs that it holds.", shown, |of| {
+            of.blocks
+        })
     }
 
     fn memory(&self, levels: &Levels) -> Result<(), prometheus::Error> {
@@ -166,80 +248,16 @@ impl Scrape {
         }
         Ok(())
     }
-
-    fn nats(&self, stats: &NatsStats) -> Result<(), prometheus::Error> {
-        for (name, help, value) in [
-            ("connects", "Connections made.", stats.connects),
-            ("disconnects", "Connections lost.", stats.disconnects),
-            (
-                "slow_consumers",
-                "Messages that a full queue dropped.",
-                stats.slow_consumers,
-            ),
-            (
-                "server_errors",
-                "Complaints of the server.",
-                stats.server_errors,
-            ),
-            (
-                "client_errors",
-                "Errors of the client.",
-                stats.client_errors,
-            ),
-            (
-                "answers_late",
-                "Answers that did not come in time.",
-                stats.answers_late,
-            ),
-            (
-                "answers_cut_off",
-                "Answers that a disconnect took along.",
-                stats.answers_cut_off,
-            ),
-            (
-                "tails_reopened",
-                "Consumers of the log.",
-                stats.tails_reopened,
-            ),
-            (
-                "watches_reopened",
-                "Watches of the registry.",
-                stats.watches_reopened,
-            ),
-            (
-                "snapshots_torn",
-                "Snapshots whose chunks were missing.",
-                stats.snapshots_torn,
-            ),
-            ("in_messages", "Messages received.", stats.in_messages),
-            ("out_messages", "Messages sent.", stats.out_messages),
-            ("in_bytes", "Bytes received.", stats.in_bytes),
-            ("out_bytes", "Bytes sent.", stats.out_bytes),
-        ] {
-            self.counter(&format!("nats_{name}_total"), help, value)?;
-        }
-        Ok(())
-    }
 }
 
 fn labels(source: &Source) -> [String; 2] {
     [source.worker.to_string(), source.dp_rank.to_string()]
 }
 
-pub(super) fn gather(
-    levels: &Levels,
-    nats: Option<&NatsStats>,
-) -> Result<Vec<MetricFamily>, prometheus::Error> {
+pub(super) fn gather(levels: &Levels) -> Result<Vec<MetricFamily>, prometheus::Error> {
     let scrape = Scrape(Registry::new());
     scrape.states(levels)?;
-    scrape.proofs(levels)?;
-    scrape.per_source("source_generation", "Its fence.", levels, |of| {
-        of.generation
-    })?;
-    scrape.per_source("source_number", "Its last record.", levels, |of| of.number)?;
-    scrape.per_source("source_blocks", "Pairs that it holds.", levels, |of| {
-        of.blocks
-    })?;
+    scrape.sources(levels)?;
     scrape.gauge(
         "tree_blocks",
         "Distinct prefixes in the tree.",
@@ -260,9 +278,6 @@ pub(super) fn gather(
     let help = "Times the log went on elsewhere than it ended.";
     scrape.gauge("log_jumps", help, levels.jumps)?;
     scrape.memory(levels)?;
-    if let Some(stats) = nats {
-        scrape.nats(stats)?;
-    }
     Ok(scrape.0.gather())
 }
 
@@ -274,4 +289,77 @@ fn resident_bytes() -> Option<u64> {
         .find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kibibytes: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
     Some(kibibytes << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use warmroute_proto::{DpRank, WorkerId};
+
+    use super::*;
+
+    fn level(rank: u32, state: SourceState) -> SourceLevel {
+        SourceLevel {
+            source: Source {
+                worker: WorkerId::from("w"),
+                dp_rank: DpRank(rank),
+            },
+            state,
+            is_set_aside: false,
+            generation: Some(1),
+            number: Some(2),
+            blocks: Some(3),
+            proof_age: Some(Duration::from_secs(1)),
+            engine_seq: Some(4),
+            record_age: Some(Duration::from_secs(1)),
+            state_age: Duration::from_secs(1),
+            begun_lately: 1,
+            doubt: Some(Doubt::Gap),
+        }
+    }
+
+    fn series(sources: Vec<SourceLevel>) -> (usize, f64, f64) {
+        let levels = Levels {
+            sources,
+            ..Levels::default()
+        };
+        let families = gather(&levels).unwrap();
+        let all = families.iter().map(|family| family.get_metric().len());
+        let value = |name: &str| {
+            let family = families.iter().find(|family| family.name() == name);
+            let metrics = family.unwrap().get_metric();
+            metrics.iter().map(|one| one.get_gauge().get_value()).sum()
+        };
+        let hidden = value("warmroute_indexer_sources_not_shown");
+        (all.sum(), hidden, value("warmroute_indexer_sources"))
+    }
+
+    #[test]
+    fn ten_thousand_sources_are_no_more_series_than_a_thousand() {
+        let exact = |count| (0..count).map(|rank| level(rank, SourceState::Exact));
+        let (few, hidden, _) = series(exact(1).collect());
+        let (thousand, _, _) = series(exact(1000).collect());
+        assert_eq!((thousand - few) / 999, 10, "series a source");
+        assert!(hidden.abs() < 0.5);
+        let stale = |count| (0..count).map(|rank| level(rank, SourceState::Stale));
+        let (many, hidden, counted) = series(stale(10_000).collect());
+        assert_eq!(many, thousand);
+        assert!((hidden - 9000.0).abs() < 0.5);
+        assert!((counted - 10_000.0).abs() < 0.5);
+    }
+
+    #[test]
+    fn of_many_the_worst_are_shown() {
+        let mut sources: Vec<_> = (0..2000)
+            .map(|rank| level(rank, SourceState::Exact))
+            .collect();
+        sources[1500].state = SourceState::Unknown;
+        sources[3].state = SourceState::Partial;
+        let ranks = |sources: &[SourceLevel]| -> Vec<u32> {
+            let shown = shown(sources);
+            shown.iter().map(|level| level.source.dp_rank.0).collect()
+        };
+        assert_eq!(ranks(&sources), [3, 1500]);
+        sources.truncate(1000);
+        assert_eq!(ranks(&sources).len(), 1000);
+    }
 }

@@ -8,8 +8,11 @@
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
+use warmroute_proto::bus::PlaneStream;
 
+use super::stall::Stall;
 use super::*;
 use crate::fold::{Cut, NoCut, Parsed};
 use crate::metrics::RestoreCause;
@@ -17,6 +20,9 @@ use crate::same_log::{self, Fit};
 
 /// Looks at the log's end between two at the applied record: 3 s.
 const COMPARE_EVERY: u32 = 6;
+
+/// More than a subscription keeps.
+const WAITING_MAX: usize = 1 << 16;
 
 /// A verdict that throws away what was read is asked for twice: one server of a cluster may be behind.
 const SECOND_OPINION: Duration = Duration::from_millis(300);
@@ -72,6 +78,7 @@ impl Worker {
         self.wait_until_connected().await;
         self.open_log().await?;
         let mut heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
+        let mut stall = Stall::new(now());
         let mut registry = self.plane.watch(self.subjects.worker_keys()).await?;
         self.shared.write().watch_begins();
         let position = self.shared.read().position();
@@ -85,12 +92,18 @@ impl Worker {
         let until_compared = AtomicU32::new(0);
         let mut looks = Box::pin(self.looks(&until_compared));
         loop {
+            stall.turn(now());
             tokio::select! {
                 batch = log.next() => self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?,
-                heartbeat = heartbeats.next() => self.heartbeat(&heartbeat.ok_or_else(ended)?),
+                heartbeat = heartbeats.next() => {
+                    self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
+                }
                 event = registry.next() => self.registry(event.ok_or_else(ended)?),
                 _ = ticks.tick() => self.tick().await?,
-                Some(look) = looks.next() => self.looked_again(look)?,
+                Some(look) = looks.next() => {
+                    self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
+                    self.looked_again(look)?;
+                }
                 Ok(()) = connection.changed() => {
                     self.see_connection(*connection.borrow_and_update());
                     until_compared.store(0, Ordering::Relaxed);
@@ -298,8 +311,33 @@ impl Worker {
         rest
     }
 
-    fn heartbeat(&self, payload: &Bytes) {
-        let verdict = self.shared.write().heartbeat(now(), payload);
+    /// After a standstill: reads all heartbeats that came before this answer of the plane.
+    fn end_stall(
+        &self,
+        stall: &mut Stall,
+        heartbeats: &mut PlaneStream<Bytes>,
+        look: Option<&Look>,
+    ) -> Result<(), PlaneError> {
+        stall.turn(now());
+        if !look.is_some_and(|look| stall.ends_with(look.at)) {
+            return Ok(());
+        }
+        for _ in 0..WAITING_MAX {
+            // Not cut short by the runtime's fairness: an empty queue is what is waited for.
+            let next = tokio::task::unconstrained(heartbeats.next());
+            let Some(heartbeat) = next.now_or_never() else {
+                stall.ended();
+                break;
+            };
+            self.heartbeat(stall, &heartbeat.ok_or_else(ended)?);
+        }
+        Ok(())
+    }
+
+    fn heartbeat(&self, stall: &mut Stall, payload: &Bytes) {
+        let now = now();
+        let came = stall.turn(now);
+        let verdict = self.shared.write().heartbeat_of(now, came, payload);
         self.shared.metrics.heartbeat(verdict);
         match verdict {
             HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),

@@ -1,10 +1,12 @@
-//! Answers queries that come through the plane, several at once: a long one holds nobody up.
+//! Answers queries and questions for views that come through the plane, several at once: a long one holds
+//! nobody up.
 //!
 //! As many are worked at as there are processors, and a few more; the others wait in the plane's
 //! queue, which is bounded and drops (and counts) what is beyond. A query or answer that does not fit
 //! into a message is refused by the plane on the asker's side.
 
 use tokio::sync::Semaphore;
+use warmroute_proto::codec::Message as _;
 
 use super::*;
 
@@ -58,14 +60,18 @@ impl Worker {
         let handle = Handle {
             shared: Arc::clone(&self.shared),
         };
-        match codec::decode::<Query>(&request.payload) {
-            Ok(query) => match codec::encode(&handle.query(&query)) {
-                Ok(answer) => request.reply.send(answer.into()),
-                Err(error) => {
-                    warn!(%error, "an answer cannot be encoded");
-                    self.shared.metrics.query(QueryOutcome::Failed);
-                }
-            },
+        let answer = if codec::kind(&request.payload) == Some(ViewAsk::KIND) {
+            codec::decode::<ViewAsk>(&request.payload).map(|ask| codec::encode(&handle.view(&ask)))
+        } else {
+            codec::decode::<Query>(&request.payload)
+                .map(|query| codec::encode(&handle.query(&query)))
+        };
+        match answer {
+            Ok(Ok(answer)) => request.reply.send(answer.into()),
+            Ok(Err(error)) => {
+                warn!(%error, "an answer cannot be encoded");
+                self.shared.metrics.query(QueryOutcome::Failed);
+            }
             Err(error) => {
                 debug!(%error, "query ignored");
                 self.shared.metrics.query(QueryOutcome::Malformed);

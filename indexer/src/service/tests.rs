@@ -71,6 +71,26 @@ async fn without_heartbeats_a_source_is_unknown_after_five_seconds() {
     assert_eq!(state(&running), unknown);
 }
 
+/// A heartbeat that waited while the reader stood still proves nothing about the present; the next one does.
+#[tokio::test(start_paused = true)]
+async fn what_waited_for_a_reader_that_stood_still_is_no_proof() {
+    let (running, shim) = running().await;
+    running.heartbeat(&shim).await;
+    sleep(Duration::from_millis(600)).await;
+    assert_eq!(state(&running), (SourceState::Exact, None));
+    running.heartbeat(&shim).await;
+    // Time jumps before the reader has its turn.
+    tokio::time::advance(20 * SECOND).await;
+    let unknown = (SourceState::Unknown, Some(UnknownReason::NoProof));
+    for _ in 0..20 {
+        assert_eq!(state(&running), unknown);
+        sleep(100 * Duration::from_millis(1)).await;
+    }
+    running.heartbeat(&shim).await;
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(state(&running), (SourceState::Exact, None));
+}
+
 #[tokio::test(start_paused = true)]
 async fn backlog_is_unknown_until_a_heartbeat() {
     let plane = tests_support::plane();

@@ -18,6 +18,7 @@ pub mod tasks;
 mod joining;
 
 use std::io::Write as _;
+use std::process::ExitCode;
 
 /// One JSON line on stdout, for whoever let the system choose the ports.
 pub fn announce(line: std::fmt::Arguments<'_>) {
@@ -29,13 +30,15 @@ pub fn announce(line: std::fmt::Arguments<'_>) {
 }
 
 /// A binary's `main`: runs `start`, and tells an operator what is wrong, without a backtrace.
-pub fn main(start: impl FnOnce() -> anyhow::Result<()>) -> std::process::ExitCode {
-    match start() {
-        Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => {
-            // Nobody is left to tell where stderr is closed.
-            drop(writeln!(std::io::stderr(), "error: {error:#}"));
-            std::process::ExitCode::FAILURE
-        }
-    }
+pub fn main(start: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
+    main_or(ExitCode::FAILURE, || start().map(|()| ExitCode::SUCCESS))
+}
+
+/// The same for one that tells by its exit code more than that it failed.
+pub fn main_or(failed: ExitCode, start: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
+    start().unwrap_or_else(|error| {
+        // Nobody is left to tell where stderr is closed.
+        drop(writeln!(std::io::stderr(), "error: {error:#}"));
+        failed
+    })
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use uuid::Uuid;
 use warmroute_proto::Namespace;
 use warmroute_proto::bus::{
@@ -34,36 +34,13 @@ impl Nats {
         Arc::clone(&self.joining) as Arc<dyn Plane>
     }
 
-    /// Counts of the connection since the start.
-    #[must_use]
-    pub fn stats(&self) -> NatsStats {
-        self.joining
-            .plane()
-            .map(NatsPlane::stats)
-            .unwrap_or_default()
-    }
-
-    /// The same, and whether the server is within reach, in Prometheus' text format.
+    /// What the connection went through since the start, and whether the server is within reach, in
+    /// Prometheus' text format: the same names in every binary.
     #[must_use]
     pub fn metrics_text(&self) -> String {
         let up = *self.joining.connection().borrow() == Connection::Up;
-        let mut text = String::from("# TYPE warmroute_nats_up gauge\n");
-        #[expect(
-            clippy::let_underscore_must_use,
-            reason = "writing to a String cannot fail"
-        )]
-        let _ = writeln!(text, "warmroute_nats_up {}", u8::from(up));
-        for (name, value) in counters(&self.stats()) {
-            #[expect(
-                clippy::let_underscore_must_use,
-                reason = "writing to a String cannot fail"
-            )]
-            let _ = write!(
-                text,
-                "# TYPE warmroute_nats_{name} counter\nwarmroute_nats_{name} {value}\n"
-            );
-        }
-        text
+        let stats = self.joining.plane().map(NatsPlane::stats);
+        metrics_text(up, &stats.unwrap_or_default())
     }
 
     /// See [`NatsPlane::complaint`].
@@ -73,25 +50,81 @@ impl Nats {
     }
 }
 
+fn metrics_text(up: bool, stats: &NatsStats) -> String {
+    let mut text = String::new();
+    let mut add = |name: &str, kind: &str, help: &str, value: u64| {
+        #[expect(
+            clippy::let_underscore_must_use,
+            reason = "writing to a String cannot fail"
+        )]
+        let _ = write!(
+            text,
+            "# HELP warmroute_nats_{name} {help}\n# TYPE warmroute_nats_{name} {kind}\n\
+             warmroute_nats_{name} {value}\n"
+        );
+    };
+    add("up", "gauge", "The server is within reach.", up.into());
+    for (name, help, value) in counters(stats) {
+        add(name, "counter", help, value);
+    }
+    text
+}
+
 /// One name a counter; the lag of a tail is its reader's to show.
-const fn counters(stats: &NatsStats) -> [(&'static str, u64); 16] {
+const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 16] {
     [
-        ("connects_total", stats.connects),
-        ("disconnects_total", stats.disconnects),
-        ("slow_consumers_total", stats.slow_consumers),
-        ("lame_ducks_total", stats.lame_ducks),
-        ("closed_total", stats.closed),
-        ("server_errors_total", stats.server_errors),
-        ("client_errors_total", stats.client_errors),
-        ("answers_late_total", stats.answers_late),
-        ("answers_cut_off_total", stats.answers_cut_off),
-        ("tails_reopened_total", stats.tails_reopened),
-        ("watches_reopened_total", stats.watches_reopened),
-        ("snapshots_torn_total", stats.snapshots_torn),
-        ("in_messages_total", stats.in_messages),
-        ("out_messages_total", stats.out_messages),
-        ("in_bytes_total", stats.in_bytes),
-        ("out_bytes_total", stats.out_bytes),
+        ("connects_total", "Connections made.", stats.connects),
+        ("disconnects_total", "Connections lost.", stats.disconnects),
+        (
+            "slow_consumers_total",
+            "Messages that a full queue dropped.",
+            stats.slow_consumers,
+        ),
+        (
+            "lame_ducks_total",
+            "Servers that said they would end.",
+            stats.lame_ducks,
+        ),
+        ("closed_total", "Times the client gave up.", stats.closed),
+        (
+            "server_errors_total",
+            "Complaints of the server; the log has their texts.",
+            stats.server_errors,
+        ),
+        (
+            "client_errors_total",
+            "Errors of the client.",
+            stats.client_errors,
+        ),
+        (
+            "answers_late_total",
+            "Answers that did not come in time.",
+            stats.answers_late,
+        ),
+        (
+            "answers_cut_off_total",
+            "Answers that a disconnect took along.",
+            stats.answers_cut_off,
+        ),
+        (
+            "tails_reopened_total",
+            "Consumers of the log, the first ones too.",
+            stats.tails_reopened,
+        ),
+        (
+            "watches_reopened_total",
+            "Consumers of the registry, the first ones too.",
+            stats.watches_reopened,
+        ),
+        (
+            "snapshots_torn_total",
+            "Snapshots of which chunks were missing.",
+            stats.snapshots_torn,
+        ),
+        ("in_messages_total", "Messages received.", stats.in_messages),
+        ("out_messages_total", "Messages sent.", stats.out_messages),
+        ("in_bytes_total", "Bytes received.", stats.in_bytes),
+        ("out_bytes_total", "Bytes sent.", stats.out_bytes),
     ]
 }
 
@@ -150,6 +183,25 @@ async fn connect(config: &NatsConfig, init: bool) -> Result<NatsPlane, NatsError
             NatsPlane::init(config.clone(), InitConfig::default()).await
         }
         connected => connected,
+    }
+}
+
+/// For commands that end: tries until so much time is over while no server is within reach. What else
+/// goes wrong is told at once.
+pub async fn within<T>(
+    wait: Duration,
+    attempt: impl AsyncFn() -> Result<T, NatsError>,
+) -> Result<T, NatsError> {
+    let deadline = Instant::now() + wait;
+    loop {
+        match attempt().await {
+            Err(NatsError::Unreachable(why)) if Instant::now() < deadline => {
+                tracing::debug!(why, "no NATS server yet");
+                let left = deadline.saturating_duration_since(Instant::now());
+                sleep(RETRY.min(left)).await;
+            }
+            attempted => return attempted,
+        }
     }
 }
 
@@ -279,6 +331,43 @@ mod tests {
         assert_eq!(auth("nats://ann:secret@h:4222"), "user and password");
         assert_eq!(auth("nats://token@h:4222"), "token");
         assert_eq!(auth("nats://h:4222,nats://ann:secret@i:4222"), "none");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn commands_wait_for_a_server_that_is_away_and_for_nothing_else() {
+        let away = || Err::<(), _>(NatsError::Unreachable(String::new()));
+        let begun = Instant::now();
+        let waited = within(Duration::from_millis(2500), async || away()).await;
+        assert_eq!(waited, away());
+        assert_eq!(begun.elapsed(), Duration::from_millis(2500));
+        let refused = || Err::<(), _>(NatsError::Refused(String::new()));
+        let told = within(Duration::from_secs(60), async || refused()).await;
+        assert_eq!(told, refused());
+        let tries = std::cell::Cell::new(0);
+        let third = async || {
+            tries.set(tries.get() + 1);
+            if tries.get() < 3 { away() } else { Ok(()) }
+        };
+        assert_eq!(within(Duration::from_secs(60), third).await, Ok(()));
+        assert_eq!(begun.elapsed(), Duration::from_millis(4500));
+    }
+
+    #[test]
+    fn every_count_is_described_once() {
+        let stats = NatsStats {
+            disconnects: 7,
+            ..NatsStats::default()
+        };
+        let page = metrics_text(true, &stats);
+        assert!(
+            page.contains("\nwarmroute_nats_disconnects_total 7\n"),
+            "{page}"
+        );
+        assert!(page.contains("\nwarmroute_nats_up 1\n"), "{page}");
+        let helps = page.lines().filter(|line| line.starts_with("# HELP "));
+        let names: std::collections::BTreeSet<_> =
+            helps.filter_map(|line| line.split(' ').nth(2)).collect();
+        assert_eq!(names.len() * 3, page.lines().count());
     }
 
     #[test]

@@ -25,7 +25,8 @@ use tokio::sync::{oneshot, watch};
 pub use lease::{Lease, LeaseLost};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
-    Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls,
+    ClockOffset, Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats,
+    NatsTls, Setup, StreamRole, StreamUse,
 };
 
 use crate::{LogPosition, StreamIdentity};

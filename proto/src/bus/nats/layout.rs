@@ -18,6 +18,11 @@ use crate::{Namespace, StreamIdentity};
 /// Metadata: the random half of a log's identity, 16 hex digits.
 const NONCE: &str = "warmroute-nonce";
 
+/// Metadata: the sizes that `init` gave, so that a change by another hand can be told.
+const MADE_REPLICAS: &str = "warmroute-replicas";
+const MADE_MAX_BYTES: &str = "warmroute-max-bytes";
+const MADE_MAX_AGE_SECS: &str = "warmroute-max-age-secs";
+
 /// The shortest that the server takes; nothing here carries a message id.
 const DUPLICATE_WINDOW: Duration = Duration::from_millis(100);
 
@@ -80,6 +85,7 @@ impl Layout {
             self.wanted_registry(init),
             self.wanted_snapshots(init),
         ]
+        .map(noted)
     }
 
     fn wanted_log(&self, init: &InitConfig, nonce: u64) -> Config {
@@ -136,6 +142,43 @@ fn common(name: String, init: &InitConfig) -> Config {
         allow_direct: true,
         ..Config::default()
     }
+}
+
+/// With its sizes in its metadata.
+fn noted(mut config: Config) -> Config {
+    let sizes = sizes(&config).map(|(name, _, value)| (name.to_owned(), value));
+    config.metadata.extend(sizes);
+    config
+}
+
+/// By the metadata's name and the field's.
+fn sizes(config: &Config) -> [(&'static str, &'static str, String); 3] {
+    [
+        (
+            MADE_REPLICAS,
+            "num_replicas",
+            config.num_replicas.to_string(),
+        ),
+        (MADE_MAX_BYTES, "max_bytes", config.max_bytes.to_string()),
+        (
+            MADE_MAX_AGE_SECS,
+            "max_age, in seconds,",
+            config.max_age.as_secs().to_string(),
+        ),
+    ]
+}
+
+/// The sizes that are not as `init` made them. Streams that were made without such notes have none.
+pub(super) fn resized(is: &Config) -> Vec<Difference> {
+    let mut faults = Faults::of(&is.name);
+    for (name, field, value) in sizes(is) {
+        if let Some(made) = is.metadata.get(name)
+            && *made != value
+        {
+            faults.add(field, value, made);
+        }
+    }
+    faults.list
 }
 
 /// Names of buckets allow less than our tokens; two tokens never make the same one.
@@ -352,8 +395,13 @@ mod tests {
         check("persist_mode", &|is| {
             is.persist_mode = Some(PersistenceMode::Async);
         });
+        assert_eq!(resized(&wanted), []);
         let mut other = wanted.clone();
         other.max_bytes += 1;
+        assert_eq!(
+            resized(&other)[0].to_string(),
+            "wr_prod: max_bytes is 2147483649, must be 2147483648"
+        );
         assert_eq!(stream_differences(&other, &wanted, Sizes::Bounded), []);
         let found = stream_differences(&other, &wanted, Sizes::Of(&init));
         assert_eq!(

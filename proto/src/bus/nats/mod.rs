@@ -11,6 +11,7 @@
 
 mod config;
 mod core;
+mod inspect;
 mod layout;
 mod link;
 mod pull;
@@ -36,6 +37,7 @@ use super::{
 use crate::LogPosition;
 
 pub use config::{Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls};
+pub use inspect::{ClockOffset, Setup, StreamRole, StreamUse};
 
 /// See the module's documentation. Clones are the same plane.
 #[derive(Clone)]
@@ -57,6 +59,17 @@ impl NatsPlane {
         let core = setup::connect(config).await?;
         setup::init(&core, &init).await?;
         Ok(Self { core })
+    }
+
+    /// Connects without refusing anything, and tells what is there: for tools that only look.
+    /// `unix_ns` is this machine's clock.
+    pub async fn inspect(
+        config: NatsConfig,
+        unix_ns: fn() -> u64,
+    ) -> Result<(Self, Setup), NatsError> {
+        let core = setup::connect_to_any(config).await?;
+        let setup = inspect::inspect(&core, unix_ns).await?;
+        Ok((Self { core }, setup))
     }
 
     /// Counts since the start, for metrics.

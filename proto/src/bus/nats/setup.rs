@@ -25,16 +25,26 @@ const PING: Duration = Duration::from_secs(2);
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
 pub(super) async fn connect(config: NatsConfig) -> Result<Arc<Core>, NatsError> {
-    let layout = Layout::new(&config.namespace);
-    let link = Arc::new(Link::new());
-    let client = open(&config, &link).await?;
-    let version = client.server_info().version;
-    let differences = layout::server_differences(&version, client.max_payload());
+    let core = connect_to_any(config).await?;
+    let differences = server_differences(&core);
     if !differences.is_empty() {
         return Err(NatsError::Mismatch(differences));
     }
+    Ok(core)
+}
+
+/// The same, whatever the server is able to do.
+pub(super) async fn connect_to_any(config: NatsConfig) -> Result<Arc<Core>, NatsError> {
+    let layout = Layout::new(&config.namespace);
+    let link = Arc::new(Link::new());
+    let client = open(&config, &link).await?;
     let core = Core::start(client, Arc::clone(&link), layout, config.queue_max).await;
     core.map_err(|error| failed(&error, &link))
+}
+
+pub(super) fn server_differences(core: &Core) -> Vec<Difference> {
+    let version = core.client.server_info().version;
+    layout::server_differences(&version, core.client.max_payload())
 }
 
 async fn open(config: &NatsConfig, link: &Arc<Link>) -> Result<Client, NatsError> {
@@ -138,7 +148,7 @@ pub(super) async fn init(core: &Core, init: &InitConfig) -> Result<(), NatsError
     verify(core, Sizes::Of(init)).await
 }
 
-async fn find(core: &Core, stream: &str) -> Result<Option<Info>, NatsError> {
+pub(super) async fn find(core: &Core, stream: &str) -> Result<Option<Info>, NatsError> {
     match core.stream_info(stream).await {
         Ok(info) => Ok(Some(info)),
         Err(ApiError::Server(fault)) if fault.is_stream_missing() => Ok(None),
@@ -170,7 +180,7 @@ async fn create(core: &Core, wanted: &Config) -> Result<(), NatsError> {
 }
 
 /// A question that the server does not permit is never answered; its complaint comes beside it.
-fn failed(error: &PlaneError, link: &Link) -> NatsError {
+pub(super) fn failed(error: &PlaneError, link: &Link) -> NatsError {
     let complaint = link.complaint();
     if complaint.is_empty() {
         NatsError::Unreachable(error.to_string())

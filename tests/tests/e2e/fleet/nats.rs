@@ -112,6 +112,21 @@ impl Fleet {
         &self.parts().proxies[shim]
     }
 
+    /// What the indexer's binary says as a command that ends, and its exit code.
+    pub(crate) async fn command(&self, user: &str, command: &[&str]) -> (Option<i32>, String) {
+        let mut arguments = self.parts().plane_flags(user);
+        arguments.extend(strings(command));
+        let run = move || {
+            let mut command = Command::new(INDEXER);
+            command.args(&arguments).env("WARMROUTE_LOG", "warn");
+            command.output().expect("the indexer starts")
+        };
+        let ended = tokio::task::spawn_blocking(run).await.expect("it ended");
+        eprint!("{}", String::from_utf8_lossy(&ended.stderr));
+        let said = String::from_utf8(ended.stdout).expect("text");
+        (ended.status.code(), said)
+    }
+
     /// What `warmroute-indexer init` makes.
     pub(crate) fn init(&self) {
         let mut arguments = self.parts().plane_flags("init");
@@ -199,7 +214,7 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
         Access::Open | Access::LossyRouters | Access::Cluster => NatsServer::start().await,
         Access::LeastPrivilege => {
             let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
-            let passwords = ["INIT", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
+            let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
             let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
             let environment = names.iter().map(|name| (&**name, PASSWORD));
             // The monitoring port is fixed in the file.

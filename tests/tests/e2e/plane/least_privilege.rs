@@ -46,6 +46,16 @@ async fn the_shipped_permissions_are_enough_for_all_work() {
     sequential(&fleet, 31, 20).await;
     fleet.until_idle().await;
 
+    let (code, page) = fleet
+        .command("doctor", &["doctor", "--expect-indexers", "2"])
+        .await;
+    println!("{page}");
+    assert_eq!(
+        code,
+        Some(0),
+        "the user of nats.conf looks, and finds nothing"
+    );
+
     let mut pages: Vec<String> = fleet.indexes();
     pages.extend(fleet.parts().shims.iter().map(|shim| shim.base()));
     pages.extend((0..fleet.routers.len()).map(|router| fleet.admin(router, "")));

@@ -6,6 +6,7 @@ mod burst;
 mod convergence;
 mod cost;
 mod death;
+mod doctor;
 mod engine_restart;
 mod equality;
 mod front;

@@ -1,0 +1,198 @@
+//! What can be wrong with a plane, by stable codes: how grave it is, and what to do.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// The gravest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// Parts cannot work, or contradict each other.
+    Grave,
+    /// Somebody should look.
+    Warning,
+    /// Worth knowing; asks for nobody.
+    Note,
+}
+
+impl Severity {
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Grave => "grave",
+            Self::Warning => "warning",
+            Self::Note => "note",
+        }
+    }
+}
+
+/// Every code with its word, its severity and its advice; words are stable, scripts go by them.
+macro_rules! codes {
+    ($($code:ident = $word:literal, $severity:ident, $advice:literal;)*) => {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Code {
+            $($code,)*
+        }
+
+        impl Code {
+            pub const ALL: &[Self] = &[$(Self::$code,)*];
+
+            #[must_use]
+            pub const fn word(self) -> &'static str {
+                match self {
+                    $(Self::$code => $word,)*
+                }
+            }
+
+            #[must_use]
+            pub const fn severity(self) -> Severity {
+                match self {
+                    $(Self::$code => Severity::$severity,)*
+                }
+            }
+
+            #[must_use]
+            pub const fn advice(self) -> &'static str {
+                match self {
+                    $(Self::$code => $advice,)*
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    StreamMissing = "stream_missing", Grave,
+        "run `warmroute-indexer init`; what was in it is made again by the shims";
+    StreamDiffers = "stream_differs", Grave,
+        "no part starts on it: set it back with NATS's own tools, or delete it and run `init`";
+    IndexersDiffer = "indexers_differ", Grave,
+        "one of them is wrong: keep their logs, run `verify`, restart the one that differs from the \
+         shim";
+    MirrorDiffers = "mirror_differs", Grave,
+        "the indexer should ask for a new generation within seconds; if it stays, restart it and keep \
+         its log";
+    EngineDiffers = "engine_differs", Grave,
+        "shim or index folded the engine's events wrongly: keep the shim's log, restart it (a new \
+         generation)";
+    ProbeShort = "probe_short", Grave,
+        "the engine has less than is credited: run it again; if it stays, keep the shim's log and \
+         restart it";
+    GenerationBehind = "generation_behind", Grave,
+        "the registry lost its end (an older copy?): restart the worker's shim, which takes a higher \
+         generation";
+    IndexerOtherLog = "indexer_other_log", Grave,
+        "the stream was made anew and the replica has not seen it: restart it if this lasts";
+    IndexerAhead = "indexer_ahead", Grave,
+        "the log lost its end: the replica finds out within seconds; restart it if this lasts";
+    NoIndexer = "no_indexer", Grave,
+        "start `warmroute-indexer`: routers decide by load and prediction until then";
+    IndexerSilent = "indexer_silent", Warning,
+        "it is registered and does not answer: dead less than 6 s ago, stopped or overloaded; look at \
+         its /health and log, restart it";
+    IndexersMissing = "indexers_missing", Warning,
+        "start the missing replicas, or correct --expect-indexers";
+    IndexerNotReady = "indexer_not_ready", Warning,
+        "it is starting, or cut off from NATS: look at its log if this lasts";
+    IndexerBehind = "indexer_behind", Warning,
+        "it does not keep up with the log: give it processor time, or look at its disk of NATS";
+    ShimSilent = "shim_silent", Warning,
+        "no heartbeat came: look whether the shim runs (stopped? starved?), and at its log; its worker \
+         is not credited";
+    ShimWithoutLease = "shim_without_lease", Warning,
+        "it speaks for its worker without holding the lock: should end by itself within 6 s; if not, \
+         stop it";
+    TwoShims = "two_shims", Warning,
+        "two processes have this --worker-id: stop one of them";
+    EngineUnhealthy = "engine_unhealthy", Warning,
+        "the engine's /health fails: routers leave it out; look at the engine";
+    SourceUnknown = "source_unknown", Warning,
+        "not credited. no_proof: see the shim; shim_gone: start it; memory: raise --max-memory on every \
+         replica";
+    SourceStale = "source_stale", Warning,
+        "not credited, may be wrong: the shim's log names the last generation's reason; restart the \
+         shim if this lasts";
+    SourceCatchingUp = "source_catching_up", Warning,
+        "not credited while its image is under way: if this lasts, look at the shim's outbox and at \
+         NATS's disk";
+    SourceBeginsAgain = "source_begins_again", Warning,
+        "resyncs go in circles: the shim's metric warmroute_shim_resyncs_total names the reason";
+    SourcePartial = "source_partial", Warning,
+        "blocks from before the shim's start are missing: give the shim --state-dir, and clear the \
+         engine's cache once (POST /reset_prefix_cache) or restart it";
+    StreamResized = "stream_resized", Warning,
+        "somebody changed what `init` made: set it back with `nats stream edit`, or write the meant \
+         value into the stream's metadata";
+    LogTooSmall = "log_too_small", Warning,
+        "an image could be gone before its readers have it: raise the log's max_bytes";
+    StoreFull = "store_full", Warning,
+        "raise its max_bytes: a full registry or snapshot store takes nothing new";
+    CopyAway = "copy_away", Warning,
+        "a NATS server is down or behind: bring it back before another one fails";
+    SnapshotUnreadable = "snapshot_unreadable", Warning,
+        "a starting indexer skips it for the older one, or the log; the next snapshot replaces it. If \
+         it comes again, look at NATS's disk";
+    SnapshotMisfit = "snapshot_misfit", Warning,
+        "it is of another log, or of records that the log lost; the next snapshot replaces it";
+    SnapshotBehindLog = "snapshot_behind_log", Warning,
+        "the log let go what follows it, so that it is of no use: raise max_bytes, or write snapshots \
+         more often";
+    SnapshotOld = "snapshot_old", Warning,
+        "no replica writes any: look for warmroute_indexer_snapshots_total by outcome";
+    SnapshotMissing = "snapshot_missing", Warning,
+        "a starting indexer would ask every source for an image: look for \
+         warmroute_indexer_snapshots_total";
+    ProbeUncredited = "probe_uncredited", Warning,
+        "the engine cached a prompt that the index does not find: block size, hash seed or events \
+         differ";
+    ProbeSilent = "probe_silent", Warning,
+        "the engine could not be probed from here";
+    NotCompared = "not_compared", Warning,
+        "too busy, or a part is silent: run it again with a larger --within-secs, and `doctor`";
+    RegistryUnreadable = "registry_unreadable", Warning,
+        "a newer version wrote it, or it is damaged: upgrade this tool, or restart the key's owner";
+    PermissionMissing = "permission_missing", Warning,
+        "give this user what deploy/nats/nats.conf gives its user `doctor`";
+    SourceUnverified = "source_unverified", Note,
+        "credited, but losses cannot be seen: give the engine a replay_endpoint in --kv-events-config";
+    SourceGone = "source_gone", Note,
+        "its shim ended more than ten minutes ago; nothing to do if the worker was taken out";
+    OneIndexer = "one_indexer", Note,
+        "run two, so that routers keep an index while one restarts";
+    NoRouter = "no_router", Note,
+        "no router is registered in this namespace";
+    ClockSkew = "clock_skew", Note,
+        "nothing decides by these clocks, but event_to_visible_seconds is off by that: set them by NTP";
+    VersionsDiffer = "versions_differ", Note,
+        "fine during an upgrade; finish it";
+}
+
+/// One thing that was found, of everything that it was found of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    pub code: Code,
+    /// What it is about, with what is particular to each: in order, each once.
+    pub about: Vec<String>,
+}
+
+/// Gathers findings: those of one code are one.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    by_code: BTreeMap<(Severity, Code), Vec<String>>,
+}
+
+impl Findings {
+    pub(crate) fn add(&mut self, code: Code, about: impl Into<String>) {
+        let about = about.into();
+        let known = self.by_code.entry((code.severity(), code)).or_default();
+        if !known.contains(&about) {
+            known.push(about);
+        }
+    }
+
+    pub(crate) fn worst_first(self) -> Vec<Finding> {
+        let finding = |((_, code), about)| Finding { code, about };
+        self.by_code.into_iter().map(finding).collect()
+    }
+}

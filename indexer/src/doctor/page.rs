@@ -1,0 +1,156 @@
+//! A report as a page for people and as JSON for scripts.
+
+use std::fmt::{self, Display, Formatter};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::{Finding, Row, Severity};
+
+/// More of one kind are counted: the page stays one.
+const SHOWN_MAX: usize = 6;
+
+/// What a look found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    pub namespace: String,
+    pub server: String,
+    /// The worst first.
+    pub findings: Vec<Finding>,
+    /// How the rest is.
+    pub rest: Vec<Row>,
+}
+
+impl Report {
+    /// Does anything ask for somebody?
+    #[must_use]
+    pub fn needs_somebody(&self) -> bool {
+        let mut severities = self.findings.iter().map(|finding| finding.code.severity());
+        severities.any(|severity| severity < Severity::Note)
+    }
+
+    /// For scripts. Codes and their severities are stable, texts are not.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        let finding = |finding: &Finding| {
+            json!({
+                "code": finding.code.word(),
+                "severity": finding.code.severity(),
+                "about": finding.about,
+                "advice": finding.code.advice(),
+            })
+        };
+        let row = |(what, is): &Row| json!({ "what": what, "is": is });
+        json!({
+            "namespace": self.namespace,
+            "server": self.server,
+            "needs_somebody": self.needs_somebody(),
+            "findings": self.findings.iter().map(finding).collect::<Vec<Value>>(),
+            "rest": self.rest.iter().map(row).collect::<Vec<Value>>(),
+        })
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let verdict = match (self.findings.is_empty(), self.needs_somebody()) {
+            (true, _) => "nothing wrong",
+            (false, false) => "nothing that needs somebody",
+            (false, true) => "somebody should look",
+        };
+        let (namespace, server) = (&self.namespace, &self.server);
+        writeln!(
+            f,
+            "namespace {namespace} on nats-server {server}: {verdict}"
+        )?;
+        for finding in &self.findings {
+            let (code, about) = (finding.code, &finding.about);
+            let (severity, word) = (code.severity().word(), code.word());
+            writeln!(f, "\n{severity:<8} {word}")?;
+            for one in about.iter().take(SHOWN_MAX) {
+                writeln!(f, "         - {one}")?;
+            }
+            if about.len() > SHOWN_MAX {
+                writeln!(f, "         - and {} more", about.len() - SHOWN_MAX)?;
+            }
+            writeln!(f, "         {}", code.advice())?;
+        }
+        writeln!(f)?;
+        for (what, is) in self.rest.iter().take(SHOWN_MAX * 4) {
+            writeln!(f, "{what:<11}{is}")?;
+        }
+        Ok(())
+    }
+}
+
+/// As an operator reads it, with two digits or three.
+pub(crate) fn bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut unit = 0;
+    let mut tenths = u128::from(bytes) * 10;
+    while tenths >= 10_240 && unit + 1 < UNITS.len() {
+        tenths /= 1024;
+        unit += 1;
+    }
+    let name = UNITS.get(unit).copied().unwrap_or_default();
+    match (tenths / 10, tenths % 10) {
+        (whole, 0) => format!("{whole} {name}"),
+        (whole, tenth) => format!("{whole}.{tenth} {name}"),
+    }
+}
+
+pub(crate) fn duration(age: Duration) -> String {
+    let secs = age.as_secs();
+    match secs {
+        0..=9 => format!("{}.{} s", secs, age.subsec_millis() / 100),
+        10..=119 => format!("{secs} s"),
+        120..=7199 => format!("{} min", secs / 60),
+        7200..=172_799 => format!("{} h", secs / 3600),
+        _ => format!("{} days", secs / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Code;
+    use super::*;
+
+    #[test]
+    fn figures_are_short() {
+        let check = |count, text: &str| assert_eq!(bytes(count), text);
+        check(0, "0 B");
+        check(1023, "1023 B");
+        check(1536, "1.5 KiB");
+        check(2 << 30, "2 GiB");
+        check(u64::MAX, "16777215.9 TiB");
+        let check = |millis, text: &str| assert_eq!(duration(Duration::from_millis(millis)), text);
+        check(1250, "1.2 s");
+        check(61_000, "61 s");
+        check(600_000, "10 min");
+        check(86_400_000, "24 h");
+    }
+
+    #[test]
+    fn a_page_shows_some_of_many_and_json_all() {
+        let about: Vec<String> = (0..10_000).map(|number| format!("w/{number}")).collect();
+        let report = Report {
+            namespace: "prod".to_owned(),
+            server: "2.15.1".to_owned(),
+            findings: vec![Finding {
+                code: Code::SourceStale,
+                about,
+            }],
+            rest: vec![("log", "well".to_owned())],
+        };
+        let page = report.to_string();
+        assert!(page.contains("somebody should look"), "{page}");
+        assert!(page.contains("- and 9994 more\n"), "{page}");
+        assert!(page.contains(Code::SourceStale.advice()), "{page}");
+        assert!(page.contains("log        well\n"), "{page}");
+        assert!(page.lines().count() < 60);
+        let shown = report.json()["findings"][0]["about"]
+            .as_array()
+            .map(Vec::len);
+        assert_eq!(shown, Some(10_000));
+    }
+}

@@ -1,0 +1,131 @@
+//! The registry as one list of entries, and the generation keys against what uses them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use warmroute_proto::registry::{
+    GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease, WorkerEntry,
+};
+use warmroute_proto::snapshot::SnapshotPointer;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Generation, RouterId, Source, WorkerId, codec, load::RouterEntry};
+
+use super::{Code, Findings, PlaneState, Row};
+
+/// All entries that could be read, and the keys of those that could not.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Registry {
+    pub workers: BTreeMap<WorkerId, WorkerEntry>,
+    pub shims: BTreeMap<WorkerId, ShimEntry>,
+    pub generations: BTreeMap<Source, Generation>,
+    pub indexers: BTreeMap<String, IndexerEntry>,
+    pub routers: BTreeMap<RouterId, RouterEntry>,
+    pub pointer: Option<SnapshotPointer>,
+    pub writer: Option<SnapshotLease>,
+    pub unreadable: BTreeSet<String>,
+}
+
+impl Registry {
+    /// Takes one entry in.
+    pub fn put(&mut self, subjects: &Subjects, key: &str, value: &[u8]) {
+        if self.known(subjects, key, value).is_none() {
+            self.unreadable.insert(key.to_owned());
+        }
+    }
+
+    fn known(&mut self, subjects: &Subjects, key: &str, value: &[u8]) -> Option<()> {
+        if let Some(worker) = subjects.key_worker(key) {
+            self.workers.insert(worker, codec::decode(value).ok()?);
+        } else if let Some(worker) = subjects.key_shim(key) {
+            self.shims.insert(worker, codec::decode(value).ok()?);
+        } else if let Some(source) = subjects.key_generation(key) {
+            let entry: GenerationEntry = codec::decode(value).ok()?;
+            self.generations.insert(source, entry.generation);
+        } else if let Some(id) = subjects.key_indexer(key) {
+            self.indexers.insert(id, codec::decode(value).ok()?);
+        } else if let Some(router) = subjects.key_router(key) {
+            self.routers.insert(router, codec::decode(value).ok()?);
+        } else if key == subjects.snapshot_pointer_key() {
+            self.pointer = Some(codec::decode(value).ok()?);
+        } else if key == subjects.snapshot_lease_key() {
+            self.writer = Some(codec::decode(value).ok()?);
+        } else {
+            return None;
+        }
+        Some(())
+    }
+
+    /// Of all that is registered, with what each runs.
+    fn versions(&self) -> BTreeMap<&str, u32> {
+        let workers = self.workers.values().map(|entry| entry.version.as_str());
+        let indexers = self.indexers.values().map(|entry| entry.version.as_str());
+        let routers = self.routers.values().map(|entry| entry.version.as_str());
+        let mut versions = BTreeMap::new();
+        for version in workers.chain(indexers).chain(routers) {
+            *versions.entry(version).or_insert(0) += 1;
+        }
+        versions
+    }
+}
+
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+    let registry = &state.registry;
+    for key in &registry.unreadable {
+        findings.add(Code::RegistryUnreadable, key);
+    }
+    generations(state, findings);
+    let versions = registry.versions();
+    if versions.len() > 1 {
+        let about = versions
+            .iter()
+            .map(|(version, count)| format!("{count} × {version}"));
+        findings.add(Code::VersionsDiffer, about.collect::<Vec<_>>().join(", "));
+    }
+    if registry.routers.is_empty() {
+        findings.add(Code::NoRouter, "routers");
+    }
+    let text = format!(
+        "{} workers, {} shims, {} indexers, {} routers, {} generation keys",
+        registry.workers.len(),
+        registry.shims.len(),
+        registry.indexers.len(),
+        registry.routers.len(),
+        registry.generations.len()
+    );
+    rest.push(("registered", text));
+}
+
+/// A generation in use is never above its key: it is written there first.
+fn generations(state: &PlaneState, findings: &mut Findings) {
+    let mut used: BTreeMap<&Source, (Generation, &str)> = BTreeMap::new();
+    let mut note = |source, generation, by| {
+        let known = used.entry(source).or_insert((generation, by));
+        if generation > known.0 {
+            *known = (generation, by);
+        }
+    };
+    for (source, record) in &state.last_records {
+        note(source, record.generation, "the log's last record");
+    }
+    for (source, heard) in &state.heard {
+        note(source, heard.last.generation, "its shim");
+    }
+    for (_, view) in state.answers() {
+        for source in &view.sources {
+            if let Some(generation) = source.generation {
+                note(&source.source, generation, "an indexer");
+            }
+        }
+    }
+    for (source, (generation, by)) in used {
+        // A worker that is gone has no use for a key; when it is back it writes one first.
+        if !state.registry.workers.contains_key(&source.worker) {
+            continue;
+        }
+        let key = state.registry.generations.get(source);
+        if key.is_none_or(|&key| key < generation) {
+            let key = key.map_or_else(|| "missing".to_owned(), ToString::to_string);
+            let about = format!("{source}: the key is {key}, {by} has {generation}");
+            findings.add(Code::GenerationBehind, about);
+        }
+    }
+}

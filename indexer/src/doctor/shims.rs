@@ -1,0 +1,66 @@
+//! The shims: does each speak, for itself alone, and with the right to?
+
+use std::time::Duration;
+
+use warmroute_proto::{DpRank, EngineHealth, Source, WorkerId};
+
+use super::page::duration;
+use super::{Code, Findings, PlaneState, Row};
+
+/// Shorter a look hears nothing of a shim that is well: heartbeats come each second.
+const LISTENED_MIN: Duration = Duration::from_millis(2500);
+
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+    let registry = &state.registry;
+    for (worker, entry) in &registry.workers {
+        let ranks = (0..entry.ranks).map(|rank| Source {
+            worker: worker.clone(),
+            dp_rank: DpRank(rank),
+        });
+        // One that only just came was not there to be heard.
+        let was_there = state.before.workers.contains_key(worker);
+        for source in ranks.filter(|_| was_there && state.listened >= LISTENED_MIN) {
+            if !state.heard.contains_key(&source) {
+                let about = format!("{source}: nothing within {}", duration(state.listened));
+                findings.add(Code::ShimSilent, about);
+            }
+        }
+    }
+    for (source, heard) in &state.heard {
+        let worker = &source.worker;
+        let held = [&state.before, registry].map(|then| then.shims.contains_key(worker));
+        if held == [false, false] {
+            findings.add(Code::ShimWithoutLease, worker.to_string());
+        }
+        if heard.went_back {
+            let about =
+                format!("{worker}: an older generation of {source} spoke after a newer one");
+            findings.add(Code::TwoShims, about);
+        }
+        if heard.last.health == EngineHealth::Unhealthy {
+            findings.add(Code::EngineUnhealthy, worker.to_string());
+        }
+    }
+    for worker in changed_hands(state) {
+        let about = format!("{worker}: its lock changed hands during the look");
+        findings.add(Code::TwoShims, about);
+    }
+    let heartbeats: u64 = state.heard.values().map(|heard| heard.count).sum();
+    let text = format!(
+        "{heartbeats} heartbeats of {} sources within {}",
+        state.heard.len(),
+        duration(state.listened)
+    );
+    rest.push(("shims", text));
+}
+
+/// Workers whose lock another process holds than before, without a pause between the two.
+fn changed_hands(state: &PlaneState) -> impl Iterator<Item = &WorkerId> {
+    let now = &state.registry.shims;
+    let changed = |(worker, before): &(&WorkerId, &warmroute_proto::registry::ShimEntry)| {
+        now.get(*worker)
+            .is_some_and(|now| now.instance != before.instance)
+    };
+    let shims = state.before.shims.iter();
+    shims.filter(changed).map(|(worker, _)| worker)
+}

@@ -1,0 +1,74 @@
+//! The sources: is each credited, and if not, why and since when?
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::view::SourceView;
+
+use super::page::duration;
+use super::{Code, Findings, PlaneState, Row, SETTLING};
+
+/// A worker whose shim has been gone for longer was taken out.
+const TAKEN_OUT: Duration = Duration::from_secs(600);
+
+/// So many generations within ten minutes are no accident.
+const BEGUN_MAX: u8 = 4;
+
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+    let mut words: BTreeMap<&'static str, BTreeSet<&warmroute_proto::Source>> = BTreeMap::new();
+    for (id, view) in state.answers() {
+        for source in &view.sources {
+            words
+                .entry(source.states.gpu.word())
+                .or_default()
+                .insert(&source.source);
+            if let Some(code) = code(source) {
+                findings.add(code, about(id, source));
+            }
+            if source.begun_lately >= BEGUN_MAX {
+                let about = format!(
+                    "{}: {} generations within ten minutes",
+                    source.source, source.begun_lately
+                );
+                findings.add(Code::SourceBeginsAgain, about);
+            }
+        }
+    }
+    let counts = words
+        .iter()
+        .map(|(word, sources)| format!("{} {word}", sources.len()));
+    let counts: Vec<String> = counts.collect();
+    rest.push(("sources", counts.join(", ")));
+}
+
+fn code(source: &SourceView) -> Option<Code> {
+    let age = Duration::from_millis(source.state_age_ms);
+    let lasts = age >= SETTLING;
+    match source.states.gpu {
+        SourceState::Exact => None,
+        SourceState::Partial => Some(Code::SourcePartial),
+        SourceState::Unverified => Some(Code::SourceUnverified),
+        SourceState::Stale => lasts.then_some(Code::SourceStale),
+        SourceState::CatchingUp => lasts.then_some(Code::SourceCatchingUp),
+        SourceState::Unknown => match source.reason {
+            Some(UnknownReason::ShimGone) if age >= TAKEN_OUT => Some(Code::SourceGone),
+            Some(UnknownReason::Memory) => Some(Code::SourceUnknown),
+            Some(UnknownReason::ShimGone | UnknownReason::NoProof) | None => {
+                lasts.then_some(Code::SourceUnknown)
+            }
+        },
+    }
+}
+
+fn about(id: &str, source: &SourceView) -> String {
+    let reason = match (source.reason, source.doubt) {
+        (Some(UnknownReason::NoProof), _) => "no_proof, ",
+        (Some(UnknownReason::Memory), _) => "memory, ",
+        (Some(UnknownReason::ShimGone), _) => "shim_gone, ",
+        (None, Some(doubt)) => &format!("{}, ", doubt.word()),
+        (None, None) => "",
+    };
+    let age = duration(Duration::from_millis(source.state_age_ms));
+    format!("{}: {reason}for {age}, at {id}", source.source)
+}

@@ -1,0 +1,491 @@
+use std::time::Duration;
+
+use warmroute_proto::bus::{ClockOffset, Difference, StreamRole, StreamUse};
+use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::registry::{IndexerEntry, ShimEntry, WorkerEntry};
+use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::view::{Doubt, SourceView};
+use warmroute_proto::{
+    Digest, EngineHealth, EngineSeq, RouterId, Tiers, WorkerId, codec, load::RouterEntry,
+};
+
+use super::*;
+use crate::tests_support::{IDENTITY, namespace, source};
+
+const NOW: u64 = 1_700_000_000_000_000_000;
+const SECOND: u64 = 1_000_000_000;
+
+fn stream(role: StreamRole, name: &str) -> StreamUse {
+    StreamUse {
+        role,
+        name: name.to_owned(),
+        messages: 100,
+        bytes: 10_000,
+        bytes_max: Some(1 << 30),
+        age_max: Some(Duration::from_secs(86_400)),
+        oldest_unix_ns: Some(NOW - 60 * SECOND),
+        replicas: 1,
+        copies_away: Vec::new(),
+    }
+}
+
+fn digest(sum: u64) -> Digest {
+    Digest { count: 10, sum }
+}
+
+fn view_of(name: &str) -> SourceView {
+    SourceView {
+        source: source(name),
+        generation: Some(Generation(3)),
+        number: Some(RecordNumber(7)),
+        engine_seq: Some(EngineSeq(9)),
+        states: Tiers::all(SourceState::Exact),
+        reason: None,
+        doubt: None,
+        state_age_ms: 60_000,
+        proof_age_ms: Some(300),
+        digest: Some(digest(1)),
+        health: EngineHealth::Healthy,
+        begun_lately: 1,
+    }
+}
+
+fn replica() -> View {
+    View {
+        version: "0.1.0".to_owned(),
+        ready: true,
+        log: Some(IDENTITY),
+        position: LogPosition(100),
+        lag_messages: 0,
+        lag_ms: Some(200),
+        unix_ns: NOW,
+        snapshot_every_secs: Some(600),
+        sources: vec![view_of("w/0"), view_of("w/1")],
+        more: false,
+    }
+}
+
+fn heard(name: &str) -> Heard {
+    Heard {
+        last: Heartbeat {
+            source: source(name),
+            generation: Generation(3),
+            number: Some(RecordNumber(7)),
+            engine_seq: Some(EngineSeq(9)),
+            states: Tiers::all(warmroute_proto::TierState::Complete),
+            after: digest(1),
+            health: EngineHealth::Healthy,
+        },
+        count: 3,
+        went_back: false,
+    }
+}
+
+fn worker() -> WorkerEntry {
+    WorkerEntry {
+        worker: WorkerId::from("w"),
+        url: "http://10.0.0.1:8000".to_owned(),
+        models: vec!["base".to_owned()],
+        loras: Vec::new(),
+        ranks: 2,
+        block_size: None,
+        blocks_per_rank: None,
+        max_model_len: None,
+        main_attention_only: true,
+        version: "0.1.0".to_owned(),
+    }
+}
+
+fn registry() -> Registry {
+    let subjects = Subjects::new(&namespace());
+    let mut registry = Registry::default();
+    let mut put = |key: String, value: Vec<u8>| registry.put(&subjects, &key, &value);
+    let id = WorkerId::from("w");
+    put(subjects.worker_key(&id), codec::encode(&worker()).unwrap());
+    let shim = ShimEntry {
+        instance: [1; 16],
+        version: "0.1.0".to_owned(),
+    };
+    put(subjects.shim_key(&id), codec::encode(&shim).unwrap());
+    for name in ["w/0", "w/1"] {
+        let generation = Generation(3);
+        let entry = warmroute_proto::registry::GenerationEntry { generation };
+        let key = subjects.generation_key(&source(name));
+        put(key, codec::encode(&entry).unwrap());
+    }
+    for id in ["a", "b"] {
+        let entry = IndexerEntry {
+            id: id.to_owned(),
+            url: None,
+            version: "0.1.0".to_owned(),
+            ready: true,
+            log: Some(IDENTITY),
+            position: LogPosition(100),
+        };
+        put(subjects.indexer_key(id), codec::encode(&entry).unwrap());
+    }
+    let router = RouterId([2; 16]);
+    let version = "0.1.0".to_owned();
+    let entry = RouterEntry { router, version };
+    put(subjects.router_key(router), codec::encode(&entry).unwrap());
+    let pointer = SnapshotPointer {
+        newest: SnapshotRef {
+            name: "s".to_owned(),
+            log: IDENTITY,
+            at: RecordMark {
+                position: LogPosition(90),
+                stored_unix_ns: NOW,
+                checksum: 1,
+            },
+            bytes: 100,
+        },
+        older: None,
+    };
+    put(
+        subjects.snapshot_pointer_key(),
+        codec::encode(&pointer).unwrap(),
+    );
+    registry
+}
+
+/// A plane of which there is nothing to say.
+fn healthy() -> PlaneState {
+    let registry = registry();
+    let record = LastRecord {
+        position: LogPosition(100),
+        generation: Generation(3),
+        number: RecordNumber(7),
+    };
+    PlaneState {
+        namespace: "test".to_owned(),
+        setup: Setup {
+            server_version: "2.15.1".to_owned(),
+            clock: Some(ClockOffset {
+                ahead_ms: 1,
+                within_ms: 2,
+            }),
+            differences: Vec::new(),
+            resized: Vec::new(),
+            streams: vec![
+                stream(StreamRole::Log, "wr_test"),
+                stream(StreamRole::Registry, "KV_wr_test"),
+                stream(StreamRole::Snapshots, "OBJ_wr_test"),
+            ],
+        },
+        log: Some(LogStatus {
+            identity: IDENTITY,
+            first: LogPosition(1),
+            last: LogPosition(100),
+        }),
+        before: registry.clone(),
+        registry_read: true,
+        last_records: [(source("w/0"), record), (source("w/1"), record)].into(),
+        views: [
+            ("a".to_owned(), Ok(replica())),
+            ("b".to_owned(), Ok(replica())),
+        ]
+        .into(),
+        heard: [(source("w/0"), heard("w/0")), (source("w/1"), heard("w/1"))].into(),
+        listened: Duration::from_millis(3200),
+        pointer: registry.pointer.clone(),
+        snapshots: vec![SnapshotSeen {
+            name: "s".to_owned(),
+            position: LogPosition(90),
+            bytes: 100,
+            unreadable: None,
+            fit: Some(Fit::Same),
+            outdated_unix_ns: Some(NOW - 5 * SECOND),
+        }],
+        complaint: None,
+        unix_ns: NOW,
+        indexers_expected: Some(2),
+        registry,
+    }
+}
+
+fn codes(report: &Report) -> Vec<Code> {
+    report.findings.iter().map(|finding| finding.code).collect()
+}
+
+/// A healthy plane with one change has exactly this finding.
+fn check(code: Code, change: impl FnOnce(&mut PlaneState)) {
+    let mut state = healthy();
+    change(&mut state);
+    let report = diagnose(&state);
+    assert_eq!(codes(&report), [code], "{report}");
+    let needed = code.severity() < Severity::Note;
+    assert_eq!(report.needs_somebody(), needed, "{report}");
+    assert!(report.to_string().contains(code.word()), "{report}");
+    assert!(!report.findings[0].about.is_empty(), "{report}");
+}
+
+fn view(state: &mut PlaneState, id: &str, change: impl FnOnce(&mut View)) {
+    let view = state.views.get_mut(id).unwrap();
+    change(view.as_mut().unwrap());
+}
+
+/// Changes a source at every replica.
+fn sources(state: &mut PlaneState, change: impl Fn(&mut SourceView)) {
+    for view in state.views.values_mut() {
+        change(&mut view.as_mut().unwrap().sources[0]);
+    }
+}
+
+#[test]
+fn of_a_healthy_plane_there_is_nothing_to_say() {
+    let report = diagnose(&healthy());
+    assert_eq!(codes(&report), []);
+    assert!(!report.needs_somebody());
+    let page = report.to_string();
+    assert!(page.contains("nothing wrong"), "{page}");
+    assert!(page.contains("2 exact"), "{page}");
+    assert!(page.lines().count() < 20, "{page}");
+}
+
+#[test]
+fn words_are_told_once_and_have_advice() {
+    let mut words: Vec<&str> = Code::ALL.iter().map(|code| code.word()).collect();
+    words.sort_unstable();
+    words.dedup();
+    assert_eq!(words.len(), Code::ALL.len());
+    assert!(Code::ALL.iter().all(|code| code.advice().len() > 20));
+    let severities: Vec<Severity> = Code::ALL.iter().map(|code| code.severity()).collect();
+    assert!(severities.is_sorted(), "the gravest first");
+}
+
+#[test]
+fn streams_are_judged() {
+    let difference = |field| Difference {
+        of: "wr_test".to_owned(),
+        field,
+        is: "1".to_owned(),
+        must_be: "2".to_owned(),
+    };
+    check(Code::StreamDiffers, |state| {
+        state.setup.differences.push(difference("discard"));
+    });
+    check(Code::StreamResized, |state| {
+        state.setup.resized.push(difference("max_bytes"));
+    });
+    check(Code::LogTooSmall, |state| {
+        state.setup.streams[0].bytes_max = Some(20 * 16 * 4 - 1);
+    });
+    check(Code::StoreFull, |state| {
+        state.setup.streams[1].bytes_max = Some(11_000);
+    });
+    check(Code::CopyAway, |state| {
+        state.setup.streams[0].copies_away.push("nats-2".to_owned());
+    });
+    check(Code::PermissionMissing, |state| {
+        state.complaint = Some("permissions violation".to_owned());
+    });
+    check(Code::ClockSkew, |state| {
+        state.setup.clock.as_mut().unwrap().ahead_ms = -5000;
+    });
+    check(Code::ClockSkew, |state| {
+        view(state, "a", |view| view.unix_ns += 10 * SECOND);
+    });
+    let mut state = healthy();
+    state.setup.differences.push(difference("stream"));
+    state.registry_read = false;
+    assert_eq!(codes(&diagnose(&state)), [Code::StreamMissing]);
+}
+
+#[test]
+fn indexers_are_judged() {
+    check(Code::IndexersDiffer, |state| {
+        view(state, "a", |view| view.sources[0].digest = Some(digest(2)));
+        // Its shim is at another number, so that nobody says which of the two is right.
+        state.heard.get_mut(&source("w/0")).unwrap().last.number = Some(RecordNumber(8));
+    });
+    check(Code::MirrorDiffers, |state| {
+        sources(state, |source| source.digest = Some(digest(2)));
+    });
+    check(Code::IndexerSilent, |state| {
+        state.views.insert("c".to_owned(), Err("late".to_owned()));
+        let entry = state.registry.indexers["a"].clone();
+        state.registry.indexers.insert("c".to_owned(), entry);
+    });
+    check(Code::IndexersMissing, |state| {
+        state.views.remove("a");
+        state.registry.indexers.remove("a");
+    });
+    check(Code::OneIndexer, |state| {
+        state.views.remove("a");
+        state.indexers_expected = None;
+    });
+    check(Code::NoIndexer, |state| {
+        state.views.clear();
+        state.registry.indexers.clear();
+        state.indexers_expected = None;
+    });
+    check(Code::IndexerOtherLog, |state| {
+        view(state, "a", |view| view.log.as_mut().unwrap().nonce += 1);
+    });
+    check(Code::IndexerAhead, |state| {
+        view(state, "a", |view| view.position = LogPosition(101));
+    });
+    check(Code::IndexerBehind, |state| {
+        view(state, "a", |view| view.lag_messages = 1001);
+    });
+    check(Code::IndexerBehind, |state| {
+        view(state, "a", |view| view.lag_ms = None);
+    });
+    check(Code::IndexerNotReady, |state| {
+        view(state, "a", |view| view.ready = false);
+    });
+    // One that left during the look owes nothing.
+    let mut state = healthy();
+    state.views.insert("c".to_owned(), Err("late".to_owned()));
+    assert_eq!(codes(&diagnose(&state)), []);
+    // Other numbers are not compared.
+    let moved = |view: &mut View| {
+        view.sources[0].number = Some(RecordNumber(6));
+        view.sources[0].digest = Some(digest(2));
+    };
+    view(&mut state, "a", moved);
+    assert_eq!(codes(&diagnose(&state)), []);
+}
+
+#[test]
+fn shims_are_judged() {
+    check(Code::ShimSilent, |state| {
+        state.heard.remove(&source("w/1"));
+    });
+    check(Code::ShimWithoutLease, |state| {
+        state.before.shims.clear();
+        state.registry.shims.clear();
+    });
+    check(Code::TwoShims, |state| {
+        state.heard.get_mut(&source("w/0")).unwrap().went_back = true;
+    });
+    check(Code::TwoShims, |state| {
+        let worker = WorkerId::from("w");
+        state.registry.shims.get_mut(&worker).unwrap().instance = [9; 16];
+    });
+    check(Code::EngineUnhealthy, |state| {
+        let heard = state.heard.get_mut(&source("w/0")).unwrap();
+        heard.last.health = EngineHealth::Unhealthy;
+    });
+    // One that came during the look was not there to be heard.
+    let mut state = healthy();
+    state.heard.clear();
+    state.before.workers.clear();
+    assert_eq!(codes(&diagnose(&state)), []);
+}
+
+#[test]
+fn sources_are_judged() {
+    let state_is = |word: SourceState| move |source: &mut SourceView| source.states.gpu = word;
+    check(Code::SourcePartial, |state| {
+        sources(state, state_is(SourceState::Partial));
+    });
+    check(Code::SourceUnverified, |state| {
+        sources(state, state_is(SourceState::Unverified));
+    });
+    check(Code::SourceStale, |state| {
+        sources(state, |source| {
+            source.states.gpu = SourceState::Stale;
+            source.doubt = Some(Doubt::Overdue);
+        });
+    });
+    check(Code::SourceCatchingUp, |state| {
+        sources(state, state_is(SourceState::CatchingUp));
+    });
+    let unknown = |reason, age_secs: u64| {
+        move |source: &mut SourceView| {
+            source.states.gpu = SourceState::Unknown;
+            source.reason = Some(reason);
+            source.state_age_ms = age_secs * 1000;
+        }
+    };
+    check(Code::SourceUnknown, |state| {
+        sources(state, unknown(UnknownReason::NoProof, 60));
+    });
+    check(Code::SourceUnknown, |state| {
+        sources(state, unknown(UnknownReason::Memory, 0));
+    });
+    check(Code::SourceGone, |state| {
+        sources(state, unknown(UnknownReason::ShimGone, 700));
+    });
+    check(Code::SourceBeginsAgain, |state| {
+        sources(state, |source| source.begun_lately = 4);
+    });
+    // What may be for a moment is none before it lasts.
+    let mut state = healthy();
+    sources(&mut state, unknown(UnknownReason::NoProof, 9));
+    assert_eq!(codes(&diagnose(&state)), []);
+    let page = diagnose(&state).to_string();
+    assert!(page.contains("1 exact, 1 unknown"), "{page}");
+}
+
+#[test]
+fn registry_and_versions_are_judged() {
+    check(Code::GenerationBehind, |state| {
+        state
+            .registry
+            .generations
+            .insert(source("w/0"), Generation(2));
+    });
+    check(Code::GenerationBehind, |state| {
+        state.registry.generations.remove(&source("w/0"));
+    });
+    check(Code::RegistryUnreadable, |state| {
+        let subjects = Subjects::new(&namespace());
+        let key = subjects.worker_key(&WorkerId::from("x"));
+        state.registry.put(&subjects, &key, &[2, 6, 0]);
+    });
+    check(Code::VersionsDiffer, |state| {
+        let entry = state.registry.indexers.get_mut("a").unwrap();
+        entry.version = "0.2.0".to_owned();
+    });
+    check(Code::NoRouter, |state| state.registry.routers.clear());
+    // A worker that is gone may have left its generation anywhere.
+    let mut state = healthy();
+    state.registry.generations.clear();
+    state.registry.workers.clear();
+    assert_eq!(codes(&diagnose(&state)), []);
+}
+
+#[test]
+fn snapshots_are_judged() {
+    check(Code::SnapshotUnreadable, |state| {
+        state.snapshots[0].unreadable = Some("its checksum is wrong".to_owned());
+    });
+    check(Code::SnapshotMisfit, |state| {
+        state.snapshots[0].fit = Some(Fit::OtherRecord);
+    });
+    check(Code::SnapshotBehindLog, |state| {
+        state.snapshots[0].fit = Some(Fit::Trimmed);
+        state.log.as_mut().unwrap().first = LogPosition(92);
+    });
+    check(Code::SnapshotOld, |state| {
+        state.snapshots[0].outdated_unix_ns = Some(NOW - 1861 * SECOND);
+    });
+    check(Code::SnapshotMissing, |state| {
+        state.snapshots.clear();
+        state.log.as_mut().unwrap().first = LogPosition(2);
+    });
+    let mut state = healthy();
+    state.snapshots[0].outdated_unix_ns = None;
+    assert_eq!(codes(&diagnose(&state)), [], "nothing came since");
+}
+
+#[test]
+fn the_worst_comes_first() {
+    let mut state = healthy();
+    state.registry.routers.clear();
+    state.snapshots[0].unreadable = Some("torn".to_owned());
+    view(&mut state, "a", |view| {
+        view.sources[0].digest = Some(digest(2))
+    });
+    let found = codes(&diagnose(&state));
+    let expected = [
+        Code::IndexersDiffer,
+        Code::MirrorDiffers,
+        Code::SnapshotUnreadable,
+        Code::NoRouter,
+    ];
+    assert_eq!(found, expected);
+}

@@ -1,0 +1,295 @@
+//! Do all who fold one source hold the same? `warmroute-indexer verify`.
+//!
+//! [`Comparison`] is pure: it takes what indexers and shims say of a source at a number, and what engines
+//! list as of a batch, and finds who contradicts whom. Equal number of one generation means equal digest,
+//! so that a fleet at work can be compared without being stopped: whoever asks often enough meets all at
+//! one number. [`run`] asks; [`engine`] knows what engines can be asked.
+
+pub mod engine;
+mod run;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use warmroute_proto::view::{PAGE_SOURCES_MAX, View};
+use warmroute_proto::{
+    Digest, EngineSeq, Generation, Heartbeat, LogPosition, RecordNumber, Source, WorkerId,
+};
+
+pub use run::{How, run};
+
+use crate::doctor::{Code, Findings, Report};
+use engine::Listed;
+
+/// Numbers of a source that are remembered to be met by others: some seconds of a busy one.
+const POINTS_MAX: usize = 256;
+
+/// A number of a generation.
+type Point = (Generation, RecordNumber);
+
+/// Whose word it is. Engines and shims have one word for a source, indexers one each.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Teller {
+    Shim,
+    Indexer(String),
+}
+
+impl Teller {
+    fn word(&self) -> String {
+        match self {
+            Self::Shim => "its shim".to_owned(),
+            Self::Indexer(id) => format!("indexer {id}"),
+        }
+    }
+}
+
+/// What is known of one source.
+#[derive(Debug, Default)]
+struct Told {
+    points: BTreeMap<Point, BTreeMap<Teller, Digest>>,
+    /// Whoever was compared with somebody else at least once.
+    met: BTreeSet<Teller>,
+    /// What an index holds as of an engine's batch.
+    by_batch: BTreeMap<EngineSeq, (Teller, Digest)>,
+    is_met_by_engine: bool,
+}
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub struct Comparison {
+    indexers: BTreeSet<String>,
+    sources: BTreeMap<Source, Told>,
+    /// The last list of each engine that lists its blocks.
+    listed: BTreeMap<WorkerId, Vec<Listed>>,
+    /// Where all replicas were met at one position of one log.
+    position: Option<LogPosition>,
+    compared: u64,
+    findings: Findings,
+}
+
+impl Comparison {
+    #[must_use]
+    pub fn new(indexers: impl IntoIterator<Item = String>) -> Self {
+        Self {
+            indexers: indexers.into_iter().collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Takes what a shim says of its source.
+    pub fn heard(&mut self, heartbeat: &Heartbeat) {
+        if let Some(number) = heartbeat.number {
+            let point = (heartbeat.generation, number);
+            self.told(&heartbeat.source, point, Teller::Shim, heartbeat.after);
+        }
+    }
+
+    /// Takes the views that replicas gave at about one time.
+    pub fn viewed(&mut self, views: &BTreeMap<String, Result<View, String>>) {
+        for (id, view) in views {
+            let Ok(view) = view else {
+                continue;
+            };
+            for source in &view.sources {
+                let Some(digest) = source.digest else {
+                    continue;
+                };
+                let teller = Teller::Indexer(id.clone());
+                if let Some(point) = source.generation.zip(source.number) {
+                    self.told(&source.source, point, teller.clone(), digest);
+                }
+                // Only of a complete view is an engine's list all that it can be.
+                let is_exact = source.states.gpu == warmroute_proto::query::SourceState::Exact;
+                if let Some(seq) = source.engine_seq.filter(|_| is_exact) {
+                    let told = self.sources.entry(source.source.clone()).or_default();
+                    told.by_batch.insert(seq, (teller, digest));
+                    bound(&mut told.by_batch);
+                }
+            }
+        }
+        self.at_one_position(views);
+        let listed = std::mem::take(&mut self.listed);
+        for (worker, ranks) in &listed {
+            self.list(worker, ranks);
+        }
+        self.listed = listed;
+    }
+
+    /// Takes what an engine lists, to be met by views before and after it.
+    pub fn listed(&mut self, worker: &WorkerId, ranks: Vec<Listed>) {
+        self.list(worker, &ranks);
+        self.listed.insert(worker.clone(), ranks);
+    }
+
+    /// The engine held this from its last change to its last batch: an index as of any batch between
+    /// the two has to hold it too.
+    fn list(&mut self, worker: &WorkerId, ranks: &[Listed]) {
+        for rank in ranks {
+            let source = Source {
+                worker: worker.clone(),
+                dp_rank: rank.dp_rank,
+            };
+            let Some(told) = self.sources.get_mut(&source) else {
+                continue;
+            };
+            let (Some(first), Some(last)) = (rank.changed, rank.last) else {
+                continue;
+            };
+            if first > last {
+                continue;
+            }
+            for (seq, (teller, digest)) in told.by_batch.range(first..=last) {
+                told.is_met_by_engine = true;
+                self.compared += 1;
+                if *digest != rank.digest {
+                    let about = format!(
+                        "{source} at batch {seq}: {} at the engine, {} at {}",
+                        said(rank.digest),
+                        said(*digest),
+                        teller.word()
+                    );
+                    self.findings.add(Code::EngineDiffers, about);
+                }
+            }
+        }
+    }
+
+    fn told(&mut self, source: &Source, point: Point, teller: Teller, digest: Digest) {
+        let told = self.sources.entry(source.clone()).or_default();
+        let at = told.points.entry(point).or_default();
+        for (other, theirs) in at.iter().filter(|(other, _)| **other != teller) {
+            self.compared += 1;
+            told.met.extend([teller.clone(), other.clone()]);
+            if *theirs != digest {
+                let code = match (&teller, other) {
+                    (Teller::Indexer(_), Teller::Indexer(_)) => Code::IndexersDiffer,
+                    (Teller::Shim, _) | (_, Teller::Shim) => Code::MirrorDiffers,
+                };
+                let mut words = [(&teller, digest), (other, *theirs)];
+                words.sort_by_key(|(teller, _)| *teller);
+                let words =
+                    words.map(|(teller, digest)| format!("{} at {}", said(digest), teller.word()));
+                let (generation, number) = point;
+                let about = format!(
+                    "{source} at generation {generation}, number {number}: {}",
+                    words.join(", ")
+                );
+                self.findings.add(code, about);
+            }
+        }
+        at.insert(teller, digest);
+        bound(&mut told.points);
+    }
+
+    /// At one position of one log everybody knows the same sources at the same numbers.
+    fn at_one_position(&mut self, views: &BTreeMap<String, Result<View, String>>) {
+        let all: Vec<(&String, &View)> = views
+            .iter()
+            .filter_map(|(id, view)| Some((id, view.as_ref().ok()?)))
+            .collect();
+        let Some(((first_id, first), rest)) = all.split_first() else {
+            return;
+        };
+        let place = |view: &View| (view.log, view.position);
+        let page = PAGE_SOURCES_MAX as usize;
+        let whole = all.iter().all(|(_, view)| view.sources.len() <= page);
+        if rest.is_empty() || !whole || rest.iter().any(|(_, view)| place(view) != place(first)) {
+            return;
+        }
+        self.position = Some(first.position);
+        let points = |view: &View| -> BTreeMap<Source, Point> {
+            let folded = view.sources.iter().filter(|source| source.digest.is_some());
+            folded
+                .filter_map(|one| Some((one.source.clone(), one.generation.zip(one.number)?)))
+                .collect()
+        };
+        let mine = points(first);
+        for (id, view) in rest {
+            for (source, theirs) in points(view) {
+                let Some(own) = mine.get(&source).filter(|own| **own != theirs) else {
+                    continue;
+                };
+                let about = format!(
+                    "{source} at position {}: number {} of generation {} at indexer {first_id}, {} of {} at \
+                     indexer {id}",
+                    first.position, own.1, own.0, theirs.1, theirs.0
+                );
+                self.findings.add(Code::IndexersDiffer, about);
+            }
+        }
+    }
+
+    /// Was everybody met for every source?
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.left().next().is_none() && (self.indexers.len() < 2 || self.position.is_some())
+    }
+
+    /// The sources of which somebody's word was not compared, with whose.
+    fn left(&self) -> impl Iterator<Item = (&Source, Vec<String>)> {
+        self.sources.iter().filter_map(|(source, told)| {
+            let tellers: BTreeSet<&Teller> =
+                told.points.values().flat_map(BTreeMap::keys).collect();
+            let unmet = tellers
+                .into_iter()
+                .filter(|teller| !told.met.contains(teller));
+            let mut unmet: Vec<String> = unmet.map(Teller::word).collect();
+            let engine = self.listed.get(&source.worker).into_iter().flatten();
+            let is_listed = engine
+                .into_iter()
+                .any(|rank| rank.dp_rank == source.dp_rank);
+            // What is not exact anywhere is not all that the engine has.
+            if is_listed && !told.by_batch.is_empty() && !told.is_met_by_engine {
+                unmet.push("its engine".to_owned());
+            }
+            (!unmet.is_empty()).then_some((source, unmet))
+        })
+    }
+
+    pub(crate) fn find(&mut self, code: Code, about: String) {
+        self.findings.add(code, about);
+    }
+
+    /// What was found.
+    #[must_use]
+    pub fn report(mut self, namespace: String, server: String) -> Report {
+        let left: Vec<String> = self
+            .left()
+            .map(|(source, unmet)| format!("{source}: {}", unmet.join(", ")))
+            .collect();
+        for about in left {
+            self.findings.add(Code::NotCompared, about);
+        }
+        let engines = self.sources.values().filter(|told| told.is_met_by_engine);
+        let position = self.position.map_or_else(
+            || "never met at one".to_owned(),
+            |position| format!("all at {position}"),
+        );
+        let rest = vec![
+            ("indexers", self.indexers.len().to_string()),
+            ("sources", self.sources.len().to_string()),
+            ("positions", position),
+            ("compared", format!("{} times", self.compared)),
+            ("engines", format!("{} sources' own lists", engines.count())),
+        ];
+        Report {
+            namespace,
+            server,
+            findings: self.findings.worst_first(),
+            rest,
+        }
+    }
+}
+
+/// Lets the lowest go.
+fn bound<K: Ord, V>(known: &mut BTreeMap<K, V>) {
+    while known.len() > POINTS_MAX {
+        known.pop_first();
+    }
+}
+
+fn said(digest: Digest) -> String {
+    format!("{} pairs {}", digest.count, digest.hex())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,173 @@
+//! Asks until everybody was met, or the time is over.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::future::join_all;
+use tokio::time::{Instant, sleep, timeout_at};
+use uuid::Uuid;
+use warmroute_proto::bus::PlaneError;
+use warmroute_proto::hash::local_hashes;
+use warmroute_proto::query::{Answer, SourceState};
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::view::View;
+use warmroute_proto::{DpRank, Heartbeat, Seed, Source, WorkerId, codec};
+
+use super::Comparison;
+use super::engine::{Engine, PROBE_BLOCKS, probe_tokens};
+use crate::doctor::collect::Look;
+use crate::doctor::{Code, Report};
+
+/// Between two rounds; heartbeats are taken in meanwhile.
+const ROUND: Duration = Duration::from_millis(200);
+
+/// So many rounds between two lists of an engine: each is its whole cache.
+const LIST_EVERY: u32 = 5;
+
+/// Until an index credits what its engine just cached.
+const CREDIT_DEADLINE: Duration = Duration::from_secs(10);
+const CREDIT_PAUSE: Duration = Duration::from_millis(50);
+
+/// How thoroughly it is looked.
+#[derive(Clone, Copy, Debug)]
+pub struct How {
+    /// For how long nobody being met is tried again.
+    pub within: Duration,
+    /// Engines get requests.
+    pub probe: bool,
+}
+
+/// Compares all indexers with each other, with the shims, and with engines that list their blocks. An
+/// error says that there was nothing to compare.
+pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneError> {
+    let registry = look.registry().await?;
+    let ids: Vec<String> = registry.indexers.keys().cloned().collect();
+    if ids.is_empty() {
+        return Err(PlaneError::Unavailable("no indexer is registered".into()));
+    }
+    let mut engines = engines(&registry.workers);
+    let mut comparison = Comparison::new(ids.iter().cloned());
+    let mut heartbeats = look.heartbeats().await?;
+    let end = Instant::now() + how.within;
+    let mut views = BTreeMap::new();
+    for round in 0_u32.. {
+        if round.is_multiple_of(LIST_EVERY) {
+            list(&mut engines, &mut comparison).await;
+        }
+        views = look.views(ids.iter().cloned()).await;
+        comparison.viewed(&views);
+        // At least one of each shim.
+        let is_enough = round >= LIST_EVERY * 2 && comparison.is_complete();
+        if is_enough || Instant::now() >= end {
+            break;
+        }
+        let next = Instant::now() + ROUND;
+        while let Ok(Some(payload)) = timeout_at(next, heartbeats.next()).await {
+            if let Ok(heartbeat) = codec::decode::<Heartbeat>(&payload) {
+                comparison.heard(&heartbeat);
+            }
+        }
+    }
+    for (id, view) in &views {
+        if let Err(why) = view {
+            comparison.find(Code::IndexerSilent, format!("{id}: {why}"));
+        }
+    }
+    if how.probe {
+        probe(look, &registry.workers, &views, &mut comparison).await;
+    }
+    Ok(comparison.report(look.namespace().to_string(), server))
+}
+
+/// Those that may list their blocks.
+fn engines(workers: &BTreeMap<WorkerId, WorkerEntry>) -> BTreeMap<WorkerId, Engine> {
+    let engine = |(id, entry): (&WorkerId, &WorkerEntry)| {
+        let engine = Engine::new(entry).ok()?;
+        Some((id.clone(), engine))
+    };
+    workers.iter().filter_map(engine).collect()
+}
+
+/// Engines that do not list their blocks are not asked again.
+async fn list(engines: &mut BTreeMap<WorkerId, Engine>, comparison: &mut Comparison) {
+    let asks = engines.iter().map(|(worker, engine)| async move {
+        let ranks = engine.list().await;
+        (worker.clone(), ranks)
+    });
+    for (worker, ranks) in join_all(asks).await {
+        match ranks {
+            Some(ranks) => comparison.listed(&worker, ranks),
+            None => drop(engines.remove(&worker)),
+        }
+    }
+}
+
+/// Every source that some replica credits.
+async fn probe(
+    look: &Look,
+    workers: &BTreeMap<WorkerId, WorkerEntry>,
+    views: &BTreeMap<String, Result<View, String>>,
+    comparison: &mut Comparison,
+) {
+    for (id, view) in views {
+        let Ok(view) = view else {
+            continue;
+        };
+        let exact = view
+            .sources
+            .iter()
+            .filter(|one| one.states.gpu == SourceState::Exact);
+        for source in exact.map(|one| &one.source) {
+            let Some(entry) = workers.get(&source.worker) else {
+                continue;
+            };
+            match probe_one(look, id, entry, source.dp_rank).await {
+                Ok(None) => {}
+                Ok(Some((code, what))) => {
+                    comparison.find(code, format!("{source} by indexer {id}: {what}"));
+                }
+                Err(why) => comparison.find(Code::ProbeSilent, format!("{source}: {why}")),
+            }
+        }
+    }
+}
+
+/// What is wrong, if anything is.
+async fn probe_one(
+    look: &Look,
+    id: &str,
+    entry: &WorkerEntry,
+    dp_rank: DpRank,
+) -> anyhow::Result<Option<(Code, String)>> {
+    let block_size = entry.block_size;
+    let block_size = block_size.ok_or_else(|| anyhow::anyhow!("its block size is not known"))?;
+    let source = Source {
+        worker: entry.worker.clone(),
+        dp_rank,
+    };
+    let tokens = probe_tokens(block_size, Uuid::new_v4().as_u64_pair().0);
+    let engine = Engine::new(entry)?;
+    engine.cached(entry, dp_rank, &tokens).await?;
+    let blocks = local_hashes(&tokens, block_size, Seed::new(None, None));
+    let end = Instant::now() + CREDIT_DEADLINE;
+    let mut credited = 0;
+    while credited < PROBE_BLOCKS && Instant::now() < end {
+        credited = match look.query(id, blocks.clone()).await? {
+            Answer::Runs { sources, .. } => {
+                let mut sources = sources.into_iter().filter(|answer| answer.source == source);
+                sources.next().map_or(0, |answer| answer.run.gpu as usize)
+            }
+            Answer::Behind { .. } => 0,
+        };
+        sleep(CREDIT_PAUSE).await;
+    }
+    if credited < PROBE_BLOCKS {
+        let what = format!("{credited} of {PROBE_BLOCKS} blocks are credited");
+        return Ok(Some((Code::ProbeUncredited, what)));
+    }
+    let wanted = (credited * block_size.tokens()) as u64;
+    let cached = engine.cached(entry, dp_rank, &tokens).await?;
+    let what = format!("{wanted} tokens are credited, {cached} were cached");
+    Ok((cached < wanted).then_some((Code::ProbeShort, what)))
+}

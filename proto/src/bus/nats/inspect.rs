@@ -1,0 +1,148 @@
+//! What a namespace's streams are and hold, told without refusing or changing anything.
+
+use std::time::Duration;
+
+use async_nats::datetime::parse_rfc3339;
+use async_nats::jetstream::stream::Info;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::config::{Difference, InitConfig, NatsError};
+use super::core::{ApiError, Core};
+use super::layout::{self, Sizes};
+use super::setup;
+
+/// See [`super::NatsPlane::inspect`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Setup {
+    pub server_version: String,
+    /// None if the server did not tell its time.
+    pub clock: Option<ClockOffset>,
+    /// What keeps parts from starting: missing, or not as `init` makes it.
+    pub differences: Vec<Difference>,
+    /// Sizes that are not those that `init` gave.
+    pub resized: Vec<Difference>,
+    /// Those that are there.
+    pub streams: Vec<StreamUse>,
+}
+
+/// The server's clock against this machine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClockOffset {
+    /// By how much the server's clock is ahead; negative if it is behind.
+    pub ahead_ms: i64,
+    /// Half the time that the question took: it may be that much more or less.
+    pub within_ms: u64,
+}
+
+/// What a stream is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamRole {
+    Log,
+    Registry,
+    Snapshots,
+}
+
+/// One stream: its bounds, and how much of them is used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StreamUse {
+    pub role: StreamRole,
+    pub name: String,
+    pub messages: u64,
+    pub bytes: u64,
+    /// None if there is no bound.
+    pub bytes_max: Option<u64>,
+    pub age_max: Option<Duration>,
+    /// When the oldest message was stored; none if there is no message.
+    pub oldest_unix_ns: Option<u64>,
+    pub replicas: usize,
+    /// Servers that should have a copy, and do not have it up to date.
+    pub copies_away: Vec<String>,
+}
+
+pub(super) async fn inspect(core: &Core, unix_ns: fn() -> u64) -> Result<Setup, NatsError> {
+    let mut setup = Setup {
+        server_version: core.client.server_info().version,
+        clock: clock(core, unix_ns).await,
+        differences: setup::server_differences(core),
+        ..Setup::default()
+    };
+    let roles = [StreamRole::Log, StreamRole::Registry, StreamRole::Snapshots];
+    let wanted = core.layout.wanted(&InitConfig::default(), 0);
+    for (role, wanted) in roles.into_iter().zip(wanted) {
+        let Some(info) = setup::find(core, &wanted.name).await? else {
+            setup.differences.push(layout::missing(&wanted.name));
+            continue;
+        };
+        let differences = layout::stream_differences(&info.config, &wanted, Sizes::Bounded);
+        setup.differences.extend(differences);
+        setup.resized.extend(layout::resized(&info.config));
+        setup.streams.push(used(role, &info));
+    }
+    Ok(setup)
+}
+
+fn used(role: StreamRole, info: &Info) -> StreamUse {
+    let (config, state) = (&info.config, &info.state);
+    let oldest = u64::try_from(state.first_timestamp.unix_timestamp_nanos()).ok();
+    let copies = info.cluster.iter().flat_map(|cluster| &cluster.replicas);
+    StreamUse {
+        role,
+        name: config.name.clone(),
+        messages: state.messages,
+        bytes: state.bytes,
+        bytes_max: u64::try_from(config.max_bytes).ok().filter(|&max| max > 0),
+        age_max: Some(config.max_age).filter(|age| !age.is_zero()),
+        oldest_unix_ns: oldest.filter(|_| state.messages > 0),
+        replicas: config.num_replicas,
+        copies_away: copies
+            .filter(|copy| copy.offline || !copy.current)
+            .map(|copy| copy.name.clone())
+            .collect(),
+    }
+}
+
+/// What the server's API says of the time.
+#[derive(Deserialize)]
+struct Told {
+    ts: String,
+}
+
+async fn clock(core: &Core, unix_ns: fn() -> u64) -> Option<ClockOffset> {
+    let asked = unix_ns();
+    let api = format!("STREAM.INFO.{}", core.layout.log());
+    let told: Result<Told, ApiError> = core.api(&api, &Value::Null).await;
+    let answered = unix_ns();
+    let told = parse_rfc3339(&told.ok()?.ts).ok()?;
+    offset(asked, told.unix_timestamp_nanos(), answered)
+}
+
+fn offset(asked: u64, told: i128, answered: u64) -> Option<ClockOffset> {
+    const MS: i128 = 1_000_000;
+    let half = i128::from(answered.saturating_sub(asked)) / 2;
+    Some(ClockOffset {
+        ahead_ms: i64::try_from((told - i128::from(asked) - half) / MS).ok()?,
+        within_ms: u64::try_from(half / MS + 1).ok()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clocks_are_compared_at_the_middle_of_the_question() {
+        const MS: u64 = 1_000_000;
+        let check = |asked: u64, told: u64, answered: u64, ahead_ms: i64, within_ms: u64| {
+            let found = offset(asked * MS, i128::from(told * MS), answered * MS);
+            let wanted = ClockOffset {
+                ahead_ms,
+                within_ms,
+            };
+            assert_eq!(found, Some(wanted));
+        };
+        check(1000, 1010, 1020, 0, 11);
+        check(1000, 6010, 1020, 5000, 11);
+        check(9000, 1000, 9000, -8000, 1);
+    }
+}

@@ -1,0 +1,423 @@
+//! `warmroute-indexer doctor` and `verify` at a real fleet: well, ill in every way at once, with a replica
+//! that says something else, and without its server.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt as _;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+use warmroute_indexer::fold::{HeartbeatVerdict, Verdict};
+use warmroute_proto::bus::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, Request};
+use warmroute_proto::registry::IndexerEntry;
+use warmroute_proto::snapshot::SnapshotPointer;
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::view::View;
+use warmroute_proto::{Namespace, codec};
+
+use super::equality::{states, until_equal};
+use super::load::{sequential, under_load};
+use crate::fleet::{Engines, Flags, Fleet, Mode, text};
+
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// Findings by code: what each is about.
+type Found = BTreeMap<String, Vec<String>>;
+
+/// Of a healthy fleet it has nothing to say. Then a killed indexer, a shim that stands still, a corrupt
+/// snapshot, a log made smaller by hand and a source that is partial are found, each by its code, with
+/// what to do. When all is mended it says so; without a server it says that, soon.
+#[tokio::test(flavor = "multi_thread")]
+async fn every_illness_is_found_and_nothing_else() {
+    let engines = Engines {
+        count: 3,
+        ranks: 1,
+        blocks: 600,
+        flags: &["--profile", "instant", "--buffer-steps", "20"],
+    };
+    let mode = Mode::Nats {
+        indexers: 2,
+        routers: 1,
+    };
+    let flags = Flags {
+        indexer: &["--snapshot-every-secs", "1"],
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(mode, engines, flags).await;
+    sequential(&fleet, 40, 90).await;
+    until_equal(&fleet).await;
+    let plane = connect(&fleet).await;
+    until_snapshot(&plane).await;
+    let (code, found) = look(&fleet).await;
+    assert_eq!((code, found), (Some(0), Found::new()), "a healthy fleet");
+
+    lose_history(&fleet).await;
+    let stopped = &fleet.parts().shims[0];
+    stopped.signal("STOP");
+    fleet.parts().indexers[1].kill();
+    let name = corrupt_newest(&plane).await;
+    let bound = resize_log(&plane, 4096).await;
+    let (code, found) = look(&fleet).await;
+    assert_eq!(code, Some(1));
+    for (code, about) in [
+        ("indexers_missing", "1 of 2 answer"),
+        ("shim_silent", "worker-0/0: nothing within"),
+        ("snapshot_unreadable", name.as_str()),
+        ("stream_resized", "wr_prod: max_bytes is 4096"),
+        ("source_partial", "worker-2/0: "),
+    ] {
+        let about_all = found.get(code);
+        let is_there = about_all.is_some_and(|all| all.iter().any(|one| one.contains(about)));
+        assert!(is_there, "{code} about {about} in {found:?}");
+    }
+    assert!(!found.contains_key("indexers_differ"), "{found:?}");
+    assert!(!found.contains_key("mirror_differs"), "{found:?}");
+
+    stopped.signal("CONT");
+    resize_log(&plane, bound).await;
+    fleet.parts().indexers[1].restart().await;
+    heal_partial(&fleet).await;
+    until_snapshot(&plane).await;
+    let mended = async |fleet: &Fleet| look(fleet).await == (Some(0), Found::new());
+    fleet.until("the doctor has nothing to say", mended).await;
+
+    fleet.parts().server.lock().await.kill();
+    let begun = Instant::now();
+    let command = ["doctor", "--wait-secs", "1"];
+    // The server's handle is free again: a command takes its address from it.
+    let (code, said) = fleet.command("doctor", &command).await;
+    println!("without a server: {code:?} after {:?}", begun.elapsed());
+    assert_eq!((code, said.as_str()), (Some(2), ""));
+}
+
+/// Exit code and findings.
+async fn look(fleet: &Fleet) -> (Option<i32>, Found) {
+    let command = ["doctor", "--json", "--expect-indexers", "2"];
+    let (code, said) = fleet.command("doctor", &command).await;
+    let report: Value = serde_json::from_str(&said).unwrap_or_else(|_| panic!("{said}"));
+    println!("{report:#}");
+    assert_eq!(report["needs_somebody"], json!(code == Some(1)));
+    (code, findings(&report))
+}
+
+fn findings(report: &Value) -> Found {
+    let mut found = Found::new();
+    for finding in report["findings"].as_array().expect("findings") {
+        assert!(!text(&finding["advice"]).is_empty());
+        let about = finding["about"].as_array().expect("what it is about");
+        let about = about.iter().map(text).collect();
+        found.insert(text(&finding["code"]), about);
+    }
+    found
+}
+
+async fn connect(fleet: &Fleet) -> NatsPlane {
+    let url = fleet.parts().server.lock().await.url();
+    let config = NatsConfig::new(url, Namespace::from("prod"), "test");
+    NatsPlane::connect(config).await.unwrap()
+}
+
+async fn pointer(plane: &NatsPlane) -> Option<SnapshotPointer> {
+    let key = Subjects::new(&Namespace::from("prod")).snapshot_pointer_key();
+    let entry = plane.get(key).await.unwrap()?;
+    Some(codec::decode(&entry.value).unwrap())
+}
+
+/// The newest snapshot has everything: none comes while nothing happens.
+async fn until_snapshot(plane: &NatsPlane) {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        let last = plane.log_status().await.unwrap().last;
+        let newest = pointer(plane).await.map(|pointer| pointer.newest);
+        if newest.is_some_and(|newest| newest.at.position == last) {
+            return;
+        }
+        assert!(Instant::now() < end, "no snapshot of all");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// The third shim comes back without what its engine's replay buffer has forgotten.
+async fn lose_history(fleet: &Fleet) {
+    let shim = &fleet.parts().shims[2];
+    // In its own orderly way, so that nobody waits for its lease.
+    shim.signal("TERM");
+    assert!(shim.ended().await.success());
+    shim.restart().await;
+    until_state(fleet, "partial").await;
+}
+
+/// What is missing goes with the engine's cache.
+async fn heal_partial(fleet: &Fleet) {
+    let reset = fleet.engine(2, "/reset_prefix_cache");
+    fleet.http.post(reset).send().await.unwrap();
+    // The engine tells of it with its next batch.
+    let body = json!({"model": "mock", "prompt": "x ".repeat(100), "max_tokens": 1});
+    let url = fleet.engine(2, "/v1/completions");
+    let answer = fleet.http.post(url).json(&body).send().await.unwrap();
+    assert!(answer.status().is_success(), "{}", answer.status());
+    until_state(fleet, "exact").await;
+}
+
+async fn until_state(fleet: &Fleet, word: &str) {
+    let index = fleet.indexes().remove(0);
+    let is_so = async |fleet: &Fleet| {
+        let states = states(fleet, &index).await;
+        states.get("worker-2/0").is_some_and(|state| state == word)
+    };
+    fleet.until(word, is_so).await;
+}
+
+/// One byte of the newest snapshot is another one. Returns its name.
+async fn corrupt_newest(plane: &NatsPlane) -> String {
+    until_snapshot(plane).await;
+    let name = pointer(plane).await.unwrap().newest.name;
+    let blob = plane.get_snapshot(name.clone()).await.unwrap().unwrap();
+    let mut blob = BytesMut::from(blob);
+    let middle = blob.len() / 2;
+    blob[middle] ^= 1;
+    plane.delete_snapshot(name.clone()).await.unwrap();
+    let put = plane.put_snapshot(name.clone(), blob.freeze());
+    put.await.unwrap();
+    name
+}
+
+/// Gives the log another bound, as an operator's tools do. Returns the one before.
+async fn resize_log(plane: &NatsPlane, max_bytes: i64) -> i64 {
+    let ask = async |api: &str, body: Bytes| -> Value {
+        let subject = format!("$JS.API.STREAM.{api}.wr_prod");
+        let answer = plane.request(subject, body, DEADLINE).await.unwrap();
+        serde_json::from_slice(&answer).unwrap()
+    };
+    let mut config = ask("INFO", Bytes::new()).await["config"].take();
+    let before = config["max_bytes"].as_i64().unwrap();
+    config["max_bytes"] = json!(max_bytes);
+    let answer = ask("UPDATE", config.to_string().into()).await;
+    assert_eq!(answer["config"]["max_bytes"], json!(max_bytes), "{answer}");
+    before
+}
+
+/// `verify` meets two indexers, shims and engines that list their blocks, at work too, and finds that all
+/// hold the same, down to what an engine reports as cached; of a replica that says something else it names
+/// the source. What its parts' pages must have, they have.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_holds_something_else_is_found() {
+    let engines = Engines {
+        count: 2,
+        ranks: 2,
+        blocks: 600,
+        flags: &["--profile", "instant"],
+    };
+    let mode = Mode::Nats {
+        indexers: 2,
+        routers: 1,
+    };
+    let flags = Flags {
+        indexer: &["--snapshot-every-secs", "1"],
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(mode, engines, flags).await;
+    sequential(&fleet, 41, 40).await;
+    until_equal(&fleet).await;
+    assert_pages(&fleet).await;
+    let (found, at_work) = compare(&fleet, &["--probe"]).await;
+    assert_eq!(found, (Some(0), Found::new()), "a healthy fleet");
+    assert_eq!(at_work["engines"], "4 sources' own lists");
+    let ((found, _), served) =
+        under_load(&fleet, 2, compare(&fleet, &["--within-secs", "3"])).await;
+    println!("compared beside {served} requests");
+    let contradictions = ["indexers_differ", "mirror_differs", "engine_differs"];
+    let found: Vec<&String> = found.1.keys().collect();
+    assert!(
+        !found
+            .iter()
+            .any(|code| contradictions.contains(&code.as_str())),
+        "{found:?}"
+    );
+
+    fleet.until_idle().await;
+    until_equal(&fleet).await;
+    let plane: Arc<dyn Plane> = Arc::new(connect(&fleet).await);
+    let subjects = Subjects::new(&Namespace::from("prod"));
+    let lies = lie(&plane, &subjects).await;
+    let (found, _) = tokio::select! {
+        () = lies => unreachable!("it lies for ever"),
+        compared = compare(&fleet, &[]) => compared,
+    };
+    assert_eq!(found.0, Some(1));
+    for code in ["indexers_differ", "mirror_differs"] {
+        let about = found
+            .1
+            .get(code)
+            .unwrap_or_else(|| panic!("{code} in {found:?}"));
+        let is_told = |one: &String| one.starts_with("worker-1/0 at ") && one.contains("liar");
+        assert!(about.iter().all(is_told), "{about:?}");
+    }
+}
+
+/// Exit code and findings; rows of the rest.
+async fn compare(
+    fleet: &Fleet,
+    flags: &[&str],
+) -> ((Option<i32>, Found), BTreeMap<String, String>) {
+    let mut command = vec!["verify", "--json"];
+    command.extend(flags);
+    let (code, said) = fleet.command("doctor", &command).await;
+    let report: Value = serde_json::from_str(&said).unwrap_or_else(|_| panic!("{said}"));
+    println!("{report:#}");
+    let rest = report["rest"].as_array().expect("rows").iter();
+    let rest = rest.map(|row| (text(&row["what"]), text(&row["is"])));
+    ((code, findings(&report)), rest.collect())
+}
+
+/// Registers a replica that repeats what a real one says, but for one source.
+async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output = ()> + use<> {
+    let real = {
+        let mut replicas = plane.watch(subjects.indexer_keys()).await.unwrap();
+        let Some(RegistryEvent::Put { entry, .. }) = replicas.next().await else {
+            panic!("no replica is registered");
+        };
+        codec::decode::<IndexerEntry>(&entry.value).unwrap()
+    };
+    let mut requests = plane.serve(subjects.query_at("liar")).await.unwrap();
+    let entry = IndexerEntry {
+        id: "liar".to_owned(),
+        ..real.clone()
+    };
+    let value = codec::encode(&entry).unwrap();
+    let key = subjects.indexer_key("liar");
+    let put = plane.put(key, value.into(), PutIf::Absent, None);
+    put.await.unwrap();
+    let (plane, asked) = (Arc::clone(plane), subjects.query_at(&real.id));
+    async move {
+        while let Some(Request { payload, reply }) = requests.next().await {
+            let answer = plane.request(asked.clone(), payload, DEADLINE).await;
+            let mut view: View = codec::decode(&answer.unwrap()).unwrap();
+            for source in &mut view.sources {
+                let wrong =
+                    source.source.worker.as_str() == "worker-1" && source.source.dp_rank.0 == 0;
+                if let Some(digest) = source.digest.as_mut().filter(|_| wrong) {
+                    digest.sum ^= 1;
+                }
+            }
+            reply.send(codec::encode(&view).unwrap().into());
+        }
+    }
+}
+
+/// What the pages of real processes must have, as far as it does not depend on what happened.
+const INDEXER_SERIES: [&str; 21] = [
+    "sources{state=\"exact\"}",
+    "source_state{worker=\"worker-0\",dp_rank=\"1\",state=\"exact\"}",
+    "source_state_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_generation{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_generations_lately{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_number{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_engine_seq{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_blocks{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_record_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_proof_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "sources_not_shown",
+    "resyncs_total{reason=\"gap\"}",
+    "log_lag_messages",
+    "log_lag_seconds",
+    "event_to_visible_seconds_count",
+    "event_to_visible_seconds_bucket{le=\"+Inf\"}",
+    "snapshot_age_seconds",
+    "snapshot_bytes",
+    "snapshot_duration_seconds_count",
+    "logs_broken_total{fit=\"lost_end\"}",
+    "snapshots_skipped_total{reason=\"corrupt\"}",
+];
+
+const SHIM_SERIES: [&str; 14] = [
+    "generation",
+    "last_number",
+    "engine_seq",
+    "event_age_seconds",
+    "proof_age_seconds",
+    "orphans",
+    "orphans_dropped_total",
+    "gaps_total",
+    "gaps_unfilled_total",
+    "replays_total",
+    "generations_total",
+    "outbox_bytes",
+    "duplicates_total",
+    "tails_unexpected_total",
+];
+
+/// Everything that an operator is promised to see is on the pages of real processes, each described once;
+/// every verdict is there before it first happens.
+async fn assert_pages(fleet: &Fleet) {
+    until_snapshot(&connect(fleet).await).await;
+    let index = page(fleet, fleet.indexes().remove(0)).await;
+    for name in INDEXER_SERIES {
+        assert!(
+            has(&index, &format!("warmroute_indexer_{name}")),
+            "{name} in\n{index}"
+        );
+    }
+    for verdict in Verdict::ALL {
+        let name = format!(
+            "warmroute_indexer_records_total{{verdict=\"{}\"}}",
+            verdict.word()
+        );
+        assert!(has(&index, &name), "{name}");
+    }
+    for verdict in HeartbeatVerdict::ALL {
+        let word = verdict.word();
+        let name = format!("warmroute_indexer_heartbeats_total{{verdict=\"{word}\"}}");
+        assert!(has(&index, &name), "{name}");
+    }
+    let shim = page(fleet, fleet.parts().shims[0].base()).await;
+    for name in SHIM_SERIES {
+        for rank in [0, 1] {
+            let name = format!("warmroute_shim_{name}{{worker=\"worker-0\",dp_rank=\"{rank}\"}}");
+            assert!(has(&shim, &name), "{name} in\n{shim}");
+        }
+    }
+    let reasons = shim
+        .lines()
+        .filter(|line| line.starts_with("warmroute_shim_resyncs_total{"));
+    assert_eq!(reasons.count(), 2 * 17, "each reason of each source");
+    for page in [&index, &shim, &page(fleet, fleet.admin(0, "")).await] {
+        let described = page.lines().filter(|line| line.starts_with("# TYPE "));
+        let mut described: Vec<&str> = described.collect();
+        let all = described.len();
+        described.sort_unstable();
+        described.dedup();
+        assert_eq!(described.len(), all, "described twice");
+        for name in [
+            "up",
+            "disconnects_total",
+            "server_errors_total",
+            "in_bytes_total",
+        ] {
+            assert!(has(page, &format!("warmroute_nats_{name}")), "{name}");
+        }
+    }
+}
+
+async fn page(fleet: &Fleet, base: String) -> String {
+    let answer = fleet.http.get(format!("{base}/metrics")).send().await;
+    answer.unwrap().text().await.unwrap()
+}
+
+/// Labels stand in any order on a page.
+fn has(page: &str, series: &str) -> bool {
+    let parts = |series: &str| -> (String, Vec<String>) {
+        let (name, labels) = series.split_once('{').unwrap_or((series, "}"));
+        let labels = labels.trim_end_matches('}').split(',').map(str::to_owned);
+        let mut labels: Vec<String> = labels.collect();
+        labels.sort();
+        (name.to_owned(), labels)
+    };
+    let wanted = parts(series);
+    let series = page.lines().filter_map(|line| line.rsplit_once(' '));
+    series
+        .into_iter()
+        .any(|(series, _)| parts(series) == wanted)
+}
