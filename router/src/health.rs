@@ -8,7 +8,7 @@ const FAILURES_MAX: u32 = 2;
 
 /// What somebody saw of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sight {
+pub enum Sight {
     /// `GET /health` was answered with success.
     CheckPassed,
     /// It was not, or not in time.
@@ -19,7 +19,7 @@ pub(crate) enum Sight {
 
 /// A worker's standing with the router.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Health {
+pub enum Health {
     /// Not looked at yet: not used before the first check.
     #[default]
     Unchecked,
@@ -31,7 +31,7 @@ pub(crate) enum Health {
 
 /// What a sight changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub enum Turn {
     /// Usable now, and was not.
     Up,
     /// Was usable, is not.
@@ -41,7 +41,7 @@ pub(crate) enum Turn {
 
 impl Health {
     #[must_use]
-    pub(crate) const fn usable(self) -> bool {
+    pub const fn usable(self) -> bool {
         match self {
             Self::Healthy { .. } => true,
             Self::Unchecked | Self::Unhealthy => false,
@@ -49,7 +49,7 @@ impl Health {
     }
 
     #[must_use]
-    pub(crate) const fn word(self) -> &'static str {
+    pub const fn word(self) -> &'static str {
         match self {
             Self::Unchecked => "unchecked",
             Self::Healthy { .. } => "healthy",
@@ -57,7 +57,7 @@ impl Health {
         }
     }
 
-    pub(crate) const fn see(&mut self, sight: Sight) -> Turn {
+    pub const fn see(&mut self, sight: Sight) -> Turn {
         let before = self.usable();
         *self = match (*self, sight) {
             (_, Sight::CheckPassed) => Self::Healthy { failures: 0 },

@@ -470,7 +470,7 @@ impl SourceCore {
 
     pub fn acknowledged(&mut self, now: Instant, id: AppendId) {
         let present = self.present(now);
-        self.publisher.acknowledge(id, present);
+        self.publisher.acknowledge(now, id, present);
         self.settle(now);
     }
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use fastrand::Rng;
 use warmroute_indexer::snapshot::policy::Schedule;
-use warmroute_proto::{LogPosition, Record, StreamIdentity, codec};
+use warmroute_proto::{BlockSize, LogPosition, Record, StreamIdentity, codec};
+use warmroute_router::sim::Config;
 
 use super::World;
 use super::host::{Event, Kind, Zmq};
@@ -44,6 +45,9 @@ pub enum Fault {
     ForeignRecord,
     DuplicateRecord,
     NewerRecord,
+    RouterCrash(usize),
+    CutRouter(usize),
+    PauseRouter(usize),
 }
 
 impl Fault {
@@ -51,7 +55,7 @@ impl Fault {
     fn draw(rng: &mut Rng, rates: &Rates) -> Self {
         let worker = rng.usize(0..rates.workers);
         let indexer = rng.usize(0..rates.indexers);
-        let all = [
+        let mut all = vec![
             Self::EngineRestart(worker),
             Self::EngineRestartPlausible(worker),
             Self::EngineReset(worker),
@@ -81,6 +85,14 @@ impl Fault {
             Self::DuplicateRecord,
             Self::NewerRecord,
         ];
+        if rates.routers > 0 {
+            let router = rng.usize(0..rates.routers);
+            all.extend([
+                Self::RouterCrash(router),
+                Self::CutRouter(router),
+                Self::PauseRouter(router),
+            ]);
+        }
         all[rng.usize(0..all.len())]
     }
 }
@@ -97,6 +109,9 @@ pub struct Scripted {
 pub struct Rates {
     pub workers: usize,
     pub indexers: usize,
+    pub routers: usize,
+    /// Of all engines; none: each has its own.
+    pub(super) block_size: Option<BlockSize>,
     pub storm: Duration,
     /// Between two faults, on average.
     pub(super) strike_every: Duration,
@@ -112,11 +127,37 @@ pub struct Rates {
     pub(super) outbox_bytes_max: usize,
     pub(super) held_bytes_max: usize,
     pub(super) indexer_bytes_max: Option<usize>,
+    /// What the plane takes at once, if that is little.
+    pub(super) record_bytes_max: Option<usize>,
+    /// Batches that every engine's replay reaches back, if that is set.
+    pub(super) replay_buffer: Option<usize>,
+    /// KV groups that every engine has, if that is set.
+    groups: Option<usize>,
     /// Of clocks, at most, in parts per million.
     pub(super) drift: i64,
     pub(super) schedule: Schedule,
     pub(super) flags: Flags,
 }
+
+/// A world of one kind, for a fault that needs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setting {
+    /// Engines with three KV groups, replays with holes.
+    Hybrid,
+    /// A gap is soon older than what a replay reaches.
+    ShortReplay,
+    /// The first indexer has room for a part only.
+    LittleMemory,
+    ShortLog,
+    /// The plane takes a kibibyte at once.
+    SmallMessages,
+    Routers,
+    /// Routers, and engines with blocks of different sizes.
+    MixedBlocks,
+}
+
+/// Room for one source of a few, about.
+const LITTLE_MEMORY: usize = 40 << 10;
 
 /// What the seed tosses a coin for.
 #[derive(Clone, Copy, Debug)]
@@ -170,6 +211,8 @@ impl Rates {
         Self {
             workers: rng.usize(1..4),
             indexers: rng.usize(1..3),
+            routers: 0,
+            block_size: None,
             storm: Duration::from_secs(rng.u64(12..25)),
             strike_every: Duration::from_millis(rng.u64(300..4000)),
             delay_max: Duration::from_millis([1, 5, 40][rng.usize(0..3)]),
@@ -184,6 +227,9 @@ impl Rates {
             outbox_bytes_max: small(rng, 4 << 10, 64 << 20),
             held_bytes_max: small(rng, 4 << 10, 64 << 20),
             indexer_bytes_max: None,
+            record_bytes_max: None,
+            replay_buffer: None,
+            groups: None,
             drift: [0, 200, 10_000][rng.usize(0..3)],
             schedule: SCHEDULE,
             flags: Flags {
@@ -191,6 +237,49 @@ impl Rates {
                 has_one_group: rng.bool(),
             },
         }
+    }
+
+    pub(super) fn draw_routers(&mut self, seed: u64) {
+        let mut rng = Rng::with_seed(seed ^ 0x0520_7E25);
+        if rng.bool() {
+            self.routers = rng.usize(2..4);
+            let size = [2, 4, 16][rng.usize(0..3)];
+            self.block_size = BlockSize::new(size).filter(|_| rng.u8(0..8) > 0);
+        }
+    }
+
+    /// Makes the world one of this kind.
+    pub(super) fn set(&mut self, setting: Setting, seed: u64) {
+        match setting {
+            Setting::Hybrid => {
+                self.groups = Some(3);
+                self.flags.has_one_group = false;
+                self.replay_hole = 150;
+            }
+            Setting::ShortReplay => {
+                self.replay_buffer = Some(3);
+                self.zmq_lost = 80;
+            }
+            Setting::LittleMemory => self.indexer_bytes_max = Some(LITTLE_MEMORY),
+            Setting::ShortLog => self.log_messages_max = 60,
+            Setting::SmallMessages => self.record_bytes_max = Some(1024),
+            Setting::Routers | Setting::MixedBlocks => {
+                let mut rng = Rng::with_seed(seed ^ 0x5E77_1265);
+                self.routers = rng.usize(2..4);
+                self.block_size = BlockSize::new([2, 4, 16][rng.usize(0..3)]);
+                if setting == Setting::MixedBlocks {
+                    self.workers = self.workers.max(2);
+                    self.block_size = None;
+                }
+            }
+        }
+    }
+
+    pub(super) fn suits(&self, config: &Config) -> bool {
+        self.block_size.is_none_or(|size| size == config.block_size)
+            && self
+                .groups
+                .is_none_or(|groups| groups == config.groups.len())
     }
 
     fn calm_down(&mut self) {
@@ -260,6 +349,9 @@ impl World {
             Fault::CutAll => self.cut_all(),
             Fault::PauseShim(at) => self.pause(self.shims[at].host),
             Fault::PauseIndexer(at) => self.pause(self.indexers[at].host),
+            Fault::RouterCrash(at) => self.crash(self.routers[at].host),
+            Fault::CutRouter(at) => self.cut(self.routers[at].host),
+            Fault::PauseRouter(at) => self.pause(self.routers[at].host),
             other => self.plane_fault(other),
         }
     }
@@ -417,6 +509,7 @@ impl World {
         match self.hosts[host].kind {
             Kind::Shim(at) => self.start_shim(at),
             Kind::Indexer(at) => self.start_indexer(at),
+            Kind::Router(at) => self.start_router(at),
         }
     }
 
@@ -428,6 +521,7 @@ impl World {
 
     fn crash_for_good(&mut self, host: usize) {
         let node = &mut self.hosts[host];
+        let life = node.life;
         node.is_up = false;
         node.life += 1;
         node.is_paused = false;
@@ -438,6 +532,7 @@ impl World {
                 self.shims[at].is_joined = false;
             }
             Kind::Indexer(at) => self.indexers[at].run = None,
+            Kind::Router(at) => self.router_is_gone(at, life),
         }
     }
 
@@ -489,6 +584,7 @@ impl World {
     pub(super) fn calm_down(&mut self) {
         self.note(|| "CALM".to_owned());
         self.calm_since = Some(self.now);
+        self.was_late = self.rates.late > 0;
         self.rates.calm_down();
         for host in 0..self.hosts.len() {
             self.plan(Duration::ZERO, Event::Resume(host));
