@@ -34,7 +34,7 @@ pub enum Health {
 pub enum Turn {
     /// Usable now, and was not.
     Up,
-    /// Was usable, is not.
+    /// Was usable or not looked at yet, and is not usable.
     Down,
     None,
 }
@@ -59,6 +59,7 @@ impl Health {
 
     pub const fn see(&mut self, sight: Sight) -> Turn {
         let before = self.usable();
+        let is_first = matches!(*self, Self::Unchecked);
         *self = match (*self, sight) {
             (_, Sight::CheckPassed) => Self::Healthy { failures: 0 },
             (Self::Healthy { failures }, Sight::CheckFailed) if failures + 1 < FAILURES_MAX => {
@@ -71,6 +72,7 @@ impl Health {
         match (before, self.usable()) {
             (false, true) => Turn::Up,
             (true, false) => Turn::Down,
+            (false, false) if is_first => Turn::Down,
             (true, true) | (false, false) => Turn::None,
         }
     }
@@ -111,6 +113,15 @@ mod tests {
 
     #[test]
     fn a_worker_is_not_used_before_its_first_check() {
-        check(&[CheckFailed, CheckPassed], &[Turn::None, Turn::Up]);
+        check(&[CheckPassed], &[Turn::Up]);
+    }
+
+    /// Whoever uses unchecked workers for want of others has to be told.
+    #[test]
+    fn a_first_check_that_fails_is_news() {
+        check(
+            &[CheckFailed, CheckFailed, CheckPassed],
+            &[Turn::Down, Turn::None, Turn::Up],
+        );
     }
 }

@@ -19,6 +19,7 @@ use warmroute_proto::{
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::World;
+use super::engine::EngineNode;
 use super::host::Event;
 use super::indexer::{IndexRun, Phase};
 use super::model::Pair;
@@ -81,6 +82,10 @@ pub(super) struct Checks {
     pub(super) routers: RouterChecks,
     /// Sources that were set aside for want of memory.
     pub(super) set_aside: u64,
+    /// When what went wrong so far is over by itself: processes started, links mended.
+    pub(super) faults_end: At,
+    /// When an indexer last gave some source no credit.
+    dark_until: At,
     /// Log or registry were set back: numbers may be given twice.
     pub(super) history_lost: bool,
     pub(super) verdicts: Verdicts,
@@ -114,6 +119,8 @@ pub struct Report {
     pub views: u64,
     /// Sources that were set aside for want of memory.
     pub set_aside: u64,
+    /// From the end of the last fault until every source was credited by every indexer, for good.
+    pub dark_for: Duration,
     /// From the end of the faults until all was right.
     pub healed_after: Option<Duration>,
     /// How often each verdict on a record of the log came, in the order of [`Verdict::ALL`].
@@ -136,6 +143,7 @@ impl Checks {
             answers: self.routers.answers,
             views: self.routers.views,
             set_aside: self.set_aside,
+            dark_for: self.dark_until.saturating_sub(self.faults_end),
             healed_after: self.healed_after,
             verdicts: self.verdicts.0.to_vec(),
         }
@@ -282,6 +290,9 @@ impl World {
                 self.indexers[at].run = Some(run);
             }
         }
+        if self.rates.is_calm && self.is_dark() {
+            self.checks.dark_until = self.now;
+        }
         for at in 0..self.routers.len() {
             let is_awake = !self.hosts[self.routers[at].host].is_paused;
             if is_awake && let Some(mut run) = self.routers[at].run.take() {
@@ -294,6 +305,21 @@ impl World {
         if let Some(since) = self.calm_since {
             self.look_for_health(since);
         }
+    }
+
+    /// Some indexer gives some source no credit.
+    fn is_dark(&self) -> bool {
+        self.indexers.iter().any(|indexer| {
+            let now = self.local(indexer.host);
+            let is_lit = |engine: &EngineNode| {
+                let mut standings = indexer.run.iter().flat_map(|run| run.fold.standings(now));
+                standings.any(|(source, standing)| {
+                    let is_aside = standing.reason == Some(UnknownReason::Memory);
+                    *source == engine.source && (is_aside || standing.states.gpu.gives_credit())
+                })
+            };
+            !self.engines.iter().all(is_lit)
+        })
     }
 
     /// Every credited tier is the truth, and a prompt's run ends where it does.

@@ -67,7 +67,7 @@ impl EngineNode {
         if rng.u8(0..3) == 0 && !rates.is_calm {
             life.buffer = rng.usize(2..40);
         }
-        if let Some(batches) = rates.replay_buffer {
+        if let Some(batches) = rates.set.replay_buffer {
             life.buffer = batches;
         }
         Self {
@@ -297,6 +297,12 @@ impl World {
         let engine = &mut self.engines[at];
         engine.is_reset = true;
         engine.life.reset();
-        engine.life.submit(&mut self.rng);
+        // It tells of it with the next request, and not every one fits.
+        for _ in 0..100 {
+            if engine.life.has_requests() {
+                break;
+            }
+            engine.life.submit(&mut self.rng);
+        }
     }
 }

@@ -48,6 +48,12 @@ pub enum Fault {
     RouterCrash(usize),
     CutRouter(usize),
     PauseRouter(usize),
+    /// What a shim kept on its disk is gone.
+    LoseState(usize),
+    /// Everything that the log has is trimmed.
+    TrimAll,
+    /// Nobody answers for a moment, then reads come from a copy that lags.
+    LeaderChange,
 }
 
 impl Fault {
@@ -91,6 +97,9 @@ impl Fault {
                 Self::RouterCrash(router),
                 Self::CutRouter(router),
                 Self::PauseRouter(router),
+                Self::LoseState(2 * worker),
+                Self::TrimAll,
+                Self::LeaderChange,
             ]);
         }
         all[rng.usize(0..all.len())]
@@ -110,8 +119,6 @@ pub struct Rates {
     pub workers: usize,
     pub indexers: usize,
     pub routers: usize,
-    /// Of all engines; none: each has its own.
-    pub(super) block_size: Option<BlockSize>,
     pub storm: Duration,
     /// Between two faults, on average.
     pub(super) strike_every: Duration,
@@ -126,13 +133,7 @@ pub struct Rates {
     pub(super) log_messages_max: usize,
     pub(super) outbox_bytes_max: usize,
     pub(super) held_bytes_max: usize,
-    pub(super) indexer_bytes_max: Option<usize>,
-    /// What the plane takes at once, if that is little.
-    pub(super) record_bytes_max: Option<usize>,
-    /// Batches that every engine's replay reaches back, if that is set.
-    pub(super) replay_buffer: Option<usize>,
-    /// KV groups that every engine has, if that is set.
-    groups: Option<usize>,
+    pub(super) set: Set,
     /// Of clocks, at most, in parts per million.
     pub(super) drift: i64,
     pub(super) schedule: Schedule,
@@ -154,10 +155,27 @@ pub enum Setting {
     Routers,
     /// Routers, and engines with blocks of different sizes.
     MixedBlocks,
+    /// Routers, and every third broadcast is lost.
+    LossyBroadcasts,
 }
 
 /// Room for one source of a few, about.
 const LITTLE_MEMORY: usize = 40 << 10;
+
+/// What is the same everywhere, where it is set.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Set {
+    /// Of all engines' blocks.
+    pub(super) block_size: Option<BlockSize>,
+    /// KV groups of every engine.
+    groups: Option<usize>,
+    /// Batches that every engine's replay reaches back.
+    pub(super) replay_buffer: Option<usize>,
+    /// Of the first indexer.
+    pub(super) indexer_bytes_max: Option<usize>,
+    /// What the plane takes at once.
+    pub(super) record_bytes_max: Option<usize>,
+}
 
 /// What the seed tosses a coin for.
 #[derive(Clone, Copy, Debug)]
@@ -212,7 +230,6 @@ impl Rates {
             workers: rng.usize(1..4),
             indexers: rng.usize(1..3),
             routers: 0,
-            block_size: None,
             storm: Duration::from_secs(rng.u64(12..25)),
             strike_every: Duration::from_millis(rng.u64(300..4000)),
             delay_max: Duration::from_millis([1, 5, 40][rng.usize(0..3)]),
@@ -226,10 +243,7 @@ impl Rates {
             log_messages_max: small(rng, 60, 100_000),
             outbox_bytes_max: small(rng, 4 << 10, 64 << 20),
             held_bytes_max: small(rng, 4 << 10, 64 << 20),
-            indexer_bytes_max: None,
-            record_bytes_max: None,
-            replay_buffer: None,
-            groups: None,
+            set: Set::default(),
             drift: [0, 200, 10_000][rng.usize(0..3)],
             schedule: SCHEDULE,
             flags: Flags {
@@ -244,40 +258,47 @@ impl Rates {
         if rng.bool() {
             self.routers = rng.usize(2..4);
             let size = [2, 4, 16][rng.usize(0..3)];
-            self.block_size = BlockSize::new(size).filter(|_| rng.u8(0..8) > 0);
+            self.set.block_size = BlockSize::new(size).filter(|_| rng.u8(0..8) > 0);
         }
     }
 
     /// Makes the world one of this kind.
-    pub(super) fn set(&mut self, setting: Setting, seed: u64) {
+    pub(super) fn settle(&mut self, setting: Setting, seed: u64) {
         match setting {
             Setting::Hybrid => {
-                self.groups = Some(3);
+                self.set.groups = Some(3);
                 self.flags.has_one_group = false;
                 self.replay_hole = 150;
             }
             Setting::ShortReplay => {
-                self.replay_buffer = Some(3);
+                self.set.replay_buffer = Some(3);
                 self.zmq_lost = 80;
             }
-            Setting::LittleMemory => self.indexer_bytes_max = Some(LITTLE_MEMORY),
+            Setting::LittleMemory => self.set.indexer_bytes_max = Some(LITTLE_MEMORY),
             Setting::ShortLog => self.log_messages_max = 60,
-            Setting::SmallMessages => self.record_bytes_max = Some(1024),
-            Setting::Routers | Setting::MixedBlocks => {
+            Setting::SmallMessages => self.set.record_bytes_max = Some(1024),
+            Setting::Routers | Setting::MixedBlocks | Setting::LossyBroadcasts => {
                 let mut rng = Rng::with_seed(seed ^ 0x5E77_1265);
                 self.routers = rng.usize(2..4);
-                self.block_size = BlockSize::new([2, 4, 16][rng.usize(0..3)]);
+                self.set.block_size = BlockSize::new([2, 4, 16][rng.usize(0..3)]);
+                self.indexers = 2;
+                if setting == Setting::LossyBroadcasts {
+                    self.broadcast_lost = 300;
+                }
                 if setting == Setting::MixedBlocks {
                     self.workers = self.workers.max(2);
-                    self.block_size = None;
+                    self.set.block_size = None;
                 }
             }
         }
     }
 
     pub(super) fn suits(&self, config: &Config) -> bool {
-        self.block_size.is_none_or(|size| size == config.block_size)
+        self.set
+            .block_size
+            .is_none_or(|size| size == config.block_size)
             && self
+                .set
                 .groups
                 .is_none_or(|groups| groups == config.groups.len())
     }
@@ -317,10 +338,12 @@ impl World {
         }
         self.note(|| format!("FAULT {fault:?}"));
         self.checks.faults += 1;
+        self.fault_lasts(Duration::ZERO);
         match fault {
             Fault::EngineRestart(at) => {
                 self.kill_engine(at);
                 let after = self.millis(10..6_000);
+                self.fault_lasts(after);
                 self.plan(after, Event::EngineStart(at));
             }
             Fault::EngineRestartPlausible(at) => self.restart_plausibly(at),
@@ -343,6 +366,7 @@ impl World {
                 }
             }
             Fault::CorruptState(at) => self.corrupt_state(at),
+            Fault::LoseState(at) => self.shims[at].disk = None,
             Fault::IndexerCrash(at) => self.crash(self.indexers[at].host),
             Fault::CutShim(at) => self.cut(self.shims[at].host),
             Fault::CutIndexer(at) => self.cut(self.indexers[at].host),
@@ -354,6 +378,11 @@ impl World {
             Fault::PauseRouter(at) => self.pause(self.routers[at].host),
             other => self.plane_fault(other),
         }
+    }
+
+    fn fault_lasts(&mut self, time: Duration) {
+        let end = &mut self.checks.faults_end;
+        *end = (*end).max(self.now + time);
     }
 
     fn plane_fault(&mut self, fault: Fault) {
@@ -379,6 +408,12 @@ impl World {
             Fault::Trim => {
                 let keep = self.rng.usize(0..10);
                 self.plane.log.trim(keep);
+            }
+            Fault::TrimAll => self.plane.log.trim(0),
+            Fault::LeaderChange => {
+                self.cut_all_for(10..2_000, 300);
+                let until = self.now + self.millis(0..2_500);
+                self.plane.begin_lag(until);
             }
             Fault::LoseRegistry => {
                 self.checks.history_lost = true;
@@ -516,6 +551,7 @@ impl World {
     fn crash(&mut self, host: usize) {
         self.crash_for_good(host);
         let after = self.millis(1..9_000);
+        self.fault_lasts(after);
         self.plan(after, Event::Start(host));
     }
 
@@ -538,15 +574,21 @@ impl World {
 
     fn cut(&mut self, host: usize) {
         let after = self.millis(10..12_000);
+        self.fault_lasts(after);
         self.plan(Duration::ZERO, Event::Link(host, false));
         self.plan(after, Event::Link(host, true));
     }
 
     fn cut_all(&mut self) {
-        let away = self.millis(10..10_000);
+        self.cut_all_for(10..10_000, 4_000);
+    }
+
+    fn cut_all_for(&mut self, away: std::ops::Range<u64>, spread: u64) {
+        let away = self.millis(away);
         for host in 0..self.hosts.len() {
             self.plan(Duration::ZERO, Event::Link(host, false));
-            let after = away + self.millis(0..4_000);
+            let after = away + self.millis(0..spread);
+            self.fault_lasts(after);
             self.plan(after, Event::Link(host, true));
         }
     }
@@ -554,6 +596,7 @@ impl World {
     fn pause(&mut self, host: usize) {
         let after = self.millis(10..20_000);
         if self.hosts[host].is_up {
+            self.fault_lasts(after);
             if !std::mem::replace(&mut self.hosts[host].is_paused, true) {
                 self.hosts[host].paused_at = self.now;
             }

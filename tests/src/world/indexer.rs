@@ -130,7 +130,7 @@ impl World {
         indexer.runs += 1;
         let writer = format!("i{at}r{}", indexer.runs);
         let host = indexer.host;
-        let bytes_max = self.rates.indexer_bytes_max.filter(|_| at == 0);
+        let bytes_max = self.rates.set.indexer_bytes_max.filter(|_| at == 0);
         let run = IndexRun {
             fold: Fold::new(&self.namespace, bytes_max),
             started: false,

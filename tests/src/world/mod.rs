@@ -1,10 +1,11 @@
-//! A small deterministic world: engines, shims and indexers around one plane, under faults.
+//! A small deterministic world: engines, shims, indexers and routers around one plane, under faults.
 //!
 //! The cores are the products' own: `SourceCore` with its checkpoints, `Fold` with snapshots and the
 //! judge of logs, the router's `Core`, `Replica`, health and choice of indexers, the engine model with
 //! vLLM's wire format. Their thin shells are mirrored here as drivers (`shim`, `indexer`, `snapshots`,
-//! `router`, `requests`, `replica`, `lease`) that decide nothing. Around them: virtual time, clocks that drift, links that delay, lose, repeat and
-//! reorder, a log that is trimmed, cut, rolled back and made anew, a registry with leases.
+//! `router`, `requests`, `replica`, `lease`) that decide nothing. Around them: virtual
+//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut, rolled
+//! back and made anew, a registry with leases.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
 //! the storm all faults stop, and the world has a bounded time to be right again. `check` says what
@@ -169,7 +170,7 @@ impl World {
         // Of their own dice, so that a seed without routers is the same world as ever.
         rates.draw_routers(plan.seed);
         if let Some(setting) = plan.setting {
-            rates.set(setting, plan.seed);
+            rates.settle(setting, plan.seed);
         }
         let namespace = Namespace::from("t");
         let log = Log::new(

@@ -341,7 +341,8 @@ impl World {
         let Some(member) = run.fleet.get_mut(worker) else {
             return;
         };
-        if member.health.see(sight) != Turn::None {
+        let turn = member.health.see(sight);
+        if turn != Turn::None {
             tell_core(run);
         }
     }

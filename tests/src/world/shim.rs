@@ -264,7 +264,7 @@ impl World {
                     self.shim_call(host, Op::Get(key), ShimThen::ClaimGot(above));
                 }
                 Effect::Append { id, payload } => {
-                    if let Some(bytes_max) = self.rates.record_bytes_max
+                    if let Some(bytes_max) = self.rates.set.record_bytes_max
                         && payload.len() > bytes_max
                     {
                         let now = self.local(host);
@@ -376,6 +376,9 @@ impl World {
                     known.max(last)
                 };
                 let next = highest.unwrap_or_default().next();
+                if last.is_some_and(|last| next <= last) {
+                    self.fail(format!("{source} takes {next:?}, and the log has {last:?}"));
+                }
                 let value = codec::encode(&GenerationEntry { generation: next }).unwrap();
                 let op = Op::Put {
                     key: self.subjects.generation_key(&source),
