@@ -146,6 +146,21 @@ fn all_leases_lost_at_once_and_acted_upon_is_found() {
     broken_rule_is_found(Breakage::LeasesActedUpon);
 }
 
+#[test]
+fn health_checks_that_nobody_heeds_are_found() {
+    broken_rule_is_found(Breakage::HealthIgnored);
+}
+
+#[test]
+fn replica_that_is_believed_however_late_is_found() {
+    broken_rule_is_found(Breakage::OvertakenBelieved);
+}
+
+#[test]
+fn leaked_slot_is_found() {
+    broken_rule_is_found(Breakage::SlotLeaked);
+}
+
 /// Whoever did not compare the record at the position would be slower to notice, and not wrong: numbers
 /// have gaps, heartbeats name what is not there, and every record and heartbeat carries a digest of all
 /// that is held.
@@ -185,7 +200,7 @@ fn worlds() -> u64 {
 }
 
 /// What the worlds of a fault came to, all of them right in the end.
-fn heals(setting: Option<Setting>, faults: &[Fault]) -> Vec<Report> {
+fn heals(name: &str, setting: Option<Setting>, faults: &[Fault]) -> Vec<Report> {
     let plans: Vec<Plan> = (0..worlds())
         .map(|seed| scripted(seed, setting, faults))
         .collect();
@@ -204,7 +219,8 @@ fn heals(setting: Option<Setting>, faults: &[Fault]) -> Vec<Report> {
     healed.sort_unstable();
     let at = |part: usize| healed[(healed.len() * part / 100).min(healed.len() - 1)];
     let (p50, p99, max) = (at(50), at(99), at(100));
-    println!("{faults:?} in {setting:?}: {p50:.1?} p50, {p99:.1?} p99, {max:.1?} at most");
+    let seconds = [p50, p99, max].map(|time| format!("{:.1}", time.as_secs_f64()));
+    println!("{name}: {} s after the faults' end", seconds.join(" / "));
     reports
 }
 
@@ -212,7 +228,7 @@ macro_rules! rows {
     ($($(#[$doc:meta])* $name:ident: $($setting:ident)? [$($fault:expr),+ $(,)?];)+) => {
         $($(#[$doc])* #[test] fn $name() {
             let setting = [$(Setting::$setting)?].first().copied();
-            heals(setting, &[$($fault),+]);
+            heals(stringify!($name), setting, &[$($fault),+]);
         })+
     };
 }
@@ -251,6 +267,10 @@ rows! {
     row_16c_all_leases_lost_at_once: Routers [LoseLeases];
     /// Everything that knew of a generation but one indexer is lost, and the generation is given again.
     row_16c_generation_given_twice: [LoseState(0), ShimCrash(0), TrimAll, LoseRegistry];
+    /// Routers remember generations of which nobody else knows any more.
+    row_16c_all_lost_but_the_routers: Routers [
+        LoseState(0), ShimCrash(0), IndexerCrash(0), IndexerCrash(1), LoseSnapshots, Recreate, LoseRegistry,
+    ];
     row_17_duplicate_record: [DuplicateRecord, DuplicateRecord, DuplicateRecord];
     row_17_corrupt_record: [CorruptRecord, CorruptRecord, CorruptRecord];
     row_17_foreign_record: [ForeignRecord, ForeignRecord, ForeignRecord];
@@ -284,7 +304,9 @@ rows! {
 
 #[test]
 fn row_16d_memory_bound_reached() {
-    let reports = heals(Some(Setting::LittleMemory), &[EngineEvict(0), ShimCrash(0)]);
+    let name = "row_16d_memory_bound_reached";
+    let faults = [EngineEvict(0), ShimCrash(0)];
+    let reports = heals(name, Some(Setting::LittleMemory), &faults);
     let set_aside: u64 = reports.iter().map(|report| report.set_aside).sum();
     assert!(set_aside > 0, "the bound is reached");
     let most = reports.iter().map(|report| report.resyncs).max();

@@ -1,6 +1,7 @@
 //! Rules broken on purpose, at the edge of the real cores: what they are told is bent so that the rule
 //! does nothing. Without a breakage everything goes through unchanged.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
@@ -9,8 +10,10 @@ use warmroute_indexer::fold::{Cut, Fold, SourceStanding};
 use warmroute_indexer::same_log::{self, Fit};
 use warmroute_proto::bus::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::Query;
-use warmroute_proto::{Change, Digest, Heartbeat, PrefixHash, Record, Source, Tier, codec};
+use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::{
+    Change, Digest, Generation, Heartbeat, PrefixHash, Record, Source, Tier, codec,
+};
 
 use super::indexer::IndexRun;
 use super::{Breakage, World};
@@ -61,6 +64,20 @@ impl World {
             return codec::encode(&heartbeat).unwrap().into();
         }
         payload
+    }
+
+    /// An answer as a router's view gets to see it.
+    pub(super) fn answer_as_read<'a>(&self, answer: Option<&'a Answer>) -> Option<Cow<'a, Answer>> {
+        let mut answer = Cow::Borrowed(answer?);
+        if self.broken == Some(Breakage::OvertakenBelieved)
+            && let Answer::Runs { sources, .. } = answer.to_mut()
+        {
+            for source in sources {
+                source.generation = Generation(1);
+                source.number = None;
+            }
+        }
+        Some(answer)
     }
 
     /// What a look at the log says, or would without the record at the position.

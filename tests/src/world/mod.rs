@@ -76,12 +76,18 @@ pub enum Breakage {
     ImageNotACut,
     /// Routers forget a worker at once when its lease is gone.
     LeasesActedUpon,
+    /// Routers do not look at what health checks say.
+    HealthIgnored,
+    /// Routers believe any replica, however far behind.
+    OvertakenBelieved,
+    /// A client that goes leaves its slot behind.
+    SlotLeaked,
     /// Nobody looks whether the record at the position is still the one that was read.
     RefillUnseen,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -91,6 +97,9 @@ impl Breakage {
         Self::SnapshotWithoutPosition,
         Self::ImageNotACut,
         Self::LeasesActedUpon,
+        Self::HealthIgnored,
+        Self::OvertakenBelieved,
+        Self::SlotLeaked,
         Self::RefillUnseen,
     ];
 }

@@ -21,11 +21,11 @@ use warmroute_router::route::view::{FORGOTTEN, LAG_MAX};
 use warmroute_router::route::{Ask, Decision, Prompt, SlotEvent};
 use warmroute_router::sim::Request;
 
-use super::World;
 use super::host::{Event, Http, Input, Timer};
 use super::life::draw_request;
 use super::plane::At;
 use super::router::{PROBE_EVERY, RouterRun};
+use super::{Breakage, World};
 
 const DEADLINE: Duration = Duration::from_millis(10);
 const HEDGE: Duration = Duration::from_millis(3);
@@ -336,7 +336,8 @@ impl World {
             prompt: &open.prompt,
             exclude: &open.tried,
         };
-        let admitted = match run.core.admit(&ask, open.answer.as_deref(), now) {
+        let answer = self.answer_as_read(open.answer.as_deref());
+        let admitted = match run.core.admit(&ask, answer.as_deref(), now) {
             Ok(admitted) => admitted,
             Err(refusal) => {
                 let was_tried = !open.tried.is_empty();
@@ -435,6 +436,10 @@ impl World {
             let after = self.delay();
             let no = Some(no);
             self.plan(after, Event::HangUp { engine, from, no });
+        }
+        if self.broken == Some(Breakage::SlotLeaked) {
+            run.requests.remove(&no);
+            return;
         }
         self.end(at, run, no, SlotEnd::Aborted);
     }

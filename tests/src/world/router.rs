@@ -342,7 +342,8 @@ impl World {
             return;
         };
         let turn = member.health.see(sight);
-        if turn != Turn::None {
+        let is_heeded = turn != Turn::Down || self.broken != Some(Breakage::HealthIgnored);
+        if turn != Turn::None && is_heeded {
             tell_core(run);
         }
     }
