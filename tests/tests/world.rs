@@ -180,8 +180,9 @@ fn refill_that_the_record_comparison_misses_is_healed_all_the_same() {
 /// A fault at a moment of a world that is calm otherwise, or of one that is not.
 fn scripted(seed: u64, setting: Option<Setting>, faults: &[Fault]) -> Plan {
     let start = 3_000 + 377 * (seed % (2 * WORLDS));
+    let between = 1_500.min(6_000 / faults.len() as u64);
     let script = faults.iter().zip(0..).map(|(&fault, index)| Scripted {
-        after: Duration::from_millis(start + 1_500 * index),
+        after: Duration::from_millis(start + between * index),
         fault,
     });
     Plan {

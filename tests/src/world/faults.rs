@@ -464,6 +464,9 @@ impl World {
             return;
         };
         let mut payload = message.payload.to_vec();
+        if payload.is_empty() {
+            return;
+        }
         let mut subject = message.subject;
         match fault {
             Fault::CorruptRecord => {
@@ -494,7 +497,10 @@ impl World {
             && let Some(message) = self.plane.log.at_mut(status.last)
         {
             let mut bytes = message.payload.to_vec();
-            let at = self.rng.usize(0..bytes.len());
+            let at = self.rng.usize(0..bytes.len().max(1));
+            if bytes.is_empty() {
+                return;
+            }
             bytes[at] ^= 1 << self.rng.u8(0..8);
             if is_noticed(&message.payload, &bytes) {
                 message.payload = Bytes::from(bytes);
