@@ -8,6 +8,7 @@ use bytes::Bytes;
 use warmroute_indexer::fold::{Fold, SourceStanding, Verdict};
 use warmroute_indexer::query;
 use warmroute_indexer::snapshot::Restored;
+use warmroute_proto::bus::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncRequest;
@@ -207,8 +208,9 @@ impl World {
         let mut missing = None;
         for position in first.0..=head.at.position.0 {
             let message = self.plane.log.at(LogPosition(position));
-            let record = message.and_then(|message| codec::decode::<Record>(&message.payload).ok());
-            let Some(record) = record else { continue };
+            let Some(record) = message.and_then(|message| self.record_of(message)) else {
+                continue;
+            };
             let Some((generation, last, was_seen)) = held.get_mut(&record.source) else {
                 continue;
             };
@@ -227,6 +229,13 @@ impl World {
                 "a snapshot at {position} lacks {missing} of before it"
             ));
         }
+    }
+
+    /// The record of a message, if it is on its source's subject.
+    fn record_of(&self, message: &LogMessage) -> Option<Record> {
+        let record: Record = codec::decode(&message.payload).ok()?;
+        let source = self.subjects.record_source(&message.subject)?;
+        (record.source == source).then_some(record)
     }
 
     pub(super) fn report_append(&mut self, payload: &Bytes) {

@@ -303,6 +303,11 @@ impl Rates {
                 .is_none_or(|groups| groups == config.groups.len())
     }
 
+    /// Something goes wrong all the time.
+    const fn is_lossy(&self) -> bool {
+        self.zmq_lost > 0 || self.replay_hole > 0
+    }
+
     fn calm_down(&mut self) {
         self.delay_max = self.delay_max.min(Duration::from_millis(5));
         for rate in [
@@ -634,6 +639,9 @@ impl World {
         self.note(|| "CALM".to_owned());
         self.calm_since = Some(self.now);
         self.was_late = self.rates.late > 0;
+        if self.rates.is_lossy() {
+            self.fault_lasts(Duration::ZERO);
+        }
         self.rates.calm_down();
         for host in 0..self.hosts.len() {
             self.plan(Duration::ZERO, Event::Resume(host));

@@ -99,7 +99,7 @@ pub(super) struct Tailing {
 
 pub(super) struct Indexer {
     pub(super) host: usize,
-    pub(super) run: Option<IndexRun>,
+    pub(super) run: Option<Box<IndexRun>>,
     pub(super) runs: u64,
 }
 
@@ -156,7 +156,7 @@ impl World {
             writer,
             former_head: None,
         };
-        self.indexers[at].run = Some(run);
+        self.indexers[at].run = Some(Box::new(run));
         self.timer(host, Duration::ZERO, Timer::Open(0));
         self.timer(host, TICK, Timer::Tick);
         self.timer(host, Duration::from_secs(1), Timer::Snapshot);

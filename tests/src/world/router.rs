@@ -29,7 +29,7 @@ pub(super) const PROBE_EVERY: Duration = Duration::from_millis(500);
 
 pub(super) struct Router {
     pub(super) host: usize,
-    pub(super) run: Option<RouterRun>,
+    pub(super) run: Option<Box<RouterRun>>,
 }
 
 pub(super) struct RouterRun {
@@ -99,7 +99,7 @@ impl World {
             probed: None,
             doubted: None,
         };
-        self.routers[at].run = Some(run);
+        self.routers[at].run = Some(Box::new(run));
         self.timer(host, Duration::ZERO, Timer::Open(0));
         self.timer(host, HEALTH_EVERY, Timer::Health);
         self.timer(host, PROBE_EVERY, Timer::Probe);

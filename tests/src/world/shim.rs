@@ -69,7 +69,7 @@ pub(super) struct Shim {
     pub(super) worker: usize,
     pub(super) keeps_state: bool,
     pub(super) disk: Option<Bytes>,
-    pub(super) run: Option<Run>,
+    pub(super) run: Option<Box<Run>>,
     pub(super) is_joined: bool,
 }
 
@@ -138,7 +138,7 @@ impl World {
         if !self.hosts[host].seems_up {
             run.core.plane_lost();
         }
-        self.shims[at].run = Some(run);
+        self.shims[at].run = Some(Box::new(run));
         self.shims[at].is_joined = false;
         self.timer(host, Duration::ZERO, Timer::Keep);
         self.timer(host, TICK, Timer::Tick);
