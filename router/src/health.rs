@@ -8,7 +8,7 @@ const FAILURES_MAX: u32 = 2;
 
 /// What somebody saw of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sight {
+pub enum Sight {
     /// `GET /health` was answered with success.
     CheckPassed,
     /// It was not, or not in time.
@@ -19,7 +19,7 @@ pub(crate) enum Sight {
 
 /// A worker's standing with the router.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Health {
+pub enum Health {
     /// Not looked at yet: not used before the first check.
     #[default]
     Unchecked,
@@ -31,17 +31,17 @@ pub(crate) enum Health {
 
 /// What a sight changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub enum Turn {
     /// Usable now, and was not.
     Up,
-    /// Was usable, is not.
+    /// Was usable or not looked at yet, and is not usable.
     Down,
     None,
 }
 
 impl Health {
     #[must_use]
-    pub(crate) const fn usable(self) -> bool {
+    pub const fn usable(self) -> bool {
         match self {
             Self::Healthy { .. } => true,
             Self::Unchecked | Self::Unhealthy => false,
@@ -49,7 +49,7 @@ impl Health {
     }
 
     #[must_use]
-    pub(crate) const fn word(self) -> &'static str {
+    pub const fn word(self) -> &'static str {
         match self {
             Self::Unchecked => "unchecked",
             Self::Healthy { .. } => "healthy",
@@ -57,8 +57,9 @@ impl Health {
         }
     }
 
-    pub(crate) const fn see(&mut self, sight: Sight) -> Turn {
+    pub const fn see(&mut self, sight: Sight) -> Turn {
         let before = self.usable();
+        let is_first = matches!(*self, Self::Unchecked);
         *self = match (*self, sight) {
             (_, Sight::CheckPassed) => Self::Healthy { failures: 0 },
             (Self::Healthy { failures }, Sight::CheckFailed) if failures + 1 < FAILURES_MAX => {
@@ -71,6 +72,7 @@ impl Health {
         match (before, self.usable()) {
             (false, true) => Turn::Up,
             (true, false) => Turn::Down,
+            (false, false) if is_first => Turn::Down,
             (true, true) | (false, false) => Turn::None,
         }
     }
@@ -111,6 +113,15 @@ mod tests {
 
     #[test]
     fn a_worker_is_not_used_before_its_first_check() {
-        check(&[CheckFailed, CheckPassed], &[Turn::None, Turn::Up]);
+        check(&[CheckPassed], &[Turn::Up]);
+    }
+
+    /// Whoever uses unchecked workers for want of others has to be told.
+    #[test]
+    fn a_first_check_that_fails_is_news() {
+        check(
+            &[CheckFailed, CheckFailed, CheckPassed],
+            &[Turn::Down, Turn::None, Turn::Up],
+        );
     }
 }

@@ -19,7 +19,7 @@ const SUSPECT_MAX: Duration = Duration::from_secs(8);
 const REPLICAS_MAX: usize = 256;
 
 #[derive(Debug, Default)]
-pub(crate) struct Replicas {
+pub struct Replicas {
     known: BTreeMap<Arc<str>, Replica>,
 }
 
@@ -32,7 +32,7 @@ struct Replica {
 
 impl Replicas {
     /// The registry has this replica, new or changed.
-    pub(crate) fn put(&mut self, id: &str, ready: bool) {
+    pub fn put(&mut self, id: &str, ready: bool) {
         if let Some(known) = self.known.get_mut(id) {
             known.ready = ready;
         } else if self.known.len() < REPLICAS_MAX {
@@ -44,16 +44,16 @@ impl Replicas {
         }
     }
 
-    pub(crate) fn gone(&mut self, id: &str) {
+    pub fn gone(&mut self, id: &str) {
         self.known.remove(id);
     }
 
     /// Forgets all but these: the registry was read anew.
-    pub(crate) fn retain(&mut self, is_there: impl Fn(&str) -> bool) {
+    pub fn retain(&mut self, is_there: impl Fn(&str) -> bool) {
         self.known.retain(|id, _| is_there(id));
     }
 
-    pub(crate) fn answered(&mut self, id: &str) {
+    pub fn answered(&mut self, id: &str) {
         if let Some(replica) = self.known.get_mut(id) {
             replica.late = 0;
             replica.suspect_until = None;
@@ -61,7 +61,7 @@ impl Replicas {
     }
 
     /// It did not answer in time, or is not there.
-    pub(crate) fn late(&mut self, id: &str, now: Instant) {
+    pub fn late(&mut self, id: &str, now: Instant) {
         if let Some(replica) = self.known.get_mut(id) {
             let doubled = SUSPECT * 2_u32.pow(replica.late.min(10));
             replica.late = replica.late.saturating_add(1);
@@ -70,7 +70,7 @@ impl Replicas {
     }
 
     /// The two to ask, in this order: ready before others, trusted before suspects, ties at random.
-    pub(crate) fn two(&self, now: Instant, rng: &mut Rng) -> [Option<Arc<str>>; 2] {
+    pub fn two(&self, now: Instant, rng: &mut Rng) -> [Option<Arc<str>>; 2] {
         let mut best: [Option<(Rank, &Arc<str>)>; 2] = [None, None];
         for (id, replica) in &self.known {
             let suspect = replica.suspect_until.is_some_and(|until| now < until);

@@ -97,6 +97,8 @@ pub(super) struct SourceFold {
     proven: Option<Instant>,
     /// When the present generation last said anything.
     heard: Option<Instant>,
+    /// Since when its shim speaks of less than is in, and nothing proves what is in.
+    outrun_since: Option<Instant>,
     doubts: Doubts,
     unseen: Option<Unseen>,
     pub(super) resync: Resync,
@@ -147,6 +149,7 @@ impl SourceFold {
             health: EngineHealth::Unknown,
             proven: None,
             heard: None,
+            outrun_since: None,
             doubts: Doubts {
                 gap_below: None,
                 overdue: false,
@@ -288,7 +291,10 @@ impl SourceFold {
                 self.await_generation(now, generation, number);
                 HeartbeatVerdict::Behind
             }
-            Standing::Ahead => HeartbeatVerdict::Late,
+            Standing::Ahead => {
+                self.outrun(now);
+                HeartbeatVerdict::Late
+            }
             Standing::Old => {
                 self.fenced(now);
                 HeartbeatVerdict::Old
@@ -454,6 +460,7 @@ impl SourceFold {
         self.said = Said::NOTHING;
         self.logged = Said::NOTHING;
         self.proven = None;
+        self.outrun_since = None;
         self.doubts = Doubts::default();
         self.resync.settle();
         self.reload = Reload::Untried;
@@ -527,6 +534,7 @@ impl SourceFold {
 
     /// Number and digest are right: whatever could not be read was nothing.
     fn prove(&mut self) {
+        self.outrun_since = None;
         self.doubts.unread = false;
         if !self.doubts.any() && self.unseen.is_none() {
             self.resync.settle();
@@ -567,6 +575,19 @@ impl SourceFold {
             generation: known.map_or(generation, |unseen| unseen.generation.max(generation)),
             deadline: deadline.or_else(|| number.map(|_| now + PATIENCE)),
         });
+    }
+
+    /// The generation's shim lives and is behind what is in. On the way for a moment, a heartbeat may well
+    /// be; if none is any better for so long after the last proof, then the number was given a second
+    /// time, because everything that knew of the first time was lost, and this fence is ahead of it.
+    fn outrun(&mut self, now: Instant) {
+        if self.proven.is_some_and(|proven| !lapsed(proven, now)) {
+            return;
+        }
+        let since = *self.outrun_since.get_or_insert(now);
+        if now.saturating_duration_since(since) >= PATIENCE {
+            self.resync.wish(ResyncReason::Fenced);
+        }
     }
 
     /// A fenced-off generation speaks. If the present one has been silent, the fence is ahead of

@@ -621,3 +621,56 @@ proptest! {
         prop_assert!(world.state(W) <= SourceState::Stale);
     }
 }
+
+/// Everything that knew of the generation is lost but this fold, and it is given again.
+#[test]
+fn a_shim_that_stays_behind_what_is_in_is_asked_to_come_above_the_fence() {
+    let mut world = world();
+    world.publish(W, vec![stored("a b c", "d", Tier::Gpu)]);
+    let shim = world.shim(W);
+    shim.number = Some(RecordNumber(0));
+    shim.pairs.clear();
+    for _ in 0..4 {
+        assert_eq!(world.heartbeat(W), HeartbeatVerdict::Late);
+        world.wait(SECOND);
+    }
+    assert_eq!(world.state(W), SourceState::Exact, "the last proof holds");
+    for _ in 0..6 {
+        world.wait(SECOND);
+        assert_eq!(world.heartbeat(W), HeartbeatVerdict::Late);
+        assert_eq!(resyncs(&mut world), []);
+    }
+    assert_eq!(world.state(W), SourceState::Unknown);
+    world.wait(2 * SECOND);
+    world.heartbeat(W);
+    assert_eq!(resyncs(&mut world), [(ResyncReason::Fenced, Generation(1))]);
+}
+
+/// As in any second of a busy shim: what it knows to be acknowledged is behind what is in.
+#[test]
+fn a_heartbeat_on_its_way_asks_for_nothing() {
+    let mut world = world();
+    for step in 0..30 {
+        let late = codec::encode(&world.shim(W).heartbeat()).unwrap();
+        let name = format!("x{step}");
+        world.publish(W, vec![stored("a b c", &name, Tier::Gpu)]);
+        let now = world.now;
+        assert_eq!(world.fold.heartbeat(now, &late), HeartbeatVerdict::Late);
+        world.wait(SECOND);
+    }
+    world.wait(10 * SECOND);
+    for _ in 0..3 {
+        let late = world
+            .shim(W)
+            .number
+            .map(|number| RecordNumber(number.0 - 1));
+        let mut heartbeat = world.shim(W).heartbeat();
+        heartbeat.number = late;
+        let now = world.now;
+        let payload = codec::encode(&heartbeat).unwrap();
+        assert_eq!(world.fold.heartbeat(now, &payload), HeartbeatVerdict::Late);
+        assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
+        world.wait(7 * SECOND);
+        assert_eq!(resyncs(&mut world), []);
+    }
+}

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream::{FuturesOrdered, StreamExt as _};
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
@@ -19,6 +19,10 @@ use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source};
 use crate::source::{AppendId, Seen, Tail};
 
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
+
+/// An acknowledgement that has not come by now will not come. Readers wait three times as long for what
+/// is missing.
+const ACK_DEADLINE: Duration = Duration::from_secs(2);
 
 /// An answer of the plane.
 pub(super) enum Done {
@@ -62,10 +66,10 @@ pub(super) struct Outside {
 }
 
 impl Outside {
-    /// Appends in order; their acknowledgements are awaited behind each other.
+    /// Appends in order. None of the acknowledgements waits for another one.
     pub(super) async fn append_all(self, mut queue: mpsc::Receiver<(AppendId, Bytes)>) {
         let subject = self.subjects.records(&self.source);
-        let mut under_way = FuturesOrdered::new();
+        let mut under_way = FuturesUnordered::new();
         loop {
             let ended = tokio::select! {
                 next = queue.recv() => {
@@ -76,8 +80,8 @@ impl Outside {
                     let append = self.plane.append(subject.clone(), payload);
                     match timeout(PLANE_DEADLINE, append).await {
                         Ok(Ok(acknowledged)) => {
-                            under_way.push_back(async move {
-                                match timeout(PLANE_DEADLINE, acknowledged).await {
+                            under_way.push(async move {
+                                match timeout(ACK_DEADLINE, acknowledged).await {
                                     Ok(Ok(position)) => Done::Appended(id, position),
                                     Ok(Err(error)) => not_appended(id, &error),
                                     Err(_) => Done::NotAppended(id),

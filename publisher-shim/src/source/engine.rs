@@ -14,7 +14,7 @@ use bytes::Bytes;
 use warmroute_proto::EngineSeq;
 
 use super::ring::{Known, Ring};
-use super::{Config, Effect, Reason, ReplayId, SourceCore};
+use super::{Config, Effect, Reason, ReplayId, STANDSTILL, SourceCore};
 use crate::mirror::Start;
 use crate::wire::{self, Batch};
 
@@ -203,8 +203,19 @@ impl SourceCore {
         self.settle(now);
     }
 
+    /// After a standstill nothing that comes is fresh before a replay, asked for now, has shown that it is.
+    pub(super) fn wake(&mut self, now: Instant) {
+        let before = self.awake.replace(now);
+        let has_slept =
+            before.is_some_and(|before| now.saturating_duration_since(before) >= STANDSTILL);
+        if has_slept && self.engine.link == Link::Following && self.engine.can_check() {
+            self.check(now);
+        }
+    }
+
     /// A live message.
     pub fn live(&mut self, now: Instant, topic: &[u8], seq: Option<EngineSeq>, payload: Bytes) {
+        self.wake(now);
         if let Some(wanted) = &self.config.topic
             && wanted.as_bytes() != topic
         {

@@ -38,6 +38,9 @@ pub use tail::{Seen, Tail};
 
 /// A shim's own proof counts this long: with a poll each second two may fail.
 const PROOF_MAX: Duration = Duration::from_secs(3);
+/// Ticks come ten times a second. After so long without any input this process stood still, and what
+/// waited for it meanwhile may be of an engine that is no more.
+const STANDSTILL: Duration = Duration::from_secs(1);
 const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 /// A generation so young answers everybody who asked for one above an older fence.
 const RESYNC_COALESCE: Duration = Duration::from_secs(3);
@@ -290,6 +293,8 @@ pub struct SourceCore {
     has_lapsed: bool,
     health: EngineHealth,
     next_heartbeat: Option<Instant>,
+    /// The last live message or tick.
+    awake: Option<Instant>,
     /// When the present generation began.
     opened: Option<Instant>,
     /// What the last heartbeat claimed, to say at once when it is no longer so.
@@ -310,6 +315,7 @@ impl SourceCore {
             has_lapsed: false,
             health: EngineHealth::Unknown,
             next_heartbeat: None,
+            awake: None,
             opened: None,
             told_states: None,
             counters: Counters::default(),
@@ -470,7 +476,7 @@ impl SourceCore {
 
     pub fn acknowledged(&mut self, now: Instant, id: AppendId) {
         let present = self.present(now);
-        self.publisher.acknowledge(id, present);
+        self.publisher.acknowledge(now, id, present);
         self.settle(now);
     }
 
@@ -523,6 +529,7 @@ impl SourceCore {
 
     /// Call at least ten times a second.
     pub fn tick(&mut self, now: Instant) {
+        self.wake(now);
         self.engine_tick(now);
         self.open_gates(now);
         self.settle(now);

@@ -6,7 +6,7 @@
 //! them are dropped and one new generation replaces them.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warmroute_proto::codec::{self, RECORD_BYTES_MAX};
@@ -21,6 +21,9 @@ use super::{AppendId, Effect};
 
 /// Records under way at once: below what a sequencing reader remembers.
 const WINDOW_MAX: usize = 64;
+/// A log answers in the order in which it was told. If a later record's answer is here for so long, an
+/// earlier one's is lost, with its record or without.
+const OVERTAKEN_MAX: Duration = Duration::from_millis(500);
 /// No log takes less at once; a record with one change fits.
 const RECORD_BYTES_MIN: usize = 1024;
 
@@ -81,6 +84,8 @@ pub(super) struct Publisher {
     attempt: u32,
     retry: Option<Instant>,
     backoff: Backoff,
+    /// Since when a later record than the window's first is acknowledged, and that one is not.
+    overtaken: Option<Instant>,
     /// Bytes in the window that are no image, and those that wait to be cut.
     waiting_bytes: usize,
     pending: Vec<Change>,
@@ -108,6 +113,7 @@ impl Publisher {
             attempt: 0,
             retry: None,
             backoff: Backoff::new(seed),
+            overtaken: None,
             waiting_bytes: 0,
             pending: Vec::new(),
             pending_bytes: 0,
@@ -284,6 +290,11 @@ impl Publisher {
         if has_news && (self.window.is_empty() || is_full) {
             self.cut_pending(present);
         }
+        let is_overtaken = |since: Instant| now.saturating_duration_since(since) >= OVERTAKEN_MAX;
+        if self.overtaken.is_some_and(is_overtaken) {
+            self.go_back();
+            self.retry = Some(now + self.backoff.next());
+        }
         if self.retry.is_some_and(|due| due > now) {
             return;
         }
@@ -302,8 +313,8 @@ impl Publisher {
         }
     }
 
-    /// The log took a record.
-    pub(super) fn acknowledge(&mut self, id: AppendId, present: Present) {
+    /// The log took a record. Answers may come in any order.
+    pub(super) fn acknowledge(&mut self, now: Instant, id: AppendId, present: Present) {
         if !self.is_current(id) {
             return;
         }
@@ -317,10 +328,14 @@ impl Publisher {
             };
             self.sent -= 1;
             self.backoff.reset();
+            self.overtaken = None;
             self.acknowledged = Some(outgoing.point);
             if !outgoing.is_image {
                 self.waiting_bytes -= outgoing.payload.len();
             }
+        }
+        if self.window.iter().any(|out| out.is_acknowledged) {
+            self.overtaken.get_or_insert(now);
         }
         if !self.pending.is_empty() {
             self.cut_pending(present);
@@ -339,6 +354,7 @@ impl Publisher {
     fn go_back(&mut self) {
         self.attempt = self.attempt.wrapping_add(1);
         self.sent = 0;
+        self.overtaken = None;
         for outgoing in &mut self.window {
             outgoing.is_acknowledged = false;
         }
@@ -406,6 +422,7 @@ impl Publisher {
         self.pending.clear();
         self.sent = 0;
         self.retry = None;
+        self.overtaken = None;
         self.waiting_bytes = 0;
         self.pending_bytes = 0;
         self.attempt = self.attempt.wrapping_add(1);

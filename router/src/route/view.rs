@@ -6,6 +6,10 @@
 //! that was demoted here is `stale` until its next generation, whoever answers. What is lowered is
 //! never raised.
 //!
+//! What no answer has shown for [`FORGOTTEN`] is forgotten: whatever counts generations and numbers may
+//! have been lost with the registry and the log, and begun anew. A router that just started knows no
+//! more, and what an answer itself claims was proven within the last 5 s.
+//!
 //! It holds no blocks and asks nothing: an answer comes in, [`Knowledge`] comes out.
 
 use std::collections::VecDeque;
@@ -18,6 +22,9 @@ use super::roster::{PerSource, Roster, SourceId};
 
 /// How far behind the freshest replica one may lag and still be believed.
 pub const LAG_MAX: Duration = Duration::from_millis(500);
+
+/// The highest number of a source that was not shown for so long is not waited for any more.
+pub const FORGOTTEN: Duration = Duration::from_secs(30);
 
 /// Numbers first seen within this time are kept as one, with the oldest's time: bounds the memory to
 /// 51 entries a source, and at worst ends a belief this much early.
@@ -43,6 +50,8 @@ struct Belief {
     /// Records applied, and when an answer first showed that many; ascending in both. The first is
     /// older than [`LAG_MAX`] or the only one.
     seen: VecDeque<(u64, Instant)>,
+    /// When an answer last showed the highest of them.
+    shown: Option<Instant>,
     demoted: Option<Generation>,
 }
 
@@ -168,6 +177,19 @@ impl Belief {
     fn take_in(&mut self, answer: &SourceAnswer, now: Instant) -> Freshness {
         // Before the first record of a generation nothing is applied: 0; after number n: n + 1.
         let applied = answer.number.map_or(0, |number| number.0.saturating_add(1));
+        let highest = self.seen.back().map(|(number, _)| *number);
+        if (Some(answer.generation), Some(applied)) >= (self.generation, highest) {
+            self.shown = Some(now);
+        } else if self.is_forgotten(now) {
+            let demoted = self.demoted.filter(|at| *at <= answer.generation);
+            *self = Self {
+                generation: Some(answer.generation),
+                seen: VecDeque::from([(applied, now)]),
+                shown: Some(now),
+                demoted,
+            };
+            return Freshness::Restarted;
+        }
         match self.generation {
             Some(known) if answer.generation < known => return Freshness::Lagging,
             Some(known) if answer.generation == known => {}
@@ -190,6 +212,11 @@ impl Belief {
             }
             Some(_) | None => Freshness::Fresh,
         }
+    }
+
+    fn is_forgotten(&self, now: Instant) -> bool {
+        let shown = self.shown.map(|at| now.saturating_duration_since(at));
+        shown.is_none_or(|ago| ago >= FORGOTTEN)
     }
 
     fn first_seen(&mut self, applied: u64, now: Instant) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::time::Instant;
-use warmroute_tests::world::{Outcome, Plan, run};
+use warmroute_tests::world::{Outcome, Plan, Report, run};
 
 /// Runs seeds of the simulated world, prints those that fail, and says how it went.
 #[derive(Parser)]
@@ -59,7 +59,7 @@ fn main() -> anyhow::Result<ExitCode> {
             scope.spawn(move || {
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= end || sender.send((seed, run(&Plan::of(seed)))).is_err() {
+                    if seed >= end || sender.send((seed, outcome(seed))).is_err() {
                         return;
                     }
                 }
@@ -96,6 +96,16 @@ fn main() -> anyhow::Result<ExitCode> {
         "healed after {p50:.1?} p50, {p99:.1?} p99, {max:.1?} at most"
     )?;
     Ok(code(failed == 0))
+}
+
+/// A panic of a core, a count below zero for one, is a fault of its seed.
+fn outcome(seed: u64) -> Outcome {
+    let run = std::panic::catch_unwind(|| run(&Plan::of(seed)));
+    run.unwrap_or_else(|_| Outcome {
+        report: Report::default(),
+        broken: Some("panicked".to_owned()),
+        trace: Vec::new(),
+    })
 }
 
 fn code(is_good: bool) -> ExitCode {

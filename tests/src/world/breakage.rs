@@ -1,16 +1,21 @@
 //! Rules broken on purpose, at the edge of the real cores: what they are told is bent so that the rule
 //! does nothing. Without a breakage everything goes through unchanged.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
 use bytes::Bytes;
-use warmroute_indexer::fold::{Fold, SourceStanding};
+use warmroute_indexer::fold::{Cut, Fold, SourceStanding};
+use warmroute_indexer::same_log::{self, Fit};
 use warmroute_proto::bus::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::Query;
-use warmroute_proto::{Change, Digest, Heartbeat, PrefixHash, Record, Source, Tier, codec};
+use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::{
+    Change, Digest, Generation, Heartbeat, PrefixHash, Record, Source, Tier, codec,
+};
 
+use super::indexer::IndexRun;
 use super::{Breakage, World};
 
 type Pairs = BTreeSet<(PrefixHash, Tier)>;
@@ -59,6 +64,47 @@ impl World {
             return codec::encode(&heartbeat).unwrap().into();
         }
         payload
+    }
+
+    /// An answer as a router's view gets to see it.
+    pub(super) fn answer_as_read<'a>(&self, answer: Option<&'a Answer>) -> Option<Cow<'a, Answer>> {
+        let mut answer = Cow::Borrowed(answer?);
+        if self.broken == Some(Breakage::OvertakenBelieved)
+            && let Answer::Runs { sources, .. } = answer.to_mut()
+        {
+            for source in sources {
+                source.generation = Generation(1);
+                source.number = None;
+            }
+        }
+        Some(answer)
+    }
+
+    /// What a look at the log says, or would without the record at the position.
+    pub(super) fn fit_as_seen(&self, fit: Fit) -> Fit {
+        match fit {
+            Fit::OtherRecord if self.broken == Some(Breakage::RefillUnseen) => Fit::Same,
+            other => other,
+        }
+    }
+
+    pub(super) fn bend_cut(&self, run: &mut IndexRun, cut: &mut Cut) {
+        match self.broken {
+            Some(Breakage::SnapshotWithoutPosition) => {
+                let last = self.plane.log.status().last;
+                if let Some(last) = self.plane.log.at(last) {
+                    cut.head.at = same_log::mark(last);
+                }
+            }
+            Some(Breakage::ImageNotACut) => {
+                if let Some(head) = run.former_head.take()
+                    && head.sources.len() == cut.head.sources.len()
+                {
+                    cut.head.sources = head.sources;
+                }
+            }
+            _ => {}
+        }
     }
 
     /// A run of held blocks as it would be credited.

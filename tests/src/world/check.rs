@@ -7,17 +7,25 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_indexer::fold::{Fold, SourceStanding, Verdict};
 use warmroute_indexer::query;
+use warmroute_indexer::snapshot::Restored;
+use warmroute_proto::bus::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncRequest;
-use warmroute_proto::{Digest, EngineSeq, Generation, Record, RecordNumber, Source, Tier, codec};
+use warmroute_proto::snapshot::SnapshotHead;
+use warmroute_proto::{
+    Digest, EngineSeq, Generation, Heartbeat, LogPosition, Record, RecordNumber, Source, Tier,
+    codec,
+};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::World;
+use super::engine::EngineNode;
 use super::host::Event;
 use super::indexer::{IndexRun, Phase};
 use super::model::Pair;
 use super::plane::At;
+use super::replica::Written;
 use super::shim::Standing;
 
 /// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the
@@ -47,6 +55,20 @@ impl Verdicts {
     }
 }
 
+/// What was seen of the routers.
+#[derive(Default)]
+pub(super) struct RouterChecks {
+    pub(super) decisions: u64,
+    /// Requests that nobody could take.
+    pub(super) refused: u64,
+    /// Credited sources in answers to routers, compared with the engines.
+    pub(super) answers: u64,
+    /// Views of other routers' load, compared with what these wrote.
+    pub(super) views: u64,
+    pub(super) written: Written,
+    pub(super) index_well_since: Option<At>,
+}
+
 #[derive(Default)]
 pub(super) struct Checks {
     pub(super) broken: Option<String>,
@@ -58,6 +80,13 @@ pub(super) struct Checks {
     pub(super) skipped: u64,
     pub(super) resyncs: u64,
     pub(super) resets: u64,
+    pub(super) routers: RouterChecks,
+    /// Sources that were set aside for want of memory.
+    pub(super) set_aside: u64,
+    /// When what went wrong so far is over by itself: processes started, links mended.
+    pub(super) faults_end: At,
+    /// When an indexer last gave some source no credit.
+    dark_until: At,
     /// Log or registry were set back: numbers may be given twice.
     pub(super) history_lost: bool,
     pub(super) verdicts: Verdicts,
@@ -83,6 +112,16 @@ pub struct Report {
     pub resyncs: u64,
     /// Engines that had to be emptied, because nobody could know what they held.
     pub resets: u64,
+    /// Decisions of routers, and requests that nobody could take.
+    pub decisions: u64,
+    pub refused: u64,
+    /// Credited sources in answers to routers, and routers' views of each other, all compared.
+    pub answers: u64,
+    pub views: u64,
+    /// Sources that were set aside for want of memory.
+    pub set_aside: u64,
+    /// From the end of the last fault until every source was credited by every indexer, for good.
+    pub dark_for: Duration,
     /// From the end of the faults until all was right.
     pub healed_after: Option<Duration>,
     /// How often each verdict on a record of the log came, in the order of [`Verdict::ALL`].
@@ -100,6 +139,12 @@ impl Checks {
             skipped: self.skipped,
             resyncs: self.resyncs,
             resets: self.resets,
+            decisions: self.routers.decisions,
+            refused: self.routers.refused,
+            answers: self.routers.answers,
+            views: self.routers.views,
+            set_aside: self.set_aside,
+            dark_for: self.dark_until.saturating_sub(self.faults_end),
             healed_after: self.healed_after,
             verdicts: self.verdicts.0.to_vec(),
         }
@@ -134,6 +179,63 @@ impl World {
         self.note(|| format!("BROKEN {why}"));
         let why = format!("at {:.6}: {why}", now.as_secs_f64());
         self.checks.broken.get_or_insert(why);
+    }
+
+    /// What a heartbeat calls acknowledged, the log took.
+    pub(super) fn check_heartbeat(&mut self, payload: &[u8]) {
+        let heartbeat: Heartbeat = codec::decode(payload).unwrap();
+        if let Some(number) = heartbeat.number {
+            let key = (heartbeat.source, heartbeat.generation, number);
+            if !self.checks.records.contains_key(&key) {
+                self.fail(format!("{key:?} is called acknowledged, and nobody has it"));
+            }
+        }
+    }
+
+    /// A snapshot can be read, and holds all that the log has up to its position.
+    pub(super) fn check_snapshot(&mut self, head: &SnapshotHead, blob: &[u8]) {
+        if let Err(why) = Restored::read(blob) {
+            self.fail(format!("a snapshot is written that cannot be read: {why}"));
+        }
+        if self.checks.history_lost {
+            return;
+        }
+        let first = self.plane.log.status().first;
+        let mut held: BTreeMap<&Source, (Generation, Option<RecordNumber>, bool)> = BTreeMap::new();
+        for entry in &head.sources {
+            held.insert(&entry.source, (entry.generation, entry.number, false));
+        }
+        let mut missing = None;
+        for position in first.0..=head.at.position.0 {
+            let message = self.plane.log.at(LogPosition(position));
+            let Some(record) = message.and_then(|message| self.record_of(message)) else {
+                continue;
+            };
+            let Some((generation, last, was_seen)) = held.get_mut(&record.source) else {
+                continue;
+            };
+            if record.generation != *generation {
+                continue;
+            }
+            // Once the last one that is in was written, the next one may not be there as well.
+            *was_seen |= Some(record.number) == *last;
+            if *was_seen && Some(record.number) == last.map(RecordNumber::next) {
+                missing = Some(format!("{} number {}", record.source, record.number));
+            }
+        }
+        if let Some(missing) = missing {
+            let position = head.at.position;
+            self.fail(format!(
+                "a snapshot at {position} lacks {missing} of before it"
+            ));
+        }
+    }
+
+    /// The record of a message, if it is on its source's subject.
+    fn record_of(&self, message: &LogMessage) -> Option<Record> {
+        let record: Record = codec::decode(&message.payload).ok()?;
+        let source = self.subjects.record_source(&message.subject)?;
+        (record.source == source).then_some(record)
     }
 
     pub(super) fn report_append(&mut self, payload: &Bytes) {
@@ -197,17 +299,42 @@ impl World {
                 self.indexers[at].run = Some(run);
             }
         }
+        if self.rates.is_calm && self.is_dark() {
+            self.checks.dark_until = self.now;
+        }
+        for at in 0..self.routers.len() {
+            let is_awake = !self.hosts[self.routers[at].host].is_paused;
+            if is_awake && let Some(mut run) = self.routers[at].run.take() {
+                if let Err(why) = self.check_replica(at, &mut run) {
+                    self.fail(format!("router {at} {why}"));
+                }
+                self.routers[at].run = Some(run);
+            }
+        }
         if let Some(since) = self.calm_since {
             self.look_for_health(since);
         }
     }
 
+    /// Some indexer gives some source no credit.
+    fn is_dark(&self) -> bool {
+        self.indexers.iter().any(|indexer| {
+            let now = self.local(indexer.host);
+            let is_lit = |engine: &EngineNode| {
+                let mut standings = indexer.run.iter().flat_map(|run| run.fold.standings(now));
+                standings.any(|(source, standing)| {
+                    let is_aside = standing.reason == Some(UnknownReason::Memory);
+                    *source == engine.source && (is_aside || standing.states.gpu.gives_credit())
+                })
+            };
+            !self.engines.iter().all(is_lit)
+        })
+    }
+
     /// Every credited tier is the truth, and a prompt's run ends where it does.
     pub(super) fn check_index(&mut self, at: usize, run: &IndexRun) {
         let now = self.local(self.indexers[at].host);
-        let (stood, until) = self.hosts[self.indexers[at].host].stood_still;
-        let is_dazed = self.now < until + AFTER_STANDSTILL;
-        let age_max = GHOST_MAX + if is_dazed { stood } else { Duration::ZERO };
+        let age_max = self.age_max(at);
         let standings: Vec<_> = run
             .fold
             .standings(now)
@@ -230,12 +357,19 @@ impl World {
         }
     }
 
-    fn worker(&self, source: &Source) -> Option<usize> {
+    /// How old a truth may be that this indexer credits.
+    pub(super) fn age_max(&self, at: usize) -> Duration {
+        let (stood, until) = self.hosts[self.indexers[at].host].stood_still;
+        let is_dazed = self.now < until + AFTER_STANDSTILL;
+        GHOST_MAX + if is_dazed { stood } else { Duration::ZERO }
+    }
+
+    pub(super) fn worker(&self, source: &Source) -> Option<usize> {
         self.engines.iter().position(|node| node.source == *source)
     }
 
     /// What may be the truth at a sequence: the present life's, or that of one that only just ended.
-    fn truths(
+    pub(super) fn truths(
         &self,
         worker: usize,
         seq: Option<EngineSeq>,
@@ -371,7 +505,18 @@ impl World {
     }
 
     /// What is not right yet.
-    fn is_ill(&self) -> Option<String> {
+    fn is_ill(&mut self) -> Option<String> {
+        let ill = self.is_plane_ill();
+        if ill.is_some() {
+            self.checks.routers.index_well_since = None;
+            return ill;
+        }
+        let well = &mut self.checks.routers.index_well_since;
+        let since = *well.get_or_insert(self.now);
+        self.are_routers_ill(since)
+    }
+
+    fn is_plane_ill(&self) -> Option<String> {
         if self.checks.last_resync + Duration::from_secs(3) > self.now {
             return Some("a resync was asked for".to_owned());
         }

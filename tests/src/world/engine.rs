@@ -1,13 +1,15 @@
 //! Engines: what they do, what they publish, and how they die.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use fastrand::Rng;
 use warmroute_proto::{EngineSeq, Source};
+use warmroute_router::sim::{Request, RequestId};
 use warmroute_shim::source::ReplayId;
 
 use super::faults::Rates;
-use super::host::{Event, Input, ReplayEnd, Zmq};
+use super::host::{Event, Http, Input, Process, ReplayEnd, Zmq};
 use super::life::{Life, Told, Truth, draw_config};
 use super::plane::At;
 use super::{World, shim};
@@ -33,9 +35,20 @@ pub(super) struct EngineNode {
     /// Counts its lives.
     pub(super) number: u64,
     pub(super) is_up: bool,
+    pub(super) up_since: At,
     pub(super) past: Vec<Past>,
     /// A request in the calm, to tell of a reset.
     pub(super) is_reset: bool,
+    /// Requests that came from routers.
+    pub(super) guests: BTreeMap<RequestId, Guest>,
+}
+
+/// Whose request it is.
+pub(super) struct Guest {
+    pub(super) from: Process,
+    pub(super) no: u64,
+    /// One stream keeps its order.
+    sent_until: At,
 }
 
 impl EngineNode {
@@ -54,13 +67,18 @@ impl EngineNode {
         if rng.u8(0..3) == 0 && !rates.is_calm {
             life.buffer = rng.usize(2..40);
         }
+        if let Some(batches) = rates.set.replay_buffer {
+            life.buffer = batches;
+        }
         Self {
             source: shim::source(worker),
             life,
             number: 0,
             is_up: true,
+            up_since: At::ZERO,
             past: Vec::new(),
             is_reset: false,
+            guests: BTreeMap::new(),
         }
     }
 }
@@ -89,6 +107,7 @@ impl World {
             && !self.engines[at].is_reset
         {
             self.engines[at].life.abort_all();
+            self.tell_all_guests(at, Http::Done);
         }
         for _ in 0..self.rng.usize(1..4) {
             self.engine_step(at);
@@ -96,7 +115,9 @@ impl World {
     }
 
     fn engine_step(&mut self, at: usize) {
-        match self.engines[at].life.step() {
+        let stepped = self.engines[at].life.step();
+        self.tell_guests(at);
+        match stepped {
             Err(why) => self.fail(why),
             Ok(None) => {}
             Ok(Some(seq)) => self.publish(at, seq),
@@ -150,6 +171,76 @@ impl World {
         }
     }
 
+    // --- requests of routers
+
+    pub(super) fn serve(&mut self, at: usize, from: Process, no: u64, request: Request) {
+        let engine = &mut self.engines[at];
+        let answer = if !engine.is_up {
+            Http::Refused
+        } else if let Some(id) = engine.life.take(request) {
+            let guest = Guest {
+                from,
+                no,
+                sent_until: self.now,
+            };
+            engine.guests.insert(id, guest);
+            return;
+        } else {
+            Http::Rejected
+        };
+        let after = self.delay();
+        self.send_process(from, after, Input::Http(no, answer));
+    }
+
+    pub(super) fn hang_up(&mut self, at: usize, from: Process, no: Option<u64>) {
+        let engine = &mut self.engines[at];
+        let is_its = |guest: &Guest| guest.from == from && no.is_none_or(|no| guest.no == no);
+        let gone = engine.guests.extract_if(.., |_, guest| is_its(guest));
+        for (id, _) in gone {
+            engine.life.drop_request(id);
+        }
+    }
+
+    /// What the last step made of their requests.
+    fn tell_guests(&mut self, at: usize) {
+        if self.engines[at].guests.is_empty() {
+            return;
+        }
+        let size = self.engines[at].life.config.block_size.tokens();
+        let outcome = std::mem::take(&mut self.engines[at].life.outcome);
+        for produced in &outcome.produced {
+            if produced.generated == 1 {
+                self.tell_guest(at, produced.id, Http::FirstToken);
+            }
+            if produced.generated.is_multiple_of(size) {
+                self.tell_guest(at, produced.id, Http::Block);
+            }
+        }
+        for finished in &outcome.finished {
+            self.tell_guest(at, finished.id, Http::Done);
+            self.engines[at].guests.remove(&finished.id);
+        }
+    }
+
+    fn tell_all_guests(&mut self, at: usize, what: Http) {
+        let guests: Vec<RequestId> = self.engines[at].guests.keys().copied().collect();
+        for guest in guests {
+            self.tell_guest(at, guest, what);
+        }
+        self.engines[at].guests.clear();
+    }
+
+    fn tell_guest(&mut self, at: usize, id: RequestId, what: Http) {
+        let delay = self.delay();
+        let now = self.now;
+        let Some(guest) = self.engines[at].guests.get_mut(&id) else {
+            return;
+        };
+        guest.sent_until = (now + delay).max(guest.sent_until);
+        let (from, no, after) = (guest.from, guest.no, guest.sent_until - now);
+        self.send_process(from, after, Input::Http(no, what));
+    }
+
     // --- lives
 
     pub(super) fn kill_engine(&mut self, at: usize) {
@@ -165,12 +256,14 @@ impl World {
         });
         self.disconnect_zmq(2 * at);
         self.disconnect_zmq(2 * at + 1);
+        self.tell_all_guests(at, Http::Broken);
     }
 
     pub(super) fn start_engine(&mut self, at: usize) {
         if std::mem::replace(&mut self.engines[at].is_up, true) {
             return;
         }
+        self.engines[at].up_since = self.now;
         self.connect_shims(at);
     }
 
@@ -187,6 +280,7 @@ impl World {
         let reached = self.engines[at].life.batches.len();
         self.kill_engine(at);
         self.engines[at].is_up = true;
+        self.engines[at].up_since = self.now;
         let reach = reached + self.rng.usize(0..3);
         for _ in 0..400 {
             if self.engines[at].life.batches.len() >= reach {
@@ -203,6 +297,12 @@ impl World {
         let engine = &mut self.engines[at];
         engine.is_reset = true;
         engine.life.reset();
-        engine.life.submit(&mut self.rng);
+        // It tells of it with the next request, and not every one fits.
+        for _ in 0..100 {
+            if engine.life.has_requests() {
+                break;
+            }
+            engine.life.submit(&mut self.rng);
+        }
     }
 }

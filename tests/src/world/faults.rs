@@ -5,7 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use fastrand::Rng;
 use warmroute_indexer::snapshot::policy::Schedule;
-use warmroute_proto::{LogPosition, Record, StreamIdentity, codec};
+use warmroute_proto::{BlockSize, LogPosition, Record, StreamIdentity, codec};
+use warmroute_router::sim::Config;
 
 use super::World;
 use super::host::{Event, Kind, Zmq};
@@ -44,6 +45,15 @@ pub enum Fault {
     ForeignRecord,
     DuplicateRecord,
     NewerRecord,
+    RouterCrash(usize),
+    CutRouter(usize),
+    PauseRouter(usize),
+    /// What a shim kept on its disk is gone.
+    LoseState(usize),
+    /// Everything that the log has is trimmed.
+    TrimAll,
+    /// Nobody answers for a moment, then reads come from a copy that lags.
+    LeaderChange,
 }
 
 impl Fault {
@@ -51,7 +61,7 @@ impl Fault {
     fn draw(rng: &mut Rng, rates: &Rates) -> Self {
         let worker = rng.usize(0..rates.workers);
         let indexer = rng.usize(0..rates.indexers);
-        let all = [
+        let mut all = vec![
             Self::EngineRestart(worker),
             Self::EngineRestartPlausible(worker),
             Self::EngineReset(worker),
@@ -81,6 +91,17 @@ impl Fault {
             Self::DuplicateRecord,
             Self::NewerRecord,
         ];
+        if rates.routers > 0 {
+            let router = rng.usize(0..rates.routers);
+            all.extend([
+                Self::RouterCrash(router),
+                Self::CutRouter(router),
+                Self::PauseRouter(router),
+                Self::LoseState(2 * worker),
+                Self::TrimAll,
+                Self::LeaderChange,
+            ]);
+        }
         all[rng.usize(0..all.len())]
     }
 }
@@ -97,6 +118,7 @@ pub struct Scripted {
 pub struct Rates {
     pub workers: usize,
     pub indexers: usize,
+    pub routers: usize,
     pub storm: Duration,
     /// Between two faults, on average.
     pub(super) strike_every: Duration,
@@ -111,11 +133,48 @@ pub struct Rates {
     pub(super) log_messages_max: usize,
     pub(super) outbox_bytes_max: usize,
     pub(super) held_bytes_max: usize,
-    pub(super) indexer_bytes_max: Option<usize>,
+    pub(super) set: Set,
     /// Of clocks, at most, in parts per million.
     pub(super) drift: i64,
     pub(super) schedule: Schedule,
     pub(super) flags: Flags,
+}
+
+/// A world of one kind, for a fault that needs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setting {
+    /// Engines with three KV groups, replays with holes.
+    Hybrid,
+    /// A gap is soon older than what a replay reaches.
+    ShortReplay,
+    /// The first indexer has room for a part only.
+    LittleMemory,
+    ShortLog,
+    /// The plane takes a kibibyte at once.
+    SmallMessages,
+    Routers,
+    /// Routers, and engines with blocks of different sizes.
+    MixedBlocks,
+    /// Routers, and every third broadcast is lost.
+    LossyBroadcasts,
+}
+
+/// Room for one source of a few, about.
+const LITTLE_MEMORY: usize = 40 << 10;
+
+/// What is the same everywhere, where it is set.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Set {
+    /// Of all engines' blocks.
+    pub(super) block_size: Option<BlockSize>,
+    /// KV groups of every engine.
+    groups: Option<usize>,
+    /// Batches that every engine's replay reaches back.
+    pub(super) replay_buffer: Option<usize>,
+    /// Of the first indexer.
+    pub(super) indexer_bytes_max: Option<usize>,
+    /// What the plane takes at once.
+    pub(super) record_bytes_max: Option<usize>,
 }
 
 /// What the seed tosses a coin for.
@@ -170,6 +229,7 @@ impl Rates {
         Self {
             workers: rng.usize(1..4),
             indexers: rng.usize(1..3),
+            routers: 0,
             storm: Duration::from_secs(rng.u64(12..25)),
             strike_every: Duration::from_millis(rng.u64(300..4000)),
             delay_max: Duration::from_millis([1, 5, 40][rng.usize(0..3)]),
@@ -183,7 +243,7 @@ impl Rates {
             log_messages_max: small(rng, 60, 100_000),
             outbox_bytes_max: small(rng, 4 << 10, 64 << 20),
             held_bytes_max: small(rng, 4 << 10, 64 << 20),
-            indexer_bytes_max: None,
+            set: Set::default(),
             drift: [0, 200, 10_000][rng.usize(0..3)],
             schedule: SCHEDULE,
             flags: Flags {
@@ -191,6 +251,61 @@ impl Rates {
                 has_one_group: rng.bool(),
             },
         }
+    }
+
+    pub(super) fn draw_routers(&mut self, seed: u64) {
+        let mut rng = Rng::with_seed(seed ^ 0x0520_7E25);
+        if rng.bool() {
+            self.routers = rng.usize(2..4);
+            let size = [2, 4, 16][rng.usize(0..3)];
+            self.set.block_size = BlockSize::new(size).filter(|_| rng.u8(0..8) > 0);
+        }
+    }
+
+    /// Makes the world one of this kind.
+    pub(super) fn settle(&mut self, setting: Setting, seed: u64) {
+        match setting {
+            Setting::Hybrid => {
+                self.set.groups = Some(3);
+                self.flags.has_one_group = false;
+                self.replay_hole = 150;
+            }
+            Setting::ShortReplay => {
+                self.set.replay_buffer = Some(3);
+                self.zmq_lost = 80;
+            }
+            Setting::LittleMemory => self.set.indexer_bytes_max = Some(LITTLE_MEMORY),
+            Setting::ShortLog => self.log_messages_max = 60,
+            Setting::SmallMessages => self.set.record_bytes_max = Some(1024),
+            Setting::Routers | Setting::MixedBlocks | Setting::LossyBroadcasts => {
+                let mut rng = Rng::with_seed(seed ^ 0x5E77_1265);
+                self.routers = rng.usize(2..4);
+                self.set.block_size = BlockSize::new([2, 4, 16][rng.usize(0..3)]);
+                self.indexers = 2;
+                if setting == Setting::LossyBroadcasts {
+                    self.broadcast_lost = 300;
+                }
+                if setting == Setting::MixedBlocks {
+                    self.workers = self.workers.max(2);
+                    self.set.block_size = None;
+                }
+            }
+        }
+    }
+
+    pub(super) fn suits(&self, config: &Config) -> bool {
+        self.set
+            .block_size
+            .is_none_or(|size| size == config.block_size)
+            && self
+                .set
+                .groups
+                .is_none_or(|groups| groups == config.groups.len())
+    }
+
+    /// Something goes wrong all the time.
+    const fn is_lossy(&self) -> bool {
+        self.zmq_lost > 0 || self.replay_hole > 0
     }
 
     fn calm_down(&mut self) {
@@ -228,10 +343,12 @@ impl World {
         }
         self.note(|| format!("FAULT {fault:?}"));
         self.checks.faults += 1;
+        self.fault_lasts(Duration::ZERO);
         match fault {
             Fault::EngineRestart(at) => {
                 self.kill_engine(at);
                 let after = self.millis(10..6_000);
+                self.fault_lasts(after);
                 self.plan(after, Event::EngineStart(at));
             }
             Fault::EngineRestartPlausible(at) => self.restart_plausibly(at),
@@ -254,14 +371,23 @@ impl World {
                 }
             }
             Fault::CorruptState(at) => self.corrupt_state(at),
+            Fault::LoseState(at) => self.shims[at].disk = None,
             Fault::IndexerCrash(at) => self.crash(self.indexers[at].host),
             Fault::CutShim(at) => self.cut(self.shims[at].host),
             Fault::CutIndexer(at) => self.cut(self.indexers[at].host),
             Fault::CutAll => self.cut_all(),
             Fault::PauseShim(at) => self.pause(self.shims[at].host),
             Fault::PauseIndexer(at) => self.pause(self.indexers[at].host),
+            Fault::RouterCrash(at) => self.crash(self.routers[at].host),
+            Fault::CutRouter(at) => self.cut(self.routers[at].host),
+            Fault::PauseRouter(at) => self.pause(self.routers[at].host),
             other => self.plane_fault(other),
         }
+    }
+
+    fn fault_lasts(&mut self, time: Duration) {
+        let end = &mut self.checks.faults_end;
+        *end = (*end).max(self.now + time);
     }
 
     fn plane_fault(&mut self, fault: Fault) {
@@ -287,6 +413,12 @@ impl World {
             Fault::Trim => {
                 let keep = self.rng.usize(0..10);
                 self.plane.log.trim(keep);
+            }
+            Fault::TrimAll => self.plane.log.trim(0),
+            Fault::LeaderChange => {
+                self.cut_all_for(10..2_000, 300);
+                let until = self.now + self.millis(0..2_500);
+                self.plane.begin_lag(until);
             }
             Fault::LoseRegistry => {
                 self.checks.history_lost = true;
@@ -337,6 +469,9 @@ impl World {
             return;
         };
         let mut payload = message.payload.to_vec();
+        if payload.is_empty() {
+            return;
+        }
         let mut subject = message.subject;
         match fault {
             Fault::CorruptRecord => {
@@ -367,7 +502,10 @@ impl World {
             && let Some(message) = self.plane.log.at_mut(status.last)
         {
             let mut bytes = message.payload.to_vec();
-            let at = self.rng.usize(0..bytes.len());
+            let at = self.rng.usize(0..bytes.len().max(1));
+            if bytes.is_empty() {
+                return;
+            }
             bytes[at] ^= 1 << self.rng.u8(0..8);
             if is_noticed(&message.payload, &bytes) {
                 message.payload = Bytes::from(bytes);
@@ -417,17 +555,20 @@ impl World {
         match self.hosts[host].kind {
             Kind::Shim(at) => self.start_shim(at),
             Kind::Indexer(at) => self.start_indexer(at),
+            Kind::Router(at) => self.start_router(at),
         }
     }
 
     fn crash(&mut self, host: usize) {
         self.crash_for_good(host);
         let after = self.millis(1..9_000);
+        self.fault_lasts(after);
         self.plan(after, Event::Start(host));
     }
 
     fn crash_for_good(&mut self, host: usize) {
         let node = &mut self.hosts[host];
+        let life = node.life;
         node.is_up = false;
         node.life += 1;
         node.is_paused = false;
@@ -438,20 +579,27 @@ impl World {
                 self.shims[at].is_joined = false;
             }
             Kind::Indexer(at) => self.indexers[at].run = None,
+            Kind::Router(at) => self.router_is_gone(at, life),
         }
     }
 
     fn cut(&mut self, host: usize) {
         let after = self.millis(10..12_000);
+        self.fault_lasts(after);
         self.plan(Duration::ZERO, Event::Link(host, false));
         self.plan(after, Event::Link(host, true));
     }
 
     fn cut_all(&mut self) {
-        let away = self.millis(10..10_000);
+        self.cut_all_for(10..10_000, 4_000);
+    }
+
+    fn cut_all_for(&mut self, away: std::ops::Range<u64>, spread: u64) {
+        let away = self.millis(away);
         for host in 0..self.hosts.len() {
             self.plan(Duration::ZERO, Event::Link(host, false));
-            let after = away + self.millis(0..4_000);
+            let after = away + self.millis(0..spread);
+            self.fault_lasts(after);
             self.plan(after, Event::Link(host, true));
         }
     }
@@ -459,6 +607,7 @@ impl World {
     fn pause(&mut self, host: usize) {
         let after = self.millis(10..20_000);
         if self.hosts[host].is_up {
+            self.fault_lasts(after);
             if !std::mem::replace(&mut self.hosts[host].is_paused, true) {
                 self.hosts[host].paused_at = self.now;
             }
@@ -489,6 +638,10 @@ impl World {
     pub(super) fn calm_down(&mut self) {
         self.note(|| "CALM".to_owned());
         self.calm_since = Some(self.now);
+        self.was_late = self.rates.late > 0;
+        if self.rates.is_lossy() {
+            self.fault_lasts(Duration::ZERO);
+        }
         self.rates.calm_down();
         for host in 0..self.hosts.len() {
             self.plan(Duration::ZERO, Event::Resume(host));

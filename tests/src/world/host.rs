@@ -1,15 +1,21 @@
 //! What runs somewhere: its clock, its way to the plane, and what happens to it next.
 
 use std::cmp::Ordering;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warmroute_proto::bus::{LogMessage, RegistryEvent};
-use warmroute_proto::{EngineHealth, EngineSeq};
+use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
+use warmroute_router::health::Sight;
+use warmroute_router::sim::Request;
+use warmroute_router::sync::AskId;
 use warmroute_shim::source::ReplayId;
 
 use super::faults::Fault;
 use super::indexer::IndexThen;
+use super::lease::LeaseThen;
 use super::plane::{At, Op, Reply};
 use super::shim::ShimThen;
 
@@ -42,6 +48,7 @@ fn scaled(time: Duration, by: i64, of: i64) -> Duration {
 pub(super) enum Kind {
     Shim(usize),
     Indexer(usize),
+    Router(usize),
 }
 
 pub(super) struct Host {
@@ -82,6 +89,35 @@ pub(super) enum Input {
     Tail(u64, Vec<LogMessage>),
     TailEnded(u64),
     Registry(u64, RegistryEvent),
+    /// A router's broadcast.
+    Load(Bytes),
+    /// A router's question to another one, and what came of it.
+    Asked(Process, AskId, Bytes),
+    Answered(RouterId, AskId, Option<Bytes>),
+    /// A router's question to an indexer, and its answer.
+    Query(Process, u64, Rc<Query>),
+    Answer(u64, usize, Rc<Answer>),
+    /// An engine's health, as a router saw it.
+    Sight(usize, Sight),
+    /// What an engine says to a request.
+    Http(u64, Http),
+}
+
+/// A host's process: what comes for another one of the same host is lost.
+pub(super) type Process = (usize, u64);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Http {
+    /// Nobody listens.
+    Refused,
+    /// The request is not to its liking.
+    Rejected,
+    FirstToken,
+    /// A block of tokens more.
+    Block,
+    Done,
+    /// The connection broke.
+    Broken,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +129,15 @@ pub(super) enum Timer {
     Look(u64),
     Again(u64),
     Snapshot,
+    Lease(u64),
+    Due,
+    Arrive,
+    /// Of a request: a second indexer is asked, none is waited for any more, its client goes.
+    Hedge(u64),
+    Late(u64),
+    Leave(u64),
+    Prefilled(u64),
+    Probe,
 }
 
 #[derive(Debug)]
@@ -117,6 +162,7 @@ pub(super) enum ReplayEnd {
 pub(super) enum Then {
     Shim(ShimThen),
     Index(IndexThen),
+    Lease(LeaseThen),
     Nothing,
 }
 
@@ -148,6 +194,24 @@ pub(super) enum Event {
         life: u64,
         id: ReplayId,
         from: EngineSeq,
+    },
+    /// A request reaches an engine.
+    Submit {
+        engine: usize,
+        from: Process,
+        no: u64,
+        request: Box<Request>,
+    },
+    /// A client of an engine is gone, with one request or all.
+    HangUp {
+        engine: usize,
+        from: Process,
+        no: Option<u64>,
+    },
+    /// A router looks at an engine's health.
+    LookAt {
+        engine: usize,
+        from: Process,
     },
     Start(usize),
     Resume(usize),

@@ -10,7 +10,7 @@ use warmroute_indexer::same_log::{self, Fit};
 use warmroute_indexer::snapshot::policy::{self, Progress};
 use warmroute_indexer::snapshot::{Name, Restored};
 use warmroute_proto::bus::{LogMessage, LogStatus, RegistryEvent, Revision};
-use warmroute_proto::snapshot::{RecordMark, SnapshotHolding, SnapshotPointer};
+use warmroute_proto::snapshot::{RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer};
 use warmroute_proto::{Generation, LogPosition, Source, codec};
 
 use super::World;
@@ -99,7 +99,7 @@ pub(super) struct Tailing {
 
 pub(super) struct Indexer {
     pub(super) host: usize,
-    pub(super) run: Option<IndexRun>,
+    pub(super) run: Option<Box<IndexRun>>,
     pub(super) runs: u64,
 }
 
@@ -120,6 +120,8 @@ pub(super) struct IndexRun {
     pub(super) attempts: u64,
     pub(super) is_writing: bool,
     pub(super) writer: String,
+    /// Of an earlier moment, for images that are not of one.
+    pub(super) former_head: Option<SnapshotHead>,
 }
 
 impl World {
@@ -128,7 +130,7 @@ impl World {
         indexer.runs += 1;
         let writer = format!("i{at}r{}", indexer.runs);
         let host = indexer.host;
-        let bytes_max = self.rates.indexer_bytes_max.filter(|_| at == 0);
+        let bytes_max = self.rates.set.indexer_bytes_max.filter(|_| at == 0);
         let run = IndexRun {
             fold: Fold::new(&self.namespace, bytes_max),
             started: false,
@@ -152,8 +154,9 @@ impl World {
             attempts: 0,
             is_writing: false,
             writer,
+            former_head: None,
         };
-        self.indexers[at].run = Some(run);
+        self.indexers[at].run = Some(Box::new(run));
         self.timer(host, Duration::ZERO, Timer::Open(0));
         self.timer(host, TICK, Timer::Tick);
         self.timer(host, Duration::from_secs(1), Timer::Snapshot);
@@ -252,6 +255,8 @@ impl World {
                 self.restore_step(at, run, step, reply);
             }
             Input::Timer(Timer::Again(_)) => self.restore_again(at, run),
+            // Queries wait for nobody.
+            Input::Query(from, no, query) => self.answer_query(at, run, (from, no, query)),
             Input::Timer(Timer::Tick) => {
                 self.timer(host, TICK, Timer::Tick);
                 // The writer's task is the one that waits: its ticks are delayed.
@@ -375,7 +380,7 @@ impl World {
         found: Option<&LogMessage>,
     ) {
         let host = self.indexers[at].host;
-        let fit = Self::fit(run, status, found);
+        let fit = self.fit_as_seen(Self::fit(run, status, found));
         match why {
             For::Open { second: false } if fit.is_broken() => {
                 // Nobody else waits: the session is not open yet.
@@ -466,7 +471,9 @@ impl World {
     fn fold_all(&mut self, at: usize, run: &mut IndexRun, now: Instant, batch: &[LogMessage]) {
         for message in batch {
             let message = self.record_as_read(&run.fold, now, message.clone());
+            let before = run.fold.set_aside_and_returned().0;
             let verdict = run.fold.apply(now, &message);
+            self.checks.set_aside += run.fold.set_aside_and_returned().0 - before;
             self.checks.verdicts.count(verdict);
             self.note(|| format!("indexer {at}: {} {}", message.position, verdict.word()));
         }
@@ -611,7 +618,8 @@ impl World {
         let restore = run.restore.as_mut().unwrap();
         let head = &restore.loaded.as_ref().unwrap().head;
         let mark: RecordMark = head.at;
-        match same_log::judge(head.log, Some(&mark), status, found) {
+        let fit = same_log::judge(head.log, Some(&mark), status, found);
+        match self.fit_as_seen(fit) {
             Fit::Same | Fit::Trimmed => {
                 if let Wanted::Holding(sources) = &restore.wanted
                     && !sources.iter().any(|(source, generation)| {

@@ -10,7 +10,9 @@ use fastrand::Rng;
 use serde_json::Value;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, LocalHash, Seed, Tier};
-use warmroute_router::sim::{Config, Engine, Event, GroupKind, Medium, Request, RequestId};
+use warmroute_router::sim::{
+    Config, Engine, Event, GroupKind, Medium, Request, RequestId, StepOutcome,
+};
 
 use super::model::{Model, Pair, Rules};
 use crate::mock::{Encoder, HashMode};
@@ -40,6 +42,8 @@ pub struct Life {
     pub truth: Truth,
     model: Model,
     running: Vec<RequestId>,
+    /// What the last step did; its events are with the batch.
+    pub outcome: StepOutcome,
     pub prompts: Vec<(Vec<u32>, Seed)>,
     /// The engine did something that it tells with its next batch.
     pub is_untold: bool,
@@ -63,6 +67,7 @@ impl Life {
             truth: Vec::new(),
             model: Model::new(Rules::TRUE),
             running: Vec::new(),
+            outcome: StepOutcome::default(),
             prompts: Vec::new(),
             is_untold: false,
         };
@@ -83,45 +88,42 @@ impl Life {
 
     /// A request that has something in common with others, if it fits.
     pub fn submit(&mut self, rng: &mut Rng) {
-        let size = self.config.block_size.tokens();
         let longest = self.config.longest_request();
-        let family = rng.u32(0..4);
-        let shared = rng.usize(0..8 * size);
-        let own = rng.usize(1..2 * size + 2);
-        let mut prompt: Vec<u32> = (0..shared as u32).map(|at| family * 100_000 + at).collect();
-        prompt.extend((0..own).map(|_| rng.u32(0..2)));
-        // Whole blocks make the engine compute the last one again on every hit.
-        if rng.u8(0..4) == 0 {
-            prompt.truncate((prompt.len() / size * size).max(1));
+        if let Some(request) = draw_request(self.config.block_size, longest, rng) {
+            self.take(request);
         }
-        let max_tokens = rng.usize(1..2 * size + 2);
-        if prompt.len() + max_tokens > longest {
-            return;
-        }
-        let lora = (rng.u8(0..6) == 0).then_some("adapter");
-        let salt = (rng.u8(0..6) == 0).then_some("tenant-a");
-        self.prompts.push((prompt.clone(), Seed::new(lora, salt)));
-        let request = Request {
-            prompt,
-            max_tokens,
-            lora_name: lora.map(Arc::from),
-            cache_salt: salt.map(Arc::from),
-            items: Vec::new(),
-        };
-        self.running.push(self.engine.submit(request).unwrap());
+    }
+
+    /// A request of somebody else. None: it does not fit.
+    pub fn take(&mut self, request: Request) -> Option<RequestId> {
+        let (lora, salt) = (request.lora_name.clone(), request.cache_salt.clone());
+        let prompt = request.prompt.clone();
+        let id = self.engine.submit(request).ok()?;
+        let seed = Seed::new(lora.as_deref(), salt.as_deref());
+        self.prompts.push((prompt, seed));
+        self.running.push(id);
+        Some(id)
+    }
+
+    /// Whoever asked does not want it any more.
+    pub fn drop_request(&mut self, id: RequestId) {
+        self.running.retain(|running| *running != id);
+        self.engine.abort(id);
     }
 
     /// One step; the number of the batch that it publishes, if it does.
     pub fn step(&mut self) -> Result<Option<u64>, String> {
-        let outcome = self.engine.step();
-        for finished in outcome.finished {
+        let mut outcome = self.engine.step();
+        for finished in &outcome.finished {
             self.running.retain(|id| *id != finished.id);
         }
-        if outcome.events.is_empty() {
+        let events = std::mem::take(&mut outcome.events);
+        self.outcome = outcome;
+        if events.is_empty() {
             return Ok(None);
         }
         self.is_untold = false;
-        self.publish(&outcome.events).map(Some)
+        self.publish(&events).map(Some)
     }
 
     pub fn abort(&mut self, rng: &mut Rng) {
@@ -190,6 +192,33 @@ impl Life {
             .push(self.encoder.encode(time, events).unwrap().into());
         Ok(seq)
     }
+}
+
+/// A request that has something in common with others; none if it would be too long.
+pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Option<Request> {
+    let size = block_size.tokens();
+    let family = rng.u32(0..4);
+    let shared = rng.usize(0..8 * size);
+    let own = rng.usize(1..2 * size + 2);
+    let mut prompt: Vec<u32> = (0..shared as u32).map(|at| family * 100_000 + at).collect();
+    prompt.extend((0..own).map(|_| rng.u32(0..2)));
+    // Whole blocks make the engine compute the last one again on every hit.
+    if rng.u8(0..4) == 0 {
+        prompt.truncate((prompt.len() / size * size).max(1));
+    }
+    let max_tokens = rng.usize(1..2 * size + 2);
+    if prompt.len() + max_tokens > longest {
+        return None;
+    }
+    let lora = (rng.u8(0..6) == 0).then_some("adapter");
+    let salt = (rng.u8(0..6) == 0).then_some("tenant-a");
+    Some(Request {
+        prompt,
+        max_tokens,
+        lora_name: lora.map(Arc::from),
+        cache_salt: salt.map(Arc::from),
+        items: Vec::new(),
+    })
 }
 
 /// An engine of a random shape.

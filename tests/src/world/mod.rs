@@ -1,17 +1,18 @@
-//! A small deterministic world: engines, shims and indexers around one plane, under faults.
+//! A small deterministic world: engines, shims, indexers and routers around one plane, under faults.
 //!
 //! The cores are the products' own: `SourceCore` with its checkpoints, `Fold` with snapshots and the
-//! judge of logs, the engine model with vLLM's wire format. Their
-//! thin shells are mirrored here as drivers (`shim`, `indexer`, `snapshots`) that
-//! decide nothing. Around them: virtual time, clocks that drift, links that delay, lose, repeat and
-//! reorder, a log that is trimmed, cut, rolled back and made anew, a registry with leases.
+//! judge of logs, the router's `Core`, `Replica`, health and choice of indexers, the engine model with
+//! vLLM's wire format. Their thin shells are mirrored here as drivers (`shim`, `indexer`, `snapshots`,
+//! `router`, `requests`, `replica`, `lease`) that decide nothing. Around them: virtual
+//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut, rolled
+//! back and made anew, a registry with leases.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
 //! the storm all faults stop, and the world has a bounded time to be right again. `check` says what
 //! has to hold always and what in the end.
 //!
-//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Routers'
-//! replicas have a world of their own (`router/src/sync/tests/world.rs`).
+//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Half of the
+//! worlds have routers; replicas alone have a world of their own (`router/src/sync/tests/world.rs`).
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -26,9 +27,13 @@ mod engine;
 mod faults;
 mod host;
 mod indexer;
+mod lease;
 pub mod life;
 pub mod model;
 mod plane;
+mod replica;
+mod requests;
+mod router;
 mod shim;
 mod snapshots;
 mod wire;
@@ -43,10 +48,11 @@ use warmroute_proto::{Namespace, StreamIdentity};
 use check::Checks;
 pub use check::Report;
 use engine::EngineNode;
-pub use faults::{Fault, Rates, Scripted};
+pub use faults::{Fault, Rates, Scripted, Setting};
 use host::{Clock, Event, Host, Kind, Planned};
 use indexer::Indexer;
 use plane::{At, Log, Plane};
+use router::Router;
 use shim::Shim;
 
 /// A rule that a test breaks on purpose, to see that breaking it is found.
@@ -62,15 +68,39 @@ pub enum Breakage {
     NoDigest,
     /// A run goes on behind a block that is not held.
     JumpOverHole,
+    /// A shim takes a record as acknowledged once it is sent.
+    AckBeforeApply,
+    /// A snapshot says that it goes up to the log's end, wherever it was cut.
+    SnapshotWithoutPosition,
+    /// A snapshot's blocks are of another moment than its numbers.
+    ImageNotACut,
+    /// Routers forget a worker at once when its lease is gone.
+    LeasesActedUpon,
+    /// Routers do not look at what health checks say.
+    HealthIgnored,
+    /// Routers believe any replica, however far behind.
+    OvertakenBelieved,
+    /// A client that goes leaves its slot behind.
+    SlotLeaked,
+    /// Nobody looks whether the record at the position is still the one that was read.
+    RefillUnseen,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 13] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
         Self::NoDigest,
         Self::JumpOverHole,
+        Self::AckBeforeApply,
+        Self::SnapshotWithoutPosition,
+        Self::ImageNotACut,
+        Self::LeasesActedUpon,
+        Self::HealthIgnored,
+        Self::OvertakenBelieved,
+        Self::SlotLeaked,
+        Self::RefillUnseen,
     ];
 }
 
@@ -83,6 +113,7 @@ pub struct Plan {
     pub script: Vec<Scripted>,
     /// No faults but the script's.
     pub is_calm: bool,
+    pub setting: Option<Setting>,
     pub is_traced: bool,
 }
 
@@ -118,11 +149,14 @@ pub struct World {
     engines: Vec<EngineNode>,
     shims: Vec<Shim>,
     indexers: Vec<Indexer>,
+    routers: Vec<Router>,
     namespace: Namespace,
     subjects: Subjects,
     checks: Checks,
     /// The faults are over since then.
     calm_since: Option<At>,
+    /// Before, the network let single messages wait.
+    was_late: bool,
     trace: Option<Vec<String>>,
 }
 
@@ -141,7 +175,12 @@ pub fn run(plan: &Plan) -> Outcome {
 impl World {
     fn new(plan: &Plan) -> Self {
         let mut rng = Rng::with_seed(plan.seed);
-        let rates = Rates::draw(&mut rng, plan.is_calm);
+        let mut rates = Rates::draw(&mut rng, plan.is_calm);
+        // Of their own dice, so that a seed without routers is the same world as ever.
+        rates.draw_routers(plan.seed);
+        if let Some(setting) = plan.setting {
+            rates.settle(setting, plan.seed);
+        }
         let namespace = Namespace::from("t");
         let log = Log::new(
             StreamIdentity {
@@ -161,10 +200,12 @@ impl World {
             engines: Vec::new(),
             shims: Vec::new(),
             indexers: Vec::new(),
+            routers: Vec::new(),
             subjects: Subjects::new(&namespace),
             namespace,
             checks: Checks::default(),
             calm_since: None,
+            was_late: false,
             trace: plan.is_traced.then(Vec::new),
             rng,
         };
@@ -175,7 +216,10 @@ impl World {
     fn build(&mut self) {
         let origin = origin();
         for worker in 0..self.rates.workers {
-            let engine = EngineNode::draw(worker, &self.rates, &mut self.rng);
+            let mut engine = EngineNode::draw(worker, &self.rates, &mut self.rng);
+            while !self.rates.suits(&engine.life.config) {
+                engine = EngineNode::draw(worker, &self.rates, &mut self.rng);
+            }
             self.engines.push(engine);
             self.plan_engine(worker);
         }
@@ -202,6 +246,15 @@ impl World {
                 run: None,
                 runs: 0,
             });
+            self.start_soon(host);
+        }
+        self.build_routers(origin);
+    }
+
+    fn build_routers(&mut self, origin: Instant) {
+        for at in 0..self.rates.routers {
+            let host = self.add_host(origin, Kind::Router(at));
+            self.routers.push(Router { host, run: None });
             self.start_soon(host);
         }
     }
@@ -280,6 +333,14 @@ impl World {
                 id,
                 from,
             } => self.replay(shim, life, id, from),
+            Event::Submit {
+                engine,
+                from,
+                no,
+                request,
+            } => self.serve(engine, from, no, *request),
+            Event::HangUp { engine, from, no } => self.hang_up(engine, from, no),
+            Event::LookAt { engine, from } => self.look_at(engine, from),
             Event::Resume(host) => self.resume(host),
             Event::Start(host) => self.start(host),
             Event::Link(host, is_up) => self.link(host, is_up),

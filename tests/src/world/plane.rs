@@ -160,6 +160,9 @@ pub(super) struct Plane {
     /// An older copy of log and registry.
     copy: Option<(Log, BTreeMap<String, Entry>)>,
     stored: u64,
+    /// A copy of the log that answers half of the reads, until then.
+    lag: Option<(Log, At)>,
+    lagging_turn: bool,
     pub(super) changed: Vec<Changed>,
 }
 
@@ -172,6 +175,8 @@ impl Plane {
             blobs: BTreeMap::new(),
             copy: None,
             stored: 0,
+            lag: None,
+            lagging_turn: false,
             changed: Vec::new(),
         }
     }
@@ -180,8 +185,8 @@ impl Plane {
         match op {
             Op::Append { subject, payload } => Reply::Position(self.append(now, subject, payload)),
             Op::Status => Reply::Status(self.log.status()),
-            Op::LastOn(subject) => Reply::Message(self.log.last_on(&subject).cloned()),
-            Op::At(position) => Reply::Message(self.log.at(position).cloned()),
+            Op::LastOn(subject) => Reply::Message(self.read_from(now).last_on(&subject).cloned()),
+            Op::At(position) => Reply::Message(self.read_from(now).at(position).cloned()),
             Op::Get(key) => Reply::Entry(self.keys.get(&key).map(|entry| entry.entry.clone())),
             Op::Put {
                 key,
@@ -210,6 +215,21 @@ impl Plane {
                 self.blobs.remove(&name);
                 Reply::Done
             }
+        }
+    }
+
+    pub(super) fn begin_lag(&mut self, until: At) {
+        self.lag = Some((self.log.clone(), until));
+    }
+
+    /// Single records are read from any copy.
+    fn read_from(&mut self, now: At) -> &Log {
+        self.lag
+            .take_if(|(log, until)| *until <= now || log.identity != self.log.identity);
+        self.lagging_turn = !self.lagging_turn;
+        match &self.lag {
+            Some((log, _)) if self.lagging_turn => log,
+            Some(_) | None => &self.log,
         }
     }
 
@@ -270,6 +290,7 @@ impl Plane {
         };
         let messages_max = self.log.messages_max;
         self.log = log;
+        self.lag = None;
         self.log.messages_max = messages_max;
         for key in self.keys.keys().cloned().collect::<Vec<_>>() {
             self.remove(&key);

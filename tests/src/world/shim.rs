@@ -1,7 +1,6 @@
 //! The shim's shell as the world has it: `service::rank`, `service::outside` and `service::keeper`
 //! without sockets and tasks, around the real [`SourceCore`] and its checkpoints.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -20,10 +19,11 @@ const LEASE_TTL: Duration = Duration::from_secs(6);
 const LEASE_RENEW: Duration = Duration::from_secs(2);
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
+const ACK_DEADLINE: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Debug)]
 pub(super) enum ShimThen {
-    Appended(u64),
+    Appended(AppendId),
     ClaimGot(Generation),
     ClaimLast(Option<Generation>, PutIf),
     ClaimPut(Generation),
@@ -69,7 +69,7 @@ pub(super) struct Shim {
     pub(super) worker: usize,
     pub(super) keeps_state: bool,
     pub(super) disk: Option<Bytes>,
-    pub(super) run: Option<Run>,
+    pub(super) run: Option<Box<Run>>,
     pub(super) is_joined: bool,
 }
 
@@ -85,9 +85,6 @@ pub(super) struct Run {
     term: Option<u64>,
     terms: u64,
     last_append: Option<LogPosition>,
-    /// Appends whose answers are awaited behind each other.
-    under_way: VecDeque<(AppendId, Option<Reply>)>,
-    first_under_way: u64,
     /// The last live batch heard, for a shim that believes any replay.
     heard: Vec<(EngineSeq, Bytes)>,
 }
@@ -133,8 +130,6 @@ impl World {
             term: None,
             terms: 0,
             last_append: None,
-            under_way: VecDeque::new(),
-            first_under_way: 0,
             heard: Vec::new(),
         };
         let engine = &self.engines[self.shims[at].worker].life.config;
@@ -143,7 +138,7 @@ impl World {
         if !self.hosts[host].seems_up {
             run.core.plane_lost();
         }
-        self.shims[at].run = Some(run);
+        self.shims[at].run = Some(Box::new(run));
         self.shims[at].is_joined = false;
         self.timer(host, Duration::ZERO, Timer::Keep);
         self.timer(host, TICK, Timer::Tick);
@@ -269,12 +264,20 @@ impl World {
                     self.shim_call(host, Op::Get(key), ShimThen::ClaimGot(above));
                 }
                 Effect::Append { id, payload } => {
-                    if id.attempt == run.core.attempt() {
-                        let ticket = run.first_under_way + run.under_way.len() as u64;
-                        run.under_way.push_back((id, None));
+                    if let Some(bytes_max) = self.rates.set.record_bytes_max
+                        && payload.len() > bytes_max
+                    {
+                        let now = self.local(host);
+                        run.core.append_too_large(now, id, bytes_max);
+                    } else if id.attempt == run.core.attempt() {
                         let subject = self.subjects.records(&source);
                         let op = Op::Append { subject, payload };
-                        self.shim_call(host, op, ShimThen::Appended(ticket));
+                        let then = Then::Shim(ShimThen::Appended(id));
+                        self.call(host, op, then, ACK_DEADLINE);
+                        if self.broken == Some(Breakage::AckBeforeApply) {
+                            let now = self.local(host);
+                            run.core.acknowledged(now, id);
+                        }
                     }
                 }
                 Effect::ReadTail { id, is_thorough } => {
@@ -325,21 +328,13 @@ impl World {
         let now = self.local(host);
         self.note(|| format!("shim {at}: {} is answered {}", then.word(), reply.word()));
         match then {
-            ShimThen::Appended(ticket) => {
-                let index = usize::try_from(ticket - run.first_under_way).unwrap();
-                run.under_way[index].1 = Some(reply);
-                while let Some((id, Some(reply))) = run.under_way.front() {
-                    match reply {
-                        Reply::Position(position) => {
-                            run.last_append = Some(*position);
-                            run.core.acknowledged(now, *id);
-                        }
-                        _ => run.core.append_failed(now, *id),
-                    }
-                    run.under_way.pop_front();
-                    run.first_under_way += 1;
+            ShimThen::Appended(id) => match reply {
+                Reply::Position(position) => {
+                    run.last_append = Some(position);
+                    run.core.acknowledged(now, id);
                 }
-            }
+                _ => run.core.append_failed(now, id),
+            },
             ShimThen::ClaimGot(_) | ShimThen::ClaimLast(..) | ShimThen::ClaimPut(_) => {
                 self.shim_claim(at, run, then, reply);
             }
@@ -381,6 +376,9 @@ impl World {
                     known.max(last)
                 };
                 let next = highest.unwrap_or_default().next();
+                if last.is_some_and(|last| next <= last) {
+                    self.fail(format!("{source} takes {next:?}, and the log has {last:?}"));
+                }
                 let value = codec::encode(&GenerationEntry { generation: next }).unwrap();
                 let op = Op::Put {
                     key: self.subjects.generation_key(&source),

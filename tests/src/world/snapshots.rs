@@ -10,10 +10,10 @@ use warmroute_proto::codec;
 use warmroute_proto::registry::SnapshotLease;
 use warmroute_proto::snapshot::{SnapshotPointer, SnapshotRef};
 
-use super::World;
 use super::host::Then;
 use super::indexer::{IndexRun, IndexThen, Phase};
 use super::plane::{Op, Reply};
+use super::{Breakage, World};
 
 const LEASE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_secs(10);
@@ -49,6 +49,9 @@ impl World {
         let is_in = run.fold.log().is_some() && run.fold.lag() <= READY_LAG_MAX;
         if run.is_writing || !run.started || !is_in {
             return;
+        }
+        if self.broken == Some(Breakage::ImageNotACut) {
+            run.former_head = run.fold.cut(Vec::new()).ok().map(|cut| cut.head);
         }
         let reading = reading(run, now);
         if run.progress.is_due(reading, &self.rates.schedule) {
@@ -149,12 +152,14 @@ impl World {
         } else {
             None
         };
-        let Some(cut) = cut else {
+        let Some(mut cut) = cut else {
             self.stop_writing(at, run, PAUSE);
             return;
         };
         let reading = reading(run, now);
+        self.bend_cut(run, &mut cut);
         let blob = format::encode(&cut.head, &cut.image).unwrap();
+        self.check_snapshot(&cut.head, &blob);
         let name = Name {
             log: cut.head.log,
             position: cut.head.at.position,

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::bus::RegistryEvent;
 
-use super::World;
-use super::host::{Event, Input, Kind, Planned, Then, Timer, Zmq};
+use super::host::{Event, Input, Kind, Planned, Process, Then, Timer, Zmq};
 use super::indexer::{IndexRun, Phase};
 use super::plane::{At, Changed, Op, Reply};
+use super::{Breakage, World};
 
 /// How often a tail proves that its log is still there.
 const TAIL_CHECK: Duration = Duration::from_secs(5);
@@ -58,6 +58,10 @@ impl World {
         self.plan(after, Event::Host { host, life, input });
     }
 
+    pub(super) fn send_process(&mut self, (host, life): Process, after: Duration, input: Input) {
+        self.plan(after, Event::Host { host, life, input });
+    }
+
     pub(super) fn deliver(&mut self, host: usize, life: u64, input: Input) {
         let node = &mut self.hosts[host];
         if !node.is_up || node.life != life {
@@ -73,6 +77,9 @@ impl World {
                 Input::Heartbeat(_) | Input::Resync(_) | Input::Tail(..) | Input::Registry(..) => {
                     return;
                 }
+                Input::Load(_) | Input::Asked(..) | Input::Query(..) | Input::Answer(..) => return,
+                // Its time-out tells.
+                Input::Answered(_, _, Some(_)) => return,
                 Input::Reply(then, reply) if !matches!(reply, Reply::Unavailable) => {
                     let again = Input::Reply(then, Reply::Unavailable);
                     self.send_host(host, Duration::from_millis(500), again);
@@ -84,6 +91,7 @@ impl World {
         match kind {
             Kind::Shim(at) => self.shim_input(at, input),
             Kind::Indexer(at) => self.indexer_input(at, input),
+            Kind::Router(at) => self.router_input(at, input),
         }
     }
 
@@ -224,7 +232,10 @@ impl World {
             tailing.check_at = self.now + TAIL_CHECK;
             let status = self.plane.log.status();
             let there = self.plane.log.at(tailing.sent).map(|at| at.stored_unix_ns);
-            let differs = there.is_some() && tailing.stored.is_some() && there != tailing.stored;
+            let differs = there.is_some()
+                && tailing.stored.is_some()
+                && there != tailing.stored
+                && self.broken != Some(Breakage::RefillUnseen);
             if status.identity != tailing.log || status.last < tailing.sent || differs {
                 tailing.is_open = false;
                 let session = run.session;
@@ -250,7 +261,7 @@ impl World {
         }
     }
 
-    fn in_order(&mut self, host: usize, input: Input) {
+    pub(super) fn in_order(&mut self, host: usize, input: Input) {
         let at = (self.now + self.delay()).max(self.hosts[host].received_until);
         self.hosts[host].received_until = at;
         let life = self.hosts[host].life;
@@ -280,6 +291,7 @@ impl World {
     pub(super) fn tell_watchers(&mut self) {
         let prefix = self.subjects.worker_keys();
         let changes = std::mem::take(&mut self.plane.changed);
+        self.tell_routers(&changes);
         for Changed { key, entry } in changes {
             if !key.starts_with(&prefix) {
                 continue;
@@ -304,6 +316,7 @@ impl World {
     // --- broadcasts
 
     pub(super) fn broadcast_heartbeat(&mut self, from: usize, payload: Bytes) {
+        self.check_heartbeat(&payload);
         for at in 0..self.indexers.len() {
             let to = self.indexers[at].host;
             self.broadcast(from, to, Input::Heartbeat(payload.clone()));
@@ -368,6 +381,9 @@ impl World {
             }
             self.indexers[at].run = Some(run);
         }
+        if let Kind::Router(at) = self.hosts[host].kind {
+            self.router_watches_again(at);
+        }
     }
 
     /// Of what changed meanwhile the last is told.
@@ -398,6 +414,7 @@ fn again(input: &Input) -> Option<Input> {
     match input {
         Input::Heartbeat(payload) => Some(Input::Heartbeat(payload.clone())),
         Input::Resync(payload) => Some(Input::Resync(payload.clone())),
+        Input::Load(payload) => Some(Input::Load(payload.clone())),
         _ => None,
     }
 }

@@ -344,3 +344,22 @@ fn a_payload_that_is_no_batch_makes_the_source_stale() {
     world.publish(&[clear()]);
     assert_eq!(world.gpu(), GPU);
 }
+
+/// A shim that was stopped for long hears first what the engine said before it was killed.
+#[test]
+fn what_waited_during_a_standstill_proves_nothing() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    let (seq, payload) = world.engine.publish(&[store(None, &[2])]);
+    world.engine.restart();
+    world.now += Duration::from_secs(20);
+    let before = world.records.len();
+    world.engine_answers = false;
+    world.deliver(seq, payload);
+    assert_eq!(world.records.len(), before, "nothing is told of it");
+    assert_ne!(world.core.status(world.now).states.gpu, GPU);
+    world.engine_answers = true;
+    let generation = world.generation;
+    world.tick_ms(3000);
+    assert!(world.generation > generation, "another life is found");
+}

@@ -129,3 +129,25 @@ fn a_full_outbox_is_replaced_by_one_generation() {
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.gpu(), GPU);
 }
+
+/// The log took three records, and the first one's acknowledgement is lost.
+#[test]
+fn a_lost_acknowledgement_holds_the_later_ones_back_for_half_a_second_only() {
+    let mut world = World::started(true);
+    world.acks_wait = true;
+    let tokens: Vec<u32> = (1..20_001).collect();
+    world.publish(&[store(None, &tokens)]);
+    let last = world.records.last().unwrap().number;
+    let acknowledged = |world: &World| world.core.status(world.now).acknowledged.unwrap().number;
+    let before = acknowledged(&world);
+    assert!(world.waiting.len() >= 3);
+    world.waiting.remove(0);
+    world.acknowledge_all();
+    world.tick_ms(400);
+    assert_eq!(acknowledged(&world), before);
+    world.tick_ms(1000);
+    assert_eq!(acknowledged(&world), last);
+    let generations = world.records.iter().map(|record| record.generation);
+    assert_eq!(generations.max(), Some(world.generation));
+    assert_eq!(world.core.status(world.now).counters.generations, 1);
+}

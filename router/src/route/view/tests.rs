@@ -210,3 +210,34 @@ proptest! {
         }
     }
 }
+
+/// Registry and log were lost, and generations are counted from 1 again.
+#[test]
+fn what_nobody_shows_any_more_is_forgotten() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    fixture.state(7, Some(40), start);
+    fixture
+        .view
+        .demote(fixture.roster.enrol(&source()), Generation(7));
+    let shortly_before = start + FORGOTTEN - ms(1);
+    assert_eq!(
+        fixture.state(1, Some(0), shortly_before),
+        SourceState::Stale
+    );
+    let later = start + FORGOTTEN;
+    assert_eq!(fixture.state(1, Some(0), later), SourceState::Exact);
+    assert_eq!(fixture.state(1, Some(1), later), SourceState::Exact);
+}
+
+#[test]
+fn a_number_that_is_still_shown_is_never_forgotten() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    for step in 0..100 {
+        let now = start + ms(1000 * step);
+        assert_eq!(fixture.state(7, Some(40), now), SourceState::Exact);
+        if step > 0 {
+            assert_eq!(fixture.state(7, Some(39), now), SourceState::Stale);
+            assert_eq!(fixture.state(6, Some(90), now), SourceState::Stale);
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! Routers: processes, what they know of the fleet, and what comes to them.
+//!
+//! `fleet`, `workers` and `replication` of the router's shell without tasks, around the real `Core` and
+//! `Replica`. Which indexers there are, a router knows from the start: the registry's entries of them
+//! only order who is asked first.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use warmroute_proto::bus::{RegistryEvent, Revision};
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{Generation, RouterId, WorkerId, codec};
+use warmroute_router::health::{Health, Sight, Turn};
+use warmroute_router::replicas::Replicas;
+use warmroute_router::route::{self, Core, Knobs, Settings};
+use warmroute_router::sync::{Link, Replica};
+
+use super::engine::EngineNode;
+use super::host::{Event, Input, Process, Then, Timer};
+use super::lease::Keeper;
+use super::plane::{At, Changed};
+use super::replica::TICK;
+use super::requests::{Open, Shown};
+use super::{Breakage, World};
+
+const HEALTH_EVERY: Duration = Duration::from_secs(1);
+const RETRY: Duration = Duration::from_millis(500);
+pub(super) const PROBE_EVERY: Duration = Duration::from_millis(500);
+
+pub(super) struct Router {
+    pub(super) host: usize,
+    pub(super) run: Option<Box<RouterRun>>,
+}
+
+pub(super) struct RouterRun {
+    pub(super) id: RouterId,
+    pub(super) core: Core,
+    pub(super) replica: Replica,
+    pub(super) lease: Keeper,
+    pub(super) fleet: BTreeMap<WorkerId, Member>,
+    /// Engines whose health is being asked for.
+    looking_at: BTreeSet<usize>,
+    pub(super) indexers: Replicas,
+    /// It listens to the others and the registry.
+    pub(super) is_open: bool,
+    pub(super) is_ready: bool,
+    seen: BTreeMap<String, Revision>,
+    pub(super) due: Option<Instant>,
+    pub(super) requests: BTreeMap<u64, Open>,
+    pub(super) next_request: u64,
+    /// When each engine's worker was first heard of.
+    pub(super) met: BTreeMap<usize, At>,
+    /// What answers showed of each source, for the checks.
+    pub(super) shown: BTreeMap<usize, Shown>,
+    /// When a decision in the calm last rested on all that the index knows.
+    pub(super) probed: Option<At>,
+    pub(super) doubted: Option<String>,
+}
+
+/// A worker as `fleet::Member` has it.
+pub(super) struct Member {
+    pub(super) entry: WorkerEntry,
+    pub(super) health: Health,
+}
+
+impl World {
+    pub(super) fn start_router(&mut self, at: usize) {
+        let host = self.routers[at].host;
+        let now = self.local(host);
+        let mut id = [0; 16];
+        id.fill_with(|| self.rng.u8(..));
+        let id = RouterId(id);
+        let core = Core::new(Settings {
+            knobs: Knobs::default(),
+            router: id,
+            incarnation: Generation(0),
+            seed: self.rng.u64(..),
+        });
+        let mut indexers = Replicas::default();
+        for indexer in 0..self.indexers.len() {
+            indexers.put(&indexer.to_string(), true);
+        }
+        let run = RouterRun {
+            id,
+            core,
+            replica: Replica::new(id, now),
+            lease: Keeper::new(self.subjects.router_key(id), id),
+            fleet: BTreeMap::new(),
+            looking_at: BTreeSet::new(),
+            indexers,
+            is_open: false,
+            is_ready: false,
+            seen: BTreeMap::new(),
+            due: None,
+            requests: BTreeMap::new(),
+            next_request: 0,
+            met: BTreeMap::new(),
+            shown: BTreeMap::new(),
+            probed: None,
+            doubted: None,
+        };
+        self.routers[at].run = Some(Box::new(run));
+        self.timer(host, Duration::ZERO, Timer::Open(0));
+        self.timer(host, HEALTH_EVERY, Timer::Health);
+        self.timer(host, PROBE_EVERY, Timer::Probe);
+        self.plan_arrival(host);
+    }
+
+    /// Its connections to the engines break, each in its time.
+    pub(super) fn router_is_gone(&mut self, at: usize, life: u64) {
+        self.routers[at].run = None;
+        let from = (self.routers[at].host, life);
+        for engine in 0..self.engines.len() {
+            let after = self.delay();
+            let no = None;
+            self.plan(after, Event::HangUp { engine, from, no });
+        }
+    }
+
+    pub(super) fn router_input(&mut self, at: usize, input: Input) {
+        let Some(mut run) = self.routers[at].run.take() else {
+            return;
+        };
+        if let Some(input) = self.conversation(at, &mut run, input)
+            && let Some(input) = self.fleet_input(at, &mut run, input)
+        {
+            self.request_input(at, &mut run, input);
+        }
+        if run.is_open {
+            self.talk(at, &mut run);
+        }
+        self.routers[at].run = Some(run);
+    }
+
+    /// What the replica is told; the rest comes back.
+    fn conversation(&mut self, at: usize, run: &mut RouterRun, input: Input) -> Option<Input> {
+        let host = self.routers[at].host;
+        let now = self.local(host);
+        let (replica, core) = (&mut run.replica, &mut run.core);
+        match input {
+            Input::Timer(Timer::Open(_)) => self.open_router(at, run),
+            Input::Timer(Timer::Tick) => {
+                self.timer(host, TICK, Timer::Tick);
+                core.tick(now);
+                replica.tick(core, now);
+            }
+            Input::Timer(Timer::Due) => {
+                run.due = None;
+                replica.send_due(core, now);
+            }
+            Input::Timer(Timer::Lease(timer)) => self.lease_due(host, &mut run.lease, timer),
+            Input::Reply(Then::Lease(then), reply) => self.lease_then(host, run, then, reply),
+            Input::Connection(is_up) => {
+                replica.link(if is_up { Link::Up } else { Link::Down }, now);
+            }
+            Input::Load(_) | Input::Asked(..) if !run.is_open => {}
+            Input::Load(payload) => replica.receive(&payload, core, now),
+            Input::Asked(from, id, question) => {
+                if let Some(answer) = replica.serve(&question, core, now) {
+                    let answer = Input::Answered(run.id, id, Some(answer));
+                    self.answer_process(host, from, answer);
+                }
+            }
+            Input::Answered(peer, id, answer) => {
+                replica.answered(peer, id, answer.as_ref(), core, now);
+            }
+            other => return Some(other),
+        }
+        None
+    }
+
+    /// By the plane, if it gets there.
+    pub(super) fn answer_process(&mut self, host: usize, to: Process, answer: Input) {
+        let is_lost = self.strikes(self.rates.call_lost);
+        let after = self.delay();
+        if !self.hosts[host].is_cut && !is_lost {
+            self.send_process(to, after, answer);
+        }
+    }
+
+    fn open_router(&mut self, at: usize, run: &mut RouterRun) {
+        let host = self.routers[at].host;
+        if self.hosts[host].is_cut {
+            self.timer(host, RETRY, Timer::Open(0));
+            return;
+        }
+        run.is_open = true;
+        self.timer(host, TICK, Timer::Tick);
+        let keys: Vec<_> = self.watched_by_routers();
+        for (key, entry) in keys {
+            let event = RegistryEvent::Put { key, entry };
+            self.in_order(host, Input::Registry(0, event));
+        }
+        self.in_order(host, Input::Registry(0, RegistryEvent::Current));
+    }
+
+    fn watched_by_routers(&self) -> Vec<(String, warmroute_proto::bus::RegistryEntry)> {
+        let prefixes = [self.subjects.worker_keys(), self.subjects.router_keys()];
+        let keys = self.plane.keys.iter();
+        keys.filter(|(key, _)| prefixes.iter().any(|prefix| key.starts_with(prefix)))
+            .map(|(key, entry)| (key.clone(), entry.entry.clone()))
+            .collect()
+    }
+
+    pub(super) fn tell_routers(&mut self, changes: &[Changed]) {
+        if self.routers.is_empty() {
+            return;
+        }
+        let prefixes = [self.subjects.worker_keys(), self.subjects.router_keys()];
+        for Changed { key, entry } in changes {
+            if !prefixes.iter().any(|prefix| key.starts_with(prefix)) {
+                continue;
+            }
+            let event = match entry.clone() {
+                Some(entry) => RegistryEvent::Put {
+                    key: key.clone(),
+                    entry,
+                },
+                None => RegistryEvent::Gone { key: key.clone() },
+            };
+            for at in 0..self.routers.len() {
+                let host = self.routers[at].host;
+                // The one that is being worked on asked for the change: it watches too.
+                let watches = self.routers[at].run.as_ref().is_none_or(|run| run.is_open);
+                if watches && !self.hosts[host].is_cut {
+                    self.in_order(host, Input::Registry(0, event.clone()));
+                }
+            }
+        }
+    }
+
+    /// Of what changed while it was cut off the last is told.
+    pub(super) fn router_watches_again(&mut self, at: usize) {
+        let host = self.routers[at].host;
+        let Some(run) = self.routers[at].run.as_ref().filter(|run| run.is_open) else {
+            return;
+        };
+        let present = self.watched_by_routers();
+        let is_there = |key: &String| present.iter().any(|(there, _)| there == key);
+        let gone = run.seen.keys().filter(|key| !is_there(key));
+        let mut events: Vec<_> = gone
+            .map(|key| RegistryEvent::Gone { key: key.clone() })
+            .collect();
+        let is_new = |(key, entry): &&(String, warmroute_proto::bus::RegistryEntry)| {
+            run.seen.get(key) != Some(&entry.revision)
+        };
+        events.extend(present.iter().filter(is_new).map(|(key, entry)| {
+            let (key, entry) = (key.clone(), entry.clone());
+            RegistryEvent::Put { key, entry }
+        }));
+        for event in events {
+            self.in_order(host, Input::Registry(0, event));
+        }
+    }
+
+    // --- `fleet` and `workers`
+
+    fn fleet_input(&mut self, at: usize, run: &mut RouterRun, input: Input) -> Option<Input> {
+        let host = self.routers[at].host;
+        match input {
+            Input::Registry(_, event) => self.registry_says(at, run, event),
+            Input::Timer(Timer::Health) => {
+                self.timer(host, HEALTH_EVERY, Timer::Health);
+                self.look_at_workers(at, run);
+            }
+            Input::Sight(engine, sight) => {
+                run.looking_at.remove(&engine);
+                self.see(run, engine, sight);
+            }
+            other => return Some(other),
+        }
+        None
+    }
+
+    fn registry_says(&mut self, at: usize, run: &mut RouterRun, event: RegistryEvent) {
+        let now = self.local(self.routers[at].host);
+        match event {
+            RegistryEvent::Put { key, entry } => {
+                run.seen.insert(key.clone(), entry.revision);
+                if let Some(router) = self.subjects.key_router(&key) {
+                    run.replica.learn(router, &mut run.core, now);
+                } else if let Ok(entry) = codec::decode::<WorkerEntry>(&entry.value) {
+                    let known = run.fleet.get(&entry.worker);
+                    if known.is_some_and(|known| known.entry == entry) {
+                        return;
+                    }
+                    let health = known.map_or_else(Health::default, |known| known.health);
+                    let member = Member { entry, health };
+                    let worker = &member.entry.worker;
+                    let is_it = |node: &EngineNode| node.source.worker == *worker;
+                    if let Some(engine) = self.engines.iter().position(is_it) {
+                        run.met.entry(engine).or_insert(self.now);
+                    }
+                    run.fleet.insert(member.entry.worker.clone(), member);
+                    tell_core(run);
+                    self.look_at_workers(at, run);
+                }
+            }
+            // Knowledge outlives the registration; a router's silence tells, not its lease.
+            RegistryEvent::Gone { key } => {
+                run.seen.remove(&key);
+                if self.broken == Some(Breakage::LeasesActedUpon)
+                    && let Some(worker) = self.subjects.key_worker(&key)
+                {
+                    run.fleet.remove(&worker);
+                    tell_core(run);
+                }
+            }
+            RegistryEvent::Current => run.replica.listed(),
+        }
+    }
+
+    fn look_at_workers(&mut self, at: usize, run: &mut RouterRun) {
+        let from = self.process(self.routers[at].host);
+        for engine in 0..self.engines.len() {
+            let is_known = run.fleet.contains_key(&self.engines[engine].source.worker);
+            if is_known && run.looking_at.insert(engine) {
+                let after = self.delay();
+                self.plan(after, Event::LookAt { engine, from });
+            }
+        }
+    }
+
+    pub(super) fn process(&self, host: usize) -> Process {
+        (host, self.hosts[host].life)
+    }
+
+    /// A question for its health reaches an engine.
+    pub(super) fn look_at(&mut self, engine: usize, from: Process) {
+        let sight = if self.engines[engine].is_up {
+            Sight::CheckPassed
+        } else {
+            Sight::ConnectFailed
+        };
+        let after = self.delay();
+        self.send_process(from, after, Input::Sight(engine, sight));
+    }
+
+    pub(super) fn see(&self, run: &mut RouterRun, engine: usize, sight: Sight) {
+        let worker = &self.engines[engine].source.worker;
+        let Some(member) = run.fleet.get_mut(worker) else {
+            return;
+        };
+        let turn = member.health.see(sight);
+        let is_heeded = turn != Turn::Down || self.broken != Some(Breakage::HealthIgnored);
+        if turn != Turn::None && is_heeded {
+            tell_core(run);
+        }
+    }
+}
+
+/// `Fleet::publish`.
+fn tell_core(run: &mut RouterRun) {
+    let entries: Vec<WorkerEntry> = run
+        .fleet
+        .values()
+        .map(|member| member.entry.clone())
+        .collect();
+    run.core.set_workers(&entries);
+    for member in run.fleet.values() {
+        let health = match member.health {
+            Health::Healthy { .. } => route::Health::Healthy,
+            Health::Unchecked => route::Health::Unknown,
+            Health::Unhealthy => route::Health::Unhealthy,
+        };
+        run.core.set_health(&member.entry.worker, health);
+    }
+}
