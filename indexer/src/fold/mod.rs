@@ -291,6 +291,21 @@ impl Fold {
         verdict
     }
 
+    /// Reads what these will need of memory, beside whoever else reads: applying them then takes less time
+    /// under the write lock. See `tree/warm.rs`.
+    pub fn warm(&self, messages: &[Parsed]) {
+        let mut scratch = Vec::new();
+        for message in messages {
+            if let Content::Record(record) = &message.content
+                && let Some(number) = self.number(&record.source)
+            {
+                for change in &record.changes {
+                    self.tree.warm(number, change, &mut scratch);
+                }
+            }
+        }
+    }
+
     /// Something on the source's subject could not be read.
     fn unread(&mut self, source: &Source, verdict: Verdict) -> Verdict {
         if let Some(fold) = self.sources.get_mut(source) {

@@ -275,6 +275,7 @@ impl Worker {
             .iter()
             .map(|message| Parsed::of(&self.subjects, message))
             .collect();
+        self.shared.read().warm(&parsed);
         let mut verdicts = Vec::with_capacity(parsed.len());
         let now = now();
         let mut fold = self.shared.write();

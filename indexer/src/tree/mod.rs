@@ -29,6 +29,7 @@ mod runs;
 mod spans;
 mod store;
 mod table;
+mod warm;
 
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
@@ -119,6 +120,13 @@ impl Position {
         run: RunId::NONE,
         offset: 0,
     };
+
+    const fn next(self) -> Self {
+        Self {
+            run: self.run,
+            offset: self.offset + 1,
+        }
+    }
 }
 
 #[derive(Default)]

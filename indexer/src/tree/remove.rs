@@ -59,7 +59,7 @@ impl Tree {
     }
 
     /// How far the list goes on with blocks next to the first one, and the range they fill.
-    fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
+    pub(super) fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
         let run = self.run(first.run);
         let (mut from, mut to) = (first.offset, first.offset + 1);
         let mut taken = 1;
@@ -82,7 +82,7 @@ impl Tree {
     }
 
     /// The block in front of a range: what an eviction from the end takes next.
-    fn before(&self, range: Range) -> Option<Position> {
+    pub(super) fn before(&self, range: Range) -> Option<Position> {
         let run = self.run(range.run);
         if range.from > 0 {
             return Some(Position {

@@ -76,8 +76,11 @@ pub struct Ours {
 }
 
 impl Ours {
-    fn apply(&self, worker: u32, change: Change) {
+    /// As the indexer does: what the change needs is read beside the readers, so that they are kept out for
+    /// little more than the writing.
+    fn apply(&self, worker: u32, change: Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
+        self.tree.read().warm(number, &change, scratch);
         self.tree.write().apply(number, &change).unwrap();
     }
 }
@@ -107,9 +110,10 @@ impl Index for Ours {
     }
 
     fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync)) {
+        let mut scratch = Vec::new();
         for (index, part) in parts.into_iter().enumerate() {
             for (worker, change) in part {
-                self.apply(worker, change);
+                self.apply(worker, change, &mut scratch);
             }
             done(index);
         }
@@ -120,8 +124,9 @@ impl Index for Ours {
         changes: &mut (dyn Iterator<Item = Self::Change> + Send),
         done: &(dyn Fn() + Sync),
     ) {
+        let mut scratch = Vec::new();
         for (worker, change) in changes {
-            self.apply(worker, change);
+            self.apply(worker, change, &mut scratch);
         }
         done();
     }
