@@ -37,7 +37,7 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::tree::{SourceNumber, TierMask, Tree};
+use crate::tree::{Growth, SourceNumber, TierMask, Tree};
 use ends::LogEnds;
 use link::Link;
 use memory::Memory;
@@ -291,19 +291,20 @@ impl Fold {
         verdict
     }
 
-    /// Reads what these will need of memory, beside whoever else reads: applying them then takes less time
-    /// under the write lock. See `tree/warm.rs`.
-    pub fn warm(&self, messages: &[Parsed]) {
-        let mut scratch = Vec::new();
-        for message in messages {
-            if let Content::Record(record) = &message.content
-                && let Some(number) = self.number(&record.source)
-            {
-                for change in &record.changes {
-                    self.tree.warm(number, change, &mut scratch);
-                }
-            }
-        }
+    /// The changes of a message that is about to be applied, for [`Tree::warm`] and [`Self::grow`].
+    #[must_use]
+    pub fn to_come<'a>(&self, message: &'a Parsed) -> Option<(SourceNumber, &'a [Change])> {
+        let Content::Record(record) = &message.content else {
+            return None;
+        };
+        let fold = self.sources.get(&record.source)?;
+        let number = fold.number().filter(|_| fold.awaits(record))?;
+        Some((number, &record.changes))
+    }
+
+    /// See [`Tree::grow`]. What is not used is given back by [`Self::reclaim`].
+    pub fn grow(&mut self, change: &Change, growth: &mut Growth) {
+        self.tree.grow(change, growth);
     }
 
     /// Something on the source's subject could not be read.

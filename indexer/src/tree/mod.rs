@@ -18,6 +18,7 @@
 //!
 //! What it does not know: generations, states, time, or names of sources.
 
+mod ahead;
 mod blocks;
 mod dump;
 mod image;
@@ -29,7 +30,6 @@ mod runs;
 mod spans;
 mod store;
 mod table;
-mod warm;
 
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
@@ -39,6 +39,7 @@ use self::run::{Run, RunId};
 use self::runs::Runs;
 use self::table::Table;
 
+pub use ahead::Growth;
 pub(crate) use dump::Dump;
 pub use image::{BadImage, digests_of_image};
 
@@ -182,6 +183,8 @@ pub struct Tree {
     /// What the lists of runs, holders and sources take.
     heap: usize,
     scratch: Vec<PrefixHash>,
+    /// Runs with blocks that were added ahead, and that may be held by nobody. Children follow parents.
+    grown: Vec<RunId>,
 }
 
 impl Default for Tree {
@@ -199,6 +202,7 @@ impl Default for Tree {
             holders: 0,
             heap: 0,
             scratch: Vec::new(),
+            grown: Vec::new(),
         }
     }
 }

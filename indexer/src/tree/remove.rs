@@ -28,6 +28,7 @@ impl Tree {
         prefixes: &[PrefixHash],
         tier: Tier,
     ) -> Result<(), ChangeError> {
+        self.drop_grown();
         if prefixes.len() > 1 {
             self.table.touch(prefixes);
         }
@@ -135,6 +136,7 @@ impl Tree {
     }
 
     pub(super) fn clear(&mut self, number: SourceNumber, tier: Tier) {
+        self.drop_grown();
         let runs = std::mem::take(&mut self.sources[number.index()].runs);
         let mut digest = self.sources[number.index()].digest;
         for &id in &runs {
@@ -172,6 +174,7 @@ impl Tree {
     /// Gives back at most about `nodes_max` of what closed sources held, and memory of which most is free.
     /// Is there more?
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
+        self.drop_grown();
         let mut left = nodes_max;
         while let Some(&number) = self.closed.last() {
             let source = &mut self.sources[number.index()];

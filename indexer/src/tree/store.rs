@@ -110,7 +110,7 @@ impl Tree {
 
     /// Where the blocks go on that the run at this position does not have: in a child run, in new
     /// blocks at its end, or in a new run.
-    fn branch(
+    pub(super) fn branch(
         &mut self,
         at: Position,
         parent: Option<PrefixHash>,

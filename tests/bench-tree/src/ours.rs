@@ -13,7 +13,7 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tiers};
 
-use self::tree::{SourceNumber, Tree};
+use self::tree::{Growth, SourceNumber, Tree};
 use self::turns::Turns;
 use crate::index::Index;
 use crate::workload::{Event, TOKENS_PER_BLOCK};
@@ -76,12 +76,16 @@ pub struct Ours {
 }
 
 impl Ours {
-    /// As the indexer does: what the change needs is read beside the readers, so that they are kept out for
-    /// little more than the writing.
-    fn apply(&self, worker: u32, change: Change, scratch: &mut Vec<PrefixHash>) {
+    /// As the indexer does: while somebody reads, what can be done beside the readers is.
+    fn apply(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
-        self.tree.read().warm(number, &change, scratch);
-        self.tree.write().apply(number, &change).unwrap();
+        if self.tree.is_read() {
+            let mut growth = self.tree.read_own().warm(number, change, scratch);
+            while growth.left() > Growth::TURN {
+                self.tree.write().grow(change, &mut growth);
+            }
+        }
+        self.tree.write().apply(number, change).unwrap();
     }
 }
 
@@ -113,7 +117,7 @@ impl Index for Ours {
         let mut scratch = Vec::new();
         for (index, part) in parts.into_iter().enumerate() {
             for (worker, change) in part {
-                self.apply(worker, change, &mut scratch);
+                self.apply(worker, &change, &mut scratch);
             }
             done(index);
         }
@@ -126,7 +130,7 @@ impl Index for Ours {
     ) {
         let mut scratch = Vec::new();
         for (worker, change) in changes {
-            self.apply(worker, change, &mut scratch);
+            self.apply(worker, &change, &mut scratch);
         }
         done();
     }
