@@ -37,7 +37,7 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::tree::{Growth, SourceNumber, TierMask, Tree};
+use crate::tree::{Growth, SourceNumber, TierMask, Tree, is_long};
 use ends::LogEnds;
 use link::Link;
 use memory::Memory;
@@ -291,14 +291,16 @@ impl Fold {
         verdict
     }
 
-    /// The changes of a message that is about to be applied, for [`Tree::warm`] and [`Self::grow`].
+    /// The changes of a message that is about to be applied, if they are worth a [`Tree::warm`] and
+    /// [`Self::grow`].
     #[must_use]
     pub fn to_come<'a>(&self, message: &'a Parsed) -> Option<(SourceNumber, &'a [Change])> {
         let Content::Record(record) = &message.content else {
             return None;
         };
         let fold = self.sources.get(&record.source)?;
-        let number = fold.number().filter(|_| fold.awaits(record))?;
+        let is_next = is_long(&record.changes) && fold.awaits(record);
+        let number = fold.number().filter(|_| is_next)?;
         Some((number, &record.changes))
     }
 

@@ -326,12 +326,8 @@ impl Worker {
         (verdicts, fold.read_own().position())
     }
 
-    fn make_ready(
-        &self,
-        number: SourceNumber,
-        changes: &[Change],
-        scratch: &mut Vec<PrefixHash>,
-    ) {
+    /// Does for the changes of a record what can be done before readers are kept out.
+    fn make_ready(&self, number: SourceNumber, changes: &[Change], scratch: &mut Vec<PrefixHash>) {
         let fold = &self.shared.fold;
         let leave = match changes {
             [_] => Growth::TURN,

@@ -43,6 +43,17 @@ impl Growth {
     }
 }
 
+/// Are the changes of a record worth being made ready for? Applying a few blocks keeps nobody waiting.
+#[must_use]
+pub fn is_long(changes: &[Change]) -> bool {
+    let blocks = changes.iter().map(|change| match change {
+        Change::Stored { blocks, .. } => blocks.len(),
+        Change::Removed { blocks, .. } => blocks.len(),
+        Change::Cleared { .. } => 0,
+    });
+    blocks.sum::<usize>() > Growth::TURN / 2
+}
+
 impl Tree {
     /// Reads what applying the change will need. `scratch` is for whoever does it again and again.
     pub fn warm(
@@ -76,7 +87,10 @@ impl Tree {
         // Others may have changed the tree since: is the parent still where it was?
         let at = growth.at;
         let is_there = parent.is_none_or(|parent| {
-            let last = at.offset.checked_sub(1).map(|offset| Position { offset, ..at });
+            let last = at
+                .offset
+                .checked_sub(1)
+                .map(|offset| Position { offset, ..at });
             last.is_some_and(|last| self.is_at(last, parent))
         });
         let turn = &blocks[from..][..left.min(Growth::TURN)];

@@ -79,7 +79,7 @@ impl Ours {
     /// As the indexer does: while somebody reads, what can be done beside the readers is.
     fn apply(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
-        if self.tree.is_read() {
+        if tree::is_long(std::slice::from_ref(change)) && self.tree.is_read() {
             let mut growth = self.tree.read_own().warm(number, change, scratch);
             while growth.left() > Growth::TURN {
                 self.tree.write().grow(change, &mut growth);
