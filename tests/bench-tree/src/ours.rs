@@ -77,7 +77,7 @@ pub struct Ours {
 
 impl Ours {
     /// As the indexer does: while somebody reads, what can be done beside the readers is.
-    fn apply(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
+    pub fn apply(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
         if tree::is_long(std::slice::from_ref(change)) && self.tree.is_read() {
             let mut growth = self.tree.read_own().warm(number, change, scratch);
