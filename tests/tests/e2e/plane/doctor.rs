@@ -141,6 +141,14 @@ async fn until_snapshot(plane: &NatsPlane) {
 
 /// The third shim comes back without what its engine's replay buffer has forgotten.
 async fn lose_history(fleet: &Fleet) {
+    for number in 0.. {
+        let truth = fleet.get(fleet.engine(2, "/debug/blocks")).await;
+        // Twice what the buffer keeps.
+        if truth["ranks"][0]["last_seq"].as_u64() >= Some(40) {
+            break;
+        }
+        ask_third(fleet, &format!("{number} ").repeat(100)).await;
+    }
     let shim = &fleet.parts().shims[2];
     // In its own orderly way, so that nobody waits for its lease.
     shim.signal("TERM");
@@ -154,11 +162,16 @@ async fn heal_partial(fleet: &Fleet) {
     let reset = fleet.engine(2, "/reset_prefix_cache");
     fleet.http.post(reset).send().await.unwrap();
     // The engine tells of it with its next batch.
-    let body = json!({"model": "mock", "prompt": "x ".repeat(100), "max_tokens": 1});
+    ask_third(fleet, &"x ".repeat(100)).await;
+    until_state(fleet, "exact").await;
+}
+
+/// Without a router's choice.
+async fn ask_third(fleet: &Fleet, prompt: &str) {
+    let body = json!({"model": "mock", "prompt": prompt, "max_tokens": 1});
     let url = fleet.engine(2, "/v1/completions");
     let answer = fleet.http.post(url).json(&body).send().await.unwrap();
     assert!(answer.status().is_success(), "{}", answer.status());
-    until_state(fleet, "exact").await;
 }
 
 async fn until_state(fleet: &Fleet, word: &str) {
