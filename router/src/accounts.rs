@@ -41,7 +41,8 @@ impl Desk {
         Ok(admitted)
     }
 
-    /// Waits until something urgent was written; the rest goes with it, or by the clock. Cancel-safe; several writings may be told once.
+    /// Waits until something urgent was written; the rest goes with it, or by the clock. Cancel-safe;
+    /// several writings may be told once.
     pub async fn written(&self) {
         self.written.notified().await;
     }

@@ -144,8 +144,9 @@ pub trait Plane: Send + Sync + 'static {
     fn log_status(&self) -> PlaneFuture<'_, LogStatus>;
 
     /// Hands a message to the log. The outer future ends when its place behind earlier ones is
-    /// fixed, the inner one with the acknowledgement: appends can be pipelined in order. One that cannot go out
-    /// because too many are without an answer fails; answered ones do not count, looked at or not.
+    /// fixed, the inner one with the acknowledgement: appends can be pipelined in order. One
+    /// that cannot go out because too many are without an answer fails; answered ones do not count,
+    /// looked at or not.
     fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended>;
 
     /// The newest message on a subject that the log still has. Where the log has several copies, one

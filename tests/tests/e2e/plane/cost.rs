@@ -85,8 +85,8 @@ async fn of(routers: usize, access: Access) -> f64 {
     let work = (all_busy(&fleet) - before - idle * took) * 1e3 / whole;
     let out = (bytes("out").await - sent_before) / whole;
     println!(
-        "{routers} routers, {access:?}: {whole} requests, {work:.3} ms of processor a request; {out:.0} B sent a \
-         request; idle {:.2} ms a second and router",
+        "{routers} routers, {access:?}: {whole} requests, {work:.3} ms of processor a request; \
+         {out:.0} B sent a request; idle {:.2} ms a second and router",
         idle * 1e3 / f64::from(u32::try_from(routers).unwrap()),
     );
     assert_eq!(tally.failed.load(Ordering::SeqCst), 0);
