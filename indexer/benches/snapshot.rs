@@ -84,7 +84,7 @@ impl World {
             created_unix_ns: 1,
             nonce: 1,
         });
-        fold.observe_end(now, LogPosition(0));
+        fold.observe_end(now, LogPosition(0), 0);
         Self {
             fold,
             subjects: Subjects::new(&namespace),

@@ -118,6 +118,7 @@ mod tests {
             identity: IDENTITY,
             first: LogPosition(first),
             last: LogPosition(last),
+            now_unix_ns: 0,
         }
     }
 

@@ -304,7 +304,7 @@ impl Log {
         });
         #[expect(clippy::disallowed_methods, reason = "any instant will do")]
         let now = Instant::now();
-        fold.observe_end(now, LogPosition(0));
+        fold.observe_end(now, LogPosition(0), 0);
         let shim = |name| Shim {
             source: Source {
                 worker: WorkerId::from(format!("w{name}")),

@@ -177,6 +177,7 @@ fn healthy() -> PlaneState {
             identity: IDENTITY,
             first: LogPosition(1),
             last: LogPosition(100),
+            now_unix_ns: 0,
         }),
         before: registry.clone(),
         registry_read: true,

@@ -252,9 +252,10 @@ impl Fold {
         }
     }
 
-    /// At the moment `at`, or later, the log ended at `last`.
-    pub fn observe_end(&mut self, at: Instant, last: LogPosition) {
-        self.ends.observe(at, last);
+    /// At the moment `at`, or later, the log ended at `last`; its own clock showed `unix_ns`, or 0 if it
+    /// did not tell.
+    pub fn observe_end(&mut self, at: Instant, last: LogPosition, unix_ns: u64) {
+        self.ends.observe(at, last, unix_ns);
     }
 
     /// Takes the next message of the log.
@@ -282,7 +283,9 @@ impl Fold {
             Content::WrongSource(source) => return self.unread(source, Verdict::WrongSource),
             Content::Undecodable(source) => return self.unread(source, Verdict::Undecodable),
         };
-        let stored = self.ends.stored_after(position);
+        let stored = self
+            .ends
+            .stored_after(position, message.mark.stored_unix_ns);
         let fold = self
             .sources
             .entry(record.source.clone())

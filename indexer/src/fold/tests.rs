@@ -231,7 +231,7 @@ fn backlog_proves_nothing_about_now() {
     let mut world = World::new();
     world.fold = Fold::new(&crate::tests_support::namespace(), None);
     world.fold.follow(IDENTITY);
-    world.fold.observe_end(world.now, LogPosition(2));
+    world.fold.observe_end(world.now, LogPosition(2), 0);
     assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
     assert_eq!(world.publish(W, gpu("b")), Verdict::Applied);
     assert_eq!(world.state(W), SourceState::Unknown, "they may be days old");

@@ -157,7 +157,7 @@ impl Worker {
             Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
         }
         fold.follow(look.status.identity);
-        fold.observe_end(look.at, look.status.last);
+        fold.observe_end(look.at, look.status.last, look.status.now_unix_ns);
         let position = fold.position();
         drop(fold);
         self.shared.position.send_replace(position);
@@ -219,7 +219,8 @@ impl Worker {
             let why = format!("the log changed: {}", look.fit.word());
             return Err(PlaneError::Unavailable(why));
         }
-        self.shared.write().observe_end(look.at, look.status.last);
+        let (last, unix_ns) = (look.status.last, look.status.now_unix_ns);
+        self.shared.write().observe_end(look.at, last, unix_ns);
         let first = look.status.first.0;
         self.shared.log_first.store(first, Ordering::Relaxed);
         Ok(look.status.last)

@@ -188,7 +188,7 @@ impl World {
         let mut fold = Fold::new(&namespace(), bytes_max);
         let now = some_instant();
         fold.follow(IDENTITY);
-        fold.observe_end(now, LogPosition(0));
+        fold.observe_end(now, LogPosition(0), 0);
         Self {
             fold,
             now,
@@ -264,7 +264,7 @@ impl World {
 
     pub(crate) fn wait(&mut self, time: Duration) {
         self.now += time;
-        self.fold.observe_end(self.now, self.position);
+        self.fold.observe_end(self.now, self.position, 0);
         self.fold.tick(self.now);
     }
 

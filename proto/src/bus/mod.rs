@@ -68,6 +68,9 @@ pub struct LogStatus {
     pub first: LogPosition,
     /// The newest message ever taken; 0 before the first.
     pub last: LogPosition,
+    /// When it was asked, by the clock that stamps messages; 0 if the log does not tell. Good for
+    /// comparisons with [`LogMessage::stored_unix_ns`], and for nothing else.
+    pub now_unix_ns: u64,
 }
 
 /// A registry value with the revision that a conditional write names.

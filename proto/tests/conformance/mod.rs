@@ -133,6 +133,8 @@ pub(crate) mod check {
         assert_eq!((at.position.0, &at.payload[..]), (7, &b"6"[..]));
         assert_eq!(plane.at(LogPosition(7)).await.unwrap().unwrap(), at);
         assert_eq!(plane.at(LogPosition(51)).await.unwrap(), None);
+        let by_one_clock = [empty.now_unix_ns, at.stored_unix_ns, status.now_unix_ns];
+        assert!(by_one_clock.is_sorted() && by_one_clock[0] > 0);
     }
 
     /// More than any bound of what is in flight.

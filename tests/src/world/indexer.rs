@@ -406,13 +406,13 @@ impl World {
                 self.end_session(at, run, fit.word());
             }
             For::Tail => {
-                run.fold.observe_end(asked, status.last);
+                run.fold.observe_end(asked, status.last, status.now_unix_ns);
                 run.log_first = status.first;
                 run.phase = Phase::Following;
                 self.timer(host, TICK, Timer::Look(run.session));
             }
             For::Session { .. } => {
-                run.fold.observe_end(asked, status.last);
+                run.fold.observe_end(asked, status.last, status.now_unix_ns);
                 run.log_first = status.first;
                 self.timer(host, TICK, Timer::Look(run.session));
             }
@@ -433,7 +433,7 @@ impl World {
             Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
         }
         run.fold.follow(status.identity);
-        run.fold.observe_end(asked, status.last);
+        run.fold.observe_end(asked, status.last, status.now_unix_ns);
         run.is_subscribed = true;
         run.fold.watch_begins();
         run.seen.clear();

@@ -90,6 +90,7 @@ impl Log {
             identity: self.identity,
             first: first.map_or_else(|| self.last.next(), |message| message.position),
             last: self.last,
+            now_unix_ns: 0,
         }
     }
 
@@ -184,7 +185,10 @@ impl Plane {
     pub(super) fn answer(&mut self, now: At, op: Op) -> Reply {
         match op {
             Op::Append { subject, payload } => Reply::Position(self.append(now, subject, payload)),
-            Op::Status => Reply::Status(self.log.status()),
+            Op::Status => Reply::Status(LogStatus {
+                now_unix_ns: self.clock(now),
+                ..self.log.status()
+            }),
             Op::LastOn(subject) => Reply::Message(self.read_from(now).last_on(&subject).cloned()),
             Op::At(position) => Reply::Message(self.read_from(now).at(position).cloned()),
             Op::Get(key) => Reply::Entry(self.keys.get(&key).map(|entry| entry.entry.clone())),
@@ -233,9 +237,15 @@ impl Plane {
         }
     }
 
+    /// What stamps messages.
+    fn clock(&self, now: At) -> u64 {
+        let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+        now.max(self.stored)
+    }
+
     pub(super) fn append(&mut self, now: At, subject: String, payload: Bytes) -> LogPosition {
         // No two messages are stored at one moment.
-        self.stored = (self.stored + 1).max(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX));
+        self.stored = self.clock(now).max(self.stored + 1);
         self.log.append(subject, payload, self.stored)
     }
 

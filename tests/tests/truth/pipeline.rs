@@ -60,7 +60,7 @@ impl Index {
     }
 
     fn append(&mut self, subject: &str, payload: Bytes) {
-        self.fold.observe_end(self.now, self.position);
+        self.fold.observe_end(self.now, self.position, 0);
         self.position = self.position.next();
         let message = LogMessage {
             position: self.position,

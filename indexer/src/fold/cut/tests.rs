@@ -49,7 +49,7 @@ fn restored_sources_are_unknown_until_their_first_record_or_heartbeat() {
     let mut world = rich();
     let snapshot = world.snapshot().unwrap();
     world.fold = world.replica(Some(&snapshot));
-    world.fold.observe_end(world.now, world.position);
+    world.fold.observe_end(world.now, world.position, 0);
     for source in [W, "w2/0"] {
         let answers = world.ask("a b d");
         let answer = answers
@@ -175,7 +175,7 @@ fn a_running_fold_that_goes_back_asks_for_what_it_knows_to_exist() {
         world.fold.mark().map(|mark| mark.position),
         Some(world.position)
     );
-    world.fold.observe_end(now, world.position);
+    world.fold.observe_end(now, world.position, 0);
     assert_eq!(resyncs(&mut world), []);
     world.wait(PATIENCE);
     let requests = resyncs(&mut world);
@@ -268,7 +268,7 @@ fn a_lagging_reader_does_not_take_what_is_to_come_for_lost() {
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Behind);
     for _ in 0..60 {
         world.now += SECOND;
-        world.fold.observe_end(world.now, LogPosition(1000));
+        world.fold.observe_end(world.now, LogPosition(1000), 0);
         let now = world.now;
         world.fold.tick(now);
     }

@@ -39,6 +39,7 @@ impl Log {
             identity: self.identity,
             first: self.first(),
             last: self.last,
+            now_unix_ns: self.identity.created_unix_ns.wrapping_add(self.last.0),
         }
     }
 

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_nats::client::PublishErrorKind;
+use async_nats::datetime::parse_rfc3339;
 use async_nats::jetstream::message::StreamMessage;
 use async_nats::jetstream::stream::Info;
 use async_nats::{Client, HeaderMap, Message, StatusCode, Subscriber};
@@ -251,6 +252,10 @@ impl Core {
         subject: &str,
         body: &serde_json::Value,
     ) -> Result<T, ApiError> {
+        decode(&self.api_answer(subject, body).await?)
+    }
+
+    async fn api_answer(&self, subject: &str, body: &serde_json::Value) -> Result<Bytes, ApiError> {
         let payload = if body.is_null() {
             Bytes::new()
         } else {
@@ -259,12 +264,26 @@ impl Core {
         let message = Outgoing::new(format!("$JS.API.{subject}"), payload);
         let answer = async { self.ask(message, ANSWER_TIMEOUT).await?.answer().await };
         let answer = answer.await.map_err(ApiError::Plane)?;
-        decode(&answer.payload)
+        Ok(answer.payload)
     }
 
     pub(super) async fn stream_info(&self, stream: &str) -> Result<Info, ApiError> {
-        self.api(&format!("STREAM.INFO.{stream}"), &serde_json::Value::Null)
-            .await
+        Ok(self.stream_info_and_time(stream).await?.0)
+    }
+
+    /// The stream's leader answers, and says what its clock shows, in nanoseconds since the Unix epoch;
+    /// 0 if it does not.
+    pub(super) async fn stream_info_and_time(&self, stream: &str) -> Result<(Info, u64), ApiError> {
+        #[derive(Deserialize)]
+        struct Asked {
+            #[serde(default)]
+            ts: String,
+        }
+        let subject = format!("STREAM.INFO.{stream}");
+        let answer = self.api_answer(&subject, &serde_json::Value::Null).await?;
+        let Asked { ts } = decode(&answer)?;
+        let time = parse_rfc3339(&ts).map_or(0, |time| time.unix_timestamp_nanos());
+        Ok((decode(&answer)?, u64::try_from(time).unwrap_or(0)))
     }
 
     /// The newest message on a subject, from whichever copy of the stream answers.

@@ -65,7 +65,8 @@ pub(super) async fn tail(
 
 pub(super) async fn status(core: &Core) -> Result<LogStatus, PlaneError> {
     let name = core.layout.log();
-    let info = core.stream_info(&name).await.map_err(|error| match error {
+    let asked = core.stream_info_and_time(&name).await;
+    let (info, now_unix_ns) = asked.map_err(|error| match error {
         ApiError::Server(fault) if fault.is_stream_missing() => {
             PlaneError::Unavailable(format!("there is no stream {name}"))
         }
@@ -82,6 +83,7 @@ pub(super) async fn status(core: &Core) -> Result<LogStatus, PlaneError> {
         identity,
         first,
         last,
+        now_unix_ns,
     })
 }
 
