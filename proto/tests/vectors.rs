@@ -455,7 +455,7 @@ fn golden_samples() {
 /// The next version must read what this one wrote, of every kind.
 #[test]
 fn every_kind_has_a_golden_sample() {
-    const KINDS: std::ops::RangeInclusive<u8> = 1..=ShimEntry::KIND;
+    const KINDS: std::ops::RangeInclusive<u8> = 1..=View::KIND;
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = std::collections::BTreeSet::new();
     for file in fs::read_dir(samples).unwrap() {
