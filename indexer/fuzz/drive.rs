@@ -35,7 +35,6 @@ pub(crate) fn tree(bytes: &[u8]) {
 #[derive(Default)]
 struct World {
     tree: Tree,
-    applied: usize,
     sources: BTreeMap<SourceNumber, Model>,
 }
 
@@ -106,16 +105,6 @@ impl World {
     }
 
     fn apply(&mut self, number: SourceNumber, change: &Change, is: Result<(), ChangeError>) {
-        // In none to three turns ahead; now and then for a change that does not come.
-        self.applied += 1;
-        let mut growth = self.tree.warm(number, change, &mut Vec::new());
-        for _ in 0..self.applied % 4 {
-            self.tree.grow(change, &mut growth);
-        }
-        if self.applied.is_multiple_of(7) {
-            self.tree.drop_grown();
-            self.tree.grow(change, &mut growth);
-        }
         assert_eq!(self.tree.apply(number, change), is, "{change:?}");
     }
 

@@ -36,7 +36,7 @@ use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{DigestView, View, ViewAsk};
-use warmroute_proto::{Change, LogPosition, Namespace, PrefixHash, Source, Tier, codec};
+use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
 use crate::metrics::{Metrics, QueryOutcome, unix_ns};
@@ -50,15 +50,12 @@ use crate::view::{self, SourceDump, WorkerView};
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
 
-/// Payload bytes after which others have their turn: about 500 blocks, some 20 µs. A record larger than
+/// Payload bytes after which the lock is let go: about 500 blocks, some 20 µs. A record larger than
 /// that is folded whole, so that nobody sees half of one.
 const LOCKED_BYTES_MAX: usize = 4 << 10;
 
 /// Nodes of dead generations that are given back between two steps.
 const RECLAIM_MAX: usize = 1024;
-
-/// Of these, while readers wait.
-const RECLAIM_TURN: usize = 64;
 
 /// How often patience is checked, and the log's end looked up. Short against the 5 s of a proof,
 /// whose age is rounded up by as much.

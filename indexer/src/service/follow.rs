@@ -17,7 +17,6 @@ use super::*;
 use crate::fold::{Cut, NoCut, Parsed};
 use crate::metrics::RestoreCause;
 use crate::same_log::{self, Fit};
-use crate::tree::{Growth, SourceNumber};
 
 /// Looks at the log's end between two at the applied record: 3 s.
 const COMPARE_EVERY: u32 = 6;
@@ -247,7 +246,7 @@ impl Worker {
         live_from: LogPosition,
     ) -> Result<(), PlaneError> {
         if let Some(first) = batch.first()
-            && self.shared.fold.read_own().would_jump(first.position)
+            && self.shared.read().would_jump(first.position)
         {
             self.jumped(first.position).await?;
         }
@@ -290,10 +289,15 @@ impl Worker {
             .iter()
             .map(|message| Parsed::of(&self.subjects, message))
             .collect();
-        let (verdicts, position) = match self.shared.fold.is_read() {
-            true => self.fold_beside_readers(&parsed),
-            false => self.fold_at_once(&parsed),
-        };
+        let mut verdicts = Vec::with_capacity(parsed.len());
+        let now = now();
+        let mut fold = self.shared.write();
+        for message in &parsed {
+            verdicts.push(fold.apply_parsed(now, message));
+        }
+        fold.reclaim(RECLAIM_MAX);
+        let position = fold.position();
+        drop(fold);
         self.shared.position.send_replace(position);
         for (message, verdict) in now_taken.iter().zip(verdicts) {
             self.shared.metrics.record(verdict);
@@ -306,53 +310,6 @@ impl Worker {
             .metrics
             .visible(live.map(|message| message.stored_unix_ns));
         rest
-    }
-
-    fn fold_at_once(&self, messages: &[Parsed]) -> (Vec<Verdict>, LogPosition) {
-        let now = now();
-        let mut fold = self.shared.write();
-        let verdicts = messages
-            .iter()
-            .map(|message| fold.apply_parsed(now, message))
-            .collect();
-        fold.reclaim(RECLAIM_MAX);
-        (verdicts, fold.position())
-    }
-
-    /// The same in more and shorter turns: as much as can be is done while readers need not wait.
-    fn fold_beside_readers(&self, messages: &[Parsed]) -> (Vec<Verdict>, LogPosition) {
-        let now = now();
-        let fold = &self.shared.fold;
-        let mut scratch = Vec::new();
-        let mut verdicts = Vec::with_capacity(messages.len());
-        for message in messages {
-            let to_come = fold.read_own().to_come(message);
-            if let Some((number, changes)) = to_come {
-                self.make_ready(number, changes, &mut scratch);
-            }
-            verdicts.push(fold.write().apply_parsed(now, message));
-        }
-        for _ in 0..RECLAIM_MAX / RECLAIM_TURN {
-            if !fold.write().reclaim(RECLAIM_TURN) {
-                break;
-            }
-        }
-        (verdicts, fold.read_own().position())
-    }
-
-    /// Does for the changes of a record what can be done before readers are kept out.
-    fn make_ready(&self, number: SourceNumber, changes: &[Change], scratch: &mut Vec<PrefixHash>) {
-        let fold = &self.shared.fold;
-        let leave = match changes {
-            [_] => Growth::TURN,
-            _ => 0,
-        };
-        for change in changes {
-            let mut growth = fold.read_own().tree().warm(number, change, scratch);
-            while growth.left() > leave {
-                fold.write().grow(change, &mut growth);
-            }
-        }
     }
 
     /// After a standstill: reads all heartbeats that came before this answer of the plane.

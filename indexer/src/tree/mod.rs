@@ -18,7 +18,6 @@
 //!
 //! What it does not know: generations, states, time, or names of sources.
 
-mod ahead;
 mod blocks;
 mod dump;
 mod image;
@@ -39,7 +38,6 @@ use self::run::{Run, RunId};
 use self::runs::Runs;
 use self::table::Table;
 
-pub use ahead::{Growth, is_long};
 pub(crate) use dump::Dump;
 pub use image::{BadImage, digests_of_image};
 
@@ -121,13 +119,6 @@ impl Position {
         run: RunId::NONE,
         offset: 0,
     };
-
-    const fn next(self) -> Self {
-        Self {
-            run: self.run,
-            offset: self.offset + 1,
-        }
-    }
 }
 
 #[derive(Default)]
@@ -183,8 +174,6 @@ pub struct Tree {
     /// What the lists of runs, holders and sources take.
     heap: usize,
     scratch: Vec<PrefixHash>,
-    /// Runs with blocks that were added ahead, and that may be held by nobody. Children follow parents.
-    grown: Vec<RunId>,
 }
 
 impl Default for Tree {
@@ -202,7 +191,6 @@ impl Default for Tree {
             holders: 0,
             heap: 0,
             scratch: Vec::new(),
-            grown: Vec::new(),
         }
     }
 }

@@ -28,7 +28,6 @@ impl Tree {
         prefixes: &[PrefixHash],
         tier: Tier,
     ) -> Result<(), ChangeError> {
-        self.drop_grown();
         if prefixes.len() > 1 {
             self.table.touch(prefixes);
         }
@@ -60,7 +59,7 @@ impl Tree {
     }
 
     /// How far the list goes on with blocks next to the first one, and the range they fill.
-    pub(super) fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
+    fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
         let run = self.run(first.run);
         let (mut from, mut to) = (first.offset, first.offset + 1);
         let mut taken = 1;
@@ -83,7 +82,7 @@ impl Tree {
     }
 
     /// The block in front of a range: what an eviction from the end takes next.
-    pub(super) fn before(&self, range: Range) -> Option<Position> {
+    fn before(&self, range: Range) -> Option<Position> {
         let run = self.run(range.run);
         if range.from > 0 {
             return Some(Position {
@@ -136,7 +135,6 @@ impl Tree {
     }
 
     pub(super) fn clear(&mut self, number: SourceNumber, tier: Tier) {
-        self.drop_grown();
         let runs = std::mem::take(&mut self.sources[number.index()].runs);
         let mut digest = self.sources[number.index()].digest;
         for &id in &runs {
@@ -174,7 +172,6 @@ impl Tree {
     /// Gives back at most about `nodes_max` of what closed sources held, and memory of which most is free.
     /// Is there more?
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
-        self.drop_grown();
         let mut left = nodes_max;
         while let Some(&number) = self.closed.last() {
             let source = &mut self.sources[number.index()];
