@@ -521,6 +521,10 @@ impl World {
         let at = self.rng.usize(0..count);
         let (_, blob) = self.plane.blobs.iter_mut().nth(at).unwrap();
         let mut bytes = blob.to_vec();
+        // Cut down to nothing before.
+        if bytes.is_empty() {
+            return;
+        }
         if self.rng.bool() {
             let at = self.rng.usize(0..bytes.len());
             bytes[at] ^= 1 << self.rng.u8(0..8);
