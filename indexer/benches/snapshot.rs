@@ -111,6 +111,7 @@ impl World {
             }],
             states: Tiers::all(TierState::Complete),
             after: shim.digest,
+            said_at: None,
         };
         self.position = self.position.next();
         let payload: Bytes = codec::encode(&record).unwrap().into();

@@ -12,7 +12,6 @@ mod queries;
 mod register;
 mod restore;
 mod snapshots;
-mod stall;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -148,6 +148,7 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
         proof_age: standing.proof_age,
         engine_seq: standing.engine_seq.map(|seq| seq.0),
         record_age: standing.record_age,
+        on_its_way: standing.on_its_way,
         state_age: standing.state_age,
         begun_lately: standing.begun_lately,
         doubt: standing.doubt,

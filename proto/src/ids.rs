@@ -50,6 +50,12 @@ number! {
     LogPosition
 }
 
+number! {
+    /// Nanoseconds since the Unix epoch by the clock that stamps the log's messages, as whoever says it
+    /// was told last. Only differences mean anything, and only as far as that clock does not jump.
+    LogTime
+}
+
 macro_rules! name {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*

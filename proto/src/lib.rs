@@ -29,8 +29,8 @@ pub mod view;
 pub use digest::Digest;
 pub use hash::{LocalHash, PrefixHash, Seed};
 pub use ids::{
-    BlockSize, DpRank, EngineSeq, Generation, LogPosition, Namespace, RecordNumber, RouterId,
-    Source, StreamIdentity, WorkerId,
+    BlockSize, DpRank, EngineSeq, Generation, LogPosition, LogTime, Namespace, RecordNumber,
+    RouterId, Source, StreamIdentity, WorkerId,
 };
 pub use record::{
     After, Change, EngineHealth, Heartbeat, Record, Tier, TierState, TierStates, Tiers,

@@ -205,8 +205,8 @@ const OCTAVE_SAMPLES: u32 = 32;
 
 /// An `AddRequest`'s message without the worker's name and without hashes: version and kind (2),
 /// router (16), incarnation (8), number (8), count of changes (8), variant (4), counter (8), length
-/// of the name (8), rank (4), prefill tokens (4), blocks (4), count of hashes (8).
-const ADD_BYTES: usize = 82;
+/// of the name (8), rank (4), prefill tokens (4), blocks (4), count of hashes (8), checksum (8).
+const ADD_BYTES: usize = 90;
 
 /// The length in blocks of the prefix that the `samples`-th sample names (a sample at length `n`
 /// names the prefix of the first `n` blocks); 0 for no sample. Beyond [`SAMPLES_MAX`] it stays.

@@ -6,7 +6,8 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Digest, EngineSeq, Generation, LocalHash, PrefixHash, RecordNumber, Source, hash::prefix_hashes,
+    Digest, EngineSeq, Generation, LocalHash, LogTime, PrefixHash, RecordNumber, Source,
+    hash::prefix_hashes,
 };
 
 /// Where a block lies. Numbers are wire values: stable.
@@ -165,6 +166,8 @@ pub struct Record {
     pub changes: Vec<Change>,
     pub states: TierStates,
     pub after: After,
+    /// When it was said: how long it was on its way is no part of what it proves.
+    pub said_at: Option<LogTime>,
 }
 
 /// The engine's own health as the shim sees it over HTTP. Numbers are wire values: stable.
@@ -187,4 +190,6 @@ pub struct Heartbeat {
     pub states: TierStates,
     pub after: After,
     pub health: EngineHealth,
+    /// When it was said.
+    pub said_at: Option<LogTime>,
 }

@@ -12,6 +12,7 @@
     reason = "the test reads its own switch from the environment"
 )]
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::fs;
 use std::path::PathBuf;
@@ -32,7 +33,7 @@ use warmroute_proto::snapshot::{
 use warmroute_proto::view::{Doubt, SourceView, View, ViewAsk};
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
-    LogPosition, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
+    LogPosition, LogTime, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
     TierState, Tiers, WorkerId,
 };
 
@@ -125,6 +126,7 @@ fn record() -> Record {
         ],
         states: states(),
         after: digest(),
+        said_at: Some(LogTime(1_700_000_000_000_000_003)),
     }
 }
 
@@ -137,6 +139,7 @@ fn heartbeat() -> Heartbeat {
         states: Tiers::all(TierState::Unverified),
         after: digest(),
         health: EngineHealth::Healthy,
+        said_at: Some(LogTime(1_700_000_000_000_000_004)),
     }
 }
 
@@ -452,22 +455,74 @@ fn golden_samples() {
     );
 }
 
-/// The next version must read what this one wrote, of every kind.
+/// The next version must read what this one wrote, of every kind, and this one what the first wrote.
 #[test]
-fn every_kind_has_a_golden_sample() {
+fn every_kind_has_a_golden_sample_of_every_version() {
     const KINDS: std::ops::RangeInclusive<u8> = 1..=View::KIND;
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
-    let mut kinds = std::collections::BTreeSet::new();
+    let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();
     for file in fs::read_dir(samples).unwrap() {
         let path = file.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        if name.starts_with(&format!("v{}_", codec::VERSION)) {
-            let sample = unhex(fs::read_to_string(&path).unwrap().trim());
-            assert_eq!(sample[0], codec::VERSION, "{name}");
-            kinds.extend(codec::kind(&sample));
+        let sample = unhex(fs::read_to_string(&path).unwrap().trim());
+        assert!(name.starts_with(&format!("v{}_", sample[0])), "{name}");
+        kinds
+            .entry(sample[0])
+            .or_default()
+            .extend(codec::kind(&sample));
+    }
+    assert!(kinds.keys().copied().eq(1..=codec::VERSION));
+    for (version, of) in kinds {
+        assert!(
+            of.into_iter().eq(KINDS),
+            "a kind without a sample: {version}"
+        );
+    }
+}
+
+/// What version 1 wrote is what is written today, but for what it did not say.
+#[test]
+fn version_1_is_read() {
+    let record = Record {
+        said_at: None,
+        ..record()
+    };
+    assert_eq!(of_version_1::<Record>("record"), record);
+    let heartbeat = Heartbeat {
+        said_at: None,
+        ..heartbeat()
+    };
+    assert_eq!(of_version_1::<Heartbeat>("heartbeat"), heartbeat);
+    assert_eq!(of_version_1::<WorkerEntry>("worker"), worker());
+    assert_eq!(
+        of_version_1::<SnapshotHead>("snapshot_head"),
+        snapshot_head()
+    );
+}
+
+fn of_version_1<M: Message>(name: &str) -> M {
+    codec::decode(&sample(1, name)).unwrap()
+}
+
+/// A flipped bit is found wherever it is, in what no digest covers too.
+#[test]
+fn a_flipped_bit_is_no_message() {
+    let mut bytes = codec::encode(&record()).unwrap();
+    for at in 0..bytes.len() {
+        for bit in 0..8 {
+            bytes[at] ^= 1 << bit;
+            assert!(codec::decode::<Record>(&bytes).is_err(), "byte {at}");
+            bytes[at] ^= 1 << bit;
         }
     }
-    assert!(kinds.into_iter().eq(KINDS), "a kind without a sample");
+    assert_eq!(codec::decode::<Record>(&bytes).unwrap(), record());
+}
+
+fn sample(version: u8, name: &str) -> Vec<u8> {
+    let path =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("testdata/v{version}_{name}.hex"));
+    let sample = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
+    unhex(sample.trim())
 }
 
 fn golden<M: Message + PartialEq + Debug>(name: &str, message: &M) {
@@ -477,11 +532,16 @@ fn golden<M: Message + PartialEq + Debug>(name: &str, message: &M) {
     if !path.exists() && std::env::var("WARMROUTE_BLESS").is_ok() {
         fs::write(&path, hex(&bytes) + "\n").unwrap();
     }
-    let sample = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
-    let sample = unhex(sample.trim());
-    assert_eq!(&codec::decode::<M>(&sample).unwrap(), message, "{name}");
-    assert_eq!(bytes, sample, "{name}");
-    refuses_what_is_no_message::<M>(&sample);
+    let newest = sample(codec::VERSION, name);
+    assert_eq!(&codec::decode::<M>(&newest).unwrap(), message, "{name}");
+    assert_eq!(bytes, newest, "{name}");
+    refuses_what_is_no_message::<M>(&newest);
+    // What an older version wrote is read, and refused where it is no message.
+    for version in 1..codec::VERSION {
+        let older = sample(version, name);
+        assert!(codec::decode::<M>(&older).is_ok(), "{name}");
+        refuses_what_is_no_message::<M>(&older);
+    }
 }
 
 /// Every truncation and every extension of a message is refused, whatever its content.
@@ -490,7 +550,7 @@ fn refuses_what_is_no_message<M: Message + Debug>(bytes: &[u8]) {
         assert!(codec::decode::<M>(&bytes[..length]).is_err(), "{length}");
     }
     assert!(codec::decode::<M>(&[bytes, &[0]].concat()).is_err());
-    for (index, wrong) in [(0, 0), (0, 2), (1, 0), (1, 99)] {
+    for (index, wrong) in [(0, 0), (0, codec::VERSION + 1), (1, 0), (1, 99)] {
         let mut bytes = bytes.to_vec();
         bytes[index] = wrong;
         assert!(codec::decode::<M>(&bytes).is_err());
@@ -504,8 +564,11 @@ fn a_claimed_length_is_refused_before_it_is_allocated() {
         at_least: None,
     };
     let mut bytes = codec::encode(&query).unwrap();
+    bytes.truncate(bytes.len() - size_of::<u64>());
     bytes[2..10].copy_from_slice(&(u64::MAX / 16).to_le_bytes());
-    assert!(codec::decode::<Query>(&bytes).is_err());
+    codec::seal(&mut bytes);
+    let refused = codec::decode::<Query>(&bytes);
+    assert!(matches!(refused, Err(codec::DecodeError::Malformed(_))));
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -157,6 +157,31 @@ fn replica_that_is_believed_however_late_is_found() {
 }
 
 #[test]
+fn age_that_nobody_heeds_is_found() {
+    broken_rule_is_found(Breakage::AgeIgnored);
+}
+
+/// What seed 40433 was before messages said when they were said: a shim's record waited in its connection for
+/// 6.4 s, meanwhile the shim died and its engine was restarted, and the life before was credited when it came.
+#[test]
+fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
+    let faults = [StallShim(0), EngineRestart(0), ShimCrash(0)];
+    let plans = |broken: Option<Breakage>| -> Vec<Plan> {
+        let plans = (0..20 * WORLDS).map(|seed| Plan {
+            broken,
+            ..scripted(seed, None, &faults)
+        });
+        plans.collect()
+    };
+    let heeded = plans(None);
+    if let Some((at, outcome)) = first_broken(&heeded) {
+        panic!("seed {}: {}", heeded[at].seed, outcome.broken.unwrap());
+    }
+    let found = first_broken(&plans(Some(Breakage::AgeIgnored)));
+    assert!(found.is_some(), "the world would not notice");
+}
+
+#[test]
 fn leaked_slot_is_found() {
     broken_rule_is_found(Breakage::SlotLeaked);
 }
@@ -283,6 +308,10 @@ rows! {
     row_23_no_indexer: Routers [IndexerCrash(0), IndexerCrash(1), IndexerCrash(0)];
     row_24_engines_with_other_block_sizes: MixedBlocks [EngineRestart(0)];
     row_25_record_of_a_newer_version: [NewerRecord, NewerRecord, NewerRecord];
+    /// A connection keeps what goes through it for seconds, and delivers it after all.
+    link_keeps_messages_for_seconds: [StallShim(0), StallIndexer(0), StallShim(0)];
+    /// The next leader stamps messages by a clock that is up to a minute ahead, or behind.
+    clock_of_another_server: [ClockJump, ClockJump, ClockJump];
     paused_shim: [PauseShim(0)];
     paused_indexer: [PauseIndexer(0)];
     /// The first of the field's fifteen: a reset that kills the other consumers.

@@ -76,6 +76,7 @@ fn heard(name: &str) -> Heard {
             states: Tiers::all(warmroute_proto::TierState::Complete),
             after: digest(1),
             health: EngineHealth::Healthy,
+            said_at: None,
         },
         count: 3,
         went_back: false,

@@ -1,18 +1,26 @@
-//! How old is a record? Told by where the log ended at known moments.
+//! How old is a message? Told by where the log ended at known moments, and what its clock showed then.
 //!
 //! A record behind the end that was observed at some moment was stored after that moment. So the
 //! backlog that an indexer reads at its start proves nothing about the present, and a lagging
 //! indexer does not take old records for fresh proof. No clock of another machine is compared with
 //! ours. But the log's clock is compared with itself: a record that is stamped before the moment at which
 //! it was not there came back with an older copy of the log, and proves nothing.
+//!
+//! A message may have been on its way for long before the log took it, or a listener read it. What it says of
+//! itself is when it was said, by the log's clock too; what that clock shows now is what it showed when it was
+//! last asked, and what passed here since. This lowers what a message proves and never raises it: a log whose
+//! clock jumped back, or that was not asked for long, leaves all as it would be without.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use warmroute_proto::LogPosition;
+use warmroute_proto::{LogPosition, LogTime};
 
 /// At two observations a second these reach back 8 s, further than any proof counts.
 const OBSERVATIONS_MAX: usize = 16;
+
+/// Clocks part by a hundredth at most: by less than the age of a proof, after so long.
+const CLOCK_AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy)]
 struct End {
@@ -46,6 +54,31 @@ impl LogEnds {
     pub(super) fn stored_after(&self, position: LogPosition, stamped: u64) -> Option<Instant> {
         let before = self.seen.iter().rev().find(|end| end.last < position)?;
         (before.unix_ns <= stamped).then_some(before.at)
+    }
+
+    /// Since when what is read now says what it says: the moment at which it came, or an earlier one if it was
+    /// on its way. None if that is longer ago than any moment here.
+    pub(super) fn said(
+        &self,
+        now: Instant,
+        came: Instant,
+        said_at: Option<LogTime>,
+    ) -> Option<Instant> {
+        match said_at.and_then(|said_at| self.age(now, said_at)) {
+            Some(age) => Some(now.checked_sub(age)?.min(came)),
+            None => Some(came),
+        }
+    }
+
+    /// None if the log's clock is not known.
+    fn age(&self, now: Instant, said_at: LogTime) -> Option<Duration> {
+        let end = self.seen.back().filter(|end| end.unix_ns > 0)?;
+        let since = now.saturating_duration_since(end.at);
+        if since > CLOCK_AGE_MAX {
+            return None;
+        }
+        let shows = Duration::from_nanos(end.unix_ns) + since;
+        Some(shows.saturating_sub(Duration::from_nanos(said_at.0)))
     }
 
     /// A moment whose log is in up to its end; none if there is none in reach. What was announced before
@@ -84,5 +117,77 @@ mod tests {
         assert_eq!(ends.reached(LogPosition(9)), None);
         assert_eq!(ends.reached(LogPosition(19)), Some(start));
         assert_eq!(ends.reached(LogPosition(20)), Some(later));
+    }
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// The log's clock showed 100 s at the start of ours.
+    fn asked_at_the_start() -> (Instant, LogEnds) {
+        let start = crate::tests_support::some_instant();
+        let mut ends = LogEnds::default();
+        ends.observe(start, LogPosition(1), 100_000_000_000);
+        (start, ends)
+    }
+
+    const fn log_time(secs: u64) -> Option<LogTime> {
+        Some(LogTime(secs * 1_000_000_000))
+    }
+
+    #[test]
+    fn what_was_on_its_way_is_as_old_as_it_says() {
+        let (start, ends) = asked_at_the_start();
+        let now = start + 20 * SECOND;
+        let fresh = ends.said(now, now, log_time(120));
+        assert_eq!(fresh, Some(now));
+        let kept = ends.said(now, now, log_time(113));
+        assert_eq!(kept, Some(now - 7 * SECOND));
+        let waited_here_too = ends.said(now, now - 9 * SECOND, log_time(113));
+        assert_eq!(waited_here_too, Some(now - 9 * SECOND));
+    }
+
+    #[test]
+    fn nothing_proves_more_for_what_it_says() {
+        let (start, mut ends) = asked_at_the_start();
+        let now = start + 20 * SECOND;
+        let nothing_said = ends.said(now, now, None);
+        assert_eq!(
+            nothing_said,
+            Some(now),
+            "an older shim, or one that was not told"
+        );
+        for from_the_future in [121, 130, 10_000_000_000] {
+            assert_eq!(ends.said(now, now, log_time(from_the_future)), Some(now));
+        }
+        // The next leader's clock is a minute behind: what was said by the one before is no older.
+        ends.observe(now, LogPosition(2), 60_000_000_000);
+        assert_eq!(ends.said(now, now, log_time(119)), Some(now));
+        // Whoever was told again is believed again.
+        let later = now + 2 * SECOND;
+        let kept = ends.said(later, later, log_time(61));
+        assert_eq!(kept, Some(later - SECOND));
+        assert_eq!(
+            ends.said(later, later, Some(LogTime(u64::MAX))),
+            Some(later)
+        );
+        assert_eq!(
+            ends.said(later, later, Some(LogTime(0))),
+            Some(later - 62 * SECOND)
+        );
+    }
+
+    /// Whatever our clock does against the log's, no source is without proof for good.
+    #[test]
+    fn a_clock_that_was_not_heard_of_for_long_is_not_believed() {
+        let (start, mut ends) = asked_at_the_start();
+        let now = start + 61 * SECOND;
+        assert_eq!(ends.said(now, now, log_time(100)), Some(now));
+        ends.observe(now, LogPosition(2), 0);
+        assert_eq!(
+            ends.said(now, now, log_time(100)),
+            Some(now),
+            "does not tell"
+        );
+        ends.clear();
+        assert_eq!(ends.said(now, now, log_time(100)), Some(now), "never asked");
     }
 }

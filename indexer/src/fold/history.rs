@@ -20,6 +20,8 @@ pub(super) struct History {
     begun: VecDeque<Instant>,
     /// When the log took the last record, or later.
     recorded: Option<Instant>,
+    /// How long the last heartbeat was on its way.
+    on_its_way: Option<Duration>,
 }
 
 impl History {
@@ -40,6 +42,15 @@ impl History {
     pub(super) fn record_age(&self, now: Instant) -> Option<Duration> {
         let recorded = self.recorded?;
         Some(now.saturating_duration_since(recorded))
+    }
+
+    /// A heartbeat is read that was said at this moment; none if that is longer ago than any moment here.
+    pub(super) fn heard(&mut self, now: Instant, said: Option<Instant>) {
+        self.on_its_way = said.map(|said| now.saturating_duration_since(said));
+    }
+
+    pub(super) const fn on_its_way(&self) -> Option<Duration> {
+        self.on_its_way
     }
 
     /// A generation began at this moment or later; none if it is older than all that matters.

@@ -24,6 +24,7 @@ mod message;
 mod reload;
 mod resync;
 mod source;
+mod stall;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -44,11 +45,12 @@ use link::Link;
 use memory::Memory;
 use message::Content;
 use reload::Reloads;
-use source::{Shim, SourceFold};
+use source::{Came, Shim, SourceFold};
 
 pub use cut::{Cut, Former, NoCut};
 pub use message::Parsed;
 pub use source::{PROOF_AGE_MAX, SourceStanding};
+pub use stall::Stall;
 
 /// What a message of the log did. Words are metric labels: a closed set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -286,11 +288,13 @@ impl Fold {
         let stored = self
             .ends
             .stored_after(position, message.mark.stored_unix_ns);
+        let said = stored.and_then(|stored| self.ends.said(now, stored, record.said_at));
+        let came = Came { now, stored, said };
         let fold = self
             .sources
             .entry(record.source.clone())
             .or_insert_with(SourceFold::new);
-        let verdict = fold.record(now, stored, record, message.mark.checksum, &mut self.tree);
+        let verdict = fold.record(came, record, message.mark.checksum, &mut self.tree);
         self.bound_memory(now);
         verdict
     }
@@ -320,10 +324,11 @@ impl Fold {
         let Ok(heartbeat) = codec::decode::<Heartbeat>(payload) else {
             return HeartbeatVerdict::Undecodable;
         };
+        let said = self.ends.said(now, came, heartbeat.said_at);
         self.sources
             .entry(heartbeat.source.clone())
             .or_insert_with(SourceFold::new)
-            .heartbeat((now, came), &heartbeat, &mut self.tree)
+            .heartbeat((now, said), &heartbeat, &mut self.tree)
     }
 
     /// A new watch of the registry begins: it tells everything from the start.

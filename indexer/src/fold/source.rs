@@ -8,7 +8,7 @@ use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
 use warmroute_proto::view::Doubt;
 use warmroute_proto::{
     Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber, Sequencer,
-    Source, Standing, TierState, TierStates, Tiers, Verdict as Step,
+    Source, Standing, Tier, TierState, TierStates, Tiers, Verdict as Step,
 };
 
 use super::history::History;
@@ -74,6 +74,23 @@ impl Said {
         },
         engine_seq: None,
     };
+
+    fn gives_credit(&self) -> bool {
+        Tier::ALL
+            .into_iter()
+            .any(|tier| SourceState::from(*self.states.get(tier)).gives_credit())
+    }
+}
+
+/// When a record came, in moments of this process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Came {
+    pub(super) now: Instant,
+    /// The log did not have it before; none if that is older than all that matters: then it is folded, but
+    /// proves nothing about the present.
+    pub(super) stored: Option<Instant>,
+    /// What it says was so at this moment: it may have been on its way to the log.
+    pub(super) said: Option<Instant>,
 }
 
 /// A generation that heartbeats name and the log does not have.
@@ -93,9 +110,12 @@ pub(super) struct SourceFold {
     /// What its last record said.
     logged: Said,
     health: EngineHealth,
-    /// When a record or heartbeat last proved what is folded.
+    /// As of when a record or heartbeat last proved what is folded.
     proven: Option<Instant>,
-    /// When the present generation last said anything.
+    /// The same for one whose states give credit: what comes late does not live on the proof of what its shim
+    /// had taken back meanwhile.
+    vouched: Option<Instant>,
+    /// As of when the present generation last said anything.
     heard: Option<Instant>,
     /// Since when its shim speaks of less than is in, and nothing proves what is in.
     outrun_since: Option<Instant>,
@@ -129,6 +149,8 @@ pub struct SourceStanding {
     pub begun_lately: u8,
     /// Since its last record; none if none came while it was followed.
     pub record_age: Option<Duration>,
+    /// How long its last heartbeat was on its way, as far as it tells.
+    pub on_its_way: Option<Duration>,
 }
 
 /// Is the shim's registration there?
@@ -148,6 +170,7 @@ impl SourceFold {
             logged: Said::NOTHING,
             health: EngineHealth::Unknown,
             proven: None,
+            vouched: None,
             heard: None,
             outrun_since: None,
             doubts: Doubts {
@@ -225,12 +248,10 @@ impl SourceFold {
         }
     }
 
-    /// Takes a record. `stored` is a moment before which the log did not have it; none if it is
-    /// older than all that matters: then it is folded, but proves nothing about the present.
+    /// Takes a record.
     pub(super) fn record(
         &mut self,
-        now: Instant,
-        stored: Option<Instant>,
+        Came { now, stored, said }: Came,
         record: &Record,
         payload: u64,
         tree: &mut Tree,
@@ -238,15 +259,15 @@ impl SourceFold {
         let (generation, number) = (record.generation, record.number);
         let step = self.sequencer.accept(now, generation, number, payload);
         if step != Step::Old {
-            self.heard = self.heard.max(stored);
+            self.heard = self.heard.max(said);
             self.history.recorded(stored);
         }
         match step {
-            Step::Apply => self.take(stored, record, tree, Verdict::Applied),
+            Step::Apply => self.take(said, record, tree, Verdict::Applied),
             Step::Start => {
                 self.open(tree);
                 self.history.began(stored);
-                self.take(stored, record, tree, Verdict::Started)
+                self.take(said, record, tree, Verdict::Started)
             }
             Step::StartBehind => {
                 self.open(tree);
@@ -264,29 +285,28 @@ impl SourceFold {
                 Verdict::Violation
             }
             Step::Old => {
-                if stored.is_some_and(|stored| !lapsed(stored, now)) {
-                    self.fenced(now);
-                }
+                self.fenced(now, said);
                 Verdict::Old
             }
         }
     }
 
-    /// Takes a heartbeat that came at the second moment or later.
+    /// Takes a heartbeat, which says what was so at the second moment; none if that is long ago.
     pub(super) fn heartbeat(
         &mut self,
-        (now, came): (Instant, Instant),
+        (now, said): (Instant, Option<Instant>),
         heartbeat: &Heartbeat,
         tree: &mut Tree,
     ) -> HeartbeatVerdict {
         let (generation, number) = (heartbeat.generation, heartbeat.number);
         let standing = self.sequencer.witness(now, generation, number);
         if self.sequencer.generation() == Some(generation) {
-            self.heard = self.heard.max(Some(came));
+            self.heard = self.heard.max(said);
+            self.history.heard(now, said);
             self.health = heartbeat.health;
         }
         match standing {
-            Standing::Level => self.level(came, heartbeat, tree),
+            Standing::Level => self.level(said, heartbeat, tree),
             Standing::Behind => {
                 self.await_generation(now, generation, number);
                 HeartbeatVerdict::Behind
@@ -296,7 +316,7 @@ impl SourceFold {
                 HeartbeatVerdict::Late
             }
             Standing::Old => {
-                self.fenced(now);
+                self.fenced(now, said);
                 HeartbeatVerdict::Old
             }
         }
@@ -380,14 +400,15 @@ impl SourceFold {
             states,
             reason,
             proof_age: self
-                .proven
-                .map(|proven| now.saturating_duration_since(proven)),
+                .proof()
+                .map(|proof| now.saturating_duration_since(proof)),
             digest: self.number().map(|number| tree.digest(number)),
             health: self.health,
             doubt: self.doubt_of(),
             state_age: self.history.state_age(now, states.gpu),
             begun_lately: self.history.begun_lately(now),
             record_age: self.history.record_age(now),
+            on_its_way: self.history.on_its_way(),
         }
     }
 
@@ -446,10 +467,19 @@ impl SourceFold {
             Some(UnknownReason::Memory)
         } else if shim == Shim::Gone || self.holding == Holding::Freed {
             Some(UnknownReason::ShimGone)
-        } else if self.proven.is_none_or(|proven| lapsed(proven, now)) {
+        } else if self.proof().is_none_or(|proof| lapsed(proof, now)) {
             Some(UnknownReason::NoProof)
         } else {
             None
+        }
+    }
+
+    /// As of when the present word is proven.
+    fn proof(&self) -> Option<Instant> {
+        if self.said.gives_credit() {
+            self.vouched
+        } else {
+            self.proven
         }
     }
 
@@ -460,6 +490,7 @@ impl SourceFold {
         self.said = Said::NOTHING;
         self.logged = Said::NOTHING;
         self.proven = None;
+        self.vouched = None;
         self.outrun_since = None;
         self.doubts = Doubts::default();
         self.resync.settle();
@@ -476,7 +507,7 @@ impl SourceFold {
     /// The next record: folds it, and compares.
     fn take(
         &mut self,
-        stored: Option<Instant>,
+        said: Option<Instant>,
         record: &Record,
         tree: &mut Tree,
         taken: Verdict,
@@ -503,12 +534,16 @@ impl SourceFold {
             engine_seq: record.engine_seq,
         };
         self.said = self.logged;
-        self.proven = self.proven.max(stored);
-        self.prove();
+        self.prove(said);
         taken
     }
 
-    fn level(&mut self, came: Instant, heartbeat: &Heartbeat, tree: &mut Tree) -> HeartbeatVerdict {
+    fn level(
+        &mut self,
+        said: Option<Instant>,
+        heartbeat: &Heartbeat,
+        tree: &mut Tree,
+    ) -> HeartbeatVerdict {
         let Some(number) = self.number() else {
             self.aside.pairs = heartbeat.after.count;
             match self.holding {
@@ -527,13 +562,16 @@ impl SourceFold {
             states: heartbeat.states,
             engine_seq: heartbeat.engine_seq,
         };
-        self.proven = self.proven.max(Some(came));
-        self.prove();
+        self.prove(said);
         HeartbeatVerdict::Proof
     }
 
-    /// Number and digest are right: whatever could not be read was nothing.
-    fn prove(&mut self) {
+    /// Number and digest are right, as of a moment: whatever could not be read was nothing.
+    fn prove(&mut self, said: Option<Instant>) {
+        self.proven = self.proven.max(said);
+        if self.said.gives_credit() {
+            self.vouched = self.vouched.max(said);
+        }
         self.outrun_since = None;
         self.doubts.unread = false;
         if !self.doubts.any() && self.unseen.is_none() {
@@ -590,10 +628,11 @@ impl SourceFold {
         }
     }
 
-    /// A fenced-off generation speaks. If the present one has been silent, the fence is ahead of
+    /// A fenced-off generation spoke just now. If the present one has been silent, the fence is ahead of
     /// whoever holds the source: it has to come above it.
-    fn fenced(&mut self, now: Instant) {
-        if self.heard.is_none_or(|heard| lapsed(heard, now)) {
+    fn fenced(&mut self, now: Instant, said: Option<Instant>) {
+        let is_recent = |said: Option<Instant>| said.is_some_and(|said| !lapsed(said, now));
+        if is_recent(said) && !is_recent(self.heard) {
             self.resync.wish(ResyncReason::Fenced);
         }
     }
@@ -605,7 +644,7 @@ fn lapsed(since: Instant, now: Instant) -> bool {
 
 /// The tiers whose blocks count.
 pub(super) fn credited(states: &Tiers<SourceState>) -> TierMask {
-    warmroute_proto::Tier::ALL
+    Tier::ALL
         .into_iter()
         .filter(|&tier| states.get(tier).gives_credit())
         .fold(TierMask::NONE, TierMask::with)

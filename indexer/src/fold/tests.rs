@@ -1,3 +1,5 @@
+mod age;
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 

@@ -57,6 +57,8 @@ pub(crate) struct SourceLevel {
     pub(crate) engine_seq: Option<u64>,
     /// Since its last record.
     pub(crate) record_age: Option<Duration>,
+    /// How long its last heartbeat was on its way.
+    pub(crate) on_its_way: Option<Duration>,
     /// Since it is in its state.
     pub(crate) state_age: Duration,
     /// Generations of the last ten minutes.
@@ -64,8 +66,8 @@ pub(crate) struct SourceLevel {
     pub(crate) doubt: Option<Doubt>,
 }
 
-/// Sources that have series of their own. Beyond, only those that are not exact have, the worst first: ten
-/// series each, so that a page has 10,000 of them at most, however many sources there are. The counts by
+/// Sources that have series of their own. Beyond, only those that are not exact have, the worst first: eleven
+/// series each, so that a page has 11,000 of them at most, however many sources there are. The counts by
 /// state are of all.
 const SOURCES_SHOWN_MAX: usize = 1000;
 
@@ -201,6 +203,10 @@ impl Scrape {
         self.ages("source_proof_age_seconds", help, shown, |of| of.proof_age)?;
         let help = "Since its last record; absent if none came while it was followed.";
         self.ages("source_record_age_seconds", help, shown, |of| of.record_age)?;
+        let help = "How long its last heartbeat was on its way, by the log's clock.";
+        self.ages("source_heartbeat_way_seconds", help, shown, |of| {
+            of.on_its_way
+        })?;
         self.per_source("source_generation", "Its fence.", shown, |of| of.generation)?;
         let help = "Generations that began within the last ten minutes.";
         self.per_source("source_generations_lately", help, shown, |of| {
@@ -311,6 +317,7 @@ mod tests {
             proof_age: Some(Duration::from_secs(1)),
             engine_seq: Some(4),
             record_age: Some(Duration::from_secs(1)),
+            on_its_way: Some(Duration::from_millis(1)),
             state_age: Duration::from_secs(1),
             begun_lately: 1,
             doubt: Some(Doubt::Gap),
@@ -338,7 +345,7 @@ mod tests {
         let exact = |count| (0..count).map(|rank| level(rank, SourceState::Exact));
         let (few, hidden, _) = series(exact(1).collect());
         let (thousand, _, _) = series(exact(1000).collect());
-        assert_eq!((thousand - few) / 999, 10, "series a source");
+        assert_eq!((thousand - few) / 999, 11, "series a source");
         assert!(hidden.abs() < 0.5);
         let stale = |count| (0..count).map(|rank| level(rank, SourceState::Stale));
         let (many, hidden, counted) = series(stale(10_000).collect());

@@ -12,9 +12,8 @@ use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
 use warmroute_proto::bus::PlaneStream;
 
-use super::stall::Stall;
 use super::*;
-use crate::fold::{Cut, NoCut, Parsed};
+use crate::fold::{Cut, NoCut, Parsed, Stall};
 use crate::metrics::RestoreCause;
 use crate::same_log::{self, Fit};
 

@@ -134,6 +134,7 @@ impl TestShim {
             changes,
             states: self.states,
             after: self.digest(),
+            said_at: None,
         }
     }
 
@@ -146,6 +147,7 @@ impl TestShim {
             states: self.states,
             after: self.digest(),
             health: EngineHealth::Healthy,
+            said_at: None,
         }
     }
 

@@ -18,6 +18,7 @@ fn heartbeat(number: u64, sum: u64) -> Heartbeat {
         states: Tiers::all(TierState::Complete),
         after: digest(sum),
         health: EngineHealth::Healthy,
+        said_at: None,
     }
 }
 

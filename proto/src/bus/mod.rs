@@ -69,7 +69,7 @@ pub struct LogStatus {
     /// The newest message ever taken; 0 before the first.
     pub last: LogPosition,
     /// When it was asked, by the clock that stamps messages; 0 if the log does not tell. Good for
-    /// comparisons with [`LogMessage::stored_unix_ns`], and for nothing else.
+    /// comparisons with [`LogMessage::stored_unix_ns`] and with what others were told, and for nothing else.
     pub now_unix_ns: u64,
 }
 

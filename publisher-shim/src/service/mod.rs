@@ -3,6 +3,7 @@
 //! [`Service`] owns one task a rank and the few that serve all of them. The lease decides whether
 //! anything is said at all: without it the mirrors go on, silently. [`Handle`] shows what is known.
 
+mod clock;
 mod keeper;
 mod outside;
 mod rank;
@@ -27,6 +28,7 @@ use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineClient, EngineInfo};
 use crate::mirror;
 use crate::source::{Config, Status};
+use clock::Told;
 use keeper::{Keeper, Standing};
 use outside::Reader;
 use rank::{Rank, Signals};
@@ -70,6 +72,7 @@ pub(crate) struct Shared {
     standing: watch::Sender<Standing>,
     health: watch::Sender<EngineHealth>,
     info: watch::Sender<Arc<EngineInfo>>,
+    clock: watch::Sender<Option<Told>>,
 }
 
 impl Shared {
@@ -178,6 +181,7 @@ impl Service {
             standing: watch::Sender::new(Standing::Unknown),
             health: watch::Sender::new(EngineHealth::Unknown),
             info: watch::Sender::new(Arc::default()),
+            clock: watch::Sender::new(None),
         };
         Ok(Self {
             client: EngineClient::new(&config.worker_url)?,
@@ -207,6 +211,7 @@ impl Service {
                 standing: self.shared.standing.subscribe(),
                 health: self.shared.health.subscribe(),
                 info: self.shared.info.subscribe(),
+                clock: self.shared.clock.subscribe(),
                 resyncs: received,
             };
             let config = self.source_config(rank, endpoints);
@@ -229,6 +234,8 @@ impl Service {
         let (shared, worker) = (Arc::clone(&self.shared), self.config.worker.clone());
         let hear = until(stop.clone(), hear_resyncs(shared, worker, routes));
         tasks.spawn(watched(stop.clone(), hear));
+        let ask = until(stop.clone(), clock::ask(Arc::clone(&self.shared)));
+        tasks.spawn(watched(stop.clone(), ask));
         let keeper = Keeper::new(Arc::clone(&self.shared), self.config.clone());
         tasks.spawn(watched(stop.clone(), keeper.run(stop.clone())));
         tasks.close();

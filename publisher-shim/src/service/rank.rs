@@ -14,6 +14,7 @@ use warmroute_proto::bus::Connection;
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, LogPosition};
 
+use super::clock::Told;
 use super::keeper::Standing;
 use super::outside::{Done, Outside};
 use super::saver::Saver;
@@ -37,6 +38,7 @@ pub(super) struct Signals {
     pub(super) standing: watch::Receiver<Standing>,
     pub(super) health: watch::Receiver<EngineHealth>,
     pub(super) info: watch::Receiver<Arc<EngineInfo>>,
+    pub(super) clock: watch::Receiver<Option<Told>>,
     pub(super) resyncs: mpsc::Receiver<ResyncRequest>,
 }
 
@@ -132,6 +134,7 @@ impl Rank {
         let mut connection = self.shared.plane.connection();
         signals.standing.mark_changed();
         signals.info.mark_changed();
+        signals.clock.mark_changed();
         if *connection.borrow_and_update() == Connection::Down {
             self.core.plane_lost();
         }
@@ -164,6 +167,11 @@ impl Rank {
                 Ok(()) = signals.info.changed() => {
                     let info = Arc::clone(&signals.info.borrow_and_update());
                     self.learn(&info);
+                }
+                Ok(()) = signals.clock.changed() => {
+                    if let Some(told) = *signals.clock.borrow_and_update() {
+                        self.core.log_clock(told.asked, told.answered, told.unix_ns);
+                    }
                 }
                 Some(request) = signals.resyncs.recv() => {
                     self.core.resync(now(), request.above, request.reason);

@@ -12,6 +12,7 @@
 //! Not here: sockets, HTTP, the registry and the clock (`service`).
 
 mod backoff;
+mod clock;
 mod engine;
 mod pack;
 mod publisher;
@@ -30,6 +31,7 @@ use warmroute_proto::{
 
 use crate::checkpoint::{self, Checkpoint, Restored};
 use crate::mirror::{self, Mirror, Sign, Start};
+use clock::LogClock;
 use engine::Engine;
 pub use publisher::Point;
 use publisher::{Present, Publisher};
@@ -287,6 +289,7 @@ pub struct SourceCore {
     engine: Engine,
     publisher: Publisher,
     tail: Watch,
+    clock: LogClock,
     /// The plane is within reach, as far as is known.
     is_reachable: bool,
     /// The lease ran out, and nobody is known to have taken it.
@@ -311,6 +314,7 @@ impl SourceCore {
             engine: Engine::new(&config),
             publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max, config.seed),
             tail: Watch::default(),
+            clock: LogClock::default(),
             is_reachable: true,
             has_lapsed: false,
             health: EngineHealth::Unknown,
@@ -429,6 +433,12 @@ impl SourceCore {
         self.is_reachable = true;
         self.open_gates(now);
         self.settle(now);
+    }
+
+    /// Asked at the first moment and answered at the second, the log's clock showed so many nanoseconds since
+    /// the Unix epoch, or 0 if it does not tell. Every few seconds: the clock may be another server's.
+    pub fn log_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
+        self.clock.learn(asked, answered, unix_ns);
     }
 
     fn mute(&mut self) {
@@ -618,6 +628,7 @@ impl SourceCore {
             states,
             after: point.map_or_else(Default::default, |point| point.after),
             health: self.health,
+            said_at: self.clock.read(now),
         }));
     }
 
@@ -643,6 +654,7 @@ impl SourceCore {
             engine_seq: self.engine.last(),
             sound,
             claimed: self.claim_of(now, sound),
+            said_at: self.clock.read(now),
         }
     }
 

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::codec::{self, RECORD_BYTES_MAX};
 use warmroute_proto::{
-    Change, Digest, EngineSeq, Generation, Record, RecordNumber, Source, TierState, TierStates,
-    Tiers,
+    Change, Digest, EngineSeq, Generation, LogTime, Record, RecordNumber, Source, TierState,
+    TierStates, Tiers,
 };
 
 use super::backoff::Backoff;
@@ -45,6 +45,8 @@ pub(super) struct Present {
     pub(super) sound: TierStates,
     /// As it may be claimed now.
     pub(super) claimed: TierStates,
+    /// Now, by the log's clock.
+    pub(super) said_at: Option<LogTime>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -398,6 +400,7 @@ impl Publisher {
                 changes: part.changes,
                 states,
                 after: part.after,
+                said_at: present.said_at,
             };
             // Encoding into memory does not fail; if it did, readers would find the record
             // undecodable and say so.

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 use warmroute_proto::codec;
-use warmroute_proto::{DpRank, PrefixHash, Record, StreamIdentity, Tier, WorkerId};
+use warmroute_proto::{DpRank, LogTime, PrefixHash, Record, StreamIdentity, Tier, WorkerId};
 
 use super::*;
 use crate::testing::Reader;

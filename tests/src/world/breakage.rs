@@ -50,6 +50,12 @@ impl World {
             record.after = digest(&held);
             message.payload = codec::encode(&record).unwrap().into();
         }
+        if self.broken == Some(Breakage::AgeIgnored)
+            && let Ok(record) = codec::decode::<Record>(&message.payload)
+        {
+            let said_at = None;
+            message.payload = codec::encode(&Record { said_at, ..record }).unwrap().into();
+        }
         message
     }
 
@@ -62,6 +68,16 @@ impl World {
         {
             heartbeat.after = digest;
             return codec::encode(&heartbeat).unwrap().into();
+        }
+        if self.broken == Some(Breakage::AgeIgnored)
+            && let Ok(heartbeat) = codec::decode::<Heartbeat>(&payload)
+        {
+            let said_at = None;
+            let unsaid = Heartbeat {
+                said_at,
+                ..heartbeat
+            };
+            return codec::encode(&unsaid).unwrap().into();
         }
         payload
     }

@@ -28,12 +28,12 @@ use super::plane::At;
 use super::replica::Written;
 use super::shim::Standing;
 
-/// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the
-/// indexer's, 2 s on the way, and what clocks and ticks add.
-const GHOST_MAX: Duration = Duration::from_millis(11_000);
-/// A heartbeat that waited while its indexer stood still counts as fresh when it is read: so long after a
-/// standstill its length is added to the age of a truth.
-const AFTER_STANDSTILL: Duration = Duration::from_secs(6);
+/// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the indexer's, and
+/// what clocks, ticks and pauses that nobody notices add. How long messages are on their way between the two adds
+/// nothing: they say when they were said.
+const GHOST_MAX: Duration = Duration::from_secs(9);
+/// What an engine says to its shim does not: so long it may be on its way, where single messages wait.
+const EVENT_LATE: Duration = Duration::from_secs(2);
 /// So long after the storm all must be right.
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
 /// And stay so.
@@ -334,7 +334,7 @@ impl World {
     /// Every credited tier is the truth, and a prompt's run ends where it does.
     pub(super) fn check_index(&mut self, at: usize, run: &IndexRun) {
         let now = self.local(self.indexers[at].host);
-        let age_max = self.age_max(at);
+        let age_max = self.age_max();
         let standings: Vec<_> = run
             .fold
             .standings(now)
@@ -357,11 +357,13 @@ impl World {
         }
     }
 
-    /// How old a truth may be that this indexer credits.
-    pub(super) fn age_max(&self, at: usize) -> Duration {
-        let (stood, until) = self.hosts[self.indexers[at].host].stood_still;
-        let is_dazed = self.now < until + AFTER_STANDSTILL;
-        GHOST_MAX + if is_dazed { stood } else { Duration::ZERO }
+    /// How old a truth may be that is credited.
+    pub(super) fn age_max(&self) -> Duration {
+        if self.rates.late > 0 || self.was_late {
+            GHOST_MAX + EVENT_LATE
+        } else {
+            GHOST_MAX
+        }
     }
 
     pub(super) fn worker(&self, source: &Source) -> Option<usize> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use fastrand::Rng;
 use warmroute_indexer::snapshot::policy::Schedule;
-use warmroute_proto::{BlockSize, LogPosition, Record, StreamIdentity, codec};
+use warmroute_proto::{BlockSize, LogPosition, StreamIdentity};
 use warmroute_router::sim::Config;
 
 use super::World;
@@ -54,6 +54,11 @@ pub enum Fault {
     TrimAll,
     /// Nobody answers for a moment, then reads come from a copy that lags.
     LeaderChange,
+    /// Another server leads, whose clock is ahead or behind.
+    ClockJump,
+    /// What goes to and from it waits in its connection for seconds, and comes after all.
+    StallShim(usize),
+    StallIndexer(usize),
 }
 
 impl Fault {
@@ -175,6 +180,8 @@ pub(super) struct Set {
     pub(super) indexer_bytes_max: Option<usize>,
     /// What the plane takes at once.
     pub(super) record_bytes_max: Option<usize>,
+    /// Connections stall so often, on average.
+    stall_every: Option<Duration>,
 }
 
 /// What the seed tosses a coin for.
@@ -259,6 +266,13 @@ impl Rates {
             self.routers = rng.usize(2..4);
             let size = [2, 4, 16][rng.usize(0..3)];
             self.set.block_size = BlockSize::new(size).filter(|_| rng.u8(0..8) > 0);
+        }
+    }
+
+    pub(super) fn draw_stalls(&mut self, dice: &mut Rng) {
+        let millis = dice.u64(1_000..8_000);
+        if dice.u8(0..4) == 0 && !self.is_calm {
+            self.set.stall_every = Some(Duration::from_millis(millis));
         }
     }
 
@@ -381,8 +395,38 @@ impl World {
             Fault::RouterCrash(at) => self.crash(self.routers[at].host),
             Fault::CutRouter(at) => self.cut(self.routers[at].host),
             Fault::PauseRouter(at) => self.pause(self.routers[at].host),
+            Fault::StallShim(at) => self.stall(self.shims[at].host),
+            Fault::StallIndexer(at) => self.stall(self.indexers[at].host),
             other => self.plane_fault(other),
         }
+    }
+
+    /// The next connection that stalls, and when the one after it does.
+    pub(super) fn stall_some(&mut self) {
+        let Some(every) = self
+            .rates
+            .set
+            .stall_every
+            .filter(|_| self.calm_since.is_none())
+        else {
+            return;
+        };
+        let fault = if self.dice.u8(0..3) > 0 {
+            Fault::StallShim(2 * self.dice.usize(0..self.rates.workers))
+        } else {
+            Fault::StallIndexer(self.dice.usize(0..self.rates.indexers))
+        };
+        self.fault(fault);
+        let mean = u64::try_from(every.as_millis()).unwrap();
+        let after = Duration::from_millis(self.dice.u64(1..2 * mean));
+        self.plan(after, Event::StallSome);
+    }
+
+    fn stall(&mut self, host: usize) {
+        let after = Duration::from_millis(self.dice.u64(10..9_000));
+        self.fault_lasts(after);
+        let node = &mut self.hosts[host];
+        node.stalled_until = node.stalled_until.max(self.now + after);
     }
 
     fn fault_lasts(&mut self, time: Duration) {
@@ -419,6 +463,11 @@ impl World {
                 self.cut_all_for(10..2_000, 300);
                 let until = self.now + self.millis(0..2_500);
                 self.plane.begin_lag(until);
+            }
+            Fault::ClockJump => {
+                self.cut_all_for(10..2_000, 300);
+                let ahead = Duration::from_millis(self.dice.u64(0..60_000));
+                self.plane.another_clock(ahead);
             }
             Fault::LoseRegistry => {
                 self.checks.history_lost = true;
@@ -478,9 +527,6 @@ impl World {
                 let at = self.rng.usize(0..payload.len());
                 if self.rng.bool() {
                     payload[at] ^= 1 << self.rng.u8(0..8);
-                    if !is_noticed(&message.payload, &payload) {
-                        return;
-                    }
                 } else {
                     payload.truncate(at);
                 }
@@ -507,9 +553,7 @@ impl World {
                 return;
             }
             bytes[at] ^= 1 << self.rng.u8(0..8);
-            if is_noticed(&message.payload, &bytes) {
-                message.payload = Bytes::from(bytes);
-            }
+            message.payload = Bytes::from(bytes);
         }
     }
 
@@ -577,6 +621,8 @@ impl World {
         node.life += 1;
         node.is_paused = false;
         node.waiting.clear();
+        // The next process has a connection of its own; what is on its way in this one comes.
+        node.stalled_until = self.now;
         match node.kind {
             Kind::Shim(at) => {
                 self.shims[at].run = None;
@@ -612,9 +658,7 @@ impl World {
         let after = self.millis(10..20_000);
         if self.hosts[host].is_up {
             self.fault_lasts(after);
-            if !std::mem::replace(&mut self.hosts[host].is_paused, true) {
-                self.hosts[host].paused_at = self.now;
-            }
+            self.hosts[host].is_paused = true;
             self.plan(after, Event::Resume(host));
         }
     }
@@ -622,8 +666,7 @@ impl World {
     /// What waited comes at once, in its order.
     pub(super) fn resume(&mut self, host: usize) {
         if std::mem::replace(&mut self.hosts[host].is_paused, false) {
-            let stood = self.now - self.hosts[host].paused_at;
-            self.hosts[host].stood_still = (stood, self.now);
+            self.hosts[host].stood_until = self.now;
         }
         let life = self.hosts[host].life;
         for input in std::mem::take(&mut self.hosts[host].waiting) {
@@ -648,6 +691,7 @@ impl World {
         }
         self.rates.calm_down();
         for host in 0..self.hosts.len() {
+            self.hosts[host].stalled_until = self.now;
             self.plan(Duration::ZERO, Event::Resume(host));
             self.plan(Duration::ZERO, Event::Link(host, true));
             let is_second = matches!(self.hosts[host].kind, Kind::Shim(at) if at % 2 == 1);
@@ -658,18 +702,5 @@ impl World {
         for engine in 0..self.engines.len() {
             self.plan(Duration::ZERO, Event::EngineStart(engine));
         }
-    }
-}
-
-/// A record's digest covers its changes, its number orders it; states and engine sequence are the
-/// transport's to keep whole.
-fn is_noticed(before: &[u8], after: &[u8]) -> bool {
-    let before = codec::decode::<Record>(before);
-    let after = codec::decode::<Record>(after);
-    match (before, after) {
-        (Ok(before), Ok(after)) => {
-            before.states == after.states && before.engine_seq == after.engine_seq
-        }
-        (Ok(_) | Err(_), Ok(_) | Err(_)) => true,
     }
 }

@@ -57,9 +57,8 @@ pub(super) struct Host {
     pub(super) life: u64,
     pub(super) is_up: bool,
     pub(super) is_paused: bool,
-    pub(super) paused_at: At,
-    /// It stood still for so long, up to this moment.
-    pub(super) stood_still: (Duration, At),
+    /// It stood still up to this moment.
+    pub(super) stood_until: At,
     /// What came meanwhile.
     pub(super) waiting: Vec<Input>,
     pub(super) clock: Clock,
@@ -71,6 +70,8 @@ pub(super) struct Host {
     pub(super) sent_until: At,
     pub(super) received_until: At,
     pub(super) zmq_until: At,
+    /// What goes between it and the plane waits in its connection until then.
+    pub(super) stalled_until: At,
 }
 
 /// Something that comes to a process.
@@ -86,7 +87,8 @@ pub(super) enum Input {
     Zmq(Zmq),
     /// A checkpoint is on the disk.
     Saved(Bytes),
-    Tail(u64, Vec<LogMessage>),
+    /// Of a session and a connection.
+    Tail((u64, u64), Vec<LogMessage>),
     TailEnded(u64),
     Registry(u64, RegistryEvent),
     /// A router's broadcast.
@@ -124,6 +126,7 @@ pub(super) enum Http {
 pub(super) enum Timer {
     Tick,
     Keep,
+    Clock,
     Health,
     Open(u64),
     Look(u64),
@@ -219,6 +222,8 @@ pub(super) enum Event {
     EngineStart(usize),
     Fault(Fault),
     Strike,
+    /// Of connections.
+    StallSome,
     Look,
 }
 

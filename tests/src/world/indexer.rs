@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_indexer::fold::Fold;
+use warmroute_indexer::fold::{Fold, Stall};
 use warmroute_indexer::same_log::{self, Fit};
 use warmroute_indexer::snapshot::policy::{self, Progress};
 use warmroute_indexer::snapshot::{Name, Restored};
@@ -90,6 +90,7 @@ pub(super) enum Phase {
 /// The plane's end of a session: what was sent of the log.
 pub(super) struct Tailing {
     pub(super) is_open: bool,
+    pub(super) connection: u64,
     pub(super) sent: LogPosition,
     pub(super) log: warmroute_proto::StreamIdentity,
     pub(super) stored: Option<u64>,
@@ -108,6 +109,7 @@ pub(super) struct IndexRun {
     pub(super) started: bool,
     pub(super) session: u64,
     pub(super) phase: Phase,
+    stall: Stall,
     /// It listens to heartbeats and the registry.
     pub(super) is_subscribed: bool,
     pub(super) seen: BTreeMap<String, Revision>,
@@ -136,10 +138,12 @@ impl World {
             started: false,
             session: 0,
             phase: Phase::Waiting,
+            stall: Stall::new(self.local(host)),
             is_subscribed: false,
             seen: BTreeMap::new(),
             tailing: Tailing {
                 is_open: false,
+                connection: 0,
                 sent: LogPosition(0),
                 log: self.plane.log.identity,
                 stored: None,
@@ -184,6 +188,14 @@ impl World {
         match input {
             Input::Connection(_) if run.phase != Phase::Following => {}
             other if run.restore.is_some() => run.waiting.push_back(other),
+            other => self.index_turn(at, run, now, other),
+        }
+    }
+
+    /// One turn of the writer: what it reads may have waited, if it stood still.
+    fn index_turn(&mut self, at: usize, run: &mut IndexRun, now: Instant, input: Input) {
+        let came = run.stall.turn(now);
+        match input {
             Input::Timer(Timer::Open(session)) if session == run.session => {
                 self.open(at, run, now);
             }
@@ -219,7 +231,7 @@ impl World {
                 }
                 run.until_compared = 0;
             }
-            Input::Tail(session, batch) if session == run.session => {
+            Input::Tail(of, batch) if of == (run.session, run.tailing.connection) => {
                 self.fold_batch(at, run, now, batch);
             }
             Input::TailEnded(session) if session == run.session => {
@@ -227,7 +239,7 @@ impl World {
             }
             Input::Heartbeat(payload) if run.is_subscribed => {
                 let payload = self.heartbeat_as_read(&run.fold, now, payload);
-                run.fold.heartbeat(now, &payload);
+                run.fold.heartbeat_of(now, came, &payload);
             }
             Input::Registry(session, event) if session == run.session => {
                 Self::registry(run, now, event);
@@ -414,6 +426,10 @@ impl World {
             For::Session { .. } => {
                 run.fold.observe_end(asked, status.last, status.now_unix_ns);
                 run.log_first = status.first;
+                // What came before this answer is read.
+                if run.stall.ends_with(asked) {
+                    run.stall.ended();
+                }
                 self.timer(host, TICK, Timer::Look(run.session));
             }
         }
@@ -435,11 +451,13 @@ impl World {
         run.fold.follow(status.identity);
         run.fold.observe_end(asked, status.last, status.now_unix_ns);
         run.is_subscribed = true;
+        run.stall = Stall::new(self.local(self.indexers[at].host));
         run.fold.watch_begins();
         run.seen.clear();
         self.begin_watch(at, run);
         run.tailing = Tailing {
             is_open: true,
+            connection: 0,
             sent: run.fold.position(),
             log: self.plane.log.identity,
             stored: None,

@@ -82,12 +82,14 @@ pub enum Breakage {
     OvertakenBelieved,
     /// A client that goes leaves its slot behind.
     SlotLeaked,
+    /// What comes proves as of when it comes, however long it was on its way.
+    AgeIgnored,
     /// Nobody looks whether the record at the position is still the one that was read.
     RefillUnseen,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -100,6 +102,7 @@ impl Breakage {
         Self::HealthIgnored,
         Self::OvertakenBelieved,
         Self::SlotLeaked,
+        Self::AgeIgnored,
         Self::RefillUnseen,
     ];
 }
@@ -142,6 +145,8 @@ pub struct World {
     queue: BinaryHeap<Planned>,
     planned: u64,
     rng: Rng,
+    /// Of what was added later: the worlds of the seeds before remain what they were.
+    dice: Rng,
     rates: Rates,
     broken: Option<Breakage>,
     plane: Plane,
@@ -178,6 +183,8 @@ impl World {
         let mut rates = Rates::draw(&mut rng, plan.is_calm);
         // Of their own dice, so that a seed without routers is the same world as ever.
         rates.draw_routers(plan.seed);
+        let mut dice = Rng::with_seed(plan.seed ^ 0x057A_1175);
+        rates.draw_stalls(&mut dice);
         if let Some(setting) = plan.setting {
             rates.settle(setting, plan.seed);
         }
@@ -208,6 +215,7 @@ impl World {
             was_late: false,
             trace: plan.is_traced.then(Vec::new),
             rng,
+            dice,
         };
         world.build();
         world
@@ -270,8 +278,7 @@ impl World {
             life: 0,
             is_up: false,
             is_paused: false,
-            paused_at: Duration::ZERO,
-            stood_still: (Duration::ZERO, Duration::ZERO),
+            stood_until: Duration::ZERO,
             waiting: Vec::new(),
             clock,
             is_cut: false,
@@ -279,6 +286,7 @@ impl World {
             sent_until: Duration::ZERO,
             received_until: Duration::ZERO,
             zmq_until: Duration::ZERO,
+            stalled_until: Duration::ZERO,
         });
         self.hosts.len() - 1
     }
@@ -289,6 +297,7 @@ impl World {
         }
         self.plan(Duration::from_secs(1), Event::Strike);
         self.plan(Duration::from_secs(1), Event::Look);
+        self.plan(Duration::from_secs(1), Event::StallSome);
         while self.checks.broken.is_none()
             && let Some(Planned { at, event, .. }) = self.queue.pop()
         {
@@ -347,6 +356,7 @@ impl World {
             Event::EngineStart(engine) => self.start_engine(engine),
             Event::Fault(fault) => self.fault(fault),
             Event::Strike => self.strike(),
+            Event::StallSome => self.stall_some(),
             Event::Look => self.look_around(),
         }
     }

@@ -164,6 +164,8 @@ pub(super) struct Plane {
     /// A copy of the log that answers half of the reads, until then.
     lag: Option<(Log, At)>,
     lagging_turn: bool,
+    /// Of the server that leads.
+    clock_ahead: Duration,
     pub(super) changed: Vec<Changed>,
 }
 
@@ -178,6 +180,7 @@ impl Plane {
             stored: 0,
             lag: None,
             lagging_turn: false,
+            clock_ahead: Duration::from_secs(30),
             changed: Vec::new(),
         }
     }
@@ -222,6 +225,12 @@ impl Plane {
         }
     }
 
+    /// Another server stamps messages from now on.
+    pub(super) const fn another_clock(&mut self, ahead: Duration) {
+        self.clock_ahead = ahead;
+        self.stored = 0;
+    }
+
     pub(super) fn begin_lag(&mut self, until: At) {
         self.lag = Some((self.log.clone(), until));
     }
@@ -239,6 +248,7 @@ impl Plane {
 
     /// What stamps messages.
     fn clock(&self, now: At) -> u64 {
+        let now = now + self.clock_ahead;
         let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         now.max(self.stored)
     }

@@ -272,7 +272,7 @@ impl World {
         let now = self.local(host);
         let answer = warmroute_indexer::query::answer(&run.fold, &query, now);
         if let Answer::Runs { sources, .. } = &answer {
-            let age_max = self.age_max(at);
+            let age_max = self.age_max();
             let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
             for part in sources {
                 if let Err(why) = self.check_answer(part, &chain, age_max) {
@@ -550,7 +550,7 @@ impl World {
             Duration::from_millis(40)
         };
         let known_after = Duration::from_millis(1_050) + 3 * way;
-        let ran_since = self.hosts[self.routers[at].host].stood_still.1;
+        let ran_since = self.hosts[self.routers[at].host].stood_until;
         match (since, run.met.get(&engine)) {
             (Some(since), Some(met)) => since.max(ran_since).max(*met) + known_after < self.now,
             (Some(_) | None, Some(_) | None) => false,

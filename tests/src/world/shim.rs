@@ -18,6 +18,7 @@ const TICK: Duration = Duration::from_millis(100);
 const LEASE_TTL: Duration = Duration::from_secs(6);
 const LEASE_RENEW: Duration = Duration::from_secs(2);
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
+const CLOCK_EVERY: Duration = Duration::from_secs(3);
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 const ACK_DEADLINE: Duration = Duration::from_secs(2);
 
@@ -35,6 +36,7 @@ pub(super) enum ShimThen {
     Acquired(Instant),
     AcquireFound(Instant),
     Registered,
+    Clock(Instant),
 }
 
 impl ShimThen {
@@ -52,6 +54,7 @@ impl ShimThen {
             Self::Acquired(_) => "a lease",
             Self::AcquireFound(_) => "a look at the lease",
             Self::Registered => "a registration",
+            Self::Clock(_) => "a look at the log's clock",
         }
     }
 }
@@ -143,6 +146,7 @@ impl World {
         self.timer(host, Duration::ZERO, Timer::Keep);
         self.timer(host, TICK, Timer::Tick);
         self.timer(host, Duration::ZERO, Timer::Health);
+        self.timer(host, Duration::ZERO, Timer::Clock);
         self.plan_connect(at);
     }
 
@@ -190,6 +194,10 @@ impl World {
                 self.timer(host, LEASE_RENEW, Timer::Keep);
                 self.keep(at, &mut run, now);
             }
+            Input::Timer(Timer::Clock) => {
+                self.timer(host, CLOCK_EVERY, Timer::Clock);
+                self.ask_clock(host);
+            }
             Input::Timer(Timer::Health) => {
                 self.timer(host, HEALTH_EVERY, Timer::Health);
                 let is_up = self.engines[self.shims[at].worker].is_up;
@@ -206,6 +214,7 @@ impl World {
                 run.core.plane_lost();
                 if is_up {
                     run.core.plane_back(now);
+                    self.ask_clock(host);
                 }
                 self.keep(at, &mut run, now);
             }
@@ -335,6 +344,11 @@ impl World {
                 }
                 _ => run.core.append_failed(now, id),
             },
+            ShimThen::Clock(asked) => {
+                if let Reply::Status(status) = reply {
+                    run.core.log_clock(asked, now, status.now_unix_ns);
+                }
+            }
             ShimThen::ClaimGot(_) | ShimThen::ClaimLast(..) | ShimThen::ClaimPut(_) => {
                 self.shim_claim(at, run, then, reply);
             }

@@ -8,10 +8,13 @@ use warmroute_proto::bus::RegistryEvent;
 use super::host::{Event, Input, Kind, Planned, Process, Then, Timer, Zmq};
 use super::indexer::{IndexRun, Phase};
 use super::plane::{At, Changed, Op, Reply};
+use super::shim::ShimThen;
 use super::{Breakage, World};
 
 /// How often a tail proves that its log is still there.
 const TAIL_CHECK: Duration = Duration::from_secs(5);
+/// So long a shim waits for what the log's clock shows.
+const CLOCK_DEADLINE: Duration = Duration::from_secs(1);
 
 impl World {
     pub(super) fn plan(&mut self, after: Duration, event: Event) {
@@ -121,7 +124,9 @@ impl World {
             self.plan_at(give_up, Event::Host { host, life, input });
             return;
         }
-        let arrives = (self.now + self.delay()).max(self.hosts[host].sent_until);
+        let arrives = (self.now + self.delay())
+            .max(self.hosts[host].sent_until)
+            .max(self.hosts[host].stalled_until);
         self.hosts[host].sent_until = arrives;
         self.plan_at(
             arrives,
@@ -154,6 +159,10 @@ impl World {
 
     pub(super) fn ask_plane(&mut self, from: (usize, u64), op: Op, then: Then, give_up: At) {
         let (host, life) = from;
+        if matches!(then, Then::Shim(ShimThen::Clock(_))) {
+            self.answer_clock(from, then, give_up);
+            return;
+        }
         if self.hosts[host].is_cut {
             let is_asked = !matches!(then, Then::Nothing);
             if is_asked {
@@ -183,7 +192,8 @@ impl World {
             return;
         }
         let is_lost = self.strikes(self.rates.call_lost);
-        let after = self.delay();
+        let stalled = self.hosts[host].stalled_until.saturating_sub(self.now);
+        let after = self.delay().max(stalled);
         let (at, reply) = if is_lost || self.now + after > give_up {
             (give_up.max(self.now), Reply::Unavailable)
         } else {
@@ -251,18 +261,20 @@ impl World {
         if let Some(last) = batch.last() {
             run.tailing.sent = last.position;
             run.tailing.stored = Some(last.stored_unix_ns);
-            let session = run.session;
+            let of = (run.session, run.tailing.connection);
             // One message again now and then.
             if self.strikes(self.rates.twice) {
-                self.in_order(host, Input::Tail(session, batch.clone()));
+                self.in_order(host, Input::Tail(of, batch.clone()));
             }
-            self.in_order(host, Input::Tail(session, batch));
+            self.in_order(host, Input::Tail(of, batch));
             self.pump_soon(host, run);
         }
     }
 
     pub(super) fn in_order(&mut self, host: usize, input: Input) {
-        let at = (self.now + self.delay()).max(self.hosts[host].received_until);
+        let at = (self.now + self.delay())
+            .max(self.hosts[host].received_until)
+            .max(self.hosts[host].stalled_until);
         self.hosts[host].received_until = at;
         let life = self.hosts[host].life;
         self.plan_at(at, Event::Host { host, life, input });
@@ -330,11 +342,58 @@ impl World {
         if self.strikes(self.rates.twice)
             && let Some(again) = again(&input)
         {
-            let after = self.delay() + self.delay();
+            let after = (self.delay() + self.delay()).max(self.stalled(from, to));
             self.send_host(to, after, again);
         }
-        let after = self.delay();
+        let after = self.delay().max(self.stalled(from, to));
         self.send_host(to, after, input);
+    }
+
+    /// How long what goes from one to the other waits in their connections.
+    fn stalled(&self, from: usize, to: usize) -> Duration {
+        let until = self.hosts[from]
+            .stalled_until
+            .max(self.hosts[to].stalled_until);
+        until.saturating_sub(self.now)
+    }
+
+    /// Asks for the log's clock. By the dice of connections: a world is the same whether anybody asks or not.
+    pub(super) fn ask_clock(&mut self, host: usize) {
+        let asked = self.local(host);
+        let life = self.hosts[host].life;
+        let give_up = self.now + self.hosts[host].clock.span(CLOCK_DEADLINE);
+        let arrives = (self.now + self.clock_delay()).max(self.hosts[host].stalled_until);
+        let then = Then::Shim(ShimThen::Clock(asked));
+        let op = Op::Status;
+        let event = Event::Plane {
+            host,
+            life,
+            op,
+            then,
+            give_up,
+        };
+        self.plan_at(arrives, event);
+    }
+
+    fn answer_clock(&mut self, (host, life): Process, then: Then, give_up: At) {
+        let reply = self.plane.answer(self.now, Op::Status);
+        let at = (self.now + self.clock_delay()).max(self.hosts[host].stalled_until);
+        let is_lost = self.dice.u16(0..1000) < self.rates.call_lost;
+        if !is_lost && at <= give_up && !self.hosts[host].is_cut {
+            let input = Input::Reply(then, reply);
+            self.plan_at(at, Event::Host { host, life, input });
+        }
+    }
+
+    fn clock_delay(&mut self) -> Duration {
+        let is_late = self.dice.u16(0..1000) < self.rates.late;
+        let max = if is_late {
+            CLOCK_DEADLINE
+        } else {
+            self.rates.delay_max
+        };
+        let max = u64::try_from(max.as_micros()).unwrap();
+        Duration::from_micros(self.dice.u64(50..max.max(51)))
     }
 
     /// The engine's socket keeps its order.
@@ -372,6 +431,8 @@ impl World {
         if let Kind::Indexer(at) = self.hosts[host].kind
             && let Some(mut run) = self.indexers[at].run.take()
         {
+            // What was on its way in the one before is gone with it.
+            run.tailing.connection += 1;
             run.tailing.sent = run.tailing.sent.min(run.fold.position());
             run.tailing.stored = run.fold.mark().map(|mark| mark.stored_unix_ns);
             run.tailing.check_at = self.now;

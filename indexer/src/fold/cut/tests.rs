@@ -84,19 +84,32 @@ fn every_corrupt_byte_and_every_cut_is_refused() {
     assert!(Restored::read(&longer).is_err());
 }
 
-/// Snapshots of this version are read by all later ones. `REWRITE_GOLDEN=1` writes one if there is none.
+/// Snapshots of every version are read by all later ones. `REWRITE_GOLDEN=1` writes one if there is none.
 #[test]
-fn a_snapshot_of_version_one_is_read() {
+fn a_snapshot_of_every_version_is_read() {
     let world = rich();
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/v1_snapshot.hex");
-    if std::env::var_os("REWRITE_GOLDEN").is_some() && !std::path::Path::new(path).exists() {
+    for version in 1..=codec::VERSION {
+        let blob = golden_snapshot(version, &world);
+        let replica = world.replica(Some(&blob));
+        assert_eq!(told(&replica, world.now), told(&world.fold, world.now));
+        let is_written = world.snapshot().unwrap() == blob;
+        assert_eq!(is_written, version == codec::VERSION, "version {version}");
+    }
+}
+
+fn golden_snapshot(version: u8, world: &World) -> Vec<u8> {
+    let path = format!(
+        "{}/testdata/v{version}_snapshot.hex",
+        env!("CARGO_MANIFEST_DIR")
+    );
+    if std::env::var_os("REWRITE_GOLDEN").is_some() && !std::path::Path::new(&path).exists() {
         let hex: String = world
             .snapshot()
             .unwrap()
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect();
-        std::fs::write(path, hex + "\n").unwrap();
+        std::fs::write(&path, hex + "\n").unwrap();
     }
     let hex = std::fs::read_to_string(path).unwrap();
     let digits: Vec<u8> = hex
@@ -104,17 +117,10 @@ fn a_snapshot_of_version_one_is_read() {
         .chars()
         .map(|digit| u8::try_from(digit.to_digit(16).unwrap()).unwrap())
         .collect();
-    let blob: Vec<u8> = digits
+    digits
         .chunks(2)
         .map(|pair| pair[0] << 4 | pair[1])
-        .collect();
-    let replica = world.replica(Some(&blob));
-    assert_eq!(told(&replica, world.now), told(&world.fold, world.now));
-    assert_eq!(
-        world.snapshot().unwrap(),
-        blob,
-        "and this is how it is written"
-    );
+        .collect()
 }
 
 /// A blob that is intact but was written wrongly: only the digests tell.

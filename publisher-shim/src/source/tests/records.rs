@@ -151,3 +151,30 @@ fn a_lost_acknowledgement_holds_the_later_ones_back_for_half_a_second_only() {
     assert_eq!(generations.max(), Some(world.generation));
     assert_eq!(world.core.status(world.now).counters.generations, 1);
 }
+
+/// By the log's clock, as of when it was said: sending it again makes it no younger.
+#[test]
+fn what_is_said_says_when() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    assert_eq!(world.records.last().unwrap().said_at, None, "nobody told");
+    let told = world.now;
+    world.core.log_clock(told, told, 1_000_000_000_000);
+    let log_time = |at: Instant| {
+        let elapsed = Duration::from_secs(1_000) + (at - told);
+        Some(LogTime(u64::try_from(elapsed.as_nanos()).unwrap()))
+    };
+    world.tick_ms(700);
+    let said = world.now;
+    world.log_is_up = false;
+    world.publish(&[store(None, &[2])]);
+    world.tick_ms(20_000);
+    world.log_is_up = true;
+    world.tick_ms(10_000);
+    let last = world.records.last().unwrap();
+    assert_eq!(last.said_at, log_time(said));
+    let heartbeat = world.heartbeats.last().unwrap();
+    assert_eq!(heartbeat.number, Some(last.number));
+    assert!(heartbeat.said_at > log_time(world.now - Duration::from_millis(1_100)));
+    assert!(heartbeat.said_at <= log_time(world.now));
+}

@@ -337,6 +337,7 @@ const INDEXER_SERIES: [&str; 21] = [
     "source_blocks{worker=\"worker-0\",dp_rank=\"1\"}",
     "source_record_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
     "source_proof_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
+    "source_heartbeat_way_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
     "sources_not_shown",
     "resyncs_total{reason=\"gap\"}",
     "log_lag_messages",

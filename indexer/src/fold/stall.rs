@@ -1,4 +1,4 @@
-//! How old may a heartbeat be that is read now? It has no time of its own that could be trusted.
+//! How old may a heartbeat be that is read now, whatever it says of itself? Not every shim tells.
 //!
 //! While the reader turns, it waits for nobody: what it reads came just now. If the reader stood still (its
 //! process was stopped, a snapshot took long to load), heartbeats waited, and prove no more than that their
@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 /// Twice the interval of the ticks, which turn the reader even when nothing comes.
 const STILL: Duration = Duration::from_secs(1);
 
-pub(super) struct Stall {
+/// See the module's documentation.
+pub struct Stall {
     /// When the reader turned last.
     turned: Instant,
     /// What is read may be as old as the first, and was waiting until the second at the latest.
@@ -19,7 +20,8 @@ pub(super) struct Stall {
 
 impl Stall {
     /// Nothing waits for a reader that only just listens.
-    pub(super) const fn new(now: Instant) -> Self {
+    #[must_use]
+    pub const fn new(now: Instant) -> Self {
         Self {
             turned: now,
             doubtful: None,
@@ -27,7 +29,7 @@ impl Stall {
     }
 
     /// The reader turns, and is about to read. What it reads came at the returned moment or later.
-    pub(super) fn turn(&mut self, now: Instant) -> Instant {
+    pub fn turn(&mut self, now: Instant) -> Instant {
         if now.saturating_duration_since(self.turned) >= STILL {
             let since = self.doubtful.map_or(self.turned, |(since, _)| since);
             self.doubtful = Some((since, now));
@@ -38,11 +40,12 @@ impl Stall {
 
     /// Would an answer to a question that was asked at this moment end the doubt, once what came before
     /// it has been read?
-    pub(super) fn ends_with(&self, asked: Instant) -> bool {
+    #[must_use]
+    pub fn ends_with(&self, asked: Instant) -> bool {
         self.doubtful.is_some_and(|(_, woken)| asked >= woken)
     }
 
-    pub(super) const fn ended(&mut self) {
+    pub const fn ended(&mut self) {
         self.doubtful = None;
     }
 }

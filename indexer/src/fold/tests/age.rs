@@ -1,0 +1,165 @@
+//! Messages that were on their way for long.
+
+use bytes::Bytes;
+use warmroute_proto::{LogTime, Tiers};
+
+use super::*;
+use crate::tests_support::{TestShim, namespace};
+
+/// One source, in a log whose clock is looked at each second.
+struct Late {
+    world: World,
+    start: Instant,
+    shim: TestShim,
+}
+
+impl Late {
+    fn new() -> Self {
+        let world = World::new();
+        let mut late = Self {
+            start: world.now,
+            shim: TestShim::new(W),
+            world,
+        };
+        late.look();
+        let record = late.record("a");
+        assert_eq!(late.deliver(&record), Verdict::Started);
+        assert_eq!(late.state(), SourceState::Exact);
+        late
+    }
+
+    fn log_time(&self) -> LogTime {
+        let elapsed = Duration::from_secs(1_000) + (self.world.now - self.start);
+        LogTime(u64::try_from(elapsed.as_nanos()).unwrap())
+    }
+
+    fn look(&mut self) {
+        let (now, last) = (self.world.now, self.world.position);
+        let LogTime(shows) = self.log_time();
+        self.world.fold.observe_end(now, last, shows);
+    }
+
+    fn wait(&mut self, secs: u32) {
+        for _ in 0..secs {
+            self.world.now += SECOND;
+            self.look();
+            self.world.fold.tick(self.world.now);
+        }
+    }
+
+    /// What the shim says now.
+    fn record(&mut self, names: &str) -> Record {
+        Record {
+            said_at: Some(self.log_time()),
+            ..self.shim.record(gpu(names))
+        }
+    }
+
+    fn heartbeat(&self) -> Heartbeat {
+        Heartbeat {
+            said_at: Some(self.log_time()),
+            ..self.shim.heartbeat()
+        }
+    }
+
+    /// The log takes and delivers it now.
+    fn deliver(&mut self, record: &Record) -> Verdict {
+        self.world.position = self.world.position.next();
+        let message = LogMessage {
+            position: self.world.position,
+            subject: Subjects::new(&namespace()).records(&record.source),
+            payload: Bytes::from(codec::encode(record).unwrap()),
+            stored_unix_ns: self.log_time().0,
+        };
+        self.world.fold.apply(self.world.now, &message)
+    }
+
+    fn hear(&mut self, heartbeat: &Heartbeat) -> HeartbeatVerdict {
+        let payload = codec::encode(heartbeat).unwrap();
+        self.world.fold.heartbeat(self.world.now, &payload)
+    }
+
+    fn state(&self) -> SourceState {
+        self.world.state(W)
+    }
+}
+
+#[test]
+fn a_record_kept_on_its_way_is_folded_and_proves_what_was() {
+    let mut late = Late::new();
+    let kept = late.record("b");
+    late.wait(3);
+    assert_eq!(late.deliver(&kept), Verdict::Applied);
+    assert_eq!(late.state(), SourceState::Exact);
+    late.wait(2);
+    assert_eq!(late.state(), SourceState::Unknown, "said 5 s ago");
+    let kept = late.record("c");
+    late.wait(7);
+    assert_eq!(late.deliver(&kept), Verdict::Applied);
+    assert_eq!(late.state(), SourceState::Unknown);
+    assert_eq!(late.hear(&late.heartbeat()), HeartbeatVerdict::Proof);
+    assert_eq!(late.state(), SourceState::Exact, "all of it is in");
+    assert_eq!(late.world.ask("a")[0].number, Some(RecordNumber(2)));
+}
+
+#[test]
+fn a_heartbeat_kept_on_its_way_proves_what_was() {
+    let mut late = Late::new();
+    late.wait(1);
+    let kept = late.heartbeat();
+    late.wait(3);
+    assert_eq!(late.hear(&kept), HeartbeatVerdict::Proof);
+    assert_eq!(late.state(), SourceState::Exact);
+    late.wait(2);
+    assert_eq!(late.state(), SourceState::Unknown);
+    assert_eq!(late.hear(&kept), HeartbeatVerdict::Proof);
+    assert_eq!(late.state(), SourceState::Unknown, "again, and no younger");
+}
+
+/// Credit lives on the proof of what gave it, not on that of what took it back.
+#[test]
+fn what_was_taken_back_does_not_come_back_with_a_late_word() {
+    let mut late = Late::new();
+    late.wait(1);
+    let kept = late.heartbeat();
+    late.wait(3);
+    let mut taken_back = late.heartbeat();
+    taken_back.states = Tiers::all(TierState::Stale);
+    assert_eq!(late.hear(&taken_back), HeartbeatVerdict::Proof);
+    assert_eq!(late.state(), SourceState::Stale);
+    late.wait(2);
+    assert_eq!(late.hear(&kept), HeartbeatVerdict::Proof);
+    assert_eq!(late.state(), SourceState::Unknown, "said 5 s ago");
+    assert_eq!(late.hear(&taken_back), HeartbeatVerdict::Proof);
+    assert_eq!(late.state(), SourceState::Stale);
+}
+
+/// Shims of version 1, and whoever was not told the log's clock.
+#[test]
+fn who_says_no_time_is_believed_as_of_when_it_is_read() {
+    let mut late = Late::new();
+    let mut kept = late.record("b");
+    kept.said_at = None;
+    late.wait(7);
+    assert_eq!(late.deliver(&kept), Verdict::Applied);
+    assert_eq!(late.state(), SourceState::Exact);
+}
+
+#[test]
+fn the_long_gone_is_not_asked_above_its_fence() {
+    let mut late = Late::new();
+    let old = late.heartbeat();
+    late.shim.next_generation();
+    let record = late.record("z");
+    assert_eq!(late.deliver(&record), Verdict::Started);
+    late.wait(8);
+    assert_eq!(late.hear(&old), HeartbeatVerdict::Old);
+    assert_eq!(resyncs(&mut late.world), Vec::new());
+    let lives = Heartbeat {
+        said_at: Some(late.log_time()),
+        ..old
+    };
+    assert_eq!(late.hear(&lives), HeartbeatVerdict::Old);
+    let fenced = (ResyncReason::Fenced, Generation(2));
+    assert_eq!(resyncs(&mut late.world), vec![fenced]);
+}
