@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
+use tokio::time::Instant;
 use uuid::Uuid;
 use warmroute_indexer::args::{Args, Command, Config, Doctor, Init, Verify};
 use warmroute_indexer::doctor::collect::Look;
@@ -16,7 +17,7 @@ use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns, verify}
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
-use warmroute_proto::bus::{NatsError, NatsPlane, Setup};
+use warmroute_proto::bus::{InitConfig, NatsError, NatsPlane, Setup};
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -46,6 +47,7 @@ async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
     let nats = nats::config(&config.nats, "warmroute-init")?;
     let namespace = &config.nats.namespace;
     let wait = Duration::from_secs(sizes.wait_secs);
+    let started = Instant::now();
     let before = nats::within(wait, async || NatsPlane::connect(nats.clone()).await);
     match before.await {
         Err(NatsError::Mismatch(differences)) => {
@@ -59,7 +61,10 @@ async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
             return Err(error.into());
         }
     }
-    NatsPlane::init(nats, sizes.into()).await?;
+    // A cluster may have no leader yet, or none any more: what is made already is found the next time.
+    let left = wait.saturating_sub(started.elapsed());
+    let sizes = InitConfig::from(sizes);
+    nats::within(left, async || NatsPlane::init(nats.clone(), sizes).await).await?;
     announce(format_args!("now: namespace {namespace} is set up"));
     Ok(ExitCode::SUCCESS)
 }

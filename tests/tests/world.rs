@@ -161,8 +161,9 @@ fn age_that_nobody_heeds_is_found() {
     broken_rule_is_found(Breakage::AgeIgnored);
 }
 
-/// What seed 40433 was before messages said when they were said: a shim's record waited in its connection for
-/// 6.4 s, meanwhile the shim died and its engine was restarted, and the life before was credited when it came.
+/// What seed 40433 was before messages said when they were said: a shim's record waited in its connection
+/// for 6.4 s, meanwhile the shim died and its engine was restarted, and the life before was credited when
+/// it came.
 #[test]
 fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
     let faults = [StallShim(0), EngineRestart(0), ShimCrash(0)];

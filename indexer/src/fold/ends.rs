@@ -6,10 +6,10 @@
 //! ours. But the log's clock is compared with itself: a record that is stamped before the moment at which
 //! it was not there came back with an older copy of the log, and proves nothing.
 //!
-//! A message may have been on its way for long before the log took it, or a listener read it. What it says of
-//! itself is when it was said, by the log's clock too; what that clock shows now is what it showed when it was
-//! last asked, and what passed here since. This lowers what a message proves and never raises it: a log whose
-//! clock jumped back, or that was not asked for long, leaves all as it would be without.
+//! A message may have been on its way for long before the log took it, or a listener read it. What it says
+//! of itself is when it was said, by the log's clock too; what that clock shows now is what it showed when
+//! it was last asked, and what passed here since. This lowers what a message proves and never raises it: a
+//! log whose clock jumped back, or that was not asked for long, leaves all as it would be without.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -56,8 +56,8 @@ impl LogEnds {
         (before.unix_ns <= stamped).then_some(before.at)
     }
 
-    /// Since when what is read now says what it says: the moment at which it came, or an earlier one if it was
-    /// on its way. None if that is longer ago than any moment here.
+    /// Since when what is read now says what it says: the moment at which it came, or an earlier one if it
+    /// was on its way. None if that is longer ago than any moment here.
     pub(super) fn said(
         &self,
         now: Instant,

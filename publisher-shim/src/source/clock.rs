@@ -1,8 +1,8 @@
 //! What the log's clock shows, as the log last said it.
 //!
-//! Records and heartbeats carry it, so that a reader knows how long they were on their way. It goes on by this
-//! process's own monotonic clock; nobody's time of day has a part in it. What is not known is not said: readers
-//! then judge by when they read.
+//! Records and heartbeats carry it, so that a reader knows how long they were on their way. It goes on by
+//! this process's own monotonic clock; nobody's time of day has a part in it. What is not known is not
+//! said: readers then judge by when they read.
 
 use std::time::{Duration, Instant};
 
@@ -23,9 +23,10 @@ pub(super) struct LogClock {
 }
 
 impl LogClock {
-    /// Asked at the first moment, the log's clock showed `unix_ns`, or 0 if it did not tell; the answer came at
-    /// the second moment. Somewhere in between it was so: what was known is bent only as far as it has to be,
-    /// so that a slow answer tells no less than a fast one before it, and a clock that jumped is followed.
+    /// Asked at the first moment, the log's clock showed `unix_ns`, or 0 if it did not tell; the answer
+    /// came at the second moment. Somewhere in between it was so: what was known is bent only as far as it
+    /// has to be, so that a slow answer tells no less than a fast one before it, and a clock that jumped is
+    /// followed.
     pub(super) fn learn(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
         if unix_ns == 0 {
             self.learnt = None;

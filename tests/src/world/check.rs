@@ -28,9 +28,9 @@ use super::plane::At;
 use super::replica::Written;
 use super::shim::Standing;
 
-/// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the indexer's, and
-/// what clocks, ticks and pauses that nobody notices add. How long messages are on their way between the two adds
-/// nothing: they say when they were said.
+/// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the indexer's,
+/// and what clocks, ticks and pauses that nobody notices add. How long messages are on their way between
+/// the two adds nothing: they say when they were said.
 const GHOST_MAX: Duration = Duration::from_secs(9);
 /// What an engine says to its shim does not: so long it may be on its way, where single messages wait.
 const EVENT_LATE: Duration = Duration::from_secs(2);
