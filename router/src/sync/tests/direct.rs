@@ -427,7 +427,7 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
             let mut spoilt = answer[..answer.len() - size_of::<u64>()].to_vec();
             let prefill = spoilt.iter().rposition(|byte| *byte != 0).unwrap();
             spoilt[prefill] ^= 1;
-            warmroute_proto::codec::seal(&mut spoilt);
+            codec::seal(&mut spoilt);
             b.replica
                 .answered(a.router, id, Some(&spoilt.into()), &mut b.core, at);
             b.settle();

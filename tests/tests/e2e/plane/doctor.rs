@@ -326,7 +326,7 @@ async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output 
 }
 
 /// What the pages of real processes must have, as far as it does not depend on what happened.
-const INDEXER_SERIES: [&str; 21] = [
+const INDEXER_SERIES: [&str; 22] = [
     "sources{state=\"exact\"}",
     "source_state{worker=\"worker-0\",dp_rank=\"1\",state=\"exact\"}",
     "source_state_age_seconds{worker=\"worker-0\",dp_rank=\"1\"}",
