@@ -166,13 +166,19 @@ fn age_that_nobody_heeds_is_found() {
 /// it came.
 #[test]
 fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
-    let faults = [StallShim(0), EngineRestart(0), ShimCrash(0)];
+    let faults = [
+        (0, StallShim(0)),
+        (1_200, ShimCrash(0)),
+        (1_201, EngineRestart(0)),
+    ];
     let plans = |broken: Option<Breakage>| -> Vec<Plan> {
-        let plans = (0..20 * WORLDS).map(|seed| Plan {
+        let plan = |seed| Plan {
             broken,
-            ..scripted(seed, None, &faults)
-        });
-        plans.collect()
+            script: script(seed, &faults),
+            is_calm: true,
+            ..Plan::of(seed)
+        };
+        (0..20 * WORLDS).map(plan).collect()
     };
     let heeded = plans(None);
     if let Some((at, outcome)) = first_broken(&heeded) {
@@ -180,6 +186,15 @@ fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
     }
     let found = first_broken(&plans(Some(Breakage::AgeIgnored)));
     assert!(found.is_some(), "the world would not notice");
+}
+
+fn script(seed: u64, faults: &[(u64, Fault)]) -> Vec<Scripted> {
+    let start = 3_000 + 377 * (seed % (2 * WORLDS));
+    let at = |&(after, fault)| Scripted {
+        after: Duration::from_millis(start + after),
+        fault,
+    };
+    faults.iter().map(at).collect()
 }
 
 #[test]

@@ -411,12 +411,19 @@ impl World {
         else {
             return;
         };
-        let fault = if self.dice.u8(0..3) > 0 {
-            Fault::StallShim(2 * self.dice.usize(0..self.rates.workers))
+        if self.dice.u8(0..3) > 0 {
+            let worker = self.dice.usize(0..self.rates.workers);
+            self.fault(Fault::StallShim(2 * worker));
+            // The machine is going down, and its network was first.
+            if self.dice.bool() {
+                let after = Duration::from_millis(self.dice.u64(100..2_000));
+                self.plan(after, Event::Fault(Fault::ShimCrash(2 * worker)));
+                self.plan(after, Event::Fault(Fault::EngineRestart(worker)));
+            }
         } else {
-            Fault::StallIndexer(self.dice.usize(0..self.rates.indexers))
-        };
-        self.fault(fault);
+            let indexer = self.dice.usize(0..self.rates.indexers);
+            self.fault(Fault::StallIndexer(indexer));
+        }
         let mean = u64::try_from(every.as_millis()).unwrap();
         let after = Duration::from_millis(self.dice.u64(1..2 * mean));
         self.plan(after, Event::StallSome);

@@ -418,13 +418,15 @@ impl World {
                 self.end_session(at, run, fit.word());
             }
             For::Tail => {
-                run.fold.observe_end(asked, status.last, status.now_unix_ns);
+                let shows = self.clock_as_seen(status);
+                run.fold.observe_end(asked, status.last, shows);
                 run.log_first = status.first;
                 run.phase = Phase::Following;
                 self.timer(host, TICK, Timer::Look(run.session));
             }
             For::Session { .. } => {
-                run.fold.observe_end(asked, status.last, status.now_unix_ns);
+                let shows = self.clock_as_seen(status);
+                run.fold.observe_end(asked, status.last, shows);
                 run.log_first = status.first;
                 // What came before this answer is read.
                 if run.stall.ends_with(asked) {
@@ -449,7 +451,8 @@ impl World {
             Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
         }
         run.fold.follow(status.identity);
-        run.fold.observe_end(asked, status.last, status.now_unix_ns);
+        let shows = self.clock_as_seen(status);
+        run.fold.observe_end(asked, status.last, shows);
         run.is_subscribed = true;
         run.stall = Stall::new(self.local(self.indexers[at].host));
         run.fold.watch_begins();
