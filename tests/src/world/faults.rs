@@ -59,6 +59,8 @@ pub enum Fault {
     /// What goes to and from it waits in its connection for seconds, and comes after all.
     StallShim(usize),
     StallIndexer(usize),
+    /// An engine and its shim die at once. The engine is back first, by far.
+    MachineDown(usize),
 }
 
 impl Fault {
@@ -397,6 +399,7 @@ impl World {
             Fault::PauseRouter(at) => self.pause(self.routers[at].host),
             Fault::StallShim(at) => self.stall(self.shims[at].host),
             Fault::StallIndexer(at) => self.stall(self.indexers[at].host),
+            Fault::MachineDown(at) => self.machine_down(at),
             other => self.plane_fault(other),
         }
     }
@@ -417,8 +420,7 @@ impl World {
             // The machine is going down, and its network was first.
             if self.dice.bool() {
                 let after = Duration::from_millis(self.dice.u64(100..2_000));
-                self.plan(after, Event::Fault(Fault::ShimCrash(2 * worker)));
-                self.plan(after, Event::Fault(Fault::EngineRestart(worker)));
+                self.plan(after, Event::Fault(Fault::MachineDown(worker)));
             }
         } else {
             let indexer = self.dice.usize(0..self.rates.indexers);
@@ -427,6 +429,17 @@ impl World {
         let mean = u64::try_from(every.as_millis()).unwrap();
         let after = Duration::from_millis(self.dice.u64(1..2 * mean));
         self.plan(after, Event::StallSome);
+    }
+
+    fn machine_down(&mut self, worker: usize) {
+        let host = self.shims[2 * worker].host;
+        self.crash_for_good(host);
+        self.kill_engine(worker);
+        let engine_away = Duration::from_millis(self.dice.u64(10..6_000));
+        let shim_away = Duration::from_millis(self.dice.u64(9_000..15_000));
+        self.fault_lasts(shim_away);
+        self.plan(engine_away, Event::EngineStart(worker));
+        self.plan(shim_away, Event::Start(host));
     }
 
     fn stall(&mut self, host: usize) {
