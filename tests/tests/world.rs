@@ -166,7 +166,7 @@ fn age_that_nobody_heeds_is_found() {
 /// it came.
 #[test]
 fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
-    let faults = [(0, StallShim(0)), (1_200, MachineDown(0))];
+    let faults = [(0, StallIndexer(0)), (700, MachineDown(0))];
     let plans = |broken: Option<Breakage>| -> Vec<Plan> {
         let plan = |seed| Plan {
             broken,

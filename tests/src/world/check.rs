@@ -14,8 +14,8 @@ use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::SnapshotHead;
 use warmroute_proto::{
-    Digest, EngineSeq, Generation, Heartbeat, LogPosition, Record, RecordNumber, Source, Tier,
-    codec,
+    Digest, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, Record, RecordNumber, Source,
+    Tier, TierStates, codec,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -32,6 +32,10 @@ use super::shim::Standing;
 /// and what clocks, ticks and pauses that nobody notices add. How long messages are on their way between
 /// the two adds nothing: they say when they were said.
 const GHOST_MAX: Duration = Duration::from_secs(9);
+/// Credit rests on what a shim said within the last 5 s; clocks add a little.
+const VOUCHED_MAX: Duration = Duration::from_millis(5_500);
+/// A shim that was not told the log's clock, or was told another one, says less of when it spoke.
+const CLOCK_UNSURE: Duration = Duration::from_secs(20);
 /// What an engine says to its shim does not: so long it may be on its way, where single messages wait.
 const EVENT_LATE: Duration = Duration::from_secs(2);
 /// So long after the storm all must be right.
@@ -96,6 +100,41 @@ pub(super) struct Checks {
     digests: BTreeMap<Key, Digest>,
     healed_since: Option<At>,
     healed_after: Option<Duration>,
+}
+
+/// What shims vouched for.
+#[derive(Default)]
+pub(super) struct Vouched {
+    /// When a shim last gave credit to its source, and when it last did without saying when.
+    said: BTreeMap<Source, (At, Option<At>)>,
+    pub(super) clock_jumped: Option<At>,
+}
+
+impl Vouched {
+    /// A shim says what it can vouch for.
+    pub(super) fn said(
+        &mut self,
+        now: At,
+        source: &Source,
+        states: &TierStates,
+        said_at: Option<LogTime>,
+    ) {
+        let gives_credit = |&tier: &Tier| SourceState::from(*states.get(tier)).gives_credit();
+        if Tier::ALL.iter().any(gives_credit) {
+            let vouched = self.said.entry(source.clone()).or_default();
+            vouched.0 = now;
+            if said_at.is_none() {
+                vouched.1 = Some(now);
+            }
+        }
+    }
+
+    /// Did the source's shim give credit lately, as far as that can be known?
+    fn is_vouched(&self, now: At, source: &Source) -> bool {
+        let is_unsure = |at: Option<At>| at.is_some_and(|at| now < at + CLOCK_UNSURE);
+        let (vouched, unstamped) = self.said.get(source).copied().unwrap_or_default();
+        now < vouched + VOUCHED_MAX || is_unsure(unstamped) || is_unsure(self.clock_jumped)
+    }
 }
 
 /// What a run came to.
@@ -401,6 +440,9 @@ impl World {
             .held(source)
             .map(|(prefix, tier)| (prefix.0, tier.number()))
             .collect();
+        if !self.vouched.is_vouched(self.now, source) {
+            return Err("is credited, and its shim has not vouched for it for long".to_owned());
+        }
         let truths = self.truths(worker, standing.engine_seq, age_max);
         let mut why = "has no truth at its sequence".to_owned();
         for truth in &truths {

@@ -417,14 +417,14 @@ impl World {
         if self.dice.u8(0..3) > 0 {
             let worker = self.dice.usize(0..self.rates.workers);
             self.fault(Fault::StallShim(2 * worker));
-            // The machine is going down, and its network was first.
-            if self.dice.bool() {
-                let after = Duration::from_millis(self.dice.u64(100..2_000));
-                self.plan(after, Event::Fault(Fault::MachineDown(worker)));
-            }
         } else {
             let indexer = self.dice.usize(0..self.rates.indexers);
             self.fault(Fault::StallIndexer(indexer));
+            if self.dice.bool() {
+                let worker = self.dice.usize(0..self.rates.workers);
+                let after = Duration::from_millis(self.dice.u64(100..2_000));
+                self.plan(after, Event::Fault(Fault::MachineDown(worker)));
+            }
         }
         let mean = u64::try_from(every.as_millis()).unwrap();
         let after = Duration::from_millis(self.dice.u64(1..2 * mean));
@@ -488,6 +488,7 @@ impl World {
                 self.cut_all_for(10..2_000, 300);
                 let ahead = Duration::from_millis(self.dice.u64(0..60_000));
                 self.plane.another_clock(ahead);
+                self.vouched.clock_jumped = Some(self.now);
             }
             Fault::LoseRegistry => {
                 self.checks.history_lost = true;

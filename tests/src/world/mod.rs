@@ -45,8 +45,8 @@ use fastrand::Rng;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Namespace, StreamIdentity};
 
-use check::Checks;
 pub use check::Report;
+use check::{Checks, Vouched};
 use engine::EngineNode;
 pub use faults::{Fault, Rates, Scripted, Setting};
 use host::{Clock, Event, Host, Kind, Planned};
@@ -158,6 +158,7 @@ pub struct World {
     namespace: Namespace,
     subjects: Subjects,
     checks: Checks,
+    vouched: Vouched,
     /// The faults are over since then.
     calm_since: Option<At>,
     /// Before, the network let single messages wait.
@@ -211,6 +212,7 @@ impl World {
             subjects: Subjects::new(&namespace),
             namespace,
             checks: Checks::default(),
+            vouched: Vouched::default(),
             calm_since: None,
             was_late: false,
             trace: plan.is_traced.then(Vec::new),

@@ -279,6 +279,10 @@ impl World {
                         let now = self.local(host);
                         run.core.append_too_large(now, id, bytes_max);
                     } else if id.attempt == run.core.attempt() {
+                        if let Ok(record) = codec::decode::<Record>(&payload) {
+                            let (now, said_at) = (self.now, record.said_at);
+                            self.vouched.said(now, &source, &record.states, said_at);
+                        }
                         let subject = self.subjects.records(&source);
                         let op = Op::Append { subject, payload };
                         let then = Then::Shim(ShimThen::Appended(id));
@@ -294,6 +298,9 @@ impl World {
                     self.shim_call(host, op, ShimThen::TailLast(id, is_thorough));
                 }
                 Effect::Heartbeat(heartbeat) => {
+                    let said_at = heartbeat.said_at;
+                    let now = self.now;
+                    self.vouched.said(now, &source, &heartbeat.states, said_at);
                     let payload = codec::encode(&heartbeat).unwrap();
                     self.broadcast_heartbeat(host, payload.into());
                 }
