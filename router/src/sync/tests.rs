@@ -184,6 +184,28 @@ fn a_dead_routers_load_is_gone_after_its_death_and_not_before() {
     assert_eq!(held(&world, 1, 2), 10);
 }
 
+/// Two hours are longer than any timeout: of silence, of leases, of what is kept for a while.
+#[test]
+fn a_stream_that_lasts_for_hours_keeps_its_load() {
+    let mut world = three();
+    for minute in 0..120_u32 {
+        world.net.drop = if minute % 10 == 0 { 0.3 } else { 0.0 };
+        world.grow_all(0);
+        world.run(ms(59_000));
+        world.net = Net::GOOD;
+        world.run(ms(1000));
+        for by in 0..3 {
+            assert_eq!(held(&world, by, 0), 10, "{by} after {minute} minutes");
+        }
+        world.check_agreement();
+    }
+    world.end_all(0);
+    world.run(ms(500));
+    assert_eq!((held(&world, 1, 0), held(&world, 2, 0)), (0, 0));
+    assert_eq!(held(&world, 1, 2), 10);
+    assert!(world.faults.is_empty(), "{:?}", world.faults);
+}
+
 #[test]
 fn a_goodbye_frees_at_once() {
     let mut world = three();

@@ -332,6 +332,13 @@ impl World {
         self.note(at, SlotEvent::End { counter, end });
     }
 
+    /// Every open request has generated one more block.
+    pub(super) fn grow_all(&mut self, at: usize) {
+        for counter in self.nodes[at].open.clone() {
+            self.note(at, SlotEvent::Grow { counter, blocks: 1 });
+        }
+    }
+
     pub(super) fn end_all(&mut self, at: usize) {
         while !self.nodes[at].open.is_empty() {
             self.end(at, 0);
