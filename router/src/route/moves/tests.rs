@@ -142,8 +142,8 @@ fn who_stays_is_where_it_was_to_the_last_bit() {
         mut other,
         now,
     } = Pair::new(Policy::Kv);
-    // 800 tokens behind 200: as good as behind 600, as far as the margin goes.
-    let first = admit(&mut one, &prompt(2, 800), now);
+    // Behind 700 tokens: as good as behind 600, as far as the margin goes.
+    let first = admit(&mut one, &prompt(2, 700), now);
     let yours = prompt(3, 1000);
     let second = admit(&mut other, &yours, now);
     tell(&first, &mut other, now + ms(1));
@@ -162,13 +162,20 @@ fn who_stays_is_where_it_was_to_the_last_bit() {
     assert_eq!(before, after);
     assert_eq!(other.counts().moves.stayed, 1);
     // Its prompt is expected there as before, and it may still be crossed again.
-    let alike = admit(&mut other, &yours, now + ms(1));
-    assert_eq!(
-        alike.decision.predicted_blocks,
-        second.decision.claim.credit_max
+    let alike = admit(&mut other, &yours, now + ms(1)).decision;
+    let there = |terms: &&crate::route::Terms| terms.source == second.decision.claim.source;
+    let there = alike.weighed.iter().find(there).unwrap();
+    assert_eq!(there.predicted_blocks, second.decision.claim.credit_max);
+    tell(
+        &admit(&mut one, &prompt(4, 500), now + ms(1)),
+        &mut other,
+        now + ms(2),
     );
-    let more = admit(&mut one, &prompt(4, 3000), now + ms(1));
-    assert_ne!(more.decision.source, first.decision.source);
+    let more = admit(&mut one, &prompt(5, 3000), now + ms(1));
+    assert_eq!(more.decision.source, first.decision.source);
+    tell(&more, &mut other, now + ms(3));
+    assert!(other.take_crossed().contains(&second.slot));
+    assert!(reconsider(&mut other, second.slot, &yours, now + ms(3)).is_some());
 }
 
 #[test]

@@ -309,7 +309,7 @@ impl World {
     }
 
     pub(super) fn admit(&mut self, at: usize) {
-        let prompt = prompt(self.rng.u32(..3), self.rng.u32(1..30));
+        let prompt = prompt(self.rng.u32(..3), self.rng.u32(1..200));
         let first_token = self.rng.bool();
         let ask = Ask {
             model: "m",
