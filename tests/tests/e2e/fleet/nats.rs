@@ -91,10 +91,8 @@ impl Fleet {
         let lossy = match access {
             Access::LossyRouters | Access::FarRouters => {
                 let address = server.url().replace("nats://", "");
-                let far = match access {
-                    Access::FarRouters => FAR,
-                    _ => Duration::ZERO,
-                };
+                let is_far = matches!(access, Access::FarRouters);
+                let far = if is_far { FAR } else { Duration::ZERO };
                 Some(Lossy::start(address, format!("wr.{NAMESPACE}.load"), far).await)
             }
             Access::Open | Access::LeastPrivilege | Access::MuteRouters | Access::Cluster => None,
