@@ -102,6 +102,8 @@ async fn begin(
     loop {
         let watch = placed.watch.as_ref();
         tokio::select! {
+            // Nothing moves of which a byte is there.
+            biased;
             result = &mut sent, if head.is_none() => match result {
                 Ok(response) if watch.is_some() && may_take_long(&response) => head = Some(response),
                 Ok(response) => return Waited::Begun(Ok(Begun { response, early: None })),
@@ -127,6 +129,9 @@ async fn begin(
                 // From here on it is taken to be past its prefill.
                 placed.watch = None;
                 placed.slot.prefill_predicted();
+                if let Some(response) = head.take() {
+                    return Waited::Begun(Ok(Begun { response, early: None }));
+                }
             }
         }
     }

@@ -47,6 +47,8 @@ pub(super) struct Wish {
     pub index: Option<Answer>,
     /// The answer comes in pieces, so that its first token can be seen.
     pub streaming: bool,
+    /// To ask another worker, when one was asked already, changes nothing.
+    pub movable: bool,
 }
 
 /// An engine's response head, with the slot that is still open.
@@ -153,7 +155,7 @@ impl App {
         Ok(Placed {
             decision,
             slot,
-            watch,
+            watch: watch.filter(|_| wish.movable),
             left: None,
         })
     }

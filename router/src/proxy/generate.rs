@@ -91,6 +91,7 @@ async fn serve(
         prompt,
         index,
         streaming,
+        movable: true,
     };
     app.metrics.decided(asked.since.elapsed());
     let mut answered = app.forward(call, &outgoing, &wish).await?;
