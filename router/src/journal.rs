@@ -39,30 +39,30 @@ struct Entry {
     model: String,
     candidates: usize,
     decision: Decision,
+    /// The choice before it, if the request was moved.
+    left: Option<Box<Decision>>,
     cached_tokens: Option<u64>,
 }
 
 impl Journal {
-    /// Takes the candidates' terms out of the decision; nobody else needs them.
+    /// Takes the candidates' terms out of the decision; nobody else needs them. `left`: the choice before
+    /// it, if the request was moved.
     pub(crate) fn record(
         &self,
-        request_id: &str,
-        model: &str,
+        (request_id, model): (&str, &str),
         decision: &mut Decision,
+        left: Option<Box<Decision>>,
     ) -> EntryNumber {
-        let mut weighed = std::mem::take(&mut decision.weighed);
+        let weighed = std::mem::take(&mut decision.weighed);
         let candidates = weighed.len();
-        let by_cost = |one: &Terms, other: &Terms| one.cost.total_cmp(&other.cost);
-        if candidates > WEIGHED_MAX {
-            weighed.select_nth_unstable_by(WEIGHED_MAX, by_cost);
-            weighed.truncate(WEIGHED_MAX);
-            weighed.shrink_to_fit();
-        }
-        weighed.sort_by(by_cost);
         let decision = Decision {
-            weighed,
+            weighed: cheapest(weighed),
             ..decision.clone()
         };
+        let left = left.map(|mut left| {
+            left.weighed = cheapest(std::mem::take(&mut left.weighed));
+            left
+        });
         let mut ring = self.ring();
         let number = ring.next;
         ring.next += 1;
@@ -75,6 +75,7 @@ impl Journal {
             model: model.to_owned(),
             candidates,
             decision,
+            left,
             cached_tokens: None,
         });
         EntryNumber(number)
@@ -107,11 +108,14 @@ impl Journal {
 impl Entry {
     fn show(&self, core: &Core) -> Value {
         let decision = &self.decision;
-        let weighed: Vec<Value> = decision
-            .weighed
-            .iter()
-            .map(|terms| show(terms, decision.probability(terms), core))
-            .collect();
+        let moved_from = self.left.as_ref().map(|left| {
+            json!({
+                "worker": left.source.worker,
+                "dp_rank": left.source.dp_rank,
+                "overlap_blocks": left.overlap_blocks,
+                "cheapest": show_all(left, core),
+            })
+        });
         json!({
             "number": self.number,
             "request_id": self.request_id,
@@ -129,9 +133,28 @@ impl Entry {
                 u64::from(decision.overlap_blocks) * u64::from(decision.claim.block_tokens),
             "cached_tokens": self.cached_tokens,
             "candidates": self.candidates,
-            "cheapest": weighed,
+            "cheapest": show_all(decision, core),
+            "moved_from": moved_from,
         })
     }
+}
+
+fn cheapest(mut weighed: Vec<Terms>) -> Vec<Terms> {
+    let by_cost = |one: &Terms, other: &Terms| one.cost.total_cmp(&other.cost);
+    if weighed.len() > WEIGHED_MAX {
+        weighed.select_nth_unstable_by(WEIGHED_MAX, by_cost);
+        weighed.truncate(WEIGHED_MAX);
+        weighed.shrink_to_fit();
+    }
+    weighed.sort_by(by_cost);
+    weighed
+}
+
+fn show_all(decision: &Decision, core: &Core) -> Vec<Value> {
+    let weighed = decision.weighed.iter();
+    weighed
+        .map(|terms| show(terms, decision.probability(terms), core))
+        .collect()
 }
 
 fn show(terms: &Terms, probability: f64, core: &Core) -> Value {

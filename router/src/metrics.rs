@@ -148,6 +148,7 @@ struct CoreCounters {
     slots_open: IntGauge,
     opened: IntCounter,
     freed: IntCounterVec,
+    moves: IntCounterVec,
     ignored: IntCounterVec,
     stalls: IntCounter,
     lagging: IntCounter,
@@ -409,6 +410,11 @@ impl CoreCounters {
                 "Slots that this router freed",
                 &["end"],
             )?,
+            moves: make.counters(
+                "moves_total",
+                "Requests whose choice another router's earlier one crossed; `unwatched` for want of room",
+                &["outcome"],
+            )?,
             ignored: make.counters(
                 "slot_changes_ignored_total",
                 "Changes of slots that made no sense",
@@ -433,6 +439,16 @@ impl CoreCounters {
             ("aborted", freed.aborted),
         ] {
             self.freed.with_label_values(&[end]).inc_by(count);
+        }
+        self.moves.reset();
+        let moves = counts.moves;
+        for (outcome, count) in [
+            ("moved", moves.moved),
+            ("stayed", moves.stayed),
+            ("late", moves.late),
+            ("unwatched", moves.unwatched),
+        ] {
+            self.moves.with_label_values(&[outcome]).inc_by(count);
         }
         self.ignored.reset();
         let ignored = counts.ignored;

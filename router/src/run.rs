@@ -65,6 +65,7 @@ pub struct Running {
     pub addresses: Addresses,
     tasks: Tasks,
     ready: Arc<Ready>,
+    desk: Arc<Desk>,
     clients: Port,
     operators: Port,
     drain_timeout: Duration,
@@ -147,6 +148,7 @@ impl Running {
             addresses,
             tasks,
             ready,
+            desk: Arc::clone(&app.desk),
             clients,
             operators,
             drain_timeout: limits.drain_timeout,
@@ -163,6 +165,7 @@ impl Running {
         let failed = self.tasks.down.is_cancelled();
         let now = Instant::now();
         let unready = self.ready.end(now);
+        self.desk.core().stop_moves();
         let silent = match leave {
             Leave::Noticed => unready + notice(self.drain_timeout),
             Leave::AtOnce => now,

@@ -90,8 +90,9 @@ pub struct FleetArgs {
 #[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Choice")]
 pub struct ChoiceArgs {
-    /// How a worker is chosen: `kv` weighs cache overlap against load; `round-robin`, `least-load`
-    /// and `random` ignore the cache, to compare.
+    /// How a worker is chosen: `kv` weighs cache overlap against load, again if another router's
+    /// choice crossed it; `kv-once` never again; `round-robin`, `least-load` and `random` ignore
+    /// the cache, to compare.
     #[arg(long, env = "WARMROUTE_POLICY", default_value = "kv")]
     pub policy: Policy,
     /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first

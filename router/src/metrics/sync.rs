@@ -31,7 +31,7 @@ impl SyncCounters {
             bytes: make.counters("sync_bytes_total", "Bytes of broadcasts", &way)?,
             asks: make.counters(
                 "sync_asks_total",
-                "Questions about missing messages or slots",
+                "Questions about missing messages or slots; echoes, which measure the way",
                 &["kind"],
             )?,
             verdicts: make.counters(
@@ -95,6 +95,8 @@ impl SyncCounters {
                 ("asked", traffic.asks_out),
                 ("failed", traffic.asks_failed),
                 ("served", traffic.asks_in),
+                ("echo_asked", traffic.echoes_out),
+                ("echo_served", traffic.echoes_in),
             ],
         );
         let verdicts = counts.verdicts;

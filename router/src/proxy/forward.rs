@@ -4,10 +4,9 @@
 //! Each attempt has a slot of its own. A refused connection is always worth another worker: nothing
 //! was asked yet. An engine that took the request and broke off may have died of it, so that is
 //! repeated once only. 502 and 503 come from something that did not start to answer. Everything else
-//! an engine answers is the answer.
+//! an engine answers is the answer. One attempt, with the move that it may make, is [`super::attempt`].
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
@@ -17,13 +16,13 @@ use warmroute_proto::query::Answer;
 use warmroute_proto::{DpRank, Source};
 
 use super::App;
+use super::attempt::{Begun, Placed};
 use super::call::Call;
 use super::headers;
 use crate::accounts::Slot;
 use crate::error::ApiError;
 use crate::fleet::Fleet;
 use crate::health::Sight;
-use crate::metrics::CancelPhase;
 use crate::route::{AdmitError, Admitted, Ask, Decision, Prompt};
 
 /// Workers that one request is offered to. More would turn a bad request into a bad fleet.
@@ -48,12 +47,18 @@ pub(super) struct Wish {
     pub index: Option<Answer>,
     /// The answer comes in pieces, so that its first token can be seen.
     pub streaming: bool,
+    /// To ask another worker, when one was asked already, changes nothing.
+    pub movable: bool,
 }
 
 /// An engine's response head, with the slot that is still open.
 pub(super) struct Answered {
     pub response: reqwest::Response,
+    /// The first bytes of its body, if they were waited for.
+    pub early: Option<Bytes>,
     pub decision: Decision,
+    /// The first choice, if the request was moved.
+    pub left: Option<Box<Decision>>,
     pub slot: Slot,
 }
 
@@ -96,18 +101,18 @@ impl App {
     ) -> Result<Answered, ApiError> {
         let mut history = History::default();
         loop {
-            let (decision, mut slot) = match self.admit(wish, &history.tried, call) {
-                Ok(admitted) => admitted,
+            let mut placed = match self.admit(wish, &history.tried, call) {
+                Ok(placed) => placed,
                 Err(refusal) => return history.give_up(refusal),
             };
-            let request = request(outgoing, &decision)?;
-            let predicted = (!wish.streaming).then_some(decision.predicted_ttft);
-            match self.send(request, &mut slot, predicted).await {
-                Ok(response) => {
+            match self.attempt(outgoing, wish, &mut placed).await? {
+                Ok(Begun { response, early }) => {
                     let answered = Answered {
                         response,
-                        decision,
-                        slot,
+                        early,
+                        decision: placed.decision,
+                        left: placed.left,
+                        slot: placed.slot,
                     };
                     if !history.wants_another(&answered) {
                         return Ok(answered);
@@ -116,9 +121,9 @@ impl App {
                     history.hold(answered, &self.fleet);
                 }
                 Err(error) => {
-                    slot.fail();
-                    let failure = self.failed(&decision, &error);
-                    history.exclude(&decision.source, &self.fleet);
+                    placed.slot.fail();
+                    let failure = self.failed(&placed.decision, &error);
+                    history.exclude(&placed.decision.source, &self.fleet);
                     if !history.failed(failure, &error) {
                         return Err(history.exhausted());
                     }
@@ -129,18 +134,13 @@ impl App {
     }
 
     /// Chooses and accounts in one step.
-    fn admit(
-        &self,
-        wish: &Wish,
-        tried: &[Source],
-        call: &Call,
-    ) -> Result<(Decision, Slot), AdmitError> {
+    fn admit(&self, wish: &Wish, tried: &[Source], call: &Call) -> Result<Placed, AdmitError> {
         let ask = Ask {
             model: &wish.model,
             prompt: &wish.prompt,
             exclude: tried,
         };
-        let admitted = self.desk.admit(&ask, wish.index.as_ref())?;
+        let (admitted, watch) = self.desk.admit(&ask, wish.index.as_ref())?;
         let Admitted { decision, slot, .. } = admitted;
         // First the guard: whatever follows, the slot is freed.
         let slot = Slot::new(Arc::clone(&self.desk), slot);
@@ -152,34 +152,12 @@ impl App {
             rung = decision.rung().word(),
             "request routed"
         );
-        Ok((decision, slot))
-    }
-
-    /// Sends, and takes the prefill as ended when it should be, where nothing will show it.
-    async fn send(
-        &self,
-        request: reqwest::Request,
-        slot: &mut Slot,
-        predicted: Option<Duration>,
-    ) -> Result<reqwest::Response, reqwest::Error> {
-        let waiting = Waiting {
-            app: self,
-            over: false,
-        };
-        let sent = self.client.execute(request);
-        tokio::pin!(sent);
-        let result = match predicted {
-            None => sent.await,
-            Some(after) => tokio::select! {
-                result = &mut sent => result,
-                () = tokio::time::sleep(after) => {
-                    slot.prefill_predicted();
-                    sent.await
-                }
-            },
-        };
-        waiting.over();
-        result
+        Ok(Placed {
+            decision,
+            slot,
+            watch: watch.filter(|_| wish.movable),
+            left: None,
+        })
     }
 
     fn failed(&self, decision: &Decision, error: &reqwest::Error) -> Failure {
@@ -260,27 +238,10 @@ impl WithoutAddress for reqwest::Error {
     }
 }
 
-/// Dropped while the engine is still asked, the client is gone.
-struct Waiting<'a> {
-    app: &'a App,
-    over: bool,
-}
-
-impl Waiting<'_> {
-    fn over(mut self) {
-        self.over = true;
-    }
-}
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        if !self.over {
-            self.app.metrics.cancelled(CancelPhase::BeforeHead);
-        }
-    }
-}
-
-fn request(outgoing: &Outgoing, decision: &Decision) -> Result<reqwest::Request, ApiError> {
+pub(super) fn request(
+    outgoing: &Outgoing,
+    decision: &Decision,
+) -> Result<reqwest::Request, ApiError> {
     let url = format!("{}{}", decision.url, outgoing.path);
     let url = Url::parse(&url).map_err(|_| ApiError::Internal("a worker's URL does not parse"))?;
     let mut request = reqwest::Request::new(outgoing.method.clone(), url);

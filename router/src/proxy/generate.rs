@@ -91,12 +91,16 @@ async fn serve(
         prompt,
         index,
         streaming,
+        movable: true,
     };
     app.metrics.decided(asked.since.elapsed());
     let mut answered = app.forward(call, &outgoing, &wish).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
     let decision = &mut answered.decision;
-    let entry = app.journal.record(request_id, &wish.model, decision);
+    let left = answered.left.take();
+    let entry = app
+        .journal
+        .record((request_id, &wish.model), decision, left);
     let case = single.then(|| Case {
         prompt: wish.prompt,
         decision: answered.decision.clone(),
@@ -140,7 +144,7 @@ impl App {
 
     async fn ask_index(&self, prompt: &crate::route::Prompt) -> Option<Answer> {
         match self.policy {
-            Policy::Kv => {}
+            Policy::Kv | Policy::KvOnce => {}
             Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return None,
         }
         let started = Instant::now();

@@ -4,6 +4,7 @@
 //! and its answer passed on as it comes ([`stream`]). The parts that decide are pure and live
 //! elsewhere; here is what waits, sends and copies bytes.
 
+mod attempt;
 mod body;
 mod call;
 mod forward;

@@ -64,6 +64,8 @@ async fn attempt(app: &App, call: &Call, parts: Parts, body: Body) -> Result<Ans
         prompt: Arc::new(Prompt::opaque(tokens, size)),
         index: None,
         streaming: false,
+        // Whatever it does, it is not to be done by halves.
+        movable: false,
     };
     app.forward(call, &outgoing, &wish).await
 }

@@ -22,8 +22,10 @@ pub(super) fn respond(
 ) -> Response {
     let Answered {
         response,
+        early,
         decision,
         slot,
+        left: _,
     } = answered;
     let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
@@ -39,7 +41,7 @@ pub(super) fn respond(
         on_usage,
         metrics: Arc::clone(&app.metrics),
     };
-    Response::from_parts(parts, Body::new(Tracked::new(body, flight)))
+    Response::from_parts(parts, Body::new(Tracked::new(early, body, flight)))
 }
 
 fn watch(headers: &HeaderMap) -> Watch {

@@ -45,6 +45,8 @@ pub(super) struct Flight {
 
 /// See the module's documentation.
 pub(super) struct Tracked {
+    /// Came before the head was passed on.
+    early: Option<Bytes>,
     inner: reqwest::Body,
     flight: Option<Flight>,
     phase: CancelPhase,
@@ -52,15 +54,16 @@ pub(super) struct Tracked {
 }
 
 impl Tracked {
-    pub(super) fn new(inner: reqwest::Body, flight: Flight) -> Self {
+    pub(super) fn new(early: Option<Bytes>, inner: reqwest::Body, flight: Flight) -> Self {
         let mut tracked = Self {
+            early,
             inner,
             flight: Some(flight),
             phase: CancelPhase::BeforeFirstToken,
             grown_blocks: 0,
         };
         // Nobody polls a body that says it is empty.
-        if tracked.inner.is_end_stream() {
+        if tracked.is_end_stream() {
             tracked.end();
         }
         tracked
@@ -178,7 +181,10 @@ impl Body for Tracked {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, reqwest::Error>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        let polled = match self.early.take() {
+            Some(early) => Poll::Ready(Some(Ok(Frame::data(early)))),
+            None => Pin::new(&mut self.inner).poll_frame(context),
+        };
         match &polled {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
@@ -200,11 +206,18 @@ impl Body for Tracked {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.early.is_none() && self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        let early = self.early.as_ref().map_or(0, |early| early.len() as u64);
+        let inner = self.inner.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(inner.lower() + early);
+        if let Some(upper) = inner.upper() {
+            hint.set_upper(upper + early);
+        }
+        hint
     }
 }
 

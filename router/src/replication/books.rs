@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::thread::yield_now;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use warmroute_proto::load::{LoadDigest, LoadMessage, OpenSlot};
 use warmroute_proto::{Generation, RecordNumber, RouterId};
@@ -49,7 +49,7 @@ impl Books for DeskBooks {
     }
 
     fn apply(&mut self, message: &LoadMessage, now: Instant) {
-        self.0.core().apply_remote(message, now);
+        self.0.apply_remote(message, now);
     }
 
     fn release(&mut self, router: RouterId, now: Instant) {
@@ -65,5 +65,9 @@ impl Books for DeskBooks {
     fn forget(&mut self, router: RouterId, now: Instant) {
         self.release(router, now);
         self.0.core().forget(router, now);
+    }
+
+    fn delay(&mut self, router: RouterId, delay: Option<Duration>) {
+        self.0.core().set_delay(router, delay);
     }
 }

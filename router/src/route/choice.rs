@@ -14,8 +14,10 @@ use fastrand::Rng;
 /// How a source is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// By cost: cache and load.
+    /// By cost: cache and load. Where another router's earlier choice crossed it, again.
     Kv,
+    /// By the same cost, once and for all.
+    KvOnce,
     /// Each candidate in its turn.
     RoundRobin,
     /// The fewest active requests; ties at random.
@@ -24,12 +26,19 @@ pub enum Policy {
 }
 
 impl Policy {
-    pub const ALL: [Self; 4] = [Self::Kv, Self::RoundRobin, Self::LeastLoad, Self::Random];
+    pub const ALL: [Self; 5] = [
+        Self::Kv,
+        Self::KvOnce,
+        Self::RoundRobin,
+        Self::LeastLoad,
+        Self::Random,
+    ];
 
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
             Self::Kv => "kv",
+            Self::KvOnce => "kv-once",
             Self::RoundRobin => "round-robin",
             Self::LeastLoad => "least-load",
             Self::Random => "random",
@@ -38,7 +47,7 @@ impl Policy {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown policy {0:?}; known are kv, round-robin, least-load and random")]
+#[error("unknown policy {0:?}; known are kv, kv-once, round-robin, least-load and random")]
 pub struct UnknownPolicy(String);
 
 impl std::str::FromStr for Policy {

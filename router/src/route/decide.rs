@@ -123,7 +123,7 @@ impl Decision {
     pub fn probability(&self, of: &Terms) -> f64 {
         match self.policy {
             Policy::RoundRobin => f64::from(u8::from(of.source == self.chosen.source)),
-            Policy::Kv | Policy::LeastLoad | Policy::Random => {
+            Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
                 self.odds.of(weighed_by(self.policy, of))
             }
         }
@@ -262,7 +262,7 @@ fn pick(
         .map(|terms| weighed_by(policy, terms))
         .collect();
     let (temperature, scale) = match policy {
-        Policy::Kv => {
+        Policy::Kv | Policy::KvOnce => {
             let blocks = f64::from(question.prompt.blocks_taken());
             (knobs.temperature, knobs.overlap_score_weight * blocks)
         }
@@ -270,7 +270,9 @@ fn pick(
     };
     let odds = Odds::new(&costs, temperature, scale)?;
     let index = match policy {
-        Policy::Kv | Policy::LeastLoad | Policy::Random => choose(&costs, temperature, scale, rng)?,
+        Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
+            choose(&costs, temperature, scale, rng)?
+        }
         Policy::RoundRobin => {
             let count = u64::try_from(weighed.len()).ok()?;
             usize::try_from(question.turn.checked_rem(count)?).ok()?
@@ -282,7 +284,7 @@ fn pick(
 /// What a policy compares.
 fn weighed_by(policy: Policy, terms: &Terms) -> f64 {
     match policy {
-        Policy::Kv => terms.cost,
+        Policy::Kv | Policy::KvOnce => terms.cost,
         Policy::LeastLoad => f64::from(terms.active_requests),
         Policy::Random | Policy::RoundRobin => 0.0,
     }

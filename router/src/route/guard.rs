@@ -72,6 +72,12 @@ impl<A: Accounts> SlotGuard<A> {
         self.counter
     }
 
+    /// The request was moved: the core freed this slot and opened another one, which is guarded from here
+    /// on.
+    pub const fn take_over(&mut self, counter: u64) {
+        self.counter = counter;
+    }
+
     /// The first token came. Only the first call, of this or of [`Self::prefill_predicted`], counts.
     pub fn first_token(&mut self) {
         let counter = self.counter;

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 use warmroute_proto::codec::{self, DecodeError, EncodeError};
-use warmroute_proto::load::{LoadChange, LoadMessage, SampledPrefix};
+use warmroute_proto::load::{LOAD_BYTES_MAX, LoadChange, LoadMessage, SampledPrefix};
 use warmroute_proto::{Generation, RecordNumber, RouterId, Source};
 
 /// Two seconds of 1,000 requests a second that generate 500 tokens each.
@@ -46,6 +46,8 @@ pub enum LedgerError {
     Encode(#[from] EncodeError),
     #[error(transparent)]
     Decode(#[from] DecodeError),
+    #[error("the message is longer than others take")]
+    TooLong,
 }
 
 impl Ledger {
@@ -133,13 +135,21 @@ impl Ledger {
 
     /// Writes a change down. On an error nothing was numbered: neither peers nor this router know it.
     pub fn write(&mut self, change: LoadChange) -> Result<Entry, LedgerError> {
+        self.write_all(vec![change])
+    }
+
+    /// Writes changes down that are to be known all or none.
+    pub fn write_all(&mut self, changes: Vec<LoadChange>) -> Result<Entry, LedgerError> {
         let message = LoadMessage {
             router: self.router,
             incarnation: self.incarnation,
             number: self.next_number,
-            changes: vec![change],
+            changes,
         };
         let bytes = Bytes::from(codec::encode(&message)?);
+        if bytes.len() > LOAD_BYTES_MAX {
+            return Err(LedgerError::TooLong);
+        }
         let message = codec::decode(&bytes)?;
         self.next_number = self.next_number.next();
         self.keep(bytes.clone());
@@ -160,7 +170,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use warmroute_proto::load::{LOAD_BYTES_MAX, SlotEnd};
+    use warmroute_proto::load::SlotEnd;
     use warmroute_proto::{DpRank, LocalHash};
 
     fn ledger() -> Ledger {

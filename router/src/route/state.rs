@@ -1,7 +1,7 @@
 //! Everything that one router knows, behind one set of calls: the shell holds it behind one mutex.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fastrand::Rng;
@@ -13,10 +13,12 @@ use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
 use super::candidates::{Drain, Fleet, Health, Model, Refusal};
+use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
-use super::decide::{Decision, Grounds, Question, Rung, decide};
+use super::decide::{Decision, Grounds, Question, Rung, Terms, decide};
 use super::guard::SlotEvent;
 use super::ledger::{Ledger, LedgerError};
+use super::moves::{MARGIN_TOKENS, MoveCounts, Moves};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::roster::{Roster, SourceId};
@@ -53,6 +55,9 @@ pub struct Admitted {
     pub slot: u64,
     /// The bytes of its `AddRequest`, to be broadcast; applied here already.
     pub message: Bytes,
+    /// Until then another router's earlier choice may show that this one was blind: see
+    /// [`Core::take_crossed`].
+    pub movable_until: Option<Instant>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +83,7 @@ pub struct Counts {
     /// Slots that this router opened, one for each attempt.
     pub opened: u64,
     pub freed: Freed,
+    pub moves: MoveCounts,
 }
 
 /// Slots that this router freed, each once, by how they ended.
@@ -103,6 +109,13 @@ struct Sent {
     tokens_ahead: u64,
 }
 
+/// A slot that is about to be opened.
+struct Opening {
+    slot: u64,
+    /// At its source, its own included.
+    tokens_ahead: u64,
+}
+
 pub struct Core {
     knobs: Knobs,
     rng: Rng,
@@ -119,6 +132,7 @@ pub struct Core {
     sent: BTreeMap<u64, Sent>,
     /// This router's slots that changed since a cut was begun.
     touched: Option<BTreeSet<u64>>,
+    moves: Moves,
     rungs: Rungs,
     opened: u64,
     freed: Freed,
@@ -173,6 +187,7 @@ impl Core {
             ttft: Ttft::default(),
             sent: BTreeMap::new(),
             touched: None,
+            moves: Moves::default(),
             rungs: Rungs::default(),
             opened: 0,
             freed: Freed::default(),
@@ -214,6 +229,32 @@ impl Core {
         now: Instant,
     ) -> Result<Admitted, AdmitError> {
         self.tick(now);
+        let (decision, knowledge) = self.decide(ask, answer, now)?;
+        self.turn = self.turn.wrapping_add(1);
+        match decision.rung() {
+            Rung::Index => self.rungs.index += 1,
+            Rung::Prediction => self.rungs.prediction += 1,
+            Rung::LoadOnly => self.rungs.load_only += 1,
+        }
+        // After the decision: it made the same walks, and takes only what goes beyond the credit.
+        for terms in &decision.weighed {
+            self.end_counted(terms.source, ask.prompt, terms.expected_blocks, &knowledge);
+        }
+        let mut admitted = self.open(ask.prompt, decision, now)?;
+        // A retry has had its share of ways, and only costs can be compared.
+        if ask.exclude.is_empty() && self.knobs.policy == Policy::Kv {
+            let source = admitted.decision.claim.source;
+            admitted.movable_until = self.moves.sent(admitted.slot, source, now);
+        }
+        Ok(admitted)
+    }
+
+    fn decide(
+        &mut self,
+        ask: &Ask<'_>,
+        answer: Option<&Answer>,
+        now: Instant,
+    ) -> Result<(Decision, Knowledge), Refusal> {
         let knowledge = match answer {
             Some(answer) => self.take_in(answer, now),
             None => Knowledge::default(),
@@ -233,23 +274,93 @@ impl Core {
             knobs: &self.knobs,
         };
         let decision = decide(&question, &grounds, &mut self.rng, now)?;
-        self.turn = self.turn.wrapping_add(1);
-        match decision.rung() {
-            Rung::Index => self.rungs.index += 1,
-            Rung::Prediction => self.rungs.prediction += 1,
-            Rung::LoadOnly => self.rungs.load_only += 1,
-        }
-        // After the decision: it made the same walks, and takes only what goes beyond the credit.
-        for terms in &decision.weighed {
-            self.end_counted(terms.source, ask.prompt, terms.expected_blocks, &knowledge);
-        }
-        self.open(ask.prompt, decision, now)
+        Ok((decision, knowledge))
+    }
+
+    /// This router's slots whose choice was crossed by an earlier one of another router since the last
+    /// call: each worth [`Self::reconsider`].
+    pub fn take_crossed(&mut self) -> Vec<u64> {
+        self.moves.take_crossed()
+    }
+
+    /// How long a peer's messages are on their way; none: it is gone, or it is not known.
+    pub fn set_delay(&mut self, peer: RouterId, delay: Option<Duration>) {
+        self.moves.set_delay(peer, delay);
+    }
+
+    /// From here on requests stay where they are.
+    pub fn stop_moves(&mut self) {
+        self.moves.stop();
+    }
+
+    /// Decides again for a request of which nothing came yet, by all that is known and as if it were
+    /// nowhere. Some: it has another slot, at another source, and stays there; the slot that it had was
+    /// freed as aborted, and whoever was asked is to be told. None: it stays.
+    pub fn reconsider(
+        &mut self,
+        slot: u64,
+        ask: &Ask<'_>,
+        answer: Option<&Answer>,
+        now: Instant,
+    ) -> Result<Option<Admitted>, LedgerError> {
+        let router = self.ledger.router();
+        let stated = self.slots.stated_one(&self.roster, router, slot);
+        let Some(stated) = stated.filter(|_| self.moves.is_open(slot)) else {
+            self.moves.counts.late += 1;
+            return Ok(None);
+        };
+        let Some(decision) = self.better(&stated, ask, answer, now) else {
+            self.moves.counts.stayed += 1;
+            return Ok(None);
+        };
+        let (counter, end) = (slot, SlotEnd::Aborted);
+        let (opening, change) = self.opening(ask.prompt, &decision);
+        // In one message, so that nobody ever counts the request twice, or not at all.
+        let changes = vec![LoadChange::Free { counter, end }, change];
+        let entry = self.ledger.write_all(changes)?;
+        self.apply(&entry.message, now);
+        self.moves.settle(slot);
+        self.sent.remove(&slot);
+        self.stalls.ended(slot);
+        self.moves.counts.moved += 1;
+        Ok(Some(self.opened(opening, decision, entry.bytes, now)))
+    }
+
+    /// What would be decided without this slot of one's own, if that is another source and worth it.
+    /// Everything stays as it is.
+    fn better(
+        &mut self,
+        slot: &OpenSlot,
+        ask: &Ask<'_>,
+        answer: Option<&Answer>,
+        now: Instant,
+    ) -> Option<Decision> {
+        let (router, incarnation) = (self.ledger.router(), self.ledger.incarnation());
+        let (counter, end) = (slot.counter, SlotEnd::Aborted);
+        let source = self.roster.id(&slot.source)?;
+        self.tick(now);
+        let free = LoadChange::Free { counter, end };
+        self.slots
+            .apply(&mut self.roster, router, incarnation, &free);
+        self.predictions.ended(router, counter, end, now);
+        let decision = self.decide(ask, answer, now);
+        self.slots
+            .restore(&mut self.roster, router, incarnation, slot);
+        self.predictions.sent(router, counter, source, &slot.prompt);
+        let (decision, _) = decision.ok()?;
+        // One that is left out has a reason to be, which another request is to find out about.
+        let at = |terms: &&Terms| terms.source == source;
+        let stay = decision.weighed.iter().find(at)?.cost;
+        let margin_blocks = MARGIN_TOKENS / f64::from(ask.prompt.block_tokens());
+        let margin = self.knobs.overlap_score_weight * margin_blocks;
+        (stay - decision.chosen.cost > margin).then_some(decision)
     }
 
     /// What happened to an open slot of this router. The bytes are to be broadcast.
     pub fn note(&mut self, event: SlotEvent, now: Instant) -> Result<Bytes, LedgerError> {
         let change = match event {
             SlotEvent::FirstToken { counter } => {
+                self.moves.settle(counter);
                 if let Some(sent) = self.sent.remove(&counter) {
                     let elapsed = now.saturating_duration_since(sent.at);
                     self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
@@ -258,12 +369,14 @@ impl Core {
                 LoadChange::MarkPrefillCompleted { counter }
             }
             SlotEvent::PrefillPredicted { counter } => {
+                self.moves.settle(counter);
                 self.sent.remove(&counter);
                 self.stalls.ended(counter);
                 LoadChange::MarkPrefillCompleted { counter }
             }
             SlotEvent::Grow { counter, blocks } => LoadChange::Grow { counter, blocks },
             SlotEvent::End { counter, end } => {
+                self.moves.settle(counter);
                 self.sent.remove(&counter);
                 self.stalls.ended(counter);
                 LoadChange::Free { counter, end }
@@ -308,6 +421,7 @@ impl Core {
     pub fn forget(&mut self, router: RouterId, now: Instant) {
         self.release(router, now);
         self.slots.forget(router);
+        self.moves.set_delay(router, None);
     }
 
     /// This router goes on under another incarnation, above its last one, with all its open slots.
@@ -450,6 +564,7 @@ impl Core {
             open_slots: self.slots.open(),
             opened: self.opened,
             freed: self.freed,
+            moves: self.moves.counts,
         }
     }
 
@@ -485,9 +600,14 @@ impl Core {
         prompt: &Prompt,
         decision: Decision,
         now: Instant,
-    ) -> Result<Admitted, AdmitError> {
-        let source = decision.claim.source;
-        let bearing = self.slots.bearing(source);
+    ) -> Result<Admitted, LedgerError> {
+        let (opening, change) = self.opening(prompt, &decision);
+        let message = self.record(change, now)?;
+        Ok(self.opened(opening, decision, message, now))
+    }
+
+    fn opening(&mut self, prompt: &Prompt, decision: &Decision) -> (Opening, LoadChange) {
+        let bearing = self.slots.bearing(decision.claim.source);
         let ahead = bearing.map_or(0, Bearing::prefill_tokens);
         let slot = self.ledger.counter();
         let change = Ledger::opening(
@@ -497,20 +617,35 @@ impl Core {
             prompt.blocks_taken(),
             prompt.sampled(),
         );
-        let message = self.record(change, now)?;
+        let opening = Opening {
+            slot,
+            tokens_ahead: ahead + u64::from(decision.prefill_tokens),
+        };
+        (opening, change)
+    }
+
+    /// The opening was written down.
+    fn opened(
+        &mut self,
+        opening: Opening,
+        decision: Decision,
+        message: Bytes,
+        now: Instant,
+    ) -> Admitted {
+        let (slot, source) = (opening.slot, decision.claim.source);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
-        let tokens_ahead = ahead + u64::from(decision.prefill_tokens);
         let sent = Sent {
             source,
             at: now,
-            tokens_ahead,
+            tokens_ahead: opening.tokens_ahead,
         };
         self.sent.insert(slot, sent);
-        Ok(Admitted {
+        Admitted {
             decision,
             slot,
             message,
-        })
+            movable_until: None,
+        }
     }
 
     fn record(&mut self, change: LoadChange, now: Instant) -> Result<Bytes, LedgerError> {
@@ -536,6 +671,10 @@ impl Core {
                     },
                 ) => {
                     self.predictions.sent(router, *counter, source, prompt);
+                    let own = self.ledger.router();
+                    if router != own {
+                        self.moves.heard(own, router, source, now);
+                    }
                 }
                 (Applied::Freed(..), LoadChange::Free { counter, end }) => {
                     self.predictions.ended(router, *counter, *end, now);

@@ -40,6 +40,8 @@ enum Fault {
     Decode(#[source] DecodeError),
     #[error("a decision names a source that is not in the fleet")]
     UnknownSource,
+    #[error("a request that was moved is not where it was sent")]
+    UnknownFlight,
 }
 
 #[cfg(test)]

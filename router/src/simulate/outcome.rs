@@ -42,6 +42,8 @@ pub(super) struct Outcome {
     pub(super) rungs: [u64; 3],
     pub(super) told: u64,
     pub(super) told_bytes: u64,
+    /// Requests that were decided again and went elsewhere.
+    pub(super) moved: u64,
     pub(super) busy: Duration,
     /// Virtual time until the last event.
     pub(super) took: Duration,
@@ -75,6 +77,9 @@ pub(super) struct Figures {
     /// Messages between routers for each request, and their bytes.
     pub(super) sync_messages_per_request: f64,
     pub(super) sync_bytes_per_request: f64,
+    /// Went elsewhere because another router's choice crossed theirs, of all requests. None: none did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) moved_share: Option<f64>,
 }
 
 impl Outcome {
@@ -141,6 +146,7 @@ impl Outcome {
             stalls: self.stalls,
             sync_messages_per_request: share(self.told as f64, requests),
             sync_bytes_per_request: share(self.told_bytes as f64, requests),
+            moved_share: (self.moved > 0).then(|| share(self.moved as f64, requests)),
         }
     }
 }

@@ -41,7 +41,7 @@ pub(super) struct Told {
 }
 
 /// A request's place at a router.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) router: usize,
     pub(super) slot: u64,
@@ -59,6 +59,10 @@ pub(super) struct Replicas {
 
 const MODEL: &str = "model";
 
+const fn router_id(number: usize) -> RouterId {
+    RouterId((number as u128).to_be_bytes())
+}
+
 impl Replicas {
     #[must_use]
     pub(super) fn new(
@@ -75,13 +79,17 @@ impl Replicas {
         let core = |number: usize| {
             let mut core = Core::new(Settings {
                 knobs: setup.knobs.clone(),
-                router: RouterId((number as u128).to_be_bytes()),
+                router: router_id(number),
                 incarnation: Generation(1),
                 seed: rng.u64(..),
             });
             core.set_workers(&entries);
             for source in sources {
                 core.set_health(&source.worker, Health::Healthy);
+            }
+            let others = (0..setup.routers).filter(|&other| other != number);
+            for other in others {
+                core.set_delay(router_id(other), setup.sync_delay);
             }
             core
         };
@@ -137,13 +145,39 @@ impl Replicas {
         self.tell(router, &message)
     }
 
-    /// The others hear of it.
-    pub(super) fn hear(&mut self, told: &Told, now: Instant) {
-        for (number, core) in self.cores.iter_mut().enumerate() {
-            if number != told.from {
+    /// The others hear of it: the requests of theirs that they have to think over.
+    pub(super) fn hear(&mut self, told: &Told, now: Instant) -> Vec<Place> {
+        let mut crossed = Vec::new();
+        for (router, core) in self.cores.iter_mut().enumerate() {
+            if router != told.from {
                 core.apply_remote(&told.message, now);
+                let slots = core.take_crossed();
+                crossed.extend(slots.into_iter().map(|slot| Place { router, slot }));
             }
         }
+        crossed
+    }
+
+    /// A router decides again. Some: another place; what it tells the others comes beside it.
+    pub(super) fn reconsider(
+        &mut self,
+        place: Place,
+        prompt: &Prompt,
+        answer: &Answer,
+        now: Instant,
+    ) -> Result<Option<(Admitted, Option<Told>)>, Fault> {
+        let ask = Ask {
+            model: MODEL,
+            prompt,
+            exclude: &[],
+        };
+        let core = &mut self.cores[place.router];
+        let moved = core.reconsider(place.slot, &ask, Some(answer), now);
+        let Some(admitted) = moved.map_err(Fault::Ledger)? else {
+            return Ok(None);
+        };
+        let told = self.tell(place.router, &admitted.message)?;
+        Ok(Some((admitted, told)))
     }
 
     /// How long they take to hear; none if they never do.

@@ -7,11 +7,12 @@
 //! Everything is ordered by (time, sequence number), so that equal inputs give equal outcomes.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::load::SlotEnd;
+use warmroute_proto::query::Answer;
 use warmroute_proto::{Change, DpRank, Seed, Source};
 
 use super::Fault;
@@ -117,6 +118,15 @@ struct Flight {
     first_token: Duration,
 }
 
+/// What a request is decided by, and where it is, for as long as it may be decided again.
+struct Movable {
+    until: Duration,
+    prompt: Prompt,
+    answer: Answer,
+    worker: usize,
+    id: RequestId,
+}
+
 struct World<'a> {
     trace: &'a Trace,
     setup: &'a Setup,
@@ -131,6 +141,8 @@ struct World<'a> {
     replicas: Replicas,
     /// By router: what goes with its next message.
     held: Vec<Vec<Told>>,
+    /// Requests that may still go elsewhere.
+    movable: BTreeMap<Place, Movable>,
     outcome: Outcome,
 }
 
@@ -161,6 +173,7 @@ pub(super) fn run(
         index: Index::new(sources.iter().cloned()),
         replicas: Replicas::new(&setup.replicas, &sources, size, setup.seed),
         held: (0..setup.replicas.routers).map(|_| Vec::new()).collect(),
+        movable: BTreeMap::new(),
         sources,
         outcome: Outcome::default(),
     };
@@ -198,7 +211,7 @@ impl World<'_> {
         match event {
             Event::Arrival { request } => self.arrive(request)?,
             Event::StepEnds { worker } => self.step_ends(worker)?,
-            Event::Told(told) => self.replicas.hear(&told, self.epoch + self.now),
+            Event::Told(told) => self.hear(&told)?,
             Event::Held { router } => self.release(router),
             Event::Indexed { worker, changes } => self.index.apply(worker, &changes)?,
         }
@@ -229,25 +242,91 @@ impl World<'_> {
             router,
             slot: admitted.slot,
         };
-        let worker = self.sources.binary_search(&admitted.decision.source);
-        let worker = worker.map_err(|_| Fault::UnknownSource)?;
-        let submitted = self.workers[worker].engine.submit(Request {
-            prompt: tokens,
-            max_tokens: asked.output_tokens as usize,
-            ..Request::default()
-        });
-        let Ok(id) = submitted else {
-            self.end(place, SlotEnd::Failed)?;
-            return self.refuse(request);
-        };
         let flight = Flight {
             place,
             request,
             arrived: self.now,
             first_token: self.now,
         };
+        let Some((worker, id)) = self.submit(&admitted.decision.source, tokens, flight)? else {
+            return Ok(());
+        };
+        if let Some(until) = admitted.movable_until {
+            let now = self.now;
+            self.movable.retain(|_, movable| movable.until >= now);
+            let movable = Movable {
+                until: until.saturating_duration_since(self.epoch),
+                prompt,
+                answer,
+                worker,
+                id,
+            };
+            self.movable.insert(place, movable);
+        }
+        Ok(())
+    }
+
+    /// A request comes to the engine of its source; none if that does not take it.
+    fn submit(
+        &mut self,
+        source: &Source,
+        prompt: Vec<u32>,
+        flight: Flight,
+    ) -> Result<Option<(usize, RequestId)>, Fault> {
+        let worker = self.sources.binary_search(source);
+        let worker = worker.map_err(|_| Fault::UnknownSource)?;
+        let asked = &self.trace.requests[flight.request];
+        let submitted = self.workers[worker].engine.submit(Request {
+            prompt,
+            max_tokens: asked.output_tokens as usize,
+            ..Request::default()
+        });
+        let Ok(id) = submitted else {
+            self.end(flight.place, SlotEnd::Failed)?;
+            self.refuse(flight.request)?;
+            return Ok(None);
+        };
         self.workers[worker].flights.insert(id, flight);
         self.begin_step(worker);
+        Ok(Some((worker, id)))
+    }
+
+    fn hear(&mut self, told: &Told) -> Result<(), Fault> {
+        for place in self.replicas.hear(told, self.epoch + self.now) {
+            self.reconsider(place)?;
+        }
+        Ok(())
+    }
+
+    /// A router knows more than when it decided. The engine that has the request drops it at once, with
+    /// what a step under way does for it; the step takes no shorter for that.
+    fn reconsider(&mut self, place: Place) -> Result<(), Fault> {
+        let Some(movable) = self.movable.get(&place) else {
+            return Ok(());
+        };
+        let (prompt, answer) = (&movable.prompt, &movable.answer);
+        let now = self.epoch + self.now;
+        let moved = self.replicas.reconsider(place, prompt, answer, now)?;
+        let Some((admitted, told)) = moved else {
+            return Ok(());
+        };
+        self.tell(told);
+        let Some(Movable { worker, id, .. }) = self.movable.remove(&place) else {
+            return Ok(());
+        };
+        let left = &mut self.workers[worker];
+        left.engine.abort(id);
+        let flight = left.flights.remove(&id).ok_or(Fault::UnknownFlight)?;
+        let flight = Flight {
+            place: Place {
+                slot: admitted.slot,
+                ..place
+            },
+            ..flight
+        };
+        let prompt = self.trace.requests[flight.request].prompt();
+        self.outcome.moved += 1;
+        self.submit(&admitted.decision.source, prompt, flight)?;
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! What the sync core needs of the decision core: one's own messages, everybody's slots.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warmroute_proto::load::{LoadDigest, LoadMessage, OpenSlot};
@@ -49,6 +49,8 @@ pub trait Books {
     fn release(&mut self, router: RouterId, now: Instant);
     fn restore(&mut self, router: RouterId, incarnation: Generation, slots: &[OpenSlot]);
     fn forget(&mut self, router: RouterId, now: Instant);
+    /// How long this router's messages are on their way; none: it is gone.
+    fn delay(&mut self, router: RouterId, delay: Option<Duration>);
 }
 
 impl Books for Core {
@@ -103,6 +105,10 @@ impl Books for Core {
 
     fn forget(&mut self, router: RouterId, now: Instant) {
         Self::forget(self, router, now);
+    }
+
+    fn delay(&mut self, router: RouterId, delay: Option<Duration>) {
+        self.set_delay(router, delay);
     }
 }
 

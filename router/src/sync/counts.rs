@@ -31,6 +31,9 @@ pub struct Traffic {
     pub asks_out: u64,
     pub asks_failed: u64,
     pub asks_in: u64,
+    /// Empty questions, which measure the way.
+    pub echoes_out: u64,
+    pub echoes_in: u64,
 }
 
 /// Messages of peers by what became of them.

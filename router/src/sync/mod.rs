@@ -8,6 +8,8 @@
 //!   parts. While the slots are on their way the view stands still and messages wait beside it.
 //! - **Heartbeats** show what was lost at the end, and compare digests at equal numbers. A mismatch is
 //!   mended by the open slots.
+//! - **Echoes** tell how long messages are on their way ([`Books::delay`]): an empty question a second to
+//!   each peer. Nothing here depends on it; decisions do ([`crate::route::moves`]).
 //! - **Silence.** A router that was not heard for [`DEATH`] is dead: its slots are freed, its incarnation
 //!   stays as fence. What is heard of it later proves that it lives, not what it has: it is followed
 //!   again once it stated its open slots.
@@ -30,6 +32,7 @@ use std::time::Duration;
 mod books;
 mod counts;
 mod cuts;
+mod echo;
 mod hearing;
 mod outbox;
 mod peer;

@@ -13,6 +13,7 @@ use warmroute_proto::{Generation, RecordNumber, RouterId, Sequencer, Standing, V
 
 use super::books::Books;
 use super::counts::Counts;
+use super::echo::Echo;
 use super::rules::{Rule, Rules};
 use super::view::Compared;
 use super::{ASK_PAUSE, ASK_TIMEOUT, MEND_PAUSE, STATE_BYTES_MAX, WAITING_BYTES_MAX};
@@ -33,6 +34,7 @@ pub(super) struct Peer {
     /// Once it had said that there was no more. A state may be that of a moment ago, when somebody else
     /// asked for it.
     is_settled: bool,
+    pub(super) echo: Echo,
 }
 
 enum Phase {
@@ -107,6 +109,7 @@ impl Peer {
             compared: None,
             divergence: 0,
             is_settled: false,
+            echo: Echo::new(now),
         }
     }
 
@@ -365,6 +368,20 @@ impl Peer {
         }
     }
 
+    /// A question that asks for nothing, for how long it takes. None while there are better ones.
+    pub(super) const fn empty_want(&self) -> Option<LoadWant> {
+        match &self.phase {
+            Phase::Following(sequencer) if !sequencer.has_gap() => match sequencer.last() {
+                Some(last) => Some(LoadWant::Numbers {
+                    from: last.next(),
+                    to: Some(last),
+                }),
+                None => None,
+            },
+            Phase::Following(_) | Phase::Lacking(_) | Phase::Dead => None,
+        }
+    }
+
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         let mended = match &self.phase {
             Phase::Lacking(None) => self.mending.not_before <= now,
@@ -384,6 +401,8 @@ impl Peer {
 
     fn end(&mut self, fence: Option<Generation>, desk: &mut Desk<'_>) {
         desk.books.release(self.router, desk.now);
+        desk.books.delay(self.router, None);
+        self.echo = Echo::new(desk.now);
         self.fence = fence;
         self.phase = Phase::Dead;
         self.waiting = Waiting::default();

@@ -208,6 +208,12 @@ impl Replica {
         let Some(peer) = self.peers.get_mut(&from) else {
             return;
         };
+        if peer.echo.answered(id.0, answer.is_some(), now) {
+            if let Some(delay) = peer.echo.delay() {
+                books.delay(from, Some(delay));
+            }
+            return;
+        }
         if !peer.asking.answered(id.0) {
             return;
         }
@@ -258,7 +264,14 @@ impl Replica {
             return None;
         }
         self.served += 1;
-        self.counts.traffic.asks_in += 1;
+        match ask.want {
+            LoadWant::Numbers { from, to } if to.is_some_and(|to| to < from) => {
+                self.counts.traffic.echoes_in += 1;
+            }
+            LoadWant::Numbers { .. } | LoadWant::State | LoadWant::Part { .. } => {
+                self.counts.traffic.asks_in += 1;
+            }
+        }
         self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
         let answer = self.answer(&ask, books, now);
         codec::encode(&answer).ok().map(Bytes::from)
@@ -293,6 +306,7 @@ impl Replica {
         let routers: Vec<RouterId> = self.peers.keys().copied().collect();
         for router in routers {
             self.ask(router, now);
+            self.measure(router, now);
         }
         self.check_ready(now);
     }
@@ -522,21 +536,50 @@ impl Replica {
         let Some(want) = peer.want().filter(|_| peer.may_ask(now)) else {
             return;
         };
+        let fence = peer.fence();
+        let Some(id) = self.question(router, fence, want) else {
+            return;
+        };
+        self.counts.traffic.asks_out += 1;
+        if let Some(peer) = self.peers.get_mut(&router) {
+            peer.asking.asked(id, now);
+        }
+    }
+
+    /// Finds out how long the way to a peer is, now and then.
+    fn measure(&mut self, router: RouterId, now: Instant) {
+        let Some(peer) = self.peers.get(&router).filter(|peer| peer.echo.is_due(now)) else {
+            return;
+        };
+        let (want, fence) = (peer.empty_want(), peer.fence());
+        let Some(id) = want.and_then(|want| self.question(router, fence, want)) else {
+            return;
+        };
+        self.counts.traffic.echoes_out += 1;
+        if let Some(peer) = self.peers.get_mut(&router) {
+            peer.echo.asked(id, now);
+        }
+    }
+
+    fn question(
+        &mut self,
+        peer: RouterId,
+        incarnation: Option<Generation>,
+        want: LoadWant,
+    ) -> Option<u64> {
         let ask = LoadAsk {
             asker: self.router,
-            incarnation: peer.fence(),
+            incarnation,
             want,
         };
-        if let Ok(question) = codec::encode(&ask) {
-            self.next_ask += 1;
-            peer.asking.asked(self.next_ask, now);
-            self.counts.traffic.asks_out += 1;
-            self.effects.push_back(Effect::Ask {
-                peer: router,
-                id: AskId(self.next_ask),
-                question: question.into(),
-            });
-        }
+        let question = codec::encode(&ask).ok()?;
+        self.next_ask += 1;
+        self.effects.push_back(Effect::Ask {
+            peer,
+            id: AskId(self.next_ask),
+            question: question.into(),
+        });
+        Some(self.next_ask)
     }
 
     /// Lets the silent die, and forgets the long dead.

@@ -94,7 +94,7 @@ const WHOLE: Plan = Plan {
 
 /// Seeds of a rule's breakage are tried until one finds it.
 fn is_found(broken: Rule, spoils: bool) -> bool {
-    (0..200).any(|seed| {
+    (0..1000).any(|seed| {
         let plan = Plan {
             seed,
             broken: Some(broken),
@@ -108,10 +108,14 @@ fn is_found(broken: Rule, spoils: bool) -> bool {
 
 #[test]
 fn replicas_agree_within_a_second_after_the_losses_end() {
+    let mut moves = 0;
     for seed in 0..500 {
         let world = play(Plan { seed, ..WHOLE });
         assert!(world.faults.is_empty(), "seed {seed}: {:#?}", world.faults);
+        moves += world.moves;
     }
+    // Requests that went elsewhere meanwhile are among what they agree on.
+    assert!(moves > 5, "{moves}");
 }
 
 #[test]

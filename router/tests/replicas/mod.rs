@@ -85,7 +85,7 @@ impl Router {
             prompt: &prompt,
             exclude: &[],
         };
-        self.slots.push(self.desk.admit(&ask, None).unwrap().slot);
+        self.slots.push(self.desk.admit(&ask, None).unwrap().0.slot);
     }
 
     /// Opens slots.

@@ -63,6 +63,8 @@ impl Verdicts {
 #[derive(Default)]
 pub(super) struct RouterChecks {
     pub(super) decisions: u64,
+    /// Of them, those that moved a request.
+    pub(super) moves: u64,
     /// Requests that nobody could take.
     pub(super) refused: u64,
     /// Credited sources in answers to routers, compared with the engines.
@@ -153,6 +155,7 @@ pub struct Report {
     pub resets: u64,
     /// Decisions of routers, and requests that nobody could take.
     pub decisions: u64,
+    pub moves: u64,
     pub refused: u64,
     /// Credited sources in answers to routers, and routers' views of each other, all compared.
     pub answers: u64,
@@ -179,6 +182,7 @@ impl Checks {
             resyncs: self.resyncs,
             resets: self.resets,
             decisions: self.routers.decisions,
+            moves: self.routers.moves,
             refused: self.routers.refused,
             answers: self.routers.answers,
             views: self.routers.views,

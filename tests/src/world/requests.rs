@@ -18,7 +18,7 @@ use warmroute_proto::{BlockSize, Generation, PrefixHash, Seed, Source, Tier, Tie
 use warmroute_router::health::Sight;
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::view::{FORGOTTEN, LAG_MAX};
-use warmroute_router::route::{Ask, Decision, Prompt, SlotEvent};
+use warmroute_router::route::{Admitted, Ask, Decision, Prompt, SlotEvent};
 use warmroute_router::sim::Request;
 
 use super::host::{Event, Http, Input, Timer};
@@ -349,6 +349,45 @@ impl World {
                 return;
             }
         };
+        self.send(at, run, no, admitted);
+    }
+
+    /// `Desk::reconsider`: what was decided blindly is decided again. A request that moves has another
+    /// number, since its connection is another one.
+    pub(super) fn think_again(&mut self, at: usize, run: &mut RouterRun) {
+        for slot in run.core.take_crossed() {
+            let is_it = |open: &Open| open.slot == Some(slot) && !open.is_prefilled;
+            let Some((&no, open)) = run.requests.iter().find(|(_, open)| is_it(open)) else {
+                continue;
+            };
+            let host = self.routers[at].host;
+            let ask = Ask {
+                model: "m",
+                prompt: &open.prompt,
+                exclude: &[],
+            };
+            let answer = self.answer_as_read(open.answer.as_deref());
+            let now = self.local(host);
+            let moved = run.core.reconsider(slot, &ask, answer.as_deref(), now);
+            let Some(moved) = moved.unwrap() else {
+                continue;
+            };
+            let engine = open.engine.unwrap();
+            let open = run.requests.remove(&no).unwrap();
+            let (from, no) = (self.process(host), Some(no));
+            let after = self.delay();
+            self.plan(after, Event::HangUp { engine, from, no });
+            self.checks.routers.moves += 1;
+            let no = run.next_request;
+            run.next_request += 1;
+            run.requests.insert(no, open);
+            self.send(at, run, no, moved);
+        }
+    }
+
+    fn send(&mut self, at: usize, run: &mut RouterRun, no: u64, admitted: Admitted) {
+        let host = self.routers[at].host;
+        let open = run.requests.get_mut(&no).unwrap();
         let decision = admitted.decision;
         open.slot = Some(admitted.slot);
         open.is_prefilled = false;

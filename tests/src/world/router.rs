@@ -126,6 +126,7 @@ impl World {
         {
             self.request_input(at, &mut run, input);
         }
+        self.think_again(at, &mut run);
         if run.is_open {
             self.talk(at, &mut run);
         }

@@ -5,7 +5,8 @@ use std::time::Instant;
 use bytes::Bytes;
 use warmroute_proto::codec;
 use warmroute_proto::load::{
-    LOAD_BYTES_MAX, LoadChange, LoadFrame, LoadHeartbeat, LoadMessage, Presence,
+    LOAD_BYTES_MAX, LoadAnswer, LoadAsk, LoadChange, LoadFrame, LoadHeartbeat, LoadMessage,
+    LoadWant, Presence,
 };
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
@@ -19,6 +20,7 @@ pub(super) struct Side {
     pub replica: Replica,
     published: Vec<Bytes>,
     asked: Vec<(RouterId, AskId, Bytes)>,
+    echoes: Vec<(RouterId, AskId, Bytes)>,
 }
 
 impl Side {
@@ -30,6 +32,7 @@ impl Side {
             replica: Replica::new(router, now),
             published: Vec::new(),
             asked: Vec::new(),
+            echoes: Vec::new(),
         };
         let revision = Generation(u64::from(number));
         side.replica.taken(revision, &mut side.core, now);
@@ -42,6 +45,9 @@ impl Side {
         while let Some(effect) = self.replica.effect() {
             match effect {
                 Effect::Publish(bytes) => self.published.push(bytes),
+                Effect::Ask { peer, id, question } if is_echo(&question) => {
+                    self.echoes.push((peer, id, question));
+                }
                 Effect::Ask { peer, id, question } => self.asked.push((peer, id, question)),
                 Effect::TakeIncarnation | Effect::Ready => {}
             }
@@ -94,6 +100,11 @@ impl Side {
             self.settle();
         }
     }
+}
+
+fn is_echo(question: &[u8]) -> bool {
+    let ask: LoadAsk = codec::decode(question).unwrap();
+    matches!(ask.want, LoadWant::Numbers { from, to: Some(to) } if to < from)
 }
 
 /// Carries all that one side said, and answers what the other asks, until it asks no more.
@@ -444,4 +455,41 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
         carry(&mut a, &mut b, at);
     }
     agree(&a, &b);
+}
+
+#[test]
+fn a_peer_is_half_an_echo_away() {
+    let now = start();
+    let (mut a, mut b) = pair(now);
+    let is_watched = |a: &mut Side| {
+        let ask = Ask {
+            model: "m",
+            prompt: &prompt(1, 9),
+            exclude: &[],
+        };
+        a.core.admit(&ask, None, now).unwrap().movable_until
+    };
+    assert_eq!(is_watched(&mut a), None);
+    b.admit(0, 9, now);
+    b.wrote(now);
+    carry(&mut b, &mut a, now);
+    a.echoes.clear();
+    a.tick(now + Duration::from_millis(500));
+    let (peer, id, question) = a.echoes.pop().unwrap();
+    assert_eq!(peer, b.router);
+    let at = now + Duration::from_millis(502);
+    let answer = b.replica.serve(&question, &mut b.core, at).unwrap();
+    // Nothing is in it, whatever was written meanwhile.
+    let whole: LoadAnswer = codec::decode(&answer).unwrap();
+    assert_eq!(whole, LoadAnswer::Messages(Vec::new()));
+    assert_eq!(b.replica.counts().traffic.echoes_in, 1);
+    let heard = now + Duration::from_millis(508);
+    a.replica
+        .answered(peer, id, Some(&answer), &mut a.core, heard);
+    assert_eq!(is_watched(&mut a), Some(now + Duration::from_millis(4)));
+    // Gone, it is no peer to wait for.
+    b.replica.leave(&mut b.core, heard);
+    b.settle();
+    carry(&mut b, &mut a, heard);
+    assert_eq!(is_watched(&mut a), None);
 }

@@ -54,6 +54,8 @@ pub(super) struct Node {
     pub replica: Replica,
     pub state: State,
     pub open: Vec<u64>,
+    /// Of open slots without a first token.
+    movable: BTreeMap<u64, Prompt>,
     pub ready: Option<Instant>,
     waits: Vec<Event>,
     heard: BTreeMap<RouterId, Instant>,
@@ -77,6 +79,8 @@ pub(super) struct World {
     pub net: Net,
     pub nodes: Vec<Node>,
     pub works: bool,
+    /// Requests that went elsewhere.
+    pub moves: u64,
     pub faults: Vec<String>,
     pub broken: Option<rules::Rule>,
     queue: BTreeMap<(Instant, u64), (usize, Event)>,
@@ -132,6 +136,7 @@ impl World {
             net: Net::GOOD,
             nodes: Vec::new(),
             works: true,
+            moves: 0,
             faults: Vec::new(),
             broken: None,
             queue: BTreeMap::new(),
@@ -163,6 +168,7 @@ impl World {
             replica,
             state: State::Up,
             open: Vec::new(),
+            movable: BTreeMap::new(),
             ready: None,
             waits: Vec::new(),
             heard: BTreeMap::new(),
@@ -268,6 +274,7 @@ impl World {
         if let Some(after) = again {
             self.later(at, after, event);
         }
+        self.think_again(at);
         self.act(at);
         self.check(at, &dead_before);
     }
@@ -302,7 +309,7 @@ impl World {
     }
 
     pub(super) fn admit(&mut self, at: usize) {
-        let prompt = prompt(self.rng.u32(..3), self.rng.u32(1..30));
+        let prompt = prompt(self.rng.u32(..3), self.rng.u32(1..200));
         let first_token = self.rng.bool();
         let ask = Ask {
             model: "m",
@@ -313,6 +320,9 @@ impl World {
         let node = &mut self.nodes[at];
         let counter = node.core.admit(&ask, None, now).unwrap().slot;
         node.open.push(counter);
+        if !first_token {
+            node.movable.insert(counter, prompt);
+        }
         self.write_down(at);
         if first_token {
             self.note(at, SlotEvent::FirstToken { counter });
@@ -325,8 +335,33 @@ impl World {
         self.write_down(at);
     }
 
+    /// What was crossed by another router's choice is decided again.
+    fn think_again(&mut self, at: usize) {
+        let now = self.now;
+        for slot in self.nodes[at].core.take_crossed() {
+            let node = &mut self.nodes[at];
+            let open = node.open.iter().position(|&open| open == slot);
+            let (Some(open), Some(prompt)) = (open, node.movable.remove(&slot)) else {
+                continue;
+            };
+            let ask = Ask {
+                model: "m",
+                prompt: &prompt,
+                exclude: &[],
+            };
+            if let Some(moved) = node.core.reconsider(slot, &ask, None, now).unwrap() {
+                node.open[open] = moved.slot;
+                self.moves += 1;
+                self.write_down(at);
+                let node = &mut self.nodes[at];
+                node.replica.wrote(&mut node.core, now);
+            }
+        }
+    }
+
     fn end(&mut self, at: usize, index: usize) {
         let counter = self.nodes[at].open.swap_remove(index);
+        self.nodes[at].movable.remove(&counter);
         let ends = [SlotEnd::Completed, SlotEnd::Failed, SlotEnd::Aborted];
         let end = ends[self.rng.usize(..3)];
         self.note(at, SlotEvent::End { counter, end });

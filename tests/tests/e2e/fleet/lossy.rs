@@ -9,12 +9,15 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use fastrand::Rng;
 use tokio::io::{
     AsyncBufReadExt as _, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
 };
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
@@ -22,6 +25,9 @@ use tokio_util::task::TaskTracker;
 const LOST: u8 = 30;
 const DOUBLED: u8 = LOST + 10;
 const LATE: u8 = DOUBLED + 10;
+
+/// Lines that the way holds; more wait at the server.
+const UNDER_WAY_MAX: usize = 1 << 16;
 
 /// Ends with its handle.
 pub(crate) struct Lossy {
@@ -33,6 +39,7 @@ pub(crate) struct Lossy {
 struct Shared {
     /// Deliveries of subjects that begin so are at risk.
     prefix: String,
+    far: Duration,
     is_lossy: AtomicBool,
     lost: AtomicU64,
     doubled: AtomicU64,
@@ -40,12 +47,13 @@ struct Shared {
 }
 
 impl Lossy {
-    /// Loses nothing yet.
-    pub(crate) async fn start(server: String, prefix: String) -> Self {
+    /// Loses nothing yet. `far`: how much longer everything takes to come from the server.
+    pub(crate) async fn start(server: String, prefix: String, far: Duration) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
         let shared = Arc::new(Shared {
             prefix,
+            far,
             is_lossy: AtomicBool::new(false),
             lost: AtomicU64::new(0),
             doubled: AtomicU64::new(0),
@@ -98,10 +106,12 @@ async fn accept(
             server.set_nodelay(true)?;
             let (mut from_client, to_client) = client.into_split();
             let (from_server, mut to_server) = server.into_split();
+            let (to, under_way) = mpsc::channel(UNDER_WAY_MAX);
             // Whichever side closes takes the other along.
             tokio::select! {
                 ended = tokio::io::copy(&mut from_client, &mut to_server) => ended.map(drop),
-                ended = deliver(BufReader::new(from_server), to_client, &shared) => ended,
+                ended = deliver(BufReader::new(from_server), to, &shared) => ended,
+                ended = arrive(under_way, to_client, shared.far) => ended,
             }
         };
         tasks.spawn(stop.clone().run_until_cancelled_owned(both_ways));
@@ -110,7 +120,7 @@ async fn accept(
 
 async fn deliver(
     mut from: BufReader<impl tokio::io::AsyncRead + Unpin>,
-    mut to: impl AsyncWrite + Unpin,
+    to: mpsc::Sender<(Instant, Vec<u8>)>,
     shared: &Shared,
 ) -> io::Result<()> {
     let mut rng = Rng::new();
@@ -145,7 +155,7 @@ async fn deliver(
             }
             LOST..DOUBLED => {
                 count(&shared.doubled);
-                to.write_all(&frame).await?;
+                send(&to, frame.clone()).await?;
             }
             DOUBLED..LATE if held.is_none() => {
                 count(&shared.late);
@@ -154,11 +164,31 @@ async fn deliver(
             }
             _ => {}
         }
-        to.write_all(&frame).await?;
+        send(&to, std::mem::take(&mut frame)).await?;
         if is_at_risk && let Some(late) = held.take() {
-            to.write_all(&late).await?;
+            send(&to, late).await?;
         }
     }
+}
+
+async fn send(to: &mpsc::Sender<(Instant, Vec<u8>)>, bytes: Vec<u8>) -> io::Result<()> {
+    let sent = to.send((Instant::now(), bytes)).await;
+    sent.map_err(|_| io::ErrorKind::BrokenPipe.into())
+}
+
+/// Everything in its order, each a while after it was sent.
+async fn arrive(
+    mut under_way: mpsc::Receiver<(Instant, Vec<u8>)>,
+    mut to: impl AsyncWrite + Unpin,
+    far: Duration,
+) -> io::Result<()> {
+    while let Some((sent, bytes)) = under_way.recv().await {
+        if !far.is_zero() {
+            sleep_until(sent + far).await;
+        }
+        to.write_all(&bytes).await?;
+    }
+    Ok(())
 }
 
 /// Subject of a delivery and the bytes that follow its line; none of other lines.

@@ -71,6 +71,8 @@ pub(crate) enum Access {
     MuteRouters,
     /// Everybody everything; routers are connected by a way on which load messages get lost when told.
     LossyRouters,
+    /// Everybody everything; what comes to routers takes a few milliseconds more.
+    FarRouters,
     /// The same as [`Access::Open`], with three servers.
     Cluster,
 }

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
 
@@ -17,6 +18,9 @@ use crate::nats_server::NatsServer;
 
 /// That of the shipped configuration.
 pub(crate) const NAMESPACE: &str = "prod";
+/// On one machine routers differ by up to a millisecond in when they hear of something.
+const FAR: Duration = Duration::from_millis(8);
+
 const PASSWORD: &str = "secret";
 
 /// Permits for [`Company`]: who wants to be alone takes both.
@@ -43,8 +47,10 @@ impl Distributed {
     fn plane_flags(&self, user: &str) -> Vec<String> {
         let url = self.urls();
         let url = match self.access {
-            Access::LossyRouters if user == "router" => format!("nats://{}", self.lossy().address),
-            Access::Open | Access::Cluster | Access::LossyRouters => url,
+            Access::LossyRouters | Access::FarRouters if user == "router" => {
+                format!("nats://{}", self.lossy().address)
+            }
+            Access::Open | Access::Cluster | Access::LossyRouters | Access::FarRouters => url,
             Access::LeastPrivilege | Access::MuteRouters => {
                 let user = format!("nats://{user}:{PASSWORD}@");
                 url.replace("nats://", &user)
@@ -76,14 +82,18 @@ impl Fleet {
         let access = self.flags.access;
         let (server, peers) = match access {
             Access::Cluster => cluster::start().await,
-            Access::Open | Access::LeastPrivilege | Access::MuteRouters | Access::LossyRouters => {
-                (start_server(access, &self.place).await, Vec::new())
-            }
+            Access::Open
+            | Access::LeastPrivilege
+            | Access::MuteRouters
+            | Access::LossyRouters
+            | Access::FarRouters => (start_server(access, &self.place).await, Vec::new()),
         };
         let lossy = match access {
-            Access::LossyRouters => {
+            Access::LossyRouters | Access::FarRouters => {
                 let address = server.url().replace("nats://", "");
-                Some(Lossy::start(address, format!("wr.{NAMESPACE}.load")).await)
+                let is_far = matches!(access, Access::FarRouters);
+                let far = if is_far { FAR } else { Duration::ZERO };
+                Some(Lossy::start(address, format!("wr.{NAMESPACE}.load"), far).await)
             }
             Access::Open | Access::LeastPrivilege | Access::MuteRouters | Access::Cluster => None,
         };
@@ -211,7 +221,9 @@ impl Fleet {
 
 async fn start_server(access: Access, place: &Place) -> NatsServer {
     match access {
-        Access::Open | Access::LossyRouters | Access::Cluster => NatsServer::start().await,
+        Access::Open | Access::LossyRouters | Access::FarRouters | Access::Cluster => {
+            NatsServer::start().await
+        }
         Access::LeastPrivilege => {
             let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
             let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];

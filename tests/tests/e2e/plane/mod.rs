@@ -14,6 +14,7 @@ mod indexer_restart;
 mod leak;
 mod least_privilege;
 mod load;
+mod moves;
 mod rolling;
 mod router_restart;
 mod server_restart;
