@@ -13,7 +13,7 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tiers};
 
-use self::tree::{SourceNumber, Tree};
+use self::tree::{Growth, SourceNumber, Tree};
 use self::turns::Turns;
 use crate::index::Index;
 use crate::workload::{Event, TOKENS_PER_BLOCK};
@@ -76,9 +76,16 @@ pub struct Ours {
 }
 
 impl Ours {
-    fn apply(&self, worker: u32, change: Change) {
+    /// As the indexer does: while somebody reads, what can be done beside the readers is.
+    pub fn apply(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
-        self.tree.write().apply(number, &change).unwrap();
+        if tree::is_long(std::slice::from_ref(change)) && self.tree.is_read() {
+            let mut growth = self.tree.read_own().warm(number, change, scratch);
+            while growth.left() > Growth::TURN {
+                self.tree.write().grow(change, &mut growth);
+            }
+        }
+        self.tree.write().apply(number, change).unwrap();
     }
 }
 
@@ -107,9 +114,10 @@ impl Index for Ours {
     }
 
     fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync)) {
+        let mut scratch = Vec::new();
         for (index, part) in parts.into_iter().enumerate() {
             for (worker, change) in part {
-                self.apply(worker, change);
+                self.apply(worker, &change, &mut scratch);
             }
             done(index);
         }
@@ -120,8 +128,9 @@ impl Index for Ours {
         changes: &mut (dyn Iterator<Item = Self::Change> + Send),
         done: &(dyn Fn() + Sync),
     ) {
+        let mut scratch = Vec::new();
         for (worker, change) in changes {
-            self.apply(worker, change);
+            self.apply(worker, &change, &mut scratch);
         }
         done();
     }
