@@ -44,12 +44,20 @@ fn beside_readers(
 ) -> (Vec<Verdict>, LogPosition) {
     let mut scratch = Vec::new();
     let mut verdicts = Vec::with_capacity(messages.len());
-    for message in messages {
-        let to_come = fold.read_own().to_come(message);
+    let mut rest = messages;
+    while let Some(first) = rest.first() {
+        let to_come = fold.read_own().to_come(first);
         if let Some((number, changes)) = to_come {
             make_ready(fold, number, changes, &mut scratch);
         }
-        verdicts.push(fold.write().apply_parsed(now, message));
+        let (now_taken, later) = rest.split_at(turn(rest));
+        let mut fold = fold.write();
+        verdicts.extend(
+            now_taken
+                .iter()
+                .map(|message| fold.apply_parsed(now, message)),
+        );
+        rest = later;
     }
     for _ in 0..RECLAIM_MAX / RECLAIM_TURN {
         if !fold.write().reclaim(RECLAIM_TURN) {
@@ -57,6 +65,16 @@ fn beside_readers(
         }
     }
     (verdicts, fold.read_own().position())
+}
+
+/// How many messages are folded in one turn: one, and short ones with it.
+fn turn(messages: &[Parsed]) -> usize {
+    let mut blocks = 0;
+    let fits = messages.iter().take_while(|message| {
+        blocks += message.blocks();
+        blocks <= Growth::TURN
+    });
+    fits.count().max(1)
 }
 
 /// Does for the changes of a record what can be done before readers are kept out.

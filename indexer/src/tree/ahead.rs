@@ -52,15 +52,21 @@ impl Growth {
     }
 }
 
-/// Are the changes of a record worth being made ready for? Applying a few blocks keeps nobody waiting.
+/// Blocks that the changes of a record speak of.
 #[must_use]
-pub fn is_long(changes: &[Change]) -> bool {
+pub fn blocks_in(changes: &[Change]) -> usize {
     let blocks = changes.iter().map(|change| match change {
         Change::Stored { blocks, .. } => blocks.len(),
         Change::Removed { blocks, .. } => blocks.len(),
         Change::Cleared { .. } => 0,
     });
-    blocks.sum::<usize>() > Growth::TURN / 2
+    blocks.sum()
+}
+
+/// Are they worth being made ready for? Applying a few blocks keeps nobody waiting.
+#[must_use]
+pub fn is_long(changes: &[Change]) -> bool {
+    blocks_in(changes) > Growth::TURN / 2
 }
 
 impl Tree {

@@ -40,7 +40,7 @@ use self::run::{Run, RunId};
 use self::runs::Runs;
 use self::table::Table;
 
-pub use ahead::{Growth, is_long};
+pub use ahead::{Growth, blocks_in, is_long};
 pub(crate) use dump::Dump;
 pub use image::{BadImage, digests_of_image};
 

@@ -83,11 +83,11 @@ pub struct MirrorAndTree {
 }
 
 impl MirrorAndTree {
-    fn apply(&self, worker: u32, batch: &Batch, scratch: &mut Vec<PrefixHash>) {
+    fn apply(&self, worker: u32, batch: &Batch) {
         let mirror = &mut self.mirrors.borrow_mut()[worker as usize];
-        for change in mirror.apply(batch).unwrap() {
-            self.tree.apply(worker, &change, scratch);
-        }
+        let changes = mirror.apply(batch).unwrap();
+        self.tree
+            .apply_all(changes.into_iter().map(|change| (worker, change)));
     }
 }
 
@@ -113,10 +113,9 @@ impl Index for MirrorAndTree {
     }
 
     fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync)) {
-        let mut scratch = Vec::new();
         for (index, part) in parts.into_iter().enumerate() {
             for (worker, batch) in part {
-                self.apply(worker, &batch, &mut scratch);
+                self.apply(worker, &batch);
             }
             done(index);
         }
@@ -127,9 +126,8 @@ impl Index for MirrorAndTree {
         changes: &mut (dyn Iterator<Item = Self::Change> + Send),
         done: &(dyn Fn() + Sync),
     ) {
-        let mut scratch = Vec::new();
         for (worker, batch) in changes {
-            self.apply(worker, &batch, &mut scratch);
+            self.apply(worker, &batch);
         }
         done();
     }
