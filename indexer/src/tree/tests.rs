@@ -329,6 +329,25 @@ fn what_was_added_ahead_goes_with_what_hangs_at_it() {
     }
 }
 
+/// Between two turns another source stores the same, and then something else.
+#[test]
+fn what_others_stored_meanwhile_is_not_added_again() {
+    let mut tree = Tree::new();
+    let (w, other) = (tree.open(), tree.open());
+    tree.apply(w, &stored(&[], &[1], Tier::Gpu)).unwrap();
+    let change = stored(&[1], &[2, 3, 4, 5], Tier::Gpu);
+    let mut growth = tree.warm(w, &change, &mut Vec::new());
+    tree.apply(other, &stored(&[], &[1, 2, 3, 9], Tier::Gpu))
+        .unwrap();
+    while growth.left() > 0 {
+        tree.grow(&change, &mut growth);
+        tree.check();
+    }
+    tree.apply(w, &change).unwrap();
+    tree.check();
+    assert_eq!(tree.nodes(), 6);
+}
+
 /// What the tree says, told by sets alone.
 #[derive(Clone, Default)]
 struct Model {
