@@ -75,8 +75,9 @@ pub struct Ours {
     numbers: Vec<SourceNumber>,
 }
 
+/// What applying it takes, in blocks.
 fn blocks(change: &Change) -> usize {
-    tree::blocks_in(std::slice::from_ref(change))
+    Growth::BEGIN + tree::blocks_in(std::slice::from_ref(change))
 }
 
 impl Ours {
