@@ -71,7 +71,7 @@ fn beside_readers(
 fn turn(messages: &[Parsed]) -> usize {
     let mut blocks = 0;
     let fits = messages.iter().take_while(|message| {
-        blocks += Growth::BEGIN + message.blocks();
+        blocks += message.blocks();
         blocks <= Growth::TURN
     });
     fits.count().max(1)

@@ -45,9 +45,6 @@ impl Growth {
     /// Blocks that are added in one turn. Fewer than that are as well added when the change is applied.
     pub const TURN: usize = if cfg!(test) { 2 } else { 16 };
 
-    /// What a record takes before its first block, in blocks: it begins somewhere else.
-    pub const BEGIN: usize = if cfg!(test) { 0 } else { 3 };
-
     /// Blocks that are missing still, as far as it is known.
     #[must_use]
     pub const fn left(&self) -> usize {

@@ -75,9 +75,8 @@ pub struct Ours {
     numbers: Vec<SourceNumber>,
 }
 
-/// What applying it takes, in blocks.
 fn blocks(change: &Change) -> usize {
-    Growth::BEGIN + tree::blocks_in(std::slice::from_ref(change))
+    tree::blocks_in(std::slice::from_ref(change))
 }
 
 impl Ours {
