@@ -5,14 +5,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a panic is what a fuzzer looks for")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use warmroute_indexer::tree::{ChangeError, SourceNumber, TierMask, Tree};
+use warmroute_indexer::tree::{ChangeError, Growth, SourceNumber, TierMask, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier, Tiers};
 
 /// More sources than these are not opened.
 const SOURCES_MAX: usize = 6;
+
+/// Changes that are still made ready for.
+const LATE_MAX: usize = 4;
 
 /// Three chunks of a run and a bit.
 const DEPTH_MAX: u8 = 55;
@@ -35,6 +38,9 @@ pub(crate) fn tree(bytes: &[u8]) {
 #[derive(Default)]
 struct World {
     tree: Tree,
+    applied: usize,
+    /// Changes that came, or not, and that are made ready for all the same: as late as can be.
+    late: VecDeque<(Change, Growth)>,
     sources: BTreeMap<SourceNumber, Model>,
 }
 
@@ -67,6 +73,9 @@ fn tier(byte: u8) -> Tier {
 impl World {
     fn step(&mut self, what: u8, who: u8, fork: u8, length: u8) {
         let source = self.pick(who);
+        if who & 0x40 != 0 {
+            self.grow_late();
+        }
         match (what % 16, source) {
             (0, _) if self.sources.len() < SOURCES_MAX => {
                 let number = self.tree.open();
@@ -89,6 +98,7 @@ impl World {
                 let model = self.sources.get_mut(&number).unwrap();
                 model.retain(|(_, held)| *held != tier.number());
             }
+            (13, _) if fork > 200 => drop(self.tree.compact(usize::from(length), 0)),
             (13, _) => drop(self.tree.reclaim(usize::from(length))),
             (14, _) => self.round_trip(),
             (15, _) => self.look_up(&chain(fork, length)),
@@ -105,7 +115,30 @@ impl World {
     }
 
     fn apply(&mut self, number: SourceNumber, change: &Change, is: Result<(), ChangeError>) {
+        // In none to three turns ahead.
+        self.applied += 1;
+        let mut growth = self.tree.warm(number, change, &mut Vec::new());
+        if self.applied.is_multiple_of(5) {
+            self.late.push_back((change.clone(), growth));
+        }
+        for _ in 0..self.applied % 4 {
+            self.tree.grow(change, &mut growth);
+            self.grow_late();
+        }
+        if self.applied.is_multiple_of(7) {
+            self.tree.drop_grown();
+            self.tree.grow(change, &mut growth);
+        }
         assert_eq!(self.tree.apply(number, change), is, "{change:?}");
+    }
+
+    fn grow_late(&mut self) {
+        if self.late.len() > LATE_MAX {
+            self.late.pop_front();
+        }
+        for (change, growth) in &mut self.late {
+            self.tree.grow(change, growth);
+        }
     }
 
     /// The blocks of a chain behind its first `skip`, up to the first that is held.

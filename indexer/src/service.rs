@@ -7,6 +7,7 @@
 //! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
 //! answers, `register` says that this replica is there; `stall` knows how old what is read may be.
 
+mod folding;
 mod follow;
 mod queries;
 mod register;
@@ -49,12 +50,15 @@ use crate::view::{self, SourceDump, WorkerView};
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
 
-/// Payload bytes after which the lock is let go: about 500 blocks, some 20 µs. A record larger than
+/// Payload bytes after which others have their turn: about 500 blocks, some 20 µs. A record larger than
 /// that is folded whole, so that nobody sees half of one.
 const LOCKED_BYTES_MAX: usize = 4 << 10;
 
 /// Nodes of dead generations that are given back between two steps.
 const RECLAIM_MAX: usize = 1024;
+
+/// Of these, while readers wait.
+const RECLAIM_TURN: usize = 64;
 
 /// How often patience is checked, and the log's end looked up. Short against the 5 s of a proof,
 /// whose age is rounded up by as much.

@@ -7,6 +7,9 @@
 //!
 //! A reader that holds the lock for long (an image of the tree) makes the writer wait, and a waiting
 //! writer keeps new readers out. So only the writer itself may read for long.
+//!
+//! The writer can ask whether anybody read lately: work that only spares readers a wait is not worth doing
+//! otherwise.
 
 #[cfg(shuttle)]
 use shuttle::hint::spin_loop;
@@ -26,9 +29,16 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// scheduled (`indexer/shuttle`) a few show as much.
 const LOOKS_MAX: u32 = if cfg!(shuttle) { 3 } else { 1000 };
 
+/// How many of the writer's turns a reader is remembered for.
+const REMEMBERED: u32 = 256;
+
+/// The counters stand beside the lock's own, which readers and writer pass to each other anyway.
+#[repr(C)]
 pub struct Turns<T> {
-    value: RwLock<T>,
     readers_waiting: AtomicU32,
+    /// Turns until the last reader is forgotten. A hint: it orders nothing, and may miss one.
+    remembered: AtomicU32,
+    value: RwLock<T>,
 }
 
 /// A panic while the lock was held says nothing about the value here: its users compare digests.
@@ -54,12 +64,30 @@ fn look<Found>(mut attempt: impl FnMut() -> Option<Found>) -> Option<Found> {
 impl<T> Turns<T> {
     pub const fn new(value: T) -> Self {
         Self {
-            value: RwLock::new(value),
             readers_waiting: AtomicU32::new(0),
+            remembered: AtomicU32::new(0),
+            value: RwLock::new(value),
         }
     }
 
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
+        if self.remembered.load(Ordering::Relaxed) < REMEMBERED / 2 {
+            self.remembered.store(REMEMBERED, Ordering::Relaxed);
+        }
+        self.read_own()
+    }
+
+    /// Did anybody read lately? For the one that writes, once a turn.
+    pub fn is_read(&self) -> bool {
+        let left = self.remembered.load(Ordering::Relaxed);
+        if left > 0 {
+            self.remembered.store(left - 1, Ordering::Relaxed);
+        }
+        left > 0
+    }
+
+    /// Reads for the one that writes: it is not remembered.
+    pub fn read_own(&self) -> RwLockReadGuard<'_, T> {
         if let Some(guard) = taken(self.value.try_read()) {
             return guard;
         }
@@ -118,6 +146,16 @@ mod tests {
         });
         assert_eq!(written, 1000);
         assert!(reads.iter().all(|&reads| reads >= 1000));
+    }
+
+    #[test]
+    fn readers_are_remembered_for_a_while() {
+        let turns = Turns::new(());
+        drop(turns.read_own());
+        assert!(!turns.is_read());
+        drop(turns.read());
+        let remembered = (0..).take_while(|_| turns.is_read()).count();
+        assert_eq!(remembered, REMEMBERED as usize);
     }
 
     #[test]

@@ -444,3 +444,34 @@ async fn its_memory_keeps_to_the_bound() {
     let asked = futures_util::FutureExt::now_or_never(requests.next());
     assert!(asked.is_none(), "nobody is asked for what does not fit");
 }
+
+/// Four times what fits: what the process takes besides the bound is the runtime, the connection and what
+/// is on its way.
+#[tokio::test]
+async fn the_whole_process_keeps_to_its_bound() {
+    const BOUND: u64 = 24 << 20;
+    const BESIDES: u64 = 64 << 20;
+    let server = server(ROOMY).await;
+    let indexer = Indexer::start_with(&server.url(), &["--max-memory", "24MiB"]);
+    let plane = plane(&server).await;
+    let empty = indexer.resident_most();
+    let mut publishers: Vec<_> = ["a", "b", "c", "d", "e", "f", "g", "h"]
+        .map(|name| Publisher::new(&plane, name))
+        .into();
+    let mut last = LogPosition(0);
+    for _ in 0..180 {
+        for publisher in &mut publishers {
+            last = publisher.publish(2000).await;
+        }
+    }
+    indexer.reaches(last).await;
+    let (most, aside) = (
+        indexer.resident_most(),
+        indexer.metric("sources_set_aside").await,
+    );
+    eprintln!(
+        "bound {BOUND}, resident at most {most}, {empty} of these when empty, {aside} of 8 set aside"
+    );
+    assert!(most <= BOUND + BESIDES, "the bound is one of the process");
+    assert!((1..8).contains(&aside), "some are folded, some are not");
+}

@@ -33,7 +33,11 @@ mod tests {
                 })
             })
             .collect();
-        for _ in 0..WRITES {
+        for written in 0..WRITES {
+            // What it does ahead, it does for readers that it knows of.
+            if turns.is_read() {
+                assert_eq!(*turns.read_own(), (written, written), "only it writes");
+            }
             let mut value = turns.write();
             value.0 += 1;
             thread::yield_now();

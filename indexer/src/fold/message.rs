@@ -6,6 +6,7 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Record, Source, codec};
 
 use crate::same_log::mark;
+use crate::tree::blocks_in;
 
 /// See the module's documentation.
 pub struct Parsed {
@@ -37,6 +38,15 @@ impl Parsed {
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Blocks that its changes speak of.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        match &self.content {
+            Content::Record(record) => blocks_in(&record.changes),
+            Content::WrongSubject | Content::WrongSource(_) | Content::Undecodable(_) => 0,
+        }
     }
 }
 

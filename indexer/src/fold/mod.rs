@@ -39,7 +39,7 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::tree::{SourceNumber, TierMask, Tree};
+use crate::tree::{Growth, SourceNumber, TierMask, Tree, is_long};
 use ends::LogEnds;
 use link::Link;
 use memory::Memory;
@@ -266,8 +266,14 @@ impl Fold {
         self.apply_parsed(now, &parsed)
     }
 
-    /// The same, with the message read before.
+    /// The same, with the message read before. What was added ahead for it and not used is taken out.
     pub fn apply_parsed(&mut self, now: Instant, message: &Parsed) -> Verdict {
+        let verdict = self.judge(now, message);
+        self.tree.drop_grown();
+        verdict
+    }
+
+    fn judge(&mut self, now: Instant, message: &Parsed) -> Verdict {
         let position = message.mark.position;
         if position <= self.position {
             return Verdict::Replayed;
@@ -297,6 +303,24 @@ impl Fold {
         let verdict = fold.record(came, record, message.mark.checksum, &mut self.tree);
         self.bound_memory(now);
         verdict
+    }
+
+    /// The changes of a message that is about to be applied, if they are worth a [`Tree::warm`] and
+    /// [`Self::grow`].
+    #[must_use]
+    pub fn to_come<'a>(&self, message: &'a Parsed) -> Option<(SourceNumber, &'a [Change])> {
+        let Content::Record(record) = &message.content else {
+            return None;
+        };
+        let fold = self.sources.get(&record.source)?;
+        let is_next = is_long(&record.changes) && fold.awaits(record);
+        let number = fold.number().filter(|_| is_next)?;
+        Some((number, &record.changes))
+    }
+
+    /// See [`Tree::grow`].
+    pub fn grow(&mut self, change: &Change, growth: &mut Growth) {
+        self.tree.grow(change, growth);
     }
 
     /// Something on the source's subject could not be read.

@@ -322,6 +322,12 @@ impl SourceFold {
         }
     }
 
+    /// Is it the next record of the present generation?
+    pub(super) fn awaits(&self, record: &Record) -> bool {
+        let next = self.sequencer.last().map(RecordNumber::next);
+        self.sequencer.generation() == Some(record.generation) && next == Some(record.number)
+    }
+
     /// Something on this source's subject could not be read, or positions were skipped.
     pub(super) const fn doubt(&mut self) {
         self.doubts.unread = true;

@@ -245,7 +245,7 @@ impl Worker {
         live_from: LogPosition,
     ) -> Result<(), PlaneError> {
         if let Some(first) = batch.first()
-            && self.shared.read().would_jump(first.position)
+            && self.shared.fold.read_own().would_jump(first.position)
         {
             self.jumped(first.position).await?;
         }
@@ -288,15 +288,7 @@ impl Worker {
             .iter()
             .map(|message| Parsed::of(&self.subjects, message))
             .collect();
-        let mut verdicts = Vec::with_capacity(parsed.len());
-        let now = now();
-        let mut fold = self.shared.write();
-        for message in &parsed {
-            verdicts.push(fold.apply_parsed(now, message));
-        }
-        fold.reclaim(RECLAIM_MAX);
-        let position = fold.position();
-        drop(fold);
+        let (verdicts, position) = folding::fold(&self.shared.fold, &parsed, now());
         self.shared.position.send_replace(position);
         for (message, verdict) in now_taken.iter().zip(verdicts) {
             self.shared.metrics.record(verdict);

@@ -140,6 +140,9 @@ impl Tree {
             }
             if tried != last.run && known < end && end <= unknown && chain[end - 1] == run.tail {
                 last.offset = run.len - 1;
+                if run.first_child == RunId::NONE {
+                    return Some(last);
+                }
                 known = end - 1;
                 probe = end;
             } else if unknown - known <= WALK_MAX {

@@ -18,6 +18,7 @@
 //!
 //! What it does not know: generations, states, time, or names of sources.
 
+mod ahead;
 mod blocks;
 mod dump;
 mod image;
@@ -33,11 +34,13 @@ mod table;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
+use self::ahead::Grown;
 use self::blocks::{Blocks, CHUNK};
 use self::run::{Run, RunId};
 use self::runs::Runs;
 use self::table::Table;
 
+pub use ahead::{Growth, blocks_in, is_long};
 pub(crate) use dump::Dump;
 pub use image::{BadImage, digests_of_image};
 
@@ -119,6 +122,13 @@ impl Position {
         run: RunId::NONE,
         offset: 0,
     };
+
+    const fn next(self) -> Self {
+        Self {
+            run: self.run,
+            offset: self.offset + 1,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -174,6 +184,8 @@ pub struct Tree {
     /// What the lists of runs, holders and sources take.
     heap: usize,
     scratch: Vec<PrefixHash>,
+    /// Blocks that were added ahead, in that order, and that may be held by nobody.
+    grown: Vec<Grown>,
 }
 
 impl Default for Tree {
@@ -191,6 +203,7 @@ impl Default for Tree {
             holders: 0,
             heap: 0,
             scratch: Vec::new(),
+            grown: Vec::new(),
         }
     }
 }

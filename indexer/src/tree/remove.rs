@@ -28,6 +28,7 @@ impl Tree {
         prefixes: &[PrefixHash],
         tier: Tier,
     ) -> Result<(), ChangeError> {
+        self.drop_grown();
         if prefixes.len() > 1 {
             self.table.touch(prefixes);
         }
@@ -59,7 +60,7 @@ impl Tree {
     }
 
     /// How far the list goes on with blocks next to the first one, and the range they fill.
-    fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
+    pub(super) fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
         let run = self.run(first.run);
         let (mut from, mut to) = (first.offset, first.offset + 1);
         let mut taken = 1;
@@ -82,7 +83,7 @@ impl Tree {
     }
 
     /// The block in front of a range: what an eviction from the end takes next.
-    fn before(&self, range: Range) -> Option<Position> {
+    pub(super) fn before(&self, range: Range) -> Option<Position> {
         let run = self.run(range.run);
         if range.from > 0 {
             return Some(Position {
@@ -135,6 +136,7 @@ impl Tree {
     }
 
     pub(super) fn clear(&mut self, number: SourceNumber, tier: Tier) {
+        self.drop_grown();
         let runs = std::mem::take(&mut self.sources[number.index()].runs);
         let mut digest = self.sources[number.index()].digest;
         for &id in &runs {
@@ -172,6 +174,7 @@ impl Tree {
     /// Gives back at most about `nodes_max` of what closed sources held, and memory of which most is free.
     /// Is there more?
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
+        self.drop_grown();
         let mut left = nodes_max;
         while let Some(&number) = self.closed.last() {
             let source = &mut self.sources[number.index()];
@@ -309,11 +312,18 @@ impl Tree {
     /// Frees the blocks at the end of a run that no holder stands at any more; the run itself if
     /// none is left.
     pub(super) fn cut(&mut self, id: RunId) {
+        debug_assert!(self.grown.is_empty(), "what was added ahead goes first");
+        self.cut_to(id, 0);
+    }
+
+    /// The same, but not the first so many blocks.
+    pub(super) fn cut_to(&mut self, id: RunId, len_min: u32) {
         let run = self.run_mut(id);
         if run.at_tail > 0 {
             return;
         }
-        let len = run.holds.iter().map(|hold| hold.end).max().unwrap_or(0);
+        let held = run.holds.iter().map(|hold| hold.end).max().unwrap_or(0);
+        let len = held.max(len_min);
         let old = std::mem::replace(&mut run.len, len);
         run.at_tail = run.holds.iter().filter(|hold| hold.end == len).count() as u32;
         self.forget(id, len, old);

@@ -58,20 +58,22 @@ impl Tree {
 
     /// The position behind a prefix that the source stands at.
     fn behind(&self, number: SourceNumber, parent: PrefixHash) -> Result<Position, ChangeError> {
-        let last = self.sources[number.index()].last;
-        let position = last
-            .filter(|&last| self.is_at(last, parent))
-            .or_else(|| self.locate(parent))
+        let position = self
+            .seen_last(number, parent)
             .filter(|position| {
                 let run = self.run(position.run);
                 run.find(number)
                     .is_ok_and(|at| position.offset < run.holds[at].end)
             })
             .ok_or(ChangeError::NoParent { parent })?;
-        Ok(Position {
-            run: position.run,
-            offset: position.offset + 1,
-        })
+        Ok(position.next())
+    }
+
+    /// Where a prefix stands: often at the block that the source stored last.
+    pub(super) fn seen_last(&self, number: SourceNumber, prefix: PrefixHash) -> Option<Position> {
+        let last = self.sources.get(number.index())?.last;
+        last.filter(|&last| self.is_at(last, prefix))
+            .or_else(|| self.locate(prefix))
     }
 
     fn prefix_before(&self, at: Position) -> PrefixHash {
@@ -84,7 +86,7 @@ impl Tree {
     }
 
     /// How many of the blocks the run has from this position on.
-    fn known(&self, at: Position, blocks: &[LocalHash]) -> usize {
+    pub(super) fn known(&self, at: Position, blocks: &[LocalHash]) -> usize {
         let Some(run) = self.runs.get(at.run.index()) else {
             return 0;
         };
@@ -108,7 +110,7 @@ impl Tree {
 
     /// Where the blocks go on that the run at this position does not have: in a child run, in new
     /// blocks at its end, or in a new run.
-    fn branch(
+    pub(super) fn branch(
         &mut self,
         at: Position,
         parent: Option<PrefixHash>,

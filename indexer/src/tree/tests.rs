@@ -34,7 +34,10 @@ pub(super) fn check(tree: &Tree) {
         }
         let at_tail = run.holds.iter().filter(|hold| hold.end == run.len).count();
         assert_eq!(run.at_tail as usize, at_tail);
-        assert!(at_tail > 0);
+        let grown = tree.grown.iter().find(|grown| grown.run == id);
+        let held = run.holds.iter().map(|hold| hold.end).max().unwrap_or(0);
+        let wanted = grown.map_or(run.len, |grown| grown.len_before);
+        assert!((wanted..=run.len).contains(&held), "blocks of nobody");
         assert!(
             run.leads
                 .windows(2)
@@ -296,6 +299,55 @@ fn blocks_that_are_moved_stay_what_they_are() {
     assert_eq!(tree.recomputed_digest(numbers[2]), kept);
 }
 
+/// A run that grows, has a child, and grows again.
+#[test]
+fn what_was_added_ahead_goes_with_what_hangs_at_it() {
+    let mut tree = Tree::new();
+    let w = tree.open();
+    tree.apply(w, &stored(&[], &[9], Tier::Gpu)).unwrap();
+    for apply in 0..4 {
+        let changes = [
+            stored(&[9], &[1, 2], Tier::Gpu),
+            stored(&[9, 1], &[3], Tier::Gpu),
+            stored(&[9, 1, 2], &[4, 5], Tier::Gpu),
+        ];
+        for change in &changes {
+            let mut growth = tree.warm(w, change, &mut Vec::new());
+            tree.grow(change, &mut growth);
+            assert_eq!(growth.left(), 0);
+            tree.check();
+        }
+        assert_eq!(tree.nodes(), 6);
+        for change in &changes[..apply] {
+            tree.apply(w, change).unwrap();
+        }
+        tree.drop_grown();
+        tree.check();
+        assert_eq!(tree.nodes(), [1, 3, 4, 6][apply]);
+        tree.apply(w, &Change::Cleared { tier: Tier::Gpu }).unwrap();
+        tree.apply(w, &stored(&[], &[9], Tier::Gpu)).unwrap();
+    }
+}
+
+/// Between two turns another source stores the same, and then something else.
+#[test]
+fn what_others_stored_meanwhile_is_not_added_again() {
+    let mut tree = Tree::new();
+    let (w, other) = (tree.open(), tree.open());
+    tree.apply(w, &stored(&[], &[1], Tier::Gpu)).unwrap();
+    let change = stored(&[1], &[2, 3, 4, 5], Tier::Gpu);
+    let mut growth = tree.warm(w, &change, &mut Vec::new());
+    tree.apply(other, &stored(&[], &[1, 2, 3, 9], Tier::Gpu))
+        .unwrap();
+    while growth.left() > 0 {
+        tree.grow(&change, &mut growth);
+        tree.check();
+    }
+    tree.apply(w, &change).unwrap();
+    tree.check();
+    assert_eq!(tree.nodes(), 6);
+}
+
 /// What the tree says, told by sets alone.
 #[derive(Clone, Default)]
 struct Model {
@@ -378,8 +430,23 @@ impl Model {
 #[derive(Clone, Debug)]
 enum Step {
     Change(usize, Change),
+    Record(Record),
     NewGeneration(usize),
-    Reclaim,
+    Reclaim(usize),
+    Compact,
+    /// The tree becomes what its image is read as.
+    Restore,
+}
+
+/// Changes that are made ready for, each in so many turns, while other things happen between the turns.
+#[derive(Clone, Debug)]
+struct Record {
+    source: usize,
+    changes: Vec<(Change, u8)>,
+    between: Vec<Option<Step>>,
+    /// What is asked for between the turns.
+    names: Vec<u64>,
+    comes: bool,
 }
 
 fn chain() -> impl Strategy<Value = Vec<u64>> {
@@ -390,20 +457,45 @@ fn tier() -> impl Strategy<Value = Tier> {
     prop::sample::select(Tier::ALL.to_vec())
 }
 
-fn step() -> impl Strategy<Value = Step> {
-    let change = prop_oneof![
-        6 => (chain(), 0..6_usize, tier()).prop_map(|(chain, cut, tier)| {
-            let cut = cut.min(chain.len() - 1);
-            stored(&chain[..cut], &chain[cut..], tier)
-        }),
+fn change() -> impl Strategy<Value = Change> {
+    let store = (chain(), 0..6_usize, tier()).prop_map(|(chain, cut, tier)| {
+        let cut = cut.min(chain.len() - 1);
+        stored(&chain[..cut], &chain[cut..], tier)
+    });
+    prop_oneof![
+        6 => store,
         4 => (chain(), tier()).prop_map(|(chain, tier)| removed(&[&chain], tier)),
         1 => tier().prop_map(|tier| Change::Cleared { tier }),
-    ];
-    prop_oneof![
-        20 => (0..3_usize, change).prop_map(|(source, change)| Step::Change(source, change)),
-        1 => (0..3_usize).prop_map(Step::NewGeneration),
-        2 => Just(Step::Reclaim),
     ]
+}
+
+fn short_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        16 => (0..3_usize, change()).prop_map(|(source, change)| Step::Change(source, change)),
+        1 => (0..3_usize).prop_map(Step::NewGeneration),
+        2 => (0..4_usize).prop_map(Step::Reclaim),
+        1 => Just(Step::Compact),
+        1 => Just(Step::Restore),
+    ]
+}
+
+fn record() -> impl Strategy<Value = Record> {
+    let changes = prop::collection::vec((change(), 0..4_u8), 1..6);
+    let between = prop::collection::vec(prop::option::weighted(0.2, short_step()), 0..8);
+    let comes = prop::bool::weighted(0.8);
+    (0..3_usize, changes, between, chain(), comes).prop_map(
+        |(source, changes, between, names, comes)| Record {
+            source,
+            changes,
+            between,
+            names,
+            comes,
+        },
+    )
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![3 => short_step(), 1 => record().prop_map(Step::Record)]
 }
 
 fn mask() -> impl Strategy<Value = TierMask> {
@@ -430,18 +522,62 @@ impl World {
     fn step(&mut self, step: &Step) {
         match step {
             Step::Change(source, change) => {
-                let tree = self.tree.apply(self.numbers[*source], change);
-                let model = self.models[*source].apply(change);
-                assert_eq!(tree.is_err(), model.is_err(), "{change:?}: {tree:?}");
+                self.apply(*source, change);
             }
+            Step::Record(record) => self.record(record),
             Step::NewGeneration(source) => {
                 self.tree.close(self.numbers[*source]);
                 self.numbers[*source] = self.tree.open();
                 self.models[*source] = Model::default();
             }
-            Step::Reclaim => {
-                self.tree.reclaim(3);
+            Step::Reclaim(blocks_max) => {
+                self.tree.reclaim(*blocks_max);
             }
+            Step::Compact => {
+                self.tree.compact(CHUNK, 0);
+            }
+            Step::Restore => {
+                let image = self.tree.image(&self.numbers);
+                (self.tree, self.numbers) = Tree::from_image(&image).unwrap();
+            }
+        }
+        self.tree.check();
+    }
+
+    /// Does the source's tree go on?
+    fn apply(&mut self, source: usize, change: &Change) -> bool {
+        let tree = self.tree.apply(self.numbers[source], change);
+        let model = self.models[source].apply(change);
+        assert_eq!(tree.is_err(), model.is_err(), "{change:?}: {tree:?}");
+        tree.is_ok()
+    }
+
+    /// As the indexer folds a record beside readers.
+    fn record(&mut self, record: &Record) {
+        let mut between = record.between.iter();
+        for (change, turns) in &record.changes {
+            let number = self.numbers[record.source];
+            let mut growth = self.tree.warm(number, change, &mut Vec::new());
+            for _ in 0..*turns {
+                if let Some(Some(step)) = between.next() {
+                    self.step(step);
+                }
+                self.tree.grow(change, &mut growth);
+                self.tree.check();
+                self.look_up(&record.names, TierMask::ALL);
+            }
+        }
+        if record.comes {
+            let mut changes = record.changes.iter();
+            let _goes_on = changes.all(|(change, _)| self.apply(record.source, change));
+        }
+    }
+
+    fn look_up(&self, names: &[u64], mask: TierMask) {
+        let allowed: Vec<_> = self.numbers.iter().map(|&number| (number, mask)).collect();
+        let runs = self.tree.lookup(&locals(names), &allowed);
+        for (run, model) in runs.iter().zip(&self.models) {
+            assert_eq!(*run, model.run(names, mask));
         }
     }
 
@@ -480,15 +616,10 @@ proptest! {
         let mut world = World::new();
         for step in &steps {
             world.step(step);
-            world.tree.check();
         }
         world.check();
         for (names, mask) in &queries {
-            let allowed: Vec<_> = world.numbers.iter().map(|&number| (number, *mask)).collect();
-            let runs = world.tree.lookup(&locals(names), &allowed);
-            for (run, model) in runs.iter().zip(&world.models) {
-                prop_assert_eq!(*run, model.run(names, *mask));
-            }
+            world.look_up(names, *mask);
         }
         let World { mut tree, numbers, models } = world;
         for (&number, model) in numbers.iter().zip(&models) {

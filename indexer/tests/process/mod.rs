@@ -119,6 +119,14 @@ impl Indexer {
         assert!(told.success(), "{signal}");
     }
 
+    /// The most memory that was resident at any time.
+    pub(crate) fn resident_most(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kilobytes = line.unwrap().trim().trim_end_matches(" kB");
+        kilobytes.parse::<u64>().unwrap() << 10
+    }
+
     /// Status and body.
     pub(crate) async fn get(&self, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await.unwrap();

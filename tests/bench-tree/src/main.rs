@@ -8,11 +8,23 @@
 mod derive;
 mod index;
 mod measure;
+mod mirror_and_tree;
 mod naive;
 mod ours;
 #[cfg(feature = "peer")]
 mod peer;
 mod workload;
+
+// The shim's mirror, its sources compiled in: they name each other from the root.
+#[path = "../../../publisher-shim/src/checkpoint/mod.rs"]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod checkpoint;
+#[path = "../../../publisher-shim/src/mirror/mod.rs"]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod mirror;
+#[path = "../../../publisher-shim/src/wire/mod.rs"]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod wire;
 
 use std::process::Command;
 
@@ -40,6 +52,7 @@ fn variants(peer: bool) -> Vec<Variant> {
     }
     let mut variants = vec![
         variant!(ours::Ours, concurrent),
+        variant!(mirror_and_tree::MirrorAndTree, single),
         variant!(naive::HashMapWalk, single),
     ];
     #[cfg(feature = "peer")]

@@ -13,7 +13,7 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tiers};
 
-use self::tree::{SourceNumber, Tree};
+use self::tree::{Growth, SourceNumber, Tree};
 use self::turns::Turns;
 use crate::index::Index;
 use crate::workload::{Event, TOKENS_PER_BLOCK};
@@ -75,10 +75,47 @@ pub struct Ours {
     numbers: Vec<SourceNumber>,
 }
 
+fn blocks(change: &Change) -> usize {
+    tree::blocks_in(std::slice::from_ref(change))
+}
+
 impl Ours {
-    fn apply(&self, worker: u32, change: Change) {
+    /// As the indexer does: short changes together; and while somebody reads, what can be done beside the
+    /// readers is.
+    pub fn apply_all(&self, changes: impl Iterator<Item = (u32, Change)>) {
+        let mut scratch = Vec::new();
+        let mut turn = Vec::new();
+        let mut changes = changes.peekable();
+        while let Some((worker, change)) = changes.next() {
+            let mut room = Growth::TURN.saturating_sub(blocks(&change));
+            if tree::is_long(std::slice::from_ref(&change)) && self.tree.is_read() {
+                self.make_ready(worker, &change, &mut scratch);
+            }
+            turn.push((worker, change));
+            while let Some(next) = changes.next_if(|(_, next)| blocks(next) <= room) {
+                room -= blocks(&next.1);
+                turn.push(next);
+            }
+            self.apply(&turn);
+            turn.clear();
+        }
+    }
+
+    fn make_ready(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
-        self.tree.write().apply(number, &change).unwrap();
+        let mut growth = self.tree.read_own().warm(number, change, scratch);
+        while growth.left() > Growth::TURN {
+            self.tree.write().grow(change, &mut growth);
+        }
+    }
+
+    pub fn apply(&self, changes: &[(u32, Change)]) {
+        let mut tree = self.tree.write();
+        for (worker, change) in changes {
+            let number = self.numbers[*worker as usize];
+            tree.apply(number, change).unwrap();
+        }
+        tree.drop_grown();
     }
 }
 
@@ -108,9 +145,7 @@ impl Index for Ours {
 
     fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync)) {
         for (index, part) in parts.into_iter().enumerate() {
-            for (worker, change) in part {
-                self.apply(worker, change);
-            }
+            self.apply_all(part.into_iter());
             done(index);
         }
     }
@@ -120,9 +155,7 @@ impl Index for Ours {
         changes: &mut (dyn Iterator<Item = Self::Change> + Send),
         done: &(dyn Fn() + Sync),
     ) {
-        for (worker, change) in changes {
-            self.apply(worker, change);
-        }
+        self.apply_all(changes);
         done();
     }
 

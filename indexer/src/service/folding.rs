@@ -1,0 +1,100 @@
+//! Folds messages of the log: at once, or in short turns while somebody reads.
+//!
+//! Either way a record is applied as a whole in one turn, and the end is the same. In short turns, as much
+//! as can be of what it takes is done before that: see [`Tree::warm`] and [`Tree::grow`].
+//!
+//! [`Tree::warm`]: crate::tree::Tree::warm
+//! [`Tree::grow`]: crate::tree::Tree::grow
+
+use std::time::Instant;
+
+use warmroute_proto::{Change, LogPosition, PrefixHash};
+
+use super::{RECLAIM_MAX, RECLAIM_TURN};
+use crate::fold::{Fold, Parsed, Verdict};
+use crate::tree::{Growth, SourceNumber};
+use crate::turns::Turns;
+
+/// Their verdicts, and where the fold is then.
+pub(super) fn fold(
+    fold: &Turns<Fold>,
+    messages: &[Parsed],
+    now: Instant,
+) -> (Vec<Verdict>, LogPosition) {
+    match fold.is_read() {
+        true => beside_readers(fold, messages, now),
+        false => at_once(fold, messages, now),
+    }
+}
+
+fn at_once(fold: &Turns<Fold>, messages: &[Parsed], now: Instant) -> (Vec<Verdict>, LogPosition) {
+    let mut fold = fold.write();
+    let verdicts = messages
+        .iter()
+        .map(|message| fold.apply_parsed(now, message))
+        .collect();
+    fold.reclaim(RECLAIM_MAX);
+    (verdicts, fold.position())
+}
+
+fn beside_readers(
+    fold: &Turns<Fold>,
+    messages: &[Parsed],
+    now: Instant,
+) -> (Vec<Verdict>, LogPosition) {
+    let mut scratch = Vec::new();
+    let mut verdicts = Vec::with_capacity(messages.len());
+    let mut rest = messages;
+    while let Some(first) = rest.first() {
+        let to_come = fold.read_own().to_come(first);
+        if let Some((number, changes)) = to_come {
+            make_ready(fold, number, changes, &mut scratch);
+        }
+        let (now_taken, later) = rest.split_at(turn(rest));
+        let mut fold = fold.write();
+        verdicts.extend(
+            now_taken
+                .iter()
+                .map(|message| fold.apply_parsed(now, message)),
+        );
+        rest = later;
+    }
+    for _ in 0..RECLAIM_MAX / RECLAIM_TURN {
+        if !fold.write().reclaim(RECLAIM_TURN) {
+            break;
+        }
+    }
+    (verdicts, fold.read_own().position())
+}
+
+/// How many messages are folded in one turn: one, and short ones with it.
+fn turn(messages: &[Parsed]) -> usize {
+    let mut blocks = 0;
+    let fits = messages.iter().take_while(|message| {
+        blocks += message.blocks();
+        blocks <= Growth::TURN
+    });
+    fits.count().max(1)
+}
+
+/// Does for the changes of a record what can be done before readers are kept out.
+fn make_ready(
+    fold: &Turns<Fold>,
+    number: SourceNumber,
+    changes: &[Change],
+    scratch: &mut Vec<PrefixHash>,
+) {
+    let leave = match changes {
+        [_] => Growth::TURN,
+        _ => 0,
+    };
+    for change in changes {
+        let mut growth = fold.read_own().tree().warm(number, change, scratch);
+        while growth.left() > leave {
+            fold.write().grow(change, &mut growth);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

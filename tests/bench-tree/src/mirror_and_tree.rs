@@ -1,0 +1,155 @@
+//! The shim's mirrors and the tree behind each other, on one thread.
+//!
+//! The peer's tree translates engines' hashes itself; here a mirror beside every worker does, which also
+//! hashes the tokens and counts references. In a fleet each mirror has a machine of its own: the sum of
+//! both is what all of it costs together, not what one process has to do. Records are neither encoded nor
+//! sent.
+
+use std::cell::RefCell;
+
+use warmroute_proto::hash::{LocalHash, PrefixHash};
+use warmroute_proto::{Tier, Tiers};
+
+use crate::index::Index;
+use crate::mirror::{Config, Mirror, Start};
+use crate::ours::{Ours, local_hashes};
+use crate::wire::{self, Batch, BlockGroup, EngineHash, GroupKind, Lora, Medium, Removed, Stored};
+use crate::workload::{Event, TOKENS_PER_BLOCK};
+
+/// The files name blocks by hashes: these tokens stand for one.
+fn tokens(local: u64) -> [u32; TOKENS_PER_BLOCK] {
+    let mut tokens = [0; TOKENS_PER_BLOCK];
+    (tokens[0], tokens[1]) = (local as u32, (local >> 32) as u32);
+    tokens
+}
+
+const fn medium(tier: Tier) -> Medium {
+    match tier {
+        Tier::Gpu => Medium::Gpu,
+        Tier::Cpu => Medium::Cpu,
+        Tier::Disk => Medium::Disk,
+    }
+}
+
+fn batch(event: Event) -> (u32, Batch) {
+    let (worker, event) = match event {
+        Event::Store {
+            worker,
+            tier,
+            parent,
+            blocks,
+        } => {
+            let stored = Stored {
+                hashes: blocks.iter().map(|block| EngineHash(block.1)).collect(),
+                parent: parent.map(EngineHash),
+                tokens: blocks.iter().flat_map(|block| tokens(block.0)).collect(),
+                tokens_each: 1,
+                block_size: TOKENS_PER_BLOCK as u32,
+                lora: Lora::None,
+                salt: None,
+                keys: Vec::new(),
+                tells_extra_keys: true,
+                medium: medium(tier),
+                group: BlockGroup {
+                    index: Some(0),
+                    kind: Some(GroupKind::Main),
+                },
+            };
+            (worker, wire::Event::Stored(Box::new(stored)))
+        }
+        Event::Remove {
+            worker,
+            tier,
+            blocks,
+        } => {
+            let removed = Removed {
+                hashes: blocks.into_iter().map(EngineHash).collect(),
+                medium: medium(tier),
+                group: Some(0),
+            };
+            (worker, wire::Event::Removed(removed))
+        }
+    };
+    let batch = Batch {
+        events: vec![event],
+        ..Batch::default()
+    };
+    (worker, batch)
+}
+
+pub struct MirrorAndTree {
+    mirrors: RefCell<Vec<Mirror>>,
+    tree: Ours,
+}
+
+impl MirrorAndTree {
+    fn apply(&self, worker: u32, batch: &Batch) {
+        let mirror = &mut self.mirrors.borrow_mut()[worker as usize];
+        let changes = mirror.apply(batch).unwrap();
+        self.tree
+            .apply_all(changes.into_iter().map(|change| (worker, change)));
+    }
+}
+
+impl Index for MirrorAndTree {
+    const NAME: &'static str = "warmroute: mirror + tree";
+    type Translator = ();
+    type Change = (u32, Batch);
+    type Prepared = Vec<PrefixHash>;
+    type Answer = Vec<Tiers<u32>>;
+
+    fn new(workers: u32) -> Self {
+        let mirror = |_| Mirror::new(Config::default(), Start::Empty);
+        Self {
+            mirrors: RefCell::new((0..workers).map(mirror).collect()),
+            tree: Ours::new(workers),
+        }
+    }
+
+    fn translator() {}
+
+    fn translate((): &mut (), event: Event) -> (u32, Batch) {
+        batch(event)
+    }
+
+    fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync)) {
+        for (index, part) in parts.into_iter().enumerate() {
+            for (worker, batch) in part {
+                self.apply(worker, &batch);
+            }
+            done(index);
+        }
+    }
+
+    fn write_lazily(
+        &self,
+        changes: &mut (dyn Iterator<Item = Self::Change> + Send),
+        done: &(dyn Fn() + Sync),
+    ) {
+        for (worker, batch) in changes {
+            self.apply(worker, &batch);
+        }
+        done();
+    }
+
+    fn prepare(&self, blocks: &[u64], prepared: &mut Vec<PrefixHash>) {
+        let locals: Vec<u64> = blocks
+            .iter()
+            .flat_map(|&block| local_hashes(&tokens(block)).collect::<Vec<LocalHash>>())
+            .map(|local| local.0)
+            .collect();
+        self.tree.prepare(&locals, prepared);
+    }
+
+    fn hash(&self, tokens: &[u32], prepared: &mut Vec<PrefixHash>) {
+        self.tree.hash(tokens, prepared);
+    }
+
+    fn lookup(&self, prepared: &mut Vec<PrefixHash>) -> Vec<Tiers<u32>> {
+        self.tree.lookup(prepared)
+    }
+
+    fn each(&self, answer: &Vec<Tiers<u32>>, see: &mut dyn FnMut(u32, Tiers<u32>)) {
+        self.tree.each(answer, see);
+    }
+}
