@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use tracing::debug;
+use tracing::warn;
 use warmroute_proto::bus::Connection;
 
 use super::Shared;
@@ -35,8 +35,8 @@ pub(super) async fn ask(shared: Arc<Shared>) {
                         unix_ns: status.now_unix_ns,
                     }));
                 }
-                Ok(Err(error)) => debug!(%error, "the log does not tell its time"),
-                Err(_) => debug!("the log is slow to tell its time"),
+                Ok(Err(error)) => warn!(%error, "the log does not tell its time"),
+                Err(_) => warn!("the log is slow to tell its time"),
             }
         }
         tokio::select! {

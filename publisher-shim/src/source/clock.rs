@@ -17,17 +17,32 @@ struct Learnt {
     showed: Duration,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct LogClock {
     learnt: Option<Learnt>,
+    /// The log has never answered.
+    is_awaited: bool,
 }
 
 impl LogClock {
+    pub(super) const fn new(is_awaited: bool) -> Self {
+        Self {
+            learnt: None,
+            is_awaited,
+        }
+    }
+
+    /// The log told what its clock shows, or that it does not tell.
+    pub(super) const fn is_told(&self) -> bool {
+        !self.is_awaited
+    }
+
     /// Asked at the first moment, the log's clock showed `unix_ns`, or 0 if it did not tell; the answer
     /// came at the second moment. Somewhere in between it was so: what was known is bent only as far as it
     /// has to be, so that a slow answer tells no less than a fast one before it, and a clock that jumped is
     /// followed.
     pub(super) fn learn(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
+        self.is_awaited = false;
         if unix_ns == 0 {
             self.learnt = None;
             return;
@@ -77,8 +92,9 @@ mod tests {
     #[test]
     fn it_goes_on_from_what_the_log_said() {
         let start = start();
-        let mut clock = LogClock::default();
+        let mut clock = LogClock::new(true);
         assert_eq!(clock.read(start), None, "never told");
+        assert!(!clock.is_told());
         clock.learn(start, start + 2 * SECOND, 100_000_000_000);
         assert_eq!(secs(&clock, start + 2 * SECOND), Some(100), "never ahead");
         assert_eq!(secs(&clock, start + 9 * SECOND), Some(107));
@@ -86,12 +102,13 @@ mod tests {
         assert_eq!(secs(&clock, start + 63 * SECOND), None, "told too long ago");
         clock.learn(start, start + SECOND, 0);
         assert_eq!(clock.read(start + SECOND), None, "the log does not tell");
+        assert!(clock.is_told());
     }
 
     #[test]
     fn a_slow_answer_tells_no_less_and_a_jump_is_followed() {
         let start = start();
-        let mut clock = LogClock::default();
+        let mut clock = LogClock::new(true);
         clock.learn(start, start, 100_000_000_000);
         let later = start + 10 * SECOND;
         clock.learn(later - 4 * SECOND, later, 106_000_000_000);

@@ -64,6 +64,9 @@ pub struct Config {
     pub held_bytes_max: usize,
     /// Spreads retries; another one for each process.
     pub seed: u64,
+    /// Nothing is claimed before the log told what its clock shows, or that it does not tell: whoever reads
+    /// a claim that does not say when it was made cannot know how long it was on its way.
+    pub waits_for_clock: bool,
 }
 
 impl Config {
@@ -78,6 +81,7 @@ impl Config {
             outbox_bytes_max: 64 << 20,
             held_bytes_max: 64 << 20,
             seed: 0,
+            waits_for_clock: true,
         }
     }
 }
@@ -314,7 +318,7 @@ impl SourceCore {
             engine: Engine::new(&config),
             publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max, config.seed),
             tail: Watch::default(),
-            clock: LogClock::default(),
+            clock: LogClock::new(config.waits_for_clock),
             is_reachable: true,
             has_lapsed: false,
             health: EngineHealth::Unknown,
@@ -659,7 +663,7 @@ impl SourceCore {
     }
 
     fn claim_of(&self, now: Instant, sound: TierStates) -> TierStates {
-        if self.is_proven(now) {
+        if self.clock.is_told() && self.is_proven(now) {
             sound
         } else {
             lower(sound, TierState::Stale)

@@ -109,13 +109,14 @@ fn beginning() -> Instant {
 
 impl World {
     fn new(has_replay: bool) -> Self {
-        Self::with(Config::new(
-            Source {
-                worker: WorkerId::from("w"),
-                dp_rank: DpRank(0),
-            },
-            has_replay,
-        ))
+        let source = Source {
+            worker: WorkerId::from("w"),
+            dp_rank: DpRank(0),
+        };
+        Self::with(Config {
+            waits_for_clock: false,
+            ..Config::new(source, has_replay)
+        })
     }
 
     fn with(config: Config) -> Self {

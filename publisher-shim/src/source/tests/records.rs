@@ -178,3 +178,30 @@ fn what_is_said_says_when() {
     assert!(heartbeat.said_at > log_time(world.now - Duration::from_millis(1_100)));
     assert!(heartbeat.said_at <= log_time(world.now));
 }
+
+/// A claim that does not say when it was made may be of long ago.
+#[test]
+fn nothing_is_claimed_before_the_log_told_its_time() {
+    let source = World::new(true).core.status(beginning()).source;
+    for (shows, says) in [(1_000_000_000_000, true), (0, false)] {
+        let mut world = World::with(Config::new(source.clone(), true));
+        world.start();
+        world.publish(&[store(None, &[1])]);
+        world.tick_ms(3_000);
+        let claims = |heartbeat: &Heartbeat| *heartbeat.states.get(Tier::Gpu);
+        let said = world.heartbeats.iter().map(claims);
+        assert!(said.clone().count() > 0 && said.clone().all(|state| state == TierState::Stale));
+        let of_records = world.records.iter();
+        let of_records = of_records.map(|record| *record.states.get(Tier::Gpu));
+        assert!(of_records.clone().count() > 0 && !of_records.clone().any(is_complete));
+        world.core.log_clock(world.now, world.now, shows);
+        world.tick_ms(1_500);
+        let last = world.heartbeats.last().unwrap();
+        assert_eq!(claims(last), TierState::Complete);
+        assert_eq!(last.said_at.is_some(), says);
+    }
+}
+
+fn is_complete(state: TierState) -> bool {
+    state == TierState::Complete
+}
