@@ -23,7 +23,10 @@ pub(crate) fn source(bytes: &[u8]) {
         dp_rank: DpRank(0),
     };
     let mut world = World {
-        core: SourceCore::new(Config::new(source, true)),
+        core: SourceCore::new(Config {
+            waits_for_clock: false,
+            ..Config::new(source, true)
+        }),
         now: now(),
         replay: ReplayId(0),
         generation: Generation(0),

@@ -88,6 +88,9 @@ impl Shown {
     }
 }
 
+/// Of prompts, until one fits.
+const PROBE_DRAWS: u32 = 1_000;
+
 impl World {
     pub(super) fn plan_arrival(&mut self, host: usize) {
         let after = self.millis(50..900);
@@ -140,7 +143,9 @@ impl World {
         let Some(size) = sizes.into_iter().next() else {
             return;
         };
-        let Some(request) = self.some_request(size) else {
+        // Where one engine's blocks are large and another one's cache is small, most prompts fit nowhere.
+        let draws = if is_probe { PROBE_DRAWS } else { 1 };
+        let Some(request) = (0..draws).find_map(|_| self.some_request(size)) else {
             return;
         };
         let (lora, salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());

@@ -93,6 +93,8 @@ impl Pipeline {
             dp_rank,
         };
         let mut config = Config::new(source.clone(), true);
+        // Its log has no clock.
+        config.waits_for_clock = false;
         config.rank = Some(dp_rank.0);
         let mut pipeline = Self {
             subject: Subjects::new(&namespace()).records(&source),
