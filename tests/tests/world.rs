@@ -87,6 +87,8 @@ fn worlds_are_worth_running() {
     );
     assert!(sum(|report| report.answers) > 40 * 20, "answers to routers");
     assert!(sum(|report| report.views) > 40 * 100, "views of each other");
+    let moves = sum(|report| report.moves);
+    assert!(moves > 10, "requests that were moved: {moves}");
 }
 
 fn broken_rule_is_found(breakage: Breakage) {
@@ -180,7 +182,7 @@ fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
     if let Some((at, outcome)) = first_broken(&heeded) {
         panic!("seed {}: {}", heeded[at].seed, outcome.broken.unwrap());
     }
-    let found = first_broken(&plans(Some(Breakage::AgeIgnored), 1_000));
+    let found = first_broken(&plans(Some(Breakage::AgeIgnored), 40 * WORLDS));
     let (at, _) = found.expect("the world would not notice");
     println!("found by world {at}");
 }

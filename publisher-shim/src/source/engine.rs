@@ -3,9 +3,9 @@
 //! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise
 //! it speaks of another life of the engine. After a disconnect, and at every gap, nothing is
 //! applied but what a replay brings until that check has passed; live batches that arrive meanwhile
-//! are held, within a bound. A hole in a replay is asked for again; one that stays cannot be
-//! filled, and what the engine holds is then unknown. The same replay, each idle second, is the
-//! proof that nothing was lost before a silence.
+//! are held, within a bound. A hole in a replay is filled from them if they have what is missing, and
+//! asked for again; one that stays cannot be filled, and what the engine holds is then unknown. The
+//! same replay, each idle second, is the proof that nothing was lost before a silence.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -155,9 +155,9 @@ impl Engine {
         true
     }
 
-    fn drop_held(&mut self) {
-        self.held.clear();
+    fn take_held(&mut self) -> VecDeque<(EngineSeq, Bytes)> {
         self.held_bytes = 0;
+        std::mem::take(&mut self.held)
     }
 }
 
@@ -408,7 +408,7 @@ impl SourceCore {
         self.engine.resume_from = EngineSeq(0);
         self.engine.tries = 0;
         self.engine.drop_proof();
-        self.engine.drop_held();
+        self.engine.take_held();
         self.mirror.begin(Start::Unknown);
         self.new_generation(now, Reason::EngineRestarted);
         if self.engine.can_check() {
@@ -424,7 +424,7 @@ impl SourceCore {
 
     fn request_replay(&mut self, now: Instant) {
         // What waits was published before this request: its answer will have it.
-        self.engine.drop_held();
+        self.engine.take_held();
         self.engine.has_loss = false;
         self.engine.replays += 1;
         self.counters.replays += 1;
@@ -499,13 +499,12 @@ impl SourceCore {
         self.engine.is_unproven = false;
         self.engine.link = Link::Following;
         self.engine.proof = self.engine.proof.max(Some(replay.started));
-        let held = std::mem::take(&mut self.engine.held);
-        self.engine.held_bytes = 0;
         if self.engine.has_loss {
+            self.apply_held(now);
             self.check(now);
             return;
         }
-        for (seq, payload) in held {
+        for (seq, payload) in self.engine.take_held() {
             // A gap among them asks for a replay, which then brings the rest.
             if self.engine.link == Link::Following {
                 self.in_order(now, seq, &payload);
@@ -513,8 +512,21 @@ impl SourceCore {
         }
     }
 
+    /// Applies what was held and follows the last batch. It proves nothing: more may be missing behind it.
+    fn apply_held(&mut self, now: Instant) -> bool {
+        let before = self.engine.last();
+        for (seq, payload) in self.engine.take_held() {
+            if self.engine.last().is_some_and(|last| seq == last.next()) {
+                self.apply_next(now, seq, &payload);
+            }
+        }
+        self.engine.last() > before
+    }
+
     fn hole(&mut self, now: Instant, replay: Replay, behind: EngineSeq) {
-        if replay.made_progress {
+        // An engine's replay socket drops what is more than it can queue, 1,000 messages as a rule.
+        let is_shorter = replay.is_same_life && self.apply_held(now);
+        if replay.made_progress || is_shorter {
             self.engine.tries = 0;
         }
         self.engine.tries += 1;

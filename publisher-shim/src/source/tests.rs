@@ -80,6 +80,7 @@ struct World {
     holes: BTreeMap<u64, u32>,
     replays_asked: Vec<u64>,
     engine_answers: bool,
+    unanswered: Option<(ReplayId, EngineSeq)>,
     log_is_up: bool,
     log: StreamIdentity,
     /// Its readers have not seen the generation that repairs a loss.
@@ -128,6 +129,7 @@ impl World {
             holes: BTreeMap::new(),
             replays_asked: Vec::new(),
             engine_answers: true,
+            unanswered: None,
             log_is_up: true,
             log: StreamIdentity {
                 created_unix_ns: 1,
@@ -226,6 +228,7 @@ impl World {
     fn replay(&mut self, id: ReplayId, from: EngineSeq) {
         self.replays_asked.push(from.0);
         if !self.engine_answers {
+            self.unanswered = Some((id, from));
             return;
         }
         for (seq, payload) in self.engine.from(from) {
@@ -235,6 +238,14 @@ impl World {
             }
         }
         self.core.replay_end(self.now, id);
+    }
+
+    /// The last request is answered after all.
+    fn answer_late(&mut self) {
+        self.engine_answers = true;
+        let (id, from) = self.unanswered.take().unwrap();
+        self.replay(id, from);
+        self.drive();
     }
 
     fn append(&mut self, id: AppendId, payload: &[u8]) {

@@ -162,6 +162,7 @@ pub(crate) fn knobs(args: ChoiceArgs) -> Result<Knobs, ConfigError> {
             disk: args.tier_credits.disk,
         },
         active_max: args.max_active_requests,
+        ..Knobs::default()
     })
 }
 

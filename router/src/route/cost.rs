@@ -34,6 +34,8 @@ pub struct Knobs {
     pub policy: Policy,
     /// A source with this many active requests takes no more.
     pub active_max: Option<u32>,
+    /// By how many tokens of prefill another source must be cheaper for a request to be moved there.
+    pub move_margin_tokens: u32,
 }
 
 impl Default for Knobs {
@@ -48,6 +50,8 @@ impl Default for Knobs {
             },
             policy: Policy::Kv,
             active_max: None,
+            // What an accelerator computes in the ten or so milliseconds that a move may cost at both ends.
+            move_margin_tokens: 256,
         }
     }
 }

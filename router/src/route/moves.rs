@@ -32,10 +32,6 @@ pub const WITHIN_MAX: Duration = Duration::from_millis(15);
 /// Requests watched at once: 200,000 a second for 5 ms.
 pub const OPEN_MAX: usize = 1_000;
 
-/// By how many tokens of prefill the other source must be cheaper: what an accelerator computes in the
-/// ten or so milliseconds that a move may cost at both ends.
-pub const MARGIN_TOKENS: f64 = 256.0;
-
 /// What became of own choices that an earlier one of another router crossed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MoveCounts {

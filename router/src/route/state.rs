@@ -1,7 +1,7 @@
 //! Everything that one router knows, behind one set of calls: the shell holds it behind one mutex.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use fastrand::Rng;
@@ -15,10 +15,10 @@ use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
 use super::candidates::{Drain, Fleet, Health, Model, Refusal};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
-use super::decide::{Decision, Grounds, Question, Rung, Terms, decide};
+use super::decide::{Decision, Grounds, Question, Rung, decide};
 use super::guard::SlotEvent;
 use super::ledger::{Ledger, LedgerError};
-use super::moves::{MARGIN_TOKENS, MoveCounts, Moves};
+use super::moves::{MoveCounts, Moves};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::roster::{Roster, SourceId};
@@ -26,6 +26,8 @@ use super::slots::{Applied, Bearing, Ignored, RouterLoad, STEP, Slots, SourceLoa
 use super::stall::Stalls;
 use super::ttft::Ttft;
 use super::view::{Knowledge, View, ViewCounts};
+
+mod reconsider;
 
 pub struct Settings {
     /// Checked: see [`Knobs::checked`].
@@ -275,85 +277,6 @@ impl Core {
         };
         let decision = decide(&question, &grounds, &mut self.rng, now)?;
         Ok((decision, knowledge))
-    }
-
-    /// This router's slots whose choice was crossed by an earlier one of another router since the last
-    /// call: each worth [`Self::reconsider`].
-    pub fn take_crossed(&mut self) -> Vec<u64> {
-        self.moves.take_crossed()
-    }
-
-    /// How long a peer's messages are on their way; none: it is gone, or it is not known.
-    pub fn set_delay(&mut self, peer: RouterId, delay: Option<Duration>) {
-        self.moves.set_delay(peer, delay);
-    }
-
-    /// From here on requests stay where they are.
-    pub fn stop_moves(&mut self) {
-        self.moves.stop();
-    }
-
-    /// Decides again for a request of which nothing came yet, by all that is known and as if it were
-    /// nowhere. Some: it has another slot, at another source, and stays there; the slot that it had was
-    /// freed as aborted, and whoever was asked is to be told. None: it stays.
-    pub fn reconsider(
-        &mut self,
-        slot: u64,
-        ask: &Ask<'_>,
-        answer: Option<&Answer>,
-        now: Instant,
-    ) -> Result<Option<Admitted>, LedgerError> {
-        let router = self.ledger.router();
-        let stated = self.slots.stated_one(&self.roster, router, slot);
-        let Some(stated) = stated.filter(|_| self.moves.is_open(slot)) else {
-            self.moves.counts.late += 1;
-            return Ok(None);
-        };
-        let Some(decision) = self.better(&stated, ask, answer, now) else {
-            self.moves.counts.stayed += 1;
-            return Ok(None);
-        };
-        let (counter, end) = (slot, SlotEnd::Aborted);
-        let (opening, change) = self.opening(ask.prompt, &decision);
-        // In one message, so that nobody ever counts the request twice, or not at all.
-        let changes = vec![LoadChange::Free { counter, end }, change];
-        let entry = self.ledger.write_all(changes)?;
-        self.apply(&entry.message, now);
-        self.moves.settle(slot);
-        self.sent.remove(&slot);
-        self.stalls.ended(slot);
-        self.moves.counts.moved += 1;
-        Ok(Some(self.opened(opening, decision, entry.bytes, now)))
-    }
-
-    /// What would be decided without this slot of one's own, if that is another source and worth it.
-    /// Everything stays as it is.
-    fn better(
-        &mut self,
-        slot: &OpenSlot,
-        ask: &Ask<'_>,
-        answer: Option<&Answer>,
-        now: Instant,
-    ) -> Option<Decision> {
-        let (router, incarnation) = (self.ledger.router(), self.ledger.incarnation());
-        let (counter, end) = (slot.counter, SlotEnd::Aborted);
-        let source = self.roster.id(&slot.source)?;
-        self.tick(now);
-        let free = LoadChange::Free { counter, end };
-        self.slots
-            .apply(&mut self.roster, router, incarnation, &free);
-        self.predictions.ended(router, counter, end, now);
-        let decision = self.decide(ask, answer, now);
-        self.slots
-            .restore(&mut self.roster, router, incarnation, slot);
-        self.predictions.sent(router, counter, source, &slot.prompt);
-        let (decision, _) = decision.ok()?;
-        // One that is left out has a reason to be, which another request is to find out about.
-        let at = |terms: &&Terms| terms.source == source;
-        let stay = decision.weighed.iter().find(at)?.cost;
-        let margin_blocks = MARGIN_TOKENS / f64::from(ask.prompt.block_tokens());
-        let margin = self.knobs.overlap_score_weight * margin_blocks;
-        (stay - decision.chosen.cost > margin).then_some(decision)
     }
 
     /// What happened to an open slot of this router. The bytes are to be broadcast.

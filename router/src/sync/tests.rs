@@ -94,7 +94,7 @@ const WHOLE: Plan = Plan {
 
 /// Seeds of a rule's breakage are tried until one finds it.
 fn is_found(broken: Rule, spoils: bool) -> bool {
-    (0..1000).any(|seed| {
+    (0..200).any(|seed| {
         let plan = Plan {
             seed,
             broken: Some(broken),
@@ -115,7 +115,7 @@ fn replicas_agree_within_a_second_after_the_losses_end() {
         moves += world.moves;
     }
     // Requests that went elsewhere meanwhile are among what they agree on.
-    assert!(moves > 5, "{moves}");
+    assert!(moves > 100, "{moves}");
 }
 
 #[test]
@@ -135,11 +135,6 @@ fn one_seed_is_one_world() {
     let trace = |seed| play(Plan { seed, ..WHOLE }).trace();
     assert_eq!(trace(7), trace(7));
     assert_ne!(trace(7), trace(8));
-}
-
-#[test]
-fn a_missing_fence_is_found() {
-    assert!(is_found(Rule::Fence, false));
 }
 
 #[test]
@@ -256,6 +251,41 @@ fn cut_off(time: Duration, broken: Option<Rule>) -> (u64, World) {
     world.set(0, State::Up);
     world.run(ms(1000));
     (world.nodes[0].replica.counts().deaths, world)
+}
+
+/// A router's messages of one incarnation are on their way until it has another.
+fn heard_from_before(seed: u64, broken: Option<Rule>) -> World {
+    let mut world = World::new(seed, 3);
+    world.works = false;
+    world.run(ms(500));
+    for node in &mut world.nodes {
+        node.replica.rules = rules::Rules { broken };
+    }
+    world.net.straggle = 1.0;
+    for _ in 0..10 {
+        world.admit(0);
+        world.run(ms(10));
+    }
+    world.net = Net::GOOD;
+    world.set(0, State::Paused);
+    world.run(DEATH + ms(100));
+    world.set(0, State::Up);
+    world.run(ms(2000));
+    assert_eq!(world.nodes[0].replica.counts().incarnations, 2);
+    world.check_agreement();
+    world
+}
+
+#[test]
+fn a_former_incarnation_is_not_heard() {
+    let mut found = 0;
+    for seed in 0..50 {
+        let world = heard_from_before(seed, None);
+        assert!(world.faults.is_empty(), "seed {seed}: {:#?}", world.faults);
+        let world = heard_from_before(seed, Some(Rule::Fence));
+        found += u32::from(!world.faults.is_empty());
+    }
+    assert!(found > 10, "{found}");
 }
 
 #[test]

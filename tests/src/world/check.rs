@@ -216,6 +216,13 @@ impl Checks {
     }
 }
 
+/// What the log has behind the last record of a source that is in a snapshot.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum After {
+    Nothing,
+    TheNext,
+}
+
 impl World {
     pub(super) fn fail(&mut self, why: String) {
         let now = self.now;
@@ -244,32 +251,34 @@ impl World {
             return;
         }
         let first = self.plane.log.status().first;
-        let mut held: BTreeMap<&Source, (Generation, Option<RecordNumber>, bool)> = BTreeMap::new();
-        for entry in &head.sources {
-            held.insert(&entry.source, (entry.generation, entry.number, false));
-        }
-        let mut missing = None;
+        let mut written: BTreeMap<&Source, After> = BTreeMap::new();
+        let heads: BTreeMap<_, _> = head.sources.iter().map(|of| (&of.source, of)).collect();
         for position in first.0..=head.at.position.0 {
             let message = self.plane.log.at(LogPosition(position));
             let Some(record) = message.and_then(|message| self.record_of(message)) else {
                 continue;
             };
-            let Some((generation, last, was_seen)) = held.get_mut(&record.source) else {
+            let Some((source, head)) = heads.get_key_value(&record.source) else {
                 continue;
             };
-            if record.generation != *generation {
+            if record.generation != head.generation {
                 continue;
             }
-            // Once the last one that is in was written, the next one may not be there as well.
-            *was_seen |= Some(record.number) == *last;
-            if *was_seen && Some(record.number) == last.map(RecordNumber::next) {
-                missing = Some(format!("{} number {}", record.source, record.number));
+            if Some(record.number) == head.number {
+                written.insert(source, After::Nothing);
+            } else if Some(record.number) == head.number.map(RecordNumber::next)
+                && let Some(after) = written.get_mut(source)
+            {
+                *after = After::TheNext;
             }
         }
-        if let Some(missing) = missing {
+        // A record may be written again and again, until those before it are there too: the last that is in
+        // was applied when it was written for the last time, or before.
+        let lacking = written.iter().find(|(_, after)| **after == After::TheNext);
+        if let Some((source, _)) = lacking {
             let position = head.at.position;
             self.fail(format!(
-                "a snapshot at {position} lacks {missing} of before it"
+                "a snapshot at {position} lacks what follows the last record of {source}"
             ));
         }
     }

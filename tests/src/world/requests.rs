@@ -88,12 +88,19 @@ impl Shown {
     }
 }
 
+/// Arrivals that happen together are whole multiples of this apart.
+const TOGETHER_MS: u64 = 100;
 /// Of prompts, until one fits.
 const PROBE_DRAWS: u32 = 1_000;
 
 impl World {
+    /// Often at the same moment as at other routers: then they choose without seeing each other.
     pub(super) fn plan_arrival(&mut self, host: usize) {
-        let after = self.millis(50..900);
+        let mut after = self.millis(50..900);
+        if self.rng.bool() {
+            let at = (self.now + after).as_micros() as u64;
+            after += Duration::from_micros(at.next_multiple_of(TOGETHER_MS * 1000) - at);
+        }
         self.timer(host, after, Timer::Arrive);
     }
 

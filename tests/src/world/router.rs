@@ -71,7 +71,11 @@ impl World {
         id.fill_with(|| self.rng.u8(..));
         let id = RouterId(id);
         let core = Core::new(Settings {
-            knobs: Knobs::default(),
+            knobs: Knobs {
+                // Its prompts are short.
+                move_margin_tokens: 0,
+                ..Knobs::default()
+            },
             router: id,
             incarnation: Generation(0),
             seed: self.rng.u64(..),

@@ -301,6 +301,53 @@ fn held_batches_are_bounded_and_not_missed() {
     assert_eq!(world.gpu(), GPU);
 }
 
+/// A replay of which the engine drops all but the first is not repeated for what came live meanwhile.
+#[test]
+fn a_hole_in_a_replay_is_filled_from_what_was_held() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.reconnect();
+    for token in 2..10 {
+        world.publish(&[store(None, &[token])]);
+    }
+    assert_eq!(world.held(), 1);
+    world.holes = (3..6).map(|seq| (seq, u32::MAX)).collect();
+    world.answer_late();
+    assert_eq!(world.held(), 9);
+    assert_eq!(world.replays_asked.last_chunk(), Some(&[0, 8]));
+    assert_eq!((world.last_generation(), world.gpu()), (5, GPU));
+}
+
+#[test]
+fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
+    let mut config = World::new(true).core.config;
+    config.held_bytes_max = 1000;
+    let mut world = World::with(config);
+    world.start();
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.reconnect();
+    for token in 2..30 {
+        world.publish(&[store(None, &[token])]);
+    }
+    let dropped = world.core.status(world.now).counters.held_dropped;
+    assert!((1..27).contains(&dropped), "{dropped}");
+    // The engine had published nothing more when it was asked.
+    let late = world.engine.batches.split_off(1);
+    let all = [world.engine.batches.as_slice(), &late].concat();
+    let (id, from) = world.unanswered.unwrap();
+    world.engine_answers = true;
+    let first = world.engine.from(from);
+    assert_eq!(first.len(), 1);
+    world.engine.batches = all;
+    world.core.replay_batch(world.now, id, from, &first[0].1);
+    world.core.replay_end(world.now, id);
+    world.drive();
+    assert_eq!(world.replays_asked.last(), Some(&(28 - dropped)));
+    assert_eq!((world.held(), world.gpu()), (29, GPU));
+}
+
 #[test]
 fn batches_of_other_topics_and_ranks_are_dropped() {
     let mut config = World::new(true).core.config;

@@ -75,6 +75,7 @@ enum Event {
 
 pub(super) struct World {
     pub rng: Rng,
+    begun: Instant,
     pub now: Instant,
     pub net: Net,
     pub nodes: Vec<Node>,
@@ -101,7 +102,10 @@ pub(super) fn start() -> Instant {
 
 pub(super) fn core(router: RouterId, seed: u64) -> Core {
     let mut core = Core::new(Settings {
-        knobs: Knobs::default(),
+        knobs: Knobs {
+            move_margin_tokens: 0,
+            ..Knobs::default()
+        },
         router,
         incarnation: Generation(0),
         seed,
@@ -130,9 +134,11 @@ pub(super) fn prompt(family: u32, blocks: u32) -> Prompt {
 
 impl World {
     pub(super) fn new(seed: u64, nodes: usize) -> Self {
+        let begun = start();
         let mut world = Self {
             rng: Rng::with_seed(seed),
-            now: start(),
+            begun,
+            now: begun,
             net: Net::GOOD,
             nodes: Vec::new(),
             works: true,
@@ -231,7 +237,7 @@ impl World {
         let now = self.now;
         let again = match &event {
             Event::Tick => Some(TICK),
-            Event::Work => Some(Duration::from_millis(self.rng.u64(10..150))),
+            Event::Work => Some(self.pause_between_work()),
             Event::Broadcast(..)
             | Event::Asked(..)
             | Event::Answered(..)
@@ -286,6 +292,16 @@ impl World {
         self.trace.write_u64(head.digest.sum);
         let key = (node.router, head.incarnation, head.number);
         self.truth.insert(key, head.digest);
+    }
+
+    /// Often several routers work at the same moment: then they choose without seeing each other.
+    fn pause_between_work(&mut self) -> Duration {
+        if self.rng.u32(..4) == 0 {
+            return Duration::from_millis(self.rng.u64(10..150));
+        }
+        let since = (self.now - self.begun).as_millis() as u64;
+        // 20 ms after a tick: a heartbeat that work overtakes shows nothing.
+        Duration::from_millis(50 - (since + 30) % 50)
     }
 
     fn work(&mut self, at: usize) {
