@@ -44,6 +44,8 @@ struct Replay {
     is_same_life: bool,
     has_answers: bool,
     made_progress: bool,
+    /// Live batches were applied meanwhile.
+    is_overtaken: bool,
     /// The first batch behind a hole. Nothing behind it is applied.
     behind_hole: Option<EngineSeq>,
 }
@@ -348,6 +350,9 @@ impl SourceCore {
             self.apply_next(now, seq, payload);
             self.engine.proof = Some(now);
             self.engine.next_replay = Some(now + POLL_EVERY);
+            if let Some(poll) = &mut self.engine.replay {
+                poll.is_overtaken = true;
+            }
         } else if seq > last {
             self.gap(now);
             if !can_check {
@@ -437,6 +442,7 @@ impl SourceCore {
             is_same_life: last.is_none(),
             has_answers: false,
             made_progress: false,
+            is_overtaken: false,
             behind_hole: None,
         };
         self.engine.replay = Some(replay);
@@ -472,6 +478,11 @@ impl SourceCore {
             Some(last) if seq == last.next() && replay.is_same_life => {
                 self.apply_next(now, seq, payload);
                 replay.made_progress = true;
+            }
+            Some(_) if self.engine.link == Link::Following && replay.is_overtaken => {
+                // It asked whether something was lost before a silence, which is over: what it lacks may come.
+                self.engine.replay = None;
+                return;
             }
             Some(_) => {
                 replay.behind_hole = Some(seq);

@@ -227,10 +227,14 @@ impl World {
 
     fn replay(&mut self, id: ReplayId, from: EngineSeq) {
         self.replays_asked.push(from.0);
-        if !self.engine_answers {
+        if self.engine_answers {
+            self.answer(id, from);
+        } else {
             self.unanswered = Some((id, from));
-            return;
         }
+    }
+
+    fn answer(&mut self, id: ReplayId, from: EngineSeq) {
         for (seq, payload) in self.engine.from(from) {
             match self.holes.get_mut(&seq.0) {
                 Some(times) if *times > 0 => *times -= 1,
@@ -244,7 +248,7 @@ impl World {
     fn answer_late(&mut self) {
         self.engine_answers = true;
         let (id, from) = self.unanswered.take().unwrap();
-        self.replay(id, from);
+        self.answer(id, from);
         self.drive();
     }
 

@@ -319,6 +319,35 @@ fn a_hole_in_a_replay_is_filled_from_what_was_held() {
     assert_eq!((world.last_generation(), world.gpu()), (5, GPU));
 }
 
+/// A burst begins while an idle engine is asked whether something was lost.
+#[test]
+fn a_hole_in_a_poll_that_live_batches_overtook_stops_nothing() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.tick_ms(1100);
+    let asked = world.replays_asked.len();
+    for token in 2..4 {
+        world.publish(&[store(None, &[token])]);
+    }
+    let on_their_way: Vec<_> = (4..7)
+        .map(|token| world.engine.publish(&[store(None, &[token])]))
+        .collect();
+    world.holes = BTreeMap::from([(3, u32::MAX)]);
+    world.answer_late();
+    assert_eq!((world.held(), world.gpu()), (3, GPU));
+    for (seq, payload) in on_their_way {
+        world.deliver(seq, payload);
+    }
+    assert_eq!((world.held(), world.gpu()), (6, GPU));
+    assert_eq!(world.replays_asked.len(), asked);
+    // One that nothing overtook is believed.
+    world.holes.clear();
+    world.publish_lost(&[store(None, &[7])]);
+    world.tick_ms(1100);
+    assert_eq!((world.held(), world.gpu()), (7, GPU));
+}
+
 #[test]
 fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
     let mut config = World::new(true).core.config;
