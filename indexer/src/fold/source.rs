@@ -97,7 +97,8 @@ pub(super) struct Came {
 #[derive(Clone, Copy, Debug)]
 struct Unseen {
     generation: Generation,
-    /// None before its first record: there is nothing to wait for.
+    named: Instant,
+    /// None before its first record: it is waited for as long as its shim speaks.
     deadline: Option<Instant>,
 }
 
@@ -345,11 +346,17 @@ impl SourceFold {
             self.doubts.overdue = true;
             self.resync.wish(ResyncReason::Gap);
         }
-        if let Some(unseen) = &mut self.unseen
-            && unseen.deadline.is_some_and(|deadline| deadline <= now)
-        {
-            unseen.deadline = Some(now + PATIENCE);
-            self.resync.wish(ResyncReason::LogLost);
+        let is_heard = self.is_heard(now);
+        if let Some(unseen) = &mut self.unseen {
+            let is_overdue = match unseen.deadline {
+                Some(deadline) => deadline <= now,
+                // Nobody begins it, and the one before goes on: whoever lost the registry may.
+                None => is_heard && lapsed(unseen.named, now),
+            };
+            if is_overdue {
+                unseen.deadline = Some(now + PATIENCE);
+                self.resync.wish(ResyncReason::LogLost);
+            }
         }
     }
 
@@ -617,6 +624,7 @@ impl SourceFold {
         let deadline = known.and_then(|unseen| unseen.deadline);
         self.unseen = Some(Unseen {
             generation: known.map_or(generation, |unseen| unseen.generation.max(generation)),
+            named: now,
             deadline: deadline.or_else(|| number.map(|_| now + PATIENCE)),
         });
     }

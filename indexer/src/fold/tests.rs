@@ -329,6 +329,30 @@ fn heartbeat_of_a_newer_generation_voids_the_old_one() {
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
+/// It was claimed and not begun; then the registry that knew of it was lost.
+#[test]
+fn generation_that_nobody_begins_is_asked_for_above_it_while_the_one_before_speaks() {
+    let mut world = world();
+    let (number, pairs) = (world.shim(W).number, world.shim(W).pairs.clone());
+    world.shim(W).next_generation();
+    assert_eq!(world.heartbeat(W), HeartbeatVerdict::Behind);
+    let shim = world.shim(W);
+    (shim.generation, shim.number, shim.pairs) = (Generation(1), number, pairs);
+    let mut asked = Vec::new();
+    for _ in 0..10 {
+        world.wait(SECOND);
+        world.heartbeat(W);
+        assert_eq!(world.state(W), SourceState::CatchingUp);
+        asked.extend(resyncs(&mut world));
+    }
+    assert_eq!(asked[..1], [(ResyncReason::LogLost, Generation(2))]);
+    world.shim(W).generation = Generation(3);
+    world.shim(W).number = None;
+    world.shim(W).pairs.clear();
+    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.state(W), SourceState::Exact);
+}
+
 #[test]
 fn generation_that_never_comes_is_asked_for_above_it() {
     let mut world = World::new();

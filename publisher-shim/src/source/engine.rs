@@ -270,7 +270,7 @@ impl SourceCore {
             } else {
                 self.check_passed(now, replay);
             }
-        } else {
+        } else if !self.is_moot(replay) {
             self.another_life(now);
         }
         self.settle(now);
@@ -479,8 +479,7 @@ impl SourceCore {
                 self.apply_next(now, seq, payload);
                 replay.made_progress = true;
             }
-            Some(_) if self.engine.link == Link::Following && replay.is_overtaken => {
-                // It asked whether something was lost before a silence, which is over: what it lacks may come.
+            Some(_) if self.is_moot(replay) => {
                 self.engine.replay = None;
                 return;
             }
@@ -490,6 +489,12 @@ impl SourceCore {
             }
         }
         self.engine.replay = Some(replay);
+    }
+
+    /// A poll asks whether something was lost before a silence. That is over: what the answer lacks may be
+    /// on its way, and the batch that it was to begin with may have left the engine's buffer.
+    fn is_moot(&self, poll: Replay) -> bool {
+        self.engine.link == Link::Following && poll.is_overtaken
     }
 
     /// The engine lives and has published nothing from the place asked for on.

@@ -348,6 +348,26 @@ fn a_hole_in_a_poll_that_live_batches_overtook_stops_nothing() {
     assert_eq!((world.held(), world.gpu()), (7, GPU));
 }
 
+/// The engine keeps few batches, and publishes as many while a poll is on its way.
+#[test]
+fn a_poll_that_live_batches_overtook_is_no_restart() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.tick_ms(1100);
+    for token in 2..5 {
+        world.publish(&[store(None, &[token])]);
+    }
+    world.engine.oldest = 2;
+    world.answer_late();
+    assert_eq!(world.core.status(world.now).counters.restarts, 0);
+    assert_eq!((world.held(), world.gpu()), (4, GPU));
+    // After a silence it would be one.
+    world.engine.oldest = 4;
+    world.tick_ms(1100);
+    assert_eq!(world.core.status(world.now).counters.restarts, 1);
+}
+
 #[test]
 fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
     let mut config = World::new(true).core.config;
