@@ -127,7 +127,7 @@ struct Talk {
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     connection: watch::Receiver<Connection>,
-    /// One for a peer at most.
+    /// One for a peer at most, and one echo.
     questions: FuturesUnordered<BoxFuture<'static, Answered>>,
     views: mpsc::Receiver<oneshot::Sender<Snapshot>>,
     lease: Keeper,

@@ -49,11 +49,12 @@ impl LogEnds {
         self.seen.clear();
     }
 
-    /// A moment before which the log did not have this position; none if there is none in reach, or if the
-    /// message that is there now was `stamped` before it.
+    /// A moment before which the log did not have this position, and the message that is there now was not
+    /// `stamped` yet; none if there is none in reach. A replicated log stamps a message when it is proposed, and
+    /// has it when most copies have: in between the log may be looked at. And a message may have been put back.
     pub(super) fn stored_after(&self, position: LogPosition, stamped: u64) -> Option<Instant> {
-        let before = self.seen.iter().rev().find(|end| end.last < position)?;
-        (before.unix_ns <= stamped).then_some(before.at)
+        let was_before = |end: &&End| end.last < position && end.unix_ns <= stamped;
+        self.seen.iter().rev().find(was_before).map(|end| end.at)
     }
 
     /// Since when what is read now says what it says: the moment at which it came, or an earlier one if it
@@ -113,7 +114,12 @@ mod tests {
         assert_eq!(ends.stored_after(LogPosition(10), 900), None, "backlog");
         assert_eq!(ends.stored_after(LogPosition(15), 1500), Some(start));
         assert_eq!(ends.stored_after(LogPosition(21), 2001), Some(later));
-        assert_eq!(ends.stored_after(LogPosition(21), 1999), None, "put back");
+        assert_eq!(
+            ends.stored_after(LogPosition(21), 1999),
+            Some(start),
+            "put back, or proposed before the look and stored after it"
+        );
+        assert_eq!(ends.stored_after(LogPosition(21), 999), None);
         assert_eq!(ends.reached(LogPosition(9)), None);
         assert_eq!(ends.reached(LogPosition(19)), Some(start));
         assert_eq!(ends.reached(LogPosition(20)), Some(later));

@@ -48,6 +48,13 @@ impl Parsed {
             Content::WrongSubject | Content::WrongSource(_) | Content::Undecodable(_) => 0,
         }
     }
+
+    /// Does it empty a tier? That takes as long as the tier is large.
+    #[must_use]
+    pub fn clears(&self) -> bool {
+        let clears = |change: &Change| matches!(change, Change::Cleared { .. });
+        matches!(&self.content, Content::Record(record) if record.changes.iter().any(clears))
+    }
 }
 
 impl Content {

@@ -72,7 +72,7 @@ fn turn(messages: &[Parsed]) -> usize {
     let mut blocks = 0;
     let fits = messages.iter().take_while(|message| {
         blocks += message.blocks();
-        blocks <= Growth::TURN
+        blocks <= Growth::TURN && !message.clears()
     });
     fits.count().max(1)
 }

@@ -50,6 +50,14 @@ struct Replay {
     behind_hole: Option<EngineSeq>,
 }
 
+/// A live batch that waits for a replay.
+#[derive(Debug)]
+struct Held {
+    came: Instant,
+    seq: EngineSeq,
+    payload: Bytes,
+}
+
 #[derive(Debug)]
 pub(super) struct Engine {
     has_replay: bool,
@@ -68,7 +76,7 @@ pub(super) struct Engine {
     replays: u64,
     tries: u32,
     next_replay: Option<Instant>,
-    held: VecDeque<(EngineSeq, Bytes)>,
+    held: VecDeque<Held>,
     held_bytes: usize,
     /// Live batches are known to be lost.
     has_loss: bool,
@@ -147,17 +155,18 @@ impl Engine {
         self.has_replay && !self.is_unsequenced
     }
 
-    fn hold(&mut self, seq: EngineSeq, payload: Bytes, bytes_max: usize) -> bool {
-        if self.held_bytes + payload.len() > bytes_max {
+    fn hold(&mut self, held: Held, bytes_max: usize) -> bool {
+        let bytes = size_of::<Held>() + held.payload.len();
+        if self.held_bytes + bytes > bytes_max {
             self.has_loss = true;
             return false;
         }
-        self.held_bytes += payload.len();
-        self.held.push_back((seq, payload));
+        self.held_bytes += bytes;
+        self.held.push_back(held);
         true
     }
 
-    fn take_held(&mut self) -> VecDeque<(EngineSeq, Bytes)> {
+    fn take_held(&mut self) -> VecDeque<Held> {
         self.held_bytes = 0;
         std::mem::take(&mut self.held)
     }
@@ -268,7 +277,7 @@ impl SourceCore {
             if !replay.has_answers && self.engine.last().is_none() {
                 self.nothing_published(now, replay);
             } else {
-                self.check_passed(now, replay);
+                self.check_passed(now, Some(replay.started));
             }
         } else if !self.is_moot(replay) {
             self.another_life(now);
@@ -283,7 +292,8 @@ impl SourceCore {
         };
         match replay.behind_hole {
             Some(behind) => self.hole(now, replay, behind),
-            None if replay.has_answers && replay.is_same_life => self.check_passed(now, replay),
+            // Without its end it shows what was published, and not that nothing else was.
+            None if replay.has_answers && replay.is_same_life => self.check_passed(now, None),
             None => self.counters.replays_unanswered += 1,
         }
         self.settle(now);
@@ -314,11 +324,13 @@ impl SourceCore {
         };
         match self.engine.link {
             Link::Down | Link::Checking => {
-                if !self.engine.hold(seq, payload, self.config.held_bytes_max) {
+                let came = now;
+                let held = Held { came, seq, payload };
+                if !self.engine.hold(held, self.config.held_bytes_max) {
                     self.counters.held_dropped += 1;
                 }
             }
-            Link::Following => self.in_order(now, seq, &payload),
+            Link::Following => self.in_order(now, now, seq, &payload),
         }
     }
 
@@ -332,8 +344,8 @@ impl SourceCore {
         self.apply(now, payload);
     }
 
-    /// A live batch while everything before it should be applied.
-    fn in_order(&mut self, now: Instant, seq: EngineSeq, payload: &[u8]) {
+    /// A live batch that `came` now or before, while everything before it should be applied.
+    fn in_order(&mut self, now: Instant, came: Instant, seq: EngineSeq, payload: &[u8]) {
         let can_check = self.engine.can_check();
         let Some(last) = self.engine.last() else {
             if seq == EngineSeq(0) && self.engine.resume_from == EngineSeq(0) {
@@ -343,12 +355,12 @@ impl SourceCore {
                 return;
             }
             self.apply_next(now, seq, payload);
-            self.engine.proof = Some(now);
+            self.engine.proof = self.engine.proof.max(Some(came));
             return;
         };
         if seq == last.next() {
             self.apply_next(now, seq, payload);
-            self.engine.proof = Some(now);
+            self.engine.proof = self.engine.proof.max(Some(came));
             self.engine.next_replay = Some(now + POLL_EVERY);
             if let Some(poll) = &mut self.engine.replay {
                 poll.is_overtaken = true;
@@ -365,7 +377,7 @@ impl SourceCore {
                 Known::Different | Known::TooOld => {
                     self.another_life(now);
                     if !can_check {
-                        self.in_order(now, seq, payload);
+                        self.in_order(now, came, seq, payload);
                     }
                 }
             }
@@ -428,7 +440,7 @@ impl SourceCore {
     }
 
     fn request_replay(&mut self, now: Instant) {
-        // What waits was published before this request: its answer will have it.
+        // What waits was published before this request: its answer has it, or comes after another one.
         self.engine.take_held();
         self.engine.has_loss = false;
         self.engine.replays += 1;
@@ -503,37 +515,41 @@ impl SourceCore {
             if self.mirror.digest().count == 0 {
                 self.mirror.begin(Start::Empty);
             }
-            self.check_passed(now, replay);
+            self.check_passed(now, Some(replay.started));
         } else {
             // The batch behind a hole was there before: its buffer is another one.
             self.another_life(now);
         }
     }
 
-    fn check_passed(&mut self, now: Instant, replay: Replay) {
+    /// The engine is the one that was followed. `proof`: as of when it is known that nothing is missing.
+    fn check_passed(&mut self, now: Instant, proof: Option<Instant>) {
         self.engine.tries = 0;
         self.engine.is_unproven = false;
         self.engine.link = Link::Following;
-        self.engine.proof = self.engine.proof.max(Some(replay.started));
         if self.engine.has_loss {
             self.apply_held(now);
             self.check(now);
             return;
         }
-        for (seq, payload) in self.engine.take_held() {
+        for held in self.engine.take_held() {
             // A gap among them asks for a replay, which then brings the rest.
             if self.engine.link == Link::Following {
-                self.in_order(now, seq, &payload);
+                self.in_order(now, held.came, held.seq, &held.payload);
             }
+        }
+        // Else the answer lacked its end, though not the end's marker.
+        if self.engine.link == Link::Following {
+            self.engine.proof = self.engine.proof.max(proof);
         }
     }
 
     /// Applies what was held and follows the last batch. It proves nothing: more may be missing behind it.
     fn apply_held(&mut self, now: Instant) -> bool {
         let before = self.engine.last();
-        for (seq, payload) in self.engine.take_held() {
-            if self.engine.last().is_some_and(|last| seq == last.next()) {
-                self.apply_next(now, seq, &payload);
+        for held in self.engine.take_held() {
+            if self.engine.last().is_some_and(|last| held.seq == last.next()) {
+                self.apply_next(now, held.seq, &held.payload);
             }
         }
         self.engine.last() > before

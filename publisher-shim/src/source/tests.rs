@@ -24,6 +24,7 @@ struct FakeEngine {
     batches: Vec<Bytes>,
     oldest: usize,
     life: u32,
+    unanswered: Option<(ReplayId, EngineSeq)>,
 }
 
 fn store(parent: Option<u64>, tokens: &[u32]) -> Value {
@@ -80,7 +81,6 @@ struct World {
     holes: BTreeMap<u64, u32>,
     replays_asked: Vec<u64>,
     engine_answers: bool,
-    unanswered: Option<(ReplayId, EngineSeq)>,
     log_is_up: bool,
     log: StreamIdentity,
     /// Its readers have not seen the generation that repairs a loss.
@@ -129,7 +129,6 @@ impl World {
             holes: BTreeMap::new(),
             replays_asked: Vec::new(),
             engine_answers: true,
-            unanswered: None,
             log_is_up: true,
             log: StreamIdentity {
                 created_unix_ns: 1,
@@ -230,7 +229,7 @@ impl World {
         if self.engine_answers {
             self.answer(id, from);
         } else {
-            self.unanswered = Some((id, from));
+            self.engine.unanswered = Some((id, from));
         }
     }
 
@@ -247,7 +246,7 @@ impl World {
     /// The last request is answered after all.
     fn answer_late(&mut self) {
         self.engine_answers = true;
-        let (id, from) = self.unanswered.take().unwrap();
+        let (id, from) = self.engine.unanswered.take().unwrap();
         self.answer(id, from);
         self.drive();
     }

@@ -265,14 +265,16 @@ impl Replica {
         }
         self.served += 1;
         match ask.want {
+            // Asked by whom nobody may hear otherwise: what it says of its slots is what counts.
             LoadWant::Numbers { from, to } if to.is_some_and(|to| to < from) => {
                 self.counts.traffic.echoes_in += 1;
+                self.with_peer(ask.asker, books, now, |_, _| ());
             }
             LoadWant::Numbers { .. } | LoadWant::State | LoadWant::Part { .. } => {
                 self.counts.traffic.asks_in += 1;
+                self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
             }
         }
-        self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
         let answer = self.answer(&ask, books, now);
         codec::encode(&answer).ok().map(Bytes::from)
     }

@@ -171,3 +171,27 @@ proptest! {
         prop_assert_eq!(one.tree().nodes(), other.tree().nodes());
     }
 }
+
+#[test]
+fn whoever_empties_a_tier_has_a_turn_alone() {
+    let subjects = Subjects::new(&namespace());
+    let mut shim = TestShim::new("a");
+    let mut parsed = |changes: Vec<Change>| {
+        let record = shim.record(changes);
+        let message = LogMessage {
+            position: LogPosition(1),
+            subject: subjects.records(&record.source),
+            payload: Bytes::from(codec::encode(&record).unwrap()),
+            stored_unix_ns: 1,
+        };
+        Parsed::of(&subjects, &message)
+    };
+    let clear = vec![Change::Cleared { tier: Tier::Gpu }];
+    let log = [
+        parsed(Vec::new()),
+        parsed(Vec::new()),
+        parsed(clear.clone()),
+        parsed(clear),
+    ];
+    assert_eq!([0, 2, 3].map(|from| turn(&log[from..])), [2, 1, 1]);
+}

@@ -368,6 +368,49 @@ fn a_poll_that_live_batches_overtook_is_no_restart() {
     assert_eq!(world.core.status(world.now).counters.restarts, 1);
 }
 
+/// The engine's socket drops what it cannot queue, the end of a long answer too.
+#[test]
+fn a_replay_without_its_end_proves_nothing() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.core.disconnected(world.now);
+    world.publish_lost(&[store(None, &[2])]);
+    world.publish_lost(&[remove(1)]);
+    world.core.connected(world.now);
+    world.drive();
+    let (id, from) = world.engine.unanswered.unwrap();
+    for (seq, payload) in &world.engine.from(from)[..2] {
+        world.core.replay_batch(world.now, id, *seq, payload);
+    }
+    for _ in 0..50 {
+        world.tick_ms(100);
+        assert_eq!(world.gpu(), TierState::Stale);
+    }
+    assert_eq!(world.held(), 2);
+    world.answer_late();
+    assert_eq!((world.held(), world.gpu()), (1, GPU));
+}
+
+/// Its end came, and what should stand before it did not.
+#[test]
+fn a_replay_that_held_batches_do_not_continue_proves_nothing() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.reconnect();
+    world.publish_lost(&[store(None, &[2])]);
+    world.publish(&[store(None, &[3])]);
+    let (id, from) = world.engine.unanswered.unwrap();
+    let first = world.engine.batches[0].clone();
+    world.core.replay_batch(world.now, id, from, &first);
+    world.core.replay_end(world.now, id);
+    world.drive();
+    assert_eq!((world.held(), world.gpu()), (1, TierState::Stale));
+    world.answer_late();
+    assert_eq!((world.held(), world.gpu()), (3, GPU));
+}
+
 #[test]
 fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
     let mut config = World::new(true).core.config;
@@ -385,7 +428,7 @@ fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
     // The engine had published nothing more when it was asked.
     let late = world.engine.batches.split_off(1);
     let all = [world.engine.batches.as_slice(), &late].concat();
-    let (id, from) = world.unanswered.unwrap();
+    let (id, from) = world.engine.unanswered.unwrap();
     world.engine_answers = true;
     let first = world.engine.from(from);
     assert_eq!(first.len(), 1);

@@ -457,6 +457,29 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
     agree(&a, &b);
 }
 
+/// Its broadcasts do not come, its questions do: what it holds is not known, however often it asks how far
+/// away one is.
+#[test]
+fn echoes_are_no_sign_of_life() {
+    let mut now = start();
+    let (mut a, mut b) = pair(now);
+    b.admit(0, 9, now);
+    b.wrote(now);
+    carry(&mut b, &mut a, now);
+    assert_eq!(a.core.digest(b.router).count, 1);
+    let end = now + DEATH + 2 * BEAT;
+    while now < end {
+        now += TICK;
+        b.tick(now);
+        for (_, _, question) in std::mem::take(&mut b.echoes) {
+            a.replica.serve(&question, &mut a.core, now);
+        }
+        a.tick(now);
+        carry(&mut a, &mut b, now);
+    }
+    assert_eq!(a.core.digest(b.router).count, 0);
+}
+
 #[test]
 fn a_peer_is_half_an_echo_away() {
     let now = start();
