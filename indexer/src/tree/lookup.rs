@@ -1,19 +1,30 @@
 //! The runs of one prompt, for all sources at once.
 
+use std::hint::black_box;
+
 use warmroute_proto::{PrefixHash, Tier, Tiers};
 
 use super::run::{Run, RunId};
 use super::spans::Walk;
 use super::{Position, SourceNumber, TierMask, Tree};
 
-/// Distances in blocks that are walked instead of searched: two to eight cache lines in a row are
-/// read faster than the table is asked twice.
+/// Distances in blocks that are walked instead of searched: a few cache lines at once are read faster than
+/// the table is asked twice.
 const WALK_MAX: usize = 64;
 
 /// A run on the way down, and how many of its blocks the prompt has.
 struct Stage {
     run: RunId,
     matched: u32,
+}
+
+/// How far the search for the last known block has come.
+struct Found {
+    last: Position,
+    /// The depth of that block.
+    known: usize,
+    /// A depth that is not known; if none is, the prompt's length.
+    unknown: usize,
 }
 
 pub(super) fn of_some(
@@ -27,22 +38,28 @@ pub(super) fn of_some(
             *mask = *tiers;
         }
     }
-    let runs = runs(tree, chain, &masks);
+    let mut runs = Vec::new();
+    all(tree, chain, &masks, &mut runs);
     allowed
         .iter()
         .map(|(number, _)| runs.get(number.index()).copied().unwrap_or_default())
         .collect()
 }
 
-/// Per source, by its number.
-pub(super) fn runs(tree: &Tree, chain: &[PrefixHash], allowed: &[TierMask]) -> Vec<Tiers<u32>> {
-    let mut runs = vec![Tiers::default(); tree.sources.len()];
+/// Per source, by its number. `runs` is empty, or as many defaults as there are sources.
+pub(super) fn all(
+    tree: &Tree,
+    chain: &[PrefixHash],
+    allowed: &[TierMask],
+    runs: &mut Vec<Tiers<u32>>,
+) {
+    debug_assert!(runs.iter().all(|run| *run == Tiers::default()));
+    runs.resize(tree.sources.len(), Tiers::default());
     for stage in tree.way(chain).iter().rev() {
-        if !advance(tree.run(stage.run), stage.matched, allowed, &mut runs) {
+        if !advance(tree.run(stage.run), stage.matched, allowed, runs) {
             break;
         }
     }
-    runs
 }
 
 /// Lets every walk that has reached the run go on in it. Has any come through?
@@ -103,82 +120,109 @@ impl Tree {
             matched: last.offset + 1,
         });
         let mut run = self.run(last.run);
+        let mut sum = 0;
         while let Some(above) = run.parent.some() {
+            // Nothing waits for this here, and the list is at hand when its turn comes.
+            sum ^= run.leads.first().map_or(0, |lead| lead.blocks());
             way.push(Stage {
                 run: above,
                 matched: run.attach,
             });
             run = self.run(above);
         }
+        black_box(sum);
         way
     }
 
     /// Where the last block of the prompt stands that is known.
     ///
     /// A prefix is known only if all before it are, so the depths can be searched, from the middle
-    /// on. In each run the first guess is that the prompt has all of it; short distances are walked.
+    /// on. Where that is unknown, often only the beginning is known, which the prompt has in common with
+    /// others: its first blocks are walked.
     fn last_known(&self, chain: &[PrefixHash]) -> Option<Position> {
-        let mut unknown = chain.len();
-        let mut known = unknown / 2;
-        let mut is_shallow = false;
-        let mut last = match self.locate_at(chain, known) {
-            Some(last) => last,
-            None => {
-                unknown = known;
-                known = 0;
-                is_shallow = true;
-                self.locate_at(chain, 0)?
-            }
+        let middle = chain.len() / 2;
+        let [first, half] = [chain.first()?, chain.get(middle)?];
+        self.table.touch(&[*first, *half]);
+        let mut found = Found {
+            last: Position::ROOT,
+            known: 0,
+            unknown: chain.len(),
         };
-        let mut tried = RunId::NONE;
-        loop {
-            let run = self.run(last.run);
-            let end = (run.start + run.len) as usize;
-            let mut probe = known + (unknown - known) / 2;
-            if std::mem::take(&mut is_shallow) {
-                probe = probe.min(WALK_MAX);
-            }
-            if tried != last.run && known < end && end <= unknown && chain[end - 1] == run.tail {
-                last.offset = run.len - 1;
-                if run.first_child == RunId::NONE {
-                    return Some(last);
-                }
-                known = end - 1;
-                probe = end;
-            } else if unknown - known <= WALK_MAX {
-                let same = self.same(last, &chain[known + 1..unknown]);
-                last.offset += same;
-                known += same as usize;
-                probe = known + 1;
-                if run.first_child == RunId::NONE {
-                    unknown = probe;
-                }
-            }
-            tried = last.run;
-            if known + 1 >= unknown {
-                return Some(last);
-            }
-            match self.locate_at(chain, probe) {
-                Some(position) => (last, known) = (position, probe),
-                None => unknown = probe,
-            }
+        let mut is_left = false;
+        if !self.probe(chain, middle, &mut found) {
+            found.last = self.locate_at(chain, 0)?;
+            is_left = self.walk(chain, &mut found);
         }
+        Some(self.search(chain, found, is_left))
     }
 
-    /// How many of these follow in the run.
-    fn same(&self, last: Position, chain: &[PrefixHash]) -> u32 {
-        let run = self.run(last.run);
-        let prefixes = self.prefixes(run, last.offset + 1, run.len);
-        let mut same = 0;
-        let mut rest = chain;
-        for prefixes in prefixes {
-            let pairs = prefixes.iter().zip(rest);
-            let here = pairs.take_while(|(held, asked)| **held == asked.0).count();
-            same += here as u32;
-            rest = &rest[here..];
-            if here < prefixes.len() {
+    /// In each run the first guess is that the prompt has all of it; short distances are walked. `is_left`:
+    /// the run that was found is known to have no more of the prompt.
+    fn search(&self, chain: &[PrefixHash], mut found: Found, mut is_left: bool) -> Position {
+        let mut tried = RunId::NONE;
+        while found.known + 1 < found.unknown {
+            let run = self.run(found.last.run);
+            let end = (run.start + run.len) as usize;
+            let fits = found.known < end && end <= found.unknown;
+            if is_left {
+                // Then only what hangs there can go on.
+            } else if tried != found.last.run && fits && chain[end - 1] == run.tail {
+                found.last.offset = run.len - 1;
+                found.known = end - 1;
+                is_left = true;
+            } else if found.unknown - found.known <= WALK_MAX {
+                is_left = self.walk(chain, &mut found);
+            }
+            if found.known + 1 >= found.unknown || (is_left && run.first_child == RunId::NONE) {
                 break;
             }
+            tried = found.last.run;
+            let depth = match is_left {
+                true => found.known + 1,
+                false => found.known + (found.unknown - found.known) / 2,
+            };
+            self.probe(chain, depth, &mut found);
+            is_left = false;
+        }
+        found.last
+    }
+
+    /// Is this depth known?
+    fn probe(&self, chain: &[PrefixHash], depth: usize, found: &mut Found) -> bool {
+        let position = self.locate_at(chain, depth);
+        match position {
+            Some(position) => (found.last, found.known) = (position, depth),
+            None => found.unknown = depth,
+        }
+        position.is_some()
+    }
+
+    /// Goes on in the run, for some blocks at most. Did it end before that, or the prompt leave it?
+    fn walk(&self, chain: &[PrefixHash], found: &mut Found) -> bool {
+        let from = found.known + 1;
+        let to = found.unknown.min(from + WALK_MAX);
+        let same = self.same(found.last, &chain[from..to]);
+        found.last.offset += same as u32;
+        found.known += same;
+        from + same < to
+    }
+
+    /// How many of these follow in the run. Where one is the same, all before it are.
+    fn same(&self, last: Position, chain: &[PrefixHash]) -> usize {
+        let run = self.run(last.run);
+        let from = last.offset + 1;
+        let to = run.len.min(from + chain.len() as u32);
+        let mut same = 0;
+        for prefixes in self.prefixes(run, from, to) {
+            let asked = &chain[same..][..prefixes.len()];
+            let mut pairs = prefixes
+                .iter()
+                .zip(asked)
+                .map(|(held, asked)| *held == asked.0);
+            if pairs.clone().next_back() == Some(false) {
+                return same + pairs.position(|is_same| !is_same).unwrap_or(0);
+            }
+            same += prefixes.len();
         }
         same
     }

@@ -318,7 +318,19 @@ impl Tree {
     /// nothing. `chain` are the prefix hashes of a prompt's blocks from depth 0.
     #[must_use]
     pub fn lookup_all(&self, chain: &[PrefixHash]) -> Vec<Tiers<u32>> {
-        lookup::runs(self, chain, &self.open)
+        self.lookup_all_from(chain, Vec::new())
+    }
+
+    /// The same, into memory that the caller has taken already, before it kept anybody from writing: as many
+    /// defaults as it thinks that there are sources.
+    #[must_use]
+    pub fn lookup_all_from(
+        &self,
+        chain: &[PrefixHash],
+        mut runs: Vec<Tiers<u32>>,
+    ) -> Vec<Tiers<u32>> {
+        lookup::all(self, chain, &self.open, &mut runs);
+        runs
     }
 
     /// Distinct prefixes, those of closed sources that are not given back yet included.

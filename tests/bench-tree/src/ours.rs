@@ -170,7 +170,8 @@ impl Index for Ours {
     }
 
     fn lookup(&self, prepared: &mut Vec<PrefixHash>) -> Vec<Tiers<u32>> {
-        self.tree.read().lookup_all(prepared)
+        let runs = vec![Tiers::default(); self.numbers.len()];
+        self.tree.read().lookup_all_from(prepared, runs)
     }
 
     fn each(&self, answer: &Vec<Tiers<u32>>, see: &mut dyn FnMut(u32, Tiers<u32>)) {
