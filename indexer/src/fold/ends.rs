@@ -49,9 +49,10 @@ impl LogEnds {
         self.seen.clear();
     }
 
-    /// A moment before which the log did not have this position, and the message that is there now was not
-    /// `stamped` yet; none if there is none in reach. A replicated log stamps a message when it is proposed, and
-    /// has it when most copies have: in between the log may be looked at. And a message may have been put back.
+    /// A moment before which the log did not have this position, and the message that is there now was
+    /// not `stamped` yet; none if there is none in reach. A replicated log stamps a message when it is
+    /// proposed, and has it when most copies have: in between the log may be looked at. And a message may
+    /// have been put back.
     pub(super) fn stored_after(&self, position: LogPosition, stamped: u64) -> Option<Instant> {
         let was_before = |end: &&End| end.last < position && end.unix_ns <= stamped;
         self.seen.iter().rev().find(was_before).map(|end| end.at)

@@ -3,7 +3,7 @@
 use warmroute_proto::bus::LogMessage;
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{Record, Source, codec};
+use warmroute_proto::{Change, Record, Source, codec};
 
 use crate::same_log::mark;
 use crate::tree::blocks_in;

@@ -548,7 +548,11 @@ impl SourceCore {
     fn apply_held(&mut self, now: Instant) -> bool {
         let before = self.engine.last();
         for held in self.engine.take_held() {
-            if self.engine.last().is_some_and(|last| held.seq == last.next()) {
+            if self
+                .engine
+                .last()
+                .is_some_and(|last| held.seq == last.next())
+            {
                 self.apply_next(now, held.seq, &held.payload);
             }
         }

@@ -175,7 +175,7 @@ proptest! {
 #[test]
 fn whoever_empties_a_tier_has_a_turn_alone() {
     let subjects = Subjects::new(&namespace());
-    let mut shim = TestShim::new("a");
+    let mut shim = TestShim::new("a/0");
     let mut parsed = |changes: Vec<Change>| {
         let record = shim.record(changes);
         let message = LogMessage {
