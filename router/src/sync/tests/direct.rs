@@ -463,23 +463,33 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
 fn echoes_are_no_sign_of_life() {
     let mut now = start();
     let (mut a, mut b) = pair(now);
-    b.admit(0, 9, now);
-    b.wrote(now);
+    for side in [&mut a, &mut b] {
+        side.admit(0, 9, now);
+        side.wrote(now);
+    }
     carry(&mut b, &mut a, now);
+    carry(&mut a, &mut b, now);
     assert_eq!(a.core.digest(b.router).count, 1);
     let end = now + DEATH + 2 * BEAT;
     while now < end {
         now += TICK;
         b.tick(now);
-        for (_, _, question) in std::mem::take(&mut b.echoes) {
-            a.replica.serve(&question, &mut a.core, now);
+        for (peer, id, question) in std::mem::take(&mut b.echoes) {
+            let answer = a.replica.serve(&question, &mut a.core, now);
+            b.replica
+                .answered(peer, id, answer.as_ref(), &mut b.core, now);
         }
         a.tick(now);
-        // Broadcasts come back to their sender: it is not deaf.
-        for payload in std::mem::take(&mut a.published) {
+        // Broadcasts come back to their sender: nobody is deaf.
+        for payload in a.published.clone() {
             a.hear(&payload, now);
         }
+        carry(&mut a, &mut b, now);
+        for payload in std::mem::take(&mut b.published) {
+            b.hear(&payload, now);
+        }
     }
+    assert!(a.replica.counts().traffic.echoes_in > 1);
     assert_eq!(a.core.digest(b.router).count, 0);
 }
 
