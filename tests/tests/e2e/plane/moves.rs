@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
 /// A request collides every other time, since of two idle workers each router takes one at random.
-const ROUNDS_MAX: u32 = 60;
+const ROUNDS_MAX: u32 = 600;
 const MOVES_MIN: f64 = 5.0;
 
 const MOVED: &str = "warmroute_router_moves_total{outcome=\"moved\"}";
