@@ -20,7 +20,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::load::{LoadAnswer, LoadAsk, LoadFrame, LoadHeartbeat, LoadMessage, RouterEntry};
 use crate::query::{Answer, Query};
 use crate::registry::{
-    GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
+    GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::view::{View, ViewAsk};
@@ -58,6 +58,12 @@ pub trait Message: Encode + Decode<()> {
     fn of_version_1(body: &[u8]) -> Result<(Self, usize), bincode::error::DecodeError> {
         read(body)
     }
+
+    /// What is impossible about a message whose bytes are well-formed: it is refused.
+    #[doc(hidden)]
+    fn impossible(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 impl Message for Record {
@@ -85,6 +91,11 @@ impl Message for LoadMessage {
 }
 impl Message for WorkerEntry {
     const KIND: u8 = 6;
+
+    fn impossible(&self) -> Option<&'static str> {
+        let possible = (1..=RANKS_MAX).contains(&self.ranks);
+        (!possible).then_some("a worker of so many ranks")
+    }
 }
 impl Message for GenerationEntry {
     const KIND: u8 = 7;
@@ -145,6 +156,8 @@ pub enum DecodeError {
     Trailing(usize),
     #[error("malformed: {0}")]
     Malformed(#[from] bincode::error::DecodeError),
+    #[error("impossible: {0}")]
+    Impossible(&'static str),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -196,9 +209,10 @@ pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
         VERSION_1 => M::of_version_1(body)?,
         _ => read(body)?,
     };
-    match body.len() - taken {
-        0 => Ok(message),
-        more => Err(DecodeError::Trailing(more)),
+    match (body.len() - taken, message.impossible()) {
+        (0, None) => Ok(message),
+        (0, Some(what)) => Err(DecodeError::Impossible(what)),
+        (more, _) => Err(DecodeError::Trailing(more)),
     }
 }
 

@@ -5,6 +5,10 @@ use serde::Serialize;
 
 use crate::{BlockSize, Generation, LogPosition, Source, StreamIdentity, WorkerId};
 
+/// More data-parallel ranks than any server has. Readers make up one source for each: an entry that claims
+/// more, or none, is refused where it is decoded, by everybody.
+pub const RANKS_MAX: u32 = 1024;
+
 /// One worker as its shim registers it. Decides who is a candidate, together with the engine's own
 /// health; its lease only fences and masks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
@@ -16,7 +20,7 @@ pub struct WorkerEntry {
     pub models: Vec<String>,
     /// LoRA adapters, which are model names of their own.
     pub loras: Vec<Lora>,
-    /// Data-parallel ranks, 0 to `ranks - 1`.
+    /// Data-parallel ranks, 0 to `ranks - 1`; 1 to [`RANKS_MAX`] of them.
     pub ranks: u32,
     /// Not known before the engine's `/metrics` or first event told it.
     pub block_size: Option<BlockSize>,

@@ -455,6 +455,22 @@ fn golden_samples() {
     );
 }
 
+/// Readers make up a source for each rank: four thousand million of them would be the end of every reader.
+#[test]
+fn a_worker_of_impossibly_many_ranks_is_no_message() {
+    for (ranks, is_possible) in [
+        (0, false),
+        (1, true),
+        (1024, true),
+        (1025, false),
+        (u32::MAX, false),
+    ] {
+        let entry = WorkerEntry { ranks, ..worker() };
+        let read = codec::decode::<WorkerEntry>(&codec::encode(&entry).unwrap());
+        assert_eq!(read.is_ok(), is_possible, "{ranks}: {read:?}");
+    }
+}
+
 /// The next version must read what this one wrote, of every kind, and this one what the first wrote.
 #[test]
 fn every_kind_has_a_golden_sample_of_every_version() {

@@ -7,6 +7,7 @@ use clap::{Parser, ValueEnum};
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
+use warmroute_proto::registry::RANKS_MAX;
 use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::mirror::Assumptions;
@@ -79,7 +80,6 @@ const PORT: u16 = 8091;
 
 /// Less than this would be full at every hiccup.
 const OUTBOX_BYTES_MIN: usize = 1 << 20;
-const RANKS_MAX: u32 = 1024;
 
 /// See [`Assumptions`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -63,7 +63,14 @@ async fn watch(
     while let Some(event) = events.next().await {
         match event {
             RegistryEvent::Put { key, entry } => match codec::decode::<WorkerEntry>(&entry.value) {
-                Ok(entry) => fleet.put(entry, Instant::now()),
+                Ok(entry) if subjects.worker_key(&entry.worker) == key => {
+                    fleet.put(entry, Instant::now());
+                }
+                // A shim may write its own key only, and speaks for its own worker only.
+                Ok(entry) => {
+                    tracing::error!(key, worker = %entry.worker, "an entry under another's key");
+                    unread.inc();
+                }
                 Err(error) => {
                     tracing::error!(key, %error, "a worker's entry is unreadable");
                     unread.inc();
@@ -129,4 +136,86 @@ async fn look(client: reqwest::Client, address: Address) -> (Address, Sight) {
         Err(_) => Sight::CheckFailed,
     };
     (address, sight)
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use tokio_util::task::TaskTracker;
+    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, PutIf};
+    use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity, WorkerId};
+
+    use super::*;
+    use crate::accounts::Desk;
+    use crate::route::{Core, Knobs, Settings};
+
+    fn fleet() -> Arc<Fleet> {
+        let core = Core::new(Settings {
+            knobs: Knobs::default(),
+            router: RouterId([0; 16]),
+            incarnation: Generation(1),
+            seed: 1,
+        });
+        Fleet::new(Desk::new(core), None)
+    }
+
+    fn plane() -> Arc<dyn Plane> {
+        Arc::new(MemoryPlane::new(MemoryPlaneConfig {
+            identity: StreamIdentity {
+                created_unix_ns: 1,
+                nonce: 1,
+            },
+            log_bytes_max: 1 << 20,
+            queue_max: 16,
+        }))
+    }
+
+    fn entry(worker: &str, ranks: u32) -> WorkerEntry {
+        WorkerEntry {
+            worker: worker.into(),
+            url: format!("http://{worker}:1"),
+            models: vec!["m".to_owned()],
+            loras: Vec::new(),
+            ranks,
+            block_size: None,
+            blocks_per_rank: None,
+            max_model_len: None,
+            main_attention_only: true,
+            version: "0".to_owned(),
+        }
+    }
+
+    #[tokio::test]
+    async fn impossible_and_foreign_entries_are_counted_and_change_nothing() {
+        let (plane, fleet, tasks) = (plane(), fleet(), TaskTracker::new());
+        let subjects = Subjects::new(&Namespace::from("t"));
+        let unread = IntCounter::new("unread", "u").unwrap();
+        let stop = CancellationToken::new();
+        for (key, entry) in [
+            ("good", entry("good", 2)),
+            ("huge", entry("huge", u32::MAX)),
+            ("thief", entry("good", 1)),
+        ] {
+            let key = subjects.worker_key(&WorkerId::from(key));
+            let value = Bytes::from(codec::encode(&entry).unwrap());
+            plane.put(key, value, PutIf::Always, None).await.unwrap();
+        }
+        let ready = Arc::new(Ready::default());
+        let follow = follow_registry(
+            Arc::clone(&fleet),
+            plane,
+            subjects,
+            Arc::clone(&ready),
+            unread.clone(),
+            stop.clone(),
+        );
+        tasks.spawn(follow);
+        while unread.get() < 2 || fleet.snapshot().is_empty() {
+            tokio::task::yield_now().await;
+        }
+        stop.cancel();
+        let known = fleet.snapshot().into_iter();
+        let known: Vec<_> = known.map(|member| member.entry).collect();
+        assert_eq!(known, [entry("good", 2)]);
+    }
 }

@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 
 use warmroute_proto::WorkerId;
+use warmroute_proto::registry::RANKS_MAX;
 
 /// A vLLM server as the operator names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,9 +19,6 @@ pub struct WorkerSpec {
     pub replay: Option<String>,
     pub ranks: NonZeroU32,
 }
-
-/// More ranks than any deployment has: a typing error, not a fleet.
-const RANKS_MAX: u32 = 1024;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {

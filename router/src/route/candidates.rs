@@ -12,13 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
-use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::registry::{RANKS_MAX, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
 
 use super::roster::{Roster, SourceId};
-
-/// More ranks than one server has; a registry entry that claims more is wrong.
-const RANKS_MAX: u32 = 1024;
 
 /// What the router's own checks say of a worker's HTTP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
