@@ -1,14 +1,18 @@
 //! The last decisions, for whoever asks "why this worker?": a bounded ring, oldest out first.
 //!
 //! No prompt, no token: sources, terms in blocks, and how many tokens the engine found cached.
+//!
+//! Every request writes here, and every request needs the core: whoever looks copies first and shows
+//! afterwards, so that nobody waits for a page that is made up.
 
-use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use serde::Serialize;
 use serde_json::{Value, json};
+use warmroute_proto::Source;
 
-use crate::route::{Core, Decision, Terms};
+use crate::route::{Decision, SourceId, Terms};
 
 /// Decisions kept. With [`WEIGHED_MAX`] candidates each about a MiB.
 const ENTRIES_MAX: usize = 1024;
@@ -30,8 +34,11 @@ pub(crate) struct Journal {
 #[derive(Default)]
 struct Ring {
     next: u64,
-    entries: VecDeque<Entry>,
+    entries: VecDeque<Arc<Entry>>,
 }
+
+/// The sources that decisions name.
+pub(crate) type Names = BTreeMap<SourceId, Source>;
 
 struct Entry {
     number: u64,
@@ -41,7 +48,7 @@ struct Entry {
     decision: Decision,
     /// The choice before it, if the request was moved.
     left: Option<Box<Decision>>,
-    cached_tokens: Option<u64>,
+    cached_tokens: OnceLock<u64>,
 }
 
 impl Journal {
@@ -69,35 +76,44 @@ impl Journal {
         if ring.entries.len() == ENTRIES_MAX {
             ring.entries.pop_front();
         }
-        ring.entries.push_back(Entry {
+        ring.entries.push_back(Arc::new(Entry {
             number,
             request_id: request_id.to_owned(),
             model: model.to_owned(),
             candidates,
             decision,
             left,
-            cached_tokens: None,
-        });
+            cached_tokens: OnceLock::new(),
+        }));
         EntryNumber(number)
     }
 
-    /// The engine told how much of the prompt it had cached. Late is no error.
+    /// The engine told how much of the prompt it had cached; it does so once. Late is no error.
     pub(crate) fn reported(&self, entry: EntryNumber, cached_tokens: u64) {
-        let mut ring = self.ring();
+        let ring = self.ring();
         let first = ring.entries.front().map_or(0, |entry| entry.number);
         let index = entry.0.checked_sub(first).map(usize::try_from);
         if let Some(Ok(index)) = index
-            && let Some(entry) = ring.entries.get_mut(index)
+            && let Some(entry) = ring.entries.get(index)
         {
-            entry.cached_tokens = Some(cached_tokens);
+            entry.cached_tokens.get_or_init(|| cached_tokens);
         }
     }
 
-    /// The newest decisions, newest first. `core` knows the sources' names.
-    pub(crate) fn newest(&self, limit: usize, core: &Core) -> Vec<Value> {
-        let ring = self.ring();
-        let newest = ring.entries.iter().rev().take(limit);
-        newest.map(|entry| entry.show(core)).collect()
+    /// The newest decisions, newest first. `names` is asked once, for all sources at a time, and nothing is
+    /// locked meanwhile.
+    pub(crate) fn newest(
+        &self,
+        limit: usize,
+        names: impl FnOnce(&BTreeSet<SourceId>) -> Names,
+    ) -> Vec<Value> {
+        let newest: Vec<Arc<Entry>> = {
+            let ring = self.ring();
+            ring.entries.iter().rev().take(limit).cloned().collect()
+        };
+        let weighed = newest.iter().flat_map(|entry| entry.weighed());
+        let names = names(&weighed.map(|terms| terms.source).collect());
+        newest.iter().map(|entry| entry.show(&names)).collect()
     }
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
@@ -106,14 +122,19 @@ impl Journal {
 }
 
 impl Entry {
-    fn show(&self, core: &Core) -> Value {
+    fn weighed(&self) -> impl Iterator<Item = &Terms> {
+        let left = self.left.iter().flat_map(|left| &left.weighed);
+        self.decision.weighed.iter().chain(left)
+    }
+
+    fn show(&self, names: &Names) -> Value {
         let decision = &self.decision;
         let moved_from = self.left.as_ref().map(|left| {
             json!({
                 "worker": left.source.worker,
                 "dp_rank": left.source.dp_rank,
                 "overlap_blocks": left.overlap_blocks,
-                "cheapest": show_all(left, core),
+                "cheapest": show_all(left, names),
             })
         });
         json!({
@@ -131,9 +152,9 @@ impl Entry {
             "predicted_ttft_ms": millis(decision.predicted_ttft),
             "credited_tokens":
                 u64::from(decision.overlap_blocks) * u64::from(decision.claim.block_tokens),
-            "cached_tokens": self.cached_tokens,
+            "cached_tokens": self.cached_tokens.get(),
             "candidates": self.candidates,
-            "cheapest": show_all(decision, core),
+            "cheapest": show_all(decision, names),
             "moved_from": moved_from,
         })
     }
@@ -150,15 +171,15 @@ fn cheapest(mut weighed: Vec<Terms>) -> Vec<Terms> {
     weighed
 }
 
-fn show_all(decision: &Decision, core: &Core) -> Vec<Value> {
+fn show_all(decision: &Decision, names: &Names) -> Vec<Value> {
     let weighed = decision.weighed.iter();
     weighed
-        .map(|terms| show(terms, decision.probability(terms), core))
+        .map(|terms| show(terms, decision.probability(terms), names))
         .collect()
 }
 
-fn show(terms: &Terms, probability: f64, core: &Core) -> Value {
-    let source = core.source(terms.source);
+fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
+    let source = names.get(&terms.source);
     json!({
         "worker": source.map(|source| &source.worker),
         "dp_rank": source.map(|source| source.dp_rank),
@@ -177,4 +198,21 @@ fn show(terms: &Terms, probability: f64, core: &Core) -> Value {
 
 fn millis(duration: std::time::Duration) -> f64 {
     duration.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who writes waits for nobody that looks.
+    #[test]
+    fn names_are_asked_with_the_ring_open() {
+        let journal = Journal::default();
+        let newest = journal.newest(usize::MAX, |ids| {
+            assert!(ids.is_empty());
+            assert!(journal.ring.try_lock().is_ok());
+            Names::new()
+        });
+        assert!(newest.is_empty());
+    }
 }

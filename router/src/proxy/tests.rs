@@ -320,7 +320,7 @@ async fn what_the_engine_found_cached_is_in_the_journal() {
         .unwrap();
     response.bytes().await.unwrap();
     world.until_quiet().await;
-    let newest = world.app.journal.newest(1, &world.app.desk.core());
+    let newest = world.newest_decision();
     assert_eq!(newest[0]["request_id"], "audited");
     assert_eq!(newest[0]["cached_tokens"], 32);
     assert_eq!(newest[0]["cheapest"][0]["worker"], "w0");
@@ -465,7 +465,7 @@ async fn a_decision_is_explained_with_what_the_engine_reported() {
         answer.bytes().await.unwrap();
     }
     world.until_quiet().await;
-    let shown = world.app.journal.newest(1, &world.app.desk.core());
+    let shown = world.newest_decision();
     let [newest] = &shown[..] else {
         panic!("one, as asked for: {shown:?}");
     };

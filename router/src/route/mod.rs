@@ -71,5 +71,6 @@ pub use decide::{Decision, Rung, Terms};
 pub use guard::{Accounts, SlotEvent, SlotGuard};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt};
+pub use roster::SourceId;
 pub use slots::{RouterLoad, SourceLoad};
 pub use state::{AdmitError, Admitted, Ask, Core, Counts, Cut, Freed, Settings};

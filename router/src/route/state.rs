@@ -474,6 +474,13 @@ impl Core {
         self.roster.source(id)
     }
 
+    /// The names of so many.
+    #[must_use]
+    pub fn sources(&self, ids: &BTreeSet<SourceId>) -> BTreeMap<SourceId, Source> {
+        let named = |&id| Some((id, self.source(id)?.clone()));
+        ids.iter().filter_map(named).collect()
+    }
+
     #[must_use]
     pub fn counts(&self) -> Counts {
         Counts {

@@ -326,6 +326,11 @@ impl World {
         }
     }
 
+    pub(super) fn newest_decision(&self) -> Vec<Value> {
+        let names = |ids: &_| self.app.desk.core().sources(ids);
+        self.app.journal.newest(1, names)
+    }
+
     /// The value of a series, 0 where there is none.
     pub(super) fn metric(&self, series: &str) -> u64 {
         let text = self.app.metrics.render(&[], &[], &Counts::default(), None);
