@@ -20,7 +20,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::load::{LoadAnswer, LoadAsk, LoadFrame, LoadHeartbeat, LoadMessage, RouterEntry};
 use crate::query::{Answer, Query};
 use crate::registry::{
-    GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
+    DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry, SnapshotLease,
+    WorkerEntry,
 };
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::view::{View, ViewAsk};
@@ -139,6 +140,9 @@ impl Message for ViewAsk {
 impl Message for View {
     const KIND: u8 = 20;
 }
+impl Message for DrainEntry {
+    const KIND: u8 = 21;
+}
 
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
@@ -245,7 +249,7 @@ mod tests {
         fn decoding_is_total_and_canonical(
             mut bytes in prop::collection::vec(any::<u8>(), 0..200),
             version in VERSION_1..=VERSION,
-            kind in 0u8..22,
+            kind in 0u8..23,
         ) {
             if let [first, second, ..] = bytes.as_mut_slice() {
                 *first = version;
@@ -274,6 +278,7 @@ mod tests {
             canonical::<ShimEntry>(&bytes)?;
             canonical::<ViewAsk>(&bytes)?;
             canonical::<View>(&bytes)?;
+            canonical::<DrainEntry>(&bytes)?;
         }
     }
 

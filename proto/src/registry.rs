@@ -42,6 +42,40 @@ pub struct Lora {
     pub parent: Option<String>,
 }
 
+/// An operator's wish.
+///
+/// Numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Encode, Decode)]
+#[serde(rename_all = "snake_case")]
+pub enum Drain {
+    #[default]
+    Serving = 0,
+    /// Takes no new requests.
+    Draining = 1,
+}
+
+impl Drain {
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Serving => "serving",
+            Self::Draining => "draining",
+        }
+    }
+}
+
+/// An operator's word on a worker: it stands, whatever becomes of the worker and of who was told, until
+/// the next one. No lease, never deleted.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct DrainEntry {
+    pub worker: WorkerId,
+    pub drain: Drain,
+    /// One above the word before: the higher one is the last.
+    pub turn: u64,
+    /// By the clock of the router that was told, for people.
+    pub said_unix_s: u64,
+}
+
 /// The value of the lock under which one shim serves a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ShimEntry {

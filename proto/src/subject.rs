@@ -175,6 +175,24 @@ impl Subjects {
         decode_name(key.strip_prefix(&self.worker_keys())?).map(WorkerId::from)
     }
 
+    /// Registry: an operator's last word on one worker. No lease, never deleted.
+    #[must_use]
+    pub fn drain_key(&self, worker: &WorkerId) -> String {
+        format!("{}{}", self.drain_keys(), encode_name(worker.as_str()))
+    }
+
+    /// Registry: the prefix of all such words.
+    #[must_use]
+    pub fn drain_keys(&self) -> String {
+        format!("{}.drain.", self.prefix)
+    }
+
+    /// The worker that the word under this registry key is on.
+    #[must_use]
+    pub fn key_drained(&self, key: &str) -> Option<WorkerId> {
+        decode_name(key.strip_prefix(&self.drain_keys())?).map(WorkerId::from)
+    }
+
     /// Registry: the generation of one source. No lease, never deleted.
     #[must_use]
     pub fn generation_key(&self, source: &Source) -> String {

@@ -590,10 +590,12 @@ async fn a_shim_writes_its_own_worker_only() {
         append_to(&indexer, OWN),
         append_to(&router, OWN),
         put_new(&router, "wr.prod.worker.worker-1"),
+        put_new(&shim, "wr.prod.drain.worker-0"),
+        put_new(&indexer, "wr.prod.drain.worker-0"),
     );
     assert!(is_refused(&refused.0) && is_refused(&refused.1) && is_refused(&refused.2));
     assert!(is_refused(&refused.3) && is_refused(&refused.4) && is_refused(&refused.5));
-    assert!(is_refused(&refused.6));
+    assert!(is_refused(&refused.6) && is_refused(&refused.7) && is_refused(&refused.8));
     let doctor = shipped.connect("doctor").await;
     let refused = tokio::join!(
         append_to(&doctor, OWN),
@@ -633,6 +635,7 @@ async fn every_role_may_do_its_work() {
     indexer.delete_snapshot("s".into()).await.unwrap();
     put_new(&indexer, "wr.prod.snapshot.newest").await.unwrap();
     put_new(&router, "wr.prod.router.r1").await.unwrap();
+    put_new(&router, "wr.prod.drain.worker-0").await.unwrap();
 
     let mut queries = indexer.serve("wr.prod.query".into()).await.unwrap();
     let ask = router.request("wr.prod.query".into(), number(1), SOON);

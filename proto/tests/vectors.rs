@@ -24,8 +24,8 @@ use warmroute_proto::load::{
 };
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::registry::{
-    GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, ShimEntry, SnapshotLease,
-    WorkerEntry,
+    Drain, DrainEntry, GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, ShimEntry,
+    SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
@@ -453,6 +453,15 @@ fn golden_samples() {
             version: "0.1.0".into(),
         },
     );
+    golden(
+        "drain",
+        &DrainEntry {
+            worker: WorkerId::from("worker-0.example"),
+            drain: Drain::Draining,
+            turn: 3,
+            said_unix_s: 1_700_000_000,
+        },
+    );
 }
 
 /// Readers make up a source for each rank: four thousand million of them would be the end of every reader.
@@ -474,7 +483,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 /// The next version must read what this one wrote, of every kind, and this one what the first wrote.
 #[test]
 fn every_kind_has_a_golden_sample_of_every_version() {
-    const KINDS: std::ops::RangeInclusive<u8> = 1..=View::KIND;
+    const KINDS: std::ops::RangeInclusive<u8> = 1..=DrainEntry::KIND;
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();
     for file in fs::read_dir(samples).unwrap() {

@@ -3,19 +3,22 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Query, State};
+use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse as _, Response};
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
-use warmroute_proto::RouterId;
+use warmroute_proto::bus::PlaneError;
+use warmroute_proto::registry::Drain;
+use warmroute_proto::{RouterId, WorkerId};
 use warmroute_shim::source::Status;
 
 use crate::accounts::Desk;
+use crate::drains::Drains;
 use crate::fleet::{Fleet, Member};
 use crate::journal::Journal;
 use crate::metrics::{Metrics, SourceLoad, WorkerStanding};
@@ -31,6 +34,7 @@ pub(crate) struct Admin {
     pub router: RouterId,
     pub desk: Arc<Desk>,
     pub fleet: Arc<Fleet>,
+    pub drains: Arc<Drains>,
     pub journal: Arc<Journal>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
@@ -49,6 +53,11 @@ pub(crate) fn router(admin: Arc<Admin>) -> Router {
         .route("/admin/decisions", get(decisions))
         .route("/admin/drain", get(drained).post(drain))
         .route("/admin/undrain", post(undrain))
+        .route(
+            "/admin/workers/{worker}/drain",
+            get(worker_drained).post(drain_worker),
+        )
+        .route("/admin/workers/{worker}/undrain", post(undrain_worker))
         .route("/health", get(|| async { StatusCode::OK }))
         .route("/readyz", get(readyz))
         .with_state(admin)
@@ -91,9 +100,102 @@ fn standing_of(stay: Stay, admin: &Admin) -> Json<Value> {
     Json(json!({ "state": stay.word(), "requests": requests }))
 }
 
+/// No router gives it new requests from here on; what runs there may finish. Told twice, it is the same.
+async fn drain_worker(
+    State(admin): State<Arc<Admin>>,
+    worker: Path<String>,
+) -> Result<Json<Value>, Refused> {
+    say(&admin, worker, Drain::Draining).await
+}
+
+async fn undrain_worker(
+    State(admin): State<Arc<Admin>>,
+    worker: Path<String>,
+) -> Result<Json<Value>, Refused> {
+    say(&admin, worker, Drain::Serving).await
+}
+
+async fn worker_drained(
+    State(admin): State<Arc<Admin>>,
+    worker: Path<String>,
+) -> Result<Json<Value>, Refused> {
+    let worker = named(&admin, worker)?;
+    Ok(Json(drain_of(&worker, &admin)))
+}
+
+async fn say(admin: &Admin, worker: Path<String>, drain: Drain) -> Result<Json<Value>, Refused> {
+    let worker = named(admin, worker)?;
+    match admin.drains.say(&worker, drain).await {
+        Ok(()) => Ok(Json(drain_of(&worker, admin))),
+        Err(error) => {
+            tracing::warn!(%worker, %error, "a word on a worker cannot be written");
+            Err(Refused::Unwritten(error))
+        }
+    }
+}
+
+fn named(admin: &Admin, Path(worker): Path<String>) -> Result<WorkerId, Refused> {
+    let worker = WorkerId::from(worker);
+    if admin.fleet.contains(&worker) || admin.drains.of(&worker).is_some() {
+        Ok(worker)
+    } else if admin.drains.is_read() {
+        Err(Refused::NoWorker)
+    } else {
+        Err(Refused::Unread)
+    }
+}
+
+/// Why there is no word on a worker.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    /// A typing error.
+    #[error("there is no such worker")]
+    NoWorker,
+    #[error("the registry is not read yet")]
+    Unread,
+    #[error("the other routers cannot be told now: {0}")]
+    Unwritten(PlaneError),
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let status = match self {
+            Self::NoWorker => StatusCode::NOT_FOUND,
+            Self::Unread | Self::Unwritten(_) => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        (status, Json(json!({ "error": self.to_string() }))).into_response()
+    }
+}
+
+/// `requests`: those of all routers that are open there, as this one counts them. `since`: when the last word
+/// was said, in seconds since the Unix epoch.
+fn drain_of(worker: &WorkerId, admin: &Admin) -> Value {
+    let word = admin.drains.of(worker);
+    let loads = admin.desk.core().loads();
+    let there = loads.iter().filter(|load| load.worker == *worker);
+    let requests: u64 = there.map(|load| u64::from(load.active_requests)).sum();
+    json!({
+        "worker": worker,
+        "state": standing_word(worker, admin).word(),
+        "since": word.map(|word| word.said_unix_s),
+        "requests": requests,
+    })
+}
+
+fn standing_word(worker: &WorkerId, admin: &Admin) -> Drain {
+    let word = admin.drains.of(worker);
+    word.map_or_else(Drain::default, |word| word.drain)
+}
+
 async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     let loads: Vec<SourceLoad> = admin.desk.core().loads().iter().map(load).collect();
-    let standings: Vec<WorkerStanding> = admin.fleet.snapshot().iter().map(standing).collect();
+    let standings: Vec<WorkerStanding> = {
+        let members = admin.fleet.snapshot();
+        members
+            .iter()
+            .map(|member| standing(member, &admin))
+            .collect()
+    };
     let counts = admin.desk.core().counts();
     admin.metrics.leaving(admin.ready.is_leaving());
     let sync = admin.replicas.snapshot().await;
@@ -133,11 +235,12 @@ fn load(row: &crate::route::SourceLoad) -> SourceLoad {
     }
 }
 
-fn standing(member: &Member) -> WorkerStanding {
+fn standing(member: &Member, admin: &Admin) -> WorkerStanding {
     let checks = member.checks.named();
     WorkerStanding {
         worker: member.entry.worker.to_string(),
         healthy: member.health.usable(),
+        draining: standing_word(&member.entry.worker, admin) == Drain::Draining,
         checks: checks.map(|(name, check)| (name, check.passed())).into(),
     }
 }
@@ -180,6 +283,7 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
         "entry": member.entry,
         "registered": member.registered,
         "health": member.health.word(),
+        "drain": standing_word(&member.entry.worker, admin).word(),
         "checks": member.checks,
         "stalled_ranks": stalled,
         "sources": seen.map(|view| &view.sources),

@@ -13,14 +13,14 @@ mod view;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::registry::{Drain, WorkerEntry};
 use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::accounts::Desk;
@@ -52,6 +52,8 @@ pub(crate) struct Fleet {
     /// What the operator says all blocks are.
     block_size: Option<BlockSize>,
     members: Mutex<BTreeMap<WorkerId, Member>>,
+    /// Workers that an operator took out, whether they are here or not. Locked under the members.
+    drained: Mutex<BTreeSet<WorkerId>>,
     view: RwLock<Arc<View>>,
     /// A worker came, came back or changed: its registration is to be checked.
     to_register: Notify,
@@ -72,6 +74,7 @@ impl Fleet {
             desk,
             block_size,
             members: Mutex::default(),
+            drained: Mutex::default(),
             view: RwLock::default(),
             to_register: Notify::new(),
             to_look_at: Notify::new(),
@@ -144,6 +147,21 @@ impl Fleet {
         self.to_register.notify_one();
     }
 
+    /// An operator's word, which outlives the worker's registration.
+    pub(crate) fn set_drain(&self, worker: &WorkerId, drain: Drain) {
+        let members = self.members();
+        let is_news = {
+            let mut drained = self.drained();
+            match drain {
+                Drain::Draining => drained.insert(worker.clone()),
+                Drain::Serving => drained.remove(worker),
+            }
+        };
+        if is_news {
+            self.publish(&members);
+        }
+    }
+
     /// The result of checking a worker's registration, if it is still that life's.
     pub(crate) fn checked(&self, worker: &WorkerId, life: u64, checks: Checks) {
         let mut members = self.members();
@@ -184,6 +202,10 @@ impl Fleet {
         members.values().map(address).collect()
     }
 
+    pub(crate) fn contains(&self, worker: &WorkerId) -> bool {
+        self.members().contains_key(worker)
+    }
+
     pub(crate) fn ranks(&self, worker: &WorkerId) -> u32 {
         let members = self.members();
         members.get(worker).map_or(0, |member| member.entry.ranks)
@@ -202,15 +224,26 @@ impl Fleet {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn drained(&self) -> MutexGuard<'_, BTreeSet<WorkerId>> {
+        self.drained.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Tells the core and the requests. Under the members' lock, so that the last word is the last.
     fn publish(&self, members: &BTreeMap<WorkerId, Member>) {
         let entries: Vec<WorkerEntry> = members
             .values()
             .map(|member| member.entry.clone())
             .collect();
+        let drained = self.drained();
         let mut core = self.desk.core();
         core.set_workers(&entries);
         for member in members.values() {
+            let drain = if drained.contains(&member.entry.worker) {
+                Drain::Draining
+            } else {
+                Drain::Serving
+            };
+            core.set_drain(&member.entry.worker, drain);
             let health = match member.health {
                 Health::Healthy { .. } => route::Health::Healthy,
                 Health::Unchecked => route::Health::Unknown,

@@ -16,6 +16,7 @@ mod admin;
 mod audit;
 mod clock;
 pub mod config;
+mod drains;
 mod embedded;
 mod error;
 mod fleet;

@@ -124,6 +124,8 @@ pub(crate) struct SourceLoad {
 pub(crate) struct WorkerStanding {
     pub worker: String,
     pub healthy: bool,
+    /// An operator took it out.
+    pub draining: bool,
     /// Each check by its name, with whether the worker passed.
     pub checks: Vec<(&'static str, bool)>,
 }
@@ -181,6 +183,7 @@ struct FleetGauges {
     prefill_tokens: IntGaugeVec,
     decode_blocks: IntGaugeVec,
     worker_healthy: IntGaugeVec,
+    worker_draining: IntGaugeVec,
     check_passed: IntGaugeVec,
     check_failures: IntCounterVec,
 }
@@ -491,6 +494,11 @@ impl FleetGauges {
                 "1 while the router's own checks pass",
                 &["worker"],
             )?,
+            worker_draining: make.gauges(
+                "worker_draining",
+                "1 while an operator has the worker taken out",
+                &["worker"],
+            )?,
             check_passed: make.gauges(
                 "worker_check_passed",
                 "1 where a worker passed the check at its registration",
@@ -510,6 +518,7 @@ impl FleetGauges {
             &self.prefill_tokens,
             &self.decode_blocks,
             &self.worker_healthy,
+            &self.worker_draining,
             &self.check_passed,
         ] {
             gauge.reset();
@@ -532,6 +541,9 @@ impl FleetGauges {
             self.worker_healthy
                 .with_label_values(&[standing.worker.as_str()])
                 .set(standing.healthy.into());
+            self.worker_draining
+                .with_label_values(&[standing.worker.as_str()])
+                .set(standing.draining.into());
             for (check, passed) in &standing.checks {
                 self.check_passed
                     .with_label_values(&[standing.worker.as_str(), check])
@@ -618,6 +630,7 @@ mod tests {
         let standing = WorkerStanding {
             worker: "w1".into(),
             healthy: true,
+            draining: true,
             checks: vec![("chat", false)],
         };
         let text = metrics
@@ -626,6 +639,7 @@ mod tests {
         let line = "warmroute_router_slots_active{dp_rank=\"1\",worker=\"w1\"} 2";
         assert!(text.contains(line), "{text}");
         assert!(text.contains("warmroute_router_worker_healthy{worker=\"w1\"} 1"));
+        assert!(text.contains("warmroute_router_worker_draining{worker=\"w1\"} 1"));
         let text = metrics.render(&[], &[], &Counts::default(), None).unwrap();
         assert!(!text.contains("w1"), "{text}");
     }

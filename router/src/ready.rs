@@ -32,6 +32,7 @@ const BEGINNING_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub(crate) struct Ready {
     registry: AtomicBool,
+    drains: AtomicBool,
     workers: AtomicBool,
     load: AtomicBool,
     latched: Notify,
@@ -65,6 +66,12 @@ impl Ready {
     /// Everything that the registry had at the start is known.
     pub(crate) fn registry_read(&self) {
         self.registry.store(true, Ordering::Relaxed);
+        self.latched.notify_waiters();
+    }
+
+    /// Which workers operators took out is known.
+    pub(crate) fn drains_read(&self) {
+        self.drains.store(true, Ordering::Relaxed);
         self.latched.notify_waiters();
     }
 
@@ -147,7 +154,8 @@ impl Ready {
     }
 
     fn lacking(&self) -> Option<&'static str> {
-        if !self.registry.load(Ordering::Relaxed) {
+        let is_read = |latch: &AtomicBool| latch.load(Ordering::Relaxed);
+        if !is_read(&self.registry) || !is_read(&self.drains) {
             Some("the registry is not read yet")
         } else if !self.workers.load(Ordering::Relaxed) {
             Some("no worker is usable and checked yet")
@@ -181,6 +189,7 @@ mod tests {
         let ready = Ready::default();
         assert!(ready.missing().is_some());
         ready.registry_read();
+        ready.drains_read();
         ready.workers_settled();
         ready.load_known();
         assert_eq!(ready.missing(), None);
@@ -217,6 +226,7 @@ mod tests {
         let mut waiting = Box::pin(ready.begun());
         for latch in [
             Ready::registry_read,
+            Ready::drains_read,
             Ready::workers_settled,
             Ready::load_known,
         ] {

@@ -27,6 +27,7 @@ use crate::accounts::Desk;
 use crate::admin::{self, Admin};
 use crate::audit::{Auditor, Rechecks};
 use crate::config::{Config, Limits};
+use crate::drains::Drains;
 use crate::fleet::Fleet;
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
@@ -221,6 +222,7 @@ struct Parts {
     replication: Replication,
     replicas: replication::Handle,
     fleet: Arc<Fleet>,
+    drains: Arc<Drains>,
     index: IndexClient,
     auditor: Arc<Auditor>,
     rechecks: Rechecks,
@@ -262,8 +264,10 @@ impl Parts {
             Arc::clone(&metrics),
             index.clone(),
         );
+        let fleet = Fleet::new(Arc::clone(&desk), config.block_size);
         Self {
-            fleet: Fleet::new(Arc::clone(&desk), config.block_size),
+            drains: Drains::new(around.plane(), subjects.clone(), Arc::clone(&fleet)),
+            fleet,
             desk,
             replication,
             replicas,
@@ -289,52 +293,22 @@ impl Parts {
         tasks: &Tasks,
     ) -> (Arc<App>, Router) {
         let stop = &tasks.stop;
-        let plane = || around.plane();
+        self.follow_workers(config, around, tasks);
         let ready = Arc::clone(&self.ready);
         let known = move || ready.load_known();
         tasks.spawn("replication", self.replication.run(known, stop.clone()));
-        let index = self.index.clone();
-        let unread = self.metrics.bad_entries();
-        tasks.spawn(
-            "indexers",
-            index.follow_replicas(unread.clone(), stop.clone()),
-        );
+        let follow = self
+            .index
+            .clone()
+            .follow_replicas(self.metrics.bad_entries().clone(), stop.clone());
+        tasks.spawn("indexers", follow);
         tasks.spawn("clock", tick(Arc::clone(&self.desk), stop.clone()));
         tasks.spawn("rechecks", self.rechecks.run(stop.clone()));
-        tasks.spawn(
-            "registry",
-            workers::follow_registry(
-                Arc::clone(&self.fleet),
-                plane(),
-                self.subjects,
-                Arc::clone(&self.ready),
-                unread.clone(),
-                stop.clone(),
-            ),
-        );
-        tasks.spawn(
-            "health",
-            workers::check_health(
-                Arc::clone(&self.fleet),
-                self.client.clone(),
-                config.health_interval,
-                Arc::clone(&self.ready),
-                stop.clone(),
-            ),
-        );
-        let registrar = Registrar {
-            fleet: Arc::clone(&self.fleet),
-            client: self.client.clone(),
-            tokenizer: self.tokenizer.clone(),
-            block_size: config.block_size,
-            metrics: Arc::clone(&self.metrics),
-            ready: Arc::clone(&self.ready),
-        };
-        tasks.spawn("registrar", registrar.run(stop.clone()));
         let admin = Admin {
             router: self.router,
             desk: Arc::clone(&self.desk),
             fleet: Arc::clone(&self.fleet),
+            drains: self.drains,
             journal: Arc::clone(&self.journal),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
@@ -358,6 +332,49 @@ impl Parts {
             ready: self.ready,
         };
         (Arc::new(app), admin::router(Arc::new(admin)))
+    }
+
+    /// Starts what keeps the workers true: who they are, how they are, which are taken out.
+    fn follow_workers(&self, config: &Config, around: &Surroundings, tasks: &Tasks) {
+        let stop = &tasks.stop;
+        tasks.spawn(
+            "drains",
+            Arc::clone(&self.drains).follow(
+                Arc::clone(&self.ready),
+                self.metrics.bad_entries().clone(),
+                stop.clone(),
+            ),
+        );
+        tasks.spawn(
+            "registry",
+            workers::follow_registry(
+                Arc::clone(&self.fleet),
+                around.plane(),
+                self.subjects.clone(),
+                Arc::clone(&self.ready),
+                self.metrics.bad_entries().clone(),
+                stop.clone(),
+            ),
+        );
+        tasks.spawn(
+            "health",
+            workers::check_health(
+                Arc::clone(&self.fleet),
+                self.client.clone(),
+                config.health_interval,
+                Arc::clone(&self.ready),
+                stop.clone(),
+            ),
+        );
+        let registrar = Registrar {
+            fleet: Arc::clone(&self.fleet),
+            client: self.client.clone(),
+            tokenizer: self.tokenizer.clone(),
+            block_size: config.block_size,
+            metrics: Arc::clone(&self.metrics),
+            ready: Arc::clone(&self.ready),
+        };
+        tasks.spawn("registrar", registrar.run(stop.clone()));
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
-    GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease, WorkerEntry,
+    Drain, DrainEntry, GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -21,6 +21,8 @@ pub struct Registry {
     pub routers: BTreeMap<RouterId, RouterEntry>,
     pub pointer: Option<SnapshotPointer>,
     pub writer: Option<SnapshotLease>,
+    /// Workers that an operator took out.
+    pub drained: BTreeSet<WorkerId>,
     pub unreadable: BTreeSet<String>,
 }
 
@@ -40,6 +42,11 @@ impl Registry {
         } else if let Some(source) = subjects.key_generation(key) {
             let entry: GenerationEntry = codec::decode(value).ok()?;
             self.generations.insert(source, entry.generation);
+        } else if let Some(worker) = subjects.key_drained(key) {
+            let entry: DrainEntry = codec::decode(value).ok()?;
+            if entry.drain == Drain::Draining {
+                self.drained.insert(worker);
+            }
         } else if let Some(id) = subjects.key_indexer(key) {
             self.indexers.insert(id, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_router(key) {
@@ -92,6 +99,10 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         registry.generations.len()
     );
     rest.push(("registered", text));
+    if !registry.drained.is_empty() {
+        let drained: Vec<&str> = registry.drained.iter().map(WorkerId::as_str).collect();
+        rest.push(("drained", drained.join(", ")));
+    }
 }
 
 /// A generation in use is never above its key: it is written there first.

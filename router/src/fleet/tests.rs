@@ -75,6 +75,28 @@ fn a_lapsed_registration_removes_nobody_who_answers() {
 }
 
 #[test]
+fn a_drain_is_older_than_its_worker_and_outlives_it() {
+    let fleet = fleet();
+    fleet.set_drain(&"w".into(), Drain::Draining);
+    fleet.put(entry("w", 16), Instant::now());
+    see(&fleet, "w", Sight::CheckPassed);
+    assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
+    // Gone, forgotten, and back at another address.
+    fleet.gone(&"w".into());
+    see(&fleet, "w", Sight::ConnectFailed);
+    let later = Instant::now() + FORGET_AFTER * 2;
+    fleet.see(&"w".into(), Sight::ConnectFailed, later);
+    assert!(fleet.snapshot().is_empty());
+    let mut moved = entry("w", 16);
+    moved.url = "http://elsewhere:1".to_owned();
+    fleet.put(moved, later);
+    see(&fleet, "w", Sight::CheckPassed);
+    assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
+    fleet.set_drain(&"w".into(), Drain::Serving);
+    assert_eq!(candidates(&fleet), Ok(1));
+}
+
+#[test]
 fn a_registered_worker_is_never_forgotten() {
     let fleet = fleet();
     fleet.put(entry("w", 16), Instant::now());

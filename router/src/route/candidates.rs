@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
-use warmroute_proto::registry::{RANKS_MAX, WorkerEntry};
+use warmroute_proto::registry::{Drain, RANKS_MAX, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
 
 use super::roster::{Roster, SourceId};
@@ -26,16 +26,6 @@ pub enum Health {
     Unknown,
     Healthy,
     Unhealthy,
-}
-
-/// An operator's wish.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Drain {
-    #[default]
-    Serving,
-    /// Takes no new requests.
-    Draining,
 }
 
 /// Why nobody can take a request.
@@ -124,17 +114,17 @@ struct Served {
 }
 
 impl Fleet {
-    /// The registry's content. Marks of workers that stay are kept, unless their URL changed.
+    /// The registry's content. Of workers that stay the drain is kept, and the health unless their URL
+    /// changed.
     pub fn set_workers(&mut self, roster: &mut Roster, entries: &[WorkerEntry]) {
         let mut old = std::mem::take(&mut self.workers);
         for entry in entries {
-            let known = old
-                .remove(&entry.worker)
-                .filter(|known| known.entry.url == entry.url);
-            let (health, drain) = known.map_or_else(Default::default, |w| (w.health, w.drain));
+            let known = old.remove(&entry.worker);
+            let drain = known.as_ref().map_or_else(Drain::default, |w| w.drain);
+            let same = known.filter(|known| known.entry.url == entry.url);
             let worker = Worker {
                 entry: entry.clone(),
-                health,
+                health: same.map_or_else(Health::default, |w| w.health),
                 drain,
             };
             self.workers.insert(entry.worker.clone(), worker);

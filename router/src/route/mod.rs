@@ -64,7 +64,7 @@ pub mod ttft;
 pub mod view;
 
 pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
-pub use candidates::{Candidate, Drain, Health, Model, Refusal};
+pub use candidates::{Candidate, Health, Model, Refusal};
 pub use choice::Policy;
 pub use cost::{InvalidKnob, Knobs};
 pub use decide::{Decision, Rung, Terms};

@@ -8,11 +8,11 @@ use fastrand::Rng;
 use serde::Serialize;
 use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
 use warmroute_proto::query::Answer;
-use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::registry::{Drain, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
-use super::candidates::{Drain, Fleet, Health, Model, Refusal};
+use super::candidates::{Fleet, Health, Model, Refusal};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
 use super::decide::{Decision, Grounds, Question, Rung, decide};

@@ -269,6 +269,7 @@ impl World {
             ready: Arc::default(),
         });
         app.ready.registry_read();
+        app.ready.drains_read();
         app.ready.workers_settled();
         app.ready.load_known();
         let url = serve(&app, &shutdown, &connections).await;

@@ -147,7 +147,7 @@ fn block_sizes_that_differ_are_seen() {
 }
 
 #[test]
-fn marks_survive_a_new_entry_but_not_a_new_url() {
+fn health_survives_a_new_entry_but_not_a_new_url_and_a_drain_survives_both() {
     let mut fixture = Fixture::with(&[entry("a")]);
     assert!(fixture.health("a", Health::Unhealthy));
     assert!(!fixture.health("a", Health::Unhealthy), "no news");
@@ -157,8 +157,14 @@ fn marks_survive_a_new_entry_but_not_a_new_url() {
     assert_eq!(fixture.names("base"), Err(Refusal::AllUnhealthy));
     let mut moved = entry("a");
     moved.url = "http://elsewhere".into();
-    fixture.fleet.set_workers(&mut fixture.roster, &[moved]);
+    fixture
+        .fleet
+        .set_workers(&mut fixture.roster, std::slice::from_ref(&moved));
     assert!(fixture.names("base").is_ok());
+    fixture.drain("a");
+    moved.url = "http://elsewhere.still".into();
+    fixture.fleet.set_workers(&mut fixture.roster, &[moved]);
+    assert_eq!(fixture.names("base"), Err(Refusal::AllDraining));
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod convergence;
 mod cost;
 mod death;
 mod doctor;
+mod drain;
 mod engine_restart;
 mod equality;
 mod front;
