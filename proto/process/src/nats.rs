@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use nkeys::KeyPair;
 use tokio::time::{Instant, sleep};
 use uuid::Uuid;
 use warmroute_proto::Namespace;
@@ -217,7 +218,7 @@ pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
         Some(file) => credentials(file)?,
         None => url_auth(&url),
     };
-    let mut config = named(&url, namespace, role, auth);
+    let mut config = named(&url, namespace, role, auth)?;
     if let Some(tls) = args.nats_tls.clone() {
         config.tls = NatsTls {
             required: true,
@@ -228,18 +229,41 @@ pub fn config(args: &NatsArgs, role: &str) -> anyhow::Result<NatsConfig> {
     Ok(config)
 }
 
-/// A user's permissions open one inbox for it, so that a process with a user is named as its user.
-fn named(url: &str, namespace: Namespace, role: &str, auth: NatsAuth) -> NatsConfig {
-    let name = match &auth {
-        NatsAuth::UserPassword { user, .. } => user.clone(),
-        NatsAuth::None | NatsAuth::Token(_) | NatsAuth::NkeySeed(_) | NatsAuth::Credentials(_) => {
-            format!("{role}-{:08x}", Uuid::new_v4().as_fields().0)
+/// A user's permissions open one inbox for it, which has to be known before its processes are: it is named
+/// as the user, or as the public key of a seed or .creds file. A token is nobody's, and has no permissions.
+fn named(
+    url: &str,
+    namespace: Namespace,
+    role: &str,
+    auth: NatsAuth,
+) -> anyhow::Result<NatsConfig> {
+    let own = || format!("{role}-{:08x}", Uuid::new_v4().as_fields().0);
+    let (name, inbox) = match &auth {
+        NatsAuth::UserPassword { user, .. } => (user.clone(), None),
+        NatsAuth::NkeySeed(seed) => (own(), Some(public_key(seed)?)),
+        NatsAuth::Credentials(text) => {
+            let seed = text.split_whitespace().find(|word| is_seed(word));
+            let seed = seed.context("--nats-creds: a .creds file without the seed of a user")?;
+            (own(), Some(public_key(seed)?))
         }
+        NatsAuth::None | NatsAuth::Token(_) => (own(), None),
     };
-    NatsConfig {
-        auth,
-        ..NatsConfig::new(url, namespace, name)
+    let mut config = NatsConfig::new(url, namespace, name);
+    config.auth = auth;
+    if let Some(key) = inbox {
+        config.inbox = format!("_INBOX.{key}");
     }
+    Ok(config)
+}
+
+/// `U…`, the user's name where users have keys.
+fn public_key(seed: &str) -> anyhow::Result<String> {
+    let pair = KeyPair::from_seed(seed).context("--nats-creds: the seed is no seed")?;
+    Ok(pair.public_key())
+}
+
+fn is_seed(word: &str) -> bool {
+    word.starts_with("SU") && word.len() == NKEY_SEED_CHARS
 }
 
 /// What the first URL has before its host, verbatim: the client itself does not read it.
@@ -285,7 +309,7 @@ fn credentials(file: &Path) -> anyhow::Result<NatsAuth> {
     if line.is_empty() || line.contains(char::is_whitespace) {
         bail!("--nats-creds {shown} is neither a .creds file, a seed, USER:PASSWORD nor a token");
     }
-    if line.starts_with("SU") && line.len() == NKEY_SEED_CHARS {
+    if is_seed(line) {
         return Ok(NatsAuth::NkeySeed(line.to_owned()));
     }
     Ok(user_or_token(line))
@@ -321,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_user_names_the_process_and_its_inbox() {
-        let named = |url: &str| named(url, Namespace::from("ns"), "router", url_auth(url));
+        let named = |url: &str| named(url, Namespace::from("ns"), "router", url_auth(url)).unwrap();
         let name = |url: &str| named(url).name;
         assert_eq!(name("nats://ann:secret@h:4222,nats://i:4222"), "ann");
         assert!(name("nats://token@h:4222").starts_with("router-"));
@@ -331,6 +355,26 @@ mod tests {
         assert_eq!(auth("nats://ann:secret@h:4222"), "user and password");
         assert_eq!(auth("nats://token@h:4222"), "token");
         assert_eq!(auth("nats://h:4222,nats://ann:secret@i:4222"), "none");
+    }
+
+    /// RFC 8032's first key, as a user's.
+    const SEED: &str = "SUAJ2YNRTXX72WTAXKCEV5ES5QWMIRCJYVUXWMTJDFYDXLADDSXH6YALCA";
+    const KEY: &str = "UDLVVGABQKYQVN6VJP7NHSLEA45A5YLS6PNKMIZFV4BBU2HXA5IRUVAL";
+
+    #[test]
+    fn a_seed_names_the_inbox_that_permissions_open() {
+        let inbox = |auth| named("h:4222", Namespace::from("ns"), "router", auth).map(|c| c.inbox);
+        let own = format!("_INBOX.{KEY}");
+        assert_eq!(inbox(NatsAuth::NkeySeed(SEED.to_owned())).unwrap(), own);
+        let creds = format!(
+            "-----BEGIN NATS USER JWT-----\neyJ0.e30.c2ln\n------END NATS USER JWT------\n\n\
+             -----BEGIN USER NKEY SEED-----\n{SEED}\n------END USER NKEY SEED------\n"
+        );
+        assert_eq!(inbox(NatsAuth::Credentials(creds)).unwrap(), own);
+        assert!(inbox(NatsAuth::Credentials("no seed".to_owned())).is_err());
+        assert!(inbox(NatsAuth::NkeySeed(format!("SU{}", "A".repeat(56)))).is_err());
+        let nobody = inbox(NatsAuth::Token("t".to_owned())).unwrap();
+        assert!(nobody.starts_with("_INBOX.router-"), "{nobody}");
     }
 
     #[tokio::test(start_paused = true)]

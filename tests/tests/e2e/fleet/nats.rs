@@ -1,7 +1,7 @@
 //! The parts of a fleet that has a plane of its own: a real nats-server, shims, indexers.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -23,6 +23,12 @@ const FAR: Duration = Duration::from_millis(8);
 
 const PASSWORD: &str = "secret";
 
+/// RFC 8032's first key, as a user's: what routers have where others have a password.
+const SEED: &str = "SUAJ2YNRTXX72WTAXKCEV5ES5QWMIRCJYVUXWMTJDFYDXLADDSXH6YALCA";
+const KEY: &str = "UDLVVGABQKYQVN6VJP7NHSLEA45A5YLS6PNKMIZFV4BBU2HXA5IRUVAL";
+
+const SEED_FILE: &str = "router.nk";
+
 /// Permits for [`Company`]: who wants to be alone takes both.
 static FLEETS: Semaphore = Semaphore::const_new(2);
 
@@ -38,6 +44,8 @@ pub(crate) struct Distributed {
     /// By shim, if they are not linked directly.
     proxies: Vec<Proxy>,
     access: Access,
+    /// A file with it.
+    seed: PathBuf,
     /// Last, so that the next fleet starts when this one has ended.
     _turn: SemaphorePermit<'static>,
 }
@@ -51,6 +59,17 @@ impl Distributed {
                 format!("nats://{}", self.lossy().address)
             }
             Access::Open | Access::Cluster | Access::LossyRouters | Access::FarRouters => url,
+            Access::LeastPrivilege if user == "router" => {
+                let seed = self.seed.display().to_string();
+                return strings(&[
+                    "--nats-url",
+                    &url,
+                    "--namespace",
+                    NAMESPACE,
+                    "--nats-creds",
+                    &seed,
+                ]);
+            }
             Access::LeastPrivilege | Access::MuteRouters => {
                 let user = format!("nats://{user}:{PASSWORD}@");
                 url.replace("nats://", &user)
@@ -105,6 +124,7 @@ impl Fleet {
             peers: Mutex::new(peers),
             proxies: Vec::new(),
             access,
+            seed: self.place.path(SEED_FILE),
             _turn: turn,
         });
         self.init();
@@ -225,7 +245,9 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
             NatsServer::start().await
         }
         Access::LeastPrivilege => {
-            let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
+            let file = place.path("nats.conf");
+            std::fs::write(&file, with_a_key()).expect("a file");
+            std::fs::write(place.path(SEED_FILE), SEED).expect("a file");
             let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
             let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
             let environment = names.iter().map(|name| (&**name, PASSWORD));
@@ -240,6 +262,23 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
             NatsServer::start_with(&arguments, &[]).await
         }
     }
+}
+
+/// The shipped configuration, in which routers have a key instead of a password, and nothing else is changed.
+fn with_a_key() -> String {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
+    let mut text = std::fs::read_to_string(file).expect("the shipped file");
+    for (from, to) in [
+        (
+            "user: router, password: $WR_ROUTER_PASSWORD",
+            format!("nkey: {KEY}"),
+        ),
+        ("_INBOX.router.>", format!("_INBOX.{KEY}.>")),
+    ] {
+        assert!(text.contains(from), "no {from:?} in the shipped file");
+        text = text.replace(from, &to);
+    }
+    text
 }
 
 fn mute_routers() -> String {
