@@ -34,7 +34,13 @@ else
 fi
 
 if command -v kubectl >/dev/null 2>&1; then
-  kubectl kustomize kubernetes >/dev/null
+  made=$(kubectl kustomize kubernetes)
+  # Each worker pod has a credential of its own, named as the users of nats.conf.
+  grep -q 'subPathExpr: shim-$(POD_NAME)' <<<"$made"
+  grep -q '^  serviceName: worker$' <<<"$made"
+  for pod in worker-0 worker-1; do
+    grep -q "user: shim-$pod," nats/nats.conf
+  done
   passed kubernetes
 else
   skipped kubernetes kubectl
