@@ -53,6 +53,7 @@ if command -v systemd-analyze >/dev/null 2>&1; then
     # The binaries are not installed here.
     sed 's|^ExecStart=.*|ExecStart=/bin/true|' "$unit" >"$units/$(basename "${unit/@/@check}")"
   done
+  cp -r systemd/*.d "$units"
   systemd-analyze verify --man=no "$units"/*.service
   passed systemd
 else
