@@ -1,11 +1,17 @@
 //! A load balancer in front, configured as `deploy/` ships it.
 
 use std::fs::{self, File};
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 
 use futures_util::StreamExt as _;
+use serde_json::json;
+use tokio::net::UdpSocket;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
 
 use super::streams::{body, open};
 use crate::fleet::{Engines, Flags, Fleet, Mode, free_port};
@@ -68,12 +74,42 @@ impl Front {
                 }
             }
             Kind::Nginx => {
-                let file = fleet.file(&format!("nginx-{port}.conf"));
-                fs::write(&file, placed(&routers, port, &file)).expect("a file");
-                command.args(["-g", "daemon off; master_process off;"]);
-                command.arg("-c").arg(file);
+                let fixed: Vec<String> = routers
+                    .iter()
+                    .map(|r| format!("server {r} max_fails=0;"))
+                    .collect();
+                let fixed = format!("upstream fixed {{ {} }}", fixed.join(" "));
+                nginx(
+                    &mut command,
+                    fleet,
+                    port,
+                    &[(FIXED, &fixed), (NAMED, "set $routers fixed;")],
+                );
             }
         }
+        let front = Self::spawn(kind, command, port, fleet);
+        let base = front.base();
+        let ready = async |fleet: &Fleet| fleet.is_ready(&base).await;
+        fleet.until("the balancer has a router", ready).await;
+        front
+    }
+
+    /// nginx that asks this name server for the router that listens on this port.
+    fn by_name(fleet: &Fleet, resolver: &str, router: u16) -> Self {
+        let port = free_port();
+        let mut command = Command::new(Kind::Nginx.binary());
+        let resolver = format!("resolver {resolver} ");
+        let named = format!("set $routers routers:{router};");
+        nginx(
+            &mut command,
+            fleet,
+            port,
+            &[("resolver 127.0.0.11 ", &resolver), (NAMED, &named)],
+        );
+        Self::spawn(Kind::Nginx, command, port, fleet)
+    }
+
+    fn spawn(kind: Kind, mut command: Command, port: u16, fleet: &Fleet) -> Self {
         let log = File::create(fleet.file(&format!("{}-{port}.log", kind.program())));
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(log.expect("a log"));
@@ -82,15 +118,11 @@ impl Front {
         let mut watchdog = Command::new("sh");
         watchdog.args(["-c", &kill]).stdin(Stdio::piped());
         let watchdog = watchdog.stderr(Stdio::null()).spawn().expect("sh starts");
-        let front = Self {
+        Self {
             child,
             watchdog,
             port,
-        };
-        let base = front.base();
-        let ready = async |fleet: &Fleet| fleet.is_ready(&base).await;
-        fleet.until("the balancer has a router", ready).await;
-        front
+        }
     }
 
     pub(crate) fn base(&self) -> String {
@@ -111,24 +143,110 @@ fn host_port(base: &str) -> String {
     base.trim_start_matches("http://").to_owned()
 }
 
+/// How the shipped file says where routers are, and how it shows the other way.
+const NAMED: &str = "set $routers routers:8080;";
+const FIXED: &str =
+    "# upstream fixed { server 10.0.0.1:8080 max_fails=0; server 10.0.0.2:8080 max_fails=0; }";
+
 /// nginx reads no environment: the addresses in the shipped file, and nothing else, are replaced.
-fn placed(routers: &[String], port: u16, file: &Path) -> String {
-    let text = fs::read_to_string(shipped("nginx/nginx.conf")).expect("the shipped file");
-    let mut text = text;
-    let mut replace = |from: &str, to: &str| {
+fn nginx(command: &mut Command, fleet: &Fleet, port: u16, addresses: &[(&str, &str)]) {
+    let file = fleet.file(&format!("nginx-{port}.conf"));
+    let pid = file.with_extension("pid").display().to_string();
+    let listen = format!("listen 127.0.0.1:{port};");
+    let own = [
+        ("listen 8080;", &*listen),
+        ("/tmp/warmroute-nginx.pid", &*pid),
+    ];
+    let mut text = fs::read_to_string(shipped("nginx/nginx.conf")).expect("the shipped file");
+    for (from, to) in own.iter().chain(addresses) {
         assert!(text.contains(from), "no {from:?} in the shipped file");
         text = text.replace(from, to);
-    };
-    replace("listen 8080;", &format!("listen 127.0.0.1:{port};"));
-    let pid = file.with_extension("pid");
-    replace("/tmp/warmroute-nginx.pid", &pid.display().to_string());
-    for number in 1..=3 {
-        let from = format!("server router-{number}:8080 ");
-        // Fewer routers than lines: some stand twice.
-        let router = &routers[(number - 1) % routers.len()];
-        replace(&from, &format!("server {router} "));
     }
-    text
+    fs::write(&file, text).expect("a file");
+    command.args(["-g", "daemon off; master_process off;"]);
+    command.arg("-c").arg(file);
+}
+
+type Names = Arc<Mutex<Vec<Ipv4Addr>>>;
+
+/// A name server for whom every name has these addresses, and none exists while there are none.
+async fn name_server(names: Names) -> (String, AbortOnDrop) {
+    let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let address = socket.local_addr().unwrap().to_string();
+    let serve = async move {
+        let mut buffer = [0; 512];
+        while let Ok((length, asker)) = socket.recv_from(&mut buffer).await {
+            let addresses = names.lock().unwrap().clone();
+            let answer = answer(&buffer[..length], &addresses);
+            // Whoever gets none asks again.
+            drop(socket.send_to(&answer, asker).await);
+        }
+    };
+    (address, AbortOnDrop(TaskTracker::new().spawn(serve)))
+}
+
+struct AbortOnDrop(JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// One question, of type A or another: header, question, records (RFC 1035).
+fn answer(query: &[u8], addresses: &[Ipv4Addr]) -> Vec<u8> {
+    const HEADER: usize = 12;
+    let name = query[HEADER..]
+        .iter()
+        .position(|&byte| byte == 0)
+        .expect("its end");
+    let question = &query[HEADER..HEADER + name + 5];
+    let is_a = question[name + 1..name + 3] == [0, 1];
+    let records = if is_a { addresses } else { &[] };
+    // An answer; recursion desired and available; no such name.
+    let code = if addresses.is_empty() { 3 } else { 0 };
+    let count = u8::try_from(records.len()).expect("few");
+    let mut answer = [
+        &query[..2],
+        &[0x81, 0x80 | code, 0, 1, 0, count, 0, 0, 0, 0],
+        question,
+    ]
+    .concat();
+    for record in records {
+        // The question's name, A, IN, no time to live.
+        answer.extend([0xC0, 0x0C, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4]);
+        answer.extend(record.octets());
+    }
+    answer
+}
+
+/// It starts while nobody knows the routers' name, and finds them once somebody does; one that is not there
+/// costs no request, a POST neither.
+async fn nginx_follows_a_name(fleet: &Fleet) {
+    let names = Names::default();
+    let (resolver, _serving) = name_server(Arc::clone(&names)).await;
+    let router = fleet.routers[0].said["port"].as_u64().unwrap();
+    let front = Front::by_name(fleet, &resolver, u16::try_from(router).unwrap());
+    let base = front.base();
+    let away = async |fleet: &Fleet| {
+        let answer = fleet.http.get(format!("{base}/readyz")).send().await;
+        answer.is_ok_and(|answer| answer.status() == 502)
+    };
+    fleet.until("nginx runs, and knows no router", away).await;
+    let nobody = Ipv4Addr::new(127, 0, 0, 9);
+    names.lock().unwrap().extend([nobody, Ipv4Addr::LOCALHOST]);
+    let ready = async |fleet: &Fleet| fleet.is_ready(&base).await;
+    fleet.until("nginx has found the router", ready).await;
+    for number in 0..8 {
+        let body =
+            json!({"model": "mock", "prompt": format!("Request {number}."), "max_tokens": 1});
+        let sent = fleet
+            .http
+            .post(format!("{base}/v1/completions"))
+            .json(&body);
+        let answer = sent.send().await.unwrap();
+        assert!(answer.status().is_success(), "{}", answer.status());
+    }
 }
 
 async fn fleet() -> Fleet {
@@ -196,4 +314,5 @@ async fn streams_pass_a_balancer_unbuffered_and_leavers_are_seen() {
     for kind in [Kind::HaProxy, Kind::Nginx] {
         streams_come_as_they_are(&fleet, kind).await;
     }
+    nginx_follows_a_name(&fleet).await;
 }
