@@ -121,10 +121,12 @@ impl Fleet {
         }
     }
 
-    /// Somebody saw this of a worker.
-    pub(crate) fn see(&self, worker: &WorkerId, sight: Sight, now: Instant) {
+    /// Somebody saw this of a worker, at this address: what is seen where it was before tells nothing of
+    /// where it is.
+    pub(crate) fn see(&self, worker: &WorkerId, url: &str, sight: Sight, now: Instant) {
         let mut members = self.members();
-        let Some(member) = members.get_mut(worker) else {
+        let known = members.get_mut(worker);
+        let Some(member) = known.filter(|member| member.entry.url == url) else {
             return;
         };
         if sight == Sight::CheckPassed {

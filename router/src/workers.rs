@@ -98,7 +98,7 @@ pub(crate) async fn check_health(
     let started = Instant::now();
     let mut ticks = interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut asked = BTreeSet::new();
+    let mut asked: BTreeSet<Address> = BTreeSet::new();
     let mut answers = FuturesUnordered::new();
     loop {
         tokio::select! {
@@ -108,8 +108,7 @@ pub(crate) async fn check_health(
             _ = ticks.tick() => {}
             Some((address, sight)) = answers.next() => {
                 asked.remove(&address);
-                let Address { worker, .. } = address;
-                fleet.see(&worker, sight, Instant::now());
+                fleet.see(&address.worker, &address.url, sight, Instant::now());
                 if fleet.is_settled() {
                     ready.workers_settled();
                 }

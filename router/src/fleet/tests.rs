@@ -54,8 +54,10 @@ fn candidates(fleet: &Fleet) -> Result<usize, Refusal> {
     core.fleet().candidates("m").map(<[_]>::len)
 }
 
+/// At the address of [`entry`].
 fn see(fleet: &Fleet, worker: &str, sight: Sight) {
-    fleet.see(&worker.into(), sight, Instant::now());
+    let url = format!("http://{worker}:1");
+    fleet.see(&worker.into(), &url, sight, Instant::now());
 }
 
 #[test]
@@ -69,7 +71,7 @@ fn a_lapsed_registration_removes_nobody_who_answers() {
     see(&fleet, "w", Sight::ConnectFailed);
     assert_eq!(candidates(&fleet), Err(Refusal::AllUnhealthy));
     let later = Instant::now() + FORGET_AFTER * 2;
-    fleet.see(&"w".into(), Sight::ConnectFailed, later);
+    fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
     assert_eq!(candidates(&fleet), Err(Refusal::NoWorkers));
     assert!(fleet.snapshot().is_empty());
 }
@@ -85,12 +87,12 @@ fn a_drain_is_older_than_its_worker_and_outlives_it() {
     fleet.gone(&"w".into());
     see(&fleet, "w", Sight::ConnectFailed);
     let later = Instant::now() + FORGET_AFTER * 2;
-    fleet.see(&"w".into(), Sight::ConnectFailed, later);
+    fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
     assert!(fleet.snapshot().is_empty());
     let mut moved = entry("w", 16);
     moved.url = "http://elsewhere:1".to_owned();
     fleet.put(moved, later);
-    see(&fleet, "w", Sight::CheckPassed);
+    fleet.see(&"w".into(), "http://elsewhere:1", Sight::CheckPassed, later);
     assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
     fleet.set_drain(&"w".into(), Drain::Serving);
     assert_eq!(candidates(&fleet), Ok(1));
@@ -102,7 +104,7 @@ fn a_registered_worker_is_never_forgotten() {
     fleet.put(entry("w", 16), Instant::now());
     let later = Instant::now() + FORGET_AFTER * 2;
     for _ in 0..3 {
-        fleet.see(&"w".into(), Sight::ConnectFailed, later);
+        fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
     }
     assert_eq!(fleet.snapshot().len(), 1);
 }
@@ -128,6 +130,24 @@ fn a_model_is_trusted_once_one_worker_showed_it_and_until_one_contradicts() {
     see(&fleet, "w", Sight::CheckPassed);
     assert_eq!(trusted(), (true, true));
     assert_eq!(fleet.unchecked().len(), 1);
+}
+
+#[test]
+fn what_is_seen_at_a_former_address_is_void() {
+    let fleet = fleet();
+    fleet.put(entry("w", 16), Instant::now());
+    let mut moved = entry("w", 16);
+    moved.url = "http://elsewhere:1".to_owned();
+    fleet.put(moved, Instant::now());
+    // The answer that was asked for before it moved.
+    see(&fleet, "w", Sight::CheckPassed);
+    assert!(!fleet.snapshot()[0].health.usable());
+    let seen = |sight| fleet.see(&"w".into(), "http://elsewhere:1", sight, Instant::now());
+    seen(Sight::CheckPassed);
+    see(&fleet, "w", Sight::ConnectFailed);
+    assert!(fleet.snapshot()[0].health.usable());
+    seen(Sight::ConnectFailed);
+    assert!(!fleet.snapshot()[0].health.usable());
 }
 
 #[test]

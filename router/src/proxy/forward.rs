@@ -168,7 +168,8 @@ impl App {
         };
         let worker = &decision.source.worker;
         tracing::warn!(%worker, %error, failure = failure.word(), "a worker did not answer");
-        self.fleet.see(worker, sight, Instant::now());
+        let now = Instant::now();
+        self.fleet.see(worker, &decision.url, sight, now);
         failure
     }
 }

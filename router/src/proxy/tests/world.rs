@@ -381,7 +381,7 @@ fn register(fleet: &Fleet, number: usize, engine: &Engine) {
     };
     let worker = entry.worker.clone();
     fleet.put(entry, Instant::now());
-    fleet.see(&worker, Sight::CheckPassed, Instant::now());
+    fleet.see(&worker, &engine.url, Sight::CheckPassed, Instant::now());
 }
 
 async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -> String {
