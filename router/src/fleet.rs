@@ -2,7 +2,9 @@
 //! health, and whether it passed the checks of its registration.
 //!
 //! Knowledge outlives its source: a lapsed lease or a plane that is away removes nobody who answers.
-//! A worker goes when the registry no longer has it and it has not answered for [`FORGET_AFTER`].
+//! A worker goes when the registry no longer has it and it has not answered for [`FORGET_AFTER`], or another
+//! one is registered at its address. Once the registry does not vouch for it, whoever answers at its address
+//! has to be what it was: addresses are given again.
 //!
 //! Every change is told to the decision core; models and their trust are published as an immutable
 //! [`View`], which a request reads without waiting for anybody.
@@ -66,6 +68,8 @@ pub(crate) struct Fleet {
 pub(crate) struct Address {
     pub worker: WorkerId,
     pub url: String,
+    /// The models that whoever answers must list; none where the registry vouches for it.
+    pub must_list: Vec<String>,
 }
 
 impl Fleet {
@@ -87,10 +91,8 @@ impl Fleet {
         let worker = entry.worker.clone();
         match members.get_mut(&worker) {
             // A lease renewed: nothing new.
-            Some(member) if member.entry == entry => {
-                member.registered = true;
-                return;
-            }
+            Some(member) if member.entry == entry && member.registered => return,
+            Some(member) if member.entry == entry => member.registered = true,
             Some(member) => {
                 tracing::info!(%worker, url = entry.url, "worker changed");
                 if member.entry.url != entry.url {
@@ -108,6 +110,7 @@ impl Fleet {
                 members.insert(worker, Member::new(entry, now));
             }
         }
+        displace(&mut members);
         self.publish(&members);
         self.to_register.notify_one();
         self.to_look_at.notify_one();
@@ -115,9 +118,14 @@ impl Fleet {
 
     /// The registry no longer has this worker.
     pub(crate) fn gone(&self, worker: &WorkerId) {
-        if let Some(member) = self.members().get_mut(worker) {
-            member.registered = false;
-            tracing::info!(%worker, "worker left the registry, kept while it answers");
+        let mut members = self.members();
+        let Some(member) = members.get_mut(worker) else {
+            return;
+        };
+        member.registered = false;
+        tracing::info!(%worker, "worker left the registry, kept while it answers");
+        if displace(&mut members) {
+            self.publish(&members);
         }
     }
 
@@ -200,6 +208,10 @@ impl Fleet {
         let address = |member: &Member| Address {
             worker: member.entry.worker.clone(),
             url: member.entry.url.clone(),
+            must_list: match member.registered {
+                true => Vec::new(),
+                false => member.entry.models.clone(),
+            },
         };
         members.values().map(address).collect()
     }
@@ -257,6 +269,22 @@ impl Fleet {
         let view = Arc::new(View::of(members.values(), self.block_size));
         *self.view.write().unwrap_or_else(PoisonError::into_inner) = view;
     }
+}
+
+/// One engine stands at an address: where a registered worker has it, one that is registered no more is gone.
+/// Says whether any was.
+fn displace(members: &mut BTreeMap<WorkerId, Member>) -> bool {
+    let registered = members.values().filter(|member| member.registered);
+    let taken: BTreeSet<String> = registered.map(|member| member.entry.url.clone()).collect();
+    let before = members.len();
+    members.retain(|worker, member| {
+        let stays = member.registered || !taken.contains(&member.entry.url);
+        if !stays {
+            tracing::info!(%worker, "worker forgotten: another one has its address");
+        }
+        stays
+    });
+    members.len() < before
 }
 
 impl Member {

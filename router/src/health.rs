@@ -13,6 +13,8 @@ pub enum Sight {
     CheckPassed,
     /// It was not, or not in time.
     CheckFailed,
+    /// Somebody else answers there: not what the worker served.
+    Stranger,
     /// A request could not be handed over, since nobody took the connection.
     ConnectFailed,
 }
@@ -67,7 +69,7 @@ impl Health {
                     failures: failures + 1,
                 }
             }
-            (_, Sight::CheckFailed | Sight::ConnectFailed) => Self::Unhealthy,
+            (_, Sight::CheckFailed | Sight::ConnectFailed | Sight::Stranger) => Self::Unhealthy,
         };
         match (before, self.usable()) {
             (false, true) => Turn::Up,
@@ -80,7 +82,7 @@ impl Health {
 
 #[cfg(test)]
 mod tests {
-    use super::Sight::{CheckFailed, CheckPassed, ConnectFailed};
+    use super::Sight::{CheckFailed, CheckPassed, ConnectFailed, Stranger};
     use super::*;
 
     fn check(sights: &[Sight], turns: &[Turn]) {
@@ -107,6 +109,14 @@ mod tests {
     fn a_refused_connection_counts_at_once_and_one_success_returns() {
         check(
             &[CheckPassed, ConnectFailed, ConnectFailed, CheckPassed],
+            &[Turn::Up, Turn::Down, Turn::None, Turn::Up],
+        );
+    }
+
+    #[test]
+    fn a_stranger_gets_nothing_more() {
+        check(
+            &[CheckPassed, Stranger, Stranger, CheckPassed],
             &[Turn::Up, Turn::Down, Turn::None, Turn::Up],
         );
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use prometheus::IntCounter;
+use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::bus::{Plane, PlaneError, RegistryEvent};
@@ -23,6 +24,9 @@ const RETRY: Duration = Duration::from_millis(500);
 
 /// An engine's event loop stalls under load without being dead.
 const CHECK_DEADLINE: Duration = Duration::from_secs(5);
+
+/// A stranger may send anything.
+const MODELS_BYTES_MAX: usize = 1 << 20;
 
 /// A start does not wait longer for workers that do not answer.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -127,18 +131,58 @@ pub(crate) async fn check_health(
 }
 
 async fn look(client: reqwest::Client, address: Address) -> (Address, Sight) {
-    let url = format!("{}/health", address.url);
-    let sight = match client.get(url).timeout(CHECK_DEADLINE).send().await {
+    let sight = match ask(&client, &address, "health").await {
         Ok(response) if response.status().is_success() => Sight::CheckPassed,
         Ok(_) => Sight::CheckFailed,
         Err(error) if error.is_connect() && !error.is_timeout() => Sight::ConnectFailed,
         Err(_) => Sight::CheckFailed,
     };
+    if sight == Sight::CheckPassed && !address.must_list.is_empty() {
+        // What cannot be read proves nothing: an engine may ask for a key.
+        let listed = listed(&client, &address).await.unwrap_or_default();
+        let lacks = |model: &String| !listed.contains(model);
+        if !listed.is_empty() && address.must_list.iter().any(lacks) {
+            return (address, Sight::Stranger);
+        }
+    }
     (address, sight)
+}
+
+async fn ask(
+    client: &reqwest::Client,
+    address: &Address,
+    path: &str,
+) -> Result<reqwest::Response, reqwest::Error> {
+    let url = format!("{}/{path}", address.url);
+    client.get(url).timeout(CHECK_DEADLINE).send().await
+}
+
+/// The models that whoever answers there lists.
+async fn listed(client: &reqwest::Client, address: &Address) -> Option<BTreeSet<String>> {
+    #[derive(Deserialize)]
+    struct Page {
+        data: Vec<Model>,
+    }
+    #[derive(Deserialize)]
+    struct Model {
+        id: String,
+    }
+    let mut response = ask(client, address, "v1/models").await.ok()?;
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.ok()? {
+        body.extend_from_slice(&chunk);
+        if body.len() > MODELS_BYTES_MAX {
+            return None;
+        }
+    }
+    let page: Page = serde_json::from_slice(&body).ok()?;
+    Some(page.data.into_iter().map(|model| model.id).collect())
 }
 
 #[cfg(test)]
 mod tests {
+    use axum::Router;
+    use axum::routing::get;
     use bytes::Bytes;
     use tokio_util::task::TaskTracker;
     use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, PutIf};
@@ -216,5 +260,39 @@ mod tests {
         let known = fleet.snapshot().into_iter();
         let known: Vec<_> = known.map(|member| member.entry).collect();
         assert_eq!(known, [entry("good", 2)]);
+    }
+
+    /// What somebody at a given up address answers, and what is made of it.
+    #[tokio::test]
+    async fn a_worker_that_nobody_vouches_for_has_to_be_what_it_was() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let page = |models: &str| {
+            let page = format!(r#"{{"object":"list","data":[{models}]}}"#);
+            get(|| async { page })
+        };
+        let router = Router::new()
+            .route("/{engine}/health", get(|| async { "" }))
+            .route("/same/v1/models", page(r#"{"id":"m"},{"id":"adapter"}"#))
+            .route("/other/v1/models", page(r#"{"id":"n"}"#));
+        let server = async move { axum::serve(listener, router).await.unwrap() };
+        let tasks = TaskTracker::new();
+        let server = tasks.spawn(server);
+        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        for (engine, models, expected) in [
+            ("same", vec!["m"], Sight::CheckPassed),
+            ("other", vec!["m"], Sight::Stranger),
+            ("other", vec![], Sight::CheckPassed),
+            ("silent", vec!["m"], Sight::CheckPassed),
+        ] {
+            let address = Address {
+                worker: "w".into(),
+                url: format!("{url}/{engine}"),
+                must_list: models.into_iter().map(str::to_owned).collect(),
+            };
+            let (_, sight) = look(client.clone(), address).await;
+            assert_eq!(sight, expected, "{engine}");
+        }
+        server.abort();
     }
 }

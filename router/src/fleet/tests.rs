@@ -99,6 +99,41 @@ fn a_drain_is_older_than_its_worker_and_outlives_it() {
 }
 
 #[test]
+fn an_address_is_its_last_workers() {
+    let fleet = fleet();
+    let at_once = |worker: &str| {
+        let mut entry = entry(worker, 16);
+        entry.url = "http://w:1".to_owned();
+        entry
+    };
+    let names = || -> Vec<String> {
+        let members = fleet.snapshot();
+        members.iter().map(|m| m.entry.worker.to_string()).collect()
+    };
+    fleet.put(at_once("w"), Instant::now());
+    see(&fleet, "w", Sight::CheckPassed);
+    fleet.gone(&"w".into());
+    assert_eq!(
+        fleet.addresses()[0].must_list,
+        ["m"],
+        "nobody vouches for it"
+    );
+    // The same engine under another name, or another one at the same address.
+    fleet.put(at_once("v"), Instant::now());
+    assert_eq!(names(), ["v"]);
+    assert!(fleet.addresses()[0].must_list.is_empty());
+    // The other order: the old name's lease runs out after the new one came.
+    fleet.put(at_once("u"), Instant::now());
+    assert_eq!(names(), ["u", "v"], "nobody can tell which");
+    fleet.gone(&"v".into());
+    assert_eq!(names(), ["u"]);
+    // Away for a moment, and back as it was.
+    fleet.gone(&"u".into());
+    fleet.put(at_once("u"), Instant::now());
+    assert!(fleet.addresses()[0].must_list.is_empty());
+}
+
+#[test]
 fn a_registered_worker_is_never_forgotten() {
     let fleet = fleet();
     fleet.put(entry("w", 16), Instant::now());
