@@ -36,7 +36,12 @@ impl Registry {
 
     fn known(&mut self, subjects: &Subjects, key: &str, value: &[u8]) -> Option<()> {
         if let Some(worker) = subjects.key_worker(key) {
-            self.workers.insert(worker, codec::decode(value).ok()?);
+            let entry: WorkerEntry = codec::decode(value).ok()?;
+            // One that speaks for another worker counts for nobody.
+            if entry.worker != worker {
+                return None;
+            }
+            self.workers.insert(worker, entry);
         } else if let Some(worker) = subjects.key_shim(key) {
             self.shims.insert(worker, codec::decode(value).ok()?);
         } else if let Some(source) = subjects.key_generation(key) {
@@ -44,6 +49,9 @@ impl Registry {
             self.generations.insert(source, entry.generation);
         } else if let Some(worker) = subjects.key_drained(key) {
             let entry: DrainEntry = codec::decode(value).ok()?;
+            if entry.worker != worker {
+                return None;
+            }
             if entry.drain == Drain::Draining {
                 self.drained.insert(worker);
             }
@@ -138,5 +146,50 @@ fn generations(state: &PlaneState, findings: &mut Findings) {
             let about = format!("{source}: the key is {key}, {by} has {generation}");
             findings.add(Code::GenerationBehind, about);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warmroute_proto::Namespace;
+
+    use super::*;
+
+    #[test]
+    fn whoever_speaks_for_another_worker_is_not_believed() {
+        let subjects = Subjects::new(&Namespace::from("t"));
+        let own = WorkerId::from("own");
+        let entry = WorkerEntry {
+            worker: own.clone(),
+            url: "http://h:1".to_owned(),
+            models: Vec::new(),
+            loras: Vec::new(),
+            ranks: 1,
+            block_size: None,
+            blocks_per_rank: None,
+            max_model_len: None,
+            main_attention_only: true,
+            version: "0".to_owned(),
+        };
+        let word = DrainEntry {
+            worker: own.clone(),
+            drain: Drain::Draining,
+            turn: 0,
+            said_unix_s: 0,
+        };
+        let (entry, word) = (
+            codec::encode(&entry).unwrap(),
+            codec::encode(&word).unwrap(),
+        );
+        let mut registry = Registry::default();
+        let another = WorkerId::from("another");
+        for worker in [&own, &another] {
+            registry.put(&subjects, &subjects.worker_key(worker), &entry);
+            registry.put(&subjects, &subjects.drain_key(worker), &word);
+        }
+        assert!(registry.workers.keys().eq([&own]));
+        assert!(registry.drained.iter().eq([&own]));
+        let unreadable = [subjects.drain_key(&another), subjects.worker_key(&another)];
+        assert!(registry.unreadable.iter().eq(&unreadable));
     }
 }
