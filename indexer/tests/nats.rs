@@ -260,7 +260,7 @@ async fn a_stream_deleted_and_recreated_is_resynced() {
     let request = tokio::time::timeout(process::CAP, requests.next())
         .await
         .unwrap();
-    let request: ResyncRequest = codec::decode(&request.unwrap()).unwrap();
+    let request: ResyncRequest = codec::decode(&request.unwrap().payload).unwrap();
     assert_eq!(request.above, publisher.generation);
     publisher.next_generation();
     for _ in 0..30 {

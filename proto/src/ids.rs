@@ -17,19 +17,23 @@ macro_rules! number {
         #[serde(transparent)]
         pub struct $name(pub u64);
 
-        impl $name {
-            /// The one that follows. Saturates: a counter that could wrap would break fencing.
-            #[must_use]
-            pub const fn next(self) -> Self {
-                Self(self.0.saturating_add(1))
-            }
-        }
-
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 self.0.fmt(f)
             }
         }
+    };
+}
+
+macro_rules! counts {
+    ($($name:ident)*) => {
+        $(impl $name {
+            /// The one that follows. Saturates: a counter that could wrap would break its order.
+            #[must_use]
+            pub const fn next(self) -> Self {
+                Self(self.0.saturating_add(1))
+            }
+        })*
     };
 }
 
@@ -54,6 +58,30 @@ number! {
     /// Nanoseconds since the Unix epoch by the clock that stamps the log's messages, as whoever says it
     /// was told last. Only differences mean anything, and only as far as that clock does not jump.
     LogTime
+}
+
+counts!(EngineSeq RecordNumber LogPosition);
+
+impl Generation {
+    /// So far above all that is known of a source no honest part is: generations are taken one at a time,
+    /// each by a write to the registry, and a thousand of them a second take fifty days.
+    const JUMP_MAX: u64 = 1 << 32;
+
+    /// The one that follows; none at the end, because one that is given twice fences nothing.
+    #[must_use]
+    pub const fn next(self) -> Option<Self> {
+        match self.0.checked_add(1) {
+            Some(next) => Some(Self(next)),
+            None => None,
+        }
+    }
+
+    /// Can it be, if this one is all that is known of its source? Whoever believed any number would be led to
+    /// the end of numbers by a single message, and no generation could follow.
+    #[must_use]
+    pub const fn is_plausible_after(self, known: Self) -> bool {
+        self.0 <= known.0.saturating_add(Self::JUMP_MAX)
+    }
 }
 
 macro_rules! name {

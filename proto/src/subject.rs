@@ -100,6 +100,13 @@ impl Subjects {
         format!("{}.hb.>", self.prefix)
     }
 
+    /// The source whose heartbeat subject this is.
+    #[must_use]
+    pub fn heartbeat_source(&self, subject: &str) -> Option<Source> {
+        let rest = subject.strip_prefix(&self.prefix)?;
+        source_of(rest.strip_prefix(".hb.")?)
+    }
+
     /// Broadcast: an indexer asks a source's shim for a new generation.
     #[must_use]
     pub fn resync(&self, worker: &WorkerId) -> String {
@@ -350,6 +357,11 @@ mod tests {
             Some(&source.worker)
         );
         assert!(key.starts_with(&subjects.all_keys()));
+        let heard = subjects.heartbeat_source("wr.prod.hb.w=2E0.3");
+        assert_eq!(heard.as_ref(), Some(&source));
+        for foreign in ["wr.prod.kv.w=2E0.3", "wr.prod.hb.w.3.0", "wr.test.hb.w.3"] {
+            assert_eq!(subjects.heartbeat_source(foreign), None, "{foreign}");
+        }
         assert_eq!(subjects.record_source("wr.prod.kv.w=2E0.3"), Some(source));
         for foreign in [
             "wr.prod.kv.w.3.0",

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, Generation, Source, WorkerId};
-use warmroute_shim::source::{Config, Effect, ReplayId, SourceCore, Tail};
+use warmroute_shim::source::{Config, Effect, ReplayId, SourceCore, Tail, next_generation};
 use warmroute_shim::wire::Batch;
 
 /// More effects of one input than this are a loop.
@@ -72,8 +72,13 @@ impl World {
             match self.core.poll_effect() {
                 Some(Effect::Replay { id, .. }) => self.replay = id,
                 Some(Effect::ClaimGeneration { above }) => {
-                    self.generation = self.generation.max(above).next();
-                    self.core.generation_claimed(self.now, self.generation);
+                    match next_generation(above, Some(self.generation), None) {
+                        Some(next) => {
+                            self.generation = next;
+                            self.core.generation_claimed(self.now, next);
+                        }
+                        None => self.core.claim_failed(self.now),
+                    }
                 }
                 Some(Effect::Append { id, .. }) => self.core.acknowledged(self.now, id),
                 Some(Effect::ReadTail { id, .. }) => {

@@ -11,7 +11,7 @@ use crate::source::{CheckpointStatus, Reason, Status};
 type Value = fn(&Status) -> f64;
 
 /// Name without the prefix, help, type, value.
-const SERIES: [(&str, &str, &str, Value); 36] = [
+const SERIES: [(&str, &str, &str, Value); 37] = [
     ("generation", "Generation in use.", "gauge", |s| {
         number(s.generation.map_or(0, |g| g.0))
     }),
@@ -164,6 +164,12 @@ const SERIES: [(&str, &str, &str, Value); 36] = [
         "Looks at the log's end that did not find the last record.",
         "counter",
         |s| number(s.counters.tails_unexpected),
+    ),
+    (
+        "generations_refused_total",
+        "Requests for a generation above one that nobody can have come to.",
+        "counter",
+        |s| number(s.counters.generations_refused),
     ),
     (
         "checkpoint_age_seconds",

@@ -16,7 +16,9 @@ use futures_util::StreamExt as _;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream};
+use warmroute_proto::bus::{
+    Broadcast, LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream,
+};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncReason, ResyncRequest, WorkerEntry};
 use warmroute_proto::subject::Subjects;
@@ -36,7 +38,7 @@ struct World {
     subjects: Subjects,
     handle: Handle,
     log: LogTail,
-    heartbeats: PlaneStream<Bytes>,
+    heartbeats: PlaneStream<Broadcast>,
     last: Option<Record>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -108,8 +110,8 @@ impl World {
     async fn heartbeat(&mut self, wanted: impl Fn(&Heartbeat) -> bool) -> Heartbeat {
         let wait = async {
             loop {
-                let payload = self.heartbeats.next().await.unwrap();
-                let heartbeat: Heartbeat = codec::decode(&payload).unwrap();
+                let message = self.heartbeats.next().await.unwrap();
+                let heartbeat: Heartbeat = codec::decode(&message.payload).unwrap();
                 if wanted(&heartbeat) {
                     return heartbeat;
                 }

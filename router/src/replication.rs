@@ -18,7 +18,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::RouterId;
-use warmroute_proto::bus::{Connection, Plane, PlaneError, PlaneStream, RegistryEvent, Request};
+use warmroute_proto::bus::{
+    Broadcast, Connection, Plane, PlaneError, PlaneStream, RegistryEvent, Request,
+};
 use warmroute_proto::subject::Subjects;
 
 use crate::accounts::Desk;
@@ -137,7 +139,7 @@ struct Talk {
 
 /// What comes in.
 struct Streams {
-    broadcasts: PlaneStream<Bytes>,
+    broadcasts: PlaneStream<Broadcast>,
     asks: PlaneStream<Request>,
     registry: PlaneStream<RegistryEvent>,
 }
@@ -184,7 +186,7 @@ impl Talk {
         let is_due = due.is_some();
         let event = tokio::select! {
             () = stop.cancelled() => return None,
-            payload = streams.broadcasts.next() => Event::Broadcast(payload?),
+            broadcast = streams.broadcasts.next() => Event::Broadcast(broadcast?.payload),
             request = streams.asks.next() => Event::Asked(request?),
             event = streams.registry.next() => Event::Registry(event?),
             Some(answered) = self.questions.next() => Event::Answered(answered),

@@ -187,6 +187,29 @@ fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
     println!("found by world {at}");
 }
 
+/// A machine dies, and whoever may speak for another worker goes on in its name.
+#[test]
+fn heartbeats_of_the_dead_on_a_foreign_subject_prove_nothing() {
+    let mut faults = vec![(0, MachineDown(0))];
+    faults.extend((1..28).map(|half| (500 * half, ForeignHeartbeat(0))));
+    let plans = |broken: Option<Breakage>| -> Vec<Plan> {
+        let plan = |seed| Plan {
+            broken,
+            script: script(seed, &faults),
+            is_calm: true,
+            ..Plan::of(seed)
+        };
+        (0..2 * WORLDS).map(plan).collect()
+    };
+    let bound = plans(None);
+    if let Some((at, outcome)) = first_broken(&bound) {
+        panic!("seed {}: {}", bound[at].seed, outcome.broken.unwrap());
+    }
+    let found = first_broken(&plans(Some(Breakage::SubjectIgnored)));
+    let (at, outcome) = found.expect("the world would not notice");
+    println!("found by world {at}: {}", outcome.broken.unwrap());
+}
+
 fn script(seed: u64, faults: &[(u64, Fault)]) -> Vec<Scripted> {
     let start = 3_000 + 377 * (seed % (2 * WORLDS));
     let at = |&(after, fault)| Scripted {
@@ -315,6 +338,8 @@ rows! {
     row_17_duplicate_record: [DuplicateRecord, DuplicateRecord, DuplicateRecord];
     row_17_corrupt_record: [CorruptRecord, CorruptRecord, CorruptRecord];
     row_17_foreign_record: [ForeignRecord, ForeignRecord, ForeignRecord];
+    row_17_foreign_heartbeat: [ForeignHeartbeat(0), ShimCrash(0), ForeignHeartbeat(0)];
+    row_17_last_generation: [LastGeneration(0), ShimCrash(0), LastGeneration(0), LastGeneration(0)];
     row_18_router_killed_with_requests: Routers [RouterCrash(0), RouterCrash(1)];
     row_18_router_paused: Routers [PauseRouter(0)];
     row_18_router_cut: Routers [CutRouter(0), CutRouter(1)];

@@ -8,7 +8,9 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, timeout, timeout_at};
-use warmroute_proto::bus::{LogStatus, Plane, PlaneError, PlaneStream, RegistryEvent, Setup};
+use warmroute_proto::bus::{
+    Broadcast, LogStatus, Plane, PlaneError, PlaneStream, RegistryEvent, Setup,
+};
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::snapshot::SnapshotRef;
 use warmroute_proto::subject::Subjects;
@@ -16,6 +18,7 @@ use warmroute_proto::view::{PAGE_SOURCES_MAX, View, ViewAsk};
 use warmroute_proto::{DpRank, Heartbeat, LocalHash, Namespace, Record, Source, codec};
 
 use super::{Heard, LastRecord, PlaneState, Registry, SnapshotSeen};
+use crate::fold::{self, HeartbeatVerdict};
 use crate::metrics::unix_ns;
 use crate::same_log;
 use crate::snapshot::format;
@@ -27,6 +30,9 @@ const LIST_DEADLINE: Duration = Duration::from_secs(5);
 
 /// A replica that answers later is of no use to anybody.
 const VIEW_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Subjects on which somebody speaks for another: more are not told.
+const FOREIGN_MAX: usize = 1000;
 
 /// 200 pages are 400,000 sources.
 const PAGES_MAX: usize = 200;
@@ -71,6 +77,7 @@ impl Look {
             self.last_records(&before)
         );
         let listened = listened.elapsed();
+        let (heard, foreign) = heard?;
         let views = self.views(before.indexers.keys().cloned()).await;
         // Last: what is used was written there before.
         let registry = self.registry().await?;
@@ -81,7 +88,8 @@ impl Look {
             before,
             last_records,
             views,
-            heard: heard?,
+            heard,
+            foreign,
             listened,
             pointer: registry.pointer.clone(),
             snapshots,
@@ -130,7 +138,7 @@ impl Look {
     }
 
     /// Every shim's heartbeats as they come.
-    pub(crate) async fn heartbeats(&self) -> Result<PlaneStream<Bytes>, PlaneError> {
+    pub(crate) async fn heartbeats(&self) -> Result<PlaneStream<Broadcast>, PlaneError> {
         self.plane.subscribe(self.subjects.all_heartbeats()).await
     }
 
@@ -155,20 +163,31 @@ impl Look {
         &self.namespace
     }
 
-    /// Every shim's heartbeats, for some time.
-    pub(crate) async fn listen(
+    /// One of them, if it may speak for the source that it speaks of.
+    pub(crate) fn heartbeat(&self, message: &Broadcast) -> Result<Heartbeat, HeartbeatVerdict> {
+        fold::heartbeat(&self.subjects, message)
+    }
+
+    /// Every shim's heartbeats, for some time, and the subjects on which somebody spoke for another.
+    async fn listen(
         &self,
         time: Duration,
-    ) -> Result<BTreeMap<Source, Heard>, PlaneError> {
+    ) -> Result<(BTreeMap<Source, Heard>, BTreeMap<String, u64>), PlaneError> {
         let end = Instant::now() + time;
         let mut heartbeats = self.heartbeats().await?;
-        let mut heard = BTreeMap::new();
-        while let Ok(Some(payload)) = timeout_at(end, heartbeats.next()).await {
-            if let Ok(heartbeat) = codec::decode::<Heartbeat>(&payload) {
-                hear(&mut heard, heartbeat);
+        let (mut heard, mut foreign) = (BTreeMap::new(), BTreeMap::new());
+        while let Ok(Some(message)) = timeout_at(end, heartbeats.next()).await {
+            match self.heartbeat(&message) {
+                Ok(heartbeat) => hear(&mut heard, heartbeat),
+                // Of a newer version: its shim is silent to this look.
+                Err(HeartbeatVerdict::Undecodable) => {}
+                Err(_) if foreign.len() < FOREIGN_MAX || foreign.contains_key(&message.subject) => {
+                    *foreign.entry(message.subject).or_default() += 1;
+                }
+                Err(_) => {}
             }
         }
-        Ok(heard)
+        Ok((heard, foreign))
     }
 
     /// What these replicas say of themselves.

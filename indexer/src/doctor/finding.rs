@@ -100,6 +100,9 @@ codes! {
     ShimSilent = "shim_silent", Warning,
         "no heartbeat came: look whether the shim runs (stopped? starved?), and at its log; its worker \
          is not credited";
+    ForeignHeartbeats = "foreign_heartbeats", Warning,
+        "no indexer believes them: whoever may publish there speaks for another worker; find out who it \
+         is, and give that user another password";
     ShimWithoutLease = "shim_without_lease", Warning,
         "it speaks for its worker without holding the lock: should end by itself within 6 s; if not, \
          stop it";

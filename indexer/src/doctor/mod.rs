@@ -53,6 +53,8 @@ pub struct PlaneState {
     /// By replica; why there is none.
     pub views: BTreeMap<String, Result<View, String>>,
     pub heard: BTreeMap<Source, Heard>,
+    /// Heartbeats that do not speak for the source of their subject, by subject.
+    pub foreign: BTreeMap<String, u64>,
     /// For how long heartbeats were listened to.
     pub listened: Duration,
     pub pointer: Option<SnapshotPointer>,

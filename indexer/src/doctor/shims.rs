@@ -41,6 +41,9 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
             findings.add(Code::EngineUnhealthy, worker.to_string());
         }
     }
+    for (subject, count) in &state.foreign {
+        findings.add(Code::ForeignHeartbeats, format!("{subject}: {count}"));
+    }
     for worker in changed_hands(state) {
         let about = format!("{worker}: its lock changed hands during the look");
         findings.add(Code::TwoShims, about);

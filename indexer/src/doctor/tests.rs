@@ -160,6 +160,7 @@ fn healthy() -> PlaneState {
     };
     PlaneState {
         namespace: "test".to_owned(),
+        foreign: BTreeMap::new(),
         setup: Setup {
             server_version: "2.15.1".to_owned(),
             clock: Some(ClockOffset {
@@ -358,6 +359,9 @@ fn shims_are_judged() {
     check(Code::ShimWithoutLease, |state| {
         state.before.shims.clear();
         state.registry.shims.clear();
+    });
+    check(Code::ForeignHeartbeats, |state| {
+        state.foreign.insert("wr.test.hb.w2.0".to_owned(), 3);
     });
     check(Code::TwoShims, |state| {
         state.heard.get_mut(&source("w/0")).unwrap().went_back = true;

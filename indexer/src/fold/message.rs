@@ -1,10 +1,11 @@
-//! A message of the log, read: done without the fold, so that nobody waits for it.
+//! A message of the log or a heartbeat, read: done without the fold, so that nobody waits for it.
 
-use warmroute_proto::bus::LogMessage;
+use warmroute_proto::bus::{Broadcast, LogMessage};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{Change, Record, Source, codec};
+use warmroute_proto::{Change, Heartbeat, Record, Source, codec};
 
+use super::HeartbeatVerdict;
 use crate::same_log::mark;
 use crate::tree::blocks_in;
 
@@ -54,6 +55,18 @@ impl Parsed {
     pub fn clears(&self) -> bool {
         let clears = |change: &Change| matches!(change, Change::Cleared { .. });
         matches!(&self.content, Content::Record(record) if record.changes.iter().any(clears))
+    }
+}
+
+/// A heartbeat, if it may speak for the source that it speaks of: permissions guard the subject, and not what
+/// is said there.
+pub fn heartbeat(subjects: &Subjects, message: &Broadcast) -> Result<Heartbeat, HeartbeatVerdict> {
+    let source = subjects.heartbeat_source(&message.subject);
+    let source = source.ok_or(HeartbeatVerdict::WrongSubject)?;
+    match codec::decode::<Heartbeat>(&message.payload) {
+        Ok(heartbeat) if heartbeat.source == source => Ok(heartbeat),
+        Ok(_) => Err(HeartbeatVerdict::WrongSource),
+        Err(_) => Err(HeartbeatVerdict::Undecodable),
     }
 }
 

@@ -29,14 +29,14 @@ mod stall;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use warmroute_proto::bus::LogMessage;
+use warmroute_proto::bus::{Broadcast, LogMessage};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
-    Change, Heartbeat, LogPosition, Namespace, PrefixHash, Source, StreamIdentity, Tier, Tiers,
-    WorkerId, codec,
+    Change, LogPosition, Namespace, PrefixHash, Source, StreamIdentity, Tier, Tiers, WorkerId,
+    codec,
 };
 
 use crate::tree::{Growth, SourceNumber, TierMask, Tree, is_long};
@@ -48,7 +48,7 @@ use reload::Reloads;
 use source::{Came, Shim, SourceFold};
 
 pub use cut::{Cut, Former, NoCut};
-pub use message::Parsed;
+pub use message::{Parsed, heartbeat};
 pub use source::{PROOF_AGE_MAX, SourceStanding};
 pub use stall::Stall;
 
@@ -78,12 +78,14 @@ pub enum Verdict {
     WrongSource,
     /// Its subject names no source.
     WrongSubject,
+    /// Of a generation that nobody can have come to.
+    Implausible,
     /// Its position is not behind the last one.
     Replayed,
 }
 
 impl Verdict {
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Applied,
         Self::Started,
         Self::StartedBehind,
@@ -97,6 +99,7 @@ impl Verdict {
         Self::Undecodable,
         Self::WrongSource,
         Self::WrongSubject,
+        Self::Implausible,
         Self::Replayed,
     ];
 
@@ -116,6 +119,7 @@ impl Verdict {
             Self::Undecodable => "undecodable",
             Self::WrongSource => "wrong_source",
             Self::WrongSubject => "wrong_subject",
+            Self::Implausible => "implausible",
             Self::Replayed => "replayed",
         }
     }
@@ -137,10 +141,16 @@ pub enum HeartbeatVerdict {
     /// It is of a generation that the fence excludes.
     Old,
     Undecodable,
+    /// It speaks of another source than its subject does: whoever said it may not speak for that one.
+    WrongSource,
+    /// Its subject names no source.
+    WrongSubject,
+    /// Of a generation that nobody can have come to.
+    Implausible,
 }
 
 impl HeartbeatVerdict {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::Proof,
         Self::Mismatch,
         Self::NotFolded,
@@ -148,6 +158,9 @@ impl HeartbeatVerdict {
         Self::Late,
         Self::Old,
         Self::Undecodable,
+        Self::WrongSource,
+        Self::WrongSubject,
+        Self::Implausible,
     ];
 
     #[must_use]
@@ -160,6 +173,9 @@ impl HeartbeatVerdict {
             Self::Late => "late",
             Self::Old => "old",
             Self::Undecodable => "undecodable",
+            Self::WrongSource => "wrong_source",
+            Self::WrongSubject => "wrong_subject",
+            Self::Implausible => "implausible",
         }
     }
 }
@@ -334,8 +350,8 @@ impl Fold {
     // --- broadcast and registry
 
     /// Takes a heartbeat that came just now.
-    pub fn heartbeat(&mut self, now: Instant, payload: &[u8]) -> HeartbeatVerdict {
-        self.heartbeat_of(now, now, payload)
+    pub fn heartbeat(&mut self, now: Instant, message: &Broadcast) -> HeartbeatVerdict {
+        self.heartbeat_of(now, now, message)
     }
 
     /// Takes a heartbeat that may have waited: it came at this moment or later, and proves no more.
@@ -343,10 +359,11 @@ impl Fold {
         &mut self,
         now: Instant,
         came: Instant,
-        payload: &[u8],
+        message: &Broadcast,
     ) -> HeartbeatVerdict {
-        let Ok(heartbeat) = codec::decode::<Heartbeat>(payload) else {
-            return HeartbeatVerdict::Undecodable;
+        let heartbeat = match heartbeat(&self.subjects, message) {
+            Ok(heartbeat) => heartbeat,
+            Err(verdict) => return verdict,
         };
         let said = self.ends.said(now, came, heartbeat.said_at);
         self.sources

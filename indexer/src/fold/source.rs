@@ -258,6 +258,10 @@ impl SourceFold {
         tree: &mut Tree,
     ) -> Verdict {
         let (generation, number) = (record.generation, record.number);
+        if !self.is_plausible(generation) {
+            self.doubt();
+            return Verdict::Implausible;
+        }
         let step = self.sequencer.accept(now, generation, number, payload);
         if step != Step::Old {
             self.heard = self.heard.max(said);
@@ -300,6 +304,9 @@ impl SourceFold {
         tree: &mut Tree,
     ) -> HeartbeatVerdict {
         let (generation, number) = (heartbeat.generation, heartbeat.number);
+        if !self.is_plausible(generation) {
+            return HeartbeatVerdict::Implausible;
+        }
         let standing = self.sequencer.witness(now, generation, number);
         if self.sequencer.generation() == Some(generation) {
             self.heard = self.heard.max(said);
@@ -321,6 +328,11 @@ impl SourceFold {
                 HeartbeatVerdict::Old
             }
         }
+    }
+
+    /// Judged by what the log has, not by what is only announced: announcements prove nothing of each other.
+    fn is_plausible(&self, generation: Generation) -> bool {
+        generation.is_plausible_after(self.sequencer.generation().unwrap_or_default())
     }
 
     /// Is it the next record of the present generation?

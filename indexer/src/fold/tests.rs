@@ -10,7 +10,9 @@ use warmroute_proto::{Generation, Record, RecordNumber, TierState};
 
 use super::*;
 use crate::query;
-use crate::tests_support::{IDENTITY, World, locals, prefix, removed, source, stored};
+use crate::tests_support::{
+    IDENTITY, World, locals, namespace, prefix, removed, said, said_on, source, stored,
+};
 
 pub(super) const W: &str = "w1/0";
 pub(super) const SECOND: Duration = Duration::from_secs(1);
@@ -231,7 +233,7 @@ fn proof_lapses_after_five_seconds_and_a_heartbeat_renews_it() {
 #[test]
 fn backlog_proves_nothing_about_now() {
     let mut world = World::new();
-    world.fold = Fold::new(&crate::tests_support::namespace(), None);
+    world.fold = Fold::new(&namespace(), None);
     world.fold.follow(IDENTITY);
     world.fold.observe_end(world.now, LogPosition(2), 0);
     assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
@@ -325,6 +327,70 @@ fn heartbeat_of_a_newer_generation_voids_the_old_one() {
         [],
         "it has no record that could be lost"
     );
+    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.state(W), SourceState::Exact);
+}
+
+/// Permissions guard subjects: whoever may publish there may say there whatever it wants.
+#[test]
+fn heartbeat_speaks_for_its_subject_alone() {
+    let mut world = world();
+    let other = source("w2/0");
+    let heartbeat = world.shim(W).heartbeat();
+    world.wait(PROOF_AGE_MAX);
+    assert_eq!(world.state(W), SourceState::Unknown);
+    let hear = |world: &mut World, message: &Broadcast| {
+        let verdict = world.fold.heartbeat(world.now, message);
+        assert_eq!(world.state(W), SourceState::Unknown);
+        verdict
+    };
+    let foreign = said_on(&other, &heartbeat);
+    assert_eq!(hear(&mut world, &foreign), HeartbeatVerdict::WrongSource);
+    for subject in ["wr.test.hb.w1", "wr.other.hb.w1.0", "wr.test.kv.w1.0"] {
+        let foreign = Broadcast {
+            subject: subject.to_owned(),
+            ..said(&heartbeat)
+        };
+        assert_eq!(hear(&mut world, &foreign), HeartbeatVerdict::WrongSubject);
+    }
+    assert_eq!(
+        world.fold.standings(world.now).count(),
+        1,
+        "nobody is made up"
+    );
+    assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
+    assert_eq!(world.state(W), SourceState::Exact);
+}
+
+/// Else its shim would be asked for one above it, and there is none.
+#[test]
+fn no_message_leads_to_the_end_of_generations() {
+    let mut world = world();
+    let fair = world.shim(W).clone();
+    for generation in [u64::MAX, u64::MAX - 1, 1 << 40].map(Generation) {
+        world.shim(W).generation = generation;
+        assert_eq!(world.heartbeat(W), HeartbeatVerdict::Implausible);
+        assert_eq!(world.state(W), SourceState::Exact);
+        world.shim(W).number = None;
+        assert_eq!(world.publish(W, gpu("x")), Verdict::Implausible);
+        assert_eq!(world.state(W), SourceState::Stale, "it may have missed one");
+        *world.shim(W) = fair.clone();
+        assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
+    }
+    // Announcements do not add up.
+    let far = Generation(1 << 32);
+    for generation in [far, Generation(2 << 32), Generation(3 << 32)] {
+        world.shim(W).generation = generation;
+        world.heartbeat(W);
+    }
+    *world.shim(W) = fair;
+    for _ in 0..10 {
+        world.wait(SECOND);
+        world.heartbeat(W);
+    }
+    assert_eq!(resyncs(&mut world), [(ResyncReason::LogLost, far)]);
+    world.shim(W).generation = far;
+    world.shim(W).next_generation();
     assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
 }
@@ -641,7 +707,9 @@ proptest! {
     fn any_bytes_have_a_verdict(payload in prop::collection::vec(any::<u8>(), 0..200)) {
         let mut world = world();
         world.deliver(&source(W), payload.clone());
-        world.fold.heartbeat(world.now, &payload);
+        let subject = Subjects::new(&namespace()).heartbeat(&source(W));
+        let message = Broadcast { subject, payload: payload.clone().into() };
+        world.fold.heartbeat(world.now, &message);
         prop_assert!(world.fold.worker_put("wr.test.worker.w1", &payload).is_err());
         world.heartbeat(W);
         prop_assert!(world.state(W) <= SourceState::Stale);
@@ -677,7 +745,7 @@ fn a_shim_that_stays_behind_what_is_in_is_asked_to_come_above_the_fence() {
 fn a_heartbeat_on_its_way_asks_for_nothing() {
     let mut world = world();
     for step in 0..30 {
-        let late = codec::encode(&world.shim(W).heartbeat()).unwrap();
+        let late = said(&world.shim(W).heartbeat());
         let name = format!("x{step}");
         world.publish(W, vec![stored("a b c", &name, Tier::Gpu)]);
         let now = world.now;
@@ -693,8 +761,10 @@ fn a_heartbeat_on_its_way_asks_for_nothing() {
         let mut heartbeat = world.shim(W).heartbeat();
         heartbeat.number = late;
         let now = world.now;
-        let payload = codec::encode(&heartbeat).unwrap();
-        assert_eq!(world.fold.heartbeat(now, &payload), HeartbeatVerdict::Late);
+        assert_eq!(
+            world.fold.heartbeat(now, &said(&heartbeat)),
+            HeartbeatVerdict::Late
+        );
         assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
         world.wait(7 * SECOND);
         assert_eq!(resyncs(&mut world), []);

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
-use warmroute_proto::bus::PlaneStream;
+use warmroute_proto::bus::{Broadcast, PlaneStream};
 
 use super::*;
 use crate::fold::{Cut, NoCut, Parsed, Stall};
@@ -307,7 +307,7 @@ impl Worker {
     fn end_stall(
         &self,
         stall: &mut Stall,
-        heartbeats: &mut PlaneStream<Bytes>,
+        heartbeats: &mut PlaneStream<Broadcast>,
         look: Option<&Look>,
     ) -> Result<(), PlaneError> {
         stall.turn(now());
@@ -326,13 +326,19 @@ impl Worker {
         Ok(())
     }
 
-    fn heartbeat(&self, stall: &mut Stall, payload: &Bytes) {
+    fn heartbeat(&self, stall: &mut Stall, message: &Broadcast) {
         let now = now();
         let came = stall.turn(now);
-        let verdict = self.shared.write().heartbeat_of(now, came, payload);
+        let verdict = self.shared.write().heartbeat_of(now, came, message);
         self.shared.metrics.heartbeat(verdict);
         match verdict {
             HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),
+            HeartbeatVerdict::WrongSource
+            | HeartbeatVerdict::WrongSubject
+            | HeartbeatVerdict::Implausible => {
+                let (subject, verdict) = (&message.subject, verdict.word());
+                warn!(subject, verdict, "a heartbeat is not believed");
+            }
             HeartbeatVerdict::Proof
             | HeartbeatVerdict::NotFolded
             | HeartbeatVerdict::Behind
@@ -434,7 +440,8 @@ fn report(message: &LogMessage, verdict: Verdict) {
         | Verdict::Mismatch
         | Verdict::Undecodable
         | Verdict::WrongSource
-        | Verdict::WrongSubject => {
+        | Verdict::WrongSubject
+        | Verdict::Implausible => {
             warn!(subject, %position, verdict = verdict.word(), "record does not fit");
         }
     }

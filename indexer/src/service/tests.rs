@@ -136,7 +136,7 @@ async fn gap_ends_in_a_request_to_the_shim() {
     shim.record(vec![stored("", "x", Tier::Gpu)]);
     let record = shim.record(vec![stored("", "y", Tier::Gpu)]);
     running.publish(&record).await;
-    let request = codec::decode::<ResyncRequest>(&requests.next().await.unwrap()).unwrap();
+    let request = codec::decode::<ResyncRequest>(&requests.next().await.unwrap().payload).unwrap();
     assert_eq!(request.source, source(W));
     assert_eq!(request.above, Generation(1));
     assert_eq!(request.reason, ResyncReason::Gap);

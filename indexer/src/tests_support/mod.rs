@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{LogMessage, MemoryPlane, MemoryPlaneConfig, Plane as _, PutIf};
+use warmroute_proto::bus::{
+    Broadcast, LogMessage, MemoryPlane, MemoryPlaneConfig, Plane as _, PutIf,
+};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
@@ -75,6 +77,18 @@ pub(crate) fn removed(chain: &str, tier: Tier) -> Change {
     }
 }
 
+/// A heartbeat on its own subject.
+pub(crate) fn said(heartbeat: &Heartbeat) -> Broadcast {
+    said_on(&heartbeat.source, heartbeat)
+}
+
+pub(crate) fn said_on(of: &Source, heartbeat: &Heartbeat) -> Broadcast {
+    Broadcast {
+        subject: Subjects::new(&namespace()).heartbeat(of),
+        payload: codec::encode(heartbeat).unwrap().into(),
+    }
+}
+
 /// One source's shim: what it holds, and the records that it would publish.
 #[derive(Clone)]
 pub(crate) struct TestShim {
@@ -97,7 +111,7 @@ impl TestShim {
     }
 
     pub(crate) fn next_generation(&mut self) {
-        self.generation = self.generation.next();
+        self.generation = self.generation.next().unwrap();
         self.number = None;
         self.pairs.clear();
     }
@@ -260,7 +274,7 @@ impl World {
     }
 
     pub(crate) fn heartbeat(&mut self, name: &str) -> HeartbeatVerdict {
-        let heartbeat = codec::encode(&self.shim(name).heartbeat()).unwrap();
+        let heartbeat = said(&self.shim(name).heartbeat());
         self.fold.heartbeat(self.now, &heartbeat)
     }
 
@@ -372,9 +386,8 @@ impl Running {
     }
 
     pub(crate) async fn heartbeat(&self, shim: &TestShim) {
-        let heartbeat = codec::encode(&shim.heartbeat()).unwrap();
-        let subject = self.subjects.heartbeat(&shim.source);
-        self.plane.publish(subject, heartbeat.into()).await.unwrap();
+        let Broadcast { subject, payload } = said(&shim.heartbeat());
+        self.plane.publish(subject, payload).await.unwrap();
     }
 
     pub(crate) async fn register(&self, worker: &str, lease: Option<Duration>) {

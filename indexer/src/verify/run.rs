@@ -12,7 +12,7 @@ use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{Answer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::View;
-use warmroute_proto::{DpRank, Heartbeat, Seed, Source, WorkerId, codec};
+use warmroute_proto::{DpRank, Seed, Source, WorkerId};
 
 use super::Comparison;
 use super::engine::{Engine, PROBE_BLOCKS, probe_tokens};
@@ -63,8 +63,8 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
             break;
         }
         let next = Instant::now() + ROUND;
-        while let Ok(Some(payload)) = timeout_at(next, heartbeats.next()).await {
-            if let Ok(heartbeat) = codec::decode::<Heartbeat>(&payload) {
+        while let Ok(Some(message)) = timeout_at(next, heartbeats.next()).await {
+            if let Ok(heartbeat) = look.heartbeat(&message) {
                 comparison.heard(&heartbeat);
             }
         }

@@ -229,7 +229,7 @@ impl Publisher {
     }
 
     pub(crate) fn next_generation(&mut self) {
-        self.generation = self.generation.next();
+        self.generation = self.generation.next().unwrap();
         self.number = None;
         self.digest = Digest::default();
         self.first.clear();

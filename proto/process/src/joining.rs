@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use warmroute_proto::LogPosition;
 use warmroute_proto::bus::{
-    Appended, Connection, LogMessage, LogStatus, LogTail, NatsPlane, Plane, PlaneError,
+    Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, NatsPlane, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
 };
 
@@ -145,7 +145,7 @@ impl Plane for Joining {
         forward!(self.publish(subject, payload))
     }
 
-    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
         forward!(self.subscribe(subject))
     }
 }

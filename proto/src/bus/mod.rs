@@ -60,6 +60,14 @@ pub struct LogMessage {
     pub stored_unix_ns: u64,
 }
 
+/// One broadcast message. The plane says who may publish to a subject, never what: a payload speaks for
+/// whom the subject stands for, and for nobody else.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Broadcast {
+    pub subject: String,
+    pub payload: Bytes,
+}
+
 /// What the log is and holds now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogStatus {
@@ -225,7 +233,7 @@ pub trait Plane: Send + Sync + 'static {
     fn publish(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, ()>;
 
     /// Listens to a subject, or to all that a trailing `>` stands for. Own messages come too.
-    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>>;
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>>;
 }
 
 /// The acknowledgement of an append: the position that the log gave.

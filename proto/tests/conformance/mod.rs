@@ -10,8 +10,8 @@ use futures_util::StreamExt;
 use tokio::time::timeout;
 use warmroute_proto::LogPosition;
 use warmroute_proto::bus::{
-    Connection, Lease, LeaseLost, LogMessage, LogTail, Plane, PlaneError, PlaneStream, PutIf,
-    RegistryEvent, Request, Revision,
+    Broadcast, Connection, Lease, LeaseLost, LogMessage, LogTail, Plane, PlaneError, PlaneStream,
+    PutIf, RegistryEvent, Request, Revision,
 };
 
 /// The log of a plane under test keeps about this many bytes.
@@ -470,9 +470,13 @@ pub(crate) mod check {
         publish("wr.t.hb.b.0", "b").await;
         publish("wr.t.hb.a.0", "a").await;
         publish("wr.t.load", "no").await;
-        assert_eq!(soon(&mut exact).await, bytes("a"));
-        assert_eq!(soon(&mut all).await, bytes("b"));
-        assert_eq!(soon(&mut all).await, bytes("a"));
+        let said = |subject: &str, payload: &str| Broadcast {
+            subject: subject.into(),
+            payload: bytes(payload),
+        };
+        assert_eq!(soon(&mut exact).await, said("wr.t.hb.a.0", "a"));
+        assert_eq!(soon(&mut all).await, said("wr.t.hb.b.0", "b"));
+        assert_eq!(soon(&mut all).await, said("wr.t.hb.a.0", "a"));
     }
 
     /// At once: a time-out would tell nobody why.

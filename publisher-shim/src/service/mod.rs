@@ -343,8 +343,8 @@ async fn hear_resyncs(
     loop {
         let subject = shared.subjects.resync(&worker);
         if let Ok(mut requests) = shared.plane.subscribe(subject).await {
-            while let Some(payload) = requests.next().await {
-                let Some(request) = shared.reader.read::<ResyncRequest>(&payload) else {
+            while let Some(message) = requests.next().await {
+                let Some(request) = shared.reader.read::<ResyncRequest>(&message.payload) else {
                     continue;
                 };
                 let route = routes.get(&request.source.dp_rank);

@@ -9,14 +9,14 @@ use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 use warmroute_proto::bus::{Plane, PlaneError, PutIf};
 use warmroute_proto::codec::{self, Message};
 use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source};
 
-use crate::source::{AppendId, Seen, Tail};
+use crate::source::{AppendId, Seen, Tail, next_generation};
 
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -117,8 +117,7 @@ impl Outside {
         });
     }
 
-    /// 1 + the highest of the registry's, the log's and `above`, by compare-and-set. Whoever loses it
-    /// reads again, with the core's next try.
+    /// See [`next_generation`]; by compare-and-set. Whoever loses it reads again, with the core's next try.
     async fn next_generation(&self, above: Generation) -> Result<Generation, PlaneError> {
         let key = self.subjects.generation_key(&self.source);
         let entry = self.plane.get(key.clone()).await?;
@@ -131,8 +130,10 @@ impl Outside {
             .await?
             .and_then(|message| self.reader.read::<Record>(&message.payload))
             .map(|record| record.generation);
-        let highest = registered.max(last).max(Some(above)).unwrap_or_default();
-        let generation = highest.next();
+        let Some(generation) = next_generation(above, registered, last) else {
+            error!(source = %self.source, "no generation is left: give this worker another id");
+            return Err(PlaneError::Unavailable("no generation is left".to_owned()));
+        };
         let value = codec::encode(&GenerationEntry { generation })
             .map_err(|error| PlaneError::Unavailable(error.to_string()))?;
         let condition = entry.map_or(PutIf::Absent, |entry| PutIf::Revision(entry.revision));

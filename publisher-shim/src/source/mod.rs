@@ -12,6 +12,7 @@
 //! Not here: sockets, HTTP, the registry and the clock (`service`).
 
 mod backoff;
+mod claim;
 mod clock;
 mod engine;
 mod pack;
@@ -31,6 +32,7 @@ use warmroute_proto::{
 
 use crate::checkpoint::{self, Checkpoint, Restored};
 use crate::mirror::{self, Mirror, Sign, Start};
+pub use claim::next_generation;
 use clock::LogClock;
 use engine::Engine;
 pub use publisher::Point;
@@ -240,6 +242,8 @@ pub struct Counters {
     /// Records that are to be sent again because the log went out of reach, or may not be ours.
     pub mutes: u64,
     pub tails_unexpected: u64,
+    /// Requests for a generation above one that nobody can have come to.
+    pub generations_refused: u64,
 }
 
 /// What the source is now.
@@ -501,8 +505,12 @@ impl SourceCore {
     }
 
     /// A reader cannot follow any more. Ignored while an image above its fence is under way, or was
-    /// just sent: that is the answer.
+    /// just sent: that is the answer. Ignored also with a fence that nobody can have come to.
     pub fn resync(&mut self, now: Instant, above: Generation, reason: ResyncReason) {
+        if !above.is_plausible_after(self.publisher.fence()) {
+            self.counters.generations_refused += 1;
+            return;
+        }
         let generation = self.publisher.generation().unwrap_or_default();
         let is_young = self
             .opened

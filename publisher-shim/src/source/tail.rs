@@ -4,7 +4,7 @@
 //! before anything is said again after the log was out of reach or the lease had lapsed. A log that
 //! lost records, or was written by somebody else, is answered with a new generation. A copy of the
 //! log that is a moment behind answers like one that lost records: such a surprise counts only when
-//! it comes several times in a row.
+//! it comes several times in a row. A generation that nobody can have come to is as good as none.
 
 use std::time::{Duration, Instant};
 
@@ -90,17 +90,20 @@ impl Watch {
 
     fn judge(&mut self, question: Question, publisher: &Publisher, seen: Seen) -> Verdict {
         let own = question.generation;
+        let plausible = |generation: &Generation| generation.is_plausible_after(own);
+        let last = seen.last.filter(|(last, _)| plausible(last));
+        let registered = seen.registered.map(|known| known.filter(plausible));
         if let Some(log) = seen.log
             && self.log.replace(log).is_some_and(|known| known != log)
         {
             return Verdict::OtherLog;
         }
-        if let Some(Some(registered)) = seen.registered
+        if let Some(Some(registered)) = registered
             && registered > own
         {
             return Verdict::Overtaken(registered);
         }
-        let as_acknowledged = match (seen.last, question.at_least) {
+        let as_acknowledged = match (last, question.at_least) {
             (Some((generation, _)), _) if generation > own => {
                 return Verdict::Overtaken(generation);
             }
@@ -115,7 +118,7 @@ impl Watch {
         };
         if !as_acknowledged {
             Verdict::Behind
-        } else if seen.registered.is_some_and(|known| known != Some(own)) {
+        } else if registered.is_some_and(|known| known != Some(own)) {
             Verdict::Unregistered
         } else {
             Verdict::AsExpected

@@ -204,7 +204,7 @@ impl World {
                     self.claims += 1;
                     if self.log_is_up {
                         self.has_registry = true;
-                        self.generation = self.generation.max(above).next();
+                        self.generation = self.generation.max(above).next().unwrap();
                         self.core.generation_claimed(self.now, self.generation);
                     } else {
                         self.core.claim_failed(self.now);

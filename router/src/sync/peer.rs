@@ -176,7 +176,8 @@ impl Peer {
         self.hear(desk.now);
         if said.presence == Presence::Leaving {
             desk.counts.goodbyes += 1;
-            self.end(Some(said.incarnation.next()), desk);
+            let next = said.incarnation.next().unwrap_or(said.incarnation);
+            self.end(Some(next), desk);
             return;
         }
         if self.is_newer(said.incarnation) {

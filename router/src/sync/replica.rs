@@ -141,8 +141,8 @@ impl Replica {
     /// The lease was taken, or written again because [`Effect::TakeIncarnation`] asked for it.
     pub fn taken(&mut self, revision: Generation, books: &mut dyn Books, now: Instant) {
         // A registry that was lost counts from 1 again. The id is this process's alone.
-        let above = self.own.incarnation.map_or(revision, Generation::next);
-        let incarnation = revision.max(above);
+        let above = self.own.incarnation.and_then(Generation::next);
+        let incarnation = above.map_or(revision, |above| revision.max(above));
         books.begin(incarnation);
         self.counts.incarnations += 1;
         self.own.incarnation = Some(incarnation);

@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::bus::{
-    Appended, Connection, InitConfig, LogMessage, LogStatus, LogTail, MemoryPlane,
+    Appended, Broadcast, Connection, InitConfig, LogMessage, LogStatus, LogTail, MemoryPlane,
     MemoryPlaneConfig, NatsConfig, NatsPlane, Plane, PlaneFuture, PlaneStream, PutIf,
     RegistryEntry, RegistryEvent, Request, Revision,
 };
@@ -236,14 +236,14 @@ impl Lossy {
 }
 
 impl Plane for Lossy {
-    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
         let (lost, rng) = (Arc::clone(&self.lost_percent), Arc::clone(&self.rng));
         Box::pin(async move {
             let messages = self.plane.subscribe(subject).await?;
             let kept = messages.filter(move |_| {
                 ready(rng.lock().unwrap().u32(..100) >= lost.load(Ordering::Relaxed))
             });
-            let kept: PlaneStream<Bytes> = Box::pin(kept);
+            let kept: PlaneStream<Broadcast> = Box::pin(kept);
             Ok(kept)
         })
     }

@@ -5,10 +5,9 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use bytes::Bytes;
 use warmroute_indexer::fold::{Cut, Fold, SourceStanding};
 use warmroute_indexer::same_log::{self, Fit};
-use warmroute_proto::bus::{LogMessage, LogStatus};
+use warmroute_proto::bus::{Broadcast, LogMessage, LogStatus};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::{
@@ -53,17 +52,27 @@ impl World {
         message
     }
 
-    pub(super) fn heartbeat_as_read(&self, fold: &Fold, now: Instant, payload: Bytes) -> Bytes {
+    pub(super) fn heartbeat_as_read(
+        &self,
+        fold: &Fold,
+        now: Instant,
+        mut message: Broadcast,
+    ) -> Broadcast {
+        if self.broken == Some(Breakage::SubjectIgnored)
+            && let Ok(heartbeat) = codec::decode::<Heartbeat>(&message.payload)
+        {
+            message.subject = self.subjects.heartbeat(&heartbeat.source);
+        }
         let is_bent = matches!(self.broken, Some(Breakage::NoFence | Breakage::NoDigest));
         if is_bent
-            && let Ok(mut heartbeat) = codec::decode::<Heartbeat>(&payload)
+            && let Ok(mut heartbeat) = codec::decode::<Heartbeat>(&message.payload)
             && let Some(standing) = standing(fold, &heartbeat.source, now)
             && let Some(digest) = standing.digest
         {
             heartbeat.after = digest;
-            return codec::encode(&heartbeat).unwrap().into();
+            message.payload = codec::encode(&heartbeat).unwrap().into();
         }
-        payload
+        message
     }
 
     /// An answer as a router's view gets to see it.

@@ -110,6 +110,8 @@ pub(super) struct Vouched {
     /// When a shim last gave credit to its source, and when it last did without saying when.
     said: BTreeMap<Source, (At, Option<At>)>,
     pub(super) clock_jumped: Option<At>,
+    /// The last heartbeat of each source.
+    pub(super) last: BTreeMap<Source, Heartbeat>,
 }
 
 impl Vouched {
@@ -129,6 +131,12 @@ impl Vouched {
                 vouched.1 = Some(now);
             }
         }
+    }
+
+    pub(super) fn heartbeat(&mut self, now: At, heartbeat: &Heartbeat) {
+        let source = &heartbeat.source;
+        self.said(now, source, &heartbeat.states, heartbeat.said_at);
+        self.last.insert(source.clone(), heartbeat.clone());
     }
 
     /// Did the source's shim give credit lately, as far as that can be known?
@@ -232,10 +240,9 @@ impl World {
     }
 
     /// What a heartbeat calls acknowledged, the log took.
-    pub(super) fn check_heartbeat(&mut self, payload: &[u8]) {
-        let heartbeat: Heartbeat = codec::decode(payload).unwrap();
+    pub(super) fn check_heartbeat(&mut self, heartbeat: &Heartbeat) {
         if let Some(number) = heartbeat.number {
-            let key = (heartbeat.source, heartbeat.generation, number);
+            let key = (heartbeat.source.clone(), heartbeat.generation, number);
             if !self.checks.records.contains_key(&key) {
                 self.fail(format!("{key:?} is called acknowledged, and nobody has it"));
             }

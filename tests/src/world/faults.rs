@@ -61,6 +61,10 @@ pub enum Fault {
     StallIndexer(usize),
     /// An engine and its shim die at once. The engine is back first, by far.
     MachineDown(usize),
+    /// Whoever may speak for another worker speaks for this one.
+    ForeignHeartbeat(usize),
+    /// Whoever may speak for the worker names the highest generation there is.
+    LastGeneration(usize),
 }
 
 impl Fault {
@@ -400,6 +404,8 @@ impl World {
             Fault::StallShim(at) => self.stall(self.shims[at].host),
             Fault::StallIndexer(at) => self.stall(self.indexers[at].host),
             Fault::MachineDown(at) => self.machine_down(at),
+            Fault::ForeignHeartbeat(at) => self.speak_for_another(at),
+            Fault::LastGeneration(at) => self.claim_the_last_generation(at),
             other => self.plane_fault(other),
         }
     }

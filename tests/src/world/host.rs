@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_proto::bus::{LogMessage, RegistryEvent};
+use warmroute_proto::bus::{Broadcast, LogMessage, RegistryEvent};
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
 use warmroute_router::health::Sight;
@@ -81,7 +81,7 @@ pub(super) enum Input {
     /// The client library tells that the plane is within reach, or not.
     Connection(bool),
     Reply(Then, Reply),
-    Heartbeat(Bytes),
+    Heartbeat(Broadcast),
     Resync(Bytes),
     Health(EngineHealth),
     Zmq(Zmq),

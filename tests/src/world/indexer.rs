@@ -237,9 +237,9 @@ impl World {
             Input::TailEnded(session) if session == run.session => {
                 self.end_session(at, run, "the tail ended");
             }
-            Input::Heartbeat(payload) if run.is_subscribed => {
-                let payload = self.heartbeat_as_read(&run.fold, now, payload);
-                run.fold.heartbeat_of(now, came, &payload);
+            Input::Heartbeat(message) if run.is_subscribed => {
+                let message = self.heartbeat_as_read(&run.fold, now, message);
+                run.fold.heartbeat_of(now, came, &message);
             }
             Input::Registry(session, event) if session == run.session => {
                 Self::registry(run, now, event);

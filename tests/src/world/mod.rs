@@ -36,6 +36,7 @@ mod requests;
 mod router;
 mod shim;
 mod snapshots;
+mod stranger;
 mod wire;
 
 use std::collections::BinaryHeap;
@@ -84,12 +85,14 @@ pub enum Breakage {
     SlotLeaked,
     /// What comes proves as of when it comes, however long it was on its way.
     AgeIgnored,
+    /// A heartbeat speaks for whomever it names, whatever its subject.
+    SubjectIgnored,
     /// Nobody looks whether the record at the position is still the one that was read.
     RefillUnseen,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -103,6 +106,7 @@ impl Breakage {
         Self::OvertakenBelieved,
         Self::SlotLeaked,
         Self::AgeIgnored,
+        Self::SubjectIgnored,
         Self::RefillUnseen,
     ];
 }

@@ -299,6 +299,10 @@ impl Plane {
 
     // --- what goes wrong
 
+    pub(super) fn overwrite(&mut self, key: String, value: Bytes) {
+        self.put(key, value, PutIf::Always, None);
+    }
+
     pub(super) fn save_copy(&mut self) {
         self.copy = Some((self.log.clone(), self.keys.clone()));
     }

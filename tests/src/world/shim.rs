@@ -8,7 +8,9 @@ use warmroute_proto::bus::{LogMessage, PutIf, Revision};
 use warmroute_proto::registry::{GenerationEntry, ResyncRequest, ShimEntry, WorkerEntry};
 use warmroute_proto::{EngineHealth, EngineSeq, Generation, LogPosition, Record, Source, codec};
 use warmroute_shim::checkpoint::{self, Pace};
-use warmroute_shim::source::{AppendId, Config, Effect, ReplayId, Seen, SourceCore, Tail};
+use warmroute_shim::source::{
+    AppendId, Config, Effect, ReplayId, Seen, SourceCore, Tail, next_generation,
+};
 
 use super::host::{Event, Input, ReplayEnd, Then, Timer, Zmq};
 use super::plane::{Op, Reply};
@@ -26,7 +28,7 @@ const ACK_DEADLINE: Duration = Duration::from_secs(2);
 pub(super) enum ShimThen {
     Appended(AppendId),
     ClaimGot(Generation),
-    ClaimLast(Option<Generation>, PutIf),
+    ClaimLast(Generation, Option<Generation>, PutIf),
     ClaimPut(Generation),
     TailLast(u64, bool),
     TailStatus(u64, bool, Option<LogMessage>),
@@ -298,11 +300,8 @@ impl World {
                     self.shim_call(host, op, ShimThen::TailLast(id, is_thorough));
                 }
                 Effect::Heartbeat(heartbeat) => {
-                    let said_at = heartbeat.said_at;
-                    let now = self.now;
-                    self.vouched.said(now, &source, &heartbeat.states, said_at);
-                    let payload = codec::encode(&heartbeat).unwrap();
-                    self.broadcast_heartbeat(host, payload.into());
+                    self.vouched.heartbeat(self.now, &heartbeat);
+                    self.broadcast_heartbeat(host, &heartbeat);
                 }
                 Effect::Notice(notice) => {
                     self.note(|| format!("shim {at}: {notice:?}"));
@@ -370,7 +369,7 @@ impl World {
         }
     }
 
-    /// `service::outside`: 1 + the highest known, by compare-and-set.
+    /// `service::outside`: the next one, by compare-and-set.
     fn shim_claim(&mut self, at: usize, run: &mut Run, then: ShimThen, reply: Reply) {
         let host = self.shims[at].host;
         let now = self.local(host);
@@ -378,26 +377,26 @@ impl World {
         match (then, reply) {
             (ShimThen::ClaimGot(above), Reply::Entry(entry)) => {
                 let registered = entry.as_ref().and_then(|entry| generation(&entry.value));
-                let known = registered.max(Some(above));
                 let condition =
                     entry.map_or(PutIf::Absent, |entry| PutIf::Revision(entry.revision));
                 let op = Op::LastOn(self.subjects.records(&source));
-                self.shim_call(host, op, ShimThen::ClaimLast(known, condition));
+                self.shim_call(host, op, ShimThen::ClaimLast(above, registered, condition));
             }
-            (ShimThen::ClaimLast(known, condition), Reply::Message(message)) => {
+            (ShimThen::ClaimLast(above, registered, condition), Reply::Message(message)) => {
                 let last = message
                     .and_then(|message| point(&message))
                     .map(|(of, _)| of);
-                let highest = if self.broken == Some(Breakage::GenerationRolledBack) {
+                let next = if self.broken == Some(Breakage::GenerationRolledBack) {
                     match condition {
-                        PutIf::Revision(_) => known,
-                        PutIf::Always | PutIf::Absent => Some(Generation(0)),
+                        PutIf::Revision(_) => next_generation(above, registered, None),
+                        PutIf::Always | PutIf::Absent => Some(Generation(1)),
                     }
                 } else {
-                    known.max(last)
+                    next_generation(above, registered, last)
                 };
-                let next = highest.unwrap_or_default().next();
-                if last.is_some_and(|last| next <= last) {
+                let next = next.unwrap();
+                let honest = last.filter(|last| *last < Generation(u64::MAX));
+                if honest.is_some_and(|last| next <= last) {
                     self.fail(format!("{source} takes {next:?}, and the log has {last:?}"));
                 }
                 let value = codec::encode(&GenerationEntry { generation: next }).unwrap();

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use warmroute_proto::bus::RegistryEvent;
+use warmroute_proto::bus::{Broadcast, RegistryEvent};
+use warmroute_proto::{Heartbeat, codec};
 
 use super::host::{Event, Input, Kind, Planned, Process, Then, Timer, Zmq};
 use super::indexer::{IndexRun, Phase};
@@ -327,11 +327,15 @@ impl World {
 
     // --- broadcasts
 
-    pub(super) fn broadcast_heartbeat(&mut self, from: usize, payload: Bytes) {
-        self.check_heartbeat(&payload);
+    pub(super) fn broadcast_heartbeat(&mut self, from: usize, heartbeat: &Heartbeat) {
+        self.check_heartbeat(heartbeat);
+        let message = Broadcast {
+            subject: self.subjects.heartbeat(&heartbeat.source),
+            payload: codec::encode(heartbeat).unwrap().into(),
+        };
         for at in 0..self.indexers.len() {
             let to = self.indexers[at].host;
-            self.broadcast(from, to, Input::Heartbeat(payload.clone()));
+            self.broadcast(from, to, Input::Heartbeat(message.clone()));
         }
     }
 
@@ -385,7 +389,7 @@ impl World {
         }
     }
 
-    fn clock_delay(&mut self) -> Duration {
+    pub(super) fn clock_delay(&mut self) -> Duration {
         let is_late = self.dice.u16(0..1000) < self.rates.late;
         let max = if is_late {
             CLOCK_DEADLINE
@@ -473,7 +477,7 @@ impl World {
 
 fn again(input: &Input) -> Option<Input> {
     match input {
-        Input::Heartbeat(payload) => Some(Input::Heartbeat(payload.clone())),
+        Input::Heartbeat(message) => Some(Input::Heartbeat(message.clone())),
         Input::Resync(payload) => Some(Input::Resync(payload.clone())),
         Input::Load(payload) => Some(Input::Load(payload.clone())),
         _ => None,

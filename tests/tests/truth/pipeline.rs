@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_indexer::fold::Fold;
 use warmroute_indexer::query;
-use warmroute_proto::bus::LogMessage;
+use warmroute_proto::bus::{Broadcast, LogMessage};
 use warmroute_proto::query::{Answer, Query, SourceState};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
@@ -25,6 +25,7 @@ pub(crate) struct Pipeline {
     core: SourceCore,
     index: Rc<RefCell<Index>>,
     subject: String,
+    heartbeats: String,
     generation: Generation,
     /// What the log has last of this source.
     last: Option<(Generation, RecordNumber)>,
@@ -98,6 +99,7 @@ impl Pipeline {
         config.rank = Some(dp_rank.0);
         let mut pipeline = Self {
             subject: Subjects::new(&namespace()).records(&source),
+            heartbeats: Subjects::new(&namespace()).heartbeat(&source),
             source,
             core: SourceCore::new(config),
             index,
@@ -128,7 +130,7 @@ impl Pipeline {
                     self.asked.push_back((id, from));
                 }
                 Effect::ClaimGeneration { above } => {
-                    self.generation = self.generation.max(above).next();
+                    self.generation = self.generation.max(above).next().unwrap();
                     self.core.generation_claimed(now, self.generation);
                 }
                 Effect::Append { id, payload } => {
@@ -145,8 +147,11 @@ impl Pipeline {
                     self.core.log_tail(now, id, Tail::Seen(seen));
                 }
                 Effect::Heartbeat(heartbeat) => {
-                    let bytes = codec::encode(&heartbeat).unwrap();
-                    self.index.borrow_mut().fold.heartbeat(now, &bytes);
+                    let message = Broadcast {
+                        subject: self.heartbeats.clone(),
+                        payload: codec::encode(&heartbeat).unwrap().into(),
+                    };
+                    self.index.borrow_mut().fold.heartbeat(now, &message);
                 }
                 Effect::Notice(notice) => self.notices.push(notice),
             }

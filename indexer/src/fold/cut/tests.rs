@@ -11,7 +11,7 @@ use super::*;
 use crate::fold::tests::{SECOND, Trick, W, gpu, resyncs, toggle_of, trick, world};
 use crate::fold::{FREE_AFTER, HeartbeatVerdict, Verdict, source::PATIENCE};
 use crate::snapshot::BadSnapshot;
-use crate::tests_support::{World, namespace, prefix, removed, source, stored};
+use crate::tests_support::{World, namespace, prefix, removed, said, source, stored};
 
 /// What two folds must agree on at one position, whatever either heard besides the log.
 type Told = Vec<(
@@ -157,10 +157,10 @@ fn fences_of_sources_that_are_not_folded_are_kept() {
     let requests = replica.poll_resyncs(world.now);
     assert_eq!(requests, [], "nobody spoke yet");
     assert_eq!(told(&replica, world.now), told(&world.fold, world.now));
-    let heartbeat = codec::encode(&world.shim("w2/0").heartbeat()).unwrap();
+    let heartbeat = said(&world.shim("w2/0").heartbeat());
     let verdict = replica.heartbeat(world.now, &heartbeat);
     assert_eq!(verdict, HeartbeatVerdict::NotFolded);
-    let heartbeat = codec::encode(&world.shim(W).heartbeat()).unwrap();
+    let heartbeat = said(&world.shim(W).heartbeat());
     replica.heartbeat(world.now, &heartbeat);
     let requests = replica.poll_resyncs(world.now);
     let reasons: Vec<_> = requests.iter().map(|request| request.reason).collect();

@@ -1,10 +1,10 @@
 //! Messages that were on their way for long.
 
 use bytes::Bytes;
-use warmroute_proto::{LogTime, Tiers};
+use warmroute_proto::{Heartbeat, LogTime, Tiers};
 
 use super::*;
-use crate::tests_support::{TestShim, namespace};
+use crate::tests_support::TestShim;
 
 /// One source, in a log whose clock is looked at each second.
 struct Late {
@@ -75,8 +75,7 @@ impl Late {
     }
 
     fn hear(&mut self, heartbeat: &Heartbeat) -> HeartbeatVerdict {
-        let payload = codec::encode(heartbeat).unwrap();
-        self.world.fold.heartbeat(self.world.now, &payload)
+        self.world.fold.heartbeat(self.world.now, &said(heartbeat))
     }
 
     fn state(&self) -> SourceState {

@@ -236,7 +236,7 @@ async fn a_log_recreated_under_a_running_indexer_is_resynced() {
         created_unix_ns: 2,
         nonce: 9,
     });
-    let request: ResyncRequest = codec::decode(&requests.next().await.unwrap()).unwrap();
+    let request: ResyncRequest = codec::decode(&requests.next().await.unwrap().payload).unwrap();
     assert_eq!(request.reason, ResyncReason::LogLost);
     assert!(!state(&running).0.gives_credit());
     assert!(metric(&running, "logs_broken_total{fit=\"another_log\"} 1"));
@@ -267,7 +267,7 @@ async fn a_brand_new_replica_with_a_trimmed_log_and_no_snapshot_asks_for_images(
     let request = loop {
         running.heartbeat(&shim).await;
         if let Ok(request) = timeout(SECOND, requests.next()).await {
-            break codec::decode::<ResyncRequest>(&request.unwrap()).unwrap();
+            break codec::decode::<ResyncRequest>(&request.unwrap().payload).unwrap();
         }
     };
     assert_eq!(request.reason, ResyncReason::Gap);
@@ -357,7 +357,7 @@ async fn a_source_that_diverged_here_is_repaired_from_a_snapshot() {
     // In the same generation a second time: now it is asked for.
     running.heartbeat(&wrong).await;
     let request = requests.next().await.unwrap();
-    let request: ResyncRequest = codec::decode(&request).unwrap();
+    let request: ResyncRequest = codec::decode(&request.payload).unwrap();
     assert_eq!(request.reason, ResyncReason::Mismatch);
     assert!(metric(&running, "restores_total{cause=\"mismatch\"} 1"));
 }

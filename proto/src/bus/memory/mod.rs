@@ -18,8 +18,8 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::Instant;
 
 use super::{
-    Appended, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError, PlaneFuture,
-    PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Request, Revision,
+    Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
+    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Request, Revision,
 };
 use crate::codec::MESSAGE_BYTES_MAX;
 use crate::{LogPosition, StreamIdentity};
@@ -55,7 +55,7 @@ struct State {
     log: Log,
     registry: Registry,
     snapshots: BTreeMap<String, Bytes>,
-    listeners: Subjects<Bytes>,
+    listeners: Subjects<Broadcast>,
     servers: Subjects<Request>,
 }
 
@@ -263,11 +263,13 @@ impl Plane for MemoryPlane {
         if let Err(error) = fits(&payload) {
             return ready(Err(error));
         }
-        self.shared.state().listeners.send_all(&subject, &payload);
+        let broadcast = Broadcast { subject, payload };
+        let listeners = &mut self.shared.state().listeners;
+        listeners.send_all(&broadcast.subject, &broadcast);
         ready(Ok(()))
     }
 
-    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
         let messages = self.shared.state().listeners.open(subject);
         ready(Ok(subjects::into_stream(messages)))
     }

@@ -31,8 +31,8 @@ use bytes::Bytes;
 use self::core::{Core, Outgoing};
 use self::layout::Sizes;
 use super::{
-    Appended, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture, PlaneStream, PutIf,
-    RegistryEntry, RegistryEvent, Request, Revision,
+    Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture,
+    PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
 };
 use crate::LogPosition;
 
@@ -226,7 +226,7 @@ impl Plane for NatsPlane {
         Box::pin(service::publish(&self.core, subject, payload))
     }
 
-    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Bytes>> {
+    fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
         Box::pin(service::subscribe(Arc::clone(&self.core), subject))
     }
 }

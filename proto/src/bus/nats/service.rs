@@ -12,7 +12,7 @@ use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
 
 use super::core::{Core, ERROR_HEADER, Outgoing, unavailable};
-use crate::bus::{PlaneError, PlaneStream, Reply, Request};
+use crate::bus::{Broadcast, PlaneError, PlaneStream, Reply, Request};
 
 const QUEUE_GROUP: &str = "wr";
 const DROPPED: &str = "dropped";
@@ -137,7 +137,7 @@ pub(super) async fn publish(
 pub(super) async fn subscribe(
     core: Arc<Core>,
     subject: String,
-) -> Result<PlaneStream<Bytes>, PlaneError> {
+) -> Result<PlaneStream<Broadcast>, PlaneError> {
     core.check_up()?;
     let subscribed = core.client.subscribe(subject).await;
     let messages = subscribed.map_err(unavailable)?;
@@ -147,8 +147,11 @@ pub(super) async fn subscribe(
     Ok(Box::pin(stream::unfold(
         start,
         |(core, mut messages)| async move {
-            let message = messages.next().await?;
-            Some((message.payload, (core, messages)))
+            let Message {
+                subject, payload, ..
+            } = messages.next().await?;
+            let subject = subject.into_string();
+            Some((Broadcast { subject, payload }, (core, messages)))
         },
     )))
 }

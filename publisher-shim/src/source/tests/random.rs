@@ -150,7 +150,7 @@ impl World {
                 self.core.lease_lapsed();
                 self.tick_ms(300);
                 if rival {
-                    self.generation = self.generation.next();
+                    self.generation = self.generation.next().unwrap();
                 }
                 self.core.lease_taken(self.now);
                 self.drive();

@@ -33,6 +33,30 @@ fn a_copy_of_the_log_that_lags_once_is_asked_again() {
     assert_eq!(world.last_generation(), 5);
 }
 
+/// Believed, it would be the last one that can be claimed.
+#[test]
+fn a_generation_that_nobody_can_have_come_to_is_as_good_as_none() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    let last = Generation(u64::MAX);
+    let mut foreign = world.records.last().unwrap().clone();
+    foreign.generation = last;
+    world.records.push(foreign);
+    world.tick_ms(3000);
+    let claimed = world.generation;
+    assert!((6..30).contains(&claimed.0), "{claimed}");
+    assert_eq!(count(&world, Reason::Overtaken), 0);
+    world.records.retain(|record| record.generation < last);
+    world.tick_ms(5000);
+    let generation = world.generation;
+    assert_eq!(world.last_generation(), generation.0);
+    world.core.resync(world.now, last, ResyncReason::Fenced);
+    world.tick_ms(3000);
+    assert_eq!(world.core.status(world.now).counters.generations_refused, 1);
+    assert_eq!(world.generation, generation);
+    assert_eq!(world.gpu(), GPU);
+}
+
 #[test]
 fn row_7_what_is_told_while_the_log_is_away_follows_in_the_same_generation() {
     let mut world = World::started(true);

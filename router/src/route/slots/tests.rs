@@ -158,7 +158,7 @@ fn a_new_life_frees_the_former_ones_slots_and_fences_its_messages() {
     let mut fixture = Fixture::default();
     fixture.own(&add(1, 0, "ab", 10));
     let Fixture { slots, roster } = &mut fixture;
-    slots.apply(roster, ROUTER, LIFE.next(), &add(1, 1, "c", 5));
+    slots.apply(roster, ROUTER, LIFE.next().unwrap(), &add(1, 1, "c", 5));
     assert_eq!(fixture.load(0), (0, 0, 0));
     assert_eq!(fixture.load(1), (1, 5, 2));
     assert_eq!(fixture.own(&free(1)), Applied::Nothing);
@@ -378,7 +378,7 @@ proptest! {
         let mut other = Fixture::default();
         for slot in stated.iter().rev() {
             let Fixture { slots, roster } = &mut other;
-            let restored = slots.restore(roster, ROUTER, LIFE.next(), slot);
+            let restored = slots.restore(roster, ROUTER, LIFE.next().unwrap(), slot);
             prop_assert!(matches!(restored, Applied::Added(_)));
         }
         prop_assert_eq!(other.slots.digest(ROUTER), fixture.slots.digest(ROUTER));

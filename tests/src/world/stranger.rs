@@ -1,0 +1,82 @@
+//! Somebody who may publish what a shim may, and says what no shim does.
+
+use bytes::Bytes;
+use warmroute_proto::bus::Broadcast;
+use warmroute_proto::registry::GenerationEntry;
+use warmroute_proto::{
+    DpRank, Generation, Heartbeat, Record, RecordNumber, Source, WorkerId, codec,
+};
+
+use super::World;
+use super::host::Input;
+
+impl World {
+    /// The worker's last heartbeat once more, as if it were of now, on the subject of another one.
+    pub(super) fn speak_for_another(&mut self, worker: usize) {
+        let Some(last) = self.last_heartbeat(worker) else {
+            return;
+        };
+        let other = match self.rates.workers {
+            1 => Source {
+                worker: WorkerId::from("w9"),
+                dp_rank: DpRank(0),
+            },
+            workers => self.engines[(worker + 1) % workers].source.clone(),
+        };
+        self.say(&other, &last);
+    }
+
+    /// The highest generation there is: said by a heartbeat, or in the log, or in the registry.
+    pub(super) fn claim_the_last_generation(&mut self, worker: usize) {
+        let Some(last) = self.last_heartbeat(worker) else {
+            return;
+        };
+        let generation = Generation(u64::MAX);
+        let source = last.source.clone();
+        match self.dice.u8(0..3) {
+            0 => self.say(&source, &Heartbeat { generation, ..last }),
+            1 => {
+                let record = Record {
+                    source: source.clone(),
+                    generation,
+                    number: RecordNumber(0),
+                    engine_seq: None,
+                    changes: Vec::new(),
+                    states: last.states,
+                    after: warmroute_proto::Digest::default(),
+                    said_at: None,
+                };
+                let subject = self.subjects.records(&source);
+                let payload = codec::encode(&record).unwrap();
+                self.plane.append(self.now, subject, payload.into());
+            }
+            _ => {
+                let value = codec::encode(&GenerationEntry { generation }).unwrap();
+                let key = self.subjects.generation_key(&source);
+                // What was there is nowhere else, unless in the log.
+                self.checks.history_lost = true;
+                self.plane.overwrite(key, value.into());
+            }
+        }
+    }
+
+    fn last_heartbeat(&self, worker: usize) -> Option<Heartbeat> {
+        let last = self.vouched.last.get(&self.engines[worker].source)?;
+        Some(Heartbeat {
+            said_at: None,
+            ..last.clone()
+        })
+    }
+
+    fn say(&mut self, to: &Source, heartbeat: &Heartbeat) {
+        let message = Broadcast {
+            subject: self.subjects.heartbeat(to),
+            payload: Bytes::from(codec::encode(heartbeat).unwrap()),
+        };
+        for at in 0..self.indexers.len() {
+            let host = self.indexers[at].host;
+            let after = self.clock_delay();
+            self.send_host(host, after, Input::Heartbeat(message.clone()));
+        }
+    }
+}
