@@ -63,13 +63,17 @@ impl Look {
 
     /// Reads everything, within some seconds. An error says that the plane cannot be read at all.
     pub async fn read(&self, setup: Setup) -> Result<PlaneState, PlaneError> {
-        let log = self.log().await;
         let before = match self.registry().await {
             Ok(before) => before,
             // A bucket that is missing says more than that it cannot be read.
-            Err(_) if !setup.differences.is_empty() => return Ok(self.without(setup, log)),
+            Err(_) if !setup.differences.is_empty() => {
+                let log = self.log().await;
+                return Ok(self.without(setup, log));
+            }
             Err(error) => return Err(error),
         };
+        // Behind what the registry names: a snapshot's record was in the log before.
+        let log = self.log().await;
         let listened = Instant::now();
         let (heard, snapshots, last_records) = tokio::join!(
             self.listen(LISTEN),
@@ -79,12 +83,15 @@ impl Look {
         let listened = listened.elapsed();
         let (heard, foreign) = heard?;
         let views = self.views(before.indexers.keys().cloned()).await;
+        // Behind the views, for the same reason.
+        let log_after = self.log().await;
         // Last: what is used was written there before.
         let registry = self.registry().await?;
         Ok(PlaneState {
             namespace: self.namespace.to_string(),
             setup,
             log,
+            log_after,
             before,
             last_records,
             views,

@@ -152,7 +152,8 @@ codes! {
     ProbeSilent = "probe_silent", Warning,
         "the engine could not be probed from here";
     NotCompared = "not_compared", Warning,
-        "too busy, or a part is silent: run it again with a larger --within-secs, and `doctor`";
+        "too busy, or a part is silent or does not hold the source: run it again with a larger \
+         --within-secs, and `doctor`";
     RegistryUnreadable = "registry_unreadable", Warning,
         "a newer version wrote it, or it is damaged: upgrade this tool, or restart the key's owner";
     PermissionMissing = "permission_missing", Warning,

@@ -60,15 +60,13 @@ fn judge_one(
     let lagging = format!("{} messages, {shown}", view.lag_messages);
     let text = format!("{id}: position {}, behind by {lagging}", view.position);
     rest.push(("indexer", text));
-    match (&state.log, view.log) {
+    match (&state.log_after, view.log) {
         (Some(log), Some(read)) if read != log.identity => {
             findings.add(Code::IndexerOtherLog, id);
-            return;
         }
         (Some(log), Some(_)) if view.position > log.last => {
             let about = format!("{id}: at {}, the log ends at {}", view.position, log.last);
             findings.add(Code::IndexerAhead, about);
-            return;
         }
         (Some(_) | None, Some(_) | None) => {}
     }

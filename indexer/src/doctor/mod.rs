@@ -43,6 +43,8 @@ pub struct PlaneState {
     pub setup: Setup,
     /// None if there is no log.
     pub log: Option<LogStatus>,
+    /// The same after the replicas said where they are: a log at work goes on during a look.
+    pub log_after: Option<LogStatus>,
     /// At the beginning and at the end of the look.
     pub before: Registry,
     pub registry: Registry,

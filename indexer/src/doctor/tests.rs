@@ -150,6 +150,15 @@ fn registry() -> Registry {
     registry
 }
 
+fn log(last: u64) -> LogStatus {
+    LogStatus {
+        identity: IDENTITY,
+        first: LogPosition(1),
+        last: LogPosition(last),
+        now_unix_ns: 0,
+    }
+}
+
 /// A plane of which there is nothing to say.
 fn healthy() -> PlaneState {
     let registry = registry();
@@ -175,12 +184,8 @@ fn healthy() -> PlaneState {
                 stream(StreamRole::Snapshots, "OBJ_wr_test"),
             ],
         },
-        log: Some(LogStatus {
-            identity: IDENTITY,
-            first: LogPosition(1),
-            last: LogPosition(100),
-            now_unix_ns: 0,
-        }),
+        log: Some(log(100)),
+        log_after: Some(log(100)),
         before: registry.clone(),
         registry_read: true,
         last_records: [(source("w/0"), record), (source("w/1"), record)].into(),
@@ -329,6 +334,19 @@ fn indexers_are_judged() {
     check(Code::IndexerAhead, |state| {
         view(state, "a", |view| view.position = LogPosition(101));
     });
+    // A log at work goes on during a look.
+    let mut state = healthy();
+    view(&mut state, "a", |view| view.position = LogPosition(105));
+    state.log_after = Some(log(105));
+    assert_eq!(codes(&diagnose(&state)), []);
+    // One illness hides no other.
+    let mut state = healthy();
+    view(&mut state, "a", |view| {
+        view.position = LogPosition(101);
+        view.ready = false;
+    });
+    let both = [Code::IndexerAhead, Code::IndexerNotReady];
+    assert_eq!(codes(&diagnose(&state)), both);
     check(Code::IndexerBehind, |state| {
         view(state, "a", |view| view.lag_messages = 1001);
     });

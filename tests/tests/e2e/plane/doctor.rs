@@ -238,9 +238,13 @@ async fn whoever_holds_something_else_is_found() {
     let (found, at_work) = compare(&fleet, &["--probe"]).await;
     assert_eq!(found, (Some(0), Found::new()), "a healthy fleet");
     assert_eq!(at_work["engines"], "4 sources' own lists");
-    let ((found, _), served) =
-        under_load(&fleet, 2, compare(&fleet, &["--within-secs", "3"])).await;
-    println!("compared beside {served} requests");
+    let both = async {
+        let looked = look(&fleet).await;
+        (looked, compare(&fleet, &["--within-secs", "3"]).await)
+    };
+    let ((looked, (found, _)), served) = under_load(&fleet, 2, both).await;
+    println!("looked and compared beside {served} requests");
+    assert_eq!(looked, (Some(0), Found::new()), "a healthy fleet at work");
     let contradictions = ["indexers_differ", "mirror_differs", "engine_differs"];
     let found: Vec<&String> = found.1.keys().collect();
     assert!(
