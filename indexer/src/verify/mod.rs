@@ -48,15 +48,30 @@ struct Told {
     points: BTreeMap<Point, BTreeMap<Teller, Digest>>,
     /// Whoever was compared with somebody else at least once.
     met: BTreeSet<Teller>,
-    /// What an index holds as of an engine's batch.
+    /// The highest that was told.
+    generation: Option<Generation>,
+    /// What an index holds as of an engine's batch, in that generation.
     by_batch: BTreeMap<EngineSeq, (Teller, Digest)>,
     is_met_by_engine: bool,
+    /// Where its engine contradicts an index in that generation.
+    contradictions: BTreeSet<String>,
 }
+
+static NOTHING: Told = Told {
+    points: BTreeMap::new(),
+    met: BTreeSet::new(),
+    generation: None,
+    by_batch: BTreeMap::new(),
+    is_met_by_engine: false,
+    contradictions: BTreeSet::new(),
+};
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub struct Comparison {
     indexers: BTreeSet<String>,
+    /// Those of which the shim and every replica owe a word.
+    expected: BTreeSet<Source>,
     sources: BTreeMap<Source, Told>,
     /// The last list of each engine that lists its blocks.
     listed: BTreeMap<WorkerId, Vec<Listed>>,
@@ -75,8 +90,25 @@ impl Comparison {
         }
     }
 
+    /// Says of which sources the shim and every replica have to be met. Nobody else has to be met but those
+    /// who say something.
+    pub fn expect(&mut self, sources: impl IntoIterator<Item = Source>) {
+        self.expected = sources.into_iter().collect();
+    }
+
+    /// Who left meanwhile owes nothing.
+    pub fn excuse(
+        &mut self,
+        is_here: impl Fn(&WorkerId) -> bool,
+        is_replica: impl Fn(&str) -> bool,
+    ) {
+        self.expected.retain(|source| is_here(&source.worker));
+        self.indexers.retain(|id| is_replica(id));
+    }
+
     /// Takes what a shim says of its source.
     pub fn heard(&mut self, heartbeat: &Heartbeat) {
+        self.began(&heartbeat.source, heartbeat.generation);
         if let Some(number) = heartbeat.number {
             let point = (heartbeat.generation, number);
             self.told(&heartbeat.source, point, Teller::Shim, heartbeat.after);
@@ -90,6 +122,9 @@ impl Comparison {
                 continue;
             };
             for source in &view.sources {
+                if let Some(generation) = source.generation {
+                    self.began(&source.source, generation);
+                }
                 let Some(digest) = source.digest else {
                     continue;
                 };
@@ -99,8 +134,10 @@ impl Comparison {
                 }
                 // Only of a complete view is an engine's list all that it can be.
                 let is_exact = source.states.gpu == warmroute_proto::query::SourceState::Exact;
-                if let Some(seq) = source.engine_seq.filter(|_| is_exact) {
-                    let told = self.sources.entry(source.source.clone()).or_default();
+                if let Some(seq) = source.engine_seq.filter(|_| is_exact)
+                    && let Some(told) = self.sources.get_mut(&source.source)
+                    && told.generation == source.generation
+                {
                     told.by_batch.insert(seq, (teller, digest));
                     bound(&mut told.by_batch);
                 }
@@ -112,6 +149,21 @@ impl Comparison {
             self.list(worker, ranks);
         }
         self.listed = listed;
+    }
+
+    /// With a new generation an engine may count its batches anew: what was said of earlier ones is of
+    /// another life.
+    fn began(&mut self, source: &Source, generation: Generation) {
+        let told = self.sources.entry(source.clone()).or_default();
+        if told.generation.is_some_and(|known| known < generation) {
+            told.by_batch.clear();
+            told.contradictions.clear();
+            told.is_met_by_engine = false;
+            if let Some(ranks) = self.listed.get_mut(&source.worker) {
+                ranks.retain(|rank| rank.dp_rank != source.dp_rank);
+            }
+        }
+        told.generation = told.generation.max(Some(generation));
     }
 
     /// Takes what an engine lists, to be met by views before and after it.
@@ -147,7 +199,7 @@ impl Comparison {
                         said(*digest),
                         teller.word()
                     );
-                    self.findings.add(Code::EngineDiffers, about);
+                    told.contradictions.insert(about);
                 }
             }
         }
@@ -218,20 +270,38 @@ impl Comparison {
         }
     }
 
-    /// Was everybody met for every source?
+    /// Was everybody met for every source, and anybody at all?
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        self.left().next().is_none() && (self.indexers.len() < 2 || self.position.is_some())
+        let is_placed = self.indexers.len() < 2 || self.position.is_some();
+        self.compared > 0 && is_placed && self.left().next().is_none()
+    }
+
+    /// Does an engine contradict an index? If it was restarted just now, a new generation will tell.
+    #[must_use]
+    pub fn is_engine_contradicted(&self) -> bool {
+        let mut told = self.sources.values();
+        told.any(|told| !told.contradictions.is_empty())
     }
 
     /// The sources of which somebody's word was not compared, with whose.
     fn left(&self) -> impl Iterator<Item = (&Source, Vec<String>)> {
-        self.sources.iter().filter_map(|(source, told)| {
-            let tellers: BTreeSet<&Teller> =
-                told.points.values().flat_map(BTreeMap::keys).collect();
-            let unmet = tellers
-                .into_iter()
-                .filter(|teller| !told.met.contains(teller));
+        let unheard = self.expected.iter();
+        let unheard = unheard.filter(|source| !self.sources.contains_key(source));
+        let all = self.sources.iter();
+        let all = all.chain(unheard.map(|source| (source, &NOTHING)));
+        all.filter_map(|(source, told)| {
+            let mut tellers: BTreeSet<Teller> = told
+                .points
+                .values()
+                .flat_map(BTreeMap::keys)
+                .cloned()
+                .collect();
+            if self.expected.contains(source) {
+                tellers.extend(self.indexers.iter().cloned().map(Teller::Indexer));
+                tellers.insert(Teller::Shim);
+            }
+            let unmet = tellers.iter().filter(|teller| !told.met.contains(teller));
             let mut unmet: Vec<String> = unmet.map(Teller::word).collect();
             let engine = self.listed.get(&source.worker).into_iter().flatten();
             let is_listed = engine
@@ -256,8 +326,15 @@ impl Comparison {
             .left()
             .map(|(source, unmet)| format!("{source}: {}", unmet.join(", ")))
             .collect();
+        if left.is_empty() && self.compared == 0 {
+            self.findings
+                .add(Code::NotCompared, "nothing: nobody told of any source");
+        }
         for about in left {
             self.findings.add(Code::NotCompared, about);
+        }
+        for about in self.sources.values().flat_map(|told| &told.contradictions) {
+            self.findings.add(Code::EngineDiffers, about);
         }
         let engines = self.sources.values().filter(|told| told.is_met_by_engine);
         let position = self.position.map_or_else(

@@ -25,6 +25,9 @@ const ROUND: Duration = Duration::from_millis(200);
 /// So many rounds between two lists of an engine: each is its whole cache.
 const LIST_EVERY: u32 = 5;
 
+/// Within so long a shim sees that its engine was restarted, and indexers hear of it.
+const RESTART_SEEN: Duration = Duration::from_secs(3);
+
 /// Until an index credits what its engine just cached.
 const CREDIT_DEADLINE: Duration = Duration::from_secs(10);
 const CREDIT_PAUSE: Duration = Duration::from_millis(50);
@@ -48,6 +51,7 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
     }
     let mut engines = engines(&registry.workers);
     let mut comparison = Comparison::new(ids.iter().cloned());
+    comparison.expect(registry.workers.values().flat_map(sources));
     let mut heartbeats = look.heartbeats().await?;
     let end = Instant::now() + how.within;
     let mut views = BTreeMap::new();
@@ -69,6 +73,17 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
             }
         }
     }
+    if comparison.is_engine_contradicted() {
+        sleep(RESTART_SEEN).await;
+        views = look.views(ids.iter().cloned()).await;
+        comparison.viewed(&views);
+    }
+    if let Ok(now) = look.registry().await {
+        comparison.excuse(
+            |worker| now.workers.contains_key(worker),
+            |id| now.indexers.contains_key(id),
+        );
+    }
     for (id, view) in &views {
         if let Err(why) = view {
             comparison.find(Code::IndexerSilent, format!("{id}: {why}"));
@@ -78,6 +93,14 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
         probe(look, &registry.workers, &views, &mut comparison).await;
     }
     Ok(comparison.report(look.namespace().to_string(), server))
+}
+
+fn sources(entry: &WorkerEntry) -> impl Iterator<Item = Source> {
+    let worker = entry.worker.clone();
+    (0..entry.ranks).map(move |rank| Source {
+        worker: worker.clone(),
+        dp_rank: DpRank(rank),
+    })
 }
 
 /// Those that may list their blocks.

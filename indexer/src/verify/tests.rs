@@ -131,6 +131,87 @@ fn engines_are_compared_where_nothing_changed_between() {
     check(1, 3, 2, &[Code::NotCompared]);
 }
 
+/// Nobody's silence is taken for a yes.
+#[test]
+fn who_says_nothing_of_a_registered_source_is_told() {
+    let told = |comparison: Comparison| {
+        assert!(!comparison.is_complete());
+        let report = comparison.report("ns".to_owned(), String::new());
+        assert!(report.needs_somebody());
+        assert_eq!(report.findings[0].code, Code::NotCompared);
+        report.findings[0].about.clone()
+    };
+    let nobody = Comparison::new(["a".to_owned(), "b".to_owned()]);
+    assert_eq!(told(nobody), ["nothing: nobody told of any source"]);
+    let mut unheard = Comparison::new(["a".to_owned()]);
+    unheard.expect([source("w/0")]);
+    assert_eq!(told(unheard), ["w/0: its shim, indexer a"]);
+    let mut without_its_shim = compare(&[[(5, 1, 1), (5, 1, 1)]]);
+    without_its_shim.expect([source("w/0")]);
+    assert_eq!(told(without_its_shim), ["w/0: its shim"]);
+
+    let b_holds_nothing = || {
+        let mut comparison = Comparison::new(["a".to_owned(), "b".to_owned()]);
+        comparison.expect([source("w/0")]);
+        let mut set_aside = view(5, 1, 1).unwrap();
+        set_aside.sources[0].digest = None;
+        let views = [
+            ("a".to_owned(), view(5, 1, 1)),
+            ("b".to_owned(), Ok(set_aside)),
+        ];
+        comparison.viewed(&views.into());
+        comparison.heard(&heartbeat(1, 1));
+        comparison
+    };
+    assert_eq!(told(b_holds_nothing()), ["w/0: indexer b"]);
+    // Who left meanwhile owes nothing.
+    let mut left = b_holds_nothing();
+    left.excuse(|_| true, |id| id == "a");
+    assert_eq!(codes(left), []);
+    let mut left = b_holds_nothing();
+    left.excuse(|_| false, |_| true);
+    assert_eq!(codes(left), []);
+}
+
+/// It counts its batches from 0 again.
+#[test]
+fn a_restarted_engine_is_not_compared_with_its_former_life() {
+    let listed = |sum| {
+        let listed = Listed {
+            dp_rank: warmroute_proto::DpRank(0),
+            changed: Some(EngineSeq(3)),
+            last: Some(EngineSeq(6)),
+            digest: digest(sum),
+        };
+        vec![listed]
+    };
+    let worker = WorkerId::from("w");
+    let mut begun = heartbeat(0, 0);
+    begun.generation = Generation(2);
+    // The list is of the new life, and comes before or after the new generation.
+    let mut before = compare(&[[(5, 4, 1), (5, 4, 1)]]);
+    before.listed(&worker, listed(2));
+    assert!(before.is_engine_contradicted());
+    before.heard(&begun);
+    assert!(!before.is_engine_contradicted());
+    assert!(!codes(before).contains(&Code::EngineDiffers));
+    let mut after = compare(&[[(5, 4, 1), (5, 4, 1)]]);
+    after.heard(&begun);
+    after.listed(&worker, listed(2));
+    // A replica that lags still tells of the former life.
+    let lagging = [("b".to_owned(), view(5, 4, 1))];
+    after.viewed(&lagging.into());
+    assert!(!after.is_engine_contradicted());
+    assert!(!codes(after).contains(&Code::EngineDiffers));
+    // A list of the former life is not compared with the new one's.
+    let mut late = compare(&[[(5, 4, 1), (5, 4, 1)]]);
+    late.listed(&worker, listed(1));
+    let mut new_life = view(9, 4, 2).unwrap();
+    new_life.sources[0].generation = Some(Generation(2));
+    late.viewed(&[("a".to_owned(), Ok(new_life))].into());
+    assert!(!codes(late).contains(&Code::EngineDiffers));
+}
+
 #[test]
 fn what_is_remembered_is_bounded() {
     let mut comparison = Comparison::new(["a".to_owned()]);
