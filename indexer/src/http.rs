@@ -5,18 +5,26 @@
 //! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` has each rank's tiers. `cpu` and `disk`
 //! are cumulative: a prefix that needs no lower tier than that. A source whose state gives no credit
 //! counts zero, and its state stands beside it.
+//!
+//! Nobody needs a credential here, and what a body or a dump takes is not in `--max-memory`: few of them are
+//! in the works at a time, the others wait for their turn, and not for long.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{DefaultBodyLimit, Json, State};
+use axum::extract::{DefaultBodyLimit, Json, Request, State};
 use axum::http::{StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 use tracing::warn;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
@@ -29,6 +37,16 @@ use crate::view::{SourceDump, WorkerView};
 
 /// A million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
+
+/// Bodies that are read at a time, and dumps that are written at a time.
+const BODIES_MAX: usize = 4;
+const DUMPS_MAX: usize = 4;
+
+/// For one's turn.
+const TURN_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Of a body, from its first byte to the answer.
+const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Everything that an indexer serves.
 pub fn router(handle: Handle) -> Router {
@@ -44,10 +62,17 @@ pub fn queries(handle: Handle) -> Router {
     Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
-        .route("/dump", get(dump))
-        .route("/v1/digest", get(digest))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .with_state(handle)
+        .layer(from_fn_with_state(turns(BODIES_MAX), in_turn))
+        .route("/v1/digest", get(digest))
+        .with_state(handle.clone())
+        .merge(dumps(handle))
+}
+
+fn dumps(handle: Handle) -> Router {
+    Router::new()
+        .route("/dump", get(dump))
+        .with_state((handle, turns(DUMPS_MAX)))
 }
 
 /// `/workers`.
@@ -70,6 +95,38 @@ pub fn metrics(handle: Handle) -> Router {
     Router::new()
         .route("/metrics", get(metrics_text))
         .with_state(handle)
+}
+
+type Turns = Arc<Semaphore>;
+
+fn turns(at_once: usize) -> Turns {
+    Arc::new(Semaphore::new(at_once))
+}
+
+async fn turn(turns: Turns) -> Result<OwnedSemaphorePermit, Refusal> {
+    match timeout(TURN_DEADLINE, turns.acquire_owned()).await {
+        Ok(Ok(turn)) => Ok(turn),
+        Ok(Err(_)) | Err(_) => Err(Refusal {
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            message: "others have been served for long: try again".to_owned(),
+        }),
+    }
+}
+
+/// Nothing of the body is read before.
+async fn in_turn(
+    State(turns): State<Turns>,
+    request: Request,
+    next: Next,
+) -> Result<Response, Refusal> {
+    let _turn = turn(turns).await?;
+    let late = |_| Refusal {
+        status: StatusCode::REQUEST_TIMEOUT,
+        message: format!("the body takes longer than {BODY_DEADLINE:?}"),
+    };
+    timeout(BODY_DEADLINE, next.run(request))
+        .await
+        .map_err(late)
 }
 
 /// What a client did wrong, or what we cannot do now.
@@ -102,10 +159,13 @@ impl IntoResponse for Refusal {
     }
 }
 
+/// Fields are named in each query, not flattened: to flatten, all that nobody knows would be kept.
 #[derive(Deserialize)]
 struct TokensQuery {
-    #[serde(flatten)]
-    scope: Scope,
+    #[serde(alias = "model_name")]
+    model: Option<String>,
+    block_size: Option<u32>,
+    instance_id: Option<WorkerId>,
     token_ids: Vec<u32>,
     lora_name: Option<String>,
     cache_salt: Option<String>,
@@ -113,17 +173,17 @@ struct TokensQuery {
 
 #[derive(Deserialize)]
 struct HashQuery {
-    #[serde(flatten)]
-    scope: Scope,
+    #[serde(alias = "model_name")]
+    model: Option<String>,
+    block_size: Option<u32>,
+    instance_id: Option<WorkerId>,
     /// Local block hashes, already seeded.
     block_hashes: Vec<LocalHash>,
     cache_salt: Option<String>,
 }
 
 /// Which workers are meant. The RFC says `model`, its widest-used implementation `model_name`.
-#[derive(Deserialize)]
 struct Scope {
-    #[serde(alias = "model_name")]
     model: Option<String>,
     block_size: Option<u32>,
     instance_id: Option<WorkerId>,
@@ -200,7 +260,12 @@ async fn query(
     body: Result<Json<TokensQuery>, JsonRejection>,
 ) -> Result<Json<QueryResponse>, Refusal> {
     let Json(body) = body?;
-    let chosen = Chosen::of(&handle.workers(), &body.scope)?;
+    let scope = Scope {
+        model: body.model,
+        block_size: body.block_size,
+        instance_id: body.instance_id,
+    };
+    let chosen = Chosen::of(&handle.workers(), &scope)?;
     let lora = body.lora_name.as_deref().or(chosen.lora.as_deref());
     let seed = Seed::new(lora, body.cache_salt.as_deref());
     let blocks = local_hashes(&body.token_ids, chosen.block_size, seed);
@@ -217,7 +282,12 @@ async fn query_by_hash(
             "cache_salt cannot be applied to hashes: compute them with it, or use /query",
         ));
     }
-    let chosen = Chosen::of(&handle.workers(), &body.scope)?;
+    let scope = Scope {
+        model: body.model,
+        block_size: body.block_size,
+        instance_id: body.instance_id,
+    };
+    let chosen = Chosen::of(&handle.workers(), &scope)?;
     chosen.answer(&handle, body.block_hashes).map(Json)
 }
 
@@ -327,7 +397,10 @@ async fn metrics_text(State(handle): State<Handle>) -> Response {
 
 /// One JSON value a line: each source, then its image as changes, parents first. Sources are
 /// dumped one by one as the body is read, each of one moment: memory is bounded by the largest.
-async fn dump(State(handle): State<Handle>) -> Response {
+async fn dump(
+    State((handle, turns)): State<(Handle, Turns)>,
+) -> Result<impl IntoResponse, Refusal> {
+    let turn = turn(turns).await?;
     let sources = handle.digest().sources;
     let lines = sources.into_iter().flat_map(move |digest| {
         let source = Source {
@@ -336,8 +409,23 @@ async fn dump(State(handle): State<Handle>) -> Response {
         };
         handle.dump(&source).into_iter().flat_map(dump_lines)
     });
+    let lines = InTurn { lines, _turn: turn };
     let body = Body::from_stream(futures_util::stream::iter(lines));
-    ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body))
+}
+
+/// The turn ends with the body.
+struct InTurn<L> {
+    lines: L,
+    _turn: OwnedSemaphorePermit,
+}
+
+impl<L: Iterator> Iterator for InTurn<L> {
+    type Item = L::Item;
+
+    fn next(&mut self) -> Option<L::Item> {
+        self.lines.next()
+    }
 }
 
 fn dump_lines(dump: SourceDump) -> impl Iterator<Item = Result<Bytes, serde_json::Error>> {

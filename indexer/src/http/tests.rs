@@ -1,6 +1,7 @@
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_util::task::TaskTracker;
 use warmroute_proto::Tier;
 use warmroute_proto::hash::local_hashes;
@@ -165,4 +166,25 @@ async fn digest_workers_and_dump_show_what_is_folded() {
     assert_eq!(status, 200);
     assert!(metrics.contains("warmroute_indexer_sources{state=\"exact\"} 2"));
     assert_eq!(ask(address, "GET /readyz", "").await.0, 200);
+}
+
+/// What is read of bodies at a time is bounded, and nobody keeps a turn for long by sending nothing.
+#[tokio::test(start_paused = true)]
+async fn few_bodies_are_read_at_a_time_and_none_for_ever() {
+    let (_running, address) = served().await;
+    let slow = async |_| {
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let head =
+            b"POST /query HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n";
+        stream.write_all(head).await.unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.unwrap();
+        response.split(' ').nth(1).unwrap().parse::<u16>().unwrap()
+    };
+    let mut all = futures_util::future::join_all((0..=BODIES_MAX).map(slow)).await;
+    all.sort_unstable();
+    assert_eq!(all, [408, 408, 408, 408, 503]);
+    let body = json!({ "model": "m", "token_ids": tokens() });
+    let (status, _) = json(address, "POST /query", &body).await;
+    assert_eq!(status, 200);
 }
