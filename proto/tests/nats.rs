@@ -14,6 +14,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE;
 use bytes::Bytes;
 use conformance::{Fixture, Steps};
 use futures_util::StreamExt;
@@ -430,6 +432,50 @@ async fn only_init_sets_up_and_nobody_repairs() {
             .to_string()
             .contains("wr_t: max_age is 0ns, must be bounded")
     );
+}
+
+/// What lies in the store may be damaged: it is no reason to run out of memory, nor to miss the others.
+#[tokio::test]
+async fn a_damaged_description_of_a_snapshot_stands_in_nobodys_way() {
+    let Nats { plane, server } = nats().await;
+    plane.put_snapshot("whole".into(), number(7)).await.unwrap();
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let jetstream = async_nats::jetstream::new(client);
+    let describe = async |name: &str, text: String| {
+        let subject = format!("$O.wr_t.M.{}", URL_SAFE.encode(name));
+        let published = jetstream.publish(subject, text.into()).await.unwrap();
+        published.await.unwrap();
+    };
+    let huge = |chunks: u64| {
+        let size = i64::MAX;
+        format!(r#"{{"name":"huge","bucket":"wr_t","nuid":"n","size":{size},"chunks":{chunks}}}"#)
+    };
+    describe("junk", "no JSON".into()).await;
+    for chunks in [0, 1, u64::MAX] {
+        describe("huge", huge(chunks)).await;
+        assert_eq!(
+            plane.get_snapshot("huge".into()).await,
+            Ok(None),
+            "{chunks}"
+        );
+    }
+    // It has a chunk, and says that it is larger than a chunk can be.
+    let chunk = jetstream.publish("$O.wr_t.C.n", number(1)).await.unwrap();
+    chunk.await.unwrap();
+    describe("huge", huge(1)).await;
+    assert_eq!(plane.get_snapshot("huge".into()).await, Ok(None));
+    assert_eq!(plane.get_snapshot("junk".into()).await, Ok(None));
+    assert_eq!(plane.snapshots().await.unwrap(), ["huge", "whole"]);
+    assert_eq!(
+        plane.get_snapshot("whole".into()).await,
+        Ok(Some(number(7)))
+    );
+    assert!(plane.stats().snapshots_torn >= 6);
+    for name in ["junk", "huge"] {
+        plane.delete_snapshot(name.into()).await.unwrap();
+        plane.put_snapshot(name.into(), number(8)).await.unwrap();
+        assert_eq!(plane.get_snapshot(name.into()).await, Ok(Some(number(8))));
+    }
 }
 
 /// Three servers that know each other.

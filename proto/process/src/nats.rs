@@ -119,7 +119,7 @@ const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 16] 
         ),
         (
             "snapshots_torn_total",
-            "Snapshots of which chunks were missing.",
+            "Snapshots met that could not be read: chunks are missing, or what describes them is damaged.",
             stats.snapshots_torn,
         ),
         ("in_messages_total", "Messages received.", stats.in_messages),

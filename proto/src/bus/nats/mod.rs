@@ -132,7 +132,7 @@ pub struct NatsStats {
     pub watches_reopened: u64,
     /// Messages behind the last one that a tail delivered.
     pub tail_lag: u64,
-    /// Snapshots of which chunks were missing.
+    /// Snapshots met that could not be read: chunks are missing, or what describes them is damaged.
     pub snapshots_torn: u64,
     pub in_messages: u64,
     pub out_messages: u64,

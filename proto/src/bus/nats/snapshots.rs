@@ -13,7 +13,7 @@ use std::time::Duration;
 use async_nats::HeaderMap;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE;
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use ring::digest;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -24,7 +24,8 @@ use super::link::count;
 use super::pull::{Pull, Pulled, Start, unique};
 use crate::bus::PlaneError;
 
-/// Large enough that acknowledgements do not count; smaller where the server takes less.
+/// Of one chunk, at most: large enough that acknowledgements do not count; smaller where the server takes
+/// less.
 const CHUNK_BYTES: usize = 512 << 10;
 
 /// Chunks on their way: 4 MiB at most.
@@ -45,6 +46,13 @@ struct Object {
     digest: Option<String>,
     #[serde(default)]
     deleted: bool,
+}
+
+/// What lies under a name.
+enum Found {
+    Nothing,
+    Object(Object),
+    Unreadable,
 }
 
 struct Bucket {
@@ -69,13 +77,21 @@ impl Bucket {
         format!("$O.{}.C.{nuid}", self.core.layout.bucket())
     }
 
-    async fn find(&self, name: &str) -> Result<Option<Object>, PlaneError> {
+    async fn find(&self, name: &str) -> Result<Found, PlaneError> {
         let newest = self.core.newest(&self.stream, &self.object(name)).await?;
-        let Some(message) = newest else {
-            return Ok(None);
-        };
-        let object: Object = serde_json::from_slice(&message.payload).map_err(unavailable)?;
-        Ok(Some(object).filter(|object| !object.deleted))
+        Ok(newest.map_or(Found::Nothing, |message| self.read_object(&message.payload)))
+    }
+
+    /// One that cannot be read is as good as none: it must not stand in the way of others.
+    fn read_object(&self, payload: &[u8]) -> Found {
+        match serde_json::from_slice::<Object>(payload) {
+            Ok(object) if object.deleted => Found::Nothing,
+            Ok(object) => Found::Object(object),
+            Err(_) => {
+                count(&self.core.link.counters.snapshots_torn);
+                Found::Unreadable
+            }
+        }
     }
 
     async fn purge(&self, subject: String) -> Result<(), PlaneError> {
@@ -125,11 +141,20 @@ impl Bucket {
         let subject = self.chunks(&object.nuid);
         let filter = Some(subject.as_str());
         let mut pull = Pull::open(&self.core, self.stream.clone(), filter, Start::First).await?;
-        let mut blob = BytesMut::with_capacity(object.size);
+        // What the description says is believed as far as the store bears it out.
+        let is_whole = pull.pending_at_start == object.chunks as u64;
+        if !is_whole || object.size > object.chunks.saturating_mul(CHUNK_BYTES) {
+            return Ok(None);
+        }
+        let mut blob = Vec::new();
+        blob.try_reserve_exact(object.size).map_err(unavailable)?;
         let mut chunks = 0;
         while chunks < object.chunks {
             match timeout(STALL, pull.next()).await.map_err(unavailable)? {
                 Pulled::Message(chunk) => {
+                    if blob.len() + chunk.payload.len() > object.size {
+                        return Ok(None);
+                    }
                     blob.extend_from_slice(&chunk.payload);
                     chunks += 1;
                     if chunk.pending == 0 {
@@ -141,14 +166,15 @@ impl Bucket {
                 Pulled::Broken => return Err(unavailable("the snapshot broke off")),
             }
         }
-        Ok((chunks == object.chunks && blob.len() == object.size).then(|| blob.freeze()))
+        Ok((chunks == object.chunks && blob.len() == object.size).then(|| Bytes::from(blob)))
     }
 }
 
 pub(super) async fn put(core: &Arc<Core>, name: String, blob: Bytes) -> Result<(), PlaneError> {
     let bucket = Bucket::new(core);
-    if bucket.find(&name).await?.is_some() {
-        return Err(PlaneError::Conflict);
+    match bucket.find(&name).await? {
+        Found::Nothing => {}
+        Found::Object(_) | Found::Unreadable => return Err(PlaneError::Conflict),
     }
     let nuid = unique(&core.client.new_inbox());
     let subject = bucket.chunks(&nuid);
@@ -179,7 +205,7 @@ pub(super) async fn put(core: &Arc<Core>, name: String, blob: Bytes) -> Result<(
 
 pub(super) async fn get(core: &Arc<Core>, name: &str) -> Result<Option<Bytes>, PlaneError> {
     let bucket = Bucket::new(core);
-    let Some(object) = bucket.find(name).await? else {
+    let Found::Object(object) = bucket.find(name).await? else {
         return Ok(None);
     };
     let blob = bucket.read(&object).await?;
@@ -192,11 +218,15 @@ pub(super) async fn get(core: &Arc<Core>, name: &str) -> Result<Option<Bytes>, P
 /// The name first: a reader must not find one whose chunks are gone.
 pub(super) async fn delete(core: &Arc<Core>, name: &str) -> Result<(), PlaneError> {
     let bucket = Bucket::new(core);
-    let Some(object) = bucket.find(name).await? else {
-        return Ok(());
-    };
-    bucket.purge(bucket.object(name)).await?;
-    bucket.purge(bucket.chunks(&object.nuid)).await
+    match bucket.find(name).await? {
+        Found::Nothing => Ok(()),
+        Found::Object(object) => {
+            bucket.purge(bucket.object(name)).await?;
+            bucket.purge(bucket.chunks(&object.nuid)).await
+        }
+        // Its chunks go by age.
+        Found::Unreadable => bucket.purge(bucket.object(name)).await,
+    }
 }
 
 pub(super) async fn list(core: &Arc<Core>) -> Result<Vec<String>, PlaneError> {
@@ -210,10 +240,9 @@ pub(super) async fn list(core: &Arc<Core>) -> Result<Vec<String>, PlaneError> {
         match timeout(STALL, pull.next()).await.map_err(unavailable)? {
             Pulled::Message(message) => {
                 more = message.pending > 0;
-                let object: Object =
-                    serde_json::from_slice(&message.payload).map_err(unavailable)?;
-                if !object.deleted {
-                    names.push(object.name);
+                match bucket.read_object(&message.payload) {
+                    Found::Object(object) => names.push(object.name),
+                    Found::Nothing | Found::Unreadable => {}
                 }
             }
             Pulled::Idle => more = false,
