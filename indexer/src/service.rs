@@ -41,7 +41,6 @@ use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
 use crate::metrics::{Metrics, QueryOutcome, unix_ns};
 use crate::query;
-use crate::same_log::Fit;
 use crate::snapshot::Schedule;
 use crate::snapshot::policy::Reading;
 use crate::turns::Turns;

@@ -243,10 +243,7 @@ impl Snapshots {
     async fn is_dead(&self, pointer: &SnapshotPointer) -> Result<bool, PlaneError> {
         let newest = &pointer.newest;
         let fit = self.worker.fit(newest.log, &newest.at).await?;
-        Ok(match fit {
-            Fit::LostEnd | Fit::OtherRecord => true,
-            Fit::Same | Fit::Trimmed | Fit::Missing | Fit::AnotherLog => false,
-        })
+        Ok(fit.is_broken())
     }
 
     /// Makes the pointer name the new one; none if it names a better one already.
@@ -258,8 +255,8 @@ impl Snapshots {
                 .map_or(PutIf::Absent, |(entry, _)| PutIf::Revision(entry.revision));
             let pointer = present.and_then(|(_, pointer)| pointer);
             let is_dead = match &pointer {
-                Some(pointer) if pointer.newest.log == new.log => self.is_dead(pointer).await?,
-                Some(_) | None => false,
+                Some(pointer) => self.is_dead(pointer).await?,
+                None => false,
             };
             let Some(moved) = policy::moved(pointer.as_ref(), new.clone(), is_dead) else {
                 return Ok(None);
@@ -270,7 +267,9 @@ impl Snapshots {
             match put.await {
                 Ok(_) => {
                     if let Some(dead) = pointer.filter(|_| is_dead) {
-                        self.delete(&dead.newest.name).await;
+                        for name in policy::dropped(&dead, &moved) {
+                            self.delete(name).await;
+                        }
                     }
                     return Ok(Some(moved));
                 }

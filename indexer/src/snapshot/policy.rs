@@ -1,9 +1,9 @@
 //! When a snapshot is due, what it is called, which the pointer names, and which may go.
 //!
-//! The pointer moves forward only: to a higher position of the same log, or to a newer log. The one
-//! exception is a pointer whose record is proven to be in the log no more (the log was rolled back):
-//! it names nothing that anybody could use. Two snapshots are kept; what sorts before them is deleted,
-//! what sorts behind may be one that another replica is writing.
+//! The pointer moves forward only: to a higher position of the same log. The one exception is a *dead*
+//! pointer, whose record is proven to be in the log no more (the log was rolled back, or is another one,
+//! whatever its creator's clock showed): it names nothing that anybody could use. Two snapshots are kept;
+//! what sorts before them is deleted, what sorts behind may be one that another replica is writing.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -202,7 +202,8 @@ pub fn candidates(names: &[String], log: StreamIdentity) -> Vec<(Name, &str)> {
 }
 
 /// What the pointer becomes with a new snapshot; none if it must stay. `is_dead` says that the record
-/// of its newest is proven to be in the log no more.
+/// of its newest is proven to be in the log no more. A pointer to another log that is not dead is of the log
+/// that is there now: the new snapshot's is not.
 #[must_use]
 pub fn moved(
     pointer: Option<&SnapshotPointer>,
@@ -217,13 +218,25 @@ pub fn moved(
     };
     let older = if is_dead {
         let older = present.older.clone();
-        older.filter(|older| order_of(older) < order_of(&new))
-    } else if order_of(&present.newest) <= order_of(&new) {
+        older.filter(|older| older.log == new.log && order_of(older) < order_of(&new))
+    } else if present.newest.log == new.log && order_of(&present.newest) <= order_of(&new) {
         Some(present.newest.clone())
     } else {
         return None;
     };
     Some(SnapshotPointer { newest: new, older })
+}
+
+/// What a dead pointer named, and the one in its place does not.
+pub fn dropped<'a>(
+    dead: &'a SnapshotPointer,
+    moved: &SnapshotPointer,
+) -> impl Iterator<Item = &'a str> {
+    let kept = moved.older.as_ref();
+    let named = std::iter::once(&dead.newest).chain(&dead.older);
+    named
+        .filter(move |named| kept.is_none_or(|kept| kept.name != named.name))
+        .map(|named| named.name.as_str())
 }
 
 /// Those that nobody needs while this is the pointer.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use warmroute_indexer::same_log::{self, Fit};
+use warmroute_indexer::same_log;
 use warmroute_indexer::snapshot::policy::{self, Reading, Schedule};
 use warmroute_indexer::snapshot::{Name, format};
 use warmroute_proto::bus::{LogStatus, PutIf, Revision};
@@ -39,7 +39,7 @@ pub(super) enum SnapThen {
     Pointer(Writing, u32),
     PointerStatus(Writing, u32, Revision, SnapshotPointer),
     PointerRecord(Writing, u32, Revision, SnapshotPointer, LogStatus),
-    Moved(Writing, u32, SnapshotPointer, Option<String>),
+    Moved(Writing, u32, SnapshotPointer, Vec<String>),
     Names(Writing, SnapshotPointer),
     Nothing,
 }
@@ -189,7 +189,7 @@ impl World {
                 let pointer: Option<SnapshotPointer> =
                     entry.and_then(|entry| codec::decode(&entry.value).ok());
                 match (revision, pointer) {
-                    (Some(revision), Some(pointer)) if pointer.newest.log == writing.new.log => {
+                    (Some(revision), Some(pointer)) => {
                         let then = SnapThen::PointerStatus(writing, tries, revision, pointer);
                         self.snapshot_call(at, Op::Status, then);
                     }
@@ -214,7 +214,7 @@ impl World {
             }
             (SnapThen::Moved(writing, _, pointer, dead), Reply::Revision(_)) => {
                 run.progress.took(writing.reading);
-                if let Some(dead) = dead {
+                for dead in dead {
                     self.snapshot_call(at, Op::DeleteBlob(dead), SnapThen::Nothing);
                 }
                 self.snapshot_call(at, Op::Blobs, SnapThen::Names(writing, pointer));
@@ -247,7 +247,10 @@ impl World {
             condition: revision.map_or(PutIf::Absent, PutIf::Revision),
             lease: None,
         };
-        let dead = pointer.filter(|_| is_dead).map(|dead| dead.newest.name);
+        let dead = pointer.filter(|_| is_dead).map_or_else(Vec::new, |dead| {
+            let dropped = policy::dropped(&dead, &moved);
+            dropped.map(str::to_owned).collect()
+        });
         self.snapshot_call(at, op, SnapThen::Moved(writing, tries, moved, dead));
     }
 
@@ -279,10 +282,7 @@ fn is_dead(
     found: Option<&warmroute_proto::bus::LogMessage>,
 ) -> bool {
     let newest = &pointer.newest;
-    match same_log::judge(newest.log, Some(&newest.at), status, found) {
-        Fit::LostEnd | Fit::OtherRecord => true,
-        Fit::Same | Fit::Trimmed | Fit::Missing | Fit::AnotherLog => false,
-    }
+    same_log::judge(newest.log, Some(&newest.at), status, found).is_broken()
 }
 
 /// Often enough that a short world sees several.

@@ -69,6 +69,26 @@ fn a_dead_pointer_is_replaced_and_its_older_one_stays() {
     assert_eq!(moved.older, Some(snapshot(5, 50)));
 }
 
+/// A log's creation is what some server's clock showed: it says nothing of which log is there now.
+#[test]
+fn a_pointer_to_another_log_is_replaced_if_that_is_no_more_and_only_then() {
+    let pointer = SnapshotPointer {
+        newest: snapshot(5, 100),
+        older: Some(snapshot(5, 50)),
+    };
+    for created in [4, 6] {
+        assert_eq!(moved(Some(&pointer), snapshot(created, 200), false), None);
+        let moved = moved(Some(&pointer), snapshot(created, 7), true).unwrap();
+        assert_eq!(moved.newest, snapshot(created, 7));
+        assert_eq!(moved.older, None);
+        let dropped: Vec<&str> = dropped(&pointer, &moved).collect();
+        assert_eq!(dropped, [snapshot(5, 100).name, snapshot(5, 50).name]);
+    }
+    let same_log = moved(Some(&pointer), snapshot(5, 70), true).unwrap();
+    let dropped: Vec<&str> = dropped(&pointer, &same_log).collect();
+    assert_eq!(dropped, [snapshot(5, 100).name]);
+}
+
 #[test]
 fn only_what_lies_before_the_two_is_outdated() {
     let pointer = SnapshotPointer {
@@ -159,8 +179,8 @@ fn what_another_replica_wrote_counts() {
 }
 
 proptest! {
-    /// Whatever is written in whatever order: the pointer's place in the order never falls, and what
-    /// it names is never outdated.
+    /// Whatever is written in whatever order: the pointer's place in its log never falls, and what it
+    /// names is never outdated.
     #[test]
     fn the_pointer_never_moves_back(writes in prop::collection::vec((1..4_u64, 1..20_u64), 1..40)) {
         let mut pointer: Option<SnapshotPointer> = None;
@@ -169,8 +189,9 @@ proptest! {
         for (created, position) in writes {
             let new = snapshot(created, position);
             names.push(new.name.clone());
-            let moved = moved(pointer.as_ref(), new, false);
-            prop_assert_eq!(moved.is_some(), (created, position) >= newest);
+            let is_dead = pointer.as_ref().is_some_and(|known| known.newest.log != new.log);
+            let moved = moved(pointer.as_ref(), new, is_dead);
+            prop_assert_eq!(moved.is_some(), is_dead || (created, position) >= newest);
             if let Some(moved) = moved {
                 newest = (created, position);
                 let outdated = outdated(&names, &moved);
