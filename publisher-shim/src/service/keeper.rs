@@ -196,8 +196,36 @@ impl Keeper {
             block_size: told.or(self.config.block_size).or(info.block_size),
             blocks_per_rank: info.blocks,
             max_model_len: info.max_model_len,
-            main_attention_only: views.iter().all(|view| view.main_attention_only),
+            main_attention_only: all_say(
+                self.config.ranks,
+                views.iter().map(|view| view.main_attention_only),
+            ),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         }
+    }
+}
+
+/// What every rank says. One that has said nothing yet may say no.
+fn all_say(ranks: u32, said: impl Iterator<Item = bool>) -> bool {
+    let mut yes = 0;
+    for said in said {
+        if !said {
+            return false;
+        }
+        yes += 1;
+    }
+    yes == ranks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silence_of_a_rank_is_no_yes() {
+        assert!(!all_say(1, [].into_iter()));
+        assert!(!all_say(2, [true].into_iter()));
+        assert!(!all_say(2, [true, false].into_iter()));
+        assert!(all_say(2, [true, true].into_iter()));
     }
 }
