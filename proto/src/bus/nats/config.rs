@@ -84,13 +84,11 @@ pub struct NatsTls {
 pub struct InitConfig {
     /// Copies of every stream: 1 on one node, 3 in a cluster.
     pub replicas: usize,
-    /// The log's bytes on each node; beyond, the oldest records go.
+    /// The log's bytes on each node; beyond, the oldest records go. One of less than four times what all
+    /// sources' images take could lose an image before its readers have it: of a fleet at work one can tell.
     pub max_bytes: u64,
     /// Records older than this go.
     pub max_age: Duration,
-    /// Bytes of one image of every source. A log of less than four times that could lose an image
-    /// before its readers have it. Zero where it is not known.
-    pub images_bytes: u64,
     /// All snapshots together, on each node. When it is full no new one is taken.
     pub snapshots_max_bytes: u64,
     /// Snapshots older than this go, and with them what a writer left behind when it died. An indexer
@@ -106,7 +104,6 @@ impl Default for InitConfig {
             replicas: 1,
             max_bytes: 2 * GIB,
             max_age: DAY,
-            images_bytes: 0,
             snapshots_max_bytes: 4 * GIB,
             snapshots_max_age: 7 * DAY,
         }

@@ -263,10 +263,8 @@ pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<Diffe
 /// What no `init` may create.
 pub(super) fn init_differences(init: &InitConfig) -> Vec<Difference> {
     let mut faults = Faults::of("init");
-    let images = init.images_bytes.saturating_mul(4);
-    if init.max_bytes == 0 || init.max_bytes < images {
-        let must_be = format!("positive, at least four times the images ({images})");
-        faults.add("max_bytes", init.max_bytes, must_be);
+    if init.max_bytes == 0 {
+        faults.add("max_bytes", 0, "positive");
     }
     if init.max_age.is_zero() {
         faults.add("max_age", init.max_age, "positive");
@@ -426,12 +424,8 @@ mod tests {
         assert_eq!(server_differences("2.15.1", 4096).len(), 1);
         let init = InitConfig::default();
         assert_eq!(init_differences(&init), []);
-        let images_bytes = init.max_bytes / 4 + 1;
-        let small = InitConfig {
-            images_bytes,
-            ..init
-        };
-        assert_eq!(init_differences(&small).len(), 1);
+        let max_bytes = 0;
+        assert_eq!(init_differences(&InitConfig { max_bytes, ..init }).len(), 1);
         let max_age = Duration::ZERO;
         assert_eq!(init_differences(&InitConfig { max_age, ..init }).len(), 1);
     }
