@@ -17,7 +17,7 @@ mod transport;
 mod visible;
 
 use anyhow::Context as _;
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 
 use measure::Figure;
 use stage::Stage;
@@ -35,10 +35,21 @@ struct Args {
     /// Blocks, in millions, of the throughput measurement.
     #[arg(long, default_value_t = 4)]
     million_blocks: u64,
+    /// Measure only this.
+    #[arg(long)]
+    only: Option<Part>,
     /// Measure only this: how long a killed indexer with so many entries takes until it is ready again.
     /// It needs warmroute-indexer-under-test, built beside this binary.
     #[arg(long)]
     restart_million_entries: Option<u64>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// The server alone, and event → visible, at fixed rates.
+    Delays,
+    Queries,
+    Throughput,
 }
 
 #[tokio::main]
@@ -50,19 +61,28 @@ async fn main() -> anyhow::Result<()> {
         println!("{}", serde_json::to_string(&restart)?);
         return Ok(());
     }
+    let measures = |part| args.only.is_none_or(|only| only == part);
     let mut figures = Vec::new();
-    for rate in [1_000, 10_000] {
-        let alone = transport::log_delay(&server, rate, args.secs).await;
-        figures.extend(alone.context("the transport alone")?);
+    if measures(Part::Delays) {
+        for rate in [1_000, 10_000] {
+            let alone = transport::log_delay(&server, rate, args.secs).await;
+            figures.extend(alone.context("the transport alone")?);
+            let stage = Stage::start(&server, args.ranks).await?;
+            figures.extend(visible::delays(&stage, rate, args.secs).await?);
+            stage.end().await;
+        }
+    }
+    if measures(Part::Queries) {
+        figures.extend(transport::echo_delay(&server).await?);
         let stage = Stage::start(&server, args.ranks).await?;
-        figures.extend(visible::delays(&stage, rate, args.secs).await?);
+        figures.extend(visible::query_delays(&stage).await?);
         stage.end().await;
     }
-    figures.extend(transport::echo_delay(&server).await?);
-    let stage = Stage::start(&server, args.ranks).await?;
-    figures.extend(visible::query_delays(&stage).await?);
-    figures.push(visible::throughput(&stage, args.million_blocks).await?);
-    stage.end().await;
+    if measures(Part::Throughput) {
+        let stage = Stage::start(&server, args.ranks).await?;
+        figures.push(visible::throughput(&stage, args.million_blocks).await?);
+        stage.end().await;
+    }
     for figure in &figures {
         println!("{}", serde_json::to_string(figure)?);
     }
