@@ -18,7 +18,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, error, warn};
+use tracing::{debug, warn};
 use warmroute_proto::bus::{Connection, Plane};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
@@ -68,6 +68,8 @@ pub(crate) struct Shared {
     /// The engine's facts are to be read again soon.
     pub(crate) refresh: Notify,
     pub(crate) reader: Reader,
+    /// One thread reads the sockets of all ranks.
+    pub(crate) zmq: zmq::Context,
     views: RwLock<BTreeMap<DpRank, View>>,
     standing: watch::Sender<Standing>,
     health: watch::Sender<EngineHealth>,
@@ -177,6 +179,7 @@ impl Service {
             subjects: Subjects::new(&config.namespace),
             refresh: Notify::new(),
             reader: Reader::default(),
+            zmq: zmq::Context::new(),
             views: RwLock::new(BTreeMap::new()),
             standing: watch::Sender::new(Standing::Unknown),
             health: watch::Sender::new(EngineHealth::Unknown),
@@ -222,11 +225,7 @@ impl Service {
                 signals,
                 stop.clone(),
             );
-            tasks.spawn(watched(stop.clone(), async move {
-                if let Err(error) = run.await {
-                    error!(%error, "cannot start the socket thread");
-                }
-            }));
+            tasks.spawn(watched(stop.clone(), run));
         }
         let (shared, client) = (Arc::clone(&self.shared), self.client.clone());
         let watch = until(stop.clone(), watch_engine(shared, client));

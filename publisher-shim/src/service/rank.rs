@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, watch};
+use tokio::task::yield_now;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{info, warn};
+use tracing::info;
 use warmroute_proto::bus::Connection;
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, LogPosition};
@@ -21,7 +22,7 @@ use super::saver::Saver;
 use super::{Shared, View};
 use crate::config::Endpoints;
 use crate::engine::EngineInfo;
-use crate::feed::{Ask, Feed, Heard};
+use crate::feed::{Feed, Heard};
 use crate::source::{AppendId, Config, Effect, Notice, SourceCore};
 use crate::state_dir::StateDir;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
@@ -30,8 +31,8 @@ const TICK: Duration = Duration::from_millis(100);
 /// Two rounds of the publisher's window.
 const APPENDS_MAX: usize = 256;
 const DONE_MAX: usize = 256;
-/// Messages taken from the sockets before the plane's answers get their turn.
-const BURST_MAX: usize = 64;
+/// Work on messages before other tasks get their turn.
+const TURN: Duration = Duration::from_millis(1);
 
 /// What a rank's task listens to beside its sockets.
 pub(super) struct Signals {
@@ -65,7 +66,7 @@ impl Rank {
         shared: Arc<Shared>,
         signals: Signals,
         stop: CancellationToken,
-    ) -> std::io::Result<()> {
+    ) {
         let source = config.source.clone();
         let (core, saver) = match state {
             Some(state) => {
@@ -81,7 +82,8 @@ impl Rank {
         } else {
             fixed.clone()
         };
-        let feed = Feed::start(&source.to_string(), endpoints.clone())?;
+        let name = source.dp_rank.to_string();
+        let feed = Feed::new(shared.zmq.clone(), name, endpoints.clone());
         let (done, answers) = mpsc::channel(DONE_MAX);
         let (appends, queue) = mpsc::channel(APPENDS_MAX);
         let outside = Outside {
@@ -119,7 +121,6 @@ impl Rank {
         if let Some(saver) = rank.saver {
             saver.finish(&rank.core).await;
         }
-        Ok(())
     }
 
     async fn serve(
@@ -130,7 +131,8 @@ impl Rank {
     ) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut burst = Vec::with_capacity(BURST_MAX);
+        let mut heard = Vec::new();
+        let mut worked = Duration::ZERO;
         let mut connection = self.shared.plane.connection();
         signals.standing.mark_changed();
         signals.info.mark_changed();
@@ -141,12 +143,15 @@ impl Rank {
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
-                heard = self.feed.heard.recv_many(&mut burst, BURST_MAX) => {
-                    if heard == 0 {
-                        warn!(source = %self.outside.source, "the socket thread ended");
-                        return;
+                () = self.feed.hear(&mut heard) => {
+                    for heard in heard.drain(..) {
+                        worked += self.hear(heard);
+                        if worked >= TURN {
+                            worked = Duration::ZERO;
+                            self.act();
+                            yield_now().await;
+                        }
                     }
-                    burst.drain(..).for_each(|heard| self.hear(heard));
                 }
                 Some(done) = answers.recv() => self.done(done),
                 Ok(()) = signals.standing.changed() => {
@@ -187,7 +192,8 @@ impl Rank {
         }
     }
 
-    fn hear(&mut self, heard: Heard) {
+    /// Takes in what the engine said, and tells how long it took.
+    fn hear(&mut self, heard: Heard) -> Duration {
         let now = now();
         match heard {
             Heard::Connected => self.core.connected(now),
@@ -196,14 +202,14 @@ impl Rank {
                 // Its sockets may be elsewhere when it is back.
                 self.shared.refresh.notify_one();
             }
-            Heard::Live(frames) => match live_frames(&frames) {
-                Some(live) => {
-                    let payload = Bytes::copy_from_slice(live.payload);
-                    self.core.live(now, live.topic, live.seq, payload);
+            Heard::Live(mut frames) => match live_frames(&frames).map(|live| live.seq) {
+                Some(seq) => {
+                    let payload = Bytes::from(frames.pop().unwrap_or_default());
+                    let topic = frames.first().map_or(&[][..], Vec::as_slice);
+                    self.core.live(now, topic, seq, payload);
                 }
                 None => self.core.live_lost(now),
             },
-            Heard::Lost => self.core.live_lost(now),
             Heard::Replay(id, frames) => match replay_frames(&frames) {
                 Some(ReplayFrames::Batch { seq, payload }) => {
                     self.core.replay_batch(now, id, seq, payload);
@@ -211,8 +217,8 @@ impl Rank {
                 Some(ReplayFrames::End) => self.core.replay_end(now, id),
                 None => self.core.replay_failed(now, id),
             },
-            Heard::ReplayFailed(id) => self.core.replay_failed(now, id),
         }
+        now.elapsed()
     }
 
     fn done(&mut self, done: Done) {
@@ -257,10 +263,9 @@ impl Rank {
         let is_known = endpoints.live.is_some() && !info.models.is_empty();
         if is_known && endpoints != self.endpoints {
             let has_replay = endpoints.replay.is_some();
-            if self.feed.ask(Ask::Endpoints(endpoints.clone())) {
-                self.endpoints = endpoints;
-                self.core.replay_available(now(), has_replay);
-            }
+            self.feed.turn_to(endpoints.clone());
+            self.endpoints = endpoints;
+            self.core.replay_available(now(), has_replay);
         }
     }
 
@@ -272,7 +277,7 @@ impl Rank {
         while let Some(effect) = self.core.poll_effect() {
             match effect {
                 Effect::Replay { id, from } => {
-                    if !self.feed.ask(Ask::Replay { id, from }) {
+                    if !self.feed.ask_replay(id, from) {
                         self.core.replay_failed(now(), id);
                     }
                 }

@@ -28,6 +28,25 @@ pub(super) struct Int {
     pub(super) negative: bool,
 }
 
+/// Bytes of a nil, truth value, integer or float by its first byte; 0 for anything else. Most of a payload is
+/// token ids.
+const SCALAR_BYTES: [u8; 256] = {
+    let mut bytes = [0; 256];
+    let mut head = 0;
+    while head < bytes.len() {
+        bytes[head] = match head {
+            0x00..=0x7f | 0xc0 | 0xc2 | 0xc3 | 0xe0..=0xff => 1,
+            0xcc | 0xd0 => 2,
+            0xcd | 0xd1 => 3,
+            0xca | 0xce | 0xd2 => 5,
+            0xcb | 0xcf | 0xd3 => 9,
+            _ => 0,
+        };
+        head += 1;
+    }
+    bytes
+};
+
 /// What the next value is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -185,7 +204,14 @@ impl<'a> Cursor<'a> {
         let start = self.rest;
         let mut left: u64 = 1;
         while left > 0 {
-            left = left.saturating_sub(1).saturating_add(self.skip_head()?);
+            left -= 1;
+            let &head = self.rest.first().ok_or(WireError::Truncated)?;
+            let bytes = SCALAR_BYTES[usize::from(head)];
+            if bytes > 0 {
+                self.take(usize::from(bytes))?;
+            } else {
+                left = left.saturating_add(self.skip_head()?);
+            }
         }
         let used = start.len() - self.rest.len();
         start.get(..used).ok_or(WireError::Truncated)
