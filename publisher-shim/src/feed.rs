@@ -226,16 +226,11 @@ impl Sockets {
     }
 
     fn read_replay(&mut self, heard: &mut Vec<Heard>) {
-        let Some(replay) = &self.replay else {
-            return;
-        };
         let room = heard.len() + BURST_MAX;
         while heard.len() < room
-            && let Some(frames) = replay.take()
+            && let Some(id) = self.under_way
+            && let Some(frames) = self.replay.as_ref().and_then(Watched::take)
         {
-            let Some(id) = self.under_way else {
-                continue;
-            };
             if replay_frames(&frames) == Some(ReplayFrames::End) {
                 self.under_way = None;
             }

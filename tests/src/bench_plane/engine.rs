@@ -93,9 +93,12 @@ const fn replay_port(kv_port: u16) -> u16 {
 fn publishers(ranks: u32) -> anyhow::Result<(Vec<Publisher>, u16)> {
     for _ in 0..100 {
         let first = fastrand::u16(PORTS);
+        // On a machine of its own an engine's threads would take nothing from those that are measured.
+        let context = zmq::Context::new();
         let start = |rank: u32| {
             let kv_port = first + u16::try_from(rank)?;
             Publisher::start(Options {
+                context: context.clone(),
                 bind: HERE,
                 kv_port,
                 replay_port: Some(replay_port(kv_port)),

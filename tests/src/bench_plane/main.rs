@@ -19,6 +19,8 @@ mod visible;
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
 
+use tokio_util::task::TaskTracker;
+
 use measure::Figure;
 use stage::Stage;
 
@@ -54,7 +56,12 @@ enum Part {
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let args = Args::parse();
+    let measured = TaskTracker::new().spawn(measure(Args::parse()));
+    // What waits on this thread itself would be woken across threads.
+    measured.await?
+}
+
+async fn measure(args: Args) -> anyhow::Result<()> {
     let server = server::start().await;
     if let Some(millions) = args.restart_million_entries {
         let restart = restart::restart(&server, millions * 1_000_000).await?;
