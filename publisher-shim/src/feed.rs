@@ -24,7 +24,7 @@ use crate::wire::{ReplayFrames, replay_frames, replay_request};
 const HWM: i32 = 100_000;
 const MESSAGE_BYTES_MAX: i64 = 64 << 20;
 /// Messages of one socket before the others get their turn.
-const BURST_MAX: usize = 16;
+pub(crate) const BURST_MAX: usize = 8;
 /// Before sockets that cannot be opened are tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -83,7 +83,7 @@ impl Feed {
         asked.is_ok()
     }
 
-    /// Waits until something is heard. Cancel-safe.
+    /// Waits until something is heard; after [`BURST_MAX`] messages there may be more. Cancel-safe.
     pub(crate) async fn hear(&mut self, heard: &mut Vec<Heard>) {
         loop {
             if std::mem::take(&mut self.was_closed) {
@@ -282,5 +282,166 @@ impl Sockets {
         self.replay = Some(replay);
         self.under_way = Some(id);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    struct Heads {
+        feed: Feed,
+        heard: VecDeque<Heard>,
+    }
+
+    impl Heads {
+        async fn next(&mut self) -> Heard {
+            let mut heard = Vec::new();
+            while self.heard.is_empty() {
+                let hear = self.feed.hear(&mut heard);
+                timeout(Duration::from_secs(20), hear).await.unwrap();
+                assert!(heard.len() <= 2 * BURST_MAX + 2, "in turns");
+                self.heard.extend(heard.drain(..));
+            }
+            self.heard.pop_front().unwrap()
+        }
+
+        async fn live(&mut self) -> u64 {
+            match self.next().await {
+                Heard::Live(frames) => u64::from_be_bytes(frames[1][..].try_into().unwrap()),
+                other => panic!("{other:?}"),
+            }
+        }
+
+        async fn connected(&mut self) {
+            let heard = self.next().await;
+            assert!(matches!(heard, Heard::Connected), "{heard:?}");
+        }
+    }
+
+    fn publisher(engine: &zmq::Context, endpoint: &str) -> (zmq::Socket, String) {
+        let socket = engine.socket(zmq::XPUB).unwrap();
+        socket.set_linger(0).unwrap();
+        while let Err(error) = socket.bind(endpoint) {
+            // The port of a closed socket is free again a moment later.
+            assert_eq!(error, zmq::Error::EADDRINUSE);
+            std::thread::yield_now();
+        }
+        let bound = socket.get_last_endpoint().unwrap().unwrap();
+        (socket, bound)
+    }
+
+    fn publish(socket: &zmq::Socket, seq: u64, bytes: usize) {
+        let frames = [Vec::new(), seq.to_be_bytes().to_vec(), vec![7; bytes]];
+        socket.send_multipart(frames, 0).unwrap();
+    }
+
+    fn heads(live: &str, replay: Option<String>) -> Heads {
+        let endpoints = Endpoints {
+            live: Some(live.to_owned()),
+            replay,
+        };
+        Heads {
+            feed: Feed::new(zmq::Context::new(), "0".to_owned(), endpoints),
+            heard: VecDeque::new(),
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn no_message_waits_for_the_next_one() {
+        let engine = zmq::Context::new();
+        let (socket, bound) = publisher(&engine, "tcp://127.0.0.1:*");
+        let mut heads = heads(&bound, None);
+        heads.connected().await;
+        // The subscription is there.
+        assert_eq!(socket.recv_bytes(0).unwrap(), [1]);
+        let mut rng = fastrand::Rng::with_seed(1);
+        let (mut sent, mut seen) = (0, 0);
+        for _ in 0..3_000 {
+            for _ in 0..rng.usize(1..3 * BURST_MAX) {
+                publish(&socket, sent, rng.usize(..2_000));
+                sent += 1;
+            }
+            // Some of it stays for the next round, which begins in the midst of it.
+            let leave = if rng.bool() { 0 } else { rng.u64(..3) };
+            while seen + leave < sent {
+                assert_eq!(heads.live().await, seen);
+                seen += 1;
+            }
+        }
+        while seen < sent {
+            assert_eq!(heads.live().await, seen);
+            seen += 1;
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_lost_connection_is_told_before_what_comes_over_the_next_one() {
+        let engine = zmq::Context::new();
+        let (mut socket, bound) = publisher(&engine, "tcp://127.0.0.1:*");
+        let mut heads = heads(&bound, None);
+        heads.connected().await;
+        assert_eq!(socket.recv_bytes(0).unwrap(), [1]);
+        publish(&socket, 0, 10);
+        assert_eq!(heads.live().await, 0);
+        for life in 1..5 {
+            drop(socket);
+            let (engine, bound) = (engine.clone(), bound.clone());
+            // It publishes as soon as it is subscribed to, which the feed does when it is asked.
+            let next = std::thread::spawn(move || {
+                let (socket, _) = publisher(&engine, &bound);
+                assert_eq!(socket.recv_bytes(0).unwrap(), [1]);
+                publish(&socket, life, 10);
+                socket
+            });
+            assert!(matches!(heads.next().await, Heard::Disconnected));
+            heads.connected().await;
+            assert_eq!(heads.live().await, life);
+            socket = next.join().unwrap();
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn answers_to_an_abandoned_question_are_not_taken_for_the_next_one_s() {
+        let engine = zmq::Context::new();
+        let (socket, bound) = publisher(&engine, "tcp://127.0.0.1:*");
+        let router = engine.socket(zmq::ROUTER).unwrap();
+        router.set_linger(0).unwrap();
+        router.bind("tcp://127.0.0.1:*").unwrap();
+        let replay = router.get_last_endpoint().unwrap().unwrap();
+        let mut heads = heads(&bound, Some(replay));
+        heads.connected().await;
+        assert_eq!(socket.recv_bytes(0).unwrap(), [1]);
+        let asked = || {
+            let mut frames = router.recv_multipart(0).unwrap();
+            assert_eq!(frames.len(), 3);
+            frames.swap_remove(0)
+        };
+        let answer = |peer: &[u8], seq: u64| {
+            let frames = [peer, b"", &seq.to_be_bytes(), b""];
+            router.send_multipart(frames, 0).unwrap();
+        };
+        assert!(heads.feed.ask_replay(ReplayId(1), EngineSeq(5)));
+        let first = asked();
+        assert!(heads.feed.ask_replay(ReplayId(2), EngineSeq(6)));
+        let second = asked();
+        answer(&first, 5);
+        for seq in 6..50 {
+            answer(&second, seq);
+        }
+        answer(&second, u64::MAX);
+        for seq in (6..50).chain([u64::MAX]) {
+            match heads.next().await {
+                Heard::Replay(ReplayId(2), frames) => {
+                    let frame = &frames[frames.len() - 2];
+                    assert_eq!(frame[..], seq.to_be_bytes());
+                }
+                other => panic!("{other:?}"),
+            }
+        }
     }
 }

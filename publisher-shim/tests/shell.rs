@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use engine::{FakeEngine, Order, http, store};
+use engine::{FakeEngine, Order, http, remove, store};
 use futures_util::StreamExt as _;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -24,7 +24,7 @@ use warmroute_proto::registry::{ResyncReason, ResyncRequest, WorkerEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     BlockSize, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LogPosition, Namespace,
-    Record, Source, StreamIdentity, TierState, WorkerId, codec,
+    Record, RecordNumber, Source, StreamIdentity, TierState, WorkerId, codec,
 };
 use warmroute_shim::{Handle, Service, ShimConfig};
 
@@ -211,5 +211,28 @@ async fn the_worker_is_registered_and_resyncs_are_heard() {
     world
         .heartbeat(|h| h.states.gpu == TierState::Unverified)
         .await;
+    world.end().await;
+}
+
+/// On one thread everybody else waits for the rank's turn to end.
+#[tokio::test]
+async fn a_rank_with_much_to_do_lets_others_have_their_turn() {
+    const BATCHES: u32 = 900;
+    let mut world = start(true).await;
+    world
+        .heartbeat(|h| h.states.gpu == TierState::Complete)
+        .await;
+    for seq in 0..BATCHES {
+        let event = if seq % 2 == 0 {
+            store(seq)
+        } else {
+            remove(seq - 1)
+        };
+        world.engine.orders.send(Order::PublishLost(event)).unwrap();
+    }
+    // The poll finds all of them at once.
+    let last = EngineSeq(u64::from(BATCHES) - 1);
+    let record = world.record(|record| record.engine_seq == Some(last)).await;
+    assert!(record.number > RecordNumber(10), "{}", record.number.0);
     world.end().await;
 }

@@ -22,7 +22,7 @@ use super::saver::Saver;
 use super::{Shared, View};
 use crate::config::Endpoints;
 use crate::engine::EngineInfo;
-use crate::feed::{Feed, Heard};
+use crate::feed::{BURST_MAX, Feed, Heard};
 use crate::source::{AppendId, Config, Effect, Notice, SourceCore};
 use crate::state_dir::StateDir;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
@@ -31,8 +31,6 @@ const TICK: Duration = Duration::from_millis(100);
 /// Two rounds of the publisher's window.
 const APPENDS_MAX: usize = 256;
 const DONE_MAX: usize = 256;
-/// Work on messages before other tasks get their turn.
-const TURN: Duration = Duration::from_millis(1);
 
 /// What a rank's task listens to beside its sockets.
 pub(super) struct Signals {
@@ -132,7 +130,6 @@ impl Rank {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut heard = Vec::new();
-        let mut worked = Duration::ZERO;
         let mut connection = self.shared.plane.connection();
         signals.standing.mark_changed();
         signals.info.mark_changed();
@@ -144,13 +141,12 @@ impl Rank {
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = self.feed.hear(&mut heard) => {
-                    for heard in heard.drain(..) {
-                        worked += self.hear(heard);
-                        if worked >= TURN {
-                            worked = Duration::ZERO;
-                            self.act();
-                            yield_now().await;
-                        }
+                    let is_behind = heard.len() >= BURST_MAX;
+                    heard.drain(..).for_each(|heard| self.hear(heard));
+                    if is_behind {
+                        // Else nobody else would get a turn until all that waits is taken.
+                        self.act();
+                        yield_now().await;
                     }
                 }
                 Some(done) = answers.recv() => self.done(done),
@@ -192,8 +188,7 @@ impl Rank {
         }
     }
 
-    /// Takes in what the engine said, and tells how long it took.
-    fn hear(&mut self, heard: Heard) -> Duration {
+    fn hear(&mut self, heard: Heard) {
         let now = now();
         match heard {
             Heard::Connected => self.core.connected(now),
@@ -218,7 +213,6 @@ impl Rank {
                 None => self.core.replay_failed(now, id),
             },
         }
-        now.elapsed()
     }
 
     fn done(&mut self, done: Done) {
