@@ -20,6 +20,8 @@ pub(crate) enum Order {
     Restart,
     /// The replay buffer keeps so many batches.
     Trim(usize),
+    /// Tells when everything before it is done.
+    Tell(Sender<()>),
 }
 
 pub(crate) struct FakeEngine {
@@ -91,12 +93,13 @@ fn serve(orders: &Receiver<Order>, told: &Sender<(String, String)>) {
                 live = bind(&context, zmq::PUB, &ends.0);
                 replay = bind(&context, zmq::ROUTER, &ends.1);
             }
+            Ok(Order::Tell(whom)) => whom.send(()).unwrap(),
             Ok(Order::Trim(keep)) => drop(batches.drain(..batches.len().saturating_sub(keep))),
             Ok(order) => {
                 let (event, is_lost) = match order {
                     Order::Publish(event) => (event, false),
                     Order::PublishLost(event) => (event, true),
-                    Order::Restart | Order::Trim(_) => continue,
+                    Order::Restart | Order::Trim(_) | Order::Tell(_) => continue,
                 };
                 let payload = rmp_serde::to_vec(&json!([life, [event], 0])).unwrap();
                 let seq = next;
