@@ -311,10 +311,11 @@ mod tests {
         }
 
         async fn live(&mut self) -> u64 {
-            match self.next().await {
-                Heard::Live(frames) => u64::from_be_bytes(frames[1][..].try_into().unwrap()),
-                other => panic!("{other:?}"),
-            }
+            let heard = self.next().await;
+            let Heard::Live(frames) = heard else {
+                panic!("{heard:?}");
+            };
+            u64::from_be_bytes(frames[1][..].try_into().unwrap())
         }
 
         async fn connected(&mut self) {
@@ -435,13 +436,11 @@ mod tests {
         }
         answer(&second, u64::MAX);
         for seq in (6..50).chain([u64::MAX]) {
-            match heads.next().await {
-                Heard::Replay(ReplayId(2), frames) => {
-                    let frame = &frames[frames.len() - 2];
-                    assert_eq!(frame[..], seq.to_be_bytes());
-                }
-                other => panic!("{other:?}"),
-            }
+            let heard = heads.next().await;
+            let Heard::Replay(ReplayId(2), frames) = heard else {
+                panic!("{heard:?}");
+            };
+            assert_eq!(frames[frames.len() - 2][..], seq.to_be_bytes());
         }
     }
 }
