@@ -26,17 +26,11 @@ pub enum SlotEvent {
 }
 
 impl SlotEvent {
-    /// Whether others' decisions suffer if they hear of it a moment later. What changes a worker's load by
-    /// a little (a generated block; a stream that ended well, long after its prefill) does not wait for
-    /// long either, but by itself it is not worth a message to everybody. Any other end may take a whole
-    /// prefill off a worker.
+    /// Whether others' decisions suffer if they hear of it a moment later. A generated block does not
+    /// wait for long either, but by itself it is not worth a message to everybody.
     #[must_use]
     pub const fn is_urgent(&self) -> bool {
-        match self {
-            Self::FirstToken { .. } | Self::PrefillPredicted { .. } => true,
-            Self::Grow { .. } => false,
-            Self::End { end, .. } => !matches!(end, SlotEnd::Completed),
-        }
+        !matches!(self, Self::Grow { .. })
     }
 }
 
@@ -161,16 +155,6 @@ mod tests {
         assert_eq!(events(drop), [end(SlotEnd::Aborted)]);
         assert_eq!(events(SlotGuard::complete), [end(SlotEnd::Completed)]);
         assert_eq!(events(SlotGuard::fail), [end(SlotEnd::Failed)]);
-    }
-
-    #[test]
-    fn only_little_changes_can_wait() {
-        let counter = 4;
-        assert!(SlotEvent::FirstToken { counter }.is_urgent());
-        assert!(SlotEvent::PrefillPredicted { counter }.is_urgent());
-        assert!(end(SlotEnd::Failed).is_urgent() && end(SlotEnd::Aborted).is_urgent());
-        assert!(!end(SlotEnd::Completed).is_urgent());
-        assert!(!SlotEvent::Grow { counter, blocks: 1 }.is_urgent());
     }
 
     #[test]

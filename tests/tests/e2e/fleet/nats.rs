@@ -250,8 +250,9 @@ fn mute_routers() -> String {
     let load = format!(r#""wr.{NAMESPACE}.load", "wr.{NAMESPACE}.load.>""#);
     // Without its key a router has no incarnation and says nothing: what nobody may hear is not sent either.
     let keys = format!(r#""$KV.wr_{NAMESPACE}.wr.{NAMESPACE}.router.>""#);
-    let mute =
-        format!(", permissions: {{publish: {{deny: [{load}, {keys}]}}, subscribe: {{deny: [{load}]}}}}");
+    let mute = format!(
+        ", permissions: {{publish: {{deny: [{load}, {keys}]}}, subscribe: {{deny: [{load}]}}}}"
+    );
     let mut users: Vec<String> = shims.collect();
     users.extend([user("init", ""), user("indexer", ""), user("router", &mute)]);
     format!("authorization {{users: [{}]}}", users.join(", "))
