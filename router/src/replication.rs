@@ -7,6 +7,7 @@
 mod books;
 mod lease;
 
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt as _, StreamExt as _};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use warmroute_proto::RouterId;
 use warmroute_proto::bus::{
     Broadcast, Connection, Plane, PlaneError, PlaneStream, RegistryEvent, Request,
@@ -36,6 +37,9 @@ const PUBLISH_MAX: Duration = Duration::from_secs(1);
 
 /// What the last words may take, each.
 const LEAVE_MAX: Duration = Duration::from_secs(1);
+
+/// Broadcasts taken in one turn, if they are there. Then whatever else waits has its chance.
+const AT_ONCE_MAX: usize = 16;
 
 /// Views asked for at once.
 const VIEWS_MAX: usize = 16;
@@ -171,21 +175,45 @@ impl Talk {
 
     async fn converse(&mut self, mut streams: Streams, stop: &CancellationToken) {
         self.act().await;
+        // Once for all turns: making one takes the token's lock, and so does dropping it.
+        let mut stopped = pin!(stop.cancelled());
         loop {
-            let Some(event) = self.next(&mut streams, stop).await else {
+            let Some(event) = self.next(&mut streams, stopped.as_mut()).await else {
                 return;
             };
+            let is_broadcast = matches!(event, Event::Broadcast(_));
             self.take(event);
+            let is_over = is_broadcast && !self.take_more(&mut streams.broadcasts);
             self.act().await;
+            if is_over {
+                return;
+            }
         }
     }
 
+    /// A read brings several broadcasts at once. A turn for each would look at everything else as often.
+    /// False: the stream ended.
+    fn take_more(&mut self, broadcasts: &mut PlaneStream<Broadcast>) -> bool {
+        for _ in 1..AT_ONCE_MAX {
+            match broadcasts.next().now_or_never() {
+                Some(Some(broadcast)) => self.take(Event::Broadcast(broadcast.payload)),
+                Some(None) => return false,
+                None => return true,
+            }
+        }
+        true
+    }
+
     /// None: told to stop, or a stream ended, and all are to be opened anew. Every arm is cancel-safe.
-    async fn next(&mut self, streams: &mut Streams, stop: &CancellationToken) -> Option<Event> {
+    async fn next(
+        &mut self,
+        streams: &mut Streams,
+        stopped: Pin<&mut WaitForCancellationFuture<'_>>,
+    ) -> Option<Event> {
         let due = self.replica.due().map(Instant::from_std);
         let is_due = due.is_some();
         let event = tokio::select! {
-            () = stop.cancelled() => return None,
+            () = stopped => return None,
             broadcast = streams.broadcasts.next() => Event::Broadcast(broadcast?.payload),
             request = streams.asks.next() => Event::Asked(request?),
             event = streams.registry.next() => Event::Registry(event?),

@@ -286,8 +286,12 @@ fn mute_routers() -> String {
         format!("{{user: {name}, password: {PASSWORD}{permissions}}}")
     };
     let shims = (0..8).map(|index| user(&format!("shim-{}", worker_name(index)), ""));
-    let load = format!(r#"["wr.{NAMESPACE}.load", "wr.{NAMESPACE}.load.>"]"#);
-    let mute = format!(", permissions: {{publish: {{deny: {load}}}, subscribe: {{deny: {load}}}}}");
+    let load = format!(r#""wr.{NAMESPACE}.load", "wr.{NAMESPACE}.load.>""#);
+    // Without its key a router has no incarnation and says nothing: what nobody may hear is not sent either.
+    let keys = format!(r#""$KV.wr_{NAMESPACE}.wr.{NAMESPACE}.router.>""#);
+    let mute = format!(
+        ", permissions: {{publish: {{deny: [{load}, {keys}]}}, subscribe: {{deny: [{load}]}}}}"
+    );
     let mut users: Vec<String> = shims.collect();
     users.extend([user("init", ""), user("indexer", ""), user("router", &mute)]);
     format!("authorization {{users: [{}]}}", users.join(", "))

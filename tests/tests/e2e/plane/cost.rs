@@ -2,19 +2,19 @@
 //!
 //!     cargo test --release -p warmroute-tests --test e2e -- --ignored --nocapture plane::cost
 //!
-//! The same requests go to two, four and eight routers, and to as many that the server lets say nothing to
-//! each other: what differs is the cost of being in step.
+//! The same requests go to two, four and eight routers, and in turn to as many that the server lets say nothing
+//! to each other: what differs is the cost of being in step. `COST_ROUTERS=8` measures eight only.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::streams::{Shape, Tally};
 use super::views::agree;
-use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
+use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode};
 
 /// Streams a second, of all routers together.
 const RATE: u32 = 48;
@@ -22,91 +22,166 @@ const SHAPE: Shape = Shape {
     rules: 200,
     tokens: 200,
 };
-const LONG: Duration = Duration::from_secs(20);
-const IDLE: Duration = Duration::from_secs(5);
+/// Each fleet's turn, and how often it has one: both live at once, so that what else the machine does at a
+/// time meets both alike.
+const TURN: Duration = Duration::from_secs(4);
+const TURNS: usize = 8;
+const IDLE: Duration = Duration::from_secs(8);
 
-/// Processor time of a process so far; the kernel counts it in hundredths of a second.
+/// Seconds of processor that a process took so far: of all its threads, as the scheduler counts them.
 fn busy(pid: u32) -> f64 {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    let (_, fields) = stat.rsplit_once(')').unwrap();
-    let ticks = |at: usize| -> f64 { fields.split_whitespace().nth(at).unwrap().parse().unwrap() };
-    (ticks(11) + ticks(12)) / 100.0
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let nanos = threads.map(|thread| -> f64 {
+        let schedstat = thread.unwrap().path().join("schedstat");
+        // A thread may end between the two.
+        let schedstat = fs::read_to_string(schedstat).unwrap_or_default();
+        let first = schedstat.split_whitespace().next();
+        first.map_or(0.0, |nanos| nanos.parse().unwrap())
+    });
+    nanos.sum::<f64>() / 1e9
 }
 
 fn all_busy(fleet: &Fleet) -> f64 {
     fleet.routers.iter().map(|router| busy(router.pid())).sum()
 }
 
-/// Milliseconds of processor a request, of all routers together; what they do when idle taken off.
-async fn of(routers: usize, access: Access) -> f64 {
-    let engines = Engines {
-        count: 2,
-        ranks: 1,
-        blocks: 16384,
-        flags: &["--itl-ms", "10", "--prefill-tokens-per-sec", "1000000"],
-    };
-    let mode = Mode::Nats {
-        indexers: 1,
-        routers,
-    };
-    let flags = Flags {
-        access,
-        ..Flags::default()
-    };
-    let fleet = Fleet::start(mode, engines, flags).await;
-    let before = all_busy(&fleet);
-    sleep(IDLE).await;
-    let idle = (all_busy(&fleet) - before) / IDLE.as_secs_f64();
-    let (tally, is_over, before) = (Tally::default(), AtomicBool::new(false), all_busy(&fleet));
-    let bytes = async |way: &str| {
-        let name = format!("warmroute_router_sync_bytes_total{{direction=\"{way}\"}}");
+struct Side {
+    fleet: Fleet,
+    tally: Tally,
+    /// Seconds of processor a second when nothing is asked.
+    idle: f64,
+    /// Milliseconds of processor a request, turn by turn; what they do when idle taken off.
+    work: Vec<f64>,
+}
+
+impl Side {
+    async fn start(routers: usize, access: Access) -> Self {
+        let engines = Engines {
+            count: 2,
+            ranks: 1,
+            blocks: 16384,
+            flags: &["--itl-ms", "10", "--prefill-tokens-per-sec", "1000000"],
+        };
+        let mode = Mode::Nats {
+            indexers: 1,
+            routers,
+        };
+        let flags = Flags {
+            access,
+            company: Company::Another,
+            ..Flags::default()
+        };
+        Self {
+            fleet: Fleet::start(mode, engines, flags).await,
+            tally: Tally::default(),
+            idle: 0.0,
+            work: Vec::new(),
+        }
+    }
+
+    /// What its routers sent so far.
+    async fn out(&self, what: &str) -> f64 {
+        let name = format!("warmroute_router_sync_{what}_total{{direction=\"out\"}}");
         let mut sum = 0.0;
-        for router in 0..routers {
-            let page = fleet.http.get(fleet.admin(router, "/metrics")).send().await;
-            let page = page.unwrap().text().await.unwrap();
+        for router in 0..self.fleet.routers.len() {
+            let url = self.fleet.admin(router, "/metrics");
+            let page = self.fleet.http.get(url).send().await.unwrap();
+            let page = page.text().await.unwrap();
             let line = page.lines().find_map(|line| line.strip_prefix(&*name));
             sum += line.unwrap_or("0").trim().parse::<f64>().unwrap();
         }
         sum
-    };
-    let sent_before = bytes("out").await;
-    let over = || is_over.load(Ordering::Relaxed);
-    let bases: Vec<String> = fleet.routers.iter().map(|router| router.base()).collect();
-    let share = RATE / u32::try_from(routers).unwrap();
-    let load = |base| tally.at_rate((&fleet.http, base), share, SHAPE, over);
-    let end = async {
-        sleep(LONG).await;
-        is_over.store(true, Ordering::Relaxed);
-    };
-    let begin = tokio::time::Instant::now();
-    tokio::join!(end, join_all(bases.iter().map(|base| load(base))));
-    let took = begin.elapsed().as_secs_f64();
-    let whole = tally.whole.load(Ordering::SeqCst) as f64;
-    let work = (all_busy(&fleet) - before - idle * took) * 1e3 / whole;
-    let out = (bytes("out").await - sent_before) / whole;
-    println!(
-        "{routers} routers, {access:?}: {whole} requests, {work:.3} ms of processor a request; \
-         {out:.0} B sent a request; idle {:.2} ms a second and router",
-        idle * 1e3 / f64::from(u32::try_from(routers).unwrap()),
-    );
-    assert_eq!(tally.failed.load(Ordering::SeqCst), 0);
-    fleet.until_idle().await;
-    if matches!(access, Access::Open) {
-        let same = async |fleet: &Fleet| agree(fleet).await;
-        fleet.until("all routers agree", same).await;
     }
-    work
+
+    fn whole(&self) -> f64 {
+        self.tally.whole.load(Ordering::SeqCst) as f64
+    }
+
+    async fn turn(&mut self) {
+        let bases: Vec<String> = self
+            .fleet
+            .routers
+            .iter()
+            .map(|router| router.base())
+            .collect();
+        let (busy, whole, begin) = (all_busy(&self.fleet), self.whole(), Instant::now());
+        let is_over = AtomicBool::new(false);
+        let over = || is_over.load(Ordering::Relaxed);
+        let share = RATE / u32::try_from(bases.len()).unwrap();
+        let http = &self.fleet.http;
+        let load = |base| self.tally.at_rate((http, base), share, SHAPE, over);
+        let end = async {
+            sleep(TURN).await;
+            is_over.store(true, Ordering::Relaxed);
+        };
+        tokio::join!(end, join_all(bases.iter().map(|base| load(base))));
+        let work = all_busy(&self.fleet) - busy - self.idle * begin.elapsed().as_secs_f64();
+        self.work.push(work * 1e3 / (self.whole() - whole));
+    }
+
+    fn mean(&self) -> f64 {
+        self.work.iter().sum::<f64>() / self.work.len() as f64
+    }
+}
+
+async fn of(routers: usize) {
+    let (mut mute, mut open) = (
+        Side::start(routers, Access::MuteRouters).await,
+        Side::start(routers, Access::Open).await,
+    );
+    let before = [&mute, &open].map(|side| all_busy(&side.fleet));
+    sleep(IDLE).await;
+    for (side, before) in [&mut mute, &mut open].into_iter().zip(before) {
+        side.idle = (all_busy(&side.fleet) - before) / IDLE.as_secs_f64();
+    }
+    let (bytes, frames) = (open.out("bytes").await, open.out("frames").await);
+    for turn in 0..TURNS {
+        // Who is second in one turn is first in the next.
+        let sides = match turn % 2 {
+            0 => [&mut mute, &mut open],
+            _ => [&mut open, &mut mute],
+        };
+        for side in sides {
+            side.turn().await;
+        }
+    }
+    let whole = open.whole();
+    let (bytes, frames) = (
+        (open.out("bytes").await - bytes) / whole,
+        (open.out("frames").await - frames) / whole,
+    );
+    for (side, name) in [(&mute, "mute"), (&open, "in step")] {
+        let idle = side.idle * 1e3 / side.fleet.routers.len() as f64;
+        println!(
+            "{routers} routers, {name}: {} requests, {:.3} ms of processor a request {:.2?}; \
+             idle {idle:.2} ms a second and router",
+            side.whole(),
+            side.mean(),
+            side.work,
+        );
+        assert_eq!(side.tally.failed.load(Ordering::SeqCst), 0);
+        side.fleet.until_idle().await;
+    }
+    let more = open.mean() - mute.mean();
+    println!(
+        "{routers} routers: in step {more:.3} ms a request more, {:.1} % of the rest; \
+         {frames:.2} frames and {bytes:.0} B sent a request",
+        more * 100.0 / mute.mean(),
+    );
+    let same = async |fleet: &Fleet| agree(fleet).await;
+    open.fleet.until("all routers agree", same).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a measurement, for a release build on a quiet machine"]
+#[expect(clippy::disallowed_methods, reason = "a switch for whoever measures")]
 async fn what_hearing_each_other_costs() {
+    let only: Option<usize> = std::env::var("COST_ROUTERS")
+        .ok()
+        .map(|only| only.parse().unwrap());
     for routers in [2, 4, 8] {
-        let mute = of(routers, Access::MuteRouters).await;
-        let more = of(routers, Access::Open).await - mute;
-        println!(
-            "{routers} routers: in step {more:.3} ms a request more, {:.1} % of the rest",
-            more * 100.0 / mute
-        );
+        if only.is_none_or(|only| only == routers) {
+            of(routers).await;
+        }
     }
 }
