@@ -15,6 +15,10 @@ pub(super) struct Done {
     /// From the first token to the last.
     pub(super) decode: Duration,
     pub(super) output_tokens: u32,
+    /// What the routers' index credited to the engine that answered.
+    pub(super) credited_tokens: u64,
+    /// What that engine found cached when it first scheduled the request.
+    pub(super) cached_tokens: u64,
 }
 
 /// When an answer counts as good: both bounds are kept.
@@ -30,10 +34,6 @@ pub(super) struct Outcome {
     done: Vec<Done>,
     pub(super) requests: usize,
     pub(super) prompt_tokens: u64,
-    /// Found by the engines when they first scheduled a request.
-    pub(super) cached_tokens: u64,
-    /// What the routers' index credited to the chosen engines.
-    credited_tokens: u64,
     pub(super) refused: usize,
     pub(super) preemptions: u64,
     pub(super) stalls: u64,
@@ -68,7 +68,7 @@ pub(super) struct Figures {
     pub(super) goodput: f64,
     /// Requests a second until the last one ended.
     pub(super) throughput_rps: f64,
-    /// What the index credited, of all prompt tokens.
+    /// What the index credited to the engines that answered, of all prompt tokens.
     pub(super) credited_rate: f64,
     /// The busiest worker's computed tokens against the mean.
     pub(super) busiest_worker: f64,
@@ -95,8 +95,6 @@ impl Outcome {
             Rung::LoadOnly => 2,
         };
         self.rungs[rung] += 1;
-        let credited = u64::from(decision.claim.blocks) * u64::from(decision.claim.block_tokens);
-        self.credited_tokens += credited;
     }
 
     pub(super) fn finished(&mut self, done: Done) {
@@ -114,6 +112,7 @@ impl Outcome {
         let mut ttfts: Vec<Duration> = self.done.iter().map(|done| done.ttft).collect();
         ttfts.sort_unstable();
         let sum = |each: fn(&Done) -> Duration| self.done.iter().map(each).sum::<Duration>();
+        let tokens = |each: fn(&Done) -> u64| self.done.iter().map(each).sum::<u64>() as f64;
         let (ttft, decode) = (sum(|done| done.ttft), sum(|done| done.decode));
         let gaps: u64 = self
             .done
@@ -131,7 +130,7 @@ impl Outcome {
         Figures {
             requests: self.requests,
             refused: self.refused,
-            hit_rate: share(self.cached_tokens as f64, self.prompt_tokens as f64),
+            hit_rate: share(tokens(|done| done.cached_tokens), self.prompt_tokens as f64),
             ttft_mean_ms: share(millis(ttft), done),
             ttft_p50_ms: millis(percentile(&ttfts, 50)),
             ttft_p90_ms: millis(percentile(&ttfts, 90)),
@@ -140,7 +139,10 @@ impl Outcome {
             e2e_mean_ms: share(millis(ttft + decode), done),
             goodput: self.goodput(bounds),
             throughput_rps: share(done, self.took.as_secs_f64()),
-            credited_rate: share(self.credited_tokens as f64, self.prompt_tokens as f64),
+            credited_rate: share(
+                tokens(|done| done.credited_tokens),
+                self.prompt_tokens as f64,
+            ),
             busiest_worker: share(busiest, mean),
             preemptions: self.preemptions,
             stalls: self.stalls,
@@ -192,9 +194,12 @@ mod tests {
             ttft: millis(ttft),
             decode: millis(decode),
             output_tokens: 11,
+            credited_tokens: 60,
+            cached_tokens: 30,
         };
         let outcome = Outcome {
             requests: 5,
+            prompt_tokens: 400,
             refused: 1,
             done: vec![done(10, 100), done(11, 100), done(10, 101), done(1, 1)],
             ..Outcome::default()
@@ -204,5 +209,7 @@ mod tests {
             itl: millis(10),
         };
         assert_eq!(outcome.goodput(bounds), 0.4);
+        let figures = outcome.figures(bounds);
+        assert_eq!((figures.hit_rate, figures.credited_rate), (0.3, 0.6));
     }
 }

@@ -21,7 +21,7 @@ use super::index::{Index, Mirror};
 use super::outcome::{Done, Outcome};
 use super::replicas::{AdmissionFailed, Place, ReplicaSetup, Replicas, Told};
 use super::trace::Trace;
-use crate::route::{AdmitError, Prompt, SlotEvent};
+use crate::route::{AdmitError, Decision, Prompt, SlotEvent};
 use crate::sim::{Config, Engine, Request, RequestId, StepOutcome};
 use crate::sync::LAZY_PAUSE;
 
@@ -116,6 +116,10 @@ struct Flight {
     request: usize,
     arrived: Duration,
     first_token: Duration,
+    /// What the index credited to this engine.
+    credited_tokens: u64,
+    /// What the engine found cached when it first scheduled the request.
+    cached_tokens: Option<u64>,
 }
 
 /// What a request is decided by, and where it is, for as long as it may be decided again.
@@ -247,6 +251,8 @@ impl World<'_> {
             request,
             arrived: self.now,
             first_token: self.now,
+            credited_tokens: credited(&admitted.decision),
+            cached_tokens: None,
         };
         let Some((worker, id)) = self.submit(&admitted.decision.source, tokens, flight)? else {
             return Ok(());
@@ -322,6 +328,8 @@ impl World<'_> {
                 slot: admitted.slot,
                 ..place
             },
+            credited_tokens: credited(&admitted.decision),
+            cached_tokens: None,
             ..flight
         };
         let prompt = self.trace.requests[flight.request].prompt();
@@ -359,7 +367,11 @@ impl World<'_> {
         }
         self.outcome.preemptions += step.preempted.len() as u64;
         for admitted in &step.admitted {
-            self.outcome.cached_tokens += admitted.cached.total() as u64;
+            // Not those that went elsewhere meanwhile.
+            if let Some(flight) = self.workers[worker].flights.get_mut(&admitted.id) {
+                let cached = admitted.cached.total() as u64;
+                flight.cached_tokens.get_or_insert(cached);
+            }
         }
         let block = self.setup.engine.block_size.tokens();
         for produced in &step.produced {
@@ -391,6 +403,8 @@ impl World<'_> {
             ttft: flight.first_token - flight.arrived,
             decode: self.now - flight.first_token,
             output_tokens: self.trace.requests[flight.request].output_tokens,
+            credited_tokens: flight.credited_tokens,
+            cached_tokens: flight.cached_tokens.unwrap_or_default(),
         });
         self.ended(flight.request);
         Ok(())
@@ -459,4 +473,8 @@ impl World<'_> {
         self.outcome.took = self.now;
         self.outcome
     }
+}
+
+fn credited(decision: &Decision) -> u64 {
+    u64::from(decision.claim.blocks) * u64::from(decision.claim.block_tokens)
 }
