@@ -7,6 +7,7 @@
 
 use std::fmt::Write as _;
 
+use crate::registry::RANKS_MAX;
 use crate::{DpRank, Namespace, RouterId, Source, WorkerId};
 
 const ROOT: &str = "wr";
@@ -265,11 +266,13 @@ fn source_tokens(source: &Source) -> String {
     )
 }
 
+/// No rank beyond those that a worker can have: whoever may speak for a worker cannot make up more sources.
 fn source_of(tokens: &str) -> Option<Source> {
     let (worker, rank) = tokens.split_once('.')?;
+    let rank = rank.parse().ok().filter(|&rank| rank < RANKS_MAX)?;
     let source = Source {
         worker: WorkerId::from(decode_name(worker)?),
-        dp_rank: DpRank(rank.parse().ok()?),
+        dp_rank: DpRank(rank),
     };
     (source_tokens(&source) == tokens).then_some(source)
 }
@@ -367,12 +370,14 @@ mod tests {
             "wr.prod.kv.w.3.0",
             "wr.prod.kv.w.03",
             "wr.prod.kv.w.-1",
+            "wr.prod.kv.w.1024",
             "wr.prod.kv.w",
             "wr.test.kv.w.3",
             "wr.prod.kv..3",
         ] {
             assert_eq!(subjects.record_source(foreign), None, "{foreign}");
         }
+        assert!(subjects.record_source("wr.prod.kv.w.1023").is_some());
     }
 
     #[test]
