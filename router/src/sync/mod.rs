@@ -69,8 +69,8 @@ pub const TICK: Duration = Duration::from_millis(50);
 pub const FRAME_PAUSE: Duration = Duration::from_micros(300);
 
 /// What is not urgent ([`SlotEvent::is_urgent`](crate::route::SlotEvent::is_urgent)) leaves with the
-/// next frame, or after this: a heartbeat takes it along by then.
-pub const LAZY_PAUSE: Duration = Duration::from_millis(500);
+/// next frame, or after this.
+pub const LAZY_PAUSE: Duration = Duration::from_millis(200);
 
 /// A question that was not answered by now is asked again.
 pub const ASK_TIMEOUT: Duration = Duration::from_millis(200);
