@@ -70,7 +70,8 @@ impl Feed {
         self.due = Instant::now();
     }
 
-    /// Asks for every batch from `from` on, and forgets what was asked before. `false` if nobody can be asked.
+    /// Asks for every batch from `from` on, and forgets what was asked before. `false` if nobody can be
+    /// asked.
     pub(crate) fn ask_replay(&mut self, id: ReplayId, from: EngineSeq) -> bool {
         let endpoint = self.endpoints.replay.as_deref();
         let Some((sockets, endpoint)) = self.sockets.as_mut().zip(endpoint) else {
@@ -122,7 +123,7 @@ struct Watched(AsyncFd<zmq::Socket>);
 impl Watched {
     #[expect(
         deprecated,
-        reason = "the other constructors are unsafe, for owners of a descriptor who may close it; a socket keeps its own"
+        reason = "the others are unsafe, as a descriptor's owner may close it; a socket keeps its own"
     )]
     fn new(socket: zmq::Socket) -> std::io::Result<Self> {
         AsyncFd::with_interest(socket, Interest::READABLE).map(Self)

@@ -2,8 +2,8 @@
 //!
 //!     cargo test --release -p warmroute-tests --test e2e -- --ignored --nocapture plane::cost
 //!
-//! The same requests go to two, four and eight routers, and in turn to as many that the server lets say nothing
-//! to each other: what differs is the cost of being in step. `COST_ROUTERS=8` measures eight only.
+//! The same requests go to two, four and eight routers, and in turn to as many that the server lets say
+//! nothing to each other: what differs is the cost of being in step. `COST_ROUTERS=8` measures eight only.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
