@@ -11,12 +11,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::BlockSize;
 use warmroute_router::sim::{EngineHash, Event, GroupKind, Medium, Stored};
-use warmroute_tests::mock::{Delivery, Encoder, HashMode, Options, Publisher};
+use warmroute_tests::mock::{Encoder, HashMode};
+
+use crate::publisher::Publishers;
 
 pub(crate) const BLOCK: usize = 16;
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
-/// As many as vLLM keeps by default.
-const BUFFER_STEPS: usize = 10_000;
 /// From which a run of free ports is looked for, one for each rank.
 const PORTS: std::ops::Range<u16> = 12_000..31_000;
 
@@ -24,7 +24,7 @@ pub(crate) struct Engine {
     pub(crate) url: String,
     pub(crate) kv_port: u16,
     pub(crate) replay_port: u16,
-    publishers: Vec<Publisher>,
+    publishers: Publishers,
     block_size: BlockSize,
 }
 
@@ -54,7 +54,7 @@ impl Engine {
     }
 
     pub(crate) fn ranks(&self) -> usize {
-        self.publishers.len()
+        self.publishers.ranks()
     }
 
     /// A batch that stores so many new blocks from depth 0 on.
@@ -80,8 +80,8 @@ impl Engine {
         Ok((tokens, payload))
     }
 
-    pub(crate) fn publish(&self, rank: usize, seq: u64, payload: &[u8]) {
-        self.publishers[rank].publish(seq, payload, Delivery::Live);
+    pub(crate) fn publish(&self, rank: usize, seq: u64, payload: &[u8]) -> anyhow::Result<()> {
+        self.publishers.publish(rank, seq, payload)
     }
 }
 
@@ -90,23 +90,12 @@ const fn replay_port(kv_port: u16) -> u16 {
 }
 
 /// A rank's ports are those of rank 0 plus its number.
-fn publishers(ranks: u32) -> anyhow::Result<(Vec<Publisher>, u16)> {
+fn publishers(ranks: u32) -> anyhow::Result<(Publishers, u16)> {
+    let ranks = u16::try_from(ranks)?;
     for _ in 0..100 {
         let first = fastrand::u16(PORTS);
-        // On a machine of its own an engine's threads would take nothing from those that are measured.
-        let context = zmq::Context::new();
-        let start = |rank: u32| {
-            let kv_port = first + u16::try_from(rank)?;
-            Publisher::start(Options {
-                context: context.clone(),
-                bind: HERE,
-                kv_port,
-                replay_port: Some(replay_port(kv_port)),
-                topic: String::new(),
-                buffer_steps: BUFFER_STEPS,
-            })
-        };
-        if let Ok(all) = (0..ranks).map(start).collect() {
+        let ports = (first..first + ranks).map(|port| (port, replay_port(port)));
+        if let Ok(all) = Publishers::start(HERE, ports) {
             return Ok((all, first));
         }
     }

@@ -10,6 +10,7 @@
 
 mod engine;
 mod measure;
+mod publisher;
 mod restart;
 mod server;
 mod stage;

@@ -1,4 +1,4 @@
-//! From the engine's queue to an indexer's view, and what a query costs.
+//! From the engine's socket to an indexer's view, and what a query costs.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -22,7 +22,7 @@ const EVENT_BLOCKS: usize = 4;
 const LARGE_BLOCKS: usize = 128;
 const END_MAX: Duration = Duration::from_secs(120);
 
-/// By rank: when each batch was handed to the engine's publisher.
+/// By rank: when each batch was handed to the engine's socket.
 type Sent = Arc<Mutex<Vec<Vec<Instant>>>>;
 
 /// Batches at this rate, evenly over the ranks; the delay of each until the indexer's view has it.
@@ -41,7 +41,8 @@ pub(crate) async fn delays(stage: &Stage, rate: u64, secs: u64) -> anyhow::Resul
                 sent[rank].push(Instant::now());
                 drop(sent);
                 if let Some(payload) = usize::try_from(number).ok().and_then(|at| batches.get(at)) {
-                    engine.publish(rank, seq, payload);
+                    // A batch that is not published never comes, which is seen.
+                    drop(engine.publish(rank, seq, payload));
                 }
             });
         })
@@ -90,8 +91,9 @@ pub(crate) async fn throughput(stage: &Stage, million_blocks: u64) -> anyhow::Re
     let publisher = std::thread::spawn(move || {
         for (number, payload) in (0..).zip(&batches) {
             let (rank, seq) = place(number, engine.ranks());
-            engine.publish(rank, first + seq, payload);
+            engine.publish(rank, first + seq, payload)?;
         }
+        anyhow::Ok(())
     });
     let wanted = before + total * u64::try_from(LARGE_BLOCKS)?;
     let mut positions = stage.index.positions();
@@ -105,7 +107,8 @@ pub(crate) async fn throughput(stage: &Stage, million_blocks: u64) -> anyhow::Re
         .await
         .context("some blocks never came")??;
     let took = begun.elapsed();
-    ensure!(publisher.join().is_ok(), "the publisher failed");
+    let published = publisher.join();
+    published.map_err(|_| anyhow::anyhow!("the publisher failed"))??;
     let blocks = wanted - before;
     let per_sec = u128::from(blocks) * 1_000_000 / took.as_micros().max(1);
     Ok(Figure {
@@ -138,7 +141,7 @@ pub(crate) async fn query_delays(stage: &Stage) -> anyhow::Result<Vec<Figure>> {
         let mut tokens = Vec::new();
         for rank in 0..stage.engine.ranks() {
             let (held, payload) = stage.engine.batch(rank, blocks)?;
-            stage.engine.publish(rank, seq, &payload);
+            stage.engine.publish(rank, seq, &payload)?;
             tokens = held;
         }
         until_seq(stage, seq).await?;

@@ -196,6 +196,5 @@ fn publisher_options(args: &Args, rank: u32) -> anyhow::Result<Options> {
         replay_port: args.events.replay_port.map(port).transpose()?,
         topic: args.events.topic.clone(),
         buffer_steps: args.events.buffer_steps,
-        context: zmq::Context::new(),
     })
 }

@@ -14,8 +14,6 @@ use tracing::warn;
 
 /// What one rank's publisher binds and keeps.
 pub struct Options {
-    /// Whose threads read and write for it.
-    pub context: zmq::Context,
     pub bind: IpAddr,
     pub kv_port: u16,
     pub replay_port: Option<u16>,
@@ -41,6 +39,7 @@ pub struct Publisher {
 
 /// Messages in the engine's queue and, per subscriber, on the wire.
 const QUEUE_MAX: i32 = 100_000;
+const QUEUE_NAME: &str = "inproc://batches";
 const LIVE: &[u8] = b"live";
 const REPLAY_ONLY: &[u8] = b"replay only";
 const STOP: &[u8] = b"stop";
@@ -49,18 +48,17 @@ const END_OF_REPLAY: [u8; 8] = [0xFF; 8];
 
 impl Publisher {
     pub fn start(options: Options) -> anyhow::Result<Self> {
-        let context = options.context;
-        let live = context.socket(zmq::PUB)?;
-        live.set_sndhwm(QUEUE_MAX)?;
-        let kv_port = bind(&live, options.bind, options.kv_port)?;
-        let name = format!("inproc://batches-{kv_port}");
+        let context = zmq::Context::new();
         let incoming = context.socket(zmq::PULL)?;
         incoming.set_rcvhwm(QUEUE_MAX)?;
-        incoming.bind(&name)?;
+        incoming.bind(QUEUE_NAME)?;
         let queue = context.socket(zmq::PUSH)?;
         queue.set_sndhwm(QUEUE_MAX)?;
         queue.set_linger(0)?;
-        queue.connect(&name)?;
+        queue.connect(QUEUE_NAME)?;
+        let live = context.socket(zmq::PUB)?;
+        live.set_sndhwm(QUEUE_MAX)?;
+        let kv_port = bind(&live, options.bind, options.kv_port)?;
         let replay = context.socket(zmq::ROUTER)?;
         let replay_port = match options.replay_port {
             Some(port) => Some(bind(&replay, options.bind, port)?),
