@@ -393,13 +393,21 @@ mod tests {
         for life in 1..5 {
             drop(socket);
             let (engine, bound) = (engine.clone(), bound.clone());
-            // It publishes as soon as it is subscribed to, which the feed does when it is asked.
+            // It publishes as soon as it is subscribed to, which the socket does when it is asked.
             let next = std::thread::spawn(move || {
                 let (socket, _) = publisher(&engine, &bound);
                 assert_eq!(socket.recv_bytes(0).unwrap(), [1]);
                 publish(&socket, life, 10);
                 socket
             });
+            // All of it is there before the monitor is read.
+            let live = &heads.feed.sockets.as_ref().unwrap().live;
+            let there = async {
+                while !live.socket().get_events().unwrap().contains(zmq::POLLIN) {
+                    tokio::task::yield_now().await;
+                }
+            };
+            timeout(Duration::from_secs(20), there).await.unwrap();
             assert!(matches!(heads.next().await, Heard::Disconnected));
             heads.connected().await;
             assert_eq!(heads.live().await, life);
