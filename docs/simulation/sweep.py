@@ -5,9 +5,14 @@
     python3 docs/simulation/sweep.py --traces DIR
 
 DIR holds the traces of `TRACES` below. Runs that are in the results file already are not run again, so
-that the sweep can be stopped and continued; `--part K/N` runs a share of it, for several machines. Every
-run is one call of `warmroute-router simulate`, whose output depends on its flags alone. Needs nothing but
-Python.
+that the sweep can be stopped and continued. Every run is one call of `warmroute-router simulate`, whose
+output depends on its flags alone. Needs nothing but Python.
+
+Differences are of logarithms: two runs that chance alone tells apart differ by nothing on average then,
+which the mean of their quotients does not do (it is above one, by the square of the runs' spread). What
+others are held against is one router's mean over several draws of its ties, since the luck of a single run
+would be in every comparison with it. Cells of N routers in step get more seeds until their interval is
+narrow; how wide it is decides that, never where it lies.
 """
 
 import argparse
@@ -37,24 +42,31 @@ POLICIES = ["round-robin", "least-load", "random"]
 SLOW, SLOW_LOADS, SLOW_TRACES = "gpu-70b", [0.8, 0.95], ["conversation", "tools"]
 KNOBS = {"overlap-score-weight": [0.5, 2, 4, 8], "router-temperature": [0.05, 0.2, 1]}
 KNOB_LOADS = [0.8]
+# Draws of one router's ties; seeds of a round, and of all rounds; the half interval of the mean TTFT that needs no
+# further round, in percent.
+DRAWS = 3
+ROUND, SEEDS_MAX, NARROW = 10, 100, 1.0
 METRICS = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99 TTFT"}
 # What N routers may be worse by than one, in percent: hit rate, mean TTFT, p99 TTFT.
 TARGETS = {"1": (2, 2, 5), "5": (5, 5, 10)}
 # Of what the simulator's figures mean; results of another one are run again. 2: a moved request's cached tokens
 # count once, where it was answered.
 VERSION = 2
-# Two-sided 95 % quantiles of Student's t by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-STUDENT |= {10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 19: 2.093}
+# Two-sided 95 % quantiles of Student's t by degrees of freedom, up to nine.
+STUDENT = [math.nan, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
-def cells(seeds):
-    """Every run as the flags that tell it from others; what is asked first comes first."""
-    places = list(itertools.product(TRACES, WORKERS, LOADS))
-    for seed, place in itertools.product(seeds, places):
-        yield from replicated({**base_of(*place), "seed": seed})
-    for seed, base in itertools.product(seeds, slow()):
-        yield from replicated({**base, "seed": seed})
+def first_round():
+    """Of routers in step, and of one: every run as the flags that tell it from others."""
+    for seed, base in itertools.product(range(1, ROUND + 1), usual() + slow()):
+        yield from ({**cell, "seed": seed} for cell in drawn(base) + replicated(base, TARGETS))
+
+
+def others():
+    """Without sync, other policies, other knobs."""
+    seeds = range(1, ROUND + 1)
+    for seed, base in itertools.product(seeds, usual() + slow()):
+        yield from ({**cell, "seed": seed} for cell in replicated(base, ["off"]))
     for seed, (trace, load) in itertools.product(seeds, itertools.product(TRACES, LOADS)):
         base = {**base_of(trace, WORKERS[0], load), "seed": seed}
         for policy in POLICIES:
@@ -64,10 +76,22 @@ def cells(seeds):
                 yield {**base, key: value}
 
 
-def replicated(base):
-    yield base
-    for routers, sync in itertools.product(ROUTERS, SYNCS):
-        yield {**base, "routers": routers, "sync-ms": sync}
+def another_round(results, seeds):
+    """More of the cells that chance still hides."""
+    found = Found(results)
+    for base in usual() + slow():
+        wide = [cell for cell in replicated(base, TARGETS) if interval(found.against("ttft_mean_ms", cell, base))[1] > NARROW]
+        for seed in seeds if wide else []:
+            yield from ({**cell, "seed": seed} for cell in drawn(base) + wide)
+
+
+def drawn(base):
+    """One router, once for each draw of its ties."""
+    return [base, *({**base, "draw": draw} for draw in range(1, DRAWS))]
+
+
+def replicated(base, syncs):
+    return [{**base, "routers": routers, "sync-ms": sync} for routers, sync in itertools.product(ROUTERS, syncs)]
 
 
 def name(cell):
@@ -111,11 +135,17 @@ def capacity_of(options, place, path):
 
 
 def sweep(options, results):
+    run(options, results, first_round())
+    for last in range(2 * ROUND, SEEDS_MAX + 1, ROUND):
+        seeds = range(last - ROUND + 1, last + 1)
+        run(options, results, another_round(load_results(results), seeds))
+    run(options, results, others())
+    return load_results(results)
+
+
+def run(options, results, cells):
     found = load_results(results)
-    part, parts = map(int, options.part.split("/"))
-    wanted = [cell for cell in cells(range(1, options.seeds + 1)) if name(cell) not in found]
-    wanted = [cell for cell in wanted if cell["trace"] in options.only]
-    wanted = wanted[part - 1 :: parts]
+    wanted = [cell for cell in cells if name(cell) not in found]
     capacities = {name(place_of(cell)): None for cell in wanted}
     for place in capacities:
         path = results.with_suffix(".capacities.json")
@@ -137,29 +167,48 @@ def sweep(options, results):
             out.flush()
             if number % 50 == 0 or number == len(wanted):
                 print(f"{number} of {len(wanted)} runs", flush=True)
-    return load_results(results)
 
 
-def interval(samples):
-    """Mean and half of its 95 % confidence interval."""
-    if len(samples) < 2:
-        return samples[0], math.nan
-    quantile = STUDENT.get(len(samples) - 1, 1.96)
-    return statistics.mean(samples), quantile * statistics.stdev(samples) / math.sqrt(len(samples))
+def student(freedom):
+    """From ten degrees on by the first terms of its expansion, right to three digits."""
+    return STUDENT[freedom] if freedom < len(STUDENT) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
+
+
+def interval(logs):
+    """The mean and half of its 95 % confidence interval, in percent of what the logarithms are held against."""
+    mean = math.exp(statistics.mean(logs))
+    half = student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    return 100 * (mean - 1), 100 * mean * half
 
 
 class Found:
-    def __init__(self, results, seeds):
+    def __init__(self, results, seeds=range(1, SEEDS_MAX + 1)):
         self.results, self.seeds = results, seeds
 
+    def at(self, metric, cell, seed):
+        row = self.results.get(name({**cell, "seed": seed}))
+        return row and row[metric]
+
     def values(self, metric, **cell):
-        rows = (self.results.get(name({**cell, "seed": seed})) for seed in self.seeds)
-        return [row[metric] if row else None for row in rows]
+        values = (self.at(metric, cell, seed) for seed in self.seeds)
+        return [value for value in values if value is not None]
+
+    def alone(self, metric, base, seed):
+        """Logarithms of one router's figures, a draw each; empty while one is missing."""
+        draws = [self.at(metric, cell, seed) for cell in drawn(base)]
+        return [math.log(value) for value in draws] if all(draws) else []
 
     def against(self, metric, cell, base):
-        """Paired differences of a cell from another, in percent of the other."""
-        pairs = zip(self.values(metric, **cell), self.values(metric, **base))
-        return [100 * (one / other - 1) for one, other in pairs if None not in (one, other) and other]
+        """Logarithms of a cell's figures over those of one router, seed by seed."""
+        both = ((self.at(metric, cell, seed), self.alone(metric, base, seed)) for seed in self.seeds)
+        return [math.log(value) - statistics.mean(alone) for value, alone in both if value and alone]
+
+    def chance(self, metric, base):
+        """What one run of one router differs from another by, if chance alone tells them apart: the standard
+        deviation of one, in percent."""
+        draws = (self.alone(metric, base, seed) for seed in self.seeds)
+        spreads = [statistics.variance(logs) for logs in draws if logs]
+        return 100 * math.sqrt(statistics.mean(spreads)) if spreads else math.nan
 
 
 def shown(samples):
@@ -184,16 +233,18 @@ def base_of(trace, workers, load):
 
 def one_router(found, rows_of):
     head = ["trace", "workers", "load", "rate", "hit rate", "mean TTFT", "p99 TTFT", "mean ITL", "goodput"]
+    head += [f"chance: {title}" for title in METRICS.values()]
     rows = []
     for base in rows_of:
         mean = {}
         for metric in ["rate", *METRICS, "itl_mean_ms", "goodput"]:
-            values = [v for v in found.values(metric, **base) if v is not None]
+            values = found.values(metric, **base)
             mean[metric] = statistics.mean(values) if values else math.nan
         rows.append([
             base["trace"], str(base["workers"]), f"{base['load']:.0%}", f"{mean['rate']:.3g}", f"{mean['hit_rate']:.1%}",
             f"{mean['ttft_mean_ms']:.0f} ms", f"{mean['ttft_p99_ms']:.0f} ms",
             f"{mean['itl_mean_ms']:.1f} ms", f"{mean['goodput']:.1%}",
+            *(f"{found.chance(metric, base):.1f} %" for metric in METRICS),
         ])
     return table(head, rows)
 
@@ -225,7 +276,7 @@ def unseen(found):
     bounds = [0, 0.02, 0.05, 0.1, 0.2, 0.4, 10]
     cells = {}
     for base, routers, sync in itertools.product(usual() + slow(), ROUTERS, ["1", "5"]):
-        rates = [rate for rate in found.values("rate", **base) if rate]
+        rates = found.values("rate", **base)
         if base["trace"] == "agent" or not rates:
             continue
         expected = statistics.mean(rates) * float(sync) / 1000
@@ -233,7 +284,7 @@ def unseen(found):
         samples = [found.against(metric, cell, base) for metric in METRICS]
         if all(samples):
             at = max(place for place, edge in enumerate(bounds) if edge <= expected)
-            cells.setdefault((base["trace"], at), []).append([statistics.mean(sample) for sample in samples])
+            cells.setdefault((base["trace"], at), []).append([interval(sample)[0] for sample in samples])
     rows = []
     for (trace, at), means in sorted(cells.items()):
         columns = [f"{statistics.mean(column):+.1f} %" for column in zip(*means)]
@@ -244,26 +295,27 @@ def unseen(found):
 
 def verdict(found, rows_of):
     """Cells within their target, by their mean and by their interval."""
-    head = ["", "sync", "target", "mean of all cells", "worst cell", "cells beyond", "surely beyond"]
+    head = ["", "sync", "target", "mean of all cells", "worst cell", "cells beyond", "surely beyond", "surely within"]
     rows = []
     for at, (metric, title) in enumerate(METRICS.items()):
         sign = -1 if metric == "hit_rate" else 1
         for sync in SYNCS:
             target = TARGETS.get(sync, (None,) * 3)[at]
-            means, surely = [], 0
+            means, beyond, within = [], 0, 0
             for base, routers in itertools.product(rows_of, ROUTERS):
                 samples = found.against(metric, {**base, "routers": routers, "sync-ms": sync}, base)
                 if samples:
-                    mean, half = interval([sign * sample for sample in samples])
-                    means.append(mean)
-                    surely += target is not None and mean - half > target
+                    mean, half = interval(samples)
+                    means.append(sign * mean)
+                    beyond += target is not None and sign * mean - half > target
+                    within += target is not None and sign * mean + half < target
             if not means:
                 continue
-            beyond = sum(mean > target for mean in means) if target else None
+            some = sum(mean > target for mean in means) if target else None
             rows.append([
                 title, sync if sync == "off" else f"{sync} ms", f"{target} %" if target else "–",
                 f"{sign * statistics.mean(means):+.2f} %", f"{sign * max(means):+.1f} %",
-                f"{beyond} of {len(means)}" if target else "–", str(surely) if target else "–",
+                *([f"{some} of {len(means)}", str(beyond), str(within)] if target else ["–"] * 3),
             ])
     return table(head, rows)
 
@@ -300,7 +352,7 @@ def panel(found, trace, metric, x0, y0):
         points = [(1, 0.0, 0.0)]
         for routers in ROUTERS:
             by_seed = []
-            for seed in found.seeds:
+            for seed in range(1, ROUND + 1):
                 alone = Found(found.results, [seed])
                 samples = []
                 for workers, load in itertools.product(WORKERS, LOADS):
@@ -367,11 +419,12 @@ def plot(found):
 
 
 def write(options, results):
-    seeds = [s for s in range(1, options.seeds + 1)]
-    found = Found(results, seeds)
+    found = Found(results)
     both = {"hit_rate": "hit rate", "ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99", "e2e_mean_ms": "e2e"}
-    parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of the row's other run, the mean "
-             f"of up to {options.seeds} paired seeds and its 95 % confidence interval. -->\n"]
+    parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of one router of policy kv with "
+             f"default knobs, the geometric mean of {ROUND} paired seeds and its 95 % confidence interval; of N "
+             f"routers in step {ROUND} to {SEEDS_MAX} seeds, more where chance is larger. Chance: the standard "
+             "deviation of one run, if nothing but its ties is drawn anew. -->\n"]
     fleets = {"": usual(), f"{WORKERS[1]} workers of profile {SLOW}:\n": slow()}
     fleets = {title: rows_of for title, rows_of in fleets.items() if any(found.values("rate", **rows_of[0]))}
 
@@ -397,11 +450,8 @@ def main():
     parser.add_argument("--traces", required=True, help="the directory of the traces")
     parser.add_argument("--binary", default=str(ROOT / "target/release/warmroute-router"))
     parser.add_argument("--results", default=str(HERE / "results.jsonl"), type=pathlib.Path)
-    parser.add_argument("--seeds", default=10, type=int)
     parser.add_argument("--block-size", type=int, help="tokens a block, for all traces")
     parser.add_argument("--jobs", default=1, type=int)
-    parser.add_argument("--part", default="1/1", metavar="K/N")
-    parser.add_argument("--only", nargs="+", default=list(TRACES), choices=list(TRACES))
     options = parser.parse_args()
     write(options, sweep(options, options.results))
 

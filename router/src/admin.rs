@@ -1,6 +1,7 @@
 //! The admin port: what the router knows, in numbers and in JSON. Embedded, its indexer's and its
 //! shims' too.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::extract::{Path, Query, State};
@@ -14,7 +15,7 @@ use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
 use warmroute_proto::bus::PlaneError;
 use warmroute_proto::registry::Drain;
-use warmroute_proto::{RouterId, WorkerId};
+use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::Status;
 
 use crate::accounts::Desk;
@@ -242,6 +243,7 @@ fn standing(member: &Member, admin: &Admin) -> WorkerStanding {
         healthy: member.health.usable(),
         draining: standing_word(&member.entry.worker, admin) == Drain::Draining,
         checks: checks.map(|(name, check)| (name, check.passed())).into(),
+        ttft_ratios: ttft_ratios(member, admin),
     }
 }
 
@@ -261,15 +263,10 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
     let now = Instant::now().into_std();
     let stalled: Vec<u32> = {
         let core = admin.desk.core();
-        let source = |rank| warmroute_proto::Source {
-            worker: member.entry.worker.clone(),
-            dp_rank: warmroute_proto::DpRank(rank),
-        };
-        let ranks = 0..member.entry.ranks;
-        ranks
-            .filter(|&rank| core.is_stalled(&source(rank), now))
-            .collect()
+        let stalled = ranks_of(member).filter(|(_, source)| core.is_stalled(source, now));
+        stalled.map(|(rank, _)| rank).collect()
     };
+    let ttft_ratios: BTreeMap<u32, f64> = ttft_ratios(member, admin).into_iter().collect();
     let seen = index
         .iter()
         .find(|view| view.instance_id == member.entry.worker);
@@ -286,9 +283,24 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
         "drain": standing_word(&member.entry.worker, admin).word(),
         "checks": member.checks,
         "stalled_ranks": stalled,
+        "ttft_ratios": ttft_ratios,
         "sources": seen.map(|view| &view.sources),
         "event_feeds": feeds(member, admin),
     })
+}
+
+fn ranks_of(member: &Member) -> impl Iterator<Item = (u32, Source)> {
+    (0..member.entry.ranks).map(|rank| {
+        let (worker, dp_rank) = (member.entry.worker.clone(), DpRank(rank));
+        (rank, Source { worker, dp_rank })
+    })
+}
+
+fn ttft_ratios(member: &Member, admin: &Admin) -> Vec<(u32, f64)> {
+    let now = Instant::now().into_std();
+    let core = admin.desk.core();
+    let known = |(rank, source)| Some((rank, core.ttft_ratio(&source, now)?));
+    ranks_of(member).filter_map(known).collect()
 }
 
 fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {

@@ -191,6 +191,7 @@ fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
         "prediction_blocks": terms.prediction_blocks,
         "decode_blocks": terms.decode_blocks,
         "active_requests": terms.active_requests,
+        "slowness": terms.slowness,
         "cost": terms.cost,
         "probability": probability,
     })

@@ -7,8 +7,8 @@ use std::time::Duration;
 mod sync;
 
 use prometheus::{
-    Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
-    IntGaugeVec, Opts, Registry, TextEncoder,
+    Encoder as _, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec,
+    IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
 use crate::route::Counts;
@@ -120,7 +120,7 @@ pub(crate) struct SourceLoad {
 }
 
 /// One worker's standing, as a scrape shows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WorkerStanding {
     pub worker: String,
     pub healthy: bool,
@@ -128,6 +128,8 @@ pub(crate) struct WorkerStanding {
     pub draining: bool,
     /// Each check by its name, with whether the worker passed.
     pub checks: Vec<(&'static str, bool)>,
+    /// Of each rank that enough is known of: observed over predicted time to first token.
+    pub ttft_ratios: Vec<(u32, f64)>,
 }
 
 /// See the module's documentation.
@@ -186,6 +188,7 @@ struct FleetGauges {
     worker_draining: IntGaugeVec,
     check_passed: IntGaugeVec,
     check_failures: IntCounterVec,
+    ttft_ratio: GaugeVec,
 }
 
 /// Ten microseconds to ten seconds: what the router itself adds.
@@ -509,6 +512,11 @@ impl FleetGauges {
                 "Failed checks at registration",
                 &["check"],
             )?,
+            ttft_ratio: make.ratios(
+                "source_ttft_ratio",
+                "Time to first token over what the median source would have needed, averaged",
+                &source,
+            )?,
         })
     }
 
@@ -523,6 +531,7 @@ impl FleetGauges {
         ] {
             gauge.reset();
         }
+        self.ttft_ratio.reset();
         let clamp = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         for load in loads {
             let rank = load.dp_rank.to_string();
@@ -544,6 +553,11 @@ impl FleetGauges {
             self.worker_draining
                 .with_label_values(&[standing.worker.as_str()])
                 .set(standing.draining.into());
+            for (rank, ratio) in &standing.ttft_ratios {
+                self.ttft_ratio
+                    .with_label_values(&[standing.worker.as_str(), &rank.to_string()])
+                    .set(*ratio);
+            }
             for (check, passed) in &standing.checks {
                 self.check_passed
                     .with_label_values(&[standing.worker.as_str(), check])
@@ -591,6 +605,15 @@ impl Maker<'_> {
         self.register(IntGaugeVec::new(Opts::new(name, help), labels)?)
     }
 
+    fn ratios(
+        &self,
+        name: &str,
+        help: &str,
+        labels: &[&str],
+    ) -> Result<GaugeVec, prometheus::Error> {
+        self.register(GaugeVec::new(Opts::new(name, help), labels)?)
+    }
+
     fn histogram(
         &self,
         name: &str,
@@ -632,6 +655,7 @@ mod tests {
             healthy: true,
             draining: true,
             checks: vec![("chat", false)],
+            ttft_ratios: vec![(1, 2.5)],
         };
         let text = metrics
             .render(&[load], &[standing], &Counts::default(), None)
@@ -639,6 +663,8 @@ mod tests {
         let line = "warmroute_router_slots_active{dp_rank=\"1\",worker=\"w1\"} 2";
         assert!(text.contains(line), "{text}");
         assert!(text.contains("warmroute_router_worker_healthy{worker=\"w1\"} 1"));
+        let line = "warmroute_router_source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5";
+        assert!(text.contains(line), "{text}");
         assert!(text.contains("warmroute_router_worker_draining{worker=\"w1\"} 1"));
         let text = metrics.render(&[], &[], &Counts::default(), None).unwrap();
         assert!(!text.contains("w1"), "{text}");

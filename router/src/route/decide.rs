@@ -19,6 +19,7 @@ use super::audit::Claim;
 use super::candidates::{Candidate, Refusal};
 use super::choice::{Odds, Policy, choose};
 use super::cost::{self, Knobs};
+use super::pace::Paces;
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::roster::SourceId;
@@ -49,6 +50,7 @@ pub struct Grounds<'a> {
     pub predictions: &'a Predictions,
     pub stalls: &'a Stalls,
     pub ttft: &'a Ttft,
+    pub paces: &'a Paces,
     pub knobs: &'a Knobs,
 }
 
@@ -88,6 +90,8 @@ pub struct Terms {
     pub prediction_blocks: f64,
     pub decode_blocks: f64,
     pub active_requests: u32,
+    /// Times the others' time to first token: 1 where it is not slow.
+    pub slowness: f64,
     pub cost: f64,
 }
 
@@ -145,7 +149,7 @@ pub fn decide(
     let eligible = eligible(question, grounds, now)?;
     let weighed: Vec<Terms> = eligible
         .iter()
-        .map(|candidate| terms(question.prompt, candidate, grounds))
+        .map(|candidate| terms(question.prompt, candidate, grounds, now))
         .collect();
     let picked = pick(question, grounds.knobs, &weighed, rng).ok_or(Refusal::AllTried)?;
     let candidate = eligible[picked.index];
@@ -195,7 +199,7 @@ fn active_requests(slots: &Slots, source: SourceId) -> u32 {
         .map_or(0, |bearing| bearing.active_requests())
 }
 
-fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms {
+fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>, now: Instant) -> Terms {
     let id = candidate.id;
     let knobs = grounds.knobs;
     let known = grounds.knowledge.of(id);
@@ -219,6 +223,7 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms
     let prefill_blocks = cost::prefill_blocks(outstanding, prompt, overlap_value);
     let decode_blocks = cost::decode_blocks(active, prompt, shared);
 
+    let slowness = grounds.paces.slowness(id, now);
     let rung = match known {
         Some(known) if comparable && known.gives_credit() => Rung::Index,
         Some(_) | None if predicted_blocks > 0 => Rung::Prediction,
@@ -235,12 +240,14 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>) -> Terms
         prediction_blocks,
         decode_blocks,
         active_requests: active_requests(grounds.slots, id),
-        cost: cost::total(
-            knobs.overlap_score_weight,
-            prefill_blocks,
-            prediction_blocks,
-            decode_blocks,
-        ),
+        slowness,
+        cost: slowness
+            * cost::total(
+                knobs.overlap_score_weight,
+                prefill_blocks,
+                prediction_blocks,
+                decode_blocks,
+            ),
     }
 }
 

@@ -53,6 +53,7 @@ pub mod decide;
 pub mod guard;
 pub mod ledger;
 pub mod moves;
+pub mod pace;
 pub mod prediction;
 pub mod prefixes;
 pub mod prompt;

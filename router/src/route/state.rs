@@ -1,7 +1,7 @@
 //! Everything that one router knows, behind one set of calls: the shell holds it behind one mutex.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fastrand::Rng;
@@ -19,6 +19,7 @@ use super::decide::{Decision, Grounds, Question, Rung, decide};
 use super::guard::SlotEvent;
 use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, Moves};
+use super::pace::Paces;
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::roster::{Roster, SourceId};
@@ -109,6 +110,8 @@ struct Sent {
     source: SourceId,
     at: Instant,
     tokens_ahead: u64,
+    /// What the median of those that could have taken it would have needed.
+    typical: Duration,
 }
 
 /// A slot that is about to be opened.
@@ -130,6 +133,7 @@ pub struct Core {
     audit: Audit,
     stalls: Stalls,
     ttft: Ttft,
+    paces: Paces,
     /// This router's requests without a first token.
     sent: BTreeMap<u64, Sent>,
     /// This router's slots that changed since a cut was begun.
@@ -187,6 +191,7 @@ impl Core {
             audit: Audit::default(),
             stalls: Stalls::default(),
             ttft: Ttft::default(),
+            paces: Paces::default(),
             sent: BTreeMap::new(),
             touched: None,
             moves: Moves::default(),
@@ -273,6 +278,7 @@ impl Core {
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
+            paces: &self.paces,
             knobs: &self.knobs,
         };
         let decision = decide(&question, &grounds, &mut self.rng, now)?;
@@ -286,6 +292,7 @@ impl Core {
                 self.moves.settle(counter);
                 if let Some(sent) = self.sent.remove(&counter) {
                     let elapsed = now.saturating_duration_since(sent.at);
+                    self.paces.learn(sent.source, sent.typical, elapsed, now);
                     self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
                 }
                 self.stalls.first_token(counter);
@@ -468,6 +475,13 @@ impl Core {
         id.is_some_and(|id| self.stalls.is_stalled(id, now))
     }
 
+    /// How late this source's first tokens are: observed over predicted. None: not enough is known.
+    #[must_use]
+    pub fn ttft_ratio(&self, source: &Source, now: Instant) -> Option<f64> {
+        let id = self.roster.id(source)?;
+        self.paces.ratio(id, now)
+    }
+
     /// The name of a source in a decision's terms.
     #[must_use]
     pub fn source(&self, id: SourceId) -> Option<&Source> {
@@ -503,6 +517,7 @@ impl Core {
         let knowledge = self.view.judge(&mut self.roster, answer, now);
         for &source in &knowledge.restarted {
             self.predictions.restarted(source);
+            self.paces.restarted(source);
         }
         knowledge
     }
@@ -564,10 +579,12 @@ impl Core {
     ) -> Admitted {
         let (slot, source) = (opening.slot, decision.claim.source);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
+        let weighed = decision.weighed.iter().map(|terms| terms.source);
         let sent = Sent {
             source,
             at: now,
             tokens_ahead: opening.tokens_ahead,
+            typical: self.ttft.typical(weighed, opening.tokens_ahead),
         };
         self.sent.insert(slot, sent);
         Admitted {

@@ -49,25 +49,47 @@ impl Ttft {
     /// The time to a first token with this many tokens ahead.
     #[must_use]
     pub fn predict(&self, source: SourceId, tokens: u64) -> Duration {
-        let (overhead, per_token) = self.line(source);
-        let secs = overhead + per_token * tokens as f64;
-        Duration::try_from_secs_f64(secs)
-            .unwrap_or(LESSON_MAX)
-            .min(LESSON_MAX)
+        on(self.line(source), tokens)
+    }
+
+    /// The lower median of what these sources would take, so that of two the faster one tells. It does not
+    /// depend on who gets how many requests, as the fleet's line does.
+    #[must_use]
+    pub fn typical(&self, sources: impl Iterator<Item = SourceId>, tokens: u64) -> Duration {
+        let mut each: Vec<Duration> = sources.map(|source| self.predict(source, tokens)).collect();
+        let Some(middle) = each.len().checked_sub(1).map(|last| last / 2) else {
+            return on(self.fleet.or_default(), tokens);
+        };
+        let (_, median, _) = each.select_nth_unstable(middle);
+        *median
     }
 
     fn line(&self, source: SourceId) -> (f64, f64) {
         let own = self.sources.get(source).copied().unwrap_or_default();
-        let overhead = own.overhead_secs.or(self.fleet.overhead_secs);
-        let per_token = own.secs_per_token.or(self.fleet.secs_per_token);
+        let (overhead, per_token) = self.fleet.or_default();
         (
-            overhead.unwrap_or(OVERHEAD_SECS),
-            per_token.unwrap_or(SECS_PER_TOKEN),
+            own.overhead_secs.unwrap_or(overhead),
+            own.secs_per_token.unwrap_or(per_token),
         )
     }
 }
 
+/// The point of a line.
+fn on((overhead, per_token): (f64, f64), tokens: u64) -> Duration {
+    let secs = overhead + per_token * tokens as f64;
+    Duration::try_from_secs_f64(secs)
+        .unwrap_or(LESSON_MAX)
+        .min(LESSON_MAX)
+}
+
 impl Line {
+    fn or_default(self) -> (f64, f64) {
+        (
+            self.overhead_secs.unwrap_or(OVERHEAD_SECS),
+            self.secs_per_token.unwrap_or(SECS_PER_TOKEN),
+        )
+    }
+
     fn learn(&mut self, (overhead, per_token): (f64, f64), tokens: u64, secs: f64) {
         let tokens_f = tokens as f64;
         if tokens < SMALL_TOKENS {
@@ -141,6 +163,21 @@ mod tests {
         }
         near(ttft.predict(a, 1000), 100);
         near(ttft.predict(b, 1000), 1000);
+    }
+
+    #[test]
+    fn of_two_the_faster_one_is_typical_whoever_gets_the_requests() {
+        let (a, b) = sources();
+        let mut ttft = Ttft::default();
+        for _ in 0..50 {
+            ttft.learn(a, 1000, Duration::from_millis(150));
+        }
+        for _ in 0..50 {
+            ttft.learn(b, 1000, Duration::from_millis(1050));
+        }
+        near(ttft.typical([a, b].into_iter(), 1000), 150);
+        near(ttft.typical([b].into_iter(), 1000), 1050);
+        near(Ttft::default().typical([].into_iter(), 10_000), 1050);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use warmroute_proto::BlockSize;
 use super::arrivals::Stretch;
 use super::outcome::Bounds;
 use super::replicas::{Balance, ReplicaSetup};
-use super::world::Setup;
+use super::world::{Setup, Slow};
 use crate::config::{ChoiceArgs, ConfigError, knobs};
 use crate::sim::{Config, Profile};
 
@@ -32,6 +32,10 @@ pub struct SimulateArgs {
     /// Another seed is another sample: ties, spread of arrivals, balancing, place in the trace.
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
+    /// Another draw of what routers leave to chance, ties and temperature, with everything else that
+    /// the seed says as it was: runs that differ by their draw alone differ by chance alone.
+    #[arg(long, default_value_t = 0)]
+    pub(super) draw: u64,
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub(super) json: bool,
@@ -60,6 +64,12 @@ pub(super) struct FleetArgs {
     /// Tokens per KV block.
     #[arg(long, value_name = "TOKENS", default_value_t = 16)]
     pub(super) block_size: u32,
+    /// The first worker takes this many times as long for everything.
+    #[arg(long, value_name = "TIMES", default_value_t = 1.0)]
+    pub(super) slow_worker: f64,
+    /// Until this many seconds of virtual time; else to the end.
+    #[arg(long, value_name = "SECONDS")]
+    pub(super) slow_secs: Option<f64>,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -174,8 +184,10 @@ impl TryFrom<&SimulateArgs> for Plan {
                     routers,
                     sync_delay: args.routers.sync_ms.delay(),
                     balance: args.routers.balance,
+                    draw: args.draw,
                     knobs: knobs(args.choice.clone())?,
                 },
+                slow: args.slow()?,
                 event_delay: millis("event-delay-ms", args.routers.event_delay_ms)?,
                 seed: args.seed,
             },
@@ -215,6 +227,18 @@ impl SimulateArgs {
         Ok(super::capacity::engine(size, tokens, self.profile()))
     }
 
+    fn slow(&self) -> Result<Slow, ArgsError> {
+        let fleet = &self.fleet;
+        let until = fleet.slow_secs.unwrap_or(SECS_MAX);
+        if fleet.slow_worker == 1.0 {
+            return Ok(Slow::NONE);
+        }
+        Ok(Slow {
+            times: within("slow-worker", fleet.slow_worker, 1.0, 1000.0)?,
+            until: Duration::from_secs_f64(within("slow-secs", until, 0.0, SECS_MAX)?),
+        })
+    }
+
     pub(super) fn balance_word(&self) -> String {
         let value = self.routers.balance.to_possible_value();
         value.map_or_else(String::new, |value| value.get_name().to_owned())
@@ -235,6 +259,9 @@ fn within(flag: &'static str, value: f64, min: f64, max: f64) -> Result<f64, Arg
         max,
     })
 }
+
+/// A trace of a year is a long one.
+const SECS_MAX: f64 = 3.2e7;
 
 /// An hour is long for any of these.
 const MILLIS_MAX: f64 = 3_600_000.0;

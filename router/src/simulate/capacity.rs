@@ -15,7 +15,7 @@ use super::args::Plan;
 use super::arrivals::{Arrivals, Pace, Stretch};
 use super::replicas::{Balance, ReplicaSetup};
 use super::trace::Trace;
-use super::world::{self, Setup};
+use super::world::{self, Setup, Slow};
 use crate::route::Knobs;
 use crate::sim::{Config, Profile};
 
@@ -116,8 +116,10 @@ fn reference(setup: &Setup) -> Setup {
             routers: 1,
             sync_delay: None,
             balance: Balance::RoundRobin,
+            draw: 0,
             knobs: Knobs::default(),
         },
+        slow: Slow::NONE,
         event_delay: Duration::from_millis(1),
         seed: 0,
     }

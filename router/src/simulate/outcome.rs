@@ -48,6 +48,23 @@ pub(super) struct Outcome {
     /// Virtual time until the last event.
     pub(super) took: Duration,
     pub(super) loads: Vec<Totals>,
+    /// Answers to requests that came while the first worker was slow, and later.
+    pub(super) slow: Share,
+    pub(super) later: Share,
+}
+
+/// One worker's part of all answers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Share {
+    pub(super) of_first: u64,
+    pub(super) of_all: u64,
+}
+
+impl Share {
+    fn of(self, workers: usize) -> Option<f64> {
+        (self.of_all > 0)
+            .then(|| share((self.of_first * workers as u64) as f64, self.of_all as f64))
+    }
 }
 
 /// The figures. Times in milliseconds; percentiles are exact (nearest rank).
@@ -80,6 +97,12 @@ pub(super) struct Figures {
     /// Went elsewhere because another router's choice crossed theirs, of all requests. None: none did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) moved_share: Option<f64>,
+    /// The slow worker's answers to what came while it was slow, and to what came later, against a worker's
+    /// mean. None: none was slow, or nothing came then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) slow_worker_share: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) later_share: Option<f64>,
 }
 
 impl Outcome {
@@ -148,6 +171,8 @@ impl Outcome {
             stalls: self.stalls,
             sync_messages_per_request: share(self.told as f64, requests),
             sync_bytes_per_request: share(self.told_bytes as f64, requests),
+            slow_worker_share: self.slow.of(self.loads.len()),
+            later_share: self.later.of(self.loads.len()),
             moved_share: (self.moved > 0).then(|| share(self.moved as f64, requests)),
         }
     }

@@ -30,6 +30,8 @@ pub(super) struct ReplicaSetup {
     /// None: they do not tell each other.
     pub(super) sync_delay: Option<Duration>,
     pub(super) balance: Balance,
+    /// Of what the cores leave to chance.
+    pub(super) draw: u64,
     pub(super) knobs: Knobs,
 }
 
@@ -71,7 +73,9 @@ impl Replicas {
         size: BlockSize,
         seed: u64,
     ) -> Self {
-        let mut rng = Rng::with_seed(seed ^ 0x0072_6F75_7465_7273);
+        // An odd factor: no two draws of one seed are the same.
+        let chance = seed.wrapping_add(setup.draw.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let mut rng = Rng::with_seed(chance ^ 0x0072_6F75_7465_7273);
         let entries: Vec<WorkerEntry> = sources
             .iter()
             .map(|source| entry(&source.worker, size))

@@ -30,6 +30,7 @@ struct Report<'a> {
     router_temperature: f64,
     profile: &'a str,
     seed: u64,
+    draw: u64,
     #[serde(flatten)]
     figures: Figures,
 }
@@ -66,6 +67,7 @@ pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Resu
         router_temperature: knobs.temperature,
         profile: &args.fleet.profile,
         seed: args.seed,
+        draw: args.draw,
         figures: outcome.figures(plan.bounds),
     };
     if args.json {

@@ -60,6 +60,23 @@ fn another_seed_is_another_sample() {
     }
 }
 
+/// What must be as it was is seen where nothing is left to chance.
+#[test]
+fn another_draw_is_the_same_sample_decided_by_other_ties() {
+    for trace in [TOOLS, AGENT] {
+        let run = |flags: &str| {
+            let mut found = figures(trace, &format!("--capacity 10 --seed 1 {flags}"));
+            assert_eq!(found["draw"], flags.ends_with('1') as u64);
+            found["draw"] = 0.into();
+            found
+        };
+        assert_ne!(run("--draw 0"), run("--draw 1"));
+        let spread = "--routers 3 --sync-ms off --balance random --policy round-robin";
+        let draws = ["--draw 0", "--draw 1"].map(|draw| run(&format!("{spread} {draw}")));
+        assert_eq!(draws[0], draws[1]);
+    }
+}
+
 #[test]
 fn every_request_is_answered_or_refused() {
     let rows = |trace: &str| trace.lines().count() as u64;
@@ -104,6 +121,22 @@ fn routers_that_tell_each_other_are_no_worse_than_deaf_ones() {
     assert!(told <= deaf, "{told} ms told, {deaf} ms deaf");
     let one = mean(TOOLS, "--load 0.9", "ttft_mean_ms");
     assert!(told < 1.15 * one, "{told} ms by four, {one} ms by one");
+}
+
+/// The share of the slow one, and what it makes of the mean; later it is a worker like the others.
+#[test]
+fn a_slow_worker_loses_its_share_and_gets_it_back() {
+    let flags = "--capacity 10 --load 1";
+    let slow = |more: &str| figures(TOOLS, &format!("{flags} --slow-worker 5 {more}"));
+    let all_the_time = slow("");
+    let share = all_the_time["slow_worker_share"].as_f64().unwrap();
+    assert!(share < 0.4, "{share}");
+    assert!(all_the_time.get("later_share").is_none());
+    let took = figures(TOOLS, flags)["requests"].as_f64().unwrap() / 10.0;
+    let for_a_while = slow(&format!("--slow-secs {}", took / 4.0));
+    let later = for_a_while["later_share"].as_f64().unwrap();
+    assert!(later > 2.0 * share, "{later} later, {share} before");
+    assert_eq!(figures(TOOLS, flags).get("slow_worker_share"), None);
 }
 
 #[test]

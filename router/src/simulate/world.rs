@@ -30,10 +30,26 @@ use crate::sync::LAZY_PAUSE;
 pub(super) struct Setup {
     pub(super) workers: usize,
     pub(super) engine: Config,
+    /// What the first worker's steps take longer by, and until when.
+    pub(super) slow: Slow,
     pub(super) replicas: ReplicaSetup,
     /// From the end of a step until the index has its events.
     pub(super) event_delay: Duration,
     pub(super) seed: u64,
+}
+
+/// A worker that is slower than the others, for a while.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Slow {
+    pub(super) times: f64,
+    pub(super) until: Duration,
+}
+
+impl Slow {
+    pub(super) const NONE: Self = Self {
+        times: 1.0,
+        until: Duration::ZERO,
+    };
 }
 
 enum Event {
@@ -352,8 +368,14 @@ impl World<'_> {
         }
         at.engine.step_into(&mut at.step);
         at.is_stepping = true;
-        self.outcome.busy += at.step.duration;
-        let ends = self.now + at.step.duration;
+        let slow = self.setup.slow;
+        let takes = if worker == 0 && self.now < slow.until {
+            at.step.duration.mul_f64(slow.times)
+        } else {
+            at.step.duration
+        };
+        self.outcome.busy += takes;
+        let ends = self.now + takes;
         self.queue.push(ends, Event::StepEnds { worker });
     }
 
@@ -389,12 +411,27 @@ impl World<'_> {
         }
         for finished in &step.finished {
             if let Some(flight) = self.workers[worker].flights.remove(&finished.id) {
+                self.count_share(worker, &flight);
                 self.finished(&flight)?;
             }
         }
         self.workers[worker].step = step;
         self.begin_step(worker);
         Ok(())
+    }
+
+    fn count_share(&mut self, worker: usize, flight: &Flight) {
+        let slow = self.setup.slow;
+        if slow == Slow::NONE {
+            return;
+        }
+        let share = if flight.arrived < slow.until {
+            &mut self.outcome.slow
+        } else {
+            &mut self.outcome.later
+        };
+        share.of_all += 1;
+        share.of_first += u64::from(worker == 0);
     }
 
     fn finished(&mut self, flight: &Flight) -> Result<(), Fault> {

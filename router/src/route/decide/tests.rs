@@ -40,6 +40,7 @@ struct Fixture {
     predictions: Predictions,
     stalls: Stalls,
     ttft: Ttft,
+    paces: Paces,
     knobs: Knobs,
     exclude: Vec<Source>,
     next: u64,
@@ -66,6 +67,7 @@ impl Fixture {
             predictions: Predictions::default(),
             stalls: Stalls::default(),
             ttft: Ttft::default(),
+            paces: Paces::default(),
             knobs: Knobs::default(),
             exclude: Vec::new(),
             next: 0,
@@ -138,6 +140,7 @@ impl Fixture {
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
+            paces: &self.paces,
             knobs: &self.knobs,
         };
         decide(&question, &grounds, rng, self.now)

@@ -339,6 +339,35 @@ fn first_tokens_teach_the_prediction() {
     assert!(after.predicted_ttft > before.predicted_ttft * 10);
 }
 
+/// Each worker is idle whenever a request comes: nothing but its pace tells one from the other.
+#[test]
+fn a_slow_source_loses_its_share_and_a_restart_clears_its_name() {
+    let (mut core, mut now) = (core(1), start());
+    let mut last = Vec::new();
+    for n in 0..60 {
+        let asked = prompt(400, 1000 * n);
+        let admitted = admit(&mut core, &asked, Some(&answer(1, 1, [0; 2])), now);
+        let slow = admitted.decision.source == source("a");
+        last.push(admitted.decision);
+        let counter = admitted.slot;
+        now += Duration::from_millis(if slow { 800 } else { 100 });
+        core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+        end(&mut core, counter, SlotEnd::Completed, now);
+        now += Duration::from_millis(500);
+    }
+    let late = &last[40..];
+    assert!(late.iter().all(|decision| decision.source == source("b")));
+    let of = |name: &str| core.ttft_ratio(&source(name), now).unwrap();
+    assert!(of("a") > 2.0 * of("b"), "{} {}", of("a"), of("b"));
+    let terms = &late[0].weighed;
+    assert!(terms.iter().any(|terms| terms.slowness > 1.0));
+    assert!(terms.iter().any(|terms| terms.slowness == 1.0));
+    let next = prompt(400, 100_000);
+    let decision = admit(&mut core, &next, Some(&answer(2, 1, [0; 2])), now).decision;
+    assert!(decision.weighed.iter().all(|terms| terms.slowness == 1.0));
+    assert_eq!(core.ttft_ratio(&source("a"), now), None);
+}
+
 #[test]
 fn a_source_without_first_tokens_is_left_out_for_a_while() {
     let (mut core, now) = (core(1), start());

@@ -2,8 +2,9 @@
 //!
 //!     cargo test --release -p warmroute-tests --test e2e -- --ignored --nocapture plane::cost
 //!
-//! The same requests go to two, four and eight routers, and in turn to as many that the server lets say
-//! nothing to each other: what differs is the cost of being in step. `COST_ROUTERS=8` measures eight only.
+//! The same requests go to two, four and eight routers, and at the same time to as many that the server
+//! lets say nothing to each other: what differs is the cost of being in step, and whatever else the machine
+//! does meets both alike. `COST_ROUTERS=8` measures eight only.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,16 +17,15 @@ use super::streams::{Shape, Tally};
 use super::views::agree;
 use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode};
 
-/// Streams a second, of all routers together.
-const RATE: u32 = 48;
+/// Streams a second, of all routers of a fleet together.
+const RATE: u32 = 32;
 const SHAPE: Shape = Shape {
     rules: 200,
     tokens: 200,
 };
-/// Each fleet's turn, and how often it has one: both live at once, so that what else the machine does at a
-/// time meets both alike.
-const TURN: Duration = Duration::from_secs(4);
-const TURNS: usize = 8;
+/// What is compared, both fleets' part of it at the same time. Two turns of one fleet differ by a tenth.
+const TURN: Duration = Duration::from_secs(5);
+const TURNS: usize = 24;
 const IDLE: Duration = Duration::from_secs(8);
 
 /// Seconds of processor that a process took so far: of all its threads, as the scheduler counts them.
@@ -50,7 +50,7 @@ struct Side {
     tally: Tally,
     /// Seconds of processor a second when nothing is asked.
     idle: f64,
-    /// Milliseconds of processor a request, turn by turn; what they do when idle taken off.
+    /// Turn by turn.
     work: Vec<f64>,
 }
 
@@ -97,7 +97,8 @@ impl Side {
         self.tally.whole.load(Ordering::SeqCst) as f64
     }
 
-    async fn turn(&mut self) {
+    /// Milliseconds of processor a request; what they do when idle taken off.
+    async fn turn(&self) -> f64 {
         let bases: Vec<String> = self
             .fleet
             .routers
@@ -116,12 +117,22 @@ impl Side {
         };
         tokio::join!(end, join_all(bases.iter().map(|base| load(base))));
         let work = all_busy(&self.fleet) - busy - self.idle * begin.elapsed().as_secs_f64();
-        self.work.push(work * 1e3 / (self.whole() - whole));
+        work * 1e3 / (self.whole() - whole)
     }
 
     fn mean(&self) -> f64 {
         self.work.iter().sum::<f64>() / self.work.len() as f64
     }
+}
+
+/// The mean difference of two fleets in the same turn, and half of its 95 % confidence interval.
+fn differences(ones: &[f64], others: &[f64]) -> (f64, f64) {
+    let pairs = ones.iter().zip(others);
+    let each: Vec<f64> = pairs.map(|(one, other)| one - other).collect();
+    let count = each.len() as f64;
+    let mean = each.iter().sum::<f64>() / count;
+    let squares: f64 = each.iter().map(|one| (one - mean).powi(2)).sum();
+    (mean, 1.96 * (squares / (count - 1.0) / count).sqrt())
 }
 
 async fn of(routers: usize) {
@@ -134,18 +145,19 @@ async fn of(routers: usize) {
     for (side, before) in [&mut mute, &mut open].into_iter().zip(before) {
         side.idle = (all_busy(&side.fleet) - before) / IDLE.as_secs_f64();
     }
-    let (bytes, frames) = (open.out("bytes").await, open.out("frames").await);
-    for turn in 0..TURNS {
-        // Who is second in one turn is first in the next.
-        let sides = match turn % 2 {
-            0 => [&mut mute, &mut open],
-            _ => [&mut open, &mut mute],
-        };
-        for side in sides {
-            side.turn().await;
-        }
+    // The first turn opens connections and learns.
+    tokio::join!(mute.turn(), open.turn());
+    let (begin, bytes, frames) = (
+        open.whole(),
+        open.out("bytes").await,
+        open.out("frames").await,
+    );
+    for _ in 0..TURNS {
+        let (muted, opened) = tokio::join!(mute.turn(), open.turn());
+        mute.work.push(muted);
+        open.work.push(opened);
     }
-    let whole = open.whole();
+    let whole = open.whole() - begin;
     let (bytes, frames) = (
         (open.out("bytes").await - bytes) / whole,
         (open.out("frames").await - frames) / whole,
@@ -162,11 +174,13 @@ async fn of(routers: usize) {
         assert_eq!(side.tally.failed.load(Ordering::SeqCst), 0);
         side.fleet.until_idle().await;
     }
-    let more = open.mean() - mute.mean();
+    let (more, half) = differences(&open.work, &mute.work);
+    let percent = 100.0 / mute.mean();
     println!(
-        "{routers} routers: in step {more:.3} ms a request more, {:.1} % of the rest; \
+        "{routers} routers: in step {more:.3} ± {half:.3} ms a request more, {:.1} ± {:.1} % of the rest; \
          {frames:.2} frames and {bytes:.0} B sent a request",
-        more * 100.0 / mute.mean(),
+        more * percent,
+        half * percent,
     );
     let same = async |fleet: &Fleet| agree(fleet).await;
     open.fleet.until("all routers agree", same).await;
