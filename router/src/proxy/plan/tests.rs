@@ -92,6 +92,48 @@ fn chats_and_texts_are_hashed_with_adapter_and_salt() {
     }
 }
 
+/// Trust is of one kind: what is known of texts says nothing of chats, nor of chats with tools.
+#[test]
+fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
+    let text = "A question of several blocks. ".repeat(10);
+    let messages = json!([{"role": "user", "content": text}]);
+    let tool = json!({"type": "function", "function": {"name": "f", "parameters": {}}});
+    let asked = [
+        (Route::Completions, json!({"model": "m", "prompt": text})),
+        (
+            Route::ChatCompletions,
+            json!({"model": "m", "messages": messages}),
+        ),
+        (
+            Route::ChatCompletions,
+            json!({"model": "m", "messages": messages, "tools": [tool]}),
+        ),
+    ];
+    for trusted in [
+        [true, false, false],
+        [false, true, false],
+        [false, false, true],
+    ] {
+        let mut grounds = Grounds {
+            tokenizer: Some(Arc::clone(&tokenizer)),
+            ..grounds()
+        };
+        let model = Arc::make_mut(&mut grounds.view)
+            .models
+            .get_mut("m")
+            .unwrap();
+        [model.text, model.chat, model.chat_with_tools] = trusted;
+        for ((route, body), trusted) in asked.iter().zip(trusted) {
+            let plan = plan(*route, body.to_string().as_bytes(), &grounds).unwrap();
+            let why = (!trusted).then_some("parity");
+            assert_eq!(plan.unhashed, why, "{body}");
+            assert_eq!(plan.prompt.blocks().is_empty(), !trusted, "{body}");
+        }
+    }
+}
+
 #[test]
 fn of_several_prompts_the_longest_decides_and_all_count() {
     let body = json!({"model": "m", "prompt": [tokens(5), tokens(48), tokens(7)]});
