@@ -410,7 +410,7 @@ async fn load_tokenizer(config: &Config) -> anyhow::Result<Option<Arc<Tokenizer>
 
 /// The way to the engines. Nothing is followed, unpacked, sent through a proxy or timed as a whole:
 /// a stream may last an hour.
-fn client(limits: &Limits) -> reqwest::Result<reqwest::Client> {
+pub(crate) fn client(limits: &Limits) -> reqwest::Result<reqwest::Client> {
     reqwest::Client::builder()
         .http1_only()
         .no_proxy()

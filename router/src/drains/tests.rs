@@ -1,4 +1,5 @@
 use bytes::Bytes;
+use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig};
 use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
@@ -58,10 +59,14 @@ impl Router {
         word.map_or(Drain::Serving, |word| word.drain)
     }
 
+    /// Does not wait for ever for what does not come.
     async fn until(&self, holds: impl Fn(&Self) -> bool) {
-        while !holds(self) {
-            sleep(Duration::from_millis(1)).await;
-        }
+        let held = async {
+            while !holds(self) {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(Duration::from_secs(60), held).await.unwrap();
     }
 }
 

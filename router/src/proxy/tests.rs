@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use world::{Engine, World, body, streaming};
+use world::{Engine, World, body, event, in_time, streaming};
 
 #[tokio::test]
 async fn a_request_comes_back_explained_and_leaves_no_slot() {
@@ -67,8 +67,7 @@ async fn each_event_of_a_stream_passes_before_the_next_is_made() {
     let mut response = world.send("/v1/completions", &streaming()).await;
     for n in 0..3 {
         // The engine makes the next event only when it is told to, after this one came through.
-        let chunk = engine.release_event(&mut response).await;
-        assert_eq!(chunk, format!("data: {{\"n\":{n}}}\n\n"));
+        assert_eq!(engine.release_event(&mut response).await, event(n));
     }
     let source = &world.loads()[0];
     assert_eq!((source.active_requests, source.prefill_tokens), (1, 0));
@@ -408,9 +407,12 @@ async fn who_is_connected_when_the_socket_closes_is_served() {
         .collect();
     world.app.ready.end(tokio::time::Instant::now());
     world.shutdown.stop.cancel();
-    while world.app.metrics.connections().get() < 20 {
-        tokio::task::yield_now().await;
-    }
+    let connected = async {
+        while world.app.metrics.connections().get() < 20 {
+            tokio::task::yield_now().await;
+        }
+    };
+    in_time("all are connected", connected).await;
     for stream in streams {
         stream.set_nonblocking(true).unwrap();
         let mut stream = tokio::net::TcpStream::from_std(stream).unwrap();

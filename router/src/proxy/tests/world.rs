@@ -2,30 +2,73 @@
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures_util::stream;
 use serde_json::json;
+use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpListener;
-use tokio::sync::{Notify, mpsc, watch};
-use tokio::time::Instant;
+use tokio::sync::{mpsc, watch};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 use warmroute_process::server::{Server, Shutdown};
 use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
+use warmroute_proto::load::LoadMessage;
 use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
+use warmroute_proto::{DpRank, Generation, Namespace, RouterId, Source, StreamIdentity, codec};
 
 use super::*;
+use crate::config::Limits;
 use crate::health::Sight;
-use crate::route::{Core, Counts, Knobs, Settings, SourceLoad};
+use crate::route::moves::WITHIN_MAX;
+use crate::route::{Ask, Core, Counts, Knobs, Prompt, Settings, SourceLoad};
+use crate::run;
 
 /// More than any body here but the one that is too large.
 const BODY_MAX: usize = 1 << 20;
+
+/// Nothing takes that long, on whatever machine: what is broken fails, and does not hang.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+const ROUTER: RouterId = RouterId([1; 16]);
+const PEER: RouterId = RouterId([2; 16]);
+
+/// What is waited for, or a failure.
+pub(super) async fn in_time<T>(what: &str, wait: impl Future<Output = T>) -> T {
+    match timeout(PATIENCE, wait).await {
+        Ok(waited) => waited,
+        Err(_) => panic!("{what}: not within {PATIENCE:?}"),
+    }
+}
+
+/// Holds a paused clock where it is: time passes by itself only where nobody has anything to do.
+pub(super) struct Frozen(AbortHandle);
+
+impl Frozen {
+    pub(super) fn new() -> Self {
+        #[expect(clippy::disallowed_methods, reason = "the clock that is not paused")]
+        let since = std::time::Instant::now();
+        let busy = async move {
+            while since.elapsed() < PATIENCE {
+                tokio::task::yield_now().await;
+            }
+        };
+        Self(TaskTracker::new().spawn(busy).abort_handle())
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
 
 pub(super) fn body(tokens: u32) -> Value {
     json!({"model": "m", "prompt": (0..tokens).collect::<Vec<u32>>()})
@@ -48,9 +91,15 @@ pub(super) struct Seen {
     pub body: String,
 }
 
+/// The engine's event of a number.
+pub(super) fn event(number: usize) -> String {
+    format!("data: {{\"n\":{number}}}\n\n")
+}
+
 /// An engine whose every step is released by the test.
 pub(super) struct Engine {
     url: String,
+    ranks: u32,
     inner: Arc<Inner>,
 }
 
@@ -61,7 +110,6 @@ struct Inner {
     /// Streams that were dropped before their end.
     abandoned: watch::Sender<usize>,
     streams: Mutex<VecDeque<mpsc::Sender<std::io::Result<Bytes>>>>,
-    opened: Notify,
     events: Mutex<usize>,
 }
 
@@ -73,7 +121,6 @@ impl Engine {
             asked: watch::Sender::new(0),
             abandoned: watch::Sender::new(0),
             streams: Mutex::default(),
-            opened: Notify::new(),
             events: Mutex::default(),
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -83,7 +130,13 @@ impl Engine {
             .with_state(Arc::clone(&inner));
         let server = async move { axum::serve(listener, router).await.unwrap() };
         drop(TaskTracker::new().spawn(server));
-        Self { url, inner }
+        let ranks = 1;
+        Self { url, ranks, inner }
+    }
+
+    pub(super) const fn with_ranks(mut self, ranks: u32) -> Self {
+        self.ranks = ranks;
+        self
     }
 
     /// An address where nobody listens.
@@ -91,6 +144,25 @@ impl Engine {
         let mut engine = Self::start().await;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         engine.url = format!("http://{}", listener.local_addr().unwrap());
+        engine
+    }
+
+    /// Reads every request to its end and hangs up.
+    pub(super) async fn mute() -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let inner = Arc::clone(&engine.inner);
+        let serve = async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let mut request = BytesMut::new();
+                // One JSON object, without another one inside.
+                while !request.ends_with(b"}") && stream.read_buf(&mut request).await.unwrap() > 0 {
+                }
+                inner.asked.send_modify(|asked| *asked += 1);
+            }
+        };
+        drop(TaskTracker::new().spawn(serve));
         engine
     }
 
@@ -108,12 +180,15 @@ impl Engine {
 
     pub(super) async fn until_asked(&self) {
         let mut asked = self.inner.asked.subscribe();
-        asked.wait_for(|&asked| asked > 0).await.unwrap();
+        let asked = asked.wait_for(|&asked| asked > 0);
+        in_time("the engine is asked", asked).await.unwrap();
     }
 
     pub(super) async fn until_abandoned(&self) {
         let mut abandoned = self.inner.abandoned.subscribe();
-        abandoned.wait_for(|&count| count > 0).await.unwrap();
+        let abandoned = abandoned.wait_for(|&count| count > 0);
+        let abandoned = in_time("the engine's work is given up", abandoned);
+        abandoned.await.unwrap();
     }
 
     /// Makes one event of the open stream, and waits until it came through to the client.
@@ -123,9 +198,15 @@ impl Engine {
             *events += 1;
             *events - 1
         };
-        let event = Bytes::from(format!("data: {{\"n\":{number}}}\n\n"));
+        self.release(&event(number), response).await
+    }
+
+    /// The same with another event.
+    pub(super) async fn release(&self, event: &str, response: &mut reqwest::Response) -> String {
+        let event = Bytes::from(event.to_owned());
         self.stream().send(Ok(event)).await.unwrap();
-        let chunk = response.chunk().await.unwrap().unwrap();
+        let chunk = in_time("the event comes through", response.chunk());
+        let chunk = chunk.await.unwrap().unwrap();
         String::from_utf8(chunk.to_vec()).unwrap()
     }
 
@@ -172,10 +253,12 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     let status = *inner.status.lock().unwrap();
     if status != StatusCode::OK {
         abandoned.0 = None;
-        return (status, "the engine's words").into_response();
+        // Read where the status is that of a redirection.
+        let location = (header::LOCATION, "/elsewhere");
+        return (status, [location], "the engine's words").into_response();
     }
     if json["stream"] == true {
-        return events(&inner, abandoned);
+        return events(&inner, abandoned, json["ready"].as_u64());
     }
     abandoned.0 = None;
     let tokens = json["prompt"].as_array().map_or(0, Vec::len);
@@ -187,10 +270,17 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     axum::Json(json!({"object": "text_completion", "usage": usage})).into_response()
 }
 
-fn events(inner: &Arc<Inner>, abandoned: Abandoned) -> Response {
+/// `ready`: all events of the stream, and they are there at once.
+fn events(inner: &Arc<Inner>, abandoned: Abandoned, ready: Option<u64>) -> Response {
     let (sender, receiver) = mpsc::channel(8);
-    inner.streams.lock().unwrap().push_back(sender);
-    inner.opened.notify_one();
+    match ready {
+        None => inner.streams.lock().unwrap().push_back(sender),
+        Some(ready) => {
+            for number in 0..usize::try_from(ready).unwrap() {
+                sender.try_send(Ok(Bytes::from(event(number)))).unwrap();
+            }
+        }
+    }
     let parts = stream::unfold((receiver, abandoned), |(mut receiver, mut left)| async {
         match receiver.recv().await {
             Some(event) => Some((event, (receiver, left))),
@@ -218,22 +308,33 @@ pub(super) struct World {
 
 impl World {
     pub(super) async fn with(engines: &[&Engine]) -> Self {
-        Self::start(engines, None).await
+        Self::in_turn(engines, None).await
     }
 
     pub(super) async fn with_active_max(engines: &[&Engine], active_max: u32) -> Self {
-        Self::start(engines, Some(active_max)).await
+        Self::in_turn(engines, Some(active_max)).await
     }
 
-    async fn start(engines: &[&Engine], active_max: Option<u32>) -> Self {
+    /// A test knows who is asked first.
+    async fn in_turn(engines: &[&Engine], active_max: Option<u32>) -> Self {
         let knobs = Knobs {
-            // So that a test knows who is asked first.
             policy: Policy::RoundRobin,
             active_max,
             ..Knobs::default()
         };
+        Self::start(engines, knobs).await
+    }
+
+    /// Requests may be moved: there is another router, far away.
+    pub(super) async fn with_a_peer(engines: &[&Engine]) -> Self {
+        let world = Self::start(engines, Knobs::default()).await;
+        world.app.desk.core().set_delay(PEER, Some(WITHIN_MAX));
+        world
+    }
+
+    async fn start(engines: &[&Engine], knobs: Knobs) -> Self {
         let metrics = Arc::new(Metrics::new().unwrap());
-        let desk = Desk::new(core(knobs));
+        let desk = Desk::new(core(ROUTER, knobs));
         let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("nobody")));
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
@@ -244,8 +345,9 @@ impl World {
         );
         let shutdown = Shutdown::default();
         let connections = TaskTracker::new();
+        let limits = limits();
         let budget = Budget::new(
-            (8 * BODY_MAX, BODY_MAX),
+            (limits.buffered_bytes, limits.body_bytes),
             metrics.buffered_bytes().clone(),
             connections.clone(),
             shutdown.force.clone(),
@@ -262,7 +364,7 @@ impl World {
             journal,
             metrics,
             budget,
-            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            client: run::client(&limits).unwrap(),
             tokenizer: None,
             policy: Policy::Kv,
             readers: Arc::new(Semaphore::new(1)),
@@ -278,9 +380,42 @@ impl World {
             url,
             shutdown,
             connections,
-            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            client: client(),
             _rechecks: rechecks,
         }
+    }
+
+    /// What the peer sent to a worker at this moment comes to be known.
+    pub(super) fn peer_sends(&self, worker: &str, tokens: u32) {
+        let mut peer = core(PEER, Knobs::default());
+        let members = self.app.fleet.snapshot().into_iter();
+        let entries: Vec<WorkerEntry> = members.map(|member| member.entry).collect();
+        peer.set_workers(&entries);
+        let others = entries
+            .iter()
+            .filter(|entry| entry.worker.as_str() != worker);
+        let exclude: Vec<Source> = others
+            .map(|entry| Source {
+                worker: entry.worker.clone(),
+                dp_rank: DpRank(0),
+            })
+            .collect();
+        let ask = Ask {
+            model: "m",
+            prompt: &Prompt::opaque(tokens, BlockSize::new(16).unwrap()),
+            exclude: &exclude,
+        };
+        let now = Instant::now().into_std();
+        let admitted = peer.admit(&ask, None, now).unwrap();
+        assert_eq!(admitted.decision.source.worker.as_str(), worker);
+        let message: LoadMessage = codec::decode(&admitted.message).unwrap();
+        self.app.desk.apply_remote(&message, now);
+    }
+
+    /// It is gone, with what it had.
+    pub(super) fn peer_goes(&self) {
+        let mut core = self.app.desk.core();
+        core.forget(PEER, Instant::now().into_std());
     }
 
     pub(super) fn post(&self, path: &str, json: &Value) -> reqwest::RequestBuilder {
@@ -307,9 +442,12 @@ impl World {
     }
 
     pub(super) async fn until(&self, holds: impl Fn(&[SourceLoad]) -> bool) {
-        while !holds(&self.loads()) {
-            tokio::task::yield_now().await;
-        }
+        let held = async {
+            while !holds(&self.loads()) {
+                tokio::task::yield_now().await;
+            }
+        };
+        in_time("the load that is waited for", held).await;
     }
 
     /// No slot, no byte of a body.
@@ -322,9 +460,12 @@ impl World {
             ) == (0, 0, 0)
         };
         self.until(|loads| loads.iter().all(idle)).await;
-        while self.app.metrics.buffered_bytes().get() > 0 {
-            tokio::task::yield_now().await;
-        }
+        let empty = async {
+            while self.app.metrics.buffered_bytes().get() > 0 {
+                tokio::task::yield_now().await;
+            }
+        };
+        in_time("no body is held any more", empty).await;
     }
 
     pub(super) fn newest_decision(&self) -> Vec<Value> {
@@ -342,10 +483,30 @@ impl World {
     }
 }
 
-fn core(knobs: Knobs) -> Core {
+/// What the tests ask with. Sees what the router answers, redirections too.
+fn client() -> reqwest::Client {
+    reqwest::Client::builder()
+        .no_proxy()
+        .redirect(reqwest::redirect::Policy::none())
+        .timeout(PATIENCE)
+        .build()
+        .unwrap()
+}
+
+const fn limits() -> Limits {
+    Limits {
+        body_bytes: BODY_MAX,
+        buffered_bytes: 8 * BODY_MAX,
+        connections: 64,
+        connect_timeout: PATIENCE,
+        drain_timeout: PATIENCE,
+    }
+}
+
+fn core(router: RouterId, knobs: Knobs) -> Core {
     Core::new(Settings {
         knobs,
-        router: RouterId([1; 16]),
+        router,
         incarnation: Generation(1),
         seed: 1,
     })
@@ -372,7 +533,7 @@ fn register(fleet: &Fleet, number: usize, engine: &Engine) {
             name: "adapter".to_owned(),
             parent: Some("m".to_owned()),
         }],
-        ranks: 1,
+        ranks: engine.ranks,
         block_size: BlockSize::new(16),
         blocks_per_rank: None,
         max_model_len: None,
@@ -390,7 +551,7 @@ async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -
     let server = Server {
         listener,
         router: router(Arc::clone(app)),
-        connections_max: 64,
+        connections_max: limits().connections,
         connections: app.metrics.connections().clone(),
     };
     drop(TaskTracker::new().spawn(server.run(shutdown.clone(), connections.clone())));
