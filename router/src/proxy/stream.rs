@@ -230,3 +230,33 @@ impl Drop for Tracked {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderMap;
+    use futures_util::stream;
+
+    use super::*;
+    use crate::metrics::Route;
+
+    /// The rest is there already, which makes it no more urgent.
+    #[tokio::test]
+    async fn what_came_before_the_head_comes_first() {
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let rest = ["data: 2\n\n", "data: 3\n\n"].map(Ok::<_, std::io::Error>);
+        let flight = Flight {
+            call: Call::new(Route::Chat, &HeaderMap::new(), Arc::clone(&metrics)),
+            slot: None,
+            status: StatusCode::OK,
+            watch: Watch::Events(StreamWatch::default()),
+            block_tokens: 16,
+            on_usage: None,
+            metrics,
+        };
+        let early = Bytes::from_static(b"data: 1\n\n");
+        let rest = reqwest::Body::wrap_stream(stream::iter(rest));
+        let whole = axum::body::Body::new(Tracked::new(Some(early), rest, flight));
+        let whole = axum::body::to_bytes(whole, usize::MAX).await.unwrap();
+        assert_eq!(whole, "data: 1\n\ndata: 2\n\ndata: 3\n\n");
+    }
+}

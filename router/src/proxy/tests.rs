@@ -1,6 +1,7 @@
 //! The proxy against small engines of its own, over real sockets. Every wait is for an event; nothing
 //! depends on how long anything takes.
 
+mod moving;
 mod world;
 
 use std::sync::Arc;

@@ -1,0 +1,94 @@
+//! Requests that may still be moved: nothing of an answer is lost, repeated or kept back for long. The
+//! clock stands still but where a test turns it.
+
+use tokio::time::advance;
+
+use super::world::{Frozen, event};
+use super::*;
+use crate::route::moves::WITHIN_MAX;
+
+/// What the engine said before the head was passed on comes first, and once.
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_might_have_been_moved_comes_whole() {
+    let _frozen = Frozen::new();
+    let engine = Engine::start().await;
+    let world = World::with_a_peer(&[&engine]).await;
+    for events in 1..=4 {
+        let mut body = streaming();
+        body["ready"] = json!(events);
+        let response = world.send("/v1/completions", &body).await;
+        let whole: String = (0..events).map(event).collect();
+        assert_eq!(response.text().await.unwrap(), whole);
+    }
+    world.until_quiet().await;
+    assert_eq!(
+        world.metric("requests_total{outcome=\"ok\",route=\"completions\"}"),
+        4
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_head_is_kept_back_no_longer_than_its_request_may_be_moved() {
+    let _frozen = Frozen::new();
+    let engines = [Engine::start().await, Engine::start().await];
+    let world = World::with_a_peer(&[&engines[0], &engines[1]]).await;
+    let sent = world.post("/v1/completions", &streaming()).send();
+    let client = TaskTracker::new().spawn(sent);
+    let at = who_is_asked(&engines).await;
+    assert!(!client.is_finished());
+    advance(WITHIN_MAX).await;
+    // The engine has not said anything.
+    let mut response = client.await.unwrap().unwrap();
+    world.peer_sends(&format!("w{at}"), 100_000);
+    for number in 0..3 {
+        let chunk = engines[at].release_event(&mut response).await;
+        assert_eq!(chunk, event(number));
+    }
+    engines[at].end_stream();
+    assert!(response.chunk().await.unwrap().is_none());
+    assert_eq!(world.app.desk.core().counts().moves.moved, 0);
+    assert_eq!(engines[1 - at].asked(), 0);
+    world.peer_goes();
+    world.until_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_whose_choice_is_crossed_is_another_engines_and_nobody_elses() {
+    let _frozen = Frozen::new();
+    let engines = [Engine::start().await, Engine::start().await];
+    let world = World::with_a_peer(&[&engines[0], &engines[1]]).await;
+    let sent = world.post("/v1/completions", &streaming()).send();
+    let client = TaskTracker::new().spawn(sent);
+    let at = who_is_asked(&engines).await;
+    let (left, taken) = (&engines[at], &engines[1 - at]);
+    world.peer_sends(&format!("w{at}"), 100_000);
+    left.until_abandoned().await;
+    let mut response = client.await.unwrap().unwrap();
+    let worker = response.headers()["x-warmroute-worker"].clone();
+    assert_eq!(worker, format!("w{}", 1 - at));
+    for number in 0..3 {
+        assert_eq!(taken.release_event(&mut response).await, event(number));
+    }
+    taken.end_stream();
+    assert!(response.chunk().await.unwrap().is_none());
+    assert_eq!((left.asked(), taken.asked()), (1, 1));
+    world.peer_goes();
+    world.until_quiet().await;
+    let counts = world.app.desk.core().counts();
+    let freed = counts.freed;
+    assert_eq!(
+        (counts.moves.moved, freed.aborted, freed.completed),
+        (1, 1, 1)
+    );
+    assert_eq!(
+        world.newest_decision()[0]["moved_from"]["worker"],
+        format!("w{at}")
+    );
+}
+
+async fn who_is_asked(engines: &[Engine; 2]) -> usize {
+    tokio::select! {
+        () = engines[0].until_asked() => 0,
+        () = engines[1].until_asked() => 1,
+    }
+}
