@@ -168,6 +168,69 @@ async fn a_503_goes_to_the_next_worker_and_passes_through_where_there_is_none() 
     world.until_quiet().await;
 }
 
+/// A request that two engines may have died of is offered to no third one.
+#[tokio::test]
+async fn a_request_that_broke_off_twice_is_given_up() {
+    let engines = [
+        Engine::mute().await,
+        Engine::mute().await,
+        Engine::mute().await,
+    ];
+    let world = World::with(&[&engines[0], &engines[1], &engines[2]]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 502);
+    world::assert_error(response, "upstream_failed").await;
+    let asked: Vec<usize> = engines.iter().map(Engine::asked).collect();
+    assert_eq!(
+        (asked.iter().sum::<usize>(), asked.iter().max()),
+        (2, Some(&1))
+    );
+    assert_eq!(world.metric("retries_total{reason=\"broken\"}"), 1);
+    world.until_quiet().await;
+    assert_eq!(world.app.desk.core().counts().freed.failed, 2);
+}
+
+#[tokio::test]
+async fn a_request_that_broke_off_once_is_repeated_elsewhere() {
+    let (mute, alive) = (Engine::mute().await, Engine::start().await);
+    let world = World::with(&[&mute, &alive]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 200);
+    assert_eq!((mute.asked(), alive.asked()), (1, 1));
+    world.until_quiet().await;
+}
+
+/// The ranks of a worker stand behind one door: who is told there that it is closed asks elsewhere.
+#[tokio::test]
+async fn a_worker_of_several_ranks_that_answers_503_is_asked_once() {
+    let (busy, alive) = (Engine::start().await.with_ranks(3), Engine::start().await);
+    busy.answer_with(StatusCode::SERVICE_UNAVAILABLE);
+    let alone = World::with(&[&busy]).await;
+    let response = alone.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(busy.asked(), 1);
+    alone.until_quiet().await;
+    let world = World::with(&[&busy, &alive]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 200);
+    assert_eq!((busy.asked(), alive.asked()), (2, 1));
+    world.until_quiet().await;
+}
+
+/// Where a client is sent is its own decision.
+#[tokio::test]
+async fn a_redirection_is_passed_on_and_not_followed() {
+    let engine = Engine::start().await;
+    engine.answer_with(StatusCode::TEMPORARY_REDIRECT);
+    let world = World::with(&[&engine]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 307);
+    assert_eq!(response.headers()["location"], "/elsewhere");
+    assert_eq!(response.text().await.unwrap(), "the engine's words");
+    assert_eq!(engine.asked(), 1);
+    world.until_quiet().await;
+}
+
 #[tokio::test]
 async fn the_engines_own_4xx_is_the_answer() {
     let (one, other) = (Engine::start().await, Engine::start().await);
