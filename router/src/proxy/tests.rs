@@ -93,6 +93,49 @@ async fn a_client_that_leaves_in_mid_stream_ends_the_engines_work() {
     );
 }
 
+/// What a source generates fills its cache: a block more each sixteen tokens.
+#[tokio::test]
+async fn a_stream_grows_by_a_block_every_sixteen_tokens() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut response).await;
+    let prompt = world.loads()[0].decode_blocks;
+    for tokens in 2..=33 {
+        engine.release_event(&mut response).await;
+        let grown = world.loads()[0].decode_blocks - prompt;
+        assert_eq!(grown, tokens / 16, "{tokens} tokens");
+    }
+    engine.end_stream();
+    assert!(response.chunk().await.unwrap().is_none());
+    world.until_quiet().await;
+}
+
+/// Many clients leave at `[DONE]`, before the transfer's own end: nothing was given up.
+#[tokio::test]
+async fn a_client_that_leaves_at_the_streams_last_event_has_all_of_it() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let mut response = world.send("/v1/completions", &streaming()).await;
+    engine.release_event(&mut response).await;
+    engine.release("data: [DONE]\n\n", &mut response).await;
+    drop(response);
+    engine.until_abandoned().await;
+    world.until_quiet().await;
+    for (series, count) in [
+        ("requests_total{outcome=\"ok\",route=\"completions\"}", 1),
+        (
+            "requests_total{outcome=\"client_gone\",route=\"completions\"}",
+            0,
+        ),
+        ("upstream_cancels_total{phase=\"stream\"}", 0),
+    ] {
+        assert_eq!(world.metric(series), count, "{series}");
+    }
+    let freed = world.app.desk.core().counts().freed;
+    assert_eq!((freed.completed, freed.aborted), (1, 0));
+}
+
 #[tokio::test]
 async fn a_client_that_leaves_before_the_first_token_ends_the_engines_work() {
     let engine = Engine::start().await;
