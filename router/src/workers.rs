@@ -182,6 +182,7 @@ async fn listed(client: &reqwest::Client, address: &Address) -> Option<BTreeSet<
 #[cfg(test)]
 mod tests {
     use axum::Router;
+    use axum::http::StatusCode;
     use axum::routing::get;
     use bytes::Bytes;
     use tokio_util::task::TaskTracker;
@@ -262,7 +263,7 @@ mod tests {
         assert_eq!(known, [entry("good", 2)]);
     }
 
-    /// What somebody at a given up address answers, and what is made of it.
+    /// What somebody answers, at an address that was given up too, and what is made of it.
     #[tokio::test]
     async fn a_worker_that_nobody_vouches_for_has_to_be_what_it_was() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -271,8 +272,11 @@ mod tests {
             let page = format!(r#"{{"object":"list","data":[{models}]}}"#);
             get(|| async { page })
         };
+        let sick = (StatusCode::SERVICE_UNAVAILABLE, "the engine is dead");
         let router = Router::new()
             .route("/{engine}/health", get(|| async { "" }))
+            .route("/sick/health", get(move || async move { sick }))
+            .route("/sick/v1/models", page(r#"{"id":"m"}"#))
             .route("/same/v1/models", page(r#"{"id":"m"},{"id":"adapter"}"#))
             .route("/other/v1/models", page(r#"{"id":"n"}"#));
         let server = async move { axum::serve(listener, router).await.unwrap() };
@@ -284,6 +288,8 @@ mod tests {
             ("other", vec!["m"], Sight::Stranger),
             ("other", vec![], Sight::CheckPassed),
             ("silent", vec!["m"], Sight::CheckPassed),
+            ("sick", vec![], Sight::CheckFailed),
+            ("sick", vec!["m"], Sight::CheckFailed),
         ] {
             let address = Address {
                 worker: "w".into(),
