@@ -159,34 +159,189 @@ impl Rechecks {
 
 #[cfg(test)]
 mod tests {
-    use futures_util::FutureExt as _;
-    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig};
+    use std::time::Duration;
+
+    use futures_util::{FutureExt as _, StreamExt as _};
+    use tokio_util::task::TaskTracker;
+    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
+    use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
+    use warmroute_proto::registry::WorkerEntry;
     use warmroute_proto::subject::Subjects;
-    use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
+    use warmroute_proto::{
+        BlockSize, DpRank, EngineSeq, Generation, LogPosition, Namespace, RecordNumber, RouterId,
+        Seed, Source, StreamIdentity, Tiers, codec,
+    };
 
     use super::*;
-    use crate::route::{Core, Knobs, Settings};
+    use crate::route::audit::{SETTLE, STRIKES};
+    use crate::route::{Ask, Core, Counts, Health, Knobs, Settings};
+
+    const IDENTITY: StreamIdentity = StreamIdentity {
+        created_unix_ns: 1,
+        nonce: 1,
+    };
+
+    /// An audit over a plane of its own.
+    struct World {
+        plane: Arc<dyn Plane>,
+        index: IndexClient,
+        desk: Arc<Desk>,
+        journal: Arc<Journal>,
+        metrics: Arc<Metrics>,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let core = Core::new(Settings {
+                knobs: Knobs::default(),
+                router: RouterId([1; 16]),
+                incarnation: Generation(1),
+                seed: 1,
+            });
+            let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
+                identity: IDENTITY,
+                log_bytes_max: 1 << 20,
+                queue_max: 16,
+            }));
+            Self {
+                index: IndexClient::new(Arc::clone(&plane), subjects()),
+                plane,
+                desk: Desk::new(core),
+                journal: Arc::default(),
+                metrics: Arc::new(Metrics::new().unwrap()),
+            }
+        }
+
+        fn auditor(&self) -> (Auditor, Rechecks) {
+            let (desk, journal) = (Arc::clone(&self.desk), Arc::clone(&self.journal));
+            Auditor::new(desk, journal, Arc::clone(&self.metrics), self.index.clone())
+        }
+
+        /// One worker, and an index that credits it two blocks of whatever is asked, later each time.
+        async fn with_a_liar() -> Self {
+            let world = Self::new();
+            let entry = WorkerEntry {
+                worker: "w".into(),
+                url: "http://w:1".to_owned(),
+                models: vec!["m".to_owned()],
+                loras: Vec::new(),
+                ranks: 1,
+                block_size: BlockSize::new(16),
+                blocks_per_rank: None,
+                max_model_len: None,
+                main_attention_only: true,
+                version: "0".to_owned(),
+            };
+            world.desk.core().set_workers(&[entry]);
+            let worker = "w".into();
+            world.desk.core().set_health(&worker, Health::Healthy);
+            let mut questions = world.plane.serve(subjects().query()).await.unwrap();
+            let lie = async move {
+                let mut later = 0..;
+                while let Some(question) = questions.next().await {
+                    let answer = codec::encode(&lie(later.next().unwrap())).unwrap();
+                    question.reply.send(answer.into());
+                }
+            };
+            drop(TaskTracker::new().spawn(lie));
+            world
+        }
+
+        /// A request that was routed by what the index said. The blocks that it was credited.
+        async fn route(&self, prompt: &Arc<Prompt>) -> (Case, u32) {
+            let answer = self.index.ask(prompt.blocks()).await.unwrap();
+            let ask = Ask {
+                model: "m",
+                prompt,
+                exclude: &[],
+            };
+            let (mut admitted, _) = self.desk.admit(&ask, Some(&answer)).unwrap();
+            let entry = self
+                .journal
+                .record(("r", "m"), &mut admitted.decision, None);
+            let credited = admitted.decision.claim.blocks;
+            let case = Case {
+                prompt: Arc::clone(prompt),
+                decision: admitted.decision,
+                entry,
+            };
+            (case, credited)
+        }
+
+        fn demotions(&self) -> u64 {
+            let page = self.metrics.render(&[], &[], &Counts::default(), None);
+            let page = page.unwrap();
+            let name = "warmroute_router_source_demotions_total ";
+            let line = page.lines().find_map(|line| line.strip_prefix(name));
+            line.unwrap().parse().unwrap()
+        }
+    }
+
+    fn subjects() -> Subjects {
+        Subjects::new(&Namespace::from("t"))
+    }
+
+    fn lie(later: u64) -> Answer {
+        let source = Source {
+            worker: "w".into(),
+            dp_rank: DpRank(0),
+        };
+        Answer::Runs {
+            log: IDENTITY,
+            position: LogPosition(later),
+            sources: vec![SourceAnswer {
+                source,
+                generation: Generation(1),
+                number: Some(RecordNumber(later)),
+                engine_seq: Some(EngineSeq(later)),
+                states: Tiers {
+                    gpu: SourceState::Exact,
+                    cpu: SourceState::Exact,
+                    disk: SourceState::Exact,
+                },
+                reason: None,
+                proof_age_ms: 0,
+                run: Tiers {
+                    gpu: 2,
+                    cpu: 0,
+                    disk: 0,
+                },
+            }],
+        }
+    }
+
+    /// From the engine's word over the index's second one to a source that is not believed any more.
+    #[tokio::test(start_paused = true)]
+    async fn an_index_that_credits_what_engines_do_not_find_is_not_believed_for_long() {
+        let world = World::with_a_liar().await;
+        let (auditor, rechecks) = world.auditor();
+        let stop = CancellationToken::new();
+        let running = TaskTracker::new().spawn(rechecks.run(stop.clone()));
+        let tokens: Vec<u32> = (0..40).collect();
+        let size = BlockSize::new(16).unwrap();
+        let prompt = Arc::new(Prompt::new(&tokens, size, Seed::PLAIN));
+        for strike in 0..STRIKES {
+            assert_eq!(world.demotions(), 0, "after {strike} strikes");
+            let (case, credited) = world.route(&prompt).await;
+            assert_eq!(credited, 2);
+            let usage = Usage {
+                prompt_tokens: 40,
+                completion_tokens: 1,
+                cached_tokens: Some(0),
+            };
+            auditor.reported(case, usage);
+            tokio::time::sleep(SETTLE + Duration::from_millis(100)).await;
+        }
+        assert_eq!(world.demotions(), 1);
+        let (_, credited) = world.route(&prompt).await;
+        assert_eq!(credited, 0);
+        stop.cancel();
+        running.await.unwrap();
+    }
 
     #[tokio::test]
     async fn rechecks_outlive_the_proxy_until_told_to_end() {
-        let metrics = Arc::new(Metrics::new().unwrap());
-        let core = Core::new(Settings {
-            knobs: Knobs::default(),
-            router: RouterId([1; 16]),
-            incarnation: Generation(1),
-            seed: 1,
-        });
-        let desk = Desk::new(core);
-        let plane = MemoryPlane::new(MemoryPlaneConfig {
-            identity: StreamIdentity {
-                created_unix_ns: 1,
-                nonce: 1,
-            },
-            log_bytes_max: 1 << 20,
-            queue_max: 16,
-        });
-        let index = IndexClient::new(Arc::new(plane), Subjects::new(&Namespace::from("nobody")));
-        let (auditor, rechecks) = Auditor::new(desk, Arc::default(), metrics, index);
+        let (auditor, rechecks) = World::new().auditor();
         let stop = CancellationToken::new();
         let mut running = Box::pin(rechecks.run(stop.clone()));
         drop(auditor);
