@@ -187,6 +187,9 @@ mod tests {
 
     use super::*;
 
+    /// What timers are rounded up to.
+    const TICK: Duration = Duration::from_millis(1);
+
     fn plane() -> Arc<dyn Plane> {
         Arc::new(MemoryPlane::new(MemoryPlaneConfig {
             identity: StreamIdentity {
@@ -248,15 +251,58 @@ mod tests {
         for id in ["hangs", "well", "not-there"] {
             client.replicas().put(id, true);
         }
+        let mut unanswered = 0;
         for _ in 0..50 {
             match client.ask(&[LocalHash(1)]).await {
                 Ok(answer) => assert_eq!(position(&answer), 7),
                 // Both that were asked were of the other two, which is learned at once.
-                Err(error) => tracing::debug!(%error),
+                Err(_) => unanswered += 1,
             }
         }
+        assert!(unanswered <= 1, "{unanswered}");
         // By now both bad ones are known.
         assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 7);
+    }
+
+    /// A client that knows nothing of these replicas but their names.
+    fn client(plane: &Arc<dyn Plane>, ids: &[&str]) -> IndexClient {
+        let client = IndexClient::new(Arc::clone(plane), subjects());
+        for id in ids {
+            client.replicas().put(id, true);
+        }
+        client
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_two_replicas_one_that_hangs_costs_the_hedge_and_no_more() {
+        let (plane, tasks) = (plane(), TaskTracker::new());
+        serve(&tasks, &plane, "hangs", None).await;
+        serve(&tasks, &plane, "well", Some(7)).await;
+        let mut slow = 0;
+        for _ in 0..50 {
+            // Each a new one, so that the one that hangs is asked first now and then.
+            let client = client(&plane, &["hangs", "well"]);
+            let asked = Instant::now();
+            let answer = client.ask(&[LocalHash(1)]).await.unwrap();
+            assert_eq!(position(&answer), 7);
+            assert!(asked.elapsed() <= HEDGE + TICK, "{:?}", asked.elapsed());
+            slow += u32::from(asked.elapsed() >= HEDGE);
+        }
+        assert!((1..50).contains(&slow), "{slow} of 50 were asked twice");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn where_nobody_answers_a_question_ends_at_its_deadline() {
+        let (plane, tasks) = (plane(), TaskTracker::new());
+        serve(&tasks, &plane, "hangs", None).await;
+        serve(&tasks, &plane, "hangs-too", None).await;
+        for ids in [&["hangs"][..], &["hangs", "hangs-too"]] {
+            let client = client(&plane, ids);
+            let asked = Instant::now();
+            assert!(client.ask(&[LocalHash(1)]).await.is_err());
+            let took = asked.elapsed();
+            assert!(took >= DEADLINE && took <= DEADLINE + TICK, "{took:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
