@@ -220,7 +220,78 @@ impl Tokens {
 
 #[cfg(test)]
 mod tests {
+    use tokio::time::Instant;
+    use warmroute_proto::registry::WorkerEntry;
+    use warmroute_proto::{Generation, RouterId};
+
     use super::*;
+    use crate::accounts::Desk;
+    use crate::route::{Core, Knobs, Settings};
+
+    fn entry(worker: &str, tokens: Option<u32>) -> WorkerEntry {
+        WorkerEntry {
+            worker: worker.into(),
+            url: format!("http://{worker}:1"),
+            models: vec!["m".to_owned()],
+            loras: Vec::new(),
+            ranks: 1,
+            block_size: tokens.and_then(BlockSize::new),
+            blocks_per_rank: None,
+            max_model_len: None,
+            main_attention_only: true,
+            version: "0".to_owned(),
+        }
+    }
+
+    /// What is found of workers in the order of their names. `told`: by the operator.
+    fn check_blocks(told: Option<u32>, workers: &[Option<u32>], expected: &[&str]) {
+        let core = Core::new(Settings {
+            knobs: Knobs::default(),
+            router: RouterId([0; 16]),
+            incarnation: Generation(1),
+            seed: 1,
+        });
+        let block_size = told.and_then(BlockSize::new);
+        let fleet = Fleet::new(Desk::new(core), block_size);
+        for (name, tokens) in ["a", "b"].into_iter().zip(workers) {
+            fleet.put(entry(name, *tokens), Instant::now());
+        }
+        let registrar = Registrar {
+            fleet: Arc::clone(&fleet),
+            client: reqwest::Client::new(),
+            tokenizer: None,
+            block_size,
+            metrics: Arc::new(Metrics::new().unwrap()),
+            ready: Arc::default(),
+        };
+        let members = fleet.snapshot();
+        let found = members.iter().map(|member| registrar.blocks(member));
+        let found: Vec<&str> = found.map(|check| word(&check)).collect();
+        assert_eq!(found, expected, "{told:?} {workers:?}");
+    }
+
+    /// The operator's word, then that of the first worker, is what the others are held against.
+    #[test]
+    fn a_worker_whose_blocks_are_of_another_size_fails() {
+        check_blocks(None, &[Some(16)], &["passed"]);
+        check_blocks(None, &[None], &["skipped"]);
+        check_blocks(Some(16), &[None], &["skipped"]);
+        check_blocks(Some(16), &[Some(16)], &["passed"]);
+        check_blocks(Some(16), &[Some(32)], &["failed"]);
+        check_blocks(Some(16), &[Some(32), Some(16)], &["failed", "passed"]);
+        check_blocks(None, &[Some(16), Some(16)], &["passed", "passed"]);
+        check_blocks(None, &[Some(16), Some(32)], &["passed", "failed"]);
+        check_blocks(None, &[None, Some(32)], &["skipped", "passed"]);
+    }
+
+    const fn word(check: &Check) -> &'static str {
+        match check {
+            Check::Pending => "pending",
+            Check::Passed => "passed",
+            Check::Failed { .. } => "failed",
+            Check::Skipped { .. } => "skipped",
+        }
+    }
 
     fn check(verdicts: &[(Kind, Verdict)], expected: [&str; 3]) {
         let named: Vec<_> = verdicts
@@ -228,13 +299,7 @@ mod tests {
             .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
             .collect();
         let tokens = Tokens::of(&named);
-        let words =
-            [&tokens.text, &tokens.chat, &tokens.chat_with_tools].map(|check| match check {
-                Check::Pending => "pending",
-                Check::Passed => "passed",
-                Check::Failed { .. } => "failed",
-                Check::Skipped { .. } => "skipped",
-            });
+        let words = [&tokens.text, &tokens.chat, &tokens.chat_with_tools].map(word);
         assert_eq!(words, expected, "{verdicts:?}");
     }
 

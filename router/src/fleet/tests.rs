@@ -197,6 +197,20 @@ fn a_check_of_a_former_life_is_void() {
     assert!(!fleet.view().models["m"].chat);
 }
 
+/// What an operator says of the blocks is said of all workers, whatever one of them tells.
+#[test]
+fn blocks_are_as_long_as_the_operator_says() {
+    let told = Fleet::new(Arc::clone(&fleet().desk), BlockSize::new(16));
+    told.put(entry("w", 32), Instant::now());
+    let learned = fleet();
+    learned.put(entry("w", 32), Instant::now());
+    for model in ["m", "a"] {
+        let size = |fleet: &Fleet| fleet.view().models[model].block_size;
+        assert_eq!(size(&told), BlockSize::new(16), "{model}");
+        assert_eq!(size(&learned), BlockSize::new(32), "{model}");
+    }
+}
+
 #[test]
 fn a_renewed_lease_changes_nothing() {
     let fleet = fleet();
