@@ -44,7 +44,7 @@ pub struct Config {
 }
 
 /// What bounds the process.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     pub body_bytes: usize,
     pub buffered_bytes: usize,

@@ -1,6 +1,7 @@
 use clap::Parser as _;
 
 use super::*;
+use crate::route::Policy;
 
 fn config(flags: &[&str]) -> Result<Config, ConfigError> {
     let flags = std::iter::once("warmroute-router").chain(flags.iter().copied());
@@ -18,6 +19,119 @@ fn the_defaults_are_valid() {
     assert_eq!(config.admin.to_string(), "127.0.0.1:29000");
     assert_eq!(config.knobs, Knobs::default());
     assert!(config.workers.is_empty());
+}
+
+/// Every flag, with a value that it has nowhere else.
+#[test]
+fn each_flag_is_what_it_says() {
+    let config = config(&[
+        "--host=127.0.0.3",
+        "--port=1003",
+        "--admin-host=127.0.0.4",
+        "--admin-port=1004",
+        "--worker=http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=x,ranks=5",
+        concat!("--tokenizer=", env!("CARGO_MANIFEST_DIR")),
+        "--block-size=48",
+        "--health-interval-ms=1005",
+        "--namespace=ns",
+        "--policy=least-load",
+        "--overlap-score-weight=2.5",
+        "--router-temperature=0.25",
+        "--tier-credits=cpu=0.6,disk=0.2",
+        "--max-active-requests=1006",
+        "--log=warn",
+        "--log-json",
+    ]);
+    // Destructured, so that a new field is not forgotten.
+    let Config {
+        public,
+        admin,
+        namespace,
+        nats,
+        workers,
+        tokenizer,
+        block_size,
+        knobs,
+        limits: _,
+        health_interval,
+        logs,
+    } = config.unwrap();
+    assert_eq!(public.to_string(), "127.0.0.3:1003");
+    assert_eq!(admin.to_string(), "127.0.0.4:1004");
+    assert_eq!(namespace, Namespace::from("ns"));
+    assert!(nats.is_none());
+    let worker = WorkerSpec {
+        id: "x".into(),
+        url: "http://a:1".to_owned(),
+        kv: Some("tcp://a:2".to_owned()),
+        replay: Some("tcp://a:3".to_owned()),
+        ranks: 5.try_into().unwrap(),
+    };
+    assert_eq!(workers, [worker]);
+    assert_eq!(tokenizer, Some(env!("CARGO_MANIFEST_DIR").into()));
+    assert_eq!(block_size, BlockSize::new(48));
+    let expected = Knobs {
+        policy: Policy::LeastLoad,
+        overlap_score_weight: 2.5,
+        temperature: 0.25,
+        tier_weights: Tiers {
+            gpu: 1.0,
+            cpu: 0.6,
+            disk: 0.2,
+        },
+        active_max: Some(1006),
+        ..Knobs::default()
+    };
+    assert_eq!(knobs, expected);
+    assert_eq!(health_interval, Duration::from_millis(1005));
+    assert_eq!((logs.filter.as_str(), logs.json), ("warn", true));
+}
+
+#[test]
+fn each_limit_is_what_it_says() {
+    let config = config(&[
+        "--max-body-bytes=2007",
+        "--max-buffered-bytes=2008",
+        "--max-connections=1009",
+        "--connect-timeout-ms=1010",
+        "--drain-timeout-secs=1011",
+    ]);
+    let expected = Limits {
+        body_bytes: 2007,
+        buffered_bytes: 2008,
+        connections: 1009,
+        connect_timeout: Duration::from_millis(1010),
+        drain_timeout: Duration::from_secs(1011),
+    };
+    assert_eq!(config.unwrap().limits, expected);
+}
+
+/// The same of those that need a server.
+#[test]
+fn each_flag_of_nats_is_what_it_says() {
+    let config = config(&[
+        "--nats-url=nats://h:1",
+        "--namespace=ns",
+        "--nats-creds=/creds",
+        "--nats-tls=ca=/ca,cert=/cert,key=/key",
+        "--init",
+    ]);
+    let config = config.unwrap();
+    assert_eq!(config.namespace, Namespace::from("ns"));
+    let NatsArgs {
+        nats_url,
+        namespace,
+        nats_creds,
+        nats_tls,
+        init,
+    } = config.nats.unwrap();
+    assert_eq!(nats_url.as_deref(), Some("nats://h:1"));
+    assert_eq!(namespace, "ns");
+    assert_eq!(nats_creds, Some("/creds".into()));
+    let tls = nats_tls.unwrap();
+    assert_eq!(tls.authority, Some("/ca".into()));
+    assert_eq!(tls.identity, Some(("/cert".into(), "/key".into())));
+    assert!(init);
 }
 
 #[test]
