@@ -272,6 +272,8 @@ async fn streams_come_as_they_are(fleet: &Fleet, kind: Kind) {
         (kind.program(), front.base()),
     ];
     for (name, base) in bases {
+        // `[DONE]` is there with the last token: the router keeps them apart, a balancer need not.
+        let chunks_of_ten = if name == "router" { 11..=11 } else { 10..=11 };
         let mut firsts = Vec::new();
         let mut worst = 0;
         for number in 0..10 {
@@ -292,7 +294,7 @@ async fn streams_come_as_they_are(fleet: &Fleet, kind: Kind) {
                 last = Instant::now();
                 count += 1;
             }
-            assert!(count >= 10, "{name}: {count} chunks for 10 tokens");
+            assert!(chunks_of_ten.contains(&count), "{name}: {count} chunks");
         }
         firsts.sort_unstable();
         let median = firsts[firsts.len() / 2];
