@@ -26,6 +26,7 @@ use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tracing::warn;
+use warmroute_process::server;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
 use warmroute_proto::{
@@ -82,12 +83,10 @@ pub fn workers(handle: Handle) -> Router {
         .with_state(handle)
 }
 
-/// `/health` and `/readyz`. Liveness depends on nothing; readiness on log and registry being read.
+/// `/health` and `/readyz`, with their other names. Liveness depends on nothing; readiness on log and
+/// registry being read.
 pub fn probes(handle: Handle) -> Router {
-    Router::new()
-        .route("/health", get(|| async { "ok" }))
-        .route("/readyz", get(ready))
-        .with_state(handle)
+    server::probes(get(|| async { "ok" }), get(ready)).with_state(handle)
 }
 
 /// `/metrics`.

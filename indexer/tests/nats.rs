@@ -79,8 +79,12 @@ async fn it_starts_while_nats_is_away_and_says_so() {
     let mut server = server(ROOMY).await;
     server.kill();
     let mut indexer = Indexer::start(&server.url());
-    assert_eq!(indexer.get("/health").await.0, 200);
-    assert_eq!(indexer.get("/readyz").await.0, 503);
+    for path in ["/health", "/healthz", "/liveness"] {
+        assert_eq!(indexer.get(path).await.0, 200, "{path}");
+    }
+    for path in ["/readyz", "/readiness"] {
+        assert_eq!(indexer.get(path).await.0, 503, "{path}");
+    }
     assert_eq!(indexer.position().await, None);
     server.restart().await;
     eventually("it is ready", async || {

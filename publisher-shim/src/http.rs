@@ -6,6 +6,7 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
 use warmroute_process::nats::Nats;
+use warmroute_process::server;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::view::{DigestView, SourceDigest};
 
@@ -50,9 +51,7 @@ struct Shown {
 
 /// Everything that a shim serves; where it is on NATS, that connection's metrics too.
 pub fn router(handle: Handle, nats: Option<Nats>) -> Router {
-    Router::new()
-        .route("/health", get(|| async { "ok" }))
-        .route("/readyz", get(ready))
+    server::probes(get(|| async { "ok" }), get(ready))
         .route("/metrics", get(show_metrics))
         .route("/v1/digest", get(digest))
         .with_state(Shown { handle, nats })

@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
+use warmroute_process::server::probes;
 use warmroute_proto::bus::PlaneError;
 use warmroute_proto::registry::Drain;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
@@ -59,8 +60,7 @@ pub(crate) fn router(admin: Arc<Admin>) -> Router {
             get(worker_drained).post(drain_worker),
         )
         .route("/admin/workers/{worker}/undrain", post(undrain_worker))
-        .route("/health", get(|| async { StatusCode::OK }))
-        .route("/readyz", get(readyz))
+        .merge(probes(get(|| async { StatusCode::OK }), get(readyz)))
         .with_state(admin)
         .merge(queries.unwrap_or_default())
 }

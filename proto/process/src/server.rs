@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::routing::MethodRouter;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -34,6 +35,25 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// What a connection gets, from its beginning on, until its first request is here. One that a shutdown
 /// finds younger is not closed as idle before: its client is writing.
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
+
+/// Asked whether the process lives. The first is the name that is written about.
+const HEALTH_PATHS: [&str; 3] = ["/health", "/healthz", "/liveness"];
+
+/// Asked whether it is to be given work.
+const READY_PATHS: [&str; 2] = ["/readyz", "/readiness"];
+
+/// The two probes, under each name by which somebody's tools ask.
+pub fn probes<S>(health: MethodRouter<S>, ready: MethodRouter<S>) -> Router<S>
+where
+    S: Clone + Send + Sync + 'static,
+{
+    let add = |router: Router<S>, paths: &[&str], answer: &MethodRouter<S>| {
+        let routes = paths.iter().map(|path| (*path, answer.clone()));
+        routes.fold(router, |router, (path, answer)| router.route(path, answer))
+    };
+    let router = add(Router::new(), &HEALTH_PATHS, &health);
+    add(router, &READY_PATHS, &ready)
+}
 
 /// How a server ends: first nothing new, then nothing at all.
 #[derive(Clone, Debug, Default)]

@@ -205,7 +205,10 @@ async fn it_mirrors_and_ends_cleanly_while_nats_is_away() {
     .await;
     let (code, why) = shim.get("/readyz").await;
     assert_eq!((code, &*why), (503, "NATS is out of reach, or not set up"));
-    assert_eq!(shim.get("/health").await.0, 200);
+    assert_eq!(shim.get("/readiness").await.0, 503);
+    for path in ["/health", "/healthz", "/liveness"] {
+        assert_eq!(shim.get(path).await.0, 200, "{path}");
+    }
     let (code, took) = shim.terminate().await;
     println!("a clean end without NATS took {took:?}");
     assert_eq!(code, Some(0));

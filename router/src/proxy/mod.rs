@@ -28,6 +28,7 @@ use axum::middleware::{Next, from_fn_with_state, map_response_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{any, get, post};
 use tokio::sync::Semaphore;
+use warmroute_process::server::probes;
 use warmroute_proto::BlockSize;
 
 pub(crate) use body::Budget;
@@ -89,8 +90,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/detokenize", post(pass).fallback(method))
         .route("/v1/{*path}", any(pass_some))
         .route_layer(from_fn_with_state(Arc::clone(&app), from_the_beginning))
-        .route("/health", get(health))
-        .route("/readyz", get(readyz))
+        .merge(probes(get(health), get(readyz)))
         .fallback(unknown)
         .layer(map_response_with_state(Arc::clone(&app), last_answer))
         .with_state(app)

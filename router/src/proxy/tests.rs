@@ -475,12 +475,19 @@ fn only_plain_paths_reach_engines() {
 #[tokio::test]
 async fn the_probes_tell_who_is_ready() {
     let world = World::with(&[]).await;
-    assert_eq!(world.get("/health").await.status(), 200);
-    assert_eq!(world.get("/readyz").await.status(), 200);
+    let ask = async |healthy: u16, ready: u16| {
+        for path in ["/health", "/healthz", "/liveness"] {
+            assert_eq!(world.get(path).await.status(), healthy, "{path}");
+        }
+        for path in ["/readyz", "/readiness"] {
+            assert_eq!(world.get(path).await.status(), ready, "{path}");
+        }
+    };
+    ask(200, 200).await;
     world.app.ready.drain(tokio::time::Instant::now());
-    assert_eq!(world.get("/readyz").await.status(), 503);
+    ask(200, 503).await;
     world.app.ready.undrain();
-    assert_eq!(world.get("/readyz").await.status(), 200);
+    ask(200, 200).await;
 }
 
 #[tokio::test]
