@@ -50,6 +50,7 @@ async fn attempt(app: &App, call: &Call, parts: Parts, body: Body) -> Result<Ans
     let tokens = if weightless {
         0
     } else {
+        app.metrics.unhashed("other_route");
         u32::try_from(buffered.bytes.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX)
     };
     let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());

@@ -412,6 +412,9 @@ async fn other_routes_pass_through_by_load() {
         assert_eq!((seen.path.as_str(), seen.body.as_str()), (path, text));
     }
     world.until_quiet().await;
+    // Prompts that no cache is asked for; the tokenizer's texts are none.
+    let unhashed = "unhashed_requests_total{reason=\"other_route\"}";
+    assert_eq!(world.metric(unhashed), 2);
 }
 
 #[tokio::test]
