@@ -16,6 +16,7 @@ pub(super) struct Call {
     route: Route,
     started: Instant,
     request_id: HeaderValue,
+    traces: headers::Traces,
     metrics: Arc<Metrics>,
     outcome: Outcome,
 }
@@ -26,6 +27,7 @@ impl Call {
             route,
             started: Instant::now(),
             request_id: headers::request_id(headers),
+            traces: headers::traces(headers),
             metrics,
             outcome: Outcome::ClientGone,
         }
@@ -81,6 +83,11 @@ impl Call {
 
     pub(super) fn sign(&self, headers: &mut HeaderMap) {
         headers.insert(headers::REQUEST_ID, self.request_id.clone());
+        for (name, value) in headers::TRACES.into_iter().zip(&self.traces) {
+            if let Some(value) = value {
+                headers.insert(name, value.clone());
+            }
+        }
     }
 }
 

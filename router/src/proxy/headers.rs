@@ -13,6 +13,18 @@ pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-
 /// The rank that vLLM's front end hands the request to.
 pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
+/// What clients and their tools follow a request by, beside its id: passed on, and returned.
+pub(crate) const TRACES: [HeaderName; 2] = [
+    HeaderName::from_static("x-correlation-id"),
+    HeaderName::from_static("traceparent"),
+];
+
+/// What one client sent of [`TRACES`], in their order.
+pub(crate) type Traces = [Option<HeaderValue>; 2];
+
+/// Bytes of what is returned as it came.
+const RETURNED_MAX: usize = 256;
+
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
@@ -61,15 +73,24 @@ pub(crate) fn towards_engine(mut headers: HeaderMap, request_id: &HeaderValue) -
 
 /// The client's request id, or a new one.
 pub(crate) fn request_id(headers: &HeaderMap) -> HeaderValue {
-    const LENGTH_MAX: usize = 256;
-    match headers.get(REQUEST_ID) {
-        Some(id) if !id.is_empty() && id.len() <= LENGTH_MAX => id.clone(),
-        Some(_) | None => {
+    match returned(headers, &REQUEST_ID) {
+        Some(id) => id,
+        None => {
             let mut buffer = Uuid::encode_buffer();
             let id = Uuid::new_v4().hyphenated().encode_lower(&mut buffer);
             HeaderValue::from_str(id).unwrap_or_else(|_| HeaderValue::from_static("-"))
         }
     }
+}
+
+/// What the client sent of [`TRACES`], as it came.
+pub(crate) fn traces(headers: &HeaderMap) -> Traces {
+    TRACES.map(|name| returned(headers, &name))
+}
+
+fn returned(headers: &HeaderMap, name: &HeaderName) -> Option<HeaderValue> {
+    let fits = |value: &&HeaderValue| !value.is_empty() && value.len() <= RETURNED_MAX;
+    headers.get(name).filter(fits).cloned()
 }
 
 /// Text of the operator's as a header value; what cannot stand in one becomes `?`.

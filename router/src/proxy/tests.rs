@@ -417,6 +417,41 @@ async fn other_routes_pass_through_by_load() {
     assert_eq!(world.metric(unhashed), 2);
 }
 
+/// Who follows a request through several systems finds it by the names that they gave it.
+#[tokio::test]
+async fn what_a_client_follows_a_request_by_is_kept_and_returned() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    for (path, status) in [
+        ("/v1/completions", 200),
+        ("/v1/embeddings", 200),
+        ("/v3/x", 404),
+    ] {
+        let sent = world
+            .post(path, &body(4))
+            .header("x-correlation-id", "order 7")
+            .header("traceparent", trace);
+        let response = sent.send().await.unwrap();
+        assert_eq!(response.status(), status);
+        assert_eq!(response.headers()["x-correlation-id"], "order 7");
+        assert_eq!(response.headers()["traceparent"], trace);
+        assert!(response.headers().contains_key("x-request-id"));
+    }
+    assert_eq!(engine.last().headers["x-correlation-id"], "order 7");
+    assert_eq!(engine.last().headers["traceparent"], trace);
+    let long = "x".repeat(257);
+    let sent = world.post("/v1/completions", &body(4));
+    let response = sent.header("x-correlation-id", &long).send().await.unwrap();
+    assert!(!response.headers().contains_key("x-correlation-id"));
+    assert!(
+        !response.headers().contains_key("traceparent"),
+        "nobody sent one"
+    );
+    assert_eq!(engine.last().headers["x-correlation-id"], long);
+    world.until_quiet().await;
+}
+
 #[tokio::test]
 async fn what_the_engine_found_cached_is_in_the_journal() {
     let engine = Engine::start().await;
