@@ -13,7 +13,6 @@ use futures_util::StreamExt as _;
 use futures_util::stream;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
-use warmroute_proto::BlockSize;
 
 use crate::clock::civil_now;
 use crate::fleet::{Check, Checks, Fleet, Member};
@@ -36,7 +35,6 @@ pub(crate) struct Registrar {
     pub fleet: Arc<Fleet>,
     pub client: reqwest::Client,
     pub tokenizer: Option<Arc<Tokenizer>>,
-    pub block_size: Option<BlockSize>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
 }
@@ -95,11 +93,10 @@ impl Registrar {
     }
 
     fn blocks(&self, member: &Member) -> Check {
-        let expected = self.block_size.or_else(|| {
-            let view = self.fleet.view();
-            let model = member.entry.models.first()?;
-            view.models.get(model)?.block_size
-        });
+        let view = self.fleet.view();
+        let model = member.entry.models.first();
+        // The operator's word, if there is one.
+        let expected = model.and_then(|model| view.models.get(model)?.block_size);
         match (expected, member.entry.block_size) {
             (_, None) => Check::skipped("the engine has not told its block size yet"),
             (Some(expected), Some(found)) if expected != found => Check::failed(format!(
@@ -222,7 +219,7 @@ impl Tokens {
 mod tests {
     use tokio::time::Instant;
     use warmroute_proto::registry::WorkerEntry;
-    use warmroute_proto::{Generation, RouterId};
+    use warmroute_proto::{BlockSize, Generation, RouterId};
 
     use super::*;
     use crate::accounts::Desk;
@@ -251,8 +248,7 @@ mod tests {
             incarnation: Generation(1),
             seed: 1,
         });
-        let block_size = told.and_then(BlockSize::new);
-        let fleet = Fleet::new(Desk::new(core), block_size);
+        let fleet = Fleet::new(Desk::new(core), told.and_then(BlockSize::new));
         for (name, tokens) in ["a", "b"].into_iter().zip(workers) {
             fleet.put(entry(name, *tokens), Instant::now());
         }
@@ -260,7 +256,6 @@ mod tests {
             fleet: Arc::clone(&fleet),
             client: reqwest::Client::new(),
             tokenizer: None,
-            block_size,
             metrics: Arc::new(Metrics::new().unwrap()),
             ready: Arc::default(),
         };

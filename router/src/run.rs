@@ -370,7 +370,6 @@ impl Parts {
             fleet: Arc::clone(&self.fleet),
             client: self.client.clone(),
             tokenizer: self.tokenizer.clone(),
-            block_size: config.block_size,
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
         };
