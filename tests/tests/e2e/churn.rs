@@ -23,6 +23,7 @@ enum Vanish {
 on_both_planes!(vanished_clients_leave_nothing_behind);
 on_both_planes!(chunks_arrive_as_the_engine_sends_them);
 on_both_planes!(a_killed_engine_is_left_out);
+on_both_planes!(an_engine_that_says_it_is_ill_is_left_out_until_it_is_well);
 
 /// Two requests at a time run on a rank, so that most of a hundred clients wait in a queue.
 async fn vanished_clients_leave_nothing_behind(mode: Mode) {
@@ -167,4 +168,48 @@ async fn a_killed_engine_is_left_out(mode: Mode) {
     let error: serde_json::Value = answer.json().await.unwrap();
     assert!(error["error"]["message"].is_string(), "{error}");
     fleet.until_idle().await;
+}
+
+/// It still takes requests, and would fail them.
+async fn an_engine_that_says_it_is_ill_is_left_out_until_it_is_well(mode: Mode) {
+    let engines = Engines {
+        count: 3,
+        ranks: 1,
+        blocks: 400,
+        flags: &["--profile", "instant"],
+    };
+    let fleet = Fleet::start(mode, engines, Flags::default()).await;
+    let mut rng = Rng::with_seed(4);
+    says(&fleet, 1, 503).await;
+    for _ in 0..60 {
+        let (path, body) = request(&mut rng);
+        let served = serve(&fleet, path, &body).await;
+        assert_ne!(served.worker, "worker-1");
+    }
+    fleet.until_idle().await;
+    says(&fleet, 1, 200).await;
+    let mut asked = 0;
+    loop {
+        let (path, body) = request(&mut rng);
+        if serve(&fleet, path, &body).await.worker == "worker-1" {
+            break;
+        }
+        asked += 1;
+        assert!(asked < 500, "it is never asked again");
+    }
+    fleet.until_idle().await;
+}
+
+/// Has an engine answer `/health` so, until every router knows.
+async fn says(fleet: &Fleet, engine: usize, health: u16) {
+    let fault = fleet.http.post(fleet.engine(engine, "/debug/fault"));
+    let answer = fault.json(&json!({ "health": health })).send();
+    assert!(answer.await.unwrap().status().is_success());
+    let well = fleet.engines.len() - usize::from(health != 200);
+    let expected = f64::from(u32::try_from(well * fleet.routers.len()).unwrap());
+    let is_known = async |fleet: &Fleet| {
+        let healthy = fleet.metric("warmroute_router_worker_healthy").await;
+        (healthy - expected).abs() < 0.5
+    };
+    fleet.until("every router knows how it is", is_known).await;
 }
