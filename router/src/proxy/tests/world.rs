@@ -12,7 +12,7 @@ use bytes::{Bytes, BytesMut};
 use futures_util::stream;
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
@@ -100,6 +100,8 @@ pub(super) fn event(number: usize) -> String {
 pub(super) struct Engine {
     url: String,
     ranks: u32,
+    /// Keeps others from an address.
+    kept: Option<TcpSocket>,
     inner: Arc<Inner>,
 }
 
@@ -130,8 +132,12 @@ impl Engine {
             .with_state(Arc::clone(&inner));
         let server = async move { axum::serve(listener, router).await.unwrap() };
         drop(TaskTracker::new().spawn(server));
-        let ranks = 1;
-        Self { url, ranks, inner }
+        Self {
+            url,
+            ranks: 1,
+            kept: None,
+            inner,
+        }
     }
 
     pub(super) const fn with_ranks(mut self, ranks: u32) -> Self {
@@ -139,11 +145,13 @@ impl Engine {
         self
     }
 
-    /// An address where nobody listens.
+    /// An address where nobody listens, nor begins to.
     pub(super) async fn dead() -> Self {
         let mut engine = Self::start().await;
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        engine.url = format!("http://{}", socket.local_addr().unwrap());
+        engine.kept = Some(socket);
         engine
     }
 
