@@ -3,7 +3,8 @@
 //! A request whose first token is far later than predicted stalls its source for a while; each stall
 //! that follows without a first token between lasts twice as long. It comes back by itself: when
 //! the time is over one request finds out again, and any first token ends the stall at once. This is
-//! about hung and drowning engines whose health check is still green; a slow one costs more ([`super::pace`]).
+//! about hung and drowning engines whose health check is still green; a slow one costs more
+//! ([`super::pace`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
