@@ -18,6 +18,7 @@ use warmroute_proto::{
 };
 
 use crate::nats_server::NatsServer;
+use crate::nats_server::child::{Watchdog, ended, first_line};
 
 /// Nothing here takes long; this only keeps a broken test from waiting for ever.
 pub(crate) const CAP: Duration = Duration::from_secs(120);
@@ -47,6 +48,7 @@ pub(crate) fn init(url: &str, sizes: &[&str]) -> (String, bool) {
 /// One indexer process, killed with the test.
 pub(crate) struct Indexer {
     child: Child,
+    watchdog: Watchdog,
     port: u16,
 }
 
@@ -70,10 +72,13 @@ impl Indexer {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut line = String::new();
-        let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        stdout.read_line(&mut line).unwrap();
         let mut errors = child.stderr.take().unwrap();
+        let mut indexer = Self {
+            watchdog: Watchdog::over(&child),
+            child,
+            port: 0,
+        };
+        let line = first_line(&mut indexer.child);
         let Ok(told) = serde_json::from_str::<Value>(&line) else {
             let mut text = String::new();
             errors.read_to_string(&mut text).unwrap();
@@ -86,14 +91,13 @@ impl Indexer {
             }
         });
         let port = told["port"].as_u64().unwrap();
-        Self {
-            child,
-            port: u16::try_from(port).unwrap(),
-        }
+        indexer.port = u16::try_from(port).unwrap();
+        indexer
     }
 
     /// SIGKILL.
     pub(crate) fn kill(&mut self) {
+        self.watchdog.end();
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
@@ -101,7 +105,9 @@ impl Indexer {
     /// SIGTERM; did it end well?
     pub(crate) fn end(&mut self) -> bool {
         self.signal("-TERM");
-        self.child.wait().unwrap().success()
+        let status = ended(&mut self.child);
+        self.watchdog.end();
+        status.success()
     }
 
     /// SIGSTOP: it sees nothing of what happens until it goes on.
@@ -178,6 +184,7 @@ impl Indexer {
 
 impl Drop for Indexer {
     fn drop(&mut self) {
+        self.watchdog.end();
         // It may have ended by itself.
         drop(self.child.kill());
         drop(self.child.wait());

@@ -1,5 +1,7 @@
 //! A real nats-server of one test: its own port and directory, killed with SIGKILL, gone with the test.
 
+pub(crate) mod child;
+
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -7,6 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use std::{env, fs};
 
+use child::Watchdog;
 use tokio::time::{Instant, sleep};
 
 const START_MAX: Duration = Duration::from_secs(20);
@@ -21,8 +24,7 @@ pub(crate) struct NatsServer {
 
 struct Running {
     server: Child,
-    /// Kills the server if the test's process dies without a word: its standard input ends then.
-    watchdog: Child,
+    watchdog: Watchdog,
 }
 
 /// `NATS_SERVER`, else the repository's `.venv`, else the search path.
@@ -89,11 +91,9 @@ impl NatsServer {
     /// SIGKILL.
     pub(crate) fn kill(&mut self) {
         if let Some(mut running) = self.running.take() {
-            // The watchdog first, so that it cannot meet another process of that number.
-            for child in [&mut running.watchdog, &mut running.server] {
-                child.kill().unwrap();
-                child.wait().unwrap();
-            }
+            running.watchdog.end();
+            running.server.kill().unwrap();
+            running.server.wait().unwrap();
         }
     }
 
@@ -134,13 +134,7 @@ impl NatsServer {
             .stderr(Stdio::null())
             .spawn()
             .expect("nats-server starts");
-        let kill = format!("read _; kill -9 {}", server.id());
-        let watchdog = Command::new("sh")
-            .args(["-c", &kill])
-            .stdin(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("sh starts");
+        let watchdog = Watchdog::over(&server);
         Running { server, watchdog }
     }
 

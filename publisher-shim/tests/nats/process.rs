@@ -1,7 +1,7 @@
 //! `warmroute-shim` as operators run it: its life, its death, and its state directory.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -10,11 +10,13 @@ use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
 use crate::engine::Order;
+use crate::nats_server::child::{Watchdog, first_line};
 use crate::world::{DEADLINE, World, source, until};
 
 /// The binary. Killed with its test.
 struct Shim {
     child: Child,
+    watchdog: Watchdog,
     url: String,
 }
 
@@ -53,13 +55,16 @@ fn command(world: &World, state: Option<&Scratch>) -> Command {
 impl Shim {
     fn start(world: &World, state: Option<&Scratch>) -> Self {
         let mut command = command(world, state);
-        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        stdout.read_line(&mut line).unwrap();
+        let child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut shim = Self {
+            watchdog: Watchdog::over(&child),
+            child,
+            url: String::new(),
+        };
+        let line = first_line(&mut shim.child);
         let ports: Value = serde_json::from_str(&line).expect("one line of JSON");
-        let url = format!("http://127.0.0.1:{}", ports["port"]);
-        Self { child, url }
+        shim.url = format!("http://127.0.0.1:{}", ports["port"]);
+        shim
     }
 
     async fn get(&self, path: &str) -> (u16, String) {
@@ -102,6 +107,7 @@ impl Shim {
     }
 
     fn kill(mut self) {
+        self.watchdog.end();
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
@@ -112,6 +118,7 @@ impl Shim {
         let told = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
+                self.watchdog.end();
                 return (status.code(), told.elapsed());
             }
             assert!(told.elapsed() < DEADLINE, "it does not end");
@@ -122,6 +129,7 @@ impl Shim {
 
 impl Drop for Shim {
     fn drop(&mut self) {
+        self.watchdog.end();
         drop(self.child.kill());
         drop(self.child.wait());
     }

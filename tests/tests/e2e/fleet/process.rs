@@ -10,6 +10,7 @@ use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
 use super::PATIENCE;
+use crate::nats_server::child::Watchdog;
 
 /// Lines of a log that a failed test shows.
 const SHOWN_LINES: usize = 60;
@@ -25,8 +26,18 @@ pub(crate) struct Process {
 
 struct Running {
     child: Child,
-    /// Kills the child if the test's process dies without a word: its standard input ends then.
-    watchdog: Child,
+    watchdog: Watchdog,
+}
+
+impl Running {
+    /// How it ended, if it has: then its number may be another's at once.
+    fn status(&mut self) -> Option<ExitStatus> {
+        let status = self.child.try_wait().expect("our child");
+        if status.is_some() {
+            self.watchdog.end();
+        }
+        status
+    }
 }
 
 impl Process {
@@ -56,13 +67,7 @@ impl Process {
             .stderr(log.expect("a log"))
             .spawn()
             .unwrap_or_else(|error| panic!("{}: {error}", self.program));
-        let kill = format!("read _; kill -9 {}", child.id());
-        let watchdog = Command::new("sh")
-            .args(["-c", &kill])
-            .stdin(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("sh starts");
+        let watchdog = Watchdog::over(&child);
         *self.running() = Some(Running { child, watchdog });
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -87,10 +92,9 @@ impl Process {
 
     fn is_running(&self) -> bool {
         let mut running = self.running();
-        let ended = |running: &mut Running| running.child.try_wait().expect("our child");
         running
             .as_mut()
-            .is_some_and(|running| ended(running).is_none())
+            .is_some_and(|running| running.status().is_none())
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -104,11 +108,9 @@ impl Process {
     /// SIGKILL.
     pub(crate) fn kill(&self) {
         if let Some(mut running) = self.running().take() {
-            // The watchdog first, so that it cannot meet another process of that number.
-            for child in [&mut running.watchdog, &mut running.child] {
-                child.kill().expect("it is our child");
-                child.wait().expect("it was killed");
-            }
+            running.watchdog.end();
+            running.child.kill().expect("it is our child");
+            running.child.wait().expect("it was killed");
         }
     }
 
@@ -122,7 +124,7 @@ impl Process {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(running) = self.running().as_mut()
-                && let Some(status) = running.child.try_wait().expect("our child")
+                && let Some(status) = running.status()
             {
                 return status;
             }
