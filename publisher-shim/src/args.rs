@@ -29,6 +29,10 @@ pub struct Args {
     /// given here.
     #[arg(long, env = "WARMROUTE_ADVERTISE_URL", value_name = "URL")]
     pub advertise_url: Option<String>,
+    /// File with the key that the engine asks for (vLLM's --api-key). Without it such an engine does not
+    /// say which models it serves, and gets no requests.
+    #[arg(long, env = "WARMROUTE_ENGINE_KEY_FILE", value_name = "FILE")]
+    pub engine_key_file: Option<PathBuf>,
     /// The engine's event socket, rank 0; rank r is r ports further. Asked of the engine where it is
     /// not given.
     #[arg(long, env = "WARMROUTE_KV_ENDPOINT", value_name = "tcp://H:P")]
@@ -100,6 +104,8 @@ pub struct Config {
     pub shim: ShimConfig,
     /// Opened once the logs can tell of it.
     pub state_dir: Option<PathBuf>,
+    /// Read likewise.
+    pub engine_key_file: Option<PathBuf>,
     pub logs: Logs,
 }
 
@@ -179,6 +185,7 @@ impl TryFrom<Args> for Config {
                 ..ShimConfig::new(namespace, WorkerId::from(args.worker_id), worker_url)
             },
             state_dir: args.state_dir,
+            engine_key_file: args.engine_key_file,
             logs: args.logs.try_into()?,
         })
     }
@@ -255,6 +262,7 @@ mod tests {
         let config = config(&[
             "--assume=no-lora,main-attention-only",
             "--block-size=16",
+            "--engine-key-file=/run/key",
             "--kv-endpoint=tcp://engine:5557",
             "--kv-replay-endpoint=tcp://engine:5657",
             "--kv-topic=kv",
@@ -270,6 +278,7 @@ mod tests {
         assert!(!config.shim.assume.no_extra_keys);
         assert_eq!(config.shim.outbox_bytes_max, 2_000_000);
         assert_eq!(config.state_dir, Some("/var/lib/x".into()));
+        assert_eq!(config.engine_key_file, Some("/run/key".into()));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
+use crate::engine::EngineKey;
 use crate::mirror::Assumptions;
 use crate::state_dir::StateDir;
 
@@ -16,6 +17,8 @@ pub struct ShimConfig {
     pub worker_url: String,
     /// Where routers reach it.
     pub advertise_url: String,
+    /// Sent with everything that the shim asks of the engine.
+    pub engine_key: Option<EngineKey>,
     /// The live endpoint of rank 0; rank r is r ports further. Unset: as the engine tells.
     pub kv_endpoint: Option<String>,
     /// Likewise the replay endpoint.
@@ -45,6 +48,7 @@ impl ShimConfig {
             worker,
             advertise_url: worker_url.clone(),
             worker_url,
+            engine_key: None,
             kv_endpoint: None,
             kv_replay_endpoint: None,
             ranks: 1,

@@ -3,8 +3,13 @@
 //! Every answer is optional: engines differ by version and set-up. Parsing is pure and tolerant.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::Path;
 use std::time::Duration;
 
+use reqwest::StatusCode;
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde::Deserialize;
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
@@ -28,6 +33,48 @@ pub(crate) struct EngineInfo {
     pub(crate) endpoints: BTreeMap<DpRank, Endpoints>,
 }
 
+/// What the engine's `--api-key` asks for, in the form in which it is sent. Shown nowhere.
+#[derive(Clone, Debug)]
+pub struct EngineKey(HeaderValue);
+
+#[derive(Debug, thiserror::Error)]
+pub enum EngineKeyError {
+    #[error("it cannot be read")]
+    File(#[from] io::Error),
+    #[error("it is empty")]
+    Empty,
+    #[error("what is in it cannot be sent in a header")]
+    NotSendable,
+}
+
+impl EngineKey {
+    /// Reads it from a file, less the white space around it.
+    pub fn read(file: &Path) -> Result<Self, EngineKeyError> {
+        let text = fs::read_to_string(file)?;
+        let key = text.trim();
+        if key.is_empty() {
+            return Err(EngineKeyError::Empty);
+        }
+        let value = HeaderValue::from_str(&format!("Bearer {key}"));
+        let mut value = value.map_err(|_| EngineKeyError::NotSendable)?;
+        value.set_sensitive(true);
+        Ok(Self(value))
+    }
+}
+
+/// What came in place of the answer that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unanswered {
+    #[error("status {0}: it asks for a key, or for another one (--engine-key-file)")]
+    Key(StatusCode),
+    #[error("status {0}")]
+    Status(StatusCode),
+    #[error("no whole answer in time")]
+    Silence,
+    #[error("something unreadable")]
+    Unreadable,
+}
+
 #[derive(Clone)]
 pub(crate) struct EngineClient {
     http: reqwest::Client,
@@ -35,8 +82,11 @@ pub(crate) struct EngineClient {
 }
 
 impl EngineClient {
-    pub(crate) fn new(url: &str) -> reqwest::Result<Self> {
+    pub(crate) fn new(url: &str, key: Option<&EngineKey>) -> reqwest::Result<Self> {
+        // vLLM guards `/v1` only; what stands in front of it may guard everything.
+        let headers = key.map(|EngineKey(key)| (AUTHORIZATION, key.clone()));
         let http = reqwest::Client::builder()
+            .default_headers(HeaderMap::from_iter(headers))
             .timeout(DEADLINE)
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
@@ -54,35 +104,43 @@ impl EngineClient {
         }
     }
 
-    /// Everything; `None` if the engine does not even list its models.
-    pub(crate) async fn info(&self) -> Option<EngineInfo> {
+    /// Everything, of an engine that lists its models at least.
+    pub(crate) async fn info(&self) -> Result<EngineInfo, Unanswered> {
         let mut info = EngineInfo::default();
-        info.read_models(&self.get("/v1/models").await?)?;
-        if let Some(metrics) = self.get("/metrics").await {
+        let models = self.get("/v1/models").await?;
+        info.read_models(&models).ok_or(Unanswered::Unreadable)?;
+        if let Ok(metrics) = self.get("/metrics").await {
             info.read_metrics(&String::from_utf8_lossy(&metrics));
         }
-        if let Some(sources) = self.get("/kv_event_sources").await {
+        if let Ok(sources) = self.get("/kv_event_sources").await {
             info.read_sources(&sources, &self.url);
         }
-        if let Some(version) = self.get("/version").await {
+        if let Ok(version) = self.get("/version").await {
             info.version = serde_json::from_slice::<Version>(&version)
                 .ok()
                 .map(|version| version.version);
         }
-        Some(info)
+        Ok(info)
     }
 
-    async fn get(&self, path: &str) -> Option<Vec<u8>> {
+    async fn get(&self, path: &str) -> Result<Vec<u8>, Unanswered> {
         let answer = self.http.get(format!("{}{path}", self.url)).send().await;
-        let mut answer = answer.ok()?.error_for_status().ok()?;
+        let mut answer = answer.map_err(|_| Unanswered::Silence)?;
+        match answer.status() {
+            status if status.is_success() => {}
+            status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
+                return Err(Unanswered::Key(status));
+            }
+            status => return Err(Unanswered::Status(status)),
+        }
         let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await.ok()? {
+        while let Some(chunk) = answer.chunk().await.map_err(|_| Unanswered::Silence)? {
             if body.len() + chunk.len() > BODY_BYTES_MAX {
-                return None;
+                return Err(Unanswered::Silence);
             }
             body.extend_from_slice(&chunk);
         }
-        Some(body)
+        Ok(body)
     }
 }
 
@@ -173,6 +231,27 @@ impl EngineInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_is_shown_nowhere_and_one_that_cannot_be_sent_is_refused() {
+        let dir = std::env::temp_dir().join(format!("shim-engine-key-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("key");
+        let read = |text: &str| {
+            fs::write(&file, text).unwrap();
+            EngineKey::read(&file)
+        };
+        let key = read(" s3cret\n").unwrap();
+        assert_eq!(key.0, "Bearer s3cret");
+        assert!(!format!("{key:?}").contains("s3cret"));
+        assert!(matches!(read(" \n"), Err(EngineKeyError::Empty)));
+        assert!(matches!(read("a\nb"), Err(EngineKeyError::NotSendable)));
+        fs::remove_dir_all(&dir).unwrap();
+        assert!(matches!(
+            EngineKey::read(&file),
+            Err(EngineKeyError::File(_))
+        ));
+    }
 
     #[test]
     fn models_and_adapters_are_told_apart() {

@@ -23,6 +23,7 @@ mod state_dir;
 pub mod wire;
 
 pub use config::{OUTBOX_BYTES_MAX, ShimConfig};
+pub use engine::{EngineKey, EngineKeyError};
 pub use service::{Error, Handle, NotReady, Service, TaskFailed};
 pub use state_dir::{StateDir, StateDirError};
 

@@ -13,7 +13,7 @@ use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 use warmroute_proto::WorkerId;
 use warmroute_shim::args::{Args, Config};
-use warmroute_shim::{Service, StateDir, StateDirError, http};
+use warmroute_shim::{EngineKey, Service, StateDir, StateDirError, http};
 
 /// A shim that is being replaced has so long to end before its successor gives up.
 const STATE_DIR_WAIT: Duration = Duration::from_secs(10);
@@ -36,6 +36,11 @@ fn start() -> anyhow::Result<()> {
 
 async fn run(mut config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("listening for signals")?;
+    if let Some(file) = &config.engine_key_file {
+        let key = EngineKey::read(file);
+        let key = key.with_context(|| format!("--engine-key-file {}", file.display()))?;
+        config.shim.engine_key = Some(key);
+    }
     if let Some(dir) = &config.state_dir {
         let opened = tokio::select! {
             opened = open_state(dir, &config.shim.worker) => opened,

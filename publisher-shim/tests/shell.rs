@@ -10,8 +10,9 @@ mod engine;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::StatusCode;
 use bytes::Bytes;
-use engine::{FakeEngine, Order, http, remove, store};
+use engine::{FakeEngine, Http, Order, Pages, http, remove, sources, store};
 use futures_util::StreamExt as _;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -34,6 +35,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 struct World {
     engine: FakeEngine,
+    http: Http,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     handle: Handle,
@@ -52,9 +54,17 @@ fn source() -> Source {
 }
 
 async fn start(with_replay: bool) -> World {
+    start_with(|config, engine| {
+        config.kv_endpoint = Some(engine.live.clone());
+        config.kv_replay_endpoint = with_replay.then(|| engine.replay.clone());
+    })
+    .await
+}
+
+async fn start_with(set: impl FnOnce(&mut ShimConfig, &FakeEngine)) -> World {
     let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
     let engine = FakeEngine::start();
-    let url = http(&tasks, &stop, 64).await;
+    let (url, http) = http(&tasks, &stop, 64).await;
     let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
         identity: StreamIdentity {
             created_unix_ns: 1,
@@ -66,8 +76,7 @@ async fn start(with_replay: bool) -> World {
     let namespace = Namespace::from("test");
     let subjects = Subjects::new(&namespace);
     let mut config = ShimConfig::new(namespace, source().worker, url);
-    config.kv_endpoint = Some(engine.live.clone());
-    config.kv_replay_endpoint = with_replay.then(|| engine.replay.clone());
+    set(&mut config, &engine);
     let log = plane.tail(LogPosition(0), 64).await.unwrap();
     let heartbeats = plane
         .subscribe(subjects.heartbeat(&source()))
@@ -78,6 +87,7 @@ async fn start(with_replay: bool) -> World {
     tasks.spawn(service.run(stop.clone()));
     World {
         engine,
+        http,
         plane,
         subjects,
         handle,
@@ -118,6 +128,10 @@ impl World {
             }
         };
         timeout(DEADLINE, wait).await.expect("no such heartbeat")
+    }
+
+    fn say(&self, change: impl FnOnce(&mut Pages)) {
+        change(&mut self.http.lock().unwrap());
     }
 
     async fn end(self) {
@@ -171,6 +185,52 @@ async fn a_restarted_engine_gets_a_new_generation() {
     world
         .heartbeat(|h| h.states.gpu == TierState::Complete)
         .await;
+    world.end().await;
+}
+
+/// Nothing but its HTTP says where its events are, and that they are elsewhere after a restart.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_tells_its_sockets_is_heard_and_heard_again_at_other_ones() {
+    let mut world = start_with(|_, _| {}).await;
+    let ends = (world.engine.live.clone(), world.engine.replay.clone());
+    world.say(|pages| pages.sources = sources(&ends));
+    world
+        .heartbeat(|h| h.states.gpu == TierState::Complete)
+        .await;
+    world.engine.publish(store(1));
+    world.record(|record| record.after.count == 1).await;
+    world.say(|pages| pages.health = StatusCode::SERVICE_UNAVAILABLE);
+    let (moved, ends) = std::sync::mpsc::channel();
+    world.engine.orders.send(Order::Move(moved)).unwrap();
+    let ends = ends.recv_timeout(DEADLINE).unwrap();
+    assert_ne!(
+        (&ends.0, &ends.1),
+        (&world.engine.live, &world.engine.replay)
+    );
+    world.say(|pages| {
+        pages.sources = sources(&ends);
+        pages.health = StatusCode::OK;
+    });
+    world.engine.publish(store(7));
+    world.engine.publish(store(8));
+    let wanted = |record: &Record| record.generation > Generation(1) && record.after.count == 2;
+    world.record(wanted).await;
+    world
+        .heartbeat(|h| h.states.gpu == TierState::Complete)
+        .await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_answers_503_is_not_healthy() {
+    let mut world = start(true).await;
+    world.heartbeat(|h| h.health == EngineHealth::Healthy).await;
+    world.say(|pages| pages.health = StatusCode::SERVICE_UNAVAILABLE);
+    world
+        .heartbeat(|h| h.health == EngineHealth::Unhealthy)
+        .await;
+    world.say(|pages| pages.health = StatusCode::OK);
+    world.heartbeat(|h| h.health == EngineHealth::Healthy).await;
     world.end().await;
 }
 

@@ -18,6 +18,7 @@ const OURS: &[&str] = &[
     "CONFIG",
     "CONNECT_TIMEOUT_MS",
     "DRAIN_TIMEOUT_SECS",
+    "ENGINE_KEY_FILE",
     "EXPECT_INDEXERS",
     "HEALTH_INTERVAL_MS",
     "HOST",

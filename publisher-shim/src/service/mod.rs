@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use tokio::sync::{Notify, mpsc, watch};
-use tokio::time::{MissedTickBehavior, interval, sleep};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
@@ -25,7 +25,7 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
-use crate::engine::{EngineClient, EngineInfo};
+use crate::engine::{EngineClient, EngineInfo, Unanswered};
 use crate::mirror;
 use crate::source::{Config, Status};
 use clock::Told;
@@ -36,6 +36,8 @@ use rank::{Rank, Signals};
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 /// Health checks between two full readings.
 const INFO_EVERY: u32 = 10;
+/// Between two warnings of one kind.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
 const RESYNCS_MAX: usize = 16;
 
 /// What a shim cannot begin without.
@@ -187,7 +189,7 @@ impl Service {
             clock: watch::Sender::new(None),
         };
         Ok(Self {
-            client: EngineClient::new(&config.worker_url)?,
+            client: EngineClient::new(&config.worker_url, config.engine_key.as_ref())?,
             config,
             endpoints,
             shared: Arc::new(shared),
@@ -302,6 +304,7 @@ async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut since_info = INFO_EVERY;
     let mut was_warned = false;
+    let mut complaint = Complaint::default();
     loop {
         tokio::select! {
             _ = ticks.tick() => since_info += 1,
@@ -313,9 +316,16 @@ async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
         if health != EngineHealth::Healthy || (was_healthy && since_info < INFO_EVERY) {
             continue;
         }
-        let Some(info) = client.info().await else {
-            continue;
+        let info = match client.info().await {
+            Ok(info) => info,
+            Err(error) => {
+                if complaint.is_due(Instant::now(), error) {
+                    warn!(%error, "the engine does not list its models");
+                }
+                continue;
+            }
         };
+        complaint = Complaint::default();
         since_info = 0;
         shared.info.send_if_modified(|known| {
             let is_new = **known != info;
@@ -330,6 +340,21 @@ async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
                  unverified; set replay_endpoint in vLLM's --kv-events-config"
             );
         }
+    }
+}
+
+/// What keeps the engine's facts away is said when it is new, and then now and then.
+#[derive(Default)]
+struct Complaint(Option<(Unanswered, Instant)>);
+
+impl Complaint {
+    fn is_due(&mut self, now: Instant, error: Unanswered) -> bool {
+        let is_told = |(told, at)| told == error && now.duration_since(at) < COMPLAIN_EVERY;
+        let is_due = !self.0.is_some_and(is_told);
+        if is_due {
+            self.0 = Some((error, now));
+        }
+        is_due
     }
 }
 
@@ -356,5 +381,33 @@ async fn hear_resyncs(
             }
         }
         sleep(Duration::from_millis(500)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use reqwest::StatusCode;
+
+    use super::*;
+
+    #[test]
+    fn one_complaint_is_made_when_it_is_new_and_every_minute() {
+        let (key, silence) = (
+            Unanswered::Key(StatusCode::UNAUTHORIZED),
+            Unanswered::Silence,
+        );
+        let begin = Instant::now();
+        let mut complaint = Complaint::default();
+        let due = [
+            (0, key),
+            (1, key),
+            (2, silence),
+            (3, silence),
+            (4, key),
+            (64, key),
+            (65, key),
+        ]
+        .map(|(secs, error)| complaint.is_due(begin + Duration::from_secs(secs), error));
+        assert_eq!(due, [true, false, true, false, true, true, false]);
     }
 }

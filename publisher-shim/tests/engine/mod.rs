@@ -3,11 +3,13 @@
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use axum::Router;
-use axum::routing::get;
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, Uri};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -18,6 +20,8 @@ pub(crate) enum Order {
     /// Into the replay buffer only.
     PublishLost(Value),
     Restart,
+    /// A restart after which its sockets, live and replay, are elsewhere.
+    Move(Sender<(String, String)>),
     /// The replay buffer keeps so many batches.
     Trim(usize),
     /// Tells when everything before it is done.
@@ -79,19 +83,28 @@ fn serve(orders: &Receiver<Order>, told: &Sender<(String, String)>) {
     let mut live = bind(&context, zmq::PUB, "tcp://127.0.0.1:*");
     let mut replay = bind(&context, zmq::ROUTER, "tcp://127.0.0.1:*");
     let endpoint = |socket: &zmq::Socket| socket.get_last_endpoint().unwrap().unwrap();
-    let ends = (endpoint(&live), endpoint(&replay));
+    let mut ends = (endpoint(&live), endpoint(&replay));
     told.send(ends.clone()).unwrap();
     let mut batches: VecDeque<(u64, Vec<u8>)> = VecDeque::new();
     let (mut life, mut next) = (0, 0_u64);
     loop {
         match orders.recv_timeout(Duration::from_millis(1)) {
-            Ok(Order::Restart) => {
+            Ok(order @ (Order::Restart | Order::Move(_))) => {
                 life += 1;
                 next = 0;
                 batches.clear();
-                drop((live, replay));
-                live = bind(&context, zmq::PUB, &ends.0);
-                replay = bind(&context, zmq::ROUTER, &ends.1);
+                if let Order::Move(whom) = order {
+                    let before = (live, replay);
+                    live = bind(&context, zmq::PUB, "tcp://127.0.0.1:*");
+                    replay = bind(&context, zmq::ROUTER, "tcp://127.0.0.1:*");
+                    drop(before);
+                    ends = (endpoint(&live), endpoint(&replay));
+                    whom.send(ends.clone()).unwrap();
+                } else {
+                    drop((live, replay));
+                    live = bind(&context, zmq::PUB, &ends.0);
+                    replay = bind(&context, zmq::ROUTER, &ends.1);
+                }
             }
             Ok(Order::Tell(whom)) => whom.send(()).unwrap(),
             Ok(Order::Trim(keep)) => drop(batches.drain(..batches.len().saturating_sub(keep))),
@@ -99,7 +112,7 @@ fn serve(orders: &Receiver<Order>, told: &Sender<(String, String)>) {
                 let (event, is_lost) = match order {
                     Order::Publish(event) => (event, false),
                     Order::PublishLost(event) => (event, true),
-                    Order::Restart | Order::Trim(_) | Order::Tell(_) => continue,
+                    Order::Restart | Order::Move(_) | Order::Trim(_) | Order::Tell(_) => continue,
                 };
                 let payload = rmp_serde::to_vec(&json!([life, [event], 0])).unwrap();
                 let seq = next;
@@ -138,15 +151,74 @@ pub(crate) fn store(token: u32) -> Value {
     })
 }
 
-pub(crate) async fn http(tasks: &TaskTracker, stop: &CancellationToken, blocks: u32) -> String {
-    let models = json!({"data": [{"id": "m", "max_model_len": 128}, {"id": "l", "parent": "m"}]});
-    let models = models.to_string();
-    let labels = format!("block_size=\"1\",num_gpu_blocks=\"{blocks}\"");
-    let metrics = format!("vllm:cache_config_info{{{labels}}} 1.0\n");
-    let app = Router::new()
-        .route("/health", get(|| async { "" }))
-        .route("/v1/models", get(|| async move { models }))
-        .route("/metrics", get(move || async move { metrics }));
+/// What the engine's HTTP says, to be changed while it serves.
+pub(crate) struct Pages {
+    pub(crate) health: StatusCode,
+    /// What `--api-key` says: asked of everything below `/v1`, as vLLM does.
+    pub(crate) key: Option<&'static str>,
+    /// `/kv_event_sources`; 404 without.
+    pub(crate) sources: Option<Value>,
+    blocks: u32,
+}
+
+pub(crate) type Http = Arc<Mutex<Pages>>;
+
+/// Where events are, as the engine binds and tells it.
+pub(crate) fn sources((live, replay): &(String, String)) -> Option<Value> {
+    let any = |endpoint: &str| endpoint.replace("127.0.0.1", "*");
+    Some(json!({"0": {
+        "enable_kv_cache_events": true, "endpoint": any(live), "replay_endpoint": any(replay),
+    }}))
+}
+
+fn page(pages: &Pages, path: &str, key: Option<&HeaderValue>) -> (StatusCode, String) {
+    let is_let_in = pages
+        .key
+        .is_none_or(|wanted| key.is_some_and(|key| key == wanted));
+    if path.starts_with("/v1") && !is_let_in {
+        return (StatusCode::UNAUTHORIZED, "{}".to_owned());
+    }
+    let found = match path {
+        "/health" => return (pages.health, String::new()),
+        "/v1/models" => {
+            let (base, adapter) = (
+                json!({"id": "m", "max_model_len": 128}),
+                json!({"id": "l", "parent": "m"}),
+            );
+            Some(json!({"data": [base, adapter]}).to_string())
+        }
+        "/metrics" => {
+            let labels = format!("block_size=\"1\",num_gpu_blocks=\"{}\"", pages.blocks);
+            Some(format!("vllm:cache_config_info{{{labels}}} 1.0\n"))
+        }
+        "/kv_event_sources" => pages.sources.as_ref().map(Value::to_string),
+        _ => None,
+    };
+    found.map_or((StatusCode::NOT_FOUND, String::new()), |page| {
+        (StatusCode::OK, page)
+    })
+}
+
+/// The engine's HTTP. Its URL, and what it says.
+pub(crate) async fn http(
+    tasks: &TaskTracker,
+    stop: &CancellationToken,
+    blocks: u32,
+) -> (String, Http) {
+    let pages = Arc::new(Mutex::new(Pages {
+        health: StatusCode::OK,
+        key: None,
+        sources: None,
+        blocks,
+    }));
+    let shown = Arc::clone(&pages);
+    let app = Router::new().fallback(move |uri: Uri, headers: HeaderMap| async move {
+        page(
+            &shown.lock().unwrap(),
+            uri.path(),
+            headers.get(AUTHORIZATION),
+        )
+    });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let stop = stop.clone();
@@ -155,7 +227,7 @@ pub(crate) async fn http(tasks: &TaskTracker, stop: &CancellationToken, blocks: 
         let ended = serve.with_graceful_shutdown(stop.cancelled_owned());
         ended.await.unwrap();
     });
-    url
+    (url, pages)
 }
 
 pub(crate) fn remove(token: u32) -> Value {

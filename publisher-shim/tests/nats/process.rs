@@ -54,7 +54,10 @@ fn command(world: &World, state: Option<&Scratch>) -> Command {
 
 impl Shim {
     fn start(world: &World, state: Option<&Scratch>) -> Self {
-        let mut command = command(world, state);
+        Self::of(&mut command(world, state))
+    }
+
+    fn of(command: &mut Command) -> Self {
         let child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut shim = Self {
             watchdog: Watchdog::over(&child),
@@ -290,5 +293,40 @@ async fn a_second_process_on_one_state_directory_is_refused() {
         "{said}"
     );
     drop(first);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_that_asks_for_a_key_is_registered_with_its_models_and_without_the_key_it_is_said()
+ {
+    let world = World::start().await;
+    world.http.lock().unwrap().key = Some("Bearer s3cret");
+    let files = scratch("key");
+    fs::create_dir_all(&files.0).unwrap();
+    let log = files.0.join("log");
+    let start = |key: &str| {
+        let file = files.0.join("key");
+        fs::write(&file, key).unwrap();
+        let mut command = command(&world, None);
+        command.arg("--engine-key-file").arg(&file);
+        Shim::of(command.stderr(fs::File::create(&log).unwrap()))
+    };
+    let said = || fs::read_to_string(&log).unwrap();
+    let shim = start("guess\n");
+    let is_said = || said().contains("the engine does not list its models");
+    until(is_said, said).await;
+    assert!(said().contains("401"), "{}", said());
+    assert!(!said().contains("guess"), "{}", said());
+    assert!(world.models().await.is_empty());
+    shim.terminate().await;
+    let shim = start("s3cret\n");
+    let deadline = Instant::now() + DEADLINE;
+    while world.models().await != ["m"] {
+        assert!(Instant::now() < deadline, "{}", said());
+        sleep(Duration::from_millis(20)).await;
+    }
+    shim.terminate().await;
+    assert!(said().contains("engine_key_file"), "{}", said());
+    assert!(!said().contains("s3cret"), "{}", said());
     world.end().await;
 }

@@ -9,13 +9,15 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::bus::{InitConfig, NatsConfig, NatsPlane, Plane};
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, LogPosition, Namespace, PrefixHash, Record, RecordNumber,
     Seed, Source, Tier, WorkerId, codec, hash,
 };
 use warmroute_shim::{Handle, Service, ShimConfig};
 
-use crate::engine::{FakeEngine, Order, http, remove, store};
+use crate::engine::{FakeEngine, Http, Order, http, remove, store};
 use crate::nats_server::NatsServer;
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -24,6 +26,7 @@ pub(crate) struct World {
     pub(crate) server: NatsServer,
     pub(crate) engine: FakeEngine,
     pub(crate) url: String,
+    pub(crate) http: Http,
     held: BTreeMap<u32, u32>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -60,10 +63,12 @@ fn prefix(token: u32) -> PrefixHash {
 impl World {
     pub(crate) async fn start() -> Self {
         let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+        let (url, http) = http(&tasks, &stop, 1 << 20).await;
         let world = Self {
             server: NatsServer::start().await,
             engine: FakeEngine::start(),
-            url: http(&tasks, &stop, 1 << 20).await,
+            url,
+            http,
             held: BTreeMap::new(),
             tasks,
             stop,
@@ -168,6 +173,14 @@ impl World {
             }
         }
         fold
+    }
+
+    /// What the worker's registration says that it serves.
+    pub(crate) async fn models(&self) -> Vec<String> {
+        let key = Subjects::new(&Namespace::from("t")).worker_key(&source().worker);
+        let entry = self.plane("reader").await.get(key).await.unwrap();
+        let entry = entry.map(|entry| codec::decode::<WorkerEntry>(&entry.value).unwrap());
+        entry.map_or_else(Vec::new, |entry| entry.models)
     }
 
     pub(crate) async fn end(self) {
