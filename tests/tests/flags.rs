@@ -1,9 +1,10 @@
 //! The flags of the three binaries: each with its environment name, a reason and its row in the docs.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use clap::{Command, CommandFactory as _};
-use warmroute_process::env::is_ours;
+use warmroute_process::env::{OURS, PREFIX, is_ours};
 
 fn commands() -> [Command; 3] {
     [
@@ -30,6 +31,24 @@ fn every_flag_has_its_environment_name_and_a_reason() {
         }
         assert!(flags <= 25, "{}: {flags} flags", command.get_name());
     }
+}
+
+/// A name on the list that no binary reads would be swallowed in silence.
+#[test]
+fn every_name_of_the_environments_list_is_read_by_a_binary() {
+    let mut read = BTreeSet::new();
+    for command in commands() {
+        let all = std::iter::once(&command).chain(command.get_subcommands());
+        for flag in all.flat_map(Command::get_arguments) {
+            read.extend(
+                flag.get_env()
+                    .and_then(|name| name.to_str())
+                    .map(str::to_owned),
+            );
+        }
+    }
+    let listed: BTreeSet<String> = OURS.iter().map(|name| format!("{PREFIX}{name}")).collect();
+    assert_eq!(listed, read);
 }
 
 /// `docs/CONFIGURATION.md` has exactly one row a flag, with its environment name and default.

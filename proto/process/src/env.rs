@@ -5,17 +5,17 @@ use std::collections::BTreeSet;
 
 use clap::Command;
 
-const PREFIX: &str = "WARMROUTE_";
+/// How our names begin.
+pub const PREFIX: &str = "WARMROUTE_";
 
-/// The flags of all our binaries. They may share an environment (a pod, a compose file), so that a
+/// The flags of all our binaries, without [`PREFIX`]. They may share an environment (a pod, a compose file), so that a
 /// name which another one reads is no typing error. Each binary's tests hold its flags against this.
-const OURS: &[&str] = &[
+pub const OURS: &[&str] = &[
     "ADMIN_HOST",
     "ADMIN_PORT",
     "ADVERTISE_URL",
     "ASSUME",
     "BLOCK_SIZE",
-    "CONFIG",
     "CONNECT_TIMEOUT_MS",
     "DRAIN_TIMEOUT_SECS",
     "ENGINE_KEY_FILE",
@@ -23,10 +23,8 @@ const OURS: &[&str] = &[
     "HEALTH_INTERVAL_MS",
     "HOST",
     "INIT",
-    "ITL_MS",
     "JSON",
     "KV_ENDPOINT",
-    "KV_PORT",
     "KV_REPLAY_ENDPOINT",
     "KV_TOPIC",
     "LOG",
@@ -38,20 +36,16 @@ const OURS: &[&str] = &[
     "MAX_BYTES",
     "MAX_CONNECTIONS",
     "MAX_MEMORY",
-    "MODEL",
     "NAMESPACE",
     "NATS_CREDS",
     "NATS_TLS",
     "NATS_URL",
-    "NUM_BLOCKS",
     "OUTBOX_BYTES",
     "OVERLAP_SCORE_WEIGHT",
     "POLICY",
     "PORT",
-    "PREFILL_TOKENS_PER_SEC",
     "PROBE",
     "RANKS",
-    "REPLAY_PORT",
     "REPLICAS",
     "ROUTER_TEMPERATURE",
     "SNAPSHOT_EVERY_BYTES",
