@@ -38,6 +38,9 @@ if command -v kubectl >/dev/null 2>&1; then
   for pod in worker-0 worker-1; do
     grep -q "user: shim-$pod," nats/nats.conf
   done
+  # The name under which nginx looks for routers.
+  grep -q '^  name: routers$' <<<"$made"
+  grep -q 'set \$routers routers:8080;' nginx/nginx.conf
   passed kubernetes
 else
   skipped kubernetes kubectl
