@@ -65,7 +65,7 @@ impl EngineKey {
 /// What came in place of the answer that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unanswered {
-    #[error("status {0}: it asks for a key, or for another one (--engine-key-file)")]
+    #[error("status {0}: it asks for a key, or for another one (warmroute-shim --engine-key-file)")]
     Key(StatusCode),
     #[error("status {0}")]
     Status(StatusCode),
