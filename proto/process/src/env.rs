@@ -8,8 +8,9 @@ use clap::Command;
 /// How our names begin.
 pub const PREFIX: &str = "WARMROUTE_";
 
-/// The flags of all our binaries, without [`PREFIX`]. They may share an environment (a pod, a compose file), so that a
-/// name which another one reads is no typing error. Each binary's tests hold its flags against this.
+/// The flags of all our binaries, without [`PREFIX`]. They may share an environment (a pod, a compose
+/// file), so that a name which another one reads is no typing error. Tests hold the binaries' flags
+/// against this, both ways.
 pub const OURS: &[&str] = &[
     "ADMIN_HOST",
     "ADMIN_PORT",
