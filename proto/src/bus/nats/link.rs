@@ -243,10 +243,15 @@ mod tests {
     fn a_reconnect_without_events_is_seen() {
         let (link, statistics) = connected();
         let mut answer = link.await_answer(7, place());
+        let epochs = link.epochs();
         statistics.connects.store(2, Ordering::Relaxed);
         link.look(State::Connected);
-        assert!(link.epochs().has_changed().is_ok());
-        assert_eq!(*link.epochs().borrow(), 2);
+        assert_eq!(
+            epochs.has_changed().ok(),
+            Some(true),
+            "who follows is woken"
+        );
+        assert_eq!(*epochs.borrow(), 2);
         assert!(answer.try_recv().is_err());
         link.look(State::Disconnected);
         assert!(!link.is_up());
