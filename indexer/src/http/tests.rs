@@ -5,6 +5,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_util::task::TaskTracker;
 use warmroute_proto::Tier;
 use warmroute_proto::hash::local_hashes;
+use warmroute_proto::registry::{Lora, WorkerEntry};
 
 use super::*;
 use crate::tests_support::{self, Running, TestShim};
@@ -66,6 +67,12 @@ async fn served() -> (Running, SocketAddr) {
         running.heartbeat(&shim).await;
     }
     running.register("w1", None).await;
+    until_proven(&running).await;
+    (running, address)
+}
+
+/// Every source is exact, and every worker registered.
+async fn until_proven(running: &Running) {
     let proven = || {
         let ready = running.handle.is_ready();
         let digest = running.handle.digest();
@@ -80,7 +87,97 @@ async fn served() -> (Running, SocketAddr) {
     while !proven() {
         tokio::task::yield_now().await;
     }
+}
+
+/// To what [`served`] has: an adapter `a` of `w1`, of which its rank 2 holds four blocks, and a worker
+/// `w2` of the same model with blocks of 32 tokens, which holds four blocks of those very names.
+async fn served_with_others() -> (Running, SocketAddr) {
+    let (running, address) = served().await;
+    let adapter = Lora {
+        name: "a".to_owned(),
+        parent: Some("m".to_owned()),
+    };
+    let size = |tokens| BlockSize::new(tokens);
+    let first = WorkerEntry {
+        loras: vec![adapter],
+        ..tests_support::worker_entry("w1")
+    };
+    let second = WorkerEntry {
+        block_size: size(32),
+        ..tests_support::worker_entry("w2")
+    };
+    for entry in [first, second] {
+        running.register_as(&entry, None).await;
+    }
+    for (name, lora) in [("w1/2", Some("a")), ("w2/0", None)] {
+        let mut shim = TestShim::new(name);
+        let blocks = local_hashes(&tokens(), size(16).unwrap(), Seed::new(lora, None));
+        let (parent, tier) = (None, Tier::Gpu);
+        let stored = Change::Stored {
+            parent,
+            blocks,
+            tier,
+        };
+        running.publish(&shim.record(vec![stored])).await;
+        running.heartbeat(&shim).await;
+    }
+    until_proven(&running).await;
     (running, address)
+}
+
+/// Tokens on the GPU by rank, of `w1`, which alone is asked of.
+fn of_first(answer: &Value) -> Vec<u64> {
+    let instances = answer["instances"].as_object().unwrap();
+    assert_eq!(instances.keys().collect::<Vec<_>>(), ["w1"], "{answer}");
+    let ranks = instances["w1"]["dp"].as_object().unwrap();
+    ranks.values().map(|gpu| gpu.as_u64().unwrap()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_adapter_is_asked_for_as_a_model_or_by_its_name() {
+    let (_running, address) = served_with_others().await;
+    let tokens = tokens();
+    for (body, expected) in [
+        (json!({ "model": "a", "token_ids": tokens }), [0, 0, 64]),
+        (
+            json!({ "model": "m", "lora_name": "a", "block_size": 16, "token_ids": tokens }),
+            [0, 0, 64],
+        ),
+        (
+            json!({ "model": "m", "block_size": 16, "token_ids": tokens }),
+            [32, 16, 0],
+        ),
+    ] {
+        let (status, answer) = json(address, "POST /query", &body).await;
+        assert_eq!(status, 200, "{answer}");
+        assert_eq!(of_first(&answer), expected, "{body}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_of_different_sizes_are_not_counted_together() {
+    let (_running, address) = served_with_others().await;
+    let hashes = local_hashes(&tokens(), BlockSize::new(16).unwrap(), Seed::PLAIN);
+    for scope in [json!({}), json!({ "model": "m" })] {
+        for (head, key, value) in [
+            ("POST /query", "token_ids", json!(tokens())),
+            ("POST /query_by_hash", "block_hashes", json!(hashes)),
+        ] {
+            let mut body = scope.clone();
+            body[key] = value;
+            let (status, answer) = json(address, head, &body).await;
+            assert_eq!(status, 400, "{answer}");
+            let error = answer["error"].as_str().unwrap();
+            assert!(error.contains("block sizes differ"), "{error}");
+            body["block_size"] = json!(16);
+            let (status, answer) = json(address, head, &body).await;
+            assert_eq!(status, 200, "{answer}");
+            assert_eq!(of_first(&answer), [32, 16, 0]);
+        }
+    }
+    let body = json!({ "instance_id": "w2", "block_hashes": hashes });
+    let (_, answer) = json(address, "POST /query_by_hash", &body).await;
+    assert_eq!(answer["instances"]["w2"]["gpu"], 4 * 32, "in its own unit");
 }
 
 #[tokio::test(start_paused = true)]

@@ -391,8 +391,12 @@ impl Running {
     }
 
     pub(crate) async fn register(&self, worker: &str, lease: Option<Duration>) {
-        let key = self.subjects.worker_key(&WorkerId::from(worker));
-        let value = codec::encode(&worker_entry(worker)).unwrap();
+        self.register_as(&worker_entry(worker), lease).await;
+    }
+
+    pub(crate) async fn register_as(&self, entry: &WorkerEntry, lease: Option<Duration>) {
+        let key = self.subjects.worker_key(&entry.worker);
+        let value = codec::encode(entry).unwrap();
         let put = self.plane.put(key, value.into(), PutIf::Always, lease);
         put.await.unwrap();
     }
