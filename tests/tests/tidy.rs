@@ -17,7 +17,7 @@ const STRUCT_FIELDS_MAX: usize = 20;
 const CRATES: [&str; 5] = ["proto", "publisher-shim", "indexer", "router", "tests"];
 
 /// Modules without IO, clock, runtime or chance of their own, as path prefixes.
-const PURE: [&str; 18] = [
+const PURE: [&str; 25] = [
     "proto/src/codec.rs",
     "proto/src/digest.rs",
     "proto/src/hash.rs",
@@ -25,20 +25,27 @@ const PURE: [&str; 18] = [
     "proto/src/load.rs",
     "proto/src/query.rs",
     "proto/src/record.rs",
+    "proto/src/registry.rs",
     "proto/src/sequence.rs",
+    "proto/src/snapshot.rs",
     "proto/src/subject.rs",
+    "proto/src/view.rs",
     "publisher-shim/src/checkpoint",
     "publisher-shim/src/wire",
     "publisher-shim/src/mirror",
     "publisher-shim/src/source",
     "indexer/src/tree",
     "indexer/src/fold",
+    "indexer/src/same_log.rs",
+    "indexer/src/snapshot",
+    "router/src/openai",
     "router/src/route",
-    "router/src/sim",
+    "router/src/sim/",
+    "router/src/simulate",
     "router/src/sync",
 ];
 
-/// What a pure module must not name.
+/// What a pure module must not name, besides `fastrand`'s own generator ([`by_chance`]).
 const IMPURE: [&str; 10] = [
     "tokio::",
     "reqwest::",
@@ -52,17 +59,23 @@ const IMPURE: [&str; 10] = [
     "Rng::new()",
 ];
 
+/// Names one of `fastrand`'s functions: types have capitals, and their seeds are arguments.
+fn by_chance(code: &str) -> bool {
+    let mut uses = code.split("fastrand::").skip(1);
+    uses.any(|rest| rest.starts_with(|c: char| c.is_lowercase()))
+}
+
 struct Source {
     path: String,
     text: String,
 }
 
 impl Source {
-    /// Lines up to the first test module: test modules stand last in a file.
+    /// Lines up to the test module, which stands last in a file, where it is not a file of its own.
     fn production(&self) -> impl Iterator<Item = &str> {
         let end = self
             .text
-            .find("\n#[cfg(test)]\nmod ")
+            .find("\n#[cfg(test)]\nmod tests {")
             .unwrap_or(self.text.len());
         self.text[..end].lines()
     }
@@ -200,7 +213,9 @@ fn pure_modules_are_pure() {
             }
             for (number, line) in (1..).zip(source.production()) {
                 let code = line.split("//").next().unwrap_or("");
-                if let Some(name) = IMPURE.iter().find(|name| code.contains(*name)) {
+                let named = IMPURE.iter().find(|name| code.contains(*name));
+                let chance = by_chance(code).then_some(&"fastrand's own generator");
+                if let Some(name) = named.or(chance) {
                     faults.push(format!("{}:{number}: {name}", source.path));
                 }
             }
@@ -208,6 +223,21 @@ fn pure_modules_are_pure() {
         assert!(seen, "{pure} is listed as pure and does not exist");
     }
     none(&faults);
+}
+
+#[test]
+fn production_is_all_but_the_test_module() {
+    let of = |text: &str| {
+        let (path, text) = (String::new(), text.to_owned());
+        Source { path, text }
+            .production()
+            .collect::<Vec<_>>()
+            .join("|")
+    };
+    let beside = "a\n#[cfg(test)]\nmod tests;\nb\n";
+    assert_eq!(of(beside), "a|#[cfg(test)]|mod tests;|b");
+    assert_eq!(of("a\n#[cfg(test)]\nmod tests {\nb\n}\n"), "a");
+    assert!(by_chance("fastrand::u64(..)") && !by_chance("use fastrand::Rng;"));
 }
 
 #[test]
@@ -300,6 +330,64 @@ fn code_map_is_complete() {
         }
     }
     none(&faults);
+}
+
+/// Where a binary names its metrics, without the prefix that is theirs.
+const METRICS: [(&str, &[&str]); 4] = [
+    (
+        "warmroute_router_",
+        &["router/src/metrics.rs", "router/src/metrics/"],
+    ),
+    (
+        "warmroute_indexer_",
+        &["indexer/src/metrics.rs", "indexer/src/metrics/"],
+    ),
+    ("warmroute_shim_", &["publisher-shim/src/metrics.rs"]),
+    ("warmroute_nats_", &["proto/process/src/nats.rs"]),
+];
+
+/// The words of a text that may be metrics: those that begin like them and go on behind the prefix.
+fn metrics_in<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
+    text.match_indices(prefix).filter_map(|(at, _)| {
+        let rest = &text[at + prefix.len()..];
+        let end = rest.find(|c: char| !c.is_ascii_lowercase() && c != '_' && !c.is_ascii_digit());
+        let name = &rest[..end.unwrap_or(rest.len())];
+        // `warmroute_router_sync_*` is a family.
+        (!name.is_empty() && !name.ends_with('_')).then_some(name)
+    })
+}
+
+/// An alert on a name that nobody has is silent for ever.
+#[test]
+fn metrics_in_documents_and_alerts_exist() {
+    let sources = sources();
+    let root = root();
+    let mut paths = documents();
+    // It tells of names that are gone.
+    paths.retain(|path| !path.ends_with("CHANGELOG.md"));
+    files(&root.join("deploy"), ".yml", &mut paths);
+    let (mut faults, mut alerts) = (Vec::new(), 0);
+    for path in paths {
+        let text = fs::read_to_string(&path).unwrap();
+        for (prefix, places) in METRICS {
+            let named_in = |source: &&Source| places.iter().any(|at| source.path.starts_with(at));
+            let code: Vec<&Source> = sources.iter().filter(named_in).collect();
+            assert!(!code.is_empty(), "nobody has {prefix}");
+            let exists = |name: &str| {
+                let literal = format!("\"{name}\"");
+                code.iter().any(|source| source.text.contains(&literal))
+            };
+            for name in metrics_in(&text, prefix) {
+                alerts += usize::from(path.ends_with("rules.yml"));
+                let of_histogram = ["_bucket", "_sum", "_count"].map(|end| name.strip_suffix(end));
+                if !exists(name) && !of_histogram.into_iter().flatten().any(exists) {
+                    faults.push(format!("{}: {prefix}{name}", path.display()));
+                }
+            }
+        }
+    }
+    none(&faults);
+    assert!(alerts > 15, "the alerts were not read");
 }
 
 /// Text that speaks of the machine it was written on helps no reader.
