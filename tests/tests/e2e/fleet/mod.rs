@@ -217,9 +217,19 @@ impl Fleet {
 
     /// Waits for a condition that has to come true by itself.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Self) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        self.until_within(PATIENCE, what, condition).await;
+    }
+
+    /// The same of what is promised for much sooner than [`PATIENCE`]: `most` is what only a defect takes.
+    pub(crate) async fn until_within(
+        &self,
+        most: Duration,
+        what: &str,
+        condition: impl AsyncFn(&Self) -> bool,
+    ) {
+        let deadline = Instant::now() + most;
         while !condition(self).await {
-            assert!(Instant::now() < deadline, "in vain: {what}");
+            assert!(Instant::now() < deadline, "in vain for {most:?}: {what}");
             sleep(Duration::from_millis(5)).await;
         }
     }

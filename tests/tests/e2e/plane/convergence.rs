@@ -12,6 +12,9 @@ use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
 const LOSS: Duration = Duration::from_secs(5);
 
+/// Agreement is promised within a second after the loss. Only a defect takes so long.
+const AGREED_MAX: Duration = Duration::from_secs(15);
+
 /// Streams a second at each of three routers.
 const RATE: u32 = 30;
 const SHAPE: Shape = Shape {
@@ -60,7 +63,9 @@ async fn routers_agree_soon_after_a_third_of_their_messages_was_lost() {
         lossy.lose(false);
         let since = Instant::now();
         let same = async |fleet: &Fleet| agree(fleet).await;
-        fleet.until("all hold the same of all", same).await;
+        fleet
+            .until_within(AGREED_MAX, "all hold the same of all", same)
+            .await;
         println!("agreed {:?} after the loss, under load", since.elapsed());
         is_over.store(true, Ordering::Relaxed);
     };

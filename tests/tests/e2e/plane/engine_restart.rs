@@ -10,6 +10,9 @@ use super::load::sequential;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
 
+/// By chance every second goes to the new life, and at the beginning more.
+const REQUESTS_MAX: u32 = 2_000;
+
 /// What the old life held is not credited to the new one, its generations are higher, and the new life's
 /// blocks are indexed.
 #[tokio::test(flavor = "multi_thread")]
@@ -50,7 +53,14 @@ async fn an_engine_restarted_in_place_leaves_no_ghost() {
     // The same requests as before: what is credited to the new life it has to hold.
     let mut rng = Rng::with_seed(3);
     let mut by_worker: BTreeMap<String, (u64, u64)> = BTreeMap::new();
-    while by_worker.get("worker-0").is_none_or(|row| row.0 < 20) {
+    for number in 0.. {
+        if by_worker.get("worker-0").is_some_and(|row| row.0 >= 20) {
+            break;
+        }
+        assert!(
+            number < REQUESTS_MAX,
+            "the new life is not chosen: {by_worker:?}"
+        );
         let (path, body) = request(&mut rng);
         let served = serve(&fleet, path, &body).await;
         let credited = served.overlap_blocks * BLOCK;

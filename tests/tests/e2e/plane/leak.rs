@@ -42,8 +42,12 @@ impl Ends {
             ("refused or failed", &self.refused),
             ("broken off", &self.broken),
         ]
-        .map(|(name, count)| (name, count.load(Ordering::Relaxed)))
+        .map(|(name, count)| (name, get(count)))
     }
+}
+
+fn get(count: &AtomicU64) -> u64 {
+    count.load(Ordering::Relaxed)
 }
 
 /// One client on a connection of its own, which goes with it.
@@ -157,15 +161,15 @@ async fn nothing_stays_of_many_requests_however_they_end() {
         }
     });
     let work = clients.buffer_unordered(CLIENTS).collect::<Vec<()>>();
+    let kills = AtomicU64::new(0);
     let faults = async {
-        let mut restarts = 0;
         loop {
             sleep(Duration::from_secs(3)).await;
+            let kill = kills.fetch_add(1, Ordering::Relaxed);
             fleet.engines[2].process.kill();
             sleep(Duration::from_millis(500)).await;
             fleet.engines[2].process.restart().await;
-            restarts += 1;
-            println!("restart {restarts} after {:?}", begin.elapsed());
+            println!("restart {kill} after {:?}", begin.elapsed());
         }
     };
     tokio::select! {
@@ -180,6 +184,12 @@ async fn nothing_stays_of_many_requests_however_they_end() {
         begin.elapsed(),
         ends.counted()
     );
+    let [whole, refused, broken] = [&ends.whole, &ends.refused, &ends.broken].map(get);
+    assert_eq!(refused, 0, "two engines serve at any time");
+    assert!(whole > sent / 10, "{whole} of {sent} came to their end");
+    // An engine that is killed had what was open at most.
+    let held = kills.into_inner() * CLIENTS as u64;
+    assert!(broken <= held, "{broken} broke, {held} could");
     nothing_is_left(&fleet).await;
 }
 

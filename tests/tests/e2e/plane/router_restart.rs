@@ -3,6 +3,7 @@
 use reqwest::Response;
 use serde_json::json;
 use tokio::time::Instant;
+use warmroute_router::sync::JOIN_MAX;
 
 use super::load::sequential;
 use crate::fleet::{Engines, Flags, Fleet, Mode};
@@ -55,18 +56,20 @@ async fn a_killed_routers_load_leaves_the_others() {
 async fn a_joining_router_knows_the_load_before_it_is_ready() {
     let mut fleet = Fleet::start(MODE, ENGINES, Flags::default()).await;
     let open = [streams(&fleet, 0, 4).await, streams(&fleet, 1, 3).await];
-    fleet.add_router().await;
     let started = Instant::now();
+    fleet.add_router().await;
     let base = fleet.routers[2].base();
     let ready = async |fleet: &Fleet| fleet.is_ready(&base).await;
     fleet.until("the new one is ready", ready).await;
+    let took = started.elapsed();
     let slots = fleet.get(fleet.admin(2, "/v1/slots")).await;
     let known = active(&fleet, 2).await;
-    println!(
-        "ready {:?} after its start, with {known} requests",
-        started.elapsed()
-    );
-    assert_eq!(known, 7, "what it knew as it became ready: {slots}");
+    println!("ready {took:?} after its start, with {known} requests");
+    // One that was ready later may have given up waiting, as it should.
+    let knew = known == 7 || took >= JOIN_MAX;
+    assert!(knew, "what it knew as it became ready: {slots}");
+    let all = async |fleet: &Fleet| active(fleet, 2).await == 7;
+    fleet.until("it knows all", all).await;
     drop(open);
     fleet.until_idle().await;
 }

@@ -1,6 +1,6 @@
 //! A shim dies while its engine works on.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use fastrand::Rng;
 use tokio::time::Instant;
@@ -9,6 +9,9 @@ use super::equality::{generations, states, until_equal};
 use super::load::sequential;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
+
+/// Only a defect takes so long.
+const LONG: Duration = Duration::from_secs(120);
 
 const MODE: Mode = Mode::Nats {
     indexers: 2,
@@ -73,7 +76,9 @@ async fn a_killed_shim_comes_back_as_its_state_allows() {
 
     let reset = fleet.engine(1, "/reset_prefix_cache");
     fleet.http.post(reset).send().await.unwrap();
+    let reset = Instant::now();
     while states(&fleet, &index).await["worker-1/0"] != "exact" {
+        assert!(reset.elapsed() < LONG, "never exact after its reset");
         let (path, body) = request(&mut rng);
         serve(&fleet, path, &body).await;
     }
@@ -135,8 +140,13 @@ fn modified(file: &str) -> Option<SystemTime> {
 /// Requests until no replay buffer has its engine's first batches.
 async fn fill_replay_buffers(fleet: &Fleet) {
     let mut rng = Rng::with_seed(12);
+    let begin = Instant::now();
     let mut last = 0;
     while last < 450 {
+        assert!(
+            begin.elapsed() < LONG,
+            "some engine has {last} batches only"
+        );
         for _ in 0..20 {
             let (path, body) = request(&mut rng);
             serve(fleet, path, &body).await;

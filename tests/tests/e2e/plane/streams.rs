@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::StreamExt as _;
+use futures_util::future::join_all;
 use futures_util::stream;
 use reqwest::{Client, Response};
 use serde_json::{Value, json};
@@ -14,7 +15,7 @@ const CONNECTING: usize = 100;
 
 /// Opens so many streams that go on until they are dropped, each with its first chunk read.
 pub(crate) async fn open(http: &Client, base: &str, count: u64) -> Vec<Response> {
-    let opened = stream::iter(0..count).map(|number| async move {
+    let headed = stream::iter(0..count).map(|number| async move {
         let prompt = format!("Stream {number}: count, and do not stop.");
         let body = body(&prompt, 3000);
         let sent = http.post(format!("{base}/v1/completions")).json(&body);
@@ -22,7 +23,13 @@ pub(crate) async fn open(http: &Client, base: &str, count: u64) -> Vec<Response>
         assert!(answer.status().is_success(), "{}", answer.status());
         answer
     });
-    opened.buffer_unordered(CONNECTING).collect().await
+    let headed: Vec<Response> = headed.buffer_unordered(CONNECTING).collect().await;
+    join_all(headed.into_iter().map(|mut answer| async {
+        let chunk = answer.chunk().await.expect("no failure");
+        assert!(chunk.is_some_and(|chunk| !chunk.is_empty()), "a chunk");
+        answer
+    }))
+    .await
 }
 
 pub(crate) fn body(prompt: &str, tokens: u32) -> Value {
@@ -45,10 +52,10 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// Requests under way.
-    pub(crate) fn open(&self) -> u64 {
+    /// Requests that ended, and then those that were sent before: never fewer.
+    pub(crate) fn ended_and_sent(&self) -> (u64, u64) {
         let ended = self.whole.load(Ordering::SeqCst) + self.failed.load(Ordering::SeqCst);
-        self.sent.load(Ordering::SeqCst) - ended
+        (ended, self.sent.load(Ordering::SeqCst))
     }
 
     /// One stream from its first byte to its last. What fails is told and counted.
