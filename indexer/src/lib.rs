@@ -25,7 +25,9 @@ pub mod verify;
 mod view;
 
 pub use metrics::unix_ns;
-pub use service::{Handle, IndexerConfig, Replica, Service, SnapshotConfig, TaskFailed};
+pub use service::{
+    Handle, IndexerConfig, READY_LAG_MAX, Replica, Service, SnapshotConfig, TaskFailed,
+};
 pub use view::{SourceDump, SourceView, TierWords, WorkerView};
 
 #[cfg(test)]

@@ -69,7 +69,7 @@ const RETRY: Duration = Duration::from_millis(500);
 const STATUS_DEADLINE: Duration = Duration::from_secs(1);
 
 /// A replica that is further behind than this is not ready.
-const READY_LAG_MAX: u64 = 1000;
+pub const READY_LAG_MAX: u64 = 1000;
 
 #[derive(Clone, Debug)]
 pub struct IndexerConfig {

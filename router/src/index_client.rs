@@ -22,10 +22,10 @@ use warmroute_proto::subject::Subjects;
 use crate::replicas::Replicas;
 
 /// Later than this an answer is worth less than the time: the ladder goes on without it.
-const DEADLINE: Duration = Duration::from_millis(10);
+pub const DEADLINE: Duration = Duration::from_millis(10);
 
 /// Until a second replica is asked. Well above a round trip, so that few questions are asked twice.
-const HEDGE: Duration = Duration::from_millis(3);
+pub const HEDGE: Duration = Duration::from_millis(3);
 
 /// Longer prompts are asked for their first blocks only, so that every question fits into a message
 /// of any server: what lies beyond is not credited.

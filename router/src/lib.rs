@@ -21,7 +21,7 @@ mod embedded;
 mod error;
 mod fleet;
 pub mod health;
-mod index_client;
+pub mod index_client;
 mod journal;
 mod metrics;
 pub mod openai;

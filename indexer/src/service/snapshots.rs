@@ -14,21 +14,11 @@ use super::follow::{CutMade, CutRequest};
 use super::*;
 use crate::fold::NoCut;
 use crate::metrics::SnapshotOutcome;
-use crate::snapshot::policy::{self, Progress};
+use crate::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, Progress};
 use crate::snapshot::{Name, format};
 
 /// How often it is looked whether one is due.
 const LOOK: Duration = Duration::from_secs(1);
-
-/// After one that failed.
-const PAUSE: Duration = Duration::from_secs(10);
-
-/// While another replica is writing one.
-const BUSY_PAUSE: Duration = Duration::from_secs(2);
-
-/// Longer than writing one takes, usually; if it is not, two replicas write one. A writer that dies
-/// keeps the others waiting this long.
-const LEASE: Duration = Duration::from_secs(10);
 
 /// The writer is busy restoring, or the plane is away.
 const CUT_DEADLINE: Duration = Duration::from_secs(30);

@@ -14,6 +14,16 @@ use warmroute_proto::{LogPosition, StreamIdentity};
 /// Snapshots go from the store by age (7 days by default): an idle fleet's is written anew in time.
 const REFRESH: Duration = Duration::from_secs(24 * 60 * 60);
 
+/// Until the next is tried after one that failed.
+pub const PAUSE: Duration = Duration::from_secs(10);
+
+/// The same while another replica is writing one.
+pub const BUSY_PAUSE: Duration = Duration::from_secs(2);
+
+/// The writer's. Longer than writing one takes, usually; if it is not, two replicas write one. A writer that
+/// dies keeps the others waiting this long.
+pub const LEASE: Duration = Duration::from_secs(10);
+
 /// When a snapshot is due.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {

@@ -21,6 +21,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::World;
 use super::engine::EngineNode;
+use super::faults::Fault;
 use super::host::Event;
 use super::indexer::{IndexRun, Phase};
 use super::model::Pair;
@@ -79,7 +80,7 @@ pub(super) struct RouterChecks {
 pub(super) struct Checks {
     pub(super) broken: Option<String>,
     pub(super) events: u64,
-    pub(super) faults: u64,
+    pub(super) faults: Vec<Fault>,
     pub(super) compared: u64,
     pub(super) exact: u64,
     pub(super) snapshots: u64,
@@ -151,7 +152,8 @@ impl Vouched {
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     pub events: u64,
-    pub faults: u64,
+    /// Those that found something that could go wrong.
+    pub faults: Vec<Fault>,
     /// Credited tiers that were compared with the engine's truth; of these, exact ones.
     pub compared: u64,
     pub exact: u64,
@@ -182,7 +184,7 @@ impl Checks {
     pub(super) fn report(&self) -> Report {
         Report {
             events: self.events,
-            faults: self.faults,
+            faults: self.faults.clone(),
             compared: self.compared,
             exact: self.exact,
             snapshots: self.snapshots,

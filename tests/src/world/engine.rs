@@ -243,10 +243,11 @@ impl World {
 
     // --- lives
 
-    pub(super) fn kill_engine(&mut self, at: usize) {
+    /// Did it run?
+    pub(super) fn kill_engine(&mut self, at: usize) -> bool {
         let engine = &mut self.engines[at];
         if !std::mem::replace(&mut engine.is_up, false) {
-            return;
+            return false;
         }
         let truth = engine.life.begin();
         engine.number += 1;
@@ -257,6 +258,7 @@ impl World {
         self.disconnect_zmq(2 * at);
         self.disconnect_zmq(2 * at + 1);
         self.tell_all_guests(at, Http::Broken);
+        true
     }
 
     pub(super) fn start_engine(&mut self, at: usize) {
@@ -276,9 +278,9 @@ impl World {
     }
 
     /// Restarted at once, and past its former sequence before anybody listens.
-    pub(super) fn restart_plausibly(&mut self, at: usize) {
+    pub(super) fn restart_plausibly(&mut self, at: usize) -> bool {
         let reached = self.engines[at].life.batches.len();
-        self.kill_engine(at);
+        let did_run = self.kill_engine(at);
         self.engines[at].is_up = true;
         self.engines[at].up_since = self.now;
         let reach = reached + self.rng.usize(0..3);
@@ -290,6 +292,7 @@ impl World {
             self.engine_step(at);
         }
         self.connect_shims(at);
+        did_run
     }
 
     /// The engine's cache is emptied, and it says so.

@@ -362,24 +362,37 @@ impl World {
             return;
         }
         self.note(|| format!("FAULT {fault:?}"));
-        self.checks.faults += 1;
         self.fault_lasts(Duration::ZERO);
+        if self.goes_wrong(fault) {
+            self.checks.faults.push(fault);
+        }
+    }
+
+    /// Was there anything that could? A process that does not run cannot be killed.
+    fn goes_wrong(&mut self, fault: Fault) -> bool {
         match fault {
             Fault::EngineRestart(at) => {
-                self.kill_engine(at);
+                let did_run = self.kill_engine(at);
                 let after = self.millis(10..6_000);
                 self.fault_lasts(after);
                 self.plan(after, Event::EngineStart(at));
+                did_run
             }
             Fault::EngineRestartPlausible(at) => self.restart_plausibly(at),
-            Fault::EngineReset(at) => self.engines[at].life.reset(),
-            Fault::EngineEvict(at) => self.engines[at].life.evict(&mut self.rng),
-            Fault::ZmqLost(at) => self.send_zmq(2 * at, Zmq::Lost),
+            Fault::EngineReset(at) => self.engines[at].life.reset() && self.engines[at].is_up,
+            Fault::EngineEvict(at) => {
+                self.engines[at].life.evict(&mut self.rng) && self.engines[at].is_up
+            }
+            Fault::ZmqLost(at) => {
+                self.send_zmq(2 * at, Zmq::Lost);
+                self.shims[2 * at].run.is_some()
+            }
             Fault::ZmqDisconnect(at) => {
-                self.disconnect_zmq(2 * at);
+                let was_joined = self.disconnect_zmq(2 * at);
                 if self.engines[at].is_up && self.hosts[self.shims[2 * at].host].is_up {
                     self.plan_connect(2 * at);
                 }
+                was_joined
             }
             Fault::ShimCrash(at) => self.crash(self.shims[at].host),
             Fault::SecondShim(at) => {
@@ -389,9 +402,10 @@ impl World {
                 } else {
                     self.start_soon(host);
                 }
+                true
             }
             Fault::CorruptState(at) => self.corrupt_state(at),
-            Fault::LoseState(at) => self.shims[at].disk = None,
+            Fault::LoseState(at) => self.shims[at].disk.take().is_some(),
             Fault::IndexerCrash(at) => self.crash(self.indexers[at].host),
             Fault::CutShim(at) => self.cut(self.shims[at].host),
             Fault::CutIndexer(at) => self.cut(self.indexers[at].host),
@@ -437,22 +451,24 @@ impl World {
         self.plan(after, Event::StallSome);
     }
 
-    fn machine_down(&mut self, worker: usize) {
+    fn machine_down(&mut self, worker: usize) -> bool {
         let host = self.shims[2 * worker].host;
-        self.crash_for_good(host);
-        self.kill_engine(worker);
+        let shim_ran = self.crash_for_good(host);
+        let engine_ran = self.kill_engine(worker);
         let engine_away = Duration::from_millis(self.dice.u64(10..6_000));
         let shim_away = Duration::from_millis(self.dice.u64(9_000..15_000));
         self.fault_lasts(shim_away);
         self.plan(engine_away, Event::EngineStart(worker));
         self.plan(shim_away, Event::Start(host));
+        shim_ran || engine_ran
     }
 
-    fn stall(&mut self, host: usize) {
+    fn stall(&mut self, host: usize) -> bool {
         let after = Duration::from_millis(self.dice.u64(10..9_000));
         self.fault_lasts(after);
         let node = &mut self.hosts[host];
         node.stalled_until = node.stalled_until.max(self.now + after);
+        node.is_up
     }
 
     fn fault_lasts(&mut self, time: Duration) {
@@ -460,17 +476,20 @@ impl World {
         *end = (*end).max(self.now + time);
     }
 
-    fn plane_fault(&mut self, fault: Fault) {
-        match fault {
-            Fault::Copy => self.plane.save_copy(),
+    fn plane_fault(&mut self, fault: Fault) -> bool {
+        let is_done = match fault {
+            Fault::Copy => {
+                self.plane.save_copy();
+                true
+            }
             Fault::LoseTail => {
                 let messages = self.rng.usize(1..12);
                 self.server_restarts();
-                self.plane.lose_tail(messages);
+                self.plane.lose_tail(messages)
             }
             Fault::RollBack => {
                 self.server_restarts();
-                self.plane.roll_back();
+                self.plane.roll_back()
             }
             Fault::Recreate => {
                 let identity = StreamIdentity {
@@ -479,26 +498,29 @@ impl World {
                 };
                 self.server_restarts();
                 self.plane.recreate(identity);
+                true
             }
             Fault::Trim => {
                 let keep = self.rng.usize(0..10);
-                self.plane.log.trim(keep);
+                self.plane.log.trim(keep)
             }
             Fault::TrimAll => self.plane.log.trim(0),
             Fault::LeaderChange => {
                 self.cut_all_for(10..2_000, 300);
                 let until = self.now + self.millis(0..2_500);
                 self.plane.begin_lag(until);
+                true
             }
             Fault::ClockJump => {
                 self.cut_all_for(10..2_000, 300);
                 let ahead = Duration::from_millis(self.dice.u64(0..60_000));
                 self.plane.another_clock(ahead);
                 self.vouched.clock_jumped = Some(self.now);
+                true
             }
             Fault::LoseRegistry => {
                 self.checks.history_lost = true;
-                self.plane.lose_registry();
+                self.plane.lose_registry()
             }
             Fault::LoseLeases => {
                 let leased = |(_, entry): &(&String, &super::plane::Entry)| entry.expires.is_some();
@@ -509,16 +531,18 @@ impl World {
                     .filter(leased)
                     .map(|(key, _)| key.clone())
                     .collect();
-                for key in keys {
-                    self.plane.remove(&key);
+                for key in &keys {
+                    self.plane.remove(key);
                 }
+                !keys.is_empty()
             }
-            Fault::LoseSnapshots => self.plane.blobs.clear(),
+            Fault::LoseSnapshots => !std::mem::take(&mut self.plane.blobs).is_empty(),
             Fault::CorruptSnapshot => self.corrupt_snapshot(),
             _ => self.record_fault(fault),
-        }
+        };
         self.tell_watchers();
         self.pump_all();
+        is_done
     }
 
     /// Everybody is cut off for a moment, or hardly notices.
@@ -535,18 +559,18 @@ impl World {
         }
     }
 
-    fn record_fault(&mut self, fault: Fault) {
+    fn record_fault(&mut self, fault: Fault) -> bool {
         let status = self.plane.log.status();
         if status.first > status.last {
-            return;
+            return false;
         }
         let position = LogPosition(self.rng.u64(status.first.0..=status.last.0));
         let Some(message) = self.plane.log.at(position).cloned() else {
-            return;
+            return false;
         };
         let mut payload = message.payload.to_vec();
         if payload.is_empty() {
-            return;
+            return false;
         }
         let mut subject = message.subject;
         match fault {
@@ -577,24 +601,25 @@ impl World {
             let mut bytes = message.payload.to_vec();
             let at = self.rng.usize(0..bytes.len().max(1));
             if bytes.is_empty() {
-                return;
+                return true;
             }
             bytes[at] ^= 1 << self.rng.u8(0..8);
             message.payload = Bytes::from(bytes);
         }
+        true
     }
 
-    fn corrupt_snapshot(&mut self) {
+    fn corrupt_snapshot(&mut self) -> bool {
         let count = self.plane.blobs.len();
         if count == 0 {
-            return;
+            return false;
         }
         let at = self.rng.usize(0..count);
         let (_, blob) = self.plane.blobs.iter_mut().nth(at).unwrap();
         let mut bytes = blob.to_vec();
         // Cut down to nothing before.
         if bytes.is_empty() {
-            return;
+            return false;
         }
         if self.rng.bool() {
             let at = self.rng.usize(0..bytes.len());
@@ -603,14 +628,18 @@ impl World {
             bytes.truncate(self.rng.usize(0..bytes.len()));
         }
         *blob = Bytes::from(bytes);
+        true
     }
 
-    fn corrupt_state(&mut self, at: usize) {
+    fn corrupt_state(&mut self, at: usize) -> bool {
         if let Some(disk) = &mut self.shims[at].disk {
             let mut bytes = disk.to_vec();
             let at = self.rng.usize(0..bytes.len());
             bytes[at] ^= 1 << self.rng.u8(0..8);
             *disk = Bytes::from(bytes);
+            true
+        } else {
+            false
         }
     }
 
@@ -634,17 +663,19 @@ impl World {
         }
     }
 
-    fn crash(&mut self, host: usize) {
-        self.crash_for_good(host);
+    fn crash(&mut self, host: usize) -> bool {
+        let did_run = self.crash_for_good(host);
         let after = self.millis(1..9_000);
         self.fault_lasts(after);
         self.plan(after, Event::Start(host));
+        did_run
     }
 
-    fn crash_for_good(&mut self, host: usize) {
+    /// Did it run?
+    fn crash_for_good(&mut self, host: usize) -> bool {
         let node = &mut self.hosts[host];
         let life = node.life;
-        node.is_up = false;
+        let did_run = std::mem::replace(&mut node.is_up, false);
         node.life += 1;
         node.is_paused = false;
         node.waiting.clear();
@@ -658,17 +689,20 @@ impl World {
             Kind::Indexer(at) => self.indexers[at].run = None,
             Kind::Router(at) => self.router_is_gone(at, life),
         }
+        did_run
     }
 
-    fn cut(&mut self, host: usize) {
+    fn cut(&mut self, host: usize) -> bool {
         let after = self.millis(10..12_000);
         self.fault_lasts(after);
         self.plan(Duration::ZERO, Event::Link(host, false));
         self.plan(after, Event::Link(host, true));
+        !self.hosts[host].is_cut
     }
 
-    fn cut_all(&mut self) {
+    fn cut_all(&mut self) -> bool {
         self.cut_all_for(10..10_000, 4_000);
+        self.hosts.iter().any(|host| !host.is_cut)
     }
 
     fn cut_all_for(&mut self, away: std::ops::Range<u64>, spread: u64) {
@@ -681,13 +715,15 @@ impl World {
         }
     }
 
-    fn pause(&mut self, host: usize) {
+    fn pause(&mut self, host: usize) -> bool {
         let after = self.millis(10..20_000);
-        if self.hosts[host].is_up {
-            self.fault_lasts(after);
-            self.hosts[host].is_paused = true;
-            self.plan(after, Event::Resume(host));
+        if !self.hosts[host].is_up {
+            return false;
         }
+        self.fault_lasts(after);
+        self.hosts[host].is_paused = true;
+        self.plan(after, Event::Resume(host));
+        true
     }
 
     /// What waited comes at once, in its order.

@@ -139,14 +139,20 @@ impl Life {
         }
     }
 
-    pub fn reset(&mut self) {
-        self.is_untold |= self.engine.reset_prefix_cache();
+    /// Was it done?
+    pub fn reset(&mut self) -> bool {
+        let is_done = self.engine.reset_prefix_cache();
+        self.is_untold |= is_done;
+        is_done
     }
 
-    pub fn evict(&mut self, rng: &mut Rng) {
+    /// Was there anything to evict?
+    pub fn evict(&mut self, rng: &mut Rng) -> bool {
         let held = self.engine.held();
         let victim = (!held.is_empty()).then(|| held[rng.usize(0..held.len())].prefix);
-        self.is_untold |= victim.is_some_and(|prefix| self.engine.evict(prefix));
+        let is_done = victim.is_some_and(|prefix| self.engine.evict(prefix));
+        self.is_untold |= is_done;
+        is_done
     }
 
     #[must_use]

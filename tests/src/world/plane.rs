@@ -107,10 +107,13 @@ impl Log {
     }
 
     /// Lets the oldest go.
-    pub(super) fn trim(&mut self, keep: usize) {
+    /// Was there more?
+    pub(super) fn trim(&mut self, keep: usize) -> bool {
+        let is_more = self.messages.len() > keep;
         while self.messages.len() > keep {
             self.messages.pop_front();
         }
+        is_more
     }
 
     pub(super) fn at(&self, position: LogPosition) -> Option<&LogMessage> {
@@ -335,12 +338,15 @@ impl Plane {
     }
 
     /// The log's last messages are gone; positions are given again.
-    pub(super) fn lose_tail(&mut self, messages: usize) {
+    /// Was there any?
+    pub(super) fn lose_tail(&mut self, messages: usize) -> bool {
+        let is_any = !self.log.messages.is_empty();
         for _ in 0..messages {
             if let Some(lost) = self.log.messages.pop_back() {
                 self.log.last = LogPosition(lost.position.0 - 1);
             }
         }
+        is_any
     }
 
     pub(super) fn recreate(&mut self, identity: StreamIdentity) {
@@ -348,10 +354,13 @@ impl Plane {
         self.copy = None;
     }
 
-    pub(super) fn lose_registry(&mut self) {
+    /// Was there anything in it?
+    pub(super) fn lose_registry(&mut self) -> bool {
+        let is_any = !self.keys.is_empty();
         for key in self.keys.keys().cloned().collect::<Vec<_>>() {
             self.remove(&key);
         }
         self.revision = 0;
+        is_any
     }
 }

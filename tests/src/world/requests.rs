@@ -16,6 +16,7 @@ use warmroute_proto::load::SlotEnd;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::{BlockSize, Generation, PrefixHash, Seed, Source, Tier, Tiers};
 use warmroute_router::health::Sight;
+use warmroute_router::index_client::{DEADLINE, HEDGE};
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::view::{FORGOTTEN, LAG_MAX};
 use warmroute_router::route::{Admitted, Ask, Decision, Prompt, SlotEvent};
@@ -27,8 +28,6 @@ use super::plane::At;
 use super::router::{PROBE_EVERY, RouterRun};
 use super::{Breakage, World};
 
-const DEADLINE: Duration = Duration::from_millis(10);
-const HEDGE: Duration = Duration::from_millis(3);
 /// Clients come so long into the calm.
 const COME_ON: Duration = Duration::from_secs(3);
 /// The view keeps numbers of so short a time as one.

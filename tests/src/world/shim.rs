@@ -175,10 +175,13 @@ impl World {
         }
     }
 
-    pub(super) fn disconnect_zmq(&mut self, at: usize) {
-        if std::mem::replace(&mut self.shims[at].is_joined, false) {
+    /// Was it connected?
+    pub(super) fn disconnect_zmq(&mut self, at: usize) -> bool {
+        let was_joined = std::mem::replace(&mut self.shims[at].is_joined, false);
+        if was_joined {
             self.send_zmq(at, Zmq::Disconnected);
         }
+        was_joined
     }
 
     pub(super) fn shim_input(&mut self, at: usize, input: Input) {

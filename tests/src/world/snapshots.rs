@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use warmroute_indexer::READY_LAG_MAX;
 use warmroute_indexer::same_log;
-use warmroute_indexer::snapshot::policy::{self, Reading, Schedule};
+use warmroute_indexer::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, Reading, Schedule};
 use warmroute_indexer::snapshot::{Name, format};
 use warmroute_proto::bus::{LogStatus, PutIf, Revision};
 use warmroute_proto::codec;
@@ -15,10 +16,6 @@ use super::indexer::{IndexRun, IndexThen, Phase};
 use super::plane::{Op, Reply};
 use super::{Breakage, World};
 
-const LEASE: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_secs(10);
-const BUSY_PAUSE: Duration = Duration::from_secs(2);
-const READY_LAG_MAX: u64 = 1000;
 const POINTER_TRIES: u32 = 8;
 
 /// What has come of a writing so far.

@@ -12,9 +12,9 @@ use super::host::Input;
 
 impl World {
     /// The worker's last heartbeat once more, as if it were of now, on the subject of another one.
-    pub(super) fn speak_for_another(&mut self, worker: usize) {
+    pub(super) fn speak_for_another(&mut self, worker: usize) -> bool {
         let Some(last) = self.last_heartbeat(worker) else {
-            return;
+            return false;
         };
         let other = match self.rates.workers {
             1 => Source {
@@ -24,12 +24,13 @@ impl World {
             workers => self.engines[(worker + 1) % workers].source.clone(),
         };
         self.say(&other, &last);
+        true
     }
 
     /// The highest generation there is: said by a heartbeat, or in the log, or in the registry.
-    pub(super) fn claim_the_last_generation(&mut self, worker: usize) {
+    pub(super) fn claim_the_last_generation(&mut self, worker: usize) -> bool {
         let Some(last) = self.last_heartbeat(worker) else {
-            return;
+            return false;
         };
         let generation = Generation(u64::MAX);
         let source = last.source.clone();
@@ -58,6 +59,7 @@ impl World {
                 self.plane.overwrite(key, value.into());
             }
         }
+        true
     }
 
     fn last_heartbeat(&self, worker: usize) -> Option<Heartbeat> {
