@@ -70,7 +70,7 @@ pub const FRAME_PAUSE: Duration = Duration::from_micros(300);
 
 /// What is not urgent ([`SlotEvent::is_urgent`](crate::route::SlotEvent::is_urgent)) leaves with the
 /// next frame, or after this.
-pub const LAZY_PAUSE: Duration = Duration::from_millis(200);
+pub const LAZY_PAUSE: Duration = Duration::from_millis(500);
 
 /// A question that was not answered by now is asked again.
 pub const ASK_TIMEOUT: Duration = Duration::from_millis(200);
