@@ -5,7 +5,7 @@
 //! teaches how its time compares to what the median of those that could have taken the request would
 //! have needed for as many tokens ahead ([`super::ttft::Ttft::typical`]).
 //!
-//! Up to [`SLOW`] is chance: queues, preemptions and batches make single first tokens late by a factor of
+//! Up to twice that is chance: queues, preemptions and batches make single first tokens late by a factor of
 //! two or three. What was learned decays, so that a source which nobody uses any more is tried again. A
 //! source that gives no first token at all is a stall's matter ([`super::stall`]).
 
