@@ -123,6 +123,32 @@ fn routers_that_tell_each_other_are_no_worse_than_deaf_ones() {
     assert!(told < 1.15 * one, "{told} ms by four, {one} ms by one");
 }
 
+/// Bursts of eight requests with one prefix each, all of a burst within less than the delay: every router
+/// decides blindly. What one router spreads is spread by eight as well, once later choices have moved.
+#[test]
+fn a_burst_of_one_prefix_within_the_delay_is_spread_as_one_router_would() {
+    let request = |number: u32| {
+        let (burst, place) = (number / 8, number % 8);
+        let ids: Vec<u32> = (burst * 8..burst * 8 + 8).collect();
+        let at = burst * 100_000 + place;
+        format!(r#"{{"timestamp":{at},"input_length":4096,"output_length":64,"hash_ids":{ids:?}}}"#)
+    };
+    let trace: Vec<String> = (0..320).map(request).collect();
+    let trace = trace.join("\n");
+    // Half a millisecond from one to the next.
+    let found = |routers: u32, name: &str| {
+        let flags = format!("--capacity 0.16 --load 1 --sync-ms 5 --routers {routers}");
+        mean(&trace, &flags, name)
+    };
+    let [one, eight] = [1, 8].map(|routers| found(routers, "ttft_mean_ms"));
+    let busiest = [1, 8].map(|routers| found(routers, "busiest_worker"));
+    println!("{one} ms by one, {eight} ms by eight; the busiest worker's part {busiest:?}");
+    // They were blind, and found out.
+    assert!(found(8, "moved_share") > 0.1);
+    assert!(eight < 1.05 * one, "{eight} ms by eight, {one} ms by one");
+    assert!(busiest.iter().all(|&part| part < 1.1), "{busiest:?}");
+}
+
 /// The share of the slow one, and what it makes of the mean; later it is a worker like the others.
 #[test]
 fn a_slow_worker_loses_its_share_and_gets_it_back() {
