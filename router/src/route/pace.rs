@@ -26,6 +26,9 @@ const ALIKE_SECS: f64 = 0.02;
 const SLOW: f64 = 2.0;
 const SLOW_IN_FULL: f64 = 3.0;
 
+/// The logarithm of [`SLOW`].
+const SLOW_LOG: f64 = std::f64::consts::LN_2;
+
 /// What is slower is a stall.
 const SLOWNESS_MAX: f64 = 10.0;
 
@@ -74,7 +77,11 @@ impl Paces {
     /// What its cost is multiplied with: 1 unless it is slow.
     #[must_use]
     pub fn slowness(&self, source: SourceId, now: Instant) -> f64 {
-        self.ratio(source, now).map_or(1.0, factor)
+        // Of most sources nothing has to be computed: what fades comes nearer to none.
+        match self.0.get(source) {
+            Some(Some(pace)) if pace.log > SLOW_LOG => factor(pace.faded(now).exp()),
+            Some(_) | None => 1.0,
+        }
     }
 }
 
@@ -210,6 +217,7 @@ mod tests {
         let near = |ratio: f64| (factor(ratio - 1e-9) - factor(ratio + 1e-9)).abs() < 1e-6;
         assert!([SLOW, SLOW_IN_FULL, SLOWNESS_MAX].into_iter().all(near));
         assert_eq!([0.1, 1.0, SLOW].map(factor), [1.0; 3]);
+        assert_eq!(SLOW.ln(), SLOW_LOG);
         assert_eq!([SLOW_IN_FULL, 5.0, 1e9].map(factor), [3.0, 5.0, 10.0]);
     }
 }
