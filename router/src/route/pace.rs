@@ -52,14 +52,30 @@ impl Paces {
         elapsed: Duration,
         now: Instant,
     ) {
-        let ratio = (elapsed.as_secs_f64() + ALIKE_SECS) / (predicted.as_secs_f64() + ALIKE_SECS);
-        let lesson = ratio.ln().clamp(-SLOWNESS_MAX.ln(), SLOWNESS_MAX.ln());
+        let lesson = ratio(predicted, elapsed)
+            .ln()
+            .clamp(-SLOWNESS_MAX.ln(), SLOWNESS_MAX.ln());
         let pace = self.0.get_mut(source);
         let log = pace.map_or(0.0, |pace| pace.faded(now));
         *pace = Some(Pace {
             log: log + ALPHA * (lesson - log),
             at: now,
         });
+    }
+
+    /// No first token came within `elapsed`, and none will: it would have been later than that. Clients
+    /// that do not wait for a slow source would else keep it from being known as one.
+    pub fn gave_up(
+        &mut self,
+        source: SourceId,
+        predicted: Duration,
+        elapsed: Duration,
+        now: Instant,
+    ) {
+        let known = self.ratio(source, now).unwrap_or(1.0);
+        if ratio(predicted, elapsed) > known {
+            self.learn(source, predicted, elapsed, now);
+        }
     }
 
     /// What it taught may not hold any more: the engine restarted.
@@ -90,6 +106,10 @@ impl Pace {
         let idle = now.saturating_duration_since(self.at);
         self.log * 0.5_f64.powf(idle.as_secs_f64() / HALF_LIFE.as_secs_f64())
     }
+}
+
+fn ratio(predicted: Duration, elapsed: Duration) -> f64 {
+    (elapsed.as_secs_f64() + ALIKE_SECS) / (predicted.as_secs_f64() + ALIKE_SECS)
 }
 
 /// Of a ratio to the others: continuous, so that nothing flaps at a threshold.
@@ -210,6 +230,29 @@ mod tests {
         assert!((9.9..=SLOWNESS_MAX).contains(&fleet.slowness()[1]));
         fleet.paces.restarted(fleet.sources[1]);
         assert_eq!(fleet.slowness(), [1.0; 2]);
+    }
+
+    #[test]
+    fn who_is_given_up_teaches_that_it_is_at_least_so_late() {
+        let mut fleet = Fleet::of(1);
+        let source = fleet.sources[0];
+        for times in [0.0, 0.5, 0.9] {
+            let waited = PREDICTED.mul_f64(times);
+            fleet.paces.gave_up(source, PREDICTED, waited, fleet.now);
+        }
+        assert_eq!(fleet.paces.ratio(source, fleet.now), None);
+        for _ in 0..50 {
+            fleet
+                .paces
+                .gave_up(source, PREDICTED, 4 * PREDICTED, fleet.now);
+        }
+        let slowness = fleet.slowness()[0];
+        assert!((3.5..4.0).contains(&slowness), "{slowness}");
+        // Less patience is no better news.
+        fleet
+            .paces
+            .gave_up(source, PREDICTED, 2 * PREDICTED, fleet.now);
+        assert_eq!(fleet.slowness(), [slowness]);
     }
 
     #[test]

@@ -307,7 +307,12 @@ impl Core {
             SlotEvent::Grow { counter, blocks } => LoadChange::Grow { counter, blocks },
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
-                self.sent.remove(&counter);
+                let sent = self.sent.remove(&counter);
+                // A whole answer in one piece took longer than its first token.
+                if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
+                    let elapsed = now.saturating_duration_since(sent.at);
+                    self.paces.gave_up(sent.source, sent.typical, elapsed, now);
+                }
                 self.stalls.ended(counter);
                 LoadChange::Free { counter, end }
             }

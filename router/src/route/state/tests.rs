@@ -368,6 +368,28 @@ fn a_slow_source_loses_its_share_and_a_restart_clears_its_name() {
     assert_eq!(core.ttft_ratio(&source("a"), now), None);
 }
 
+/// Its clients go before its first tokens come.
+#[test]
+fn a_source_that_clients_do_not_wait_for_is_known_as_slow() {
+    let (mut core, mut now) = (core(1), start());
+    let mut chosen = Vec::new();
+    for n in 0..60 {
+        let admitted = admit(&mut core, &prompt(400, 1000 * n), None, now);
+        let slow = admitted.decision.source == source("a");
+        let counter = admitted.slot;
+        now += Duration::from_millis(if slow { 1000 } else { 100 });
+        if slow {
+            end(&mut core, counter, SlotEnd::Aborted, now);
+        } else {
+            core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+            end(&mut core, counter, SlotEnd::Completed, now);
+        }
+        chosen.push(slow);
+    }
+    assert!(chosen[..20].contains(&true));
+    assert!(!chosen[40..].contains(&true), "{chosen:?}");
+}
+
 #[test]
 fn a_source_without_first_tokens_is_left_out_for_a_while() {
     let (mut core, now) = (core(1), start());
