@@ -19,7 +19,7 @@ use warmroute_indexer::fold::{Fold, Verdict};
 use warmroute_indexer::query::Prepared;
 use warmroute_indexer::snapshot::{Restored, format};
 use warmroute_indexer::turns::Turns;
-use warmroute_proto::bus::LogMessage;
+use warmroute_plane::LogMessage;
 use warmroute_proto::hash::{LocalHash, PrefixHash, prefix_hashes};
 use warmroute_proto::query::Query;
 use warmroute_proto::subject::Subjects;

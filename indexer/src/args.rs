@@ -5,10 +5,10 @@ use std::num::ParseIntError;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use warmroute_plane::InitConfig;
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
-use warmroute_proto::bus::InitConfig;
 
 use crate::IndexerConfig;
 use crate::snapshot::Schedule;

@@ -14,10 +14,10 @@ use warmroute_indexer::args::{Args, Command, Config, Doctor, Init, Verify};
 use warmroute_indexer::doctor::collect::Look;
 use warmroute_indexer::doctor::{Report, diagnose};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns, verify};
+use warmroute_plane::{InitConfig, NatsError, NatsPlane, Setup};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
-use warmroute_proto::bus::{InitConfig, NatsError, NatsPlane, Setup};
 
 fn main() -> ExitCode {
     let args = Args::parse();

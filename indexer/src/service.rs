@@ -28,7 +28,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, Request,
 };
 use warmroute_proto::query::{Answer, Query};

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_indexer::fold::{Fold, Verdict};
 use warmroute_indexer::tree::{SourceNumber, Tree};
-use warmroute_proto::bus::LogMessage;
+use warmroute_plane::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::UnknownReason;
 use warmroute_proto::subject::Subjects;

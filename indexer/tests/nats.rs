@@ -6,7 +6,7 @@
     reason = "a test fails by panicking, its helpers too"
 )]
 
-#[path = "../../proto/tests/nats_server/mod.rs"]
+#[path = "../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 mod process;
 
@@ -16,7 +16,7 @@ use futures_util::StreamExt as _;
 use nats_server::NatsServer;
 use process::{Indexer, Publisher, eventually, init, namespace, plane};
 use tokio::time::Instant;
-use warmroute_proto::bus::Plane as _;
+use warmroute_plane::Plane as _;
 use warmroute_proto::registry::{IndexerEntry, ResyncRequest};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -33,13 +33,13 @@ async fn server(sizes: &[&str]) -> NatsServer {
     server
 }
 
-async fn pointer(plane: &warmroute_proto::bus::NatsPlane) -> Option<SnapshotPointer> {
+async fn pointer(plane: &warmroute_plane::NatsPlane) -> Option<SnapshotPointer> {
     let key = Subjects::new(&namespace()).snapshot_pointer_key();
     let entry = plane.get(key).await.unwrap()?;
     Some(codec::decode(&entry.value).unwrap())
 }
 
-async fn snapshot_reaches(plane: &warmroute_proto::bus::NatsPlane, position: LogPosition) {
+async fn snapshot_reaches(plane: &warmroute_plane::NatsPlane, position: LogPosition) {
     eventually("a snapshot reaches the position", async || {
         let pointer = pointer(plane).await;
         pointer.is_some_and(|pointer| pointer.newest.at.position >= position)
@@ -105,7 +105,7 @@ async fn it_starts_while_nats_is_away_and_says_so() {
     let keys = Subjects::new(&namespace()).indexer_keys();
     let mut watch = plane.watch(keys).await.unwrap();
     let first = watch.next().await.unwrap();
-    let gone = warmroute_proto::bus::RegistryEvent::Current;
+    let gone = warmroute_plane::RegistryEvent::Current;
     assert_eq!(first, gone, "it took its entry away");
 }
 
@@ -118,8 +118,7 @@ async fn replicas_show_themselves() {
     let mut watch = plane.watch(keys).await.unwrap();
     let shown = async {
         loop {
-            if let Some(warmroute_proto::bus::RegistryEvent::Put { entry, .. }) = watch.next().await
-            {
+            if let Some(warmroute_plane::RegistryEvent::Put { entry, .. }) = watch.next().await {
                 let entry: IndexerEntry = codec::decode(&entry.value).unwrap();
                 if entry.ready {
                     return entry;

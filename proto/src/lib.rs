@@ -1,18 +1,13 @@
 //! Warmroute's vocabulary: what the parts say to each other, and the rules they share.
 //!
-//! Everything here but [`bus`] is pure: no IO, no clock, no randomness, no runtime. The main types
-//! are [`Record`] (one step of one source's cache), [`Sequencer`] (the one rule that decides what a
+//! Everything here is pure: no IO, no clock, no randomness, no runtime. The main types are
+//! [`Record`] (one step of one source's cache), [`Sequencer`] (the one rule that decides what a
 //! numbered message does to its reader), [`Digest`] (how two views of one cache are compared) and
 //! [`LocalHash`] / [`PrefixHash`] (how a prompt is named without ever being written down).
-//!
-//! [`bus`] (cargo feature `bus`) holds the `Plane` trait: the log, the registry, the snapshots,
-//! request/reply and broadcast through which the parts meet.
 //!
 //! What is deliberately absent: engine hashes and tokens. Both end at the shim.
 #![forbid(unsafe_code)]
 
-#[cfg(feature = "bus")]
-pub mod bus;
 pub mod codec;
 mod digest;
 pub mod hash;

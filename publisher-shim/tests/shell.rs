@@ -17,9 +17,7 @@ use futures_util::StreamExt as _;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{
-    Broadcast, LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream,
-};
+use warmroute_plane::{Broadcast, LogTail, MemoryPlane, MemoryPlaneConfig, Plane, PlaneStream};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncReason, ResyncRequest, WorkerEntry};
 use warmroute_proto::subject::Subjects;
@@ -241,9 +239,7 @@ async fn the_worker_is_registered_and_resyncs_are_heard() {
     let mut registry = world.plane.watch(key).await.unwrap();
     let wait = async {
         loop {
-            if let Some(warmroute_proto::bus::RegistryEvent::Put { entry, .. }) =
-                registry.next().await
-            {
+            if let Some(warmroute_plane::RegistryEvent::Put { entry, .. }) = registry.next().await {
                 let entry: WorkerEntry = codec::decode(&entry.value).unwrap();
                 if !entry.models.is_empty() {
                     return entry;

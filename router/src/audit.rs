@@ -163,7 +163,7 @@ mod tests {
 
     use futures_util::{FutureExt as _, StreamExt as _};
     use tokio_util::task::TaskTracker;
-    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
+    use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
     use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
     use warmroute_proto::registry::WorkerEntry;
     use warmroute_proto::subject::Subjects;

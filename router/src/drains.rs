@@ -22,7 +22,7 @@ use futures_util::StreamExt as _;
 use prometheus::IntCounter;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use warmroute_proto::bus::{Plane, PlaneError, PlaneStream, PutIf, RegistryEvent, Revision};
+use warmroute_plane::{Plane, PlaneError, PlaneStream, PutIf, RegistryEvent, Revision};
 use warmroute_proto::registry::{Drain, DrainEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{WorkerId, codec};

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use uuid::Uuid;
 use warmroute_indexer::IndexerConfig;
+use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::StreamIdentity;
-use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_shim::ShimConfig;
 
 use crate::clock::unix_time;

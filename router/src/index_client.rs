@@ -12,8 +12,8 @@ use futures_util::StreamExt as _;
 use prometheus::IntCounter;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
+use warmroute_plane::{Plane, PlaneError, RegistryEvent};
 use warmroute_proto::LocalHash;
-use warmroute_proto::bus::{Plane, PlaneError, RegistryEvent};
 use warmroute_proto::codec;
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::registry::IndexerEntry;
@@ -182,7 +182,7 @@ impl IndexClient {
 #[cfg(test)]
 mod tests {
     use tokio_util::task::TaskTracker;
-    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, PutIf};
+    use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, PutIf};
     use warmroute_proto::{LogPosition, Namespace, StreamIdentity};
 
     use super::*;

@@ -8,7 +8,7 @@
 //! `surroundings` and `embedded` (wiring).
 //!
 //! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy of
-//! an engine's cache. Both are behind `warmroute_proto::bus`.
+//! an engine's cache. Both are behind `warmroute_plane`.
 #![forbid(unsafe_code)]
 
 pub mod accounts;

@@ -18,10 +18,10 @@ use futures_util::{FutureExt as _, StreamExt as _};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
-use warmroute_proto::RouterId;
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Broadcast, Connection, Plane, PlaneError, PlaneStream, RegistryEvent, Request,
 };
+use warmroute_proto::RouterId;
 use warmroute_proto::subject::Subjects;
 
 use crate::accounts::Desk;

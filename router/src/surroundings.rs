@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use warmroute_plane::Plane;
 use warmroute_process::nats::{self, Nats};
 use warmroute_process::tasks::Tasks;
-use warmroute_proto::bus::Plane;
 
 use crate::config::Config;
 use crate::embedded::Embedded;

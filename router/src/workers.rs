@@ -10,7 +10,7 @@ use prometheus::IntCounter;
 use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
-use warmroute_proto::bus::{Plane, PlaneError, RegistryEvent};
+use warmroute_plane::{Plane, PlaneError, RegistryEvent};
 use warmroute_proto::codec;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::subject::Subjects;
@@ -186,7 +186,7 @@ mod tests {
     use axum::routing::get;
     use bytes::Bytes;
     use tokio_util::task::TaskTracker;
-    use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, PutIf};
+    use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, PutIf};
     use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity, WorkerId};
 
     use super::*;

@@ -7,7 +7,7 @@
     reason = "a test fails by panicking and prints times, its helpers too"
 )]
 
-#[path = "../../proto/tests/nats_server/mod.rs"]
+#[path = "../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 mod replicas;
 
@@ -18,8 +18,8 @@ use std::time::Duration;
 use nats_server::NatsServer;
 use replicas::{Lossy, Router, all_agree, memory, nats, until};
 use tokio::time::Instant;
+use warmroute_plane::Plane;
 use warmroute_proto::Namespace;
-use warmroute_proto::bus::Plane;
 use warmroute_proto::subject::Subjects;
 use warmroute_router::sync::JOIN_MAX;
 
@@ -153,7 +153,7 @@ async fn a_killed_server_comes_back_and_all_is_equal_again() {
     }
     let down = routers[0].plane.connection();
     until("the kill is seen", || async {
-        *down.borrow() == warmroute_proto::bus::Connection::Down
+        *down.borrow() == warmroute_plane::Connection::Down
     })
     .await;
     server.restart().await;

@@ -8,9 +8,7 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, timeout, timeout_at};
-use warmroute_proto::bus::{
-    Broadcast, LogStatus, Plane, PlaneError, PlaneStream, RegistryEvent, Setup,
-};
+use warmroute_plane::{Broadcast, LogStatus, Plane, PlaneError, PlaneStream, RegistryEvent, Setup};
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::snapshot::SnapshotRef;
 use warmroute_proto::subject::Subjects;

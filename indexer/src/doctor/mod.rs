@@ -21,7 +21,7 @@ mod streams;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use warmroute_proto::bus::{LogStatus, Setup};
+use warmroute_plane::{LogStatus, Setup};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::view::View;
 use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};

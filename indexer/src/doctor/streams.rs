@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use warmroute_proto::bus::{StreamRole, StreamUse};
+use warmroute_plane::{StreamRole, StreamUse};
 
 use super::page::{bytes, duration};
 use super::{Code, Findings, PlaneState, Row};
@@ -26,7 +26,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         findings.add(code, difference.to_string());
     }
     for difference in &state.setup.resized {
-        let warmroute_proto::bus::Difference {
+        let warmroute_plane::Difference {
             of,
             field,
             is,

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use warmroute_proto::bus::{ClockOffset, Difference, StreamRole, StreamUse};
+use warmroute_plane::{ClockOffset, Difference, StreamRole, StreamUse};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{IndexerEntry, ShimEntry, WorkerEntry};
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
-use warmroute_proto::bus::{Broadcast, PlaneStream};
+use warmroute_plane::{Broadcast, PlaneStream};
 
 use super::*;
 use crate::fold::{Cut, NoCut, Parsed, Stall};

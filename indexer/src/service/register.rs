@@ -1,6 +1,6 @@
 //! This replica's entry in the registry, under a lease: for operators, and for who looks for its HTTP.
 
-use warmroute_proto::bus::Lease;
+use warmroute_plane::Lease;
 use warmroute_proto::registry::IndexerEntry;
 
 use super::*;

@@ -6,7 +6,7 @@
 
 use tokio::runtime::Handle as Runtime;
 use tokio::sync::{mpsc, oneshot};
-use warmroute_proto::bus::{Lease, PutIf, RegistryEntry};
+use warmroute_plane::{Lease, PutIf, RegistryEntry};
 use warmroute_proto::registry::SnapshotLease;
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer, SnapshotRef};
 

@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{
-    Broadcast, LogMessage, MemoryPlane, MemoryPlaneConfig, Plane as _, PutIf,
-};
+use warmroute_plane::{Broadcast, LogMessage, MemoryPlane, MemoryPlaneConfig, Plane as _, PutIf};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;

@@ -7,7 +7,7 @@ use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use tokio::time::{Instant, sleep, timeout_at};
 use uuid::Uuid;
-use warmroute_proto::bus::PlaneError;
+use warmroute_plane::PlaneError;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{Answer, SourceState};
 use warmroute_proto::registry::WorkerEntry;

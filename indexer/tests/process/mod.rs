@@ -9,7 +9,7 @@ use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
-use warmroute_proto::bus::{NatsConfig, NatsPlane, Plane};
+use warmroute_plane::{NatsConfig, NatsPlane, Plane};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash, LogPosition,

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::watch;
-use warmroute_proto::LogPosition;
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, NatsPlane, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
 };
+use warmroute_proto::LogPosition;
 
 pub(crate) struct Joining {
     plane: OnceLock<NatsPlane>,

@@ -10,10 +10,10 @@ use anyhow::{Context as _, bail};
 use nkeys::KeyPair;
 use tokio::time::{Instant, sleep};
 use uuid::Uuid;
-use warmroute_proto::Namespace;
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Connection, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats, NatsTls, Plane,
 };
+use warmroute_proto::Namespace;
 
 use crate::args::NatsArgs;
 use crate::joining::Joining;

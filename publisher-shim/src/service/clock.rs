@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
-use warmroute_proto::bus::Connection;
+use warmroute_plane::Connection;
 
 use super::Shared;
 

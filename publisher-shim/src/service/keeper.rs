@@ -11,7 +11,7 @@ use bytes::Bytes;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
-use warmroute_proto::bus::{Lease, PlaneError, PutIf, Revision};
+use warmroute_plane::{Lease, PlaneError, PutIf, Revision};
 use warmroute_proto::codec;
 use warmroute_proto::registry::{ShimEntry, WorkerEntry};
 

@@ -19,7 +19,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
-use warmroute_proto::bus::{Connection, Plane};
+use warmroute_plane::{Connection, Plane};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};

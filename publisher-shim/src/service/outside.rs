@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, warn};
-use warmroute_proto::bus::{Plane, PlaneError, PutIf};
+use warmroute_plane::{Plane, PlaneError, PutIf};
 use warmroute_proto::codec::{self, Message};
 use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::subject::Subjects;

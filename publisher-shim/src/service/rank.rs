@@ -11,7 +11,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::info;
-use warmroute_proto::bus::Connection;
+use warmroute_plane::Connection;
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, LogPosition};
 

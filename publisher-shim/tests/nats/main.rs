@@ -10,7 +10,7 @@
 
 #[path = "../engine/mod.rs"]
 mod engine;
-#[path = "../../../proto/tests/nats_server/mod.rs"]
+#[path = "../../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 mod process;
 mod shim;

@@ -8,7 +8,7 @@ use futures_util::StreamExt as _;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{InitConfig, NatsConfig, NatsPlane, Plane};
+use warmroute_plane::{InitConfig, NatsConfig, NatsPlane, Plane};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{

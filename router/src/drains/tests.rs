@@ -1,7 +1,7 @@
 use bytes::Bytes;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig};
+use warmroute_plane::{MemoryPlane, MemoryPlaneConfig};
 use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
 
 use super::*;

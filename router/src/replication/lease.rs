@@ -7,7 +7,7 @@ use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::time::{Instant, sleep_until};
-use warmroute_proto::bus::{Lease, Plane, PlaneError};
+use warmroute_plane::{Lease, Plane, PlaneError};
 use warmroute_proto::load::RouterEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId, codec};

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Appended, Broadcast, Connection, InitConfig, LogMessage, LogStatus, LogTail, MemoryPlane,
     MemoryPlaneConfig, NatsConfig, NatsPlane, Plane, PlaneFuture, PlaneStream, PutIf,
     RegistryEntry, RegistryEvent, Request, Revision,

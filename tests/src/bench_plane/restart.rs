@@ -11,7 +11,7 @@ use fastrand::Rng;
 use futures_util::stream::{FuturesOrdered, StreamExt as _};
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
-use warmroute_proto::bus::{InitConfig, NatsPlane, Plane as _};
+use warmroute_plane::{InitConfig, NatsPlane, Plane as _};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;

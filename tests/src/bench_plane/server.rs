@@ -5,7 +5,7 @@
     reason = "it is the tests' own helper: without a server there is nothing to measure"
 )]
 
-#[path = "../../../proto/tests/nats_server/mod.rs"]
+#[path = "../../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 
 pub(crate) use nats_server::NatsServer;

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_indexer::IndexerConfig;
-use warmroute_proto::bus::{InitConfig, NatsConfig, NatsPlane, Plane};
+use warmroute_plane::{InitConfig, NatsConfig, NatsPlane, Plane};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{Namespace, WorkerId};
 use warmroute_shim::ShimConfig;

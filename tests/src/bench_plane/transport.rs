@@ -11,7 +11,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
-use warmroute_proto::bus::{NatsPlane, Plane as _};
+use warmroute_plane::{NatsPlane, Plane as _};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{DpRank, LogPosition, Source, WorkerId};
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use tokio::time::{Instant, timeout};
-use warmroute_proto::bus::Plane as _;
+use warmroute_plane::Plane as _;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::subject::Subjects;

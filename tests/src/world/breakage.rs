@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use warmroute_indexer::fold::{Cut, Fold, SourceStanding};
 use warmroute_indexer::same_log::{self, Fit};
-use warmroute_proto::bus::{Broadcast, LogMessage, LogStatus};
+use warmroute_plane::{Broadcast, LogMessage, LogStatus};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::{

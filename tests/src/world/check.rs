@@ -8,7 +8,7 @@ use bytes::Bytes;
 use warmroute_indexer::fold::{Fold, SourceStanding, Verdict};
 use warmroute_indexer::query;
 use warmroute_indexer::snapshot::Restored;
-use warmroute_proto::bus::LogMessage;
+use warmroute_plane::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncRequest;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_proto::bus::{Broadcast, LogMessage, RegistryEvent};
+use warmroute_plane::{Broadcast, LogMessage, RegistryEvent};
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
 use warmroute_router::health::Sight;

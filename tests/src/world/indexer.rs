@@ -9,7 +9,7 @@ use warmroute_indexer::fold::{Fold, Stall};
 use warmroute_indexer::same_log::{self, Fit};
 use warmroute_indexer::snapshot::policy::{self, Progress};
 use warmroute_indexer::snapshot::{Name, Restored};
-use warmroute_proto::bus::{LogMessage, LogStatus, RegistryEvent, Revision};
+use warmroute_plane::{LogMessage, LogStatus, RegistryEvent, Revision};
 use warmroute_proto::snapshot::{RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer};
 use warmroute_proto::{Generation, LogPosition, Source, codec};
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use warmroute_proto::bus::{PutIf, Revision};
+use warmroute_plane::{PutIf, Revision};
 use warmroute_proto::load::RouterEntry;
 use warmroute_proto::{Generation, RouterId, codec};
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warmroute_proto::bus::{LogMessage, LogStatus, PutIf, RegistryEntry, Revision};
+use warmroute_plane::{LogMessage, LogStatus, PutIf, RegistryEntry, Revision};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
 /// Since the world began.

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use warmroute_proto::bus::{RegistryEvent, Revision};
+use warmroute_plane::{RegistryEvent, Revision};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{Generation, RouterId, WorkerId, codec};
 use warmroute_router::health::{Health, Sight, Turn};
@@ -199,7 +199,7 @@ impl World {
         self.in_order(host, Input::Registry(0, RegistryEvent::Current));
     }
 
-    fn watched_by_routers(&self) -> Vec<(String, warmroute_proto::bus::RegistryEntry)> {
+    fn watched_by_routers(&self) -> Vec<(String, warmroute_plane::RegistryEntry)> {
         let prefixes = [self.subjects.worker_keys(), self.subjects.router_keys()];
         let keys = self.plane.keys.iter();
         keys.filter(|(key, _)| prefixes.iter().any(|prefix| key.starts_with(prefix)))
@@ -246,7 +246,7 @@ impl World {
         let mut events: Vec<_> = gone
             .map(|key| RegistryEvent::Gone { key: key.clone() })
             .collect();
-        let is_new = |(key, entry): &&(String, warmroute_proto::bus::RegistryEntry)| {
+        let is_new = |(key, entry): &&(String, warmroute_plane::RegistryEntry)| {
             run.seen.get(key) != Some(&entry.revision)
         };
         events.extend(present.iter().filter(is_new).map(|(key, entry)| {

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_proto::bus::{LogMessage, PutIf, Revision};
+use warmroute_plane::{LogMessage, PutIf, Revision};
 use warmroute_proto::registry::{GenerationEntry, ResyncRequest, ShimEntry, WorkerEntry};
 use warmroute_proto::{EngineHealth, EngineSeq, Generation, LogPosition, Record, Source, codec};
 use warmroute_shim::checkpoint::{self, Pace};

@@ -6,7 +6,7 @@ use warmroute_indexer::READY_LAG_MAX;
 use warmroute_indexer::same_log;
 use warmroute_indexer::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, Reading, Schedule};
 use warmroute_indexer::snapshot::{Name, format};
-use warmroute_proto::bus::{LogStatus, PutIf, Revision};
+use warmroute_plane::{LogStatus, PutIf, Revision};
 use warmroute_proto::codec;
 use warmroute_proto::registry::SnapshotLease;
 use warmroute_proto::snapshot::{SnapshotPointer, SnapshotRef};
@@ -276,7 +276,7 @@ fn reading(run: &IndexRun, now: Instant) -> Reading {
 fn is_dead(
     pointer: &SnapshotPointer,
     status: &LogStatus,
-    found: Option<&warmroute_proto::bus::LogMessage>,
+    found: Option<&warmroute_plane::LogMessage>,
 ) -> bool {
     let newest = &pointer.newest;
     same_log::judge(newest.log, Some(&newest.at), status, found).is_broken()

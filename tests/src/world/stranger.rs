@@ -1,7 +1,7 @@
 //! Somebody who may publish what a shim may, and says what no shim does.
 
 use bytes::Bytes;
-use warmroute_proto::bus::Broadcast;
+use warmroute_plane::Broadcast;
 use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::{
     DpRank, Generation, Heartbeat, Record, RecordNumber, Source, WorkerId, codec,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use warmroute_proto::bus::{Broadcast, RegistryEvent};
+use warmroute_plane::{Broadcast, RegistryEvent};
 use warmroute_proto::{Heartbeat, codec};
 
 use super::host::{Event, Input, Kind, Planned, Process, Then, Timer, Zmq};

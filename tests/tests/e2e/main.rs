@@ -37,7 +37,7 @@ mod churn;
 mod credit;
 mod faults;
 mod fleet;
-#[path = "../../../proto/tests/nats_server/mod.rs"]
+#[path = "../../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 mod pages;
 mod plane;

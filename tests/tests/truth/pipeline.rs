@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_indexer::fold::Fold;
 use warmroute_indexer::query;
-use warmroute_proto::bus::{Broadcast, LogMessage};
+use warmroute_plane::{Broadcast, LogMessage};
 use warmroute_proto::query::{Answer, Query, SourceState};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{

@@ -1,6 +1,6 @@
 use bytes::Bytes;
 use proptest::prelude::*;
-use warmroute_proto::bus::LogMessage;
+use warmroute_plane::LogMessage;
 use warmroute_proto::query::{Answer, Query};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{LocalHash, Record, Tier, codec, hash};

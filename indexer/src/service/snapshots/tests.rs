@@ -1,6 +1,6 @@
 //! Snapshots through a plane: written, read, skipped, and what starts from them.
 
-use warmroute_proto::bus::MemoryPlane;
+use warmroute_plane::MemoryPlane;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{IndexerEntry, ResyncReason};
 use warmroute_proto::{Generation, StreamIdentity};

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use tokio::time::Instant;
-use warmroute_proto::bus::NatsPlane;
+use warmroute_plane::NatsPlane;
 
 use super::{Scene, api, connect};
 use crate::fleet::{Access, Flags, Fleet, NAMESPACE, cluster};

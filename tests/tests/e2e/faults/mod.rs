@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::time::Instant;
+use warmroute_plane::{NatsConfig, NatsPlane, Plane as _};
 use warmroute_proto::Namespace;
-use warmroute_proto::bus::{NatsConfig, NatsPlane, Plane as _};
 
 use crate::fleet::{Company, Engines, Flags, Fleet, Mode, NAMESPACE, worker_name};
 use watch::Watch;

@@ -1,7 +1,7 @@
 //! What happens to the nats-server and what it keeps; and a shim's death.
 
 use serde_json::json;
-use warmroute_proto::bus::Plane as _;
+use warmroute_plane::Plane as _;
 use warmroute_proto::codec;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use tokio::time::{Instant, sleep};
-use warmroute_proto::bus::{NatsPlane, Plane as _, RegistryEntry};
+use warmroute_plane::{NatsPlane, Plane as _, RegistryEntry};
 use warmroute_proto::registry::{IndexerEntry, SnapshotLease};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;

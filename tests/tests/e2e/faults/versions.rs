@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use warmroute_proto::bus::{NatsPlane, Plane as _, PlaneError, PutIf};
+use warmroute_plane::{NatsPlane, Plane as _, PlaneError, PutIf};
 use warmroute_proto::codec::VERSION;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{DpRank, Namespace, RouterId, Source, WorkerId};

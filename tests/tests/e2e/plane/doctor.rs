@@ -10,7 +10,7 @@ use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::fold::{HeartbeatVerdict, Verdict};
-use warmroute_proto::bus::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, Request};
+use warmroute_plane::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, Request};
 use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;

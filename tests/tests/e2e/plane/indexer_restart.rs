@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use warmroute_proto::bus::{LogStatus, NatsConfig, NatsPlane, Plane as _};
+use warmroute_plane::{LogStatus, NatsConfig, NatsPlane, Plane as _};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{LogPosition, Namespace, codec};

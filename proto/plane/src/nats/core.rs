@@ -25,8 +25,8 @@ use tokio_util::task::TaskTracker;
 
 use super::layout::Layout;
 use super::link::{LOOK, Link, count};
-use crate::bus::PlaneError;
-use crate::codec::MESSAGE_BYTES_MAX;
+use crate::PlaneError;
+use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
 /// An acknowledgement or an answer of the API that has not come by now will not come.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);

@@ -8,11 +8,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::StreamExt;
 use tokio::time::timeout;
-use warmroute_proto::LogPosition;
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Broadcast, Connection, Lease, LeaseLost, LogMessage, LogTail, Plane, PlaneError, PlaneStream,
     PutIf, RegistryEvent, Request, Revision,
 };
+use warmroute_proto::LogPosition;
 
 /// The log of a plane under test keeps about this many bytes.
 pub(crate) const LOG_BYTES: usize = 64 << 10;

@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use super::core::{Core, Outgoing, Stored, unavailable};
 use super::link::count;
 use super::pull::{Pull, Pulled, Start, unique};
-use crate::bus::PlaneError;
+use crate::PlaneError;
 
 /// Of one chunk, at most: large enough that acknowledgements do not count; smaller where the server takes
 /// less.

@@ -21,7 +21,7 @@ use conformance::{Fixture, Steps};
 use futures_util::StreamExt;
 use nats_server::NatsServer;
 use tokio::time::{sleep, timeout};
-use warmroute_proto::bus::{
+use warmroute_plane::{
     Broadcast, Connection, InitConfig, Lease, LeaseLost, LogTail, NatsAuth, NatsConfig, NatsError,
     NatsPlane, Plane, PlaneError, PutIf, RegistryEvent,
 };

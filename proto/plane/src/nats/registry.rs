@@ -13,7 +13,7 @@ use bytes::Bytes;
 
 use super::core::{Core, Outgoing, unavailable};
 use super::layout::MARKER_TTL;
-use crate::bus::{PlaneError, PutIf, RegistryEntry, Revision};
+use crate::{PlaneError, PutIf, RegistryEntry, Revision};
 
 const EXPECTED: &str = "Nats-Expected-Last-Subject-Sequence";
 const OPERATION: &str = "KV-Operation";

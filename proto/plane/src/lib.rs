@@ -9,6 +9,7 @@
 //! between processes. What the trait does not promise, on purpose: that a broadcast arrives, that a
 //! lease's end is seen at once, or that the log keeps what it acknowledged. Its users hold their own
 //! positions, numbers and digests.
+#![forbid(unsafe_code)]
 
 mod lease;
 mod memory;
@@ -29,7 +30,7 @@ pub use nats::{
     NatsTls, Setup, StreamRole, StreamUse,
 };
 
-use crate::{LogPosition, StreamIdentity};
+use warmroute_proto::{LogPosition, StreamIdentity};
 
 pub type PlaneFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, PlaneError>> + Send + 'a>>;
 

@@ -14,7 +14,7 @@ use async_nats::connection::State;
 use async_nats::{ClientError, Event, Message, ServerError, Statistics};
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
-use crate::bus::Connection;
+use crate::Connection;
 
 pub(super) const LOOK: Duration = Duration::from_millis(250);
 

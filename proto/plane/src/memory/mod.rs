@@ -21,11 +21,11 @@ use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Request, Revision,
 };
-use crate::codec::MESSAGE_BYTES_MAX;
-use crate::{LogPosition, StreamIdentity};
 use log::Log;
 use registry::Registry;
 use subjects::Subjects;
+use warmroute_proto::codec::MESSAGE_BYTES_MAX;
+use warmroute_proto::{LogPosition, StreamIdentity};
 
 /// What bounds a [`MemoryPlane`].
 #[derive(Clone, Copy, Debug)]

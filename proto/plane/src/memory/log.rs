@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 
-use crate::bus::{LogMessage, LogStatus};
-use crate::{LogPosition, StreamIdentity};
+use crate::{LogMessage, LogStatus};
+use warmroute_proto::{LogPosition, StreamIdentity};
 
 pub(super) struct Log {
     identity: StreamIdentity,

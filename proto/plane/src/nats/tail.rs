@@ -17,8 +17,8 @@ use super::core::{ApiError, Core};
 use super::layout;
 use super::link::count;
 use super::pull::{Delivery, Pull, Pulled, Start};
-use crate::bus::{LogMessage, LogStatus, LogTail, PlaneError};
-use crate::{LogPosition, StreamIdentity};
+use crate::{LogMessage, LogStatus, LogTail, PlaneError};
+use warmroute_proto::{LogPosition, StreamIdentity};
 
 const CHECK: Duration = Duration::from_secs(5);
 const RETRY: Duration = Duration::from_millis(200);

@@ -10,8 +10,8 @@ mod conformance;
 use std::sync::Arc;
 
 use conformance::{Fixture, Steps};
+use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_proto::StreamIdentity;
-use warmroute_proto::bus::{MemoryPlane, MemoryPlaneConfig, Plane};
 
 struct Memory(MemoryPlane);
 

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until};
 
 use super::core::{ApiError, Core, Outgoing, unavailable};
-use crate::bus::PlaneError;
+use crate::PlaneError;
 
 const HEARTBEAT: Duration = Duration::from_secs(2);
 

@@ -12,7 +12,7 @@ use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
 
 use super::core::{Core, ERROR_HEADER, Outgoing, unavailable};
-use crate::bus::{Broadcast, PlaneError, PlaneStream, Reply, Request};
+use crate::{Broadcast, PlaneError, PlaneStream, Reply, Request};
 
 const QUEUE_GROUP: &str = "wr";
 const DROPPED: &str = "dropped";

@@ -11,9 +11,9 @@ use async_nats::jetstream::stream::{
 };
 
 use super::config::{Difference, InitConfig};
-use crate::codec::RECORD_BYTES_MAX;
-use crate::subject::encode_name;
-use crate::{Namespace, StreamIdentity};
+use warmroute_proto::codec::RECORD_BYTES_MAX;
+use warmroute_proto::subject::encode_name;
+use warmroute_proto::{Namespace, StreamIdentity};
 
 /// Metadata: the random half of a log's identity, 16 hex digits.
 const NONCE: &str = "warmroute-nonce";

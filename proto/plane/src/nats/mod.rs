@@ -34,7 +34,7 @@ use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture,
     PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
 };
-use crate::LogPosition;
+use warmroute_proto::LogPosition;
 
 pub use config::{Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls};
 pub use inspect::{ClockOffset, Setup, StreamRole, StreamUse};

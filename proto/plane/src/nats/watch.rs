@@ -16,7 +16,7 @@ use super::core::Core;
 use super::link::count;
 use super::pull::{Delivery, Pull, Pulled, Start};
 use super::registry::is_end;
-use crate::bus::{PlaneError, PlaneStream, RegistryEntry, RegistryEvent, Revision};
+use crate::{PlaneError, PlaneStream, RegistryEntry, RegistryEvent, Revision};
 
 const RETRY: Duration = Duration::from_millis(200);
 

@@ -15,7 +15,7 @@ use super::config::{Difference, InitConfig, NatsAuth, NatsConfig, NatsError};
 use super::core::{ApiError, Core, Fault};
 use super::layout::{self, Layout, Sizes};
 use super::link::Link;
-use crate::bus::PlaneError;
+use crate::PlaneError;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 

@@ -3,8 +3,8 @@
 use futures_util::stream;
 use tokio::sync::mpsc;
 
-use crate::bus::PlaneStream;
-use crate::subject::matches;
+use crate::PlaneStream;
+use warmroute_proto::subject::matches;
 
 pub(super) struct Subjects<T> {
     queue_max: usize,

@@ -4,8 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::Namespace;
-use crate::subject::encode_name;
+use warmroute_proto::Namespace;
+use warmroute_proto::subject::encode_name;
 
 /// How to reach the plane of one namespace.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use crate::bus::{PlaneError, PutIf, RegistryEntry, RegistryEvent, Revision};
+use crate::{PlaneError, PutIf, RegistryEntry, RegistryEvent, Revision};
 
 #[derive(Default)]
 pub(super) struct Registry {
