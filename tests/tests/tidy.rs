@@ -82,9 +82,11 @@ impl Source {
 
     fn is_test(&self) -> bool {
         let parts: Vec<&str> = self.path.split('/').collect();
-        parts[1] != "src"
-            || parts.last() == Some(&"tests.rs")
-            || parts[2..].contains(&"tests")
+        let Some(src) = parts.iter().position(|part| *part == "src") else {
+            return true;
+        };
+        parts.last() == Some(&"tests.rs")
+            || parts[src..].contains(&"tests")
             || parts.contains(&"tests_support")
             || parts.last() == Some(&"testing.rs")
     }
