@@ -19,13 +19,13 @@ use warmroute_proto::registry::Drain;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::Status;
 
-use crate::accounts::Desk;
 use crate::drains::Drains;
 use crate::fleet::{Fleet, Member};
 use crate::journal::Journal;
-use crate::metrics::{Metrics, SourceLoad, WorkerStanding};
+use crate::metrics::{Metrics, Scraped, WorkerStatus};
 use crate::ready::{Ready, Stay};
 use crate::replication;
+use crate::shared_core::SharedCore;
 use crate::surroundings::Surroundings;
 
 /// Decisions shown where nobody says how many.
@@ -34,7 +34,7 @@ const DECISIONS_DEFAULT: usize = 50;
 /// What the admin port shows.
 pub(crate) struct Admin {
     pub router: RouterId,
-    pub desk: Arc<Desk>,
+    pub desk: Arc<SharedCore>,
     pub fleet: Arc<Fleet>,
     pub drains: Arc<Drains>,
     pub journal: Arc<Journal>,
@@ -189,20 +189,23 @@ fn standing_word(worker: &WorkerId, admin: &Admin) -> Drain {
 }
 
 async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
-    let loads: Vec<SourceLoad> = admin.desk.core().loads().iter().map(load).collect();
-    let standings: Vec<WorkerStanding> = {
-        let members = admin.fleet.snapshot();
-        members
-            .iter()
-            .map(|member| standing(member, &admin))
-            .collect()
-    };
-    let counts = admin.desk.core().counts();
-    admin.metrics.leaving(admin.ready.is_leaving());
     let sync = admin.replicas.snapshot().await;
-    let own = admin
-        .metrics
-        .render(&loads, &standings, &counts, sync.as_ref());
+    let (loads, counts) = {
+        let core = admin.desk.core();
+        (core.loads(), core.counts())
+    };
+    let members = admin.fleet.snapshot();
+    let workers: Vec<WorkerStatus> = members
+        .iter()
+        .map(|member| status(member, &admin))
+        .collect();
+    let own = admin.metrics.render(&Scraped {
+        loads: &loads,
+        workers: &workers,
+        core: &counts,
+        sync: sync.as_ref(),
+        leaving: admin.ready.is_leaving(),
+    });
     let index = admin.around.index();
     let index = index.map_or_else(|| Ok(Vec::new()), warmroute_indexer::Handle::metrics_text);
     let sources: Vec<_> = statuses(&admin).collect();
@@ -226,19 +229,9 @@ async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     }
 }
 
-fn load(row: &crate::route::SourceLoad) -> SourceLoad {
-    SourceLoad {
-        worker: row.worker.to_string(),
-        dp_rank: row.dp_rank.0,
-        active_requests: row.active_requests.into(),
-        prefill_tokens: row.prefill_tokens,
-        decode_blocks: row.decode_blocks,
-    }
-}
-
-fn standing(member: &Member, admin: &Admin) -> WorkerStanding {
+fn status(member: &Member, admin: &Admin) -> WorkerStatus {
     let checks = member.checks.named();
-    WorkerStanding {
+    WorkerStatus {
         worker: member.entry.worker.to_string(),
         healthy: member.health.usable(),
         draining: standing_word(&member.entry.worker, admin) == Drain::Draining,

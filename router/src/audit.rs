@@ -7,12 +7,12 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::accounts::Desk;
 use crate::index_client::IndexClient;
 use crate::journal::{EntryNumber, Journal};
 use crate::metrics::Metrics;
 use crate::openai::Usage;
 use crate::route::{AuditVerdict, Decision, Prompt, Recheck, RecheckVerdict};
+use crate::shared_core::SharedCore;
 
 /// Questions that wait for their time. One a source is open at most; beyond, it is not asked.
 const RECHECKS_MAX: usize = 1024;
@@ -31,7 +31,7 @@ struct Question {
 
 /// Compares credit with what engines report.
 pub(crate) struct Auditor {
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     journal: Arc<Journal>,
     metrics: Arc<Metrics>,
     questions: mpsc::Sender<Question>,
@@ -40,14 +40,14 @@ pub(crate) struct Auditor {
 /// The part that asks again.
 pub(crate) struct Rechecks {
     questions: mpsc::Receiver<Question>,
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     metrics: Arc<Metrics>,
     index: IndexClient,
 }
 
 impl Auditor {
     pub(crate) fn new(
-        desk: Arc<Desk>,
+        desk: Arc<SharedCore>,
         journal: Arc<Journal>,
         metrics: Arc<Metrics>,
         index: IndexClient,
@@ -174,7 +174,7 @@ mod tests {
 
     use super::*;
     use crate::route::audit::{SETTLE, STRIKES};
-    use crate::route::{Ask, Core, Counts, Health, Knobs, Settings};
+    use crate::route::{Ask, Core, Health, Knobs, Settings};
 
     const IDENTITY: StreamIdentity = StreamIdentity {
         created_unix_ns: 1,
@@ -185,7 +185,7 @@ mod tests {
     struct World {
         plane: Arc<dyn Plane>,
         index: IndexClient,
-        desk: Arc<Desk>,
+        desk: Arc<SharedCore>,
         journal: Arc<Journal>,
         metrics: Arc<Metrics>,
     }
@@ -206,7 +206,7 @@ mod tests {
             Self {
                 index: IndexClient::new(Arc::clone(&plane), subjects()),
                 plane,
-                desk: Desk::new(core),
+                desk: SharedCore::new(core),
                 journal: Arc::default(),
                 metrics: Arc::new(Metrics::new().unwrap()),
             }
@@ -269,11 +269,7 @@ mod tests {
         }
 
         fn demotions(&self) -> u64 {
-            let page = self.metrics.render(&[], &[], &Counts::default(), None);
-            let page = page.unwrap();
-            let name = "warmroute_router_source_demotions_total ";
-            let line = page.lines().find_map(|line| line.strip_prefix(name));
-            line.unwrap().parse().unwrap()
+            self.metrics.value("source_demotions_total")
         }
     }
 

@@ -25,9 +25,9 @@ use tokio::time::Instant;
 use warmroute_proto::registry::{Drain, WorkerEntry};
 use warmroute_proto::{BlockSize, WorkerId};
 
-use crate::accounts::Desk;
 use crate::health::{Health, Sight, Turn};
 use crate::route;
+use crate::shared_core::SharedCore;
 
 pub(crate) use checks::{Check, Checks};
 pub(crate) use view::{ModelView, View};
@@ -50,7 +50,7 @@ pub(crate) struct Member {
 
 /// See the module's documentation.
 pub(crate) struct Fleet {
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     /// What the operator says all blocks are.
     block_size: Option<BlockSize>,
     members: Mutex<BTreeMap<WorkerId, Member>>,
@@ -73,7 +73,7 @@ pub(crate) struct Address {
 }
 
 impl Fleet {
-    pub(crate) fn new(desk: Arc<Desk>, block_size: Option<BlockSize>) -> Arc<Self> {
+    pub(crate) fn new(desk: Arc<SharedCore>, block_size: Option<BlockSize>) -> Arc<Self> {
         Arc::new(Self {
             desk,
             block_size,

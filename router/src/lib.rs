@@ -11,7 +11,6 @@
 //! an engine's cache. Both are behind `warmroute_plane`.
 #![forbid(unsafe_code)]
 
-pub mod accounts;
 mod admin;
 mod audit;
 mod clock;
@@ -32,6 +31,7 @@ pub mod replicas;
 pub mod replication;
 pub mod route;
 pub mod run;
+pub mod shared_core;
 pub mod sim;
 pub mod simulate;
 mod surroundings;

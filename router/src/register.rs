@@ -222,8 +222,8 @@ mod tests {
     use warmroute_proto::{BlockSize, Generation, RouterId};
 
     use super::*;
-    use crate::accounts::Desk;
     use crate::route::{Core, Knobs, Settings};
+    use crate::shared_core::SharedCore;
 
     fn entry(worker: &str, tokens: Option<u32>) -> WorkerEntry {
         WorkerEntry {
@@ -248,7 +248,7 @@ mod tests {
             incarnation: Generation(1),
             seed: 1,
         });
-        let fleet = Fleet::new(Desk::new(core), told.and_then(BlockSize::new));
+        let fleet = Fleet::new(SharedCore::new(core), told.and_then(BlockSize::new));
         for (name, tokens) in ["a", "b"].into_iter().zip(workers) {
             fleet.put(entry(name, *tokens), Instant::now());
         }

@@ -24,7 +24,7 @@ use warmroute_plane::{
 use warmroute_proto::RouterId;
 use warmroute_proto::subject::Subjects;
 
-use crate::accounts::Desk;
+use crate::shared_core::SharedCore;
 use crate::sync::{ASK_TIMEOUT, AskId, Effect, Link, Replica, Snapshot, TICK};
 use books::DeskBooks;
 use lease::{Keeper, Outcome};
@@ -47,7 +47,7 @@ const VIEWS_MAX: usize = 16;
 /// A replica that can be run.
 pub struct Replication {
     router: RouterId,
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     views: mpsc::Receiver<oneshot::Sender<Snapshot>>,
@@ -71,7 +71,7 @@ impl Replication {
     #[must_use]
     pub fn new(
         router: RouterId,
-        desk: Arc<Desk>,
+        desk: Arc<SharedCore>,
         plane: Arc<dyn Plane>,
         subjects: Subjects,
     ) -> (Self, Handle) {

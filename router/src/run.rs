@@ -23,7 +23,6 @@ use warmroute_process::tasks::Tasks;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
 
-use crate::accounts::Desk;
 use crate::admin::{self, Admin};
 use crate::audit::{Auditor, Rechecks};
 use crate::config::{Config, Limits};
@@ -37,6 +36,7 @@ use crate::ready::{Ready, notice};
 use crate::register::Registrar;
 use crate::replication::{self, Replication};
 use crate::route::{Core, Settings};
+use crate::shared_core::SharedCore;
 use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
 use crate::workers;
@@ -66,7 +66,7 @@ pub struct Running {
     pub addresses: Addresses,
     tasks: Tasks,
     ready: Arc<Ready>,
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     clients: Port,
     operators: Port,
     drain_timeout: Duration,
@@ -218,7 +218,7 @@ fn serve(server: Server, port: Port, tasks: &Tasks) -> impl Future<Output = ()> 
 
 /// What the tasks share.
 struct Parts {
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     replication: Replication,
     replicas: replication::Handle,
     fleet: Arc<Fleet>,
@@ -252,7 +252,7 @@ impl Parts {
             incarnation: Generation(0),
             seed,
         });
-        let desk = Desk::new(core);
+        let desk = SharedCore::new(core);
         let subjects = Subjects::new(&config.namespace);
         let (replication, replicas) =
             Replication::new(router, Arc::clone(&desk), around.plane(), subjects.clone());
@@ -377,7 +377,7 @@ impl Parts {
     }
 }
 
-async fn tick(desk: Arc<Desk>, stop: CancellationToken) {
+async fn tick(desk: Arc<SharedCore>, stop: CancellationToken) {
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {

@@ -190,8 +190,8 @@ mod tests {
     use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity, WorkerId};
 
     use super::*;
-    use crate::accounts::Desk;
     use crate::route::{Core, Knobs, Settings};
+    use crate::shared_core::SharedCore;
 
     fn fleet() -> Arc<Fleet> {
         let core = Core::new(Settings {
@@ -200,7 +200,7 @@ mod tests {
             incarnation: Generation(1),
             seed: 1,
         });
-        Fleet::new(Desk::new(core), None)
+        Fleet::new(SharedCore::new(core), None)
     }
 
     fn plane() -> Arc<dyn Plane> {

@@ -5,8 +5,8 @@ use warmroute_plane::{MemoryPlane, MemoryPlaneConfig};
 use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
 
 use super::*;
-use crate::accounts::Desk;
 use crate::route::{Core, Knobs, Settings};
+use crate::shared_core::SharedCore;
 
 fn plane() -> Arc<dyn Plane> {
     Arc::new(MemoryPlane::new(MemoryPlaneConfig {
@@ -42,7 +42,7 @@ impl Router {
             incarnation: Generation(1),
             seed: 1,
         });
-        let fleet = Fleet::new(Desk::new(core), None);
+        let fleet = Fleet::new(SharedCore::new(core), None);
         let router = Self {
             drains: Drains::new(Arc::clone(plane), subjects(), fleet),
             unread: IntCounter::new("unread", "u").unwrap(),

@@ -11,7 +11,7 @@ fn fleet() -> Arc<Fleet> {
         incarnation: Generation(1),
         seed: 1,
     });
-    Fleet::new(Desk::new(core), None)
+    Fleet::new(SharedCore::new(core), None)
 }
 
 fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {

@@ -12,17 +12,17 @@ use bytes::Bytes;
 
 use super::App;
 use super::forward::{Outgoing, Wish, request};
-use crate::accounts::{Slot, Watch};
 use crate::error::ApiError;
 use crate::metrics::CancelPhase;
 use crate::route::{Admitted, Ask, Decision};
+use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
 
 /// Where a request is.
 pub(super) struct Placed {
     pub decision: Decision,
-    pub slot: Slot,
+    pub slot: SlotHold,
     /// It may still be moved.
-    pub watch: Option<Watch>,
+    pub watch: Option<MoveWatch>,
     /// Where it was first, if it was moved.
     pub left: Option<Box<Decision>>,
 }
@@ -153,9 +153,9 @@ async fn first_bytes(
 }
 
 /// Never, without a watch.
-async fn hears(watch: Option<&Watch>) -> bool {
+async fn hears(watch: Option<&MoveWatch>) -> bool {
     match watch {
-        Some(watch) => watch.crossed().await,
+        Some(watch) => watch.signal().await == MoveSignal::Crossed,
         None => std::future::pending().await,
     }
 }

@@ -9,27 +9,27 @@ use tokio::time::Instant;
 
 use super::headers;
 use crate::error::ApiError;
-use crate::metrics::{Metrics, Outcome, Route};
+use crate::metrics::{Metrics, RequestEnd, RouteLabel};
 
 /// Counted when dropped: as the client's going unless something else was said.
 pub(super) struct Call {
-    route: Route,
+    route: RouteLabel,
     started: Instant,
     request_id: HeaderValue,
     traces: headers::Traces,
     metrics: Arc<Metrics>,
-    outcome: Outcome,
+    outcome: RequestEnd,
 }
 
 impl Call {
-    pub(super) fn new(route: Route, headers: &HeaderMap, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(route: RouteLabel, headers: &HeaderMap, metrics: Arc<Metrics>) -> Self {
         Self {
             route,
             started: Instant::now(),
             request_id: headers::request_id(headers),
             traces: headers::traces(headers),
             metrics,
-            outcome: Outcome::ClientGone,
+            outcome: RequestEnd::ClientGone,
         }
     }
 
@@ -48,25 +48,25 @@ impl Call {
     /// The whole answer went to the client.
     pub(super) fn answered(&mut self, status: StatusCode) {
         self.outcome = if status.is_server_error() {
-            Outcome::Engine5xx
+            RequestEnd::Engine5xx
         } else if status.is_client_error() {
-            Outcome::Engine4xx
+            RequestEnd::Engine4xx
         } else {
-            Outcome::Ok
+            RequestEnd::Ok
         };
     }
 
     /// The engine broke off.
     pub(super) const fn broke_off(&mut self) {
-        self.outcome = Outcome::Failed;
+        self.outcome = RequestEnd::Failed;
     }
 
     /// The router answers itself.
     pub(super) fn refuse(mut self, error: &ApiError) -> Response {
         self.outcome = match error.status() {
-            StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS => Outcome::Shed,
-            status if status.is_server_error() => Outcome::Failed,
-            _ => Outcome::Refused,
+            StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS => RequestEnd::Shed,
+            status if status.is_server_error() => RequestEnd::Failed,
+            _ => RequestEnd::Refused,
         };
         tracing::debug!(request_id = ?self.request_id, %error, "request refused");
         let mut response = error.clone().into_response();
@@ -76,7 +76,7 @@ impl Call {
 
     /// The router answered itself, as it should.
     pub(super) fn done(mut self, mut response: Response) -> Response {
-        self.outcome = Outcome::Ok;
+        self.outcome = RequestEnd::Ok;
         self.sign(response.headers_mut());
         response
     }

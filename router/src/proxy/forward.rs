@@ -19,11 +19,12 @@ use super::App;
 use super::attempt::{Begun, Placed};
 use super::call::Call;
 use super::headers;
-use crate::accounts::Slot;
 use crate::error::ApiError;
 use crate::fleet::Fleet;
 use crate::health::Sight;
+use crate::metrics::RetryReason;
 use crate::route::{AdmitError, Admitted, Ask, Decision, Prompt};
+use crate::shared_core::SlotHold;
 
 /// Workers that one request is offered to. More would turn a bad request into a bad fleet.
 const ATTEMPTS_MAX: usize = 3;
@@ -59,7 +60,7 @@ pub(super) struct Answered {
     pub decision: Decision,
     /// The first choice, if the request was moved.
     pub left: Option<Box<Decision>>,
-    pub slot: Slot,
+    pub slot: SlotHold,
 }
 
 /// Why an engine did not answer.
@@ -72,10 +73,10 @@ enum Failure {
 }
 
 impl Failure {
-    const fn word(self) -> &'static str {
+    const fn reason(self) -> RetryReason {
         match self {
-            Self::Connect => "connect",
-            Self::Broken => "broken",
+            Self::Connect => RetryReason::Connect,
+            Self::Broken => RetryReason::Broken,
         }
     }
 }
@@ -117,7 +118,7 @@ impl App {
                     if !history.wants_another(&answered) {
                         return Ok(answered);
                     }
-                    self.metrics.retried("status");
+                    self.metrics.retried(RetryReason::Status);
                     history.hold(answered, &self.fleet);
                 }
                 Err(error) => {
@@ -127,7 +128,7 @@ impl App {
                     if !history.failed(failure, &error) {
                         return Err(history.exhausted());
                     }
-                    self.metrics.retried(failure.word());
+                    self.metrics.retried(failure.reason());
                 }
             }
         }
@@ -143,7 +144,7 @@ impl App {
         let (admitted, watch) = self.desk.admit(&ask, wish.index.as_ref())?;
         let Admitted { decision, slot, .. } = admitted;
         // First the guard: whatever follows, the slot is freed.
-        let slot = Slot::new(Arc::clone(&self.desk), slot);
+        let slot = SlotHold::new(Arc::clone(&self.desk), slot);
         self.metrics.ladder(decision.rung().word());
         tracing::debug!(
             request_id = ?call.request_id(),
@@ -167,7 +168,7 @@ impl App {
             (Failure::Broken, Sight::CheckFailed)
         };
         let worker = &decision.source.worker;
-        tracing::warn!(%worker, %error, failure = failure.word(), "a worker did not answer");
+        tracing::warn!(%worker, %error, failure = failure.reason().as_str(), "a worker did not answer");
         let now = Instant::now();
         self.fleet.see(worker, &decision.url, sight, now);
         failure

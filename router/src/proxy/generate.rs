@@ -19,7 +19,7 @@ use super::stream::OnUsage;
 use crate::audit::Case;
 use crate::clock::civil_now;
 use crate::error::ApiError;
-use crate::metrics::{Route, Step};
+use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
 use crate::route::Policy;
 
@@ -29,8 +29,8 @@ const INLINE_BYTES: usize = 16 << 10;
 pub(super) async fn generate(app: &App, route: openai::Route, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let label = match route {
-        openai::Route::ChatCompletions => Route::Chat,
-        openai::Route::Completions => Route::Completions,
+        openai::Route::ChatCompletions => RouteLabel::Chat,
+        openai::Route::Completions => RouteLabel::Completions,
     };
     let call = Call::new(label, &parts.headers, Arc::clone(&app.metrics));
     let buffered = match app.budget.read(&parts.headers, body).await {
@@ -138,7 +138,7 @@ impl App {
                 .await
                 .map_err(|_| ApiError::Internal("reading the request failed"))?
         };
-        self.metrics.step(Step::Read, started.elapsed());
+        self.metrics.step(DecisionStep::Read, started.elapsed());
         planned
     }
 
@@ -149,7 +149,7 @@ impl App {
         }
         let started = Instant::now();
         let answer = self.index.ask(prompt.blocks()).await;
-        self.metrics.step(Step::Index, started.elapsed());
+        self.metrics.step(DecisionStep::Index, started.elapsed());
         answer
             .inspect_err(|error| {
                 self.metrics.index_failed();

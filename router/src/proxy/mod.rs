@@ -34,21 +34,21 @@ use warmroute_proto::BlockSize;
 pub(crate) use body::Budget;
 use call::Call;
 
-use crate::accounts::Desk;
 use crate::audit::Auditor;
 use crate::error::ApiError;
 use crate::fleet::{Fleet, View};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
-use crate::metrics::{Metrics, Route};
+use crate::metrics::{Metrics, RouteLabel};
 use crate::openai;
 use crate::ready::Ready;
 use crate::route::Policy;
+use crate::shared_core::SharedCore;
 use crate::tokenize::Tokenizer;
 
 /// Everything that a request needs.
 pub(crate) struct App {
-    pub desk: Arc<Desk>,
+    pub desk: Arc<SharedCore>,
     pub fleet: Arc<Fleet>,
     pub index: IndexClient,
     pub auditor: Arc<Auditor>,
@@ -70,11 +70,11 @@ impl App {
         known.map_or(plan::ASSUMED, plan::block_size)
     }
 
-    fn route(path: &str) -> Route {
+    fn route(path: &str) -> RouteLabel {
         match path {
-            "/v1/embeddings" => Route::Embeddings,
-            "/tokenize" | "/detokenize" => Route::Tokenize,
-            _ => Route::Other,
+            "/v1/embeddings" => RouteLabel::Embeddings,
+            "/tokenize" | "/detokenize" => RouteLabel::Tokenize,
+            _ => RouteLabel::Other,
         }
     }
 }
@@ -176,12 +176,20 @@ async fn readyz(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn method(State(app): State<Arc<App>>, request: Request) -> Response {
-    let call = Call::new(Route::Other, request.headers(), Arc::clone(&app.metrics));
+    let call = Call::new(
+        RouteLabel::Other,
+        request.headers(),
+        Arc::clone(&app.metrics),
+    );
     call.refuse(&ApiError::Method)
 }
 
 async fn unknown(State(app): State<Arc<App>>, request: Request) -> Response {
-    let call = Call::new(Route::Other, request.headers(), Arc::clone(&app.metrics));
+    let call = Call::new(
+        RouteLabel::Other,
+        request.headers(),
+        Arc::clone(&app.metrics),
+    );
     let path = request.uri().path().chars().take(128).collect();
     call.refuse(&ApiError::UnknownPath(path))
 }

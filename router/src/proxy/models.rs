@@ -8,7 +8,7 @@ use super::App;
 use super::call::Call;
 use crate::error::ApiError;
 use crate::fleet::{ModelView, View};
-use crate::metrics::Route;
+use crate::metrics::RouteLabel;
 
 #[derive(Serialize)]
 struct List<'a> {
@@ -41,7 +41,7 @@ fn card<'a>((name, model): (&'a String, &'a ModelView)) -> Card<'a> {
 }
 
 pub(super) fn list(app: &App, headers: &HeaderMap) -> Response {
-    let call = Call::new(Route::Models, headers, app.metrics.clone());
+    let call = Call::new(RouteLabel::Models, headers, app.metrics.clone());
     let view = app.fleet.view();
     let list = List {
         object: "list",
@@ -51,7 +51,7 @@ pub(super) fn list(app: &App, headers: &HeaderMap) -> Response {
 }
 
 pub(super) fn one(app: &App, headers: &HeaderMap, name: &str) -> Response {
-    let call = Call::new(Route::Models, headers, app.metrics.clone());
+    let call = Call::new(RouteLabel::Models, headers, app.metrics.clone());
     let view: &View = &app.fleet.view();
     match view.models.get_key_value(name) {
         Some(model) => answer(call, &card(model)),

@@ -16,13 +16,13 @@ use super::forward::{Answered, Outgoing, Wish};
 use super::headers;
 use super::respond::respond;
 use crate::error::ApiError;
-use crate::metrics::Route;
+use crate::metrics::RouteLabel;
 use crate::route::Prompt;
 
 /// A rough size of a text in tokens, for load only.
 const BYTES_PER_TOKEN: usize = 4;
 
-pub(super) async fn pass(app: &App, route: Route, request: Request) -> Response {
+pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let call = Call::new(route, &parts.headers, app.metrics.clone());
     match attempt(app, &call, parts, body).await {

@@ -13,9 +13,9 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
 use super::call::Call;
-use crate::accounts::Slot;
 use crate::metrics::{CancelPhase, Metrics};
 use crate::openai::{StreamWatch, Usage};
+use crate::shared_core::SlotHold;
 
 /// A JSON answer larger than this is not searched for its usage.
 const JSON_BYTES_MAX: usize = 256 << 10;
@@ -34,7 +34,7 @@ pub(super) type OnUsage = Box<dyn FnOnce(Usage) + Send>;
 /// A request on an engine, from the response head on.
 pub(super) struct Flight {
     pub call: Call,
-    pub slot: Option<Slot>,
+    pub slot: Option<SlotHold>,
     pub status: StatusCode,
     pub watch: Watch,
     /// Output tokens that fill a block.
@@ -237,7 +237,7 @@ mod tests {
     use futures_util::stream;
 
     use super::*;
-    use crate::metrics::Route;
+    use crate::metrics::RouteLabel;
 
     /// The rest is there already, which makes it no more urgent.
     #[tokio::test]
@@ -245,7 +245,7 @@ mod tests {
         let metrics = Arc::new(Metrics::new().unwrap());
         let rest = ["data: 2\n\n", "data: 3\n\n"].map(Ok::<_, std::io::Error>);
         let flight = Flight {
-            call: Call::new(Route::Chat, &HeaderMap::new(), Arc::clone(&metrics)),
+            call: Call::new(RouteLabel::Chat, &HeaderMap::new(), Arc::clone(&metrics)),
             slot: None,
             status: StatusCode::OK,
             watch: Watch::Events(StreamWatch::default()),

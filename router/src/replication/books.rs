@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use warmroute_proto::load::{LoadDigest, LoadMessage, OpenSlot};
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
-use crate::accounts::Desk;
 use crate::route::{Cut, RouterLoad};
+use crate::shared_core::SharedCore;
 use crate::sync::{Books, Stated, Written, head};
 
-pub(super) struct DeskBooks(pub(super) Arc<Desk>);
+pub(super) struct DeskBooks(pub(super) Arc<SharedCore>);
 
 impl Books for DeskBooks {
     fn written(&mut self, from: RecordNumber, bytes_max: usize) -> Written {

@@ -24,9 +24,9 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     BlockSize, Generation, LogPosition, Namespace, RouterId, Seed, StreamIdentity,
 };
-use warmroute_router::accounts::Desk;
 use warmroute_router::replication::{Handle, Replication};
 use warmroute_router::route::{Accounts as _, Ask, Core, Knobs, Prompt, Settings, SlotEvent};
+use warmroute_router::shared_core::SharedCore;
 use warmroute_router::sync::Standing;
 
 /// Only keeps a broken test from waiting for ever.
@@ -37,7 +37,7 @@ pub(crate) struct Router {
     pub(crate) plane: Arc<dyn Plane>,
     pub(crate) handle: Handle,
     pub(crate) ready: Arc<AtomicBool>,
-    desk: Arc<Desk>,
+    desk: Arc<SharedCore>,
     slots: Vec<u64>,
     rng: Rng,
     stop: CancellationToken,
@@ -54,7 +54,7 @@ impl Router {
             seed: number.into(),
         });
         core.set_workers(&[entry("a"), entry("b"), entry("c")]);
-        let desk = Desk::new(core);
+        let desk = SharedCore::new(core);
         let subjects = Subjects::new(&Namespace::from("t"));
         let (replication, handle) =
             Replication::new(router, Arc::clone(&desk), Arc::clone(&plane), subjects);

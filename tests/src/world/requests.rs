@@ -363,7 +363,7 @@ impl World {
         self.send(at, run, no, admitted);
     }
 
-    /// `Desk::reconsider`: what was decided blindly is decided again. A request that moves has another
+    /// `SharedCore::reconsider`: what was decided blindly is decided again. A request that moves has another
     /// number, since its connection is another one.
     pub(super) fn think_again(&mut self, at: usize, run: &mut RouterRun) {
         for slot in run.core.take_crossed() {

@@ -28,7 +28,7 @@ use super::*;
 use crate::config::Limits;
 use crate::health::Sight;
 use crate::route::moves::WITHIN_MAX;
-use crate::route::{Ask, Core, Counts, Knobs, Prompt, Settings, SourceLoad};
+use crate::route::{Ask, Core, Knobs, Prompt, Settings, SourceLoad};
 use crate::run;
 
 /// More than any body here but the one that is too large.
@@ -342,7 +342,7 @@ impl World {
 
     async fn start(engines: &[&Engine], knobs: Knobs) -> Self {
         let metrics = Arc::new(Metrics::new().unwrap());
-        let desk = Desk::new(core(ROUTER, knobs));
+        let desk = SharedCore::new(core(ROUTER, knobs));
         let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("nobody")));
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
@@ -483,11 +483,7 @@ impl World {
 
     /// The value of a series, 0 where there is none.
     pub(super) fn metric(&self, series: &str) -> u64 {
-        let text = self.app.metrics.render(&[], &[], &Counts::default(), None);
-        let name = format!("warmroute_router_{series} ");
-        let text = text.unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix(&name));
-        line.map_or(0, |value| value.parse().unwrap())
+        self.app.metrics.value(series)
     }
 }
 

@@ -1,8 +1,8 @@
 //! The decision core behind its one lock.
 //!
-//! The lock is held for single synchronous calls. What is written under it waits in the core's ledger,
-//! in order and bounded; whoever sends it is told that there is something. A request that may still be
-//! moved has a [`Watch`], which hears of it when its choice was crossed.
+//! The lock is held for single synchronous calls. Messages that a call writes wait in the core's
+//! ledger, in order and bounded; [`SharedCore::written`] wakes the task that sends them. A request
+//! that may still be moved has a [`MoveWatch`].
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,25 +14,35 @@ use warmroute_proto::query::Answer;
 
 use crate::route::{Accounts, AdmitError, Admitted, Ask, Core, SlotEvent, SlotGuard};
 
-pub(crate) type Slot = SlotGuard<Desk>;
+/// Frees its slot when it is dropped.
+pub(crate) type SlotHold = SlotGuard<SharedCore>;
 
-/// Where decisions are made and slots are accounted.
-pub struct Desk {
+/// The decision core, shared by all tasks.
+pub struct SharedCore {
     core: Mutex<Core>,
     written: Notify,
     /// By slot. As many as the core watches.
     watches: Mutex<BTreeMap<u64, Arc<Notify>>>,
 }
 
-/// While it lives, somebody waits to hear that a slot's choice was crossed.
-pub struct Watch {
-    desk: Arc<Desk>,
+/// Registration for the event that another router's earlier choice crosses a slot's choice.
+pub struct MoveWatch {
+    core: Arc<SharedCore>,
     slot: u64,
     until: Instant,
     crossed: Arc<Notify>,
 }
 
-impl Desk {
+/// What a [`MoveWatch`] reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MoveSignal {
+    /// The slot's choice was crossed: decide again.
+    Crossed,
+    /// The time for moving is over.
+    Expired,
+}
+
+impl SharedCore {
     #[must_use]
     pub fn new(core: Core) -> Arc<Self> {
         Arc::new(Self {
@@ -42,21 +52,21 @@ impl Desk {
         })
     }
 
-    /// The core, for one call. Total as it is, a panic under the lock leaves it usable.
+    /// The core, for one call. Its calls are total: a panic under the lock leaves it usable.
     pub fn core(&self) -> MutexGuard<'_, Core> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Chooses and accounts in one step. With a watch if the request may still be moved.
+    /// Chooses and accounts in one step. Returns a watch if the request may still be moved.
     pub fn admit(
         self: &Arc<Self>,
         ask: &Ask<'_>,
         answer: Option<&Answer>,
-    ) -> Result<(Admitted, Option<Watch>), AdmitError> {
+    ) -> Result<(Admitted, Option<MoveWatch>), AdmitError> {
         let now = Instant::now().into_std();
         let mut core = self.core();
         let admitted = core.admit(ask, answer, now)?;
-        // Under the lock: nothing crosses it before it is watched.
+        // Under the lock, so that no message crosses the slot before it is watched.
         let until = admitted.movable_until.map(Instant::from_std);
         let watch = until.map(|until| self.watch(admitted.slot, until));
         drop(core);
@@ -64,7 +74,7 @@ impl Desk {
         Ok((admitted, watch))
     }
 
-    /// Decides again for a slot whose choice was crossed. None: it stays.
+    /// Decides again for a slot whose choice was crossed. `None`: it stays.
     pub fn reconsider(
         &self,
         slot: u64,
@@ -76,13 +86,13 @@ impl Desk {
         match moved {
             Ok(moved) => moved.inspect(|_| self.written.notify_one()),
             Err(error) => {
-                tracing::error!(%error, "a request stays where it is, its move cannot be accounted");
+                tracing::error!(%error, "cannot account a move, request stays where it is");
                 None
             }
         }
     }
 
-    /// What another router did; the requests that it crosses hear of it.
+    /// Applies another router's message and wakes the watches of the slots that it crosses.
     pub fn apply_remote(&self, message: &LoadMessage, now: std::time::Instant) {
         let mut core = self.core();
         core.apply_remote(message, now);
@@ -97,17 +107,17 @@ impl Desk {
         }
     }
 
-    /// Waits until something urgent was written; the rest goes with it, or by the clock. Cancel-safe;
-    /// several writings may be told once.
+    /// Waits until an urgent message was written; others are sent with it, or by the clock.
+    /// Cancel-safe; one wake-up may stand for several messages.
     pub async fn written(&self) {
         self.written.notified().await;
     }
 
-    fn watch(self: &Arc<Self>, slot: u64, until: Instant) -> Watch {
+    fn watch(self: &Arc<Self>, slot: u64, until: Instant) -> MoveWatch {
         let crossed = Arc::new(Notify::new());
         self.watches().insert(slot, Arc::clone(&crossed));
-        Watch {
-            desk: Arc::clone(self),
+        MoveWatch {
+            core: Arc::clone(self),
             slot,
             until,
             crossed,
@@ -119,28 +129,30 @@ impl Desk {
     }
 }
 
-impl Watch {
-    /// The slot's choice was crossed. False: that cannot happen any more. Cancel-safe.
-    pub async fn crossed(&self) -> bool {
-        let crossed = timeout_at(self.until, self.crossed.notified()).await;
-        crossed.is_ok()
+impl MoveWatch {
+    /// Waits for the crossing or for the end of the time for moving. Cancel-safe.
+    pub async fn signal(&self) -> MoveSignal {
+        match timeout_at(self.until, self.crossed.notified()).await {
+            Ok(()) => MoveSignal::Crossed,
+            Err(_) => MoveSignal::Expired,
+        }
     }
 }
 
-impl Drop for Watch {
+impl Drop for MoveWatch {
     fn drop(&mut self) {
-        self.desk.watches().remove(&self.slot);
+        self.core.watches().remove(&self.slot);
     }
 }
 
-impl Accounts for Desk {
+impl Accounts for SharedCore {
     fn note(&self, event: SlotEvent) {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);
         match noted {
             Ok(_) if event.is_urgent() => self.written.notify_one(),
             Ok(_) => {}
-            Err(error) => tracing::error!(%error, ?event, "a slot's event is lost"),
+            Err(error) => tracing::error!(%error, ?event, "cannot account a slot's event"),
         }
     }
 }

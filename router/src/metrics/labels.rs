@@ -1,0 +1,83 @@
+//! The closed sets of label values.
+
+/// Declares an enum whose variants are the values of one label.
+macro_rules! label {
+    ($(#[$about:meta])* $name:ident { $($(#[$when:meta])* $value:ident = $text:literal,)+ }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum $name {
+            $($(#[$when])* $value,)+
+        }
+
+        impl $name {
+            pub(crate) const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$value => $text,)+
+                }
+            }
+        }
+    };
+}
+
+label! {
+    /// The route of a client's request.
+    RouteLabel {
+        Chat = "chat",
+        Completions = "completions",
+        Embeddings = "embeddings",
+        Models = "models",
+        Tokenize = "tokenize",
+        Other = "other",
+    }
+}
+
+label! {
+    /// How a client's request ended.
+    RequestEnd {
+        Ok = "ok",
+        /// The router refused it: malformed, too large, unknown model.
+        Refused = "refused",
+        /// The router had no worker or no room for it.
+        Shed = "shed",
+        /// The engine answered 4xx.
+        Engine4xx = "engine_4xx",
+        /// The engine answered 5xx.
+        Engine5xx = "engine_5xx",
+        /// No worker answered, or one closed its connection before the end of the answer.
+        Failed = "failed",
+        /// The client closed its connection before the end of the answer.
+        ClientGone = "client_gone",
+    }
+}
+
+label! {
+    /// A step on the way to a decision.
+    DecisionStep {
+        /// Parse, render, tokenize, hash.
+        Read = "read",
+        Index = "index",
+    }
+}
+
+label! {
+    /// How far the answer was when the client closed its connection.
+    CancelPhase {
+        /// Before the engine's response head.
+        BeforeHead = "before_head",
+        /// After the head, before the first byte of the body.
+        BeforeFirstToken = "before_first_token",
+        Stream = "stream",
+    }
+}
+
+label! {
+    /// Why a request was sent again.
+    RetryReason {
+        /// The connection was refused: the engine did not get the request.
+        Connect = "connect",
+        /// The engine closed the connection before it answered.
+        Broken = "broken",
+        /// The engine answered 502 or 503.
+        Status = "status",
+    }
+}
