@@ -21,7 +21,7 @@ use warmroute_indexer::snapshot::{Restored, format};
 use warmroute_indexer::turns::Turns;
 use warmroute_plane::LogMessage;
 use warmroute_proto::hash::{LocalHash, PrefixHash, prefix_hashes};
-use warmroute_proto::query::Query;
+use warmroute_proto::query::IndexQuery;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     Change, Digest, DpRank, EngineSeq, Generation, LogPosition, Namespace, Record, RecordNumber,
@@ -111,7 +111,7 @@ impl World {
             }],
             states: Tiers::all(TierState::Complete),
             after: shim.digest,
-            said_at: None,
+            sent_at: None,
         };
         self.position = self.position.next();
         let payload: Bytes = codec::encode(&record).unwrap().into();
@@ -128,7 +128,7 @@ impl World {
 }
 
 /// Sessions of a few tenants on random sources, some of them on two; and prompts that go on in them.
-fn build(entries: usize) -> (World, Vec<Query>) {
+fn build(entries: usize) -> (World, Vec<IndexQuery>) {
     let mut random = Random(entries as u64);
     let tenants: Vec<_> = (0..TENANTS).map(|_| random.blocks(SHARED)).collect();
     let shim = |rank: usize| Shim {
@@ -169,7 +169,7 @@ fn build(entries: usize) -> (World, Vec<Query>) {
             let mut blocks = prompt.clone();
             blocks.extend(&session[..depth]);
             blocks.extend(random.blocks(50));
-            queries.push(Query {
+            queries.push(IndexQuery {
                 blocks,
                 at_least: None,
             });
@@ -179,7 +179,12 @@ fn build(entries: usize) -> (World, Vec<Query>) {
 }
 
 /// Sorted times of lookups, one after the other, until told to stop.
-fn look(fold: &Turns<Fold>, queries: &[Query], now: Instant, stop: &AtomicBool) -> Vec<Duration> {
+fn look(
+    fold: &Turns<Fold>,
+    queries: &[IndexQuery],
+    now: Instant,
+    stop: &AtomicBool,
+) -> Vec<Duration> {
     let mut times = Vec::new();
     for query in queries.iter().cycle() {
         if stop.load(Ordering::Relaxed) {
@@ -209,7 +214,7 @@ fn told(what: &str, times: &[Duration]) -> Duration {
 /// Lookups while `beside` runs.
 fn beside(
     fold: &Turns<Fold>,
-    queries: &[Query],
+    queries: &[IndexQuery],
     now: Instant,
     beside: impl FnOnce(),
 ) -> Vec<Duration> {

@@ -28,7 +28,7 @@ use tokio::time::timeout;
 use tracing::warn;
 use warmroute_process::server;
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
 use warmroute_proto::{
     BlockSize, Change, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
 };
@@ -323,15 +323,15 @@ impl Chosen {
     }
 
     fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, Refusal> {
-        let query = Query {
+        let query = IndexQuery {
             blocks,
             at_least: None,
         };
         match handle.query(&query) {
-            Answer::Runs {
+            IndexAnswer::Runs {
                 position, sources, ..
             } => Ok(self.response(position, &sources)),
-            Answer::Behind { .. } => Err(Refusal {
+            IndexAnswer::Behind { .. } => Err(Refusal {
                 status: StatusCode::SERVICE_UNAVAILABLE,
                 message: "the log is not known yet".to_owned(),
             }),

@@ -14,7 +14,7 @@ use warmroute_indexer::args::{Args, Command, Config, Doctor, Init, Verify};
 use warmroute_indexer::doctor::collect::Look;
 use warmroute_indexer::doctor::{Report, diagnose};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns, verify};
-use warmroute_plane::{InitConfig, NatsError, NatsPlane, Setup};
+use warmroute_plane::{InitConfig, NamespaceSetup, NatsError, NatsPlane};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
@@ -70,7 +70,10 @@ async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
 }
 
 /// Connects to a plane that may be in any state.
-async fn look(config: &Config, wait_secs: u64) -> anyhow::Result<(NatsPlane, Look, Setup)> {
+async fn look(
+    config: &Config,
+    wait_secs: u64,
+) -> anyhow::Result<(NatsPlane, Look, NamespaceSetup)> {
     let nats = nats::config(&config.nats, "warmroute-doctor")?;
     let wait = Duration::from_secs(wait_secs);
     let inspect = async || NatsPlane::inspect(nats.clone(), unix_ns).await;
@@ -82,7 +85,7 @@ async fn look(config: &Config, wait_secs: u64) -> anyhow::Result<(NatsPlane, Loo
 async fn doctor(config: Config, how: Doctor) -> anyhow::Result<ExitCode> {
     let (plane, look, setup) = look(&config, how.wait_secs).await?;
     let mut state = look.read(setup).await.context("reading the plane")?;
-    state.complaint = plane.complaint();
+    state.complaint = plane.last_server_error();
     state.indexers_expected = how.expect_indexers;
     Ok(told(&diagnose(&state), how.json))
 }

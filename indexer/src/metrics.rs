@@ -28,7 +28,7 @@ macro_rules! words {
         impl $name {
             const ALL: &[Self] = &[$(Self::$variant,)*];
 
-            pub(crate) const fn word(self) -> &'static str {
+            pub(crate) const fn label(self) -> &'static str {
                 match self {
                     $(Self::$variant => $word,)*
                 }
@@ -142,16 +142,16 @@ impl Metrics {
     /// Every series is there from the start, so that a rate over its first event is right.
     fn touch(&self) {
         for verdict in Verdict::ALL {
-            self.records.with_label_values(&[verdict.word()]);
+            self.records.with_label_values(&[verdict.label()]);
         }
         for verdict in HeartbeatVerdict::ALL {
-            self.heartbeats.with_label_values(&[verdict.word()]);
+            self.heartbeats.with_label_values(&[verdict.label()]);
         }
         for outcome in QueryOutcome::ALL {
-            self.queries.with_label_values(&[outcome.word()]);
+            self.queries.with_label_values(&[outcome.label()]);
         }
         for fit in BROKEN {
-            self.logs_broken.with_label_values(&[fit.word()]);
+            self.logs_broken.with_label_values(&[fit.label()]);
         }
         for reason in [
             ResyncReason::Gap,
@@ -159,25 +159,25 @@ impl Metrics {
             ResyncReason::Fenced,
             ResyncReason::LogLost,
         ] {
-            self.resyncs.with_label_values(&[reason.word()]);
+            self.resyncs.with_label_values(&[reason.label()]);
         }
         self.snapshots.touch();
     }
 
     pub(crate) fn record(&self, verdict: Verdict) {
-        self.records.with_label_values(&[verdict.word()]).inc();
+        self.records.with_label_values(&[verdict.label()]).inc();
     }
 
     pub(crate) fn heartbeat(&self, verdict: HeartbeatVerdict) {
-        self.heartbeats.with_label_values(&[verdict.word()]).inc();
+        self.heartbeats.with_label_values(&[verdict.label()]).inc();
     }
 
     pub(crate) fn query(&self, outcome: QueryOutcome) {
-        self.queries.with_label_values(&[outcome.word()]).inc();
+        self.queries.with_label_values(&[outcome.label()]).inc();
     }
 
     pub(crate) fn resync(&self, reason: ResyncReason) {
-        self.resyncs.with_label_values(&[reason.word()]).inc();
+        self.resyncs.with_label_values(&[reason.label()]).inc();
     }
 
     pub(crate) fn bad_entry(&self) {
@@ -193,7 +193,7 @@ impl Metrics {
     }
 
     pub(crate) fn log_broken(&self, fit: Fit) {
-        self.logs_broken.with_label_values(&[fit.word()]).inc();
+        self.logs_broken.with_label_values(&[fit.label()]).inc();
     }
 
     /// Records that the log took at these times, nanoseconds since the Unix epoch, are visible now. A
@@ -208,7 +208,7 @@ impl Metrics {
 
     pub(crate) fn snapshot(&self, outcome: SnapshotOutcome) {
         let outcomes = &self.snapshots.outcomes;
-        outcomes.with_label_values(&[outcome.word()]).inc();
+        outcomes.with_label_values(&[outcome.label()]).inc();
     }
 
     pub(crate) fn snapshot_written(&self, bytes: u64, locked: Duration, took: Duration) {
@@ -224,12 +224,12 @@ impl Metrics {
 
     pub(crate) fn skipped(&self, why: Skipped) {
         let skipped = &self.snapshots.skipped;
-        skipped.with_label_values(&[why.word()]).inc();
+        skipped.with_label_values(&[why.label()]).inc();
     }
 
     pub(crate) fn restored(&self, cause: RestoreCause) {
         let restores = &self.snapshots.restores;
-        restores.with_label_values(&[cause.word()]).inc();
+        restores.with_label_values(&[cause.label()]).inc();
     }
 
     /// Everything in Prometheus' text format, with these levels.
@@ -268,13 +268,13 @@ impl SnapshotMetrics {
     fn touch(&self) {
         self.age.set(-1);
         for outcome in SnapshotOutcome::ALL {
-            self.outcomes.with_label_values(&[outcome.word()]);
+            self.outcomes.with_label_values(&[outcome.label()]);
         }
         for why in Skipped::ALL {
-            self.skipped.with_label_values(&[why.word()]);
+            self.skipped.with_label_values(&[why.label()]);
         }
         for cause in RestoreCause::ALL {
-            self.restores.with_label_values(&[cause.word()]);
+            self.restores.with_label_values(&[cause.label()]);
         }
     }
 }

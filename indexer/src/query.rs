@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{Answer, Query, SourceAnswer};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer};
 use warmroute_proto::{LogPosition, PrefixHash, Source, Tiers};
 
 use crate::fold::{Fold, SourceStanding};
@@ -17,13 +17,13 @@ pub struct Prepared {
 
 /// Answers a query. Sources of which no record came yet are left out: there is nothing to say.
 #[must_use]
-pub fn answer(fold: &Fold, query: &Query, now: Instant) -> Answer {
+pub fn answer(fold: &Fold, query: &IndexQuery, now: Instant) -> IndexAnswer {
     Prepared::of(query).answer(fold, now)
 }
 
 impl Prepared {
     #[must_use]
-    pub fn of(query: &Query) -> Self {
+    pub fn of(query: &IndexQuery) -> Self {
         Self {
             chain: prefix_hashes(None, &query.blocks).collect(),
             at_least: query.at_least,
@@ -32,12 +32,12 @@ impl Prepared {
 
     /// See [`answer`].
     #[must_use]
-    pub fn answer(&self, fold: &Fold, now: Instant) -> Answer {
+    pub fn answer(&self, fold: &Fold, now: Instant) -> IndexAnswer {
         let position = fold.position();
         let behind = self.at_least.is_some_and(|wanted| position < wanted);
         // Before the log is known there is no position that could be compared.
         let Some(log) = fold.log().filter(|_| !behind) else {
-            return Answer::Behind { position };
+            return IndexAnswer::Behind { position };
         };
         let mut sources = Vec::new();
         let mut places: Vec<Option<usize>> = Vec::new();
@@ -58,7 +58,7 @@ impl Prepared {
                 .and_then(|place| runs.get(place).copied())
                 .unwrap_or_default();
         }
-        Answer::Runs {
+        IndexAnswer::Runs {
             log,
             position,
             sources,

@@ -37,7 +37,7 @@ impl Fit {
     }
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Same => "same",
             Self::Trimmed => "trimmed",

@@ -29,13 +29,13 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
 use warmroute_plane::{
-    Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, Request,
+    Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, ServiceRequest,
 };
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::view::{DigestView, View, ViewAsk};
+use warmroute_proto::view::{DigestView, ViewPage, ViewPageRequest};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
@@ -236,13 +236,13 @@ impl Service {
 impl Handle {
     /// Answers a query, of one moment.
     #[must_use]
-    pub fn query(&self, query: &Query) -> Answer {
+    pub fn query(&self, query: &IndexQuery) -> IndexAnswer {
         // The chain is made before the lock: a long prompt's takes longer than looking it up.
         let prepared = query::Prepared::of(query);
         let answer = prepared.answer(&self.shared.read(), now());
         self.shared.metrics.query(match answer {
-            Answer::Runs { .. } => QueryOutcome::Answered,
-            Answer::Behind { .. } => QueryOutcome::Behind,
+            IndexAnswer::Runs { .. } => QueryOutcome::Answered,
+            IndexAnswer::Behind { .. } => QueryOutcome::Behind,
         });
         answer
     }
@@ -254,9 +254,9 @@ impl Handle {
 
     /// A page of all that this replica can say of itself.
     #[must_use]
-    pub fn view(&self, ask: &ViewAsk) -> View {
+    pub fn view(&self, ask: &ViewPageRequest) -> ViewPage {
         let page = view::page(&self.shared.read(), ask, now());
-        View {
+        ViewPage {
             ready: self.is_ready(),
             unix_ns: unix_ns(),
             snapshot_every_secs: self.shared.snapshot_every_secs.get().copied(),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewAsk};
+use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
 use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
 
 use crate::fold::{Fold, SourceStanding};
@@ -94,7 +94,7 @@ pub(crate) fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceD
 }
 
 /// A page of what the fold is, without what only the process knows: readiness, clock, snapshots.
-pub(crate) fn page(fold: &Fold, ask: &ViewAsk, now: Instant) -> view::View {
+pub(crate) fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage {
     let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
     let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);
     let mut wanted = fold
@@ -102,7 +102,7 @@ pub(crate) fn page(fold: &Fold, ask: &ViewAsk, now: Instant) -> view::View {
         .filter(|(source, _)| behind(source))
         .map(|(source, standing)| full_view(source, &standing));
     let sources = wanted.by_ref().take(sources_max).collect();
-    view::View {
+    view::ViewPage {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         ready: false,
         log: fold.log(),

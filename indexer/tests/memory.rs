@@ -344,7 +344,7 @@ impl Log {
             }],
             states: Tiers::all(TierState::Complete),
             after: shim.digest,
-            said_at: None,
+            sent_at: None,
         };
         shim.number += 1;
         self.position = self.position.next();

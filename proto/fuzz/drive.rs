@@ -2,15 +2,15 @@
 
 use warmroute_proto::codec::{Message, VERSION, decode, encode, seal};
 use warmroute_proto::load::{
-    LoadAnswer, LoadAsk, LoadFrame, LoadHeartbeat, LoadMessage, RouterEntry,
+    LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry,
 };
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
     GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
-use warmroute_proto::view::{View, ViewAsk};
+use warmroute_proto::view::{ViewPage, ViewPageRequest};
 use warmroute_proto::{Heartbeat, Record};
 
 /// Any bytes into every decoder: an error, or a message that encodes to the same bytes. Once as they are, and
@@ -30,15 +30,15 @@ pub(crate) fn codec(data: &[u8]) {
 fn messages(data: &[u8]) {
     canonical::<Record>(data);
     canonical::<Heartbeat>(data);
-    canonical::<Query>(data);
-    canonical::<Answer>(data);
+    canonical::<IndexQuery>(data);
+    canonical::<IndexAnswer>(data);
     canonical::<LoadMessage>(data);
     canonical::<WorkerEntry>(data);
     canonical::<GenerationEntry>(data);
     canonical::<ResyncRequest>(data);
     canonical::<LoadHeartbeat>(data);
     canonical::<LoadFrame>(data);
-    canonical::<LoadAsk>(data);
+    canonical::<LoadRequest>(data);
     canonical::<LoadAnswer>(data);
     canonical::<RouterEntry>(data);
     canonical::<SnapshotHead>(data);
@@ -46,8 +46,8 @@ fn messages(data: &[u8]) {
     canonical::<IndexerEntry>(data);
     canonical::<SnapshotLease>(data);
     canonical::<ShimEntry>(data);
-    canonical::<ViewAsk>(data);
-    canonical::<View>(data);
+    canonical::<ViewPageRequest>(data);
+    canonical::<ViewPage>(data);
 }
 
 fn canonical<M: Message>(data: &[u8]) {

@@ -17,14 +17,14 @@ use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::load::{LoadAnswer, LoadAsk, LoadFrame, LoadHeartbeat, LoadMessage, RouterEntry};
-use crate::query::{Answer, Query};
+use crate::load::{LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry};
+use crate::query::{IndexAnswer, IndexQuery};
 use crate::registry::{
     DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry, SnapshotLease,
     WorkerEntry,
 };
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
-use crate::view::{View, ViewAsk};
+use crate::view::{ViewPage, ViewPageRequest};
 use crate::{Heartbeat, Record};
 
 /// The version that this code writes. Reads every version up to it.
@@ -81,10 +81,10 @@ impl Message for Heartbeat {
         read::<v1::Heartbeat>(body).map(|(heartbeat, taken)| (heartbeat.into(), taken))
     }
 }
-impl Message for Query {
+impl Message for IndexQuery {
     const KIND: u8 = 3;
 }
-impl Message for Answer {
+impl Message for IndexAnswer {
     const KIND: u8 = 4;
 }
 impl Message for LoadMessage {
@@ -110,7 +110,7 @@ impl Message for LoadHeartbeat {
 impl Message for LoadFrame {
     const KIND: u8 = 10;
 }
-impl Message for LoadAsk {
+impl Message for LoadRequest {
     const KIND: u8 = 11;
 }
 impl Message for LoadAnswer {
@@ -134,10 +134,10 @@ impl Message for SnapshotLease {
 impl Message for ShimEntry {
     const KIND: u8 = 18;
 }
-impl Message for ViewAsk {
+impl Message for ViewPageRequest {
     const KIND: u8 = 19;
 }
-impl Message for View {
+impl Message for ViewPage {
     const KIND: u8 = 20;
 }
 impl Message for DrainEntry {
@@ -260,15 +260,15 @@ mod tests {
             }
             canonical::<Record>(&bytes)?;
             canonical::<Heartbeat>(&bytes)?;
-            canonical::<Query>(&bytes)?;
-            canonical::<Answer>(&bytes)?;
+            canonical::<IndexQuery>(&bytes)?;
+            canonical::<IndexAnswer>(&bytes)?;
             canonical::<LoadMessage>(&bytes)?;
             canonical::<WorkerEntry>(&bytes)?;
             canonical::<GenerationEntry>(&bytes)?;
             canonical::<ResyncRequest>(&bytes)?;
             canonical::<LoadHeartbeat>(&bytes)?;
             canonical::<LoadFrame>(&bytes)?;
-            canonical::<LoadAsk>(&bytes)?;
+            canonical::<LoadRequest>(&bytes)?;
             canonical::<LoadAnswer>(&bytes)?;
             canonical::<RouterEntry>(&bytes)?;
             canonical::<SnapshotHead>(&bytes)?;
@@ -276,8 +276,8 @@ mod tests {
             canonical::<IndexerEntry>(&bytes)?;
             canonical::<SnapshotLease>(&bytes)?;
             canonical::<ShimEntry>(&bytes)?;
-            canonical::<ViewAsk>(&bytes)?;
-            canonical::<View>(&bytes)?;
+            canonical::<ViewPageRequest>(&bytes)?;
+            canonical::<ViewPage>(&bytes)?;
             canonical::<DrainEntry>(&bytes)?;
         }
     }

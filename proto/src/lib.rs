@@ -27,7 +27,5 @@ pub use ids::{
     BlockSize, DpRank, EngineSeq, Generation, LogPosition, LogTime, Namespace, RecordNumber,
     RouterId, Source, StreamIdentity, WorkerId,
 };
-pub use record::{
-    After, Change, EngineHealth, Heartbeat, Record, Tier, TierState, TierStates, Tiers,
-};
-pub use sequence::{Sequencer, Standing, Verdict};
+pub use record::{Change, EngineHealth, Heartbeat, Record, Tier, TierState, TierStates, Tiers};
+pub use sequence::{SequenceComparison, SequenceVerdict, Sequencer};

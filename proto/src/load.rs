@@ -9,7 +9,7 @@
 //! replica holds the same approximation. Whether two replicas do is compared by [`LoadDigest`], a
 //! sum of one [`SlotMark`] a slot, O(1) a change.
 //!
-//! Broadcast is lossy. [`LoadHeartbeat`] tells what a peer should have, [`LoadAsk`] and [`LoadAnswer`]
+//! Broadcast is lossy. [`LoadHeartbeat`] tells what a peer should have, [`LoadRequest`] and [`LoadAnswer`]
 //! bring what it has not: the missing messages, or the open slots as of one number.
 
 use bincode::{Decode, Encode};
@@ -99,17 +99,17 @@ pub enum Presence {
 
 /// What a router asks another one for. The answer is a [`LoadAnswer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct LoadAsk {
+pub struct LoadRequest {
     /// Who asks: whoever asks listens, and is a peer from here on.
     pub asker: RouterId,
     /// The incarnation that is asked about; none: whichever there is.
     pub incarnation: Option<Generation>,
-    pub want: LoadWant,
+    pub want: LoadRequestKind,
 }
 
 /// Variant numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
-pub enum LoadWant {
+pub enum LoadRequestKind {
     /// The messages from this number on, up to `to` if it is named. Answered by the state if they are
     /// not kept any more.
     Numbers {

@@ -10,7 +10,7 @@ use crate::{
 
 /// What does each source hold of this prompt?
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct Query {
+pub struct IndexQuery {
     /// The prompt's blocks from depth 0.
     pub blocks: Vec<LocalHash>,
     /// A replica behind this position says so instead of answering.
@@ -48,7 +48,7 @@ impl SourceState {
     }
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Exact => "exact",
             Self::Partial => "partial",
@@ -87,7 +87,7 @@ pub enum UnknownReason {
 
 /// An indexer's answer to a [`Query`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub enum Answer {
+pub enum IndexAnswer {
     Runs {
         log: StreamIdentity,
         /// Everything up to here is in.

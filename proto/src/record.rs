@@ -35,7 +35,7 @@ impl Tier {
     }
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Gpu => "gpu",
             Self::Cpu => "cpu",
@@ -46,7 +46,7 @@ impl Tier {
 
 impl fmt::Display for Tier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.word())
+        f.write_str(self.label())
     }
 }
 
@@ -152,9 +152,6 @@ impl Change {
     }
 }
 
-/// What the source holds once a record is applied.
-pub type After = Digest;
-
 /// The net changes of one or more whole engine batches of one source.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Record {
@@ -165,9 +162,9 @@ pub struct Record {
     pub engine_seq: Option<EngineSeq>,
     pub changes: Vec<Change>,
     pub states: TierStates,
-    pub after: After,
+    pub after: Digest,
     /// When it was said: how long it was on its way is no part of what it proves.
-    pub said_at: Option<LogTime>,
+    pub sent_at: Option<LogTime>,
 }
 
 /// The engine's own health as the shim sees it over HTTP. Numbers are wire values: stable.
@@ -188,8 +185,8 @@ pub struct Heartbeat {
     pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     pub states: TierStates,
-    pub after: After,
+    pub after: Digest,
     pub health: EngineHealth,
     /// When it was said.
-    pub said_at: Option<LogTime>,
+    pub sent_at: Option<LogTime>,
 }

@@ -47,16 +47,16 @@ pub struct Lora {
 /// Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
-pub enum Drain {
+pub enum DrainState {
     #[default]
     Serving = 0,
     /// Takes no new requests.
     Draining = 1,
 }
 
-impl Drain {
+impl DrainState {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Serving => "serving",
             Self::Draining => "draining",
@@ -69,11 +69,11 @@ impl Drain {
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct DrainEntry {
     pub worker: WorkerId,
-    pub drain: Drain,
+    pub drain: DrainState,
     /// One above the word before: the higher one is the last.
     pub turn: u64,
     /// By the clock of the router that was told, for people.
-    pub said_unix_s: u64,
+    pub set_unix_s: u64,
 }
 
 /// The value of the lock under which one shim serves a worker.
@@ -137,7 +137,7 @@ pub enum ResyncReason {
 
 impl ResyncReason {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Gap => "gap",
             Self::Mismatch => "mismatch",

@@ -3,9 +3,9 @@
 //! One rule for log → indexer and router → router. It is deterministic, idempotent and total: every
 //! input has a verdict, none panics, none stops the loop.
 //!
-//! Invariant: if [`Sequencer::is_whole`] holds, the reader has applied exactly the numbers
+//! Invariant: if [`Sequencer::is_complete`] holds, the reader has applied exactly the numbers
 //! `0..next` of the fenced generation, each once and in order, and knows of no later one. What it
-//! cannot know by itself (a lost tail) it learns from a heartbeat through [`Sequencer::witness`].
+//! cannot know by itself (a lost tail) it learns from a heartbeat through [`Sequencer::observe_heartbeat`].
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const RECENT_PAYLOADS: usize = 256;
 
 /// What to do with a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum SequenceVerdict {
     /// It is the next one: apply it.
     Apply,
     /// It opens a newer generation: forget the source, then apply it.
@@ -37,7 +37,7 @@ pub enum Verdict {
 
 /// How the reader stands to what a heartbeat says of its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum SequenceComparison {
     /// Reader and sender are at the same number: their digests can be compared.
     Level,
     /// The sender is ahead: records are under way or lost.
@@ -101,64 +101,64 @@ impl Sequencer {
         generation: Generation,
         number: RecordNumber,
         payload: u64,
-    ) -> Verdict {
+    ) -> SequenceVerdict {
         let newer = self.fence.is_none_or(|fence| generation > fence);
         if newer {
             self.open(generation);
             return if number == RecordNumber(0) {
                 self.applied(payload);
-                Verdict::Start
+                SequenceVerdict::Start
             } else {
                 self.missing(now, number);
-                Verdict::StartBehind
+                SequenceVerdict::StartBehind
             };
         }
         if self.fence != Some(generation) {
-            return Verdict::Old;
+            return SequenceVerdict::Old;
         }
         if number == self.next {
             self.applied(payload);
-            return Verdict::Apply;
+            return SequenceVerdict::Apply;
         }
         if number > self.next {
             self.missing(now, number);
-            return Verdict::Ahead;
+            return SequenceVerdict::Ahead;
         }
         match self.payload_of(number) {
             Some(known) if known != payload => {
                 self.violated = true;
-                Verdict::Violation
+                SequenceVerdict::Violation
             }
-            Some(_) | None => Verdict::Duplicate,
+            Some(_) | None => SequenceVerdict::Duplicate,
         }
     }
 
     /// Takes in a heartbeat: its sender had published up to `number` of `generation`.
-    pub fn witness(
+    pub fn observe_heartbeat(
         &mut self,
         now: Instant,
         generation: Generation,
         number: Option<RecordNumber>,
-    ) -> Standing {
+    ) -> SequenceComparison {
         match self.fence {
-            Some(fence) if generation < fence => return Standing::Old,
+            Some(fence) if generation < fence => return SequenceComparison::Old,
             Some(fence) if generation == fence => {}
             // The new generation's records are on their way through the log, which orders them.
-            Some(_) | None => return Standing::Behind,
+            Some(_) | None => return SequenceComparison::Behind,
         }
         match number {
             Some(number) if number >= self.next => {
                 self.missing(now, number);
-                Standing::Behind
+                SequenceComparison::Behind
             }
-            number if number == self.last() => Standing::Level,
-            Some(_) | None => Standing::Ahead,
+            number if number == self.last() => SequenceComparison::Level,
+            Some(_) | None => SequenceComparison::Ahead,
         }
     }
 
     /// Nothing is known to be missing and nothing contradicted itself.
     #[must_use]
-    pub const fn is_whole(&self) -> bool {
+    pub const fn is_complete(&self) -> bool {
         self.fence.is_some() && self.ahead.is_none() && !self.violated
     }
 

@@ -134,7 +134,7 @@ impl Subjects {
 
     /// Request: what did this router say that the asker missed? It answers itself.
     #[must_use]
-    pub fn load_ask(&self, router: RouterId) -> String {
+    pub fn load_requests(&self, router: RouterId) -> String {
         format!("{}.load.{router}", self.prefix)
     }
 
@@ -332,7 +332,10 @@ mod tests {
         assert_eq!(subjects.load(), "wr.prod.load");
         let router = RouterId(*b"0123456789abcdef");
         let hex = "30313233343536373839616263646566";
-        assert_eq!(subjects.load_ask(router), format!("wr.prod.load.{hex}"));
+        assert_eq!(
+            subjects.load_requests(router),
+            format!("wr.prod.load.{hex}")
+        );
         let key = subjects.router_key(router);
         assert_eq!(key, format!("wr.prod.router.{hex}"));
         assert_eq!(subjects.key_router(&key), Some(router));

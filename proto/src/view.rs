@@ -1,5 +1,5 @@
 //! What parts say of the sources that they hold, for operators and their tools, not for routers: over the
-//! plane ([`View`], an indexer's), and over HTTP ([`DigestView`], indexers' and shims').
+//! plane ([`ViewPage`], an indexer's), and over HTTP ([`DigestView`], indexers' and shims').
 //!
 //! A view is asked for in pages, so that it fits into a message however many sources there are. Each
 //! page is of one moment; two pages need not be of the same.
@@ -18,7 +18,7 @@ pub const PAGE_SOURCES_MAX: u32 = 2000;
 
 /// Asks a replica for a page of its view.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct ViewAsk {
+pub struct ViewPageRequest {
     /// Only sources behind this one, in their order; none: from the first.
     pub after: Option<Source>,
     pub sources_max: u32,
@@ -26,7 +26,7 @@ pub struct ViewAsk {
 
 /// A page.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
-pub struct View {
+pub struct ViewPage {
     pub version: String,
     pub ready: bool,
     /// None before the log is known.
@@ -55,7 +55,7 @@ pub struct SourceView {
     pub states: Tiers<SourceState>,
     pub reason: Option<UnknownReason>,
     /// Why it may be wrong, where the replica itself found out.
-    pub doubt: Option<Doubt>,
+    pub doubt: Option<SourceFault>,
     /// Since its GPU tier is in that state, to half a second.
     pub state_age_ms: u64,
     pub proof_age_ms: Option<u64>,
@@ -69,7 +69,7 @@ pub struct SourceView {
 /// What a replica found wrong with a source. Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
-pub enum Doubt {
+pub enum SourceFault {
     /// A record before the last one is missing.
     Gap = 0,
     /// What a heartbeat announced did not come.
@@ -84,9 +84,9 @@ pub enum Doubt {
     Unseen = 5,
 }
 
-impl Doubt {
+impl SourceFault {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Gap => "gap",
             Self::Overdue => "overdue",

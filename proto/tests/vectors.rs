@@ -19,18 +19,18 @@ use std::path::PathBuf;
 
 use warmroute_proto::codec::{self, Message};
 use warmroute_proto::load::{
-    LoadAnswer, LoadAsk, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadWant,
-    OpenSlot, Presence, RouterEntry, SampledPrefix, SlotEnd, StatePart,
+    LoadAnswer, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest,
+    LoadRequestKind, OpenSlot, Presence, RouterEntry, SampledPrefix, SlotEnd, StatePart,
 };
-use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::registry::{
-    Drain, DrainEntry, GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, ShimEntry,
-    SnapshotLease, WorkerEntry,
+    DrainEntry, DrainState, GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest,
+    ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
 };
-use warmroute_proto::view::{Doubt, SourceView, View, ViewAsk};
+use warmroute_proto::view::{SourceFault, SourceView, ViewPage, ViewPageRequest};
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
     LogPosition, LogTime, PrefixHash, Record, RecordNumber, RouterId, Source, StreamIdentity, Tier,
@@ -126,7 +126,7 @@ fn record() -> Record {
         ],
         states: states(),
         after: digest(),
-        said_at: Some(LogTime(1_700_000_000_000_000_003)),
+        sent_at: Some(LogTime(1_700_000_000_000_000_003)),
     }
 }
 
@@ -139,12 +139,12 @@ fn heartbeat() -> Heartbeat {
         states: Tiers::all(TierState::Unverified),
         after: digest(),
         health: EngineHealth::Healthy,
-        said_at: Some(LogTime(1_700_000_000_000_000_004)),
+        sent_at: Some(LogTime(1_700_000_000_000_000_004)),
     }
 }
 
-fn answer() -> Answer {
-    Answer::Runs {
+fn answer() -> IndexAnswer {
+    IndexAnswer::Runs {
         log: StreamIdentity {
             created_unix_ns: 1,
             nonce: 2,
@@ -227,8 +227,8 @@ fn state_part() -> StatePart {
     }
 }
 
-fn load_ask(want: LoadWant) -> LoadAsk {
-    LoadAsk {
+fn load_requests(want: LoadRequestKind) -> LoadRequest {
+    LoadRequest {
         asker: RouterId(*b"0123456789abcdef"),
         incarnation: Some(Generation(8)),
         want,
@@ -248,15 +248,15 @@ fn golden_samples_of_replicas() {
     golden("load_heartbeat", &load_heartbeat());
     golden(
         "load_ask_numbers",
-        &load_ask(LoadWant::Numbers {
+        &load_requests(LoadRequestKind::Numbers {
             from: RecordNumber(3),
             to: Some(RecordNumber(4)),
         }),
     );
-    golden("load_ask_state", &load_ask(LoadWant::State));
+    golden("load_ask_state", &load_requests(LoadRequestKind::State));
     golden(
         "load_ask_part",
-        &load_ask(LoadWant::Part {
+        &load_requests(LoadRequestKind::Part {
             number: Some(RecordNumber(7)),
             part: 1,
         }),
@@ -367,8 +367,8 @@ fn golden_samples_of_indexers() {
     golden("snapshot_lease", &SnapshotLease { writer, attempt: 3 });
 }
 
-fn view() -> View {
-    View {
+fn view() -> ViewPage {
+    ViewPage {
         version: "0.1.0".into(),
         ready: true,
         log: Some(answer_log()),
@@ -388,7 +388,7 @@ fn view() -> View {
                 disk: SourceState::Partial,
             },
             reason: None,
-            doubt: Some(Doubt::Diverged),
+            doubt: Some(SourceFault::Diverged),
             state_age_ms: 1500,
             proof_age_ms: Some(950),
             digest: Some(digest()),
@@ -404,7 +404,7 @@ fn golden_samples_of_views() {
     let after = Some(source());
     golden(
         "view_ask",
-        &ViewAsk {
+        &ViewPageRequest {
             after,
             sources_max: 2000,
         },
@@ -418,7 +418,7 @@ fn golden_samples() {
     golden("heartbeat", &heartbeat());
     golden(
         "query",
-        &Query {
+        &IndexQuery {
             blocks: vec![LocalHash(1), LocalHash(u64::MAX)],
             at_least: Some(LogPosition(5)),
         },
@@ -426,7 +426,7 @@ fn golden_samples() {
     golden("answer_runs", &answer());
     golden(
         "answer_behind",
-        &Answer::Behind {
+        &IndexAnswer::Behind {
             position: LogPosition(4),
         },
     );
@@ -457,9 +457,9 @@ fn golden_samples() {
         "drain",
         &DrainEntry {
             worker: WorkerId::from("worker-0.example"),
-            drain: Drain::Draining,
+            drain: DrainState::Draining,
             turn: 3,
-            said_unix_s: 1_700_000_000,
+            set_unix_s: 1_700_000_000,
         },
     );
 }
@@ -509,12 +509,12 @@ fn every_kind_has_a_golden_sample_of_every_version() {
 #[test]
 fn version_1_is_read() {
     let record = Record {
-        said_at: None,
+        sent_at: None,
         ..record()
     };
     assert_eq!(of_version_1::<Record>("record"), record);
     let heartbeat = Heartbeat {
-        said_at: None,
+        sent_at: None,
         ..heartbeat()
     };
     assert_eq!(of_version_1::<Heartbeat>("heartbeat"), heartbeat);
@@ -584,7 +584,7 @@ fn refuses_what_is_no_message<M: Message + Debug>(bytes: &[u8]) {
 
 #[test]
 fn a_claimed_length_is_refused_before_it_is_allocated() {
-    let query = Query {
+    let query = IndexQuery {
         blocks: vec![LocalHash(0)],
         at_least: None,
     };
@@ -592,7 +592,7 @@ fn a_claimed_length_is_refused_before_it_is_allocated() {
     bytes.truncate(bytes.len() - size_of::<u64>());
     bytes[2..10].copy_from_slice(&(u64::MAX / 16).to_le_bytes());
     codec::seal(&mut bytes);
-    let refused = codec::decode::<Query>(&bytes);
+    let refused = codec::decode::<IndexQuery>(&bytes);
     assert!(matches!(refused, Err(codec::DecodeError::Malformed(_))));
 }
 

@@ -256,7 +256,7 @@ pub fn text(sources: &[Status]) -> String {
     for source in sources {
         let labels = labels(source);
         for reason in Reason::ALL {
-            let (word, count) = (reason.word(), source.counters.reasons.of(reason));
+            let (word, count) = (reason.label(), source.counters.reasons.of(reason));
             line(
                 &mut text,
                 &format!("resyncs_total{{{labels},reason=\"{word}\"}} {count}"),

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use warmroute_indexer::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{
     BlockSize, Change, DpRank, EngineSeq, Generation, LogPosition, PrefixHash, RecordNumber,
@@ -105,7 +105,7 @@ impl Index {
         Self { tree, sources }
     }
 
-    fn answer(&self, prompt: &Prompt) -> Answer {
+    fn answer(&self, prompt: &Prompt) -> IndexAnswer {
         let chain: Vec<PrefixHash> = prefix_hashes(None, prompt.blocks()).collect();
         let runs = self.tree.lookup_all(&chain);
         let of = |(source, number): &(Source, SourceNumber)| SourceAnswer {
@@ -118,7 +118,7 @@ impl Index {
             proof_age_ms: 0,
             run: runs[number.index()],
         };
-        Answer::Runs {
+        IndexAnswer::Runs {
             log: StreamIdentity {
                 created_unix_ns: 0,
                 nonce: 0,
@@ -138,7 +138,7 @@ fn report(what: &str, mut times: Vec<Duration>) {
 fn main() {
     let (index, mut core, mut rng) = (Index::new(), core(), Rng::with_seed(1));
     let mut now = Instant::now();
-    let mut admit = |core: &mut Core, prompt: &Prompt, answer: Option<&Answer>| {
+    let mut admit = |core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>| {
         now += Duration::from_micros(100);
         let ask = Ask {
             model: "m",

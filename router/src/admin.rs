@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
 use warmroute_plane::PlaneError;
 use warmroute_process::server::probes;
-use warmroute_proto::registry::Drain;
+use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::Status;
 
@@ -76,14 +76,14 @@ async fn readyz(State(admin): State<Arc<Admin>>) -> Response {
 /// is the same.
 async fn drain(State(admin): State<Arc<Admin>>) -> Json<Value> {
     let stay = admin.ready.drain(Instant::now());
-    tracing::info!(state = stay.word(), "drain asked for");
+    tracing::info!(state = stay.label(), "drain asked for");
     standing_of(stay, &admin)
 }
 
 /// 409: the process is ending, which cannot be taken back.
 async fn undrain(State(admin): State<Arc<Admin>>) -> Response {
     let stay = admin.ready.undrain();
-    tracing::info!(state = stay.word(), "end of a drain asked for");
+    tracing::info!(state = stay.label(), "end of a drain asked for");
     let status = match stay {
         Stay::Serving => StatusCode::OK,
         Stay::Draining(_) | Stay::Ending(_) => StatusCode::CONFLICT,
@@ -98,7 +98,7 @@ async fn drained(State(admin): State<Arc<Admin>>) -> Json<Value> {
 /// `requests`: this router's own that are still open.
 fn standing_of(stay: Stay, admin: &Admin) -> Json<Value> {
     let requests = admin.desk.core().digest(admin.router).count;
-    Json(json!({ "state": stay.word(), "requests": requests }))
+    Json(json!({ "state": stay.label(), "requests": requests }))
 }
 
 /// No router gives it new requests from here on; what runs there may finish. Told twice, it is the same.
@@ -106,14 +106,14 @@ async fn drain_worker(
     State(admin): State<Arc<Admin>>,
     worker: Path<String>,
 ) -> Result<Json<Value>, Refused> {
-    say(&admin, worker, Drain::Draining).await
+    say(&admin, worker, DrainState::Draining).await
 }
 
 async fn undrain_worker(
     State(admin): State<Arc<Admin>>,
     worker: Path<String>,
 ) -> Result<Json<Value>, Refused> {
-    say(&admin, worker, Drain::Serving).await
+    say(&admin, worker, DrainState::Serving).await
 }
 
 async fn worker_drained(
@@ -124,7 +124,11 @@ async fn worker_drained(
     Ok(Json(drain_of(&worker, &admin)))
 }
 
-async fn say(admin: &Admin, worker: Path<String>, drain: Drain) -> Result<Json<Value>, Refused> {
+async fn say(
+    admin: &Admin,
+    worker: Path<String>,
+    drain: DrainState,
+) -> Result<Json<Value>, Refused> {
     let worker = named(admin, worker)?;
     match admin.drains.say(&worker, drain).await {
         Ok(()) => Ok(Json(drain_of(&worker, admin))),
@@ -177,15 +181,15 @@ fn drain_of(worker: &WorkerId, admin: &Admin) -> Value {
     let requests: u64 = there.map(|load| u64::from(load.active_requests)).sum();
     json!({
         "worker": worker,
-        "state": standing_word(worker, admin).word(),
-        "since": word.map(|word| word.said_unix_s),
+        "state": standing_word(worker, admin).label(),
+        "since": word.map(|word| word.set_unix_s),
         "requests": requests,
     })
 }
 
-fn standing_word(worker: &WorkerId, admin: &Admin) -> Drain {
+fn standing_word(worker: &WorkerId, admin: &Admin) -> DrainState {
     let word = admin.drains.of(worker);
-    word.map_or_else(Drain::default, |word| word.drain)
+    word.map_or_else(DrainState::default, |word| word.drain)
 }
 
 async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
@@ -234,7 +238,7 @@ fn status(member: &Member, admin: &Admin) -> WorkerStatus {
     WorkerStatus {
         worker: member.entry.worker.to_string(),
         healthy: member.health.usable(),
-        draining: standing_word(&member.entry.worker, admin) == Drain::Draining,
+        draining: standing_word(&member.entry.worker, admin) == DrainState::Draining,
         checks: checks.map(|(name, check)| (name, check.passed())).into(),
         ttft_ratios: ttft_ratios(member, admin),
     }
@@ -272,8 +276,8 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
         "block_size": member.entry.block_size,
         "entry": member.entry,
         "registered": member.registered,
-        "health": member.health.word(),
-        "drain": standing_word(&member.entry.worker, admin).word(),
+        "health": member.health.label(),
+        "drain": standing_word(&member.entry.worker, admin).label(),
         "checks": member.checks,
         "stalled_ranks": stalled,
         "ttft_ratios": ttft_ratios,

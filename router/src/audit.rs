@@ -164,7 +164,7 @@ mod tests {
     use futures_util::{FutureExt as _, StreamExt as _};
     use tokio_util::task::TaskTracker;
     use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
-    use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
+    use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
     use warmroute_proto::registry::WorkerEntry;
     use warmroute_proto::subject::Subjects;
     use warmroute_proto::{
@@ -277,12 +277,12 @@ mod tests {
         Subjects::new(&Namespace::from("t"))
     }
 
-    fn lie(later: u64) -> Answer {
+    fn lie(later: u64) -> IndexAnswer {
         let source = Source {
             worker: "w".into(),
             dp_rank: DpRank(0),
         };
-        Answer::Runs {
+        IndexAnswer::Runs {
             log: IDENTITY,
             position: LogPosition(later),
             sources: vec![SourceAnswer {

@@ -23,7 +23,7 @@ use prometheus::IntCounter;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PlaneStream, PutIf, RegistryEvent, Revision};
-use warmroute_proto::registry::{Drain, DrainEntry};
+use warmroute_proto::registry::{DrainEntry, DrainState};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{WorkerId, codec};
 
@@ -70,7 +70,7 @@ impl Drains {
 
     /// An operator's word, valid here and written for all others once this returns. Said twice, it is the
     /// same. After an error it may be written or not: to be said again.
-    pub(crate) async fn say(&self, worker: &WorkerId, drain: Drain) -> Result<(), PlaneError> {
+    pub(crate) async fn say(&self, worker: &WorkerId, drain: DrainState) -> Result<(), PlaneError> {
         if !self.is_read() {
             self.look(worker).await?;
         }
@@ -235,20 +235,20 @@ struct Word {
 }
 
 impl Words {
-    fn drain(&self, worker: &WorkerId) -> Drain {
+    fn drain(&self, worker: &WorkerId) -> DrainState {
         let word = self.0.get(worker);
-        word.map_or(Drain::Serving, |word| word.entry.drain)
+        word.map_or(DrainState::Serving, |word| word.entry.drain)
     }
 
     /// What has to be written so that this is the last word; none: it is.
     fn next(
         &self,
         worker: &WorkerId,
-        drain: Drain,
-        said_unix_s: u64,
+        drain: DrainState,
+        set_unix_s: u64,
     ) -> Option<(DrainEntry, PutIf)> {
         let known = self.0.get(worker);
-        let stands = known.map_or(drain == Drain::Serving, |word| {
+        let stands = known.map_or(drain == DrainState::Serving, |word| {
             word.entry.drain == drain && !word.is_lacking
         });
         if stands {
@@ -258,7 +258,7 @@ impl Words {
             worker: worker.clone(),
             drain,
             turn: known.map_or(0, |word| word.entry.turn.saturating_add(1)),
-            said_unix_s,
+            set_unix_s,
         };
         Some((entry, known.map_or(PutIf::Absent, |word| word.over)))
     }

@@ -22,7 +22,7 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use warmroute_proto::registry::{Drain, WorkerEntry};
+use warmroute_proto::registry::{DrainState, WorkerEntry};
 use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::health::{Health, Sight, Turn};
@@ -158,13 +158,13 @@ impl Fleet {
     }
 
     /// An operator's word, which outlives the worker's registration.
-    pub(crate) fn set_drain(&self, worker: &WorkerId, drain: Drain) {
+    pub(crate) fn set_drain(&self, worker: &WorkerId, drain: DrainState) {
         let members = self.members();
         let is_news = {
             let mut drained = self.drained();
             match drain {
-                Drain::Draining => drained.insert(worker.clone()),
-                Drain::Serving => drained.remove(worker),
+                DrainState::Draining => drained.insert(worker.clone()),
+                DrainState::Serving => drained.remove(worker),
             }
         };
         if is_news {
@@ -253,9 +253,9 @@ impl Fleet {
         core.set_workers(&entries);
         for member in members.values() {
             let drain = if drained.contains(&member.entry.worker) {
-                Drain::Draining
+                DrainState::Draining
             } else {
-                Drain::Serving
+                DrainState::Serving
             };
             core.set_drain(&member.entry.worker, drain);
             let health = match member.health {

@@ -51,7 +51,7 @@ impl Health {
     }
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Unchecked => "unchecked",
             Self::Healthy { .. } => "healthy",

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, RegistryEvent};
 use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::subject::Subjects;
 
@@ -61,8 +61,8 @@ impl IndexClient {
         }
     }
 
-    pub(crate) async fn ask(&self, blocks: &[LocalHash]) -> Result<Answer, IndexError> {
-        let query = Query {
+    pub(crate) async fn ask(&self, blocks: &[LocalHash]) -> Result<IndexAnswer, IndexError> {
+        let query = IndexQuery {
             blocks: blocks.iter().take(BLOCKS_MAX).copied().collect(),
             at_least: None,
         };
@@ -224,7 +224,7 @@ mod tests {
             while let Some(request) = requests.next().await {
                 match position {
                     Some(position) => {
-                        let answer = Answer::Behind {
+                        let answer = IndexAnswer::Behind {
                             position: LogPosition(position),
                         };
                         request.reply.send(codec::encode(&answer).unwrap().into());
@@ -235,10 +235,10 @@ mod tests {
         });
     }
 
-    fn position(answer: &Answer) -> u64 {
+    fn position(answer: &IndexAnswer) -> u64 {
         match answer {
-            Answer::Behind { position } => position.0,
-            Answer::Runs { .. } => panic!("these replicas never answer so"),
+            IndexAnswer::Behind { position } => position.0,
+            IndexAnswer::Runs { .. } => panic!("these replicas never answer so"),
         }
     }
 

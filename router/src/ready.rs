@@ -53,7 +53,7 @@ pub(crate) enum Stay {
 }
 
 impl Stay {
-    pub(crate) const fn word(self) -> &'static str {
+    pub(crate) const fn label(self) -> &'static str {
         match self {
             Self::Serving => "serving",
             Self::Draining(_) => "draining",

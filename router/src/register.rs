@@ -261,7 +261,7 @@ mod tests {
         };
         let members = fleet.snapshot();
         let found = members.iter().map(|member| registrar.blocks(member));
-        let found: Vec<&str> = found.map(|check| word(&check)).collect();
+        let found: Vec<&str> = found.map(|check| label(&check)).collect();
         assert_eq!(found, expected, "{told:?} {workers:?}");
     }
 
@@ -279,7 +279,7 @@ mod tests {
         check_blocks(None, &[None, Some(32)], &["skipped", "passed"]);
     }
 
-    const fn word(check: &Check) -> &'static str {
+    const fn label(check: &Check) -> &'static str {
         match check {
             Check::Pending => "pending",
             Check::Passed => "passed",
@@ -294,7 +294,7 @@ mod tests {
             .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
             .collect();
         let tokens = Tokens::of(&named);
-        let words = [&tokens.text, &tokens.chat, &tokens.chat_with_tools].map(word);
+        let words = [&tokens.text, &tokens.chat, &tokens.chat_with_tools].map(label);
         assert_eq!(words, expected, "{verdicts:?}");
     }
 

@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use warmroute_plane::{
-    Broadcast, Connection, Plane, PlaneError, PlaneStream, RegistryEvent, Request,
+    Broadcast, Connection, Plane, PlaneError, PlaneStream, RegistryEvent, ServiceRequest,
 };
 use warmroute_proto::RouterId;
 use warmroute_proto::subject::Subjects;
@@ -144,14 +144,14 @@ struct Talk {
 /// What comes in.
 struct Streams {
     broadcasts: PlaneStream<Broadcast>,
-    asks: PlaneStream<Request>,
+    asks: PlaneStream<ServiceRequest>,
     registry: PlaneStream<RegistryEvent>,
 }
 
 /// One thing that happened.
 enum Event {
     Broadcast(Bytes),
-    Asked(Request),
+    Asked(ServiceRequest),
     Answered(Answered),
     Registry(RegistryEvent),
     Lease(Outcome),
@@ -168,7 +168,7 @@ impl Talk {
         // The broadcasts first: what is said from here on is not missed.
         Ok(Streams {
             broadcasts: plane.subscribe(self.subjects.load()).await?,
-            asks: plane.serve(self.subjects.load_ask(router)).await?,
+            asks: plane.serve(self.subjects.load_requests(router)).await?,
             registry: plane.watch(self.subjects.router_keys()).await?,
         })
     }
@@ -274,7 +274,7 @@ impl Talk {
             match effect {
                 Effect::Publish(bytes) => self.publish(bytes).await,
                 Effect::Ask { peer, id, question } => {
-                    let subject = self.subjects.load_ask(peer);
+                    let subject = self.subjects.load_requests(peer);
                     let plane = Arc::clone(&self.plane);
                     let asked = async move {
                         let answer = plane.request(subject, question, ASK_TIMEOUT).await;

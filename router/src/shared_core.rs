@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 use warmroute_proto::load::LoadMessage;
-use warmroute_proto::query::Answer;
+use warmroute_proto::query::IndexAnswer;
 
 use crate::route::{Accounts, AdmitError, Admitted, Ask, Core, SlotEvent, SlotGuard};
 
@@ -61,7 +61,7 @@ impl SharedCore {
     pub fn admit(
         self: &Arc<Self>,
         ask: &Ask<'_>,
-        answer: Option<&Answer>,
+        answer: Option<&IndexAnswer>,
     ) -> Result<(Admitted, Option<MoveWatch>), AdmitError> {
         let now = Instant::now().into_std();
         let mut core = self.core();
@@ -79,7 +79,7 @@ impl SharedCore {
         &self,
         slot: u64,
         ask: &Ask<'_>,
-        answer: Option<&Answer>,
+        answer: Option<&IndexAnswer>,
     ) -> Option<Admitted> {
         let now = Instant::now().into_std();
         let moved = self.core().reconsider(slot, ask, answer, now);

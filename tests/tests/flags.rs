@@ -72,7 +72,7 @@ fn the_documented_findings_are_the_real_ones() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/OPERATIONS.md");
     let text = std::fs::read_to_string(path).unwrap();
     for code in warmroute_indexer::doctor::Code::ALL {
-        let cells = format!("| `{}` | {} |", code.word(), code.severity().word());
+        let cells = format!("| `{}` | {} |", code.label(), code.severity().label());
         assert!(text.contains(&cells), "{cells}");
     }
 }

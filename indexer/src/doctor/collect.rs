@@ -8,11 +8,13 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, timeout, timeout_at};
-use warmroute_plane::{Broadcast, LogStatus, Plane, PlaneError, PlaneStream, RegistryEvent, Setup};
-use warmroute_proto::query::{Answer, Query};
+use warmroute_plane::{
+    Broadcast, LogStatus, NamespaceSetup, Plane, PlaneError, PlaneStream, RegistryEvent,
+};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::snapshot::SnapshotRef;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::view::{PAGE_SOURCES_MAX, View, ViewAsk};
+use warmroute_proto::view::{PAGE_SOURCES_MAX, ViewPage, ViewPageRequest};
 use warmroute_proto::{DpRank, Heartbeat, LocalHash, Namespace, Record, Source, codec};
 
 use super::{Heard, LastRecord, PlaneState, Registry, SnapshotSeen};
@@ -60,7 +62,7 @@ impl Look {
     }
 
     /// Reads everything, within some seconds. An error says that the plane cannot be read at all.
-    pub async fn read(&self, setup: Setup) -> Result<PlaneState, PlaneError> {
+    pub async fn read(&self, setup: NamespaceSetup) -> Result<PlaneState, PlaneError> {
         let before = match self.registry().await {
             Ok(before) => before,
             // A bucket that is missing says more than that it cannot be read.
@@ -106,7 +108,7 @@ impl Look {
         })
     }
 
-    fn without(&self, setup: Setup, log: Option<LogStatus>) -> PlaneState {
+    fn without(&self, setup: NamespaceSetup, log: Option<LogStatus>) -> PlaneState {
         PlaneState {
             namespace: self.namespace.to_string(),
             unix_ns: unix_ns(),
@@ -152,8 +154,8 @@ impl Look {
         &self,
         id: &str,
         blocks: Vec<LocalHash>,
-    ) -> Result<Answer, PlaneError> {
-        let query = Query {
+    ) -> Result<IndexAnswer, PlaneError> {
+        let query = IndexQuery {
             blocks,
             at_least: None,
         };
@@ -199,7 +201,7 @@ impl Look {
     pub(crate) async fn views(
         &self,
         ids: impl Iterator<Item = String>,
-    ) -> BTreeMap<String, Result<View, String>> {
+    ) -> BTreeMap<String, Result<ViewPage, String>> {
         let views = ids.map(|id| async move {
             let view = self.view(&id).await;
             (id, view.map_err(|error| error.to_string()))
@@ -208,7 +210,7 @@ impl Look {
     }
 
     /// All pages as one; position, lag and state are the first's.
-    pub(crate) async fn view(&self, id: &str) -> Result<View, PlaneError> {
+    pub(crate) async fn view(&self, id: &str) -> Result<ViewPage, PlaneError> {
         let mut view = self.page(id, None).await?;
         for _ in 0..PAGES_MAX {
             if !view.more {
@@ -222,8 +224,8 @@ impl Look {
         Ok(view)
     }
 
-    async fn page(&self, id: &str, after: Option<Source>) -> Result<View, PlaneError> {
-        let ask = ViewAsk {
+    async fn page(&self, id: &str, after: Option<Source>) -> Result<ViewPage, PlaneError> {
+        let ask = ViewPageRequest {
             after,
             sources_max: PAGE_SOURCES_MAX,
         };

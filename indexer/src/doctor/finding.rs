@@ -18,7 +18,7 @@ pub enum Severity {
 
 impl Severity {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Grave => "grave",
             Self::Warning => "warning",
@@ -39,7 +39,7 @@ macro_rules! codes {
             pub const ALL: &[Self] = &[$(Self::$code,)*];
 
             #[must_use]
-            pub const fn word(self) -> &'static str {
+            pub const fn label(self) -> &'static str {
                 match self {
                     $(Self::$code => $word,)*
                 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use warmroute_proto::view::View;
+use warmroute_proto::view::ViewPage;
 use warmroute_proto::{Digest, Generation, RecordNumber, Source};
 
 use super::page::duration;
@@ -51,7 +51,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
 
 fn judge_one(
     state: &PlaneState,
-    (id, view): (&str, &View),
+    (id, view): (&str, &ViewPage),
     findings: &mut Findings,
     rest: &mut Vec<Row>,
 ) {

@@ -21,9 +21,9 @@ mod streams;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use warmroute_plane::{LogStatus, Setup};
+use warmroute_plane::{LogStatus, NamespaceSetup};
 use warmroute_proto::snapshot::SnapshotPointer;
-use warmroute_proto::view::View;
+use warmroute_proto::view::ViewPage;
 use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
 
 pub use finding::{Code, Finding, Severity};
@@ -40,7 +40,7 @@ const SETTLING: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, Default)]
 pub struct PlaneState {
     pub namespace: String,
-    pub setup: Setup,
+    pub setup: NamespaceSetup,
     /// None if there is no log.
     pub log: Option<LogStatus>,
     /// The same after the replicas said where they are: a log at work goes on during a look.
@@ -53,7 +53,7 @@ pub struct PlaneState {
     /// The newest record of each source of the registry.
     pub last_records: BTreeMap<Source, LastRecord>,
     /// By replica; why there is none.
-    pub views: BTreeMap<String, Result<View, String>>,
+    pub views: BTreeMap<String, Result<ViewPage, String>>,
     pub heard: BTreeMap<Source, Heard>,
     /// Heartbeats that do not speak for the source of their subject, by subject.
     pub foreign: BTreeMap<String, u64>,
@@ -127,7 +127,7 @@ type Row = (&'static str, String);
 
 impl PlaneState {
     /// The views that came.
-    fn answers(&self) -> impl Iterator<Item = (&str, &View)> {
+    fn answers(&self) -> impl Iterator<Item = (&str, &ViewPage)> {
         let views = self.views.iter();
         views.filter_map(|(id, view)| Some((id.as_str(), view.as_ref().ok()?)))
     }

@@ -34,7 +34,7 @@ impl Report {
     pub fn json(&self) -> Value {
         let finding = |finding: &Finding| {
             json!({
-                "code": finding.code.word(),
+                "code": finding.code.label(),
                 "severity": finding.code.severity(),
                 "about": finding.about,
                 "advice": finding.code.advice(),
@@ -65,7 +65,7 @@ impl Display for Report {
         )?;
         for finding in &self.findings {
             let (code, about) = (finding.code, &finding.about);
-            let (severity, word) = (code.severity().word(), code.word());
+            let (severity, word) = (code.severity().label(), code.label());
             writeln!(f, "\n{severity:<8} {word}")?;
             for one in about.iter().take(SHOWN_MAX) {
                 writeln!(f, "         - {one}")?;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
-    Drain, DrainEntry, GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease, WorkerEntry,
+    DrainEntry, DrainState, GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -52,7 +52,7 @@ impl Registry {
             if entry.worker != worker {
                 return None;
             }
-            if entry.drain == Drain::Draining {
+            if entry.drain == DrainState::Draining {
                 self.drained.insert(worker);
             }
         } else if let Some(id) = subjects.key_indexer(key) {
@@ -173,9 +173,9 @@ mod tests {
         };
         let word = DrainEntry {
             worker: own.clone(),
-            drain: Drain::Draining,
+            drain: DrainState::Draining,
             turn: 0,
-            said_unix_s: 0,
+            set_unix_s: 0,
         };
         let (entry, word) = (
             codec::encode(&entry).unwrap(),

@@ -53,7 +53,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
 fn fits(state: &PlaneState, newest: &SnapshotSeen, findings: &mut Findings) {
     match newest.fit {
         Some(fit @ (Fit::AnotherLog | Fit::LostEnd | Fit::OtherRecord)) => {
-            let about = format!("{}: {}", newest.name, fit.word());
+            let about = format!("{}: {}", newest.name, fit.label());
             findings.add(Code::SnapshotMisfit, about);
         }
         Some(Fit::Same | Fit::Trimmed | Fit::Missing) | None => {

@@ -20,7 +20,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     for (id, view) in state.answers() {
         for source in &view.sources {
             words
-                .entry(source.states.gpu.word())
+                .entry(source.states.gpu.label())
                 .or_default()
                 .insert(&source.source);
             if let Some(code) = code(source) {
@@ -66,7 +66,7 @@ fn about(id: &str, source: &SourceView) -> String {
         (Some(UnknownReason::NoProof), _) => "no_proof, ",
         (Some(UnknownReason::Memory), _) => "memory, ",
         (Some(UnknownReason::ShimGone), _) => "shim_gone, ",
-        (None, Some(doubt)) => &format!("{}, ", doubt.word()),
+        (None, Some(doubt)) => &format!("{}, ", doubt.label()),
         (None, None) => "",
     };
     let age = duration(Duration::from_millis(source.state_age_ms));

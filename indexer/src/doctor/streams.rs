@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use warmroute_plane::{StreamRole, StreamUse};
+use warmroute_plane::{StreamRole, StreamUsage};
 
 use super::page::{bytes, duration};
 use super::{Code, Findings, PlaneState, Row};
@@ -26,7 +26,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         findings.add(code, difference.to_string());
     }
     for difference in &state.setup.resized {
-        let warmroute_plane::Difference {
+        let warmroute_plane::SetupDifference {
             of,
             field,
             is,
@@ -45,7 +45,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     clock(state, findings, rest);
 }
 
-fn judge_stream(state: &PlaneState, stream: &StreamUse, findings: &mut Findings) {
+fn judge_stream(state: &PlaneState, stream: &StreamUsage, findings: &mut Findings) {
     for copy in &stream.copies_away {
         findings.add(Code::CopyAway, format!("{} on {copy}", stream.name));
     }
@@ -76,7 +76,7 @@ fn judge_stream(state: &PlaneState, stream: &StreamUse, findings: &mut Findings)
 
 /// What one image of every source takes, as far as the indexers know them.
 fn images_bytes(state: &PlaneState) -> u64 {
-    let pairs = |view: &warmroute_proto::view::View| {
+    let pairs = |view: &warmroute_proto::view::ViewPage| {
         let digests = view.sources.iter().filter_map(|source| source.digest);
         digests.map(|digest| digest.count).sum::<u64>()
     };
@@ -84,7 +84,7 @@ fn images_bytes(state: &PlaneState) -> u64 {
     most.unwrap_or(0).saturating_mul(BLOCK_BYTES)
 }
 
-fn row(state: &PlaneState, stream: &StreamUse) -> Row {
+fn row(state: &PlaneState, stream: &StreamUsage) -> Row {
     let what = match stream.role {
         StreamRole::Log => "log",
         StreamRole::Registry => "registry",

@@ -1,11 +1,11 @@
 use std::time::Duration;
 
-use warmroute_plane::{ClockOffset, Difference, StreamRole, StreamUse};
+use warmroute_plane::{ClockOffset, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{IndexerEntry, ShimEntry, WorkerEntry};
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::view::{Doubt, SourceView};
+use warmroute_proto::view::{SourceFault, SourceView};
 use warmroute_proto::{
     Digest, EngineHealth, EngineSeq, RouterId, Tiers, WorkerId, codec, load::RouterEntry,
 };
@@ -16,8 +16,8 @@ use crate::tests_support::{IDENTITY, namespace, source};
 const NOW: u64 = 1_700_000_000_000_000_000;
 const SECOND: u64 = 1_000_000_000;
 
-fn stream(role: StreamRole, name: &str) -> StreamUse {
-    StreamUse {
+fn stream(role: StreamRole, name: &str) -> StreamUsage {
+    StreamUsage {
         role,
         name: name.to_owned(),
         messages: 100,
@@ -51,8 +51,8 @@ fn view_of(name: &str) -> SourceView {
     }
 }
 
-fn replica() -> View {
-    View {
+fn replica() -> ViewPage {
+    ViewPage {
         version: "0.1.0".to_owned(),
         ready: true,
         log: Some(IDENTITY),
@@ -76,7 +76,7 @@ fn heard(name: &str) -> Heard {
             states: Tiers::all(warmroute_proto::TierState::Complete),
             after: digest(1),
             health: EngineHealth::Healthy,
-            said_at: None,
+            sent_at: None,
         },
         count: 3,
         went_back: false,
@@ -170,7 +170,7 @@ fn healthy() -> PlaneState {
     PlaneState {
         namespace: "test".to_owned(),
         foreign: BTreeMap::new(),
-        setup: Setup {
+        setup: NamespaceSetup {
             server_version: "2.15.1".to_owned(),
             clock: Some(ClockOffset {
                 ahead_ms: 1,
@@ -224,11 +224,11 @@ fn check(code: Code, change: impl FnOnce(&mut PlaneState)) {
     assert_eq!(codes(&report), [code], "{report}");
     let needed = code.severity() < Severity::Note;
     assert_eq!(report.needs_somebody(), needed, "{report}");
-    assert!(report.to_string().contains(code.word()), "{report}");
+    assert!(report.to_string().contains(code.label()), "{report}");
     assert!(!report.findings[0].about.is_empty(), "{report}");
 }
 
-fn view(state: &mut PlaneState, id: &str, change: impl FnOnce(&mut View)) {
+fn view(state: &mut PlaneState, id: &str, change: impl FnOnce(&mut ViewPage)) {
     let view = state.views.get_mut(id).unwrap();
     change(view.as_mut().unwrap());
 }
@@ -253,7 +253,7 @@ fn of_a_healthy_plane_there_is_nothing_to_say() {
 
 #[test]
 fn words_are_told_once_and_have_advice() {
-    let mut words: Vec<&str> = Code::ALL.iter().map(|code| code.word()).collect();
+    let mut words: Vec<&str> = Code::ALL.iter().map(|code| code.label()).collect();
     words.sort_unstable();
     words.dedup();
     assert_eq!(words.len(), Code::ALL.len());
@@ -264,7 +264,7 @@ fn words_are_told_once_and_have_advice() {
 
 #[test]
 fn streams_are_judged() {
-    let difference = |field| Difference {
+    let difference = |field| SetupDifference {
         of: "wr_test".to_owned(),
         field,
         is: "1".to_owned(),
@@ -361,7 +361,7 @@ fn indexers_are_judged() {
     state.views.insert("c".to_owned(), Err("late".to_owned()));
     assert_eq!(codes(&diagnose(&state)), []);
     // Other numbers are not compared.
-    let moved = |view: &mut View| {
+    let moved = |view: &mut ViewPage| {
         view.sources[0].number = Some(RecordNumber(6));
         view.sources[0].digest = Some(digest(2));
     };
@@ -411,7 +411,7 @@ fn sources_are_judged() {
     check(Code::SourceStale, |state| {
         sources(state, |source| {
             source.states.gpu = SourceState::Stale;
-            source.doubt = Some(Doubt::Overdue);
+            source.doubt = Some(SourceFault::Overdue);
         });
     });
     check(Code::SourceCatchingUp, |state| {

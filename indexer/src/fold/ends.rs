@@ -64,23 +64,23 @@ impl LogEnds {
         &self,
         now: Instant,
         came: Instant,
-        said_at: Option<LogTime>,
+        sent_at: Option<LogTime>,
     ) -> Option<Instant> {
-        match said_at.and_then(|said_at| self.age(now, said_at)) {
+        match sent_at.and_then(|sent_at| self.age(now, sent_at)) {
             Some(age) => Some(now.checked_sub(age)?.min(came)),
             None => Some(came),
         }
     }
 
     /// None if the log's clock is not known.
-    fn age(&self, now: Instant, said_at: LogTime) -> Option<Duration> {
+    fn age(&self, now: Instant, sent_at: LogTime) -> Option<Duration> {
         let end = self.seen.back().filter(|end| end.unix_ns > 0)?;
         let since = now.saturating_duration_since(end.at);
         if since > CLOCK_AGE_MAX {
             return None;
         }
         let shows = Duration::from_nanos(end.unix_ns) + since;
-        Some(shows.saturating_sub(Duration::from_nanos(said_at.0)))
+        Some(shows.saturating_sub(Duration::from_nanos(sent_at.0)))
     }
 
     /// A moment whose log is in up to its end; none if there is none in reach. What was announced before

@@ -104,7 +104,7 @@ impl Verdict {
     ];
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Applied => "applied",
             Self::Started => "started",
@@ -164,7 +164,7 @@ impl HeartbeatVerdict {
     ];
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Proof => "proof",
             Self::Mismatch => "mismatch",
@@ -310,7 +310,7 @@ impl Fold {
         let stored = self
             .ends
             .stored_after(position, message.mark.stored_unix_ns);
-        let said = stored.and_then(|stored| self.ends.said(now, stored, record.said_at));
+        let said = stored.and_then(|stored| self.ends.said(now, stored, record.sent_at));
         let came = Came { now, stored, said };
         let fold = self
             .sources
@@ -365,7 +365,7 @@ impl Fold {
             Ok(heartbeat) => heartbeat,
             Err(verdict) => return verdict,
         };
-        let said = self.ends.said(now, came, heartbeat.said_at);
+        let said = self.ends.said(now, came, heartbeat.sent_at);
         self.sources
             .entry(heartbeat.source.clone())
             .or_insert_with(SourceFold::new)

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
-use warmroute_proto::view::Doubt;
+use warmroute_proto::view::SourceFault;
 use warmroute_proto::{
-    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber, Sequencer,
-    Source, Standing, Tier, TierState, TierStates, Tiers, Verdict as Step,
+    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber,
+    SequenceComparison, SequenceVerdict as Step, Sequencer, Source, Tier, TierState, TierStates,
+    Tiers,
 };
 
 use super::history::History;
@@ -143,7 +144,7 @@ pub struct SourceStanding {
     pub digest: Option<Digest>,
     pub health: EngineHealth,
     /// Why it may be wrong, where that was found here.
-    pub doubt: Option<Doubt>,
+    pub doubt: Option<SourceFault>,
     /// How long its GPU tier has been in its state.
     pub state_age: Duration,
     /// Generations that began within the last ten minutes.
@@ -224,8 +225,8 @@ impl SourceFold {
     pub(super) fn remember(&mut self, now: Instant, known: &Self) {
         if let Some(fence) = known.fence() {
             let number = known.number_of(fence);
-            let standing = self.sequencer.witness(now, fence, number);
-            if standing == Standing::Behind {
+            let standing = self.sequencer.observe_heartbeat(now, fence, number);
+            if standing == SequenceComparison::Behind {
                 self.await_generation(now, fence, number);
             }
         }
@@ -307,23 +308,23 @@ impl SourceFold {
         if !self.is_plausible(generation) {
             return HeartbeatVerdict::Implausible;
         }
-        let standing = self.sequencer.witness(now, generation, number);
+        let standing = self.sequencer.observe_heartbeat(now, generation, number);
         if self.sequencer.generation() == Some(generation) {
             self.heard = self.heard.max(said);
             self.history.heard(now, said);
             self.health = heartbeat.health;
         }
         match standing {
-            Standing::Level => self.level(said, heartbeat, tree),
-            Standing::Behind => {
+            SequenceComparison::Level => self.level(said, heartbeat, tree),
+            SequenceComparison::Behind => {
                 self.await_generation(now, generation, number);
                 HeartbeatVerdict::Behind
             }
-            Standing::Ahead => {
+            SequenceComparison::Ahead => {
                 self.outrun(now);
                 HeartbeatVerdict::Late
             }
-            Standing::Old => {
+            SequenceComparison::Old => {
                 self.fenced(now, said);
                 HeartbeatVerdict::Old
             }
@@ -438,19 +439,19 @@ impl SourceFold {
     }
 
     /// The gravest first.
-    fn doubt_of(&self) -> Option<Doubt> {
+    fn doubt_of(&self) -> Option<SourceFault> {
         if self.sequencer.is_violated() {
-            Some(Doubt::Violation)
+            Some(SourceFault::Violation)
         } else if self.holding == Holding::Diverged {
-            Some(Doubt::Diverged)
+            Some(SourceFault::Diverged)
         } else if self.unseen.is_some() {
-            Some(Doubt::Unseen)
+            Some(SourceFault::Unseen)
         } else if self.doubts.overdue {
-            Some(Doubt::Overdue)
+            Some(SourceFault::Overdue)
         } else if self.doubts.gap_below.is_some() {
-            Some(Doubt::Gap)
+            Some(SourceFault::Gap)
         } else if self.doubts.unread {
-            Some(Doubt::Unread)
+            Some(SourceFault::Unread)
         } else {
             None
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{Generation, Record, RecordNumber, TierState};
 
@@ -574,15 +574,15 @@ fn long_gone_worker_is_freed_and_returns_by_a_new_generation() {
 fn replica_behind_says_so() {
     let world = world();
     let ask = |position| {
-        let query = Query {
+        let query = IndexQuery {
             blocks: locals("a"),
             at_least: Some(LogPosition(position)),
         };
         query::answer(&world.fold, &query, world.now)
     };
-    assert!(matches!(ask(1), Answer::Runs { .. }));
+    assert!(matches!(ask(1), IndexAnswer::Runs { .. }));
     let position = LogPosition(1);
-    assert_eq!(ask(2), Answer::Behind { position });
+    assert_eq!(ask(2), IndexAnswer::Behind { position });
 }
 
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use prometheus::proto::MetricFamily;
 use prometheus::{Gauge, GaugeVec, IntCounter, IntGauge, IntGaugeVec, Registry};
 use warmroute_proto::Source;
 use warmroute_proto::query::SourceState;
-use warmroute_proto::view::Doubt;
+use warmroute_proto::view::SourceFault;
 
 use super::{gauge, options};
 
@@ -63,7 +63,7 @@ pub(crate) struct SourceLevel {
     pub(crate) state_age: Duration,
     /// Generations of the last ten minutes.
     pub(crate) begun_lately: u8,
-    pub(crate) doubt: Option<Doubt>,
+    pub(crate) doubt: Option<SourceFault>,
 }
 
 /// Sources that have series of their own. Beyond, only those that are not exact have, the worst first: eleven
@@ -169,7 +169,7 @@ impl Scrape {
         for state in STATES {
             let of = levels.sources.iter().filter(|level| level.state == state);
             counts
-                .with_label_values(&[state.word()])
+                .with_label_values(&[state.label()])
                 .set(gauge(of.count()));
         }
         self.0.register(Box::new(counts))
@@ -186,13 +186,13 @@ impl Scrape {
             "1 for the state that the source is in.",
             "state",
         );
-        self.words(state, shown, |of| Some(of.state.word()))?;
+        self.words(state, shown, |of| Some(of.state.label()))?;
         let doubt = (
             "source_doubt",
             "1 for what this replica found wrong with the source.",
             "doubt",
         );
-        self.words(doubt, shown, |of| of.doubt.map(Doubt::word))?;
+        self.words(doubt, shown, |of| of.doubt.map(SourceFault::label))?;
         self.ages(
             "source_state_age_seconds",
             "Since it is in its state.",
@@ -320,7 +320,7 @@ mod tests {
             on_its_way: Some(Duration::from_millis(1)),
             state_age: Duration::from_secs(1),
             begun_lately: 1,
-            doubt: Some(Doubt::Gap),
+            doubt: Some(SourceFault::Gap),
         }
     }
 

@@ -146,7 +146,7 @@ impl Worker {
         self.start(&look.status).await;
         let mut fold = self.shared.write();
         if look.fit.is_broken() {
-            let (position, fit) = (fold.position(), look.fit.word());
+            let (position, fit) = (fold.position(), look.fit.label());
             error!(%position, fit, "the log is not the one that was read: it is read anew");
             self.shared.metrics.log_broken(look.fit);
         }
@@ -214,7 +214,7 @@ impl Worker {
     /// Takes a look in; the log's end as of it. An error ends the session.
     fn looked(&self, look: Look) -> Result<LogPosition, PlaneError> {
         if look.fit.is_broken() {
-            let why = format!("the log changed: {}", look.fit.word());
+            let why = format!("the log changed: {}", look.fit.label());
             return Err(PlaneError::Unavailable(why));
         }
         let (last, unix_ns) = (look.status.last, look.status.now_unix_ns);
@@ -336,7 +336,7 @@ impl Worker {
             HeartbeatVerdict::WrongSource
             | HeartbeatVerdict::WrongSubject
             | HeartbeatVerdict::Implausible => {
-                let (subject, verdict) = (&message.subject, verdict.word());
+                let (subject, verdict) = (&message.subject, verdict.label());
                 warn!(subject, verdict, "a heartbeat is not believed");
             }
             HeartbeatVerdict::Proof
@@ -344,7 +344,7 @@ impl Worker {
             | HeartbeatVerdict::Behind
             | HeartbeatVerdict::Late
             | HeartbeatVerdict::Old
-            | HeartbeatVerdict::Undecodable => debug!(verdict = verdict.word(), "heartbeat"),
+            | HeartbeatVerdict::Undecodable => debug!(verdict = verdict.label(), "heartbeat"),
         }
     }
 
@@ -389,7 +389,7 @@ impl Worker {
     /// A request that is not sent is made again after its interval.
     async fn ask_for_resync(&self, request: &ResyncRequest) {
         let (source, reason) = (&request.source, request.reason);
-        warn!(%source, above = %request.above, reason = reason.word(), "asking for a new generation");
+        warn!(%source, above = %request.above, reason = reason.label(), "asking for a new generation");
         self.shared.metrics.resync(reason);
         let payload = match codec::encode(request) {
             Ok(payload) => payload,
@@ -431,7 +431,7 @@ fn report(message: &LogMessage, verdict: Verdict) {
     match verdict {
         Verdict::Applied | Verdict::Started | Verdict::Duplicate | Verdict::NotFolded => {}
         Verdict::Old | Verdict::Replayed => {
-            debug!(subject, %position, verdict = verdict.word(), "record dropped");
+            debug!(subject, %position, verdict = verdict.label(), "record dropped");
         }
         Verdict::StartedBehind
         | Verdict::Ahead
@@ -442,7 +442,7 @@ fn report(message: &LogMessage, verdict: Verdict) {
         | Verdict::WrongSource
         | Verdict::WrongSubject
         | Verdict::Implausible => {
-            warn!(subject, %position, verdict = verdict.word(), "record does not fit");
+            warn!(subject, %position, verdict = verdict.label(), "record does not fit");
         }
     }
 }

@@ -56,14 +56,15 @@ impl Worker {
 
     /// A query that cannot be read is counted and not answered: there is no honest answer to it. The
     /// plane tells its sender that it was dropped.
-    fn answer(&self, request: Request) {
+    fn answer(&self, request: ServiceRequest) {
         let handle = Handle {
             shared: Arc::clone(&self.shared),
         };
-        let answer = if codec::kind(&request.payload) == Some(ViewAsk::KIND) {
-            codec::decode::<ViewAsk>(&request.payload).map(|ask| codec::encode(&handle.view(&ask)))
+        let answer = if codec::kind(&request.payload) == Some(ViewPageRequest::KIND) {
+            codec::decode::<ViewPageRequest>(&request.payload)
+                .map(|ask| codec::encode(&handle.view(&ask)))
         } else {
-            codec::decode::<Query>(&request.payload)
+            codec::decode::<IndexQuery>(&request.payload)
                 .map(|query| codec::encode(&handle.query(&query)))
         };
         match answer {

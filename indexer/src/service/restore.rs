@@ -110,7 +110,7 @@ impl Worker {
             // Giving a large tree back takes a while.
             drop(spawn_blocking(move || drop(former)));
             self.shared.metrics.restored(cause);
-            info!(name = text, %position, cause = cause.word(), "snapshot loaded");
+            info!(name = text, %position, cause = cause.label(), "snapshot loaded");
             return Ok(true);
         }
         Ok(false)
@@ -172,7 +172,7 @@ impl Worker {
                 Ok(None)
             }
             fit @ (Fit::Missing | Fit::LostEnd | Fit::OtherRecord) => {
-                let why = format!("the record at its position: {}", fit.word());
+                let why = format!("the record at its position: {}", fit.label());
                 self.skip(text, Skipped::RecordDiffers, &why);
                 Ok(None)
             }

@@ -8,20 +8,20 @@ use crate::tests_support::{self, Running, TestShim, locals, source, stored};
 pub(super) const W: &str = "w1/0";
 pub(super) const SECOND: Duration = Duration::from_secs(1);
 
-pub(super) fn query_for(names: &str) -> Query {
-    Query {
+pub(super) fn query_for(names: &str) -> IndexQuery {
+    IndexQuery {
         blocks: locals(names),
         at_least: None,
     }
 }
 
-pub(super) fn only(answer: Answer) -> SourceAnswer {
+pub(super) fn only(answer: IndexAnswer) -> SourceAnswer {
     match answer {
-        Answer::Runs { mut sources, .. } => {
+        IndexAnswer::Runs { mut sources, .. } => {
             assert_eq!(sources.len(), 1);
             sources.remove(0)
         }
-        Answer::Behind { .. } => panic!("behind"),
+        IndexAnswer::Behind { .. } => panic!("behind"),
     }
 }
 
@@ -165,7 +165,7 @@ async fn before_the_log_is_known_there_is_no_answer() {
     let handle = service.handle();
     assert!(!handle.is_ready());
     let answer = handle.query(&query_for("a"));
-    assert!(matches!(answer, Answer::Behind { .. }));
+    assert!(matches!(answer, IndexAnswer::Behind { .. }));
     assert_eq!(handle.digest().position, None);
 }
 

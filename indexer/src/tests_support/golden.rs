@@ -63,7 +63,7 @@ impl<'a> Line<'a> {
 
 fn tier(word: &str) -> Tier {
     let mut tiers = Tier::ALL.into_iter();
-    tiers.find(|tier| tier.word() == word).expect("a tier")
+    tiers.find(|tier| tier.label() == word).expect("a tier")
 }
 
 fn state(word: &str) -> TierState {
@@ -104,11 +104,11 @@ impl Script {
             }
             ["again"] => {
                 let record = self.last.clone().expect("a record");
-                format!("{}\n", self.world.deliver_record(&record).word())
+                format!("{}\n", self.world.deliver_record(&record).label())
             }
             ["junk", name] => {
                 let verdict = self.world.deliver(&source(name), vec![0]);
-                format!("{}\n", verdict.word())
+                format!("{}\n", verdict.label())
             }
             ["generation", name] => {
                 self.world.shim(name).next_generation();
@@ -119,7 +119,7 @@ impl Script {
                 self.world.shim(name).states = Tiers { gpu, cpu, disk };
                 String::new()
             }
-            ["heartbeat", name] => format!("{}\n", self.world.heartbeat(name).word()),
+            ["heartbeat", name] => format!("{}\n", self.world.heartbeat(name).label()),
             ["register", worker] => {
                 self.world.register(worker);
                 String::new()
@@ -147,7 +147,7 @@ impl Script {
         if lost {
             return String::new();
         }
-        format!("{}\n", self.world.deliver_record(&record).word())
+        format!("{}\n", self.world.deliver_record(&record).label())
     }
 
     fn matched(&self, names: &str) -> String {
@@ -156,7 +156,7 @@ impl Script {
             let (run, states) = (answer.run, answer.states);
             write!(out, "{}", answer.source).unwrap();
             for tier in Tier::ALL {
-                let (run, state) = (run.get(tier), states.get(tier).word());
+                let (run, state) = (run.get(tier), states.get(tier).label());
                 write!(out, " {tier} {run} {state}").unwrap();
             }
             let reason = answer.reason.map(|reason| format!(" ({reason:?})"));
@@ -193,7 +193,7 @@ impl Script {
         let now = self.world.now;
         let mut out = String::new();
         for request in self.world.fold.poll_resyncs(now) {
-            let (source, above, reason) = (request.source, request.above, request.reason.word());
+            let (source, above, reason) = (request.source, request.above, request.reason.label());
             writeln!(out, "{source} above {above} {reason}").unwrap();
         }
         out

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_plane::{Broadcast, LogMessage, MemoryPlane, MemoryPlaneConfig, Plane as _, PutIf};
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
@@ -146,7 +146,7 @@ impl TestShim {
             changes,
             states: self.states,
             after: self.digest(),
-            said_at: None,
+            sent_at: None,
         }
     }
 
@@ -159,7 +159,7 @@ impl TestShim {
             states: self.states,
             after: self.digest(),
             health: EngineHealth::Healthy,
-            said_at: None,
+            sent_at: None,
         }
     }
 
@@ -294,13 +294,13 @@ impl World {
     }
 
     pub(crate) fn ask(&self, names: &str) -> Vec<SourceAnswer> {
-        let query = Query {
+        let query = IndexQuery {
             blocks: locals(names),
             at_least: None,
         };
         match query::answer(&self.fold, &query, self.now) {
-            Answer::Runs { sources, .. } => sources,
-            Answer::Behind { .. } => panic!("behind"),
+            IndexAnswer::Runs { sources, .. } => sources,
+            IndexAnswer::Behind { .. } => panic!("behind"),
         }
     }
 

@@ -10,7 +10,7 @@ mod run;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use warmroute_proto::view::{PAGE_SOURCES_MAX, View};
+use warmroute_proto::view::{PAGE_SOURCES_MAX, ViewPage};
 use warmroute_proto::{
     Digest, EngineSeq, Generation, Heartbeat, LogPosition, RecordNumber, Source, WorkerId,
 };
@@ -34,7 +34,7 @@ enum Teller {
 }
 
 impl Teller {
-    fn word(&self) -> String {
+    fn label(&self) -> String {
         match self {
             Self::Shim => "its shim".to_owned(),
             Self::Indexer(id) => format!("indexer {id}"),
@@ -116,7 +116,7 @@ impl Comparison {
     }
 
     /// Takes the views that replicas gave at about one time.
-    pub fn viewed(&mut self, views: &BTreeMap<String, Result<View, String>>) {
+    pub fn viewed(&mut self, views: &BTreeMap<String, Result<ViewPage, String>>) {
         for (id, view) in views {
             let Ok(view) = view else {
                 continue;
@@ -197,7 +197,7 @@ impl Comparison {
                         "{source} at batch {seq}: {} at the engine, {} at {}",
                         said(rank.digest),
                         said(*digest),
-                        teller.word()
+                        teller.label()
                     );
                     told.contradictions.insert(about);
                 }
@@ -219,7 +219,7 @@ impl Comparison {
                 let mut words = [(&teller, digest), (other, *theirs)];
                 words.sort_by_key(|(teller, _)| *teller);
                 let words =
-                    words.map(|(teller, digest)| format!("{} at {}", said(digest), teller.word()));
+                    words.map(|(teller, digest)| format!("{} at {}", said(digest), teller.label()));
                 let (generation, number) = point;
                 let about = format!(
                     "{source} at generation {generation}, number {number}: {}",
@@ -233,22 +233,22 @@ impl Comparison {
     }
 
     /// At one position of one log everybody knows the same sources at the same numbers.
-    fn at_one_position(&mut self, views: &BTreeMap<String, Result<View, String>>) {
-        let all: Vec<(&String, &View)> = views
+    fn at_one_position(&mut self, views: &BTreeMap<String, Result<ViewPage, String>>) {
+        let all: Vec<(&String, &ViewPage)> = views
             .iter()
             .filter_map(|(id, view)| Some((id, view.as_ref().ok()?)))
             .collect();
         let Some(((first_id, first), rest)) = all.split_first() else {
             return;
         };
-        let place = |view: &View| (view.log, view.position);
+        let place = |view: &ViewPage| (view.log, view.position);
         let page = PAGE_SOURCES_MAX as usize;
         let whole = all.iter().all(|(_, view)| view.sources.len() <= page);
         if rest.is_empty() || !whole || rest.iter().any(|(_, view)| place(view) != place(first)) {
             return;
         }
         self.position = Some(first.position);
-        let points = |view: &View| -> BTreeMap<Source, Point> {
+        let points = |view: &ViewPage| -> BTreeMap<Source, Point> {
             let folded = view.sources.iter().filter(|source| source.digest.is_some());
             folded
                 .filter_map(|one| Some((one.source.clone(), one.generation.zip(one.number)?)))
@@ -302,7 +302,7 @@ impl Comparison {
                 tellers.insert(Teller::Shim);
             }
             let unmet = tellers.iter().filter(|teller| !told.met.contains(teller));
-            let mut unmet: Vec<String> = unmet.map(Teller::word).collect();
+            let mut unmet: Vec<String> = unmet.map(Teller::label).collect();
             let engine = self.listed.get(&source.worker).into_iter().flatten();
             let is_listed = engine
                 .into_iter()

@@ -9,9 +9,9 @@ use tokio::time::{Instant, sleep, timeout_at};
 use uuid::Uuid;
 use warmroute_plane::PlaneError;
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::query::{Answer, SourceState};
+use warmroute_proto::query::{IndexAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::view::View;
+use warmroute_proto::view::ViewPage;
 use warmroute_proto::{DpRank, Seed, Source, WorkerId};
 
 use super::Comparison;
@@ -130,7 +130,7 @@ async fn list(engines: &mut BTreeMap<WorkerId, Engine>, comparison: &mut Compari
 async fn probe(
     look: &Look,
     workers: &BTreeMap<WorkerId, WorkerEntry>,
-    views: &BTreeMap<String, Result<View, String>>,
+    views: &BTreeMap<String, Result<ViewPage, String>>,
     comparison: &mut Comparison,
 ) {
     for (id, view) in views {
@@ -177,11 +177,11 @@ async fn probe_one(
     let mut credited = 0;
     while credited < PROBE_BLOCKS && Instant::now() < end {
         credited = match look.query(id, blocks.clone()).await? {
-            Answer::Runs { sources, .. } => {
+            IndexAnswer::Runs { sources, .. } => {
                 let mut sources = sources.into_iter().filter(|answer| answer.source == source);
                 sources.next().map_or(0, |answer| answer.run.gpu as usize)
             }
-            Answer::Behind { .. } => 0,
+            IndexAnswer::Behind { .. } => 0,
         };
         sleep(CREDIT_PAUSE).await;
     }

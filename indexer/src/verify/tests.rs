@@ -18,12 +18,12 @@ fn heartbeat(number: u64, sum: u64) -> Heartbeat {
         states: Tiers::all(TierState::Complete),
         after: digest(sum),
         health: EngineHealth::Healthy,
-        said_at: None,
+        sent_at: None,
     }
 }
 
-fn view(position: u64, number: u64, sum: u64) -> Result<View, String> {
-    Ok(View {
+fn view(position: u64, number: u64, sum: u64) -> Result<ViewPage, String> {
+    Ok(ViewPage {
         version: String::new(),
         ready: true,
         log: Some(IDENTITY),

@@ -280,7 +280,7 @@ impl Publisher {
             changes,
             states: Tiers::all(TierState::Complete),
             after: self.digest,
-            said_at: None,
+            sent_at: None,
         };
         let payload = codec::encode(&record).unwrap();
         self.append(payload).await
@@ -301,7 +301,7 @@ impl Publisher {
             states: Tiers::all(TierState::Complete),
             after: self.digest,
             health: EngineHealth::Healthy,
-            said_at: None,
+            sent_at: None,
         };
         let payload = codec::encode(&heartbeat).unwrap();
         let subject = self.subjects.heartbeat(&self.source);

@@ -26,8 +26,8 @@ use tokio::sync::{oneshot, watch};
 pub use lease::{Lease, LeaseLost};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
-    ClockOffset, Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats,
-    NatsTls, Setup, StreamRole, StreamUse,
+    ClockOffset, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats,
+    NatsTls, SetupDifference, StreamRole, StreamUsage,
 };
 
 use warmroute_proto::{LogPosition, StreamIdentity};
@@ -118,7 +118,7 @@ pub enum RegistryEvent {
 
 /// A request that a service has to answer; dropped unanswered, its sender waits for its time-out.
 #[derive(Debug)]
-pub struct Request {
+pub struct ServiceRequest {
     pub payload: Bytes,
     pub reply: Reply,
 }
@@ -226,7 +226,7 @@ pub trait Plane: Send + Sync + 'static {
     ) -> PlaneFuture<'_, Bytes>;
 
     /// Serves a subject, together with whoever else does, until the stream is dropped.
-    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>>;
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>>;
 
     // --- broadcast
 

@@ -655,7 +655,7 @@ async fn a_shim_writes_its_own_worker_only() {
     for key in ["wr.prod.worker.worker-1", "wr.prod.generation.worker-1.0"] {
         assert_eq!(indexer.get(key.into()).await, Ok(None));
     }
-    let complaint = shim.complaint().unwrap();
+    let complaint = shim.last_server_error().unwrap();
     assert!(complaint.contains("Permissions Violation"), "{complaint}");
 }
 

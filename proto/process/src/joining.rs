@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use warmroute_plane::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, NatsPlane, Plane, PlaneError,
-    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
+    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::LogPosition;
 
@@ -137,7 +137,7 @@ impl Plane for Joining {
         forward!(self.request(subject, payload, deadline))
     }
 
-    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {
         forward!(self.serve(subject))
     }
 

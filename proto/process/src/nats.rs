@@ -44,10 +44,10 @@ impl Nats {
         metrics_text(up, &stats.unwrap_or_default())
     }
 
-    /// See [`NatsPlane::complaint`].
+    /// See [`NatsPlane::last_server_error`].
     #[must_use]
-    pub fn complaint(&self) -> Option<String> {
-        self.joining.plane().and_then(NatsPlane::complaint)
+    pub fn last_server_error(&self) -> Option<String> {
+        self.joining.plane().and_then(NatsPlane::last_server_error)
     }
 }
 

@@ -2,7 +2,9 @@
 
 use bincode::Decode;
 
-use crate::{After, Change, EngineHealth, EngineSeq, Generation, RecordNumber, Source, TierStates};
+use crate::{
+    Change, Digest, EngineHealth, EngineSeq, Generation, RecordNumber, Source, TierStates,
+};
 
 #[derive(Decode)]
 pub(super) struct Record {
@@ -12,7 +14,7 @@ pub(super) struct Record {
     engine_seq: Option<EngineSeq>,
     changes: Vec<Change>,
     states: TierStates,
-    after: After,
+    after: Digest,
 }
 
 impl From<Record> for crate::Record {
@@ -25,7 +27,7 @@ impl From<Record> for crate::Record {
             changes: old.changes,
             states: old.states,
             after: old.after,
-            said_at: None,
+            sent_at: None,
         }
     }
 }
@@ -37,7 +39,7 @@ pub(super) struct Heartbeat {
     number: Option<RecordNumber>,
     engine_seq: Option<EngineSeq>,
     states: TierStates,
-    after: After,
+    after: Digest,
     health: EngineHealth,
 }
 
@@ -51,7 +53,7 @@ impl From<Heartbeat> for crate::Heartbeat {
             states: old.states,
             after: old.after,
             health: old.health,
-            said_at: None,
+            sent_at: None,
         }
     }
 }

@@ -22,7 +22,7 @@ fn start() -> Instant {
     Instant::now()
 }
 
-fn accept(sequencer: &mut Sequencer, generation: u64, number: u64) -> Verdict {
+fn accept(sequencer: &mut Sequencer, generation: u64, number: u64) -> SequenceVerdict {
     sequencer.accept(
         start(),
         Generation(generation),
@@ -34,22 +34,26 @@ fn accept(sequencer: &mut Sequencer, generation: u64, number: u64) -> Verdict {
 #[test]
 fn next_seen_ahead_newer_and_older_have_their_verdicts() {
     let mut reader = sequencer();
-    assert!(!reader.is_whole(), "nothing seen is nothing known");
-    assert_eq!(accept(&mut reader, 3, 0), Verdict::Start);
-    assert_eq!(accept(&mut reader, 3, 1), Verdict::Apply);
-    assert_eq!(accept(&mut reader, 3, 1), Verdict::Duplicate);
-    assert_eq!(accept(&mut reader, 3, 4), Verdict::Ahead);
-    assert!(!reader.is_whole());
-    assert_eq!(accept(&mut reader, 3, 2), Verdict::Apply);
-    assert!(!reader.is_whole(), "3 and 4 are known to exist");
-    assert_eq!(accept(&mut reader, 3, 3), Verdict::Apply);
-    assert_eq!(accept(&mut reader, 3, 4), Verdict::Apply);
-    assert!(reader.is_whole());
-    assert_eq!(accept(&mut reader, 2, 5), Verdict::Old);
-    assert_eq!(accept(&mut reader, 5, 2), Verdict::StartBehind);
-    assert!(!reader.is_whole());
-    assert_eq!(accept(&mut reader, 3, 5), Verdict::Old, "the fence moved");
-    assert_eq!(accept(&mut reader, 5, 0), Verdict::Apply);
+    assert!(!reader.is_complete(), "nothing seen is nothing known");
+    assert_eq!(accept(&mut reader, 3, 0), SequenceVerdict::Start);
+    assert_eq!(accept(&mut reader, 3, 1), SequenceVerdict::Apply);
+    assert_eq!(accept(&mut reader, 3, 1), SequenceVerdict::Duplicate);
+    assert_eq!(accept(&mut reader, 3, 4), SequenceVerdict::Ahead);
+    assert!(!reader.is_complete());
+    assert_eq!(accept(&mut reader, 3, 2), SequenceVerdict::Apply);
+    assert!(!reader.is_complete(), "3 and 4 are known to exist");
+    assert_eq!(accept(&mut reader, 3, 3), SequenceVerdict::Apply);
+    assert_eq!(accept(&mut reader, 3, 4), SequenceVerdict::Apply);
+    assert!(reader.is_complete());
+    assert_eq!(accept(&mut reader, 2, 5), SequenceVerdict::Old);
+    assert_eq!(accept(&mut reader, 5, 2), SequenceVerdict::StartBehind);
+    assert!(!reader.is_complete());
+    assert_eq!(
+        accept(&mut reader, 3, 5),
+        SequenceVerdict::Old,
+        "the fence moved"
+    );
+    assert_eq!(accept(&mut reader, 5, 0), SequenceVerdict::Apply);
 }
 
 #[test]
@@ -57,12 +61,12 @@ fn other_bytes_under_a_known_number_taint_until_the_next_generation() {
     let mut reader = sequencer();
     accept(&mut reader, 1, 0);
     let verdict = reader.accept(start(), Generation(1), RecordNumber(0), 77);
-    assert_eq!(verdict, Verdict::Violation);
-    assert!(!reader.is_whole());
+    assert_eq!(verdict, SequenceVerdict::Violation);
+    assert!(!reader.is_complete());
     accept(&mut reader, 1, 1);
-    assert!(!reader.is_whole());
+    assert!(!reader.is_complete());
     accept(&mut reader, 2, 0);
-    assert!(reader.is_whole());
+    assert!(reader.is_complete());
 }
 
 #[test]
@@ -98,26 +102,26 @@ fn a_heartbeat_reveals_a_lost_tail() {
     accept(&mut reader, 4, 0);
     let now = start();
     let beat = |reader: &mut Sequencer, generation, number: Option<u64>| {
-        reader.witness(now, Generation(generation), number.map(RecordNumber))
+        reader.observe_heartbeat(now, Generation(generation), number.map(RecordNumber))
     };
-    assert_eq!(beat(&mut reader, 4, Some(0)), Standing::Level);
-    assert_eq!(beat(&mut reader, 4, None), Standing::Ahead);
-    assert_eq!(beat(&mut reader, 3, Some(9)), Standing::Old);
-    assert_eq!(beat(&mut reader, 5, Some(0)), Standing::Behind);
-    assert!(reader.is_whole());
-    assert_eq!(beat(&mut reader, 4, Some(1)), Standing::Behind);
-    assert!(!reader.is_whole());
+    assert_eq!(beat(&mut reader, 4, Some(0)), SequenceComparison::Level);
+    assert_eq!(beat(&mut reader, 4, None), SequenceComparison::Ahead);
+    assert_eq!(beat(&mut reader, 3, Some(9)), SequenceComparison::Old);
+    assert_eq!(beat(&mut reader, 5, Some(0)), SequenceComparison::Behind);
+    assert!(reader.is_complete());
+    assert_eq!(beat(&mut reader, 4, Some(1)), SequenceComparison::Behind);
+    assert!(!reader.is_complete());
     accept(&mut reader, 4, 1);
-    assert!(reader.is_whole());
+    assert!(reader.is_complete());
 }
 
 #[test]
 fn a_restored_reader_goes_on_behind_its_last_number() {
     let mut reader = Sequencer::restored(PATIENCE, Generation(2), Some(RecordNumber(9)));
-    assert_eq!(accept(&mut reader, 2, 9), Verdict::Duplicate);
-    assert_eq!(accept(&mut reader, 2, 10), Verdict::Apply);
+    assert_eq!(accept(&mut reader, 2, 9), SequenceVerdict::Duplicate);
+    assert_eq!(accept(&mut reader, 2, 10), SequenceVerdict::Apply);
     let mut empty = Sequencer::restored(PATIENCE, Generation(2), None);
-    assert_eq!(accept(&mut empty, 2, 0), Verdict::Apply);
+    assert_eq!(accept(&mut empty, 2, 0), SequenceVerdict::Apply);
 }
 
 /// What one delivery does to the list of messages under way.
@@ -157,10 +161,13 @@ fn read(log: &[(u64, u64)]) -> (Sequencer, Vec<(u64, u64)>) {
     let mut held = Vec::new();
     for &(generation, number) in log {
         match accept(&mut reader, generation, number) {
-            Verdict::Start => held = vec![(generation, number)],
-            Verdict::StartBehind => held.clear(),
-            Verdict::Apply => held.push((generation, number)),
-            Verdict::Ahead | Verdict::Duplicate | Verdict::Violation | Verdict::Old => {}
+            SequenceVerdict::Start => held = vec![(generation, number)],
+            SequenceVerdict::StartBehind => held.clear(),
+            SequenceVerdict::Apply => held.push((generation, number)),
+            SequenceVerdict::Ahead
+            | SequenceVerdict::Duplicate
+            | SequenceVerdict::Violation
+            | SequenceVerdict::Old => {}
         }
     }
     (reader, held)
@@ -194,8 +201,8 @@ proptest! {
         let (_, clean) = read(&log);
         let (mut reader, held) = read(&delivered);
         let &(generation, number) = log.last().unwrap();
-        let standing = reader.witness(start(), Generation(generation), Some(RecordNumber(number)));
-        if reader.is_whole() && standing == Standing::Level {
+        let standing = reader.observe_heartbeat(start(), Generation(generation), Some(RecordNumber(number)));
+        if reader.is_complete() && standing == SequenceComparison::Level {
             prop_assert_eq!(held, clean);
         } else {
             prop_assert_ne!(&held, &clean, "it is clean and does not say so");
@@ -218,7 +225,7 @@ proptest! {
         let last = log.last().unwrap().0;
         delivered.extend(log.iter().filter(|(generation, _)| *generation == last));
         let (reader, held) = read(&delivered);
-        prop_assert!(reader.is_whole());
+        prop_assert!(reader.is_complete());
         prop_assert_eq!(held, read(&log).1);
     }
 }

@@ -86,7 +86,7 @@ pub enum Refused {
 impl Refused {
     /// For a metric's label.
     #[must_use]
-    pub const fn word(&self) -> &'static str {
+    pub const fn label(&self) -> &'static str {
         match self {
             Self::Foreign => "foreign",
             Self::Version(_) => "version",

@@ -70,7 +70,7 @@ pub enum Sign {
 
 impl Sign {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::BelowZero => "below_zero",
             Self::TwoPrefixes => "two_prefixes",

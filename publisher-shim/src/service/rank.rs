@@ -305,7 +305,7 @@ impl Rank {
         let source = &self.outside.source;
         match notice {
             Notice::NewGeneration(reason) => {
-                info!(%source, reason = reason.word(), "a new generation begins");
+                info!(%source, reason = reason.label(), "a new generation begins");
             }
             Notice::State(state) => info!(%source, ?state, "the source's state changed"),
         }

@@ -162,15 +162,15 @@ pub enum Reason {
 
 impl Reason {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::LeaseTaken => "lease_taken",
             Self::EngineRestarted => "engine_restarted",
             Self::GapUnfilled => "gap_unfilled",
             Self::LossUnseen => "loss_unseen",
-            Self::Sign(sign) => sign.word(),
+            Self::Sign(sign) => sign.label(),
             Self::OutboxFull => "outbox_full",
-            Self::Resync(reason) => reason.word(),
+            Self::Resync(reason) => reason.label(),
             Self::LogLost => "log_lost_records",
             Self::RegistryLost => "registry_lost",
             Self::Overtaken => "overtaken",
@@ -640,7 +640,7 @@ impl SourceCore {
             states,
             after: point.map_or_else(Default::default, |point| point.after),
             health: self.health,
-            said_at: self.clock.read(now),
+            sent_at: self.clock.read(now),
         }));
     }
 
@@ -666,7 +666,7 @@ impl SourceCore {
             engine_seq: self.engine.last(),
             sound,
             claimed: self.claim_of(now, sound),
-            said_at: self.clock.read(now),
+            sent_at: self.clock.read(now),
         }
     }
 

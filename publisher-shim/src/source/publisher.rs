@@ -46,7 +46,7 @@ pub(super) struct Present {
     /// As it may be claimed now.
     pub(super) claimed: TierStates,
     /// Now, by the log's clock.
-    pub(super) said_at: Option<LogTime>,
+    pub(super) sent_at: Option<LogTime>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -400,7 +400,7 @@ impl Publisher {
                 changes: part.changes,
                 states,
                 after: part.after,
-                said_at: present.said_at,
+                sent_at: present.sent_at,
             };
             // Encoding into memory does not fail; if it did, readers would find the record
             // undecodable and say so.

@@ -54,9 +54,9 @@ impl Router {
         router
     }
 
-    fn drain(&self) -> Drain {
+    fn drain(&self) -> DrainState {
         let word = self.drains.of(&worker());
-        word.map_or(Drain::Serving, |word| word.drain)
+        word.map_or(DrainState::Serving, |word| word.drain)
     }
 
     /// Does not wait for ever for what does not come.
@@ -87,56 +87,75 @@ async fn every_router_follows_whichever_was_told_and_so_does_the_next_one() {
     let routers = [Router::start(&plane), Router::start(&plane)];
     routers[0]
         .drains
-        .say(&worker(), Drain::Draining)
+        .say(&worker(), DrainState::Draining)
         .await
         .unwrap();
     assert_eq!(
         routers[0].drain(),
-        Drain::Draining,
+        DrainState::Draining,
         "at once, where it was said"
     );
     routers[1]
-        .until(|router| router.drain() == Drain::Draining)
+        .until(|router| router.drain() == DrainState::Draining)
         .await;
     let before = held(&plane).await;
     routers[1]
         .drains
-        .say(&worker(), Drain::Draining)
+        .say(&worker(), DrainState::Draining)
         .await
         .unwrap();
     assert_eq!(held(&plane).await, before, "said twice, it is the same");
     drop(routers);
     let next = Router::start(&plane);
     next.until(|router| router.drains.is_read()).await;
-    assert_eq!(next.drain(), Drain::Draining);
-    next.drains.say(&worker(), Drain::Serving).await.unwrap();
+    assert_eq!(next.drain(), DrainState::Draining);
+    next.drains
+        .say(&worker(), DrainState::Serving)
+        .await
+        .unwrap();
     let last = Router::start(&plane);
     last.until(|router| router.drains.is_read()).await;
-    assert_eq!(last.drain(), Drain::Serving);
+    assert_eq!(last.drain(), DrainState::Serving);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_router_that_has_not_read_yet_speaks_after_the_word_that_stands() {
     let plane = plane();
     let first = Router::start(&plane);
-    first.drains.say(&worker(), Drain::Draining).await.unwrap();
+    first
+        .drains
+        .say(&worker(), DrainState::Draining)
+        .await
+        .unwrap();
     let fleet = Arc::clone(&first.drains.fleet);
     let unread = || Drains::new(Arc::clone(&plane), subjects(), Arc::clone(&fleet));
-    unread().say(&worker(), Drain::Draining).await.unwrap();
+    unread().say(&worker(), DrainState::Draining).await.unwrap();
     assert_eq!(held(&plane).await.unwrap().0.turn, 0);
-    unread().say(&worker(), Drain::Serving).await.unwrap();
+    unread().say(&worker(), DrainState::Serving).await.unwrap();
     let (last, _) = held(&plane).await.unwrap();
-    assert_eq!((last.drain, last.turn), (Drain::Serving, 1));
+    assert_eq!((last.drain, last.turn), (DrainState::Serving, 1));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_the_registry_lost_or_rolled_back_is_put_right() {
     let plane = plane();
     let router = Router::start(&plane);
-    router.drains.say(&worker(), Drain::Draining).await.unwrap();
+    router
+        .drains
+        .say(&worker(), DrainState::Draining)
+        .await
+        .unwrap();
     let (first, _) = held(&plane).await.unwrap();
-    router.drains.say(&worker(), Drain::Serving).await.unwrap();
-    router.drains.say(&worker(), Drain::Draining).await.unwrap();
+    router
+        .drains
+        .say(&worker(), DrainState::Serving)
+        .await
+        .unwrap();
+    router
+        .drains
+        .say(&worker(), DrainState::Draining)
+        .await
+        .unwrap();
     let (last, revision) = held(&plane).await.unwrap();
     assert_eq!((first.turn, last.turn), (0, 2));
 
@@ -146,10 +165,10 @@ async fn what_the_registry_lost_or_rolled_back_is_put_right() {
     while !back().await {
         sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!(router.drain(), Drain::Draining);
+    assert_eq!(router.drain(), DrainState::Draining);
 
     let older = DrainEntry {
-        drain: Drain::Serving,
+        drain: DrainState::Serving,
         ..first
     };
     let value = Bytes::from(codec::encode(&older).unwrap());
@@ -157,14 +176,18 @@ async fn what_the_registry_lost_or_rolled_back_is_put_right() {
     while !back().await {
         sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!(router.drain(), Drain::Draining);
+    assert_eq!(router.drain(), DrainState::Draining);
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_cannot_be_read_is_counted_and_changes_nothing() {
     let plane = plane();
     let router = Router::start(&plane);
-    router.drains.say(&worker(), Drain::Draining).await.unwrap();
+    router
+        .drains
+        .say(&worker(), DrainState::Draining)
+        .await
+        .unwrap();
     let another = DrainEntry {
         worker: WorkerId::from("another"),
         ..held(&plane).await.unwrap().0
@@ -178,7 +201,7 @@ async fn what_cannot_be_read_is_counted_and_changes_nothing() {
             .unwrap();
         router.until(|router| router.unread.get() > before).await;
     }
-    assert_eq!(router.drain(), Drain::Draining);
+    assert_eq!(router.drain(), DrainState::Draining);
     assert_eq!(router.drains.of(&another.worker), None);
 }
 
@@ -190,11 +213,11 @@ fn a_late_event_is_not_taken_for_a_loss() {
         words.told(entry.clone(), Revision(revision));
         entry
     };
-    let first = said(&mut words, Drain::Draining, 10);
-    let second = said(&mut words, Drain::Serving, 11);
+    let first = said(&mut words, DrainState::Draining, 10);
+    let second = said(&mut words, DrainState::Serving, 11);
     // The first one's event comes after the second one's acknowledgement.
     words.told(first, Revision(10));
-    assert_eq!(words.drain(&worker()), Drain::Serving);
+    assert_eq!(words.drain(&worker()), DrainState::Serving);
     let [(entry, PutIf::Revision(Revision(10)))] = &words.lacking().collect::<Vec<_>>()[..] else {
         panic!("to be written over what was told, which fails if it was late");
     };

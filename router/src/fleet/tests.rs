@@ -79,7 +79,7 @@ fn a_lapsed_registration_removes_nobody_who_answers() {
 #[test]
 fn a_drain_is_older_than_its_worker_and_outlives_it() {
     let fleet = fleet();
-    fleet.set_drain(&"w".into(), Drain::Draining);
+    fleet.set_drain(&"w".into(), DrainState::Draining);
     fleet.put(entry("w", 16), Instant::now());
     see(&fleet, "w", Sight::CheckPassed);
     assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
@@ -94,7 +94,7 @@ fn a_drain_is_older_than_its_worker_and_outlives_it() {
     fleet.put(moved, later);
     fleet.see(&"w".into(), "http://elsewhere:1", Sight::CheckPassed, later);
     assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
-    fleet.set_drain(&"w".into(), Drain::Serving);
+    fleet.set_drain(&"w".into(), DrainState::Serving);
     assert_eq!(candidates(&fleet), Ok(1));
 }
 

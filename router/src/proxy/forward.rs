@@ -12,7 +12,7 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use reqwest::Url;
 use tokio::time::Instant;
-use warmroute_proto::query::Answer;
+use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{DpRank, Source};
 
 use super::App;
@@ -45,7 +45,7 @@ pub(super) struct Outgoing {
 pub(super) struct Wish {
     pub model: String,
     pub prompt: Arc<Prompt>,
-    pub index: Option<Answer>,
+    pub index: Option<IndexAnswer>,
     /// The answer comes in pieces, so that its first token can be seen.
     pub streaming: bool,
     /// To ask another worker, when one was asked already, changes nothing.
@@ -145,12 +145,12 @@ impl App {
         let Admitted { decision, slot, .. } = admitted;
         // First the guard: whatever follows, the slot is freed.
         let slot = SlotHold::new(Arc::clone(&self.desk), slot);
-        self.metrics.ladder(decision.rung().word());
+        self.metrics.ladder(decision.rung().label());
         tracing::debug!(
             request_id = ?call.request_id(),
             source = %decision.source,
             overlap_blocks = decision.overlap_blocks,
-            rung = decision.rung().word(),
+            rung = decision.rung().label(),
             "request routed"
         );
         Ok(Placed {

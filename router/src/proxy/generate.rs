@@ -7,7 +7,7 @@ use axum::http::request::Parts;
 use axum::response::Response;
 use bytes::Bytes;
 use tokio::time::Instant;
-use warmroute_proto::query::Answer;
+use warmroute_proto::query::IndexAnswer;
 
 use super::App;
 use super::call::Call;
@@ -142,7 +142,7 @@ impl App {
         planned
     }
 
-    async fn ask_index(&self, prompt: &crate::route::Prompt) -> Option<Answer> {
+    async fn ask_index(&self, prompt: &crate::route::Prompt) -> Option<IndexAnswer> {
         match self.policy {
             Policy::Kv | Policy::KvOnce => {}
             Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return None,

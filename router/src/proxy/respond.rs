@@ -72,6 +72,6 @@ fn explain(to: &mut HeaderMap, decision: &Decision) {
     for (name, number) in numbers {
         to.insert(name, HeaderValue::from(number));
     }
-    let state = HeaderValue::from_static(decision.index_state.word());
+    let state = HeaderValue::from_static(decision.index_state.label());
     to.insert(headers::INDEX_STATE, state);
 }

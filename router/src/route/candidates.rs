@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
-use warmroute_proto::registry::{Drain, RANKS_MAX, WorkerEntry};
+use warmroute_proto::registry::{DrainState, RANKS_MAX, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
 
 use super::roster::{Roster, SourceId};
@@ -104,7 +104,7 @@ pub struct Fleet {
 pub struct Worker {
     pub entry: WorkerEntry,
     pub health: Health,
-    pub drain: Drain,
+    pub drain: DrainState,
 }
 
 #[derive(Clone, Debug)]
@@ -120,7 +120,7 @@ impl Fleet {
         let mut old = std::mem::take(&mut self.workers);
         for entry in entries {
             let known = old.remove(&entry.worker);
-            let drain = known.as_ref().map_or_else(Drain::default, |w| w.drain);
+            let drain = known.as_ref().map_or_else(DrainState::default, |w| w.drain);
             let same = known.filter(|known| known.entry.url == entry.url);
             let worker = Worker {
                 entry: entry.clone(),
@@ -145,7 +145,7 @@ impl Fleet {
     }
 
     /// Says whether anything changed.
-    pub fn set_drain(&mut self, roster: &mut Roster, worker: &WorkerId, drain: Drain) -> bool {
+    pub fn set_drain(&mut self, roster: &mut Roster, worker: &WorkerId, drain: DrainState) -> bool {
         let Some(known) = self.workers.get_mut(worker) else {
             return false;
         };
@@ -268,7 +268,7 @@ fn usable<'a>(workers: &[&'a Worker]) -> Result<Vec<&'a Worker>, Refusal> {
     };
     let serving = |workers: &[&'a Worker]| -> Vec<&'a Worker> {
         let all = workers.iter().copied();
-        all.filter(|worker| worker.drain == Drain::Serving)
+        all.filter(|worker| worker.drain == DrainState::Serving)
             .collect()
     };
     let (healthy, unchecked) = (with(Health::Healthy), with(Health::Unknown));

@@ -35,7 +35,7 @@ impl Policy {
     ];
 
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Kv => "kv",
             Self::KvOnce => "kv-once",
@@ -56,7 +56,7 @@ impl std::str::FromStr for Policy {
     fn from_str(word: &str) -> Result<Self, UnknownPolicy> {
         Self::ALL
             .into_iter()
-            .find(|policy| policy.word() == word)
+            .find(|policy| policy.label() == word)
             .ok_or_else(|| UnknownPolicy(word.to_owned()))
     }
 }
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn every_policy_is_known_by_its_word() {
         for policy in Policy::ALL {
-            assert_eq!(policy.word().parse(), Ok(policy));
+            assert_eq!(policy.label().parse(), Ok(policy));
         }
         assert!("fastest".parse::<Policy>().is_err());
     }

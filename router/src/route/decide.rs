@@ -65,7 +65,7 @@ pub enum Rung {
 
 impl Rung {
     #[must_use]
-    pub const fn word(self) -> &'static str {
+    pub const fn label(self) -> &'static str {
         match self {
             Self::Index => "index",
             Self::Prediction => "prediction",

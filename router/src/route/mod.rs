@@ -11,7 +11,7 @@
 //!
 //! core.set_workers(&entries);                       // at every registry change
 //! core.set_health(&worker, Health::Healthy);        // at every health check; unknown at first
-//! core.set_drain(&worker, Drain::Draining);         // by an operator
+//! core.set_drain(&worker, DrainState::Draining);         // by an operator
 //!
 //! let model = core.model("my-lora")?;               // Refusal: unknown model, nobody healthy, …
 //! let seed = model.seed(cache_salt);                // carries the LoRA

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use fastrand::Rng;
 use serde::Serialize;
 use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
-use warmroute_proto::query::Answer;
-use warmroute_proto::registry::{Drain, WorkerEntry};
+use warmroute_proto::query::IndexAnswer;
+use warmroute_proto::registry::{DrainState, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
@@ -213,7 +213,7 @@ impl Core {
     }
 
     /// Says whether that is news.
-    pub fn set_drain(&mut self, worker: &WorkerId, drain: Drain) -> bool {
+    pub fn set_drain(&mut self, worker: &WorkerId, drain: DrainState) -> bool {
         self.fleet.set_drain(&mut self.roster, worker, drain)
     }
 
@@ -232,7 +232,7 @@ impl Core {
     pub fn admit(
         &mut self,
         ask: &Ask<'_>,
-        answer: Option<&Answer>,
+        answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Result<Admitted, AdmitError> {
         self.tick(now);
@@ -259,7 +259,7 @@ impl Core {
     fn decide(
         &mut self,
         ask: &Ask<'_>,
-        answer: Option<&Answer>,
+        answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Result<(Decision, Knowledge), Refusal> {
         let knowledge = match answer {
@@ -434,7 +434,7 @@ impl Core {
         &mut self,
         recheck: &Recheck,
         prompt: &Prompt,
-        answer: &Answer,
+        answer: &IndexAnswer,
         now: Instant,
     ) -> RecheckVerdict {
         let knowledge = self.take_in(answer, now);
@@ -518,7 +518,7 @@ impl Core {
     }
 
     /// Believes an answer as far as it deserves.
-    fn take_in(&mut self, answer: &Answer, now: Instant) -> Knowledge {
+    fn take_in(&mut self, answer: &IndexAnswer, now: Instant) -> Knowledge {
         let knowledge = self.view.judge(&mut self.roster, answer, now);
         for &source in &knowledge.restarted {
             self.predictions.restarted(source);

@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{EngineSeq, Generation, Tiers};
 
 use super::roster::{PerSource, Roster, SourceId};
@@ -124,11 +124,11 @@ impl Known {
 
 impl View {
     /// Judges an answer. One from a replica that was behind the asked position says nothing.
-    pub fn judge(&mut self, roster: &mut Roster, answer: &Answer, now: Instant) -> Knowledge {
+    pub fn judge(&mut self, roster: &mut Roster, answer: &IndexAnswer, now: Instant) -> Knowledge {
         let mut knowledge = Knowledge::default();
         let sources = match answer {
-            Answer::Runs { sources, .. } => sources.as_slice(),
-            Answer::Behind { .. } => &[],
+            IndexAnswer::Runs { sources, .. } => sources.as_slice(),
+            IndexAnswer::Behind { .. } => &[],
         };
         for answer in sources {
             let id = roster.enrol(&answer.source);

@@ -9,7 +9,7 @@
 use rustc_hash::FxHashMap;
 use warmroute_indexer::tree::{ChangeError, SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{Answer, SourceAnswer, SourceState};
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
     Change, Generation, LocalHash, LogPosition, PrefixHash, RecordNumber, Seed, Source,
     StreamIdentity, Tier, Tiers,
@@ -153,7 +153,7 @@ impl Index {
     }
 
     #[must_use]
-    pub(super) fn answer(&self, blocks: &[LocalHash]) -> Answer {
+    pub(super) fn answer(&self, blocks: &[LocalHash]) -> IndexAnswer {
         let chain: Vec<PrefixHash> = prefix_hashes(None, blocks).collect();
         let runs = self.tree.lookup_all(&chain);
         let sources = self.sources.iter().zip(&self.applied);
@@ -167,7 +167,7 @@ impl Index {
             proof_age_ms: 0,
             run: runs[number.index()],
         });
-        Answer::Runs {
+        IndexAnswer::Runs {
             log: LOG,
             position: LogPosition(self.position),
             sources: sources.collect(),
@@ -233,7 +233,7 @@ mod tests {
         let blocks: Vec<LocalHash> = (1..4).map(LocalHash).collect();
         let stored = stored_run((None, blocks[..2].to_vec()));
         index.apply(1, &[stored]).unwrap();
-        let Answer::Runs { sources, .. } = index.answer(&blocks) else {
+        let IndexAnswer::Runs { sources, .. } = index.answer(&blocks) else {
             panic!("it answers");
         };
         let runs: Vec<u32> = sources.iter().map(|source| source.run.gpu).collect();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use warmroute_proto::codec;
 use warmroute_proto::load::LoadMessage;
-use warmroute_proto::query::Answer;
+use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, RouterId, Source, WorkerId};
 
@@ -125,7 +125,7 @@ impl Replicas {
         &mut self,
         router: usize,
         prompt: &Prompt,
-        answer: &Answer,
+        answer: &IndexAnswer,
         now: Instant,
     ) -> Result<(Admitted, Option<Told>), AdmissionFailed> {
         let ask = Ask {
@@ -167,7 +167,7 @@ impl Replicas {
         &mut self,
         place: Place,
         prompt: &Prompt,
-        answer: &Answer,
+        answer: &IndexAnswer,
         now: Instant,
     ) -> Result<Option<(Admitted, Option<Told>)>, Fault> {
         let ask = Ask {

@@ -55,7 +55,7 @@ pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Resu
     );
     let knobs = &plan.setup.replicas.knobs;
     let report = Report {
-        policy: knobs.policy.word(),
+        policy: knobs.policy.label(),
         workers: plan.setup.workers,
         load: plan.load,
         capacity,

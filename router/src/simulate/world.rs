@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::load::SlotEnd;
-use warmroute_proto::query::Answer;
+use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{Change, DpRank, Seed, Source};
 
 use super::Fault;
@@ -142,7 +142,7 @@ struct Flight {
 struct Movable {
     until: Duration,
     prompt: Prompt,
-    answer: Answer,
+    answer: IndexAnswer,
     worker: usize,
     id: RequestId,
 }

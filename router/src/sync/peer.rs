@@ -7,9 +7,11 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::load::{
-    LoadDigest, LoadHeartbeat, LoadMessage, LoadWant, Presence, StatePart,
+    LoadDigest, LoadHeartbeat, LoadMessage, LoadRequestKind, Presence, StatePart,
 };
-use warmroute_proto::{Generation, RecordNumber, RouterId, Sequencer, Standing, Verdict};
+use warmroute_proto::{
+    Generation, RecordNumber, RouterId, SequenceComparison, SequenceVerdict, Sequencer,
+};
 
 use super::books::Books;
 use super::counts::Counts;
@@ -188,14 +190,14 @@ impl Peer {
         let standing = match &mut self.phase {
             Phase::Following(sequencer) => {
                 let had_gap = sequencer.has_gap();
-                let standing = sequencer.witness(desk.now, said.incarnation, said.number);
+                let standing = sequencer.observe_heartbeat(desk.now, said.incarnation, said.number);
                 desk.counts.mended.gaps += u64::from(sequencer.has_gap() && !had_gap);
                 standing
             }
-            Phase::Lacking(_) => Standing::Behind,
+            Phase::Lacking(_) => SequenceComparison::Behind,
             Phase::Dead => {
                 self.phase = Phase::Lacking(None);
-                Standing::Behind
+                SequenceComparison::Behind
             }
         };
         if self.followed().is_none() && said.digest == LoadDigest::default() {
@@ -204,7 +206,7 @@ impl Peer {
             self.replace(&[], said.number, desk);
             return;
         }
-        if standing == Standing::Level {
+        if standing == SequenceComparison::Level {
             self.compare(said, view, desk);
         }
     }
@@ -255,20 +257,20 @@ impl Peer {
         };
         let (number, now) = (message.number, desk.now);
         match sequencer.accept(now, incarnation, number, bytes.hash) {
-            Verdict::Apply | Verdict::Start => {
+            SequenceVerdict::Apply | SequenceVerdict::Start => {
                 desk.apply(&message);
                 self.catch_up(desk);
             }
-            Verdict::Ahead | Verdict::StartBehind => {
+            SequenceVerdict::Ahead | SequenceVerdict::StartBehind => {
                 desk.counts.mended.gaps += u64::from(!had_gap);
                 self.wait(message, bytes, desk);
             }
-            Verdict::Duplicate => desk.counts.verdicts.duplicate += 1,
-            Verdict::Violation => {
+            SequenceVerdict::Duplicate => desk.counts.verdicts.duplicate += 1,
+            SequenceVerdict::Violation => {
                 desk.counts.verdicts.violation += 1;
                 self.lack_again(now);
             }
-            Verdict::Old => desk.counts.verdicts.old += 1,
+            SequenceVerdict::Old => desk.counts.verdicts.old += 1,
         }
     }
 
@@ -351,16 +353,16 @@ impl Peer {
     }
 
     /// What to ask this router for.
-    pub(super) fn want(&self) -> Option<LoadWant> {
+    pub(super) fn want(&self) -> Option<LoadRequestKind> {
         match &self.phase {
             Phase::Dead => None,
-            Phase::Lacking(None) => Some(LoadWant::State),
-            Phase::Lacking(Some(collected)) => Some(LoadWant::Part {
+            Phase::Lacking(None) => Some(LoadRequestKind::State),
+            Phase::Lacking(Some(collected)) => Some(LoadRequestKind::Part {
                 number: collected.first.number,
                 part: collected.parts(),
             }),
             Phase::Following(sequencer) if sequencer.has_gap() || !self.is_settled => {
-                Some(LoadWant::Numbers {
+                Some(LoadRequestKind::Numbers {
                     from: sequencer.last().map_or(RecordNumber(0), RecordNumber::next),
                     to: self.waiting.before_first(),
                 })
@@ -370,10 +372,10 @@ impl Peer {
     }
 
     /// A question that asks for nothing, for how long it takes. None while there are better ones.
-    pub(super) const fn empty_want(&self) -> Option<LoadWant> {
+    pub(super) const fn empty_want(&self) -> Option<LoadRequestKind> {
         match &self.phase {
             Phase::Following(sequencer) if !sequencer.has_gap() => match sequencer.last() {
-                Some(last) => Some(LoadWant::Numbers {
+                Some(last) => Some(LoadRequestKind::Numbers {
                     from: last.next(),
                     to: Some(last),
                 }),
@@ -473,13 +475,13 @@ impl Peer {
                 break;
             };
             let (now, incarnation) = (desk.now, message.incarnation);
-            if sequencer.accept(now, incarnation, next, bytes.hash) != Verdict::Apply {
+            if sequencer.accept(now, incarnation, next, bytes.hash) != SequenceVerdict::Apply {
                 break;
             }
             desk.apply(&message);
         }
         if let (Some(fence), Some(last)) = (self.fence, self.waiting.last()) {
-            sequencer.witness(desk.now, fence, Some(last));
+            sequencer.observe_heartbeat(desk.now, fence, Some(last));
         }
     }
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::codec::{self, Message as _};
 use warmroute_proto::load::{
-    ANSWER_BYTES_MAX, FRAME_BYTES_MAX, LOAD_BYTES_MAX, LoadAnswer, LoadAsk, LoadFrame,
-    LoadHeartbeat, LoadMessage, LoadWant, Presence,
+    ANSWER_BYTES_MAX, FRAME_BYTES_MAX, LOAD_BYTES_MAX, LoadAnswer, LoadFrame, LoadHeartbeat,
+    LoadMessage, LoadRequest, LoadRequestKind, Presence,
 };
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 use xxhash_rust::xxh3::xxh3_64;
@@ -255,7 +255,7 @@ impl Replica {
 
     /// A peer's question. None: not answered.
     pub fn serve(&mut self, question: &[u8], books: &mut dyn Books, now: Instant) -> Option<Bytes> {
-        let Ok(ask) = codec::decode::<LoadAsk>(question) else {
+        let Ok(ask) = codec::decode::<LoadRequest>(question) else {
             self.counts.verdicts.malformed += 1;
             return None;
         };
@@ -266,11 +266,13 @@ impl Replica {
         self.served += 1;
         match ask.want {
             // Asked by whom nobody may hear otherwise: what it says of its slots is what counts.
-            LoadWant::Numbers { from, to } if to.is_some_and(|to| to < from) => {
+            LoadRequestKind::Numbers { from, to } if to.is_some_and(|to| to < from) => {
                 self.counts.traffic.echoes_in += 1;
                 self.with_peer(ask.asker, books, now, |_, _| ());
             }
-            LoadWant::Numbers { .. } | LoadWant::State | LoadWant::Part { .. } => {
+            LoadRequestKind::Numbers { .. }
+            | LoadRequestKind::State
+            | LoadRequestKind::Part { .. } => {
                 self.counts.traffic.asks_in += 1;
                 self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
             }
@@ -489,19 +491,21 @@ impl Replica {
         }
     }
 
-    fn answer(&mut self, ask: &LoadAsk, books: &mut dyn Books, now: Instant) -> LoadAnswer {
+    fn answer(&mut self, ask: &LoadRequest, books: &mut dyn Books, now: Instant) -> LoadAnswer {
         let Some(incarnation) = self.own.incarnation else {
             return LoadAnswer::Gone;
         };
         let is_former = ask.incarnation.is_some_and(|asked| asked != incarnation);
         match ask.want {
-            LoadWant::State => self.first_part(books, now),
-            LoadWant::Part { .. } | LoadWant::Numbers { .. } if is_former => LoadAnswer::Gone,
-            LoadWant::Part { number, part } => {
+            LoadRequestKind::State => self.first_part(books, now),
+            LoadRequestKind::Part { .. } | LoadRequestKind::Numbers { .. } if is_former => {
+                LoadAnswer::Gone
+            }
+            LoadRequestKind::Part { number, part } => {
                 let part = self.cuts.part(self.router, number, part, now);
                 part.map_or(LoadAnswer::Gone, LoadAnswer::State)
             }
-            LoadWant::Numbers { from, to } => {
+            LoadRequestKind::Numbers { from, to } => {
                 let written = books.written(from, ANSWER_BYTES_MAX / 2);
                 if written.first != from {
                     return self.first_part(books, now);
@@ -567,9 +571,9 @@ impl Replica {
         &mut self,
         peer: RouterId,
         incarnation: Option<Generation>,
-        want: LoadWant,
+        want: LoadRequestKind,
     ) -> Option<u64> {
-        let ask = LoadAsk {
+        let ask = LoadRequest {
             asker: self.router,
             incarnation,
             want,

@@ -16,7 +16,7 @@ use tokio_util::task::TaskTracker;
 use warmroute_plane::{
     Appended, Broadcast, Connection, InitConfig, LogMessage, LogStatus, LogTail, MemoryPlane,
     MemoryPlaneConfig, NatsConfig, NatsPlane, Plane, PlaneFuture, PlaneStream, PutIf,
-    RegistryEntry, RegistryEvent, Request, Revision,
+    RegistryEntry, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::load::SlotEnd;
 use warmroute_proto::registry::WorkerEntry;
@@ -319,7 +319,7 @@ impl Plane for Lossy {
         self.plane.request(subject, payload, deadline)
     }
 
-    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {
         self.plane.serve(subject)
     }
 

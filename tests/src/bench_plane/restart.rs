@@ -164,7 +164,7 @@ impl Fleet {
             changes: prompts.iter().map(stored).collect(),
             states: Tiers::all(TierState::Complete),
             after: *after,
-            said_at: None,
+            sent_at: None,
         };
         *number += 1;
         let subject = Subjects::new(&self.namespace).records(source);

@@ -7,7 +7,7 @@ use anyhow::{Context as _, ensure};
 use tokio::time::{Instant, timeout};
 use warmroute_plane::Plane as _;
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, Seed, codec};
 
@@ -145,7 +145,7 @@ pub(crate) async fn query_delays(stage: &Stage) -> anyhow::Result<Vec<Figure>> {
             tokens = held;
         }
         until_seq(stage, seq).await?;
-        let query = Query {
+        let query = IndexQuery {
             blocks: local_hashes(&tokens, size, Seed::new(None, None)),
             at_least: None,
         };
@@ -158,8 +158,8 @@ pub(crate) async fn query_delays(stage: &Stage) -> anyhow::Result<Vec<Figure>> {
                 .request(subject.clone(), payload.clone(), END_MAX)
                 .await?;
             samples.push(begun.elapsed());
-            let answer = codec::decode::<Answer>(&answer)?;
-            ensure!(matches!(answer, Answer::Runs { .. }), "no answer");
+            let answer = codec::decode::<IndexAnswer>(&answer)?;
+            ensure!(matches!(answer, IndexAnswer::Runs { .. }), "no answer");
         }
         let what = format!("query of {blocks} blocks over NATS");
         figures.push(Figure::of(&what, None, EXCHANGES, &mut samples));

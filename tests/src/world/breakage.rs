@@ -9,7 +9,7 @@ use warmroute_indexer::fold::{Cut, Fold, SourceStanding};
 use warmroute_indexer::same_log::{self, Fit};
 use warmroute_plane::{Broadcast, LogMessage, LogStatus};
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{
     Change, Digest, Generation, Heartbeat, PrefixHash, Record, Source, Tier, codec,
 };
@@ -76,10 +76,13 @@ impl World {
     }
 
     /// An answer as a router's view gets to see it.
-    pub(super) fn answer_as_read<'a>(&self, answer: Option<&'a Answer>) -> Option<Cow<'a, Answer>> {
+    pub(super) fn answer_as_read<'a>(
+        &self,
+        answer: Option<&'a IndexAnswer>,
+    ) -> Option<Cow<'a, IndexAnswer>> {
         let mut answer = Cow::Borrowed(answer?);
         if self.broken == Some(Breakage::OvertakenBelieved)
-            && let Answer::Runs { sources, .. } = answer.to_mut()
+            && let IndexAnswer::Runs { sources, .. } = answer.to_mut()
         {
             for source in sources {
                 source.generation = Generation(1);
@@ -129,7 +132,7 @@ impl World {
         &self,
         fold: &Fold,
         source: &Source,
-        query: &Query,
+        query: &IndexQuery,
         run: usize,
     ) -> usize {
         if self.broken != Some(Breakage::JumpOverHole) {

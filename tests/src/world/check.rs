@@ -10,7 +10,7 @@ use warmroute_indexer::query;
 use warmroute_indexer::snapshot::Restored;
 use warmroute_plane::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{Answer, Query, SourceState, UnknownReason};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::SnapshotHead;
 use warmroute_proto::{
@@ -122,13 +122,13 @@ impl Vouched {
         now: At,
         source: &Source,
         states: &TierStates,
-        said_at: Option<LogTime>,
+        sent_at: Option<LogTime>,
     ) {
         let gives_credit = |&tier: &Tier| SourceState::from(*states.get(tier)).gives_credit();
         if Tier::ALL.iter().any(gives_credit) {
             let vouched = self.said.entry(source.clone()).or_default();
             vouched.0 = now;
-            if said_at.is_none() {
+            if sent_at.is_none() {
                 vouched.1 = Some(now);
             }
         }
@@ -136,7 +136,7 @@ impl Vouched {
 
     pub(super) fn heartbeat(&mut self, now: At, heartbeat: &Heartbeat) {
         let source = &heartbeat.source;
-        self.said(now, source, &heartbeat.states, heartbeat.said_at);
+        self.said(now, source, &heartbeat.states, heartbeat.sent_at);
         self.last.insert(source.clone(), heartbeat.clone());
     }
 
@@ -500,11 +500,11 @@ impl World {
         let is_held =
             |prefix: &warmroute_proto::PrefixHash| truth.contains(&(prefix.0, Tier::Gpu.number()));
         let expected = prefix_hashes(None, &blocks).take_while(is_held).count();
-        let query = Query {
+        let query = IndexQuery {
             blocks,
             at_least: None,
         };
-        let Answer::Runs { sources, .. } = query::answer(fold, &query, now) else {
+        let IndexAnswer::Runs { sources, .. } = query::answer(fold, &query, now) else {
             return Ok(());
         };
         let Some(own) = sources.iter().find(|own| own.source == *source) else {

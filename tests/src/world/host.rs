@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warmroute_plane::{Broadcast, LogMessage, RegistryEvent};
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
 use warmroute_router::health::Sight;
 use warmroute_router::sim::Request;
@@ -97,8 +97,8 @@ pub(super) enum Input {
     Asked(Process, AskId, Bytes),
     Answered(RouterId, AskId, Option<Bytes>),
     /// A router's question to an indexer, and its answer.
-    Query(Process, u64, Rc<Query>),
-    Answer(u64, usize, Rc<Answer>),
+    Query(Process, u64, Rc<IndexQuery>),
+    Answer(u64, usize, Rc<IndexAnswer>),
     /// An engine's health, as a router saw it.
     Sight(usize, Sight),
     /// What an engine says to a request.

@@ -415,7 +415,7 @@ impl World {
                 }
             }
             For::Tail | For::Session { .. } if fit.is_broken() => {
-                self.end_session(at, run, fit.word());
+                self.end_session(at, run, fit.label());
             }
             For::Tail => {
                 let shows = self.clock_as_seen(status);
@@ -496,7 +496,7 @@ impl World {
             let verdict = run.fold.apply(now, &message);
             self.checks.set_aside += run.fold.set_aside_and_returned().0 - before;
             self.checks.verdicts.count(verdict);
-            self.note(|| format!("indexer {at}: {} {}", message.position, verdict.word()));
+            self.note(|| format!("indexer {at}: {} {}", message.position, verdict.label()));
         }
         run.fold.reclaim(RECLAIM_MAX);
         self.check_position(at, run);

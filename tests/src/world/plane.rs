@@ -50,7 +50,7 @@ pub(super) enum Reply {
 }
 
 impl Reply {
-    pub(super) const fn word(&self) -> &'static str {
+    pub(super) const fn label(&self) -> &'static str {
         match self {
             Self::Position(_)
             | Self::Status(_)

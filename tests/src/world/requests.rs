@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::SlotEnd;
-use warmroute_proto::query::{Answer, Query, SourceAnswer, SourceState, UnknownReason};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::{BlockSize, Generation, PrefixHash, Seed, Source, Tier, Tiers};
 use warmroute_router::health::Sight;
 use warmroute_router::index_client::{DEADLINE, HEDGE};
@@ -37,14 +37,14 @@ const GRAIN: Duration = Duration::from_millis(10);
 pub(super) struct Open {
     request: Request,
     prompt: Prompt,
-    query: Rc<Query>,
+    query: Rc<IndexQuery>,
     is_probe: bool,
     is_streaming: bool,
     /// The indexers that were asked and have not answered.
     asked: Vec<usize>,
     is_hedged: bool,
     second: Option<usize>,
-    answer: Option<Rc<Answer>>,
+    answer: Option<Rc<IndexAnswer>>,
     tried: Vec<Source>,
     pub(super) slot: Option<u64>,
     engine: Option<usize>,
@@ -156,7 +156,7 @@ impl World {
         };
         let (lora, salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
         let prompt = Prompt::new(&request.prompt, size, Seed::new(lora, salt));
-        let query = Rc::new(Query {
+        let query = Rc::new(IndexQuery {
             blocks: prompt.blocks().to_vec(),
             at_least: None,
         });
@@ -241,7 +241,7 @@ impl World {
         at: usize,
         run: &mut RouterRun,
         no: u64,
-        (indexer, answer): (usize, Rc<Answer>),
+        (indexer, answer): (usize, Rc<IndexAnswer>),
     ) {
         let now = self.local(self.routers[at].host);
         let Some(open) = run.requests.get_mut(&no) else {
@@ -277,12 +277,12 @@ impl World {
         &mut self,
         at: usize,
         run: &super::indexer::IndexRun,
-        (from, no, query): (super::host::Process, u64, Rc<Query>),
+        (from, no, query): (super::host::Process, u64, Rc<IndexQuery>),
     ) {
         let host = self.indexers[at].host;
         let now = self.local(host);
         let answer = warmroute_indexer::query::answer(&run.fold, &query, now);
-        if let Answer::Runs { sources, .. } = &answer {
+        if let IndexAnswer::Runs { sources, .. } = &answer {
             let age_max = self.age_max();
             let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
             for part in sources {
@@ -406,7 +406,7 @@ impl World {
         let engine = self.worker(&decision.source).unwrap();
         open.engine = Some(engine);
         self.note(|| {
-            let (rung, blocks) = (decision.rung().word(), decision.overlap_blocks);
+            let (rung, blocks) = (decision.rung().label(), decision.overlap_blocks);
             format!("router {at}: request {no} to engine {engine} by {rung}, {blocks} blocks")
         });
         self.checks.routers.decisions += 1;
@@ -527,8 +527,8 @@ impl World {
         }
         let now = self.local(self.routers[at].host);
         let parts: &[SourceAnswer] = match open.answer.as_deref() {
-            Some(Answer::Runs { sources, .. }) => sources,
-            Some(Answer::Behind { .. }) | None => &[],
+            Some(IndexAnswer::Runs { sources, .. }) => sources,
+            Some(IndexAnswer::Behind { .. }) | None => &[],
         };
         let mut believed = BTreeMap::new();
         for part in parts {
@@ -611,8 +611,8 @@ impl World {
     fn judge_probe(&self, run: &mut RouterRun, no: u64, decision: &Decision) {
         let open = &run.requests[&no];
         let parts: &[SourceAnswer] = match open.answer.as_deref() {
-            Some(Answer::Runs { sources, .. }) => sources,
-            Some(Answer::Behind { .. }) | None => &[],
+            Some(IndexAnswer::Runs { sources, .. }) => sources,
+            Some(IndexAnswer::Behind { .. }) | None => &[],
         };
         let is_well = |terms: &warmroute_router::route::Terms| {
             let source = run.core.source(terms.source);

@@ -42,7 +42,7 @@ pub(super) enum ShimThen {
 }
 
 impl ShimThen {
-    const fn word(&self) -> &'static str {
+    const fn label(&self) -> &'static str {
         match self {
             Self::Appended(_) => "an append",
             Self::ClaimGot(_) => "a claim's key",
@@ -285,8 +285,8 @@ impl World {
                         run.core.append_too_large(now, id, bytes_max);
                     } else if id.attempt == run.core.attempt() {
                         if let Ok(record) = codec::decode::<Record>(&payload) {
-                            let (now, said_at) = (self.now, record.said_at);
-                            self.vouched.said(now, &source, &record.states, said_at);
+                            let (now, sent_at) = (self.now, record.sent_at);
+                            self.vouched.said(now, &source, &record.states, sent_at);
                         }
                         let subject = self.subjects.records(&source);
                         let op = Op::Append { subject, payload };
@@ -344,7 +344,7 @@ impl World {
     fn shim_then(&mut self, at: usize, run: &mut Run, then: ShimThen, reply: Reply) {
         let host = self.shims[at].host;
         let now = self.local(host);
-        self.note(|| format!("shim {at}: {} is answered {}", then.word(), reply.word()));
+        self.note(|| format!("shim {at}: {} is answered {}", then.label(), reply.label()));
         match then {
             ShimThen::Appended(id) => match reply {
                 Reply::Position(position) => {

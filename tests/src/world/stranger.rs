@@ -45,7 +45,7 @@ impl World {
                     changes: Vec::new(),
                     states: last.states,
                     after: warmroute_proto::Digest::default(),
-                    said_at: None,
+                    sent_at: None,
                 };
                 let subject = self.subjects.records(&source);
                 let payload = codec::encode(&record).unwrap();
@@ -65,7 +65,7 @@ impl World {
     fn last_heartbeat(&self, worker: usize) -> Option<Heartbeat> {
         let last = self.vouched.last.get(&self.engines[worker].source)?;
         Some(Heartbeat {
-            said_at: None,
+            sent_at: None,
             ..last.clone()
         })
     }

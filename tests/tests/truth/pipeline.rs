@@ -9,7 +9,7 @@ use bytes::Bytes;
 use warmroute_indexer::fold::Fold;
 use warmroute_indexer::query;
 use warmroute_plane::{Broadcast, LogMessage};
-use warmroute_proto::query::{Answer, Query, SourceState};
+use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     DpRank, EngineHealth, EngineSeq, Generation, LocalHash, LogPosition, Namespace, RecordNumber,
@@ -240,17 +240,17 @@ impl Consumer for Pipeline {
     }
 
     fn gpu_run(&self, blocks: &[LocalHash]) -> u32 {
-        let query = Query {
+        let query = IndexQuery {
             blocks: blocks.to_vec(),
             at_least: None,
         };
         let Index { now, fold, .. } = &*self.index.borrow();
         match query::answer(fold, &query, *now) {
-            Answer::Runs { sources, .. } => {
+            IndexAnswer::Runs { sources, .. } => {
                 let own = sources.iter().find(|answer| answer.source == self.source);
                 own.expect("it is known").run.gpu
             }
-            Answer::Behind { position } => panic!("behind at {position}"),
+            IndexAnswer::Behind { position } => panic!("behind at {position}"),
         }
     }
 }

@@ -50,14 +50,14 @@ impl Late {
     /// What the shim says now.
     fn record(&mut self, names: &str) -> Record {
         Record {
-            said_at: Some(self.log_time()),
+            sent_at: Some(self.log_time()),
             ..self.shim.record(gpu(names))
         }
     }
 
     fn heartbeat(&self) -> Heartbeat {
         Heartbeat {
-            said_at: Some(self.log_time()),
+            sent_at: Some(self.log_time()),
             ..self.shim.heartbeat()
         }
     }
@@ -138,7 +138,7 @@ fn what_was_taken_back_does_not_come_back_with_a_late_word() {
 fn who_says_no_time_is_believed_as_of_when_it_is_read() {
     let mut late = Late::new();
     let mut kept = late.record("b");
-    kept.said_at = None;
+    kept.sent_at = None;
     late.wait(7);
     assert_eq!(late.deliver(&kept), Verdict::Applied);
     assert_eq!(late.state(), SourceState::Exact);
@@ -155,7 +155,7 @@ fn the_long_gone_is_not_asked_above_its_fence() {
     assert_eq!(late.hear(&old), HeartbeatVerdict::Old);
     assert_eq!(resyncs(&mut late.world), Vec::new());
     let lives = Heartbeat {
-        said_at: Some(late.log_time()),
+        sent_at: Some(late.log_time()),
         ..old
     };
     assert_eq!(late.hear(&lives), HeartbeatVerdict::Old);

@@ -1,7 +1,7 @@
 use bytes::Bytes;
 use proptest::prelude::*;
 use warmroute_plane::LogMessage;
-use warmroute_proto::query::{Answer, Query};
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{LocalHash, Record, Tier, codec, hash};
 
@@ -161,10 +161,10 @@ proptest! {
         }
         let (one, other) = (one.read(), other.read());
         for prompt in prompts {
-            let query = Query { blocks: locals(&prompt), at_least: None };
+            let query = IndexQuery { blocks: locals(&prompt), at_least: None };
             let [one, other] = [&one, &other].map(|fold| match query::answer(fold, &query, now) {
-                Answer::Runs { sources, .. } => sources,
-                Answer::Behind { .. } => panic!("behind"),
+                IndexAnswer::Runs { sources, .. } => sources,
+                IndexAnswer::Behind { .. } => panic!("behind"),
             });
             prop_assert_eq!(one, other);
         }

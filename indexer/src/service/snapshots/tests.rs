@@ -336,7 +336,7 @@ async fn a_replica_shows_itself_in_the_registry_until_it_ends() {
     until(ready).await;
     sleep(60 * SECOND).await;
     assert!(ready().await, "it is renewed");
-    let query = codec::encode(&Query {
+    let query = codec::encode(&IndexQuery {
         blocks: Vec::new(),
         at_least: None,
     });
@@ -451,6 +451,6 @@ async fn many_queries_at_once_are_all_answered() {
     let subject = running.subjects.query();
     let reply = running.plane.request(subject, payload.into(), SECOND).await;
     let position = LogPosition(1);
-    let behind: Answer = codec::decode(&reply.unwrap()).unwrap();
-    assert_eq!(behind, Answer::Behind { position });
+    let behind: IndexAnswer = codec::decode(&reply.unwrap()).unwrap();
+    assert_eq!(behind, IndexAnswer::Behind { position });
 }

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
-    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Request, Revision,
+    PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Revision, ServiceRequest,
 };
 use log::Log;
 use registry::Registry;
@@ -56,7 +56,7 @@ struct State {
     registry: Registry,
     snapshots: BTreeMap<String, Bytes>,
     listeners: Subjects<Broadcast>,
-    servers: Subjects<Request>,
+    servers: Subjects<ServiceRequest>,
 }
 
 impl MemoryPlane {
@@ -232,7 +232,7 @@ impl Plane for MemoryPlane {
             return ready(Err(error));
         }
         let (reply, answer) = oneshot::channel();
-        let request = Request {
+        let request = ServiceRequest {
             payload,
             reply: Reply::new(reply),
         };
@@ -254,7 +254,7 @@ impl Plane for MemoryPlane {
         })
     }
 
-    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {
         let requests = self.shared.state().servers.open(subject);
         ready(Ok(subjects::into_stream(requests)))
     }

@@ -124,12 +124,12 @@ pub enum NatsError {
     Refused(String),
     /// What is there is not what we need. Only `init` creates it, and nothing repairs it silently.
     #[error("the server is not set up for this namespace: {}", join(.0))]
-    Mismatch(Vec<Difference>),
+    Mismatch(Vec<SetupDifference>),
 }
 
 /// One thing that is not as it must be.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Difference {
+pub struct SetupDifference {
     /// The server, or a stream by its name.
     pub of: String,
     pub field: &'static str,
@@ -137,7 +137,7 @@ pub struct Difference {
     pub must_be: String,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for SetupDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             of,
@@ -149,7 +149,7 @@ impl fmt::Display for Difference {
     }
 }
 
-fn join(differences: &[Difference]) -> String {
+fn join(differences: &[SetupDifference]) -> String {
     let lines: Vec<String> = differences.iter().map(ToString::to_string).collect();
     lines.join("; ")
 }

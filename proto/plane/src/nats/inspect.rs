@@ -7,23 +7,23 @@ use async_nats::jetstream::stream::Info;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::config::{Difference, InitConfig, NatsError};
+use super::config::{InitConfig, NatsError, SetupDifference};
 use super::core::{ApiError, Core};
 use super::layout::{self, Sizes};
 use super::setup;
 
 /// See [`super::NatsPlane::inspect`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Setup {
+pub struct NamespaceSetup {
     pub server_version: String,
     /// None if the server did not tell its time.
     pub clock: Option<ClockOffset>,
     /// What keeps parts from starting: missing, or not as `init` makes it.
-    pub differences: Vec<Difference>,
+    pub differences: Vec<SetupDifference>,
     /// Sizes that are not those that `init` gave.
-    pub resized: Vec<Difference>,
+    pub resized: Vec<SetupDifference>,
     /// Those that are there.
-    pub streams: Vec<StreamUse>,
+    pub streams: Vec<StreamUsage>,
 }
 
 /// The server's clock against this machine's.
@@ -45,7 +45,7 @@ pub enum StreamRole {
 
 /// One stream: its bounds, and how much of them is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StreamUse {
+pub struct StreamUsage {
     pub role: StreamRole,
     pub name: String,
     pub messages: u64,
@@ -60,12 +60,15 @@ pub struct StreamUse {
     pub copies_away: Vec<String>,
 }
 
-pub(super) async fn inspect(core: &Core, unix_ns: fn() -> u64) -> Result<Setup, NatsError> {
-    let mut setup = Setup {
+pub(super) async fn inspect(
+    core: &Core,
+    unix_ns: fn() -> u64,
+) -> Result<NamespaceSetup, NatsError> {
+    let mut setup = NamespaceSetup {
         server_version: core.client.server_info().version,
         clock: clock(core, unix_ns).await,
         differences: setup::server_differences(core),
-        ..Setup::default()
+        ..NamespaceSetup::default()
     };
     let roles = [StreamRole::Log, StreamRole::Registry, StreamRole::Snapshots];
     let wanted = core.layout.wanted(&InitConfig::default(), 0);
@@ -82,11 +85,11 @@ pub(super) async fn inspect(core: &Core, unix_ns: fn() -> u64) -> Result<Setup, 
     Ok(setup)
 }
 
-fn used(role: StreamRole, info: &Info) -> StreamUse {
+fn used(role: StreamRole, info: &Info) -> StreamUsage {
     let (config, state) = (&info.config, &info.state);
     let oldest = u64::try_from(state.first_timestamp.unix_timestamp_nanos()).ok();
     let copies = info.cluster.iter().flat_map(|cluster| &cluster.replicas);
-    StreamUse {
+    StreamUsage {
         role,
         name: config.name.clone(),
         messages: state.messages,

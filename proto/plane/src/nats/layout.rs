@@ -10,7 +10,7 @@ use async_nats::jetstream::stream::{
     Config, DiscardPolicy, Info, PersistenceMode, RetentionPolicy, StorageType,
 };
 
-use super::config::{Difference, InitConfig};
+use super::config::{InitConfig, SetupDifference};
 use warmroute_proto::codec::RECORD_BYTES_MAX;
 use warmroute_proto::subject::encode_name;
 use warmroute_proto::{Namespace, StreamIdentity};
@@ -169,7 +169,7 @@ fn sizes(config: &Config) -> [(&'static str, &'static str, String); 3] {
 }
 
 /// The sizes that are not as `init` made them. Streams that were made without such notes have none.
-pub(super) fn resized(is: &Config) -> Vec<Difference> {
+pub(super) fn resized(is: &Config) -> Vec<SetupDifference> {
     let mut faults = Faults::of(&is.name);
     for (name, field, value) in sizes(is) {
         if let Some(made) = is.metadata.get(name)
@@ -205,7 +205,11 @@ pub(super) fn identity(info: &Info) -> Option<StreamIdentity> {
 }
 
 /// Every way in which a stream is not as it must be.
-pub(super) fn stream_differences(is: &Config, wanted: &Config, sizes: Sizes) -> Vec<Difference> {
+pub(super) fn stream_differences(
+    is: &Config,
+    wanted: &Config,
+    sizes: Sizes,
+) -> Vec<SetupDifference> {
     let mut faults = Faults::of(&is.name);
     faults.equal("subjects", &is.subjects, &wanted.subjects);
     faults.equal("retention", &is.retention, &wanted.retention);
@@ -246,7 +250,7 @@ pub(super) fn stream_differences(is: &Config, wanted: &Config, sizes: Sizes) -> 
 }
 
 /// What the server itself must be able to do.
-pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<Difference> {
+pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<SetupDifference> {
     let mut faults = Faults::of("server");
     let mut numbers = version.split('.').map_while(|part| part.parse().ok());
     let release = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
@@ -261,7 +265,7 @@ pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<Diffe
 }
 
 /// What no `init` may create.
-pub(super) fn init_differences(init: &InitConfig) -> Vec<Difference> {
+pub(super) fn init_differences(init: &InitConfig) -> Vec<SetupDifference> {
     let mut faults = Faults::of("init");
     if init.max_bytes == 0 {
         faults.add("max_bytes", 0, "positive");
@@ -282,8 +286,8 @@ pub(super) fn init_differences(init: &InitConfig) -> Vec<Difference> {
     faults.list
 }
 
-pub(super) fn missing(stream: &str) -> Difference {
-    Difference {
+pub(super) fn missing(stream: &str) -> SetupDifference {
+    SetupDifference {
         of: stream.to_owned(),
         field: "stream",
         is: "missing".to_owned(),
@@ -293,7 +297,7 @@ pub(super) fn missing(stream: &str) -> Difference {
 
 struct Faults {
     of: String,
-    list: Vec<Difference>,
+    list: Vec<SetupDifference>,
 }
 
 impl Faults {
@@ -306,7 +310,7 @@ impl Faults {
 
     fn add(&mut self, field: &'static str, is: impl Debug, must_be: impl Debug) {
         let plain = |text: String| text.trim_matches('"').to_owned();
-        self.list.push(Difference {
+        self.list.push(SetupDifference {
             of: self.of.clone(),
             field,
             is: plain(format!("{is:?}")),

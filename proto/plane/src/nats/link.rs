@@ -167,7 +167,7 @@ impl Link {
         self.epoch.subscribe()
     }
 
-    pub(super) fn complaint(&self) -> String {
+    pub(super) fn last_server_error(&self) -> String {
         lock(&self.complaint).clone()
     }
 
@@ -272,6 +272,6 @@ mod tests {
         assert_eq!(of(&counters.server_errors), 1);
         assert_eq!(of(&counters.client_errors), 1);
         assert_eq!(of(&counters.closed), 1);
-        assert_eq!(link.complaint(), "no");
+        assert_eq!(link.last_server_error(), "no");
     }
 }

@@ -32,12 +32,12 @@ use self::core::{Core, Outgoing};
 use self::layout::Sizes;
 use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture,
-    PlaneStream, PutIf, RegistryEntry, RegistryEvent, Request, Revision,
+    PlaneStream, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::LogPosition;
 
-pub use config::{Difference, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls};
-pub use inspect::{ClockOffset, Setup, StreamRole, StreamUse};
+pub use config::{InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference};
+pub use inspect::{ClockOffset, NamespaceSetup, StreamRole, StreamUsage};
 
 /// See the module's documentation. Clones are the same plane.
 #[derive(Clone)]
@@ -66,7 +66,7 @@ impl NatsPlane {
     pub async fn inspect(
         config: NatsConfig,
         unix_ns: fn() -> u64,
-    ) -> Result<(Self, Setup), NatsError> {
+    ) -> Result<(Self, NamespaceSetup), NatsError> {
         let core = setup::connect_to_any(config).await?;
         let setup = inspect::inspect(&core, unix_ns).await?;
         Ok((Self { core }, setup))
@@ -105,8 +105,8 @@ impl NatsPlane {
 
     /// The server's last complaint, if there was one: a permission that is missing shows nowhere else.
     #[must_use]
-    pub fn complaint(&self) -> Option<String> {
-        Some(self.core.link.complaint()).filter(|complaint| !complaint.is_empty())
+    pub fn last_server_error(&self) -> Option<String> {
+        Some(self.core.link.last_server_error()).filter(|complaint| !complaint.is_empty())
     }
 }
 
@@ -218,7 +218,7 @@ impl Plane for NatsPlane {
         Box::pin(service::request(&self.core, subject, payload, deadline))
     }
 
-    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Request>> {
+    fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {
         Box::pin(service::serve(Arc::clone(&self.core), subject))
     }
 

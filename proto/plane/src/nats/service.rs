@@ -12,7 +12,7 @@ use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
 
 use super::core::{Core, ERROR_HEADER, Outgoing, unavailable};
-use crate::{Broadcast, PlaneError, PlaneStream, Reply, Request};
+use crate::{Broadcast, PlaneError, PlaneStream, Reply, ServiceRequest};
 
 const QUEUE_GROUP: &str = "wr";
 const DROPPED: &str = "dropped";
@@ -45,7 +45,7 @@ fn parse_error(text: &str) -> PlaneError {
 pub(super) async fn serve(
     core: Arc<Core>,
     subject: String,
-) -> Result<PlaneStream<Request>, PlaneError> {
+) -> Result<PlaneStream<ServiceRequest>, PlaneError> {
     core.check_up()?;
     let group = QUEUE_GROUP.to_owned();
     let subscribed = core.client.queue_subscribe(subject, group).await;
@@ -67,7 +67,7 @@ struct Served {
 }
 
 impl Served {
-    async fn next(&mut self) -> Option<Request> {
+    async fn next(&mut self) -> Option<ServiceRequest> {
         loop {
             let message = self.requests.as_mut()?.next().await?;
             let Message { reply, payload, .. } = message;
@@ -78,7 +78,7 @@ impl Served {
             let core = Arc::clone(&self.core);
             self.core.spawn(answer_with(core, to.into_string(), answer));
             let reply = Reply::new(reply);
-            return Some(Request { payload, reply });
+            return Some(ServiceRequest { payload, reply });
         }
     }
 }

@@ -11,7 +11,7 @@ use async_nats::jetstream::stream::{Config, Info};
 use async_nats::{Client, ConnectError, ConnectErrorKind, ConnectOptions, ServerAddr};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::config::{Difference, InitConfig, NatsAuth, NatsConfig, NatsError};
+use super::config::{InitConfig, NatsAuth, NatsConfig, NatsError, SetupDifference};
 use super::core::{ApiError, Core, Fault};
 use super::layout::{self, Layout, Sizes};
 use super::link::Link;
@@ -42,7 +42,7 @@ pub(super) async fn connect_to_any(config: NatsConfig) -> Result<Arc<Core>, Nats
     core.map_err(|error| failed(&error, &link))
 }
 
-pub(super) fn server_differences(core: &Core) -> Vec<Difference> {
+pub(super) fn server_differences(core: &Core) -> Vec<SetupDifference> {
     let version = core.client.server_info().version;
     layout::server_differences(&version, core.client.max_payload())
 }
@@ -134,7 +134,7 @@ pub(super) async fn verify(core: &Core, sizes: Sizes<'_>) -> Result<(), NatsErro
 
 /// Creates what is missing, changes nothing that is there, and verifies all of it.
 pub(super) async fn init(core: &Core, init: &InitConfig) -> Result<(), NatsError> {
-    let differences: Vec<Difference> = layout::init_differences(init);
+    let differences: Vec<SetupDifference> = layout::init_differences(init);
     if !differences.is_empty() {
         return Err(NatsError::Mismatch(differences));
     }
@@ -181,7 +181,7 @@ async fn create(core: &Core, wanted: &Config) -> Result<(), NatsError> {
 
 /// A question that the server does not permit is never answered; its complaint comes beside it.
 pub(super) fn failed(error: &PlaneError, link: &Link) -> NatsError {
-    let complaint = link.complaint();
+    let complaint = link.last_server_error();
     if complaint.is_empty() {
         NatsError::Unreachable(error.to_string())
     } else {

@@ -10,7 +10,7 @@ use futures_util::StreamExt;
 use tokio::time::timeout;
 use warmroute_plane::{
     Broadcast, Connection, Lease, LeaseLost, LogMessage, LogTail, Plane, PlaneError, PlaneStream,
-    PutIf, RegistryEvent, Request, Revision,
+    PutIf, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::LogPosition;
 
@@ -432,7 +432,7 @@ pub(crate) mod check {
         };
         for payload in ["a", "b"] {
             let (answer, ()) = tokio::join!(ask(payload), async {
-                let Request { payload, reply } = soon(&mut one).await;
+                let ServiceRequest { payload, reply } = soon(&mut one).await;
                 reply.send(Bytes::from([&payload[..], b"!"].concat()));
             });
             assert_eq!(answer, bytes(&format!("{payload}!")));

@@ -161,7 +161,7 @@ fn a_lost_acknowledgement_holds_the_later_ones_back_for_half_a_second_only() {
 fn what_is_said_says_when() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
-    assert_eq!(world.records.last().unwrap().said_at, None, "nobody told");
+    assert_eq!(world.records.last().unwrap().sent_at, None, "nobody told");
     let told = world.now;
     world.core.log_clock(told, told, 1_000_000_000_000);
     let log_time = |at: Instant| {
@@ -176,11 +176,11 @@ fn what_is_said_says_when() {
     world.log_is_up = true;
     world.tick_ms(10_000);
     let last = world.records.last().unwrap();
-    assert_eq!(last.said_at, log_time(said));
+    assert_eq!(last.sent_at, log_time(said));
     let heartbeat = world.heartbeats.last().unwrap();
     assert_eq!(heartbeat.number, Some(last.number));
-    assert!(heartbeat.said_at > log_time(world.now - Duration::from_millis(1_100)));
-    assert!(heartbeat.said_at <= log_time(world.now));
+    assert!(heartbeat.sent_at > log_time(world.now - Duration::from_millis(1_100)));
+    assert!(heartbeat.sent_at <= log_time(world.now));
 }
 
 /// A claim that does not say when it was made may be of long ago.
@@ -202,7 +202,7 @@ fn nothing_is_claimed_before_the_log_told_its_time() {
         world.tick_ms(1_500);
         let last = world.heartbeats.last().unwrap();
         assert_eq!(claims(last), TierState::Complete);
-        assert_eq!(last.said_at.is_some(), says);
+        assert_eq!(last.sent_at.is_some(), says);
     }
 }
 

@@ -39,7 +39,7 @@ impl Fixture {
 
     fn drain(&mut self, worker: &str) {
         self.fleet
-            .set_drain(&mut self.roster, &worker.into(), Drain::Draining);
+            .set_drain(&mut self.roster, &worker.into(), DrainState::Draining);
     }
 
     fn names(&self, model: &str) -> Result<Vec<String>, Refusal> {

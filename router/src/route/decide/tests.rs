@@ -2,7 +2,7 @@ use super::*;
 use crate::route::roster::Roster;
 use crate::route::view::View;
 use warmroute_proto::load::{LoadChange, SampledPrefix};
-use warmroute_proto::query::{Answer, SourceAnswer};
+use warmroute_proto::query::{IndexAnswer, SourceAnswer};
 use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, Generation, LogPosition, RecordNumber, RouterId, Seed,
     StreamIdentity,
@@ -94,7 +94,7 @@ impl Fixture {
                 run,
             })
             .collect();
-        let answer = Answer::Runs {
+        let answer = IndexAnswer::Runs {
             log: StreamIdentity {
                 created_unix_ns: 0,
                 nonce: 0,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::RouterId;
 use warmroute_proto::load::{LoadChange, OpenSlot, SlotEnd};
-use warmroute_proto::query::Answer;
+use warmroute_proto::query::IndexAnswer;
 
 use super::{Admitted, Ask, Core};
 use crate::route::decide::{Decision, Terms};
@@ -34,7 +34,7 @@ impl Core {
         &mut self,
         slot: u64,
         ask: &Ask<'_>,
-        answer: Option<&Answer>,
+        answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Result<Option<Admitted>, LedgerError> {
         let router = self.ledger.router();
@@ -66,7 +66,7 @@ impl Core {
         &mut self,
         slot: &OpenSlot,
         ask: &Ask<'_>,
-        answer: Option<&Answer>,
+        answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Option<Decision> {
         let (router, incarnation) = (self.ledger.router(), self.ledger.incarnation());

@@ -53,7 +53,7 @@ fn prompt(tokens: u32, first: u32) -> Prompt {
 }
 
 /// The index knows `a` and `b` as exact, with these runs on the GPU.
-fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> Answer {
+fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexAnswer {
     let part = |name: &str, gpu: u32| SourceAnswer {
         source: source(name),
         generation: Generation(generation),
@@ -68,7 +68,7 @@ fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> Answer {
             disk: 0,
         },
     };
-    Answer::Runs {
+    IndexAnswer::Runs {
         log: StreamIdentity {
             created_unix_ns: 0,
             nonce: 0,
@@ -78,7 +78,7 @@ fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> Answer {
     }
 }
 
-fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&Answer>, now: Instant) -> Admitted {
+fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>, now: Instant) -> Admitted {
     let ask = Ask {
         model: "base",
         prompt,

@@ -35,8 +35,8 @@ fn part(generation: u64, number: Option<u64>) -> SourceAnswer {
     }
 }
 
-fn runs(sources: Vec<SourceAnswer>) -> Answer {
-    Answer::Runs {
+fn runs(sources: Vec<SourceAnswer>) -> IndexAnswer {
+    IndexAnswer::Runs {
         log: StreamIdentity {
             created_unix_ns: 1,
             nonce: 2,
@@ -178,7 +178,7 @@ fn what_is_weaker_than_stale_stays_weaker() {
 fn a_replica_that_is_behind_says_nothing() {
     let mut fixture = Fixture::default();
     let id = fixture.roster.enrol(&source());
-    let answer = Answer::Behind {
+    let answer = IndexAnswer::Behind {
         position: LogPosition(3),
     };
     let knowledge = fixture.view.judge(&mut fixture.roster, &answer, start());

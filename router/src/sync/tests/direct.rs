@@ -5,8 +5,8 @@ use std::time::Instant;
 use bytes::Bytes;
 use warmroute_proto::codec;
 use warmroute_proto::load::{
-    LOAD_BYTES_MAX, LoadAnswer, LoadAsk, LoadChange, LoadFrame, LoadHeartbeat, LoadMessage,
-    LoadWant, Presence,
+    LOAD_BYTES_MAX, LoadAnswer, LoadChange, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest,
+    LoadRequestKind, Presence,
 };
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
@@ -103,8 +103,8 @@ impl Side {
 }
 
 fn is_echo(question: &[u8]) -> bool {
-    let ask: LoadAsk = codec::decode(question).unwrap();
-    matches!(ask.want, LoadWant::Numbers { from, to: Some(to) } if to < from)
+    let ask: LoadRequest = codec::decode(question).unwrap();
+    matches!(ask.want, LoadRequestKind::Numbers { from, to: Some(to) } if to < from)
 }
 
 /// Carries all that one side said, and answers what the other asks, until it asks no more.

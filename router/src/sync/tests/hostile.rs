@@ -6,8 +6,8 @@ use bytes::Bytes;
 use proptest::prelude::*;
 use warmroute_proto::codec;
 use warmroute_proto::load::{
-    LoadAnswer, LoadAsk, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadWant,
-    OpenSlot, Presence, SampledPrefix, SlotEnd, StatePart,
+    LoadAnswer, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest,
+    LoadRequestKind, OpenSlot, Presence, SampledPrefix, SlotEnd, StatePart,
 };
 use warmroute_proto::{DpRank, Generation, LocalHash, RecordNumber, RouterId, Source};
 
@@ -148,13 +148,13 @@ fn answer() -> impl Strategy<Value = Vec<u8>> {
 fn ask() -> impl Strategy<Value = Vec<u8>> {
     let want = prop_oneof![
         (number(), prop::option::of(number()))
-            .prop_map(|(from, to)| LoadWant::Numbers { from, to }),
-        Just(LoadWant::State),
+            .prop_map(|(from, to)| LoadRequestKind::Numbers { from, to }),
+        Just(LoadRequestKind::State),
         (prop::option::of(number()), 0..3_u32)
-            .prop_map(|(number, part)| LoadWant::Part { number, part }),
+            .prop_map(|(number, part)| LoadRequestKind::Part { number, part }),
     ];
     (router(), prop::option::of(incarnation()), want).prop_map(|(asker, incarnation, want)| {
-        let ask = LoadAsk {
+        let ask = LoadRequest {
             asker,
             incarnation,
             want,

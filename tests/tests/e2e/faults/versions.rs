@@ -109,7 +109,7 @@ async fn log_and_broadcasts(fleet: &Fleet, plane: &NatsPlane) {
     let router = u128::from_str_radix(slots["router"].as_str().unwrap(), 16).unwrap();
     let router = RouterId(router.to_be_bytes());
     let ask = async {
-        let asked = plane.request(to.load_ask(router), newer(11), Duration::from_secs(2));
+        let asked = plane.request(to.load_requests(router), newer(11), Duration::from_secs(2));
         assert!(matches!(asked.await, Err(PlaneError::Unavailable(_))));
     };
     is_counted(fleet, At::Router, malformed, ask).await;

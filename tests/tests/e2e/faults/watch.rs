@@ -175,7 +175,7 @@ impl Shared {
 
     fn count(&self, key: (usize, usize), claim: Claim) {
         let mut tally = lock(&self.tally);
-        *tally.states.entry(claim.state.word()).or_default() += 1;
+        *tally.states.entry(claim.state.label()).or_default() += 1;
         let is_credited = claim.state == SourceState::Exact && claim.blocks > 0;
         *tally.credited.entry(key).or_default() += u64::from(is_credited);
     }

@@ -10,11 +10,11 @@ use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::fold::{HeartbeatVerdict, Verdict};
-use warmroute_plane::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, Request};
+use warmroute_plane::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, ServiceRequest};
 use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::view::View;
+use warmroute_proto::view::ViewPage;
 use warmroute_proto::{Namespace, codec};
 
 use super::equality::{states, until_equal};
@@ -309,11 +309,11 @@ async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output 
     put.await.unwrap();
     let (plane, asked) = (Arc::clone(plane), subjects.query_at(&real.id));
     async move {
-        while let Some(Request { payload, reply }) = requests.next().await {
+        while let Some(ServiceRequest { payload, reply }) = requests.next().await {
             let answer = plane.request(asked.clone(), payload, DEADLINE).await;
             let answer = answer.unwrap();
             // Routers ask it too, about prompts.
-            let Ok(mut view) = codec::decode::<View>(&answer) else {
+            let Ok(mut view) = codec::decode::<ViewPage>(&answer) else {
                 reply.send(answer);
                 continue;
             };
@@ -386,12 +386,12 @@ async fn assert_pages(fleet: &Fleet) {
     for verdict in Verdict::ALL {
         let name = format!(
             "warmroute_indexer_records_total{{verdict=\"{}\"}}",
-            verdict.word()
+            verdict.label()
         );
         assert!(has(&index, &name), "{name}");
     }
     for verdict in HeartbeatVerdict::ALL {
-        let word = verdict.word();
+        let word = verdict.label();
         let name = format!("warmroute_indexer_heartbeats_total{{verdict=\"{word}\"}}");
         assert!(has(&index, &name), "{name}");
     }

@@ -40,7 +40,7 @@ async fn true_digests(fleet: &Fleet) -> BTreeMap<String, Value> {
     let digests = truth.iter().map(|((worker, rank), held)| {
         let mut digest = Digest::default();
         for (prefix, tier) in held {
-            let tier = Tier::ALL.into_iter().find(|known| known.word() == tier);
+            let tier = Tier::ALL.into_iter().find(|known| known.label() == tier);
             digest.insert(PrefixHash(prefix.parse().unwrap()), tier.expect("a tier"));
         }
         (
