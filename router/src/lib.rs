@@ -23,7 +23,6 @@ pub mod health;
 pub mod index_client;
 mod journal;
 mod metrics;
-pub mod openai;
 mod proxy;
 mod ready;
 mod register;
@@ -36,5 +35,6 @@ pub mod sim;
 pub mod simulate;
 mod surroundings;
 pub mod sync;
-pub mod tokenize;
 mod workers;
+
+pub use warmroute_chat::{openai, tokenize};

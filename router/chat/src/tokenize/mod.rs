@@ -7,7 +7,6 @@
 //! Deliberately absent: decoding, counting for limits, and templates that clients send.
 
 mod content_format;
-mod files;
 mod messages;
 pub mod parity;
 mod python;
@@ -21,13 +20,13 @@ use std::path::Path;
 
 use crate::openai::{ChatParts, SpecialTokens};
 
+pub use crate::files::FileError;
 pub use content_format::ContentFormat;
-pub use files::FileError;
 pub use python::CivilTime;
 pub use segments::CacheStats;
 pub use template::{ChatTemplates, RenderError, TemplateError};
 
-use files::Templates;
+use crate::files::{self, Templates};
 use segments::Segments;
 
 /// Why a tokenizer cannot be used.

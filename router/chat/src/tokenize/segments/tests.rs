@@ -6,7 +6,7 @@ use super::*;
 
 fn fixture(name: &str) -> (tokenizers::Tokenizer, Segments) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../tests/fixtures")
+        .join("../../tests/fixtures")
         .join(name);
     let definition = std::fs::read(path.join("tokenizer.json")).unwrap();
     let tokenizer = tokenizers::Tokenizer::from_bytes(&definition).unwrap();

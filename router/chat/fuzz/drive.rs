@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use warmroute_router::openai::{
+use warmroute_chat::openai::{
     Event, Prompt, Prompts, Route, SpecialTokens, SseSplitter, StreamWatch, Usage, parse,
 };
-use warmroute_router::tokenize::{ChatTemplates, CivilTime, Tokenizer};
+use warmroute_chat::tokenize::{ChatTemplates, CivilTime, Tokenizer};
 
 const TEMPLATES: [&str; 6] = [
     include_str!("../testdata/templates/chatml_tools.jinja"),

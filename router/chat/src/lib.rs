@@ -1,0 +1,9 @@
+//! OpenAI requests as the router reads them: [`openai`] parses bodies and streams, [`tokenize`]
+//! renders chats and encodes text exactly as the engine does.
+//!
+//! Synchronous, without a runtime, a clock or a network. `files` is the one module that reads files.
+#![forbid(unsafe_code)]
+
+mod files;
+pub mod openai;
+pub mod tokenize;
