@@ -15,17 +15,6 @@ mod ours;
 mod peer;
 mod workload;
 
-// The shim's mirror, its sources compiled in: they name each other from the root.
-#[path = "../../../publisher-shim/src/checkpoint/mod.rs"]
-#[allow(dead_code, unused_imports, unreachable_pub)]
-mod checkpoint;
-#[path = "../../../publisher-shim/src/mirror/mod.rs"]
-#[allow(dead_code, unused_imports, unreachable_pub)]
-mod mirror;
-#[path = "../../../publisher-shim/src/wire/mod.rs"]
-#[allow(dead_code, unused_imports, unreachable_pub)]
-mod wire;
-
 use std::process::Command;
 
 use measure::Figures;

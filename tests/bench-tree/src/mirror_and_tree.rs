@@ -7,13 +7,15 @@
 
 use std::cell::RefCell;
 
+use warmroute_mirror::mirror::{Config, Mirror, Start};
+use warmroute_mirror::wire::{
+    self, Batch, BlockGroup, EngineHash, GroupKind, Lora, Medium, Removed, Stored,
+};
 use warmroute_proto::hash::{LocalHash, PrefixHash};
 use warmroute_proto::{Tier, Tiers};
 
 use crate::index::Index;
-use crate::mirror::{Config, Mirror, Start};
 use crate::ours::{Ours, local_hashes};
-use crate::wire::{self, Batch, BlockGroup, EngineHash, GroupKind, Lora, Medium, Removed, Stored};
 use crate::workload::{Event, TOKENS_PER_BLOCK};
 
 /// The files name blocks by hashes: these tokens stand for one.

@@ -14,7 +14,7 @@ use warmroute_tests::world::model::{Model, Pair, Rules};
 /// The live batches of a capture by data-parallel rank: number and payload.
 fn capture(name: &str) -> BTreeMap<u64, Vec<(u64, Bytes)>> {
     let path = format!(
-        "{}/../publisher-shim/testdata/{name}.bin",
+        "{}/../publisher-shim/mirror/testdata/{name}.bin",
         env!("CARGO_MANIFEST_DIR")
     );
     let mut bytes = Bytes::from(fs::read(path).unwrap());

@@ -186,7 +186,7 @@ fn what_is_said_says_when() {
 /// A claim that does not say when it was made may be of long ago.
 #[test]
 fn nothing_is_claimed_before_the_log_told_its_time() {
-    let source = World::new(true).core.status(beginning()).source;
+    let source = World::new(true).core.status(start()).source;
     for (shows, says) in [(1_000_000_000_000, true), (0, false)] {
         let mut world = World::with(Config::new(source.clone(), true));
         world.start();

@@ -1,7 +1,7 @@
 //! How fast one thread turns engine payloads into changes, and how long a checkpoint's cut holds it
 //! up.
 //!
-//! `cargo bench -p warmroute-shim`. Prompts of 48 blocks share their first 16 with earlier ones; the
+//! `cargo bench -p warmroute-mirror`. Prompts of 48 blocks share their first 16 with earlier ones; the
 //! engine holds 200,000 blocks and evicts the oldest. Blocks are counted when stored and when
 //! removed. Times are the thread's on a processor, so that a busy machine can still compare two builds.
 //! One line of JSON, the best of the rounds.
@@ -18,11 +18,11 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use warmroute_mirror::checkpoint;
+use warmroute_mirror::mirror::{Config, Mirror, Start};
+use warmroute_mirror::source::{self, Effect, SourceCore};
+use warmroute_mirror::wire::Batch;
 use warmroute_proto::{DpRank, EngineSeq, Source, WorkerId};
-use warmroute_shim::checkpoint;
-use warmroute_shim::mirror::{Config, Mirror, Start};
-use warmroute_shim::source::{self, Effect, SourceCore};
-use warmroute_shim::wire::Batch;
 
 const BLOCK: usize = 16;
 const SHARED: u64 = 16;

@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn a_checkpoint_is_due_by_batches_by_time_and_by_a_new_fence() {
-        let start = tokio::time::Instant::now().into_std();
+        let start = crate::testing::start();
         let after = |ms| start + Duration::from_millis(ms);
         let one = Some(Generation(1));
         let mut pace = Pace::new(start);

@@ -14,7 +14,7 @@ use warmroute_proto::codec;
 use warmroute_proto::{DpRank, LogTime, PrefixHash, Record, StreamIdentity, Tier, WorkerId};
 
 use super::*;
-use crate::testing::Reader;
+use crate::testing::{Reader, start};
 
 const GPU: TierState = TierState::Complete;
 
@@ -100,14 +100,6 @@ struct World {
     notices: Vec<Notice>,
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "an arbitrary beginning; it never advances by itself"
-)]
-fn beginning() -> Instant {
-    Instant::now()
-}
-
 impl World {
     fn new(has_replay: bool) -> Self {
         let source = Source {
@@ -124,7 +116,7 @@ impl World {
         Self {
             core: SourceCore::new(config),
             engine: FakeEngine::default(),
-            now: beginning(),
+            now: start(),
             generation: Generation(4),
             holes: BTreeMap::new(),
             replays_asked: Vec::new(),

@@ -1,8 +1,17 @@
 //! What the pure modules' tests share: a tiny reader of the log.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use warmroute_proto::{Change, Digest, PrefixHash, Tier};
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "an origin, never compared with real time"
+)]
+pub(crate) fn start() -> Instant {
+    Instant::now()
+}
 
 /// Folds changes as an indexer does, and insists on its rules.
 #[derive(Debug, Default)]

@@ -74,16 +74,9 @@ impl LogClock {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::start;
 
     const SECOND: Duration = Duration::from_secs(1);
-
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "an origin, never compared with real time"
-    )]
-    fn start() -> Instant {
-        Instant::now()
-    }
 
     fn secs(clock: &LogClock, now: Instant) -> Option<u64> {
         clock.read(now).map(|time| time.0 / 1_000_000_000)

@@ -3,9 +3,9 @@
 
 use std::time::{Duration, Instant};
 
+use warmroute_mirror::source::{Config, Effect, ReplayId, SourceCore, Tail, next_generation};
+use warmroute_mirror::wire::Batch;
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, Generation, Source, WorkerId};
-use warmroute_shim::source::{Config, Effect, ReplayId, SourceCore, Tail, next_generation};
-use warmroute_shim::wire::Batch;
 
 /// More effects of one input than this are a loop.
 const EFFECTS_MAX: usize = 10_000;
