@@ -28,13 +28,11 @@ mod ready;
 mod register;
 pub mod replicas;
 pub mod replication;
-pub mod route;
 pub mod run;
 pub mod shared_core;
-pub mod sim;
-pub mod simulate;
 mod surroundings;
-pub mod sync;
 mod workers;
 
 pub use warmroute_chat::{openai, tokenize};
+pub use warmroute_route::{self as route, sync};
+pub use warmroute_sim::{sim, simulate};

@@ -7,7 +7,7 @@ use warmroute_process::args::{LogArgs, NatsArgs};
 use warmroute_process::listen::port;
 
 use super::worker::WorkerSpec;
-use crate::route::Policy;
+use crate::route::args::ChoiceArgs;
 use crate::simulate::SimulateArgs;
 
 /// An OpenAI-compatible router for vLLM servers that knows what each has cached and how busy it is.
@@ -88,45 +88,6 @@ pub struct FleetArgs {
 }
 
 #[derive(Clone, Debug, Group)]
-#[command(next_help_heading = "Choice")]
-pub struct ChoiceArgs {
-    /// How a worker is chosen: `kv` weighs cache overlap against load, again if another router's
-    /// choice crossed it; `kv-once` never again; `round-robin`, `least-load` and `random` ignore
-    /// the cache, to compare.
-    #[arg(long, env = "WARMROUTE_POLICY", default_value = "kv")]
-    pub policy: Policy,
-    /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first
-    /// token, lower favours even decoding.
-    #[arg(
-        long,
-        env = "WARMROUTE_OVERLAP_SCORE_WEIGHT",
-        default_value_t = 1.0,
-        allow_negative_numbers = true
-    )]
-    pub overlap_score_weight: f64,
-    /// Randomness of the choice, ≥ 0: 0 takes the lowest cost, higher spreads over near ones.
-    #[arg(
-        long,
-        env = "WARMROUTE_ROUTER_TEMPERATURE",
-        default_value_t = 0.0,
-        allow_negative_numbers = true
-    )]
-    pub router_temperature: f64,
-    /// What a cached block is worth that is not on the GPU, against one that is: 0 to 1. Lower where
-    /// loading it is slow.
-    #[arg(
-        long,
-        env = "WARMROUTE_TIER_CREDITS",
-        default_value = "cpu=0.8,disk=0.3"
-    )]
-    pub tier_credits: TierCredits,
-    /// Requests on one rank at once; when all ranks are full, 429. Unbounded where it is not given:
-    /// engines queue.
-    #[arg(long, env = "WARMROUTE_MAX_ACTIVE_REQUESTS", value_name = "REQUESTS")]
-    pub max_active_requests: Option<u32>,
-}
-
-#[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
     /// Bytes of one request body; beyond, 413. Raise it for large images in chat messages.
@@ -160,42 +121,6 @@ impl std::str::FromStr for WorkerList {
             .map(str::parse)
             .collect::<Result<_, _>>()
             .map(Self)
-    }
-}
-
-/// What `--tier-credits` says: `cpu=` and `disk=`, each between 0 and 1.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TierCredits {
-    pub cpu: f64,
-    pub disk: f64,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not cpu=C or disk=D with a number from 0 to 1, each at most once")]
-pub struct TierCreditsError(String);
-
-impl std::str::FromStr for TierCredits {
-    type Err = TierCreditsError;
-
-    fn from_str(spec: &str) -> Result<Self, TierCreditsError> {
-        let (mut cpu, mut disk) = (None, None);
-        for part in spec.split(',') {
-            let wrong = || TierCreditsError(part.to_owned());
-            let (tier, credit) = part.split_once('=').ok_or_else(wrong)?;
-            let credit: f64 = credit.parse().map_err(|_| wrong())?;
-            let slot = match tier {
-                "cpu" => &mut cpu,
-                "disk" => &mut disk,
-                _ => return Err(wrong()),
-            };
-            if !(0.0..=1.0).contains(&credit) || slot.replace(credit).is_some() {
-                return Err(wrong());
-            }
-        }
-        Ok(Self {
-            cpu: cpu.unwrap_or(0.8),
-            disk: disk.unwrap_or(0.3),
-        })
     }
 }
 

@@ -17,11 +17,11 @@ use std::time::Duration;
 use warmroute_process::args::{LogFilterError, NatsArgs};
 use warmroute_process::listen::{HostError, address};
 use warmroute_process::logs::Logs;
-use warmroute_proto::{BlockSize, Namespace, Tiers, WorkerId};
+use warmroute_proto::{BlockSize, Namespace, WorkerId};
 
 use crate::route::Knobs;
+use crate::route::args::ChoiceArgsError;
 
-pub(crate) use args::ChoiceArgs;
 pub use args::{Args, Command};
 pub use worker::{SpecError, WorkerSpec};
 
@@ -73,8 +73,8 @@ pub enum ConfigError {
     DuplicateUrl(String),
     #[error("--worker: two workers have the endpoint {0}")]
     DuplicateEndpoint(String),
-    #[error("--{flag} {value} is not a finite number of at least 0")]
-    Negative { flag: &'static str, value: f64 },
+    #[error(transparent)]
+    Choice(#[from] ChoiceArgsError),
     #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
     BlockSize(u32),
     #[error("--tokenizer {0:?} does not exist")]
@@ -135,35 +135,12 @@ impl TryFrom<Args> for Config {
             workers,
             tokenizer: fleet.tokenizer,
             block_size: fleet.block_size.map(block_size).transpose()?,
-            knobs: knobs(choice)?,
+            knobs: choice.try_into()?,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
             logs: Logs::try_from(logs)?,
         })
     }
-}
-
-pub(crate) fn knobs(args: ChoiceArgs) -> Result<Knobs, ConfigError> {
-    if args.max_active_requests == Some(0) {
-        return Err(ConfigError::Range {
-            flag: "max-active-requests",
-            value: 0,
-            min: 1,
-            max: u32::MAX.into(),
-        });
-    }
-    Ok(Knobs {
-        policy: args.policy,
-        overlap_score_weight: weight("overlap-score-weight", args.overlap_score_weight)?,
-        temperature: weight("router-temperature", args.router_temperature)?,
-        tier_weights: Tiers {
-            gpu: 1.0,
-            cpu: args.tier_credits.cpu,
-            disk: args.tier_credits.disk,
-        },
-        active_max: args.max_active_requests,
-        ..Knobs::default()
-    })
 }
 
 impl TryFrom<args::LimitArgs> for Limits {
@@ -219,13 +196,6 @@ fn block_size(tokens: u32) -> Result<BlockSize, ConfigError> {
     BlockSize::new(tokens)
         .filter(|_| tokens <= BLOCK_TOKENS_MAX)
         .ok_or(ConfigError::BlockSize(tokens))
-}
-
-fn weight(flag: &'static str, value: f64) -> Result<f64, ConfigError> {
-    if value.is_finite() && value >= 0.0 {
-        return Ok(value);
-    }
-    Err(ConfigError::Negative { flag, value })
 }
 
 const fn range(flag: &'static str, value: u64, min: u64, max: u64) -> Result<u64, ConfigError> {

@@ -1,4 +1,5 @@
 use clap::Parser as _;
+use warmroute_proto::Tiers;
 
 use super::*;
 use crate::route::Policy;

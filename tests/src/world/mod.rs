@@ -12,7 +12,7 @@
 //! has to hold always and what in the end.
 //!
 //! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Half of the
-//! worlds have routers; replicas alone have a world of their own (`router/src/sync/tests/world.rs`).
+//! worlds have routers; replicas alone have a world of their own (`router/route/src/sync/tests/world.rs`).
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -1,0 +1,408 @@
+use super::*;
+use crate::roster::Roster;
+use crate::view::View;
+use warmroute_proto::load::{LoadChange, SampledPrefix};
+use warmroute_proto::query::{IndexAnswer, SourceAnswer};
+use warmroute_proto::{
+    BlockSize, DpRank, EngineSeq, Generation, LogPosition, RecordNumber, RouterId, Seed,
+    StreamIdentity,
+};
+
+const ROUTER: RouterId = RouterId([1; 16]);
+
+#[expect(clippy::disallowed_methods, reason = "only differences matter")]
+fn start() -> Instant {
+    Instant::now()
+}
+
+fn source(number: u32) -> Source {
+    Source {
+        worker: format!("w{number:03}").into(),
+        dp_rank: DpRank(0),
+    }
+}
+
+fn size() -> BlockSize {
+    BlockSize::new(16).unwrap()
+}
+
+fn prompt(tokens: u32) -> Prompt {
+    let tokens: Vec<u32> = (0..tokens).collect();
+    Prompt::new(&tokens, size(), Seed::PLAIN)
+}
+
+/// A fleet of idle sources that nothing is known of.
+struct Fixture {
+    roster: Roster,
+    candidates: Vec<Candidate>,
+    knowledge: Knowledge,
+    slots: Slots,
+    predictions: Predictions,
+    stalls: Stalls,
+    ttft: Ttft,
+    paces: Paces,
+    knobs: Knobs,
+    exclude: Vec<Source>,
+    next: u64,
+    now: Instant,
+}
+
+impl Fixture {
+    fn of(count: u32) -> Self {
+        let mut roster = Roster::default();
+        let candidates = (0..count)
+            .map(|number| Candidate {
+                id: roster.enrol(&source(number)),
+                source: source(number),
+                url: "http://w".into(),
+                block_size: Some(size()),
+                main_attention_only: true,
+            })
+            .collect();
+        Self {
+            roster,
+            candidates,
+            knowledge: Knowledge::default(),
+            slots: Slots::default(),
+            predictions: Predictions::default(),
+            stalls: Stalls::default(),
+            ttft: Ttft::default(),
+            paces: Paces::default(),
+            knobs: Knobs::default(),
+            exclude: Vec::new(),
+            next: 0,
+            now: start(),
+        }
+    }
+
+    fn id(&self, number: u32) -> SourceId {
+        self.roster.id(&source(number)).unwrap()
+    }
+
+    /// The index's answer: state and run of some sources.
+    fn index(&mut self, parts: &[(u32, SourceState, Tiers<u32>)]) {
+        let sources = parts
+            .iter()
+            .map(|&(number, state, run)| SourceAnswer {
+                source: source(number),
+                generation: Generation(1),
+                number: Some(RecordNumber(1)),
+                engine_seq: Some(EngineSeq(9)),
+                states: Tiers::all(state),
+                reason: None,
+                proof_age_ms: 0,
+                run,
+            })
+            .collect();
+        let answer = IndexAnswer::Runs {
+            log: StreamIdentity {
+                created_unix_ns: 0,
+                nonce: 0,
+            },
+            position: LogPosition(1),
+            sources,
+        };
+        self.knowledge = View::default().judge(&mut self.roster, &answer, self.now);
+    }
+
+    /// A request of another prompt on a source.
+    fn load(&mut self, number: u32, prefill_tokens: u32, blocks: u32) {
+        self.next += 1;
+        let change = LoadChange::AddRequest {
+            counter: self.next,
+            source: source(number),
+            prefill_tokens,
+            blocks,
+            prompt: SampledPrefix::default(),
+        };
+        let incarnation = Generation(1);
+        self.slots
+            .apply(&mut self.roster, ROUTER, incarnation, &change);
+    }
+
+    fn expect(&mut self, number: u32, prompt: &Prompt) {
+        let id = self.id(number);
+        self.next += 1;
+        self.predictions
+            .sent(ROUTER, self.next, id, prompt.sampled());
+    }
+
+    fn decide_with(&self, prompt: &Prompt, turn: u64, rng: &mut Rng) -> Result<Decision, Refusal> {
+        let question = Question {
+            prompt,
+            candidates: &self.candidates,
+            exclude: &self.exclude,
+            turn,
+        };
+        let grounds = Grounds {
+            knowledge: &self.knowledge,
+            slots: &self.slots,
+            predictions: &self.predictions,
+            stalls: &self.stalls,
+            ttft: &self.ttft,
+            paces: &self.paces,
+            knobs: &self.knobs,
+        };
+        decide(&question, &grounds, rng, self.now)
+    }
+
+    fn decide(&self, prompt: &Prompt) -> Decision {
+        self.decide_with(prompt, 0, &mut Rng::with_seed(1)).unwrap()
+    }
+
+    fn refusal(&self, prompt: &Prompt) -> Refusal {
+        self.decide_with(prompt, 0, &mut Rng::with_seed(1))
+            .unwrap_err()
+    }
+}
+
+const fn gpu(gpu: u32) -> Tiers<u32> {
+    Tiers {
+        gpu,
+        cpu: 0,
+        disk: 0,
+    }
+}
+
+#[test]
+fn the_source_that_holds_the_prefix_wins_and_the_decision_says_why() {
+    let mut fixture = Fixture::of(3);
+    fixture.index(&[
+        (0, SourceState::Exact, gpu(1)),
+        (1, SourceState::Exact, gpu(5)),
+        (2, SourceState::Exact, gpu(0)),
+    ]);
+    let decision = fixture.decide(&prompt(100));
+    assert_eq!(decision.source, source(1));
+    assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (5, 0));
+    assert_eq!(decision.index_state, SourceState::Exact);
+    assert_eq!(decision.rung(), Rung::Index);
+    assert_eq!(decision.prefill_tokens, 20);
+    assert_eq!(decision.weighed.len(), 3);
+    assert_eq!(decision.claim.engine_seq, Some(EngineSeq(9)));
+}
+
+#[test]
+fn credit_is_capped_in_header_cost_and_claim() {
+    let mut fixture = Fixture::of(1);
+    // The engine holds all four blocks of a prompt of four whole blocks.
+    fixture.index(&[(0, SourceState::Exact, gpu(4))]);
+    let decision = fixture.decide(&prompt(64));
+    assert_eq!(decision.overlap_blocks, 3);
+    assert_eq!(decision.claim.blocks, 3);
+    assert_eq!(decision.chosen.prefill_blocks, 1.0);
+    assert_eq!(decision.prefill_tokens, 16);
+}
+
+#[test]
+fn load_outweighs_overlap_when_it_is_larger() {
+    let mut fixture = Fixture::of(2);
+    fixture.index(&[(0, SourceState::Exact, gpu(5))]);
+    fixture.load(0, 0, 4);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(0));
+    fixture.load(0, 32, 4);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+}
+
+#[test]
+fn a_state_without_credit_credits_nothing_and_is_told() {
+    for state in [
+        SourceState::Stale,
+        SourceState::CatchingUp,
+        SourceState::Unknown,
+    ] {
+        let mut fixture = Fixture::of(1);
+        fixture.index(&[(0, state, gpu(5))]);
+        let decision = fixture.decide(&prompt(100));
+        assert_eq!(decision.overlap_blocks, 0);
+        assert_eq!(decision.index_state, state);
+        assert_eq!(decision.rung(), Rung::LoadOnly);
+    }
+}
+
+#[test]
+fn a_stale_tier_is_as_if_it_held_nothing() {
+    let mut fixture = Fixture::of(1);
+    let run = Tiers {
+        gpu: 2,
+        cpu: 2,
+        disk: 0,
+    };
+    fixture.index(&[(0, SourceState::Exact, run)]);
+    let both = fixture.decide(&prompt(100));
+    assert_eq!(both.overlap_blocks, 4);
+    assert_eq!(both.chosen.prefill_blocks, 100.0 / 16.0 - 2.0 - 2.0 * 0.8);
+}
+
+#[test]
+fn prediction_moves_the_choice_but_never_the_overlap() {
+    let mut fixture = Fixture::of(2);
+    let asked = prompt(100);
+    fixture.index(&[
+        (0, SourceState::Exact, gpu(1)),
+        (1, SourceState::Exact, gpu(0)),
+    ]);
+    fixture.expect(1, &asked);
+    let decision = fixture.decide(&asked);
+    assert_eq!(decision.source, source(1));
+    assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (0, 6));
+    assert_eq!(decision.claim.blocks, 0);
+    assert_eq!(
+        decision.rung(),
+        Rung::Index,
+        "the index was there, and said nothing"
+    );
+}
+
+#[test]
+fn prediction_counts_only_beyond_the_credit() {
+    let mut fixture = Fixture::of(1);
+    let asked = prompt(100);
+    fixture.index(&[(0, SourceState::Exact, gpu(4))]);
+    fixture.expect(0, &asked);
+    let decision = fixture.decide(&asked);
+    assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (4, 2));
+}
+
+#[test]
+fn without_an_answer_prediction_decides_and_then_load_alone() {
+    let mut fixture = Fixture::of(2);
+    let asked = prompt(100);
+    fixture.load(0, 0, 1);
+    let by_load = fixture.decide(&asked);
+    assert_eq!(
+        (by_load.source.clone(), by_load.rung()),
+        (source(1), Rung::LoadOnly)
+    );
+    assert_eq!(by_load.index_state, SourceState::Unknown);
+    fixture.expect(0, &asked);
+    let by_prediction = fixture.decide(&asked);
+    assert_eq!(by_prediction.source, source(0));
+    assert_eq!(by_prediction.rung(), Rung::Prediction);
+    assert_eq!(by_prediction.index_state, SourceState::Unknown);
+}
+
+#[test]
+fn blocks_of_another_size_are_not_comparable() {
+    let mut fixture = Fixture::of(1);
+    fixture.candidates[0].block_size = BlockSize::new(32);
+    fixture.index(&[(0, SourceState::Exact, gpu(5))]);
+    let asked = prompt(100);
+    fixture.expect(0, &asked);
+    let decision = fixture.decide(&asked);
+    assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (0, 0));
+    assert_eq!(decision.rung(), Rung::LoadOnly);
+}
+
+#[test]
+fn equal_sources_share_requests_at_random() {
+    let fixture = Fixture::of(4);
+    let mut rng = Rng::with_seed(3);
+    let mut counts = [0; 4];
+    for _ in 0..4000 {
+        let decision = fixture.decide_with(&prompt(100), 0, &mut rng).unwrap();
+        counts[decision.claim.source.index()] += 1;
+    }
+    assert!(
+        counts.iter().all(|count| (850..1150).contains(count)),
+        "{counts:?}"
+    );
+}
+
+#[test]
+fn what_was_tried_is_not_tried_again() {
+    let mut fixture = Fixture::of(2);
+    fixture.exclude = vec![source(0)];
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+    fixture.exclude.push(source(1));
+    assert_eq!(fixture.refusal(&prompt(100)), Refusal::AllTried);
+}
+
+#[test]
+fn a_stalled_source_is_left_out_unless_all_are() {
+    let mut fixture = Fixture::of(2);
+    let long_ago = Duration::from_secs(6);
+    fixture.load(1, 0, 50);
+    let (first, second) = (fixture.id(0), fixture.id(1));
+    fixture.stalls.sent(100, first, Duration::ZERO, fixture.now);
+    fixture.now += long_ago;
+    fixture.stalls.advance(fixture.now);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+    fixture
+        .stalls
+        .sent(101, second, Duration::ZERO, fixture.now - long_ago);
+    fixture.stalls.advance(fixture.now);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(0));
+}
+
+#[test]
+fn when_all_are_full_the_client_is_told_to_come_back() {
+    let mut fixture = Fixture::of(2);
+    fixture.knobs.active_max = Some(1);
+    fixture.load(0, 0, 1);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+    fixture.load(1, 0, 1);
+    let refusal = fixture.refusal(&prompt(100));
+    assert!(matches!(refusal, Refusal::Full { retry_after } if retry_after > Duration::ZERO));
+}
+
+#[test]
+fn round_robin_takes_turns() {
+    let mut fixture = Fixture::of(3);
+    fixture.knobs.policy = Policy::RoundRobin;
+    fixture.load(0, 1000, 1000);
+    let mut rng = Rng::with_seed(1);
+    let order: Vec<_> = (0..6)
+        .map(|turn| fixture.decide_with(&prompt(100), turn, &mut rng).unwrap())
+        .map(|decision| decision.claim.source.index())
+        .collect();
+    assert_eq!(order, [0, 1, 2, 0, 1, 2]);
+}
+
+#[test]
+fn least_load_counts_requests_and_random_nothing() {
+    let mut fixture = Fixture::of(3);
+    fixture.index(&[(0, SourceState::Exact, gpu(6))]);
+    fixture.load(0, 0, 1);
+    fixture.load(2, 0, 1);
+    fixture.knobs.policy = Policy::LeastLoad;
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+    fixture.knobs.policy = Policy::Random;
+    let mut rng = Rng::with_seed(5);
+    let mut seen = [false; 3];
+    for _ in 0..100 {
+        let decision = fixture.decide_with(&prompt(100), 0, &mut rng).unwrap();
+        seen[decision.claim.source.index()] = true;
+    }
+    assert_eq!(seen, [true; 3]);
+}
+
+#[test]
+fn blocks_that_are_active_there_already_are_not_new() {
+    let mut fixture = Fixture::of(2);
+    let asked = prompt(100);
+    let change = LoadChange::AddRequest {
+        counter: 77,
+        source: source(0),
+        prefill_tokens: 0,
+        blocks: asked.blocks_taken(),
+        prompt: asked.sampled().clone(),
+    };
+    let incarnation = Generation(1);
+    fixture
+        .slots
+        .apply(&mut fixture.roster, ROUTER, incarnation, &change);
+    let decision = fixture.decide(&asked);
+    let of = |index: usize| decision.weighed[index].decode_blocks;
+    // Seven active ones, of which six whole blocks are shared.
+    assert_eq!((of(0), of(1)), (8.0, 7.0));
+}
+
+#[test]
+fn the_first_tokens_time_counts_what_waits_there() {
+    let mut fixture = Fixture::of(1);
+    let idle = fixture.decide(&prompt(1000)).predicted_ttft;
+    fixture.load(0, 100_000, 1);
+    let busy = fixture.decide(&prompt(1000)).predicted_ttft;
+    assert!(busy > idle + Duration::from_secs(5), "{idle:?}, {busy:?}");
+}

@@ -1,0 +1,208 @@
+//! Which sources take requests and give no first token.
+//!
+//! A request whose first token is far later than predicted stalls its source for a while; each stall
+//! that follows without a first token between lasts twice as long. It comes back by itself: when
+//! the time is over one request finds out again, and any first token ends the stall at once. This is
+//! about hung and drowning engines whose health check is still green; a slow one costs more
+//! ([`super::pace`]).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use super::roster::{PerSource, SourceId};
+
+/// Far beyond the prediction: ten times. Predictions are wrong by a factor of two or three when
+/// requests of others are preempted or recomputed.
+const FACTOR: u32 = 10;
+
+/// Nothing shorter is a stall: a pause for compilation or weights takes seconds.
+const PATIENCE_MIN: Duration = Duration::from_secs(5);
+
+const STALL_FIRST: Duration = Duration::from_secs(5);
+
+/// Doublings of the first stall: 5, 10, 20, 40, 80 s.
+const DOUBLINGS_MAX: u32 = 4;
+
+#[derive(Clone, Debug, Default)]
+pub struct Stalls {
+    sources: PerSource<Stall>,
+    waiting: BTreeMap<u64, Waiting>,
+    deadlines: BTreeSet<(Instant, u64)>,
+    count: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Stall {
+    until: Option<Instant>,
+    /// Stalls since the last first token.
+    in_a_row: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    source: SourceId,
+    deadline: Instant,
+}
+
+impl Stalls {
+    /// A request was sent and its first token is expected after `predicted`.
+    pub fn sent(&mut self, counter: u64, source: SourceId, predicted: Duration, now: Instant) {
+        let patience = predicted.saturating_mul(FACTOR).max(PATIENCE_MIN);
+        let Some(deadline) = now.checked_add(patience) else {
+            return;
+        };
+        self.forget(counter);
+        self.waiting.insert(counter, Waiting { source, deadline });
+        self.deadlines.insert((deadline, counter));
+    }
+
+    /// A first token: whatever was wrong with the source, it is not hung.
+    pub fn first_token(&mut self, counter: u64) {
+        if let Some(waiting) = self.forget(counter) {
+            self.answered(waiting);
+        }
+    }
+
+    /// The request ended, or nothing will show its first token.
+    pub fn ended(&mut self, counter: u64) {
+        self.forget(counter);
+    }
+
+    /// Looks at the deadlines. To be called before [`Self::is_stalled`], and now and then.
+    pub fn advance(&mut self, now: Instant) {
+        while let Some(&(deadline, counter)) = self.deadlines.first() {
+            if deadline > now {
+                return;
+            }
+            self.deadlines.pop_first();
+            // It stays among the waiting ones: its first token still ends the stall.
+            if let Some(waiting) = self.waiting.get(&counter) {
+                let source = self.sources.get_mut(waiting.source);
+                // Requests that were stuck together are one stall.
+                if source.until.is_none_or(|until| until <= deadline) {
+                    let length = STALL_FIRST * 2_u32.pow(source.in_a_row.min(DOUBLINGS_MAX));
+                    source.until = deadline.checked_add(length);
+                    source.in_a_row = source.in_a_row.saturating_add(1);
+                    self.count += 1;
+                }
+            }
+        }
+    }
+
+    #[must_use]
+    pub fn is_stalled(&self, source: SourceId, now: Instant) -> bool {
+        let stall = self.sources.get(source).copied().unwrap_or_default();
+        stall.until.is_some_and(|until| now < until)
+    }
+
+    /// Stalls so far.
+    #[must_use]
+    pub const fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Requests without a first token.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    fn answered(&mut self, waiting: Waiting) {
+        *self.sources.get_mut(waiting.source) = Stall::default();
+    }
+
+    fn forget(&mut self, counter: u64) -> Option<Waiting> {
+        let waiting = self.waiting.remove(&counter)?;
+        self.deadlines.remove(&(waiting.deadline, counter));
+        Some(waiting)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::roster::Roster;
+    use warmroute_proto::{DpRank, Source};
+
+    const PREDICTED: Duration = Duration::from_secs(1);
+
+    fn source() -> SourceId {
+        Roster::default().enrol(&Source {
+            worker: "w".into(),
+            dp_rank: DpRank(0),
+        })
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
+    fn start() -> Instant {
+        Instant::now()
+    }
+
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
+    #[test]
+    fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
+        let (start, source) = (start(), source());
+        let mut stalls = Stalls::default();
+        stalls.sent(1, source, PREDICTED, start);
+        for (at, stalled) in [(9, false), (10, true), (14, true), (15, false)] {
+            stalls.advance(start + secs(at));
+            assert_eq!(
+                stalls.is_stalled(source, start + secs(at)),
+                stalled,
+                "{at} s"
+            );
+        }
+    }
+
+    #[test]
+    fn a_first_token_ends_the_stall_at_once() {
+        let (start, source) = (start(), source());
+        let mut stalls = Stalls::default();
+        stalls.sent(1, source, PREDICTED, start);
+        stalls.advance(start + secs(10));
+        assert!(stalls.is_stalled(source, start + secs(11)));
+        stalls.first_token(1);
+        assert!(!stalls.is_stalled(source, start + secs(11)));
+    }
+
+    #[test]
+    fn stalls_in_a_row_last_longer_and_requests_stuck_together_are_one() {
+        let (start, source) = (start(), source());
+        let mut stalls = Stalls::default();
+        for counter in 0..10 {
+            stalls.sent(counter, source, PREDICTED, start);
+        }
+        stalls.advance(start + secs(10));
+        assert_eq!(stalls.count(), 1);
+        // The probe after the first stall hangs as well: 10 s now.
+        stalls.sent(10, source, PREDICTED, start + secs(15));
+        stalls.advance(start + secs(25));
+        assert!(stalls.is_stalled(source, start + secs(34)));
+        assert!(!stalls.is_stalled(source, start + secs(35)));
+        assert_eq!(stalls.count(), 2);
+    }
+
+    #[test]
+    fn an_ended_request_stalls_nobody() {
+        let (start, source) = (start(), source());
+        let mut stalls = Stalls::default();
+        stalls.sent(1, source, PREDICTED, start);
+        stalls.ended(1);
+        stalls.advance(start + secs(100));
+        assert!(!stalls.is_stalled(source, start + secs(100)));
+        assert_eq!(stalls.waiting(), 0);
+        assert!(stalls.deadlines.is_empty());
+    }
+
+    #[test]
+    fn short_predictions_have_a_floor() {
+        let (start, source) = (start(), source());
+        let mut stalls = Stalls::default();
+        stalls.sent(1, source, Duration::from_millis(10), start);
+        stalls.advance(start + secs(4));
+        assert!(!stalls.is_stalled(source, start + secs(4)));
+    }
+}

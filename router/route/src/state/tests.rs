@@ -1,0 +1,552 @@
+use super::*;
+use std::time::Duration;
+use warmroute_proto::codec;
+use warmroute_proto::load::SlotEnd;
+use warmroute_proto::query::{SourceAnswer, SourceState};
+use warmroute_proto::{
+    BlockSize, DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
+};
+
+use crate::view::LAG_MAX;
+
+#[expect(clippy::disallowed_methods, reason = "only differences matter")]
+fn start() -> Instant {
+    Instant::now()
+}
+
+fn source(name: &str) -> Source {
+    Source {
+        worker: name.into(),
+        dp_rank: DpRank(0),
+    }
+}
+
+fn entry(name: &str) -> WorkerEntry {
+    WorkerEntry {
+        worker: name.into(),
+        url: format!("http://{name}:8000"),
+        models: vec!["base".into()],
+        loras: Vec::new(),
+        ranks: 1,
+        block_size: BlockSize::new(16),
+        blocks_per_rank: None,
+        max_model_len: None,
+        main_attention_only: true,
+        version: "0".into(),
+    }
+}
+
+fn core(router: u8) -> Core {
+    let mut core = Core::new(Settings {
+        knobs: Knobs::default(),
+        router: RouterId([router; 16]),
+        incarnation: Generation(1),
+        seed: 1,
+    });
+    core.set_workers(&[entry("a"), entry("b")]);
+    core
+}
+
+fn prompt(tokens: u32, first: u32) -> Prompt {
+    let tokens: Vec<u32> = (first..first + tokens).collect();
+    Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
+}
+
+/// The index knows `a` and `b` as exact, with these runs on the GPU.
+fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexAnswer {
+    let part = |name: &str, gpu: u32| SourceAnswer {
+        source: source(name),
+        generation: Generation(generation),
+        number: Some(RecordNumber(seq)),
+        engine_seq: Some(EngineSeq(seq)),
+        states: Tiers::all(SourceState::Exact),
+        reason: None,
+        proof_age_ms: 0,
+        run: Tiers {
+            gpu,
+            cpu: 0,
+            disk: 0,
+        },
+    };
+    IndexAnswer::Runs {
+        log: StreamIdentity {
+            created_unix_ns: 0,
+            nonce: 0,
+        },
+        position: LogPosition(seq),
+        sources: vec![part("a", runs[0]), part("b", runs[1])],
+    }
+}
+
+fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>, now: Instant) -> Admitted {
+    let ask = Ask {
+        model: "base",
+        prompt,
+        exclude: &[],
+    };
+    core.admit(&ask, answer, now).unwrap()
+}
+
+fn end(core: &mut Core, counter: u64, end: SlotEnd, now: Instant) {
+    core.note(SlotEvent::End { counter, end }, now).unwrap();
+}
+
+fn totals(core: &Core) -> (u32, u64, u64) {
+    core.loads().iter().fold((0, 0, 0), |sum, row| {
+        (
+            sum.0 + row.active_requests,
+            sum.1 + row.prefill_tokens,
+            sum.2 + row.decode_blocks,
+        )
+    })
+}
+
+#[test]
+fn a_decision_is_seen_by_the_next_one() {
+    let (mut core, now) = (core(1), start());
+    let first = admit(&mut core, &prompt(100, 0), None, now);
+    let second = admit(&mut core, &prompt(100, 5000), None, now);
+    assert_ne!(first.decision.source, second.decision.source);
+    assert_eq!(totals(&core), (2, 200, 14));
+}
+
+#[test]
+fn a_prefix_that_was_just_prefilled_is_found_before_the_index_knows_it() {
+    let (mut core, now) = (core(1), start());
+    let first = admit(&mut core, &prompt(1000, 0), None, now);
+    let counter = first.slot;
+    core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+    let second = admit(&mut core, &prompt(1000, 0), None, now);
+    assert_eq!(first.decision.source, second.decision.source);
+    assert_eq!(second.decision.overlap_blocks, 0);
+    assert_eq!(second.decision.predicted_blocks, 62);
+    let rungs = core.counts().rungs;
+    assert_eq!((rungs.index, rungs.prediction, rungs.load_only), (0, 1, 1));
+}
+
+/// While the prefix is still being computed, waiting for it is worth no more than an idle source.
+#[test]
+fn a_burst_does_not_pile_up_behind_one_prefill() {
+    let (mut core, now) = (core(1), start());
+    let mut counts = BTreeMap::new();
+    for _ in 0..20 {
+        let source = admit(&mut core, &prompt(1000, 0), None, now)
+            .decision
+            .source;
+        *counts.entry(source).or_insert(0) += 1;
+    }
+    assert!(
+        counts.values().all(|count| (5..=15).contains(count)),
+        "{counts:?}"
+    );
+}
+
+#[test]
+fn all_slots_are_zero_when_quiet() {
+    let (mut core, now) = (core(1), start());
+    let ends = [SlotEnd::Completed, SlotEnd::Failed, SlotEnd::Aborted];
+    for (n, how) in (0..300).zip(ends.into_iter().cycle()) {
+        let slot = admit(&mut core, &prompt(500, n % 7), None, now).slot;
+        if n % 2 == 0 {
+            core.note(SlotEvent::FirstToken { counter: slot }, now)
+                .unwrap();
+            let grow = SlotEvent::Grow {
+                counter: slot,
+                blocks: 3,
+            };
+            core.note(grow, now).unwrap();
+        }
+        end(&mut core, slot, how, now);
+    }
+    assert_eq!(totals(&core), (0, 0, 0));
+    assert_eq!(core.counts().open_slots, 0);
+    core.tick(now + Duration::from_secs(60));
+    assert_eq!(core.counts().predicted_samples, 0);
+    assert!(core.sent.is_empty());
+}
+
+#[test]
+fn ending_twice_frees_once() {
+    let (mut core, now) = (core(1), start());
+    let slot = admit(&mut core, &prompt(100, 0), None, now).slot;
+    end(&mut core, slot, SlotEnd::Completed, now);
+    end(&mut core, slot, SlotEnd::Aborted, now);
+    assert_eq!(totals(&core), (0, 0, 0));
+    assert_eq!(core.counts().ignored.unknown_slot, 1);
+}
+
+#[test]
+fn a_peer_that_takes_in_the_messages_holds_the_same() {
+    let (mut sender, mut peer, now) = (core(1), core(2), start());
+    let mut messages = Vec::new();
+    for n in 0..20 {
+        let admitted = admit(&mut sender, &prompt(3000, n % 3), None, now);
+        messages.push(admitted.message);
+        let event = match n % 4 {
+            0 => SlotEvent::FirstToken {
+                counter: admitted.slot,
+            },
+            1 => SlotEvent::Grow {
+                counter: admitted.slot,
+                blocks: 2,
+            },
+            2 => SlotEvent::End {
+                counter: admitted.slot,
+                end: SlotEnd::Completed,
+            },
+            _ => SlotEvent::PrefillPredicted {
+                counter: admitted.slot,
+            },
+        };
+        messages.push(sender.note(event, now).unwrap());
+    }
+    for message in &messages {
+        peer.apply_remote(&codec::decode(message).unwrap(), now);
+    }
+    assert_eq!(peer.loads(), sender.loads());
+    let router = RouterId([1; 16]);
+    assert_eq!(peer.digest(router), sender.digest(router));
+    assert_eq!(
+        peer.counts().predicted_samples,
+        sender.counts().predicted_samples
+    );
+    peer.release(router, now);
+    assert_eq!(totals(&peer), (0, 0, 0));
+}
+
+#[test]
+fn an_answer_that_counts_a_prediction_ends_it() {
+    let (mut core, now) = (core(1), start());
+    let asked = prompt(100, 0);
+    let first = admit(&mut core, &asked, None, now);
+    let held = if first.decision.source == source("a") {
+        [6, 0]
+    } else {
+        [0, 6]
+    };
+    admit(&mut core, &asked, Some(&answer(1, 1, held)), now);
+    // Evicted at once: the index says so, and nothing brings the expectation of the first back. Only
+    // the second request, which is on its way, is expected where it went.
+    let third = admit(&mut core, &asked, Some(&answer(1, 2, [0, 0])), now);
+    let expected = third
+        .decision
+        .weighed
+        .iter()
+        .filter(|t| t.predicted_blocks > 0);
+    assert_eq!(expected.count(), 1);
+}
+
+#[test]
+fn a_new_generation_voids_what_was_expected() {
+    let (mut core, now) = (core(1), start());
+    let asked = prompt(100, 0);
+    admit(
+        &mut core,
+        &prompt(100, 9000),
+        Some(&answer(1, 1, [0, 0])),
+        now,
+    );
+    admit(&mut core, &asked, Some(&answer(1, 1, [0, 0])), now);
+    let next = admit(&mut core, &asked, Some(&answer(2, 0, [0, 0])), now);
+    assert!(
+        next.decision
+            .weighed
+            .iter()
+            .all(|t| t.predicted_blocks == 0)
+    );
+}
+
+#[test]
+fn an_old_replicas_ghosts_are_not_credited() {
+    let (mut core, now) = (core(1), start());
+    let asked = prompt(100, 0);
+    admit(
+        &mut core,
+        &prompt(100, 9000),
+        Some(&answer(2, 0, [0, 0])),
+        now,
+    );
+    let ghost = admit(&mut core, &asked, Some(&answer(1, 50, [6, 6])), now);
+    assert_eq!(ghost.decision.overlap_blocks, 0);
+    assert_eq!(ghost.decision.index_state, SourceState::Stale);
+    // The same generation, but overtaken for too long.
+    admit(
+        &mut core,
+        &prompt(100, 9000),
+        Some(&answer(2, 5, [0, 0])),
+        now,
+    );
+    let late = admit(
+        &mut core,
+        &asked,
+        Some(&answer(2, 4, [6, 6])),
+        now + LAG_MAX,
+    );
+    assert_eq!(late.decision.overlap_blocks, 0);
+}
+
+#[test]
+fn an_index_that_keeps_promising_what_the_engine_lacks_is_demoted() {
+    let (mut core, mut now) = (core(1), start());
+    let asked = prompt(100, 0);
+    for seq in 1..=3 {
+        let promise = answer(1, 2 * seq, [6, 6]);
+        let admitted = admit(&mut core, &asked, Some(&promise), now);
+        end(&mut core, admitted.slot, SlotEnd::Completed, now);
+        // Keep the choice at one source.
+        let mut decision = admitted.decision;
+        decision.claim.source = core.roster.id(&source("a")).unwrap();
+        let verdict = core.audit(&decision, 0, now);
+        let AuditVerdict::Less {
+            recheck: Some(recheck),
+            ..
+        } = verdict
+        else {
+            panic!("{verdict:?}");
+        };
+        now = recheck.not_before;
+        let again = answer(1, 2 * seq + 1, [6, 6]);
+        let verdict = core.recheck(&recheck, &asked, &again, now);
+        assert_eq!(verdict == RecheckVerdict::Demote, seq == 3, "{verdict:?}");
+    }
+    assert_eq!(core.counts().view.demoted, 1);
+    let next = admit(&mut core, &asked, Some(&answer(1, 9, [6, 0])), now);
+    assert!(
+        next.decision
+            .weighed
+            .iter()
+            .all(|terms| terms.overlap.gpu == 0)
+    );
+    let fresh = admit(&mut core, &asked, Some(&answer(2, 0, [6, 0])), now);
+    let overlaps: Vec<_> = fresh
+        .decision
+        .weighed
+        .iter()
+        .map(|t| t.overlap.gpu)
+        .collect();
+    assert_eq!(overlaps, [6, 0]);
+}
+
+#[test]
+fn first_tokens_teach_the_prediction() {
+    let (mut core, now) = (core(1), start());
+    let before = admit(&mut core, &prompt(4000, 0), None, now).decision;
+    let slow = now + Duration::from_secs(20);
+    core.note(SlotEvent::FirstToken { counter: 0 }, slow)
+        .unwrap();
+    end(&mut core, 0, SlotEnd::Failed, slow);
+    let after = admit(&mut core, &prompt(4000, 0), None, slow).decision;
+    assert!(after.predicted_ttft > before.predicted_ttft * 10);
+}
+
+/// Each worker is idle whenever a request comes: nothing but its pace tells one from the other.
+#[test]
+fn a_slow_source_loses_its_share_and_a_restart_clears_its_name() {
+    let (mut core, mut now) = (core(1), start());
+    let mut last = Vec::new();
+    for n in 0..60 {
+        let asked = prompt(400, 1000 * n);
+        let admitted = admit(&mut core, &asked, Some(&answer(1, 1, [0; 2])), now);
+        let slow = admitted.decision.source == source("a");
+        last.push(admitted.decision);
+        let counter = admitted.slot;
+        now += Duration::from_millis(if slow { 800 } else { 100 });
+        core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+        end(&mut core, counter, SlotEnd::Completed, now);
+        now += Duration::from_millis(500);
+    }
+    let late = &last[40..];
+    assert!(late.iter().all(|decision| decision.source == source("b")));
+    let of = |name: &str| core.ttft_ratio(&source(name), now).unwrap();
+    assert!(of("a") > 2.0 * of("b"), "{} {}", of("a"), of("b"));
+    let terms = &late[0].weighed;
+    assert!(terms.iter().any(|terms| terms.slowness > 1.0));
+    assert!(terms.iter().any(|terms| terms.slowness == 1.0));
+    let next = prompt(400, 100_000);
+    let decision = admit(&mut core, &next, Some(&answer(2, 1, [0; 2])), now).decision;
+    assert!(decision.weighed.iter().all(|terms| terms.slowness == 1.0));
+    assert_eq!(core.ttft_ratio(&source("a"), now), None);
+}
+
+/// Its clients go before its first tokens come.
+#[test]
+fn a_source_that_clients_do_not_wait_for_is_known_as_slow() {
+    let (mut core, mut now) = (core(1), start());
+    let mut chosen = Vec::new();
+    for n in 0..60 {
+        let admitted = admit(&mut core, &prompt(400, 1000 * n), None, now);
+        let slow = admitted.decision.source == source("a");
+        let counter = admitted.slot;
+        now += Duration::from_millis(if slow { 1000 } else { 100 });
+        if slow {
+            end(&mut core, counter, SlotEnd::Aborted, now);
+        } else {
+            core.note(SlotEvent::FirstToken { counter }, now).unwrap();
+            end(&mut core, counter, SlotEnd::Completed, now);
+        }
+        chosen.push(slow);
+    }
+    assert!(chosen[..20].contains(&true));
+    assert!(!chosen[40..].contains(&true), "{chosen:?}");
+}
+
+#[test]
+fn a_source_without_first_tokens_is_left_out_for_a_while() {
+    let (mut core, now) = (core(1), start());
+    let stuck = admit(&mut core, &prompt(100, 0), None, now).decision.source;
+    let later = now + Duration::from_secs(8);
+    for n in 0..10 {
+        let next = admit(&mut core, &prompt(100, 1000 * n), None, later);
+        assert_ne!(next.decision.source, stuck);
+    }
+    assert!(core.is_stalled(&stuck, later));
+    assert!(!core.is_stalled(&stuck, now + Duration::from_secs(60)));
+}
+
+#[test]
+fn a_retry_takes_a_slot_of_its_own_elsewhere() {
+    let (mut core, now) = (core(1), start());
+    let asked = prompt(100, 0);
+    let first = admit(&mut core, &asked, None, now);
+    end(&mut core, first.slot, SlotEnd::Failed, now);
+    let exclude = [first.decision.source.clone()];
+    let ask = Ask {
+        model: "base",
+        prompt: &asked,
+        exclude: &exclude,
+    };
+    let second = core.admit(&ask, None, now).unwrap();
+    assert_ne!(second.slot, first.slot);
+    assert_ne!(second.decision.source, first.decision.source);
+    assert_eq!(second.decision.predicted_blocks, 0);
+    assert_eq!(totals(&core).0, 1);
+}
+
+#[test]
+fn loads_name_every_registered_source_and_those_that_still_bear_something() {
+    let (mut core, now) = (core(1), start());
+    let slot = admit(&mut core, &prompt(100, 0), None, now);
+    core.set_workers(&[entry("c")]);
+    let names = |core: &Core| -> Vec<String> {
+        let rows = core.loads();
+        rows.iter().map(|row| row.worker.to_string()).collect()
+    };
+    let gone = slot.decision.source.worker.to_string();
+    core.set_health(&"c".into(), Health::Healthy);
+    assert_eq!(names(&core), [gone, "c".to_owned()]);
+    end(&mut core, slot.slot, SlotEnd::Completed, now);
+    assert_eq!(names(&core), ["c"]);
+}
+
+#[test]
+fn another_incarnation_keeps_the_slots_and_their_guards_work() {
+    let (mut core, now) = (core(1), start());
+    let router = RouterId([1; 16]);
+    let open = admit(&mut core, &prompt(100, 0), None, now).slot;
+    let other = admit(&mut core, &prompt(200, 9000), None, now).slot;
+    let before = core.digest(router);
+    core.begin(Generation(7));
+    assert_eq!(core.digest(router), before);
+    assert_eq!(core.ledger().last(), Some(RecordNumber(0)));
+    assert_eq!(core.stated().len(), 2);
+    // A replica that takes the statement in follows from there.
+    let mut peer = self::core(2);
+    peer.restore(router, Generation(7), &core.stated());
+    assert_eq!(peer.digest(router), before);
+    for counter in [open, other] {
+        let event = SlotEvent::End {
+            counter,
+            end: SlotEnd::Completed,
+        };
+        let bytes = core.note(event, now).unwrap();
+        let message: LoadMessage = codec::decode(&bytes).unwrap();
+        assert_eq!(message.incarnation, Generation(7));
+        peer.apply_remote(&message, now);
+    }
+    assert_eq!(totals(&core), (0, 0, 0));
+    assert_eq!(peer.digest(router), LoadDigest::default());
+}
+
+/// Whatever happens between its steps, a cut is of the moment of its last one.
+#[test]
+fn a_cut_in_steps_is_of_one_moment() {
+    let (mut core, now) = (core(1), start());
+    let open = u64::try_from(2 * STEP + 500).unwrap();
+    for number in 0..open {
+        let first = u32::try_from(number % 7).unwrap() << 20;
+        admit(&mut core, &prompt(100, first), None, now);
+    }
+    let mut cut = Cut::default();
+    let mut steps = 0;
+    while !core.cut_step(&mut cut) {
+        steps += 1;
+        // Some that were looked at, some that will be, some that are new: freed, grown, prefilled.
+        if steps <= 4 {
+            end(&mut core, steps, SlotEnd::Completed, now);
+            end(&mut core, open - steps, SlotEnd::Aborted, now);
+            let new = admit(&mut core, &prompt(50, 9 << 20), None, now).slot;
+            let counter = 100 + steps;
+            core.note(SlotEvent::Grow { counter, blocks: 3 }, now)
+                .unwrap();
+            core.note(SlotEvent::FirstToken { counter: new }, now)
+                .unwrap();
+        }
+    }
+    assert!(steps >= 4, "{steps} steps");
+    let (slots, router) = (cut.into_slots(), RouterId([1; 16]));
+    assert_eq!(slots, core.stated());
+    let mut peer = self::core(2);
+    peer.restore(router, Generation(1), &slots);
+    assert_eq!(peer.digest(router), core.digest(router));
+    assert_eq!(peer.loads_of(router), core.loads_of(router));
+    // Nobody watches any more: another cut begins anew.
+    assert!(core.touched.is_none());
+}
+
+/// The requests count no more from the first step on; the blocks go with the steps.
+#[test]
+fn a_release_in_steps_leaves_nothing() {
+    let (mut core, now) = (core(1), start());
+    let router = RouterId([1; 16]);
+    for number in 0..u32::try_from(2 * STEP + 1).unwrap() {
+        admit(&mut core, &prompt(40, number << 10), None, now);
+    }
+    let slots = core.stated();
+    let mut peer = self::core(2);
+    peer.restore(router, Generation(1), &slots);
+    let mut steps = 0;
+    while peer.release_step(router, now) {
+        steps += 1;
+        let (requests, prefill, blocks) = totals(&peer);
+        assert_eq!((requests, prefill), (0, 0));
+        assert!(blocks > 0, "after step {steps}");
+        assert_eq!(peer.digest(router), LoadDigest::default());
+        assert!(peer.loads_of(router).is_empty());
+    }
+    assert!(steps >= 2, "{steps} steps");
+    assert_eq!(totals(&peer), (0, 0, 0));
+    assert_eq!(peer.counts().predicted_samples, 0);
+    // It may come back at any time.
+    peer.restore(router, Generation(1), &slots);
+    assert_eq!(peer.digest(router), core.digest(router));
+    assert_eq!(peer.loads(), core.loads());
+}
+
+#[test]
+fn every_slot_is_freed_once_and_counted_by_its_end() {
+    let (mut core, now) = (core(1), start());
+    for how in [SlotEnd::Completed, SlotEnd::Failed, SlotEnd::Aborted] {
+        let slot = admit(&mut core, &prompt(100, 0), None, now).slot;
+        end(&mut core, slot, how, now);
+        // Told twice, it counts once.
+        end(&mut core, slot, SlotEnd::Completed, now);
+    }
+    let counts = core.counts();
+    let once = Freed {
+        completed: 1,
+        failed: 1,
+        aborted: 1,
+    };
+    assert_eq!((counts.opened, counts.freed), (3, once));
+    assert_eq!(counts.ignored.unknown_slot, 3);
+}

@@ -1,0 +1,276 @@
+//! The flags of `simulate`, checked.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum as _};
+use warmroute_proto::BlockSize;
+
+use super::arrivals::Stretch;
+use super::outcome::Bounds;
+use super::replicas::{Balance, ReplicaSetup};
+use super::world::{Setup, Slow};
+use crate::sim::{Config, Profile};
+use warmroute_route::args::{ChoiceArgs, ChoiceArgsError};
+
+/// Replay a trace of requests against a simulated fleet, in virtual time, and print what came of it.
+#[derive(Clone, Debug, Args)]
+pub struct SimulateArgs {
+    /// The trace: a JSON object a line with `input_length`, `output_length`, `hash_ids` (an id for
+    /// 512 tokens) and either `timestamp` or `session_id` and `delay`, in milliseconds.
+    #[arg(long, value_name = "FILE")]
+    pub trace: PathBuf,
+    /// Offered load, as a share of the fleet's capacity; see docs/SIMULATION.md.
+    #[arg(long, default_value_t = 0.8)]
+    pub(super) load: f64,
+    /// Take this capacity instead of measuring it: requests a second, or sessions at once.
+    #[arg(long, value_name = "RATE")]
+    pub(super) capacity: Option<f64>,
+    /// Replay only so many requests, from a place in the trace that the seed chooses.
+    #[arg(long, value_name = "COUNT")]
+    pub(super) requests: Option<usize>,
+    /// Another seed is another sample: ties, spread of arrivals, balancing, place in the trace.
+    #[arg(long, default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Another draw of what routers leave to chance, ties and temperature, with everything else that
+    /// the seed says as it was: runs that differ by their draw alone differ by chance alone.
+    #[arg(long, default_value_t = 0)]
+    pub(super) draw: u64,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    pub(super) json: bool,
+    #[command(flatten)]
+    pub(super) fleet: FleetArgs,
+    #[command(flatten)]
+    pub(super) routers: RouterArgs,
+    #[command(flatten)]
+    pub(super) choice: ChoiceArgs,
+    #[command(flatten)]
+    pub(super) bounds: BoundArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Fleet")]
+pub(super) struct FleetArgs {
+    /// Simulated workers, of one rank each.
+    #[arg(long, default_value_t = 8)]
+    pub(super) workers: usize,
+    /// How fast a worker is.
+    #[arg(long, default_value = "gpu-8b", value_parser = Profile::NAMES)]
+    pub(super) profile: String,
+    /// Tokens that a worker's KV cache holds.
+    #[arg(long, value_name = "TOKENS", default_value_t = 409_600)]
+    pub(super) cache_tokens: u32,
+    /// Tokens per KV block.
+    #[arg(long, value_name = "TOKENS", default_value_t = 16)]
+    pub(super) block_size: u32,
+    /// The first worker takes this many times as long for everything.
+    #[arg(long, value_name = "TIMES", default_value_t = 1.0)]
+    pub(super) slow_worker: f64,
+    /// Until this many seconds of virtual time; else to the end.
+    #[arg(long, value_name = "SECONDS")]
+    pub(super) slow_secs: Option<f64>,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Routers")]
+pub(super) struct RouterArgs {
+    /// Simulated routers.
+    #[arg(long, default_value_t = 1)]
+    pub(super) routers: usize,
+    /// Milliseconds until the other routers know of a router's load, or `off`: they never do.
+    #[arg(long, default_value = "1", value_name = "MS")]
+    pub(super) sync_ms: Sync,
+    /// How the balancer in front of the routers chooses.
+    #[arg(long, value_enum, default_value_t = Balance::RoundRobin)]
+    pub(super) balance: Balance,
+    /// Milliseconds until the index knows what an engine published.
+    #[arg(long, default_value_t = 1.0, value_name = "MS")]
+    pub(super) event_delay_ms: f64,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Bounds of a good answer")]
+pub(super) struct BoundArgs {
+    /// Milliseconds to the first token.
+    #[arg(long, default_value_t = 5000.0, value_name = "MS")]
+    pub(super) ttft_bound_ms: f64,
+    /// Milliseconds between two tokens, as the mean of the answer.
+    #[arg(long, default_value_t = 100.0, value_name = "MS")]
+    pub(super) itl_bound_ms: f64,
+}
+
+/// What `--sync-ms` says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Sync {
+    After(Duration),
+    Off,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("neither milliseconds nor `off`")]
+pub(super) struct SyncError;
+
+impl std::str::FromStr for Sync {
+    type Err = SyncError;
+
+    fn from_str(text: &str) -> Result<Self, SyncError> {
+        if text == "off" {
+            return Ok(Self::Off);
+        }
+        let millis: f64 = text.parse().map_err(|_| SyncError)?;
+        millis_of(millis).map(Self::After).ok_or(SyncError)
+    }
+}
+
+impl Sync {
+    pub(super) const fn delay(self) -> Option<Duration> {
+        match self {
+            Self::After(delay) => Some(delay),
+            Self::Off => None,
+        }
+    }
+
+    pub(super) fn millis(self) -> Option<f64> {
+        self.delay().map(|delay| delay.as_secs_f64() * 1000.0)
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ArgsError {
+    #[error("--{flag} {value} is not between {min} and {max}")]
+    Range {
+        flag: &'static str,
+        value: f64,
+        min: f64,
+        max: f64,
+    },
+    #[error("--profile instant takes no time: any load is none; say how fast with --capacity")]
+    Instant,
+    #[error(transparent)]
+    Choice(#[from] ChoiceArgsError),
+}
+
+/// What is simulated, all values sensible.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) setup: Setup,
+    pub(super) stretch: Stretch,
+    pub(super) bounds: Bounds,
+    pub(super) load: f64,
+    /// None: to be measured.
+    pub(super) capacity: Option<f64>,
+}
+
+impl TryFrom<&SimulateArgs> for Plan {
+    type Error = ArgsError;
+
+    fn try_from(args: &SimulateArgs) -> Result<Self, ArgsError> {
+        let fleet = &args.fleet;
+        let instant = args.profile() == Profile::INSTANT;
+        if instant && args.capacity.is_none() {
+            return Err(ArgsError::Instant);
+        }
+        let capacity = args
+            .capacity
+            .map(|rate| within("capacity", rate, 1e-6, 1e9));
+        let workers = within("workers", fleet.workers as f64, 1.0, 4096.0)? as usize;
+        let routers = within("routers", args.routers.routers as f64, 1.0, 256.0)? as usize;
+        Ok(Self {
+            setup: Setup {
+                workers,
+                engine: args.engine()?,
+                replicas: ReplicaSetup {
+                    routers,
+                    sync_delay: args.routers.sync_ms.delay(),
+                    balance: args.routers.balance,
+                    draw: args.draw,
+                    knobs: args.choice.clone().try_into()?,
+                },
+                slow: args.slow()?,
+                event_delay: millis("event-delay-ms", args.routers.event_delay_ms)?,
+                seed: args.seed,
+            },
+            stretch: Stretch {
+                requests: args
+                    .requests
+                    .map(|count| within("requests", count as f64, 1.0, 1e9))
+                    .transpose()?
+                    .map(|count| count as usize),
+                seed: args.seed,
+            },
+            bounds: Bounds {
+                ttft: millis("ttft-bound-ms", args.bounds.ttft_bound_ms)?,
+                itl: millis("itl-bound-ms", args.bounds.itl_bound_ms)?,
+            },
+            load: within("load", args.load, 1e-6, 1000.0)?,
+            capacity: capacity.transpose()?,
+        })
+    }
+}
+
+impl SimulateArgs {
+    fn profile(&self) -> Profile {
+        Profile::by_name(&self.fleet.profile).unwrap_or(Profile::INSTANT)
+    }
+
+    fn engine(&self) -> Result<Config, ArgsError> {
+        let (block, tokens) = (self.fleet.block_size, self.fleet.cache_tokens);
+        within("cache-tokens", tokens.into(), f64::from(block), 1e9)?;
+        let value = within("block-size", block.into(), 1.0, BLOCK_TOKENS_MAX)?;
+        let size = BlockSize::new(block).ok_or(ArgsError::Range {
+            flag: "block-size",
+            value,
+            min: 1.0,
+            max: BLOCK_TOKENS_MAX,
+        })?;
+        Ok(super::capacity::engine(size, tokens, self.profile()))
+    }
+
+    fn slow(&self) -> Result<Slow, ArgsError> {
+        let fleet = &self.fleet;
+        let until = fleet.slow_secs.unwrap_or(SECS_MAX);
+        if fleet.slow_worker == 1.0 {
+            return Ok(Slow::NONE);
+        }
+        Ok(Slow {
+            times: within("slow-worker", fleet.slow_worker, 1.0, 1000.0)?,
+            until: Duration::from_secs_f64(within("slow-secs", until, 0.0, SECS_MAX)?),
+        })
+    }
+
+    pub(super) fn balance_word(&self) -> String {
+        let value = self.routers.balance.to_possible_value();
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// Hybrid models have blocks of a few thousand tokens.
+const BLOCK_TOKENS_MAX: f64 = 65_536.0;
+
+fn within(flag: &'static str, value: f64, min: f64, max: f64) -> Result<f64, ArgsError> {
+    if (min..=max).contains(&value) {
+        return Ok(value);
+    }
+    Err(ArgsError::Range {
+        flag,
+        value,
+        min,
+        max,
+    })
+}
+
+/// A trace of a year is a long one.
+const SECS_MAX: f64 = 3.2e7;
+
+/// An hour is long for any of these.
+const MILLIS_MAX: f64 = 3_600_000.0;
+
+fn millis(flag: &'static str, value: f64) -> Result<Duration, ArgsError> {
+    let value = within(flag, value, 0.0, MILLIS_MAX)?;
+    Ok(Duration::from_secs_f64(value / 1000.0))
+}
+
+fn millis_of(value: f64) -> Option<Duration> {
+    millis("", value).ok()
+}

@@ -1,0 +1,153 @@
+//! What a fleet can take of a trace: the measure that `--load` is a share of.
+//!
+//! Capacity is the highest pace at which one router of policy `kv` with the default knobs gives
+//! [`GOOD_SHARE`] of the whole trace's requests a good answer. It depends on the trace, the workers
+//! and the bounds alone, so that all policies, knobs, router counts and seeds are compared at the
+//! same pace. Found by bisection, with coarse blocks, which make it fast and change little.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use warmroute_proto::BlockSize;
+
+use super::Fault;
+use super::args::Plan;
+use super::arrivals::{Arrivals, Pace, Stretch};
+use super::replicas::{Balance, ReplicaSetup};
+use super::trace::Trace;
+use super::world::{self, Setup, Slow};
+use crate::sim::{Config, Profile};
+use warmroute_route::Knobs;
+
+/// See the module's text.
+const GOOD_SHARE: f64 = 0.9;
+
+/// Ends the bisection: the bracket's upper end against its lower one.
+const PRECISION: f64 = 1.02;
+
+/// Of the blocks that capacity is measured with.
+const COARSE_TOKENS: u32 = 128;
+
+/// An engine of this many tokens of cache.
+pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: Profile) -> Config {
+    let blocks = cache_tokens as usize / size.tokens();
+    Config {
+        profile,
+        vocabulary: Arc::new([0]),
+        // One of them is the null block.
+        ..Config::new(
+            size,
+            u32::try_from(blocks).unwrap_or(u32::MAX).saturating_add(1),
+        )
+    }
+}
+
+/// The capacity: requests a second, or sessions at once.
+pub(super) fn measure(trace: &Trace, plan: &Plan, epoch: Instant) -> Result<f64, Fault> {
+    let setup = reference(&plan.setup);
+    let stretch = Stretch {
+        requests: None,
+        seed: 0,
+    };
+    let serves = |rate: f64| -> Result<bool, Fault> {
+        let arrivals = Arrivals::new(trace, stretch, pace(trace, &setup, rate));
+        let outcome = world::run(trace, arrivals, &setup, epoch)?;
+        Ok(outcome.goodput(plan.bounds) >= GOOD_SHARE)
+    };
+    let guess = first_guess(trace, &setup);
+    let most = most(trace, guess);
+    let mut low = guess.min(most);
+    while !serves(low)? {
+        low /= 2.0;
+        // One after the other and still late: any pace is as good.
+        if low * 1024.0 < guess.min(1.0) {
+            return Ok(low);
+        }
+    }
+    let mut high = low * 2.0;
+    while serves(high.min(most))? {
+        low = high.min(most);
+        high = low * 2.0;
+        if low >= most {
+            return Ok(most);
+        }
+    }
+    while high / low > PRECISION && !same_sessions(trace, low, high) {
+        let middle = (low * high).sqrt();
+        if serves(middle)? {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    Ok(low)
+}
+
+/// The pace at this rate: requests a second, or sessions at once.
+pub(super) fn pace(trace: &Trace, setup: &Setup, rate: f64) -> Pace {
+    if !trace.has_sessions() {
+        return Pace::Rate(rate);
+    }
+    let firsts = trace
+        .sessions
+        .iter()
+        .map(|session| &trace.requests[session.start]);
+    let tokens: f64 = firsts.map(|first| f64::from(first.input_tokens)).sum();
+    let mean = tokens / trace.sessions.len() as f64;
+    let speed = setup.engine.profile.prefill_tokens_per_sec * setup.workers as f64;
+    // Half as fast as the fleet could prefill these prompts.
+    let apart = if speed > 0.0 { 2.0 * mean / speed } else { 0.0 };
+    Pace::Sessions {
+        open: rate.round().max(1.0) as usize,
+        apart: Duration::from_secs_f64(apart),
+    }
+}
+
+fn reference(setup: &Setup) -> Setup {
+    let engine = &setup.engine;
+    let tokens = engine.num_blocks.saturating_sub(1) as usize * engine.block_size.tokens();
+    let coarse = BlockSize::new(COARSE_TOKENS).filter(|size| tokens >= 16 * size.tokens());
+    let size = coarse.unwrap_or(engine.block_size);
+    let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+    Setup {
+        workers: setup.workers,
+        engine: self::engine(size, tokens, engine.profile),
+        replicas: ReplicaSetup {
+            routers: 1,
+            sync_delay: None,
+            balance: Balance::RoundRobin,
+            draw: 0,
+            knobs: Knobs::default(),
+        },
+        slow: Slow::NONE,
+        event_delay: Duration::from_millis(1),
+        seed: 0,
+    }
+}
+
+/// A fleet that finds nothing cached and does nothing but prefill.
+fn first_guess(trace: &Trace, setup: &Setup) -> f64 {
+    if trace.has_sessions() {
+        return setup.workers as f64;
+    }
+    let tokens: f64 = trace
+        .requests
+        .iter()
+        .map(|r| f64::from(r.input_tokens))
+        .sum();
+    let mean = tokens / trace.requests.len() as f64;
+    setup.workers as f64 * setup.engine.profile.prefill_tokens_per_sec.max(1.0) / mean
+}
+
+/// All sessions at once are the most that a trace has; and a trace so short that a thousand times the
+/// guess does not fill the fleet has all its requests at once.
+fn most(trace: &Trace, guess: f64) -> f64 {
+    match trace.sessions.len() {
+        0 => guess * 1024.0,
+        sessions => sessions as f64,
+    }
+}
+
+fn same_sessions(trace: &Trace, low: f64, high: f64) -> bool {
+    trace.has_sessions() && low.round() + 1.0 >= high.round()
+}

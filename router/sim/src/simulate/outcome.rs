@@ -1,0 +1,240 @@
+//! What came of a run: samples and sums, and the figures from them.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::trace::TraceRequest;
+use crate::sim::Totals;
+use warmroute_route::{Decision, Rung};
+
+/// A request that got its whole answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Done {
+    pub(super) ttft: Duration,
+    /// From the first token to the last.
+    pub(super) decode: Duration,
+    pub(super) output_tokens: u32,
+    /// What the routers' index credited to the engine that answered.
+    pub(super) credited_tokens: u64,
+    /// What that engine found cached when it first scheduled the request.
+    pub(super) cached_tokens: u64,
+}
+
+/// When an answer counts as good: both bounds are kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub(super) ttft: Duration,
+    /// The mean time between a request's tokens.
+    pub(super) itl: Duration,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Outcome {
+    done: Vec<Done>,
+    pub(super) requests: usize,
+    pub(super) prompt_tokens: u64,
+    pub(super) refused: usize,
+    pub(super) preemptions: u64,
+    pub(super) stalls: u64,
+    /// Slots that some router still believed open at the end.
+    pub(super) open_slots: usize,
+    pub(super) rungs: [u64; 3],
+    pub(super) told: u64,
+    pub(super) told_bytes: u64,
+    /// Requests that were decided again and went elsewhere.
+    pub(super) moved: u64,
+    pub(super) busy: Duration,
+    /// Virtual time until the last event.
+    pub(super) took: Duration,
+    pub(super) loads: Vec<Totals>,
+    /// Answers to requests that came while the first worker was slow, and later.
+    pub(super) slow: Share,
+    pub(super) later: Share,
+}
+
+/// One worker's part of all answers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Share {
+    pub(super) of_first: u64,
+    pub(super) of_all: u64,
+}
+
+impl Share {
+    fn of(self, workers: usize) -> Option<f64> {
+        (self.of_all > 0)
+            .then(|| share((self.of_first * workers as u64) as f64, self.of_all as f64))
+    }
+}
+
+/// The figures. Times in milliseconds; percentiles are exact (nearest rank).
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Figures {
+    pub(super) requests: usize,
+    pub(super) refused: usize,
+    /// Prompt tokens that the engines found cached, of all that came.
+    pub(super) hit_rate: f64,
+    pub(super) ttft_mean_ms: f64,
+    pub(super) ttft_p50_ms: f64,
+    pub(super) ttft_p90_ms: f64,
+    pub(super) ttft_p99_ms: f64,
+    /// Over all gaps between tokens.
+    pub(super) itl_mean_ms: f64,
+    pub(super) e2e_mean_ms: f64,
+    /// Good answers, of all requests that came.
+    pub(super) goodput: f64,
+    /// Requests a second until the last one ended.
+    pub(super) throughput_rps: f64,
+    /// What the index credited to the engines that answered, of all prompt tokens.
+    pub(super) credited_rate: f64,
+    /// The busiest worker's computed tokens against the mean.
+    pub(super) busiest_worker: f64,
+    pub(super) preemptions: u64,
+    pub(super) stalls: u64,
+    /// Messages between routers for each request, and their bytes.
+    pub(super) sync_messages_per_request: f64,
+    pub(super) sync_bytes_per_request: f64,
+    /// Went elsewhere because another router's choice crossed theirs, of all requests. None: none did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) moved_share: Option<f64>,
+    /// The slow worker's answers to what came while it was slow, and to what came later, against a worker's
+    /// mean. None: none was slow, or nothing came then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) slow_worker_share: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) later_share: Option<f64>,
+}
+
+impl Outcome {
+    pub(super) fn arrived(&mut self, request: &TraceRequest) {
+        self.requests += 1;
+        self.prompt_tokens += u64::from(request.input_tokens);
+    }
+
+    pub(super) fn decided(&mut self, decision: &Decision) {
+        let rung = match decision.rung() {
+            Rung::Index => 0,
+            Rung::Prediction => 1,
+            Rung::LoadOnly => 2,
+        };
+        self.rungs[rung] += 1;
+    }
+
+    pub(super) fn finished(&mut self, done: Done) {
+        self.done.push(done);
+    }
+
+    #[must_use]
+    pub(super) fn goodput(&self, bounds: Bounds) -> f64 {
+        let good = self.done.iter().filter(|done| done.is_within(bounds));
+        good.count() as f64 / self.requests.max(1) as f64
+    }
+
+    #[must_use]
+    pub(super) fn figures(&self, bounds: Bounds) -> Figures {
+        let mut ttfts: Vec<Duration> = self.done.iter().map(|done| done.ttft).collect();
+        ttfts.sort_unstable();
+        let sum = |each: fn(&Done) -> Duration| self.done.iter().map(each).sum::<Duration>();
+        let tokens = |each: fn(&Done) -> u64| self.done.iter().map(each).sum::<u64>() as f64;
+        let (ttft, decode) = (sum(|done| done.ttft), sum(|done| done.decode));
+        let gaps: u64 = self
+            .done
+            .iter()
+            .map(|done| u64::from(done.output_tokens) - 1)
+            .sum();
+        let (done, requests) = (self.done.len() as f64, self.requests as f64);
+        let computed: Vec<u64> = self
+            .loads
+            .iter()
+            .map(|load| load.computed_prompt_tokens + load.generated_tokens)
+            .collect();
+        let mean = computed.iter().sum::<u64>() as f64 / computed.len().max(1) as f64;
+        let busiest = computed.iter().copied().max().unwrap_or(0) as f64;
+        Figures {
+            requests: self.requests,
+            refused: self.refused,
+            hit_rate: share(tokens(|done| done.cached_tokens), self.prompt_tokens as f64),
+            ttft_mean_ms: share(millis(ttft), done),
+            ttft_p50_ms: millis(percentile(&ttfts, 50)),
+            ttft_p90_ms: millis(percentile(&ttfts, 90)),
+            ttft_p99_ms: millis(percentile(&ttfts, 99)),
+            itl_mean_ms: share(millis(decode), gaps as f64),
+            e2e_mean_ms: share(millis(ttft + decode), done),
+            goodput: self.goodput(bounds),
+            throughput_rps: share(done, self.took.as_secs_f64()),
+            credited_rate: share(
+                tokens(|done| done.credited_tokens),
+                self.prompt_tokens as f64,
+            ),
+            busiest_worker: share(busiest, mean),
+            preemptions: self.preemptions,
+            stalls: self.stalls,
+            sync_messages_per_request: share(self.told as f64, requests),
+            sync_bytes_per_request: share(self.told_bytes as f64, requests),
+            slow_worker_share: self.slow.of(self.loads.len()),
+            later_share: self.later.of(self.loads.len()),
+            moved_share: (self.moved > 0).then(|| share(self.moved as f64, requests)),
+        }
+    }
+}
+
+impl Done {
+    fn is_within(&self, bounds: Bounds) -> bool {
+        let gaps = self.output_tokens.saturating_sub(1);
+        self.ttft <= bounds.ttft && self.decode <= bounds.itl * gaps
+    }
+}
+
+/// The smallest sample that so many percent of all do not exceed.
+fn percentile(sorted: &[Duration], percent: usize) -> Duration {
+    let rank = (sorted.len() * percent).div_ceil(100).max(1);
+    sorted.get(rank - 1).copied().unwrap_or_default()
+}
+
+fn share(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples() {
+        let times: Vec<Duration> = (1..=200).map(Duration::from_millis).collect();
+        let found = [1, 50, 99, 100].map(|percent| percentile(&times, percent).as_millis());
+        assert_eq!(found, [2, 100, 198, 200]);
+        assert_eq!(percentile(&times[..1], 99), times[0]);
+        assert_eq!(percentile(&[], 50), Duration::ZERO);
+    }
+
+    #[test]
+    fn goodput_counts_the_refused_and_the_late() {
+        let millis = Duration::from_millis;
+        let done = |ttft, decode| Done {
+            ttft: millis(ttft),
+            decode: millis(decode),
+            output_tokens: 11,
+            credited_tokens: 60,
+            cached_tokens: 30,
+        };
+        let outcome = Outcome {
+            requests: 5,
+            prompt_tokens: 400,
+            refused: 1,
+            done: vec![done(10, 100), done(11, 100), done(10, 101), done(1, 1)],
+            ..Outcome::default()
+        };
+        let bounds = Bounds {
+            ttft: millis(10),
+            itl: millis(10),
+        };
+        assert_eq!(outcome.goodput(bounds), 0.4);
+        let figures = outcome.figures(bounds);
+        assert_eq!((figures.hit_rate, figures.credited_rate), (0.3, 0.6));
+    }
+}
