@@ -11,9 +11,12 @@
 //! positions, numbers and digests.
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod faulty;
 mod lease;
 mod memory;
 mod nats;
+mod registry_watch;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -23,14 +26,18 @@ use bytes::Bytes;
 use futures_util::Stream;
 use tokio::sync::{oneshot, watch};
 
-pub use lease::{Lease, LeaseLost};
+pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseLost, LeaseWrite};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
     ClockOffset, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats,
     NatsTls, SetupDifference, StreamRole, StreamUsage,
 };
+pub use registry_watch::RegistryWatch;
 
 use warmroute_proto::{LogPosition, StreamIdentity};
+
+/// Delay before a plane operation that failed is tried again.
+pub const RETRY_DELAY: Duration = Duration::from_millis(500);
 
 pub type PlaneFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, PlaneError>> + Send + 'a>>;
 

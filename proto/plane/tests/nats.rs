@@ -22,7 +22,7 @@ use futures_util::StreamExt;
 use nats_server::NatsServer;
 use tokio::time::{sleep, timeout};
 use warmroute_plane::{
-    Broadcast, Connection, InitConfig, Lease, LeaseLost, LogTail, NatsAuth, NatsConfig, NatsError,
+    Broadcast, Connection, InitConfig, Lease, LeaseWrite, LogTail, NatsAuth, NatsConfig, NatsError,
     NatsPlane, Plane, PlaneError, PutIf, RegistryEvent,
 };
 use warmroute_proto::{LogPosition, Namespace};
@@ -351,7 +351,7 @@ async fn a_renewal_without_an_answer_is_found_again() {
     let (mut other, other_revision) = acquire("wr.t.other").await;
     server.kill();
     for lease in [&mut own, &mut other] {
-        assert!(lease.renew("two".into()).await.is_err());
+        assert!(lease.write("two".into()).await.is_err());
     }
     server.restart().await;
     up(&plane).await;
@@ -362,9 +362,11 @@ async fn a_renewal_without_an_answer_is_found_again() {
     };
     write("wr.t.own", "two", own_revision).await;
     write("wr.t.other", "a stranger", other_revision).await;
-    assert_eq!(own.renew("three".into()).await, Ok(Ok(())));
-    assert_eq!(own.renew("four".into()).await, Ok(Ok(())));
-    assert_eq!(other.renew("three".into()).await, Ok(Err(LeaseLost)));
+    for value in ["three", "four"] {
+        let written = own.write(value.into()).await.unwrap();
+        assert!(matches!(written, LeaseWrite::Held(_)));
+    }
+    assert_eq!(other.write("three".into()).await, Ok(LeaseWrite::Lost));
 }
 
 #[tokio::test]

@@ -190,7 +190,7 @@ impl Plane for MemoryPlane {
     }
 
     fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>> {
-        let start = (Arc::clone(&self.shared), registry::Watch::new(prefix));
+        let start = (Arc::clone(&self.shared), registry::KeyWatch::new(prefix));
         let watch = stream::unfold(start, |(shared, mut watch)| async move {
             let event = next_event(&shared, &mut watch).await;
             Some((event, (shared, watch)))
@@ -306,7 +306,7 @@ async fn next_batch(
 }
 
 /// Waits until the registry has something for this watcher, or a lease runs out.
-async fn next_event(shared: &Shared, watch: &mut registry::Watch) -> RegistryEvent {
+async fn next_event(shared: &Shared, watch: &mut registry::KeyWatch) -> RegistryEvent {
     loop {
         let changed = shared.registry_changed.notified();
         tokio::pin!(changed);

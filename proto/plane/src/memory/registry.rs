@@ -1,19 +1,20 @@
 //! Keys with revisions and leases. Time is an argument.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use tokio::time::Instant;
 
+use crate::registry_watch::RegistryImage;
 use crate::{PlaneError, PutIf, RegistryEntry, RegistryEvent, Revision};
 
 #[derive(Default)]
 pub(super) struct Registry {
-    entries: BTreeMap<String, Held>,
+    keys: BTreeMap<String, LeasedEntry>,
     revision: u64,
 }
 
-struct Held {
+struct LeasedEntry {
     entry: RegistryEntry,
     expiry: Option<Instant>,
 }
@@ -21,7 +22,7 @@ struct Held {
 impl Registry {
     pub(super) fn get(&mut self, now: Instant, key: &str) -> Option<RegistryEntry> {
         self.expire(now);
-        self.entries.get(key).map(|held| held.entry.clone())
+        self.keys.get(key).map(|held| held.entry.clone())
     }
 
     pub(super) fn put(
@@ -33,7 +34,7 @@ impl Registry {
         expiry: Option<Instant>,
     ) -> Result<Revision, PlaneError> {
         self.expire(now);
-        let present = self.entries.get(&key).map(|held| held.entry.revision);
+        let present = self.keys.get(&key).map(|held| held.entry.revision);
         let holds = match condition {
             PutIf::Always => true,
             PutIf::Absent => present.is_none(),
@@ -45,7 +46,7 @@ impl Registry {
         self.revision += 1;
         let revision = Revision(self.revision);
         let entry = RegistryEntry { value, revision };
-        self.entries.insert(key, Held { entry, expiry });
+        self.keys.insert(key, LeasedEntry { entry, expiry });
         Ok(revision)
     }
 
@@ -56,9 +57,9 @@ impl Registry {
         revision: Revision,
     ) -> Result<(), PlaneError> {
         self.expire(now);
-        match self.entries.get(key) {
+        match self.keys.get(key) {
             Some(held) if held.entry.revision == revision => {
-                self.entries.remove(key);
+                self.keys.remove(key);
                 Ok(())
             }
             Some(_) | None => Err(PlaneError::Conflict),
@@ -66,70 +67,42 @@ impl Registry {
     }
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {
-        self.entries.values().filter_map(|held| held.expiry).min()
+        self.keys.values().filter_map(|held| held.expiry).min()
     }
 
     fn expire(&mut self, now: Instant) {
-        self.entries
+        self.keys
             .retain(|_, held| held.expiry.is_none_or(|expiry| expiry > now));
     }
 }
 
-/// What one watcher has been told. It compares instead of queueing, so that its memory is bounded by
-/// the keys that exist, however far behind it is; of several changes of a key it sees the last.
-pub(super) struct Watch {
+/// One watcher's position. It compares instead of queueing: its memory is bounded by the keys that
+/// exist, however far behind it is.
+pub(super) struct KeyWatch {
     prefix: String,
-    told: BTreeMap<String, Revision>,
-    pending: VecDeque<RegistryEvent>,
-    current: bool,
+    image: RegistryImage,
 }
 
-impl Watch {
-    pub(super) const fn new(prefix: String) -> Self {
-        Self {
-            prefix,
-            told: BTreeMap::new(),
-            pending: VecDeque::new(),
-            current: false,
-        }
+impl KeyWatch {
+    pub(super) fn new(prefix: String) -> Self {
+        let image = RegistryImage::default();
+        Self { prefix, image }
     }
 
     pub(super) fn next(&mut self, now: Instant, registry: &mut Registry) -> Option<RegistryEvent> {
-        if self.pending.is_empty() {
+        self.image.next().or_else(|| {
             registry.expire(now);
             self.compare(registry);
-        }
-        self.pending.pop_front()
+            self.image.next()
+        })
     }
 
     fn compare(&mut self, registry: &Registry) {
-        let present: BTreeMap<&String, &RegistryEntry> = registry
-            .entries
-            .range(self.prefix.clone()..)
-            .take_while(|(key, _)| key.starts_with(&self.prefix))
-            .map(|(key, held)| (key, &held.entry))
-            .collect();
-        let gone: BTreeSet<String> = self
-            .told
-            .keys()
-            .filter(|key| !present.contains_key(key))
-            .cloned()
-            .collect();
-        for key in gone {
-            self.told.remove(&key);
-            self.pending.push_back(RegistryEvent::Gone { key });
+        self.image.begin_listing();
+        let keys = registry.keys.range(self.prefix.clone()..);
+        for (key, held) in keys.take_while(|(key, _)| key.starts_with(&self.prefix)) {
+            self.image.put(key.clone(), held.entry.clone());
         }
-        for (key, entry) in present {
-            if self.told.insert(key.clone(), entry.revision) != Some(entry.revision) {
-                self.pending.push_back(RegistryEvent::Put {
-                    key: key.clone(),
-                    entry: entry.clone(),
-                });
-            }
-        }
-        if !self.current {
-            self.current = true;
-            self.pending.push_back(RegistryEvent::Current);
-        }
+        self.image.end_listing();
     }
 }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use futures_util::StreamExt;
 use tokio::time::timeout;
 use warmroute_plane::{
-    Broadcast, Connection, Lease, LeaseLost, LogMessage, LogTail, Plane, PlaneError, PlaneStream,
+    Broadcast, Connection, Lease, LeaseWrite, LogMessage, LogTail, Plane, PlaneError, PlaneStream,
     PutIf, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::LogPosition;
@@ -284,7 +284,8 @@ pub(crate) mod check {
             let mut lease = lease.await.unwrap().expect("free again in every round");
             for _ in 0..5 {
                 tokio::time::sleep(ttl / 4).await;
-                lease.renew(bytes("still me")).await.unwrap().unwrap();
+                let written = lease.write(bytes("still me")).await.unwrap();
+                assert!(matches!(written, LeaseWrite::Held(_)));
             }
             assert!(plane.get("wr.t.l".into()).await.unwrap().is_some());
             let gone = async {
@@ -295,7 +296,8 @@ pub(crate) mod check {
             timeout(SOON, gone)
                 .await
                 .unwrap_or_else(|_| panic!("round {round}"));
-            assert_eq!(lease.renew(bytes("late")).await.unwrap(), Err(LeaseLost));
+            let written = lease.write(bytes("late")).await.unwrap();
+            assert_eq!(written, LeaseWrite::Lost);
         }
     }
 
@@ -312,7 +314,8 @@ pub(crate) mod check {
         let one = acquire("one").await.expect("it finds its own value");
         one.release().await.unwrap();
         let mut two = acquire("two").await.expect("given back");
-        two.renew(bytes("two")).await.unwrap().unwrap();
+        let written = two.write(bytes("two")).await.unwrap();
+        assert!(matches!(written, LeaseWrite::Held(_)));
     }
 
     pub(crate) async fn watch_tells_present_then_changes(plane: Arc<dyn Plane>) {
