@@ -34,7 +34,7 @@ use warmroute_proto::{
 };
 
 use crate::service::Handle;
-use crate::view::{SourceDump, WorkerView};
+use warmroute_index::view::{SourceDump, WorkerView};
 
 /// A million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -96,13 +96,13 @@ pub fn metrics(handle: Handle) -> Router {
         .with_state(handle)
 }
 
-type Turns = Arc<Semaphore>;
+type RequestSlots = Arc<Semaphore>;
 
-fn turns(at_once: usize) -> Turns {
+fn turns(at_once: usize) -> RequestSlots {
     Arc::new(Semaphore::new(at_once))
 }
 
-async fn turn(turns: Turns) -> Result<OwnedSemaphorePermit, Refusal> {
+async fn turn(turns: RequestSlots) -> Result<OwnedSemaphorePermit, Refusal> {
     match timeout(TURN_DEADLINE, turns.acquire_owned()).await {
         Ok(Ok(turn)) => Ok(turn),
         Ok(Err(_)) | Err(_) => Err(Refusal {
@@ -114,7 +114,7 @@ async fn turn(turns: Turns) -> Result<OwnedSemaphorePermit, Refusal> {
 
 /// Nothing of the body is read before.
 async fn in_turn(
-    State(turns): State<Turns>,
+    State(turns): State<RequestSlots>,
     request: Request,
     next: Next,
 ) -> Result<Response, Refusal> {
@@ -397,7 +397,7 @@ async fn metrics_text(State(handle): State<Handle>) -> Response {
 /// One JSON value a line: each source, then its image as changes, parents first. Sources are
 /// dumped one by one as the body is read, each of one moment: memory is bounded by the largest.
 async fn dump(
-    State((handle, turns)): State<(Handle, Turns)>,
+    State((handle, turns)): State<(Handle, RequestSlots)>,
 ) -> Result<impl IntoResponse, Refusal> {
     let turn = turn(turns).await?;
     let sources = handle.digest().sources;

@@ -14,7 +14,7 @@ use warmroute_proto::registry::ResyncReason;
 use crate::fold::{HeartbeatVerdict, Verdict};
 use crate::same_log::Fit;
 
-pub(crate) use levels::{Levels, Memory, SourceLevel};
+pub(crate) use levels::{Levels, levels};
 
 /// A closed set of labels, each with its word.
 macro_rules! words {

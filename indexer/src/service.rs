@@ -7,7 +7,6 @@
 //! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
 //! answers, `register` says that this replica is there; `stall` knows how old what is read may be.
 
-mod folding;
 mod follow;
 mod queries;
 mod register;
@@ -28,6 +27,8 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
+use warmroute_index::view::{self, SourceDump, WorkerView};
+use warmroute_index::writer::{self, RECLAIM_MAX};
 use warmroute_plane::{
     Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, ServiceRequest,
 };
@@ -38,13 +39,12 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{DigestView, ViewPage, ViewPageRequest};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
+use crate::fair_lock::FairRwLock;
 use crate::fold::{Fold, HeartbeatVerdict, Verdict};
-use crate::metrics::{Metrics, QueryOutcome, unix_ns};
+use crate::metrics::{self, Metrics, QueryOutcome, unix_ns};
 use crate::query;
 use crate::snapshot::Schedule;
 use crate::snapshot::policy::Reading;
-use crate::turns::Turns;
-use crate::view::{self, SourceDump, WorkerView};
 
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
@@ -52,12 +52,6 @@ const BATCH_MAX: usize = 256;
 /// Payload bytes after which others have their turn: about 500 blocks, some 20 µs. A record larger than
 /// that is folded whole, so that nobody sees half of one.
 const LOCKED_BYTES_MAX: usize = 4 << 10;
-
-/// Nodes of dead generations that are given back between two steps.
-const RECLAIM_MAX: usize = 1024;
-
-/// Of these, while readers wait.
-const RECLAIM_TURN: usize = 64;
 
 /// How often patience is checked, and the log's end looked up. Short against the 5 s of a proof,
 /// whose age is rounded up by as much.
@@ -115,7 +109,7 @@ pub struct Handle {
 }
 
 struct Shared {
-    fold: Turns<Fold>,
+    fold: FairRwLock<Fold>,
     position: watch::Sender<LogPosition>,
     /// The registry was read once from start to end.
     registry_read: AtomicBool,
@@ -147,7 +141,7 @@ impl Service {
         } = config;
         let fold = Fold::new(&namespace, max_memory_bytes);
         let shared = Shared {
-            fold: Turns::new(fold),
+            fold: FairRwLock::new(fold),
             position: watch::Sender::new(LogPosition(0)),
             registry_read: AtomicBool::new(false),
             log_first: AtomicU64::new(0),
@@ -306,7 +300,7 @@ impl Handle {
 
     /// All metrics in Prometheus' text format.
     pub fn metrics_text(&self) -> Result<Vec<u8>, prometheus::Error> {
-        let levels = view::levels(&self.shared.read(), now());
+        let levels = metrics::levels(&self.shared.read(), now());
         let mut text = self.shared.metrics.text(&levels)?;
         if let Some(more) = self.shared.more_metrics.get() {
             text.extend_from_slice(more().as_bytes());

@@ -13,6 +13,7 @@ mod digest;
 pub mod hash;
 mod ids;
 pub mod load;
+pub mod message;
 pub mod query;
 mod record;
 pub mod registry;

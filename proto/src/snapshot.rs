@@ -2,7 +2,7 @@
 //! pointer to the newest ones.
 //!
 //! The head says of which log, up to which record, and what each source was; the tree's image follows
-//! it in the blob (`indexer/src/snapshot/format.rs`). Nothing in it depends on a clock of the writer.
+//! it in the blob (`indexer/index/src/snapshot/format.rs`). Nothing in it depends on a clock of the writer.
 
 use bincode::{Decode, Encode};
 

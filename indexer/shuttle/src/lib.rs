@@ -3,29 +3,29 @@
 //! reports as a deadlock, and endless spinning as too many steps).
 #![forbid(unsafe_code)]
 
-#[path = "../../src/turns.rs"]
-pub mod turns;
+#[path = "../../index/src/fair_lock.rs"]
+pub mod fair_lock;
 
 #[cfg(test)]
 mod tests {
     use shuttle::sync::Arc;
     use shuttle::{Config, Runner, check_pct, thread};
 
-    use super::turns::Turns;
+    use super::fair_lock::FairRwLock;
 
     const SCHEDULES: usize = 2000;
 
-    /// One writer, three readers, a few turns each.
-    fn turns() {
+    /// One writer, three readers, a few rounds each.
+    fn write_and_read() {
         const WRITES: u64 = 3;
-        let turns = Arc::new(Turns::new((0_u64, 0_u64)));
+        let lock = Arc::new(FairRwLock::new((0_u64, 0_u64)));
         let readers: Vec<_> = (0..3)
             .map(|_| {
-                let turns = Arc::clone(&turns);
+                let lock = Arc::clone(&lock);
                 thread::spawn(move || {
                     let mut last = 0;
                     for _ in 0..2 {
-                        let value = turns.read();
+                        let value = lock.read();
                         assert_eq!(value.0, value.1, "half a write is seen");
                         assert!(value.0 >= last, "a write is lost");
                         last = value.0;
@@ -35,10 +35,10 @@ mod tests {
             .collect();
         for written in 0..WRITES {
             // What it does ahead, it does for readers that it knows of.
-            if turns.is_read() {
-                assert_eq!(*turns.read_own(), (written, written), "only it writes");
+            if lock.has_recent_readers() {
+                assert_eq!(*lock.read_as_writer(), (written, written), "only it writes");
             }
-            let mut value = turns.write();
+            let mut value = lock.write();
             value.0 += 1;
             thread::yield_now();
             value.1 += 1;
@@ -46,26 +46,26 @@ mod tests {
         for reader in readers {
             reader.join().unwrap();
         }
-        assert_eq!(*turns.read(), (WRITES, WRITES));
+        assert_eq!(*lock.read(), (WRITES, WRITES));
     }
 
     #[test]
     fn at_random() {
         let scheduler = shuttle::scheduler::RandomScheduler::new(SCHEDULES);
-        Runner::new(scheduler, Config::new()).run(turns);
+        Runner::new(scheduler, Config::new()).run(write_and_read);
     }
 
     #[test]
     fn with_priorities_that_change_a_few_times() {
-        check_pct(turns, SCHEDULES, 3);
+        check_pct(write_and_read, SCHEDULES, 3);
     }
 
     #[test]
     fn two_writers_exclude_each_other() {
         shuttle::check_random(
             || {
-                let turns = Arc::new(Turns::new(0_u64));
-                let other = Arc::clone(&turns);
+                let lock = Arc::new(FairRwLock::new(0_u64));
+                let other = Arc::clone(&lock);
                 let writer = thread::spawn(move || {
                     let mut value = other.write();
                     let seen = *value;
@@ -73,13 +73,13 @@ mod tests {
                     *value = seen + 1;
                 });
                 {
-                    let mut value = turns.write();
+                    let mut value = lock.write();
                     let seen = *value;
                     thread::yield_now();
                     *value = seen + 1;
                 }
                 writer.join().unwrap();
-                assert_eq!(*turns.read(), 2);
+                assert_eq!(*lock.read(), 2);
             },
             SCHEDULES,
         );

@@ -1,12 +1,14 @@
 //! What is read off the fold, the process and the connection when somebody asks.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use prometheus::proto::MetricFamily;
 use prometheus::{Gauge, GaugeVec, IntCounter, IntGauge, IntGaugeVec, Registry};
 use warmroute_proto::Source;
-use warmroute_proto::query::SourceState;
+use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::view::SourceFault;
+
+use crate::fold::{Fold, SourceStanding};
 
 use super::{gauge, options};
 
@@ -258,6 +260,41 @@ impl Scrape {
 
 fn labels(source: &Source) -> [String; 2] {
     [source.worker.to_string(), source.dp_rank.to_string()]
+}
+
+/// The levels of the fold.
+pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
+    let level = |(source, standing): (&Source, SourceStanding)| SourceLevel {
+        source: source.clone(),
+        state: standing.states.gpu,
+        is_set_aside: standing.reason == Some(UnknownReason::Memory),
+        generation: standing.generation.map(|generation| generation.0),
+        number: standing.number.map(|number| number.0),
+        blocks: standing.digest.map(|digest| digest.count),
+        proof_age: standing.proof_age,
+        engine_seq: standing.engine_seq.map(|seq| seq.0),
+        record_age: standing.record_age,
+        on_its_way: standing.on_its_way,
+        state_age: standing.state_age,
+        begun_lately: standing.begun_lately,
+        doubt: standing.doubt,
+    };
+    Levels {
+        sources: fold.standings(now).map(level).collect(),
+        nodes: fold.tree().nodes(),
+        bytes: fold.tree().bytes(),
+        memory: Memory {
+            estimated: fold.bytes(),
+            bound: fold.bytes_max(),
+            set_asides: fold.set_aside_and_returned().0,
+            returns: fold.set_aside_and_returned().1,
+            forgotten: fold.forgotten(),
+        },
+        position: fold.position().0,
+        lag: fold.lag(),
+        lag_age: fold.lag_age(now),
+        jumps: fold.jumps(),
+    }
 }
 
 pub(super) fn gather(levels: &Levels) -> Result<Vec<MetricFamily>, prometheus::Error> {

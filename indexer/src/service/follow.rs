@@ -245,7 +245,7 @@ impl Worker {
         live_from: LogPosition,
     ) -> Result<(), PlaneError> {
         if let Some(first) = batch.first()
-            && self.shared.fold.read_own().would_jump(first.position)
+            && self.shared.fold.read_as_writer().would_jump(first.position)
         {
             self.jumped(first.position).await?;
         }
@@ -288,7 +288,7 @@ impl Worker {
             .iter()
             .map(|message| Parsed::of(&self.subjects, message))
             .collect();
-        let (verdicts, position) = folding::fold(&self.shared.fold, &parsed, now());
+        let (verdicts, position) = writer::apply(&self.shared.fold, &parsed, now());
         self.shared.position.send_replace(position);
         for (message, verdict) in now_taken.iter().zip(verdicts) {
             self.shared.metrics.record(verdict);

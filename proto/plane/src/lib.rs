@@ -34,7 +34,9 @@ pub use nats::{
 };
 pub use registry_watch::RegistryWatch;
 
-use warmroute_proto::{LogPosition, StreamIdentity};
+pub use warmroute_proto::message::{Broadcast, LogMessage, LogStatus};
+
+use warmroute_proto::LogPosition;
 
 /// Delay before a plane operation that failed is tried again.
 pub const RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -55,38 +57,6 @@ pub enum PlaneError {
     /// More bytes than the plane takes at once.
     #[error("{bytes} bytes exceed the plane's limit of {max}")]
     TooLarge { bytes: usize, max: usize },
-}
-
-/// One message of the log.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogMessage {
-    pub position: LogPosition,
-    pub subject: String,
-    pub payload: Bytes,
-    /// When the log took it, nanoseconds since the Unix epoch. With the payload it tells whether the
-    /// message at a position is still the same.
-    pub stored_unix_ns: u64,
-}
-
-/// One broadcast message. The plane says who may publish to a subject, never what: a payload speaks for
-/// whom the subject stands for, and for nobody else.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Broadcast {
-    pub subject: String,
-    pub payload: Bytes,
-}
-
-/// What the log is and holds now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LogStatus {
-    pub identity: StreamIdentity,
-    /// The oldest message kept; one past `last` when none is.
-    pub first: LogPosition,
-    /// The newest message ever taken; 0 before the first.
-    pub last: LogPosition,
-    /// When it was asked, by the clock that stamps messages; 0 if the log does not tell. Good for
-    /// comparisons with [`LogMessage::stored_unix_ns`] and with what others were told, and for nothing else.
-    pub now_unix_ns: u64,
 }
 
 /// A registry value with the revision that a conditional write names.

@@ -1,20 +1,11 @@
-//! Warmroute's tree. Its sources are compiled in here, because the indexer's crate asks for another
-//! tokio than the peer pins.
-
-#[path = "../../../indexer/src/tree/mod.rs"]
-#[allow(dead_code, unused_imports, unreachable_pub)]
-mod tree;
-
-#[path = "../../../indexer/src/turns.rs"]
-#[allow(dead_code, unreachable_pub)]
-mod turns;
+//! Warmroute's tree behind the indexer's lock.
 
 use rustc_hash::FxHashMap;
+use warmroute_index::fair_lock::FairRwLock;
+use warmroute_index::tree::{self, Growth, SourceNumber, Tree};
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tiers};
 
-use self::tree::{Growth, SourceNumber, Tree};
-use self::turns::Turns;
 use crate::index::Index;
 use crate::workload::{Event, TOKENS_PER_BLOCK};
 
@@ -71,7 +62,7 @@ impl Translator {
 }
 
 pub struct Ours {
-    tree: Turns<Tree>,
+    tree: FairRwLock<Tree>,
     numbers: Vec<SourceNumber>,
 }
 
@@ -88,7 +79,7 @@ impl Ours {
         let mut changes = changes.peekable();
         while let Some((worker, change)) = changes.next() {
             let mut room = Growth::TURN.saturating_sub(blocks(&change));
-            if tree::is_long(std::slice::from_ref(&change)) && self.tree.is_read() {
+            if tree::is_long(std::slice::from_ref(&change)) && self.tree.has_recent_readers() {
                 self.make_ready(worker, &change, &mut scratch);
             }
             turn.push((worker, change));
@@ -103,7 +94,7 @@ impl Ours {
 
     fn make_ready(&self, worker: u32, change: &Change, scratch: &mut Vec<PrefixHash>) {
         let number = self.numbers[worker as usize];
-        let mut growth = self.tree.read_own().warm(number, change, scratch);
+        let mut growth = self.tree.read_as_writer().warm(number, change, scratch);
         while growth.left() > Growth::TURN {
             self.tree.write().grow(change, &mut growth);
         }
@@ -130,7 +121,7 @@ impl Index for Ours {
         let mut tree = Tree::new();
         let numbers: Vec<_> = (0..workers).map(|_| tree.open()).collect();
         Self {
-            tree: Turns::new(tree),
+            tree: FairRwLock::new(tree),
             numbers,
         }
     }
@@ -193,7 +184,7 @@ impl Index for Ours {
     fn restore(&self, snapshot: &[u8]) -> Option<Self> {
         let (tree, numbers) = Tree::from_image(snapshot).ok()?;
         Some(Self {
-            tree: Turns::new(tree),
+            tree: FairRwLock::new(tree),
             numbers,
         })
     }

@@ -1,5 +1,5 @@
 //! Snapshots of a large fold: how long the log waits, what readers feel, how fast one is read back.
-//! `cargo bench -p warmroute-indexer --bench snapshot [-- ENTRIES]`, 2 million (source, block) pairs
+//! `cargo bench -p warmroute-index --bench snapshot [-- ENTRIES]`, 2 million (source, block) pairs
 //! by default.
 //!
 //! Lookups run on a thread of their own, once beside nothing and once beside one cut after the other;
@@ -15,12 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_indexer::fold::{Fold, Verdict};
-use warmroute_indexer::query::Prepared;
-use warmroute_indexer::snapshot::{Restored, format};
-use warmroute_indexer::turns::Turns;
-use warmroute_plane::LogMessage;
+use warmroute_index::fair_lock::FairRwLock;
+use warmroute_index::fold::{Fold, Verdict};
+use warmroute_index::query::Prepared;
+use warmroute_index::snapshot::{Restored, format};
 use warmroute_proto::hash::{LocalHash, PrefixHash, prefix_hashes};
+use warmroute_proto::message::LogMessage;
 use warmroute_proto::query::IndexQuery;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
@@ -180,7 +180,7 @@ fn build(entries: usize) -> (World, Vec<IndexQuery>) {
 
 /// Sorted times of lookups, one after the other, until told to stop.
 fn look(
-    fold: &Turns<Fold>,
+    fold: &FairRwLock<Fold>,
     queries: &[IndexQuery],
     now: Instant,
     stop: &AtomicBool,
@@ -213,7 +213,7 @@ fn told(what: &str, times: &[Duration]) -> Duration {
 
 /// Lookups while `beside` runs.
 fn beside(
-    fold: &Turns<Fold>,
+    fold: &FairRwLock<Fold>,
     queries: &[IndexQuery],
     now: Instant,
     beside: impl FnOnce(),
@@ -242,7 +242,7 @@ fn main() {
         world.fold.tree().bytes() / 1_000_000,
         log_bytes / 1_000_000,
     );
-    let fold = Turns::new(world.fold);
+    let fold = FairRwLock::new(world.fold);
     let quiet = beside(&fold, &queries, now, || std::thread::sleep(LOOKING));
     let quiet = told("alone", &quiet);
     let mut cuts = Vec::new();

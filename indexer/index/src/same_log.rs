@@ -4,7 +4,7 @@
 //! whoever starts, reconnects or doubts looks it up again. Used for the applied position of a running
 //! indexer and for the position of a snapshot alike. Pure: values in, a verdict out.
 
-use warmroute_plane::{LogMessage, LogStatus};
+use warmroute_proto::message::{LogMessage, LogStatus};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::{LogPosition, StreamIdentity};
 use xxhash_rust::xxh3::xxh3_64;

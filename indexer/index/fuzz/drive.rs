@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use warmroute_indexer::tree::{ChangeError, Growth, SourceNumber, TierMask, Tree};
+use warmroute_index::tree::{ChangeError, Growth, SourceNumber, TierMask, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier, Tiers};
 

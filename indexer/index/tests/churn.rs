@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-use warmroute_indexer::tree::{SourceNumber, Tree};
+use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
 
@@ -183,7 +183,7 @@ fn memory_does_not_grow_under_churn() {
     soak(20_000_000);
 }
 
-/// `cargo test --release -p warmroute-indexer --test churn -- --ignored`
+/// `cargo test --release -p warmroute-index --test churn -- --ignored`
 #[test]
 #[ignore = "some minutes in a release build"]
 fn memory_does_not_grow_under_churn_for_long() {

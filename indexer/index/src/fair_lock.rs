@@ -34,9 +34,9 @@ const REMEMBERED: u32 = 256;
 
 /// The counters stand beside the lock's own, which readers and writer pass to each other anyway.
 #[repr(C)]
-pub struct Turns<T> {
+pub struct FairRwLock<T> {
     readers_waiting: AtomicU32,
-    /// Turns until the last reader is forgotten. A hint: it orders nothing, and may miss one.
+    /// FairRwLock until the last reader is forgotten. A hint: it orders nothing, and may miss one.
     remembered: AtomicU32,
     value: RwLock<T>,
 }
@@ -61,7 +61,7 @@ fn look<Found>(mut attempt: impl FnMut() -> Option<Found>) -> Option<Found> {
     })
 }
 
-impl<T> Turns<T> {
+impl<T> FairRwLock<T> {
     pub const fn new(value: T) -> Self {
         Self {
             readers_waiting: AtomicU32::new(0),
@@ -74,11 +74,11 @@ impl<T> Turns<T> {
         if self.remembered.load(Ordering::Relaxed) < REMEMBERED / 2 {
             self.remembered.store(REMEMBERED, Ordering::Relaxed);
         }
-        self.read_own()
+        self.read_as_writer()
     }
 
     /// Did anybody read lately? For the one that writes, once a turn.
-    pub fn is_read(&self) -> bool {
+    pub fn has_recent_readers(&self) -> bool {
         let left = self.remembered.load(Ordering::Relaxed);
         if left > 0 {
             self.remembered.store(left - 1, Ordering::Relaxed);
@@ -87,7 +87,7 @@ impl<T> Turns<T> {
     }
 
     /// Reads for the one that writes: it is not remembered.
-    pub fn read_own(&self) -> RwLockReadGuard<'_, T> {
+    pub fn read_as_writer(&self) -> RwLockReadGuard<'_, T> {
         if let Some(guard) = taken(self.value.try_read()) {
             return guard;
         }
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn writer_and_readers_all_get_their_turns() {
-        let turns = Turns::new((0_u64, 0_u64));
+        let turns = FairRwLock::new((0_u64, 0_u64));
         let stop = AtomicBool::new(false);
         let (written, reads) = std::thread::scope(|scope| {
             let readers: Vec<_> = (0..3)
@@ -150,17 +150,17 @@ mod tests {
 
     #[test]
     fn readers_are_remembered_for_a_while() {
-        let turns = Turns::new(());
-        drop(turns.read_own());
-        assert!(!turns.is_read());
+        let turns = FairRwLock::new(());
+        drop(turns.read_as_writer());
+        assert!(!turns.has_recent_readers());
         drop(turns.read());
-        let remembered = (0..).take_while(|_| turns.is_read()).count();
+        let remembered = (0..).take_while(|_| turns.has_recent_readers()).count();
         assert_eq!(remembered, REMEMBERED as usize);
     }
 
     #[test]
     fn lock_goes_on_after_a_panic() {
-        let turns = Turns::new(1);
+        let turns = FairRwLock::new(1);
         let panicked = std::thread::scope(|scope| {
             scope
                 .spawn(|| {

@@ -1,6 +1,6 @@
 //! A message of the log or a heartbeat, read: done without the fold, so that nobody waits for it.
 
-use warmroute_plane::{Broadcast, LogMessage};
+use warmroute_proto::message::{Broadcast, LogMessage};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Change, Heartbeat, Record, Source, codec};

@@ -29,7 +29,7 @@ mod stall;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use warmroute_plane::{Broadcast, LogMessage};
+use warmroute_proto::message::{Broadcast, LogMessage};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
 use warmroute_proto::snapshot::RecordMark;

@@ -1,7 +1,7 @@
 //! What the tree and the fold say that they keep, against what the process takes.
 //!
 //! Each shape of holdings is built in a process of its own, this test's executable, because an allocator
-//! does not give everything back. `cargo test -p warmroute-indexer --test memory -- --nocapture` prints the
+//! does not give everything back. `cargo test -p warmroute-index --test memory -- --nocapture` prints the
 //! ratios.
 #![expect(
     clippy::unwrap_used,
@@ -12,10 +12,10 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use warmroute_indexer::fold::{Fold, Verdict};
-use warmroute_indexer::tree::{SourceNumber, Tree};
-use warmroute_plane::LogMessage;
+use warmroute_index::fold::{Fold, Verdict};
+use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::message::LogMessage;
 use warmroute_proto::query::UnknownReason;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{

@@ -2,7 +2,7 @@
 //!
 //! Counted as it changes, so that asking costs nothing. Lists count with their capacity, and every
 //! allocation with what the allocator adds to it; what that leaves out (gaps that fit nothing) is measured
-//! by `tests/memory.rs`, and added by the fold.
+//! by `indexer/index/tests/memory.rs`, and added by the fold.
 
 use super::blocks::CHUNK;
 use super::{Holdings, Tree};

@@ -1,5 +1,5 @@
 //! The tree on a small agentic workload: sessions of a few tenants grow turn by turn, move between
-//! workers, and are evicted from their ends. `cargo bench -p warmroute-indexer`.
+//! workers, and are evicted from their ends. `cargo bench -p warmroute-index`.
 //!
 //! It answers how long a lookup and a change take and what a block costs here; the comparison with
 //! others is `tests/bench-tree`. Every answer is checked against a walk over sets first.
@@ -14,7 +14,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use warmroute_indexer::tree::{SourceNumber, Tree};
+use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tier};
 

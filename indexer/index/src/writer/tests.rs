@@ -1,6 +1,6 @@
 use bytes::Bytes;
 use proptest::prelude::*;
-use warmroute_plane::LogMessage;
+use warmroute_proto::message::LogMessage;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{LocalHash, Record, Tier, codec, hash};
@@ -136,11 +136,11 @@ fn log(events: &[Event]) -> Vec<LogMessage> {
     messages.collect()
 }
 
-fn empty() -> (Turns<Fold>, Instant) {
+fn empty() -> (FairRwLock<Fold>, Instant) {
     let world = World::new();
     let mut fold = Fold::new(&namespace(), None);
     fold.follow(IDENTITY);
-    (Turns::new(fold), world.now)
+    (FairRwLock::new(fold), world.now)
 }
 
 proptest! {

@@ -10,24 +10,33 @@ use std::time::Instant;
 
 use warmroute_proto::{Change, LogPosition, PrefixHash};
 
-use super::{RECLAIM_MAX, RECLAIM_TURN};
+use crate::fair_lock::FairRwLock;
 use crate::fold::{Fold, Parsed, Verdict};
 use crate::tree::{Growth, SourceNumber};
-use crate::turns::Turns;
 
-/// Their verdicts, and where the fold is then.
-pub(super) fn fold(
-    fold: &Turns<Fold>,
+/// Blocks of dead generations that are freed between two batches.
+pub const RECLAIM_MAX: usize = 1024;
+
+/// Blocks of dead generations that are freed under one lock while there are readers.
+const RECLAIM_TURN: usize = 64;
+
+/// Applies messages. Returns their verdicts, and the fold's position after them.
+pub fn apply(
+    fold: &FairRwLock<Fold>,
     messages: &[Parsed],
     now: Instant,
 ) -> (Vec<Verdict>, LogPosition) {
-    match fold.is_read() {
+    match fold.has_recent_readers() {
         true => beside_readers(fold, messages, now),
         false => at_once(fold, messages, now),
     }
 }
 
-fn at_once(fold: &Turns<Fold>, messages: &[Parsed], now: Instant) -> (Vec<Verdict>, LogPosition) {
+fn at_once(
+    fold: &FairRwLock<Fold>,
+    messages: &[Parsed],
+    now: Instant,
+) -> (Vec<Verdict>, LogPosition) {
     let mut fold = fold.write();
     let verdicts = messages
         .iter()
@@ -38,7 +47,7 @@ fn at_once(fold: &Turns<Fold>, messages: &[Parsed], now: Instant) -> (Vec<Verdic
 }
 
 fn beside_readers(
-    fold: &Turns<Fold>,
+    fold: &FairRwLock<Fold>,
     messages: &[Parsed],
     now: Instant,
 ) -> (Vec<Verdict>, LogPosition) {
@@ -46,7 +55,7 @@ fn beside_readers(
     let mut verdicts = Vec::with_capacity(messages.len());
     let mut rest = messages;
     while let Some(first) = rest.first() {
-        let to_come = fold.read_own().to_come(first);
+        let to_come = fold.read_as_writer().to_come(first);
         if let Some((number, changes)) = to_come {
             make_ready(fold, number, changes, &mut scratch);
         }
@@ -64,7 +73,7 @@ fn beside_readers(
             break;
         }
     }
-    (verdicts, fold.read_own().position())
+    (verdicts, fold.read_as_writer().position())
 }
 
 /// How many messages are folded in one turn: one, and short ones with it.
@@ -79,7 +88,7 @@ fn turn(messages: &[Parsed]) -> usize {
 
 /// Does for the changes of a record what can be done before readers are kept out.
 fn make_ready(
-    fold: &Turns<Fold>,
+    fold: &FairRwLock<Fold>,
     number: SourceNumber,
     changes: &[Change],
     scratch: &mut Vec<PrefixHash>,
@@ -89,7 +98,7 @@ fn make_ready(
         _ => 0,
     };
     for change in changes {
-        let mut growth = fold.read_own().tree().warm(number, change, scratch);
+        let mut growth = fold.read_as_writer().tree().warm(number, change, scratch);
         while growth.left() > leave {
             fold.write().grow(change, &mut growth);
         }

@@ -135,7 +135,7 @@ fn what_was_taken_back_does_not_come_back_with_a_late_word() {
 
 /// Shims of version 1, and whoever was not told the log's clock.
 #[test]
-fn who_says_no_time_is_believed_as_of_when_it_is_read() {
+fn who_says_no_time_is_believed_as_of_when_it_has_recent_readers() {
     let mut late = Late::new();
     let mut kept = late.record("b");
     kept.sent_at = None;

@@ -3,13 +3,12 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
 use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
 
 use crate::fold::{Fold, SourceStanding};
-use crate::metrics::{Levels, Memory, SourceLevel};
 
 /// One worker: what the registry says of it, and its sources.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -46,7 +45,7 @@ pub struct SourceDump {
     pub changes: Option<Vec<Change>>,
 }
 
-pub(crate) fn digest(fold: &Fold, now: Instant) -> DigestView {
+pub fn digest(fold: &Fold, now: Instant) -> DigestView {
     DigestView {
         position: fold.log().map(|_| fold.position()),
         sources: fold
@@ -56,7 +55,7 @@ pub(crate) fn digest(fold: &Fold, now: Instant) -> DigestView {
     }
 }
 
-pub(crate) fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
+pub fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
     let mut views: Vec<WorkerView> = fold
         .workers()
         .map(|worker| WorkerView {
@@ -85,7 +84,7 @@ pub(crate) fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
     views
 }
 
-pub(crate) fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceDump> {
+pub fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceDump> {
     let (source, standing) = fold.standings(now).find(|(known, _)| *known == source)?;
     Some(SourceDump {
         digest: source_digest(source, &standing),
@@ -94,7 +93,7 @@ pub(crate) fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceD
 }
 
 /// A page of what the fold is, without what only the process knows: readiness, clock, snapshots.
-pub(crate) fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage {
+pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage {
     let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
     let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);
     let mut wanted = fold
@@ -135,40 +134,6 @@ fn full_view(source: &Source, standing: &SourceStanding) -> view::SourceView {
 
 fn milliseconds(age: Duration) -> u64 {
     u64::try_from(age.as_millis()).unwrap_or(u64::MAX)
-}
-
-pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
-    let level = |(source, standing): (&Source, SourceStanding)| SourceLevel {
-        source: source.clone(),
-        state: standing.states.gpu,
-        is_set_aside: standing.reason == Some(UnknownReason::Memory),
-        generation: standing.generation.map(|generation| generation.0),
-        number: standing.number.map(|number| number.0),
-        blocks: standing.digest.map(|digest| digest.count),
-        proof_age: standing.proof_age,
-        engine_seq: standing.engine_seq.map(|seq| seq.0),
-        record_age: standing.record_age,
-        on_its_way: standing.on_its_way,
-        state_age: standing.state_age,
-        begun_lately: standing.begun_lately,
-        doubt: standing.doubt,
-    };
-    Levels {
-        sources: fold.standings(now).map(level).collect(),
-        nodes: fold.tree().nodes(),
-        bytes: fold.tree().bytes(),
-        memory: Memory {
-            estimated: fold.bytes(),
-            bound: fold.bytes_max(),
-            set_asides: fold.set_aside_and_returned().0,
-            returns: fold.set_aside_and_returned().1,
-            forgotten: fold.forgotten(),
-        },
-        position: fold.position().0,
-        lag: fold.lag(),
-        lag_age: fold.lag_age(now),
-        jumps: fold.jumps(),
-    }
 }
 
 fn source_digest(source: &Source, standing: &SourceStanding) -> SourceDigest {

@@ -84,8 +84,8 @@ pub(super) struct Memory {
 }
 
 impl Fold {
-    /// What the fold keeps, in use or free: an estimate, which `tests/memory.rs` compares with what the
-    /// process takes.
+    /// Estimated bytes of the whole fold, in use or free. `indexer/index/tests/memory.rs` compares it
+    /// with the resident memory.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let sources = self.sources.len() * SOURCE_BYTES + self.workers.len() * WORKER_BYTES;
