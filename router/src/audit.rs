@@ -174,7 +174,7 @@ mod tests {
 
     use super::*;
     use crate::route::audit::{SETTLE, STRIKES};
-    use crate::route::{Ask, Core, Health, Knobs, Settings};
+    use crate::route::{Core, CoreConfig, Health, Knobs, RouteRequest};
 
     const IDENTITY: StreamIdentity = StreamIdentity {
         created_unix_ns: 1,
@@ -192,7 +192,7 @@ mod tests {
 
     impl World {
         fn new() -> Self {
-            let core = Core::new(Settings {
+            let core = Core::new(CoreConfig {
                 knobs: Knobs::default(),
                 router: RouterId([1; 16]),
                 incarnation: Generation(1),
@@ -250,7 +250,7 @@ mod tests {
         /// A request that was routed by what the index said. The blocks that it was credited.
         async fn route(&self, prompt: &Arc<Prompt>) -> (Case, u32) {
             let answer = self.index.ask(prompt.blocks()).await.unwrap();
-            let ask = Ask {
+            let ask = RouteRequest {
                 model: "m",
                 prompt,
                 exclude: &[],

@@ -7,7 +7,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
 use crate::openai::{self, ErrorType};
-use crate::route::{AdmitError, Refusal};
+use crate::route::{AdmitError, RouteRefusal};
 
 /// A request that the router answers itself, because it cannot be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -102,15 +102,15 @@ impl From<AdmitError> for ApiError {
     }
 }
 
-impl From<Refusal> for ApiError {
-    fn from(refusal: Refusal) -> Self {
+impl From<RouteRefusal> for ApiError {
+    fn from(refusal: RouteRefusal) -> Self {
         match refusal {
-            Refusal::UnknownModel(model) => Self::UnknownModel(model),
-            Refusal::NoWorkers
-            | Refusal::AllUnhealthy
-            | Refusal::AllDraining
-            | Refusal::AllTried => Self::NoWorker,
-            Refusal::Full { .. } => Self::AllFull,
+            RouteRefusal::UnknownModel(model) => Self::UnknownModel(model),
+            RouteRefusal::NoWorkers
+            | RouteRefusal::AllUnhealthy
+            | RouteRefusal::AllDraining
+            | RouteRefusal::AllTried => Self::NoWorker,
+            RouteRefusal::Full { .. } => Self::AllFull,
         }
     }
 }

@@ -256,7 +256,7 @@ impl Metrics {
         let scraped = Scraped {
             loads: &[],
             workers: &[],
-            core: &crate::route::Counts::default(),
+            core: &crate::route::CoreCounts::default(),
             sync: None,
             leaving: false,
         };
@@ -272,7 +272,7 @@ mod tests {
     use warmroute_proto::DpRank;
 
     use super::*;
-    use crate::route::{Counts, SourceLoad};
+    use crate::route::{CoreCounts, SourceLoad};
 
     #[test]
     fn a_workers_series_end_with_the_worker() {
@@ -295,7 +295,7 @@ mod tests {
             let scraped = Scraped {
                 loads,
                 workers,
-                core: &Counts::default(),
+                core: &CoreCounts::default(),
                 sync: None,
                 leaving: false,
             };

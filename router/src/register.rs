@@ -222,7 +222,7 @@ mod tests {
     use warmroute_proto::{BlockSize, Generation, RouterId};
 
     use super::*;
-    use crate::route::{Core, Knobs, Settings};
+    use crate::route::{Core, CoreConfig, Knobs};
     use crate::shared_core::SharedCore;
 
     fn entry(worker: &str, tokens: Option<u32>) -> WorkerEntry {
@@ -242,7 +242,7 @@ mod tests {
 
     /// What is found of workers in the order of their names. `told`: by the operator.
     fn check_blocks(told: Option<u32>, workers: &[Option<u32>], expected: &[&str]) {
-        let core = Core::new(Settings {
+        let core = Core::new(CoreConfig {
             knobs: Knobs::default(),
             router: RouterId([0; 16]),
             incarnation: Generation(1),

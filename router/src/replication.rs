@@ -1,6 +1,6 @@
 //! The shell of [`crate::sync`]: one task that carries what replicas say through the plane.
 //!
-//! It holds the desk's lock for one call of `Books` at a time, never across an await, and decides
+//! It holds the desk's lock for one call of `LoadState` at a time, never across an await, and decides
 //! nothing. What it waits for beside messages: questions of peers, answers to its own, the lease that
 //! gives incarnations, the registry that names the other routers, and the clock.
 
@@ -25,7 +25,7 @@ use warmroute_proto::RouterId;
 use warmroute_proto::subject::Subjects;
 
 use crate::shared_core::SharedCore;
-use crate::sync::{ASK_TIMEOUT, AskId, Effect, Link, Replica, Snapshot, TICK};
+use crate::sync::{ASK_TIMEOUT, AskId, LoadReplica, PlaneLink, ReplicaEffect, ReplicaStatus, TICK};
 use books::DeskBooks;
 use lease::{Keeper, Outcome};
 
@@ -50,16 +50,16 @@ pub struct Replication {
     desk: Arc<SharedCore>,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
-    views: mpsc::Receiver<oneshot::Sender<Snapshot>>,
+    views: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
 }
 
 /// Asks a running replica what it knows.
 #[derive(Clone, Debug)]
-pub struct Handle(mpsc::Sender<oneshot::Sender<Snapshot>>);
+pub struct Handle(mpsc::Sender<oneshot::Sender<ReplicaStatus>>);
 
 impl Handle {
     /// None if the replica does not run.
-    pub async fn snapshot(&self) -> Option<Snapshot> {
+    pub async fn snapshot(&self) -> Option<ReplicaStatus> {
         let (reply, answer) = oneshot::channel();
         self.0.send(reply).await.ok()?;
         answer.await.ok()
@@ -94,7 +94,7 @@ impl Replication {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let lease = Keeper::new(Arc::clone(&self.plane), &self.subjects, self.router);
         let mut talk = Talk {
-            replica: Replica::new(self.router, now),
+            replica: LoadReplica::new(self.router, now),
             books: DeskBooks(self.desk),
             connection: self.plane.connection(),
             plane: self.plane,
@@ -106,8 +106,8 @@ impl Replication {
             ticks,
         };
         // From here on its changes are told.
-        if link(&mut talk.connection) == Link::Down {
-            talk.replica.link(Link::Down, now);
+        if link(&mut talk.connection) == PlaneLink::Down {
+            talk.replica.link(PlaneLink::Down, now);
         }
         while !stop.is_cancelled() {
             let opened = stop.run_until_cancelled(talk.open(self.router)).await;
@@ -128,14 +128,14 @@ type Answered = (RouterId, AskId, Option<Bytes>);
 
 /// A replica with what it needs to be heard.
 struct Talk {
-    replica: Replica,
+    replica: LoadReplica,
     books: DeskBooks,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     connection: watch::Receiver<Connection>,
     /// One for a peer at most, and one echo.
     questions: FuturesUnordered<BoxFuture<'static, Answered>>,
-    views: mpsc::Receiver<oneshot::Sender<Snapshot>>,
+    views: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
     lease: Keeper,
     ready: Option<Box<dyn FnOnce() + Send>>,
     ticks: Interval,
@@ -159,7 +159,7 @@ enum Event {
     Written,
     Due,
     Tick,
-    View(oneshot::Sender<Snapshot>),
+    View(oneshot::Sender<ReplicaStatus>),
 }
 
 impl Talk {
@@ -272,8 +272,8 @@ impl Talk {
     async fn act(&mut self) {
         while let Some(effect) = self.replica.effect() {
             match effect {
-                Effect::Publish(bytes) => self.publish(bytes).await,
-                Effect::Ask { peer, id, question } => {
+                ReplicaEffect::Publish(bytes) => self.publish(bytes).await,
+                ReplicaEffect::Ask { peer, id, question } => {
                     let subject = self.subjects.load_requests(peer);
                     let plane = Arc::clone(&self.plane);
                     let asked = async move {
@@ -282,8 +282,8 @@ impl Talk {
                     };
                     self.questions.push(asked.boxed());
                 }
-                Effect::TakeIncarnation => self.lease.want(),
-                Effect::Ready => {
+                ReplicaEffect::TakeIncarnation => self.lease.want(),
+                ReplicaEffect::Ready => {
                     if let Some(ready) = self.ready.take() {
                         ready();
                     }
@@ -314,9 +314,9 @@ impl Talk {
     }
 }
 
-fn link(connection: &mut watch::Receiver<Connection>) -> Link {
+fn link(connection: &mut watch::Receiver<Connection>) -> PlaneLink {
     match *connection.borrow_and_update() {
-        Connection::Up => Link::Up,
-        Connection::Down => Link::Down,
+        Connection::Up => PlaneLink::Up,
+        Connection::Down => PlaneLink::Down,
     }
 }

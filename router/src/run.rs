@@ -35,7 +35,7 @@ use crate::proxy::{self, App, Budget};
 use crate::ready::{Ready, notice};
 use crate::register::Registrar;
 use crate::replication::{self, Replication};
-use crate::route::{Core, Settings};
+use crate::route::{Core, CoreConfig};
 use crate::shared_core::SharedCore;
 use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
@@ -245,7 +245,7 @@ impl Parts {
     ) -> Self {
         let router = RouterId(Uuid::new_v4().into_bytes());
         let (seed, _) = Uuid::new_v4().as_u64_pair();
-        let core = Core::new(Settings {
+        let core = Core::new(CoreConfig {
             knobs: config.knobs.clone(),
             router,
             // Below all that the registry gives: none is taken yet.

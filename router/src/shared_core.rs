@@ -12,7 +12,7 @@ use tokio::time::{Instant, timeout_at};
 use warmroute_proto::load::LoadMessage;
 use warmroute_proto::query::IndexAnswer;
 
-use crate::route::{Accounts, AdmitError, Admitted, Ask, Core, SlotEvent, SlotGuard};
+use crate::route::{AdmitError, Admitted, Core, RouteRequest, SlotEvent, SlotGuard, SlotSink};
 
 /// Frees its slot when it is dropped.
 pub(crate) type SlotHold = SlotGuard<SharedCore>;
@@ -60,7 +60,7 @@ impl SharedCore {
     /// Chooses and accounts in one step. Returns a watch if the request may still be moved.
     pub fn admit(
         self: &Arc<Self>,
-        ask: &Ask<'_>,
+        ask: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
     ) -> Result<(Admitted, Option<MoveWatch>), AdmitError> {
         let now = Instant::now().into_std();
@@ -78,7 +78,7 @@ impl SharedCore {
     pub fn reconsider(
         &self,
         slot: u64,
-        ask: &Ask<'_>,
+        ask: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
     ) -> Option<Admitted> {
         let now = Instant::now().into_std();
@@ -145,7 +145,7 @@ impl Drop for MoveWatch {
     }
 }
 
-impl Accounts for SharedCore {
+impl SlotSink for SharedCore {
     fn note(&self, event: SlotEvent) {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);

@@ -190,11 +190,11 @@ mod tests {
     use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity, WorkerId};
 
     use super::*;
-    use crate::route::{Core, Knobs, Settings};
+    use crate::route::{Core, CoreConfig, Knobs};
     use crate::shared_core::SharedCore;
 
     fn fleet() -> Arc<Fleet> {
-        let core = Core::new(Settings {
+        let core = Core::new(CoreConfig {
             knobs: Knobs::default(),
             router: RouterId([0; 16]),
             incarnation: Generation(1),

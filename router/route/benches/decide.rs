@@ -21,7 +21,7 @@ use warmroute_proto::{
     BlockSize, Change, DpRank, EngineSeq, Generation, LogPosition, PrefixHash, RecordNumber,
     RouterId, Seed, Source, StreamIdentity, Tier, Tiers,
 };
-use warmroute_route::{Ask, Core, Health, Knobs, Prompt, Settings, SlotEvent};
+use warmroute_route::{Core, CoreConfig, Health, Knobs, Prompt, RouteRequest, SlotEvent};
 
 const SOURCES: u32 = 512;
 const ACTIVE: u32 = 20_000;
@@ -40,7 +40,7 @@ fn source(number: u32) -> Source {
 }
 
 fn core() -> Core {
-    let mut core = Core::new(Settings {
+    let mut core = Core::new(CoreConfig {
         knobs: Knobs::default(),
         router: RouterId([1; 16]),
         incarnation: Generation(1),
@@ -140,7 +140,7 @@ fn main() {
     let mut now = Instant::now();
     let mut admit = |core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>| {
         now += Duration::from_micros(100);
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt,
             exclude: &[],

@@ -17,8 +17,10 @@ use bytes::Bytes;
 use warmroute_proto::load::SlotEnd;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, LocalHash, RouterId, Seed};
-use warmroute_route::sync::{Effect, Replica, TICK, Traffic};
-use warmroute_route::{Ask, Core, Cut, Knobs, Policy, Prompt, Settings, SlotEvent};
+use warmroute_route::sync::{LoadReplica, ReplicaEffect, TICK, TrafficCounts};
+use warmroute_route::{
+    Core, CoreConfig, Knobs, Policy, Prompt, RouteRequest, SlotEvent, SlotSnapshotBuilder,
+};
 
 /// 8,000 tokens of prompt, 500 generated.
 const PROMPT_BLOCKS: u64 = 500;
@@ -33,12 +35,12 @@ const ACTIVE_OF: &str = "--active";
 struct Node {
     router: RouterId,
     core: Core,
-    replica: Replica,
+    replica: LoadReplica,
     busy: Duration,
 }
 
 fn core(router: RouterId, sources: u32) -> Core {
-    let mut core = Core::new(Settings {
+    let mut core = Core::new(CoreConfig {
         knobs: Knobs {
             policy: Policy::RoundRobin,
             ..Knobs::default()
@@ -76,7 +78,7 @@ fn prompt(number: u32, shared: u64) -> Prompt {
 }
 
 fn admit(core: &mut Core, prompt: &Prompt, now: Instant) -> u64 {
-    let ask = Ask {
+    let ask = RouteRequest {
         model: "m",
         prompt,
         exclude: &[],
@@ -90,7 +92,7 @@ impl Node {
         let mut node = Self {
             router,
             core: core(router, 16),
-            replica: Replica::new(router, now),
+            replica: LoadReplica::new(router, now),
             busy: Duration::ZERO,
         };
         node.replica.taken(Generation(2), &mut node.core, now);
@@ -98,14 +100,16 @@ impl Node {
     }
 
     /// Only this is timed: what sync does beside what a lone router does anyway.
-    fn sync(&mut self, work: impl FnOnce(&mut Replica, &mut Core)) -> Vec<Bytes> {
+    fn sync(&mut self, work: impl FnOnce(&mut LoadReplica, &mut Core)) -> Vec<Bytes> {
         let begin = Instant::now();
         work(&mut self.replica, &mut self.core);
         let mut published = Vec::new();
         while let Some(effect) = self.replica.effect() {
             match effect {
-                Effect::Publish(bytes) => published.push(bytes),
-                Effect::Ask { .. } | Effect::TakeIncarnation | Effect::Ready => {}
+                ReplicaEffect::Publish(bytes) => published.push(bytes),
+                ReplicaEffect::Ask { .. }
+                | ReplicaEffect::TakeIncarnation
+                | ReplicaEffect::Ready => {}
             }
         }
         self.busy += begin.elapsed();
@@ -212,7 +216,7 @@ fn report(nodes: &[Node], requests_a_second: u32) {
     let count = nodes.len();
     let busy: Duration = nodes.iter().map(|node| node.busy).sum();
     let busy = busy.as_secs_f64() * 1e6 / f64::from(REQUESTS);
-    let sum = |field: fn(&Traffic) -> u64| -> f64 {
+    let sum = |field: fn(&TrafficCounts) -> u64| -> f64 {
         let all = nodes.iter().map(|node| node.replica.counts().traffic);
         all.map(|traffic| field(&traffic)).sum::<u64>() as f64
     };
@@ -242,11 +246,12 @@ fn active(shared: u64) {
         admit(&mut own, &prompt(number, shared), now);
     }
     let megabytes = (resident() - before) / 1e6;
-    let (mut cut, mut longest_cut, mut is_whole) = (Cut::default(), Duration::ZERO, false);
+    let (mut cut, mut longest_cut, mut is_whole) =
+        (SlotSnapshotBuilder::default(), Duration::ZERO, false);
     let begin = Instant::now();
     while !is_whole {
         let step = Instant::now();
-        is_whole = own.cut_step(&mut cut);
+        is_whole = own.snapshot_step(&mut cut);
         longest_cut = longest_cut.max(step.elapsed());
     }
     let (cut, stated) = (begin.elapsed(), cut.into_slots());

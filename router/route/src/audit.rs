@@ -17,9 +17,9 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{EngineSeq, Generation};
 
 use super::cost::{capped, overlap_blocks};
+use super::index_view::TrustedSource;
 use super::prompt::CacheReads;
-use super::roster::{PerSource, SourceId};
-use super::view::Known;
+use super::source_table::{PerSource, SourceId};
 
 /// By then everything that the engine published up to the request's end is in the index or known to
 /// be missing: twice the shim's idle poll and heartbeat of 1 s.
@@ -32,7 +32,7 @@ pub const STRIKES: u32 = 3;
 
 /// What a decision promised, as far as it can be checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Claim {
+pub struct CreditClaim {
     pub source: SourceId,
     pub state: SourceState,
     /// As of the answer that was used; none without one.
@@ -63,7 +63,7 @@ pub enum AuditVerdict {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recheck {
     pub not_before: Instant,
-    pub claim: Claim,
+    pub claim: CreditClaim,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,20 +83,25 @@ pub struct AuditCounts {
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Audit {
-    sources: PerSource<Suspicion>,
+pub struct CreditAudit {
+    sources: PerSource<SourceStrikes>,
     counts: AuditCounts,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Suspicion {
+struct SourceStrikes {
     strikes: u32,
     open_since: Option<Instant>,
 }
 
-impl Audit {
+impl CreditAudit {
     /// A request ended; the engine reported this many cached tokens.
-    pub fn compare(&mut self, claim: &Claim, cached_tokens: u32, now: Instant) -> AuditVerdict {
+    pub fn compare(
+        &mut self,
+        claim: &CreditClaim,
+        cached_tokens: u32,
+        now: Instant,
+    ) -> AuditVerdict {
         if claim.blocks == 0 {
             return AuditVerdict::NoClaim;
         }
@@ -120,21 +125,21 @@ impl Audit {
     pub fn recheck(
         &mut self,
         recheck: &Recheck,
-        known: Option<&Known>,
+        known: Option<&TrustedSource>,
         now: Instant,
     ) -> RecheckVerdict {
         let claim = &recheck.claim;
-        let suspicion = self.sources.get_mut(claim.source);
-        suspicion.open_since = None;
+        let strikes_of = self.sources.get_mut(claim.source);
+        strikes_of.open_since = None;
         if now < recheck.not_before || !known.is_some_and(|known| still_claims(claim, known)) {
             return RecheckVerdict::Cleared;
         }
         self.counts.strikes += 1;
-        suspicion.strikes += 1;
-        if suspicion.strikes < STRIKES {
+        strikes_of.strikes += 1;
+        if strikes_of.strikes < STRIKES {
             return RecheckVerdict::Strike;
         }
-        suspicion.strikes = 0;
+        strikes_of.strikes = 0;
         RecheckVerdict::Demote
     }
 
@@ -143,18 +148,18 @@ impl Audit {
         self.counts
     }
 
-    fn suspect(&mut self, claim: &Claim, now: Instant) -> Option<Recheck> {
+    fn suspect(&mut self, claim: &CreditClaim, now: Instant) -> Option<Recheck> {
         let in_earnest = claim.state == SourceState::Exact
             && claim.main_attention_only
             && claim.reads == CacheReads::Allowed;
-        let suspicion = self.sources.get_mut(claim.source);
-        let busy = suspicion
+        let strikes_of = self.sources.get_mut(claim.source);
+        let busy = strikes_of
             .open_since
             .is_some_and(|since| now.saturating_duration_since(since) < ABANDONED);
         if !in_earnest || busy {
             return None;
         }
-        suspicion.open_since = Some(now);
+        strikes_of.open_since = Some(now);
         Some(Recheck {
             not_before: now + SETTLE,
             claim: *claim,
@@ -163,7 +168,7 @@ impl Audit {
 }
 
 /// Does the index, past the prefill in question, still credit what the engine did not have?
-fn still_claims(claim: &Claim, known: &Known) -> bool {
+fn still_claims(claim: &CreditClaim, known: &TrustedSource) -> bool {
     known.state() == SourceState::Exact
         && Some(known.generation) == claim.generation
         && known.engine_seq > claim.engine_seq

@@ -1,6 +1,6 @@
 //! Who could serve a model: a fold of the registry, health checks and operators' marks.
 //!
-//! Leases do not matter here: knowledge of a worker may be lost while it is healthy, and then it is
+//! Leases do not matter here: trusted of a worker may be lost while it is healthy, and then it is
 //! chosen by load. A worker that was not checked yet is used only where none is known to be healthy,
 //! so that a start does not wait for a dead one.
 //!
@@ -15,7 +15,7 @@ use serde::Serialize;
 use warmroute_proto::registry::{DrainState, RANKS_MAX, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
 
-use super::roster::{Roster, SourceId};
+use super::source_table::{SourceId, SourceTable};
 
 /// What the router's own checks say of a worker's HTTP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -30,7 +30,7 @@ pub enum Health {
 
 /// Why nobody can take a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum RouteRefusal {
     #[error("the model {0:?} does not exist")]
     UnknownModel(String),
     #[error("no worker is registered")]
@@ -68,7 +68,7 @@ pub enum BlockSizes {
 
 /// A model name as clients use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Model {
+pub struct ServedModel {
     pub name: String,
     /// The base model, whose tokenizer it has. Its own name if it is none.
     pub base: String,
@@ -82,7 +82,7 @@ pub enum ModelKind {
     Lora,
 }
 
-impl Model {
+impl ServedModel {
     /// What its blocks are hashed with.
     #[must_use]
     pub fn seed(&self, cache_salt: Option<&str>) -> Seed {
@@ -95,69 +95,79 @@ impl Model {
 
 /// Everything known of the workers.
 #[derive(Clone, Debug, Default)]
-pub struct Fleet {
-    workers: BTreeMap<WorkerId, Worker>,
-    models: BTreeMap<String, Served>,
+pub struct WorkerDirectory {
+    workers: BTreeMap<WorkerId, WorkerStatus>,
+    models: BTreeMap<String, ModelCandidates>,
 }
 
 #[derive(Clone, Debug)]
-pub struct Worker {
+pub struct WorkerStatus {
     pub entry: WorkerEntry,
     pub health: Health,
     pub drain: DrainState,
 }
 
 #[derive(Clone, Debug)]
-struct Served {
-    model: Model,
-    candidates: Result<Vec<Candidate>, Refusal>,
+struct ModelCandidates {
+    model: ServedModel,
+    candidates: Result<Vec<Candidate>, RouteRefusal>,
 }
 
-impl Fleet {
+impl WorkerDirectory {
     /// The registry's content. Of workers that stay the drain is kept, and the health unless their URL
     /// changed.
-    pub fn set_workers(&mut self, roster: &mut Roster, entries: &[WorkerEntry]) {
+    pub fn set_workers(&mut self, table: &mut SourceTable, entries: &[WorkerEntry]) {
         let mut old = std::mem::take(&mut self.workers);
         for entry in entries {
             let known = old.remove(&entry.worker);
             let drain = known.as_ref().map_or_else(DrainState::default, |w| w.drain);
             let same = known.filter(|known| known.entry.url == entry.url);
-            let worker = Worker {
+            let worker = WorkerStatus {
                 entry: entry.clone(),
                 health: same.map_or_else(Health::default, |w| w.health),
                 drain,
             };
             self.workers.insert(entry.worker.clone(), worker);
         }
-        self.rebuild(roster);
+        self.rebuild(table);
     }
 
     /// Says whether anything changed; a worker that is not registered has no health.
-    pub fn set_health(&mut self, roster: &mut Roster, worker: &WorkerId, health: Health) -> bool {
+    pub fn set_health(
+        &mut self,
+        table: &mut SourceTable,
+        worker: &WorkerId,
+        health: Health,
+    ) -> bool {
         let Some(known) = self.workers.get_mut(worker) else {
             return false;
         };
         let changed = std::mem::replace(&mut known.health, health) != health;
         if changed {
-            self.rebuild(roster);
+            self.rebuild(table);
         }
         changed
     }
 
     /// Says whether anything changed.
-    pub fn set_drain(&mut self, roster: &mut Roster, worker: &WorkerId, drain: DrainState) -> bool {
+    pub fn set_drain(
+        &mut self,
+        table: &mut SourceTable,
+        worker: &WorkerId,
+        drain: DrainState,
+    ) -> bool {
         let Some(known) = self.workers.get_mut(worker) else {
             return false;
         };
         let changed = std::mem::replace(&mut known.drain, drain) != drain;
         if changed {
-            self.rebuild(roster);
+            self.rebuild(table);
         }
         changed
     }
 
     /// All registered workers, in the order of their names.
-    pub fn workers(&self) -> impl Iterator<Item = &Worker> {
+    pub fn workers(&self) -> impl Iterator<Item = &WorkerStatus> {
         self.workers.values()
     }
 
@@ -167,39 +177,39 @@ impl Fleet {
     }
 
     /// All model names that some worker serves, healthy or not.
-    pub fn models(&self) -> impl Iterator<Item = &Model> {
+    pub fn models(&self) -> impl Iterator<Item = &ServedModel> {
         self.models.values().map(|served| &served.model)
     }
 
-    pub fn model(&self, name: &str) -> Result<&Model, Refusal> {
+    pub fn model(&self, name: &str) -> Result<&ServedModel, RouteRefusal> {
         self.served(name).map(|served| &served.model)
     }
 
-    pub fn candidates(&self, name: &str) -> Result<&[Candidate], Refusal> {
+    pub fn candidates(&self, name: &str) -> Result<&[Candidate], RouteRefusal> {
         match &self.served(name)?.candidates {
             Ok(candidates) => Ok(candidates),
             Err(refusal) => Err(refusal.clone()),
         }
     }
 
-    fn served(&self, name: &str) -> Result<&Served, Refusal> {
+    fn served(&self, name: &str) -> Result<&ModelCandidates, RouteRefusal> {
         if self.workers.is_empty() {
-            return Err(Refusal::NoWorkers);
+            return Err(RouteRefusal::NoWorkers);
         }
         self.models
             .get(name)
-            .ok_or_else(|| Refusal::UnknownModel(name.to_owned()))
+            .ok_or_else(|| RouteRefusal::UnknownModel(name.to_owned()))
     }
 
-    fn rebuild(&mut self, roster: &mut Roster) {
-        let mut names: BTreeMap<&str, Vec<&Worker>> = BTreeMap::new();
+    fn rebuild(&mut self, table: &mut SourceTable) {
+        let mut names: BTreeMap<&str, Vec<&WorkerStatus>> = BTreeMap::new();
         // Base names first: where a name is both, the workers that have it as a base model serve it.
         for worker in self.workers.values() {
             for name in &worker.entry.models {
                 names.entry(name).or_default().push(worker);
             }
         }
-        let mut adapters: BTreeMap<&str, Vec<&Worker>> = BTreeMap::new();
+        let mut adapters: BTreeMap<&str, Vec<&WorkerStatus>> = BTreeMap::new();
         for worker in self.workers.values() {
             for lora in &worker.entry.loras {
                 if !names.contains_key(lora.name.as_str()) {
@@ -209,25 +219,30 @@ impl Fleet {
         }
         let bases = names
             .into_iter()
-            .map(|(name, workers)| serve(roster, name, ModelKind::Base, &workers));
-        let mut models: BTreeMap<String, Served> = bases
+            .map(|(name, workers)| serve(table, name, ModelKind::Base, &workers));
+        let mut models: BTreeMap<String, ModelCandidates> = bases
             .map(|served| (served.model.name.clone(), served))
             .collect();
         for (name, workers) in adapters {
-            let served = serve(roster, name, ModelKind::Lora, &workers);
+            let served = serve(table, name, ModelKind::Lora, &workers);
             models.insert(name.to_owned(), served);
         }
         self.models = models;
     }
 }
 
-fn serve(roster: &mut Roster, name: &str, kind: ModelKind, workers: &[&Worker]) -> Served {
+fn serve(
+    table: &mut SourceTable,
+    name: &str,
+    kind: ModelKind,
+    workers: &[&WorkerStatus],
+) -> ModelCandidates {
     let base = match kind {
         ModelKind::Base => None,
         ModelKind::Lora => workers.iter().find_map(|worker| base_of(worker, name)),
     };
-    Served {
-        model: Model {
+    ModelCandidates {
+        model: ServedModel {
             name: name.to_owned(),
             base: base.unwrap_or(name).to_owned(),
             kind,
@@ -236,7 +251,7 @@ fn serve(roster: &mut Roster, name: &str, kind: ModelKind, workers: &[&Worker]) 
         candidates: usable(workers).map(|workers| {
             let mut candidates = Vec::new();
             for worker in workers {
-                add_ranks(roster, worker, &mut candidates);
+                add_ranks(table, worker, &mut candidates);
             }
             candidates
         }),
@@ -244,14 +259,14 @@ fn serve(roster: &mut Roster, name: &str, kind: ModelKind, workers: &[&Worker]) 
 }
 
 /// The adapter's parent, or the worker's own first model where the engine does not tell.
-fn base_of<'a>(worker: &'a Worker, adapter: &str) -> Option<&'a str> {
+fn base_of<'a>(worker: &'a WorkerStatus, adapter: &str) -> Option<&'a str> {
     let entry = &worker.entry;
     let lora = entry.loras.iter().find(|lora| lora.name == adapter)?;
     let parent = lora.parent.as_deref();
     parent.or_else(|| entry.models.first().map(String::as_str))
 }
 
-fn block_sizes(workers: &[&Worker]) -> BlockSizes {
+fn block_sizes(workers: &[&WorkerStatus]) -> BlockSizes {
     let mut known = workers.iter().filter_map(|worker| worker.entry.block_size);
     match known.next() {
         None => BlockSizes::Unknown,
@@ -261,12 +276,12 @@ fn block_sizes(workers: &[&Worker]) -> BlockSizes {
 }
 
 /// The workers to choose from: the healthy ones, or if there are none those not checked yet.
-fn usable<'a>(workers: &[&'a Worker]) -> Result<Vec<&'a Worker>, Refusal> {
-    let with = |health: Health| -> Vec<&'a Worker> {
+fn usable<'a>(workers: &[&'a WorkerStatus]) -> Result<Vec<&'a WorkerStatus>, RouteRefusal> {
+    let with = |health: Health| -> Vec<&'a WorkerStatus> {
         let all = workers.iter().copied();
         all.filter(|worker| worker.health == health).collect()
     };
-    let serving = |workers: &[&'a Worker]| -> Vec<&'a Worker> {
+    let serving = |workers: &[&'a WorkerStatus]| -> Vec<&'a WorkerStatus> {
         let all = workers.iter().copied();
         all.filter(|worker| worker.drain == DrainState::Serving)
             .collect()
@@ -279,13 +294,13 @@ fn usable<'a>(workers: &[&'a Worker]) -> Result<Vec<&'a Worker>, Refusal> {
         }
     }
     if healthy.is_empty() && unchecked.is_empty() {
-        Err(Refusal::AllUnhealthy)
+        Err(RouteRefusal::AllUnhealthy)
     } else {
-        Err(Refusal::AllDraining)
+        Err(RouteRefusal::AllDraining)
     }
 }
 
-fn add_ranks(roster: &mut Roster, worker: &Worker, candidates: &mut Vec<Candidate>) {
+fn add_ranks(table: &mut SourceTable, worker: &WorkerStatus, candidates: &mut Vec<Candidate>) {
     let entry = &worker.entry;
     let url: Arc<str> = entry.url.as_str().into();
     for rank in 0..entry.ranks.min(RANKS_MAX) {
@@ -294,7 +309,7 @@ fn add_ranks(roster: &mut Roster, worker: &Worker, candidates: &mut Vec<Candidat
             dp_rank: DpRank(rank),
         };
         candidates.push(Candidate {
-            id: roster.enrol(&source),
+            id: table.intern(&source),
             source,
             url: Arc::clone(&url),
             block_size: entry.block_size,

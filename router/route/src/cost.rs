@@ -10,7 +10,7 @@
 //!   credit, and counts [`PREDICTION_WEIGHT`] of a credited block.
 //! - [`decode_blocks`]: the cache that running requests hold there, plus what this one adds.
 //!
-//! What a slow source's blocks take longer multiplies its sum: [`super::pace`].
+//! What a slow source's blocks take longer multiplies its sum: [`super::slowness`].
 //!
 //! Credit is capped once, by [`capped`], before anything else: header, cost and audit see one number.
 

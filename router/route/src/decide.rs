@@ -2,7 +2,7 @@
 //!
 //! The ladder: where the index credits a source, its credit counts, and what is expected beyond it;
 //! where it gives no credit (late, stale, catching up, unknown), only what is expected; where nothing
-//! is expected either, the load alone. The rung that the chosen source stood on is part of the
+//! is expected either, the load alone. The basis that the chosen source stood on is part of the
 //! [`Decision`] and counted.
 //!
 //! A stalled source is left out unless all are; a full one always; one that was tried is not tried again.
@@ -15,18 +15,18 @@ use serde::Serialize;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tiers};
 
-use super::audit::Claim;
-use super::candidates::{Candidate, Refusal};
+use super::audit::CreditClaim;
+use super::candidates::{Candidate, RouteRefusal};
 use super::choice::{Odds, Policy, choose};
 use super::cost::{self, Knobs};
-use super::pace::Paces;
+use super::index_view::TrustedAnswer;
 use super::prediction::Predictions;
 use super::prompt::Prompt;
-use super::roster::SourceId;
 use super::slots::Slots;
-use super::stall::Stalls;
-use super::ttft::Ttft;
-use super::view::Knowledge;
+use super::slowness::SlownessTracker;
+use super::source_table::SourceId;
+use super::stall::StallDetector;
+use super::ttft::TtftModel;
 
 /// When all are full, the end of some request is at most about this far away.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -45,25 +45,25 @@ pub struct Question<'a> {
 /// What the decision rests on.
 #[derive(Clone, Copy, Debug)]
 pub struct Grounds<'a> {
-    pub knowledge: &'a Knowledge,
+    pub trusted: &'a TrustedAnswer,
     pub slots: &'a Slots,
     pub predictions: &'a Predictions,
-    pub stalls: &'a Stalls,
-    pub ttft: &'a Ttft,
-    pub paces: &'a Paces,
+    pub stalls: &'a StallDetector,
+    pub ttft: &'a TtftModel,
+    pub slowness_tracker: &'a SlownessTracker,
     pub knobs: &'a Knobs,
 }
 
 /// What a choice rested on, from the best to the least.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Rung {
+pub enum DecisionBasis {
     Index,
     Prediction,
     LoadOnly,
 }
 
-impl Rung {
+impl DecisionBasis {
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -79,7 +79,7 @@ impl Rung {
 pub struct Terms {
     pub source: SourceId,
     pub state: SourceState,
-    pub rung: Rung,
+    pub basis: DecisionBasis,
     /// Capped credit.
     pub overlap: Tiers<u32>,
     /// Expected from depth 0 on, uncapped and whatever is credited.
@@ -111,7 +111,7 @@ pub struct Decision {
     /// When its first token should come, after sending.
     pub predicted_ttft: Duration,
     /// For the audit.
-    pub claim: Claim,
+    pub claim: CreditClaim,
     /// The chosen one's terms.
     pub chosen: Terms,
     /// Of all candidates that were weighed, the chosen one too.
@@ -134,8 +134,8 @@ impl Decision {
     }
 
     #[must_use]
-    pub const fn rung(&self) -> Rung {
-        self.chosen.rung
+    pub const fn basis(&self) -> DecisionBasis {
+        self.chosen.basis
     }
 }
 
@@ -145,13 +145,13 @@ pub fn decide(
     grounds: &Grounds<'_>,
     rng: &mut Rng,
     now: Instant,
-) -> Result<Decision, Refusal> {
+) -> Result<Decision, RouteRefusal> {
     let eligible = eligible(question, grounds, now)?;
     let weighed: Vec<Terms> = eligible
         .iter()
         .map(|candidate| terms(question.prompt, candidate, grounds, now))
         .collect();
-    let picked = pick(question, grounds.knobs, &weighed, rng).ok_or(Refusal::AllTried)?;
+    let picked = pick(question, grounds.knobs, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
     let candidate = eligible[picked.index];
     Ok(explain(
         question.prompt,
@@ -166,14 +166,14 @@ fn eligible<'a>(
     question: &Question<'a>,
     grounds: &Grounds<'_>,
     now: Instant,
-) -> Result<Vec<&'a Candidate>, Refusal> {
+) -> Result<Vec<&'a Candidate>, RouteRefusal> {
     let mut untried = question
         .candidates
         .iter()
         .filter(|candidate| !question.exclude.contains(&candidate.source))
         .peekable();
     if untried.peek().is_none() {
-        return Err(Refusal::AllTried);
+        return Err(RouteRefusal::AllTried);
     }
     let has_room = |candidate: &&Candidate| match grounds.knobs.active_max {
         Some(most) => active_requests(grounds.slots, candidate.id) < most,
@@ -187,22 +187,20 @@ fn eligible<'a>(
     } else if !stalled.is_empty() {
         Ok(stalled)
     } else {
-        Err(Refusal::Full {
+        Err(RouteRefusal::Full {
             retry_after: RETRY_AFTER,
         })
     }
 }
 
 fn active_requests(slots: &Slots, source: SourceId) -> u32 {
-    slots
-        .bearing(source)
-        .map_or(0, |bearing| bearing.active_requests())
+    slots.load(source).map_or(0, |load| load.active_requests())
 }
 
 fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>, now: Instant) -> Terms {
     let id = candidate.id;
     let knobs = grounds.knobs;
-    let known = grounds.knowledge.of(id);
+    let known = grounds.trusted.of(id);
     // Another block size makes other blocks: nothing that is said of them is about this prompt.
     let comparable = candidate
         .block_size
@@ -216,23 +214,23 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>, now: Ins
     let predicted_blocks = cost::predicted_beyond(expected_blocks, overlap_blocks, credit_max);
     let prediction_blocks = cost::prediction_blocks(predicted_blocks);
 
-    let bearing = grounds.slots.bearing(id);
-    let outstanding = bearing.map_or(0, |bearing| bearing.prefill_tokens());
-    let active = bearing.map_or(0, |bearing| bearing.decode_blocks());
-    let shared = bearing.map_or(0, |bearing| bearing.shared_blocks(prompt.sampled()));
+    let load = grounds.slots.load(id);
+    let outstanding = load.map_or(0, |load| load.prefill_tokens());
+    let active = load.map_or(0, |load| load.decode_blocks());
+    let shared = load.map_or(0, |load| load.shared_blocks(prompt.sampled()));
     let prefill_blocks = cost::prefill_blocks(outstanding, prompt, overlap_value);
     let decode_blocks = cost::decode_blocks(active, prompt, shared);
 
-    let slowness = grounds.paces.slowness(id, now);
-    let rung = match known {
-        Some(known) if comparable && known.gives_credit() => Rung::Index,
-        Some(_) | None if predicted_blocks > 0 => Rung::Prediction,
-        Some(_) | None => Rung::LoadOnly,
+    let slowness = grounds.slowness_tracker.slowness(id, now);
+    let basis = match known {
+        Some(known) if comparable && known.gives_credit() => DecisionBasis::Index,
+        Some(_) | None if predicted_blocks > 0 => DecisionBasis::Prediction,
+        Some(_) | None => DecisionBasis::LoadOnly,
     };
     Terms {
         source: id,
         state: known.map_or(SourceState::Unknown, |known| known.state()),
-        rung,
+        basis,
         overlap,
         expected_blocks,
         predicted_blocks,
@@ -308,9 +306,9 @@ fn explain(
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, grounds.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
-    let bearing = grounds.slots.bearing(candidate.id);
-    let ahead = bearing.map_or(0, |bearing| bearing.prefill_tokens());
-    let known = grounds.knowledge.of(candidate.id);
+    let load = grounds.slots.load(candidate.id);
+    let ahead = load.map_or(0, |load| load.prefill_tokens());
+    let known = grounds.trusted.of(candidate.id);
     Decision {
         source: candidate.source.clone(),
         url: Arc::clone(&candidate.url),
@@ -321,7 +319,7 @@ fn explain(
         predicted_ttft: grounds
             .ttft
             .predict(candidate.id, ahead + u64::from(prefill_tokens)),
-        claim: Claim {
+        claim: CreditClaim {
             source: candidate.id,
             state: chosen.state,
             generation: known.map(|known| known.generation),

@@ -33,7 +33,7 @@ pub struct Ledger {
 
 /// A change as its peers see it.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct LedgerEntry {
     /// To be broadcast.
     pub bytes: Bytes,
     /// To be applied.
@@ -134,12 +134,12 @@ impl Ledger {
     }
 
     /// Writes a change down. On an error nothing was numbered: neither peers nor this router know it.
-    pub fn write(&mut self, change: LoadChange) -> Result<Entry, LedgerError> {
+    pub fn write(&mut self, change: LoadChange) -> Result<LedgerEntry, LedgerError> {
         self.write_all(vec![change])
     }
 
     /// Writes changes down that are to be known all or none.
-    pub fn write_all(&mut self, changes: Vec<LoadChange>) -> Result<Entry, LedgerError> {
+    pub fn write_all(&mut self, changes: Vec<LoadChange>) -> Result<LedgerEntry, LedgerError> {
         let message = LoadMessage {
             router: self.router,
             incarnation: self.incarnation,
@@ -153,7 +153,7 @@ impl Ledger {
         let message = codec::decode(&bytes)?;
         self.next_number = self.next_number.next();
         self.keep(bytes.clone());
-        Ok(Entry { bytes, message })
+        Ok(LedgerEntry { bytes, message })
     }
 
     fn keep(&mut self, bytes: Bytes) {

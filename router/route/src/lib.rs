@@ -7,21 +7,21 @@
 //! How the shell drives it:
 //!
 //! ```text
-//! let mut core = Core::new(Settings { knobs, router, incarnation, seed });
+//! let mut core = Core::new(CoreConfig { knobs, router, incarnation, seed });
 //!
 //! core.set_workers(&entries);                       // at every registry change
 //! core.set_health(&worker, Health::Healthy);        // at every health check; unknown at first
 //! core.set_drain(&worker, DrainState::Draining);         // by an operator
 //!
-//! let model = core.model("my-lora")?;               // Refusal: unknown model, nobody healthy, …
+//! let model = core.model("my-lora")?;               // RouteRefusal: unknown model, nobody healthy, …
 //! let seed = model.seed(cache_salt);                // carries the LoRA
 //! let prompt = Prompt::new(&tokens, block_size, seed);     // or Prompt::opaque(estimate, size)
 //! let answer = index.query(prompt.blocks()).await;  // Option<Answer>; None: late, or nothing to ask
 //!
-//! let ask = Ask { model: "my-lora", prompt: &prompt, exclude: &tried };
+//! let ask = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried };
 //! let admitted = core.admit(&ask, answer.as_ref(), now)?;  // decides AND accounts, in one step
 //! // admitted.message: bytes of the AddRequest, applied already, kept in the ledger for the peers
-//! let mut slot = SlotGuard::new(accounts, admitted.slot);  // accounts: Arc<impl Accounts>
+//! let mut slot = SlotGuard::new(accounts, admitted.slot);  // accounts: Arc<impl SlotSink>
 //!
 //! // forward to admitted.decision.{url, source}; headers from admitted.decision
 //! slot.first_token();                // streaming: at the first byte of content
@@ -36,7 +36,7 @@
 //! core.counts();                     // metrics
 //! ```
 //!
-//! The shell's [`Accounts`] is three lines: lock the core, `core.note(event, now)`, tell whoever sends
+//! The shell's [`SlotSink`] is three lines: lock the core, `core.note(event, now)`, tell whoever sends
 //! what the ledger keeps. A router's own changes are applied through the bytes that are sent: what it
 //! believes of itself is what its peers believe of it. [`crate::sync`] decides which message of a peer
 //! goes to `core.apply_remote(&message, now)`.
@@ -52,29 +52,32 @@ pub mod candidates;
 pub mod choice;
 pub mod cost;
 pub mod decide;
-pub mod guard;
+pub mod index_view;
 pub mod ledger;
 pub mod moves;
-pub mod pace;
 pub mod prediction;
-pub mod prefixes;
 pub mod prompt;
-pub mod roster;
+pub mod prompt_tree;
+pub mod slot_guard;
 pub mod slots;
+pub mod slowness;
+pub mod source_table;
 pub mod stall;
 mod state;
 pub mod sync;
 pub mod ttft;
-pub mod view;
 
 pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
-pub use candidates::{Candidate, Health, Model, Refusal};
+pub use candidates::{Candidate, Health, RouteRefusal, ServedModel};
 pub use choice::Policy;
 pub use cost::{InvalidKnob, Knobs};
-pub use decide::{Decision, Rung, Terms};
-pub use guard::{Accounts, SlotEvent, SlotGuard};
+pub use decide::{Decision, DecisionBasis, Terms};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt};
-pub use roster::SourceId;
+pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SourceLoad};
-pub use state::{AdmitError, Admitted, Ask, Core, Counts, Cut, Freed, Settings};
+pub use source_table::SourceId;
+pub use state::{
+    AdmitError, Admitted, Core, CoreConfig, CoreCounts, FreedCounts, RouteRequest,
+    SlotSnapshotBuilder,
+};

@@ -12,8 +12,8 @@
 //! alike as far as their measured delays are right. Where they are not, now and then both requests move
 //! or neither does: either way each has one place, on average no worse a one than without all this.
 //!
-//! Bounds: a request moves once at most; only within the longest delay of a peer, [`WITHIN_MAX`] at most;
-//! only before anything is known of its answer. At most [`OPEN_MAX`] requests are watched, what comes
+//! Bounds: a request moves once at most; only within the longest delay of a peer, [`MOVE_WINDOW_MAX`] at most;
+//! only before anything is known of its answer. At most [`WATCHED_MAX`] requests are watched, what comes
 //! beyond stays where it is. Without peers nothing is watched.
 //!
 //! Deliberately absent: asking the others. It is each router's own request, and its own decision.
@@ -24,13 +24,13 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use warmroute_proto::RouterId;
 
-use super::roster::SourceId;
+use super::source_table::SourceId;
 
 /// After this an idle engine is deep in a prefill, and to stop it saves nobody anything.
-pub const WITHIN_MAX: Duration = Duration::from_millis(15);
+pub const MOVE_WINDOW_MAX: Duration = Duration::from_millis(15);
 
 /// Requests watched at once: 200,000 a second for 5 ms.
-pub const OPEN_MAX: usize = 1_000;
+pub const WATCHED_MAX: usize = 1_000;
 
 /// What became of own choices that an earlier one of another router crossed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -45,11 +45,11 @@ pub struct MoveCounts {
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Moves {
+pub struct MoveTracker {
     /// Of the peers: how long their messages are on their way.
     delays: BTreeMap<RouterId, Duration>,
     /// By slot, and so by time.
-    open: BTreeMap<u64, Movable>,
+    open: BTreeMap<u64, MovableRequest>,
     /// Slots whose choice was crossed since somebody asked.
     crossed: Vec<u64>,
     is_over: bool,
@@ -57,12 +57,12 @@ pub struct Moves {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Movable {
+struct MovableRequest {
     source: SourceId,
     sent: Instant,
 }
 
-impl Moves {
+impl MoveTracker {
     /// How long a peer's messages are on their way; none: it is gone.
     pub fn set_delay(&mut self, peer: RouterId, delay: Option<Duration>) {
         match delay {
@@ -82,12 +82,12 @@ impl Moves {
     pub fn sent(&mut self, slot: u64, source: SourceId, now: Instant) -> Option<Instant> {
         let longest = *self.delays.values().max().filter(|_| !self.is_over)?;
         self.expire(now);
-        if self.open.len() >= OPEN_MAX {
+        if self.open.len() >= WATCHED_MAX {
             self.counts.unwatched += 1;
             return None;
         }
-        self.open.insert(slot, Movable { source, sent: now });
-        Some(now + WITHIN_MAX.min(longest))
+        self.open.insert(slot, MovableRequest { source, sent: now });
+        Some(now + MOVE_WINDOW_MAX.min(longest))
     }
 
     /// Its answer began, it ended, or it was moved.
@@ -125,7 +125,7 @@ impl Moves {
 
     fn expire(&mut self, now: Instant) {
         while let Some(oldest) = self.open.first_entry()
-            && now.saturating_duration_since(oldest.get().sent) > WITHIN_MAX
+            && now.saturating_duration_since(oldest.get().sent) > MOVE_WINDOW_MAX
         {
             oldest.remove();
         }

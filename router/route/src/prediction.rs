@@ -16,8 +16,8 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::RouterId;
 use warmroute_proto::load::{SampledPrefix, SlotEnd};
 
-use super::prefixes::{Leaf, Prefixes};
-use super::roster::{PerSource, SourceId};
+use super::prompt_tree::{PromptLeaf, PromptTree};
+use super::source_table::{PerSource, SourceId};
 
 /// The shim polls an idle engine each second and so finds a lost tail; what the index does not know
 /// after two polls is not cached.
@@ -31,23 +31,23 @@ pub const ENDED_KEPT_MAX: usize = 64 << 10;
 
 #[derive(Clone, Debug, Default)]
 pub struct Predictions {
-    sources: PerSource<Expected>,
-    tickets: BTreeMap<(RouterId, u64), Ticket>,
-    ended: VecDeque<(Instant, Ticket)>,
+    sources: PerSource<SourceExpectations>,
+    tickets: BTreeMap<(RouterId, u64), PredictionTicket>,
+    ended: VecDeque<(Instant, PredictionTicket)>,
     next_serial: u64,
     samples: u64,
     dropped: u64,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Expected {
-    prompts: Prefixes,
-    entries: FxHashMap<Leaf, Entry>,
+struct SourceExpectations {
+    prompts: PromptTree,
+    entries: FxHashMap<PromptLeaf, ExpectedPrompt>,
 }
 
 /// One expected prompt. It holds one place in the prompts, however many requests bring it.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct ExpectedPrompt {
     /// Tells an entry from a later one at the same leaf.
     serial: u64,
     active: u32,
@@ -55,9 +55,9 @@ struct Entry {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Ticket {
+struct PredictionTicket {
     source: SourceId,
-    leaf: Leaf,
+    leaf: PromptLeaf,
     serial: u64,
 }
 
@@ -135,7 +135,7 @@ impl Predictions {
 
     /// The source began a new generation.
     pub fn restarted(&mut self, source: SourceId) {
-        self.change(source, |expected| *expected = Expected::default());
+        self.change(source, |expected| *expected = SourceExpectations::default());
     }
 
     /// Ends what is older than [`KEEP`].
@@ -182,7 +182,11 @@ impl Predictions {
     }
 
     /// The one place where the kept hashes are counted.
-    fn change<T>(&mut self, source: SourceId, change: impl FnOnce(&mut Expected) -> T) -> T {
+    fn change<T>(
+        &mut self,
+        source: SourceId,
+        change: impl FnOnce(&mut SourceExpectations) -> T,
+    ) -> T {
         let expected = self.sources.get_mut(source);
         let before = expected.prompts.samples();
         let result = change(expected);
@@ -191,13 +195,13 @@ impl Predictions {
     }
 }
 
-impl Expected {
+impl SourceExpectations {
     fn bring(
         &mut self,
         source: SourceId,
         hashes: &[warmroute_proto::PrefixHash],
         serial: u64,
-    ) -> Ticket {
+    ) -> PredictionTicket {
         let leaf = self.prompts.insert(hashes);
         let serial = match self.entries.get_mut(&leaf) {
             Some(entry) => {
@@ -206,7 +210,7 @@ impl Expected {
                 entry.serial
             }
             None => {
-                let entry = Entry {
+                let entry = ExpectedPrompt {
                     serial,
                     active: 1,
                     until: None,
@@ -215,14 +219,14 @@ impl Expected {
                 serial
             }
         };
-        Ticket {
+        PredictionTicket {
             source,
             leaf,
             serial,
         }
     }
 
-    fn leave(&mut self, ticket: Ticket, until: Option<Instant>, now: Instant) {
+    fn leave(&mut self, ticket: PredictionTicket, until: Option<Instant>, now: Instant) {
         let Some(entry) = self.entry(ticket) else {
             return;
         };
@@ -234,7 +238,7 @@ impl Expected {
     }
 
     /// A time that was granted until `until` is over.
-    fn lapse(&mut self, ticket: Ticket, until: Instant) {
+    fn lapse(&mut self, ticket: PredictionTicket, until: Instant) {
         let Some(entry) = self.entry(ticket) else {
             return;
         };
@@ -247,12 +251,12 @@ impl Expected {
         }
     }
 
-    fn entry(&mut self, ticket: Ticket) -> Option<&mut Entry> {
+    fn entry(&mut self, ticket: PredictionTicket) -> Option<&mut ExpectedPrompt> {
         let entry = self.entries.get_mut(&ticket.leaf)?;
         (entry.serial == ticket.serial).then_some(entry)
     }
 
-    fn drop_entry(&mut self, leaf: Leaf) {
+    fn drop_entry(&mut self, leaf: PromptLeaf) {
         if self.entries.remove(&leaf).is_some() {
             self.prompts.remove(leaf);
         }

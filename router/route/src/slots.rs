@@ -2,11 +2,11 @@
 //!
 //! Fed by decoded load messages only, one's own included, so that every replica that took in the same
 //! messages holds the same state, and [`Slots::digest`] proves it. Total: a change that makes no sense
-//! (a slot freed twice, a slot that nobody opened, a prefill completed twice, a former life of the
+//! (a slot freed twice, a slot that nobody opened, a prefill completed twice, a former owned of the
 //! router) is counted and does nothing. No number ever goes below zero: what a slot adds is kept with
 //! the slot, and exactly that is taken off again.
 //!
-//! Active blocks are counted once for all requests of a source that share them, as exactly as the
+//! Active blocks are counted once for all requests of a source that sum them, as exactly as the
 //! prompts are sampled; what a prompt has beyond its last sample counts for each request alone.
 //!
 //! Whoever holds this behind a lock never holds it for long: a dead router's slots stop counting at once,
@@ -23,16 +23,16 @@ use warmroute_proto::load::{
 };
 use warmroute_proto::{DpRank, Generation, RouterId, WorkerId};
 
-use super::prefixes::{Leaf, Prefixes};
-use super::roster::{PerSource, Roster, SourceId};
+use super::prompt_tree::{PromptLeaf, PromptTree};
+use super::source_table::{PerSource, SourceId, SourceTable};
 
 #[derive(Clone, Debug, Default)]
 pub struct Slots {
-    sources: PerSource<Bearing>,
-    routers: BTreeMap<RouterId, Life>,
+    sources: PerSource<ActiveLoad>,
+    routers: BTreeMap<RouterId, RouterSlots>,
     /// Slots that count no more but for the blocks of their prompts, of any router.
     released: Vec<BTreeMap<u64, Slot>>,
-    ignored: Ignored,
+    ignored: IgnoredChanges,
 }
 
 /// Slots that one step works on: bounds how long a cut or a release keeps decisions waiting.
@@ -50,13 +50,13 @@ pub enum Applied {
 
 /// Changes that did nothing, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Ignored {
+pub struct IgnoredChanges {
     /// A slot was opened that is open.
     pub opened_twice: u64,
     /// A change to a slot that is not open: never opened, or freed.
     pub unknown_slot: u64,
     pub prefilled_twice: u64,
-    /// Said by a former life of a router.
+    /// Said by a former owned of a router.
     pub old_incarnation: u64,
 }
 
@@ -82,16 +82,16 @@ pub struct RouterLoad {
 
 /// What one source bears.
 #[derive(Clone, Debug, Default)]
-pub struct Bearing {
+pub struct ActiveLoad {
     requests: u32,
     prefill_tokens: u64,
     /// The sampled prompts of the requests here.
-    prompts: Prefixes,
+    prompts: PromptTree,
     /// Blocks that prompts have beyond their last sample, and generated ones.
     unshared_blocks: u64,
 }
 
-impl Bearing {
+impl ActiveLoad {
     #[must_use]
     pub const fn active_requests(&self) -> u32 {
         self.requests
@@ -120,19 +120,19 @@ impl Bearing {
     }
 }
 
-/// One router's slots, of one life of it.
+/// One router's slots, of one owned of it.
 #[derive(Clone, Debug, Default)]
-struct Life {
+struct RouterSlots {
     incarnation: Generation,
     slots: BTreeMap<u64, Slot>,
     /// The sums of the slots, of sources with at least one.
-    shares: BTreeMap<SourceId, Share>,
+    totals: BTreeMap<SourceId, SlotTotals>,
     digest: LoadDigest,
 }
 
 /// What a router's slots on a source add up to.
 #[derive(Clone, Copy, Debug, Default)]
-struct Share {
+struct SlotTotals {
     requests: u32,
     prefill_tokens: u64,
     tail_blocks: u64,
@@ -142,7 +142,7 @@ struct Share {
 #[derive(Clone, Debug)]
 struct Slot {
     source: SourceId,
-    leaf: Leaf,
+    leaf: PromptLeaf,
     identity: SlotIdentity,
     prefill_tokens: u32,
     prefill: Prefill,
@@ -161,7 +161,7 @@ impl Slots {
     /// Takes in one change of a router's slots.
     pub fn apply(
         &mut self,
-        roster: &mut Roster,
+        table: &mut SourceTable,
         router: RouterId,
         incarnation: Generation,
         change: &LoadChange,
@@ -169,25 +169,25 @@ impl Slots {
         if !self.enter(router, incarnation) {
             return Applied::Nothing;
         }
-        let life = self.routers.entry(router).or_default();
+        let owned = self.routers.entry(router).or_default();
         let (sources, ignored) = (&mut self.sources, &mut self.ignored);
         match change {
             LoadChange::AddRequest { source, .. } => {
-                let source = roster.enrol(source);
-                life.add(sources.get_mut(source), ignored, source, change)
+                let source = table.intern(source);
+                owned.add(sources.get_mut(source), ignored, source, change)
             }
             LoadChange::MarkPrefillCompleted { counter } => {
-                life.complete_prefill(sources, ignored, *counter)
+                owned.complete_prefill(sources, ignored, *counter)
             }
-            LoadChange::Grow { counter, blocks } => life.grow(sources, ignored, *counter, *blocks),
-            LoadChange::Free { counter, end } => life.free(sources, ignored, *counter, *end),
+            LoadChange::Grow { counter, blocks } => owned.grow(sources, ignored, *counter, *blocks),
+            LoadChange::Free { counter, end } => owned.free(sources, ignored, *counter, *end),
         }
     }
 
     /// Takes in an open slot as its router states it, in the place of all changes that led to it.
     pub fn restore(
         &mut self,
-        roster: &mut Roster,
+        table: &mut SourceTable,
         router: RouterId,
         incarnation: Generation,
         slot: &OpenSlot,
@@ -203,7 +203,7 @@ impl Slots {
             generated_blocks,
             prompt,
         } = slot;
-        let source = roster.enrol(source);
+        let source = table.intern(source);
         let opening = LoadChange::AddRequest {
             counter: *counter,
             source: slot.source.clone(),
@@ -211,11 +211,11 @@ impl Slots {
             blocks: *blocks,
             prompt: prompt.clone(),
         };
-        let life = self.routers.entry(router).or_default();
-        let bearing = self.sources.get_mut(source);
-        let added = life.add(bearing, &mut self.ignored, source, &opening);
+        let owned = self.routers.entry(router).or_default();
+        let load = self.sources.get_mut(source);
+        let added = owned.add(load, &mut self.ignored, source, &opening);
         if matches!(added, Applied::Added(_)) && *generated_blocks > 0 {
-            life.grow(
+            owned.grow(
                 &mut self.sources,
                 &mut self.ignored,
                 *counter,
@@ -228,43 +228,48 @@ impl Slots {
     /// A router's open slots, in the order of their counters, each such that [`Self::restore`] makes
     /// it again.
     #[must_use]
-    pub fn stated(&self, roster: &Roster, router: RouterId) -> Vec<OpenSlot> {
-        self.stated_from(roster, router, 0, usize::MAX)
+    pub fn stated(&self, table: &SourceTable, router: RouterId) -> Vec<OpenSlot> {
+        self.open_slots_from(table, router, 0, usize::MAX)
     }
 
     /// The first so many of them from a counter on.
     #[must_use]
-    pub fn stated_from(
+    pub fn open_slots_from(
         &self,
-        roster: &Roster,
+        table: &SourceTable,
         router: RouterId,
         from: u64,
         most: usize,
     ) -> Vec<OpenSlot> {
-        let Some(life) = self.routers.get(&router) else {
+        let Some(owned) = self.routers.get(&router) else {
             return Vec::new();
         };
-        let slots = life.slots.range(from..).take(most);
+        let slots = owned.slots.range(from..).take(most);
         slots
-            .filter_map(|(&counter, slot)| self.state(roster, counter, slot))
+            .filter_map(|(&counter, slot)| self.state(table, counter, slot))
             .collect()
     }
 
     /// One of them; `None` if it is not open.
     #[must_use]
-    pub fn stated_one(&self, roster: &Roster, router: RouterId, counter: u64) -> Option<OpenSlot> {
+    pub fn open_slot(
+        &self,
+        table: &SourceTable,
+        router: RouterId,
+        counter: u64,
+    ) -> Option<OpenSlot> {
         let slot = self.routers.get(&router)?.slots.get(&counter)?;
-        self.state(roster, counter, slot)
+        self.state(table, counter, slot)
     }
 
-    fn state(&self, roster: &Roster, counter: u64, slot: &Slot) -> Option<OpenSlot> {
-        let bearing = self.sources.get(slot.source)?;
+    fn state(&self, table: &SourceTable, counter: u64, slot: &Slot) -> Option<OpenSlot> {
+        let load = self.sources.get(slot.source)?;
         let prompt = SampledPrefix {
-            hashes: bearing.prompts.prompt(slot.leaf),
+            hashes: load.prompts.prompt(slot.leaf),
         };
         Some(OpenSlot {
             counter,
-            source: roster.source(slot.source)?.clone(),
+            source: table.source(slot.source)?.clone(),
             prefill_tokens: slot.prefill_tokens,
             blocks: prompt.covered().saturating_add(slot.tail_blocks),
             generated_blocks: slot.generated_blocks,
@@ -285,18 +290,18 @@ impl Slots {
 
     /// What this router has on each source.
     #[must_use]
-    pub fn loads_of(&self, roster: &Roster, router: RouterId) -> Vec<RouterLoad> {
-        let row = |(&id, share): (&SourceId, &Share)| {
-            let source = roster.source(id)?;
+    pub fn loads_of(&self, table: &SourceTable, router: RouterId) -> Vec<RouterLoad> {
+        let row = |(&id, sum): (&SourceId, &SlotTotals)| {
+            let source = table.source(id)?;
             Some(RouterLoad {
                 worker: source.worker.clone(),
                 dp_rank: source.dp_rank,
-                active_requests: share.requests,
-                prefill_tokens: share.prefill_tokens,
-                generated_blocks: share.generated_blocks,
+                active_requests: sum.requests,
+                prefill_tokens: sum.prefill_tokens,
+                generated_blocks: sum.generated_blocks,
             })
         };
-        let loads = self.routers.get(&router).map(|life| life.shares.iter());
+        let loads = self.routers.get(&router).map(|owned| owned.totals.iter());
         let loads = loads.into_iter().flatten();
         let mut rows: Vec<RouterLoad> = loads.filter_map(row).collect();
         rows.sort_by(|a, b| (&a.worker, a.dp_rank).cmp(&(&b.worker, b.dp_rank)));
@@ -326,14 +331,14 @@ impl Slots {
     /// The first step takes all its slots out of every count but that of distinct blocks; each gives
     /// back the blocks of some. True: there is more to do.
     pub fn release_step(&mut self, router: RouterId) -> bool {
-        if let Some(life) = self.routers.get_mut(&router)
-            && !life.slots.is_empty()
+        if let Some(owned) = self.routers.get_mut(&router)
+            && !owned.slots.is_empty()
         {
-            let slots = std::mem::take(&mut life.slots);
-            for (id, share) in std::mem::take(&mut life.shares) {
-                self.sources.get_mut(id).take_off_all(share);
+            let slots = std::mem::take(&mut owned.slots);
+            for (id, sum) in std::mem::take(&mut owned.totals) {
+                self.sources.get_mut(id).take_off_all(sum);
             }
-            life.digest = LoadDigest::default();
+            owned.digest = LoadDigest::default();
             self.released.push(slots);
         }
         for _ in 0..STEP {
@@ -353,37 +358,37 @@ impl Slots {
     pub fn digest(&self, router: RouterId) -> LoadDigest {
         self.routers
             .get(&router)
-            .map_or_else(LoadDigest::default, |life| life.digest)
+            .map_or_else(LoadDigest::default, |owned| owned.digest)
     }
 
     /// What this source bears; `None` for one that never bore anything.
     #[must_use]
-    pub fn bearing(&self, source: SourceId) -> Option<&Bearing> {
+    pub fn load(&self, source: SourceId) -> Option<&ActiveLoad> {
         self.sources.get(source)
     }
 
     #[must_use]
     pub fn is_idle(&self, source: SourceId) -> bool {
-        self.bearing(source).is_none_or(Bearing::is_idle)
+        self.load(source).is_none_or(ActiveLoad::is_idle)
     }
 
     #[must_use]
-    pub const fn ignored(&self) -> Ignored {
+    pub const fn ignored(&self) -> IgnoredChanges {
         self.ignored
     }
 
     /// Open slots of all routers.
     #[must_use]
     pub fn open(&self) -> usize {
-        self.routers.values().map(|life| life.slots.len()).sum()
+        self.routers.values().map(|owned| owned.slots.len()).sum()
     }
 }
 
-impl Life {
+impl RouterSlots {
     fn add(
         &mut self,
-        bearing: &mut Bearing,
-        ignored: &mut Ignored,
+        load: &mut ActiveLoad,
+        ignored: &mut IgnoredChanges,
         id: SourceId,
         change: &LoadChange,
     ) -> Applied {
@@ -403,20 +408,20 @@ impl Life {
         }
         let slot = Slot {
             source: id,
-            leaf: bearing.prompts.insert(&prompt.hashes),
+            leaf: load.prompts.insert(&prompt.hashes),
             identity: SlotIdentity::of(*counter, source, *blocks, prompt),
             prefill_tokens: *prefill_tokens,
             prefill: Prefill::Outstanding,
             tail_blocks: blocks.saturating_sub(prompt.covered()),
             generated_blocks: 0,
         };
-        bearing.requests += 1;
-        bearing.prefill_tokens += u64::from(slot.prefill_tokens);
-        bearing.unshared_blocks += u64::from(slot.tail_blocks);
-        let share = self.shares.entry(id).or_default();
-        share.requests += 1;
-        share.prefill_tokens += u64::from(slot.prefill_tokens);
-        share.tail_blocks += u64::from(slot.tail_blocks);
+        load.requests += 1;
+        load.prefill_tokens += u64::from(slot.prefill_tokens);
+        load.unshared_blocks += u64::from(slot.tail_blocks);
+        let sum = self.totals.entry(id).or_default();
+        sum.requests += 1;
+        sum.prefill_tokens += u64::from(slot.prefill_tokens);
+        sum.tail_blocks += u64::from(slot.tail_blocks);
         self.digest.insert(slot.mark());
         self.slots.insert(*counter, slot);
         Applied::Added(id)
@@ -424,8 +429,8 @@ impl Life {
 
     fn complete_prefill(
         &mut self,
-        sources: &mut PerSource<Bearing>,
-        ignored: &mut Ignored,
+        sources: &mut PerSource<ActiveLoad>,
+        ignored: &mut IgnoredChanges,
         counter: u64,
     ) -> Applied {
         let Some(slot) = self.slots.get_mut(&counter) else {
@@ -439,7 +444,7 @@ impl Life {
         self.digest.remove(slot.mark());
         let tokens = u64::from(slot.prefill_tokens);
         sources.get_mut(slot.source).prefill_tokens -= tokens;
-        self.shares.entry(slot.source).or_default().prefill_tokens -= tokens;
+        self.totals.entry(slot.source).or_default().prefill_tokens -= tokens;
         slot.prefill_tokens = 0;
         slot.prefill = Prefill::Done;
         self.digest.insert(slot.mark());
@@ -448,8 +453,8 @@ impl Life {
 
     fn grow(
         &mut self,
-        sources: &mut PerSource<Bearing>,
-        ignored: &mut Ignored,
+        sources: &mut PerSource<ActiveLoad>,
+        ignored: &mut IgnoredChanges,
         counter: u64,
         blocks: u32,
     ) -> Applied {
@@ -462,15 +467,15 @@ impl Life {
         let more = u64::from(grown - slot.generated_blocks);
         slot.generated_blocks = grown;
         sources.get_mut(slot.source).unshared_blocks += more;
-        self.shares.entry(slot.source).or_default().generated_blocks += more;
+        self.totals.entry(slot.source).or_default().generated_blocks += more;
         self.digest.insert(slot.mark());
         Applied::Grown(slot.source)
     }
 
     fn free(
         &mut self,
-        sources: &mut PerSource<Bearing>,
-        ignored: &mut Ignored,
+        sources: &mut PerSource<ActiveLoad>,
+        ignored: &mut IgnoredChanges,
         counter: u64,
         end: SlotEnd,
     ) -> Applied {
@@ -486,23 +491,23 @@ impl Life {
 
     /// Takes a slot out of the sums.
     fn leave(&mut self, slot: &Slot) {
-        let share = self.shares.entry(slot.source).or_default();
-        share.requests -= 1;
-        share.prefill_tokens -= u64::from(slot.prefill_tokens);
-        share.tail_blocks -= u64::from(slot.tail_blocks);
-        share.generated_blocks -= u64::from(slot.generated_blocks);
-        if share.requests == 0 {
-            self.shares.remove(&slot.source);
+        let sum = self.totals.entry(slot.source).or_default();
+        sum.requests -= 1;
+        sum.prefill_tokens -= u64::from(slot.prefill_tokens);
+        sum.tail_blocks -= u64::from(slot.tail_blocks);
+        sum.generated_blocks -= u64::from(slot.generated_blocks);
+        if sum.requests == 0 {
+            self.totals.remove(&slot.source);
         }
     }
 }
 
-impl Bearing {
-    /// What slots add up to, but for the blocks that they may share.
-    fn take_off_all(&mut self, share: Share) {
-        self.requests -= share.requests;
-        self.prefill_tokens -= share.prefill_tokens;
-        self.unshared_blocks -= share.tail_blocks + share.generated_blocks;
+impl ActiveLoad {
+    /// What slots add up to, but for the blocks that they may sum.
+    fn take_off_all(&mut self, sum: SlotTotals) {
+        self.requests -= sum.requests;
+        self.prefill_tokens -= sum.prefill_tokens;
+        self.unshared_blocks -= sum.tail_blocks + sum.generated_blocks;
     }
 
     fn take_off(&mut self, slot: &Slot) {

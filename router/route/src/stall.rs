@@ -4,12 +4,12 @@
 //! that follows without a first token between lasts twice as long. It comes back by itself: when
 //! the time is over one request finds out again, and any first token ends the stall at once. This is
 //! about hung and drowning engines whose health check is still green; a slow one costs more
-//! ([`super::pace`]).
+//! ([`super::slowness`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use super::roster::{PerSource, SourceId};
+use super::source_table::{PerSource, SourceId};
 
 /// Far beyond the prediction: ten times. Predictions are wrong by a factor of two or three when
 /// requests of others are preempted or recomputed.
@@ -24,27 +24,27 @@ const STALL_FIRST: Duration = Duration::from_secs(5);
 const DOUBLINGS_MAX: u32 = 4;
 
 #[derive(Clone, Debug, Default)]
-pub struct Stalls {
-    sources: PerSource<Stall>,
-    waiting: BTreeMap<u64, Waiting>,
+pub struct StallDetector {
+    sources: PerSource<SourceStall>,
+    waiting: BTreeMap<u64, AwaitedFirstToken>,
     deadlines: BTreeSet<(Instant, u64)>,
     count: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Stall {
+struct SourceStall {
     until: Option<Instant>,
-    /// Stalls since the last first token.
+    /// StallDetector since the last first token.
     in_a_row: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
+struct AwaitedFirstToken {
     source: SourceId,
     deadline: Instant,
 }
 
-impl Stalls {
+impl StallDetector {
     /// A request was sent and its first token is expected after `predicted`.
     pub fn sent(&mut self, counter: u64, source: SourceId, predicted: Duration, now: Instant) {
         let patience = predicted.saturating_mul(FACTOR).max(PATIENCE_MIN);
@@ -52,7 +52,8 @@ impl Stalls {
             return;
         };
         self.forget(counter);
-        self.waiting.insert(counter, Waiting { source, deadline });
+        self.waiting
+            .insert(counter, AwaitedFirstToken { source, deadline });
         self.deadlines.insert((deadline, counter));
     }
 
@@ -95,7 +96,7 @@ impl Stalls {
         stall.until.is_some_and(|until| now < until)
     }
 
-    /// Stalls so far.
+    /// StallDetector so far.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count
@@ -107,11 +108,11 @@ impl Stalls {
         self.waiting.len()
     }
 
-    fn answered(&mut self, waiting: Waiting) {
-        *self.sources.get_mut(waiting.source) = Stall::default();
+    fn answered(&mut self, waiting: AwaitedFirstToken) {
+        *self.sources.get_mut(waiting.source) = SourceStall::default();
     }
 
-    fn forget(&mut self, counter: u64) -> Option<Waiting> {
+    fn forget(&mut self, counter: u64) -> Option<AwaitedFirstToken> {
         let waiting = self.waiting.remove(&counter)?;
         self.deadlines.remove(&(waiting.deadline, counter));
         Some(waiting)
@@ -121,13 +122,13 @@ impl Stalls {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roster::Roster;
+    use crate::source_table::SourceTable;
     use warmroute_proto::{DpRank, Source};
 
     const PREDICTED: Duration = Duration::from_secs(1);
 
     fn source() -> SourceId {
-        Roster::default().enrol(&Source {
+        SourceTable::default().intern(&Source {
             worker: "w".into(),
             dp_rank: DpRank(0),
         })
@@ -145,7 +146,7 @@ mod tests {
     #[test]
     fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
         let (start, source) = (start(), source());
-        let mut stalls = Stalls::default();
+        let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
         for (at, stalled) in [(9, false), (10, true), (14, true), (15, false)] {
             stalls.advance(start + secs(at));
@@ -160,7 +161,7 @@ mod tests {
     #[test]
     fn a_first_token_ends_the_stall_at_once() {
         let (start, source) = (start(), source());
-        let mut stalls = Stalls::default();
+        let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
         stalls.advance(start + secs(10));
         assert!(stalls.is_stalled(source, start + secs(11)));
@@ -171,7 +172,7 @@ mod tests {
     #[test]
     fn stalls_in_a_row_last_longer_and_requests_stuck_together_are_one() {
         let (start, source) = (start(), source());
-        let mut stalls = Stalls::default();
+        let mut stalls = StallDetector::default();
         for counter in 0..10 {
             stalls.sent(counter, source, PREDICTED, start);
         }
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn an_ended_request_stalls_nobody() {
         let (start, source) = (start(), source());
-        let mut stalls = Stalls::default();
+        let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
         stalls.ended(1);
         stalls.advance(start + secs(100));
@@ -200,7 +201,7 @@ mod tests {
     #[test]
     fn short_predictions_have_a_floor() {
         let (start, source) = (start(), source());
-        let mut stalls = Stalls::default();
+        let mut stalls = StallDetector::default();
         stalls.sent(1, source, Duration::from_millis(10), start);
         stalls.advance(start + secs(4));
         assert!(!stalls.is_stalled(source, start + secs(4)));

@@ -11,26 +11,26 @@ use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::registry::{DrainState, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
-use super::audit::{Audit, AuditCounts, AuditVerdict, Recheck, RecheckVerdict};
-use super::candidates::{Fleet, Health, Model, Refusal};
+use super::audit::{AuditCounts, AuditVerdict, CreditAudit, Recheck, RecheckVerdict};
+use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
-use super::decide::{Decision, Grounds, Question, Rung, decide};
-use super::guard::SlotEvent;
+use super::decide::{Decision, DecisionBasis, Grounds, Question, decide};
+use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
-use super::moves::{MoveCounts, Moves};
-use super::pace::Paces;
+use super::moves::{MoveCounts, MoveTracker};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
-use super::roster::{Roster, SourceId};
-use super::slots::{Applied, Bearing, Ignored, RouterLoad, STEP, Slots, SourceLoad};
-use super::stall::Stalls;
-use super::ttft::Ttft;
-use super::view::{Knowledge, View, ViewCounts};
+use super::slot_guard::SlotEvent;
+use super::slots::{ActiveLoad, Applied, IgnoredChanges, RouterLoad, STEP, Slots, SourceLoad};
+use super::slowness::SlownessTracker;
+use super::source_table::{SourceId, SourceTable};
+use super::stall::StallDetector;
+use super::ttft::TtftModel;
 
 mod reconsider;
 
-pub struct Settings {
+pub struct CoreConfig {
     /// Checked: see [`Knobs::checked`].
     pub knobs: Knobs,
     pub router: RouterId,
@@ -42,7 +42,7 @@ pub struct Settings {
 
 /// A request that wants a source.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask<'a> {
+pub struct RouteRequest<'a> {
     /// A base model or an adapter.
     pub model: &'a str,
     pub prompt: &'a Prompt,
@@ -66,17 +66,17 @@ pub struct Admitted {
 #[derive(Debug, thiserror::Error)]
 pub enum AdmitError {
     #[error(transparent)]
-    Refused(#[from] Refusal),
+    Refused(#[from] RouteRefusal),
     #[error("the slot cannot be accounted: {0}")]
     Ledger(#[from] LedgerError),
 }
 
 /// What happened so far, for metrics.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Counts {
-    pub rungs: Rungs,
-    pub ignored: Ignored,
-    pub view: ViewCounts,
+pub struct CoreCounts {
+    pub bases: BasisCounts,
+    pub ignored: IgnoredChanges,
+    pub view: IndexViewCounts,
     pub audit: AuditCounts,
     pub stalls: u64,
     pub predictions_dropped: u64,
@@ -85,13 +85,13 @@ pub struct Counts {
     pub open_slots: usize,
     /// Slots that this router opened, one for each attempt.
     pub opened: u64,
-    pub freed: Freed,
+    pub freed: FreedCounts,
     pub moves: MoveCounts,
 }
 
 /// Slots that this router freed, each once, by how they ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Freed {
+pub struct FreedCounts {
     pub completed: u64,
     pub failed: u64,
     pub aborted: u64,
@@ -99,14 +99,14 @@ pub struct Freed {
 
 /// Decisions by what they rested on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Rungs {
+pub struct BasisCounts {
     pub index: u64,
     pub prediction: u64,
     pub load_only: u64,
 }
 
 /// A prefill under way, for learning how long it takes.
-struct Sent {
+struct PendingPrefill {
     source: SourceId,
     at: Instant,
     tokens_ahead: u64,
@@ -115,7 +115,7 @@ struct Sent {
 }
 
 /// A slot that is about to be opened.
-struct Opening {
+struct SlotOpening {
     slot: u64,
     /// At its source, its own included.
     tokens_ahead: u64,
@@ -124,36 +124,36 @@ struct Opening {
 pub struct Core {
     knobs: Knobs,
     rng: Rng,
-    roster: Roster,
-    fleet: Fleet,
+    table: SourceTable,
+    fleet: WorkerDirectory,
     ledger: Ledger,
     slots: Slots,
     predictions: Predictions,
-    view: View,
-    audit: Audit,
-    stalls: Stalls,
-    ttft: Ttft,
-    paces: Paces,
+    view: IndexView,
+    audit: CreditAudit,
+    stalls: StallDetector,
+    ttft: TtftModel,
+    slowness_tracker: SlownessTracker,
     /// This router's requests without a first token.
-    sent: BTreeMap<u64, Sent>,
+    sent: BTreeMap<u64, PendingPrefill>,
     /// This router's slots that changed since a cut was begun.
     touched: Option<BTreeSet<u64>>,
-    moves: Moves,
-    rungs: Rungs,
+    moves: MoveTracker,
+    bases: BasisCounts,
     opened: u64,
-    freed: Freed,
+    freed: FreedCounts,
     turn: u64,
 }
 
-/// This router's open slots on their way out of the core: see [`Core::cut_step`].
+/// This router's open slots on their way out of the core: see [`Core::snapshot_step`].
 #[derive(Debug)]
-pub struct Cut {
+pub struct SlotSnapshotBuilder {
     slots: BTreeMap<u64, OpenSlot>,
     /// The first counter that was not looked at; none: all were.
     next: Option<u64>,
 }
 
-impl Default for Cut {
+impl Default for SlotSnapshotBuilder {
     fn default() -> Self {
         Self {
             slots: BTreeMap::new(),
@@ -162,7 +162,7 @@ impl Default for Cut {
     }
 }
 
-impl Cut {
+impl SlotSnapshotBuilder {
     /// In the order of their counters.
     #[must_use]
     pub fn into_slots(self) -> Vec<OpenSlot> {
@@ -172,8 +172,8 @@ impl Cut {
 
 impl Core {
     #[must_use]
-    pub fn new(settings: Settings) -> Self {
-        let Settings {
+    pub fn new(settings: CoreConfig) -> Self {
+        let CoreConfig {
             knobs,
             router,
             incarnation,
@@ -182,48 +182,48 @@ impl Core {
         Self {
             knobs,
             rng: Rng::with_seed(seed),
-            roster: Roster::default(),
-            fleet: Fleet::default(),
+            table: SourceTable::default(),
+            fleet: WorkerDirectory::default(),
             ledger: Ledger::new(router, incarnation),
             slots: Slots::default(),
             predictions: Predictions::default(),
-            view: View::default(),
-            audit: Audit::default(),
-            stalls: Stalls::default(),
-            ttft: Ttft::default(),
-            paces: Paces::default(),
+            view: IndexView::default(),
+            audit: CreditAudit::default(),
+            stalls: StallDetector::default(),
+            ttft: TtftModel::default(),
+            slowness_tracker: SlownessTracker::default(),
             sent: BTreeMap::new(),
             touched: None,
-            moves: Moves::default(),
-            rungs: Rungs::default(),
+            moves: MoveTracker::default(),
+            bases: BasisCounts::default(),
             opened: 0,
-            freed: Freed::default(),
+            freed: FreedCounts::default(),
             turn: 0,
         }
     }
 
     /// The registry's content, at every change of it.
     pub fn set_workers(&mut self, entries: &[WorkerEntry]) {
-        self.fleet.set_workers(&mut self.roster, entries);
+        self.fleet.set_workers(&mut self.table, entries);
     }
 
     /// Says whether that is news.
     pub fn set_health(&mut self, worker: &WorkerId, health: Health) -> bool {
-        self.fleet.set_health(&mut self.roster, worker, health)
+        self.fleet.set_health(&mut self.table, worker, health)
     }
 
     /// Says whether that is news.
     pub fn set_drain(&mut self, worker: &WorkerId, drain: DrainState) -> bool {
-        self.fleet.set_drain(&mut self.roster, worker, drain)
+        self.fleet.set_drain(&mut self.table, worker, drain)
     }
 
     /// Workers, models and their marks.
     #[must_use]
-    pub const fn fleet(&self) -> &Fleet {
+    pub const fn fleet(&self) -> &WorkerDirectory {
         &self.fleet
     }
 
-    pub fn model(&self, name: &str) -> Result<&Model, Refusal> {
+    pub fn model(&self, name: &str) -> Result<&ServedModel, RouteRefusal> {
         self.fleet.model(name)
     }
 
@@ -231,21 +231,21 @@ impl Core {
     /// it came too late.
     pub fn admit(
         &mut self,
-        ask: &Ask<'_>,
+        ask: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Result<Admitted, AdmitError> {
         self.tick(now);
-        let (decision, knowledge) = self.decide(ask, answer, now)?;
+        let (decision, trusted) = self.decide(ask, answer, now)?;
         self.turn = self.turn.wrapping_add(1);
-        match decision.rung() {
-            Rung::Index => self.rungs.index += 1,
-            Rung::Prediction => self.rungs.prediction += 1,
-            Rung::LoadOnly => self.rungs.load_only += 1,
+        match decision.basis() {
+            DecisionBasis::Index => self.bases.index += 1,
+            DecisionBasis::Prediction => self.bases.prediction += 1,
+            DecisionBasis::LoadOnly => self.bases.load_only += 1,
         }
         // After the decision: it made the same walks, and takes only what goes beyond the credit.
         for terms in &decision.weighed {
-            self.end_counted(terms.source, ask.prompt, terms.expected_blocks, &knowledge);
+            self.end_counted(terms.source, ask.prompt, terms.expected_blocks, &trusted);
         }
         let mut admitted = self.open(ask.prompt, decision, now)?;
         // A retry has had its share of ways, and only costs can be compared.
@@ -258,13 +258,13 @@ impl Core {
 
     fn decide(
         &mut self,
-        ask: &Ask<'_>,
+        ask: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
         now: Instant,
-    ) -> Result<(Decision, Knowledge), Refusal> {
-        let knowledge = match answer {
+    ) -> Result<(Decision, TrustedAnswer), RouteRefusal> {
+        let trusted = match answer {
             Some(answer) => self.take_in(answer, now),
-            None => Knowledge::default(),
+            None => TrustedAnswer::default(),
         };
         let question = Question {
             prompt: ask.prompt,
@@ -273,16 +273,16 @@ impl Core {
             turn: self.turn,
         };
         let grounds = Grounds {
-            knowledge: &knowledge,
+            trusted: &trusted,
             slots: &self.slots,
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
-            paces: &self.paces,
+            slowness_tracker: &self.slowness_tracker,
             knobs: &self.knobs,
         };
         let decision = decide(&question, &grounds, &mut self.rng, now)?;
-        Ok((decision, knowledge))
+        Ok((decision, trusted))
     }
 
     /// What happened to an open slot of this router. The bytes are to be broadcast.
@@ -292,7 +292,8 @@ impl Core {
                 self.moves.settle(counter);
                 if let Some(sent) = self.sent.remove(&counter) {
                     let elapsed = now.saturating_duration_since(sent.at);
-                    self.paces.learn(sent.source, sent.typical, elapsed, now);
+                    self.slowness_tracker
+                        .learn(sent.source, sent.typical, elapsed, now);
                     self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
                 }
                 self.stalls.first_token(counter);
@@ -311,7 +312,8 @@ impl Core {
                 // A whole answer in one piece took longer than its first token.
                 if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
                     let elapsed = now.saturating_duration_since(sent.at);
-                    self.paces.gave_up(sent.source, sent.typical, elapsed, now);
+                    self.slowness_tracker
+                        .gave_up(sent.source, sent.typical, elapsed, now);
                 }
                 self.stalls.ended(counter);
                 LoadChange::Free { counter, end }
@@ -344,7 +346,7 @@ impl Core {
         for slot in slots {
             let restored = self
                 .slots
-                .restore(&mut self.roster, router, incarnation, slot);
+                .restore(&mut self.table, router, incarnation, slot);
             if let Applied::Added(source) = restored {
                 self.predictions
                     .sent(router, slot.counter, source, &slot.prompt);
@@ -376,13 +378,13 @@ impl Core {
     /// This router's open slots, for a peer that lacks them.
     #[must_use]
     pub fn stated(&self) -> Vec<OpenSlot> {
-        self.slots.stated(&self.roster, self.ledger.router())
+        self.slots.stated(&self.table, self.ledger.router())
     }
 
     /// A part of the same, for whoever must not be kept waiting: to be called with the same cut until it
     /// is whole. What changes between two calls is looked at again, so that in the end all slots are of
     /// one moment, that of the call which says true. One cut at a time: a new one ends the one before.
-    pub fn cut_step(&mut self, cut: &mut Cut) -> bool {
+    pub fn snapshot_step(&mut self, cut: &mut SlotSnapshotBuilder) -> bool {
         let router = self.ledger.router();
         let Some(from) = cut.next else {
             return self.mend_cut(cut, router);
@@ -390,20 +392,20 @@ impl Core {
         if from == 0 {
             self.touched = Some(BTreeSet::new());
         }
-        let stated = self.slots.stated_from(&self.roster, router, from, STEP);
+        let stated = self.slots.open_slots_from(&self.table, router, from, STEP);
         cut.next = stated.last().map(|slot| slot.counter + 1);
         cut.slots
             .extend(stated.into_iter().map(|slot| (slot.counter, slot)));
         false
     }
 
-    fn mend_cut(&mut self, cut: &mut Cut, router: RouterId) -> bool {
+    fn mend_cut(&mut self, cut: &mut SlotSnapshotBuilder, router: RouterId) -> bool {
         for _ in 0..STEP {
             let Some(counter) = self.touched.as_mut().and_then(BTreeSet::pop_first) else {
                 self.touched = None;
                 return true;
             };
-            match self.slots.stated_one(&self.roster, router, counter) {
+            match self.slots.open_slot(&self.table, router, counter) {
                 Some(slot) => cut.slots.insert(counter, slot),
                 None => cut.slots.remove(&counter),
             };
@@ -414,7 +416,7 @@ impl Core {
     /// What one router has on each source.
     #[must_use]
     pub fn loads_of(&self, router: RouterId) -> Vec<RouterLoad> {
-        self.slots.loads_of(&self.roster, router)
+        self.slots.loads_of(&self.table, router)
     }
 
     /// A router's open slots in one number.
@@ -437,11 +439,11 @@ impl Core {
         answer: &IndexAnswer,
         now: Instant,
     ) -> RecheckVerdict {
-        let knowledge = self.take_in(answer, now);
+        let trusted = self.take_in(answer, now);
         let source = recheck.claim.source;
         let expected_blocks = self.predictions.predicted(source, prompt.sampled());
-        self.end_counted(source, prompt, expected_blocks, &knowledge);
-        let known = knowledge.of(source);
+        self.end_counted(source, prompt, expected_blocks, &trusted);
+        let known = trusted.of(source);
         let verdict = self.audit.recheck(recheck, known, now);
         if let (RecheckVerdict::Demote, Some(known)) = (verdict, known) {
             self.view.demote(source, known.generation);
@@ -458,16 +460,16 @@ impl Core {
     /// `/v1/slots`: every registered source, and every other that still bears something.
     #[must_use]
     pub fn loads(&self) -> Vec<SourceLoad> {
-        let rows = self.roster.in_order().into_iter();
+        let rows = self.table.in_order().into_iter();
         rows.filter(|(source, id)| self.fleet.contains(&source.worker) || !self.slots.is_idle(*id))
             .map(|(source, id)| {
-                let bearing = self.slots.bearing(id);
+                let load = self.slots.load(id);
                 SourceLoad {
                     worker: source.worker.clone(),
                     dp_rank: source.dp_rank,
-                    active_requests: bearing.map_or(0, Bearing::active_requests),
-                    prefill_tokens: bearing.map_or(0, Bearing::prefill_tokens),
-                    decode_blocks: bearing.map_or(0, Bearing::decode_blocks),
+                    active_requests: load.map_or(0, ActiveLoad::active_requests),
+                    prefill_tokens: load.map_or(0, ActiveLoad::prefill_tokens),
+                    decode_blocks: load.map_or(0, ActiveLoad::decode_blocks),
                 }
             })
             .collect()
@@ -476,21 +478,21 @@ impl Core {
     /// Is this source left out because it gives no first tokens?
     #[must_use]
     pub fn is_stalled(&self, source: &Source, now: Instant) -> bool {
-        let id = self.roster.id(source);
+        let id = self.table.id(source);
         id.is_some_and(|id| self.stalls.is_stalled(id, now))
     }
 
     /// How late this source's first tokens are: observed over predicted. None: not enough is known.
     #[must_use]
     pub fn ttft_ratio(&self, source: &Source, now: Instant) -> Option<f64> {
-        let id = self.roster.id(source)?;
-        self.paces.ratio(id, now)
+        let id = self.table.id(source)?;
+        self.slowness_tracker.ratio(id, now)
     }
 
     /// The name of a source in a decision's terms.
     #[must_use]
     pub fn source(&self, id: SourceId) -> Option<&Source> {
-        self.roster.source(id)
+        self.table.source(id)
     }
 
     /// The names of so many.
@@ -501,9 +503,9 @@ impl Core {
     }
 
     #[must_use]
-    pub fn counts(&self) -> Counts {
-        Counts {
-            rungs: self.rungs,
+    pub fn counts(&self) -> CoreCounts {
+        CoreCounts {
+            bases: self.bases,
             ignored: self.slots.ignored(),
             view: self.view.counts(),
             audit: self.audit.counts(),
@@ -518,13 +520,13 @@ impl Core {
     }
 
     /// Believes an answer as far as it deserves.
-    fn take_in(&mut self, answer: &IndexAnswer, now: Instant) -> Knowledge {
-        let knowledge = self.view.judge(&mut self.roster, answer, now);
-        for &source in &knowledge.restarted {
+    fn take_in(&mut self, answer: &IndexAnswer, now: Instant) -> TrustedAnswer {
+        let trusted = self.view.judge(&mut self.table, answer, now);
+        for &source in &trusted.restarted {
             self.predictions.restarted(source);
-            self.paces.restarted(source);
+            self.slowness_tracker.restarted(source);
         }
-        knowledge
+        trusted
     }
 
     /// Ends what is expected of a prompt at a source, if the index counts all of it already: what is
@@ -535,9 +537,9 @@ impl Core {
         source: SourceId,
         prompt: &Prompt,
         expected_blocks: u32,
-        knowledge: &Knowledge,
+        trusted: &TrustedAnswer,
     ) {
-        let held = knowledge
+        let held = trusted
             .of(source)
             .map_or(0, |known| overlap_blocks(known.run));
         if expected_blocks > 0 && held >= expected_blocks {
@@ -556,9 +558,9 @@ impl Core {
         Ok(self.opened(opening, decision, message, now))
     }
 
-    fn opening(&mut self, prompt: &Prompt, decision: &Decision) -> (Opening, LoadChange) {
-        let bearing = self.slots.bearing(decision.claim.source);
-        let ahead = bearing.map_or(0, Bearing::prefill_tokens);
+    fn opening(&mut self, prompt: &Prompt, decision: &Decision) -> (SlotOpening, LoadChange) {
+        let load = self.slots.load(decision.claim.source);
+        let ahead = load.map_or(0, ActiveLoad::prefill_tokens);
         let slot = self.ledger.counter();
         let change = Ledger::opening(
             slot,
@@ -567,7 +569,7 @@ impl Core {
             prompt.blocks_taken(),
             prompt.sampled(),
         );
-        let opening = Opening {
+        let opening = SlotOpening {
             slot,
             tokens_ahead: ahead + u64::from(decision.prefill_tokens),
         };
@@ -577,7 +579,7 @@ impl Core {
     /// The opening was written down.
     fn opened(
         &mut self,
-        opening: Opening,
+        opening: SlotOpening,
         decision: Decision,
         message: Bytes,
         now: Instant,
@@ -585,7 +587,7 @@ impl Core {
         let (slot, source) = (opening.slot, decision.claim.source);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
         let weighed = decision.weighed.iter().map(|terms| terms.source);
-        let sent = Sent {
+        let sent = PendingPrefill {
             source,
             at: now,
             tokens_ahead: opening.tokens_ahead,
@@ -611,7 +613,7 @@ impl Core {
         for change in &message.changes {
             let applied = self
                 .slots
-                .apply(&mut self.roster, router, incarnation, change);
+                .apply(&mut self.table, router, incarnation, change);
             if router == self.ledger.router() {
                 self.account(applied, slot_of(change));
             }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::roster::{PerSource, SourceId};
+use super::source_table::{PerSource, SourceId};
 
 /// Below this many tokens ahead, prefill time drowns in the overhead of a step.
 const SMALL_TOKENS: u64 = 256;
@@ -21,18 +21,18 @@ const OVERHEAD_SECS: f64 = 0.05;
 const SECS_PER_TOKEN: f64 = 1e-4;
 
 #[derive(Clone, Debug, Default)]
-pub struct Ttft {
-    fleet: Line,
-    sources: PerSource<Line>,
+pub struct TtftModel {
+    fleet: TtftLine,
+    sources: PerSource<TtftLine>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Line {
+struct TtftLine {
     overhead_secs: Option<f64>,
     secs_per_token: Option<f64>,
 }
 
-impl Ttft {
+impl TtftModel {
     /// A first token came `elapsed` after its request was sent with `tokens` ahead of it, its own
     /// included.
     pub fn learn(&mut self, source: SourceId, tokens: u64, elapsed: Duration) {
@@ -82,7 +82,7 @@ fn on((overhead, per_token): (f64, f64), tokens: u64) -> Duration {
         .min(LESSON_MAX)
 }
 
-impl Line {
+impl TtftLine {
     fn or_default(self) -> (f64, f64) {
         (
             self.overhead_secs.unwrap_or(OVERHEAD_SECS),
@@ -111,18 +111,18 @@ fn blend(average: &mut Option<f64>, lesson: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roster::Roster;
+    use crate::source_table::SourceTable;
     use warmroute_proto::{DpRank, Source};
 
     fn sources() -> (SourceId, SourceId) {
-        let mut roster = Roster::default();
-        let mut enrol = |name: &str| {
-            roster.enrol(&Source {
+        let mut table = SourceTable::default();
+        let mut intern = |name: &str| {
+            table.intern(&Source {
                 worker: name.into(),
                 dp_rank: DpRank(0),
             })
         };
-        (enrol("a"), enrol("b"))
+        (intern("a"), intern("b"))
     }
 
     fn near(found: Duration, expected_ms: u64) {
@@ -134,13 +134,13 @@ mod tests {
     #[test]
     fn an_unknown_source_has_a_plausible_prediction() {
         let (a, _) = sources();
-        near(Ttft::default().predict(a, 10_000), 1050);
+        near(TtftModel::default().predict(a, 10_000), 1050);
     }
 
     #[test]
     fn overhead_and_rate_are_learned_apart() {
         let (a, b) = sources();
-        let mut ttft = Ttft::default();
+        let mut ttft = TtftModel::default();
         for _ in 0..50 {
             ttft.learn(a, 0, Duration::from_millis(20));
             ttft.learn(a, 4000, Duration::from_millis(220));
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn a_slow_source_is_learned_apart_from_the_fleet() {
         let (a, b) = sources();
-        let mut ttft = Ttft::default();
+        let mut ttft = TtftModel::default();
         for _ in 0..50 {
             ttft.learn(a, 0, Duration::ZERO);
             ttft.learn(b, 0, Duration::ZERO);
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn of_two_the_faster_one_is_typical_whoever_gets_the_requests() {
         let (a, b) = sources();
-        let mut ttft = Ttft::default();
+        let mut ttft = TtftModel::default();
         for _ in 0..50 {
             ttft.learn(a, 1000, Duration::from_millis(150));
         }
@@ -177,13 +177,13 @@ mod tests {
         }
         near(ttft.typical([a, b].into_iter(), 1000), 150);
         near(ttft.typical([b].into_iter(), 1000), 1050);
-        near(Ttft::default().typical([].into_iter(), 10_000), 1050);
+        near(TtftModel::default().typical([].into_iter(), 10_000), 1050);
     }
 
     #[test]
     fn absurd_lessons_leave_a_finite_prediction() {
         let (a, _) = sources();
-        let mut ttft = Ttft::default();
+        let mut ttft = TtftModel::default();
         ttft.learn(a, u64::MAX, Duration::ZERO);
         ttft.learn(a, 0, Duration::MAX);
         ttft.learn(a, 300, LESSON_MAX);

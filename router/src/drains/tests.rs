@@ -5,7 +5,7 @@ use warmroute_plane::{MemoryPlane, MemoryPlaneConfig};
 use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity};
 
 use super::*;
-use crate::route::{Core, Knobs, Settings};
+use crate::route::{Core, CoreConfig, Knobs};
 use crate::shared_core::SharedCore;
 
 fn plane() -> Arc<dyn Plane> {
@@ -36,7 +36,7 @@ struct Router {
 
 impl Router {
     fn start(plane: &Arc<dyn Plane>) -> Self {
-        let core = Core::new(Settings {
+        let core = Core::new(CoreConfig {
             knobs: Knobs::default(),
             router: RouterId([0; 16]),
             incarnation: Generation(1),

@@ -2,10 +2,10 @@ use warmroute_proto::registry::Lora;
 use warmroute_proto::{Generation, RouterId};
 
 use super::*;
-use crate::route::{Core, Knobs, Refusal, Settings};
+use crate::route::{Core, CoreConfig, Knobs, RouteRefusal};
 
 fn fleet() -> Arc<Fleet> {
-    let core = Core::new(Settings {
+    let core = Core::new(CoreConfig {
         knobs: Knobs::default(),
         router: RouterId([0; 16]),
         incarnation: Generation(1),
@@ -49,7 +49,7 @@ impl Fleet {
     }
 }
 
-fn candidates(fleet: &Fleet) -> Result<usize, Refusal> {
+fn candidates(fleet: &Fleet) -> Result<usize, RouteRefusal> {
     let core = fleet.desk.core();
     core.fleet().candidates("m").map(<[_]>::len)
 }
@@ -69,10 +69,10 @@ fn a_lapsed_registration_removes_nobody_who_answers() {
     see(&fleet, "w", Sight::CheckPassed);
     assert_eq!(candidates(&fleet), Ok(1));
     see(&fleet, "w", Sight::ConnectFailed);
-    assert_eq!(candidates(&fleet), Err(Refusal::AllUnhealthy));
+    assert_eq!(candidates(&fleet), Err(RouteRefusal::AllUnhealthy));
     let later = Instant::now() + FORGET_AFTER * 2;
     fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
-    assert_eq!(candidates(&fleet), Err(Refusal::NoWorkers));
+    assert_eq!(candidates(&fleet), Err(RouteRefusal::NoWorkers));
     assert!(fleet.snapshot().is_empty());
 }
 
@@ -82,7 +82,7 @@ fn a_drain_is_older_than_its_worker_and_outlives_it() {
     fleet.set_drain(&"w".into(), DrainState::Draining);
     fleet.put(entry("w", 16), Instant::now());
     see(&fleet, "w", Sight::CheckPassed);
-    assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
+    assert_eq!(candidates(&fleet), Err(RouteRefusal::AllDraining));
     // Gone, forgotten, and back at another address.
     fleet.gone(&"w".into());
     see(&fleet, "w", Sight::ConnectFailed);
@@ -93,7 +93,7 @@ fn a_drain_is_older_than_its_worker_and_outlives_it() {
     moved.url = "http://elsewhere:1".to_owned();
     fleet.put(moved, later);
     fleet.see(&"w".into(), "http://elsewhere:1", Sight::CheckPassed, later);
-    assert_eq!(candidates(&fleet), Err(Refusal::AllDraining));
+    assert_eq!(candidates(&fleet), Err(RouteRefusal::AllDraining));
     fleet.set_drain(&"w".into(), DrainState::Serving);
     assert_eq!(candidates(&fleet), Ok(1));
 }

@@ -10,9 +10,9 @@ use crate::sync;
 pub(crate) struct Scraped<'a> {
     pub loads: &'a [SourceLoad],
     pub workers: &'a [WorkerStatus],
-    pub core: &'a route::Counts,
+    pub core: &'a route::CoreCounts,
     /// `None` while the replica does not run.
-    pub sync: Option<&'a sync::Snapshot>,
+    pub sync: Option<&'a sync::ReplicaStatus>,
     pub leaving: bool,
 }
 
@@ -134,8 +134,8 @@ impl Page {
         );
     }
 
-    fn core(&mut self, counts: &route::Counts) {
-        let route::Counts {
+    fn core(&mut self, counts: &route::CoreCounts) {
+        let route::CoreCounts {
             freed,
             moves,
             ignored,
@@ -191,7 +191,7 @@ impl Page {
         );
     }
 
-    fn sync(&mut self, snapshot: &sync::Snapshot) {
+    fn sync(&mut self, snapshot: &sync::ReplicaStatus) {
         let counts = &snapshot.counts;
         self.gauge("sync_peers", "Other routers that live", snapshot.peers);
         self.gauge(
@@ -205,7 +205,7 @@ impl Page {
         self.sync_repairs(counts);
     }
 
-    fn sync_traffic(&mut self, counts: &sync::Counts) {
+    fn sync_traffic(&mut self, counts: &sync::ReplicaCounts) {
         let traffic = counts.traffic;
         for (name, help, received, sent) in [
             (
@@ -257,7 +257,7 @@ impl Page {
         );
     }
 
-    fn sync_repairs(&mut self, counts: &sync::Counts) {
+    fn sync_repairs(&mut self, counts: &sync::ReplicaCounts) {
         let (mended, refused) = (counts.mended, counts.refused);
         self.counter(
             "sync_gaps_total",

@@ -14,7 +14,7 @@ use super::App;
 use super::forward::{Outgoing, Wish, request};
 use crate::error::ApiError;
 use crate::metrics::CancelPhase;
-use crate::route::{Admitted, Ask, Decision};
+use crate::route::{Admitted, Decision, RouteRequest};
 use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
 
 /// Where a request is.
@@ -63,7 +63,7 @@ impl App {
 
     /// Decides again; says whether the request has another place.
     fn moves(&self, wish: &Wish, placed: &mut Placed) -> bool {
-        let ask = Ask {
+        let ask = RouteRequest {
             model: &wish.model,
             prompt: &wish.prompt,
             exclude: &[],

@@ -23,7 +23,7 @@ use crate::error::ApiError;
 use crate::fleet::Fleet;
 use crate::health::Sight;
 use crate::metrics::RetryReason;
-use crate::route::{AdmitError, Admitted, Ask, Decision, Prompt};
+use crate::route::{AdmitError, Admitted, Decision, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
 
 /// Workers that one request is offered to. More would turn a bad request into a bad fleet.
@@ -136,7 +136,7 @@ impl App {
 
     /// Chooses and accounts in one step.
     fn admit(&self, wish: &Wish, tried: &[Source], call: &Call) -> Result<Placed, AdmitError> {
-        let ask = Ask {
+        let ask = RouteRequest {
             model: &wish.model,
             prompt: &wish.prompt,
             exclude: tried,
@@ -145,12 +145,12 @@ impl App {
         let Admitted { decision, slot, .. } = admitted;
         // First the guard: whatever follows, the slot is freed.
         let slot = SlotHold::new(Arc::clone(&self.desk), slot);
-        self.metrics.ladder(decision.rung().label());
+        self.metrics.ladder(decision.basis().label());
         tracing::debug!(
             request_id = ?call.request_id(),
             source = %decision.source,
             overlap_blocks = decision.overlap_blocks,
-            rung = decision.rung().label(),
+            rung = decision.basis().label(),
             "request routed"
         );
         Ok(Placed {

@@ -8,25 +8,25 @@ use std::time::{Duration, Instant};
 use warmroute_proto::load::{LoadDigest, LoadMessage, OpenSlot};
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
-use crate::route::{Cut, RouterLoad};
+use crate::route::{RouterLoad, SlotSnapshotBuilder};
 use crate::shared_core::SharedCore;
-use crate::sync::{Books, Stated, Written, head};
+use crate::sync::{LoadState, OutgoingMessages, SlotSnapshot, head};
 
 pub(super) struct DeskBooks(pub(super) Arc<SharedCore>);
 
-impl Books for DeskBooks {
-    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> Written {
+impl LoadState for DeskBooks {
+    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
         self.0.core().written(from, bytes_max)
     }
 
-    fn stated(&mut self) -> Stated {
-        let mut cut = Cut::default();
+    fn stated(&mut self) -> SlotSnapshot {
+        let mut cut = SlotSnapshotBuilder::default();
         loop {
             let mut core = self.0.core();
-            if core.cut_step(&mut cut) {
+            if core.snapshot_step(&mut cut) {
                 let head = head(&core);
                 drop(core);
-                return Stated {
+                return SlotSnapshot {
                     head,
                     slots: cut.into_slots(),
                 };

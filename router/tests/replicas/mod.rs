@@ -25,9 +25,11 @@ use warmroute_proto::{
     BlockSize, Generation, LogPosition, Namespace, RouterId, Seed, StreamIdentity,
 };
 use warmroute_router::replication::{Handle, Replication};
-use warmroute_router::route::{Accounts as _, Ask, Core, Knobs, Prompt, Settings, SlotEvent};
+use warmroute_router::route::{
+    Core, CoreConfig, Knobs, Prompt, RouteRequest, SlotEvent, SlotSink as _,
+};
 use warmroute_router::shared_core::SharedCore;
-use warmroute_router::sync::Standing;
+use warmroute_router::sync::ViewStatus;
 
 /// Only keeps a broken test from waiting for ever.
 const SOON: Duration = Duration::from_secs(60);
@@ -47,7 +49,7 @@ pub(crate) struct Router {
 impl Router {
     pub(crate) fn start(number: u8, plane: Arc<dyn Plane>) -> Self {
         let router = RouterId([number; 16]);
-        let mut core = Core::new(Settings {
+        let mut core = Core::new(CoreConfig {
             knobs: Knobs::default(),
             router,
             incarnation: Generation(0),
@@ -80,7 +82,7 @@ impl Router {
         let blocks = self.rng.u32(1..60);
         let tokens: Vec<u32> = (0..blocks * 16 + 3).map(|at| family << 20 | at).collect();
         let prompt = Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN);
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt: &prompt,
             exclude: &[],
@@ -170,11 +172,11 @@ pub(crate) async fn all_agree(routers: &[Router]) -> bool {
     }
     snapshots.iter().all(|of| {
         let truth = &of.replicas[0];
-        truth.standing == Standing::Own
+        truth.standing == ViewStatus::Own
             && snapshots.iter().all(|by| {
                 let mut views = by.replicas.iter();
                 views.any(|view| {
-                    let follows = matches!(view.standing, Standing::Own | Standing::Following);
+                    let follows = matches!(view.standing, ViewStatus::Own | ViewStatus::Following);
                     let place = (view.router, view.incarnation, view.number, view.digest);
                     follows
                         && place == (truth.router, truth.incarnation, truth.number, truth.digest)

@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_proto::BlockSize;
-use warmroute_router::sim::{EngineHash, Event, GroupKind, Medium, Stored};
+use warmroute_router::sim::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlocks};
 use warmroute_tests::mock::{Encoder, HashMode};
 
 use crate::publisher::Publishers;
@@ -60,7 +60,7 @@ impl Engine {
     /// A batch that stores so many new blocks from depth 0 on.
     pub(crate) fn batch(&self, rank: usize, blocks: usize) -> anyhow::Result<(Vec<u32>, Vec<u8>)> {
         let tokens: Vec<u32> = (0..blocks * BLOCK).map(|_| fastrand::u32(..)).collect();
-        let stored = Stored {
+        let stored = StoredBlocks {
             hashes: (0..blocks).map(|_| EngineHash(fastrand::u64(..))).collect(),
             parent: None,
             tokens: tokens.clone(),
@@ -76,7 +76,7 @@ impl Engine {
             hash_mode: HashMode::Int,
             loras: Vec::new(),
         };
-        let payload = encoder.encode(0.0, &[Event::Stored(stored)])?;
+        let payload = encoder.encode(0.0, &[CacheEvent::Stored(stored)])?;
         Ok((tokens, payload))
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use clap::{Parser, ValueEnum};
 use warmroute_proto::BlockSize;
-use warmroute_router::sim::{Config, GroupKind, Profile};
+use warmroute_router::sim::{EngineConfig, GroupKind, TimingProfile};
 
 /// A vLLM server without a model: its HTTP and ZMQ sides around an exact model of its block cache.
 #[derive(Clone, Debug, Parser)]
@@ -64,7 +64,7 @@ pub struct EngineArgs {
     pub max_num_seqs: usize,
     /// Step timing: instant, fast, gpu-8b or gpu-70b.
     #[arg(long, default_value = "fast", value_parser = profile)]
-    pub profile: Profile,
+    pub profile: TimingProfile,
     /// Prefill speed, instead of the profile's.
     #[arg(long)]
     pub prefill_tokens_per_sec: Option<f64>,
@@ -122,7 +122,7 @@ impl Args {
 
 impl EngineArgs {
     /// The engine of one rank.
-    pub(super) fn config(&self, vocabulary: &[u32]) -> anyhow::Result<Config> {
+    pub(super) fn config(&self, vocabulary: &[u32]) -> anyhow::Result<EngineConfig> {
         let block_size = BlockSize::new(self.block_size).context("--block-size must not be 0")?;
         ensure!(self.num_blocks >= 2, "--num-blocks must be at least 2");
         ensure!(
@@ -132,7 +132,7 @@ impl EngineArgs {
         let window = SLIDING_WINDOW_BLOCKS.saturating_mul(self.block_size);
         let mut groups = vec![GroupKind::SlidingWindow(window); self.sliding_groups];
         groups.push(GroupKind::FullAttention);
-        Ok(Config {
+        Ok(EngineConfig {
             max_num_batched_tokens: self.max_num_batched_tokens,
             max_num_seqs: self.max_num_seqs,
             max_model_len: self.max_model_len.unwrap_or(usize::MAX),
@@ -141,11 +141,11 @@ impl EngineArgs {
             life: fastrand::u64(..),
             profile: self.timing()?,
             vocabulary: vocabulary.into(),
-            ..Config::new(block_size, self.num_blocks)
+            ..EngineConfig::new(block_size, self.num_blocks)
         })
     }
 
-    fn timing(&self) -> anyhow::Result<Profile> {
+    fn timing(&self) -> anyhow::Result<TimingProfile> {
         let mut profile = self.profile;
         if let Some(rate) = self.prefill_tokens_per_sec {
             ensure!(rate >= 0.0, "--prefill-tokens-per-sec must not be negative");
@@ -160,7 +160,7 @@ impl EngineArgs {
     }
 }
 
-fn profile(name: &str) -> Result<Profile, String> {
-    let unknown = || format!("known profiles: {}", Profile::NAMES.join(", "));
-    Profile::by_name(name).ok_or_else(unknown)
+fn profile(name: &str) -> Result<TimingProfile, String> {
+    let unknown = || format!("known profiles: {}", TimingProfile::NAMES.join(", "));
+    TimingProfile::by_name(name).ok_or_else(unknown)
 }

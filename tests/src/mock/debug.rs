@@ -8,7 +8,7 @@ use axum::body::Bytes;
 use axum::extract::{Query, State};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use warmroute_router::sim::{Held, Medium};
+use warmroute_router::sim::{HeldPrefix, Medium};
 
 use super::error::Error;
 use super::generate::parse;
@@ -130,7 +130,7 @@ pub(super) async fn load(
     Ok(Json(json!({"ok": true})))
 }
 
-fn block(held: &Held) -> Value {
+fn block(held: &HeldPrefix) -> Value {
     let tier = match held.medium {
         Medium::Gpu => "gpu",
         Medium::Cpu => "cpu",

@@ -4,7 +4,7 @@ use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
-use warmroute_router::sim::Refusal;
+use warmroute_router::sim::SubmitError;
 
 #[derive(Debug)]
 pub(super) struct Error {
@@ -39,8 +39,8 @@ impl Error {
     }
 }
 
-impl From<Refusal> for Error {
-    fn from(refusal: Refusal) -> Self {
+impl From<SubmitError> for Error {
+    fn from(refusal: SubmitError) -> Self {
         Self::bad_request(refusal.to_string())
     }
 }

@@ -8,7 +8,7 @@ use axum::http::{HeaderMap, HeaderValue};
 use axum::response::Response;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute_router::sim::Request;
+use warmroute_router::sim::EngineRequest;
 
 use super::answer::{Answer, Shape};
 use super::error::Error;
@@ -106,7 +106,7 @@ async fn generate(
         .max_completion_tokens
         .or(body.max_tokens)
         .unwrap_or(MAX_TOKENS_DEFAULT);
-    let request = |prompt| Request {
+    let request = |prompt| EngineRequest {
         prompt,
         max_tokens,
         lora_name: lora_name.map(Arc::from),

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use warmroute_proto::{LocalHash, PrefixHash, Seed};
-use warmroute_router::sim::{EngineHash, Event, ExtraKey, Medium, Stored};
+use warmroute_router::sim::{CacheEvent, EngineHash, ExtraKey, Medium, StoredBlocks};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::checker::{Batch, Change, Name};
@@ -42,11 +42,11 @@ impl Pairs {
     }
 
     /// The pairs that are held afterwards and were not before, or the other way round.
-    pub(super) fn apply(&mut self, events: &[Event]) -> Vec<(Pair, bool)> {
+    pub(super) fn apply(&mut self, events: &[CacheEvent]) -> Vec<(Pair, bool)> {
         let mut before: BTreeMap<Pair, bool> = BTreeMap::new();
         for event in events {
             match event {
-                Event::Stored(stored) if stored.group == self.main_group => {
+                CacheEvent::Stored(stored) if stored.group == self.main_group => {
                     for &hash in &stored.hashes {
                         let pair = (hash, stored.medium);
                         let references = self.references.entry(pair).or_default();
@@ -54,7 +54,7 @@ impl Pairs {
                         *references += 1;
                     }
                 }
-                Event::Removed {
+                CacheEvent::Removed {
                     hash,
                     medium,
                     group,
@@ -64,7 +64,7 @@ impl Pairs {
                     before.entry(pair).or_insert(*references > 0);
                     *references = references.saturating_sub(1);
                 }
-                Event::Cleared => {
+                CacheEvent::Cleared => {
                     for (pair, references) in &mut self.references {
                         if pair.1 == Medium::Gpu {
                             before.entry(*pair).or_insert(*references > 0);
@@ -72,7 +72,7 @@ impl Pairs {
                         }
                     }
                 }
-                Event::Stored(_) | Event::Removed { .. } => {}
+                CacheEvent::Stored(_) | CacheEvent::Removed { .. } => {}
             }
         }
         let mut changes = Vec::new();
@@ -93,7 +93,7 @@ impl History {
     pub(super) fn record(
         &mut self,
         seq: u64,
-        events: &[Event],
+        events: &[CacheEvent],
         main_group: u32,
         changes: &[(Pair, bool)],
     ) {
@@ -102,7 +102,7 @@ impl History {
             ..Batch::default()
         };
         for event in events {
-            if let Event::Stored(stored) = event
+            if let CacheEvent::Stored(stored) = event
                 && stored.group == main_group
             {
                 self.name(stored, &mut batch.names);
@@ -130,7 +130,7 @@ impl History {
         Some(self.batches.iter().skip(skipped).take(max).collect())
     }
 
-    fn name(&mut self, stored: &Stored, names: &mut Vec<Name>) {
+    fn name(&mut self, stored: &StoredBlocks, names: &mut Vec<Name>) {
         let size = stored.block_size.tokens();
         let mut parent = stored
             .parent
@@ -155,7 +155,7 @@ impl History {
     }
 }
 
-fn seed(stored: &Stored, keys: &[ExtraKey]) -> Seed {
+fn seed(stored: &StoredBlocks, keys: &[ExtraKey]) -> Seed {
     let salt = keys.iter().find_map(|key| match key {
         ExtraKey::Salt(salt) => Some(&**salt),
         ExtraKey::Lora(_) | ExtraKey::Item { .. } => None,

@@ -13,7 +13,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
-use warmroute_router::sim::Request;
+use warmroute_router::sim::EngineRequest;
 
 use super::rank::Rank;
 
@@ -62,10 +62,10 @@ pub(super) async fn run(rank: Arc<Rank>, pace: Pace, block: usize, stop: Cancell
         due = rate.mul_add(passed, due).min(rate);
         while due > 0.0 && open.len() < OPEN_MAX {
             let (prompt, blocks) = prompts.next();
-            let request = Request {
+            let request = EngineRequest {
                 prompt,
                 max_tokens: prompts.rng.usize(1..=4),
-                ..Request::default()
+                ..EngineRequest::default()
             };
             match rank.submit(request) {
                 Ok(mut generation) => {

@@ -12,8 +12,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{trace, warn};
 use warmroute_router::sim::{
-    CachedTokens, Config, Engine, Event, GroupKind, Held, Load, Request, RequestId, StepOutcome,
-    Totals,
+    CacheEvent, CachedTokens, EngineConfig, EngineLoad, EngineModel, EngineRequest, EngineTotals,
+    GroupKind, HeldPrefix, RequestId, StepOutcome,
 };
 
 use super::error::Error;
@@ -30,7 +30,7 @@ pub(super) struct Rank {
 }
 
 struct State {
-    engine: Engine,
+    engine: EngineModel,
     clients: BTreeMap<RequestId, mpsc::Sender<Output>>,
     counters: Counters,
     published: Published,
@@ -81,7 +81,7 @@ pub(super) struct Faults {
 /// The cache as of the last published batch.
 pub(super) struct Snapshot {
     pub(super) published: Published,
-    pub(super) held: Vec<Held>,
+    pub(super) held: Vec<HeldPrefix>,
 }
 
 /// A request in the engine. Dropped before its end it is aborted there.
@@ -96,7 +96,7 @@ pub(super) struct Generation {
 
 impl Rank {
     pub(super) fn new(
-        config: Config,
+        config: EngineConfig,
         publisher: Publisher,
         encoder: Encoder,
         history: Option<History>,
@@ -108,7 +108,7 @@ impl Rank {
         let state = State {
             pairs: Pairs::new(main.and_then(|at| u32::try_from(at).ok()).unwrap_or(0)),
             history,
-            engine: Engine::new(config),
+            engine: EngineModel::new(config),
             clients: BTreeMap::new(),
             counters: Counters::default(),
             published: Published::default(),
@@ -159,7 +159,7 @@ impl Rank {
         }
     }
 
-    pub(super) fn submit(self: &Arc<Self>, request: Request) -> Result<Generation, Error> {
+    pub(super) fn submit(self: &Arc<Self>, request: EngineRequest) -> Result<Generation, Error> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens);
         // Room for everything that it will ever get, so that a slow client never holds up a step.
         let (sender, outputs) =
@@ -192,11 +192,11 @@ impl Rank {
         self.wake.notify_one();
     }
 
-    pub(super) fn load(&self) -> Load {
+    pub(super) fn load(&self) -> EngineLoad {
         self.lock().engine.load()
     }
 
-    pub(super) fn totals(&self) -> Totals {
+    pub(super) fn totals(&self) -> EngineTotals {
         self.lock().engine.totals()
     }
 
@@ -251,7 +251,7 @@ impl Rank {
         }
     }
 
-    fn publish(&self, state: &mut State, events: &[Event]) {
+    fn publish(&self, state: &mut State, events: &[CacheEvent]) {
         if events.is_empty() {
             return;
         }

@@ -1,7 +1,7 @@
 //! vLLM's payload encoding (0.24 and later): a batch is an array, its events are maps.
 
 use serde::{Serialize, Serializer};
-use warmroute_router::sim::{EngineHash, Event, ExtraKey, GroupKind, Stored};
+use warmroute_router::sim::{CacheEvent, EngineHash, ExtraKey, GroupKind, StoredBlocks};
 
 use super::args::HashMode;
 
@@ -68,16 +68,16 @@ impl Encoder {
     pub fn encode(
         &self,
         unix_seconds: f64,
-        events: &[Event],
+        events: &[CacheEvent],
     ) -> Result<Vec<u8>, rmp_serde::encode::Error> {
         let events = events.iter().map(|event| self.event(event)).collect();
         rmp_serde::to_vec_named(&Batch(unix_seconds, events, self.rank))
     }
 
-    fn event<'a>(&self, event: &'a Event) -> WireEvent<'a> {
+    fn event<'a>(&self, event: &'a CacheEvent) -> WireEvent<'a> {
         match event {
-            Event::Stored(stored) => self.stored(stored),
-            Event::Removed {
+            CacheEvent::Stored(stored) => self.stored(stored),
+            CacheEvent::Removed {
                 hash,
                 medium,
                 group,
@@ -86,11 +86,11 @@ impl Encoder {
                 medium: medium.name(),
                 group_idx: *group,
             },
-            Event::Cleared => WireEvent::AllBlocksCleared,
+            CacheEvent::Cleared => WireEvent::AllBlocksCleared,
         }
     }
 
-    fn stored<'a>(&self, stored: &'a Stored) -> WireEvent<'a> {
+    fn stored<'a>(&self, stored: &'a StoredBlocks) -> WireEvent<'a> {
         let lora_name = stored.lora_name.as_deref();
         WireEvent::BlockStored {
             block_hashes: stored.hashes.iter().map(|&hash| self.hash(hash)).collect(),
@@ -158,8 +158,8 @@ mod tests {
         }
     }
 
-    fn stored() -> Event {
-        Event::Stored(Stored {
+    fn stored() -> CacheEvent {
+        CacheEvent::Stored(StoredBlocks {
             hashes: vec![EngineHash(u64::MAX), EngineHash(2)],
             parent: None,
             tokens: vec![1, 2, 3, 4],
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn a_batch_has_the_shape_of_a_real_one() {
-        let events = [Event::Cleared, stored()];
+        let events = [CacheEvent::Cleared, stored()];
         let payload = encoder(HashMode::Int).encode(1.5, &events).unwrap();
         let decoded: serde_json::Value = rmp_serde::from_slice(&payload).unwrap();
         let expected = serde_json::json!([1.5, [

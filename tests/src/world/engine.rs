@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use warmroute_proto::{EngineSeq, Source};
-use warmroute_router::sim::{Request, RequestId};
+use warmroute_router::sim::{EngineRequest, RequestId};
 use warmroute_shim::source::ReplayId;
 
 use super::faults::Rates;
@@ -173,7 +173,7 @@ impl World {
 
     // --- requests of routers
 
-    pub(super) fn serve(&mut self, at: usize, from: Process, no: u64, request: Request) {
+    pub(super) fn serve(&mut self, at: usize, from: Process, no: u64, request: EngineRequest) {
         let engine = &mut self.engines[at];
         let answer = if !engine.is_up {
             Http::Refused

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use fastrand::Rng;
 use warmroute_indexer::snapshot::policy::Schedule;
 use warmroute_proto::{BlockSize, LogPosition, StreamIdentity};
-use warmroute_router::sim::Config;
+use warmroute_router::sim::EngineConfig;
 
 use super::World;
 use super::host::{Event, Kind, Zmq};
@@ -313,7 +313,7 @@ impl Rates {
         }
     }
 
-    pub(super) fn suits(&self, config: &Config) -> bool {
+    pub(super) fn suits(&self, config: &EngineConfig) -> bool {
         self.set
             .block_size
             .is_none_or(|size| size == config.block_size)

@@ -9,7 +9,7 @@ use warmroute_plane::{Broadcast, LogMessage, RegistryEvent};
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
 use warmroute_router::health::Sight;
-use warmroute_router::sim::Request;
+use warmroute_router::sim::EngineRequest;
 use warmroute_router::sync::AskId;
 use warmroute_shim::source::ReplayId;
 
@@ -203,7 +203,7 @@ pub(super) enum Event {
         engine: usize,
         from: Process,
         no: u64,
-        request: Box<Request>,
+        request: Box<EngineRequest>,
     },
     /// A client of an engine is gone, with one request or all.
     HangUp {

@@ -11,7 +11,7 @@ use serde_json::Value;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, LocalHash, Seed, Tier};
 use warmroute_router::sim::{
-    Config, Engine, Event, GroupKind, Medium, Request, RequestId, StepOutcome,
+    CacheEvent, EngineConfig, EngineModel, EngineRequest, GroupKind, Medium, RequestId, StepOutcome,
 };
 
 use super::model::{Model, Pair, Rules};
@@ -31,8 +31,8 @@ pub enum Told {
 
 /// See the module's documentation.
 pub struct Life {
-    pub config: Config,
-    engine: Engine,
+    pub config: EngineConfig,
+    engine: EngineModel,
     pub encoder: Encoder,
     /// Batches that a replay reaches back.
     pub buffer: usize,
@@ -52,9 +52,9 @@ pub struct Life {
 impl Life {
     /// An engine of this shape, in its first life.
     #[must_use]
-    pub fn new(config: Config, hash_mode: HashMode, told: Told) -> Self {
+    pub fn new(config: EngineConfig, hash_mode: HashMode, told: Told) -> Self {
         let mut life = Self {
-            engine: Engine::new(config.clone()),
+            engine: EngineModel::new(config.clone()),
             config,
             encoder: Encoder {
                 rank: 0,
@@ -78,7 +78,7 @@ impl Life {
     /// The next life: nothing is cached, sequences start at 0, hashes differ. The last one's truth.
     pub fn begin(&mut self) -> Truth {
         self.config.life = self.config.life.wrapping_add(1 << 32);
-        self.engine = Engine::new(self.config.clone());
+        self.engine = EngineModel::new(self.config.clone());
         self.batches.clear();
         self.model = Model::new(Rules::TRUE);
         self.running.clear();
@@ -95,7 +95,7 @@ impl Life {
     }
 
     /// A request of somebody else. None: it does not fit.
-    pub fn take(&mut self, request: Request) -> Option<RequestId> {
+    pub fn take(&mut self, request: EngineRequest) -> Option<RequestId> {
         let (lora, salt) = (request.lora_name.clone(), request.cache_salt.clone());
         let prompt = request.prompt.clone();
         let id = self.engine.submit(request).ok()?;
@@ -170,7 +170,7 @@ impl Life {
     }
 
     /// Numbers a batch and notes the truth after it.
-    fn publish(&mut self, events: &[Event]) -> Result<u64, String> {
+    fn publish(&mut self, events: &[CacheEvent]) -> Result<u64, String> {
         let seq = self.batches.len() as u64;
         let time = (self.config.life % 1000) as f64 + seq as f64;
         let truth: BTreeSet<Pair> = self
@@ -201,7 +201,7 @@ impl Life {
 }
 
 /// A request that has something in common with others; none if it would be too long.
-pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Option<Request> {
+pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Option<EngineRequest> {
     let size = block_size.tokens();
     let family = rng.u32(0..4);
     let shared = rng.usize(0..8 * size);
@@ -218,7 +218,7 @@ pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Opt
     }
     let lora = (rng.u8(0..6) == 0).then_some("adapter");
     let salt = (rng.u8(0..6) == 0).then_some("tenant-a");
-    Some(Request {
+    Some(EngineRequest {
         prompt,
         max_tokens,
         lora_name: lora.map(Arc::from),
@@ -228,9 +228,9 @@ pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Opt
 }
 
 /// An engine of a random shape.
-pub fn draw_config(rng: &mut Rng) -> Config {
+pub fn draw_config(rng: &mut Rng) -> EngineConfig {
     let size = BlockSize::new([2, 4, 16][rng.usize(0..3)]).unwrap();
-    let mut config = Config::new(size, rng.u32(12..80));
+    let mut config = EngineConfig::new(size, rng.u32(12..80));
     config.max_num_batched_tokens = [16, 64, 8192][rng.usize(0..3)];
     config.max_num_seqs = rng.usize(1..8);
     config.cpu_blocks = if rng.bool() { 0 } else { rng.u32(4..40) };

@@ -1,4 +1,4 @@
-//! What routers say to each other: `replication` without tasks, around the real [`Replica`], and what
+//! What routers say to each other: `replication` without tasks, around the real [`LoadReplica`], and what
 //! has to hold of it.
 
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use warmroute_proto::load::LoadDigest;
 use warmroute_proto::{Generation, RecordNumber, RouterId};
-use warmroute_router::sync::{ASK_TIMEOUT, Effect, Standing, head};
+use warmroute_router::sync::{ASK_TIMEOUT, ReplicaEffect, ViewStatus, head};
 
 use super::World;
 use super::host::{Input, Timer};
@@ -32,13 +32,13 @@ impl World {
         let host = self.routers[at].host;
         while let Some(effect) = run.replica.effect() {
             match effect {
-                Effect::Publish(bytes) => {
+                ReplicaEffect::Publish(bytes) => {
                     for other in 0..self.routers.len() {
                         let to = self.routers[other].host;
                         self.broadcast(host, to, Input::Load(bytes.clone()));
                     }
                 }
-                Effect::Ask { peer, id, question } => {
+                ReplicaEffect::Ask { peer, id, question } => {
                     let timeout = self.hosts[host].clock.span(ASK_TIMEOUT);
                     self.send_host(host, timeout, Input::Answered(peer, id, None));
                     let from = (host, self.hosts[host].life);
@@ -51,8 +51,8 @@ impl World {
                         self.send_if_up(host, to, Input::Asked(from, id, question));
                     }
                 }
-                Effect::TakeIncarnation => self.want_lease(host, &mut run.lease),
-                Effect::Ready => {
+                ReplicaEffect::TakeIncarnation => self.want_lease(host, &mut run.lease),
+                ReplicaEffect::Ready => {
                     self.note(|| format!("router {at}: ready"));
                     run.is_ready = true;
                 }
@@ -94,7 +94,7 @@ impl World {
             let Some(incarnation) = view.incarnation else {
                 continue;
             };
-            if !matches!(view.standing, Standing::Own | Standing::Following) {
+            if !matches!(view.standing, ViewStatus::Own | ViewStatus::Following) {
                 continue;
             }
             let key = (view.router, incarnation, view.number);
@@ -182,7 +182,7 @@ impl World {
             let head = head(&peer.core);
             let view = snapshot.replicas.iter().find(|view| view.router == peer.id);
             let is_level = view.is_some_and(|view| {
-                view.standing == Standing::Following
+                view.standing == ViewStatus::Following
                     && (view.incarnation, view.number) == (Some(head.incarnation), head.number)
                     && view.digest.digest == head.digest.sum
             });

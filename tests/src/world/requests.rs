@@ -18,9 +18,9 @@ use warmroute_proto::{BlockSize, Generation, PrefixHash, Seed, Source, Tier, Tie
 use warmroute_router::health::Sight;
 use warmroute_router::index_client::{DEADLINE, HEDGE};
 use warmroute_router::route::cost::capped;
-use warmroute_router::route::view::{FORGOTTEN, LAG_MAX};
-use warmroute_router::route::{Admitted, Ask, Decision, Prompt, SlotEvent};
-use warmroute_router::sim::Request;
+use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
+use warmroute_router::route::{Admitted, Decision, Prompt, RouteRequest, SlotEvent};
+use warmroute_router::sim::EngineRequest;
 
 use super::host::{Event, Http, Input, Timer};
 use super::life::draw_request;
@@ -35,7 +35,7 @@ const GRAIN: Duration = Duration::from_millis(10);
 
 /// A request in a router.
 pub(super) struct Open {
-    request: Request,
+    request: EngineRequest,
     prompt: Prompt,
     query: Rc<IndexQuery>,
     is_probe: bool,
@@ -65,7 +65,7 @@ impl Shown {
     fn take(&mut self, part: &SourceAnswer, now: Instant) -> bool {
         let applied = part.number.map_or(0, |number| number.0 + 1);
         let highest = self.seen.last().map(|(number, _)| *number);
-        let forgotten = self.highest_at.is_none_or(|at| now - at >= FORGOTTEN);
+        let forgotten = self.highest_at.is_none_or(|at| now - at >= ANSWER_MEMORY);
         let is_older = (Some(part.generation), Some(applied)) < (self.generation, highest);
         if self.generation < Some(part.generation) || is_older && forgotten {
             *self = Self {
@@ -186,7 +186,7 @@ impl World {
         self.ask_index(at, run, no);
     }
 
-    fn some_request(&mut self, size: BlockSize) -> Option<Request> {
+    fn some_request(&mut self, size: BlockSize) -> Option<EngineRequest> {
         let longest = self
             .engines
             .iter()
@@ -342,7 +342,7 @@ impl World {
         let host = self.routers[at].host;
         let now = self.local(host);
         let open = run.requests.get_mut(&no).unwrap();
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt: &open.prompt,
             exclude: &open.tried,
@@ -372,7 +372,7 @@ impl World {
                 continue;
             };
             let host = self.routers[at].host;
-            let ask = Ask {
+            let ask = RouteRequest {
                 model: "m",
                 prompt: &open.prompt,
                 exclude: &[],
@@ -406,7 +406,7 @@ impl World {
         let engine = self.worker(&decision.source).unwrap();
         open.engine = Some(engine);
         self.note(|| {
-            let (rung, blocks) = (decision.rung().label(), decision.overlap_blocks);
+            let (rung, blocks) = (decision.basis().label(), decision.overlap_blocks);
             format!("router {at}: request {no} to engine {engine} by {rung}, {blocks} blocks")
         });
         self.checks.routers.decisions += 1;

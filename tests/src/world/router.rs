@@ -1,7 +1,7 @@
 //! Routers: processes, what they know of the fleet, and what comes to them.
 //!
 //! `fleet`, `workers` and `replication` of the router's shell without tasks, around the real `Core` and
-//! `Replica`. Which indexers there are, a router knows from the start: the registry's entries of them
+//! `LoadReplica`. Which indexers there are, a router knows from the start: the registry's entries of them
 //! only order who is asked first.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,8 +12,8 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{Generation, RouterId, WorkerId, codec};
 use warmroute_router::health::{Health, Sight, Turn};
 use warmroute_router::replicas::Replicas;
-use warmroute_router::route::{self, Core, Knobs, Settings};
-use warmroute_router::sync::{Link, Replica};
+use warmroute_router::route::{self, Core, CoreConfig, Knobs};
+use warmroute_router::sync::{LoadReplica, PlaneLink};
 
 use super::engine::EngineNode;
 use super::host::{Event, Input, Process, Then, Timer};
@@ -35,7 +35,7 @@ pub(super) struct Router {
 pub(super) struct RouterRun {
     pub(super) id: RouterId,
     pub(super) core: Core,
-    pub(super) replica: Replica,
+    pub(super) replica: LoadReplica,
     pub(super) lease: Keeper,
     pub(super) fleet: BTreeMap<WorkerId, Member>,
     /// Engines whose health is being asked for.
@@ -70,7 +70,7 @@ impl World {
         let mut id = [0; 16];
         id.fill_with(|| self.rng.u8(..));
         let id = RouterId(id);
-        let core = Core::new(Settings {
+        let core = Core::new(CoreConfig {
             knobs: Knobs {
                 // Its prompts are short.
                 move_margin_tokens: 0,
@@ -87,7 +87,7 @@ impl World {
         let run = RouterRun {
             id,
             core,
-            replica: Replica::new(id, now),
+            replica: LoadReplica::new(id, now),
             lease: Keeper::new(self.subjects.router_key(id), id),
             fleet: BTreeMap::new(),
             looking_at: BTreeSet::new(),
@@ -156,7 +156,14 @@ impl World {
             Input::Timer(Timer::Lease(timer)) => self.lease_due(host, &mut run.lease, timer),
             Input::Reply(Then::Lease(then), reply) => self.lease_then(host, run, then, reply),
             Input::Connection(is_up) => {
-                replica.link(if is_up { Link::Up } else { Link::Down }, now);
+                replica.link(
+                    if is_up {
+                        PlaneLink::Up
+                    } else {
+                        PlaneLink::Down
+                    },
+                    now,
+                );
             }
             Input::Load(_) | Input::Asked(..) if !run.is_open => {}
             Input::Load(payload) => replica.receive(&payload, core, now),

@@ -1,5 +1,5 @@
 use super::*;
-use crate::roster::Roster;
+use crate::source_table::SourceTable;
 use warmroute_proto::{DpRank, Source, Tiers};
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
@@ -8,13 +8,13 @@ fn start() -> Instant {
 }
 
 /// Ten blocks of 16 tokens were credited by an exact source as of engine sequence 100.
-fn claim() -> Claim {
+fn claim() -> CreditClaim {
     let source = Source {
         worker: "w".into(),
         dp_rank: DpRank(0),
     };
-    Claim {
-        source: Roster::default().enrol(&source),
+    CreditClaim {
+        source: SourceTable::default().intern(&source),
         state: SourceState::Exact,
         generation: Some(Generation(5)),
         engine_seq: Some(EngineSeq(100)),
@@ -27,8 +27,8 @@ fn claim() -> Claim {
 }
 
 /// The index past that prefill, still crediting what it did.
-const fn still() -> Known {
-    Known {
+const fn still() -> TrustedSource {
+    TrustedSource {
         generation: Generation(5),
         engine_seq: Some(EngineSeq(101)),
         states: Tiers {
@@ -53,9 +53,9 @@ fn recheck_of(verdict: AuditVerdict) -> Option<Recheck> {
 
 /// One request that found less, and the index asked again.
 fn round(
-    audit: &mut Audit,
-    claim: &Claim,
-    known: Option<&Known>,
+    audit: &mut CreditAudit,
+    claim: &CreditClaim,
+    known: Option<&TrustedSource>,
     now: Instant,
 ) -> Option<RecheckVerdict> {
     let recheck = recheck_of(audit.compare(claim, 0, now))?;
@@ -64,7 +64,7 @@ fn round(
 
 #[test]
 fn less_is_counted_and_told_in_tokens() {
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     assert_eq!(audit.compare(&claim(), 160, now), AuditVerdict::Held);
     assert_eq!(audit.compare(&claim(), 999, now), AuditVerdict::Held);
     let less = audit.compare(&claim(), 144, now);
@@ -72,7 +72,7 @@ fn less_is_counted_and_told_in_tokens() {
         matches!(less, AuditVerdict::Less { tokens: 16, .. }),
         "{less:?}"
     );
-    let nothing = Claim {
+    let nothing = CreditClaim {
         blocks: 0,
         ..claim()
     };
@@ -83,7 +83,7 @@ fn less_is_counted_and_told_in_tokens() {
 
 #[test]
 fn only_repeated_strikes_demote() {
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     let verdicts: Vec<_> = (0..3)
         .filter_map(|_| round(&mut audit, &claim(), Some(&still()), now))
         .collect();
@@ -97,7 +97,7 @@ fn only_repeated_strikes_demote() {
 
 #[test]
 fn a_request_that_finds_what_was_credited_forgives() {
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     for _ in 0..2 {
         round(&mut audit, &claim(), Some(&still()), now);
     }
@@ -108,14 +108,14 @@ fn a_request_that_finds_what_was_credited_forgives() {
 
 #[test]
 fn no_strike_without_the_indexs_insistence() {
-    let changes: [fn(&mut Known); 5] = [
+    let changes: [fn(&mut TrustedSource); 5] = [
         |known| known.run.gpu = 9,
         |known| known.generation = Generation(6),
         |known| known.engine_seq = Some(EngineSeq(100)),
         |known| known.engine_seq = None,
         |known| known.states.gpu = SourceState::Partial,
     ];
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     for change in changes {
         let mut known = still();
         change(&mut known);
@@ -130,13 +130,13 @@ fn no_strike_without_the_indexs_insistence() {
 
 #[test]
 fn only_exact_main_attention_sources_and_reading_requests_are_suspected() {
-    let changes: [fn(&mut Claim); 4] = [
+    let changes: [fn(&mut CreditClaim); 4] = [
         |claim| claim.state = SourceState::Unverified,
         |claim| claim.state = SourceState::Partial,
         |claim| claim.main_attention_only = false,
         |claim| claim.reads = CacheReads::Bypassed,
     ];
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     for change in changes {
         let mut claim = claim();
         change(&mut claim);
@@ -147,7 +147,7 @@ fn only_exact_main_attention_sources_and_reading_requests_are_suspected() {
 
 #[test]
 fn asked_too_early_the_answer_says_nothing() {
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     let recheck = recheck_of(audit.compare(&claim(), 0, now)).unwrap();
     let early = recheck.not_before - Duration::from_millis(1);
     assert_eq!(
@@ -158,7 +158,7 @@ fn asked_too_early_the_answer_says_nothing() {
 
 #[test]
 fn one_question_a_source_is_open_and_an_abandoned_one_is_forgotten() {
-    let (mut audit, now) = (Audit::default(), start());
+    let (mut audit, now) = (CreditAudit::default(), start());
     assert!(recheck_of(audit.compare(&claim(), 0, now)).is_some());
     assert!(recheck_of(audit.compare(&claim(), 0, now)).is_none());
     assert!(recheck_of(audit.compare(&claim(), 0, now + ABANDONED)).is_some());

@@ -21,28 +21,28 @@ fn entry(name: &str) -> WorkerEntry {
 
 #[derive(Default)]
 struct Fixture {
-    fleet: Fleet,
-    roster: Roster,
+    fleet: WorkerDirectory,
+    table: SourceTable,
 }
 
 impl Fixture {
     fn with(entries: &[WorkerEntry]) -> Self {
         let mut fixture = Self::default();
-        fixture.fleet.set_workers(&mut fixture.roster, entries);
+        fixture.fleet.set_workers(&mut fixture.table, entries);
         fixture
     }
 
     fn health(&mut self, worker: &str, health: Health) -> bool {
         self.fleet
-            .set_health(&mut self.roster, &worker.into(), health)
+            .set_health(&mut self.table, &worker.into(), health)
     }
 
     fn drain(&mut self, worker: &str) {
         self.fleet
-            .set_drain(&mut self.roster, &worker.into(), DrainState::Draining);
+            .set_drain(&mut self.table, &worker.into(), DrainState::Draining);
     }
 
-    fn names(&self, model: &str) -> Result<Vec<String>, Refusal> {
+    fn names(&self, model: &str) -> Result<Vec<String>, RouteRefusal> {
         let candidates = self.fleet.candidates(model)?;
         Ok(candidates.iter().map(|c| c.source.to_string()).collect())
     }
@@ -70,21 +70,24 @@ fn unchecked_workers_serve_only_while_none_is_healthy() {
 
 #[test]
 fn every_reason_to_refuse_is_told_apart() {
-    assert_eq!(Fixture::default().names("base"), Err(Refusal::NoWorkers));
+    assert_eq!(
+        Fixture::default().names("base"),
+        Err(RouteRefusal::NoWorkers)
+    );
     let mut fixture = Fixture::with(&[entry("a")]);
     assert_eq!(
         fixture.names("other"),
-        Err(Refusal::UnknownModel("other".into()))
+        Err(RouteRefusal::UnknownModel("other".into()))
     );
     fixture.health("a", Health::Unhealthy);
-    assert_eq!(fixture.names("base"), Err(Refusal::AllUnhealthy));
+    assert_eq!(fixture.names("base"), Err(RouteRefusal::AllUnhealthy));
     assert!(
         fixture.fleet.model("base").is_ok(),
         "it is listed all the same"
     );
     fixture.health("a", Health::Healthy);
     fixture.drain("a");
-    assert_eq!(fixture.names("base"), Err(Refusal::AllDraining));
+    assert_eq!(fixture.names("base"), Err(RouteRefusal::AllDraining));
 }
 
 #[test]
@@ -151,27 +154,25 @@ fn health_survives_a_new_entry_but_not_a_new_url_and_a_drain_survives_both() {
     let mut fixture = Fixture::with(&[entry("a")]);
     assert!(fixture.health("a", Health::Unhealthy));
     assert!(!fixture.health("a", Health::Unhealthy), "no news");
-    fixture
-        .fleet
-        .set_workers(&mut fixture.roster, &[entry("a")]);
-    assert_eq!(fixture.names("base"), Err(Refusal::AllUnhealthy));
+    fixture.fleet.set_workers(&mut fixture.table, &[entry("a")]);
+    assert_eq!(fixture.names("base"), Err(RouteRefusal::AllUnhealthy));
     let mut moved = entry("a");
     moved.url = "http://elsewhere".into();
     fixture
         .fleet
-        .set_workers(&mut fixture.roster, std::slice::from_ref(&moved));
+        .set_workers(&mut fixture.table, std::slice::from_ref(&moved));
     assert!(fixture.names("base").is_ok());
     fixture.drain("a");
     moved.url = "http://elsewhere.still".into();
-    fixture.fleet.set_workers(&mut fixture.roster, &[moved]);
-    assert_eq!(fixture.names("base"), Err(Refusal::AllDraining));
+    fixture.fleet.set_workers(&mut fixture.table, &[moved]);
+    assert_eq!(fixture.names("base"), Err(RouteRefusal::AllDraining));
 }
 
 #[test]
 fn a_worker_that_left_has_no_marks_and_no_models() {
     let mut fixture = Fixture::with(&[entry("a")]);
-    fixture.fleet.set_workers(&mut fixture.roster, &[]);
+    fixture.fleet.set_workers(&mut fixture.table, &[]);
     assert!(!fixture.health("a", Health::Healthy));
     assert_eq!(fixture.fleet.models().count(), 0);
-    assert_eq!(fixture.names("base"), Err(Refusal::NoWorkers));
+    assert_eq!(fixture.names("base"), Err(RouteRefusal::NoWorkers));
 }

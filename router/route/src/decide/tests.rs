@@ -1,6 +1,6 @@
 use super::*;
-use crate::roster::Roster;
-use crate::view::View;
+use crate::index_view::IndexView;
+use crate::source_table::SourceTable;
 use warmroute_proto::load::{LoadChange, SampledPrefix};
 use warmroute_proto::query::{IndexAnswer, SourceAnswer};
 use warmroute_proto::{
@@ -33,14 +33,14 @@ fn prompt(tokens: u32) -> Prompt {
 
 /// A fleet of idle sources that nothing is known of.
 struct Fixture {
-    roster: Roster,
+    table: SourceTable,
     candidates: Vec<Candidate>,
-    knowledge: Knowledge,
+    trusted: TrustedAnswer,
     slots: Slots,
     predictions: Predictions,
-    stalls: Stalls,
-    ttft: Ttft,
-    paces: Paces,
+    stalls: StallDetector,
+    ttft: TtftModel,
+    slowness_tracker: SlownessTracker,
     knobs: Knobs,
     exclude: Vec<Source>,
     next: u64,
@@ -49,10 +49,10 @@ struct Fixture {
 
 impl Fixture {
     fn of(count: u32) -> Self {
-        let mut roster = Roster::default();
+        let mut table = SourceTable::default();
         let candidates = (0..count)
             .map(|number| Candidate {
-                id: roster.enrol(&source(number)),
+                id: table.intern(&source(number)),
                 source: source(number),
                 url: "http://w".into(),
                 block_size: Some(size()),
@@ -60,14 +60,14 @@ impl Fixture {
             })
             .collect();
         Self {
-            roster,
+            table,
             candidates,
-            knowledge: Knowledge::default(),
+            trusted: TrustedAnswer::default(),
             slots: Slots::default(),
             predictions: Predictions::default(),
-            stalls: Stalls::default(),
-            ttft: Ttft::default(),
-            paces: Paces::default(),
+            stalls: StallDetector::default(),
+            ttft: TtftModel::default(),
+            slowness_tracker: SlownessTracker::default(),
             knobs: Knobs::default(),
             exclude: Vec::new(),
             next: 0,
@@ -76,7 +76,7 @@ impl Fixture {
     }
 
     fn id(&self, number: u32) -> SourceId {
-        self.roster.id(&source(number)).unwrap()
+        self.table.id(&source(number)).unwrap()
     }
 
     /// The index's answer: state and run of some sources.
@@ -102,7 +102,7 @@ impl Fixture {
             position: LogPosition(1),
             sources,
         };
-        self.knowledge = View::default().judge(&mut self.roster, &answer, self.now);
+        self.trusted = IndexView::default().judge(&mut self.table, &answer, self.now);
     }
 
     /// A request of another prompt on a source.
@@ -117,7 +117,7 @@ impl Fixture {
         };
         let incarnation = Generation(1);
         self.slots
-            .apply(&mut self.roster, ROUTER, incarnation, &change);
+            .apply(&mut self.table, ROUTER, incarnation, &change);
     }
 
     fn expect(&mut self, number: u32, prompt: &Prompt) {
@@ -127,7 +127,12 @@ impl Fixture {
             .sent(ROUTER, self.next, id, prompt.sampled());
     }
 
-    fn decide_with(&self, prompt: &Prompt, turn: u64, rng: &mut Rng) -> Result<Decision, Refusal> {
+    fn decide_with(
+        &self,
+        prompt: &Prompt,
+        turn: u64,
+        rng: &mut Rng,
+    ) -> Result<Decision, RouteRefusal> {
         let question = Question {
             prompt,
             candidates: &self.candidates,
@@ -135,12 +140,12 @@ impl Fixture {
             turn,
         };
         let grounds = Grounds {
-            knowledge: &self.knowledge,
+            trusted: &self.trusted,
             slots: &self.slots,
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
-            paces: &self.paces,
+            slowness_tracker: &self.slowness_tracker,
             knobs: &self.knobs,
         };
         decide(&question, &grounds, rng, self.now)
@@ -150,7 +155,7 @@ impl Fixture {
         self.decide_with(prompt, 0, &mut Rng::with_seed(1)).unwrap()
     }
 
-    fn refusal(&self, prompt: &Prompt) -> Refusal {
+    fn refusal(&self, prompt: &Prompt) -> RouteRefusal {
         self.decide_with(prompt, 0, &mut Rng::with_seed(1))
             .unwrap_err()
     }
@@ -176,7 +181,7 @@ fn the_source_that_holds_the_prefix_wins_and_the_decision_says_why() {
     assert_eq!(decision.source, source(1));
     assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (5, 0));
     assert_eq!(decision.index_state, SourceState::Exact);
-    assert_eq!(decision.rung(), Rung::Index);
+    assert_eq!(decision.basis(), DecisionBasis::Index);
     assert_eq!(decision.prefill_tokens, 20);
     assert_eq!(decision.weighed.len(), 3);
     assert_eq!(decision.claim.engine_seq, Some(EngineSeq(9)));
@@ -216,7 +221,7 @@ fn a_state_without_credit_credits_nothing_and_is_told() {
         let decision = fixture.decide(&prompt(100));
         assert_eq!(decision.overlap_blocks, 0);
         assert_eq!(decision.index_state, state);
-        assert_eq!(decision.rung(), Rung::LoadOnly);
+        assert_eq!(decision.basis(), DecisionBasis::LoadOnly);
     }
 }
 
@@ -248,8 +253,8 @@ fn prediction_moves_the_choice_but_never_the_overlap() {
     assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (0, 6));
     assert_eq!(decision.claim.blocks, 0);
     assert_eq!(
-        decision.rung(),
-        Rung::Index,
+        decision.basis(),
+        DecisionBasis::Index,
         "the index was there, and said nothing"
     );
 }
@@ -271,14 +276,14 @@ fn without_an_answer_prediction_decides_and_then_load_alone() {
     fixture.load(0, 0, 1);
     let by_load = fixture.decide(&asked);
     assert_eq!(
-        (by_load.source.clone(), by_load.rung()),
-        (source(1), Rung::LoadOnly)
+        (by_load.source.clone(), by_load.basis()),
+        (source(1), DecisionBasis::LoadOnly)
     );
     assert_eq!(by_load.index_state, SourceState::Unknown);
     fixture.expect(0, &asked);
     let by_prediction = fixture.decide(&asked);
     assert_eq!(by_prediction.source, source(0));
-    assert_eq!(by_prediction.rung(), Rung::Prediction);
+    assert_eq!(by_prediction.basis(), DecisionBasis::Prediction);
     assert_eq!(by_prediction.index_state, SourceState::Unknown);
 }
 
@@ -291,7 +296,7 @@ fn blocks_of_another_size_are_not_comparable() {
     fixture.expect(0, &asked);
     let decision = fixture.decide(&asked);
     assert_eq!((decision.overlap_blocks, decision.predicted_blocks), (0, 0));
-    assert_eq!(decision.rung(), Rung::LoadOnly);
+    assert_eq!(decision.basis(), DecisionBasis::LoadOnly);
 }
 
 #[test]
@@ -315,7 +320,7 @@ fn what_was_tried_is_not_tried_again() {
     fixture.exclude = vec![source(0)];
     assert_eq!(fixture.decide(&prompt(100)).source, source(1));
     fixture.exclude.push(source(1));
-    assert_eq!(fixture.refusal(&prompt(100)), Refusal::AllTried);
+    assert_eq!(fixture.refusal(&prompt(100)), RouteRefusal::AllTried);
 }
 
 #[test]
@@ -343,7 +348,7 @@ fn when_all_are_full_the_client_is_told_to_come_back() {
     assert_eq!(fixture.decide(&prompt(100)).source, source(1));
     fixture.load(1, 0, 1);
     let refusal = fixture.refusal(&prompt(100));
-    assert!(matches!(refusal, Refusal::Full { retry_after } if retry_after > Duration::ZERO));
+    assert!(matches!(refusal, RouteRefusal::Full { retry_after } if retry_after > Duration::ZERO));
 }
 
 #[test]
@@ -391,7 +396,7 @@ fn blocks_that_are_active_there_already_are_not_new() {
     let incarnation = Generation(1);
     fixture
         .slots
-        .apply(&mut fixture.roster, ROUTER, incarnation, &change);
+        .apply(&mut fixture.table, ROUTER, incarnation, &change);
     let decision = fixture.decide(&asked);
     let of = |index: usize| decision.weighed[index].decode_blocks;
     // Seven active ones, of which six whole blocks are shared.

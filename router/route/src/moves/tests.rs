@@ -7,7 +7,7 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, DpRank, Generation, RouterId, Seed, Source, codec};
 
 use super::*;
-use crate::{Admitted, Ask, Core, Knobs, Policy, Prompt, Settings, SlotEvent};
+use crate::{Admitted, Core, CoreConfig, Knobs, Policy, Prompt, RouteRequest, SlotEvent};
 
 const DELAY: Duration = Duration::from_millis(5);
 
@@ -40,7 +40,7 @@ fn entry(name: &str) -> WorkerEntry {
 }
 
 fn core(router: usize, workers: &[&str], policy: Policy) -> Core {
-    let mut core = Core::new(Settings {
+    let mut core = Core::new(CoreConfig {
         knobs: Knobs {
             policy,
             ..Knobs::default()
@@ -60,8 +60,8 @@ fn prompt(family: u32, tokens: u32) -> Prompt {
     Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
 }
 
-const fn ask<'a>(prompt: &'a Prompt, exclude: &'a [Source]) -> Ask<'a> {
-    Ask {
+const fn ask<'a>(prompt: &'a Prompt, exclude: &'a [Source]) -> RouteRequest<'a> {
+    RouteRequest {
         model: "m",
         prompt,
         exclude,
@@ -245,18 +245,18 @@ fn only_what_was_unseen_and_unanswered_is_crossed() {
 #[test]
 fn what_is_watched_has_a_bound_and_an_end() {
     let now = start();
-    let mut moves = Moves::default();
-    let source = crate::roster::Roster::default().enrol(&Source {
+    let mut moves = MoveTracker::default();
+    let source = crate::source_table::SourceTable::default().intern(&Source {
         worker: "a".into(),
         dp_rank: DpRank(0),
     });
     moves.set_delay(id(1), Some(ms(100)));
-    for slot in 0..OPEN_MAX as u64 {
-        assert_eq!(moves.sent(slot, source, now), Some(now + WITHIN_MAX));
+    for slot in 0..WATCHED_MAX as u64 {
+        assert_eq!(moves.sent(slot, source, now), Some(now + MOVE_WINDOW_MAX));
     }
     assert_eq!(moves.sent(5000, source, now), None);
     assert_eq!(moves.counts.unwatched, 1);
-    let later = now + WITHIN_MAX + ms(1);
+    let later = now + MOVE_WINDOW_MAX + ms(1);
     moves.heard(id(0), id(1), source, later);
     assert!(moves.take_crossed().is_empty());
     assert!(moves.sent(5001, source, later).is_some());

@@ -1,5 +1,5 @@
 use super::*;
-use crate::roster::Roster;
+use crate::source_table::SourceTable;
 use proptest::prelude::*;
 use warmroute_proto::{DpRank, LocalHash, Source};
 
@@ -20,7 +20,7 @@ fn prompt(path: &str) -> SampledPrefix {
 }
 
 fn source() -> SourceId {
-    Roster::default().enrol(&Source {
+    SourceTable::default().intern(&Source {
         worker: "w".into(),
         dp_rank: DpRank(0),
     })

@@ -44,12 +44,12 @@ const fn free(counter: u64) -> LoadChange {
 #[derive(Default)]
 struct Fixture {
     slots: Slots,
-    roster: Roster,
+    table: SourceTable,
 }
 
 impl Fixture {
     fn apply(&mut self, router: RouterId, change: &LoadChange) -> Applied {
-        self.slots.apply(&mut self.roster, router, LIFE, change)
+        self.slots.apply(&mut self.table, router, LIFE, change)
     }
 
     fn own(&mut self, change: &LoadChange) -> Applied {
@@ -58,13 +58,13 @@ impl Fixture {
 
     /// Requests, prefill tokens and blocks of a source.
     fn load(&self, at: u8) -> (u32, u64, u64) {
-        let id = self.roster.id(&source(at));
-        let bearing = id.and_then(|id| self.slots.bearing(id));
-        bearing.map_or((0, 0, 0), |bearing| {
+        let id = self.table.id(&source(at));
+        let load = id.and_then(|id| self.slots.load(id));
+        load.map_or((0, 0, 0), |load| {
             (
-                bearing.active_requests(),
-                bearing.prefill_tokens(),
-                bearing.decode_blocks(),
+                load.active_requests(),
+                load.prefill_tokens(),
+                load.decode_blocks(),
             )
         })
     }
@@ -84,11 +84,7 @@ fn a_slot_counts_from_its_opening_to_its_end() {
     assert_eq!(fixture.load(0), (1, 0, 7));
     fixture.own(&free(1));
     assert_eq!(fixture.load(0), (0, 0, 0));
-    assert!(
-        fixture
-            .slots
-            .is_idle(fixture.roster.id(&source(0)).unwrap())
-    );
+    assert!(fixture.slots.is_idle(fixture.table.id(&source(0)).unwrap()));
 }
 
 #[test]
@@ -118,7 +114,7 @@ fn what_comes_twice_counts_once() {
         fixture.own(&free(1));
     }
     assert_eq!(fixture.load(0), (0, 0, 0));
-    let expected = Ignored {
+    let expected = IgnoredChanges {
         opened_twice: 1,
         unknown_slot: 1,
         prefilled_twice: 1,
@@ -157,8 +153,8 @@ fn equal_counters_of_two_routers_are_two_slots() {
 fn a_new_life_frees_the_former_ones_slots_and_fences_its_messages() {
     let mut fixture = Fixture::default();
     fixture.own(&add(1, 0, "ab", 10));
-    let Fixture { slots, roster } = &mut fixture;
-    slots.apply(roster, ROUTER, LIFE.next().unwrap(), &add(1, 1, "c", 5));
+    let Fixture { slots, table } = &mut fixture;
+    slots.apply(table, ROUTER, LIFE.next().unwrap(), &add(1, 1, "c", 5));
     assert_eq!(fixture.load(0), (0, 0, 0));
     assert_eq!(fixture.load(1), (1, 5, 2));
     assert_eq!(fixture.own(&free(1)), Applied::Nothing);
@@ -274,9 +270,9 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 #[derive(Default)]
-struct Model(BTreeMap<RouterId, Vec<Reference>>);
+struct ServedModel(BTreeMap<RouterId, Vec<Reference>>);
 
-impl Model {
+impl ServedModel {
     fn step(&mut self, step: &Step) {
         let (router, change, path) = match step {
             Step::Release(router) => {
@@ -340,7 +336,7 @@ proptest! {
     #[test]
     fn loads_are_those_of_the_reference_model(steps in prop::collection::vec(step(), 0..80)) {
         let mut fixture = Fixture::default();
-        let mut model = Model::default();
+        let mut model = ServedModel::default();
         for step in &steps {
             match step {
                 Step::Change(router, change, _) => {
@@ -374,17 +370,17 @@ proptest! {
             }
         }
         fixture.slots.release(PEER);
-        let stated = fixture.slots.stated(&fixture.roster, ROUTER);
+        let stated = fixture.slots.stated(&fixture.table, ROUTER);
         let mut other = Fixture::default();
         for slot in stated.iter().rev() {
-            let Fixture { slots, roster } = &mut other;
-            let restored = slots.restore(roster, ROUTER, LIFE.next().unwrap(), slot);
+            let Fixture { slots, table } = &mut other;
+            let restored = slots.restore(table, ROUTER, LIFE.next().unwrap(), slot);
             prop_assert!(matches!(restored, Applied::Added(_)));
         }
         prop_assert_eq!(other.slots.digest(ROUTER), fixture.slots.digest(ROUTER));
-        let of = |fixture: &Fixture| fixture.slots.loads_of(&fixture.roster, ROUTER);
+        let of = |fixture: &Fixture| fixture.slots.loads_of(&fixture.table, ROUTER);
         prop_assert_eq!(of(&other), of(&fixture));
-        prop_assert_eq!(other.slots.stated(&other.roster, ROUTER), stated);
+        prop_assert_eq!(other.slots.stated(&other.table, ROUTER), stated);
         for at in 0..3 {
             prop_assert_eq!(other.load(at), fixture.load(at));
         }

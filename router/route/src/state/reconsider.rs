@@ -6,7 +6,7 @@ use warmroute_proto::RouterId;
 use warmroute_proto::load::{LoadChange, OpenSlot, SlotEnd};
 use warmroute_proto::query::IndexAnswer;
 
-use super::{Admitted, Ask, Core};
+use super::{Admitted, Core, RouteRequest};
 use crate::decide::{Decision, Terms};
 use crate::ledger::LedgerError;
 
@@ -33,12 +33,12 @@ impl Core {
     pub fn reconsider(
         &mut self,
         slot: u64,
-        ask: &Ask<'_>,
+        ask: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Result<Option<Admitted>, LedgerError> {
         let router = self.ledger.router();
-        let stated = self.slots.stated_one(&self.roster, router, slot);
+        let stated = self.slots.open_slot(&self.table, router, slot);
         let Some(stated) = stated.filter(|_| self.moves.is_open(slot)) else {
             self.moves.counts.late += 1;
             return Ok(None);
@@ -65,21 +65,21 @@ impl Core {
     fn better(
         &mut self,
         slot: &OpenSlot,
-        ask: &Ask<'_>,
+        ask: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Option<Decision> {
         let (router, incarnation) = (self.ledger.router(), self.ledger.incarnation());
         let (counter, end) = (slot.counter, SlotEnd::Aborted);
-        let source = self.roster.id(&slot.source)?;
+        let source = self.table.id(&slot.source)?;
         self.tick(now);
         let free = LoadChange::Free { counter, end };
         self.slots
-            .apply(&mut self.roster, router, incarnation, &free);
+            .apply(&mut self.table, router, incarnation, &free);
         self.predictions.ended(router, counter, end, now);
         let decision = self.decide(ask, answer, now);
         self.slots
-            .restore(&mut self.roster, router, incarnation, slot);
+            .restore(&mut self.table, router, incarnation, slot);
         self.predictions.sent(router, counter, source, &slot.prompt);
         let (decision, _) = decision.ok()?;
         // One that is left out has a reason to be, which another request is to find out about.

@@ -7,7 +7,7 @@ use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
 };
 
-use crate::view::LAG_MAX;
+use crate::index_view::LAG_MAX;
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
 fn start() -> Instant {
@@ -37,7 +37,7 @@ fn entry(name: &str) -> WorkerEntry {
 }
 
 fn core(router: u8) -> Core {
-    let mut core = Core::new(Settings {
+    let mut core = Core::new(CoreConfig {
         knobs: Knobs::default(),
         router: RouterId([router; 16]),
         incarnation: Generation(1),
@@ -79,7 +79,7 @@ fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexAnswer {
 }
 
 fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>, now: Instant) -> Admitted {
-    let ask = Ask {
+    let ask = RouteRequest {
         model: "base",
         prompt,
         exclude: &[],
@@ -120,8 +120,8 @@ fn a_prefix_that_was_just_prefilled_is_found_before_the_index_knows_it() {
     assert_eq!(first.decision.source, second.decision.source);
     assert_eq!(second.decision.overlap_blocks, 0);
     assert_eq!(second.decision.predicted_blocks, 62);
-    let rungs = core.counts().rungs;
-    assert_eq!((rungs.index, rungs.prediction, rungs.load_only), (0, 1, 1));
+    let bases = core.counts().bases;
+    assert_eq!((bases.index, bases.prediction, bases.load_only), (0, 1, 1));
 }
 
 /// While the prefix is still being computed, waiting for it is worth no more than an idle source.
@@ -295,7 +295,7 @@ fn an_index_that_keeps_promising_what_the_engine_lacks_is_demoted() {
         end(&mut core, admitted.slot, SlotEnd::Completed, now);
         // Keep the choice at one source.
         let mut decision = admitted.decision;
-        decision.claim.source = core.roster.id(&source("a")).unwrap();
+        decision.claim.source = core.table.id(&source("a")).unwrap();
         let verdict = core.audit(&decision, 0, now);
         let AuditVerdict::Less {
             recheck: Some(recheck),
@@ -410,7 +410,7 @@ fn a_retry_takes_a_slot_of_its_own_elsewhere() {
     let first = admit(&mut core, &asked, None, now);
     end(&mut core, first.slot, SlotEnd::Failed, now);
     let exclude = [first.decision.source.clone()];
-    let ask = Ask {
+    let ask = RouteRequest {
         model: "base",
         prompt: &asked,
         exclude: &exclude,
@@ -476,9 +476,9 @@ fn a_cut_in_steps_is_of_one_moment() {
         let first = u32::try_from(number % 7).unwrap() << 20;
         admit(&mut core, &prompt(100, first), None, now);
     }
-    let mut cut = Cut::default();
+    let mut cut = SlotSnapshotBuilder::default();
     let mut steps = 0;
-    while !core.cut_step(&mut cut) {
+    while !core.snapshot_step(&mut cut) {
         steps += 1;
         // Some that were looked at, some that will be, some that are new: freed, grown, prefilled.
         if steps <= 4 {
@@ -542,7 +542,7 @@ fn every_slot_is_freed_once_and_counted_by_its_end() {
         end(&mut core, slot, SlotEnd::Completed, now);
     }
     let counts = core.counts();
-    let once = Freed {
+    let once = FreedCounts {
         completed: 1,
         failed: 1,
         aborted: 1,

@@ -3,24 +3,24 @@
 use serde::Serialize;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Counts {
-    pub traffic: Traffic,
-    pub verdicts: Verdicts,
-    pub mended: Mended,
-    pub refused: Refused,
+pub struct ReplicaCounts {
+    pub traffic: TrafficCounts,
+    pub verdicts: MessageCounts,
+    pub mended: RepairCounts,
+    pub refused: LimitCounts,
     /// Routers that fell silent.
     pub deaths: u64,
     /// Routers that said goodbye.
     pub goodbyes: u64,
     /// Times that this router did not hear itself.
     pub deafs: u64,
-    /// Own incarnations taken.
+    /// OwnState incarnations taken.
     pub incarnations: u64,
 }
 
 /// Without one's own, which come back and are left aside.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Traffic {
+pub struct TrafficCounts {
     pub messages_out: u64,
     pub frames_out: u64,
     pub bytes_out: u64,
@@ -38,7 +38,7 @@ pub struct Traffic {
 
 /// Messages of peers by what became of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Verdicts {
+pub struct MessageCounts {
     pub applied: u64,
     pub duplicate: u64,
     pub old: u64,
@@ -50,20 +50,20 @@ pub struct Verdicts {
 
 /// What was found missing or wrong, and what mended it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Mended {
+pub struct RepairCounts {
     pub gaps: u64,
     pub mismatches: u64,
     pub by_numbers: u64,
     pub by_state: u64,
     /// States whose slots did not add up to their digest.
     pub states_wrong: u64,
-    /// States given to others, cuts taken for them.
+    /// States given to others, snapshots taken for them.
     pub cuts: u64,
 }
 
 /// What met a bound.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Refused {
+pub struct LimitCounts {
     /// A router more than can be known.
     pub peers: u64,
     /// A message more than may wait.
@@ -72,6 +72,6 @@ pub struct Refused {
     pub states: u64,
     /// A question more than is answered.
     pub asks: u64,
-    /// Own messages that fell off the ring before they were sent.
+    /// OwnState messages that fell off the ring before they were sent.
     pub unsent: u64,
 }

@@ -16,13 +16,13 @@ const KEPT: usize = 5;
 /// An echo that was not answered by then is none.
 const LOST: Duration = Duration::from_millis(400);
 
-pub(super) struct Echo {
+pub(super) struct EchoProbe {
     outstanding: Option<(u64, Instant)>,
     due: Instant,
     took: VecDeque<Duration>,
 }
 
-impl Echo {
+impl EchoProbe {
     pub(super) const fn new(now: Instant) -> Self {
         Self {
             outstanding: None,
@@ -85,7 +85,7 @@ mod tests {
     /// The delay after echoes that took so many milliseconds each.
     fn after(took: &[u64]) -> Option<Duration> {
         let mut now = start();
-        let mut echo = Echo::new(now);
+        let mut echo = EchoProbe::new(now);
         for (id, &took) in (0..).zip(took) {
             echo.asked(id, now);
             now += millis(took);
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn what_is_lost_or_late_teaches_nothing() {
         let now = start();
-        let mut echo = Echo::new(now);
+        let mut echo = EchoProbe::new(now);
         echo.asked(1, now);
         assert!(echo.answered(1, false, now + millis(200)));
         assert!(!echo.is_due(now + millis(250)));
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn a_few_come_fast_and_then_one_a_second() {
         let mut now = start();
-        let mut echo = Echo::new(now);
+        let mut echo = EchoProbe::new(now);
         for id in 0..=KEPT as u64 {
             assert!(echo.is_due(now), "{id}");
             echo.asked(id, now);

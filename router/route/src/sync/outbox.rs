@@ -1,8 +1,8 @@
-//! Own messages on their way out: how far they are sent, and when the next frame may leave.
+//! OwnState messages on their way out: how far they are sent, and when the next frame may leave.
 //!
 //! A message on an idle router leaves at once. While messages keep coming, one frame leaves per
 //! [`FRAME_PAUSE`] with all that came since. What nobody announced leaves with them, or after
-//! [`LAZY_PAUSE`].
+//! [`LAZY_DELAY`].
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use warmroute_proto::RecordNumber;
 use warmroute_proto::codec::{self, EncodeError};
 use warmroute_proto::load::LoadFrame;
 
-use super::{FRAME_PAUSE, LAZY_PAUSE};
+use super::{FRAME_PAUSE, LAZY_DELAY};
 
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
@@ -38,7 +38,7 @@ impl Outbox {
 
     /// Time to look at what was written without a word.
     pub(super) fn is_stale(&self, now: Instant) -> bool {
-        self.looked.is_none_or(|looked| now >= looked + LAZY_PAUSE)
+        self.looked.is_none_or(|looked| now >= looked + LAZY_DELAY)
     }
 
     /// All that was written is looked at.

@@ -1,7 +1,7 @@
 //! One other router: what it said, what is missing, and how far its slots here are its own.
 //!
 //! `Following` is the invariant of the module's documentation; the other phases make no claim. While
-//! `Lacking`, what the books hold of it is the last that was known, until the state replaces it.
+//! `Lacking`, what the load hold of it is the last that was known, until the state replaces it.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,12 +13,12 @@ use warmroute_proto::{
     Generation, RecordNumber, RouterId, SequenceComparison, SequenceVerdict, Sequencer,
 };
 
-use super::books::Books;
-use super::counts::Counts;
-use super::echo::Echo;
+use super::counts::ReplicaCounts;
+use super::echo::EchoProbe;
+use super::load_state::LoadState;
 use super::rules::{Rule, Rules};
-use super::view::Compared;
-use super::{ASK_PAUSE, ASK_TIMEOUT, MEND_PAUSE, STATE_BYTES_MAX, WAITING_BYTES_MAX};
+use super::view::DigestComparison;
+use super::{ASK_PAUSE, ASK_TIMEOUT, REPAIR_PAUSE, STATE_BYTES_MAX, WAITING_BYTES_MAX};
 
 pub(super) struct Peer {
     pub(super) router: RouterId,
@@ -26,29 +26,29 @@ pub(super) struct Peer {
     fence: Option<Generation>,
     /// When it last gave a sign of life, or when it became our fault that it did not.
     heard: Instant,
-    phase: Phase,
-    waiting: Waiting,
-    pub(super) asking: Asking,
-    mending: Mending,
-    compared: Option<Compared>,
+    phase: PeerPhase,
+    waiting: ReorderBuffer,
+    pub(super) ask_state: AskState,
+    repair: RepairState,
+    compared: Option<DigestComparison>,
     /// By how many requests the view differed from its last heartbeat, at whatever numbers.
     divergence: u64,
     /// Once it had said that there was no more. A state may be that of a moment ago, when somebody else
     /// asked for it.
     is_settled: bool,
-    pub(super) echo: Echo,
+    pub(super) echo: EchoProbe,
 }
 
-enum Phase {
+enum PeerPhase {
     /// Silent, or gone for good.
     Dead,
     /// Its open slots are needed.
-    Lacking(Option<Collected>),
+    Lacking(Option<PartialState>),
     Following(Sequencer),
 }
 
 /// Parts of a state that came so far.
-struct Collected {
+struct PartialState {
     first: StatePart,
     more: Vec<StatePart>,
     bytes: usize,
@@ -56,35 +56,35 @@ struct Collected {
 
 /// Messages that came before their turn.
 #[derive(Default)]
-struct Waiting {
-    messages: BTreeMap<RecordNumber, (LoadMessage, Received)>,
+struct ReorderBuffer {
+    messages: BTreeMap<RecordNumber, (LoadMessage, PayloadInfo)>,
     bytes: usize,
 }
 
 /// What is known of a message's bytes.
 #[derive(Clone, Copy)]
-pub(super) struct Received {
+pub(super) struct PayloadInfo {
     pub(super) hash: u64,
     pub(super) len: usize,
 }
 
 /// At most one question is on its way, and failed ones make pauses.
-pub(super) struct Asking {
+pub(super) struct AskState {
     outstanding: Option<(u64, Instant)>,
     failures: u32,
     not_before: Instant,
 }
 
 /// States that did not help make pauses until a heartbeat agrees.
-struct Mending {
+struct RepairState {
     vain: u32,
     not_before: Instant,
 }
 
 /// What a peer's methods work on.
-pub(super) struct Desk<'a> {
-    pub(super) books: &'a mut dyn Books,
-    pub(super) counts: &'a mut Counts,
+pub(super) struct PeerContext<'a> {
+    pub(super) load: &'a mut dyn LoadState,
+    pub(super) counts: &'a mut ReplicaCounts,
     /// Bytes of states that all peers together have collected.
     pub(super) collected_bytes: usize,
     pub(super) now: Instant,
@@ -97,34 +97,34 @@ impl Peer {
             router,
             fence: None,
             heard: now,
-            phase: Phase::Lacking(None),
-            waiting: Waiting::default(),
-            asking: Asking {
+            phase: PeerPhase::Lacking(None),
+            waiting: ReorderBuffer::default(),
+            ask_state: AskState {
                 outstanding: None,
                 failures: 0,
                 not_before: now,
             },
-            mending: Mending {
+            repair: RepairState {
                 vain: 0,
                 not_before: now,
             },
             compared: None,
             divergence: 0,
             is_settled: false,
-            echo: Echo::new(now),
+            echo: EchoProbe::new(now),
         }
     }
 
     pub(super) const fn is_dead(&self) -> bool {
-        matches!(self.phase, Phase::Dead)
+        matches!(self.phase, PeerPhase::Dead)
     }
 
     /// Its slots as of now are known, or it has none.
     pub(super) const fn is_known(&self) -> bool {
         match self.phase {
-            Phase::Dead => true,
-            Phase::Lacking(_) => false,
-            Phase::Following(_) => self.is_settled,
+            PeerPhase::Dead => true,
+            PeerPhase::Lacking(_) => false,
+            PeerPhase::Following(_) => self.is_settled,
         }
     }
 
@@ -136,7 +136,7 @@ impl Peer {
         self.heard
     }
 
-    pub(super) const fn compared(&self) -> Option<Compared> {
+    pub(super) const fn compared(&self) -> Option<DigestComparison> {
         self.compared
     }
 
@@ -147,15 +147,15 @@ impl Peer {
     /// The number up to which its slots here are its own.
     pub(super) const fn followed(&self) -> Option<Option<RecordNumber>> {
         match &self.phase {
-            Phase::Following(sequencer) => Some(sequencer.last()),
-            Phase::Dead | Phase::Lacking(_) => None,
+            PeerPhase::Following(sequencer) => Some(sequencer.last()),
+            PeerPhase::Dead | PeerPhase::Lacking(_) => None,
         }
     }
 
     pub(super) fn collected_bytes(&self) -> usize {
         match &self.phase {
-            Phase::Lacking(Some(collected)) => collected.bytes,
-            Phase::Dead | Phase::Lacking(None) | Phase::Following(_) => 0,
+            PeerPhase::Lacking(Some(collected)) => collected.bytes,
+            PeerPhase::Dead | PeerPhase::Lacking(None) | PeerPhase::Following(_) => 0,
         }
     }
 
@@ -165,133 +165,144 @@ impl Peer {
     }
 
     /// The fence. Else the message is of no router that lives.
-    fn admits(&self, incarnation: Generation, desk: &Desk<'_>) -> bool {
+    fn admits(&self, incarnation: Generation, context: &PeerContext<'_>) -> bool {
         let is_old = self.fence.is_some_and(|fence| incarnation < fence);
-        !(is_old && desk.rules.keep(Rule::Fence))
+        !(is_old && context.rules.keep(Rule::Fence))
     }
 
-    pub(super) fn heartbeat(&mut self, said: &LoadHeartbeat, desk: &mut Desk<'_>) {
-        if !self.admits(said.incarnation, desk) {
-            desk.counts.verdicts.old += 1;
+    pub(super) fn heartbeat(&mut self, said: &LoadHeartbeat, context: &mut PeerContext<'_>) {
+        if !self.admits(said.incarnation, context) {
+            context.counts.verdicts.old += 1;
             return;
         }
-        self.hear(desk.now);
+        self.hear(context.now);
         if said.presence == Presence::Leaving {
-            desk.counts.goodbyes += 1;
+            context.counts.goodbyes += 1;
             let next = said.incarnation.next().unwrap_or(said.incarnation);
-            self.end(Some(next), desk);
+            self.end(Some(next), context);
             return;
         }
         if self.is_newer(said.incarnation) {
             self.open(said.incarnation);
         }
-        let view = desk.books.digest(self.router);
+        let view = context.load.digest(self.router);
         self.divergence = view.count.abs_diff(said.digest.count);
         let standing = match &mut self.phase {
-            Phase::Following(sequencer) => {
+            PeerPhase::Following(sequencer) => {
                 let had_gap = sequencer.has_gap();
-                let standing = sequencer.observe_heartbeat(desk.now, said.incarnation, said.number);
-                desk.counts.mended.gaps += u64::from(sequencer.has_gap() && !had_gap);
+                let standing =
+                    sequencer.observe_heartbeat(context.now, said.incarnation, said.number);
+                context.counts.mended.gaps += u64::from(sequencer.has_gap() && !had_gap);
                 standing
             }
-            Phase::Lacking(_) => SequenceComparison::Behind,
-            Phase::Dead => {
-                self.phase = Phase::Lacking(None);
+            PeerPhase::Lacking(_) => SequenceComparison::Behind,
+            PeerPhase::Dead => {
+                self.phase = PeerPhase::Lacking(None);
                 SequenceComparison::Behind
             }
         };
         if self.followed().is_none() && said.digest == LoadDigest::default() {
             // Nothing is open as of that number: this is the whole state.
             self.is_settled = true;
-            self.replace(&[], said.number, desk);
+            self.replace(&[], said.number, context);
             return;
         }
         if standing == SequenceComparison::Level {
-            self.compare(said, view, desk);
+            self.compare(said, view, context);
         }
     }
 
-    fn compare(&mut self, said: &LoadHeartbeat, view: LoadDigest, desk: &mut Desk<'_>) {
-        if !desk.rules.keep(Rule::Digest) {
+    fn compare(&mut self, said: &LoadHeartbeat, view: LoadDigest, context: &mut PeerContext<'_>) {
+        if !context.rules.keep(Rule::Digest) {
             return;
         }
         self.is_settled = true;
-        self.compared = Some(Compared {
+        self.compared = Some(DigestComparison {
             number: said.number,
             theirs: said.digest,
             ours: view,
         });
         if view == said.digest {
-            self.mending.vain = 0;
+            self.repair.vain = 0;
         } else {
-            desk.counts.mended.mismatches += 1;
-            self.lack_again(desk.now);
+            context.counts.mended.mismatches += 1;
+            self.lack_again(context.now);
         }
     }
 
-    pub(super) fn message(&mut self, message: LoadMessage, bytes: Received, desk: &mut Desk<'_>) {
+    pub(super) fn message(
+        &mut self,
+        message: LoadMessage,
+        bytes: PayloadInfo,
+        context: &mut PeerContext<'_>,
+    ) {
         let incarnation = message.incarnation;
-        if !self.admits(incarnation, desk) {
-            desk.counts.verdicts.old += 1;
+        if !self.admits(incarnation, context) {
+            context.counts.verdicts.old += 1;
             return;
         }
-        self.hear(desk.now);
+        self.hear(context.now);
         if self.is_newer(incarnation) {
             self.open(incarnation);
             if message.number == RecordNumber(0) {
                 // An incarnation that begins with slots states them as number 0, in no message.
-                self.replace(&[], None, desk);
+                self.replace(&[], None, context);
             }
         }
         if self.is_dead() {
-            self.phase = Phase::Lacking(None);
+            self.phase = PeerPhase::Lacking(None);
         }
-        let Phase::Following(sequencer) = &mut self.phase else {
-            self.wait(message, bytes, desk);
+        let PeerPhase::Following(sequencer) = &mut self.phase else {
+            self.wait(message, bytes, context);
             return;
         };
         let had_gap = sequencer.has_gap();
-        let incarnation = match desk.rules.keep(Rule::Fence) {
+        let incarnation = match context.rules.keep(Rule::Fence) {
             true => incarnation,
             false => sequencer.generation().unwrap_or(incarnation),
         };
-        let (number, now) = (message.number, desk.now);
+        let (number, now) = (message.number, context.now);
         match sequencer.accept(now, incarnation, number, bytes.hash) {
             SequenceVerdict::Apply | SequenceVerdict::Start => {
-                desk.apply(&message);
-                self.catch_up(desk);
+                context.apply(&message);
+                self.catch_up(context);
             }
             SequenceVerdict::Ahead | SequenceVerdict::StartBehind => {
-                desk.counts.mended.gaps += u64::from(!had_gap);
-                self.wait(message, bytes, desk);
+                context.counts.mended.gaps += u64::from(!had_gap);
+                self.wait(message, bytes, context);
             }
-            SequenceVerdict::Duplicate => desk.counts.verdicts.duplicate += 1,
+            SequenceVerdict::Duplicate => context.counts.verdicts.duplicate += 1,
             SequenceVerdict::Violation => {
-                desk.counts.verdicts.violation += 1;
+                context.counts.verdicts.violation += 1;
                 self.lack_again(now);
             }
-            SequenceVerdict::Old => desk.counts.verdicts.old += 1,
+            SequenceVerdict::Old => context.counts.verdicts.old += 1,
         }
     }
 
     /// An answer's part of the state. False if it is of no use.
-    pub(super) fn part(&mut self, part: StatePart, len: usize, desk: &mut Desk<'_>) -> bool {
-        if !self.admits(part.incarnation, desk) {
-            desk.counts.verdicts.old += 1;
+    pub(super) fn part(
+        &mut self,
+        part: StatePart,
+        len: usize,
+        context: &mut PeerContext<'_>,
+    ) -> bool {
+        if !self.admits(part.incarnation, context) {
+            context.counts.verdicts.old += 1;
             return false;
         }
-        self.hear(desk.now);
+        self.hear(context.now);
         if self.is_newer(part.incarnation) {
             self.open(part.incarnation);
         }
         let collected = match &mut self.phase {
             // The messages came after all.
-            Phase::Following(sequencer) if !sequencer.has_gap() => return true,
-            Phase::Following(_) | Phase::Dead => None,
-            Phase::Lacking(collected) => collected.take(),
+            PeerPhase::Following(sequencer) if !sequencer.has_gap() => return true,
+            PeerPhase::Following(_) | PeerPhase::Dead => None,
+            PeerPhase::Lacking(collected) => collected.take(),
         };
         let collected = match (collected, part.part) {
-            (_, 0) => Collected {
+            (_, 0) => PartialState {
                 first: part,
                 more: Vec::new(),
                 bytes: len,
@@ -302,38 +313,39 @@ impl Peer {
                 collected
             }
             (Some(_) | None, _) => {
-                self.phase = Phase::Lacking(None);
+                self.phase = PeerPhase::Lacking(None);
                 return false;
             }
         };
-        if desk.collected_bytes + len > STATE_BYTES_MAX {
-            desk.counts.refused.states += 1;
-            self.lack_again(desk.now);
+        if context.collected_bytes + len > STATE_BYTES_MAX {
+            context.counts.refused.states += 1;
+            self.lack_again(context.now);
             return false;
         }
         if collected.is_whole() {
-            self.take_state(collected, desk);
+            self.take_state(collected, context);
         } else {
-            self.phase = Phase::Lacking(Some(collected));
+            self.phase = PeerPhase::Lacking(Some(collected));
         }
         true
     }
 
-    fn take_state(&mut self, collected: Collected, desk: &mut Desk<'_>) {
-        let Collected { first, more, .. } = collected;
+    fn take_state(&mut self, collected: PartialState, context: &mut PeerContext<'_>) {
+        let PartialState { first, more, .. } = collected;
         let (number, digest) = (first.number, first.digest);
         let parts: Vec<StatePart> = std::iter::once(first).chain(more).collect();
-        desk.books.release(self.router, desk.now);
+        context.load.release(self.router, context.now);
         for part in &parts {
-            desk.books
+            context
+                .load
                 .restore(self.router, part.incarnation, &part.slots);
         }
-        if desk.books.digest(self.router) == digest {
-            desk.counts.mended.by_state += 1;
-            self.follow(number, desk);
+        if context.load.digest(self.router) == digest {
+            context.counts.mended.by_state += 1;
+            self.follow(number, context);
         } else {
-            desk.counts.mended.states_wrong += 1;
-            self.lack_again(desk.now);
+            context.counts.mended.states_wrong += 1;
+            self.lack_again(context.now);
         }
     }
 
@@ -348,69 +360,69 @@ impl Peer {
     /// What was asked about is no more there.
     pub(super) fn gone(&mut self) {
         if !self.is_dead() {
-            self.phase = Phase::Lacking(None);
+            self.phase = PeerPhase::Lacking(None);
         }
     }
 
     /// What to ask this router for.
     pub(super) fn want(&self) -> Option<LoadRequestKind> {
         match &self.phase {
-            Phase::Dead => None,
-            Phase::Lacking(None) => Some(LoadRequestKind::State),
-            Phase::Lacking(Some(collected)) => Some(LoadRequestKind::Part {
+            PeerPhase::Dead => None,
+            PeerPhase::Lacking(None) => Some(LoadRequestKind::State),
+            PeerPhase::Lacking(Some(collected)) => Some(LoadRequestKind::Part {
                 number: collected.first.number,
                 part: collected.parts(),
             }),
-            Phase::Following(sequencer) if sequencer.has_gap() || !self.is_settled => {
+            PeerPhase::Following(sequencer) if sequencer.has_gap() || !self.is_settled => {
                 Some(LoadRequestKind::Numbers {
                     from: sequencer.last().map_or(RecordNumber(0), RecordNumber::next),
                     to: self.waiting.before_first(),
                 })
             }
-            Phase::Following(_) => None,
+            PeerPhase::Following(_) => None,
         }
     }
 
     /// A question that asks for nothing, for how long it takes. None while there are better ones.
     pub(super) const fn empty_want(&self) -> Option<LoadRequestKind> {
         match &self.phase {
-            Phase::Following(sequencer) if !sequencer.has_gap() => match sequencer.last() {
+            PeerPhase::Following(sequencer) if !sequencer.has_gap() => match sequencer.last() {
                 Some(last) => Some(LoadRequestKind::Numbers {
                     from: last.next(),
                     to: Some(last),
                 }),
                 None => None,
             },
-            Phase::Following(_) | Phase::Lacking(_) | Phase::Dead => None,
+            PeerPhase::Following(_) | PeerPhase::Lacking(_) | PeerPhase::Dead => None,
         }
     }
 
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         let mended = match &self.phase {
-            Phase::Lacking(None) => self.mending.not_before <= now,
-            Phase::Dead | Phase::Lacking(Some(_)) | Phase::Following(_) => true,
+            PeerPhase::Lacking(None) => self.repair.not_before <= now,
+            PeerPhase::Dead | PeerPhase::Lacking(Some(_)) | PeerPhase::Following(_) => true,
         };
-        mended && self.asking.outstanding.is_none() && self.asking.not_before <= now
+        mended && self.ask_state.outstanding.is_none() && self.ask_state.not_before <= now
     }
 
     /// Lets it die of silence.
-    pub(super) fn check(&mut self, patience: Duration, desk: &mut Desk<'_>) {
-        let silent = desk.now.saturating_duration_since(self.heard);
+    pub(super) fn check(&mut self, patience: Duration, context: &mut PeerContext<'_>) {
+        let silent = context.now.saturating_duration_since(self.heard);
         if !self.is_dead() && silent >= patience {
-            desk.counts.deaths += 1;
-            self.end(self.fence, desk);
+            context.counts.deaths += 1;
+            self.end(self.fence, context);
         }
     }
 
-    fn end(&mut self, fence: Option<Generation>, desk: &mut Desk<'_>) {
-        desk.books.release(self.router, desk.now);
-        desk.books.delay(self.router, None);
-        self.echo = Echo::new(desk.now);
+    fn end(&mut self, fence: Option<Generation>, context: &mut PeerContext<'_>) {
+        context.load.release(self.router, context.now);
+        context.load.delay(self.router, None);
+        self.echo = EchoProbe::new(context.now);
         self.fence = fence;
-        self.phase = Phase::Dead;
-        self.waiting = Waiting::default();
-        self.asking.outstanding = None;
-        self.asking.failures = 0;
+        self.phase = PeerPhase::Dead;
+        self.waiting = ReorderBuffer::default();
+        self.ask_state.outstanding = None;
+        self.ask_state.failures = 0;
         self.divergence = 0;
         self.compared = None;
     }
@@ -423,46 +435,52 @@ impl Peer {
     fn open(&mut self, incarnation: Generation) {
         if self.fence.replace(incarnation).is_some() {
             // What was asked of the former incarnation is of no use.
-            self.asking.outstanding = None;
-            self.asking.failures = 0;
+            self.ask_state.outstanding = None;
+            self.ask_state.failures = 0;
         }
-        self.phase = Phase::Lacking(None);
-        self.waiting = Waiting::default();
+        self.phase = PeerPhase::Lacking(None);
+        self.waiting = ReorderBuffer::default();
         self.compared = None;
-        self.mending.vain = 0;
+        self.repair.vain = 0;
     }
 
     /// The view proved wrong.
     fn lack_again(&mut self, now: Instant) {
-        let vain = self.mending.vain;
+        let vain = self.repair.vain;
         if vain > 0 {
-            self.mending.not_before = now + pause(MEND_PAUSE, vain);
+            self.repair.not_before = now + pause(REPAIR_PAUSE, vain);
         }
-        self.mending.vain = vain.saturating_add(1);
-        self.phase = Phase::Lacking(None);
+        self.repair.vain = vain.saturating_add(1);
+        self.phase = PeerPhase::Lacking(None);
     }
 
     /// The state as of this number is known.
-    fn replace(&mut self, parts: &[StatePart], number: Option<RecordNumber>, desk: &mut Desk<'_>) {
-        desk.books.release(self.router, desk.now);
+    fn replace(
+        &mut self,
+        parts: &[StatePart],
+        number: Option<RecordNumber>,
+        context: &mut PeerContext<'_>,
+    ) {
+        context.load.release(self.router, context.now);
         for part in parts {
-            desk.books
+            context
+                .load
                 .restore(self.router, part.incarnation, &part.slots);
         }
-        self.follow(number, desk);
+        self.follow(number, context);
     }
 
-    fn follow(&mut self, number: Option<RecordNumber>, desk: &mut Desk<'_>) {
+    fn follow(&mut self, number: Option<RecordNumber>, context: &mut PeerContext<'_>) {
         let Some(fence) = self.fence else {
             return;
         };
-        self.phase = Phase::Following(Sequencer::restored(ASK_TIMEOUT, fence, number));
-        self.catch_up(desk);
+        self.phase = PeerPhase::Following(Sequencer::restored(ASK_TIMEOUT, fence, number));
+        self.catch_up(context);
     }
 
     /// Applies what waited for its turn.
-    fn catch_up(&mut self, desk: &mut Desk<'_>) {
-        let Phase::Following(sequencer) = &mut self.phase else {
+    fn catch_up(&mut self, context: &mut PeerContext<'_>) {
+        let PeerPhase::Following(sequencer) = &mut self.phase else {
             return;
         };
         if self.waiting.messages.is_empty() {
@@ -474,33 +492,33 @@ impl Peer {
             let Some((message, bytes)) = self.waiting.take(next) else {
                 break;
             };
-            let (now, incarnation) = (desk.now, message.incarnation);
+            let (now, incarnation) = (context.now, message.incarnation);
             if sequencer.accept(now, incarnation, next, bytes.hash) != SequenceVerdict::Apply {
                 break;
             }
-            desk.apply(&message);
+            context.apply(&message);
         }
         if let (Some(fence), Some(last)) = (self.fence, self.waiting.last()) {
-            sequencer.observe_heartbeat(desk.now, fence, Some(last));
+            sequencer.observe_heartbeat(context.now, fence, Some(last));
         }
     }
 
-    fn wait(&mut self, message: LoadMessage, bytes: Received, desk: &mut Desk<'_>) {
-        desk.counts.verdicts.ahead += 1;
+    fn wait(&mut self, message: LoadMessage, bytes: PayloadInfo, context: &mut PeerContext<'_>) {
+        context.counts.verdicts.ahead += 1;
         if !self.waiting.put(message, bytes) {
-            desk.counts.refused.waiting += 1;
+            context.counts.refused.waiting += 1;
         }
     }
 }
 
-impl Desk<'_> {
+impl PeerContext<'_> {
     fn apply(&mut self, message: &LoadMessage) {
         self.counts.verdicts.applied += 1;
-        self.books.apply(message, self.now);
+        self.load.apply(message, self.now);
     }
 }
 
-impl Collected {
+impl PartialState {
     fn parts(&self) -> u32 {
         u32::try_from(self.more.len() + 1).unwrap_or(u32::MAX)
     }
@@ -515,9 +533,9 @@ impl Collected {
     }
 }
 
-impl Waiting {
+impl ReorderBuffer {
     /// False if there is no room. What came first stays: it is what can be applied first.
-    fn put(&mut self, message: LoadMessage, bytes: Received) -> bool {
+    fn put(&mut self, message: LoadMessage, bytes: PayloadInfo) -> bool {
         if self.bytes + bytes.len > WAITING_BYTES_MAX {
             return false;
         }
@@ -529,7 +547,7 @@ impl Waiting {
         true
     }
 
-    fn take(&mut self, number: RecordNumber) -> Option<(LoadMessage, Received)> {
+    fn take(&mut self, number: RecordNumber) -> Option<(LoadMessage, PayloadInfo)> {
         let taken = self.messages.remove(&number)?;
         self.bytes -= taken.1.len;
         Some(taken)
@@ -553,7 +571,7 @@ impl Waiting {
     }
 }
 
-impl Asking {
+impl AskState {
     pub(super) const fn asked(&mut self, id: u64, now: Instant) {
         self.outstanding = Some((id, now));
     }

@@ -1,4 +1,4 @@
-//! One replica's part in the conversation: inputs are calls, outputs are [`Effect`]s.
+//! One replica's part in the conversation: inputs are calls, outputs are [`ReplicaEffect`]s.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -12,28 +12,30 @@ use warmroute_proto::load::{
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::books::{Books, Head, Written};
-use super::counts::Counts;
-use super::cuts::Cuts;
-use super::hearing::Hearing;
+use super::counts::ReplicaCounts;
+use super::load_state::{LedgerHead, LoadState, OutgoingMessages};
+use super::loopback::LoopbackMonitor;
 use super::outbox::{Outbox, frame};
-use super::peer::{Desk, Peer, Received};
+use super::peer::{PayloadInfo, Peer, PeerContext};
 use super::rules::{Rule, Rules};
-use super::view::{ReplicaView, Snapshot, Standing};
-use super::{BEAT, DEATH, GRACE, JOIN_MAX, PEERS_MAX, REMEMBERED, SERVED_MAX};
+use super::snapshot_cache::SnapshotCache;
+use super::view::{ReplicaStatus, RouterView, ViewStatus};
+use super::{
+    DEAD_AFTER, FENCE_KEPT, HEARTBEAT_INTERVAL, JOIN_MAX, PEERS_MAX, RECONNECT_GRACE, SERVED_MAX,
+};
 
 /// What the shell is to do, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Effect {
+pub enum ReplicaEffect {
     /// To everybody.
     Publish(Bytes),
-    /// To one router; what comes of it goes to [`Replica::answered`].
+    /// To one router; what comes of it goes to [`LoadReplica::answered`].
     Ask {
         peer: RouterId,
         id: AskId,
         question: Bytes,
     },
-    /// Write the lease's key; its revision goes to [`Replica::taken`]. Until then all goes on.
+    /// Write the lease's key; its revision goes to [`LoadReplica::taken`]. Until then all goes on.
     TakeIncarnation,
     /// This replica knows what the others have, or has waited long enough.
     Ready,
@@ -44,62 +46,62 @@ pub struct AskId(u64);
 
 /// What the shell knows of the way to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Link {
+pub enum PlaneLink {
     Up,
     Down,
 }
 
-/// See the module's documentation. Every call takes the books that it reads and changes.
-pub struct Replica {
+/// See the module's documentation. Every call takes the load that it reads and changes.
+pub struct LoadReplica {
     router: RouterId,
     started: Instant,
-    own: Own,
+    own: OwnState,
     pub(super) peers: BTreeMap<RouterId, Peer>,
-    cuts: Cuts,
+    snapshots: SnapshotCache,
     next_ask: u64,
     /// Questions that may still be answered in this tick.
     served: u32,
     is_listed: bool,
     is_ready: bool,
-    effects: VecDeque<Effect>,
-    counts: Counts,
+    effects: VecDeque<ReplicaEffect>,
+    counts: ReplicaCounts,
     pub(super) rules: Rules,
 }
 
 /// What this replica says.
-struct Own {
+struct OwnState {
     incarnation: Option<Generation>,
     wants_incarnation: bool,
-    link: Link,
-    hearing: Hearing,
+    link: PlaneLink,
+    hearing: LoopbackMonitor,
     outbox: Outbox,
     beat: u64,
     beat_due: Instant,
 }
 
-impl Replica {
+impl LoadReplica {
     #[must_use]
     pub fn new(router: RouterId, now: Instant) -> Self {
         let mut replica = Self {
             router,
             started: now,
-            own: Own {
+            own: OwnState {
                 incarnation: None,
                 wants_incarnation: false,
-                link: Link::Up,
-                hearing: Hearing::new(now),
+                link: PlaneLink::Up,
+                hearing: LoopbackMonitor::new(now),
                 outbox: Outbox::default(),
                 beat: 0,
                 beat_due: now,
             },
             peers: BTreeMap::new(),
-            cuts: Cuts::default(),
+            snapshots: SnapshotCache::default(),
             next_ask: 0,
             served: 0,
             is_listed: false,
             is_ready: false,
             effects: VecDeque::new(),
-            counts: Counts::default(),
+            counts: ReplicaCounts::default(),
             rules: Rules::default(),
         };
         replica.want_incarnation();
@@ -107,21 +109,21 @@ impl Replica {
     }
 
     /// The next thing to do. To be drained after every call.
-    pub fn effect(&mut self) -> Option<Effect> {
+    pub fn effect(&mut self) -> Option<ReplicaEffect> {
         self.effects.pop_front()
     }
 
     #[must_use]
-    pub const fn counts(&self) -> &Counts {
+    pub const fn counts(&self) -> &ReplicaCounts {
         &self.counts
     }
 
     // --- own messages
 
     /// Something urgent was written to the ledger.
-    pub fn wrote(&mut self, books: &mut dyn Books, now: Instant) {
+    pub fn wrote(&mut self, load: &mut dyn LoadState, now: Instant) {
         if self.own.outbox.wrote(now) {
-            self.flush(books, now);
+            self.flush(load, now);
         }
     }
 
@@ -132,24 +134,24 @@ impl Replica {
     }
 
     /// The pause between two frames is over.
-    pub fn send_due(&mut self, books: &mut dyn Books, now: Instant) {
+    pub fn send_due(&mut self, load: &mut dyn LoadState, now: Instant) {
         if self.due().is_some_and(|due| due <= now) {
-            self.flush(books, now);
+            self.flush(load, now);
         }
     }
 
-    /// The lease was taken, or written again because [`Effect::TakeIncarnation`] asked for it.
-    pub fn taken(&mut self, revision: Generation, books: &mut dyn Books, now: Instant) {
+    /// The lease was taken, or written again because [`ReplicaEffect::TakeIncarnation`] asked for it.
+    pub fn taken(&mut self, revision: Generation, load: &mut dyn LoadState, now: Instant) {
         // A registry that was lost counts from 1 again. The id is this process's alone.
         let above = self.own.incarnation.and_then(Generation::next);
         let incarnation = above.map_or(revision, |above| revision.max(above));
-        books.begin(incarnation);
+        load.begin(incarnation);
         self.counts.incarnations += 1;
         self.own.incarnation = Some(incarnation);
         self.own.wants_incarnation = false;
         self.own.outbox.next = RecordNumber(0);
-        self.cuts.clear();
-        self.beat(Presence::Staying, books, now);
+        self.snapshots.clear();
+        self.beat(Presence::Staying, load, now);
     }
 
     /// The lease is lost.
@@ -157,32 +159,32 @@ impl Replica {
         self.want_incarnation();
     }
 
-    pub fn link(&mut self, link: Link, now: Instant) {
+    pub fn link(&mut self, link: PlaneLink, now: Instant) {
         self.own.link = link;
         match link {
-            Link::Down => self.counts.deafs += u64::from(self.own.hearing.cut()),
+            PlaneLink::Down => self.counts.deafs += u64::from(self.own.hearing.cut()),
             // To be heard as soon as may be.
-            Link::Up => self.own.beat_due = now,
+            PlaneLink::Up => self.own.beat_due = now,
         }
     }
 
     /// Says goodbye. Nothing may be written any more.
-    pub fn leave(&mut self, books: &mut dyn Books, now: Instant) {
-        self.beat(Presence::Leaving, books, now);
+    pub fn leave(&mut self, load: &mut dyn LoadState, now: Instant) {
+        self.beat(Presence::Leaving, load, now);
     }
 
     // --- what comes in
 
     /// A broadcast, one's own included.
-    pub fn receive(&mut self, payload: &Bytes, books: &mut dyn Books, now: Instant) {
+    pub fn receive(&mut self, payload: &Bytes, load: &mut dyn LoadState, now: Instant) {
         match codec::kind(payload) {
-            Some(LoadHeartbeat::KIND) => self.receive_heartbeat(payload, books, now),
+            Some(LoadHeartbeat::KIND) => self.receive_heartbeat(payload, load, now),
             Some(LoadFrame::KIND) if payload.len() <= 2 * FRAME_BYTES_MAX => {
                 match codec::decode::<LoadFrame>(payload) {
                     Ok(frame) => {
                         let mut others = 0;
                         for message in &frame.messages {
-                            others += u64::from(self.receive_message(message, books, now));
+                            others += u64::from(self.receive_message(message, load, now));
                         }
                         self.counts.traffic.frames_in += u64::from(others > 0);
                     }
@@ -190,7 +192,7 @@ impl Replica {
                 }
             }
             Some(_) | None => {
-                let others = self.receive_message(payload, books, now);
+                let others = self.receive_message(payload, load, now);
                 self.counts.traffic.frames_in += u64::from(others);
             }
         }
@@ -202,7 +204,7 @@ impl Replica {
         from: RouterId,
         id: AskId,
         answer: Option<&Bytes>,
-        books: &mut dyn Books,
+        load: &mut dyn LoadState,
         now: Instant,
     ) {
         let Some(peer) = self.peers.get_mut(&from) else {
@@ -210,18 +212,18 @@ impl Replica {
         };
         if peer.echo.answered(id.0, answer.is_some(), now) {
             if let Some(delay) = peer.echo.delay() {
-                books.delay(from, Some(delay));
+                load.delay(from, Some(delay));
             }
             return;
         }
-        if !peer.asking.answered(id.0) {
+        if !peer.ask_state.answered(id.0) {
             return;
         }
         let helped = match answer.map(|answer| (answer.len(), codec::decode(answer))) {
             Some((_, Ok(LoadAnswer::Messages(messages)))) => {
                 let before = peer.followed();
                 for message in &messages {
-                    self.take_message(message, books, now);
+                    self.take_message(message, load, now);
                 }
                 let Some(peer) = self.peers.get_mut(&from) else {
                     return;
@@ -230,7 +232,9 @@ impl Replica {
                 peer.told(before)
             }
             Some((len, Ok(LoadAnswer::State(part)))) if part.router == from => self
-                .with_peer(from, books, now, |peer, desk| peer.part(part, len, desk))
+                .with_peer(from, load, now, |peer, context| {
+                    peer.part(part, len, context)
+                })
                 .unwrap_or(false),
             Some((_, Ok(LoadAnswer::Gone))) => {
                 peer.gone();
@@ -244,17 +248,22 @@ impl Replica {
         };
         if let Some(peer) = self.peers.get_mut(&from) {
             if helped {
-                peer.asking.helped();
+                peer.ask_state.helped();
             } else {
                 self.counts.traffic.asks_failed += 1;
-                peer.asking.failed(now);
+                peer.ask_state.failed(now);
             }
         }
         self.ask(from, now);
     }
 
     /// A peer's question. None: not answered.
-    pub fn serve(&mut self, question: &[u8], books: &mut dyn Books, now: Instant) -> Option<Bytes> {
+    pub fn serve(
+        &mut self,
+        question: &[u8],
+        load: &mut dyn LoadState,
+        now: Instant,
+    ) -> Option<Bytes> {
         let Ok(ask) = codec::decode::<LoadRequest>(question) else {
             self.counts.verdicts.malformed += 1;
             return None;
@@ -268,22 +277,22 @@ impl Replica {
             // Asked by whom nobody may hear otherwise: what it says of its slots is what counts.
             LoadRequestKind::Numbers { from, to } if to.is_some_and(|to| to < from) => {
                 self.counts.traffic.echoes_in += 1;
-                self.with_peer(ask.asker, books, now, |_, _| ());
+                self.with_peer(ask.asker, load, now, |_, _| ());
             }
             LoadRequestKind::Numbers { .. }
             | LoadRequestKind::State
             | LoadRequestKind::Part { .. } => {
                 self.counts.traffic.asks_in += 1;
-                self.with_peer(ask.asker, books, now, |peer, _| peer.hear(now));
+                self.with_peer(ask.asker, load, now, |peer, _| peer.hear(now));
             }
         }
-        let answer = self.answer(&ask, books, now);
+        let answer = self.answer(&ask, load, now);
         codec::encode(&answer).ok().map(Bytes::from)
     }
 
     /// The registry tells of a router.
-    pub fn learn(&mut self, router: RouterId, books: &mut dyn Books, now: Instant) {
-        self.with_peer(router, books, now, |_, _| ());
+    pub fn learn(&mut self, router: RouterId, load: &mut dyn LoadState, now: Instant) {
+        self.with_peer(router, load, now, |_, _| ());
         self.ask(router, now);
     }
 
@@ -293,20 +302,20 @@ impl Replica {
     }
 
     /// Lets time pass: every [`super::TICK`].
-    pub fn tick(&mut self, books: &mut dyn Books, now: Instant) {
+    pub fn tick(&mut self, load: &mut dyn LoadState, now: Instant) {
         self.served = 0;
-        self.cuts.expire(now);
+        self.snapshots.expire(now);
         self.counts.deafs += u64::from(self.own.hearing.check(now));
-        if !self.own.hearing.is_deaf() || !self.rules.keep(Rule::Hearing) {
-            self.bury(books, now);
+        if !self.own.hearing.is_deaf() || !self.rules.keep(Rule::LoopbackMonitor) {
+            self.expire_silent(load, now);
         }
         if self.own.beat_due <= now {
-            self.beat(Presence::Staying, books, now);
+            self.beat(Presence::Staying, load, now);
         }
         if self.own.outbox.is_stale(now) {
-            self.flush(books, now);
+            self.flush(load, now);
         }
-        self.send_due(books, now);
+        self.send_due(load, now);
         let routers: Vec<RouterId> = self.peers.keys().copied().collect();
         for router in routers {
             self.ask(router, now);
@@ -317,12 +326,12 @@ impl Replica {
 
     /// What is known, with every replica's slots.
     #[must_use]
-    pub fn snapshot(&self, books: &mut dyn Books, now: Instant) -> Snapshot {
+    pub fn snapshot(&self, load: &mut dyn LoadState, now: Instant) -> ReplicaStatus {
         let live = |peer: &&Peer| !peer.is_dead();
-        let mut replicas = vec![self.own_view(books)];
-        let views = self.peers.values().map(|peer| peer_view(peer, books, now));
+        let mut replicas = vec![self.own_view(load)];
+        let views = self.peers.values().map(|peer| peer_view(peer, load, now));
         replicas.extend(views);
-        Snapshot {
+        ReplicaStatus {
             router: self.router,
             incarnation: self.own.incarnation,
             is_ready: self.is_ready,
@@ -334,41 +343,41 @@ impl Replica {
         }
     }
 
-    fn own_view(&self, books: &mut dyn Books) -> ReplicaView {
+    fn own_view(&self, load: &mut dyn LoadState) -> RouterView {
         // The head is of one moment; the sources may be a message ahead.
-        let head = books.written(RecordNumber(u64::MAX), 0).head;
-        ReplicaView {
+        let head = load.written(RecordNumber(u64::MAX), 0).head;
+        RouterView {
             router: self.router,
-            standing: Standing::Own,
+            standing: ViewStatus::Own,
             incarnation: self.own.incarnation,
             number: head.number,
             digest: head.digest.into(),
             compared: None,
             silent_ms: 0,
-            sources: books.loads(self.router),
+            sources: load.loads(self.router),
         }
     }
 
-    fn receive_heartbeat(&mut self, payload: &[u8], books: &mut dyn Books, now: Instant) {
+    fn receive_heartbeat(&mut self, payload: &[u8], load: &mut dyn LoadState, now: Instant) {
         let Ok(said) = codec::decode::<LoadHeartbeat>(payload) else {
             self.counts.verdicts.malformed += 1;
             return;
         };
         if said.router == self.router {
-            self.heard_oneself(said.beat, now);
+            self.own_heartbeat(said.beat, now);
             return;
         }
         self.counts.traffic.heartbeats_in += 1;
         self.counts.traffic.bytes_in += payload.len() as u64;
-        self.with_peer(said.router, books, now, |peer, desk| {
-            peer.heartbeat(&said, desk);
+        self.with_peer(said.router, load, now, |peer, context| {
+            peer.heartbeat(&said, context);
         });
         self.ask(said.router, now);
     }
 
     /// True for a message of somebody else.
-    fn receive_message(&mut self, payload: &[u8], books: &mut dyn Books, now: Instant) -> bool {
-        let from = self.take_message(payload, books, now);
+    fn receive_message(&mut self, payload: &[u8], load: &mut dyn LoadState, now: Instant) -> bool {
+        let from = self.take_message(payload, load, now);
         if let Some(from) = from {
             self.ask(from, now);
         }
@@ -379,7 +388,7 @@ impl Replica {
     fn take_message(
         &mut self,
         payload: &[u8],
-        books: &mut dyn Books,
+        load: &mut dyn LoadState,
         now: Instant,
     ) -> Option<RouterId> {
         let decoded = match payload.len() {
@@ -392,31 +401,31 @@ impl Replica {
         };
         if message.router == self.router {
             if !self.rules.keep(Rule::OwnAside) {
-                books.apply(&message, now);
+                load.apply(&message, now);
             }
             return None;
         }
         self.counts.traffic.messages_in += 1;
         self.counts.traffic.bytes_in += payload.len() as u64;
-        let received = Received {
+        let received = PayloadInfo {
             hash: xxh3_64(payload),
             len: payload.len(),
         };
         let router = message.router;
-        self.with_peer(router, books, now, |peer, desk| {
-            peer.message(message, received, desk);
+        self.with_peer(router, load, now, |peer, context| {
+            peer.message(message, received, context);
         });
         Some(router)
     }
 
-    fn heard_oneself(&mut self, beat: u64, now: Instant) {
+    fn own_heartbeat(&mut self, beat: u64, now: Instant) {
         let Some(echo) = self.own.hearing.echo(beat, now) else {
             return;
         };
-        let was_long = echo.silent >= DEATH;
+        let was_long = echo.silent >= DEAD_AFTER;
         if echo.ends_deafness {
             let grace = if was_long {
-                GRACE - DEATH
+                RECONNECT_GRACE - DEAD_AFTER
             } else {
                 Duration::ZERO
             };
@@ -432,23 +441,23 @@ impl Replica {
     fn want_incarnation(&mut self) {
         if !self.own.wants_incarnation {
             self.own.wants_incarnation = true;
-            self.effects.push_back(Effect::TakeIncarnation);
+            self.effects.push_back(ReplicaEffect::TakeIncarnation);
         }
     }
 
     /// Sends what was not sent yet. How this router stands then; none if nothing may be sent.
-    fn flush(&mut self, books: &mut dyn Books, now: Instant) -> Option<Head> {
+    fn flush(&mut self, load: &mut dyn LoadState, now: Instant) -> Option<LedgerHead> {
         self.own.outbox.looked(now);
-        if self.own.link == Link::Down || self.own.incarnation.is_none() {
+        if self.own.link == PlaneLink::Down || self.own.incarnation.is_none() {
             return None;
         }
         let is_alone = self.peers.values().all(Peer::is_dead);
         loop {
-            let Written {
+            let OutgoingMessages {
                 first,
                 messages,
                 head,
-            } = books.written(self.own.outbox.next, FRAME_BYTES_MAX);
+            } = load.written(self.own.outbox.next, FRAME_BYTES_MAX);
             let next = head.number.map_or(RecordNumber(0), RecordNumber::next);
             if messages.is_empty() || is_alone {
                 self.own.outbox.next = next;
@@ -465,14 +474,14 @@ impl Replica {
             traffic.messages_out += messages.len() as u64;
             traffic.frames_out += 1;
             traffic.bytes_out += frame.len() as u64;
-            self.effects.push_back(Effect::Publish(frame));
+            self.effects.push_back(ReplicaEffect::Publish(frame));
         }
     }
 
     /// First what was written, so that whoever hears the heartbeat has its number.
-    fn beat(&mut self, presence: Presence, books: &mut dyn Books, now: Instant) {
-        self.own.beat_due = now + BEAT;
-        let Some(head) = self.flush(books, now) else {
+    fn beat(&mut self, presence: Presence, load: &mut dyn LoadState, now: Instant) {
+        self.own.beat_due = now + HEARTBEAT_INTERVAL;
+        let Some(head) = self.flush(load, now) else {
             return;
         };
         self.own.beat += 1;
@@ -487,28 +496,28 @@ impl Replica {
         if let Ok(bytes) = codec::encode(&heartbeat) {
             self.own.hearing.beat(self.own.beat, now);
             self.counts.traffic.bytes_out += bytes.len() as u64;
-            self.effects.push_back(Effect::Publish(bytes.into()));
+            self.effects.push_back(ReplicaEffect::Publish(bytes.into()));
         }
     }
 
-    fn answer(&mut self, ask: &LoadRequest, books: &mut dyn Books, now: Instant) -> LoadAnswer {
+    fn answer(&mut self, ask: &LoadRequest, load: &mut dyn LoadState, now: Instant) -> LoadAnswer {
         let Some(incarnation) = self.own.incarnation else {
             return LoadAnswer::Gone;
         };
         let is_former = ask.incarnation.is_some_and(|asked| asked != incarnation);
         match ask.want {
-            LoadRequestKind::State => self.first_part(books, now),
+            LoadRequestKind::State => self.first_part(load, now),
             LoadRequestKind::Part { .. } | LoadRequestKind::Numbers { .. } if is_former => {
                 LoadAnswer::Gone
             }
             LoadRequestKind::Part { number, part } => {
-                let part = self.cuts.part(self.router, number, part, now);
+                let part = self.snapshots.part(self.router, number, part, now);
                 part.map_or(LoadAnswer::Gone, LoadAnswer::State)
             }
             LoadRequestKind::Numbers { from, to } => {
-                let written = books.written(from, ANSWER_BYTES_MAX / 2);
+                let written = load.written(from, ANSWER_BYTES_MAX / 2);
                 if written.first != from {
-                    return self.first_part(books, now);
+                    return self.first_part(load, now);
                 }
                 let wanted = to.map_or(u64::MAX, |to| to.next().0.saturating_sub(from.0));
                 let wanted = usize::try_from(wanted).unwrap_or(usize::MAX);
@@ -518,15 +527,15 @@ impl Replica {
         }
     }
 
-    fn first_part(&mut self, books: &mut dyn Books, now: Instant) -> LoadAnswer {
-        let number = match self.cuts.newest(now) {
+    fn first_part(&mut self, load: &mut dyn LoadState, now: Instant) -> LoadAnswer {
+        let number = match self.snapshots.newest(now) {
             Some(number) => number,
             None => {
                 self.counts.mended.cuts += 1;
-                self.cuts.hold(books.stated(), now)
+                self.snapshots.hold(load.stated(), now)
             }
         };
-        let part = self.cuts.part(self.router, number, 0, now);
+        let part = self.snapshots.part(self.router, number, 0, now);
         part.map_or(LoadAnswer::Gone, LoadAnswer::State)
     }
 
@@ -535,9 +544,9 @@ impl Replica {
         let Some(peer) = self.peers.get_mut(&router) else {
             return;
         };
-        if peer.asking.is_overdue(now) {
+        if peer.ask_state.is_overdue(now) {
             self.counts.traffic.asks_failed += 1;
-            peer.asking.failed(now);
+            peer.ask_state.failed(now);
         }
         let Some(want) = peer.want().filter(|_| peer.may_ask(now)) else {
             return;
@@ -548,7 +557,7 @@ impl Replica {
         };
         self.counts.traffic.asks_out += 1;
         if let Some(peer) = self.peers.get_mut(&router) {
-            peer.asking.asked(id, now);
+            peer.ask_state.asked(id, now);
         }
     }
 
@@ -580,7 +589,7 @@ impl Replica {
         };
         let question = codec::encode(&ask).ok()?;
         self.next_ask += 1;
-        self.effects.push_back(Effect::Ask {
+        self.effects.push_back(ReplicaEffect::Ask {
             peer,
             id: AskId(self.next_ask),
             question: question.into(),
@@ -589,21 +598,21 @@ impl Replica {
     }
 
     /// Lets the silent die, and forgets the long dead.
-    fn bury(&mut self, books: &mut dyn Books, now: Instant) {
+    fn expire_silent(&mut self, load: &mut dyn LoadState, now: Instant) {
         let patience = match self.rules.keep(Rule::Patience) {
-            true => DEATH,
-            false => BEAT,
+            true => DEAD_AFTER,
+            false => HEARTBEAT_INTERVAL,
         };
         let routers: Vec<RouterId> = self.peers.keys().copied().collect();
         for router in routers {
-            let forgotten = self.with_peer(router, books, now, |peer, desk| {
-                peer.check(patience, desk);
+            let forgotten = self.with_peer(router, load, now, |peer, context| {
+                peer.check(patience, context);
                 let silent = now.saturating_duration_since(peer.heard());
-                peer.is_dead() && silent >= REMEMBERED
+                peer.is_dead() && silent >= FENCE_KEPT
             });
             if forgotten == Some(true) {
                 self.peers.remove(&router);
-                books.forget(router, now);
+                load.forget(router, now);
             }
         }
     }
@@ -613,7 +622,7 @@ impl Replica {
         let waited = now.saturating_duration_since(self.started);
         if !self.is_ready && (is_known || waited >= JOIN_MAX) {
             self.is_ready = true;
-            self.effects.push_back(Effect::Ready);
+            self.effects.push_back(ReplicaEffect::Ready);
         }
     }
 
@@ -621,14 +630,14 @@ impl Replica {
     fn with_peer<T>(
         &mut self,
         router: RouterId,
-        books: &mut dyn Books,
+        load: &mut dyn LoadState,
         now: Instant,
-        work: impl FnOnce(&mut Peer, &mut Desk<'_>) -> T,
+        work: impl FnOnce(&mut Peer, &mut PeerContext<'_>) -> T,
     ) -> Option<T> {
         if router == self.router {
             return None;
         }
-        if !self.peers.contains_key(&router) && !self.make_room(books, now) {
+        if !self.peers.contains_key(&router) && !self.make_room(load, now) {
             self.counts.refused.peers += 1;
             return None;
         }
@@ -637,18 +646,18 @@ impl Replica {
             .peers
             .entry(router)
             .or_insert_with(|| Peer::new(router, now));
-        let mut desk = Desk {
-            books,
+        let mut context = PeerContext {
+            load,
             counts: &mut self.counts,
             collected_bytes,
             now,
             rules: self.rules,
         };
-        Some(work(peer, &mut desk))
+        Some(work(peer, &mut context))
     }
 
     /// For one peer more: the longest dead goes.
-    fn make_room(&mut self, books: &mut dyn Books, now: Instant) -> bool {
+    fn make_room(&mut self, load: &mut dyn LoadState, now: Instant) -> bool {
         if self.peers.len() < PEERS_MAX {
             return true;
         }
@@ -657,27 +666,27 @@ impl Replica {
             return false;
         };
         self.peers.remove(&oldest);
-        books.forget(oldest, now);
+        load.forget(oldest, now);
         true
     }
 }
 
-fn peer_view(peer: &Peer, books: &mut dyn Books, now: Instant) -> ReplicaView {
+fn peer_view(peer: &Peer, load: &mut dyn LoadState, now: Instant) -> RouterView {
     let followed = peer.followed();
     let standing = match followed {
-        Some(_) => Standing::Following,
-        None if peer.is_dead() => Standing::Dead,
-        None => Standing::Lacking,
+        Some(_) => ViewStatus::Following,
+        None if peer.is_dead() => ViewStatus::Dead,
+        None => ViewStatus::Lacking,
     };
     let silent = now.saturating_duration_since(peer.heard());
-    ReplicaView {
+    RouterView {
         router: peer.router,
         standing,
         incarnation: peer.fence(),
         number: followed.flatten(),
-        digest: books.digest(peer.router).into(),
+        digest: load.digest(peer.router).into(),
         compared: peer.compared(),
         silent_ms: u64::try_from(silent.as_millis()).unwrap_or(u64::MAX),
-        sources: books.loads(peer.router),
+        sources: load.loads(peer.router),
     }
 }

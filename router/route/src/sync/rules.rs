@@ -11,7 +11,7 @@ pub(super) enum Rule {
     /// Nobody is dead at the first silence.
     Patience,
     /// Nobody is dead to the deaf.
-    Hearing,
+    LoopbackMonitor,
 }
 
 #[derive(Clone, Copy, Debug, Default)]

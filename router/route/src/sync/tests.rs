@@ -176,9 +176,9 @@ fn three() -> World {
 fn a_dead_routers_load_is_gone_after_its_death_and_not_before() {
     let mut world = three();
     world.crash(0);
-    world.run(DEATH - BEAT);
+    world.run(DEAD_AFTER - HEARTBEAT_INTERVAL);
     assert_eq!(held(&world, 1, 0), 10);
-    world.run(BEAT + 2 * TICK);
+    world.run(HEARTBEAT_INTERVAL + 2 * TICK);
     assert_eq!((held(&world, 1, 0), held(&world, 2, 0)), (0, 0));
     assert_eq!(held(&world, 1, 2), 10);
 }
@@ -268,7 +268,7 @@ fn heard_from_before(seed: u64, broken: Option<Rule>) -> World {
     }
     world.net = Net::GOOD;
     world.set(0, State::Paused);
-    world.run(DEATH + ms(100));
+    world.run(DEAD_AFTER + ms(100));
     world.set(0, State::Up);
     world.run(ms(2000));
     assert_eq!(world.nodes[0].replica.counts().incarnations, 2);
@@ -298,7 +298,7 @@ fn nobody_is_dead_to_the_deaf() {
         world.check_agreement();
         assert!(world.faults.is_empty(), "{time:?} {:?}", world.faults);
     }
-    let (deaths, _) = cut_off(ms(5000), Some(Rule::Hearing));
+    let (deaths, _) = cut_off(ms(5000), Some(Rule::LoopbackMonitor));
     assert!(deaths > 0, "the rule has no effect");
 }
 

@@ -4,12 +4,12 @@ use serde::{Serialize, Serializer};
 use warmroute_proto::load::LoadDigest;
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
-use super::counts::Counts;
+use super::counts::ReplicaCounts;
 use crate::RouterLoad;
 
 /// Everything that one replica knows of itself and the others, of one moment.
 #[derive(Clone, Debug, Serialize)]
-pub struct Snapshot {
+pub struct ReplicaStatus {
     #[serde(serialize_with = "shown")]
     pub router: RouterId,
     /// None before it was taken.
@@ -22,32 +22,32 @@ pub struct Snapshot {
     /// The largest difference in requests between a view and what its router last said it had. Messages
     /// under way are a part of it.
     pub divergence: u64,
-    pub counts: Counts,
+    pub counts: ReplicaCounts,
     /// Its own first, then the others in the order of their ids.
-    pub replicas: Vec<ReplicaView>,
+    pub replicas: Vec<RouterView>,
 }
 
 /// What is held of one router. Of two replicas that both say `own` or `following` with equal
 /// incarnation and number, digest and sources are equal.
 #[derive(Clone, Debug, Serialize)]
-pub struct ReplicaView {
+pub struct RouterView {
     #[serde(serialize_with = "shown")]
     pub router: RouterId,
-    pub standing: Standing,
+    pub standing: ViewStatus,
     pub incarnation: Option<Generation>,
     /// None before the first, and where no number is claimed.
     pub number: Option<RecordNumber>,
     #[serde(flatten)]
-    pub digest: Shown,
+    pub digest: DigestFields,
     /// The last heartbeat at whose number this view stood.
-    pub compared: Option<Compared>,
+    pub compared: Option<DigestComparison>,
     pub silent_ms: u64,
     pub sources: Vec<RouterLoad>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Standing {
+pub enum ViewStatus {
     Own,
     Following,
     /// Its open slots are on their way; what is shown is the last that was known.
@@ -57,7 +57,7 @@ pub enum Standing {
 
 /// A router's digest and the view's, both at this number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Compared {
+pub struct DigestComparison {
     pub number: Option<RecordNumber>,
     #[serde(serialize_with = "digest")]
     pub theirs: LoadDigest,
@@ -67,13 +67,13 @@ pub struct Compared {
 
 /// A digest as two fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Shown {
+pub struct DigestFields {
     pub active_requests: u64,
     #[serde(serialize_with = "hex")]
     pub digest: u64,
 }
 
-impl From<LoadDigest> for Shown {
+impl From<LoadDigest> for DigestFields {
     fn from(digest: LoadDigest) -> Self {
         Self {
             active_requests: digest.count,
@@ -91,5 +91,5 @@ fn hex<S: Serializer>(sum: &u64, to: S) -> Result<S::Ok, S::Error> {
 }
 
 fn digest<S: Serializer>(digest: &LoadDigest, to: S) -> Result<S::Ok, S::Error> {
-    Shown::from(*digest).serialize(to)
+    DigestFields::from(*digest).serialize(to)
 }

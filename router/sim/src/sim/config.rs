@@ -5,10 +5,10 @@ use std::sync::Arc;
 use warmroute_proto::BlockSize;
 
 use super::event::GroupKind;
-use super::timing::Profile;
+use super::timing::TimingProfile;
 
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct EngineConfig {
     pub block_size: BlockSize,
     /// Physical blocks, counted as vLLM does: one of them is its null block and never used.
     pub num_blocks: u32,
@@ -26,19 +26,19 @@ pub struct Config {
     /// Drawn anew at every start of an engine, so that its hashes differ from those before.
     pub life: u64,
     /// Without, nothing is published, which makes a large simulation faster.
-    pub events: Events,
-    pub profile: Profile,
+    pub events: EventMode,
+    pub profile: TimingProfile,
     /// The tokens that may be generated.
     pub vocabulary: Arc<[u32]>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Events {
+pub enum EventMode {
     Published,
     Off,
 }
 
-impl Config {
+impl EngineConfig {
     /// vLLM's defaults around a pool of this shape, taking no time.
     #[must_use]
     pub fn new(block_size: BlockSize, num_blocks: u32) -> Self {
@@ -51,8 +51,8 @@ impl Config {
             cpu_blocks: 0,
             groups: vec![GroupKind::FullAttention],
             life: 0,
-            events: Events::Published,
-            profile: Profile::INSTANT,
+            events: EventMode::Published,
+            profile: TimingProfile::INSTANT,
             vocabulary: (32..127).collect(),
         }
     }

@@ -4,20 +4,20 @@ use std::collections::BTreeMap;
 
 use warmroute_proto::PrefixHash;
 
-use super::config::Config;
+use super::config::EngineConfig;
 use super::event::{EngineHash, Medium, engine_hash};
-use super::request::{Request, RequestId, Sequence};
-use super::scheduler::{Scheduler, StepOutcome};
+use super::request::{EngineRequest, EngineSequence, RequestId};
+use super::scheduler::{StepOutcome, StepScheduler};
 
 /// One data-parallel rank of one engine.
-pub struct Engine {
-    scheduler: Scheduler,
+pub struct EngineModel {
+    scheduler: StepScheduler,
     next_id: u64,
 }
 
 /// Why a request was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum SubmitError {
     #[error("the prompt is empty")]
     EmptyPrompt,
     #[error("at least one token must be asked for")]
@@ -28,7 +28,7 @@ pub enum Refusal {
 
 /// One held prefix in one tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Held {
+pub struct HeldPrefix {
     pub prefix: PrefixHash,
     pub medium: Medium,
     /// Physical blocks that hold it.
@@ -37,7 +37,7 @@ pub struct Held {
 
 /// How busy the engine is.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Load {
+pub struct EngineLoad {
     pub running: usize,
     pub waiting: usize,
     /// Blocks in use by requests, of all that are usable.
@@ -47,7 +47,7 @@ pub struct Load {
 
 /// What was counted since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Totals {
+pub struct EngineTotals {
     /// Tokens looked up in the prefix cache when requests were admitted for the first time, …
     pub prefix_queries: u64,
     /// … and those of them found on the GPU.
@@ -57,36 +57,36 @@ pub struct Totals {
     pub generated_tokens: u64,
 }
 
-impl Engine {
+impl EngineModel {
     #[must_use]
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: EngineConfig) -> Self {
         Self {
-            scheduler: Scheduler::new(config),
+            scheduler: StepScheduler::new(config),
             next_id: 0,
         }
     }
 
     #[must_use]
-    pub const fn config(&self) -> &Config {
+    pub const fn config(&self) -> &EngineConfig {
         &self.scheduler.config
     }
 
     /// Puts a request at the end of the waiting queue.
-    pub fn submit(&mut self, request: Request) -> Result<RequestId, Refusal> {
+    pub fn submit(&mut self, request: EngineRequest) -> Result<RequestId, SubmitError> {
         if request.prompt.is_empty() {
-            return Err(Refusal::EmptyPrompt);
+            return Err(SubmitError::EmptyPrompt);
         }
         if request.max_tokens == 0 {
-            return Err(Refusal::NothingAsked);
+            return Err(SubmitError::NothingAsked);
         }
         let tokens = request.prompt.len().saturating_add(request.max_tokens);
         let max = self.config().longest_request();
         if tokens > max {
-            return Err(Refusal::TooLong { tokens, max });
+            return Err(SubmitError::TooLong { tokens, max });
         }
         let id = RequestId(self.next_id);
         self.next_id += 1;
-        let sequence = Sequence::new(id, request, self.config().block_size);
+        let sequence = EngineSequence::new(id, request, self.config().block_size);
         self.scheduler.enqueue(sequence);
         Ok(id)
     }
@@ -128,23 +128,23 @@ impl Engine {
     }
 
     #[must_use]
-    pub fn load(&self) -> Load {
+    pub fn load(&self) -> EngineLoad {
         self.scheduler.load()
     }
 
     #[must_use]
-    pub const fn totals(&self) -> Totals {
+    pub const fn totals(&self) -> EngineTotals {
         self.scheduler.totals
     }
 
     /// Everything that is cached, in order of prefix and tier.
     #[must_use]
-    pub fn held(&self) -> Vec<Held> {
+    pub fn held(&self) -> Vec<HeldPrefix> {
         let mut copies: BTreeMap<(PrefixHash, Medium), u32> = BTreeMap::new();
         for pair in self.scheduler.held_pairs() {
             *copies.entry(pair).or_default() += 1;
         }
-        let held = |((prefix, medium), copies)| Held {
+        let held = |((prefix, medium), copies)| HeldPrefix {
             prefix,
             medium,
             copies,

@@ -1,7 +1,7 @@
 //! What the engine says about its cache, in the order in which vLLM's publisher would say it.
 //!
 //! An engine hash is opaque: it differs between two lives of an engine, and only links an event to
-//! its parent and names what is removed. [`super::Engine::held`] tells what a hash stands for.
+//! its parent and names what is removed. [`super::EngineModel::held`] tells what a hash stands for.
 
 use std::sync::Arc;
 
@@ -61,7 +61,7 @@ pub enum ExtraKey {
 
 /// Consecutive whole blocks of one request became cached.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoredBlocks {
     /// Fewer than `tokens` covers if the group skips blocks outside its window.
     pub hashes: Vec<EngineHash>,
     /// What stands before the first covered block; `None` at depth 0.
@@ -77,8 +77,8 @@ pub struct Stored {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    Stored(Stored),
+pub enum CacheEvent {
+    Stored(StoredBlocks),
     /// One physical copy was given up; another one may stay.
     Removed {
         hash: EngineHash,

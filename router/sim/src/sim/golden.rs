@@ -45,7 +45,7 @@ struct Step {
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
 enum Told {
-    Stored {
+    StoredBlocks {
         stored: Vec<usize>,
         parent: Option<usize>,
         tokens: Vec<u32>,
@@ -65,13 +65,13 @@ enum Told {
 struct Names(BTreeMap<EngineHash, usize>);
 
 impl Names {
-    fn told(&mut self, event: &Event) -> Told {
+    fn told(&mut self, event: &CacheEvent) -> Told {
         match event {
-            Event::Cleared => Told::Cleared { cleared: true },
-            Event::Removed { hash, .. } => Told::Removed {
+            CacheEvent::Cleared => Told::Cleared { cleared: true },
+            CacheEvent::Removed { hash, .. } => Told::Removed {
                 removed: vec![self.0[hash]],
             },
-            Event::Stored(stored) => Told::Stored {
+            CacheEvent::Stored(stored) => Told::StoredBlocks {
                 parent: stored.parent.map(|hash| self.0[&hash]),
                 stored: stored.hashes.iter().map(|&hash| self.name(hash)).collect(),
                 tokens: stored.tokens.clone(),
@@ -100,11 +100,11 @@ fn text(key: &ExtraKey) -> String {
 }
 
 fn replay(scenario: Scenario) {
-    let mut engine = Engine::new(Config {
+    let mut engine = EngineModel::new(EngineConfig {
         max_num_seqs: scenario.max_num_seqs,
         max_num_batched_tokens: scenario.max_num_batched_tokens,
         vocabulary: [7].into(),
-        ..Config::new(
+        ..EngineConfig::new(
             BlockSize::new(scenario.block_size).unwrap(),
             scenario.num_blocks,
         )
@@ -121,7 +121,7 @@ fn replay(scenario: Scenario) {
                 lora,
                 salt,
             } => {
-                let request = Request {
+                let request = EngineRequest {
                     prompt,
                     max_tokens,
                     lora_name: lora.map(Into::into),

@@ -10,30 +10,30 @@ use std::ops::Range;
 
 use warmroute_proto::{BlockSize, PrefixHash};
 
-use super::config::{Config, Events};
-use super::event::{EngineHash, Event, GroupKind, Medium, Stored, engine_hash};
-use super::request::Sequence;
+use super::config::{EngineConfig, EventMode};
+use super::event::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlocks, engine_hash};
+use super::request::EngineSequence;
 
-pub(super) struct Journal {
-    mode: Events,
+pub(super) struct EventJournal {
+    mode: EventMode,
     life: u64,
     block_size: BlockSize,
-    groups: Vec<Group>,
+    groups: Vec<GroupState>,
     main: usize,
-    pool: Vec<Event>,
-    offload: Vec<Event>,
+    pool: Vec<CacheEvent>,
+    offload: Vec<CacheEvent>,
 }
 
-struct Group {
+struct GroupState {
     kind: GroupKind,
     /// A shadow group's cached blocks, oldest first. Empty for the main group.
     held: VecDeque<PrefixHash>,
     held_max: usize,
 }
 
-impl Journal {
-    pub(super) fn new(config: &Config) -> Self {
-        let group = |&kind| Group {
+impl EventJournal {
+    pub(super) fn new(config: &EngineConfig) -> Self {
+        let group = |&kind| GroupState {
             kind,
             held: VecDeque::new(),
             held_max: (config.num_blocks as usize / 4).max(1),
@@ -50,8 +50,8 @@ impl Journal {
     }
 
     /// Whole blocks `from..to` of a sequence became cached on the GPU.
-    pub(super) fn stored(&mut self, sequence: &Sequence, from: usize, to: usize) {
-        if self.mode == Events::Off {
+    pub(super) fn stored(&mut self, sequence: &EngineSequence, from: usize, to: usize) {
+        if self.mode == EventMode::Off {
             return;
         }
         for group in 0..self.groups.len() {
@@ -64,7 +64,7 @@ impl Journal {
                 }
             };
             let event = self.store_event(sequence, from..to, first, group, Medium::Gpu);
-            self.pool.push(Event::Stored(event));
+            self.pool.push(CacheEvent::Stored(event));
         }
     }
 
@@ -77,26 +77,26 @@ impl Journal {
         for group in &mut self.groups {
             group.held.clear();
         }
-        self.push_pool(Event::Cleared);
+        self.push_pool(CacheEvent::Cleared);
     }
 
-    pub(super) fn offloaded(&mut self, sequence: &Sequence, block: usize) {
-        if self.mode == Events::Published {
+    pub(super) fn offloaded(&mut self, sequence: &EngineSequence, block: usize) {
+        if self.mode == EventMode::Published {
             let range = block..block + 1;
             let event = self.store_event(sequence, range, block, self.main, Medium::Cpu);
-            self.offload.push(Event::Stored(event));
+            self.offload.push(CacheEvent::Stored(event));
         }
     }
 
     pub(super) fn offload_removed(&mut self, key: PrefixHash) {
-        if self.mode == Events::Published {
+        if self.mode == EventMode::Published {
             let event = self.removal(key, Medium::Cpu, self.main);
             self.offload.push(event);
         }
     }
 
     /// Moves everything since the last step into `events`.
-    pub(super) fn take(&mut self, events: &mut Vec<Event>) {
+    pub(super) fn take(&mut self, events: &mut Vec<CacheEvent>) {
         events.append(&mut self.pool);
         events.append(&mut self.offload);
     }
@@ -115,15 +115,15 @@ impl Journal {
 
     fn store_event(
         &self,
-        sequence: &Sequence,
+        sequence: &EngineSequence,
         covered: Range<usize>,
         first_named: usize,
         group: usize,
         medium: Medium,
-    ) -> Stored {
+    ) -> StoredBlocks {
         let size = self.block_size.tokens();
         let named = first_named..covered.end;
-        Stored {
+        StoredBlocks {
             hashes: sequence.keys[named.clone()]
                 .iter()
                 .map(|&key| self.name(key))
@@ -144,16 +144,16 @@ impl Journal {
         }
     }
 
-    fn removal(&self, key: PrefixHash, medium: Medium, group: usize) -> Event {
-        Event::Removed {
+    fn removal(&self, key: PrefixHash, medium: Medium, group: usize) -> CacheEvent {
+        CacheEvent::Removed {
             hash: self.name(key),
             medium,
             group: number(group),
         }
     }
 
-    fn push_pool(&mut self, event: Event) {
-        if self.mode == Events::Published {
+    fn push_pool(&mut self, event: CacheEvent) {
+        if self.mode == EventMode::Published {
             self.pool.push(event);
         }
     }

@@ -1,9 +1,9 @@
 //! The engine model: vLLM v1's block cache and the timing of its steps, without a model in it.
 //!
-//! An [`Engine`] is one data-parallel rank. Requests are submitted to it, [`Engine::step`] does
+//! An [`EngineModel`] is one data-parallel rank. Requests are submitted to it, [`EngineModel::step`] does
 //! what one scheduler step of vLLM does (running requests first, then waiting ones, chunked prefill
 //! under a token budget, preemption when blocks run out) and tells how long that took, which tokens
-//! came out and what was published about the cache. [`Engine::held`] is the truth to be found.
+//! came out and what was published about the cache. [`EngineModel::held`] is the truth to be found.
 //!
 //! Pure: no clock, no randomness, no IO. Equal inputs give equal outputs. The mock engine, the
 //! simulated world and the `simulate` command are built on it.
@@ -23,12 +23,12 @@ mod scheduler;
 mod slot_list;
 mod timing;
 
-pub use config::{Config, Events};
-pub use engine::{Engine, Held, Load, Refusal, Totals};
-pub use event::{EngineHash, Event, ExtraKey, GroupKind, Medium, Stored};
-pub use request::{CachedTokens, FinishReason, Item, Request, RequestId};
+pub use config::{EngineConfig, EventMode};
+pub use engine::{EngineLoad, EngineModel, EngineTotals, HeldPrefix, SubmitError};
+pub use event::{CacheEvent, EngineHash, ExtraKey, GroupKind, Medium, StoredBlocks};
+pub use request::{CachedTokens, EngineRequest, FinishReason, PromptItem, RequestId};
 pub use scheduler::{Admitted, Finished, Produced, StepOutcome};
-pub use timing::{Profile, Work};
+pub use timing::{StepWork, TimingProfile};
 
 #[cfg(test)]
 mod golden;

@@ -6,11 +6,11 @@
 use rustc_hash::FxHashMap;
 use warmroute_proto::PrefixHash;
 
-use super::journal::Journal;
-use super::request::Sequence;
+use super::journal::EventJournal;
+use super::request::EngineSequence;
 use super::slot_list::SlotList;
 
-pub(super) struct Offload {
+pub(super) struct CpuTier {
     keys: Vec<Option<PrefixHash>>,
     slots: FxHashMap<PrefixHash, u32>,
     empty: Vec<u32>,
@@ -18,7 +18,7 @@ pub(super) struct Offload {
     recency: SlotList,
 }
 
-impl Offload {
+impl CpuTier {
     pub(super) fn new(blocks: u32) -> Self {
         Self {
             keys: vec![None; blocks as usize],
@@ -33,7 +33,12 @@ impl Offload {
     }
 
     /// Copies one block of a sequence, or makes the copy that exists the most recent one.
-    pub(super) fn store(&mut self, sequence: &Sequence, block: usize, journal: &mut Journal) {
+    pub(super) fn store(
+        &mut self,
+        sequence: &EngineSequence,
+        block: usize,
+        journal: &mut EventJournal,
+    ) {
         let key = sequence.keys[block];
         if let Some(&slot) = self.slots.get(&key) {
             self.recency.remove(slot);
@@ -53,7 +58,7 @@ impl Offload {
         self.keys.iter().copied().flatten()
     }
 
-    fn give_up_oldest(&mut self, journal: &mut Journal) -> Option<u32> {
+    fn give_up_oldest(&mut self, journal: &mut EventJournal) -> Option<u32> {
         let slot = self.recency.pop_front()?;
         if let Some(key) = self.keys[slot as usize].take() {
             self.slots.remove(&key);

@@ -2,17 +2,17 @@
 //!
 //! As in vLLM, equal blocks are not merged: one key may have several physical copies. A block whose
 //! last user left keeps its content and waits in the free queue; it is given up only when it is
-//! handed out again, oldest first. Block 0 is vLLM's null block, a placeholder that is never handed
+//! handed out again, oldest first. PhysicalBlock 0 is vLLM's null block, a placeholder that is never handed
 //! out, so a pool of n blocks can hold n − 1.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::PrefixHash;
 
-use super::journal::Journal;
+use super::journal::EventJournal;
 use super::slot_list::SlotList;
 
 #[derive(Clone, Copy, Default)]
-struct Block {
+struct PhysicalBlock {
     references: u32,
     key: Option<PrefixHash>,
 }
@@ -23,20 +23,20 @@ enum Copies {
     Many(Vec<u32>),
 }
 
-pub(super) struct Pool {
-    blocks: Vec<Block>,
+pub(super) struct BlockPool {
+    blocks: Vec<PhysicalBlock>,
     free: SlotList,
     cached: FxHashMap<PrefixHash, Copies>,
 }
 
-impl Pool {
+impl BlockPool {
     pub(super) fn new(num_blocks: u32) -> Self {
         let mut free = SlotList::new(num_blocks as usize);
         for block in 1..num_blocks {
             free.push_back(block);
         }
         Self {
-            blocks: vec![Block::default(); num_blocks as usize],
+            blocks: vec![PhysicalBlock::default(); num_blocks as usize],
             free,
             cached: FxHashMap::default(),
         }
@@ -76,7 +76,7 @@ impl Pool {
 
     /// Appends `count` blocks to `table` and gives up what they held. The caller has checked that
     /// so many are free.
-    pub(super) fn take(&mut self, count: usize, table: &mut Vec<u32>, journal: &mut Journal) {
+    pub(super) fn take(&mut self, count: usize, table: &mut Vec<u32>, journal: &mut EventJournal) {
         assert!(count <= self.free.len(), "more blocks taken than free");
         for _ in 0..count {
             let Some(block) = self.free.pop_front() else {
@@ -120,7 +120,7 @@ impl Pool {
     }
 
     /// Forgets one copy of a key, whoever uses the block.
-    pub(super) fn evict(&mut self, key: PrefixHash, journal: &mut Journal) -> bool {
+    pub(super) fn evict(&mut self, key: PrefixHash, journal: &mut EventJournal) -> bool {
         let Some(block) = self.find(key) else {
             return false;
         };
@@ -151,7 +151,7 @@ impl Pool {
         let last = self
             .cached
             .get_mut(&key)
-            .is_none_or(|copies| copies.remove(block) == Left::None);
+            .is_none_or(|copies| copies.remove(block) == CopiesLeft::None);
         if last {
             self.cached.remove(&key);
         }
@@ -159,7 +159,7 @@ impl Pool {
 }
 
 #[derive(PartialEq, Eq)]
-enum Left {
+enum CopiesLeft {
     Some,
     None,
 }
@@ -172,18 +172,18 @@ impl Copies {
         }
     }
 
-    fn remove(&mut self, block: u32) -> Left {
+    fn remove(&mut self, block: u32) -> CopiesLeft {
         match self {
-            Self::One(_) => Left::None,
+            Self::One(_) => CopiesLeft::None,
             Self::Many(blocks) => {
                 blocks.retain(|&held| held != block);
                 match blocks.as_slice() {
-                    [] => Left::None,
+                    [] => CopiesLeft::None,
                     [last] => {
                         *self = Self::One(*last);
-                        Left::Some
+                        CopiesLeft::Some
                     }
-                    [_, _, ..] => Left::Some,
+                    [_, _, ..] => CopiesLeft::Some,
                 }
             }
         }
@@ -191,7 +191,7 @@ impl Copies {
 }
 
 #[cfg(test)]
-impl Pool {
+impl BlockPool {
     /// Panics unless references, free queue and key map agree. `tables` are all sequences' blocks.
     pub(super) fn check(&self, tables: &[&[u32]]) {
         use std::collections::{BTreeMap, BTreeSet};

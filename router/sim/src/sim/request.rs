@@ -12,7 +12,7 @@ pub struct RequestId(pub u64);
 
 /// A multimodal item in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Item {
+pub struct PromptItem {
     /// The engine's name of the item's content.
     pub identifier: Arc<str>,
     /// What a block's local hash takes in for it.
@@ -23,13 +23,13 @@ pub struct Item {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Request {
+pub struct EngineRequest {
     pub prompt: Vec<u32>,
     /// Exactly so many tokens are generated, unless the model's length ends them before.
     pub max_tokens: usize,
     pub lora_name: Option<Arc<str>>,
     pub cache_salt: Option<Arc<str>>,
-    pub items: Vec<Item>,
+    pub items: Vec<PromptItem>,
 }
 
 /// How much of a prompt was found in the cache when it was first scheduled.
@@ -58,7 +58,7 @@ pub enum FinishReason {
 ///
 /// Invariants: `keys` names every whole block of `tokens`; `table` covers at least `computed`
 /// tokens while running and is empty while waiting; the first `cached_blocks` of it are cached.
-pub(super) struct Sequence {
+pub(super) struct EngineSequence {
     pub(super) id: RequestId,
     /// The prompt, then what was generated.
     pub(super) tokens: Vec<u32>,
@@ -79,12 +79,12 @@ pub(super) struct Sequence {
 pub(super) struct Origin {
     pub(super) lora_name: Option<Arc<str>>,
     cache_salt: Option<Arc<str>>,
-    items: Vec<Item>,
+    items: Vec<PromptItem>,
     seed: Seed,
 }
 
-impl Sequence {
-    pub(super) fn new(id: RequestId, request: Request, block_size: BlockSize) -> Self {
+impl EngineSequence {
+    pub(super) fn new(id: RequestId, request: EngineRequest, block_size: BlockSize) -> Self {
         let origin = Origin {
             seed: Seed::new(request.lora_name.as_deref(), request.cache_salt.as_deref()),
             lora_name: request.lora_name.filter(|name| !name.is_empty()),
@@ -178,7 +178,7 @@ impl Origin {
         keys
     }
 
-    fn items_in(&self, block: usize, size: usize) -> impl Iterator<Item = &Item> {
+    fn items_in(&self, block: usize, size: usize) -> impl Iterator<Item = &PromptItem> {
         let (start, end) = (block * size, (block + 1) * size);
         self.items
             .iter()

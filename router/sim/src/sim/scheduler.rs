@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use warmroute_proto::PrefixHash;
 
-use super::config::Config;
-use super::engine::{Load, Totals};
-use super::event::{Event, Medium};
-use super::journal::Journal;
-use super::offload::Offload;
-use super::pool::Pool;
-use super::request::{CachedTokens, FinishReason, RequestId, Sequence};
-use super::timing::Work;
+use super::config::EngineConfig;
+use super::engine::{EngineLoad, EngineTotals};
+use super::event::{CacheEvent, Medium};
+use super::journal::EventJournal;
+use super::offload::CpuTier;
+use super::pool::BlockPool;
+use super::request::{CachedTokens, EngineSequence, FinishReason, RequestId};
+use super::timing::StepWork;
 
 /// What one step did.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -25,14 +25,14 @@ pub struct StepOutcome {
     /// Everything below becomes visible after so long.
     pub duration: Duration,
     /// One batch for the publisher; nothing is published if it is empty.
-    pub events: Vec<Event>,
+    pub events: Vec<CacheEvent>,
     /// Requests that were scheduled for the first time.
     pub admitted: Vec<Admitted>,
     pub produced: Vec<Produced>,
     pub finished: Vec<Finished>,
     /// Requests that lost their blocks and wait again.
     pub preempted: Vec<RequestId>,
-    pub work: Work,
+    pub work: StepWork,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +67,7 @@ impl StepOutcome {
             work,
         } = self;
         *duration = Duration::ZERO;
-        *work = Work::default();
+        *work = StepWork::default();
         events.clear();
         admitted.clear();
         produced.clear();
@@ -76,19 +76,19 @@ impl StepOutcome {
     }
 }
 
-pub(super) struct Scheduler {
-    pub(super) config: Config,
-    pub(super) totals: Totals,
+pub(super) struct StepScheduler {
+    pub(super) config: EngineConfig,
+    pub(super) totals: EngineTotals,
     cache: Cache,
-    waiting: VecDeque<Sequence>,
-    running: Vec<Sequence>,
+    waiting: VecDeque<EngineSequence>,
+    running: Vec<EngineSequence>,
 }
 
 /// The tiers and what they publish: lent to a sequence as one while the queues are borrowed.
 struct Cache {
-    pool: Pool,
-    offload: Option<Offload>,
-    journal: Journal,
+    pool: BlockPool,
+    offload: Option<CpuTier>,
+    journal: EventJournal,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -105,23 +105,23 @@ struct Hit {
     cpu: usize,
 }
 
-impl Scheduler {
-    pub(super) fn new(config: Config) -> Self {
+impl StepScheduler {
+    pub(super) fn new(config: EngineConfig) -> Self {
         let cache = Cache {
-            pool: Pool::new(config.num_blocks),
-            offload: (config.cpu_blocks > 0).then(|| Offload::new(config.cpu_blocks)),
-            journal: Journal::new(&config),
+            pool: BlockPool::new(config.num_blocks),
+            offload: (config.cpu_blocks > 0).then(|| CpuTier::new(config.cpu_blocks)),
+            journal: EventJournal::new(&config),
         };
         Self {
             config,
-            totals: Totals::default(),
+            totals: EngineTotals::default(),
             cache,
             waiting: VecDeque::new(),
             running: Vec::new(),
         }
     }
 
-    pub(super) fn enqueue(&mut self, sequence: Sequence) {
+    pub(super) fn enqueue(&mut self, sequence: EngineSequence) {
         self.waiting.push_back(sequence);
     }
 
@@ -167,9 +167,9 @@ impl Scheduler {
         !self.running.is_empty() || !self.waiting.is_empty()
     }
 
-    pub(super) fn load(&self) -> Load {
+    pub(super) fn load(&self) -> EngineLoad {
         let usable = self.cache.pool.usable_blocks();
-        Load {
+        EngineLoad {
             running: self.running.len(),
             waiting: self.waiting.len(),
             used_blocks: usable - self.cache.pool.free_blocks(),
@@ -179,7 +179,7 @@ impl Scheduler {
 
     pub(super) fn held_pairs(&self) -> impl Iterator<Item = (PrefixHash, Medium)> {
         let gpu = self.cache.pool.keys().map(|key| (key, Medium::Gpu));
-        let cpu = self.cache.offload.iter().flat_map(Offload::keys);
+        let cpu = self.cache.offload.iter().flat_map(CpuTier::keys);
         gpu.chain(cpu.map(|key| (key, Medium::Cpu)))
     }
 
@@ -311,7 +311,7 @@ impl Scheduler {
 impl Cache {
     /// The longest cached prefix. At least one token must be computed to have something to sample
     /// from, so a prompt of whole blocks never hits its last one.
-    fn find(&self, sequence: &Sequence, config: &Config) -> Hit {
+    fn find(&self, sequence: &EngineSequence, config: &EngineConfig) -> Hit {
         let blocks_max = (sequence.tokens.len() - 1) / config.block_size.tokens();
         let keys = &sequence.keys[..blocks_max];
         let gpu: Vec<u32> = keys.iter().map_while(|&key| self.pool.find(key)).collect();
@@ -326,10 +326,10 @@ impl Cache {
     /// tokens would fit, although only `tokens` of them are computed in this step.
     fn admit(
         &mut self,
-        sequence: &mut Sequence,
+        sequence: &mut EngineSequence,
         hit: Hit,
         tokens: usize,
-        config: &Config,
+        config: &EngineConfig,
     ) -> Allocation {
         let size = config.block_size.tokens();
         let touched = hit.gpu.len();
@@ -352,7 +352,12 @@ impl Cache {
     }
 
     /// Blocks for so many further tokens; those that these tokens fill are cached at once.
-    fn extend(&mut self, sequence: &mut Sequence, tokens: usize, config: &Config) -> Allocation {
+    fn extend(
+        &mut self,
+        sequence: &mut EngineSequence,
+        tokens: usize,
+        config: &EngineConfig,
+    ) -> Allocation {
         let size = config.block_size.tokens();
         let end = sequence.computed + tokens;
         let missing = end.div_ceil(size).saturating_sub(sequence.table.len());
@@ -365,7 +370,7 @@ impl Cache {
         Allocation::Done
     }
 
-    fn cache_filled(&mut self, sequence: &mut Sequence, filled: usize) {
+    fn cache_filled(&mut self, sequence: &mut EngineSequence, filled: usize) {
         let from = sequence.cached_blocks;
         if from >= filled {
             return;
@@ -378,7 +383,7 @@ impl Cache {
         sequence.cached_blocks = filled;
     }
 
-    fn offload(&mut self, sequence: &Sequence, blocks: Range<usize>) {
+    fn offload(&mut self, sequence: &EngineSequence, blocks: Range<usize>) {
         if let Some(offload) = &mut self.offload {
             for block in blocks {
                 offload.store(sequence, block, &mut self.journal);

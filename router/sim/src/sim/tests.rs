@@ -9,24 +9,24 @@ use super::*;
 
 const BLOCK: usize = 4;
 
-fn config(num_blocks: u32) -> Config {
-    Config::new(BlockSize::new(4).unwrap(), num_blocks)
+fn config(num_blocks: u32) -> EngineConfig {
+    EngineConfig::new(BlockSize::new(4).unwrap(), num_blocks)
 }
 
-fn engine(num_blocks: u32) -> Engine {
-    Engine::new(config(num_blocks))
+fn engine(num_blocks: u32) -> EngineModel {
+    EngineModel::new(config(num_blocks))
 }
 
-fn request(prompt: impl IntoIterator<Item = u32>, max_tokens: usize) -> Request {
-    Request {
+fn request(prompt: impl IntoIterator<Item = u32>, max_tokens: usize) -> EngineRequest {
+    EngineRequest {
         prompt: prompt.into_iter().collect(),
         max_tokens,
-        ..Request::default()
+        ..EngineRequest::default()
     }
 }
 
 /// Steps until nothing is left; all events in order.
-fn drain(engine: &mut Engine) -> Vec<Event> {
+fn drain(engine: &mut EngineModel) -> Vec<CacheEvent> {
     let mut events = Vec::new();
     while engine.has_requests() {
         events.extend(engine.step().events);
@@ -36,7 +36,7 @@ fn drain(engine: &mut Engine) -> Vec<Event> {
 }
 
 /// Runs one request alone; its events and what it found cached.
-fn run(engine: &mut Engine, request: Request) -> (Vec<Event>, usize) {
+fn run(engine: &mut EngineModel, request: EngineRequest) -> (Vec<CacheEvent>, usize) {
     engine.submit(request).unwrap();
     let mut events = Vec::new();
     let mut cached = None;
@@ -55,7 +55,7 @@ fn prefixes(prompt: impl IntoIterator<Item = u32>) -> Vec<PrefixHash> {
     hash::prefix_hashes(None, &blocks).collect()
 }
 
-fn copies(engine: &Engine, prefix: PrefixHash) -> u32 {
+fn copies(engine: &EngineModel, prefix: PrefixHash) -> u32 {
     let held = engine.held();
     let gpu = held
         .iter()
@@ -63,21 +63,21 @@ fn copies(engine: &Engine, prefix: PrefixHash) -> u32 {
     gpu.map_or(0, |held| held.copies)
 }
 
-fn stores(events: &[Event]) -> Vec<&Stored> {
+fn stores(events: &[CacheEvent]) -> Vec<&StoredBlocks> {
     let mut stores = Vec::new();
     for event in events {
         match event {
-            Event::Stored(stored) => stores.push(stored),
-            Event::Removed { .. } | Event::Cleared => {}
+            CacheEvent::Stored(stored) => stores.push(stored),
+            CacheEvent::Removed { .. } | CacheEvent::Cleared => {}
         }
     }
     stores
 }
 
-fn removed(events: &[Event]) -> Vec<EngineHash> {
-    let removed = |event: &Event| match event {
-        Event::Removed { hash, .. } => Some(*hash),
-        Event::Stored(_) | Event::Cleared => None,
+fn removed(events: &[CacheEvent]) -> Vec<EngineHash> {
+    let removed = |event: &CacheEvent| match event {
+        CacheEvent::Removed { hash, .. } => Some(*hash),
+        CacheEvent::Stored(_) | CacheEvent::Cleared => None,
     };
     events.iter().filter_map(removed).collect()
 }
@@ -129,7 +129,7 @@ fn the_tail_of_the_least_recently_used_goes_first() {
 
 #[test]
 fn each_chunk_of_a_prefill_is_one_store_on_its_parent() {
-    let mut engine = Engine::new(Config {
+    let mut engine = EngineModel::new(EngineConfig {
         max_num_batched_tokens: 10,
         ..config(32)
     });
@@ -200,7 +200,7 @@ fn who_was_admitted_last_is_preempted_and_finds_its_own_blocks_again() {
     assert_eq!(finished, [first, second]);
     assert_eq!(engine.totals().preemptions, 1);
     // Preemption does not show in the output.
-    let mut alone = Engine::new(config(64));
+    let mut alone = EngineModel::new(config(64));
     alone.submit(request(100..111, 10)).unwrap();
     let mut tokens = Vec::new();
     while alone.has_requests() {
@@ -225,14 +225,14 @@ fn a_reset_is_published_with_the_next_step_and_refused_while_blocks_are_in_use()
     );
     let (events, cached) = run(&mut engine, request(0..8, 1));
     assert_eq!(cached, 0);
-    assert_eq!(events[0], Event::Cleared);
+    assert_eq!(events[0], CacheEvent::Cleared);
     assert_eq!(stores(&events).len(), 1);
 }
 
 #[test]
 fn salts_and_adapters_share_nothing() {
     let mut engine = engine(64);
-    let with = |lora: Option<&str>, salt: Option<&str>| Request {
+    let with = |lora: Option<&str>, salt: Option<&str>| EngineRequest {
         lora_name: lora.map(Arc::from),
         cache_salt: salt.map(Arc::from),
         ..request(0..9, 1)
@@ -269,8 +269,8 @@ fn salts_and_adapters_share_nothing() {
 #[test]
 fn an_item_stands_in_every_block_that_it_overlaps() {
     let mut engine = engine(64);
-    let with_item = Request {
-        items: vec![Item {
+    let with_item = EngineRequest {
+        items: vec![PromptItem {
             identifier: "cat".into(),
             hash: 7,
             offset: 2,
@@ -309,7 +309,7 @@ fn a_parent_can_be_gone_while_its_child_is_held() {
 
 #[test]
 fn the_offload_tier_serves_what_the_gpu_gave_up() {
-    let mut engine = Engine::new(Config {
+    let mut engine = EngineModel::new(EngineConfig {
         cpu_blocks: 32,
         ..config(5)
     });
@@ -330,12 +330,12 @@ fn the_offload_tier_serves_what_the_gpu_gave_up() {
 #[test]
 fn every_group_publishes_and_only_one_is_full_attention() {
     let sliding = GroupKind::SlidingWindow(8);
-    let mut engine = Engine::new(Config {
+    let mut engine = EngineModel::new(EngineConfig {
         groups: vec![sliding, sliding, GroupKind::FullAttention],
         ..config(32)
     });
     let (events, _) = run(&mut engine, request(0..16, 1));
-    let shape = |stored: &&Stored| (stored.group, stored.hashes.len(), stored.tokens.len());
+    let shape = |stored: &&StoredBlocks| (stored.group, stored.hashes.len(), stored.tokens.len());
     let shapes: Vec<_> = stores(&events).iter().map(shape).collect();
     assert_eq!(shapes, [(0, 2, 16), (1, 2, 16), (2, 4, 16)]);
     assert_eq!(engine.held().len(), 4);
@@ -343,7 +343,7 @@ fn every_group_publishes_and_only_one_is_full_attention() {
 
 #[test]
 fn another_life_has_other_hashes_and_the_same_output() {
-    let in_life = |life| Engine::new(Config { life, ..config(32) });
+    let in_life = |life| EngineModel::new(EngineConfig { life, ..config(32) });
     let (mut first, mut second) = (in_life(1), in_life(2));
     first.submit(request(0..9, 4)).unwrap();
     second.submit(request(0..9, 4)).unwrap();
@@ -358,10 +358,10 @@ fn another_life_has_other_hashes_and_the_same_output() {
 #[test]
 fn impossible_requests_are_refused() {
     let mut engine = engine(4);
-    let submit = |engine: &mut Engine, tokens, max| engine.submit(request(0..tokens, max));
-    assert_eq!(submit(&mut engine, 0, 1), Err(Refusal::EmptyPrompt));
-    assert_eq!(submit(&mut engine, 1, 0), Err(Refusal::NothingAsked));
-    let too_long = Refusal::TooLong {
+    let submit = |engine: &mut EngineModel, tokens, max| engine.submit(request(0..tokens, max));
+    assert_eq!(submit(&mut engine, 0, 1), Err(SubmitError::EmptyPrompt));
+    assert_eq!(submit(&mut engine, 1, 0), Err(SubmitError::NothingAsked));
+    let too_long = SubmitError::TooLong {
         tokens: 13,
         max: 12,
     };
@@ -372,8 +372,8 @@ fn impossible_requests_are_refused() {
 
 #[test]
 fn the_outcome_says_what_was_computed_and_how_long_it_took() {
-    let mut engine = Engine::new(Config {
-        profile: Profile::GPU_8B,
+    let mut engine = EngineModel::new(EngineConfig {
+        profile: TimingProfile::GPU_8B,
         max_num_batched_tokens: 64,
         ..config(64)
     });
@@ -394,10 +394,10 @@ struct Reader {
 }
 
 impl Reader {
-    fn apply(&mut self, event: &Event, main: u32) {
+    fn apply(&mut self, event: &CacheEvent, main: u32) {
         match event {
-            Event::Cleared => self.held.retain(|(_, medium), _| *medium != Medium::Gpu),
-            Event::Removed {
+            CacheEvent::Cleared => self.held.retain(|(_, medium), _| *medium != Medium::Gpu),
+            CacheEvent::Removed {
                 hash,
                 medium,
                 group,
@@ -407,12 +407,12 @@ impl Reader {
                 *left -= 1;
                 self.held.retain(|_, copies| *copies > 0);
             }
-            Event::Stored(stored) if stored.group == main => self.store(stored),
-            Event::Removed { .. } | Event::Stored(_) => {}
+            CacheEvent::Stored(stored) if stored.group == main => self.store(stored),
+            CacheEvent::Removed { .. } | CacheEvent::Stored(_) => {}
         }
     }
 
-    fn store(&mut self, stored: &Stored) {
+    fn store(&mut self, stored: &StoredBlocks) {
         let mut parent = stored.parent.map(|name| self.names[&name]);
         for (at, name) in stored.hashes.iter().enumerate() {
             let tokens = &stored.tokens[at * BLOCK..(at + 1) * BLOCK];
@@ -477,9 +477,9 @@ fn operation() -> impl Strategy<Value = Operation> {
 }
 
 /// Prompts of a family share a prefix of 12 tokens.
-fn family_request(family: u32, tokens: u32, max_tokens: usize, kind: u8) -> Request {
+fn family_request(family: u32, tokens: u32, max_tokens: usize, kind: u8) -> EngineRequest {
     let token = |at: u32| if at < 12 { at } else { at + family * 1000 };
-    Request {
+    EngineRequest {
         lora_name: (kind == 1).then(|| "adapter".into()),
         cache_salt: (kind >= 2).then(|| format!("tenant-{kind}").into()),
         ..request((0..tokens).map(token), max_tokens)
@@ -487,7 +487,7 @@ fn family_request(family: u32, tokens: u32, max_tokens: usize, kind: u8) -> Requ
 }
 
 /// Steps and compares what the events say with what the engine holds.
-fn step_and_compare(engine: &mut Engine, reader: &mut Reader, main: u32) {
+fn step_and_compare(engine: &mut EngineModel, reader: &mut Reader, main: u32) {
     if !engine.has_requests() {
         return;
     }
@@ -516,7 +516,7 @@ proptest! {
             false => vec![GroupKind::FullAttention],
         };
         let main = u32::from(hybrid);
-        let mut engine = Engine::new(Config {
+        let mut engine = EngineModel::new(EngineConfig {
             max_num_batched_tokens: budget,
             max_num_seqs: 6,
             cpu_blocks,

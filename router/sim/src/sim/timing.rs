@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// The cost of one scheduler step. All parameters may be zero: then time stands still.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Profile {
+pub struct TimingProfile {
     /// Prompt tokens computed in a second when nothing else runs; 0 means instantly.
     pub prefill_tokens_per_sec: f64,
     /// The step time of a decode for one sequence.
@@ -21,19 +21,19 @@ pub struct Profile {
 
 /// What one step computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
+pub struct StepWork {
     pub prefill_tokens: usize,
     pub decode_sequences: usize,
     pub loaded_tokens: usize,
 }
 
-impl Work {
+impl StepWork {
     pub(super) const fn is_empty(&self) -> bool {
         self.prefill_tokens == 0 && self.decode_sequences == 0
     }
 }
 
-impl Profile {
+impl TimingProfile {
     /// Takes no time at all: for tests that drive steps by hand.
     pub const INSTANT: Self = Self {
         prefill_tokens_per_sec: 0.0,
@@ -85,7 +85,7 @@ impl Profile {
     }
 
     #[must_use]
-    pub fn step_time(&self, work: Work) -> Duration {
+    pub fn step_time(&self, work: StepWork) -> Duration {
         if work.is_empty() {
             return Duration::ZERO;
         }
@@ -120,16 +120,16 @@ mod tests {
     #[test]
     fn every_name_has_a_profile() {
         assert!(
-            Profile::NAMES
+            TimingProfile::NAMES
                 .iter()
-                .all(|name| Profile::by_name(name).is_some())
+                .all(|name| TimingProfile::by_name(name).is_some())
         );
-        assert_eq!(Profile::by_name("abacus"), None);
+        assert_eq!(TimingProfile::by_name("abacus"), None);
     }
 
     #[test]
     fn a_step_is_the_sum_of_its_parts() {
-        let profile = Profile {
+        let profile = TimingProfile {
             prefill_tokens_per_sec: 1_000.0,
             itl: Duration::from_millis(10),
             itl_per_sequence: Duration::from_millis(1),
@@ -137,7 +137,7 @@ mod tests {
             load_tokens_per_sec: 10_000.0,
         };
         let check = |prefill_tokens, decode_sequences, loaded_tokens, millis| {
-            let work = Work {
+            let work = StepWork {
                 prefill_tokens,
                 decode_sequences,
                 loaded_tokens,

@@ -6,11 +6,11 @@ use std::time::Duration;
 use clap::{Args, ValueEnum as _};
 use warmroute_proto::BlockSize;
 
-use super::arrivals::Stretch;
-use super::outcome::Bounds;
-use super::replicas::{Balance, ReplicaSetup};
-use super::world::{Setup, Slow};
-use crate::sim::{Config, Profile};
+use super::arrivals::TraceSlice;
+use super::outcome::LatencyBounds;
+use super::replicas::{BalancePolicy, RouterSetup};
+use super::world::{FleetSetup, SlowWorker};
+use crate::sim::{EngineConfig, TimingProfile};
 use warmroute_route::args::{ChoiceArgs, ChoiceArgsError};
 
 /// Replay a trace of requests against a simulated fleet, in virtual time, and print what came of it.
@@ -56,7 +56,7 @@ pub(super) struct FleetArgs {
     #[arg(long, default_value_t = 8)]
     pub(super) workers: usize,
     /// How fast a worker is.
-    #[arg(long, default_value = "gpu-8b", value_parser = Profile::NAMES)]
+    #[arg(long, default_value = "gpu-8b", value_parser = TimingProfile::NAMES)]
     pub(super) profile: String,
     /// Tokens that a worker's KV cache holds.
     #[arg(long, value_name = "TOKENS", default_value_t = 409_600)]
@@ -80,17 +80,17 @@ pub(super) struct RouterArgs {
     pub(super) routers: usize,
     /// Milliseconds until the other routers know of a router's load, or `off`: they never do.
     #[arg(long, default_value = "1", value_name = "MS")]
-    pub(super) sync_ms: Sync,
+    pub(super) sync_ms: SyncDelay,
     /// How the balancer in front of the routers chooses.
-    #[arg(long, value_enum, default_value_t = Balance::RoundRobin)]
-    pub(super) balance: Balance,
+    #[arg(long, value_enum, default_value_t = BalancePolicy::RoundRobin)]
+    pub(super) balance: BalancePolicy,
     /// Milliseconds until the index knows what an engine published.
     #[arg(long, default_value_t = 1.0, value_name = "MS")]
     pub(super) event_delay_ms: f64,
 }
 
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Bounds of a good answer")]
+#[command(next_help_heading = "LatencyBounds of a good answer")]
 pub(super) struct BoundArgs {
     /// Milliseconds to the first token.
     #[arg(long, default_value_t = 5000.0, value_name = "MS")]
@@ -102,28 +102,28 @@ pub(super) struct BoundArgs {
 
 /// What `--sync-ms` says.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Sync {
+pub(super) enum SyncDelay {
     After(Duration),
     Off,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("neither milliseconds nor `off`")]
-pub(super) struct SyncError;
+pub(super) struct SyncDelayError;
 
-impl std::str::FromStr for Sync {
-    type Err = SyncError;
+impl std::str::FromStr for SyncDelay {
+    type Err = SyncDelayError;
 
-    fn from_str(text: &str) -> Result<Self, SyncError> {
+    fn from_str(text: &str) -> Result<Self, SyncDelayError> {
         if text == "off" {
             return Ok(Self::Off);
         }
-        let millis: f64 = text.parse().map_err(|_| SyncError)?;
-        millis_of(millis).map(Self::After).ok_or(SyncError)
+        let millis: f64 = text.parse().map_err(|_| SyncDelayError)?;
+        millis_of(millis).map(Self::After).ok_or(SyncDelayError)
     }
 }
 
-impl Sync {
+impl SyncDelay {
     pub(super) const fn delay(self) -> Option<Duration> {
         match self {
             Self::After(delay) => Some(delay),
@@ -153,21 +153,21 @@ pub(super) enum ArgsError {
 
 /// What is simulated, all values sensible.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
-    pub(super) setup: Setup,
-    pub(super) stretch: Stretch,
-    pub(super) bounds: Bounds,
+pub(super) struct SimulationPlan {
+    pub(super) setup: FleetSetup,
+    pub(super) stretch: TraceSlice,
+    pub(super) bounds: LatencyBounds,
     pub(super) load: f64,
     /// None: to be measured.
     pub(super) capacity: Option<f64>,
 }
 
-impl TryFrom<&SimulateArgs> for Plan {
+impl TryFrom<&SimulateArgs> for SimulationPlan {
     type Error = ArgsError;
 
     fn try_from(args: &SimulateArgs) -> Result<Self, ArgsError> {
         let fleet = &args.fleet;
-        let instant = args.profile() == Profile::INSTANT;
+        let instant = args.profile() == TimingProfile::INSTANT;
         if instant && args.capacity.is_none() {
             return Err(ArgsError::Instant);
         }
@@ -177,10 +177,10 @@ impl TryFrom<&SimulateArgs> for Plan {
         let workers = within("workers", fleet.workers as f64, 1.0, 4096.0)? as usize;
         let routers = within("routers", args.routers.routers as f64, 1.0, 256.0)? as usize;
         Ok(Self {
-            setup: Setup {
+            setup: FleetSetup {
                 workers,
                 engine: args.engine()?,
-                replicas: ReplicaSetup {
+                replicas: RouterSetup {
                     routers,
                     sync_delay: args.routers.sync_ms.delay(),
                     balance: args.routers.balance,
@@ -191,7 +191,7 @@ impl TryFrom<&SimulateArgs> for Plan {
                 event_delay: millis("event-delay-ms", args.routers.event_delay_ms)?,
                 seed: args.seed,
             },
-            stretch: Stretch {
+            stretch: TraceSlice {
                 requests: args
                     .requests
                     .map(|count| within("requests", count as f64, 1.0, 1e9))
@@ -199,7 +199,7 @@ impl TryFrom<&SimulateArgs> for Plan {
                     .map(|count| count as usize),
                 seed: args.seed,
             },
-            bounds: Bounds {
+            bounds: LatencyBounds {
                 ttft: millis("ttft-bound-ms", args.bounds.ttft_bound_ms)?,
                 itl: millis("itl-bound-ms", args.bounds.itl_bound_ms)?,
             },
@@ -210,11 +210,11 @@ impl TryFrom<&SimulateArgs> for Plan {
 }
 
 impl SimulateArgs {
-    fn profile(&self) -> Profile {
-        Profile::by_name(&self.fleet.profile).unwrap_or(Profile::INSTANT)
+    fn profile(&self) -> TimingProfile {
+        TimingProfile::by_name(&self.fleet.profile).unwrap_or(TimingProfile::INSTANT)
     }
 
-    fn engine(&self) -> Result<Config, ArgsError> {
+    fn engine(&self) -> Result<EngineConfig, ArgsError> {
         let (block, tokens) = (self.fleet.block_size, self.fleet.cache_tokens);
         within("cache-tokens", tokens.into(), f64::from(block), 1e9)?;
         let value = within("block-size", block.into(), 1.0, BLOCK_TOKENS_MAX)?;
@@ -227,13 +227,13 @@ impl SimulateArgs {
         Ok(super::capacity::engine(size, tokens, self.profile()))
     }
 
-    fn slow(&self) -> Result<Slow, ArgsError> {
+    fn slow(&self) -> Result<SlowWorker, ArgsError> {
         let fleet = &self.fleet;
         let until = fleet.slow_secs.unwrap_or(SECS_MAX);
         if fleet.slow_worker == 1.0 {
-            return Ok(Slow::NONE);
+            return Ok(SlowWorker::NONE);
         }
-        Ok(Slow {
+        Ok(SlowWorker {
             times: within("slow-worker", fleet.slow_worker, 1.0, 1000.0)?,
             until: Duration::from_secs_f64(within("slow-secs", until, 0.0, SECS_MAX)?),
         })

@@ -17,7 +17,7 @@ use super::trace::Trace;
 
 /// Which requests, and what is drawn.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stretch {
+pub(super) struct TraceSlice {
     /// The trace from its beginning, or so many requests from a place that the seed chooses; sessions
     /// are taken whole.
     pub(super) requests: Option<usize>,
@@ -26,7 +26,7 @@ pub(super) struct Stretch {
 
 /// How fast they come.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Pace {
+pub(super) enum ArrivalRate {
     /// Requests a second.
     Rate(f64),
     /// Sessions at once, and the time between the beginnings of the first ones.
@@ -52,11 +52,11 @@ pub(super) struct Arrivals {
 
 impl Arrivals {
     #[must_use]
-    pub(super) fn new(trace: &Trace, stretch: Stretch, pace: Pace) -> Self {
+    pub(super) fn new(trace: &Trace, stretch: TraceSlice, pace: ArrivalRate) -> Self {
         let mut rng = Rng::with_seed(stretch.seed);
         match pace {
-            Pace::Rate(rate) => Self::open(trace, stretch, rate, &mut rng),
-            Pace::Sessions { open, apart } => {
+            ArrivalRate::Rate(rate) => Self::open(trace, stretch, rate, &mut rng),
+            ArrivalRate::Sessions { open, apart } => {
                 let mut waiting = sessions(trace, stretch, &mut rng);
                 let first = waiting.drain(..open.min(waiting.len()));
                 let mut next = Duration::ZERO;
@@ -97,7 +97,7 @@ impl Arrivals {
         Some(Arrival { at, request })
     }
 
-    fn open(trace: &Trace, stretch: Stretch, rate: f64, rng: &mut Rng) -> Self {
+    fn open(trace: &Trace, stretch: TraceSlice, rate: f64, rng: &mut Rng) -> Self {
         let all = trace.requests.len();
         let count = stretch.requests.unwrap_or(all).min(all);
         let start = match stretch.requests {
@@ -141,7 +141,7 @@ fn spread(trace: &Trace, range: Range<usize>, rng: &mut Rng) -> Vec<f64> {
 }
 
 /// Whole sessions, in the trace's order from a place that the seed chooses, and round its end.
-fn sessions(trace: &Trace, stretch: Stretch, rng: &mut Rng) -> VecDeque<Range<usize>> {
+fn sessions(trace: &Trace, stretch: TraceSlice, rng: &mut Rng) -> VecDeque<Range<usize>> {
     let mut order: VecDeque<Range<usize>> = trace.sessions.iter().cloned().collect();
     if let Some(wanted) = stretch.requests {
         order.rotate_left(rng.usize(0..order.len()));
@@ -182,7 +182,7 @@ mod tests {
         Trace::parse(&rows.join("\n")).unwrap()
     }
 
-    const WHOLE: Stretch = Stretch {
+    const WHOLE: TraceSlice = TraceSlice {
         requests: None,
         seed: 1,
     };
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn a_sessions_request_comes_after_the_one_before_and_the_next_session_after_the_last() {
         let trace = sessions_of(&[2, 1, 1]);
-        let pace = Pace::Sessions {
+        let pace = ArrivalRate::Sessions {
             open: 2,
             apart: Duration::from_secs(1),
         };
@@ -215,12 +215,12 @@ mod tests {
     #[test]
     fn a_stretch_of_sessions_is_whole_sessions() {
         let trace = sessions_of(&[3, 3, 3, 3]);
-        let pace = Pace::Sessions {
+        let pace = ArrivalRate::Sessions {
             open: 9,
             apart: Duration::ZERO,
         };
         let requests = Some(4);
-        let starts = |seed| Arrivals::new(&trace, Stretch { requests, seed }, pace).first;
+        let starts = |seed| Arrivals::new(&trace, TraceSlice { requests, seed }, pace).first;
         for seed in 0..20 {
             assert_eq!(starts(seed).len(), 2);
         }
@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn no_request_of_an_open_trace_has_a_successor() {
         let trace = trace(&[0, 5]);
-        let mut arrivals = Arrivals::new(&trace, WHOLE, Pace::Rate(1.0));
+        let mut arrivals = Arrivals::new(&trace, WHOLE, ArrivalRate::Rate(1.0));
         assert_eq!(arrivals.after(&trace, 0, Duration::ZERO), None);
     }
 
@@ -242,8 +242,8 @@ mod tests {
         ) {
             let stamps: Vec<u32> = gaps.iter().scan(0, |at, gap| { *at += gap * 1000; Some(*at) }).collect();
             let trace = trace(&stamps);
-            let stretch = Stretch { requests: None, seed };
-            let arrivals = Arrivals::new(&trace, stretch, Pace::Rate(rate)).first;
+            let stretch = TraceSlice { requests: None, seed };
+            let arrivals = Arrivals::new(&trace, stretch, ArrivalRate::Rate(rate)).first;
             prop_assert!(arrivals.is_sorted_by_key(|arrival| arrival.at));
             prop_assert!(arrivals.iter().map(|arrival| arrival.request).eq(0..stamps.len()));
             let span = arrivals[stamps.len() - 1].at.as_secs_f64();
@@ -251,7 +251,7 @@ mod tests {
                 let found = stamps.len() as f64 / span;
                 prop_assert!((found / rate - 1.0).abs() < 1e-6, "{} for {}", found, rate);
             }
-            let again = Arrivals::new(&trace, stretch, Pace::Rate(rate)).first;
+            let again = Arrivals::new(&trace, stretch, ArrivalRate::Rate(rate)).first;
             prop_assert_eq!(arrivals, again);
         }
     }

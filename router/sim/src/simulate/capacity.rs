@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::BlockSize;
 
-use super::Fault;
-use super::args::Plan;
-use super::arrivals::{Arrivals, Pace, Stretch};
-use super::replicas::{Balance, ReplicaSetup};
+use super::SimulationError;
+use super::args::SimulationPlan;
+use super::arrivals::{ArrivalRate, Arrivals, TraceSlice};
+use super::replicas::{BalancePolicy, RouterSetup};
 use super::trace::Trace;
-use super::world::{self, Setup, Slow};
-use crate::sim::{Config, Profile};
+use super::world::{self, FleetSetup, SlowWorker};
+use crate::sim::{EngineConfig, TimingProfile};
 use warmroute_route::Knobs;
 
 /// See the module's text.
@@ -29,13 +29,13 @@ const PRECISION: f64 = 1.02;
 const COARSE_TOKENS: u32 = 128;
 
 /// An engine of this many tokens of cache.
-pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: Profile) -> Config {
+pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: TimingProfile) -> EngineConfig {
     let blocks = cache_tokens as usize / size.tokens();
-    Config {
+    EngineConfig {
         profile,
         vocabulary: Arc::new([0]),
         // One of them is the null block.
-        ..Config::new(
+        ..EngineConfig::new(
             size,
             u32::try_from(blocks).unwrap_or(u32::MAX).saturating_add(1),
         )
@@ -43,13 +43,17 @@ pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: Profile) -> Co
 }
 
 /// The capacity: requests a second, or sessions at once.
-pub(super) fn measure(trace: &Trace, plan: &Plan, epoch: Instant) -> Result<f64, Fault> {
+pub(super) fn measure(
+    trace: &Trace,
+    plan: &SimulationPlan,
+    epoch: Instant,
+) -> Result<f64, SimulationError> {
     let setup = reference(&plan.setup);
-    let stretch = Stretch {
+    let stretch = TraceSlice {
         requests: None,
         seed: 0,
     };
-    let serves = |rate: f64| -> Result<bool, Fault> {
+    let serves = |rate: f64| -> Result<bool, SimulationError> {
         let arrivals = Arrivals::new(trace, stretch, pace(trace, &setup, rate));
         let outcome = world::run(trace, arrivals, &setup, epoch)?;
         Ok(outcome.goodput(plan.bounds) >= GOOD_SHARE)
@@ -84,9 +88,9 @@ pub(super) fn measure(trace: &Trace, plan: &Plan, epoch: Instant) -> Result<f64,
 }
 
 /// The pace at this rate: requests a second, or sessions at once.
-pub(super) fn pace(trace: &Trace, setup: &Setup, rate: f64) -> Pace {
+pub(super) fn pace(trace: &Trace, setup: &FleetSetup, rate: f64) -> ArrivalRate {
     if !trace.has_sessions() {
-        return Pace::Rate(rate);
+        return ArrivalRate::Rate(rate);
     }
     let firsts = trace
         .sessions
@@ -97,36 +101,36 @@ pub(super) fn pace(trace: &Trace, setup: &Setup, rate: f64) -> Pace {
     let speed = setup.engine.profile.prefill_tokens_per_sec * setup.workers as f64;
     // Half as fast as the fleet could prefill these prompts.
     let apart = if speed > 0.0 { 2.0 * mean / speed } else { 0.0 };
-    Pace::Sessions {
+    ArrivalRate::Sessions {
         open: rate.round().max(1.0) as usize,
         apart: Duration::from_secs_f64(apart),
     }
 }
 
-fn reference(setup: &Setup) -> Setup {
+fn reference(setup: &FleetSetup) -> FleetSetup {
     let engine = &setup.engine;
     let tokens = engine.num_blocks.saturating_sub(1) as usize * engine.block_size.tokens();
     let coarse = BlockSize::new(COARSE_TOKENS).filter(|size| tokens >= 16 * size.tokens());
     let size = coarse.unwrap_or(engine.block_size);
     let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-    Setup {
+    FleetSetup {
         workers: setup.workers,
         engine: self::engine(size, tokens, engine.profile),
-        replicas: ReplicaSetup {
+        replicas: RouterSetup {
             routers: 1,
             sync_delay: None,
-            balance: Balance::RoundRobin,
+            balance: BalancePolicy::RoundRobin,
             draw: 0,
             knobs: Knobs::default(),
         },
-        slow: Slow::NONE,
+        slow: SlowWorker::NONE,
         event_delay: Duration::from_millis(1),
         seed: 0,
     }
 }
 
 /// A fleet that finds nothing cached and does nothing but prefill.
-fn first_guess(trace: &Trace, setup: &Setup) -> f64 {
+fn first_guess(trace: &Trace, setup: &FleetSetup) -> f64 {
     if trace.has_sessions() {
         return setup.workers as f64;
     }

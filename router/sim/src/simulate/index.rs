@@ -1,6 +1,6 @@
 //! The index as routers see it: what the engines published, folded into the indexer's tree.
 //!
-//! [`Mirror`] does for the engine model what the shim does for an engine: it counts physical copies,
+//! [`EngineMirror`] does for the engine model what the shim does for an engine: it counts physical copies,
 //! translates engine hashes and says what became held and what ceased to be. The engine model
 //! publishes one full-attention group and loses nothing, so that no more than this is needed; the
 //! log's numbering and proofs stand for themselves, and every source is `exact`. What counts is that
@@ -15,15 +15,15 @@ use warmroute_proto::{
     StreamIdentity, Tier, Tiers,
 };
 
-use crate::sim::{EngineHash, Event, Stored};
+use crate::sim::{CacheEvent, EngineHash, StoredBlocks};
 
 /// What one engine holds, by its own hashes.
 #[derive(Default)]
-pub(super) struct Mirror {
-    held: FxHashMap<EngineHash, Held>,
+pub(super) struct EngineMirror {
+    held: FxHashMap<EngineHash, HeldCopies>,
 }
 
-struct Held {
+struct HeldCopies {
     prefix: PrefixHash,
     copies: u32,
 }
@@ -39,22 +39,26 @@ pub(super) enum Contradiction {
     Tree(#[from] ChangeError),
 }
 
-impl Mirror {
+impl EngineMirror {
     /// What a step's events change.
-    pub(super) fn take(&mut self, events: &[Event]) -> Result<Vec<Change>, Contradiction> {
+    pub(super) fn take(&mut self, events: &[CacheEvent]) -> Result<Vec<Change>, Contradiction> {
         let mut changes = Vec::new();
         for event in events {
             match event {
-                Event::Stored(stored) => self.store(stored, &mut changes)?,
-                Event::Removed { hash, .. } => self.remove(*hash, &mut changes)?,
-                Event::Cleared => return Err(Contradiction::Cleared),
+                CacheEvent::Stored(stored) => self.store(stored, &mut changes)?,
+                CacheEvent::Removed { hash, .. } => self.remove(*hash, &mut changes)?,
+                CacheEvent::Cleared => return Err(Contradiction::Cleared),
             }
         }
         Ok(changes)
     }
 
     /// Blocks that are held already change nothing and part the others into runs.
-    fn store(&mut self, stored: &Stored, changes: &mut Vec<Change>) -> Result<(), Contradiction> {
+    fn store(
+        &mut self,
+        stored: &StoredBlocks,
+        changes: &mut Vec<Change>,
+    ) -> Result<(), Contradiction> {
         let mut parent = match stored.parent {
             None => None,
             Some(hash) => {
@@ -73,7 +77,7 @@ impl Mirror {
             }
             let local = LocalHash::of_block(tokens, &[], Seed::PLAIN);
             let prefix = PrefixHash::after(parent, local);
-            self.held.insert(hash, Held { prefix, copies: 1 });
+            self.held.insert(hash, HeldCopies { prefix, copies: 1 });
             run.get_or_insert_with(|| (parent, Vec::new()))
                 .1
                 .push(local);
@@ -113,7 +117,7 @@ fn stored_run((parent, blocks): (Option<PrefixHash>, Vec<LocalHash>)) -> Change 
 }
 
 /// All engines' blocks in one tree, and answers from it.
-pub(super) struct Index {
+pub(super) struct SimIndex {
     tree: Tree,
     sources: Vec<(Source, SourceNumber)>,
     /// Records applied per source.
@@ -126,7 +130,7 @@ const LOG: StreamIdentity = StreamIdentity {
     nonce: 0,
 };
 
-impl Index {
+impl SimIndex {
     #[must_use]
     pub(super) fn new(sources: impl IntoIterator<Item = Source>) -> Self {
         let mut tree = Tree::new();
@@ -187,7 +191,7 @@ impl Index {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sim::{Config, Engine, Request};
+    use crate::sim::{EngineConfig, EngineModel, EngineRequest};
     use proptest::prelude::*;
     use warmroute_proto::{BlockSize, DpRank};
 
@@ -205,12 +209,12 @@ mod tests {
             prompts in proptest::collection::vec((0_u32..3, 1_usize..40, 1_usize..9), 1..40),
             blocks in 12_u32..40,
         ) {
-            let mut engine = Engine::new(Config::new(BlockSize::new(4).unwrap(), blocks));
-            let (mut mirror, mut index) = (Mirror::default(), Index::new([source()]));
+            let mut engine = EngineModel::new(EngineConfig::new(BlockSize::new(4).unwrap(), blocks));
+            let (mut mirror, mut index) = (EngineMirror::default(), SimIndex::new([source()]));
             for batch in prompts.chunks(3) {
                 for &(kind, tokens, max_tokens) in batch {
                     let prompt = (0..).map(|at| at + 1000 * kind).take(tokens).collect();
-                    let request = Request { prompt, max_tokens, ..Request::default() };
+                    let request = EngineRequest { prompt, max_tokens, ..EngineRequest::default() };
                     prop_assume!(engine.submit(request).is_ok());
                 }
                 while engine.has_requests() {
@@ -229,7 +233,7 @@ mod tests {
             worker: name.into(),
             dp_rank: DpRank(0),
         });
-        let mut index = Index::new(sources);
+        let mut index = SimIndex::new(sources);
         let blocks: Vec<LocalHash> = (1..4).map(LocalHash).collect();
         let stored = stored_run((None, blocks[..2].to_vec()));
         index.apply(1, &[stored]).unwrap();

@@ -31,7 +31,7 @@ use warmroute_route::ledger::LedgerError;
 
 /// Parts that do not fit together: no input can cause it.
 #[derive(Debug, thiserror::Error)]
-enum Fault {
+enum SimulationError {
     #[error("the index contradicts an engine: {0}")]
     Index(#[from] Contradiction),
     #[error("a change of load cannot be written: {0}")]

@@ -5,12 +5,12 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::trace::TraceRequest;
-use crate::sim::Totals;
-use warmroute_route::{Decision, Rung};
+use crate::sim::EngineTotals;
+use warmroute_route::{Decision, DecisionBasis};
 
 /// A request that got its whole answer.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Done {
+pub(super) struct CompletedRequest {
     pub(super) ttft: Duration,
     /// From the first token to the last.
     pub(super) decode: Duration,
@@ -23,15 +23,15 @@ pub(super) struct Done {
 
 /// When an answer counts as good: both bounds are kept.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
+pub(super) struct LatencyBounds {
     pub(super) ttft: Duration,
     /// The mean time between a request's tokens.
     pub(super) itl: Duration,
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Outcome {
-    done: Vec<Done>,
+pub(super) struct RunOutcome {
+    done: Vec<CompletedRequest>,
     pub(super) requests: usize,
     pub(super) prompt_tokens: u64,
     pub(super) refused: usize,
@@ -47,20 +47,20 @@ pub(super) struct Outcome {
     pub(super) busy: Duration,
     /// Virtual time until the last event.
     pub(super) took: Duration,
-    pub(super) loads: Vec<Totals>,
+    pub(super) loads: Vec<EngineTotals>,
     /// Answers to requests that came while the first worker was slow, and later.
-    pub(super) slow: Share,
-    pub(super) later: Share,
+    pub(super) slow: SlowShare,
+    pub(super) later: SlowShare,
 }
 
 /// One worker's part of all answers.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Share {
+pub(super) struct SlowShare {
     pub(super) of_first: u64,
     pub(super) of_all: u64,
 }
 
-impl Share {
+impl SlowShare {
     fn of(self, workers: usize) -> Option<f64> {
         (self.of_all > 0)
             .then(|| share((self.of_first * workers as u64) as f64, self.of_all as f64))
@@ -105,37 +105,39 @@ pub(super) struct Figures {
     pub(super) later_share: Option<f64>,
 }
 
-impl Outcome {
+impl RunOutcome {
     pub(super) fn arrived(&mut self, request: &TraceRequest) {
         self.requests += 1;
         self.prompt_tokens += u64::from(request.input_tokens);
     }
 
     pub(super) fn decided(&mut self, decision: &Decision) {
-        let rung = match decision.rung() {
-            Rung::Index => 0,
-            Rung::Prediction => 1,
-            Rung::LoadOnly => 2,
+        let rung = match decision.basis() {
+            DecisionBasis::Index => 0,
+            DecisionBasis::Prediction => 1,
+            DecisionBasis::LoadOnly => 2,
         };
         self.rungs[rung] += 1;
     }
 
-    pub(super) fn finished(&mut self, done: Done) {
+    pub(super) fn finished(&mut self, done: CompletedRequest) {
         self.done.push(done);
     }
 
     #[must_use]
-    pub(super) fn goodput(&self, bounds: Bounds) -> f64 {
+    pub(super) fn goodput(&self, bounds: LatencyBounds) -> f64 {
         let good = self.done.iter().filter(|done| done.is_within(bounds));
         good.count() as f64 / self.requests.max(1) as f64
     }
 
     #[must_use]
-    pub(super) fn figures(&self, bounds: Bounds) -> Figures {
+    pub(super) fn figures(&self, bounds: LatencyBounds) -> Figures {
         let mut ttfts: Vec<Duration> = self.done.iter().map(|done| done.ttft).collect();
         ttfts.sort_unstable();
-        let sum = |each: fn(&Done) -> Duration| self.done.iter().map(each).sum::<Duration>();
-        let tokens = |each: fn(&Done) -> u64| self.done.iter().map(each).sum::<u64>() as f64;
+        let sum =
+            |each: fn(&CompletedRequest) -> Duration| self.done.iter().map(each).sum::<Duration>();
+        let tokens =
+            |each: fn(&CompletedRequest) -> u64| self.done.iter().map(each).sum::<u64>() as f64;
         let (ttft, decode) = (sum(|done| done.ttft), sum(|done| done.decode));
         let gaps: u64 = self
             .done
@@ -178,8 +180,8 @@ impl Outcome {
     }
 }
 
-impl Done {
-    fn is_within(&self, bounds: Bounds) -> bool {
+impl CompletedRequest {
+    fn is_within(&self, bounds: LatencyBounds) -> bool {
         let gaps = self.output_tokens.saturating_sub(1);
         self.ttft <= bounds.ttft && self.decode <= bounds.itl * gaps
     }
@@ -215,21 +217,21 @@ mod tests {
     #[test]
     fn goodput_counts_the_refused_and_the_late() {
         let millis = Duration::from_millis;
-        let done = |ttft, decode| Done {
+        let done = |ttft, decode| CompletedRequest {
             ttft: millis(ttft),
             decode: millis(decode),
             output_tokens: 11,
             credited_tokens: 60,
             cached_tokens: 30,
         };
-        let outcome = Outcome {
+        let outcome = RunOutcome {
             requests: 5,
             prompt_tokens: 400,
             refused: 1,
             done: vec![done(10, 100), done(11, 100), done(10, 101), done(1, 1)],
-            ..Outcome::default()
+            ..RunOutcome::default()
         };
-        let bounds = Bounds {
+        let bounds = LatencyBounds {
             ttft: millis(10),
             itl: millis(10),
         };

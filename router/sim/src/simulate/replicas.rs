@@ -12,24 +12,25 @@ use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, RouterId, Source, WorkerId};
 
-use super::Fault;
+use super::SimulationError;
 use warmroute_route::{
-    AdmitError, Admitted, Ask, Core, Counts, Health, Knobs, Prompt, Settings, SlotEvent,
+    AdmitError, Admitted, Core, CoreConfig, CoreCounts, Health, Knobs, Prompt, RouteRequest,
+    SlotEvent,
 };
 
 /// How requests come to routers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Balance {
+pub(super) enum BalancePolicy {
     RoundRobin,
     Random,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct ReplicaSetup {
+pub(super) struct RouterSetup {
     pub(super) routers: usize,
     /// None: they do not tell each other.
     pub(super) sync_delay: Option<Duration>,
-    pub(super) balance: Balance,
+    pub(super) balance: BalancePolicy,
     /// Of what the cores leave to chance.
     pub(super) draw: u64,
     pub(super) knobs: Knobs,
@@ -37,21 +38,21 @@ pub(super) struct ReplicaSetup {
 
 /// What one router told the others.
 #[derive(Debug)]
-pub(super) struct Told {
+pub(super) struct LoadBroadcast {
     pub(super) from: usize,
     message: LoadMessage,
 }
 
 /// A request's place at a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct SlotPlace {
     pub(super) router: usize,
     pub(super) slot: u64,
 }
 
-pub(super) struct Replicas {
+pub(super) struct SimRouters {
     cores: Vec<Core>,
-    balance: Balance,
+    balance: BalancePolicy,
     sync_delay: Option<Duration>,
     rng: Rng,
     turn: usize,
@@ -65,14 +66,9 @@ const fn router_id(number: usize) -> RouterId {
     RouterId((number as u128).to_be_bytes())
 }
 
-impl Replicas {
+impl SimRouters {
     #[must_use]
-    pub(super) fn new(
-        setup: &ReplicaSetup,
-        sources: &[Source],
-        size: BlockSize,
-        seed: u64,
-    ) -> Self {
+    pub(super) fn new(setup: &RouterSetup, sources: &[Source], size: BlockSize, seed: u64) -> Self {
         // An odd factor: no two draws of one seed are the same.
         let chance = seed.wrapping_add(setup.draw.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let mut rng = Rng::with_seed(chance ^ 0x0072_6F75_7465_7273);
@@ -81,7 +77,7 @@ impl Replicas {
             .map(|source| entry(&source.worker, size))
             .collect();
         let core = |number: usize| {
-            let mut core = Core::new(Settings {
+            let mut core = Core::new(CoreConfig {
                 knobs: setup.knobs.clone(),
                 router: router_id(number),
                 incarnation: Generation(1),
@@ -111,8 +107,8 @@ impl Replicas {
     /// The router that gets the next request.
     pub(super) fn next(&mut self) -> usize {
         match self.balance {
-            Balance::Random => self.rng.usize(..self.cores.len()),
-            Balance::RoundRobin => {
+            BalancePolicy::Random => self.rng.usize(..self.cores.len()),
+            BalancePolicy::RoundRobin => {
                 let turn = self.turn;
                 self.turn = (turn + 1) % self.cores.len();
                 turn
@@ -127,8 +123,8 @@ impl Replicas {
         prompt: &Prompt,
         answer: &IndexAnswer,
         now: Instant,
-    ) -> Result<(Admitted, Option<Told>), AdmissionFailed> {
-        let ask = Ask {
+    ) -> Result<(Admitted, Option<LoadBroadcast>), AdmissionFailed> {
+        let ask = RouteRequest {
             model: MODEL,
             prompt,
             exclude: &[],
@@ -144,19 +140,21 @@ impl Replicas {
         router: usize,
         event: SlotEvent,
         now: Instant,
-    ) -> Result<Option<Told>, Fault> {
-        let message = self.cores[router].note(event, now).map_err(Fault::Ledger)?;
+    ) -> Result<Option<LoadBroadcast>, SimulationError> {
+        let message = self.cores[router]
+            .note(event, now)
+            .map_err(SimulationError::Ledger)?;
         self.tell(router, &message)
     }
 
     /// The others hear of it: the requests of theirs that they have to think over.
-    pub(super) fn hear(&mut self, told: &Told, now: Instant) -> Vec<Place> {
+    pub(super) fn hear(&mut self, told: &LoadBroadcast, now: Instant) -> Vec<SlotPlace> {
         let mut crossed = Vec::new();
         for (router, core) in self.cores.iter_mut().enumerate() {
             if router != told.from {
                 core.apply_remote(&told.message, now);
                 let slots = core.take_crossed();
-                crossed.extend(slots.into_iter().map(|slot| Place { router, slot }));
+                crossed.extend(slots.into_iter().map(|slot| SlotPlace { router, slot }));
             }
         }
         crossed
@@ -165,19 +163,19 @@ impl Replicas {
     /// A router decides again. Some: another place; what it tells the others comes beside it.
     pub(super) fn reconsider(
         &mut self,
-        place: Place,
+        place: SlotPlace,
         prompt: &Prompt,
         answer: &IndexAnswer,
         now: Instant,
-    ) -> Result<Option<(Admitted, Option<Told>)>, Fault> {
-        let ask = Ask {
+    ) -> Result<Option<(Admitted, Option<LoadBroadcast>)>, SimulationError> {
+        let ask = RouteRequest {
             model: MODEL,
             prompt,
             exclude: &[],
         };
         let core = &mut self.cores[place.router];
         let moved = core.reconsider(place.slot, &ask, Some(answer), now);
-        let Some(admitted) = moved.map_err(Fault::Ledger)? else {
+        let Some(admitted) = moved.map_err(SimulationError::Ledger)? else {
             return Ok(None);
         };
         let told = self.tell(place.router, &admitted.message)?;
@@ -190,7 +188,7 @@ impl Replicas {
         self.sync_delay
     }
 
-    pub(super) fn counts(&self) -> impl Iterator<Item = Counts> {
+    pub(super) fn counts(&self) -> impl Iterator<Item = CoreCounts> {
         self.cores.iter().map(Core::counts)
     }
 
@@ -200,14 +198,18 @@ impl Replicas {
         (self.told, self.told_bytes)
     }
 
-    fn tell(&mut self, from: usize, bytes: &[u8]) -> Result<Option<Told>, Fault> {
+    fn tell(
+        &mut self,
+        from: usize,
+        bytes: &[u8],
+    ) -> Result<Option<LoadBroadcast>, SimulationError> {
         if self.sync_delay.is_none() || self.cores.len() == 1 {
             return Ok(None);
         }
         self.told += 1;
         self.told_bytes += bytes.len() as u64;
-        let message = codec::decode(bytes).map_err(Fault::Decode)?;
-        Ok(Some(Told { from, message }))
+        let message = codec::decode(bytes).map_err(SimulationError::Decode)?;
+        Ok(Some(LoadBroadcast { from, message }))
     }
 }
 
@@ -217,7 +219,7 @@ pub(super) enum AdmissionFailed {
     #[error(transparent)]
     Router(#[from] AdmitError),
     #[error(transparent)]
-    Fault(#[from] Fault),
+    Simulation(#[from] SimulationError),
 }
 
 fn entry(worker: &WorkerId, size: BlockSize) -> WorkerEntry {

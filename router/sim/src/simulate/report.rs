@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use serde::Serialize;
 
-use super::args::{Plan, SimulateArgs};
+use super::args::{SimulateArgs, SimulationPlan};
 use super::arrivals::Arrivals;
 use super::capacity;
 use super::outcome::Figures;
@@ -15,7 +15,7 @@ use super::world;
 
 /// One run: what was asked, and what came of it.
 #[derive(Clone, Debug, Serialize)]
-struct Report<'a> {
+struct SimulationReport<'a> {
     policy: &'a str,
     workers: usize,
     load: f64,
@@ -38,7 +38,7 @@ struct Report<'a> {
 /// Replays the text of a trace as the flags say; what came of it, in lines. `epoch` names the beginning of
 /// the virtual time: only differences to it are used.
 pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Result<String> {
-    let plan = Plan::try_from(args)?;
+    let plan = SimulationPlan::try_from(args)?;
     let trace = Trace::parse(text).with_context(|| format!("the trace {:?}", args.trace))?;
     let capacity = match plan.capacity {
         Some(capacity) => capacity,
@@ -54,7 +54,7 @@ pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Resu
         outcome.open_slots
     );
     let knobs = &plan.setup.replicas.knobs;
-    let report = Report {
+    let report = SimulationReport {
         policy: knobs.policy.label(),
         workers: plan.setup.workers,
         load: plan.load,
@@ -78,7 +78,7 @@ pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Resu
 }
 
 /// The same, a line a figure.
-fn table(report: &Report<'_>) -> anyhow::Result<String> {
+fn table(report: &SimulationReport<'_>) -> anyhow::Result<String> {
     let value = serde_json::to_value(report).context("writing the report")?;
     let mut table = String::new();
     for (name, value) in value.as_object().into_iter().flatten() {

@@ -188,7 +188,7 @@ fn a_lone_request_takes_as_long_as_its_work() {
     assert_eq!(found["credited_rate"], found["hit_rate"]);
 }
 
-/// Bounds that nobody can miss, or keep, give a pace all the same.
+/// LatencyBounds that nobody can miss, or keep, give a pace all the same.
 #[test]
 fn a_capacity_is_found_whatever_the_bounds() {
     for trace in [TOOLS, AGENT] {
@@ -228,10 +228,13 @@ fn what_makes_no_sense_is_refused() {
 
 #[test]
 fn sync_is_a_time_or_off() {
-    use super::args::Sync;
-    assert_eq!("off".parse(), Ok(Sync::Off));
-    assert_eq!("0.5".parse(), Ok(Sync::After(Duration::from_micros(500))));
+    use super::args::SyncDelay;
+    assert_eq!("off".parse(), Ok(SyncDelay::Off));
+    assert_eq!(
+        "0.5".parse(),
+        Ok(SyncDelay::After(Duration::from_micros(500)))
+    );
     for wrong in ["", "on", "-1", "nan", "1e99"] {
-        assert!(wrong.parse::<Sync>().is_err(), "{wrong}");
+        assert!(wrong.parse::<SyncDelay>().is_err(), "{wrong}");
     }
 }

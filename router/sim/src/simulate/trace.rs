@@ -35,7 +35,7 @@ pub(super) struct TraceRequest {
     pub(super) millis: f64,
     pub(super) input_tokens: u32,
     pub(super) output_tokens: u32,
-    /// Pieces by number; the last one is the request's own.
+    /// PieceNumbers by number; the last one is the request's own.
     pieces: Box<[u32]>,
 }
 
@@ -50,7 +50,7 @@ pub(super) enum TraceError {
 }
 
 #[derive(Deserialize)]
-struct Row {
+struct TraceRow {
     timestamp: Option<f64>,
     session_id: Option<u64>,
     delay: Option<f64>,
@@ -60,14 +60,14 @@ struct Row {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum TraceKind {
     Open,
     Sessions,
 }
 
 /// Numbers pieces in the order in which they are first named.
 #[derive(Default)]
-struct Pieces {
+struct PieceNumbers {
     numbers: FxHashMap<u64, u32>,
     next: u32,
 }
@@ -75,7 +75,7 @@ struct Pieces {
 impl Trace {
     /// Reads a trace. Blank lines are none.
     pub(super) fn parse(text: &str) -> Result<Self, TraceError> {
-        let mut pieces = Pieces::default();
+        let mut pieces = PieceNumbers::default();
         let mut kind = None;
         let mut open = Vec::new();
         let mut sessions: Vec<Vec<TraceRequest>> = Vec::new();
@@ -85,7 +85,8 @@ impl Trace {
                 continue;
             }
             let wrong = |what: String| TraceError::Line { line, what };
-            let row: Row = serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
+            let row: TraceRow =
+                serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
             let found = row.kind().map_err(wrong)?;
             if *kind.get_or_insert(found) != found {
                 let what = "a trace has either time stamps or sessions, not both";
@@ -134,17 +135,17 @@ impl Trace {
     }
 }
 
-impl Row {
-    fn kind(&self) -> Result<Kind, String> {
+impl TraceRow {
+    fn kind(&self) -> Result<TraceKind, String> {
         match (self.timestamp, self.session_id) {
-            (Some(_), None) => Ok(Kind::Open),
-            (None, Some(_)) => Ok(Kind::Sessions),
+            (Some(_), None) => Ok(TraceKind::Open),
+            (None, Some(_)) => Ok(TraceKind::Sessions),
             (Some(_), Some(_)) => Err("both timestamp and session_id".to_owned()),
             (None, None) => Err("neither timestamp nor session_id".to_owned()),
         }
     }
 
-    fn request(self, pieces: &mut Pieces) -> Result<TraceRequest, String> {
+    fn request(self, pieces: &mut PieceNumbers) -> Result<TraceRequest, String> {
         let millis = self.timestamp.or(self.delay).unwrap_or_default();
         if !(0.0..=MILLIS_MAX).contains(&millis) {
             return Err(format!("{millis} ms is no time"));
@@ -174,7 +175,7 @@ impl Row {
     }
 }
 
-impl Pieces {
+impl PieceNumbers {
     fn number(&mut self, id: u64) -> u32 {
         let next = self.next;
         let number = *self.numbers.entry(id).or_insert(next);

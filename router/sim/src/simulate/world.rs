@@ -15,24 +15,24 @@ use warmroute_proto::load::SlotEnd;
 use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{Change, DpRank, Seed, Source};
 
-use super::Fault;
+use super::SimulationError;
 use super::arrivals::{Arrival, Arrivals};
-use super::index::{Index, Mirror};
-use super::outcome::{Done, Outcome};
-use super::replicas::{AdmissionFailed, Place, ReplicaSetup, Replicas, Told};
+use super::index::{EngineMirror, SimIndex};
+use super::outcome::{CompletedRequest, RunOutcome};
+use super::replicas::{AdmissionFailed, LoadBroadcast, RouterSetup, SimRouters, SlotPlace};
 use super::trace::Trace;
-use crate::sim::{Config, Engine, Request, RequestId, StepOutcome};
-use warmroute_route::sync::LAZY_PAUSE;
+use crate::sim::{EngineConfig, EngineModel, EngineRequest, RequestId, StepOutcome};
+use warmroute_route::sync::LAZY_DELAY;
 use warmroute_route::{AdmitError, Decision, Prompt, SlotEvent};
 
 /// A fleet and those who route to it.
 #[derive(Clone, Debug)]
-pub(super) struct Setup {
+pub(super) struct FleetSetup {
     pub(super) workers: usize,
-    pub(super) engine: Config,
+    pub(super) engine: EngineConfig,
     /// What the first worker's steps take longer by, and until when.
-    pub(super) slow: Slow,
-    pub(super) replicas: ReplicaSetup,
+    pub(super) slow: SlowWorker,
+    pub(super) replicas: RouterSetup,
     /// From the end of a step until the index has its events.
     pub(super) event_delay: Duration,
     pub(super) seed: u64,
@@ -40,28 +40,28 @@ pub(super) struct Setup {
 
 /// A worker that is slower than the others, for a while.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Slow {
+pub(super) struct SlowWorker {
     pub(super) times: f64,
     pub(super) until: Duration,
 }
 
-impl Slow {
+impl SlowWorker {
     pub(super) const NONE: Self = Self {
         times: 1.0,
         until: Duration::ZERO,
     };
 }
 
-enum Event {
+enum SimEvent {
     Arrival {
         request: usize,
     },
     StepEnds {
         worker: usize,
     },
-    Told(Box<Told>),
+    Broadcast(Box<LoadBroadcast>),
     /// What a router did not tell at once has waited long enough.
-    Held {
+    LazyDue {
         router: usize,
     },
     Indexed {
@@ -70,27 +70,27 @@ enum Event {
     },
 }
 
-struct Queued {
+struct QueuedEvent {
     at: Duration,
     number: u64,
-    event: Event,
+    event: SimEvent,
 }
 
-impl PartialEq for Queued {
+impl PartialEq for QueuedEvent {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
     }
 }
 
-impl Eq for Queued {}
+impl Eq for QueuedEvent {}
 
-impl PartialOrd for Queued {
+impl PartialOrd for QueuedEvent {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Queued {
+impl Ord for QueuedEvent {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.number).cmp(&(other.at, other.number))
     }
@@ -98,37 +98,37 @@ impl Ord for Queued {
 
 /// What is to come, soonest first; what was put in first comes first.
 #[derive(Default)]
-struct Queue {
-    heap: BinaryHeap<Reverse<Queued>>,
+struct EventQueue {
+    heap: BinaryHeap<Reverse<QueuedEvent>>,
     next: u64,
 }
 
-impl Queue {
-    fn push(&mut self, at: Duration, event: Event) {
+impl EventQueue {
+    fn push(&mut self, at: Duration, event: SimEvent) {
         let number = self.next;
         self.next += 1;
-        self.heap.push(Reverse(Queued { at, number, event }));
+        self.heap.push(Reverse(QueuedEvent { at, number, event }));
     }
 
-    fn pop(&mut self) -> Option<(Duration, Event)> {
-        let Reverse(Queued { at, event, .. }) = self.heap.pop()?;
+    fn pop(&mut self) -> Option<(Duration, SimEvent)> {
+        let Reverse(QueuedEvent { at, event, .. }) = self.heap.pop()?;
         Some((at, event))
     }
 }
 
 /// One engine, its mirror, and its requests.
-struct Worker {
-    engine: Engine,
-    mirror: Mirror,
+struct SimWorker {
+    engine: EngineModel,
+    mirror: EngineMirror,
     /// What the step under way will have done.
     step: StepOutcome,
     is_stepping: bool,
-    flights: FxHashMap<RequestId, Flight>,
+    flights: FxHashMap<RequestId, InFlight>,
 }
 
 /// A request on an engine.
-struct Flight {
-    place: Place,
+struct InFlight {
+    place: SlotPlace,
     request: usize,
     arrived: Duration,
     first_token: Duration,
@@ -139,7 +139,7 @@ struct Flight {
 }
 
 /// What a request is decided by, and where it is, for as long as it may be decided again.
-struct Movable {
+struct MovableFlight {
     until: Duration,
     prompt: Prompt,
     answer: IndexAnswer,
@@ -147,23 +147,23 @@ struct Movable {
     id: RequestId,
 }
 
-struct World<'a> {
+struct SimWorld<'a> {
     trace: &'a Trace,
-    setup: &'a Setup,
+    setup: &'a FleetSetup,
     epoch: Instant,
     now: Duration,
-    queue: Queue,
+    queue: EventQueue,
     arrivals: Arrivals,
-    workers: Vec<Worker>,
+    workers: Vec<SimWorker>,
     /// The workers' names, in order.
     sources: Vec<Source>,
-    index: Index,
-    replicas: Replicas,
+    index: SimIndex,
+    replicas: SimRouters,
     /// By router: what goes with its next message.
-    held: Vec<Vec<Told>>,
+    held: Vec<Vec<LoadBroadcast>>,
     /// Requests that may still go elsewhere.
-    movable: BTreeMap<Place, Movable>,
-    outcome: Outcome,
+    movable: BTreeMap<SlotPlace, MovableFlight>,
+    outcome: RunOutcome,
 }
 
 /// Plays all arrivals to their end. `epoch` names the virtual time's beginning; only differences
@@ -171,16 +171,16 @@ struct World<'a> {
 pub(super) fn run(
     trace: &Trace,
     mut arrivals: Arrivals,
-    setup: &Setup,
+    setup: &FleetSetup,
     epoch: Instant,
-) -> Result<Outcome, Fault> {
+) -> Result<RunOutcome, SimulationError> {
     let sources: Vec<Source> = (0..setup.workers).map(source).collect();
     let size = setup.engine.block_size;
-    let mut queue = Queue::default();
+    let mut queue = EventQueue::default();
     for Arrival { at, request } in std::mem::take(&mut arrivals.first) {
-        queue.push(at, Event::Arrival { request });
+        queue.push(at, SimEvent::Arrival { request });
     }
-    let mut world = World {
+    let mut world = SimWorld {
         trace,
         setup,
         epoch,
@@ -190,12 +190,12 @@ pub(super) fn run(
         workers: (0..setup.workers)
             .map(|number| worker(setup, number))
             .collect(),
-        index: Index::new(sources.iter().cloned()),
-        replicas: Replicas::new(&setup.replicas, &sources, size, setup.seed),
+        index: SimIndex::new(sources.iter().cloned()),
+        replicas: SimRouters::new(&setup.replicas, &sources, size, setup.seed),
         held: (0..setup.replicas.routers).map(|_| Vec::new()).collect(),
         movable: BTreeMap::new(),
         sources,
-        outcome: Outcome::default(),
+        outcome: RunOutcome::default(),
     };
     while let Some((at, event)) = world.queue.pop() {
         world.now = at;
@@ -212,33 +212,33 @@ fn source(number: usize) -> Source {
     }
 }
 
-fn worker(setup: &Setup, number: usize) -> Worker {
+fn worker(setup: &FleetSetup, number: usize) -> SimWorker {
     let life = setup.seed.wrapping_mul(1 << 16).wrapping_add(number as u64);
-    Worker {
-        engine: Engine::new(Config {
+    SimWorker {
+        engine: EngineModel::new(EngineConfig {
             life,
             ..setup.engine.clone()
         }),
-        mirror: Mirror::default(),
+        mirror: EngineMirror::default(),
         step: StepOutcome::default(),
         is_stepping: false,
         flights: FxHashMap::default(),
     }
 }
 
-impl World<'_> {
-    fn handle(&mut self, event: Event) -> Result<(), Fault> {
+impl SimWorld<'_> {
+    fn handle(&mut self, event: SimEvent) -> Result<(), SimulationError> {
         match event {
-            Event::Arrival { request } => self.arrive(request)?,
-            Event::StepEnds { worker } => self.step_ends(worker)?,
-            Event::Told(told) => self.hear(&told)?,
-            Event::Held { router } => self.release(router),
-            Event::Indexed { worker, changes } => self.index.apply(worker, &changes)?,
+            SimEvent::Arrival { request } => self.arrive(request)?,
+            SimEvent::StepEnds { worker } => self.step_ends(worker)?,
+            SimEvent::Broadcast(told) => self.hear(&told)?,
+            SimEvent::LazyDue { router } => self.release(router),
+            SimEvent::Indexed { worker, changes } => self.index.apply(worker, &changes)?,
         }
         Ok(())
     }
 
-    fn arrive(&mut self, request: usize) -> Result<(), Fault> {
+    fn arrive(&mut self, request: usize) -> Result<(), SimulationError> {
         let asked = &self.trace.requests[request];
         let tokens = asked.prompt();
         let router = self.replicas.next();
@@ -252,17 +252,17 @@ impl World<'_> {
                 return self.refuse(request);
             }
             Err(AdmissionFailed::Router(AdmitError::Ledger(error))) => {
-                return Err(Fault::Ledger(error));
+                return Err(SimulationError::Ledger(error));
             }
-            Err(AdmissionFailed::Fault(fault)) => return Err(fault),
+            Err(AdmissionFailed::Simulation(fault)) => return Err(fault),
         };
         self.tell(told);
         self.outcome.decided(&admitted.decision);
-        let place = Place {
+        let place = SlotPlace {
             router,
             slot: admitted.slot,
         };
-        let flight = Flight {
+        let flight = InFlight {
             place,
             request,
             arrived: self.now,
@@ -276,7 +276,7 @@ impl World<'_> {
         if let Some(until) = admitted.movable_until {
             let now = self.now;
             self.movable.retain(|_, movable| movable.until >= now);
-            let movable = Movable {
+            let movable = MovableFlight {
                 until: until.saturating_duration_since(self.epoch),
                 prompt,
                 answer,
@@ -293,15 +293,15 @@ impl World<'_> {
         &mut self,
         source: &Source,
         prompt: Vec<u32>,
-        flight: Flight,
-    ) -> Result<Option<(usize, RequestId)>, Fault> {
+        flight: InFlight,
+    ) -> Result<Option<(usize, RequestId)>, SimulationError> {
         let worker = self.sources.binary_search(source);
-        let worker = worker.map_err(|_| Fault::UnknownSource)?;
+        let worker = worker.map_err(|_| SimulationError::UnknownSource)?;
         let asked = &self.trace.requests[flight.request];
-        let submitted = self.workers[worker].engine.submit(Request {
+        let submitted = self.workers[worker].engine.submit(EngineRequest {
             prompt,
             max_tokens: asked.output_tokens as usize,
-            ..Request::default()
+            ..EngineRequest::default()
         });
         let Ok(id) = submitted else {
             self.end(flight.place, SlotEnd::Failed)?;
@@ -313,7 +313,7 @@ impl World<'_> {
         Ok(Some((worker, id)))
     }
 
-    fn hear(&mut self, told: &Told) -> Result<(), Fault> {
+    fn hear(&mut self, told: &LoadBroadcast) -> Result<(), SimulationError> {
         for place in self.replicas.hear(told, self.epoch + self.now) {
             self.reconsider(place)?;
         }
@@ -322,7 +322,7 @@ impl World<'_> {
 
     /// A router knows more than when it decided. The engine that has the request drops it at once, with
     /// what a step under way does for it; the step takes no shorter for that.
-    fn reconsider(&mut self, place: Place) -> Result<(), Fault> {
+    fn reconsider(&mut self, place: SlotPlace) -> Result<(), SimulationError> {
         let Some(movable) = self.movable.get(&place) else {
             return Ok(());
         };
@@ -333,14 +333,17 @@ impl World<'_> {
             return Ok(());
         };
         self.tell(told);
-        let Some(Movable { worker, id, .. }) = self.movable.remove(&place) else {
+        let Some(MovableFlight { worker, id, .. }) = self.movable.remove(&place) else {
             return Ok(());
         };
         let left = &mut self.workers[worker];
         left.engine.abort(id);
-        let flight = left.flights.remove(&id).ok_or(Fault::UnknownFlight)?;
-        let flight = Flight {
-            place: Place {
+        let flight = left
+            .flights
+            .remove(&id)
+            .ok_or(SimulationError::UnknownFlight)?;
+        let flight = InFlight {
+            place: SlotPlace {
                 slot: admitted.slot,
                 ..place
             },
@@ -354,7 +357,7 @@ impl World<'_> {
         Ok(())
     }
 
-    fn refuse(&mut self, request: usize) -> Result<(), Fault> {
+    fn refuse(&mut self, request: usize) -> Result<(), SimulationError> {
         self.outcome.refused += 1;
         self.ended(request);
         Ok(())
@@ -376,16 +379,17 @@ impl World<'_> {
         };
         self.outcome.busy += takes;
         let ends = self.now + takes;
-        self.queue.push(ends, Event::StepEnds { worker });
+        self.queue.push(ends, SimEvent::StepEnds { worker });
     }
 
-    fn step_ends(&mut self, worker: usize) -> Result<(), Fault> {
+    fn step_ends(&mut self, worker: usize) -> Result<(), SimulationError> {
         let step = std::mem::take(&mut self.workers[worker].step);
         self.workers[worker].is_stepping = false;
         let changes = self.workers[worker].mirror.take(&step.events)?;
         if !changes.is_empty() {
             let indexed = self.now + self.setup.event_delay;
-            self.queue.push(indexed, Event::Indexed { worker, changes });
+            self.queue
+                .push(indexed, SimEvent::Indexed { worker, changes });
         }
         self.outcome.preemptions += step.preempted.len() as u64;
         for admitted in &step.admitted {
@@ -420,9 +424,9 @@ impl World<'_> {
         Ok(())
     }
 
-    fn count_share(&mut self, worker: usize, flight: &Flight) {
+    fn count_share(&mut self, worker: usize, flight: &InFlight) {
         let slow = self.setup.slow;
-        if slow == Slow::NONE {
+        if slow == SlowWorker::NONE {
             return;
         }
         let share = if flight.arrived < slow.until {
@@ -434,9 +438,9 @@ impl World<'_> {
         share.of_first += u64::from(worker == 0);
     }
 
-    fn finished(&mut self, flight: &Flight) -> Result<(), Fault> {
+    fn finished(&mut self, flight: &InFlight) -> Result<(), SimulationError> {
         self.end(flight.place, SlotEnd::Completed)?;
-        self.outcome.finished(Done {
+        self.outcome.finished(CompletedRequest {
             ttft: flight.first_token - flight.arrived,
             decode: self.now - flight.first_token,
             output_tokens: self.trace.requests[flight.request].output_tokens,
@@ -447,7 +451,7 @@ impl World<'_> {
         Ok(())
     }
 
-    fn end(&mut self, place: Place, end: SlotEnd) -> Result<(), Fault> {
+    fn end(&mut self, place: SlotPlace, end: SlotEnd) -> Result<(), SimulationError> {
         let counter = place.slot;
         self.note(place, SlotEvent::End { counter, end })
     }
@@ -455,11 +459,11 @@ impl World<'_> {
     fn ended(&mut self, request: usize) {
         if let Some(next) = self.arrivals.after(self.trace, request, self.now) {
             let request = next.request;
-            self.queue.push(next.at, Event::Arrival { request });
+            self.queue.push(next.at, SimEvent::Arrival { request });
         }
     }
 
-    fn note(&mut self, place: Place, event: SlotEvent) -> Result<(), Fault> {
+    fn note(&mut self, place: SlotPlace, event: SlotEvent) -> Result<(), SimulationError> {
         let told = self
             .replicas
             .note(place.router, event, self.epoch + self.now)?;
@@ -470,17 +474,17 @@ impl World<'_> {
         Ok(())
     }
 
-    fn hold(&mut self, told: Told) {
+    fn hold(&mut self, told: LoadBroadcast) {
         let router = told.from;
         if self.held[router].is_empty() {
-            let due = self.now + LAZY_PAUSE;
-            self.queue.push(due, Event::Held { router });
+            let due = self.now + LAZY_DELAY;
+            self.queue.push(due, SimEvent::LazyDue { router });
         }
         self.held[router].push(told);
     }
 
     /// Behind what was held.
-    fn tell(&mut self, told: Option<Told>) {
+    fn tell(&mut self, told: Option<LoadBroadcast>) {
         if let Some(told) = told {
             let router = told.from;
             self.held[router].push(told);
@@ -494,11 +498,11 @@ impl World<'_> {
         };
         for told in std::mem::take(&mut self.held[router]) {
             let heard = self.now + delay;
-            self.queue.push(heard, Event::Told(Box::new(told)));
+            self.queue.push(heard, SimEvent::Broadcast(Box::new(told)));
         }
     }
 
-    fn finish(mut self) -> Outcome {
+    fn finish(mut self) -> RunOutcome {
         for worker in &self.workers {
             self.outcome.loads.push(worker.engine.totals());
         }

@@ -5,7 +5,7 @@ use tokio::time::advance;
 
 use super::world::{Frozen, event};
 use super::*;
-use crate::route::moves::WITHIN_MAX;
+use crate::route::moves::MOVE_WINDOW_MAX;
 
 /// What the engine said before the head was passed on comes first, and once.
 #[tokio::test(start_paused = true)]
@@ -36,7 +36,7 @@ async fn a_head_is_kept_back_no_longer_than_its_request_may_be_moved() {
     let client = TaskTracker::new().spawn(sent);
     let at = who_is_asked(&engines).await;
     assert!(!client.is_finished());
-    advance(WITHIN_MAX).await;
+    advance(MOVE_WINDOW_MAX).await;
     // The engine has not said anything.
     let mut response = client.await.unwrap().unwrap();
     world.peer_sends(&format!("w{at}"), 100_000);

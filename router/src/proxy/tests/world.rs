@@ -27,8 +27,8 @@ use warmroute_proto::{DpRank, Generation, Namespace, RouterId, Source, StreamIde
 use super::*;
 use crate::config::Limits;
 use crate::health::Sight;
-use crate::route::moves::WITHIN_MAX;
-use crate::route::{Ask, Core, Knobs, Prompt, Settings, SourceLoad};
+use crate::route::moves::MOVE_WINDOW_MAX;
+use crate::route::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SourceLoad};
 use crate::run;
 
 /// More than any body here but the one that is too large.
@@ -336,7 +336,7 @@ impl World {
     /// Requests may be moved: there is another router, far away.
     pub(super) async fn with_a_peer(engines: &[&Engine]) -> Self {
         let world = Self::start(engines, Knobs::default()).await;
-        world.app.desk.core().set_delay(PEER, Some(WITHIN_MAX));
+        world.app.desk.core().set_delay(PEER, Some(MOVE_WINDOW_MAX));
         world
     }
 
@@ -408,7 +408,7 @@ impl World {
                 dp_rank: DpRank(0),
             })
             .collect();
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt: &Prompt::opaque(tokens, BlockSize::new(16).unwrap()),
             exclude: &exclude,
@@ -508,7 +508,7 @@ const fn limits() -> Limits {
 }
 
 fn core(router: RouterId, knobs: Knobs) -> Core {
-    Core::new(Settings {
+    Core::new(CoreConfig {
         knobs,
         router,
         incarnation: Generation(1),

@@ -12,12 +12,12 @@ use warmroute_proto::{Generation, RecordNumber, RouterId};
 
 use super::super::*;
 use super::world::{core, prompt, start};
-use crate::{Ask, Core, SlotEvent};
+use crate::{Core, RouteRequest, SlotEvent};
 
 pub(super) struct Side {
     router: RouterId,
     pub core: Core,
-    pub replica: Replica,
+    pub replica: LoadReplica,
     published: Vec<Bytes>,
     asked: Vec<(RouterId, AskId, Bytes)>,
     echoes: Vec<(RouterId, AskId, Bytes)>,
@@ -29,7 +29,7 @@ impl Side {
         let mut side = Self {
             router,
             core: core(router, 1),
-            replica: Replica::new(router, now),
+            replica: LoadReplica::new(router, now),
             published: Vec::new(),
             asked: Vec::new(),
             echoes: Vec::new(),
@@ -44,19 +44,19 @@ impl Side {
     pub(super) fn settle(&mut self) {
         while let Some(effect) = self.replica.effect() {
             match effect {
-                Effect::Publish(bytes) => self.published.push(bytes),
-                Effect::Ask { peer, id, question } if is_echo(&question) => {
+                ReplicaEffect::Publish(bytes) => self.published.push(bytes),
+                ReplicaEffect::Ask { peer, id, question } if is_echo(&question) => {
                     self.echoes.push((peer, id, question));
                 }
-                Effect::Ask { peer, id, question } => self.asked.push((peer, id, question)),
-                Effect::TakeIncarnation | Effect::Ready => {}
+                ReplicaEffect::Ask { peer, id, question } => self.asked.push((peer, id, question)),
+                ReplicaEffect::TakeIncarnation | ReplicaEffect::Ready => {}
             }
         }
     }
 
     fn admit(&mut self, family: u32, blocks: u32, now: Instant) -> u64 {
         let prompt = prompt(family, blocks);
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt: &prompt,
             exclude: &[],
@@ -181,9 +181,9 @@ fn what_is_not_urgent_leaves_with_the_next_frame_or_by_the_clock() {
     a.tick(now + TICK);
     let has_grown = |a: &Side| a.published.iter().any(|said| codec::kind(said) == Some(5));
     assert!(!has_grown(&a));
-    a.tick(now + LAZY_PAUSE);
+    a.tick(now + LAZY_DELAY);
     assert!(has_grown(&a));
-    carry(&mut a, &mut b, now + LAZY_PAUSE);
+    carry(&mut a, &mut b, now + LAZY_DELAY);
     agree(&a, &b);
 }
 
@@ -217,7 +217,7 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
         b.settle();
     }
     assert!(parts > 2, "{parts}");
-    let later = now + BEAT;
+    let later = now + HEARTBEAT_INTERVAL;
     a.tick(later);
     carry(&mut a, &mut b, later);
     agree(&a, &b);
@@ -257,13 +257,13 @@ fn what_fell_off_the_ring_comes_as_state() {
     a.wrote(now);
     carry(&mut a, &mut b, now);
     // The connection is down while more is written than is kept.
-    a.replica.link(Link::Down, now);
+    a.replica.link(PlaneLink::Down, now);
     for _ in 0..60_000 {
         a.grow(counter, now);
     }
     a.wrote(now);
     assert!(a.published.is_empty());
-    a.replica.link(Link::Up, now);
+    a.replica.link(PlaneLink::Up, now);
     let later = now + Duration::from_millis(10);
     a.tick(later);
     assert!(a.replica.counts().refused.unsent > 0);
@@ -384,10 +384,10 @@ fn a_message_too_many_a_router_too_many_and_a_question_too_many_are_refused() {
     assert_eq!(side.replica.peers.len(), PEERS_MAX);
     assert_eq!(side.replica.counts().refused.peers, 4);
     // The dead make room.
-    let later = now + DEATH;
+    let later = now + DEAD_AFTER;
     side.live(now);
     for step in 1..=5 {
-        side.live(now + BEAT * step);
+        side.live(now + HEARTBEAT_INTERVAL * step);
     }
     assert_eq!(side.replica.counts().deaths, PEERS_MAX as u64);
     side.hear(&message(200, 5, 0), later);
@@ -470,7 +470,7 @@ fn echoes_are_no_sign_of_life() {
     carry(&mut b, &mut a, now);
     carry(&mut a, &mut b, now);
     assert_eq!(a.core.digest(b.router).count, 1);
-    let end = now + DEATH + 2 * BEAT;
+    let end = now + DEAD_AFTER + 2 * HEARTBEAT_INTERVAL;
     while now < end {
         now += TICK;
         b.tick(now);
@@ -498,7 +498,7 @@ fn a_peer_is_half_an_echo_away() {
     let now = start();
     let (mut a, mut b) = pair(now);
     let is_watched = |a: &mut Side| {
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt: &prompt(1, 9),
             exclude: &[],

@@ -210,7 +210,7 @@ proptest! {
         }
         // They all fall silent, while this one hears itself.
         for _ in 0..20 {
-            now += BEAT;
+            now += HEARTBEAT_INTERVAL;
             side.live(now);
         }
         prop_assert_eq!(side.core.counts().open_slots, 0);

@@ -1,5 +1,5 @@
 //! A small world: routers over a network that drops, repeats, delays and reorders; crashes, pauses,
-//! cuts, joins, leavings. A seed is the whole input. After every step each view is compared with the
+//! snapshots, joins, leavings. A seed is the whole input. After every step each view is compared with the
 //! history of what its router itself held at that number.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +15,7 @@ use warmroute_proto::{BlockSize, Generation, RecordNumber, RouterId, Seed};
 
 use super::super::peer::Peer;
 use super::super::*;
-use crate::{Ask, Core, Knobs, Prompt, Settings, SlotEvent};
+use crate::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SlotEvent};
 
 type Number = Option<RecordNumber>;
 
@@ -51,7 +51,7 @@ pub(super) enum State {
 pub(super) struct Node {
     pub router: RouterId,
     pub core: Core,
-    pub replica: Replica,
+    pub replica: LoadReplica,
     pub state: State,
     pub open: Vec<u64>,
     /// Of open slots without a first token.
@@ -101,7 +101,7 @@ pub(super) fn start() -> Instant {
 }
 
 pub(super) fn core(router: RouterId, seed: u64) -> Core {
-    let mut core = Core::new(Settings {
+    let mut core = Core::new(CoreConfig {
         knobs: Knobs {
             move_margin_tokens: 0,
             ..Knobs::default()
@@ -164,7 +164,7 @@ impl World {
         let at = self.nodes.len();
         let number = u8::try_from(at + 1).unwrap();
         let router = RouterId([number; 16]);
-        let mut replica = Replica::new(router, self.now);
+        let mut replica = LoadReplica::new(router, self.now);
         replica.rules = rules::Rules {
             broken: self.broken,
         };
@@ -327,7 +327,7 @@ impl World {
     pub(super) fn admit(&mut self, at: usize) {
         let prompt = prompt(self.rng.u32(..3), self.rng.u32(1..200));
         let first_token = self.rng.bool();
-        let ask = Ask {
+        let ask = RouteRequest {
             model: "m",
             prompt: &prompt,
             exclude: &[],
@@ -360,7 +360,7 @@ impl World {
             let (Some(open), Some(prompt)) = (open, node.movable.remove(&slot)) else {
                 continue;
             };
-            let ask = Ask {
+            let ask = RouteRequest {
                 model: "m",
                 prompt: &prompt,
                 exclude: &[],
@@ -404,7 +404,7 @@ impl World {
         while let Some(effect) = self.nodes[at].replica.effect() {
             let router = self.nodes[at].router;
             match effect {
-                Effect::Publish(bytes) => {
+                ReplicaEffect::Publish(bytes) => {
                     self.trace.write(&bytes);
                     let incarnation = self.nodes[at].core.ledger().incarnation();
                     for to in 0..self.nodes.len() {
@@ -412,15 +412,17 @@ impl World {
                         self.send(at, to, &event);
                     }
                 }
-                Effect::Ask { peer, id, question } => {
+                ReplicaEffect::Ask { peer, id, question } => {
                     // Whoever loses question or answer hears of it at the time-out.
                     self.later(at, ASK_TIMEOUT, Event::Answered(peer, id, None));
                     if let Some(to) = self.index(peer) {
                         self.send(at, to, &Event::Asked(router, id, question));
                     }
                 }
-                Effect::TakeIncarnation => self.later(at, Duration::from_millis(3), Event::Lease),
-                Effect::Ready => self.nodes[at].ready = Some(self.now),
+                ReplicaEffect::TakeIncarnation => {
+                    self.later(at, Duration::from_millis(3), Event::Lease)
+                }
+                ReplicaEffect::Ready => self.nodes[at].ready = Some(self.now),
             }
         }
         if let Some(due) = self.nodes[at].replica.due() {
@@ -485,12 +487,12 @@ impl World {
     pub(super) fn set(&mut self, at: usize, state: State) {
         let now = self.now;
         let was = std::mem::replace(&mut self.nodes[at].state, state);
-        // Some cuts are seen by the client, some are silent.
+        // Some snapshots are seen by the client, some are silent.
         if at.is_multiple_of(2) && was != state {
             let link = if state == State::Cut {
-                Link::Down
+                PlaneLink::Down
             } else {
-                Link::Up
+                PlaneLink::Up
             };
             self.nodes[at].replica.link(link, now);
             self.act(at);
@@ -564,7 +566,7 @@ impl World {
                 }
             }
             let heard = node.heard.get(&peer.router);
-            let silent = heard.is_none_or(|heard| self.now - *heard >= DEATH);
+            let silent = heard.is_none_or(|heard| self.now - *heard >= DEAD_AFTER);
             let has_left = self.index(peer.router).is_some_and(|at| {
                 self.nodes[at].state == State::Gone && self.nodes[at].open.is_empty()
             });

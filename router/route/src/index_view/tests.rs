@@ -48,14 +48,14 @@ fn runs(sources: Vec<SourceAnswer>) -> IndexAnswer {
 
 #[derive(Default)]
 struct Fixture {
-    view: View,
-    roster: Roster,
+    view: IndexView,
+    table: SourceTable,
 }
 
 impl Fixture {
-    fn judge(&mut self, part: SourceAnswer, now: Instant) -> Known {
-        let knowledge = self.view.judge(&mut self.roster, &runs(vec![part]), now);
-        *knowledge.of(self.roster.enrol(&source())).unwrap()
+    fn judge(&mut self, part: SourceAnswer, now: Instant) -> TrustedSource {
+        let trusted = self.view.judge(&mut self.table, &runs(vec![part]), now);
+        *trusted.of(self.table.intern(&source())).unwrap()
     }
 
     fn state(&mut self, generation: u64, number: Option<u64>, now: Instant) -> SourceState {
@@ -113,7 +113,7 @@ fn memory_is_bounded_however_fast_records_come() {
     for step in 0..20_000 {
         fixture.state(5, Some(step), start + Duration::from_micros(100 * step));
     }
-    let id = fixture.roster.enrol(&source());
+    let id = fixture.table.intern(&source());
     assert!(fixture.view.sources.get_mut(id).seen.len() <= 52);
 }
 
@@ -122,8 +122,8 @@ fn a_new_generation_starts_its_numbers_anew_and_is_reported_once() {
     let (mut fixture, start) = (Fixture::default(), start());
     let mut judge = |generation, number| {
         let answer = runs(vec![part(generation, number)]);
-        let knowledge = fixture.view.judge(&mut fixture.roster, &answer, start);
-        knowledge.restarted.len()
+        let trusted = fixture.view.judge(&mut fixture.table, &answer, start);
+        trusted.restarted.len()
     };
     assert_eq!(judge(5, Some(100)), 0, "the first one is no restart");
     assert_eq!(judge(6, None), 1);
@@ -136,7 +136,7 @@ fn a_new_generation_starts_its_numbers_anew_and_is_reported_once() {
 fn a_demoted_source_is_stale_until_its_next_generation() {
     let (mut fixture, start) = (Fixture::default(), start());
     fixture.state(5, Some(1), start);
-    let id = fixture.roster.enrol(&source());
+    let id = fixture.table.intern(&source());
     fixture.view.demote(id, Generation(5));
     fixture.view.demote(id, Generation(5));
     assert_eq!(fixture.view.counts().demoted, 1);
@@ -177,12 +177,12 @@ fn what_is_weaker_than_stale_stays_weaker() {
 #[test]
 fn a_replica_that_is_behind_says_nothing() {
     let mut fixture = Fixture::default();
-    let id = fixture.roster.enrol(&source());
+    let id = fixture.table.intern(&source());
     let answer = IndexAnswer::Behind {
         position: LogPosition(3),
     };
-    let knowledge = fixture.view.judge(&mut fixture.roster, &answer, start());
-    assert_eq!(knowledge.of(id), None);
+    let trusted = fixture.view.judge(&mut fixture.table, &answer, start());
+    assert_eq!(trusted.of(id), None);
 }
 
 proptest! {
@@ -218,13 +218,13 @@ fn what_nobody_shows_any_more_is_forgotten() {
     fixture.state(7, Some(40), start);
     fixture
         .view
-        .demote(fixture.roster.enrol(&source()), Generation(7));
-    let shortly_before = start + FORGOTTEN - ms(1);
+        .demote(fixture.table.intern(&source()), Generation(7));
+    let shortly_before = start + ANSWER_MEMORY - ms(1);
     assert_eq!(
         fixture.state(1, Some(0), shortly_before),
         SourceState::Stale
     );
-    let later = start + FORGOTTEN;
+    let later = start + ANSWER_MEMORY;
     assert_eq!(fixture.state(1, Some(0), later), SourceState::Exact);
     assert_eq!(fixture.state(1, Some(1), later), SourceState::Exact);
 }

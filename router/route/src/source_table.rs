@@ -18,14 +18,14 @@ impl SourceId {
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Roster {
+pub struct SourceTable {
     ids: FxHashMap<Source, SourceId>,
     sources: Vec<Source>,
 }
 
-impl Roster {
+impl SourceTable {
     /// The source's number, given now if it has none.
-    pub fn enrol(&mut self, source: &Source) -> SourceId {
+    pub fn intern(&mut self, source: &Source) -> SourceId {
         if let Some(&id) = self.ids.get(source) {
             return id;
         }
@@ -88,18 +88,18 @@ mod tests {
 
     #[test]
     fn a_source_keeps_its_number() {
-        let mut roster = Roster::default();
+        let mut table = SourceTable::default();
         let source = |name: &str| Source {
             worker: name.into(),
             dp_rank: DpRank(0),
         };
-        let b = roster.enrol(&source("b"));
-        let a = roster.enrol(&source("a"));
+        let b = table.intern(&source("b"));
+        let a = table.intern(&source("a"));
         assert_ne!(a, b);
-        assert_eq!(roster.enrol(&source("b")), b);
-        assert_eq!(roster.id(&source("a")), Some(a));
-        assert_eq!(roster.source(b), Some(&source("b")));
-        let order: Vec<_> = roster.in_order().into_iter().map(|(_, id)| id).collect();
+        assert_eq!(table.intern(&source("b")), b);
+        assert_eq!(table.id(&source("a")), Some(a));
+        assert_eq!(table.source(b), Some(&source("b")));
+        let order: Vec<_> = table.in_order().into_iter().map(|(_, id)| id).collect();
         assert_eq!(order, [a, b]);
     }
 }

@@ -14,7 +14,7 @@ fn prompt(path: &str) -> Vec<PrefixHash> {
 }
 
 /// What the set must say, computed from the list of its prompts.
-fn check(set: &Prefixes, prompts: &[Vec<PrefixHash>]) {
+fn check(set: &PromptTree, prompts: &[Vec<PrefixHash>]) {
     let mut distinct = BTreeSet::new();
     for prompt in prompts {
         distinct.extend(prompt.iter().copied().enumerate());
@@ -42,7 +42,7 @@ fn longest(prompts: &[Vec<PrefixHash>], prompt: &[PrefixHash]) -> u32 {
 
 #[test]
 fn shared_beginnings_are_counted_once() {
-    let mut set = Prefixes::default();
+    let mut set = PromptTree::default();
     set.insert(&prompt("abcd"));
     set.insert(&prompt("abxy"));
     set.insert(&prompt("abcd"));
@@ -54,7 +54,7 @@ fn shared_beginnings_are_counted_once() {
 
 #[test]
 fn the_last_one_that_leaves_takes_the_blocks_along() {
-    let mut set = Prefixes::default();
+    let mut set = PromptTree::default();
     let first = set.insert(&prompt("abcd"));
     let second = set.insert(&prompt("abcd"));
     set.remove(first);
@@ -66,7 +66,7 @@ fn the_last_one_that_leaves_takes_the_blocks_along() {
 
 #[test]
 fn a_leaf_removed_too_often_does_no_harm() {
-    let mut set = Prefixes::default();
+    let mut set = PromptTree::default();
     let leaf = set.insert(&prompt("ab"));
     set.insert(&prompt("abcd"));
     for _ in 0..3 {
@@ -81,7 +81,7 @@ fn a_leaf_removed_too_often_does_no_harm() {
 
 #[test]
 fn leaves_along_a_prompt_are_its_prefixes_up_to_a_length() {
-    let mut set = Prefixes::default();
+    let mut set = PromptTree::default();
     let short = set.insert(&prompt("ab"));
     let long = set.insert(&prompt("abcd"));
     set.insert(&prompt("abx"));
@@ -93,7 +93,7 @@ fn leaves_along_a_prompt_are_its_prefixes_up_to_a_length() {
 
 #[test]
 fn long_prompts_are_counted_by_their_sampled_lengths() {
-    let mut set = Prefixes::default();
+    let mut set = PromptTree::default();
     let long: Vec<_> = (1..=1000).map(PrefixHash).collect();
     set.insert(&long);
     assert_eq!(set.samples(), SAMPLES_MAX as u64);
@@ -112,8 +112,8 @@ proptest! {
     fn counts_are_those_of_a_naive_set(
         steps in prop::collection::vec((paths(), any::<prop::sample::Index>(), 0..3_u8), 0..60),
     ) {
-        let mut set = Prefixes::default();
-        let mut held: Vec<(Leaf, Vec<PrefixHash>)> = Vec::new();
+        let mut set = PromptTree::default();
+        let mut held: Vec<(PromptLeaf, Vec<PrefixHash>)> = Vec::new();
         for (path, index, what) in steps {
             if what > 0 || held.is_empty() {
                 let prompt = prompt(&path);
@@ -138,8 +138,8 @@ proptest! {
     fn hostile_hashes_leave_nothing_behind(
         prompts in prop::collection::vec(prop::collection::vec(0..4_u64, 0..8), 0..20),
     ) {
-        let mut set = Prefixes::default();
-        let leaves: Vec<Leaf> = prompts
+        let mut set = PromptTree::default();
+        let leaves: Vec<PromptLeaf> = prompts
             .iter()
             .map(|prompt| set.insert(&prompt.iter().copied().map(PrefixHash).collect::<Vec<_>>()))
             .collect();

@@ -2,7 +2,7 @@
 //! blocks do they take together?
 //!
 //! A path-compressed tree over sampled prefix hashes. Each distinct hash is kept once (8 bytes), each
-//! prompt costs at most two nodes; adding and removing touch only what is not shared. A [`Leaf`]
+//! prompt costs at most two nodes; adding and removing touch only what is not shared. A [`PromptLeaf`]
 //! names where a prompt ends and stays valid until it is removed as often as it was inserted.
 //!
 //! Equal prefix hashes mean equal prefixes, so that within a run a binary search finds where two
@@ -15,15 +15,15 @@ use warmroute_proto::load::{SAMPLES_MAX, sampled_length};
 
 /// Where a prompt ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Leaf(NodeId);
+pub struct PromptLeaf(NodeId);
 
 type NodeId = u32;
 
 const ROOT: NodeId = 0;
 
 #[derive(Clone, Debug)]
-pub struct Prefixes {
-    nodes: Vec<Node>,
+pub struct PromptTree {
+    nodes: Vec<PromptNode>,
     vacant: Vec<NodeId>,
     /// A node by its parent and the first hash of its run.
     children: FxHashMap<(NodeId, PrefixHash), NodeId>,
@@ -32,7 +32,7 @@ pub struct Prefixes {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Node {
+struct PromptNode {
     run: Box<[PrefixHash]>,
     /// Samples before the run.
     before: u32,
@@ -44,7 +44,7 @@ struct Node {
     ends: u32,
 }
 
-impl Node {
+impl PromptNode {
     fn samples_to_end(&self) -> usize {
         self.before as usize + self.run.len()
     }
@@ -56,7 +56,7 @@ impl Node {
 }
 
 /// How far a walk along a prompt came.
-struct Walk {
+struct PromptWalk {
     node: NodeId,
     /// Samples matched in the node's own run.
     within: usize,
@@ -64,10 +64,10 @@ struct Walk {
     matched: usize,
 }
 
-impl Default for Prefixes {
+impl Default for PromptTree {
     fn default() -> Self {
         Self {
-            nodes: vec![Node::default()],
+            nodes: vec![PromptNode::default()],
             vacant: Vec::new(),
             children: FxHashMap::default(),
             blocks: 0,
@@ -76,7 +76,7 @@ impl Default for Prefixes {
     }
 }
 
-impl Prefixes {
+impl PromptTree {
     /// Distinct blocks that the sampled parts of all prompts take.
     #[must_use]
     pub const fn blocks(&self) -> u64 {
@@ -99,7 +99,7 @@ impl Prefixes {
     }
 
     /// Adds one prompt. The same prompt may be in the set several times.
-    pub fn insert(&mut self, prompt: &[PrefixHash]) -> Leaf {
+    pub fn insert(&mut self, prompt: &[PrefixHash]) -> PromptLeaf {
         let prompt = clip(prompt);
         let walk = self.walk(prompt);
         let mut at = walk.node;
@@ -110,12 +110,12 @@ impl Prefixes {
             at = self.grow(at, walk.matched, &prompt[walk.matched..]);
         }
         self.node_mut(at).ends += 1;
-        Leaf(at)
+        PromptLeaf(at)
     }
 
     /// Takes one prompt out that ends at this leaf.
-    pub fn remove(&mut self, leaf: Leaf) {
-        let Leaf(mut at) = leaf;
+    pub fn remove(&mut self, leaf: PromptLeaf) {
+        let PromptLeaf(mut at) = leaf;
         let Some(node) = self.nodes.get_mut(at as usize) else {
             return;
         };
@@ -134,8 +134,8 @@ impl Prefixes {
 
     /// The prompt that ends at this leaf.
     #[must_use]
-    pub fn prompt(&self, leaf: Leaf) -> Vec<PrefixHash> {
-        let Leaf(mut at) = leaf;
+    pub fn prompt(&self, leaf: PromptLeaf) -> Vec<PrefixHash> {
+        let PromptLeaf(mut at) = leaf;
         let mut prompt = Vec::new();
         let Some(node) = self.nodes.get(at as usize) else {
             return prompt;
@@ -152,7 +152,7 @@ impl Prefixes {
 
     /// The leaves of the prompts that are prefixes of this one and at most `blocks_max` long.
     #[must_use]
-    pub fn leaves_along(&self, prompt: &[PrefixHash], blocks_max: u32) -> Vec<Leaf> {
+    pub fn leaves_along(&self, prompt: &[PrefixHash], blocks_max: u32) -> Vec<PromptLeaf> {
         let mut leaves = Vec::new();
         let walk = self.walk(clip(prompt));
         let mut at = walk.node;
@@ -162,15 +162,15 @@ impl Prefixes {
         while at != ROOT {
             let node = self.node(at);
             if node.ends > 0 && sampled_length(node.samples_to_end()) <= blocks_max {
-                leaves.push(Leaf(at));
+                leaves.push(PromptLeaf(at));
             }
             at = node.parent;
         }
         leaves
     }
 
-    fn walk(&self, prompt: &[PrefixHash]) -> Walk {
-        let mut walk = Walk {
+    fn walk(&self, prompt: &[PrefixHash]) -> PromptWalk {
+        let mut walk = PromptWalk {
             node: ROOT,
             within: 0,
             matched: 0,
@@ -181,7 +181,7 @@ impl Prefixes {
             };
             let run = &self.node(child).run;
             let common = common_length(run, &prompt[walk.matched..]);
-            walk = Walk {
+            walk = PromptWalk {
                 node: child,
                 within: common,
                 matched: walk.matched + common,
@@ -200,7 +200,7 @@ impl Prefixes {
         let lower_run: Box<[PrefixHash]> = node.run[at..].into();
         let (parent, before) = (node.parent, node.before);
         let (first, second) = (upper_run[0], lower_run[0]);
-        let upper = self.place(Node {
+        let upper = self.place(PromptNode {
             run: upper_run,
             before,
             parent,
@@ -219,11 +219,11 @@ impl Prefixes {
     }
 
     fn grow(&mut self, parent: NodeId, before: usize, run: &[PrefixHash]) -> NodeId {
-        let node = Node {
+        let node = PromptNode {
             run: run.into(),
             before: count(before),
             parent,
-            ..Node::default()
+            ..PromptNode::default()
         };
         self.blocks += node.blocks();
         self.samples += run.len() as u64;
@@ -261,7 +261,7 @@ impl Prefixes {
         self.node_mut(node.parent).child_ids ^= id ^ child;
     }
 
-    fn place(&mut self, node: Node) -> NodeId {
+    fn place(&mut self, node: PromptNode) -> NodeId {
         if let Some(id) = self.vacant.pop() {
             *self.node_mut(id) = node;
             return id;
@@ -270,16 +270,16 @@ impl Prefixes {
         count(self.nodes.len() - 1)
     }
 
-    fn vacate(&mut self, id: NodeId) -> Node {
+    fn vacate(&mut self, id: NodeId) -> PromptNode {
         self.vacant.push(id);
         std::mem::take(self.node_mut(id))
     }
 
-    fn node(&self, id: NodeId) -> &Node {
+    fn node(&self, id: NodeId) -> &PromptNode {
         &self.nodes[id as usize]
     }
 
-    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+    fn node_mut(&mut self, id: NodeId) -> &mut PromptNode {
         &mut self.nodes[id as usize]
     }
 }

@@ -36,13 +36,13 @@ impl SlotEvent {
 
 /// Where slots are accounted: locks the core, notes the event, publishes the bytes. Called from drop,
 /// so that it must not block for long, must not panic and cannot fail.
-pub trait Accounts: Send + Sync {
+pub trait SlotSink: Send + Sync {
     fn note(&self, event: SlotEvent);
 }
 
 /// One attempt's open slot. Dropped before its end was told: the client is gone, an abort.
 #[derive(Debug)]
-pub struct SlotGuard<A: Accounts> {
+pub struct SlotGuard<A: SlotSink> {
     accounts: Arc<A>,
     counter: u64,
     prefill: Prefill,
@@ -55,7 +55,7 @@ enum Prefill {
     Done,
 }
 
-impl<A: Accounts> SlotGuard<A> {
+impl<A: SlotSink> SlotGuard<A> {
     /// Takes over a slot that is open. `counter`: as the core gave it.
     #[must_use]
     pub const fn new(accounts: Arc<A>, counter: u64) -> Self {
@@ -116,7 +116,7 @@ impl<A: Accounts> SlotGuard<A> {
     }
 }
 
-impl<A: Accounts> Drop for SlotGuard<A> {
+impl<A: SlotSink> Drop for SlotGuard<A> {
     fn drop(&mut self) {
         self.accounts.note(SlotEvent::End {
             counter: self.counter,
@@ -133,7 +133,7 @@ mod tests {
     #[derive(Default)]
     struct Notes(Mutex<Vec<SlotEvent>>);
 
-    impl Accounts for Notes {
+    impl SlotSink for Notes {
         fn note(&self, event: SlotEvent) {
             self.0.lock().unwrap().push(event);
         }

@@ -3,7 +3,7 @@
 //! A cost counts blocks, as if each took the same time everywhere. A throttled accelerator, a noisy
 //! neighbour or an older card takes a multiple of it with its health check green. So each first token
 //! teaches how its time compares to what the median of those that could have taken the request would
-//! have needed for as many tokens ahead ([`super::ttft::Ttft::typical`]).
+//! have needed for as many tokens ahead ([`super::ttft::TtftModel::typical`]).
 //!
 //! Up to twice that is chance: queues, preemptions and batches make single first tokens late by a factor of
 //! two or three. What was learned decays, so that a source which nobody uses any more is tried again. A
@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::roster::{PerSource, SourceId};
+use super::source_table::{PerSource, SourceId};
 
 /// The weight of a new lesson: the last twenty or so decide.
 const ALPHA: f64 = 0.1;
@@ -33,17 +33,17 @@ const SLOW_LOG: f64 = std::f64::consts::LN_2;
 const SLOWNESS_MAX: f64 = 10.0;
 
 #[derive(Clone, Debug, Default)]
-pub struct Paces(PerSource<Option<Pace>>);
+pub struct SlownessTracker(PerSource<Option<SourceSlowness>>);
 
 #[derive(Clone, Copy, Debug)]
-struct Pace {
+struct SourceSlowness {
     /// The average logarithm of observed over predicted, as of `at`. It begins at none: who is new is like
     /// the others until shown otherwise.
     log: f64,
     at: Instant,
 }
 
-impl Paces {
+impl SlownessTracker {
     /// A first token came after `elapsed`; of the others, `predicted` was to be expected.
     pub fn learn(
         &mut self,
@@ -57,7 +57,7 @@ impl Paces {
             .clamp(-SLOWNESS_MAX.ln(), SLOWNESS_MAX.ln());
         let pace = self.0.get_mut(source);
         let log = pace.map_or(0.0, |pace| pace.faded(now));
-        *pace = Some(Pace {
+        *pace = Some(SourceSlowness {
             log: log + ALPHA * (lesson - log),
             at: now,
         });
@@ -101,7 +101,7 @@ impl Paces {
     }
 }
 
-impl Pace {
+impl SourceSlowness {
     fn faded(&self, now: Instant) -> f64 {
         let idle = now.saturating_duration_since(self.at);
         self.log * 0.5_f64.powf(idle.as_secs_f64() / HALF_LIFE.as_secs_f64())
@@ -121,28 +121,28 @@ fn factor(ratio: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roster::Roster;
+    use crate::source_table::SourceTable;
     use warmroute_proto::{DpRank, Source};
 
     const PREDICTED: Duration = Duration::from_millis(500);
 
-    struct Fleet {
-        paces: Paces,
+    struct WorkerDirectory {
+        slowness_tracker: SlownessTracker,
         sources: Vec<SourceId>,
         now: Instant,
     }
 
-    impl Fleet {
+    impl WorkerDirectory {
         #[expect(clippy::disallowed_methods, reason = "only differences matter")]
         fn of(count: u32) -> Self {
-            let mut roster = Roster::default();
+            let mut table = SourceTable::default();
             let source = |rank| Source {
                 worker: "w".into(),
                 dp_rank: DpRank(rank),
             };
-            let sources = (0..count).map(|rank| roster.enrol(&source(rank))).collect();
+            let sources = (0..count).map(|rank| table.intern(&source(rank))).collect();
             Self {
-                paces: Paces::default(),
+                slowness_tracker: SlownessTracker::default(),
                 sources,
                 now: Instant::now(),
             }
@@ -153,21 +153,21 @@ mod tests {
             for _ in 0..lessons {
                 self.now += Duration::from_millis(100);
                 let took = PREDICTED.mul_f64(times);
-                self.paces
+                self.slowness_tracker
                     .learn(self.sources[source], PREDICTED, took, self.now);
             }
         }
 
         fn slowness(&self) -> Vec<f64> {
             let each = self.sources.iter();
-            each.map(|&source| self.paces.slowness(source, self.now))
+            each.map(|&source| self.slowness_tracker.slowness(source, self.now))
                 .collect()
         }
     }
 
     #[test]
     fn a_slow_source_costs_by_how_slow_it_is_and_only_it() {
-        let mut fleet = Fleet::of(4);
+        let mut fleet = WorkerDirectory::of(4);
         assert_eq!(fleet.slowness(), [1.0; 4]);
         for source in 0..3 {
             fleet.teach(source, 50, 1.5);
@@ -176,7 +176,7 @@ mod tests {
         let slowness = fleet.slowness();
         assert_eq!(slowness[..3], [1.0; 3]);
         assert!((5.0..6.1).contains(&slowness[3]), "{slowness:?}");
-        let ratio = fleet.paces.ratio(fleet.sources[3], fleet.now);
+        let ratio = fleet.slowness_tracker.ratio(fleet.sources[3], fleet.now);
         assert!(
             ratio.is_some_and(|ratio| (5.0..6.1).contains(&ratio)),
             "{ratio:?}"
@@ -185,15 +185,18 @@ mod tests {
 
     #[test]
     fn what_chance_makes_of_single_first_tokens_is_not_slow() {
-        let mut fleet = Fleet::of(2);
+        let mut fleet = WorkerDirectory::of(2);
         fleet.teach(0, 50, 1.0);
         fleet.teach(1, 50, 1.9);
         assert_eq!(fleet.slowness(), [1.0; 2]);
         fleet.teach(1, 1, 9.0);
         assert!(fleet.slowness()[1] < 1.5);
         // Nor are the first few of a new source.
-        let mut fleet = Fleet::of(2);
-        assert_eq!(fleet.paces.ratio(fleet.sources[1], fleet.now), None);
+        let mut fleet = WorkerDirectory::of(2);
+        assert_eq!(
+            fleet.slowness_tracker.ratio(fleet.sources[1], fleet.now),
+            None
+        );
         fleet.teach(0, 50, 1.0);
         fleet.teach(1, 3, 9.0);
         assert_eq!(fleet.slowness(), [1.0; 2]);
@@ -201,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_slow_source_that_nobody_uses_is_tried_again_and_one_that_is_fast_again_is_soon_forgiven() {
-        let mut fleet = Fleet::of(3);
+        let mut fleet = WorkerDirectory::of(3);
         for (source, times) in [(0, 1.0), (1, 1.0), (2, 5.0)] {
             fleet.teach(source, 50, times);
         }
@@ -217,40 +220,46 @@ mod tests {
 
     #[test]
     fn small_differences_of_short_times_are_none_and_absurd_ones_are_bounded() {
-        let mut fleet = Fleet::of(2);
+        let mut fleet = WorkerDirectory::of(2);
         for _ in 0..50 {
             let (short, long) = (Duration::from_millis(2), Duration::from_millis(12));
-            fleet.paces.learn(fleet.sources[0], short, short, fleet.now);
-            fleet.paces.learn(fleet.sources[1], short, long, fleet.now);
+            fleet
+                .slowness_tracker
+                .learn(fleet.sources[0], short, short, fleet.now);
+            fleet
+                .slowness_tracker
+                .learn(fleet.sources[1], short, long, fleet.now);
         }
         assert_eq!(fleet.slowness(), [1.0; 2]);
         for times in [0.0, 1e9, 1e9] {
             fleet.teach(1, 100, times);
         }
         assert!((9.9..=SLOWNESS_MAX).contains(&fleet.slowness()[1]));
-        fleet.paces.restarted(fleet.sources[1]);
+        fleet.slowness_tracker.restarted(fleet.sources[1]);
         assert_eq!(fleet.slowness(), [1.0; 2]);
     }
 
     #[test]
     fn who_is_given_up_teaches_that_it_is_at_least_so_late() {
-        let mut fleet = Fleet::of(1);
+        let mut fleet = WorkerDirectory::of(1);
         let source = fleet.sources[0];
         for times in [0.0, 0.5, 0.9] {
             let waited = PREDICTED.mul_f64(times);
-            fleet.paces.gave_up(source, PREDICTED, waited, fleet.now);
+            fleet
+                .slowness_tracker
+                .gave_up(source, PREDICTED, waited, fleet.now);
         }
-        assert_eq!(fleet.paces.ratio(source, fleet.now), None);
+        assert_eq!(fleet.slowness_tracker.ratio(source, fleet.now), None);
         for _ in 0..50 {
             fleet
-                .paces
+                .slowness_tracker
                 .gave_up(source, PREDICTED, 4 * PREDICTED, fleet.now);
         }
         let slowness = fleet.slowness()[0];
         assert!((3.5..4.0).contains(&slowness), "{slowness}");
         // Less patience is no better news.
         fleet
-            .paces
+            .slowness_tracker
             .gave_up(source, PREDICTED, 2 * PREDICTED, fleet.now);
         assert_eq!(fleet.slowness(), [slowness]);
     }

@@ -6,11 +6,11 @@
 //! that was demoted here is `stale` until its next generation, whoever answers. What is lowered is
 //! never raised.
 //!
-//! What no answer has shown for [`FORGOTTEN`] is forgotten: whatever counts generations and numbers may
+//! What no answer has shown for [`ANSWER_MEMORY`] is forgotten: whatever counts generations and numbers may
 //! have been lost with the registry and the log, and begun anew. A router that just started knows no
 //! more, and what an answer itself claims was proven within the last 5 s.
 //!
-//! It holds no blocks and asks nothing: an answer comes in, [`Knowledge`] comes out.
+//! It holds no blocks and asks nothing: an answer comes in, [`TrustedAnswer`] comes out.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -18,26 +18,26 @@ use std::time::{Duration, Instant};
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{EngineSeq, Generation, Tiers};
 
-use super::roster::{PerSource, Roster, SourceId};
+use super::source_table::{PerSource, SourceId, SourceTable};
 
 /// How far behind the freshest replica one may lag and still be believed.
 pub const LAG_MAX: Duration = Duration::from_millis(500);
 
 /// The highest number of a source that was not shown for so long is not waited for any more.
-pub const FORGOTTEN: Duration = Duration::from_secs(30);
+pub const ANSWER_MEMORY: Duration = Duration::from_secs(30);
 
 /// Numbers first seen within this time are kept as one, with the oldest's time: bounds the memory to
-/// 51 entries a source, and at worst ends a belief this much early.
+/// 51 entries a source, and at worst ends a freshness this much early.
 const GRAIN: Duration = Duration::from_millis(10);
 
 #[derive(Clone, Debug, Default)]
-pub struct View {
-    sources: PerSource<Belief>,
-    counts: ViewCounts,
+pub struct IndexView {
+    sources: PerSource<SourceFreshness>,
+    counts: IndexViewCounts,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ViewCounts {
+pub struct IndexViewCounts {
     /// Source answers that were `stale` for an old generation or number.
     pub lagging: u64,
     /// Sources that this router does not believe any more, so far.
@@ -45,7 +45,7 @@ pub struct ViewCounts {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Belief {
+struct SourceFreshness {
     generation: Option<Generation>,
     /// Records applied, and when an answer first showed that many; ascending in both. The first is
     /// older than [`LAG_MAX`] or the only one.
@@ -57,15 +57,15 @@ struct Belief {
 
 /// One answer as it is believed, by source.
 #[derive(Clone, Debug, Default)]
-pub struct Knowledge {
-    sources: PerSource<Option<Known>>,
+pub struct TrustedAnswer {
+    sources: PerSource<Option<TrustedSource>>,
     /// Sources whose generation is newer than ever before: what was expected there is void.
     pub restarted: Vec<SourceId>,
 }
 
 /// What is believed of one source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Known {
+pub struct TrustedSource {
     pub generation: Generation,
     pub engine_seq: Option<EngineSeq>,
     pub states: Tiers<SourceState>,
@@ -73,21 +73,21 @@ pub struct Known {
     pub run: Tiers<u32>,
 }
 
-impl Knowledge {
+impl TrustedAnswer {
     /// `None`: no answer came, or the index does not know the source.
     #[must_use]
-    pub fn of(&self, source: SourceId) -> Option<&Known> {
+    pub fn of(&self, source: SourceId) -> Option<&TrustedSource> {
         self.sources.get(source)?.as_ref()
     }
 
     /// All that something is believed of.
-    pub fn all(&self) -> impl Iterator<Item = (SourceId, &Known)> {
+    pub fn all(&self) -> impl Iterator<Item = (SourceId, &TrustedSource)> {
         let all = self.sources.iter();
         all.filter_map(|(id, known)| Some((id, known.as_ref()?)))
     }
 }
 
-impl Known {
+impl TrustedSource {
     /// The source's one-word state.
     #[must_use]
     pub const fn state(&self) -> SourceState {
@@ -122,45 +122,50 @@ impl Known {
     }
 }
 
-impl View {
+impl IndexView {
     /// Judges an answer. One from a replica that was behind the asked position says nothing.
-    pub fn judge(&mut self, roster: &mut Roster, answer: &IndexAnswer, now: Instant) -> Knowledge {
-        let mut knowledge = Knowledge::default();
+    pub fn judge(
+        &mut self,
+        table: &mut SourceTable,
+        answer: &IndexAnswer,
+        now: Instant,
+    ) -> TrustedAnswer {
+        let mut trusted = TrustedAnswer::default();
         let sources = match answer {
             IndexAnswer::Runs { sources, .. } => sources.as_slice(),
             IndexAnswer::Behind { .. } => &[],
         };
         for answer in sources {
-            let id = roster.enrol(&answer.source);
-            let mut known = Known::of(answer);
-            let belief = self.sources.get_mut(id);
-            match belief.take_in(answer, now) {
-                Freshness::Restarted => knowledge.restarted.push(id),
+            let id = table.intern(&answer.source);
+            let mut known = TrustedSource::of(answer);
+            let freshness = self.sources.get_mut(id);
+            match freshness.take_in(answer, now) {
+                Freshness::Restarted => trusted.restarted.push(id),
                 Freshness::Fresh => {}
                 Freshness::Lagging => {
                     self.counts.lagging += 1;
                     known.lower_to_stale();
                 }
             }
-            if belief.demoted.is_some_and(|at| answer.generation <= at) {
+            if freshness.demoted.is_some_and(|at| answer.generation <= at) {
                 known.lower_to_stale();
             }
-            *knowledge.sources.get_mut(id) = Some(known);
+            *trusted.sources.get_mut(id) = Some(known);
         }
-        knowledge
+        trusted
     }
 
     /// Stops believing a source until a generation above this one.
     pub fn demote(&mut self, source: SourceId, generation: Generation) {
-        let belief = self.sources.get_mut(source);
-        if belief.demoted.is_none_or(|at| at < generation) {
-            belief.demoted = Some(generation);
+        let freshness = self.sources.get_mut(source);
+        if freshness.demoted.is_none_or(|at| at < generation) {
+            freshness.demoted = Some(generation);
             self.counts.demoted += 1;
         }
     }
 
     #[must_use]
-    pub const fn counts(&self) -> ViewCounts {
+    pub const fn counts(&self) -> IndexViewCounts {
         self.counts
     }
 }
@@ -173,7 +178,7 @@ enum Freshness {
     Lagging,
 }
 
-impl Belief {
+impl SourceFreshness {
     fn take_in(&mut self, answer: &SourceAnswer, now: Instant) -> Freshness {
         // Before the first record of a generation nothing is applied: 0; after number n: n + 1.
         let applied = answer.number.map_or(0, |number| number.0.saturating_add(1));
@@ -216,7 +221,7 @@ impl Belief {
 
     fn is_forgotten(&self, now: Instant) -> bool {
         let shown = self.shown.map(|at| now.saturating_duration_since(at));
-        shown.is_none_or(|ago| ago >= FORGOTTEN)
+        shown.is_none_or(|ago| ago >= ANSWER_MEMORY)
     }
 
     fn first_seen(&mut self, applied: u64, now: Instant) {

@@ -10,36 +10,36 @@ use crate::{Core, RouterLoad};
 
 /// How this router stands, all of one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Head {
+pub struct LedgerHead {
     pub incarnation: Generation,
     /// The last number written.
     pub number: Option<RecordNumber>,
-    /// Own open slots as of it.
+    /// OwnState open slots as of it.
     pub digest: LoadDigest,
 }
 
-/// Own messages, oldest first.
+/// OwnState messages, oldest first.
 #[derive(Clone, Debug)]
-pub struct Written {
+pub struct OutgoingMessages {
     /// The number of the first of them, or the next one to be written. Above what was asked for if
     /// that is not kept.
     pub first: RecordNumber,
     pub messages: Vec<Bytes>,
-    pub head: Head,
+    pub head: LedgerHead,
 }
 
-/// Own open slots, all of one moment.
+/// OwnState open slots, all of one moment.
 #[derive(Clone, Debug)]
-pub struct Stated {
-    pub head: Head,
+pub struct SlotSnapshot {
+    pub head: LedgerHead,
     pub slots: Vec<OpenSlot>,
 }
 
 /// Each call holds whatever lock there is for short times only.
-pub trait Books {
-    /// Own messages from a number on, at least one if there is one, else at most so many bytes.
-    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> Written;
-    fn stated(&mut self) -> Stated;
+pub trait LoadState {
+    /// OwnState messages from a number on, at least one if there is one, else at most so many bytes.
+    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages;
+    fn stated(&mut self) -> SlotSnapshot;
     /// Goes on under another incarnation.
     fn begin(&mut self, incarnation: Generation);
 
@@ -53,8 +53,8 @@ pub trait Books {
     fn delay(&mut self, router: RouterId, delay: Option<Duration>);
 }
 
-impl Books for Core {
-    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> Written {
+impl LoadState for Core {
+    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
         let head = head(self);
         let ledger = self.ledger();
         let first = from.max(ledger.first_kept()).min(ledger.next());
@@ -65,15 +65,15 @@ impl Books for Core {
             bytes += message.len() + size_of::<u64>();
             alone || bytes <= bytes_max
         });
-        Written {
+        OutgoingMessages {
             first,
             messages: messages.cloned().collect(),
             head,
         }
     }
 
-    fn stated(&mut self) -> Stated {
-        Stated {
+    fn stated(&mut self) -> SlotSnapshot {
+        SlotSnapshot {
             head: head(self),
             slots: Self::stated(self),
         }
@@ -114,9 +114,9 @@ impl Books for Core {
 
 /// How a core's router stands now.
 #[must_use]
-pub fn head(core: &Core) -> Head {
+pub fn head(core: &Core) -> LedgerHead {
     let ledger = core.ledger();
-    Head {
+    LedgerHead {
         incarnation: ledger.incarnation(),
         number: ledger.last(),
         digest: core.digest(ledger.router()),

@@ -1,7 +1,7 @@
-//! Own open slots as of one number, held while peers fetch them part by part.
+//! OwnState open slots as of one number, held while peers fetch them part by part.
 //!
-//! Peers that ask at about the same time share a cut; two are held at most, each for a short time after
-//! it was last used. A peer whose cut is gone begins anew.
+//! Peers that ask at about the same time share a cached; two are held at most, each for a short time after
+//! it was last used. A peer whose cached is gone begins anew.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use warmroute_proto::load::{ANSWER_BYTES_MAX, OpenSlot, StatePart};
 use warmroute_proto::{RecordNumber, RouterId};
 
-use super::books::Stated;
+use super::load_state::SlotSnapshot;
 
 const HELD_MAX: usize = 2;
 
 /// After the last part that was asked for.
 const KEPT: Duration = Duration::from_secs(2);
 
-/// Who asks for the state within this time gets the cut that there is. What is newer than that the
+/// Who asks for the state within this time gets the cached that there is. What is newer than that the
 /// ring has.
 const SHARED: Duration = Duration::from_millis(100);
 
@@ -24,30 +24,30 @@ const SHARED: Duration = Duration::from_millis(100);
 const PART_BYTES: usize = 128;
 
 #[derive(Default)]
-pub(super) struct Cuts(Vec<Cut>);
+pub(super) struct SnapshotCache(Vec<CachedSnapshot>);
 
-struct Cut {
-    stated: Stated,
+struct CachedSnapshot {
+    stated: SlotSnapshot,
     parts: Vec<Range<usize>>,
     made: Instant,
     used: Instant,
 }
 
-impl Cuts {
-    /// The newest cut, if it is new enough to be shared.
+impl SnapshotCache {
+    /// The newest cached, if it is new enough to be shared.
     pub(super) fn newest(&self, now: Instant) -> Option<Option<RecordNumber>> {
         let newest = self.0.last()?;
         let fresh = now.saturating_duration_since(newest.made) < SHARED;
         fresh.then_some(newest.stated.head.number)
     }
 
-    pub(super) fn hold(&mut self, stated: Stated, now: Instant) -> Option<RecordNumber> {
+    pub(super) fn hold(&mut self, stated: SlotSnapshot, now: Instant) -> Option<RecordNumber> {
         let number = stated.head.number;
-        self.0.retain(|cut| cut.stated.head.number != number);
+        self.0.retain(|cached| cached.stated.head.number != number);
         if self.0.len() == HELD_MAX {
             self.0.remove(0);
         }
-        self.0.push(Cut {
+        self.0.push(CachedSnapshot {
             parts: split(&stated.slots),
             stated,
             made: now,
@@ -63,27 +63,27 @@ impl Cuts {
         part: u32,
         now: Instant,
     ) -> Option<StatePart> {
-        let cut = self
+        let cached = self
             .0
             .iter_mut()
-            .find(|cut| cut.stated.head.number == number)?;
-        let range = cut.parts.get(usize::try_from(part).ok()?)?.clone();
-        cut.used = now;
-        let head = cut.stated.head;
+            .find(|cached| cached.stated.head.number == number)?;
+        let range = cached.parts.get(usize::try_from(part).ok()?)?.clone();
+        cached.used = now;
+        let head = cached.stated.head;
         Some(StatePart {
             router,
             incarnation: head.incarnation,
             number,
             digest: head.digest,
             part,
-            parts: u32::try_from(cut.parts.len()).unwrap_or(u32::MAX),
-            slots: cut.stated.slots.get(range)?.to_vec(),
+            parts: u32::try_from(cached.parts.len()).unwrap_or(u32::MAX),
+            slots: cached.stated.slots.get(range)?.to_vec(),
         })
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
         self.0
-            .retain(|cut| now.saturating_duration_since(cut.used) < KEPT);
+            .retain(|cached| now.saturating_duration_since(cached.used) < KEPT);
     }
 
     pub(super) fn clear(&mut self) {
