@@ -12,7 +12,7 @@ use warmroute_proto::view::{DigestView, SourceDigest};
 
 use crate::metrics;
 use crate::service::Handle;
-use crate::source::Status;
+use crate::source::SourceStatus;
 
 impl Handle {
     /// `/v1/digest`: of each source what its last acknowledged record made of it.
@@ -26,7 +26,7 @@ impl Handle {
     }
 }
 
-fn source_digest(status: &Status) -> SourceDigest {
+fn source_digest(status: &SourceStatus) -> SourceDigest {
     let point = status.acknowledged;
     SourceDigest {
         worker: status.source.worker.clone(),

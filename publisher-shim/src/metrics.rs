@@ -6,9 +6,9 @@ use std::fmt::Write as _;
 use warmroute_proto::{EngineHealth, Tier};
 
 use crate::service::Handle;
-use crate::source::{CheckpointStatus, Reason, Status};
+use crate::source::{CheckpointStatus, GenerationReason, SourceStatus};
 
-type Value = fn(&Status) -> f64;
+type Value = fn(&SourceStatus) -> f64;
 
 /// Name without the prefix, help, type, value.
 const SERIES: [(&str, &str, &str, Value); 37] = [
@@ -115,7 +115,7 @@ const SERIES: [(&str, &str, &str, Value); 37] = [
         "events_elsewhere_total",
         "Events of media and groups that are not indexed.",
         "counter",
-        |s| number(s.mirror.events_elsewhere),
+        |s| number(s.mirror.events_untracked),
     ),
     ("clears_total", "Resets of the cache.", "counter", |s| {
         number(s.mirror.clears)
@@ -124,7 +124,7 @@ const SERIES: [(&str, &str, &str, Value); 37] = [
         "held_dropped_total",
         "Live batches that were not kept while a replay was under way.",
         "counter",
-        |s| number(s.counters.held_dropped),
+        |s| number(s.counters.buffered_dropped),
     ),
     ("generations_total", "Generations begun.", "counter", |s| {
         number(s.counters.generations)
@@ -157,7 +157,7 @@ const SERIES: [(&str, &str, &str, Value); 37] = [
         "pauses_total",
         "Times that the log or the lease was away.",
         "counter",
-        |s| number(s.counters.mutes),
+        |s| number(s.counters.pauses),
     ),
     (
         "tails_unexpected_total",
@@ -203,7 +203,7 @@ const SERIES: [(&str, &str, &str, Value); 37] = [
     ),
 ];
 
-fn checkpoint(status: &Status) -> CheckpointStatus {
+fn checkpoint(status: &SourceStatus) -> CheckpointStatus {
     status.checkpoint.unwrap_or_default()
 }
 
@@ -238,7 +238,7 @@ pub fn add_shim(text: &mut String, handle: &Handle) {
 
 /// Prometheus' text format: each metric is described once, with a series for each source.
 #[must_use]
-pub fn text(sources: &[Status]) -> String {
+pub fn text(sources: &[SourceStatus]) -> String {
     let mut text = String::new();
     for (name, help, kind, value) in SERIES {
         head(&mut text, name, help, kind);
@@ -255,7 +255,7 @@ pub fn text(sources: &[Status]) -> String {
     );
     for source in sources {
         let labels = labels(source);
-        for reason in Reason::ALL {
+        for reason in GenerationReason::ALL {
             let (word, count) = (reason.label(), source.counters.reasons.of(reason));
             line(
                 &mut text,
@@ -282,7 +282,7 @@ pub fn text(sources: &[Status]) -> String {
     text
 }
 
-fn labels(source: &Status) -> String {
+fn labels(source: &SourceStatus) -> String {
     let worker = source.source.worker.as_str();
     let worker = worker
         .replace('\\', "\\\\")
@@ -326,15 +326,15 @@ mod tests {
     use warmroute_proto::{DpRank, Source, WorkerId};
 
     use super::*;
-    use crate::source::{Config, SourceCore};
+    use crate::source::{SourceConfig, SourceCore};
 
-    fn status(worker: &str, rank: u32) -> Status {
+    fn status(worker: &str, rank: u32) -> SourceStatus {
         let source = Source {
             worker: WorkerId::from(worker),
             dp_rank: DpRank(rank),
         };
         let now = tokio::time::Instant::now().into_std();
-        let mut core = SourceCore::new(Config::new(source, true));
+        let mut core = SourceCore::new(SourceConfig::new(source, true));
         core.connected(now);
         core.status(now)
     }
@@ -362,7 +362,7 @@ mod tests {
         assert_eq!(described.len(), 2 * (SERIES.len() + 2));
         assert_eq!(
             series.len(),
-            sources.len() * (SERIES.len() + Tier::ALL.len() + Reason::ALL.len())
+            sources.len() * (SERIES.len() + Tier::ALL.len() + GenerationReason::ALL.len())
         );
         for line in [
             r#"warmroute_shim_connected{worker="a",dp_rank="1"} 1"#,

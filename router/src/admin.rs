@@ -17,7 +17,7 @@ use warmroute_plane::PlaneError;
 use warmroute_process::server::probes;
 use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
-use warmroute_shim::source::Status;
+use warmroute_shim::source::SourceStatus;
 
 use crate::drains::Drains;
 use crate::fleet::{Fleet, Member};
@@ -300,7 +300,7 @@ fn ttft_ratios(member: &Member, admin: &Admin) -> Vec<(u32, f64)> {
     ranks_of(member).filter_map(known).collect()
 }
 
-fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {
+fn statuses(admin: &Admin) -> impl Iterator<Item = SourceStatus> {
     let shims = admin.around.shims().iter();
     shims.flat_map(warmroute_shim::Handle::sources)
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use warmroute_mirror::checkpoint;
-use warmroute_mirror::mirror::{Config, Mirror, Start};
+use warmroute_mirror::mirror::{Mirror, MirrorConfig, Start};
 use warmroute_mirror::source::{self, Effect, SourceCore};
 use warmroute_mirror::wire::Batch;
 use warmroute_proto::{DpRank, EngineSeq, Source, WorkerId};
@@ -118,7 +118,7 @@ fn core(payloads: &[Vec<u8>]) -> SourceCore {
         worker: WorkerId::from("w"),
         dp_rank: DpRank(0),
     };
-    let mut core = SourceCore::new(source::Config::new(source, true));
+    let mut core = SourceCore::new(source::SourceConfig::new(source, true));
     let now = Instant::now();
     core.connected(now);
     while let Some(effect) = core.poll_effect() {
@@ -145,13 +145,13 @@ fn main() {
         }
     });
     let mirror = rate(count, || {
-        let mut mirror = Mirror::new(Config::default(), Start::Empty);
+        let mut mirror = Mirror::new(MirrorConfig::default(), Start::Empty);
         for batch in &batches {
             black_box(mirror.apply(batch).unwrap());
         }
     });
     let both = rate(count, || {
-        let mut mirror = Mirror::new(Config::default(), Start::Empty);
+        let mut mirror = Mirror::new(MirrorConfig::default(), Start::Empty);
         for payload in &payloads {
             let batch = Batch::decode(payload).unwrap();
             black_box(mirror.apply(&batch).unwrap());
@@ -169,7 +169,7 @@ fn main() {
     let (bytes, encode_time) = best(|| checkpoint::encode(&cut));
     let source = core.status(Instant::now()).source;
     let (restored, restore_time) =
-        best(|| checkpoint::decode(&bytes, &source, Config::default()).unwrap());
+        best(|| checkpoint::decode(&bytes, &source, MirrorConfig::default()).unwrap());
     let ms = |time: Duration| (time.as_secs_f64() * 1e4).round() / 10.0;
     println!(
         "{}",

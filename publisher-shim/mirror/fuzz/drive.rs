@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use warmroute_mirror::source::{Config, Effect, ReplayId, SourceCore, Tail, next_generation};
+use warmroute_mirror::source::{Effect, ReplayId, SourceConfig, SourceCore, Tail, next_generation};
 use warmroute_mirror::wire::Batch;
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, Generation, Source, WorkerId};
 
@@ -23,9 +23,9 @@ pub(crate) fn source(bytes: &[u8]) {
         dp_rank: DpRank(0),
     };
     let mut world = World {
-        core: SourceCore::new(Config {
+        core: SourceCore::new(SourceConfig {
             waits_for_clock: false,
-            ..Config::new(source, true)
+            ..SourceConfig::new(source, true)
         }),
         now: now(),
         replay: ReplayId(0),

@@ -15,14 +15,14 @@ pub(crate) fn start() -> Instant {
 
 /// Folds changes as an indexer does, and insists on its rules.
 #[derive(Debug, Default)]
-pub(crate) struct Reader {
+pub(crate) struct LogReader {
     held: BTreeMap<(PrefixHash, Tier), ()>,
     /// Every prefix ever told, with its parent.
     parents: BTreeMap<PrefixHash, Option<PrefixHash>>,
     digest: Digest,
 }
 
-impl Reader {
+impl LogReader {
     pub(crate) fn apply(&mut self, changes: &[Change]) {
         changes.iter().for_each(|change| self.apply_one(change));
     }

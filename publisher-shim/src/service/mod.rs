@@ -150,7 +150,9 @@ impl Handle {
         if sources.is_empty() {
             return Err(NotReady::NoLease);
         }
-        let untold = sources.into_iter().find(|source| !source.is_told);
+        let untold = sources
+            .into_iter()
+            .find(|source| !source.is_image_acknowledged);
         untold.map_or(Ok(()), |source| Err(NotReady::NoImage(source.source)))
     }
 

@@ -50,7 +50,7 @@ impl Saver {
         let read = spawn_blocking(move || read(&dir, &source, mirror)).await;
         let core = match read {
             Ok(Ok(Some(restored))) => {
-                let point = &restored.point;
+                let point = &restored.header;
                 info!(
                     source = %saver.source,
                     engine_seq = point.engine_seq.0,

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 use warmroute_proto::TierState;
-use warmroute_shim::source::Reason;
+use warmroute_shim::source::GenerationReason;
 use warmroute_shim::{Handle, NotReady};
 
 use crate::world::{Shim, World, until};
 
-fn count(shim: &Shim, reason: Reason) -> u64 {
+fn count(shim: &Shim, reason: GenerationReason) -> u64 {
     let sources = shim.handle.sources();
     sources[0].counters.reasons.of(reason)
 }
@@ -70,14 +70,14 @@ async fn row_7_an_outbox_that_overflows_is_one_generation() {
     for token in 2..2000 {
         world.store(token);
     }
-    let is_full = || count(&shim, Reason::OutboxFull) == 1;
+    let is_full = || count(&shim, GenerationReason::OutboxFull) == 1;
     until(is_full, || format!("{:?}", shim.handle.sources())).await;
     let is_read = || shim.handle.sources()[0].prefixes == 1999;
     until(is_read, || format!("{:?}", shim.handle.sources())).await;
     assert!(shim.handle.sources()[0].waiting_bytes <= 30_000);
     world.server.restart().await;
     let fold = world.until_equal(&shim).await;
-    assert_eq!(count(&shim, Reason::OutboxFull), 1);
+    assert_eq!(count(&shim, GenerationReason::OutboxFull), 1);
     assert_eq!(fold.generations.len(), 2, "{:?}", fold.generations);
     until_credited(&shim.handle).await;
     shim.end().await;
@@ -94,7 +94,7 @@ async fn row_16c_a_wiped_registry_is_built_again_and_generations_go_on() {
     let jetstream = async_nats::jetstream::new(client);
     jetstream.delete_stream("KV_wr_t").await.unwrap();
     world.init().await;
-    let is_written = || count(&shim, Reason::RegistryLost) == 1;
+    let is_written = || count(&shim, GenerationReason::RegistryLost) == 1;
     until(is_written, || format!("{:?}", shim.handle.sources())).await;
     world.store(2);
     let after = world.until_equal(&shim).await;
@@ -115,7 +115,7 @@ async fn row_10_a_log_made_anew_gets_the_whole_image() {
     let jetstream = async_nats::jetstream::new(client);
     jetstream.delete_stream("wr_t").await.unwrap();
     world.init().await;
-    let is_seen = || count(&shim, Reason::LogLost) == 1;
+    let is_seen = || count(&shim, GenerationReason::LogLost) == 1;
     until(is_seen, || format!("{:?}", shim.handle.sources())).await;
     world.store(100);
     let after = world.until_equal(&shim).await;
@@ -144,7 +144,8 @@ async fn row_9_a_log_rolled_back_to_an_older_copy_is_found() {
     std::fs::remove_dir_all(world.server.store()).unwrap();
     std::fs::rename(&copy, world.server.store()).unwrap();
     world.server.restart().await;
-    let is_seen = || count(&shim, Reason::LogLost) + count(&shim, Reason::Overtaken) == 1;
+    let is_seen =
+        || count(&shim, GenerationReason::LogLost) + count(&shim, GenerationReason::Overtaken) == 1;
     until(is_seen, || format!("{:?}", shim.handle.sources())).await;
     world.store(100);
     let after = world.until_equal(&shim).await;

@@ -7,9 +7,9 @@
 
 use std::cell::RefCell;
 
-use warmroute_mirror::mirror::{Config, Mirror, Start};
+use warmroute_mirror::mirror::{MirrorConfig, Mirror, Start};
 use warmroute_mirror::wire::{
-    self, Batch, BlockGroup, EngineHash, GroupKind, Lora, Medium, Removed, Stored,
+    self, Batch, BlockGroup, EngineHash, GroupKind, LoraRef, Medium, RemovedBlocks, StoredBlocks,
 };
 use warmroute_proto::hash::{LocalHash, PrefixHash};
 use warmroute_proto::{Tier, Tiers};
@@ -41,35 +41,35 @@ fn batch(event: Event) -> (u32, Batch) {
             parent,
             blocks,
         } => {
-            let stored = Stored {
+            let stored = StoredBlocks {
                 hashes: blocks.iter().map(|block| EngineHash(block.1)).collect(),
                 parent: parent.map(EngineHash),
                 tokens: blocks.iter().flat_map(|block| tokens(block.0)).collect(),
-                tokens_each: 1,
+                tokens_per_position: 1,
                 block_size: TOKENS_PER_BLOCK as u32,
-                lora: Lora::None,
+                lora: LoraRef::None,
                 salt: None,
                 keys: Vec::new(),
-                tells_extra_keys: true,
+                reports_extra_keys: true,
                 medium: medium(tier),
                 group: BlockGroup {
                     index: Some(0),
                     kind: Some(GroupKind::Main),
                 },
             };
-            (worker, wire::Event::Stored(Box::new(stored)))
+            (worker, wire::CacheEvent::Stored(Box::new(stored)))
         }
         Event::Remove {
             worker,
             tier,
             blocks,
         } => {
-            let removed = Removed {
+            let removed = RemovedBlocks {
                 hashes: blocks.into_iter().map(EngineHash).collect(),
                 medium: medium(tier),
                 group: Some(0),
             };
-            (worker, wire::Event::Removed(removed))
+            (worker, wire::CacheEvent::Removed(removed))
         }
     };
     let batch = Batch {
@@ -101,7 +101,7 @@ impl Index for MirrorAndTree {
     type Answer = Vec<Tiers<u32>>;
 
     fn new(workers: u32) -> Self {
-        let mirror = |_| Mirror::new(Config::default(), Start::Empty);
+        let mirror = |_| Mirror::new(MirrorConfig::default(), Start::Empty);
         Self {
             mirrors: RefCell::new((0..workers).map(mirror).collect()),
             tree: Ours::new(workers),

@@ -99,7 +99,7 @@ impl World {
         let source = self.engines[self.shims[at].worker].source.clone();
         let mut config = Config::new(source, true);
         config.outbox_bytes_max = self.rates.outbox_bytes_max;
-        config.held_bytes_max = self.rates.held_bytes_max;
+        config.buffer_bytes_max = self.rates.held_bytes_max;
         config.seed = self.rng.u64(..);
         config
     }

@@ -9,11 +9,11 @@
 pub struct Malformed(pub &'static str);
 
 #[derive(Debug, Default)]
-pub(crate) struct Writer {
+pub(crate) struct FieldWriter {
     bytes: Vec<u8>,
 }
 
-impl Writer {
+impl FieldWriter {
     pub(crate) fn with_capacity(bytes: usize) -> Self {
         Self {
             bytes: Vec::with_capacity(bytes),
@@ -51,11 +51,11 @@ impl Writer {
 }
 
 #[derive(Debug)]
-pub(crate) struct Reader<'a> {
+pub(crate) struct FieldReader<'a> {
     rest: &'a [u8],
 }
 
-impl<'a> Reader<'a> {
+impl<'a> FieldReader<'a> {
     pub(crate) const fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
     }

@@ -3,7 +3,7 @@
 //! A [`Checkpoint`] is one source at one engine batch: the mirror with all its references, the
 //! batch's sequence and the hash of its bytes, and the generation as a fence. The engine's replay
 //! from that batch on, inclusive, proves whether it is still the same life; nothing restored is
-//! believed before. [`Pace`] says when the next one is due: often enough that the engine's replay
+//! believed before. [`CheckpointSchedule`] says when the next one is due: often enough that the engine's replay
 //! buffer reaches back to it.
 //!
 //! The bytes are versioned and checksummed. What is torn, of another source, of another
@@ -13,16 +13,18 @@
 //! Pure. Files and locks: `state_dir`.
 
 mod fields;
-mod pace;
+mod schedule;
 
 use warmroute_proto::{DpRank, EngineSeq, Generation, Source, WorkerId};
 use xxhash_rust::xxh3::xxh3_128;
 
 pub use fields::Malformed;
-pub(crate) use fields::{Reader, Writer};
-pub use pace::Pace;
+pub(crate) use fields::{FieldReader, FieldWriter};
+pub use schedule::CheckpointSchedule;
+// Until the shell uses the new name.
+pub use schedule::CheckpointSchedule as Pace;
 
-use crate::mirror::{self, Cut, Mirror};
+use crate::mirror::{self, Mirror, MirrorConfig, MirrorSnapshot};
 
 const MAGIC: [u8; 8] = *b"WRSHIMCP";
 /// Grows with every change of what follows it; stable otherwise.
@@ -35,14 +37,14 @@ pub const BYTES_MAX: u64 = 2 << 30;
 /// The source as of one batch, before it is bytes.
 #[derive(Debug)]
 pub struct Checkpoint {
-    pub point: Point,
-    pub(crate) config: mirror::Config,
-    pub(crate) mirror: Cut,
+    pub header: CheckpointHeader,
+    pub(crate) config: MirrorConfig,
+    pub(crate) mirror: MirrorSnapshot,
 }
 
 /// Where a checkpoint stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Point {
+pub struct CheckpointHeader {
     pub source: Source,
     /// The generation in use; no lower one may be claimed again.
     pub generation: Generation,
@@ -54,7 +56,7 @@ pub struct Point {
 /// A checkpoint read back, not yet proven.
 #[derive(Debug)]
 pub struct Restored {
-    pub point: Point,
+    pub header: CheckpointHeader,
     pub(crate) mirror: Mirror,
 }
 
@@ -68,7 +70,7 @@ impl Restored {
 
 /// Why bytes are not used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum CheckpointError {
     #[error("it is no checkpoint")]
     Foreign,
     #[error("its version {0} is not known here")]
@@ -83,7 +85,7 @@ pub enum Refused {
     Malformed(#[from] Malformed),
 }
 
-impl Refused {
+impl CheckpointError {
     /// For a metric's label.
     #[must_use]
     pub const fn label(&self) -> &'static str {
@@ -101,17 +103,17 @@ impl Refused {
 /// The bytes of a file.
 #[must_use]
 pub fn encode(checkpoint: &Checkpoint) -> Vec<u8> {
-    let mut writer = Writer::with_capacity(checkpoint.mirror.bytes_hint());
+    let mut writer = FieldWriter::with_capacity(checkpoint.mirror.bytes_hint());
     writer.bytes(&MAGIC);
     writer.u32(VERSION);
-    let point = &checkpoint.point;
-    let worker = point.source.worker.as_str().as_bytes();
+    let header = &checkpoint.header;
+    let worker = header.source.worker.as_str().as_bytes();
     writer.count(worker.len());
     writer.bytes(worker);
-    writer.u32(point.source.dp_rank.0);
-    writer.u64(point.generation.0);
-    writer.u64(point.engine_seq.0);
-    writer.u64(point.payload_hash);
+    writer.u32(header.source.dp_rank.0);
+    writer.u64(header.generation.0);
+    writer.u64(header.engine_seq.0);
+    writer.u64(header.payload_hash);
     writer.bytes(&fingerprint(&checkpoint.config));
     checkpoint.mirror.save(&mut writer);
     let checksum = xxh3_128(writer.written());
@@ -120,23 +122,27 @@ pub fn encode(checkpoint: &Checkpoint) -> Vec<u8> {
 }
 
 /// The checkpoint in these bytes, if it is of this source and configuration.
-pub fn decode(bytes: &[u8], source: &Source, config: mirror::Config) -> Result<Restored, Refused> {
+pub fn decode(
+    bytes: &[u8],
+    source: &Source,
+    config: MirrorConfig,
+) -> Result<Restored, CheckpointError> {
     let (body, checksum) = bytes
         .len()
         .checked_sub(CHECKSUM_BYTES)
         .and_then(|at| bytes.split_at_checked(at))
-        .ok_or(Refused::Foreign)?;
-    let mut reader = Reader::new(body);
+        .ok_or(CheckpointError::Foreign)?;
+    let mut reader = FieldReader::new(body);
     if reader.bytes(MAGIC.len()) != Ok(&MAGIC) {
-        return Err(Refused::Foreign);
+        return Err(CheckpointError::Foreign);
     }
     // Before the checksum, which a newer version may compute differently.
     let version = reader.u32()?;
     if version != VERSION {
-        return Err(Refused::Version(version));
+        return Err(CheckpointError::Version(version));
     }
     if checksum != xxh3_128(body).to_le_bytes() {
-        return Err(Refused::Checksum);
+        return Err(CheckpointError::Checksum);
     }
     let name = reader.count(1)?;
     let worker = str::from_utf8(reader.bytes(name)?).map_err(|_| Malformed("a name"))?;
@@ -145,29 +151,29 @@ pub fn decode(bytes: &[u8], source: &Source, config: mirror::Config) -> Result<R
         dp_rank: DpRank(reader.u32()?),
     };
     if found != *source {
-        return Err(Refused::Source(found));
+        return Err(CheckpointError::Source(found));
     }
-    let point = Point {
+    let header = CheckpointHeader {
         source: found,
         generation: Generation(reader.u64()?),
         engine_seq: EngineSeq(reader.u64()?),
         payload_hash: reader.u64()?,
     };
     if reader.bytes(FINGERPRINT_BYTES)? != fingerprint(&config) {
-        return Err(Refused::Config);
+        return Err(CheckpointError::Config);
     }
     let mirror = Mirror::load(config, &mut reader)?;
     if !reader.is_at_end() {
         return Err(Malformed("more behind the end").into());
     }
-    Ok(Restored { point, mirror })
+    Ok(Restored { header, mirror })
 }
 
 const FINGERPRINT_BYTES: usize = 7;
 
 /// What decides how events were folded: under another one the same events make another mirror.
-fn fingerprint(config: &mirror::Config) -> [u8; FINGERPRINT_BYTES] {
-    let mirror::Config {
+fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
+    let MirrorConfig {
         block_size,
         blocks_max: _,
         orphans_max: _,

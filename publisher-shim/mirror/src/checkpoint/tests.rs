@@ -10,32 +10,32 @@ fn source(worker: &str) -> Source {
     }
 }
 
-fn bytes(config: mirror::Config) -> Vec<u8> {
+fn bytes(config: MirrorConfig) -> Vec<u8> {
     encode(&Checkpoint {
-        point: Point {
+        header: CheckpointHeader {
             source: source("w.1"),
             generation: Generation(7),
             engine_seq: EngineSeq(41),
             payload_hash: 99,
         },
         config,
-        mirror: Mirror::new(config, Start::Empty).cut(),
+        mirror: Mirror::new(config, Start::Empty).snapshot(),
     })
 }
 
 #[test]
 fn a_checkpoint_comes_back() {
-    let config = mirror::Config::default();
+    let config = MirrorConfig::default();
     let restored = decode(&bytes(config), &source("w.1"), config).unwrap();
-    assert_eq!(restored.point.source, source("w.1"));
-    assert_eq!(restored.point.generation, Generation(7));
-    assert_eq!(restored.point.engine_seq, EngineSeq(41));
-    assert_eq!(restored.point.payload_hash, 99);
+    assert_eq!(restored.header.source, source("w.1"));
+    assert_eq!(restored.header.generation, Generation(7));
+    assert_eq!(restored.header.engine_seq, EngineSeq(41));
+    assert_eq!(restored.header.payload_hash, 99);
 }
 
 #[test]
 fn a_torn_or_changed_one_is_refused() {
-    let config = mirror::Config::default();
+    let config = MirrorConfig::default();
     let bytes = bytes(config);
     let refused = |bytes: &[u8]| decode(bytes, &source("w.1"), config).unwrap_err();
     for len in 0..bytes.len() {
@@ -48,31 +48,31 @@ fn a_torn_or_changed_one_is_refused() {
     }
     let mut longer = bytes.clone();
     longer.push(0);
-    assert_eq!(refused(&longer), Refused::Checksum);
-    assert_eq!(refused(b""), Refused::Foreign);
-    assert_eq!(refused(&[7; 400]), Refused::Foreign);
+    assert_eq!(refused(&longer), CheckpointError::Checksum);
+    assert_eq!(refused(b""), CheckpointError::Foreign);
+    assert_eq!(refused(&[7; 400]), CheckpointError::Foreign);
 }
 
 #[test]
 fn one_of_another_source_version_or_configuration_is_refused() {
-    let config = mirror::Config::default();
+    let config = MirrorConfig::default();
     let bytes = bytes(config);
     assert_eq!(
         decode(&bytes, &source("w.2"), config).unwrap_err(),
-        Refused::Source(source("w.1"))
+        CheckpointError::Source(source("w.1"))
     );
     let mut newer = bytes.clone();
     newer[MAGIC.len()] = 2;
     assert_eq!(
         decode(&newer, &source("w.1"), config).unwrap_err(),
-        Refused::Version(2)
+        CheckpointError::Version(2)
     );
     let others = [
-        mirror::Config {
+        MirrorConfig {
             block_size: BlockSize::new(16),
             ..config
         },
-        mirror::Config {
+        MirrorConfig {
             assume: Assumptions {
                 no_lora: true,
                 ..Assumptions::default()
@@ -82,6 +82,6 @@ fn one_of_another_source_version_or_configuration_is_refused() {
     ];
     for other in others {
         let refused = decode(&bytes, &source("w.1"), other).unwrap_err();
-        assert_eq!(refused, Refused::Config);
+        assert_eq!(refused, CheckpointError::Config);
     }
 }

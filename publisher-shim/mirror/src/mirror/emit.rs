@@ -1,7 +1,7 @@
 //! From what changed in the mirror to what the log's readers must do.
 //!
 //! Readers know a prefix as long as it is held or has a held descendant. A block whose ancestors
-//! they do not know can only be told together with those: stored on the way, and removed again.
+//! they do not know can only be told together with those: stored on the path, and removed again.
 
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
 
@@ -10,19 +10,19 @@ use super::nodes::{Node, NodeId, Nodes, TierSet};
 
 /// Builds a list of changes, joining stores that continue each other.
 #[derive(Default)]
-struct Writer {
+struct ChangeWriter {
     changes: Vec<Change>,
-    run: Option<Run>,
+    run: Option<StoreRun>,
 }
 
-struct Run {
+struct StoreRun {
     last: NodeId,
     parent: Option<PrefixHash>,
     blocks: Vec<LocalHash>,
     tier: Tier,
 }
 
-impl Writer {
+impl ChangeWriter {
     fn stored(&mut self, nodes: &Nodes, id: NodeId, node: &Node, tier: Tier) {
         match &mut self.run {
             Some(run) if run.tier == tier && node.parent == run.last => {
@@ -31,7 +31,7 @@ impl Writer {
             }
             Some(_) | None => {
                 self.flush();
-                self.run = Some(Run {
+                self.run = Some(StoreRun {
                     last: id,
                     parent: nodes.get(node.parent).map(|parent| parent.prefix),
                     blocks: vec![node.local],
@@ -63,20 +63,20 @@ impl Mirror {
     /// Tells the net change since the last call, and frees what nothing needs any more.
     pub(super) fn settle(&mut self) -> Vec<Change> {
         let touched = std::mem::take(&mut self.touched);
-        let mut writer = Writer::default();
+        let mut writer = ChangeWriter::default();
         for tier in Tier::ALL {
             if self.cleared.has(tier) {
                 writer.changes.push(Change::Cleared { tier });
             }
         }
         self.cleared = TierSet::default();
-        let mut passing = Vec::new();
+        let mut transient = Vec::new();
         // Nothing is held, or ever was, in a tier without main groups.
-        let groups = self.groups.all_mains();
+        let groups = self.groups.main_groups();
         let tiers = || Tier::ALL.into_iter().filter(|&tier| *groups.get(tier) > 0);
         for tier in tiers() {
             for &id in &touched {
-                self.tell_stored(id, tier, &mut passing, &mut writer);
+                self.emit_stored(id, tier, &mut transient, &mut writer);
             }
         }
         for tier in tiers() {
@@ -88,8 +88,8 @@ impl Mirror {
                     gone.extend(self.unhold(id, tier));
                 }
             }
-            for &(id, passed) in &passing {
-                // A block may have been passed on the way and lie in the list above as well.
+            for &(id, passed) in &transient {
+                // A block may have been passed on the path and lie in the list above as well.
                 let still = self.nodes.get(id).is_some_and(|node| node.held.has(tier));
                 if passed == tier && still {
                     gone.extend(self.unhold(id, tier));
@@ -106,9 +106,9 @@ impl Mirror {
     #[must_use]
     pub fn image(&self) -> Vec<Change> {
         let mut told = vec![TierSet::default(); self.nodes.slots()];
-        let mut writer = Writer::default();
-        let mut passing: Vec<(NodeId, Tier)> = Vec::new();
-        let mut way = Vec::new();
+        let mut writer = ChangeWriter::default();
+        let mut transient: Vec<(NodeId, Tier)> = Vec::new();
+        let mut path = Vec::new();
         let is_due = |id: NodeId, tier: Tier, told: &[TierSet]| {
             let held = self.nodes.get(id).is_some_and(|node| node.held.has(tier));
             held && !told[id.index()].has(tier)
@@ -124,23 +124,23 @@ impl Mirror {
                     if known {
                         break;
                     }
-                    way.push(at);
+                    path.push(at);
                     at = node.parent;
                 }
-                while let Some(at) = way.pop() {
+                while let Some(at) = path.pop() {
                     let Some(node) = self.nodes.get(at) else {
                         continue;
                     };
                     writer.stored(&self.nodes, at, node, tier);
                     told[at.index()] = told[at.index()].with(tier);
                     if !node.held.has(tier) {
-                        passing.push((at, tier));
+                        transient.push((at, tier));
                     }
                 }
             }
         }
         for tier in Tier::ALL {
-            let gone = passing
+            let gone = transient
                 .iter()
                 .filter(|(_, passed)| *passed == tier)
                 .filter_map(|(id, _)| self.nodes.get(*id).map(|node| node.prefix))
@@ -150,12 +150,12 @@ impl Mirror {
         writer.changes
     }
 
-    fn tell_stored(
+    fn emit_stored(
         &mut self,
         id: NodeId,
         tier: Tier,
-        passing: &mut Vec<(NodeId, Tier)>,
-        writer: &mut Writer,
+        transient: &mut Vec<(NodeId, Tier)>,
+        writer: &mut ChangeWriter,
     ) {
         if !self.gains(id, tier) {
             return;
@@ -166,12 +166,12 @@ impl Mirror {
                 break;
             }
             let parent = node.parent;
-            self.way.push(at);
+            self.path.push(at);
             at = parent;
         }
-        while let Some(at) = self.way.pop() {
+        while let Some(at) = self.path.pop() {
             if !self.gains(at, tier) {
-                passing.push((at, tier));
+                transient.push((at, tier));
             }
             if let Some(node) = self.nodes.get(at) {
                 writer.stored(&self.nodes, at, node, tier);
@@ -186,7 +186,7 @@ impl Mirror {
     }
 
     fn is_held(&self, id: NodeId, tier: Tier) -> bool {
-        let groups = self.groups.mains(tier);
+        let groups = self.groups.main_count(tier);
         groups > 0 && self.nodes.is_held(id, tier, groups)
     }
 
@@ -228,8 +228,8 @@ impl Mirror {
             }
         }
         for &id in touched {
-            let engines = &mut self.engines;
-            self.nodes.release(id, |hash| engines.forget(hash));
+            let engine_hashes = &mut self.engine_hashes;
+            self.nodes.release(id, |hash| engine_hashes.forget(hash));
         }
     }
 }

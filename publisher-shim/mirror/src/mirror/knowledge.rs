@@ -11,8 +11,8 @@
 
 use warmroute_proto::{Tier, TierState, TierStates, Tiers};
 
-use crate::checkpoint::{Malformed, Reader, Writer};
-use crate::wire::{Lora, Stored};
+use crate::checkpoint::{FieldReader, FieldWriter, Malformed};
+use crate::wire::{LoraRef, StoredBlocks};
 
 /// What the operator vouches for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,7 +48,7 @@ struct TierKnowledge {
     /// Blocks whose adapter has no name.
     unnamed_lora: bool,
     /// Blocks of an event without room for extra keys.
-    untold_keys: bool,
+    lacks_extra_keys: bool,
     stored: bool,
     /// Its connector sends removals. It stays true for the engine's life.
     removes: bool,
@@ -61,7 +61,7 @@ impl Knowledge {
             missing: false,
             doubt: false,
             unnamed_lora: false,
-            untold_keys: false,
+            lacks_extra_keys: false,
             stored: false,
             removes: tier == Tier::Gpu,
         };
@@ -74,14 +74,14 @@ impl Knowledge {
         }
     }
 
-    pub(super) fn save(&self, writer: &mut Writer) {
+    pub(super) fn save(&self, writer: &mut FieldWriter) {
         for tier in Tier::ALL {
             let TierKnowledge {
                 from_start,
                 missing,
                 doubt,
                 unnamed_lora,
-                untold_keys,
+                lacks_extra_keys,
                 stored,
                 removes,
             } = *self.tiers.get(tier);
@@ -90,7 +90,7 @@ impl Knowledge {
                 missing,
                 doubt,
                 unnamed_lora,
-                untold_keys,
+                lacks_extra_keys,
                 stored,
                 removes,
             ];
@@ -98,7 +98,7 @@ impl Knowledge {
         }
     }
 
-    pub(super) fn load(reader: &mut Reader<'_>) -> Result<Self, Malformed> {
+    pub(super) fn load(reader: &mut FieldReader<'_>) -> Result<Self, Malformed> {
         let mut loaded = Self::new(Start::Unknown);
         for tier in Tier::ALL {
             *loaded.tiers.get_mut(tier) = TierKnowledge {
@@ -106,7 +106,7 @@ impl Knowledge {
                 missing: reader.flag()?,
                 doubt: reader.flag()?,
                 unnamed_lora: reader.flag()?,
-                untold_keys: reader.flag()?,
+                lacks_extra_keys: reader.flag()?,
                 stored: reader.flag()?,
                 removes: reader.flag()?,
             };
@@ -129,19 +129,19 @@ impl Knowledge {
                 missing: false,
                 doubt: false,
                 unnamed_lora: false,
-                untold_keys: false,
+                lacks_extra_keys: false,
                 stored: false,
                 removes: known.removes,
             };
         }
     }
 
-    pub(super) fn saw_store(&mut self, tier: Tier, stored: &Stored) {
+    pub(super) fn saw_store(&mut self, tier: Tier, stored: &StoredBlocks) {
         let known = self.tiers.get_mut(tier);
         known.stored = true;
         // In lower tiers a store that tells less only counts for blocks that are known by hash.
-        known.untold_keys |= tier == Tier::Gpu && !stored.tells_extra_keys;
-        known.unnamed_lora |= matches!(stored.lora, Lora::Unnamed(_));
+        known.lacks_extra_keys |= tier == Tier::Gpu && !stored.reports_extra_keys;
+        known.unnamed_lora |= matches!(stored.lora, LoraRef::Unnamed(_));
     }
 
     pub(super) const fn saw_removal(&mut self, tier: Tier) {
@@ -174,13 +174,13 @@ impl Knowledge {
         &self,
         assume: Assumptions,
         has_orphans: impl Fn(Tier) -> bool,
-        lacks_kinds: impl Fn(Tier) -> bool,
+        lacks_group_kinds: impl Fn(Tier) -> bool,
     ) -> TierStates {
         let state = |tier| {
             let known = self.tiers.get(tier);
             let doubt = known.doubt
-                || (known.untold_keys && !assume.no_extra_keys)
-                || (lacks_kinds(tier) && !assume.main_attention_only)
+                || (known.lacks_extra_keys && !assume.no_extra_keys)
+                || (lacks_group_kinds(tier) && !assume.main_attention_only)
                 || (known.stored && !known.removes);
             let missing = !self.is_whole(tier)
                 || has_orphans(tier)

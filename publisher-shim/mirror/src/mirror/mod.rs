@@ -8,12 +8,12 @@
 //!
 //! It also knows how much it knows ([`Mirror::states`]): whether it saw everything since the engine
 //! was empty, whether something could not be understood, and whether the engine's events tell
-//! enough. [`Sign`]s that the copy is wrong empty it.
+//! enough. [`Inconsistency`]s that the copy is wrong empty it.
 //!
 //! Not here: sequence numbers, replays and time (`source`). Pure: no IO, no clock.
 
 mod emit;
-mod engines;
+mod engine_hashes;
 mod groups;
 mod knowledge;
 mod nodes;
@@ -24,18 +24,18 @@ use warmroute_proto::{
     BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierStates, Tiers,
 };
 
-use crate::wire::{Batch, BlockKeys, EngineHash, Event, Lora, Removed, Stored};
-use engines::Engines;
-use groups::{Groups, Role};
+use crate::wire::{Batch, BlockKeys, CacheEvent, EngineHash, LoraRef, RemovedBlocks, StoredBlocks};
+use engine_hashes::EngineHashes;
+use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start};
-use nodes::{GroupSlot, Naming, NodeId, Nodes, TierSet};
-use orphans::{Content, Orphans};
-pub use save::Cut;
+use nodes::{GroupSlot, NewNode, NodeId, Nodes, TierSet};
+use orphans::{BlockContent, Orphans};
+pub use save::MirrorSnapshot;
 
 /// What a mirror is told from outside.
 #[derive(Clone, Copy, Debug)]
-pub struct Config {
+pub struct MirrorConfig {
     /// The block size that the operator insists on; otherwise the events tell it.
     pub block_size: Option<BlockSize>,
     /// The engine's number of KV blocks; holding more references than that is a sign.
@@ -45,7 +45,10 @@ pub struct Config {
     pub assume: Assumptions,
 }
 
-impl Default for Config {
+// Until the shell uses the new name.
+pub use MirrorConfig as Config;
+
+impl Default for MirrorConfig {
     fn default() -> Self {
         Self {
             block_size: None,
@@ -59,7 +62,7 @@ impl Default for Config {
 /// A sign that the mirror is wrong. It is then empty and partial, and readers need a new
 /// generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Sign {
+pub enum Inconsistency {
     /// A block was removed that is not held, though everything was seen from the start.
     BelowZero,
     /// One engine hash stands for two prefixes.
@@ -68,7 +71,7 @@ pub enum Sign {
     TooMany,
 }
 
-impl Sign {
+impl Inconsistency {
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -81,11 +84,11 @@ impl Sign {
 
 /// What happened so far that is no plain store or removal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct MirrorCounters {
     pub stores_not_indexable: u64,
     pub stores_not_understood: u64,
     pub events_not_understood: u64,
-    pub events_elsewhere: u64,
+    pub events_untracked: u64,
     pub removals_unknown: u64,
     pub orphans_dropped: u64,
     pub clears: u64,
@@ -94,28 +97,28 @@ pub struct Counters {
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub struct Mirror {
-    config: Config,
+    config: MirrorConfig,
     /// Provisional until the first store in GPU memory confirms it.
     block_size: Option<BlockSize>,
     block_size_is_confirmed: bool,
     nodes: Nodes,
-    engines: Engines,
+    engine_hashes: EngineHashes,
     orphans: Orphans,
     groups: Groups,
     knowledge: Knowledge,
     digests: Tiers<Digest>,
-    counters: Counters,
+    counters: MirrorCounters,
     /// Blocks whose state may have changed since the last settlement, each once.
     touched: Vec<NodeId>,
     /// Tiers that were emptied since then and held something before.
     cleared: TierSet,
     /// Room for climbing to known ancestors.
-    way: Vec<NodeId>,
+    path: Vec<NodeId>,
 }
 
 /// Where the next block of a run belongs.
 #[derive(Clone, Copy)]
-enum Place {
+enum RunPosition {
     Behind {
         node: NodeId,
         prefix: Option<PrefixHash>,
@@ -131,21 +134,21 @@ const PAIRS: u64 = 0x7061_6972_735f_6f66;
 
 impl Mirror {
     #[must_use]
-    pub fn new(config: Config, start: Start) -> Self {
+    pub fn new(config: MirrorConfig, start: Start) -> Self {
         Self {
             config,
             block_size: config.block_size,
             block_size_is_confirmed: false,
             nodes: Nodes::default(),
-            engines: Engines::default(),
+            engine_hashes: EngineHashes::default(),
             orphans: Orphans::new(config.orphans_max),
             groups: Groups::default(),
             knowledge: Knowledge::new(start),
             digests: Tiers::default(),
-            counters: Counters::default(),
+            counters: MirrorCounters::default(),
             touched: Vec::new(),
             cleared: TierSet::default(),
-            way: Vec::new(),
+            path: Vec::new(),
         }
     }
 
@@ -166,7 +169,7 @@ impl Mirror {
     }
 
     /// Folds a batch. The changes are net: only pairs whose state differs before and after.
-    pub fn apply(&mut self, batch: &Batch) -> Result<Vec<Change>, Sign> {
+    pub fn apply(&mut self, batch: &Batch) -> Result<Vec<Change>, Inconsistency> {
         match self.fold(batch) {
             Ok(()) => Ok(self.settle()),
             Err(sign) => {
@@ -188,7 +191,7 @@ impl Mirror {
         self.knowledge.states(
             self.config.assume,
             |tier| self.orphans.references(tier) > 0,
-            |tier| self.groups.lacks_kinds(tier),
+            |tier| self.groups.lacks_group_kinds(tier),
         )
     }
 
@@ -203,7 +206,7 @@ impl Mirror {
     }
 
     #[must_use]
-    pub const fn counters(&self) -> &Counters {
+    pub const fn counters(&self) -> &MirrorCounters {
         &self.counters
     }
 
@@ -231,7 +234,7 @@ impl Mirror {
     /// As far as was seen, the engine has main-attention groups only.
     #[must_use]
     pub fn main_attention_only(&self) -> bool {
-        self.groups.only_main()
+        self.groups.is_main_attention_only()
     }
 
     /// Prefixes kept, removed ancestors of held ones included.
@@ -261,18 +264,18 @@ impl Mirror {
         held
     }
 
-    fn fold(&mut self, batch: &Batch) -> Result<(), Sign> {
+    fn fold(&mut self, batch: &Batch) -> Result<(), Inconsistency> {
         for event in &batch.events {
             match event {
-                Event::Stored(stored) => self.store(stored)?,
-                Event::Removed(removed) => self.remove(removed)?,
-                Event::Cleared => self.clear(),
+                CacheEvent::Stored(stored) => self.store(stored)?,
+                CacheEvent::Removed(removed) => self.remove(removed)?,
+                CacheEvent::Cleared => self.clear(),
             }
         }
         let skipped = batch.skipped;
         self.counters.stores_not_understood += u64::from(skipped.stores);
         self.counters.events_not_understood += u64::from(skipped.others);
-        self.counters.events_elsewhere += u64::from(skipped.elsewhere);
+        self.counters.events_untracked += u64::from(skipped.untracked);
         if skipped.stores > 0 {
             self.knowledge.miss_all();
         }
@@ -280,7 +283,7 @@ impl Mirror {
             self.knowledge.doubt_all();
         }
         match self.config.blocks_max {
-            Some(max) if self.engines.gpu_references() > max => Err(Sign::TooMany),
+            Some(max) if self.engine_hashes.gpu_references() > max => Err(Inconsistency::TooMany),
             Some(_) | None => Ok(()),
         }
     }
@@ -298,22 +301,22 @@ impl Mirror {
             }
         }
         self.nodes = Nodes::default();
-        self.engines = Engines::default();
+        self.engine_hashes = EngineHashes::default();
         self.orphans = Orphans::new(self.config.orphans_max);
         self.digests = Tiers::default();
         self.touched.clear();
     }
 
-    fn store(&mut self, stored: &Stored) -> Result<(), Sign> {
+    fn store(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
         let tier = stored.medium.tier();
         let slot = match self.groups.learn(tier, stored.group) {
-            Role::Main(slot) => slot,
-            Role::NewMain(slot) => {
+            GroupRole::Main(slot) => slot,
+            GroupRole::NewMain(slot) => {
                 self.touch_all_for(slot);
                 slot
             }
-            Role::Masked => return Ok(()),
-            Role::Unknown => {
+            GroupRole::Masked => return Ok(()),
+            GroupRole::Unknown => {
                 self.knowledge.doubt(tier);
                 return Ok(());
             }
@@ -323,7 +326,7 @@ impl Mirror {
         }
         self.knowledge.saw_store(tier, stored);
         let names_blocks = !stored.tokens.is_empty()
-            && (stored.tells_extra_keys || self.config.assume.no_extra_keys);
+            && (stored.reports_extra_keys || self.config.assume.no_extra_keys);
         if tier != Tier::Gpu && !names_blocks {
             self.store_unnamed(stored, slot);
             return Ok(());
@@ -333,28 +336,28 @@ impl Mirror {
             self.knowledge.miss(tier);
             return Ok(());
         };
-        let mut place = self.place_of(stored);
+        let mut position = self.position_of(stored);
         let mut keys = stored.keys.iter().peekable();
         let blocks = stored.tokens.chunks_exact(block_tokens);
         for (index, (&hash, tokens)) in stored.hashes.iter().zip(blocks).enumerate() {
             let keys = keys.next_if(|(at, _)| *at == index).map(|(_, keys)| keys);
-            let block = Block {
+            let block = StoreBlock {
                 hash,
                 tokens,
                 keys,
-                is_pairs: stored.tokens_each > 1,
+                is_pairs: stored.tokens_per_position > 1,
             };
-            place = self.store_block(&block, place, (slot, tier))?;
+            position = self.store_block(&block, position, (slot, tier))?;
         }
         Ok(())
     }
 
-    /// A store without all that names its blocks, as offloading connectors send: no tokens by
+    /// A store without all that entries its blocks, as offloading connectors send: no tokens by
     /// default, never the extra keys. What is known by its hash counts; the rest is missing.
-    fn store_unnamed(&mut self, stored: &Stored, slot: GroupSlot) {
+    fn store_unnamed(&mut self, stored: &StoredBlocks, slot: GroupSlot) {
         let tier = stored.medium.tier();
         for &hash in &stored.hashes {
-            match self.engines.node(hash) {
+            match self.engine_hashes.node(hash) {
                 Some(node) => self.refer(hash, node, slot, tier),
                 None => {
                     self.counters.stores_not_indexable += 1;
@@ -365,9 +368,11 @@ impl Mirror {
     }
 
     /// Numbers per block, if the store has the source's block size and is whole.
-    fn block_tokens(&mut self, stored: &Stored) -> Option<usize> {
+    fn block_tokens(&mut self, stored: &StoredBlocks) -> Option<usize> {
         let size = BlockSize::new(stored.block_size)?;
-        let each = size.tokens().checked_mul(stored.tokens_each as usize)?;
+        let each = size
+            .tokens()
+            .checked_mul(stored.tokens_per_position as usize)?;
         let whole = each.checked_mul(stored.hashes.len())? == stored.tokens.len();
         let may_decide = self.config.block_size.is_none()
             && !self.block_size_is_confirmed
@@ -382,25 +387,25 @@ impl Mirror {
         Some(each)
     }
 
-    fn place_of(&self, stored: &Stored) -> Place {
+    fn position_of(&self, stored: &StoredBlocks) -> RunPosition {
         let Some(parent) = stored.parent else {
-            return Place::Behind {
+            return RunPosition::Behind {
                 node: NodeId::NONE,
                 prefix: None,
                 seed: root_seed(stored),
             };
         };
-        self.place_behind(parent)
-            .unwrap_or(Place::Unknown { parent })
+        self.position_after(parent)
+            .unwrap_or(RunPosition::Unknown { parent })
     }
 
-    fn place_behind(&self, parent: EngineHash) -> Option<Place> {
-        self.behind(self.engines.node(parent)?)
+    fn position_after(&self, parent: EngineHash) -> Option<RunPosition> {
+        self.behind(self.engine_hashes.node(parent)?)
     }
 
-    fn behind(&self, id: NodeId) -> Option<Place> {
+    fn behind(&self, id: NodeId) -> Option<RunPosition> {
         let node = self.nodes.get(id)?;
-        Some(Place::Behind {
+        Some(RunPosition::Behind {
             node: id,
             prefix: Some(node.prefix),
             seed: node.seed,
@@ -410,18 +415,18 @@ impl Mirror {
     /// Counts one block of a run, and tells where the next one belongs.
     fn store_block(
         &mut self,
-        block: &Block<'_>,
-        place: Place,
+        block: &StoreBlock<'_>,
+        position: RunPosition,
         (slot, tier): (GroupSlot, Tier),
-    ) -> Result<Place, Sign> {
-        let parent = match place {
-            Place::Behind { node, prefix, seed } => (node, prefix, seed),
-            Place::Unknown { parent } => {
-                if let Some(node) = self.engines.node(block.hash) {
+    ) -> Result<RunPosition, Inconsistency> {
+        let parent = match position {
+            RunPosition::Behind { node, prefix, seed } => (node, prefix, seed),
+            RunPosition::Unknown { parent } => {
+                if let Some(node) = self.engine_hashes.node(block.hash) {
                     self.refer(block.hash, node, slot, tier);
                     return Ok(self
-                        .place_behind(block.hash)
-                        .unwrap_or(Place::Unknown { parent: block.hash }));
+                        .position_after(block.hash)
+                        .unwrap_or(RunPosition::Unknown { parent: block.hash }));
                 }
                 let content = || block.content();
                 if !self
@@ -431,7 +436,7 @@ impl Mirror {
                     self.counters.orphans_dropped += 1;
                     self.knowledge.miss(tier);
                 }
-                return Ok(Place::Unknown { parent: block.hash });
+                return Ok(RunPosition::Unknown { parent: block.hash });
             }
         };
         let items = block.keys.map_or(&[][..], |keys| keys.items.as_slice());
@@ -441,14 +446,14 @@ impl Mirror {
         let next = self.attach(named, parent, block.tokens, items, seed)?;
         let Some(node) = next else {
             self.knowledge.miss(tier);
-            return Ok(Place::Unknown { parent: block.hash });
+            return Ok(RunPosition::Unknown { parent: block.hash });
         };
         if !self.orphans.is_empty() {
             self.adopt(block.hash)?;
         }
         Ok(self
             .behind(node)
-            .unwrap_or(Place::Unknown { parent: block.hash }))
+            .unwrap_or(RunPosition::Unknown { parent: block.hash }))
     }
 
     /// The node of a block whose parent is known, with one reference more if there is one to count.
@@ -460,12 +465,12 @@ impl Mirror {
         tokens: &[u32],
         items: &[u64],
         seed: Seed,
-    ) -> Result<Option<NodeId>, Sign> {
+    ) -> Result<Option<NodeId>, Inconsistency> {
         let local = LocalHash::of_block(tokens, items, seed);
         let prefix = PrefixHash::after(parent.1, local);
         let nodes = &mut self.nodes;
-        let named = self.engines.name(engine, reference, || {
-            nodes.name(Naming {
+        let named = self.engine_hashes.name(engine, reference, || {
+            nodes.name(NewNode {
                 prefix,
                 local,
                 seed,
@@ -478,7 +483,7 @@ impl Mirror {
         };
         let is_same = is_new || self.nodes.get(id).is_some_and(|node| node.prefix == prefix);
         if !is_same {
-            return Err(Sign::TwoPrefixes);
+            return Err(Inconsistency::TwoPrefixes);
         }
         if is_new && let Some(references) = self.orphans.take(engine) {
             self.refer_many(engine, id, &references);
@@ -491,14 +496,15 @@ impl Mirror {
     }
 
     /// Lets in the orphans that waited for this block, and those that waited for them.
-    fn adopt(&mut self, parent: EngineHash) -> Result<(), Sign> {
+    fn adopt(&mut self, parent: EngineHash) -> Result<(), Inconsistency> {
         let mut parents = vec![parent];
         while let Some(parent) = parents.pop() {
             let found = self.orphans.children_of(parent);
             if found.is_empty() {
                 continue;
             }
-            let Some(Place::Behind { node, prefix, seed }) = self.place_behind(parent) else {
+            let Some(RunPosition::Behind { node, prefix, seed }) = self.position_after(parent)
+            else {
                 continue;
             };
             for orphan in found {
@@ -528,7 +534,7 @@ impl Mirror {
     }
 
     fn refer(&mut self, hash: EngineHash, id: NodeId, slot: GroupSlot, tier: Tier) {
-        self.engines.add(hash, slot, tier);
+        self.engine_hashes.add(hash, slot, tier);
         self.nodes.add_reference(id, slot, tier);
         self.touch(id);
     }
@@ -553,12 +559,12 @@ impl Mirror {
         }
     }
 
-    fn remove(&mut self, removed: &Removed) -> Result<(), Sign> {
+    fn remove(&mut self, removed: &RemovedBlocks) -> Result<(), Inconsistency> {
         let tier = removed.medium.tier();
         let slot = match self.groups.role(tier, removed.group) {
-            Some(Role::Main(slot) | Role::NewMain(slot)) => Some(slot),
-            Some(Role::Masked) => return Ok(()),
-            Some(Role::Unknown) => {
+            Some(GroupRole::Main(slot) | GroupRole::NewMain(slot)) => Some(slot),
+            Some(GroupRole::Masked) => return Ok(()),
+            Some(GroupRole::Unknown) => {
                 self.knowledge.doubt(tier);
                 return Ok(());
             }
@@ -570,7 +576,7 @@ impl Mirror {
             if !known {
                 self.counters.removals_unknown += 1;
                 if self.knowledge.is_whole(tier) {
-                    return Err(Sign::BelowZero);
+                    return Err(Inconsistency::BelowZero);
                 }
             }
         }
@@ -578,7 +584,7 @@ impl Mirror {
     }
 
     fn unrefer(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) -> bool {
-        match self.engines.drop(hash, slot, tier) {
+        match self.engine_hashes.drop(hash, slot, tier) {
             Some(id) => {
                 self.nodes.drop_reference(id, slot, tier);
                 self.touch(id);
@@ -590,14 +596,14 @@ impl Mirror {
 }
 
 /// One block of a store.
-struct Block<'a> {
+struct StoreBlock<'a> {
     hash: EngineHash,
     tokens: &'a [u32],
     keys: Option<&'a BlockKeys>,
     is_pairs: bool,
 }
 
-impl Block<'_> {
+impl StoreBlock<'_> {
     /// What makes it opaque, in a fixed order.
     fn opaques(&self) -> impl Iterator<Item = u64> + use<> {
         let pairs = self.is_pairs.then_some(PAIRS);
@@ -605,8 +611,8 @@ impl Block<'_> {
         pairs.into_iter().chain(key)
     }
 
-    fn content(&self) -> Content {
-        Content {
+    fn content(&self) -> BlockContent {
+        BlockContent {
             tokens: self.tokens.into(),
             items: self.keys.map_or(&[][..], |keys| &keys.items).into(),
             opaque: self.opaques().collect(),
@@ -619,13 +625,13 @@ fn with_opaques(seed: Seed, opaques: impl Iterator<Item = u64>) -> Seed {
 }
 
 /// The seed of a sequence's first block, before what makes that block opaque.
-fn root_seed(stored: &Stored) -> Seed {
+fn root_seed(stored: &StoredBlocks) -> Seed {
     let salt = stored.salt.as_deref();
     match &stored.lora {
-        Lora::None => Seed::new(None, salt),
-        Lora::Named(name) => Seed::new(Some(name), salt),
+        LoraRef::None => Seed::new(None, salt),
+        LoraRef::Named(name) => Seed::new(Some(name), salt),
         // A number that means nothing outside the engine: no request can name it.
-        Lora::Unnamed(id) => Seed::new(None, salt).with_opaque(&id.to_le_bytes()),
+        LoraRef::Unnamed(id) => Seed::new(None, salt).with_opaque(&id.to_le_bytes()),
     }
 }
 

@@ -12,7 +12,7 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
 use crate::wire::EngineHash;
-pub(super) use load::Planted;
+pub(super) use load::SavedNode;
 
 /// An index into the slab of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -93,7 +93,7 @@ impl Node {
     }
 }
 
-/// A main-attention group's place among those of its tier.
+/// A main-attention group's position among those of its tier.
 pub(super) type GroupSlot = u8;
 
 #[derive(Clone, Debug, Default)]
@@ -130,9 +130,9 @@ impl Nodes {
         self.slab.get_mut(id.index())?.as_mut()
     }
 
-    /// The node of a prefix that an engine hash names, made if it is not there. `None` if there is
+    /// The node of a prefix that an engine hash entries, made if it is not there. `None` if there is
     /// no room.
-    pub(super) fn name(&mut self, of: Naming) -> Option<NodeId> {
+    pub(super) fn name(&mut self, of: NewNode) -> Option<NodeId> {
         let vacant = match self.by_prefix.entry(of.prefix) {
             Entry::Occupied(known) => {
                 let id = *known.get();
@@ -235,7 +235,7 @@ impl Nodes {
 
 /// What a node is made of.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Naming {
+pub(super) struct NewNode {
     pub(super) prefix: PrefixHash,
     pub(super) local: LocalHash,
     pub(super) seed: Seed,

@@ -1,6 +1,6 @@
 //! Blocks whose parent is not known yet.
 //!
-//! An orphan has references but no prefix: its place in the forest is not known. It is kept by its
+//! An orphan has references but no prefix: its position in the forest is not known. It is kept by its
 //! own engine hash and listed under its parent's, and enters when that one appears. The number kept
 //! is bounded; what does not fit is dropped, and its tier stays incomplete.
 
@@ -12,7 +12,7 @@ use crate::wire::EngineHash;
 
 /// What is needed to name the block once its parent is known.
 #[derive(Clone, Debug)]
-pub(super) struct Content {
+pub(super) struct BlockContent {
     pub(super) tokens: Box<[u32]>,
     pub(super) items: Box<[u64]>,
     /// All that makes it opaque, in the order in which it enters the seed.
@@ -22,7 +22,7 @@ pub(super) struct Content {
 #[derive(Clone, Debug)]
 struct Orphan {
     parent: EngineHash,
-    content: Content,
+    content: BlockContent,
     /// By group and tier; a handful of entries at most.
     references: Vec<(GroupSlot, Tier, u32)>,
 }
@@ -31,7 +31,7 @@ struct Orphan {
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) hash: EngineHash,
-    pub(super) content: Content,
+    pub(super) content: BlockContent,
     pub(super) references: Vec<(GroupSlot, Tier, u32)>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Orphans {
     max: usize,
     orphans: FxHashMap<EngineHash, Orphan>,
     /// Children by parent, both by engine hash, in the order of their arrival.
-    waiting: FxHashMap<EngineHash, Vec<EngineHash>>,
+    children: FxHashMap<EngineHash, Vec<EngineHash>>,
     references: Tiers<u64>,
 }
 
@@ -49,7 +49,7 @@ impl Orphans {
         Self {
             max,
             orphans: FxHashMap::default(),
-            waiting: FxHashMap::default(),
+            children: FxHashMap::default(),
             references: Tiers::default(),
         }
     }
@@ -73,7 +73,7 @@ impl Orphans {
         hash: EngineHash,
         parent: EngineHash,
         at: (GroupSlot, Tier),
-        content: impl FnOnce() -> Content,
+        content: impl FnOnce() -> BlockContent,
     ) -> bool {
         if let Some(orphan) = self.orphans.get_mut(&hash) {
             orphan.refer(at);
@@ -91,7 +91,7 @@ impl Orphans {
         orphan.refer(at);
         *self.references.get_mut(at.1) += 1;
         self.orphans.insert(hash, orphan);
-        self.waiting.entry(parent).or_default().push(hash);
+        self.children.entry(parent).or_default().push(hash);
         true
     }
 
@@ -118,11 +118,11 @@ impl Orphans {
 
     /// Takes what waits for this parent.
     pub(super) fn children_of(&mut self, parent: EngineHash) -> Vec<Found> {
-        if self.waiting.is_empty() {
+        if self.children.is_empty() {
             return Vec::new();
         }
-        let waiting = self.waiting.remove(&parent).unwrap_or_default();
-        waiting
+        let children = self.children.remove(&parent).unwrap_or_default();
+        children
             .into_iter()
             .filter_map(|hash| {
                 let orphan = self.orphans.remove(&hash)?;
@@ -136,7 +136,7 @@ impl Orphans {
             .collect()
     }
 
-    /// The block's place became known by another way than its recorded parent.
+    /// The block's position became known by another path than its recorded parent.
     pub(super) fn take(&mut self, hash: EngineHash) -> Option<Vec<(GroupSlot, Tier, u32)>> {
         if self.orphans.is_empty() {
             return None;
@@ -151,7 +151,7 @@ impl Orphans {
     /// of their arrival.
     pub(super) fn by_parent(&self) -> Vec<(EngineHash, Vec<Found>)> {
         #[expect(clippy::disallowed_methods, reason = "sorted right below")]
-        let mut parents: Vec<_> = self.waiting.iter().collect();
+        let mut parents: Vec<_> = self.children.iter().collect();
         parents.sort_unstable_by_key(|(parent, _)| parent.0);
         let found = |&hash: &EngineHash| {
             let orphan = self.orphans.get(&hash)?;
@@ -172,7 +172,7 @@ impl Orphans {
         &mut self,
         hash: EngineHash,
         parent: EngineHash,
-        content: Content,
+        content: BlockContent,
         references: Vec<(GroupSlot, Tier, u32)>,
     ) -> bool {
         if self.orphans.len() >= self.max || self.orphans.contains_key(&hash) {
@@ -187,14 +187,14 @@ impl Orphans {
             references,
         };
         self.orphans.insert(hash, orphan);
-        self.waiting.entry(parent).or_default().push(hash);
+        self.children.entry(parent).or_default().push(hash);
         true
     }
 
     /// Drops an orphan that nothing needs, and what it alone kept.
     fn release(&mut self, mut hash: EngineHash) {
         while let Some(orphan) = self.orphans.get(&hash) {
-            if !orphan.references.is_empty() || self.waiting.contains_key(&hash) {
+            if !orphan.references.is_empty() || self.children.contains_key(&hash) {
                 return;
             }
             let parent = orphan.parent;
@@ -211,10 +211,10 @@ impl Orphans {
     }
 
     fn unlist(&mut self, parent: EngineHash, child: EngineHash) {
-        if let Some(children) = self.waiting.get_mut(&parent) {
-            children.retain(|&waiting| waiting != child);
+        if let Some(children) = self.children.get_mut(&parent) {
+            children.retain(|&children| children != child);
             if children.is_empty() {
-                self.waiting.remove(&parent);
+                self.children.remove(&parent);
             }
         }
     }

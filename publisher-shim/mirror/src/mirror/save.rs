@@ -1,6 +1,6 @@
 //! A mirror's cut, its bytes, and the mirror that they make again.
 //!
-//! Only what cannot be derived is saved: the forest with its slots and free places as they are (an
+//! Only what cannot be derived is saved: the forest with its slots and free node_ids as they are (an
 //! image's order depends on them), each engine hash with its references, orphans, groups and
 //! knowledge. Prefix hashes, holdings and digests are computed again on loading, and the digests
 //! compared with those saved: bytes that do not make the same mirror are refused.
@@ -11,15 +11,15 @@ use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier};
 
 use super::groups::Groups;
 use super::knowledge::Knowledge;
-use super::nodes::{GroupSlot, NodeId, Nodes, Planted};
-use super::orphans::{Content, Orphans};
-use super::{Config, Mirror, Start};
-use crate::checkpoint::{Malformed, Reader, Writer};
+use super::nodes::{GroupSlot, NodeId, Nodes, SavedNode};
+use super::orphans::{BlockContent, Orphans};
+use super::{Mirror, MirrorConfig, Start};
+use crate::checkpoint::{FieldReader, FieldWriter, Malformed};
 use crate::wire::EngineHash;
 
 /// A copy of a mirror at one batch, made quickly: it lacks what can be derived.
 #[derive(Debug)]
-pub struct Cut(Mirror);
+pub struct MirrorSnapshot(Mirror);
 
 /// References by group and tier.
 pub(super) type References = Vec<(GroupSlot, Tier, u32)>;
@@ -28,24 +28,27 @@ const REFERENCE_BYTES: usize = 6;
 const NAME_BYTES: usize = 12;
 
 impl Mirror {
-    /// Copies what `Cut::save` writes.
+    /// Copies what `MirrorSnapshot::save` writes.
     #[must_use]
-    pub fn cut(&self) -> Cut {
+    pub fn snapshot(&self) -> MirrorSnapshot {
         debug_assert!(self.touched.is_empty(), "a cut between batches");
-        Cut(Self {
+        MirrorSnapshot(Self {
             nodes: self.nodes.without_indices(),
-            engines: self.engines.clone(),
+            engine_hashes: self.engine_hashes.clone(),
             orphans: self.orphans.clone(),
             groups: self.groups.clone(),
             knowledge: self.knowledge.clone(),
             touched: Vec::new(),
-            way: Vec::new(),
+            path: Vec::new(),
             ..*self
         })
     }
 
     /// The mirror that was saved, under this configuration.
-    pub(crate) fn load(config: Config, reader: &mut Reader<'_>) -> Result<Self, Malformed> {
+    pub(crate) fn load(
+        config: MirrorConfig,
+        reader: &mut FieldReader<'_>,
+    ) -> Result<Self, Malformed> {
         let mut mirror = Self::new(config, Start::Unknown);
         mirror.block_size = BlockSize::new(reader.u32()?);
         mirror.block_size_is_confirmed = reader.flag()?;
@@ -65,26 +68,26 @@ impl Mirror {
         Ok(mirror)
     }
 
-    fn load_nodes(&mut self, reader: &mut Reader<'_>) -> Result<(), Malformed> {
+    fn load_nodes(&mut self, reader: &mut FieldReader<'_>) -> Result<(), Malformed> {
         let slots = reader.count(4)?;
         let free = (0..reader.count(4)?)
             .map(|_| reader.u32().map(NodeId::of))
             .collect::<Result<Vec<_>, _>>()?;
-        let mut nodes = Nodes::with_places(slots, free).ok_or(Malformed("a free place"))?;
-        for id in nodes.places() {
+        let mut nodes = Nodes::with_slots(slots, free).ok_or(Malformed("a free position"))?;
+        for id in nodes.node_ids() {
             let local = LocalHash(reader.u64()?);
             let seed = Seed(reader.u64()?);
             let parent = NodeId::of(reader.u32()?);
-            let names = reader.count(NAME_BYTES)?;
-            if names == 0 {
+            let entries = reader.count(NAME_BYTES)?;
+            if entries == 0 {
                 return Err(Malformed("a block without a name"));
             }
-            for number in 0..names {
+            for number in 0..entries {
                 let engine = EngineHash(reader.u64()?);
                 if number == 0 {
-                    nodes.plant(
+                    nodes.restore_node(
                         id,
-                        Planted {
+                        SavedNode {
                             local,
                             seed,
                             parent,
@@ -95,7 +98,7 @@ impl Mirror {
                     nodes.add_alias(id, engine);
                 }
                 let references = load_references(&self.groups, reader)?;
-                if !self.engines.load(engine, id, &references) {
+                if !self.engine_hashes.load(engine, id, &references) {
                     return Err(Malformed("one engine hash twice"));
                 }
                 for (slot, tier, count) in references {
@@ -103,16 +106,16 @@ impl Mirror {
                 }
             }
         }
-        let order = nodes.grow().ok_or(Malformed("no forest"))?;
-        let held = nodes.hold_again(&order, &self.groups.all_mains());
+        let order = nodes.rebuild_prefixes().ok_or(Malformed("no forest"))?;
+        let held = nodes.rebuild_held(&order, &self.groups.main_groups());
         self.digests = held.ok_or(Malformed("a block that nothing needs"))?;
         self.nodes = nodes;
         Ok(())
     }
 }
 
-impl Cut {
-    pub(crate) fn save(&self, writer: &mut Writer) {
+impl MirrorSnapshot {
+    pub(crate) fn save(&self, writer: &mut FieldWriter) {
         let mirror = &self.0;
         let block_size = mirror.block_size.map_or(0, |size| size.tokens());
         writer.count(block_size);
@@ -133,7 +136,7 @@ impl Cut {
         4096 + self.0.nodes.slots() * 48 + self.0.orphans.len() * 256
     }
 
-    fn save_nodes(&self, writer: &mut Writer) {
+    fn save_nodes(&self, writer: &mut FieldWriter) {
         let nodes = &self.0.nodes;
         writer.count(nodes.slots());
         writer.count(nodes.free().len());
@@ -148,14 +151,17 @@ impl Cut {
             for &engine in std::iter::once(&node.engine).chain(aliases) {
                 writer.u64(engine.0);
                 let groups = &self.0.groups;
-                let references = self.0.engines.references(engine, |tier| groups.mains(tier));
+                let references = self
+                    .0
+                    .engine_hashes
+                    .references(engine, |tier| groups.main_count(tier));
                 save_references(&references, writer);
             }
         }
     }
 }
 
-fn save_references(references: &[(GroupSlot, Tier, u32)], writer: &mut Writer) {
+fn save_references(references: &[(GroupSlot, Tier, u32)], writer: &mut FieldWriter) {
     writer.count(references.len());
     for &(slot, tier, count) in references {
         writer.u8(slot);
@@ -164,7 +170,7 @@ fn save_references(references: &[(GroupSlot, Tier, u32)], writer: &mut Writer) {
     }
 }
 
-fn load_references(groups: &Groups, reader: &mut Reader<'_>) -> Result<References, Malformed> {
+fn load_references(groups: &Groups, reader: &mut FieldReader<'_>) -> Result<References, Malformed> {
     let mut references = References::new();
     for _ in 0..reader.count(REFERENCE_BYTES)? {
         let slot = reader.u8()?;
@@ -172,7 +178,7 @@ fn load_references(groups: &Groups, reader: &mut Reader<'_>) -> Result<Reference
         let &tier = tier.ok_or(Malformed("a tier"))?;
         let count = reader.u32()?;
         let known = references.iter().any(|&(s, t, _)| (s, t) == (slot, tier));
-        if known || count == 0 || slot >= groups.mains(tier) {
+        if known || count == 0 || slot >= groups.main_count(tier) {
             return Err(Malformed("a reference"));
         }
         references.push((slot, tier, count));
@@ -180,7 +186,7 @@ fn load_references(groups: &Groups, reader: &mut Reader<'_>) -> Result<Reference
     Ok(references)
 }
 
-fn save_orphans(orphans: &Orphans, writer: &mut Writer) {
+fn save_orphans(orphans: &Orphans, writer: &mut FieldWriter) {
     let parents = orphans.by_parent();
     writer.count(parents.len());
     for (parent, children) in parents {
@@ -199,19 +205,19 @@ fn save_orphans(orphans: &Orphans, writer: &mut Writer) {
     }
 }
 
-fn load_orphans(mirror: &Mirror, reader: &mut Reader<'_>) -> Result<Orphans, Malformed> {
+fn load_orphans(mirror: &Mirror, reader: &mut FieldReader<'_>) -> Result<Orphans, Malformed> {
     let mut orphans = Orphans::new(mirror.config.orphans_max);
     for _ in 0..reader.count(16)? {
         let parent = EngineHash(reader.u64()?);
         for _ in 0..reader.count(24)? {
             let hash = EngineHash(reader.u64()?);
-            let content = Content {
-                tokens: list(reader, 4, Reader::u32)?,
-                items: list(reader, 8, Reader::u64)?,
-                opaque: list(reader, 8, Reader::u64)?,
+            let content = BlockContent {
+                tokens: list(reader, 4, FieldReader::u32)?,
+                items: list(reader, 8, FieldReader::u64)?,
+                opaque: list(reader, 8, FieldReader::u64)?,
             };
             let references = load_references(&mirror.groups, reader)?;
-            let is_named = mirror.engines.node(hash).is_some();
+            let is_named = mirror.engine_hashes.node(hash).is_some();
             if is_named || !orphans.load(hash, parent, content, references) {
                 return Err(Malformed("an orphan"));
             }
@@ -221,9 +227,9 @@ fn load_orphans(mirror: &Mirror, reader: &mut Reader<'_>) -> Result<Orphans, Mal
 }
 
 fn list<'a, T>(
-    reader: &mut Reader<'a>,
+    reader: &mut FieldReader<'a>,
     entry_bytes: usize,
-    read: impl Fn(&mut Reader<'a>) -> Result<T, Malformed>,
+    read: impl Fn(&mut FieldReader<'a>) -> Result<T, Malformed>,
 ) -> Result<Box<[T]>, Malformed> {
     let len = reader.count(entry_bytes)?;
     (0..len).map(|_| read(reader)).collect()

@@ -6,13 +6,13 @@ use proptest::prelude::*;
 use warmroute_proto::TierState;
 
 use super::*;
-use crate::testing::Reader;
-use crate::wire::{BlockGroup, GroupKind, Medium, Skipped};
+use crate::testing::LogReader;
+use crate::wire::{BlockGroup, GroupKind, Medium, SkippedEvents};
 
 const MAIN: Option<GroupKind> = Some(GroupKind::Main);
 
 fn mirror(start: Start) -> Mirror {
-    Mirror::new(Config::default(), start)
+    Mirror::new(MirrorConfig::default(), start)
 }
 
 fn group(index: u32) -> BlockGroup {
@@ -23,39 +23,39 @@ fn group(index: u32) -> BlockGroup {
 }
 
 /// A run of blocks of one token each; a block's engine hash is its token.
-fn run(parent: Option<u64>, tokens: &[u32]) -> Stored {
-    Stored {
+fn run(parent: Option<u64>, tokens: &[u32]) -> StoredBlocks {
+    StoredBlocks {
         hashes: tokens.iter().map(|&t| EngineHash(u64::from(t))).collect(),
         parent: parent.map(EngineHash),
         tokens: tokens.to_vec(),
-        tokens_each: 1,
+        tokens_per_position: 1,
         block_size: 1,
-        lora: Lora::None,
+        lora: LoraRef::None,
         salt: None,
         keys: Vec::new(),
-        tells_extra_keys: true,
+        reports_extra_keys: true,
         medium: Medium::Gpu,
         group: group(0),
     }
 }
 
-fn stored(parent: Option<u64>, tokens: &[u32]) -> Event {
-    Event::Stored(Box::new(run(parent, tokens)))
+fn stored(parent: Option<u64>, tokens: &[u32]) -> CacheEvent {
+    CacheEvent::Stored(Box::new(run(parent, tokens)))
 }
 
-fn removed(hash: u64) -> Event {
+fn removed(hash: u64) -> CacheEvent {
     removed_from(hash, Medium::Gpu, 0)
 }
 
-fn removed_from(hash: u64, medium: Medium, group: u32) -> Event {
-    Event::Removed(Removed {
+fn removed_from(hash: u64, medium: Medium, group: u32) -> CacheEvent {
+    CacheEvent::Removed(RemovedBlocks {
         hashes: vec![EngineHash(hash)],
         medium,
         group: Some(group),
     })
 }
 
-fn batch(events: Vec<Event>) -> Batch {
+fn batch(events: Vec<CacheEvent>) -> Batch {
     Batch {
         events,
         ..Batch::default()
@@ -79,18 +79,18 @@ fn seeded_prefix(tokens: &[u32], seed: Seed) -> PrefixHash {
 /// Applies batches, and checks the told changes against the mirror after each.
 struct Follower {
     mirror: Mirror,
-    reader: Reader,
+    reader: LogReader,
 }
 
 impl Follower {
     fn new(start: Start) -> Self {
         Self {
             mirror: mirror(start),
-            reader: Reader::default(),
+            reader: LogReader::default(),
         }
     }
 
-    fn apply(&mut self, events: Vec<Event>) {
+    fn apply(&mut self, events: Vec<CacheEvent>) {
         let changes = self.mirror.apply(&batch(events)).unwrap();
         self.reader.apply(&changes);
         self.check();
@@ -99,7 +99,7 @@ impl Follower {
     fn check(&self) {
         assert_eq!(self.reader.held(), self.mirror.held());
         assert_eq!(self.reader.digest(), self.mirror.digest());
-        let mut fresh = Reader::default();
+        let mut fresh = LogReader::default();
         fresh.apply(&self.mirror.image());
         assert_eq!(fresh.held(), self.mirror.held());
     }
@@ -171,7 +171,7 @@ fn a_pair_is_held_when_every_main_group_holds_it() {
             index: Some(index),
             kind: Some(kind),
         };
-        Event::Stored(Box::new(run))
+        CacheEvent::Stored(Box::new(run))
     };
     follower.apply(vec![stored(None, &[1, 2])]);
     assert!(follower.holds(&[1]));
@@ -197,7 +197,7 @@ fn masked_stores_may_mismatch_and_count_nothing() {
     let mut masked = run(None, &[1, 2, 3]);
     masked.group.kind = Some(GroupKind::Masked);
     masked.hashes.truncate(1);
-    follower.apply(vec![Event::Stored(Box::new(masked))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(masked))]);
     assert_eq!(follower.gpu(), TierState::Complete);
     assert_eq!(follower.mirror.held(), []);
 }
@@ -207,7 +207,7 @@ fn main_stores_that_cannot_be_indexed_are_missing() {
     let mut mismatch = run(None, &[1, 2, 3]);
     mismatch.hashes.truncate(1);
     let mut follower = Follower::new(Start::Empty);
-    follower.apply(vec![Event::Stored(Box::new(mismatch))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(mismatch))]);
     assert_eq!(follower.gpu(), TierState::Partial);
 
     let mut other_size = run(None, &[1, 2]);
@@ -215,12 +215,12 @@ fn main_stores_that_cannot_be_indexed_are_missing() {
     other_size.block_size = 2;
     let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![stored(None, &[1])]);
-    follower.apply(vec![Event::Stored(Box::new(other_size))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(other_size))]);
     assert_eq!(follower.gpu(), TierState::Partial);
     assert_eq!(follower.mirror.counters().stores_not_indexable, 1);
     // Its removal is none of a known block, and no sign.
     follower.apply(vec![removed(77)]);
-    follower.apply(vec![Event::Cleared]);
+    follower.apply(vec![CacheEvent::Cleared]);
     assert_eq!(follower.gpu(), TierState::Complete);
 }
 
@@ -263,9 +263,9 @@ fn orphans_that_are_removed_leave_nothing() {
 
 #[test]
 fn orphans_beyond_the_bound_are_missing() {
-    let config = Config {
+    let config = MirrorConfig {
         orphans_max: 2,
-        ..Config::default()
+        ..MirrorConfig::default()
     };
     let mut mirror = Mirror::new(config, Start::Empty);
     mirror
@@ -281,7 +281,7 @@ fn orphans_beyond_the_bound_are_missing() {
 
 #[test]
 fn signs_of_a_wrong_mirror_empty_it() {
-    let check = |config: Config, events: Vec<Event>, sign: Sign| {
+    let check = |config: MirrorConfig, events: Vec<CacheEvent>, sign: Inconsistency| {
         let mut mirror = Mirror::new(config, Start::Empty);
         mirror.apply(&batch(vec![stored(None, &[1, 2])])).unwrap();
         assert_eq!(mirror.apply(&batch(events)), Err(sign));
@@ -292,15 +292,19 @@ fn signs_of_a_wrong_mirror_empty_it() {
         let changes = mirror.apply(&batch(vec![removed(1), stored(None, &[7])]));
         assert_eq!(changes.unwrap().len(), 1);
     };
-    let config = Config::default();
-    check(config, vec![removed(9)], Sign::BelowZero);
-    check(config, vec![removed(1), removed(1)], Sign::BelowZero);
-    check(config, vec![stored(None, &[2])], Sign::TwoPrefixes);
-    let small = Config {
+    let config = MirrorConfig::default();
+    check(config, vec![removed(9)], Inconsistency::BelowZero);
+    check(
+        config,
+        vec![removed(1), removed(1)],
+        Inconsistency::BelowZero,
+    );
+    check(config, vec![stored(None, &[2])], Inconsistency::TwoPrefixes);
+    let small = MirrorConfig {
         blocks_max: Some(3),
         ..config
     };
-    check(small, vec![stored(None, &[1, 2])], Sign::TooMany);
+    check(small, vec![stored(None, &[1, 2])], Inconsistency::TooMany);
 }
 
 #[test]
@@ -308,7 +312,10 @@ fn several_engine_hashes_may_mean_one_prefix() {
     let mut follower = Follower::new(Start::Unknown);
     let mut again = run(None, &[1]);
     again.hashes = vec![EngineHash(1001)];
-    follower.apply(vec![stored(None, &[1]), Event::Stored(Box::new(again))]);
+    follower.apply(vec![
+        stored(None, &[1]),
+        CacheEvent::Stored(Box::new(again)),
+    ]);
     follower.apply(vec![removed(1)]);
     assert!(follower.holds(&[1]));
     follower.apply(vec![removed(1001)]);
@@ -323,11 +330,11 @@ fn a_clear_empties_gpu_memory_and_forgets_the_rest() {
     follower.apply(vec![
         stored(None, &[1, 2]),
         stored(Some(77), &[8]),
-        Event::Stored(Box::new(cpu)),
+        CacheEvent::Stored(Box::new(cpu)),
         removed_from(99, Medium::Cpu, 0),
     ]);
     assert_eq!(follower.mirror.held().len(), 3);
-    follower.apply(vec![removed(2), Event::Cleared, stored(None, &[1])]);
+    follower.apply(vec![removed(2), CacheEvent::Cleared, stored(None, &[1])]);
     assert_eq!(follower.mirror.held(), [(prefix(&[1]), Tier::Gpu)]);
     assert_eq!(follower.mirror.orphans(), 0);
     let states = follower.mirror.states();
@@ -342,7 +349,7 @@ fn a_tier_that_never_removes_is_stale() {
     cpu.medium = Medium::Cpu;
     follower.apply(vec![stored(None, &[1])]);
     assert_eq!(follower.mirror.states().cpu, TierState::Complete);
-    follower.apply(vec![Event::Stored(Box::new(cpu))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(cpu))]);
     assert_eq!(follower.mirror.states().cpu, TierState::Stale);
     assert_eq!(follower.gpu(), TierState::Complete);
     follower.apply(vec![removed_from(1, Medium::Cpu, 0)]);
@@ -357,12 +364,12 @@ fn a_placeholder_counts_what_its_hash_names() {
     offloaded.block_size = 0;
     offloaded.medium = Medium::Cpu;
     follower.apply(vec![stored(None, &[1, 2])]);
-    follower.apply(vec![Event::Stored(Box::new(offloaded.clone()))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(offloaded.clone()))]);
     follower.apply(vec![removed(2), removed(1)]);
     assert_eq!(follower.mirror.held(), [(prefix(&[1, 2]), Tier::Cpu)]);
     offloaded.hashes = vec![EngineHash(50)];
     follower.apply(vec![
-        Event::Stored(Box::new(offloaded)),
+        CacheEvent::Stored(Box::new(offloaded)),
         removed_from(2, Medium::Cpu, 0),
         removed_from(50, Medium::Cpu, 0),
     ]);
@@ -374,12 +381,12 @@ fn a_placeholder_counts_what_its_hash_names() {
 fn seeds_are_inherited() {
     let mut follower = Follower::new(Start::Empty);
     let mut root = run(None, &[1]);
-    root.lora = Lora::Named("my-lora".to_owned());
+    root.lora = LoraRef::Named("my-lora".to_owned());
     root.salt = Some("tenant-a".to_owned());
     let mut child = run(Some(1), &[2]);
-    child.lora = Lora::Named("my-lora".to_owned());
-    follower.apply(vec![Event::Stored(Box::new(root))]);
-    follower.apply(vec![Event::Stored(Box::new(child))]);
+    child.lora = LoraRef::Named("my-lora".to_owned());
+    follower.apply(vec![CacheEvent::Stored(Box::new(root))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(child))]);
     let seed = Seed::new(Some("my-lora"), Some("tenant-a"));
     let pair = (seeded_prefix(&[1, 2], seed), Tier::Gpu);
     assert!(follower.mirror.held().contains(&pair));
@@ -394,7 +401,10 @@ fn opaque_blocks_make_their_descendants_opaque() {
         opaque: Some(5),
     };
     opaque.keys = vec![(1, key)];
-    follower.apply(vec![Event::Stored(Box::new(opaque)), stored(Some(2), &[3])]);
+    follower.apply(vec![
+        CacheEvent::Stored(Box::new(opaque)),
+        stored(Some(2), &[3]),
+    ]);
     assert!(follower.holds(&[1]));
     assert!(!follower.holds(&[1, 2]) && !follower.holds(&[1, 2, 3]));
     assert_eq!(follower.mirror.held().len(), 3);
@@ -406,12 +416,12 @@ fn pairs_of_tokens_and_unnamed_adapters_match_no_query() {
     let mut follower = Follower::new(Start::Empty);
     let mut pairs = run(None, &[1]);
     pairs.tokens = vec![1, 2];
-    pairs.tokens_each = 2;
+    pairs.tokens_per_position = 2;
     let mut unnamed = run(None, &[4]);
-    unnamed.lora = Lora::Unnamed(3);
-    follower.apply(vec![Event::Stored(Box::new(pairs))]);
+    unnamed.lora = LoraRef::Unnamed(3);
+    follower.apply(vec![CacheEvent::Stored(Box::new(pairs))]);
     assert_eq!(follower.gpu(), TierState::Complete);
-    follower.apply(vec![Event::Stored(Box::new(unnamed))]);
+    follower.apply(vec![CacheEvent::Stored(Box::new(unnamed))]);
     assert_eq!(follower.mirror.held().len(), 2);
     assert!(!follower.holds(&[1]) && !follower.holds(&[4]));
     assert_eq!(follower.gpu(), TierState::Partial);
@@ -420,10 +430,10 @@ fn pairs_of_tokens_and_unnamed_adapters_match_no_query() {
 #[test]
 fn what_cannot_be_understood_ends_complete() {
     let skip = |stores, others| Batch {
-        skipped: Skipped {
+        skipped: SkippedEvents {
             stores,
             others,
-            elsewhere: 1,
+            untracked: 1,
         },
         ..Batch::default()
     };
@@ -434,7 +444,7 @@ fn what_cannot_be_understood_ends_complete() {
     assert_eq!(mirror.states().gpu, TierState::Partial);
     mirror.apply(&skip(0, 1)).unwrap();
     assert_eq!(mirror.states().gpu, TierState::Stale);
-    mirror.apply(&batch(vec![Event::Cleared])).unwrap();
+    mirror.apply(&batch(vec![CacheEvent::Cleared])).unwrap();
     assert_eq!(mirror.states().gpu, TierState::Complete);
     mirror.doubt();
     assert_eq!(mirror.states().gpu, TierState::Stale);
@@ -447,12 +457,12 @@ fn a_lower_tiers_store_without_keys_counts_for_known_blocks_only() {
     salted.salt = Some("tenant".to_owned());
     let mut known = run(None, &[1]);
     known.medium = Medium::Cpu;
-    known.tells_extra_keys = false;
+    known.reports_extra_keys = false;
     let mut unknown = known.clone();
     unknown.hashes = vec![EngineHash(2)];
     unknown.tokens = vec![2];
-    let mut mirror = Mirror::new(Config::default(), Start::Empty);
-    let events = [salted, known, unknown].map(|stored| Event::Stored(Box::new(stored)));
+    let mut mirror = Mirror::new(MirrorConfig::default(), Start::Empty);
+    let events = [salted, known, unknown].map(|stored| CacheEvent::Stored(Box::new(stored)));
     mirror.apply(&batch(events.to_vec())).unwrap();
     let salted = LocalHash::of_block(&[1], &[], Seed::new(None, Some("tenant")));
     let prefix = PrefixHash::after(None, salted);
@@ -468,13 +478,13 @@ fn a_lower_tiers_store_without_keys_counts_for_known_blocks_only() {
 #[test]
 fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() {
     let mut plain = run(None, &[1]);
-    plain.tells_extra_keys = false;
+    plain.reports_extra_keys = false;
     plain.group = BlockGroup::default();
     let mut second = plain.clone();
     second.group.index = Some(1);
     let events = vec![
-        Event::Stored(Box::new(plain)),
-        Event::Stored(Box::new(second)),
+        CacheEvent::Stored(Box::new(plain)),
+        CacheEvent::Stored(Box::new(second)),
     ];
     for (assume, state) in [
         (Assumptions::default(), TierState::Stale),
@@ -494,9 +504,9 @@ fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() 
             TierState::Complete,
         ),
     ] {
-        let config = Config {
+        let config = MirrorConfig {
             assume,
-            ..Config::default()
+            ..MirrorConfig::default()
         };
         let mut mirror = Mirror::new(config, Start::Empty);
         mirror.apply(&batch(events.clone())).unwrap();
@@ -556,9 +566,9 @@ fn ops() -> impl Strategy<Value = Op> {
 #[derive(Default)]
 struct Naive {
     counts: BTreeMap<(Key, u32, Tier), u32>,
-    /// Blocks whose place is known; the others are orphans.
+    /// Blocks whose position is known; the others are orphans.
     named: BTreeSet<Key>,
-    /// Told blocks without a place that are counted, or lead to such a one.
+    /// Told blocks without a position that are counted, or lead to such a one.
     orphans: BTreeSet<Key>,
     groups: BTreeSet<(Tier, u32)>,
     is_cleared: bool,
@@ -576,7 +586,7 @@ impl Naive {
     }
 
     /// The event of an operation, applied here as well.
-    fn event(&mut self, op: &Op) -> Option<Event> {
+    fn event(&mut self, op: &Op) -> Option<CacheEvent> {
         match op {
             Op::Store {
                 path,
@@ -607,12 +617,19 @@ impl Naive {
                 self.counts.clear();
                 self.named.clear();
                 self.orphans.clear();
-                Some(Event::Cleared)
+                Some(CacheEvent::Cleared)
             }
         }
     }
 
-    fn store(&mut self, path: &[u32], from: usize, variant: u32, group: u32, at: Medium) -> Event {
+    fn store(
+        &mut self,
+        path: &[u32],
+        from: usize,
+        variant: u32,
+        group: u32,
+        at: Medium,
+    ) -> CacheEvent {
         self.groups.insert((at.tier(), group));
         let mut hashes = Vec::new();
         for depth in from..path.len() {
@@ -625,7 +642,7 @@ impl Naive {
         }
         self.name();
         let parent = (from > 0).then(|| Self::hash(&(path[..from].to_vec(), variant)));
-        Event::Stored(Box::new(Stored {
+        CacheEvent::Stored(Box::new(StoredBlocks {
             hashes,
             parent,
             medium: at,
@@ -634,7 +651,7 @@ impl Naive {
         }))
     }
 
-    fn remove(&mut self, key: &Key, group: u32, tier: Tier) -> Event {
+    fn remove(&mut self, key: &Key, group: u32, tier: Tier) -> CacheEvent {
         let at = (key.clone(), group, tier);
         if self.groups.contains(&(tier, group))
             && let Some(count) = self.counts.get_mut(&at)
@@ -653,7 +670,7 @@ impl Naive {
         removed_from(Self::hash(key).0, medium, group)
     }
 
-    /// A block whose parent's place is known has a place; so has one at a start.
+    /// A block whose parent's position is known has a position; so has one at a start.
     fn name(&mut self) {
         while let Some(found) = self
             .orphans
@@ -684,7 +701,7 @@ impl Naive {
         }
     }
 
-    /// A place is kept for what is counted and for its ancestors.
+    /// A position is kept for what is counted and for its ancestors.
     fn end_of_batch(&mut self) {
         let mut kept = BTreeSet::new();
         for (key, _, _) in self.counts.keys() {

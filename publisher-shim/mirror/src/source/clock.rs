@@ -12,14 +12,14 @@ use warmroute_proto::LogTime;
 const AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug)]
-struct Learnt {
+struct ClockReading {
     at: Instant,
     showed: Duration,
 }
 
 #[derive(Debug)]
 pub(super) struct LogClock {
-    learnt: Option<Learnt>,
+    reading: Option<ClockReading>,
     /// The log has never answered.
     is_awaited: bool,
 }
@@ -27,13 +27,13 @@ pub(super) struct LogClock {
 impl LogClock {
     pub(super) const fn new(is_awaited: bool) -> Self {
         Self {
-            learnt: None,
+            reading: None,
             is_awaited,
         }
     }
 
     /// The log told what its clock shows, or that it does not tell.
-    pub(super) const fn is_told(&self) -> bool {
+    pub(super) const fn is_image_acknowledged(&self) -> bool {
         !self.is_awaited
     }
 
@@ -44,7 +44,7 @@ impl LogClock {
     pub(super) fn learn(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
         self.is_awaited = false;
         if unix_ns == 0 {
-            self.learnt = None;
+            self.reading = None;
             return;
         }
         let least = Duration::from_nanos(unix_ns);
@@ -52,7 +52,7 @@ impl LogClock {
         let showed = self
             .shows(answered)
             .map_or(least, |shows| shows.clamp(least, most));
-        self.learnt = Some(Learnt {
+        self.reading = Some(ClockReading {
             at: answered,
             showed,
         });
@@ -65,9 +65,9 @@ impl LogClock {
     }
 
     fn shows(&self, now: Instant) -> Option<Duration> {
-        let learnt = self.learnt?;
-        let since = now.saturating_duration_since(learnt.at);
-        (since <= AGE_MAX).then(|| learnt.showed + since)
+        let reading = self.reading?;
+        let since = now.saturating_duration_since(reading.at);
+        (since <= AGE_MAX).then(|| reading.showed + since)
     }
 }
 
@@ -87,7 +87,7 @@ mod tests {
         let start = start();
         let mut clock = LogClock::new(true);
         assert_eq!(clock.read(start), None, "never told");
-        assert!(!clock.is_told());
+        assert!(!clock.is_image_acknowledged());
         clock.learn(start, start + 2 * SECOND, 100_000_000_000);
         assert_eq!(secs(&clock, start + 2 * SECOND), Some(100), "never ahead");
         assert_eq!(secs(&clock, start + 9 * SECOND), Some(107));
@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(secs(&clock, start + 63 * SECOND), None, "told too long ago");
         clock.learn(start, start + SECOND, 0);
         assert_eq!(clock.read(start + SECOND), None, "the log does not tell");
-        assert!(clock.is_told());
+        assert!(clock.is_image_acknowledged());
     }
 
     #[test]

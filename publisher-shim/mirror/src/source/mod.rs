@@ -14,10 +14,10 @@
 mod backoff;
 mod claim;
 mod clock;
-mod engine;
+mod follower;
+mod history;
 mod pack;
 mod publisher;
-mod ring;
 mod tail;
 
 use std::collections::VecDeque;
@@ -31,29 +31,29 @@ use warmroute_proto::{
 };
 
 use crate::checkpoint::{self, Checkpoint, Restored};
-use crate::mirror::{self, Mirror, Sign, Start};
+use crate::mirror::{self, Inconsistency, Mirror, Start};
 pub use claim::next_generation;
 use clock::LogClock;
-use engine::Engine;
-pub use publisher::Point;
-use publisher::{Present, Publisher};
-use tail::Watch;
-pub use tail::{Seen, Tail};
+use follower::EngineFollower;
+pub use publisher::RecordState;
+use publisher::{Publisher, RecordContext};
+use tail::TailMonitor;
+pub use tail::{LogTail, Tail};
 
 /// A shim's own proof counts this long: with a poll each second two may fail.
 const PROOF_MAX: Duration = Duration::from_secs(3);
 /// Ticks come ten times a second. After so long without any input this process stood still, and what
 /// waited for it meanwhile may be of an engine that is no more.
-const STANDSTILL: Duration = Duration::from_secs(1);
+const STALL_MIN: Duration = Duration::from_secs(1);
 const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 /// A generation so young answers everybody who asked for one above an older fence.
 const RESYNC_COALESCE: Duration = Duration::from_secs(3);
 
 /// How one source is set up.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct SourceConfig {
     pub source: Source,
-    pub mirror: mirror::Config,
+    pub mirror: mirror::MirrorConfig,
     /// The engine has a replay endpoint and it is known.
     pub has_replay: bool,
     /// Messages of other topics are dropped.
@@ -63,7 +63,7 @@ pub struct Config {
     /// Bytes of records that may wait for the log.
     pub outbox_bytes_max: usize,
     /// Bytes of live batches that may wait for a replay's end.
-    pub held_bytes_max: usize,
+    pub buffer_bytes_max: usize,
     /// Spreads retries; another one for each process.
     pub seed: u64,
     /// Nothing is claimed before the log told what its clock shows, or that it does not tell: whoever reads
@@ -71,22 +71,27 @@ pub struct Config {
     pub waits_for_clock: bool,
 }
 
-impl Config {
+impl SourceConfig {
     #[must_use]
     pub fn new(source: Source, has_replay: bool) -> Self {
         Self {
             source,
-            mirror: mirror::Config::default(),
+            mirror: mirror::MirrorConfig::default(),
             has_replay,
             topic: None,
             rank: None,
             outbox_bytes_max: 64 << 20,
-            held_bytes_max: 64 << 20,
+            buffer_bytes_max: 64 << 20,
             seed: 0,
             waits_for_clock: true,
         }
     }
 }
+
+// Until the shell uses the new names.
+pub use LogTail as Seen;
+pub use SourceConfig as Config;
+pub use SourceStatus as Status;
 
 /// One append, so that its answer finds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -132,20 +137,20 @@ pub enum Effect {
 /// What an operator may want to know. Said once, when it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
-    NewGeneration(Reason),
+    NewGeneration(GenerationReason),
     /// What may be claimed about GPU memory changed.
     State(TierState),
 }
 
 /// Why a generation begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Reason {
+pub enum GenerationReason {
     LeaseTaken,
     EngineRestarted,
     GapUnfilled,
     /// Without replays or sequence numbers a loss could not be repaired or even seen.
     LossUnseen,
-    Sign(Sign),
+    Mirror(Inconsistency),
     OutboxFull,
     Resync(ResyncReason),
     /// The log does not end with what it acknowledged.
@@ -160,7 +165,7 @@ pub enum Reason {
     Unprovable,
 }
 
-impl Reason {
+impl GenerationReason {
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -168,7 +173,7 @@ impl Reason {
             Self::EngineRestarted => "engine_restarted",
             Self::GapUnfilled => "gap_unfilled",
             Self::LossUnseen => "loss_unseen",
-            Self::Sign(sign) => sign.label(),
+            Self::Mirror(sign) => sign.label(),
             Self::OutboxFull => "outbox_full",
             Self::Resync(reason) => reason.label(),
             Self::LogLost => "log_lost_records",
@@ -185,9 +190,9 @@ impl Reason {
         Self::EngineRestarted,
         Self::GapUnfilled,
         Self::LossUnseen,
-        Self::Sign(Sign::BelowZero),
-        Self::Sign(Sign::TwoPrefixes),
-        Self::Sign(Sign::TooMany),
+        Self::Mirror(Inconsistency::BelowZero),
+        Self::Mirror(Inconsistency::TwoPrefixes),
+        Self::Mirror(Inconsistency::TooMany),
         Self::OutboxFull,
         Self::Resync(ResyncReason::Gap),
         Self::Resync(ResyncReason::Mismatch),
@@ -203,19 +208,23 @@ impl Reason {
 
 /// How often a generation began, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reasons([u64; Reason::ALL.len()]);
+pub struct GenerationCounts([u64; GenerationReason::ALL.len()]);
 
-impl Reasons {
+impl GenerationCounts {
     #[must_use]
-    pub fn of(&self, reason: Reason) -> u64 {
-        let at = Reason::ALL.iter().position(|&known| known == reason);
+    pub fn of(&self, reason: GenerationReason) -> u64 {
+        let at = GenerationReason::ALL
+            .iter()
+            .position(|&known| known == reason);
         at.and_then(|at| self.0.get(at))
             .copied()
             .unwrap_or_default()
     }
 
-    fn count(&mut self, reason: Reason) {
-        let at = Reason::ALL.iter().position(|&known| known == reason);
+    fn count(&mut self, reason: GenerationReason) {
+        let at = GenerationReason::ALL
+            .iter()
+            .position(|&known| known == reason);
         if let Some(count) = at.and_then(|at| self.0.get_mut(at)) {
             *count += 1;
         }
@@ -224,7 +233,7 @@ impl Reasons {
 
 /// What happened so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct SourceCounters {
     pub batches: u64,
     pub duplicates: u64,
     pub gaps: u64,
@@ -235,12 +244,12 @@ pub struct Counters {
     pub payloads_malformed: u64,
     pub other_topic: u64,
     pub other_rank: u64,
-    pub held_dropped: u64,
+    pub buffered_dropped: u64,
     pub generations: u64,
-    pub reasons: Reasons,
+    pub reasons: GenerationCounts,
     pub appends_failed: u64,
     /// Records that are to be sent again because the log went out of reach, or may not be ours.
-    pub mutes: u64,
+    pub pauses: u64,
     pub tails_unexpected: u64,
     /// Requests for a generation above one that nobody can have come to.
     pub generations_refused: u64,
@@ -248,11 +257,11 @@ pub struct Counters {
 
 /// What the source is now.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Status {
+pub struct SourceStatus {
     pub source: Source,
     pub generation: Option<Generation>,
     /// As of the last acknowledged record.
-    pub acknowledged: Option<Point>,
+    pub acknowledged: Option<RecordState>,
     /// As it may be claimed now, of the last acknowledged record.
     pub states: TierStates,
     /// The last batch applied to the mirror.
@@ -266,9 +275,9 @@ pub struct Status {
     pub prefixes: usize,
     pub orphans: usize,
     /// The present generation's image is acknowledged.
-    pub is_told: bool,
-    pub counters: Counters,
-    pub mirror: mirror::Counters,
+    pub is_image_acknowledged: bool,
+    pub counters: SourceCounters,
+    pub mirror: mirror::MirrorCounters,
     /// None where no checkpoints are kept.
     pub checkpoint: Option<CheckpointStatus>,
 }
@@ -292,11 +301,11 @@ pub struct CheckpointStatus {
 /// See the module's documentation.
 #[derive(Debug)]
 pub struct SourceCore {
-    config: Config,
+    config: SourceConfig,
     mirror: Mirror,
-    engine: Engine,
+    engine: EngineFollower,
     publisher: Publisher,
-    tail: Watch,
+    tail: TailMonitor,
     clock: LogClock,
     /// The plane is within reach, as far as is known.
     is_reachable: bool,
@@ -309,19 +318,19 @@ pub struct SourceCore {
     /// When the present generation began.
     opened: Option<Instant>,
     /// What the last heartbeat claimed, to say at once when it is no longer so.
-    told_states: Option<TierStates>,
-    counters: Counters,
+    sent_states: Option<TierStates>,
+    counters: SourceCounters,
     effects: VecDeque<Effect>,
 }
 
 impl SourceCore {
     #[must_use]
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: SourceConfig) -> Self {
         Self {
             mirror: Mirror::new(config.mirror, Start::Unknown),
-            engine: Engine::new(&config),
+            engine: EngineFollower::new(&config),
             publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max, config.seed),
-            tail: Watch::default(),
+            tail: TailMonitor::default(),
             clock: LogClock::new(config.waits_for_clock),
             is_reachable: true,
             has_lapsed: false,
@@ -329,8 +338,8 @@ impl SourceCore {
             next_heartbeat: None,
             awake: None,
             opened: None,
-            told_states: None,
-            counters: Counters::default(),
+            sent_states: None,
+            counters: SourceCounters::default(),
             effects: VecDeque::new(),
             config,
         }
@@ -339,10 +348,10 @@ impl SourceCore {
     /// Begins where a checkpoint stands. Nothing of it is believed before the engine's replay has
     /// proven that it is the same life.
     #[must_use]
-    pub fn resume(config: Config, restored: Restored) -> Self {
+    pub fn resume(config: SourceConfig, restored: Restored) -> Self {
         let mut core = Self::new(config);
         core.mirror = restored.mirror;
-        let point = restored.point;
+        let point = restored.header;
         core.publisher.raise_fence(point.generation);
         core.engine.resume(point.engine_seq, point.payload_hash);
         core
@@ -353,14 +362,14 @@ impl SourceCore {
     pub fn checkpoint(&self) -> Option<Checkpoint> {
         let (engine_seq, payload_hash) = self.engine.provable_last()?;
         Some(Checkpoint {
-            point: checkpoint::Point {
+            header: checkpoint::CheckpointHeader {
                 source: self.config.source.clone(),
                 generation: self.publisher.fence(),
                 engine_seq,
                 payload_hash,
             },
             config: self.config.mirror,
-            mirror: self.mirror.cut(),
+            mirror: self.mirror.snapshot(),
         })
     }
 
@@ -405,12 +414,12 @@ impl SourceCore {
     /// This shim may publish from now on. A new generation begins, unless the lease had only lapsed
     /// and nobody else wrote meanwhile.
     pub fn lease_taken(&mut self, now: Instant) {
-        if self.publisher.is_silent() {
-            self.publisher.unsilence(now);
-            self.note_generation(Reason::LeaseTaken);
+        if self.publisher.lacks_lease() {
+            self.publisher.lease_taken(now);
+            self.note_generation(GenerationReason::LeaseTaken);
         }
         self.has_lapsed = false;
-        self.open_gates(now);
+        self.try_unpause(now);
         self.settle(now);
     }
 
@@ -418,12 +427,12 @@ impl SourceCore {
     /// what is told meanwhile is kept, within the outbox's bound.
     pub fn lease_lapsed(&mut self) {
         self.has_lapsed = true;
-        self.mute();
+        self.pause();
     }
 
     /// Somebody else may publish: not another word.
     pub fn lease_lost(&mut self) {
-        self.publisher.silence();
+        self.publisher.lease_lost();
         self.tail.forget();
         self.has_lapsed = false;
         self.effects
@@ -433,13 +442,13 @@ impl SourceCore {
     /// The plane is out of reach. What was under way may be written or not.
     pub fn plane_lost(&mut self) {
         self.is_reachable = false;
-        self.mute();
+        self.pause();
     }
 
     /// It is back. The log may be another one, or may have lost its end.
     pub fn plane_back(&mut self, now: Instant) {
         self.is_reachable = true;
-        self.open_gates(now);
+        self.try_unpause(now);
         self.settle(now);
     }
 
@@ -449,10 +458,10 @@ impl SourceCore {
         self.clock.learn(asked, answered, unix_ns);
     }
 
-    fn mute(&mut self) {
-        if !self.publisher.is_muted() {
-            self.counters.mutes += 1;
-            self.publisher.mute();
+    fn pause(&mut self) {
+        if !self.publisher.is_paused() {
+            self.counters.pauses += 1;
+            self.publisher.pause();
         }
         self.tail.forget();
         if self.publisher.is_open() {
@@ -463,15 +472,15 @@ impl SourceCore {
     }
 
     /// Speaks again when nothing stands against it.
-    fn open_gates(&mut self, now: Instant) {
-        if !self.publisher.is_muted() || !self.is_reachable || self.has_lapsed {
+    fn try_unpause(&mut self, now: Instant) {
+        if !self.publisher.is_paused() || !self.is_reachable || self.has_lapsed {
             return;
         }
         if self.tail.is_required() && self.publisher.is_open() {
             self.tail_tick(now, false);
         } else {
             self.tail.forget();
-            self.publisher.unmute(now);
+            self.publisher.unpause(now);
         }
     }
 
@@ -480,7 +489,7 @@ impl SourceCore {
             self.opened = Some(now);
             let present = self.present(now);
             self.publisher.open(self.mirror.image(), present);
-            if self.publisher.is_muted() {
+            if self.publisher.is_paused() {
                 self.tail.require();
             }
         }
@@ -523,7 +532,7 @@ impl SourceCore {
         };
         if !is_answered {
             self.publisher.raise_fence(above);
-            self.new_generation(now, Reason::Resync(reason));
+            self.new_generation(now, GenerationReason::Resync(reason));
         }
         self.settle(now);
     }
@@ -532,7 +541,7 @@ impl SourceCore {
     pub fn append_too_large(&mut self, now: Instant, id: AppendId, bytes_max: usize) {
         self.counters.appends_failed += 1;
         if self.publisher.limit_records(bytes_max) {
-            self.new_generation(now, Reason::RecordTooLarge);
+            self.new_generation(now, GenerationReason::RecordTooLarge);
         } else {
             self.publisher.fail(now, id);
         }
@@ -553,7 +562,7 @@ impl SourceCore {
     pub fn tick(&mut self, now: Instant) {
         self.wake(now);
         self.engine_tick(now);
-        self.open_gates(now);
+        self.try_unpause(now);
         self.settle(now);
         let is_heartbeat = self.next_heartbeat.is_none_or(|due| due <= now);
         if is_heartbeat {
@@ -564,8 +573,8 @@ impl SourceCore {
     }
 
     #[must_use]
-    pub fn status(&self, now: Instant) -> Status {
-        Status {
+    pub fn status(&self, now: Instant) -> SourceStatus {
+        SourceStatus {
             source: self.config.source.clone(),
             generation: self.publisher.generation(),
             acknowledged: self.publisher.acknowledged_point(),
@@ -581,7 +590,7 @@ impl SourceCore {
             waiting_bytes: self.publisher.waiting_bytes(),
             prefixes: self.mirror.prefixes(),
             orphans: self.mirror.orphans(),
-            is_told: self.publisher.acknowledged_point().is_some()
+            is_image_acknowledged: self.publisher.acknowledged_point().is_some()
                 && !self.publisher.has_image_under_way(),
             counters: self.counters,
             mirror: *self.mirror.counters(),
@@ -589,13 +598,13 @@ impl SourceCore {
         }
     }
 
-    fn new_generation(&mut self, now: Instant, reason: Reason) {
+    fn new_generation(&mut self, now: Instant, reason: GenerationReason) {
         self.publisher.claim(now);
         self.tail.forget();
         self.note_generation(reason);
     }
 
-    fn note_generation(&mut self, reason: Reason) {
+    fn note_generation(&mut self, reason: GenerationReason) {
         self.counters.generations += 1;
         self.counters.reasons.count(reason);
         self.effects
@@ -607,7 +616,7 @@ impl SourceCore {
         let present = self.present(now);
         self.publisher.pump(now, present, &mut self.effects);
         let states = self.heartbeat_states(now);
-        if self.told_states.is_some_and(|told| told != states) {
+        if self.sent_states.is_some_and(|told| told != states) {
             self.heartbeat(now);
         }
     }
@@ -616,16 +625,16 @@ impl SourceCore {
         let Some(generation) = self.publisher.generation() else {
             return;
         };
-        if self.publisher.is_silent() || self.publisher.is_muted() {
+        if self.publisher.lacks_lease() || self.publisher.is_paused() {
             return;
         }
         let states = self.heartbeat_states(now);
-        let gpu = self.told_states.map(|told| told.gpu);
+        let gpu = self.sent_states.map(|told| told.gpu);
         if gpu != Some(states.gpu) {
             self.effects
                 .push_back(Effect::Notice(Notice::State(states.gpu)));
         }
-        self.told_states = Some(states);
+        self.sent_states = Some(states);
         let point = self.publisher.acknowledged_point();
         let engine_seq = if self.publisher.is_idle() {
             self.engine.last()
@@ -656,13 +665,13 @@ impl SourceCore {
         self.claim_of(now, point.states)
     }
 
-    fn present(&self, now: Instant) -> Present {
+    fn present(&self, now: Instant) -> RecordContext {
         let sound = if self.engine.is_unverified() {
             lower(self.mirror.states(), TierState::Unverified)
         } else {
             self.mirror.states()
         };
-        Present {
+        RecordContext {
             engine_seq: self.engine.last(),
             sound,
             claimed: self.claim_of(now, sound),
@@ -671,7 +680,7 @@ impl SourceCore {
     }
 
     fn claim_of(&self, now: Instant, sound: TierStates) -> TierStates {
-        if self.clock.is_told() && self.is_proven(now) {
+        if self.clock.is_image_acknowledged() && self.is_proven(now) {
             sound
         } else {
             lower(sound, TierState::Stale)

@@ -11,7 +11,7 @@ const HASH_BYTES: usize = 8;
 
 /// The changes of one record, and the digest after them.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct RecordPart {
     pub(super) changes: Vec<Change>,
     pub(super) after: Digest,
 }
@@ -32,7 +32,7 @@ pub(super) fn split(
     changes: Vec<Change>,
     bytes_max: usize,
     digests: &mut Tiers<Digest>,
-) -> Vec<Part> {
+) -> Vec<RecordPart> {
     let room = bytes_max.saturating_sub(RECORD_HEAD_BYTES);
     let mut splitter = Splitter {
         room: room.max(CHANGE_HEAD_BYTES + HASH_BYTES),
@@ -52,7 +52,7 @@ struct Splitter<'a> {
     room: usize,
     used: usize,
     changes: Vec<Change>,
-    parts: Vec<Part>,
+    parts: Vec<RecordPart>,
     digests: &'a mut Tiers<Digest>,
 }
 
@@ -129,7 +129,7 @@ impl Splitter<'_> {
             return;
         }
         self.used = 0;
-        self.parts.push(Part {
+        self.parts.push(RecordPart {
             changes: std::mem::take(&mut self.changes),
             after: crate::mirror::total(self.digests),
         });

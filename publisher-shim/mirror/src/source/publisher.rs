@@ -29,7 +29,7 @@ const RECORD_BYTES_MIN: usize = 1024;
 
 /// The source as of one record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Point {
+pub struct RecordState {
     pub number: RecordNumber,
     pub engine_seq: Option<EngineSeq>,
     /// What could be vouched for, whatever the age of the proof.
@@ -39,7 +39,7 @@ pub struct Point {
 
 /// What the source is when records are cut.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Present {
+pub(super) struct RecordContext {
     pub(super) engine_seq: Option<EngineSeq>,
     /// Whatever the age of the proof.
     pub(super) sound: TierStates,
@@ -50,18 +50,18 @@ pub(super) struct Present {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum PublishPhase {
     /// Somebody else may hold the lease: say nothing.
-    Silent,
+    NoLease,
     /// Wants a generation; the time at which to ask, or none while the answer is awaited.
     Claiming(Option<Instant>),
     Open,
 }
 
 #[derive(Debug)]
-struct Outgoing {
+struct OutboxRecord {
     payload: Bytes,
-    point: Point,
+    point: RecordState,
     is_image: bool,
     is_acknowledged: bool,
 }
@@ -71,15 +71,15 @@ pub(super) struct Publisher {
     source: Source,
     bytes_max: usize,
     record_bytes_max: usize,
-    phase: Phase,
+    phase: PublishPhase,
     /// What is told is kept and nothing goes out: the log is out of reach, or it is not known
     /// whether it may be written to.
-    is_muted: bool,
+    is_paused: bool,
     generation: Generation,
     /// No generation up to here may be used again.
     fence: Generation,
     next: RecordNumber,
-    window: VecDeque<Outgoing>,
+    window: VecDeque<OutboxRecord>,
     /// How many of the window's first were handed out.
     sent: usize,
     /// Counts failures, so that late answers of an earlier round are told apart.
@@ -95,8 +95,8 @@ pub(super) struct Publisher {
     /// After everything that was cut.
     digests: Tiers<Digest>,
     /// States and sequence of the last record cut.
-    told: Option<Point>,
-    acknowledged: Option<Point>,
+    told: Option<RecordState>,
+    acknowledged: Option<RecordState>,
 }
 
 impl Publisher {
@@ -105,8 +105,8 @@ impl Publisher {
             source,
             bytes_max,
             record_bytes_max: RECORD_BYTES_MAX,
-            phase: Phase::Silent,
-            is_muted: false,
+            phase: PublishPhase::NoLease,
+            is_paused: false,
             generation: Generation(0),
             fence: Generation(0),
             next: RecordNumber(0),
@@ -126,11 +126,11 @@ impl Publisher {
     }
 
     pub(super) const fn is_open(&self) -> bool {
-        matches!(self.phase, Phase::Open)
+        matches!(self.phase, PublishPhase::Open)
     }
 
-    pub(super) const fn is_silent(&self) -> bool {
-        matches!(self.phase, Phase::Silent)
+    pub(super) const fn lacks_lease(&self) -> bool {
+        matches!(self.phase, PublishPhase::NoLease)
     }
 
     /// The generation in use or last used; none before the first.
@@ -138,7 +138,7 @@ impl Publisher {
         (self.generation > Generation(0)).then_some(self.generation)
     }
 
-    pub(super) const fn acknowledged_point(&self) -> Option<Point> {
+    pub(super) const fn acknowledged_point(&self) -> Option<RecordState> {
         self.acknowledged
     }
 
@@ -153,11 +153,11 @@ impl Publisher {
 
     /// The first records of the generation are still under way.
     pub(super) fn has_image_under_way(&self) -> bool {
-        !self.is_open() || self.window.iter().any(|outgoing| outgoing.is_image)
+        !self.is_open() || self.window.iter().any(|record| record.is_image)
     }
 
-    pub(super) const fn is_muted(&self) -> bool {
-        self.is_muted
+    pub(super) const fn is_paused(&self) -> bool {
+        self.is_paused
     }
 
     /// Appends of any other round are not awaited any more.
@@ -171,19 +171,19 @@ impl Publisher {
     }
 
     /// Keeps everything and says nothing. What was under way is unknown: it goes again.
-    pub(super) fn mute(&mut self) {
-        if !self.is_muted {
-            self.is_muted = true;
+    pub(super) fn pause(&mut self) {
+        if !self.is_paused {
+            self.is_paused = true;
             self.go_back();
         }
     }
 
-    pub(super) fn unmute(&mut self, now: Instant) {
-        if std::mem::take(&mut self.is_muted) {
+    pub(super) fn unpause(&mut self, now: Instant) {
+        if std::mem::take(&mut self.is_paused) {
             self.retry = None;
-            if let Phase::Claiming(Some(_)) = self.phase {
+            if let PublishPhase::Claiming(Some(_)) = self.phase {
                 // Whoever was cut off with us comes back at the same moment.
-                self.phase = Phase::Claiming(Some(now + self.backoff.first()));
+                self.phase = PublishPhase::Claiming(Some(now + self.backoff.first()));
             }
         }
     }
@@ -196,23 +196,23 @@ impl Publisher {
         is_new
     }
 
-    pub(super) fn silence(&mut self) {
-        self.phase = Phase::Silent;
+    pub(super) fn lease_lost(&mut self) {
+        self.phase = PublishPhase::NoLease;
         self.drop_everything();
     }
 
     /// A new generation above everything known. Its image is asked for once it is claimed.
     pub(super) fn claim(&mut self, now: Instant) {
         self.drop_everything();
-        if self.phase == Phase::Open {
-            self.phase = Phase::Claiming(Some(now));
+        if self.phase == PublishPhase::Open {
+            self.phase = PublishPhase::Claiming(Some(now));
         }
     }
 
     /// The lease is ours.
-    pub(super) fn unsilence(&mut self, now: Instant) {
-        if self.is_silent() {
-            self.phase = Phase::Claiming(Some(now));
+    pub(super) fn lease_taken(&mut self, now: Instant) {
+        if self.lacks_lease() {
+            self.phase = PublishPhase::Claiming(Some(now));
         }
     }
 
@@ -230,14 +230,14 @@ impl Publisher {
         let is_new = generation > self.fence;
         self.raise_fence(generation);
         match self.phase {
-            Phase::Claiming(_) if is_new => {}
-            Phase::Claiming(_) => {
-                self.phase = Phase::Claiming(Some(now));
+            PublishPhase::Claiming(_) if is_new => {}
+            PublishPhase::Claiming(_) => {
+                self.phase = PublishPhase::Claiming(Some(now));
                 return false;
             }
-            Phase::Silent | Phase::Open => return false,
+            PublishPhase::NoLease | PublishPhase::Open => return false,
         }
-        self.phase = Phase::Open;
+        self.phase = PublishPhase::Open;
         self.backoff.reset();
         self.generation = generation;
         self.next = RecordNumber(0);
@@ -249,13 +249,13 @@ impl Publisher {
     }
 
     pub(super) fn claim_failed(&mut self, now: Instant) {
-        if let Phase::Claiming(None) = self.phase {
-            self.phase = Phase::Claiming(Some(now + self.backoff.next()));
+        if let PublishPhase::Claiming(None) = self.phase {
+            self.phase = PublishPhase::Claiming(Some(now + self.backoff.next()));
         }
     }
 
     /// The whole mirror, right after the generation was claimed.
-    pub(super) fn open(&mut self, image: Vec<Change>, present: Present) {
+    pub(super) fn open(&mut self, image: Vec<Change>, present: RecordContext) {
         self.cut(image, present, true);
     }
 
@@ -270,21 +270,26 @@ impl Publisher {
     }
 
     /// Cuts what is due, and hands out what the window has room for.
-    pub(super) fn pump(&mut self, now: Instant, present: Present, effects: &mut VecDeque<Effect>) {
-        if self.is_muted {
+    pub(super) fn pump(
+        &mut self,
+        now: Instant,
+        present: RecordContext,
+        effects: &mut VecDeque<Effect>,
+    ) {
+        if self.is_paused {
             return;
         }
         match self.phase {
-            Phase::Silent | Phase::Claiming(None) => return,
-            Phase::Claiming(Some(due)) => {
+            PublishPhase::NoLease | PublishPhase::Claiming(None) => return,
+            PublishPhase::Claiming(Some(due)) => {
                 if due <= now {
-                    self.phase = Phase::Claiming(None);
+                    self.phase = PublishPhase::Claiming(None);
                     let above = self.fence;
                     effects.push_back(Effect::ClaimGeneration { above });
                 }
                 return;
             }
-            Phase::Open => {}
+            PublishPhase::Open => {}
         }
         let has_news =
             !self.pending.is_empty() || self.told.is_none_or(|told| told.states != present.sound);
@@ -302,38 +307,38 @@ impl Publisher {
         }
         self.retry = None;
         while self.sent < self.window.len().min(WINDOW_MAX) {
-            let outgoing = &self.window[self.sent];
+            let record = &self.window[self.sent];
             effects.push_back(Effect::Append {
                 id: AppendId {
                     generation: self.generation,
-                    number: outgoing.point.number,
+                    number: record.point.number,
                     attempt: self.attempt,
                 },
-                payload: outgoing.payload.clone(),
+                payload: record.payload.clone(),
             });
             self.sent += 1;
         }
     }
 
     /// The log took a record. Answers may come in any order.
-    pub(super) fn acknowledge(&mut self, now: Instant, id: AppendId, present: Present) {
+    pub(super) fn acknowledge(&mut self, now: Instant, id: AppendId, present: RecordContext) {
         if !self.is_current(id) {
             return;
         }
         let sent = self.window.iter_mut().take(self.sent);
-        for outgoing in sent {
-            outgoing.is_acknowledged |= outgoing.point.number == id.number;
+        for record in sent {
+            record.is_acknowledged |= record.point.number == id.number;
         }
         while self.window.front().is_some_and(|out| out.is_acknowledged) {
-            let Some(outgoing) = self.window.pop_front() else {
+            let Some(record) = self.window.pop_front() else {
                 break;
             };
             self.sent -= 1;
             self.backoff.reset();
             self.overtaken = None;
-            self.acknowledged = Some(outgoing.point);
-            if !outgoing.is_image {
-                self.waiting_bytes -= outgoing.payload.len();
+            self.acknowledged = Some(record.point);
+            if !record.is_image {
+                self.waiting_bytes -= record.payload.len();
             }
         }
         if self.window.iter().any(|out| out.is_acknowledged) {
@@ -357,8 +362,8 @@ impl Publisher {
         self.attempt = self.attempt.wrapping_add(1);
         self.sent = 0;
         self.overtaken = None;
-        for outgoing in &mut self.window {
-            outgoing.is_acknowledged = false;
+        for record in &mut self.window {
+            record.is_acknowledged = false;
         }
     }
 
@@ -366,13 +371,13 @@ impl Publisher {
         self.is_open() && id.generation == self.generation && id.attempt == self.attempt
     }
 
-    fn cut_pending(&mut self, present: Present) {
+    fn cut_pending(&mut self, present: RecordContext) {
         let changes = std::mem::take(&mut self.pending);
         self.pending_bytes = 0;
         self.cut(changes, present, false);
     }
 
-    fn cut(&mut self, changes: Vec<Change>, present: Present, is_image: bool) {
+    fn cut(&mut self, changes: Vec<Change>, present: RecordContext, is_image: bool) {
         let name = self.source.worker.as_str().len();
         let room = self.record_bytes_max.saturating_sub(name);
         let parts = pack::split(changes, room, &mut self.digests);
@@ -386,7 +391,7 @@ impl Publisher {
             } else {
                 (before, under_way, under_way)
             };
-            let point = Point {
+            let point = RecordState {
                 number: self.next,
                 engine_seq,
                 states: sound,
@@ -411,7 +416,7 @@ impl Publisher {
             }
             self.next = self.next.next();
             self.told = Some(point);
-            self.window.push_back(Outgoing {
+            self.window.push_back(OutboxRecord {
                 payload,
                 point,
                 is_image,

@@ -11,22 +11,22 @@ use std::time::{Duration, Instant};
 use warmroute_proto::{Generation, RecordNumber, StreamIdentity};
 
 use super::publisher::Publisher;
-use super::{Effect, Reason, SourceCore};
+use super::{Effect, GenerationReason, SourceCore};
 
 /// So many times in a row, or it was only a copy that lagged.
-const SURPRISES: u32 = 3;
-const ASK_AGAIN: Duration = Duration::from_millis(300);
+const MISMATCHES_MAX: u32 = 3;
+const RETRY_AFTER: Duration = Duration::from_millis(300);
 
 /// What the log and the registry have of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tail {
     /// Nobody could tell.
     Unanswered,
-    Seen(Seen),
+    Seen(LogTail),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct LogTail {
     /// The last record on the source's subject, if it is one.
     pub last: Option<(Generation, RecordNumber)>,
     /// There is none, and older records than ours were dropped from the log on purpose.
@@ -37,9 +37,9 @@ pub struct Seen {
     pub registered: Option<Option<Generation>>,
 }
 
-/// A question under way.
+/// A request under way.
 #[derive(Clone, Copy, Debug)]
-struct Question {
+struct TailRequest {
     id: u64,
     generation: Generation,
     /// What was acknowledged when it was asked.
@@ -47,18 +47,18 @@ struct Question {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(super) struct TailMonitor {
     asked: u64,
-    question: Option<Question>,
+    request: Option<TailRequest>,
     /// Nothing is said before an answer was as expected.
     is_required: bool,
     again: Option<Instant>,
-    surprises: u32,
+    mismatches: u32,
     log: Option<StreamIdentity>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum TailVerdict {
     AsExpected,
     /// Lost, or a copy that lags.
     Behind,
@@ -69,7 +69,7 @@ enum Verdict {
     OtherLog,
 }
 
-impl Watch {
+impl TailMonitor {
     pub(super) const fn is_required(&self) -> bool {
         self.is_required
     }
@@ -88,92 +88,92 @@ impl Watch {
         };
     }
 
-    fn judge(&mut self, question: Question, publisher: &Publisher, seen: Seen) -> Verdict {
-        let own = question.generation;
+    fn judge(&mut self, request: TailRequest, publisher: &Publisher, seen: LogTail) -> TailVerdict {
+        let own = request.generation;
         let plausible = |generation: &Generation| generation.is_plausible_after(own);
         let last = seen.last.filter(|(last, _)| plausible(last));
         let registered = seen.registered.map(|known| known.filter(plausible));
         if let Some(log) = seen.log
             && self.log.replace(log).is_some_and(|known| known != log)
         {
-            return Verdict::OtherLog;
+            return TailVerdict::OtherLog;
         }
         if let Some(Some(registered)) = registered
             && registered > own
         {
-            return Verdict::Overtaken(registered);
+            return TailVerdict::Overtaken(registered);
         }
-        let as_acknowledged = match (last, question.at_least) {
+        let as_acknowledged = match (last, request.at_least) {
             (Some((generation, _)), _) if generation > own => {
-                return Verdict::Overtaken(generation);
+                return TailVerdict::Overtaken(generation);
             }
             (Some((generation, number)), _)
                 if generation == own && Some(number) > publisher.last_cut() =>
             {
-                return Verdict::Overtaken(generation);
+                return TailVerdict::Overtaken(generation);
             }
             (_, None) => true,
             (Some((generation, number)), Some(least)) => generation == own && number >= least,
             (None, Some(_)) => seen.is_trimmed,
         };
         if !as_acknowledged {
-            Verdict::Behind
+            TailVerdict::Behind
         } else if registered.is_some_and(|known| known != Some(own)) {
-            Verdict::Unregistered
+            TailVerdict::Unregistered
         } else {
-            Verdict::AsExpected
+            TailVerdict::AsExpected
         }
     }
 }
 
 impl SourceCore {
-    /// The answer to [`Effect::ReadTail`]. Every question must be answered.
+    /// The answer to [`Effect::ReadTail`]. Every request must be answered.
     pub fn log_tail(&mut self, now: Instant, id: u64, tail: Tail) {
-        let Some(question) = self.tail.question.take_if(|question| question.id == id) else {
+        let Some(request) = self.tail.request.take_if(|request| request.id == id) else {
             return;
         };
         let is_current =
-            self.publisher.is_open() && self.publisher.generation() == Some(question.generation);
+            self.publisher.is_open() && self.publisher.generation() == Some(request.generation);
         if is_current {
             match tail {
-                Tail::Unanswered => self.tail.again = Some(now + ASK_AGAIN),
+                Tail::Unanswered => self.tail.again = Some(now + RETRY_AFTER),
                 Tail::Seen(seen) => {
-                    let verdict = self.tail.judge(question, &self.publisher, seen);
+                    let verdict = self.tail.judge(request, &self.publisher, seen);
                     self.act_on(now, verdict);
                 }
             }
         }
-        self.open_gates(now);
+        self.try_unpause(now);
         self.settle(now);
     }
 
-    fn act_on(&mut self, now: Instant, verdict: Verdict) {
+    fn act_on(&mut self, now: Instant, verdict: TailVerdict) {
         match verdict {
-            Verdict::AsExpected => {
-                self.tail.surprises = 0;
+            TailVerdict::AsExpected => {
+                self.tail.mismatches = 0;
                 self.tail.again = None;
                 self.tail.is_required = false;
             }
-            Verdict::Behind | Verdict::Unregistered => {
+            TailVerdict::Behind | TailVerdict::Unregistered => {
                 self.counters.tails_unexpected += 1;
-                self.tail.surprises += 1;
-                self.tail.again = Some(now + ASK_AGAIN);
-                if self.tail.surprises >= SURPRISES {
+                self.tail.mismatches += 1;
+                self.tail.again = Some(now + RETRY_AFTER);
+                if self.tail.mismatches >= MISMATCHES_MAX {
                     let reason = match verdict {
-                        Verdict::Unregistered => Reason::RegistryLost,
-                        Verdict::AsExpected
-                        | Verdict::Behind
-                        | Verdict::Overtaken(_)
-                        | Verdict::OtherLog => Reason::LogLost,
+                        TailVerdict::Unregistered => GenerationReason::RegistryLost,
+                        TailVerdict::AsExpected
+                        | TailVerdict::Behind
+                        | TailVerdict::Overtaken(_)
+                        | TailVerdict::OtherLog => GenerationReason::LogLost,
                     };
                     self.new_generation(now, reason);
                 }
             }
-            Verdict::Overtaken(generation) => {
+            TailVerdict::Overtaken(generation) => {
                 self.publisher.raise_fence(generation);
-                self.new_generation(now, Reason::Overtaken);
+                self.new_generation(now, GenerationReason::Overtaken);
             }
-            Verdict::OtherLog => self.new_generation(now, Reason::LogLost),
+            TailVerdict::OtherLog => self.new_generation(now, GenerationReason::LogLost),
         }
     }
 
@@ -195,12 +195,12 @@ impl SourceCore {
         let Some(generation) = self.publisher.generation() else {
             return;
         };
-        if self.tail.question.is_some() {
+        if self.tail.request.is_some() {
             return;
         }
         self.tail.asked += 1;
         self.tail.again = None;
-        self.tail.question = Some(Question {
+        self.tail.request = Some(TailRequest {
             id: self.tail.asked,
             generation,
             at_least: self
@@ -211,7 +211,7 @@ impl SourceCore {
         self.effects.push_back(Effect::ReadTail {
             id: self.tail.asked,
             is_thorough: self.tail.is_required
-                || self.tail.surprises > 0
+                || self.tail.mismatches > 0
                 || self.tail.log.is_none(),
         });
     }

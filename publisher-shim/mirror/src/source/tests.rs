@@ -14,7 +14,7 @@ use warmroute_proto::codec;
 use warmroute_proto::{DpRank, LogTime, PrefixHash, Record, StreamIdentity, Tier, WorkerId};
 
 use super::*;
-use crate::testing::{Reader, start};
+use crate::testing::{LogReader, start};
 
 const GPU: TierState = TierState::Complete;
 
@@ -95,7 +95,7 @@ struct World {
     acks_wait: bool,
     waiting: Vec<AppendId>,
     records: Vec<Record>,
-    reader: Reader,
+    reader: LogReader,
     heartbeats: Vec<Heartbeat>,
     notices: Vec<Notice>,
 }
@@ -106,13 +106,13 @@ impl World {
             worker: WorkerId::from("w"),
             dp_rank: DpRank(0),
         };
-        Self::with(Config {
+        Self::with(SourceConfig {
             waits_for_clock: false,
-            ..Config::new(source, has_replay)
+            ..SourceConfig::new(source, has_replay)
         })
     }
 
-    fn with(config: Config) -> Self {
+    fn with(config: SourceConfig) -> Self {
         Self {
             core: SourceCore::new(config),
             engine: FakeEngine::default(),
@@ -134,7 +134,7 @@ impl World {
             acks_wait: false,
             waiting: Vec::new(),
             records: Vec::new(),
-            reader: Reader::default(),
+            reader: LogReader::default(),
             heartbeats: Vec::new(),
             notices: Vec::new(),
         }
@@ -212,7 +212,7 @@ impl World {
             }
         }
         if self.is_settled() {
-            self.check();
+            self.verify();
         }
     }
 
@@ -257,7 +257,7 @@ impl World {
         assert!(payload.len() <= codec::RECORD_BYTES_MAX);
         let last = self.records.last().map(|r| (r.generation, r.number));
         if record.number == RecordNumber(0) && last.is_none_or(|(g, _)| g < record.generation) {
-            self.reader = Reader::default();
+            self.reader = LogReader::default();
             self.has_lost = false;
         } else if last.is_none_or(|(g, n)| (g, n.next()) != (record.generation, record.number)) {
             // Sent again, or behind something that comes again: what a sequencing reader drops.
@@ -286,7 +286,7 @@ impl World {
             return Tail::Unanswered;
         }
         let last = self.records.last();
-        Tail::Seen(Seen {
+        Tail::Seen(LogTail {
             last: last.map(|record| (record.generation, record.number)),
             is_trimmed: false,
             log: is_thorough.then_some(self.log),
@@ -298,7 +298,7 @@ impl World {
     fn lose_records(&mut self, count: usize) {
         self.records.truncate(self.records.len() - count);
         self.has_lost |= count > 0;
-        self.reader = Reader::default();
+        self.reader = LogReader::default();
         let last = self.records.last().map(|record| record.generation);
         let present = |record: &&Record| Some(record.generation) == last;
         for record in self.records.iter().filter(present) {
@@ -328,11 +328,11 @@ impl World {
     }
 
     fn is_settled(&self) -> bool {
-        self.core.publisher.is_idle() && !self.core.publisher.is_muted() && !self.has_lost
+        self.core.publisher.is_idle() && !self.core.publisher.is_paused() && !self.has_lost
     }
 
     /// What the log says is what the mirror holds.
-    fn check(&self) {
+    fn verify(&self) {
         assert_eq!(self.reader.held(), self.core.mirror().held());
         assert_eq!(self.reader.digest(), self.core.mirror().digest());
     }

@@ -1,38 +1,40 @@
-//! One event, in either of its two shapes.
+//! Decoder of one event, in either of its two encodings.
 //!
-//! Up to vLLM 0.23 and SGLang 0.5.18 an event is an array whose length tells the version; from then
-//! on it is a map. Both are accepted event by event; unknown keys and further elements are ignored,
-//! and no order of keys is relied on.
+//! Up to vLLM 0.23 and SGLang 0.5.18 an event is an array whose length depends on the version;
+//! later it is a map. Both are accepted, event by event. Unknown keys and additional elements are
+//! ignored; keys may come in any order.
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::keys::{self, Context, Keys};
-use super::msgpack::{Cursor, Kind, WireError};
-use super::{BlockGroup, EngineHash, Event, GroupKind, Lora, Medium, Removed, Stored};
+use super::keys::{self, EventKeys, KeyContext};
+use super::msgpack::{Cursor, ValueKind, WireError};
+use super::{
+    BlockGroup, CacheEvent, EngineHash, GroupKind, LoraRef, Medium, RemovedBlocks, StoredBlocks,
+};
 
-/// What one event turned out to be.
+/// An event that decoded.
 pub(super) enum Decoded {
-    Event(Event),
-    /// It speaks of a place that is not tracked.
-    Elsewhere,
+    Event(CacheEvent),
+    /// It concerns memory that is not tracked.
+    Untracked,
 }
 
-/// What an event that is not understood might have been.
+/// The type of an event that does not decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NotUnderstood {
     Stored,
     Other,
 }
 
-/// A field's raw value, found before its meaning can be told.
+/// A field's raw value, decoded after all fields are found.
 type Raw<'a> = Option<&'a [u8]>;
 
-/// The fields of both event types by name, raw.
+/// The raw fields of both event types, by name.
 #[derive(Default)]
 struct Fields<'a> {
     tag: &'a str,
     is_map: bool,
-    /// Elements of the array form.
+    /// Elements of the array encoding.
     len: usize,
     hashes: Raw<'a>,
     parent: Raw<'a>,
@@ -49,13 +51,13 @@ struct Fields<'a> {
     lookahead: Raw<'a>,
 }
 
-/// Decodes one event that lies in `raw`, exactly.
+/// Decodes the event whose bytes are exactly `raw`.
 pub(super) fn decode(raw: &[u8]) -> Result<Decoded, NotUnderstood> {
     let fields = Fields::read(raw).map_err(|_| NotUnderstood::Other)?;
     match fields.tag {
         "BlockStored" => fields.stored().map_err(|_| NotUnderstood::Stored),
         "BlockRemoved" => fields.removed().map_err(|_| NotUnderstood::Other),
-        "AllBlocksCleared" => Ok(Decoded::Event(Event::Cleared)),
+        "AllBlocksCleared" => Ok(Decoded::Event(CacheEvent::Cleared)),
         _ => Err(NotUnderstood::Other),
     }
 }
@@ -64,9 +66,14 @@ impl<'a> Fields<'a> {
     fn read(raw: &'a [u8]) -> Result<Self, WireError> {
         let cursor = Cursor::new(raw);
         match cursor.kind()? {
-            Kind::Map => Self::from_map(cursor),
-            Kind::Array => Self::from_array(cursor),
-            Kind::Nil | Kind::Int | Kind::Str | Kind::Bin | Kind::Other => Err(WireError::Type),
+            ValueKind::Map => Self::from_map(cursor),
+            ValueKind::Array => Self::from_array(cursor),
+            ValueKind::Nil
+            | ValueKind::Int
+            | ValueKind::Str
+            | ValueKind::Bin
+            | ValueKind::Float
+            | ValueKind::Other => Err(WireError::Type),
         }
     }
 
@@ -76,7 +83,7 @@ impl<'a> Fields<'a> {
             ..Self::default()
         };
         for _ in 0..cursor.map()? {
-            if cursor.kind()? != Kind::Str {
+            if cursor.kind()? != ValueKind::Str {
                 cursor.skip()?;
                 cursor.skip()?;
                 continue;
@@ -119,7 +126,7 @@ impl<'a> Fields<'a> {
         fields.tag = cursor.str()?;
         let is_removal = fields.tag == "BlockRemoved";
         for index in 1..len {
-            let is_map = cursor.kind()? == Kind::Map;
+            let is_map = cursor.kind()? == ValueKind::Map;
             let value = Some(cursor.skip()?);
             match (index, is_removal) {
                 (1, _) => fields.hashes = value,
@@ -130,7 +137,7 @@ impl<'a> Fields<'a> {
                 (4, false) => fields.block_size = value,
                 (5, false) => fields.lora_id = value,
                 (6, false) => fields.medium = value,
-                // SGLang's eighth element; vLLM's is the LoRA name.
+                // The eighth element is SGLang's map of further fields or vLLM's LoRA name.
                 (7, false) if is_map => fields.cache_salt = salt_of_map(value)?,
                 (7, false) => fields.lora_name = value,
                 (8, false) => fields.extra_keys = value,
@@ -144,7 +151,7 @@ impl<'a> Fields<'a> {
 
     fn stored(&self) -> Result<Decoded, WireError> {
         let Some(medium) = self.medium()? else {
-            return Ok(Decoded::Elsewhere);
+            return Ok(Decoded::Untracked);
         };
         let hashes = hashes(self.hashes)?;
         let parent = match self.parent {
@@ -152,7 +159,7 @@ impl<'a> Fields<'a> {
             None => None,
         };
         let lora_name = text(self.lora_name)?.filter(|name| !name.is_empty());
-        let context = Context {
+        let context = KeyContext {
             lora_name,
             blocks: hashes.len(),
             is_root: parent.is_none(),
@@ -160,18 +167,18 @@ impl<'a> Fields<'a> {
         };
         let mut keys = match self.extra_keys {
             Some(raw) => keys::classify(raw, context)?,
-            None => Keys::default(),
+            None => EventKeys::default(),
         };
         if let Some(raw) = self.lookahead {
             keys::add_lookahead(&mut keys, raw, hashes.len())?;
         }
         let tokens = tokens(self.tokens)?;
         let salt = text(self.cache_salt)?.map(str::to_owned).or(keys.salt);
-        Ok(Decoded::Event(Event::Stored(Box::new(Stored {
+        Ok(Decoded::Event(CacheEvent::Stored(Box::new(StoredBlocks {
             hashes,
             parent,
             tokens: tokens.values,
-            tokens_each: tokens.each,
+            tokens_per_position: tokens.each,
             block_size: match self.block_size {
                 Some(raw) => Cursor::new(raw).u32()?,
                 None => return Err(WireError::Missing),
@@ -179,48 +186,52 @@ impl<'a> Fields<'a> {
             lora: self.lora(lora_name)?,
             salt,
             keys: keys.blocks.into_iter().collect(),
-            tells_extra_keys: self.tells_extra_keys(medium),
+            reports_extra_keys: self.reports_extra_keys(medium),
             medium,
             group: self.group()?,
         }))))
     }
 
-    /// GPU memory's stores name extra keys in every version that has room for them. Offloading
-    /// connectors leave the field out even where the block has keys.
-    fn tells_extra_keys(&self, medium: Medium) -> bool {
-        let has_room = match medium {
+    /// GPU stores list extra keys in every version that has a field for them. Offloading
+    /// connectors omit the field even if the block has keys.
+    fn reports_extra_keys(&self, medium: Medium) -> bool {
+        let has_field = match medium {
             Medium::Gpu => self.is_map || self.len > 8,
             Medium::Cpu | Medium::Disk => self.extra_keys.is_some(),
         };
-        has_room || self.cache_salt.is_some()
+        has_field || self.cache_salt.is_some()
     }
 
     fn removed(&self) -> Result<Decoded, WireError> {
         let Some(medium) = self.medium()? else {
-            return Ok(Decoded::Elsewhere);
+            return Ok(Decoded::Untracked);
         };
-        Ok(Decoded::Event(Event::Removed(Removed {
+        Ok(Decoded::Event(CacheEvent::Removed(RemovedBlocks {
             hashes: hashes(self.hashes)?,
             medium,
             group: self.group()?.index,
         })))
     }
 
-    fn lora(&self, name: Option<&str>) -> Result<Lora, WireError> {
+    fn lora(&self, name: Option<&str>) -> Result<LoraRef, WireError> {
         if let Some(name) = name {
-            return Ok(Lora::Named(name.to_owned()));
+            return Ok(LoraRef::Named(name.to_owned()));
         }
         let Some(raw) = self.lora_id else {
-            return Ok(Lora::None);
+            return Ok(LoraRef::None);
         };
         let id = optional(raw, |cursor| match cursor.kind()? {
-            // Some publishers put the name where vLLM has its number.
-            Kind::Str => Ok(Lora::Named(cursor.str()?.to_owned())),
-            Kind::Nil | Kind::Int | Kind::Bin | Kind::Array | Kind::Map | Kind::Other => {
-                Ok(Lora::Unnamed(cursor.int()?.bits))
-            }
+            // Some publishers send the name in place of vLLM's number.
+            ValueKind::Str => Ok(LoraRef::Named(cursor.str()?.to_owned())),
+            ValueKind::Nil
+            | ValueKind::Int
+            | ValueKind::Bin
+            | ValueKind::Array
+            | ValueKind::Map
+            | ValueKind::Float
+            | ValueKind::Other => Ok(LoraRef::Unnamed(cursor.int_bits()?)),
         })?;
-        Ok(id.unwrap_or(Lora::None))
+        Ok(id.unwrap_or(LoraRef::None))
     }
 
     fn group(&self) -> Result<BlockGroup, WireError> {
@@ -228,11 +239,11 @@ impl<'a> Fields<'a> {
             Some(raw) => optional(raw, Cursor::u32)?,
             None => None,
         };
-        let kind = text(self.kind)?.map(GroupKind::of_word);
+        let kind = text(self.kind)?.map(GroupKind::of_name);
         Ok(BlockGroup { index, kind })
     }
 
-    /// `None` for another machine's memory, or a place that is none of the three tiers.
+    /// `None` for another machine's memory, or for a medium of no tier.
     fn medium(&self) -> Result<Option<Medium>, WireError> {
         if let Some(locality) = text(self.locality)?
             && locality.eq_ignore_ascii_case("remote")
@@ -240,13 +251,13 @@ impl<'a> Fields<'a> {
             return Ok(None);
         }
         Ok(match text(self.medium)? {
-            Some(word) => Medium::of_word(word),
+            Some(name) => Medium::of_name(name),
             None => Some(Medium::Gpu),
         })
     }
 }
 
-/// The salt in SGLang's map of further fields, raw.
+/// The raw salt in SGLang's map of further fields.
 fn salt_of_map(raw: Raw<'_>) -> Result<Raw<'_>, WireError> {
     let mut cursor = Cursor::new(raw.unwrap_or_default());
     let mut salt: Raw<'_> = Some(&[0xc0]);
@@ -291,14 +302,19 @@ fn hashes(raw: Raw<'_>) -> Result<Vec<EngineHash>, WireError> {
 
 fn engine_hash(cursor: &mut Cursor<'_>) -> Result<EngineHash, WireError> {
     match cursor.kind()? {
-        Kind::Int => Ok(EngineHash(cursor.int()?.bits)),
-        Kind::Bin => Ok(EngineHash::of_bytes(cursor.bin()?)),
-        Kind::Nil | Kind::Str | Kind::Array | Kind::Map | Kind::Other => Err(WireError::Type),
+        ValueKind::Int => Ok(EngineHash(cursor.int_bits()?)),
+        ValueKind::Bin => Ok(EngineHash::of_bytes(cursor.bin()?)),
+        ValueKind::Nil
+        | ValueKind::Str
+        | ValueKind::Array
+        | ValueKind::Map
+        | ValueKind::Float
+        | ValueKind::Other => Err(WireError::Type),
     }
 }
 
 impl EngineHash {
-    /// The last eight bytes, big endian, are what the engine sends in its integer mode.
+    /// The last eight bytes, big endian: the integer that the engine's other mode sends.
     fn of_bytes(digest: &[u8]) -> Self {
         match digest.last_chunk::<8>() {
             Some(last) => Self(u64::from_be_bytes(*last)),
@@ -307,21 +323,20 @@ impl EngineHash {
     }
 }
 
-struct Tokens {
+struct TokenIds {
     values: Vec<u32>,
     each: u32,
 }
 
-/// Token ids, or pairs of them (speculative decoding with EAGLE), which a router's hash cannot
-/// have.
-fn tokens(raw: Raw<'_>) -> Result<Tokens, WireError> {
+/// Token ids, or pairs of them (speculative decoding with EAGLE), which no router hashes.
+fn tokens(raw: Raw<'_>) -> Result<TokenIds, WireError> {
     let mut cursor = Cursor::new(raw.ok_or(WireError::Missing)?);
     let len = cursor.array()?;
-    let mut tokens = Tokens {
+    let mut tokens = TokenIds {
         values: Vec::with_capacity(len),
         each: 1,
     };
-    if len > 0 && cursor.kind()? == Kind::Array {
+    if len > 0 && cursor.kind()? == ValueKind::Array {
         tokens.each = 2;
     }
     for _ in 0..len {
@@ -336,14 +351,14 @@ fn tokens(raw: Raw<'_>) -> Result<Tokens, WireError> {
     Ok(tokens)
 }
 
-impl Tokens {
+impl TokenIds {
     fn push(&mut self, cursor: &mut Cursor<'_>) -> Result<(), WireError> {
-        /// No vocabulary reaches this far.
+        /// Marks folded ids: no vocabulary is this large.
         const STAND_IN: u32 = 1 << 31;
-        let int = cursor.int()?;
-        let token = u32::try_from(int.bits).unwrap_or_else(|_| {
+        let bits = cursor.int_bits()?;
+        let token = u32::try_from(bits).unwrap_or_else(|_| {
             #[expect(clippy::cast_possible_truncation, reason = "folded on purpose")]
-            let folded = (int.bits ^ (int.bits >> 32)) as u32;
+            let folded = (bits ^ (bits >> 32)) as u32;
             folded | STAND_IN
         });
         self.values.push(token);

@@ -2,27 +2,27 @@
 
 use warmroute_proto::EngineSeq;
 
-/// Marks the end of a replay: −1 as the engine writes it.
+/// The sequence that ends a replay: −1 as the engine writes it.
 const END_OF_REPLAY: u64 = u64::MAX;
 
-/// A live message's parts.
+/// The parts of a live message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LiveFrames<'a> {
-    /// Empty where the publisher has none.
+    /// Empty without a topic.
     pub topic: &'a [u8],
-    /// Absent in two-frame messages, whose losses nobody can see.
+    /// `None` in two-frame messages, whose losses are not detectable.
     pub seq: Option<EngineSeq>,
     pub payload: &'a [u8],
 }
 
-/// One message of a replay's answer.
+/// One message of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplayFrames<'a> {
     Batch { seq: EngineSeq, payload: &'a [u8] },
     End,
 }
 
-/// `[topic] [seq] [payload]`, or `[topic] [payload]`. `None` for anything else.
+/// Decodes `[topic] [seq] [payload]` or `[topic] [payload]`; `None` for anything else.
 #[must_use]
 pub fn live_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<LiveFrames<'_>> {
     let (topic, seq, payload) = match frames {
@@ -37,8 +37,7 @@ pub fn live_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<LiveFrames<'_>> {
     })
 }
 
-/// Decoded from the end, as a topic frame came between with vLLM 0.26. `None` for what is no
-/// answer.
+/// Decodes the last two frames: vLLM 0.26 added a topic frame before them. `None` if malformed.
 #[must_use]
 pub fn replay_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<ReplayFrames<'_>> {
     let [.., seq, payload] = frames else {
@@ -54,7 +53,7 @@ pub fn replay_frames<F: AsRef<[u8]>>(frames: &[F]) -> Option<ReplayFrames<'_>> {
     }
 }
 
-/// The frames that a DEALER sends to ask for every batch from `from` on.
+/// The frames that a DEALER sends to request every batch from `from` on.
 #[must_use]
 pub fn replay_request(from: EngineSeq) -> [Vec<u8>; 2] {
     [Vec::new(), from.0.to_be_bytes().to_vec()]

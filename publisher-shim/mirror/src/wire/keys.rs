@@ -1,50 +1,50 @@
-//! What separates equal tokens in an engine's cache: its extra keys, classified.
+//! Classifier of extra keys, which distinguish blocks of equal tokens in an engine's cache.
 //!
-//! The engine lists a block's keys bare, in the order LoRA name, multimodal items, cache salt
-//! (block 0 only), digest of prompt embeddings. A router can reproduce the first three. Everything
-//! else makes a block opaque: its raw bytes are digested, so that equal keys stay equal and no
+//! The engine lists a block's keys without tags, in the order LoRA name, multimodal items, cache
+//! salt (block 0 only), digest of prompt embeddings. A router can reproduce the first three. Any
+//! other key makes a block opaque: its raw bytes are digested, so that equal keys stay equal and no
 //! query matches.
 //!
-//! A multimodal item's identifier becomes a number as the widest-used peer does it: the first 16 of
-//! 64 hexadecimal digits; any other identifier (operators may choose their own) is hashed.
+//! A multimodal identifier of 64 hexadecimal digits becomes the number in its first 16 digits, as
+//! in dynamo-kv-router. Any other identifier (operators may choose their own) is hashed.
 
 use std::collections::BTreeMap;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::msgpack::{Cursor, Kind, WireError};
+use super::msgpack::{Cursor, ValueKind, WireError};
 
 /// The keys of one block beyond LoRA and salt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockKeys {
-    /// Multimodal items that lie in the block.
+    /// Numbers of the multimodal items in the block.
     pub items: Vec<u64>,
-    /// A digest of what no router can reproduce.
+    /// Digest of the keys that no router can reproduce.
     pub opaque: Option<u64>,
 }
 
-/// What an event tells about its blocks' keys.
+/// The extra keys of an event's blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Keys {
+pub(super) struct EventKeys {
     /// The salt in block 0's keys.
     pub(super) salt: Option<String>,
-    /// By the block's index in the event; blocks without are left out.
+    /// By the block's index in the event; blocks without keys are left out.
     pub(super) blocks: BTreeMap<usize, BlockKeys>,
 }
 
-/// What is needed to tell the keys apart.
+/// The facts about an event by which its keys are classified.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Context<'a> {
+pub(super) struct KeyContext<'a> {
     pub(super) lora_name: Option<&'a str>,
     pub(super) blocks: usize,
     /// The event's first block is block 0 of its sequence.
     pub(super) is_root: bool,
-    /// Engines of the array encoding may write an item as its bare identifier.
+    /// The array encoding: an item may be its bare identifier.
     pub(super) bare_items: bool,
 }
 
-pub(super) fn classify(raw: &[u8], context: Context<'_>) -> Result<Keys, WireError> {
-    let mut keys = Keys::default();
+pub(super) fn classify(raw: &[u8], context: KeyContext<'_>) -> Result<EventKeys, WireError> {
+    let mut keys = EventKeys::default();
     let mut cursor = Cursor::new(raw);
     if cursor.nil()? {
         return Ok(keys);
@@ -60,8 +60,12 @@ pub(super) fn classify(raw: &[u8], context: Context<'_>) -> Result<Keys, WireErr
     Ok(keys)
 }
 
-/// Tokens behind the block that the engine hashed in: a router's local hash does not have them.
-pub(super) fn add_lookahead(keys: &mut Keys, raw: &[u8], blocks: usize) -> Result<(), WireError> {
+/// TokenIds behind the block that the engine hashed in: a router's local hash does not have them.
+pub(super) fn add_lookahead(
+    keys: &mut EventKeys,
+    raw: &[u8],
+    blocks: usize,
+) -> Result<(), WireError> {
     let mut cursor = Cursor::new(raw);
     if cursor.nil()? {
         return Ok(());
@@ -93,18 +97,18 @@ fn is_hex_digest(identifier: &str) -> bool {
     identifier.len() == 64 && identifier.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-impl Keys {
+impl EventKeys {
     fn add_block(
         &mut self,
         index: usize,
         entry: &[u8],
-        context: Context<'_>,
+        context: KeyContext<'_>,
     ) -> Result<(), WireError> {
         let mut cursor = Cursor::new(entry);
         if cursor.nil()? {
             return Ok(());
         }
-        if cursor.kind()? != Kind::Array {
+        if cursor.kind()? != ValueKind::Array {
             self.add_opaque(index, entry);
             return Ok(());
         }
@@ -114,7 +118,7 @@ impl Keys {
         let mut strings = Vec::new();
         for _ in 0..cursor.array()? {
             match cursor.kind()? {
-                Kind::Str => {
+                ValueKind::Str => {
                     let key = cursor.str()?;
                     if lora == Some(key) {
                         lora = None;
@@ -124,11 +128,16 @@ impl Keys {
                         strings.push(key);
                     }
                 }
-                Kind::Array => match item(cursor.skip()?) {
+                ValueKind::Array => match item(cursor.skip()?) {
                     Some(number) => items.push(number),
                     None => return self.opaque_entry(index, entry),
                 },
-                Kind::Nil | Kind::Int | Kind::Bin | Kind::Map | Kind::Other => {
+                ValueKind::Nil
+                | ValueKind::Int
+                | ValueKind::Bin
+                | ValueKind::Map
+                | ValueKind::Float
+                | ValueKind::Other => {
                     return self.opaque_entry(index, entry);
                 }
             }
@@ -175,6 +184,6 @@ fn item(raw: &[u8]) -> Option<u64> {
         return None;
     }
     let identifier = cursor.str().ok()?;
-    cursor.int().ok()?;
+    cursor.int_bits().ok()?;
     Some(item_number(identifier))
 }

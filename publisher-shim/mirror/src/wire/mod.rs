@@ -1,11 +1,10 @@
-//! What an engine says, decoded: ZMQ frames and msgpack payloads of vLLM 0.9 to 0.33 and SGLang.
+//! Decoder of an engine's messages: ZMQ frames and msgpack payloads of vLLM 0.9 to 0.33 and SGLang.
 //!
-//! [`Batch::decode`] takes any bytes. It fails only where not even the envelope can be read; an
-//! event that is not understood is counted in its batch, because what it was decides how far the
-//! mirror may still be trusted. Nothing is allocated on the word of a claimed length.
+//! [`Batch::decode`] takes any bytes. It fails only if the envelope cannot be read. An event that
+//! does not decode is counted in its batch by type, because the type decides which claims of the
+//! mirror remain valid. A length field alone never causes an allocation.
 //!
-//! Not here: what the events mean for the cache (`mirror`), and when they may be applied
-//! (`source`).
+//! `mirror` gives the events their meaning; `source` decides when they are applied.
 
 mod event;
 mod frames;
@@ -21,83 +20,81 @@ use warmroute_proto::Tier;
 use event::{Decoded, NotUnderstood};
 use msgpack::Cursor;
 
-/// A larger payload is refused. A batch of 128 k-token prompts on every slot of a large engine
-/// stays far below.
+/// Bound of a payload. A batch of 128 k-token prompts on every slot of a large engine is far below.
 pub const PAYLOAD_BYTES_MAX: usize = 16 << 20;
 
-/// An engine's own name of a block, opaque: it links an event to its parent and names what is
-/// removed.
+/// The engine's opaque identifier of a block: links a block to its parent, and names removed blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EngineHash(pub u64);
 
-/// What the engine published at one scheduler step.
+/// The events that the engine published at one scheduler step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
-    /// Unix seconds by the engine's clock; for display.
+    /// Unix seconds by the engine's clock, for display.
     pub ts: f64,
-    pub events: Vec<Event>,
-    /// Absent in the oldest envelopes.
+    pub events: Vec<CacheEvent>,
+    /// `None` in the oldest envelopes.
     pub dp_rank: Option<u32>,
-    pub skipped: Skipped,
+    pub skipped: SkippedEvents,
 }
 
-/// Events that are not in a batch's list.
+/// Counts of a batch's events that are not in its list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Skipped {
-    /// Stores whose fields are not understood: blocks are missing.
+pub struct SkippedEvents {
+    /// Stores that do not decode: blocks are missing from the mirror.
     pub stores: u32,
-    /// Unknown types and removals that are not understood: what is credited may be gone.
+    /// Unknown types, and removals that do not decode: credited blocks may be gone.
     pub others: u32,
-    /// Events about another machine's memory or an untracked medium.
-    pub elsewhere: u32,
+    /// Events of another machine's memory or of an untracked medium.
+    pub untracked: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    Stored(Box<Stored>),
-    Removed(Removed),
-    /// The whole prefix cache of the rank is gone.
+pub enum CacheEvent {
+    Stored(Box<StoredBlocks>),
+    Removed(RemovedBlocks),
+    /// The engine dropped the rank's whole prefix cache.
     Cleared,
 }
 
-/// A run of blocks that the engine now holds, once more each.
+/// A run of consecutive blocks, each of which the engine holds one copy more of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoredBlocks {
     pub hashes: Vec<EngineHash>,
-    /// The block before the first one; none at the start of a sequence.
+    /// The block before the first one; `None` at the start of a sequence.
     pub parent: Option<EngineHash>,
-    /// All blocks' tokens, in order.
+    /// Token ids of all blocks, in order.
     pub tokens: Vec<u32>,
-    /// Numbers in `tokens` for each of the engine's positions: 2 where it publishes pairs.
-    pub tokens_each: u32,
+    /// Numbers in `tokens` per position: 2 where the engine publishes pairs.
+    pub tokens_per_position: u32,
     pub block_size: u32,
-    pub lora: Lora,
+    pub lora: LoraRef,
     pub salt: Option<String>,
-    /// Further keys of single blocks, by their index, ascending.
+    /// Extra keys by block index, ascending; blocks without any are left out.
     pub keys: Vec<(usize, BlockKeys)>,
-    /// Whether a block has extra keys can be seen. If not, its tokens alone do not name it.
-    pub tells_extra_keys: bool,
+    /// The event has a field for extra keys. Without it the tokens alone do not identify a block.
+    pub reports_extra_keys: bool,
     pub medium: Medium,
     pub group: BlockGroup,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Removed {
+pub struct RemovedBlocks {
     pub hashes: Vec<EngineHash>,
     pub medium: Medium,
     pub group: Option<u32>,
 }
 
-/// The adapter whose keys and values a block holds.
+/// The LoRA adapter that a block's keys and values were computed with.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Lora {
+pub enum LoraRef {
     None,
     Named(String),
-    /// Old engines send a number that means nothing outside.
+    /// Old engines send a number that has no meaning outside of the engine.
     Unnamed(u64),
 }
 
-/// The engine's KV-cache group that an event speaks of.
+/// The engine's KV-cache group of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockGroup {
     pub index: Option<u32>,
@@ -106,17 +103,17 @@ pub struct BlockGroup {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// Every token's keys and values stay: a block held is a block usable.
+    /// Keeps the keys and values of all tokens: each block held is usable.
     Main,
-    /// Part of the blocks is masked (sliding window, state space, …): positions cannot be told.
+    /// Masks part of the blocks (sliding window, state space, …): positions are unknown.
     Masked,
-    /// A word that this version does not know.
+    /// A kind that this version does not know.
     Unknown,
 }
 
 impl GroupKind {
-    fn of_word(word: &str) -> Self {
-        match word {
+    fn of_name(name: &str) -> Self {
+        match name {
             "full_attention" | "mla_attention" | "sink_full_attention" => Self::Main,
             "sliding_window"
             | "sliding_window_mla"
@@ -129,7 +126,7 @@ impl GroupKind {
     }
 }
 
-/// Where the engine says that a block lies.
+/// The memory that holds a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Medium {
     Gpu,
@@ -138,22 +135,14 @@ pub enum Medium {
 }
 
 impl Medium {
-    /// `None` for a word that names none of the tiers.
-    fn of_word(word: &str) -> Option<Self> {
-        const WORDS: [(&str, Medium); 8] = [
-            ("gpu", Medium::Gpu),
-            ("cpu", Medium::Cpu),
-            ("cpu_pinned", Medium::Cpu),
-            ("disk", Medium::Disk),
-            ("storage", Medium::Disk),
-            ("external", Medium::Disk),
-            ("fs", Medium::Disk),
-            ("obj", Medium::Disk),
-        ];
-        WORDS
-            .iter()
-            .find(|(known, _)| known.eq_ignore_ascii_case(word))
-            .map(|&(_, medium)| medium)
+    /// `None` for a name of no tier.
+    fn of_name(name: &str) -> Option<Self> {
+        Some(match name.to_ascii_lowercase().as_str() {
+            "gpu" => Self::Gpu,
+            "cpu" | "cpu_pinned" => Self::Cpu,
+            "disk" | "storage" | "external" | "fs" | "obj" => Self::Disk,
+            _ => return None,
+        })
     }
 
     #[must_use]
@@ -167,7 +156,7 @@ impl Medium {
 }
 
 impl Batch {
-    /// Decodes a payload: `[ts, events]` or `[ts, events, data-parallel rank]`.
+    /// Decodes `[ts, events]` or `[ts, events, data-parallel rank]`.
     pub fn decode(payload: &[u8]) -> Result<Self, WireError> {
         if payload.len() > PAYLOAD_BYTES_MAX {
             return Err(WireError::TooLong {
@@ -186,7 +175,7 @@ impl Batch {
         for _ in 0..cursor.array()? {
             match event::decode(cursor.skip()?) {
                 Ok(Decoded::Event(event)) => batch.events.push(event),
-                Ok(Decoded::Elsewhere) => batch.skipped.elsewhere += 1,
+                Ok(Decoded::Untracked) => batch.skipped.untracked += 1,
                 Err(NotUnderstood::Stored) => batch.skipped.stores += 1,
                 Err(NotUnderstood::Other) => batch.skipped.others += 1,
             }
@@ -198,7 +187,7 @@ impl Batch {
     }
 }
 
-/// The rank that a payload names, without a look at its events.
+/// The data-parallel rank in a payload; does not decode its events.
 #[must_use]
 pub fn rank_of(payload: &[u8]) -> Option<u32> {
     let mut cursor = Cursor::new(payload);

@@ -26,24 +26,24 @@ fn is_sglang(sample: &Value, version: &str) -> bool {
 }
 
 /// A store as this version tells it, before its case adds anything.
-fn plain(sample: &Value) -> Stored {
-    let (hashes, tells_extra_keys) = match vllm_minor(sample) {
+fn plain(sample: &Value) -> StoredBlocks {
+    let (hashes, reports_extra_keys) = match vllm_minor(sample) {
         Some(minor) => (vec![1, 9_223_372_036_854_775_813], minor >= 17),
         None => (
             vec![1, (-5_i64).cast_unsigned()],
             is_sglang(sample, "0.5.23"),
         ),
     };
-    Stored {
+    StoredBlocks {
         hashes: hashes.into_iter().map(EngineHash).collect(),
         parent: None,
         tokens: (0..8).collect(),
-        tokens_each: 1,
+        tokens_per_position: 1,
         block_size: 4,
-        lora: Lora::None,
+        lora: LoraRef::None,
         salt: None,
         keys: Vec::new(),
-        tells_extra_keys,
+        reports_extra_keys,
         medium: Medium::Gpu,
         group: BlockGroup {
             index: since(sample, 20).then_some(0),
@@ -57,15 +57,15 @@ fn since(sample: &Value, first: u32) -> bool {
     vllm_minor(sample).is_some_and(|minor| minor >= first)
 }
 
-fn rich(sample: &Value) -> Stored {
+fn rich(sample: &Value) -> StoredBlocks {
     let minor = vllm_minor(sample);
     let named = since(sample, 14) || is_sglang(sample, "0.5.23");
     let mut stored = plain(sample);
     stored.parent = Some(EngineHash(7));
     stored.lora = if named {
-        Lora::Named("adapter-a".to_owned())
+        LoraRef::Named("adapter-a".to_owned())
     } else {
-        Lora::Unnamed(3)
+        LoraRef::Unnamed(3)
     };
     match minor {
         None => stored.salt = named.then(|| "salt".to_owned()),
@@ -106,21 +106,21 @@ fn add_lookahead_of_sample(keys: &mut Vec<(usize, BlockKeys)>) {
     keys.push((1, BlockKeys { items, opaque }));
 }
 
-fn expected_events(sample: &Value) -> Vec<Event> {
-    let removed = Event::Removed(Removed {
+fn expected_events(sample: &Value) -> Vec<CacheEvent> {
+    let removed = CacheEvent::Removed(RemovedBlocks {
         hashes: vec![EngineHash(1)],
         medium: Medium::Gpu,
         group: since(sample, 20).then_some(0),
     });
     match sample["case"].as_str().unwrap() {
-        "stored_root" => vec![Event::Stored(Box::new(plain(sample)))],
-        "stored_rich" => vec![Event::Stored(Box::new(rich(sample)))],
+        "stored_root" => vec![CacheEvent::Stored(Box::new(plain(sample)))],
+        "stored_rich" => vec![CacheEvent::Stored(Box::new(rich(sample)))],
         "removed" => vec![removed],
-        "cleared" => vec![Event::Cleared],
+        "cleared" => vec![CacheEvent::Cleared],
         "mixed" => vec![
             removed,
-            Event::Stored(Box::new(plain(sample))),
-            Event::Cleared,
+            CacheEvent::Stored(Box::new(plain(sample))),
+            CacheEvent::Cleared,
         ],
         "bytes_hash" => {
             let mut stored = plain(sample);
@@ -129,7 +129,7 @@ fn expected_events(sample: &Value) -> Vec<Event> {
                 EngineHash(0x0202_0202_0202_0202),
             ];
             stored.parent = Some(EngineHash(0x0303_0303_0303_0303));
-            vec![Event::Stored(Box::new(stored))]
+            vec![CacheEvent::Stored(Box::new(stored))]
         }
         case => panic!("no expectation for {case}"),
     }
@@ -147,7 +147,7 @@ fn every_sample_of_every_version_decodes_to_its_events() {
         let payload = bytes_of_hex(sample["hex"].as_str().unwrap());
         let batch = Batch::decode(&payload).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!(batch.events, expected_events(&sample), "{what}");
-        assert_eq!(batch.skipped, Skipped::default(), "{what}");
+        assert_eq!(batch.skipped, SkippedEvents::default(), "{what}");
         assert!((batch.ts - 1_700_000_000.5).abs() < f64::EPSILON, "{what}");
         let rank = (!sample["dp_field"].is_null()).then_some(0);
         assert_eq!(batch.dp_rank, rank, "{what}");
@@ -161,7 +161,7 @@ fn payload(event: &Value) -> Vec<u8> {
     rmp_serde::to_vec(&json!([1.5, [event], 0])).unwrap()
 }
 
-fn store(fields: &Value) -> Stored {
+fn store(fields: &Value) -> StoredBlocks {
     let mut event = json!({
         "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": null,
         "token_ids": [1, 2, 3, 4], "block_size": 2, "lora_id": null, "medium": "GPU",
@@ -171,7 +171,7 @@ fn store(fields: &Value) -> Stored {
     }
     let batch = Batch::decode(&payload(&event)).unwrap();
     match &batch.events[..] {
-        [Event::Stored(stored)] => (**stored).clone(),
+        [CacheEvent::Stored(stored)] => (**stored).clone(),
         events => panic!("not one store: {events:?} {:?}", batch.skipped),
     }
 }
@@ -183,7 +183,7 @@ fn extra_keys_are_classified() {
         "lora_name": "l",
         "extra_keys": [["l", [digest, -3], ["img", 0], "s"], ["l", [digest, 4]]],
     }));
-    assert_eq!(stored.lora, Lora::Named("l".to_owned()));
+    assert_eq!(stored.lora, LoraRef::Named("l".to_owned()));
     assert_eq!(stored.salt.as_deref(), Some("s"));
     let items = |items: &[u64]| BlockKeys {
         items: items.to_vec(),
@@ -228,7 +228,7 @@ fn embedding_digests_come_as_bytes_and_are_opaque() {
     bytes.extend_from_slice(b"GPU");
     bytes.extend_from_slice(&[0xc0, 0x91, 0x91, 0xc4, 0x02, 0xaa, 0xbb]);
     let batch = Batch::decode(&bytes).unwrap();
-    let [Event::Stored(stored)] = &batch.events[..] else {
+    let [CacheEvent::Stored(stored)] = &batch.events[..] else {
         panic!("{batch:?}")
     };
     let opaque = xxh3_64(&[0x91, 0xc4, 0x02, 0xaa, 0xbb]);
@@ -251,7 +251,7 @@ fn old_array_items_are_bare_identifiers() {
         [[digest, "salt"], ["img"]]
     ]);
     let batch = Batch::decode(&payload(&event)).unwrap();
-    let [Event::Stored(stored)] = &batch.events[..] else {
+    let [CacheEvent::Stored(stored)] = &batch.events[..] else {
         panic!("{batch:?}")
     };
     assert_eq!(stored.salt.as_deref(), Some("salt"));
@@ -264,18 +264,18 @@ fn sglangs_eighth_element_may_be_a_map_with_the_salt() {
     let event =
         json!(["BlockStored", [1], null, [1], 1, null, "CPU_PINNED", {"x": 1, "cache_salt": "s"}]);
     let batch = Batch::decode(&payload(&event)).unwrap();
-    let [Event::Stored(stored)] = &batch.events[..] else {
+    let [CacheEvent::Stored(stored)] = &batch.events[..] else {
         panic!("{batch:?}")
     };
     assert_eq!(stored.salt.as_deref(), Some("s"));
-    assert!(stored.tells_extra_keys);
+    assert!(stored.reports_extra_keys);
     assert_eq!(stored.medium, Medium::Cpu);
 }
 
 #[test]
 fn pairs_of_tokens_are_kept_apart_from_tokens() {
     let stored = store(&json!({"token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]}));
-    assert_eq!(stored.tokens_each, 2);
+    assert_eq!(stored.tokens_per_position, 2);
     assert_eq!(stored.tokens, [1, 2, 2, 3, 3, 4, 4, 5]);
 }
 
@@ -302,7 +302,7 @@ fn events_of_elsewhere_are_dropped_and_counted() {
     ] {
         let batch = Batch::decode(&payload(&event)).unwrap();
         assert_eq!(batch.events, []);
-        assert_eq!(batch.skipped.elsewhere, 1);
+        assert_eq!(batch.skipped.untracked, 1);
     }
 }
 
@@ -317,11 +317,11 @@ fn events_that_are_not_understood_are_told_apart() {
         ["AllBlocksCleared", "and", {"more": 1}],
     ]);
     let batch = Batch::decode(&rmp_serde::to_vec(&json!([0, events])).unwrap()).unwrap();
-    assert_eq!(batch.events, [Event::Cleared]);
-    let skipped = Skipped {
+    assert_eq!(batch.events, [CacheEvent::Cleared]);
+    let skipped = SkippedEvents {
         stores: 2,
         others: 3,
-        elsewhere: 0,
+        untracked: 0,
     };
     assert_eq!(batch.skipped, skipped);
 }

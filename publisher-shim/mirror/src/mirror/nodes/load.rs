@@ -1,6 +1,6 @@
 //! The forest made again from what was saved of it.
 //!
-//! Nodes are planted in their old places, grown (prefix hashes from the roots down), and held again
+//! Nodes are saved in their old node_ids, grown (prefix hashes from the roots down), and held again
 //! (from the leaves up). Each step refuses what no mirror could have been.
 
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Seed, Tier, Tiers};
@@ -10,7 +10,7 @@ use crate::wire::EngineHash;
 
 /// What is saved of a node.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::mirror) struct Planted {
+pub(in crate::mirror) struct SavedNode {
     pub(in crate::mirror) local: LocalHash,
     pub(in crate::mirror) seed: Seed,
     pub(in crate::mirror) parent: NodeId,
@@ -19,14 +19,14 @@ pub(in crate::mirror) struct Planted {
 
 /// How far a node has grown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Growth {
-    Planted,
+enum Visit {
+    SavedNode,
     OnTheWay,
     Grown,
 }
 
 impl Nodes {
-    /// A copy without what [`Nodes::grow`] makes again.
+    /// A copy without what [`Nodes::rebuild_prefixes`] makes again.
     pub(in crate::mirror) fn without_indices(&self) -> Self {
         Self {
             slab: self.slab.clone(),
@@ -45,8 +45,8 @@ impl Nodes {
         self.aliases.get(&id).map_or(&[], Vec::as_slice)
     }
 
-    /// So many places, these of them free. `None` if one of those is none of them, or twice free.
-    pub(in crate::mirror) fn with_places(slots: usize, free: Vec<NodeId>) -> Option<Self> {
+    /// So many node_ids, these of them free. `None` if one of those is none of them, or twice free.
+    pub(in crate::mirror) fn with_slots(slots: usize, free: Vec<NodeId>) -> Option<Self> {
         let mut slab: Vec<Option<Node>> = vec![None; slots];
         let mut is_free = vec![false; slots];
         for id in &free {
@@ -68,8 +68,8 @@ impl Nodes {
             held: TierSet::default(),
             touched: false,
         };
-        for (place, is_free) in slab.iter_mut().zip(is_free) {
-            *place = (!is_free).then(|| blank.clone());
+        for (position, is_free) in slab.iter_mut().zip(is_free) {
+            *position = (!is_free).then(|| blank.clone());
         }
         Some(Self {
             slab,
@@ -78,17 +78,17 @@ impl Nodes {
         })
     }
 
-    /// The ids of all places that are not free.
-    pub(in crate::mirror) fn places(&self) -> Vec<NodeId> {
+    /// The ids of all node_ids that are not free.
+    pub(in crate::mirror) fn node_ids(&self) -> Vec<NodeId> {
         self.ids().collect()
     }
 
-    pub(in crate::mirror) fn plant(&mut self, id: NodeId, planted: Planted) {
+    pub(in crate::mirror) fn restore_node(&mut self, id: NodeId, saved: SavedNode) {
         if let Some(node) = self.get_mut(id) {
-            node.local = planted.local;
-            node.seed = planted.seed;
-            node.parent = planted.parent;
-            node.engine = planted.engine;
+            node.local = saved.local;
+            node.seed = saved.seed;
+            node.parent = saved.parent;
+            node.engine = saved.engine;
         }
     }
 
@@ -114,21 +114,21 @@ impl Nodes {
 
     /// Computes every prefix from its parent's, and tells the ids parents first. `None` if a parent
     /// is not there, if the nodes are no forest, or if two have one prefix.
-    pub(in crate::mirror) fn grow(&mut self) -> Option<Vec<NodeId>> {
-        let mut growth = vec![Growth::Planted; self.slab.len()];
+    pub(in crate::mirror) fn rebuild_prefixes(&mut self) -> Option<Vec<NodeId>> {
+        let mut visits = vec![Visit::SavedNode; self.slab.len()];
         let mut order = Vec::with_capacity(self.slab.len());
-        let mut way = Vec::new();
-        for id in self.places() {
+        let mut path = Vec::new();
+        for id in self.node_ids() {
             let mut at = id;
-            while at != NodeId::NONE && growth.get(at.index())? != &Growth::Grown {
-                if growth[at.index()] == Growth::OnTheWay {
+            while at != NodeId::NONE && visits.get(at.index())? != &Visit::Grown {
+                if visits[at.index()] == Visit::OnTheWay {
                     return None;
                 }
-                growth[at.index()] = Growth::OnTheWay;
-                way.push(at);
+                visits[at.index()] = Visit::OnTheWay;
+                path.push(at);
                 at = self.get(at)?.parent;
             }
-            while let Some(at) = way.pop() {
+            while let Some(at) = path.pop() {
                 let node = self.get(at)?;
                 let parent = node.parent;
                 let above = self.get(parent).map(|parent| parent.prefix);
@@ -140,7 +140,7 @@ impl Nodes {
                 if self.by_prefix.insert(prefix, at).is_some() {
                     return None;
                 }
-                growth[at.index()] = Growth::Grown;
+                visits[at.index()] = Visit::Grown;
                 order.push(at);
             }
         }
@@ -149,7 +149,7 @@ impl Nodes {
 
     /// Holds what the references say, given the number of main groups by tier; tells the digests.
     /// `None` if a node is there that nothing needs.
-    pub(in crate::mirror) fn hold_again(
+    pub(in crate::mirror) fn rebuild_held(
         &mut self,
         parents_first: &[NodeId],
         groups: &Tiers<GroupSlot>,
@@ -158,8 +158,8 @@ impl Nodes {
         for &id in parents_first.iter().rev() {
             let mut held = TierSet::default();
             for tier in Tier::ALL {
-                let mains = *groups.get(tier);
-                if mains > 0 && self.is_held(id, tier, mains) {
+                let main_count = *groups.get(tier);
+                if main_count > 0 && self.is_held(id, tier, main_count) {
                     held = held.with(tier);
                     digests.get_mut(tier).insert(self.get(id)?.prefix, tier);
                 }

@@ -1,17 +1,17 @@
 //! A saved and loaded mirror is the one that lived.
 
 use super::*;
-use crate::checkpoint::{Malformed, Reader, Writer};
+use crate::checkpoint::{FieldReader, FieldWriter, Malformed};
 
 fn bytes_of(mirror: &Mirror) -> Vec<u8> {
-    let mut writer = Writer::default();
-    mirror.cut().save(&mut writer);
+    let mut writer = FieldWriter::default();
+    mirror.snapshot().save(&mut writer);
     writer.into_bytes()
 }
 
 fn load(bytes: &[u8]) -> Result<Mirror, Malformed> {
-    let mut reader = Reader::new(bytes);
-    let mirror = Mirror::load(Config::default(), &mut reader)?;
+    let mut reader = FieldReader::new(bytes);
+    let mirror = Mirror::load(MirrorConfig::default(), &mut reader)?;
     if reader.is_at_end() {
         Ok(mirror)
     } else {
@@ -43,9 +43,9 @@ fn copies_tiers_seeds_orphans_and_knowledge_come_back() {
     let events = vec![
         stored(None, &[1, 2, 3]),
         stored(None, &[1]),
-        Event::Stored(Box::new(second_group)),
-        Event::Stored(Box::new(salted)),
-        Event::Stored(Box::new(lower)),
+        CacheEvent::Stored(Box::new(second_group)),
+        CacheEvent::Stored(Box::new(salted)),
+        CacheEvent::Stored(Box::new(lower)),
         stored(Some(77), &[8, 9]),
         removed(2),
     ];
@@ -59,7 +59,7 @@ fn copies_tiers_seeds_orphans_and_knowledge_come_back() {
         vec![stored(None, &[77])],
         vec![stored(Some(102), &[5])],
         vec![removed(4_000)],
-        vec![Event::Cleared],
+        vec![CacheEvent::Cleared],
     ] {
         let batch = batch(events);
         assert_eq!(loaded.apply(&batch), lived.apply(&batch));

@@ -27,7 +27,7 @@ fn row_1_engine_killed_and_restarted_in_place() {
         world.heartbeats.last().unwrap().states.gpu,
         TierState::Stale
     );
-    // A batch that slips in before the check is not applied to the dead life's mirror.
+    // A batch that slips in before the verify is not applied to the dead life's mirror.
     let (seq, payload) = world.engine.publish(&[store(None, &[7])]);
     world.deliver(seq, payload);
     assert_eq!(world.held(), 2);
@@ -284,7 +284,7 @@ fn messages_lost_before_the_core_force_a_check() {
 #[test]
 fn held_batches_are_bounded_and_not_missed() {
     let mut config = World::new(true).core.config;
-    config.held_bytes_max = 150;
+    config.buffer_bytes_max = 150;
     let mut world = World::with(config);
     world.start();
     world.engine_answers = false;
@@ -294,7 +294,7 @@ fn held_batches_are_bounded_and_not_missed() {
     for token in 1..10 {
         world.publish(&[store(None, &[token])]);
     }
-    assert!(world.core.status(world.now).counters.held_dropped > 0);
+    assert!(world.core.status(world.now).counters.buffered_dropped > 0);
     world.engine_answers = true;
     world.tick_ms(3000);
     assert_eq!(world.held(), 9);
@@ -362,7 +362,7 @@ fn a_poll_that_live_batches_overtook_is_no_restart() {
     world.answer_late();
     assert_eq!(world.core.status(world.now).counters.restarts, 0);
     assert_eq!((world.held(), world.gpu()), (4, GPU));
-    // After a silence it would be one.
+    // After a lease_lost it would be one.
     world.engine.oldest = 4;
     world.tick_ms(1100);
     assert_eq!(world.core.status(world.now).counters.restarts, 1);
@@ -414,7 +414,7 @@ fn a_replay_that_held_batches_do_not_continue_proves_nothing() {
 #[test]
 fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
     let mut config = World::new(true).core.config;
-    config.held_bytes_max = 1000;
+    config.buffer_bytes_max = 1000;
     let mut world = World::with(config);
     world.start();
     world.publish(&[store(None, &[1])]);
@@ -423,7 +423,7 @@ fn what_was_held_before_the_bound_was_reached_is_not_asked_for_again() {
     for token in 2..30 {
         world.publish(&[store(None, &[token])]);
     }
-    let dropped = world.core.status(world.now).counters.held_dropped;
+    let dropped = world.core.status(world.now).counters.buffered_dropped;
     assert!((1..27).contains(&dropped), "{dropped}");
     // The engine had published nothing more when it was asked.
     let late = world.engine.batches.split_off(1);
@@ -469,7 +469,7 @@ fn a_sign_starts_a_new_generation_empty_and_partial() {
     assert_eq!(world.held(), 0);
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.gpu(), TierState::Partial);
-    let reason = Notice::NewGeneration(Reason::Sign(Sign::BelowZero));
+    let reason = Notice::NewGeneration(GenerationReason::Mirror(Inconsistency::BelowZero));
     assert!(world.notices.contains(&reason));
 }
 

@@ -188,7 +188,7 @@ fn what_is_said_says_when() {
 fn nothing_is_claimed_before_the_log_told_its_time() {
     let source = World::new(true).core.status(start()).source;
     for (shows, says) in [(1_000_000_000_000, true), (0, false)] {
-        let mut world = World::with(Config::new(source.clone(), true));
+        let mut world = World::with(SourceConfig::new(source.clone(), true));
         world.start();
         world.publish(&[store(None, &[1])]);
         world.tick_ms(3_000);

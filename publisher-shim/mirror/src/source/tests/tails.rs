@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn count(world: &World, reason: Reason) -> u64 {
+fn count(world: &World, reason: GenerationReason) -> u64 {
     world.core.status(world.now).counters.reasons.of(reason)
 }
 
@@ -17,7 +17,7 @@ fn a_log_that_lost_its_end_gets_a_new_generation() {
     world.tick_ms(3000);
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.held(), 2);
-    assert_eq!(count(&world, Reason::LogLost), 1);
+    assert_eq!(count(&world, GenerationReason::LogLost), 1);
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn a_generation_that_nobody_can_have_come_to_is_as_good_as_none() {
     world.tick_ms(3000);
     let claimed = world.generation;
     assert!((6..30).contains(&claimed.0), "{claimed}");
-    assert_eq!(count(&world, Reason::Overtaken), 0);
+    assert_eq!(count(&world, GenerationReason::Overtaken), 0);
     world.records.retain(|record| record.generation < last);
     world.tick_ms(5000);
     let generation = world.generation;
@@ -124,7 +124,7 @@ fn row_16c_a_lost_registry_is_written_again_and_generations_go_on() {
     world.core.lease_taken(world.now);
     world.drive();
     world.tick_ms(2000);
-    assert_eq!(count(&world, Reason::RegistryLost), 1);
+    assert_eq!(count(&world, GenerationReason::RegistryLost), 1);
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.generation, Generation(6));
 }
@@ -154,7 +154,7 @@ fn a_rivals_generation_in_between_is_outbid() {
     world.core.lease_taken(world.now);
     world.drive();
     world.tick_ms(300);
-    assert_eq!(count(&world, Reason::Overtaken), 1);
+    assert_eq!(count(&world, GenerationReason::Overtaken), 1);
     assert_eq!(world.last_generation(), 9);
 }
 
@@ -173,7 +173,7 @@ fn an_outbox_that_fills_while_the_log_is_away_costs_one_generation() {
     world.core.plane_back(world.now);
     world.tick_ms(1000);
     assert_eq!(world.held(), 1999);
-    assert_eq!(count(&world, Reason::OutboxFull), 1);
+    assert_eq!(count(&world, GenerationReason::OutboxFull), 1);
     assert_eq!(world.last_generation(), 6);
     assert_eq!(world.gpu(), GPU);
 }
@@ -214,7 +214,7 @@ fn a_log_that_takes_less_at_once_gets_smaller_records() {
     world.tick_ms(1000);
     assert_eq!(world.held(), 5000);
     assert_eq!(world.last_generation(), 6);
-    assert_eq!(count(&world, Reason::RecordTooLarge), 1);
+    assert_eq!(count(&world, GenerationReason::RecordTooLarge), 1);
 }
 
 #[test]

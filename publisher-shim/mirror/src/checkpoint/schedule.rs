@@ -14,13 +14,13 @@ const AGE_MAX_OF_FENCE: Duration = Duration::from_secs(1);
 
 /// What the last checkpoint had.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
+pub struct CheckpointSchedule {
     taken: Instant,
     batches: u64,
     generation: Option<Generation>,
 }
 
-impl Pace {
+impl CheckpointSchedule {
     #[must_use]
     pub const fn new(now: Instant) -> Self {
         Self {
@@ -58,7 +58,7 @@ mod tests {
         let start = crate::testing::start();
         let after = |ms| start + Duration::from_millis(ms);
         let one = Some(Generation(1));
-        let mut pace = Pace::new(start);
+        let mut pace = CheckpointSchedule::new(start);
         pace.taken(start, 100, one);
         assert!(!pace.is_due(after(60_000), 100, one), "nothing is new");
         assert!(!pace.is_due(after(9_999), 101, one));

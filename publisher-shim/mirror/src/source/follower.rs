@@ -2,10 +2,10 @@
 //!
 //! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise
 //! it speaks of another life of the engine. After a disconnect, and at every gap, nothing is
-//! applied but what a replay brings until that check has passed; live batches that arrive meanwhile
+//! applied but what a replay brings until that verify has passed; live batches that arrive meanwhile
 //! are held, within a bound. A hole in a replay is filled from them if they have what is missing, and
 //! asked for again; one that stays cannot be filled, and what the engine holds is then unknown. The
-//! same replay, each idle second, is the proof that nothing was lost before a silence.
+//! same replay, each idle second, is the proof that nothing was lost before a lease_lost.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::EngineSeq;
 
-use super::ring::{Known, Ring};
-use super::{Config, Effect, Reason, ReplayId, STANDSTILL, SourceCore};
+use super::history::{BatchHistory, BatchMatch};
+use super::{Effect, GenerationReason, ReplayId, STALL_MIN, SourceConfig, SourceCore};
 use crate::mirror::Start;
 use crate::wire::{self, Batch};
 
@@ -26,7 +26,7 @@ const REPLAY_PATIENCE: Duration = Duration::from_millis(1500);
 const TRIES: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Link {
+enum FollowState {
     Down,
     /// What the engine's life is, or what is missing, is being asked.
     Checking,
@@ -52,21 +52,21 @@ struct Replay {
 
 /// A live batch that waits for a replay.
 #[derive(Debug)]
-struct Held {
+struct BufferedBatch {
     came: Instant,
     seq: EngineSeq,
     payload: Bytes,
 }
 
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct EngineFollower {
     has_replay: bool,
     /// A message without a sequence number was seen.
     is_unsequenced: bool,
     is_connected: bool,
     was_connected: bool,
-    link: Link,
-    applied: Ring,
+    state: FollowState,
+    applied: BatchHistory,
     /// The mirror is from a checkpoint, and no replay has shown yet that the engine still is the one
     /// that it mirrored.
     is_unproven: bool,
@@ -76,23 +76,23 @@ pub(super) struct Engine {
     replays: u64,
     tries: u32,
     next_replay: Option<Instant>,
-    held: VecDeque<Held>,
-    held_bytes: usize,
+    held: VecDeque<BufferedBatch>,
+    buffered_bytes: usize,
     /// Live batches are known to be lost.
     has_loss: bool,
     proof: Option<Instant>,
     last_event: Option<Instant>,
 }
 
-impl Engine {
-    pub(super) const fn new(config: &Config) -> Self {
+impl EngineFollower {
+    pub(super) const fn new(config: &SourceConfig) -> Self {
         Self {
             has_replay: config.has_replay,
             is_unsequenced: false,
             is_connected: false,
             was_connected: false,
-            link: Link::Down,
-            applied: Ring::new(),
+            state: FollowState::Down,
+            applied: BatchHistory::new(),
             is_unproven: false,
             resume_from: EngineSeq(0),
             replay: None,
@@ -100,7 +100,7 @@ impl Engine {
             tries: 0,
             next_replay: None,
             held: VecDeque::new(),
-            held_bytes: 0,
+            buffered_bytes: 0,
             has_loss: false,
             proof: None,
             last_event: None,
@@ -123,7 +123,7 @@ impl Engine {
 
     /// The last batch and its hash, if a replay from it can show that nothing was missed.
     pub(super) fn provable_last(&self) -> Option<(EngineSeq, u64)> {
-        if self.is_unproven || !self.can_check() {
+        if self.is_unproven || !self.can_verify() {
             return None;
         }
         self.last().zip(self.applied.last_hash())
@@ -140,7 +140,7 @@ impl Engine {
 
     /// A lost tail cannot be seen.
     pub(super) const fn is_unverified(&self) -> bool {
-        !self.can_check()
+        !self.can_verify()
     }
 
     pub(super) fn proof_age(&self, now: Instant) -> Option<Duration> {
@@ -151,23 +151,23 @@ impl Engine {
         self.proof = None;
     }
 
-    const fn can_check(&self) -> bool {
+    const fn can_verify(&self) -> bool {
         self.has_replay && !self.is_unsequenced
     }
 
-    fn hold(&mut self, held: Held, bytes_max: usize) -> bool {
-        let bytes = size_of::<Held>() + held.payload.len();
-        if self.held_bytes + bytes > bytes_max {
+    fn hold(&mut self, held: BufferedBatch, bytes_max: usize) -> bool {
+        let bytes = size_of::<BufferedBatch>() + held.payload.len();
+        if self.buffered_bytes + bytes > bytes_max {
             self.has_loss = true;
             return false;
         }
-        self.held_bytes += bytes;
+        self.buffered_bytes += bytes;
         self.held.push_back(held);
         true
     }
 
-    fn take_held(&mut self) -> VecDeque<Held> {
-        self.held_bytes = 0;
+    fn take_buffered(&mut self) -> VecDeque<BufferedBatch> {
+        self.buffered_bytes = 0;
         std::mem::take(&mut self.held)
     }
 }
@@ -178,14 +178,14 @@ impl SourceCore {
         let again = self.engine.was_connected;
         self.engine.is_connected = true;
         self.engine.was_connected = true;
-        if self.engine.can_check() {
-            self.check(now);
+        if self.engine.can_verify() {
+            self.verify(now);
         } else {
             self.give_up_unproven(now);
             if again {
                 self.unseen_loss(now);
             }
-            self.engine.link = Link::Following;
+            self.engine.state = FollowState::Following;
         }
         self.settle(now);
     }
@@ -195,11 +195,11 @@ impl SourceCore {
         if self.engine.has_replay != has_replay {
             self.engine.has_replay = has_replay;
             self.engine.replay = None;
-            if self.engine.is_connected && self.engine.can_check() {
-                self.check(now);
+            if self.engine.is_connected && self.engine.can_verify() {
+                self.verify(now);
             } else if self.engine.is_connected {
                 self.give_up_unproven(now);
-                self.engine.link = Link::Following;
+                self.engine.state = FollowState::Following;
             }
         }
         self.settle(now);
@@ -208,7 +208,7 @@ impl SourceCore {
     /// The live socket lost its connection: the engine may be another one when it is back.
     pub fn disconnected(&mut self, now: Instant) {
         self.engine.is_connected = false;
-        self.engine.link = Link::Down;
+        self.engine.state = FollowState::Down;
         self.engine.replay = None;
         self.engine.drop_proof();
         self.settle(now);
@@ -218,9 +218,9 @@ impl SourceCore {
     pub(super) fn wake(&mut self, now: Instant) {
         let before = self.awake.replace(now);
         let has_slept =
-            before.is_some_and(|before| now.saturating_duration_since(before) >= STANDSTILL);
-        if has_slept && self.engine.link == Link::Following && self.engine.can_check() {
-            self.check(now);
+            before.is_some_and(|before| now.saturating_duration_since(before) >= STALL_MIN);
+        if has_slept && self.engine.state == FollowState::Following && self.engine.can_verify() {
+            self.verify(now);
         }
     }
 
@@ -241,10 +241,10 @@ impl SourceCore {
 
     /// Live messages were lost before they got here, or could not be read.
     pub fn live_lost(&mut self, now: Instant) {
-        if self.engine.can_check() {
+        if self.engine.can_verify() {
             self.engine.has_loss = true;
-            if self.engine.link == Link::Following {
-                self.check(now);
+            if self.engine.state == FollowState::Following {
+                self.verify(now);
             }
         } else {
             self.unseen_loss(now);
@@ -277,10 +277,10 @@ impl SourceCore {
             if !replay.has_answers && self.engine.last().is_none() {
                 self.nothing_published(now, replay);
             } else {
-                self.check_passed(now, Some(replay.started));
+                self.same_life(now, Some(replay.started));
             }
-        } else if !self.is_moot(replay) {
-            self.another_life(now);
+        } else if !self.is_superseded(replay) {
+            self.engine_restarted(now);
         }
         self.settle(now);
     }
@@ -293,7 +293,7 @@ impl SourceCore {
         match replay.behind_hole {
             Some(behind) => self.hole(now, replay, behind),
             // Without its end it shows what was published, and not that nothing else was.
-            None if replay.has_answers && replay.is_same_life => self.check_passed(now, None),
+            None if replay.has_answers && replay.is_same_life => self.same_life(now, None),
             None => self.counters.replays_unanswered += 1,
         }
         self.settle(now);
@@ -306,7 +306,7 @@ impl SourceCore {
             self.replay_failed(now, replay.id);
         }
         let is_due = self.engine.next_replay.is_none_or(|due| due <= now);
-        let is_up = self.engine.link != Link::Down && self.engine.can_check();
+        let is_up = self.engine.state != FollowState::Down && self.engine.can_verify();
         if is_up && is_due && self.engine.replay.is_none() {
             self.request_replay(now);
         }
@@ -322,15 +322,15 @@ impl SourceCore {
             self.unsequenced(now, &payload);
             return;
         };
-        match self.engine.link {
-            Link::Down | Link::Checking => {
+        match self.engine.state {
+            FollowState::Down | FollowState::Checking => {
                 let came = now;
-                let held = Held { came, seq, payload };
-                if !self.engine.hold(held, self.config.held_bytes_max) {
-                    self.counters.held_dropped += 1;
+                let held = BufferedBatch { came, seq, payload };
+                if !self.engine.hold(held, self.config.buffer_bytes_max) {
+                    self.counters.buffered_dropped += 1;
                 }
             }
-            Link::Following => self.in_order(now, now, seq, &payload),
+            FollowState::Following => self.in_order(now, now, seq, &payload),
         }
     }
 
@@ -338,7 +338,7 @@ impl SourceCore {
         if !self.engine.is_unsequenced {
             self.engine.is_unsequenced = true;
             self.engine.replay = None;
-            self.engine.link = Link::Following;
+            self.engine.state = FollowState::Following;
             self.unseen_loss(now);
         }
         self.apply(now, payload);
@@ -346,11 +346,11 @@ impl SourceCore {
 
     /// A live batch that `came` now or before, while everything before it should be applied.
     fn in_order(&mut self, now: Instant, came: Instant, seq: EngineSeq, payload: &[u8]) {
-        let can_check = self.engine.can_check();
+        let can_verify = self.engine.can_verify();
         let Some(last) = self.engine.last() else {
             if seq == EngineSeq(0) && self.engine.resume_from == EngineSeq(0) {
                 self.mirror.begin(Start::Empty);
-            } else if can_check && seq > self.engine.resume_from {
+            } else if can_verify && seq > self.engine.resume_from {
                 self.gap(now);
                 return;
             }
@@ -367,16 +367,16 @@ impl SourceCore {
             }
         } else if seq > last {
             self.gap(now);
-            if !can_check {
+            if !can_verify {
                 self.apply_next(now, seq, payload);
             }
         } else {
             match self.engine.applied.compare(seq, payload) {
-                Known::Same => self.counters.duplicates += 1,
-                Known::TooOld if can_check => self.check(now),
-                Known::Different | Known::TooOld => {
-                    self.another_life(now);
-                    if !can_check {
+                BatchMatch::Same => self.counters.duplicates += 1,
+                BatchMatch::TooOld if can_verify => self.verify(now),
+                BatchMatch::Different | BatchMatch::TooOld => {
+                    self.engine_restarted(now);
+                    if !can_verify {
                         self.in_order(now, came, seq, payload);
                     }
                 }
@@ -386,11 +386,11 @@ impl SourceCore {
 
     fn gap(&mut self, now: Instant) {
         self.counters.gaps += 1;
-        if self.engine.can_check() {
-            self.check(now);
+        if self.engine.can_verify() {
+            self.verify(now);
         } else {
             self.counters.gaps_unfilled += 1;
-            self.forget(now, Reason::GapUnfilled);
+            self.forget(now, GenerationReason::GapUnfilled);
         }
     }
 
@@ -399,7 +399,7 @@ impl SourceCore {
         if self.engine.is_unproven {
             self.engine.forget_life();
             self.mirror.begin(Start::Unknown);
-            self.new_generation(now, Reason::Unprovable);
+            self.new_generation(now, GenerationReason::Unprovable);
         }
     }
 
@@ -408,10 +408,10 @@ impl SourceCore {
         self.engine.forget_life();
         self.mirror.begin(Start::Unknown);
         self.engine.resume_from = EngineSeq(0);
-        self.new_generation(now, Reason::LossUnseen);
+        self.new_generation(now, GenerationReason::LossUnseen);
     }
 
-    fn forget(&mut self, now: Instant, reason: Reason) {
+    fn forget(&mut self, now: Instant, reason: GenerationReason) {
         self.mirror.forget();
         self.engine.forget_life();
         self.engine.drop_proof();
@@ -419,29 +419,29 @@ impl SourceCore {
     }
 
     /// The engine is not the one that was followed.
-    fn another_life(&mut self, now: Instant) {
+    fn engine_restarted(&mut self, now: Instant) {
         self.counters.restarts += 1;
         self.engine.forget_life();
         self.engine.resume_from = EngineSeq(0);
         self.engine.tries = 0;
         self.engine.drop_proof();
-        self.engine.take_held();
+        self.engine.take_buffered();
         self.mirror.begin(Start::Unknown);
-        self.new_generation(now, Reason::EngineRestarted);
-        if self.engine.can_check() {
-            self.check(now);
+        self.new_generation(now, GenerationReason::EngineRestarted);
+        if self.engine.can_verify() {
+            self.verify(now);
         }
     }
 
     /// Stops applying live batches until a replay has come to its end.
-    fn check(&mut self, now: Instant) {
-        self.engine.link = Link::Checking;
+    fn verify(&mut self, now: Instant) {
+        self.engine.state = FollowState::Checking;
         self.request_replay(now);
     }
 
     fn request_replay(&mut self, now: Instant) {
         // What waits was published before this request: its answer has it, or comes after another one.
-        self.engine.take_held();
+        self.engine.take_buffered();
         self.engine.has_loss = false;
         self.engine.replays += 1;
         self.counters.replays += 1;
@@ -480,33 +480,33 @@ impl SourceCore {
                 replay.made_progress = true;
             }
             Some(last) if seq <= last => match self.engine.applied.compare(seq, payload) {
-                Known::Same => replay.is_same_life |= seq == replay.from,
-                Known::Different => {
-                    self.another_life(now);
+                BatchMatch::Same => replay.is_same_life |= seq == replay.from,
+                BatchMatch::Different => {
+                    self.engine_restarted(now);
                     return;
                 }
-                Known::TooOld => {}
+                BatchMatch::TooOld => {}
             },
             Some(last) if seq == last.next() && replay.is_same_life => {
                 self.apply_next(now, seq, payload);
                 replay.made_progress = true;
             }
-            Some(_) if self.is_moot(replay) => {
+            Some(_) if self.is_superseded(replay) => {
                 self.engine.replay = None;
                 return;
             }
             Some(_) => {
                 replay.behind_hole = Some(seq);
-                self.engine.link = Link::Checking;
+                self.engine.state = FollowState::Checking;
             }
         }
         self.engine.replay = Some(replay);
     }
 
-    /// A poll asks whether something was lost before a silence. That is over: what the answer lacks may be
+    /// A poll asks whether something was lost before a lease_lost. That is over: what the answer lacks may be
     /// on its way, and the batch that it was to begin with may have left the engine's buffer.
-    fn is_moot(&self, poll: Replay) -> bool {
-        self.engine.link == Link::Following && poll.is_overtaken
+    fn is_superseded(&self, poll: Replay) -> bool {
+        self.engine.state == FollowState::Following && poll.is_overtaken
     }
 
     /// The engine lives and has published nothing from the place asked for on.
@@ -515,39 +515,39 @@ impl SourceCore {
             if self.mirror.digest().count == 0 {
                 self.mirror.begin(Start::Empty);
             }
-            self.check_passed(now, Some(replay.started));
+            self.same_life(now, Some(replay.started));
         } else {
             // The batch behind a hole was there before: its buffer is another one.
-            self.another_life(now);
+            self.engine_restarted(now);
         }
     }
 
     /// The engine is the one that was followed. `proof`: as of when it is known that nothing is missing.
-    fn check_passed(&mut self, now: Instant, proof: Option<Instant>) {
+    fn same_life(&mut self, now: Instant, proof: Option<Instant>) {
         self.engine.tries = 0;
         self.engine.is_unproven = false;
-        self.engine.link = Link::Following;
+        self.engine.state = FollowState::Following;
         if self.engine.has_loss {
-            self.apply_held(now);
-            self.check(now);
+            self.apply_buffered(now);
+            self.verify(now);
             return;
         }
-        for held in self.engine.take_held() {
+        for held in self.engine.take_buffered() {
             // A gap among them asks for a replay, which then brings the rest.
-            if self.engine.link == Link::Following {
+            if self.engine.state == FollowState::Following {
                 self.in_order(now, held.came, held.seq, &held.payload);
             }
         }
         // Else the answer lacked its end, though not the end's marker.
-        if self.engine.link == Link::Following {
+        if self.engine.state == FollowState::Following {
             self.engine.proof = self.engine.proof.max(proof);
         }
     }
 
     /// Applies what was held and follows the last batch. It proves nothing: more may be missing behind it.
-    fn apply_held(&mut self, now: Instant) -> bool {
+    fn apply_buffered(&mut self, now: Instant) -> bool {
         let before = self.engine.last();
-        for held in self.engine.take_held() {
+        for held in self.engine.take_buffered() {
             if self
                 .engine
                 .last()
@@ -561,7 +561,7 @@ impl SourceCore {
 
     fn hole(&mut self, now: Instant, replay: Replay, behind: EngineSeq) {
         // An engine's replay socket drops what is more than it can queue, 1,000 messages as a rule.
-        let is_shorter = replay.is_same_life && self.apply_held(now);
+        let is_shorter = replay.is_same_life && self.apply_buffered(now);
         if replay.made_progress || is_shorter {
             self.engine.tries = 0;
         }
@@ -575,9 +575,9 @@ impl SourceCore {
             } else {
                 EngineSeq(0)
             };
-            self.forget(now, Reason::GapUnfilled);
+            self.forget(now, GenerationReason::GapUnfilled);
         }
-        self.check(now);
+        self.verify(now);
     }
 
     fn apply_next(&mut self, now: Instant, seq: EngineSeq, payload: &[u8]) {
@@ -596,13 +596,13 @@ impl SourceCore {
         match self.mirror.apply(&batch) {
             Ok(changes) => {
                 if !self.publisher.add(changes) {
-                    self.new_generation(now, Reason::OutboxFull);
+                    self.new_generation(now, GenerationReason::OutboxFull);
                 }
                 // So that a long replay fills records as it goes.
                 let present = self.present(now);
                 self.publisher.pump(now, present, &mut self.effects);
             }
-            Err(sign) => self.new_generation(now, Reason::Sign(sign)),
+            Err(sign) => self.new_generation(now, GenerationReason::Mirror(sign)),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The engine's own names: which prefix each means, and how often the engine holds it.
+//! The engine's own entries: which prefix each means, and how often the engine holds it.
 
 use std::collections::hash_map::Entry;
 
@@ -9,8 +9,8 @@ use super::nodes::{GroupSlot, NodeId};
 use crate::wire::EngineHash;
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Engines {
-    names: FxHashMap<EngineHash, Name>,
+pub(super) struct EngineHashes {
+    entries: FxHashMap<EngineHash, HashEntry>,
     /// References of groups behind the first.
     more: FxHashMap<(EngineHash, GroupSlot, Tier), u32>,
     /// References in GPU memory: each is one physical block.
@@ -18,14 +18,14 @@ pub(super) struct Engines {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Name {
+struct HashEntry {
     node: NodeId,
     first_group: [u32; 3],
 }
 
-impl Engines {
+impl EngineHashes {
     pub(super) fn node(&self, hash: EngineHash) -> Option<NodeId> {
-        self.names.get(&hash).map(|name| name.node)
+        self.entries.get(&hash).map(|name| name.node)
     }
 
     pub(super) const fn gpu_references(&self) -> u64 {
@@ -40,11 +40,11 @@ impl Engines {
         reference: Option<(GroupSlot, Tier)>,
         make: impl FnOnce() -> Option<NodeId>,
     ) -> Option<(NodeId, bool)> {
-        let (name, is_new) = match self.names.entry(hash) {
+        let (name, is_new) = match self.entries.entry(hash) {
             Entry::Occupied(name) => (name.into_mut(), false),
             Entry::Vacant(vacant) => {
                 let node = make()?;
-                let name = Name {
+                let name = HashEntry {
                     node,
                     first_group: [0; 3],
                 };
@@ -66,7 +66,7 @@ impl Engines {
 
     pub(super) fn add(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) {
         if slot == 0 {
-            let Some(name) = self.names.get_mut(&hash) else {
+            let Some(name) = self.entries.get_mut(&hash) else {
                 return;
             };
             let count = &mut name.first_group[tier.index()];
@@ -79,7 +79,7 @@ impl Engines {
 
     /// One reference less; the node that it held, or `None` if there was none.
     pub(super) fn drop(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) -> Option<NodeId> {
-        let name = self.names.get_mut(&hash)?;
+        let name = self.entries.get_mut(&hash)?;
         let node = name.node;
         if slot == 0 {
             let count = &mut name.first_group[tier.index()];
@@ -105,7 +105,7 @@ impl Engines {
         for tier in Tier::ALL {
             for slot in 0..groups(tier) {
                 let count = if slot == 0 {
-                    self.names
+                    self.entries
                         .get(&hash)
                         .map(|name| name.first_group[tier.index()])
                 } else {
@@ -126,7 +126,7 @@ impl Engines {
         node: NodeId,
         references: &[(GroupSlot, Tier, u32)],
     ) -> bool {
-        if self.names.contains_key(&hash) {
+        if self.entries.contains_key(&hash) {
             return false;
         }
         let mut first_group = [0; 3];
@@ -140,12 +140,12 @@ impl Engines {
                 self.gpu += u64::from(count);
             }
         }
-        self.names.insert(hash, Name { node, first_group });
+        self.entries.insert(hash, HashEntry { node, first_group });
         true
     }
 
     /// Its prefix is gone; so are all references.
     pub(super) fn forget(&mut self, hash: EngineHash) {
-        self.names.remove(&hash);
+        self.entries.remove(&hash);
     }
 }

@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 const LEN_MAX: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Known {
+pub(super) enum BatchMatch {
     Same,
     Different,
     TooOld,
@@ -17,12 +17,12 @@ pub(super) enum Known {
 
 /// Hashes of consecutive batches, the newest at the back.
 #[derive(Debug)]
-pub(super) struct Ring {
+pub(super) struct BatchHistory {
     hashes: VecDeque<u64>,
     last: Option<EngineSeq>,
 }
 
-impl Ring {
+impl BatchHistory {
     pub(super) const fn new() -> Self {
         Self {
             hashes: VecDeque::new(),
@@ -60,7 +60,7 @@ impl Ring {
     }
 
     /// How a payload compares with what was applied under its number, which is not above the last.
-    pub(super) fn compare(&self, seq: EngineSeq, payload: &[u8]) -> Known {
+    pub(super) fn compare(&self, seq: EngineSeq, payload: &[u8]) -> BatchMatch {
         let hash = self
             .last
             .and_then(|last| last.0.checked_sub(seq.0))
@@ -68,9 +68,9 @@ impl Ring {
             .and_then(|back| self.hashes.len().checked_sub(back.checked_add(1)?))
             .and_then(|index| self.hashes.get(index));
         match hash {
-            Some(&hash) if hash == xxh3_64(payload) => Known::Same,
-            Some(_) => Known::Different,
-            None => Known::TooOld,
+            Some(&hash) if hash == xxh3_64(payload) => BatchMatch::Same,
+            Some(_) => BatchMatch::Different,
+            None => BatchMatch::TooOld,
         }
     }
 }
