@@ -1,6 +1,5 @@
-//! Test support: the mock engine, and what the tests across crates share.
+//! Test support that the tests across crates share: the checker and the simulated world.
 #![forbid(unsafe_code)]
 
 pub mod checker;
-pub mod mock;
 pub mod world;

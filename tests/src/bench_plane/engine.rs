@@ -9,9 +9,9 @@ use serde_json::json;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use warmroute_mock_engine::{Encoder, HashMode};
 use warmroute_proto::BlockSize;
 use warmroute_router::sim::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlocks};
-use warmroute_tests::mock::{Encoder, HashMode};
 
 use crate::publisher::Publishers;
 

@@ -9,26 +9,9 @@ use std::collections::HashMap;
 use std::fmt;
 
 use fastrand::Rng;
-use serde::{Deserialize, Serialize};
+use warmroute_mock_engine::{BlockName, HistoryBatch, PairChange};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, PrefixHash};
-
-/// What one published batch changed.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Batch {
-    pub seq: u64,
-    /// Blocks that no batch before has named.
-    pub names: Vec<Name>,
-    pub changes: Vec<Change>,
-}
-
-/// A block's prefix hash, that of the block before it, and its local hash.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Name(pub u64, pub Option<u64>, pub u64);
-
-/// Prefix hash, tier number, and whether the pair is held now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Change(pub u64, pub u8, pub bool);
 
 const GPU: u8 = 0;
 
@@ -92,18 +75,18 @@ impl Truth {
     ///
     /// # Panics
     /// If batches are missing before it: there is nothing to compare with then.
-    pub fn learn(&mut self, batch: &Batch) {
+    pub fn learn(&mut self, batch: &HistoryBatch) {
         if batch.seq < self.next {
             return;
         }
         assert_eq!(batch.seq, self.next, "the history has a hole");
         self.next += 1;
-        for &Name(prefix, parent, local) in &batch.names {
+        for &BlockName(prefix, parent, local) in &batch.names {
             if self.names.insert(prefix, (parent, local)).is_none() {
                 self.known.push(prefix);
             }
         }
-        for &Change(prefix, tier, is_held) in &batch.changes {
+        for &PairChange(prefix, tier, is_held) in &batch.changes {
             if tier == GPU {
                 self.turns
                     .entry(prefix)
@@ -187,19 +170,19 @@ mod tests {
         let chain: Vec<u64> = prefixes(&prompt).map(|prefix| prefix.0).collect();
         let mut truth = Truth::default();
         let parent = |at: usize| at.checked_sub(1).map(|before| chain[before]);
-        truth.learn(&Batch {
+        truth.learn(&HistoryBatch {
             seq: 0,
             names: (0..3)
-                .map(|at| Name(chain[at], parent(at), prompt[at].0))
+                .map(|at| BlockName(chain[at], parent(at), prompt[at].0))
                 .collect(),
             changes: chain
                 .iter()
-                .map(|&prefix| Change(prefix, GPU, true))
+                .map(|&prefix| PairChange(prefix, GPU, true))
                 .collect(),
         });
         for (seq, held) in [(1, Some(false)), (2, None), (3, Some(true))] {
-            let change = held.map(|held| Change(chain[1], GPU, held));
-            truth.learn(&Batch {
+            let change = held.map(|held| PairChange(chain[1], GPU, held));
+            truth.learn(&HistoryBatch {
                 seq,
                 names: Vec::new(),
                 changes: change.into_iter().collect(),

@@ -13,7 +13,7 @@ use super::host::{Event, Http, Input, Process, ReplayEnd, Zmq};
 use super::life::{Life, Told, Truth, draw_config};
 use super::plane::At;
 use super::{World, shim};
-use crate::mock::HashMode;
+use warmroute_mock_engine::HashMode;
 
 /// Batches that one message of a replay stands for here.
 const REPLAY_CHUNK: usize = 16;

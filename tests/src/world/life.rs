@@ -15,7 +15,7 @@ use warmroute_router::sim::{
 };
 
 use super::model::{Model, Pair, Rules};
-use crate::mock::{Encoder, HashMode};
+use warmroute_mock_engine::{Encoder, HashMode};
 
 /// What a life held after each of its batches.
 pub type Truth = Vec<Rc<BTreeSet<Pair>>>;

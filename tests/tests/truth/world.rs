@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use fastrand::Rng;
+use warmroute_mock_engine::HashMode;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
-use warmroute_tests::mock::HashMode;
 use warmroute_tests::world::life::{Life, Told, draw_config};
 use warmroute_tests::world::model::{Pair, chain};
 

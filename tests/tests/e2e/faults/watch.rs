@@ -14,8 +14,9 @@ use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use warmroute_mock_engine::HistoryBatch;
 use warmroute_proto::query::SourceState;
-use warmroute_tests::checker::{Batch, Claim, Truth};
+use warmroute_tests::checker::{Claim, Truth};
 
 use crate::fleet::{BLOCK, Fleet, worker_name};
 
@@ -197,7 +198,7 @@ impl Shared {
             let status = answer.status();
             let bytes = answer.bytes().await.expect("a history");
             assert!(status.is_success(), "{}", String::from_utf8_lossy(&bytes));
-            let batches: Vec<Batch> = rmp_serde::from_slice(&bytes).expect("batches");
+            let batches: Vec<HistoryBatch> = rmp_serde::from_slice(&bytes).expect("batches");
             if batches.is_empty() {
                 return;
             }

@@ -31,7 +31,7 @@ pub(crate) use proxy::{Proxy, Way};
 pub(crate) const BLOCK: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
-const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine");
+const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine-under-test");
 const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
 const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");

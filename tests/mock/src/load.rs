@@ -13,16 +13,16 @@ use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
-use warmroute_router::sim::EngineRequest;
+use warmroute_sim::sim::EngineRequest;
 
-use super::rank::Rank;
+use crate::rank::Rank;
 
 /// New blocks a second on each rank.
 #[derive(Clone, Default)]
-pub(super) struct Pace(Arc<AtomicU32>);
+pub(crate) struct Pace(Arc<AtomicU32>);
 
 impl Pace {
-    pub(super) fn set(&self, blocks_per_sec: u32) {
+    pub(crate) fn set(&self, blocks_per_sec: u32) {
         self.0.store(blocks_per_sec, Ordering::Relaxed);
     }
 
@@ -39,7 +39,7 @@ const RECENT: usize = 48;
 const NEW_BLOCKS: std::ops::RangeInclusive<usize> = 4..=48;
 const DEPTH_MAX: usize = 128;
 
-pub(super) async fn run(rank: Arc<Rank>, pace: Pace, block: usize, stop: CancellationToken) {
+pub(crate) async fn run(rank: Arc<Rank>, pace: Pace, block: usize, stop: CancellationToken) {
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut prompts = Prompts {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use clap::{Parser, ValueEnum};
 use warmroute_proto::BlockSize;
-use warmroute_router::sim::{EngineConfig, GroupKind, TimingProfile};
+use warmroute_sim::sim::{EngineConfig, GroupKind, TimingProfile};
 
 /// A vLLM server without a model: its HTTP and ZMQ sides around an exact model of its block cache.
 #[derive(Clone, Debug, Parser)]
@@ -122,7 +122,7 @@ impl Args {
 
 impl EngineArgs {
     /// The engine of one rank.
-    pub(super) fn config(&self, vocabulary: &[u32]) -> anyhow::Result<EngineConfig> {
+    pub(crate) fn config(&self, vocabulary: &[u32]) -> anyhow::Result<EngineConfig> {
         let block_size = BlockSize::new(self.block_size).context("--block-size must not be 0")?;
         ensure!(self.num_blocks >= 2, "--num-blocks must be at least 2");
         ensure!(

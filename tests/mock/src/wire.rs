@@ -1,9 +1,9 @@
 //! vLLM's payload encoding (0.24 and later): a batch is an array, its events are maps.
 
 use serde::{Serialize, Serializer};
-use warmroute_router::sim::{CacheEvent, EngineHash, ExtraKey, GroupKind, StoredBlocks};
+use warmroute_sim::sim::{CacheEvent, EngineHash, ExtraKey, GroupKind, StoredBlocks};
 
-use super::args::HashMode;
+use crate::args::HashMode;
 
 /// Encodes the batches of one rank.
 #[derive(Clone, Debug)]
@@ -146,7 +146,7 @@ impl<'a> From<&'a ExtraKey> for WireKey<'a> {
 #[cfg(test)]
 mod tests {
     use warmroute_proto::BlockSize;
-    use warmroute_router::sim::Medium;
+    use warmroute_sim::sim::Medium;
 
     use super::*;
 

@@ -7,10 +7,10 @@ use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 
-use super::rank::Rank;
-use super::server::Server;
+use crate::rank::Rank;
+use crate::server::Server;
 
-pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
+pub(crate) async fn metrics(State(server): State<Arc<Server>>) -> Response {
     let kind = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, render(&server)).into_response()
 }

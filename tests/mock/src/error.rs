@@ -4,17 +4,17 @@ use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
-use warmroute_router::sim::SubmitError;
+use warmroute_sim::sim::SubmitError;
 
 #[derive(Debug)]
-pub(super) struct Error {
+pub(crate) struct Error {
     status: StatusCode,
     message: String,
     param: Option<&'static str>,
 }
 
 impl Error {
-    pub(super) fn bad_request(message: impl Into<String>) -> Self {
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
         Self {
             status: StatusCode::BAD_REQUEST,
             message: message.into(),
@@ -22,7 +22,7 @@ impl Error {
         }
     }
 
-    pub(super) fn unknown_model(name: &str) -> Self {
+    pub(crate) fn unknown_model(name: &str) -> Self {
         Self {
             status: StatusCode::NOT_FOUND,
             message: format!("The model `{name}` does not exist."),
@@ -30,7 +30,7 @@ impl Error {
         }
     }
 
-    pub(super) fn stopped() -> Self {
+    pub(crate) fn stopped() -> Self {
         Self {
             status: StatusCode::SERVICE_UNAVAILABLE,
             message: "the engine is stopping".into(),

@@ -8,11 +8,11 @@ use axum::body::Bytes;
 use axum::extract::{Query, State};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use warmroute_router::sim::{HeldPrefix, Medium};
+use warmroute_sim::sim::{HeldPrefix, Medium};
 
-use super::error::Error;
-use super::generate::parse;
-use super::server::Server;
+use crate::error::Error;
+use crate::generate::parse;
+use crate::server::Server;
 
 /// Faults are for every rank unless one is named; what is not given stays as it is.
 #[derive(Deserialize)]
@@ -29,7 +29,7 @@ struct Fault {
 
 /// Per rank what is held, between two steps: as of the last published batch, but for a reset, which
 /// the engine tells with its next one. Hashes are text: they need 64 bits.
-pub(super) async fn blocks(State(server): State<Arc<Server>>) -> Result<Json<Value>, Error> {
+pub(crate) async fn blocks(State(server): State<Arc<Server>>) -> Result<Json<Value>, Error> {
     let mut ranks = Vec::new();
     for rank in &server.ranks {
         let snapshot = rank.snapshot().await.ok_or_else(Error::stopped)?;
@@ -44,7 +44,7 @@ pub(super) async fn blocks(State(server): State<Arc<Server>>) -> Result<Json<Val
     Ok(Json(json!({"ranks": ranks})))
 }
 
-pub(super) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
+pub(crate) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
     let ranks = server.ranks.iter().map(|rank| {
         let (counters, active) = rank.counters();
         json!({
@@ -61,7 +61,7 @@ pub(super) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
     Json(json!({"ranks": ranks.collect::<Vec<Value>>()}))
 }
 
-pub(super) async fn fault(
+pub(crate) async fn fault(
     State(server): State<Arc<Server>>,
     body: Bytes,
 ) -> Result<Json<Value>, Error> {
@@ -83,7 +83,7 @@ pub(super) async fn fault(
 }
 
 #[derive(Deserialize)]
-pub(super) struct Since {
+pub(crate) struct Since {
     rank: usize,
     /// The first batch that is wanted.
     from: u64,
@@ -92,9 +92,9 @@ pub(super) struct Since {
 /// Batches of one answer: a few megabytes.
 const HISTORY_BATCHES: usize = 2_000;
 
-/// What published batches changed, as the `MessagePack` of [`crate::checker::Batch`]es: none at the end,
+/// What published batches changed, as the `MessagePack` of [`crate::HistoryBatch`]es: none at the end,
 /// as many as fit into one answer before it.
-pub(super) async fn history(
+pub(crate) async fn history(
     State(server): State<Arc<Server>>,
     Query(since): Query<Since>,
 ) -> Result<Vec<u8>, Error> {
@@ -120,7 +120,7 @@ struct Load {
 }
 
 /// Makes the engine work by itself.
-pub(super) async fn load(
+pub(crate) async fn load(
     State(server): State<Arc<Server>>,
     body: Bytes,
 ) -> Result<Json<Value>, Error> {

@@ -8,21 +8,21 @@ mod hugging_face;
 use std::path::Path;
 
 use serde_json::Value;
-use warmroute_router::openai::SpecialTokens;
+use warmroute_chat::openai::SpecialTokens;
 
 use hugging_face::HuggingFace;
 
 const MESSAGE_END: &str = "<|im_end|>\n";
 
 /// How the mock engine reads and writes text.
-pub(super) enum Text {
+pub(crate) enum Text {
     Bytes,
     HuggingFace(Box<HuggingFace>),
 }
 
 impl Text {
     /// With the tokenizer of a directory, or without any.
-    pub(super) fn load(directory: Option<&Path>) -> anyhow::Result<Self> {
+    pub(crate) fn load(directory: Option<&Path>) -> anyhow::Result<Self> {
         let Some(directory) = directory else {
             return Ok(Self::Bytes);
         };
@@ -31,7 +31,7 @@ impl Text {
     }
 
     /// The tokens that the engine may generate: readable ones.
-    pub(super) fn vocabulary(&self) -> Vec<u32> {
+    pub(crate) fn vocabulary(&self) -> Vec<u32> {
         match self {
             Self::Bytes => {
                 let letters = (b'a'..=b'z').chain([b' ', b' ', b' ', b'.']);
@@ -41,7 +41,7 @@ impl Text {
         }
     }
 
-    pub(super) fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, String> {
+    pub(crate) fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, String> {
         match self {
             Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Self::HuggingFace(loaded) => loaded.encode(text, special),
@@ -49,14 +49,14 @@ impl Text {
     }
 
     /// A template writes the special tokens itself.
-    pub(super) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
+    pub(crate) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
         match self {
             Self::Bytes => self.encode(&chat_ml(request)?, SpecialTokens::Omit),
             Self::HuggingFace(loaded) => loaded.encode_chat(request),
         }
     }
 
-    pub(super) fn decode(&self, token: u32) -> String {
+    pub(crate) fn decode(&self, token: u32) -> String {
         match self {
             Self::Bytes => {
                 let byte = u8::try_from(token).ok().filter(u8::is_ascii);
@@ -68,7 +68,7 @@ impl Text {
 }
 
 /// Whether a text prompt gets special tokens: unless the request says otherwise.
-pub(super) fn special_tokens(request: &Value) -> SpecialTokens {
+pub(crate) fn special_tokens(request: &Value) -> SpecialTokens {
     if request["add_special_tokens"].as_bool().unwrap_or(true) {
         SpecialTokens::Add
     } else {

@@ -1,21 +1,37 @@
-//! What every published batch changed, by name, for those who check an index all along.
+//! What every published batch changed: the reference for tests that check an index continuously.
 //!
-//! Prefix hashes are made here from the events alone (tokens, adapter, salt, items), with the hash
-//! functions whose vectors are fixed, and not by the engine model or the shim. Kept only if asked for,
-//! and the newest [`BATCHES_MAX`] batches only: whoever comes too late is told so.
+//! Prefix hashes are computed from the events alone (tokens, adapter, salt, items), with the hash
+//! functions that have fixed vectors, and not by the engine model or the shim. Enabled by
+//! `--history`; keeps the newest [`BATCHES_MAX`] batches.
 
 use std::collections::{BTreeMap, VecDeque};
 
+use serde::{Deserialize, Serialize};
 use warmroute_proto::{LocalHash, PrefixHash, Seed};
-use warmroute_router::sim::{CacheEvent, EngineHash, ExtraKey, Medium, StoredBlocks};
+use warmroute_sim::sim::{CacheEvent, EngineHash, ExtraKey, Medium, StoredBlocks};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
-
-use crate::checker::{Batch, Change, Name};
 
 const BATCHES_MAX: usize = 1 << 20;
 
+/// What one published batch changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HistoryBatch {
+    pub seq: u64,
+    /// Blocks that no earlier batch named.
+    pub names: Vec<BlockName>,
+    pub changes: Vec<PairChange>,
+}
+
+/// A block's prefix hash, its parent's prefix hash, and its local hash.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockName(pub u64, pub Option<u64>, pub u64);
+
+/// Prefix hash, tier number, and whether the pair is held after the batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PairChange(pub u64, pub u8, pub bool);
+
 /// References of every (hash, medium) in the main group, to tell batches that change the set.
-pub(super) struct Pairs {
+pub(crate) struct Pairs {
     main_group: u32,
     references: BTreeMap<Pair, u32>,
 }
@@ -23,26 +39,26 @@ pub(super) struct Pairs {
 type Pair = (EngineHash, Medium);
 
 #[derive(Default)]
-pub(super) struct History {
+pub(crate) struct History {
     /// Of every block ever stored.
     names: BTreeMap<EngineHash, (PrefixHash, Seed)>,
-    batches: VecDeque<Batch>,
+    batches: VecDeque<HistoryBatch>,
 }
 
 impl Pairs {
-    pub(super) const fn new(main_group: u32) -> Self {
+    pub(crate) const fn new(main_group: u32) -> Self {
         Self {
             main_group,
             references: BTreeMap::new(),
         }
     }
 
-    pub(super) const fn main_group(&self) -> u32 {
+    pub(crate) const fn main_group(&self) -> u32 {
         self.main_group
     }
 
     /// The pairs that are held afterwards and were not before, or the other way round.
-    pub(super) fn apply(&mut self, events: &[CacheEvent]) -> Vec<(Pair, bool)> {
+    pub(crate) fn apply(&mut self, events: &[CacheEvent]) -> Vec<(Pair, bool)> {
         let mut before: BTreeMap<Pair, bool> = BTreeMap::new();
         for event in events {
             match event {
@@ -90,16 +106,16 @@ impl Pairs {
 }
 
 impl History {
-    pub(super) fn record(
+    pub(crate) fn record(
         &mut self,
         seq: u64,
         events: &[CacheEvent],
         main_group: u32,
         changes: &[(Pair, bool)],
     ) {
-        let mut batch = Batch {
+        let mut batch = HistoryBatch {
             seq,
-            ..Batch::default()
+            ..HistoryBatch::default()
         };
         for event in events {
             if let CacheEvent::Stored(stored) = event
@@ -114,7 +130,7 @@ impl History {
                 Medium::Gpu => 0,
                 Medium::Cpu => 1,
             };
-            Some(Change(prefix.0, tier, is_held))
+            Some(PairChange(prefix.0, tier, is_held))
         };
         batch.changes = changes.iter().filter_map(change).collect();
         self.batches.push_back(batch);
@@ -124,13 +140,13 @@ impl History {
     }
 
     /// Up to so many batches from this one on; none if they are no longer kept.
-    pub(super) fn from(&self, seq: u64, max: usize) -> Option<Vec<&Batch>> {
+    pub(crate) fn from(&self, seq: u64, max: usize) -> Option<Vec<&HistoryBatch>> {
         let first = self.batches.front().map_or(0, |batch| batch.seq);
         let skipped = usize::try_from(seq.checked_sub(first)?).ok()?;
         Some(self.batches.iter().skip(skipped).take(max).collect())
     }
 
-    fn name(&mut self, stored: &StoredBlocks, names: &mut Vec<Name>) {
+    fn name(&mut self, stored: &StoredBlocks, names: &mut Vec<BlockName>) {
         let size = stored.block_size.tokens();
         let mut parent = stored
             .parent
@@ -148,7 +164,7 @@ impl History {
             let before = parent.map(|(prefix, _)| prefix);
             let prefix = PrefixHash::after(before, local);
             if self.names.insert(hash, (prefix, seed)).is_none() {
-                names.push(Name(prefix.0, before.map(|prefix| prefix.0), local.0));
+                names.push(BlockName(prefix.0, before.map(|prefix| prefix.0), local.0));
             }
             parent = Some((prefix, seed));
         }

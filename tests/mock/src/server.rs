@@ -11,37 +11,37 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Map, Value, json};
 
-use super::answer::Shape;
-use super::args::Args;
-use super::error::Error;
-use super::generate::{chat_completions, completions, parse};
-use super::load::Pace;
-use super::rank::Rank;
-use super::text::{Text, special_tokens};
-use super::{debug, metrics};
+use crate::answer::Shape;
+use crate::args::Args;
+use crate::error::Error;
+use crate::generate::{chat_completions, completions, parse};
+use crate::load::Pace;
+use crate::rank::Rank;
+use crate::text::{Text, special_tokens};
+use crate::{debug, metrics};
 
 /// The largest body that is read.
 const BODY_BYTES_MAX: usize = 256 << 20;
 /// The version of vLLM whose behaviour is imitated.
 const VLLM_VERSION: &str = "0.32.0";
 
-pub(super) struct Server {
-    pub(super) args: Args,
-    pub(super) model: String,
-    pub(super) ranks: Vec<Arc<Rank>>,
-    pub(super) text: Text,
-    pub(super) max_model_len: usize,
-    pub(super) started_unix: u64,
+pub(crate) struct Server {
+    pub(crate) args: Args,
+    pub(crate) model: String,
+    pub(crate) ranks: Vec<Arc<Rank>>,
+    pub(crate) text: Text,
+    pub(crate) max_model_len: usize,
+    pub(crate) started_unix: u64,
     /// What `/health` answers.
-    pub(super) health: AtomicU16,
-    pub(super) requests: AtomicU64,
+    pub(crate) health: AtomicU16,
+    pub(crate) requests: AtomicU64,
     /// Of requests that nobody sent.
-    pub(super) pace: Pace,
+    pub(crate) pace: Pace,
 }
 
 impl Server {
     /// The adapter that a model name stands for, if it is one.
-    pub(super) fn adapter<'a>(&self, model: &'a str) -> Result<Option<&'a str>, Error> {
+    pub(crate) fn adapter<'a>(&self, model: &'a str) -> Result<Option<&'a str>, Error> {
         if model == self.model {
             Ok(None)
         } else if self.args.loras.iter().any(|lora| lora == model) {
@@ -51,7 +51,7 @@ impl Server {
         }
     }
 
-    pub(super) fn next_request_id(&self, shape: Shape) -> String {
+    pub(crate) fn next_request_id(&self, shape: Shape) -> String {
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
         match shape {
             Shape::Completion => format!("cmpl-{number:08x}"),
@@ -60,7 +60,7 @@ impl Server {
     }
 }
 
-pub(super) fn routes(server: Arc<Server>) -> Router {
+pub(crate) fn routes(server: Arc<Server>) -> Router {
     Router::new()
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat_completions))

@@ -8,16 +8,16 @@ use axum::http::{HeaderMap, HeaderValue};
 use axum::response::Response;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute_router::sim::EngineRequest;
+use warmroute_sim::sim::EngineRequest;
 
-use super::answer::{Answer, Shape};
-use super::error::Error;
-use super::rank::Rank;
-use super::server::Server;
-use super::text::special_tokens;
+use crate::answer::{Answer, Shape};
+use crate::error::Error;
+use crate::rank::Rank;
+use crate::server::Server;
+use crate::text::special_tokens;
 
 /// Which rank served a request.
-pub(super) const RANK_SERVED: &str = "x-mock-dp-rank";
+pub(crate) const RANK_SERVED: &str = "x-mock-dp-rank";
 const RANK_WANTED: &str = "x-data-parallel-rank";
 /// What a request that asks for no length gets. Real engines go on until the model stops.
 const MAX_TOKENS_DEFAULT: usize = 16;
@@ -49,7 +49,7 @@ enum Prompt {
     TokenLists(Vec<Vec<u32>>),
 }
 
-pub(super) async fn completions(
+pub(crate) async fn completions(
     State(server): State<Arc<Server>>,
     headers: HeaderMap,
     body: Bytes,
@@ -71,7 +71,7 @@ pub(super) async fn completions(
     generate(&server, &headers, &value, prompts, Shape::Completion).await
 }
 
-pub(super) async fn chat_completions(
+pub(crate) async fn chat_completions(
     State(server): State<Arc<Server>>,
     headers: HeaderMap,
     body: Bytes,
@@ -84,7 +84,7 @@ pub(super) async fn chat_completions(
     generate(&server, &headers, &value, vec![prompt], Shape::Chat).await
 }
 
-pub(super) fn parse(body: &[u8]) -> Result<Value, Error> {
+pub(crate) fn parse(body: &[u8]) -> Result<Value, Error> {
     serde_json::from_slice(body).map_err(|error| Error::bad_request(error.to_string()))
 }
 

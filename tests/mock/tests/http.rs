@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
+use warmroute_mock_engine::{Args, Mock};
 use warmroute_proto::{BlockSize, Seed, hash};
-use warmroute_router::tokenize::parity::{self, Verdict};
-use warmroute_router::tokenize::{CivilTime, Tokenizer};
-use warmroute_tests::mock::{Args, Mock};
+use warmroute_chat::tokenize::parity::{self, Verdict};
+use warmroute_chat::tokenize::{CivilTime, Tokenizer};
 
 /// How long anything may take before a test fails. Never reached by a working engine.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -240,7 +240,11 @@ async fn a_stream_has_the_form_of_vllm() {
 
 #[tokio::test]
 async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
-    let fixture = concat!("--tokenizer=", env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
+    let fixture = concat!(
+        "--tokenizer=",
+        env!("CARGO_MANIFEST_DIR"),
+        "/../fixtures/tiny"
+    );
     let engine = Engine::start(&[fixture]);
     let tokenize = async |body| {
         let answer: Value = engine.post("/tokenize", body).await.json().await.unwrap();
@@ -272,7 +276,10 @@ async fn the_router_s_parity_probes_agree() {
 }
 
 async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
-    let directory = PathBuf::from(format!("{}/fixtures/{fixture}", env!("CARGO_MANIFEST_DIR")));
+    let directory = PathBuf::from(format!(
+        "{}/../fixtures/{fixture}",
+        env!("CARGO_MANIFEST_DIR")
+    ));
     let tokenizer = Tokenizer::load(&directory).unwrap();
     let mut args = Args::on_free_ports();
     args.tokenizer = Some(directory);
@@ -302,7 +309,7 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
 async fn a_chat_s_options_decide_about_its_tokens() {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("options");
     std::fs::create_dir_all(&directory).unwrap();
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/tiny/tokenizer.json");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tiny/tokenizer.json");
     std::fs::copy(fixture, directory.join("tokenizer.json")).unwrap();
     let template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ mood }}\
                     {{ tools | length if tools }}{{ 'assistant:' if add_generation_prompt }}";

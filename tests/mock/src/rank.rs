@@ -11,19 +11,19 @@ use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{trace, warn};
-use warmroute_router::sim::{
+use warmroute_sim::sim::{
     CacheEvent, CachedTokens, EngineConfig, EngineLoad, EngineModel, EngineRequest, EngineTotals,
     GroupKind, HeldPrefix, RequestId, StepOutcome,
 };
 
-use super::error::Error;
-use super::history::{History, Pairs};
-use super::publisher::{Delivery, Publisher};
-use super::wire::Encoder;
+use crate::error::Error;
+use crate::history::{History, Pairs};
+use crate::publisher::{Delivery, Publisher};
+use crate::wire::Encoder;
 
-pub(super) struct Rank {
-    pub(super) number: u32,
-    pub(super) publisher: Publisher,
+pub(crate) struct Rank {
+    pub(crate) number: u32,
+    pub(crate) publisher: Publisher,
     encoder: Encoder,
     state: Mutex<State>,
     wake: Notify,
@@ -46,56 +46,56 @@ struct State {
 
 /// What a client gets, in this order, one `Admitted`, then tokens, then `Finished`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Output {
+pub(crate) enum Output {
     Admitted(CachedTokens),
     Token(u32),
     Finished,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Counters {
-    pub(super) started: u64,
-    pub(super) finished: u64,
+pub(crate) struct Counters {
+    pub(crate) started: u64,
+    pub(crate) finished: u64,
     /// The client went away before the end.
-    pub(super) aborted: u64,
+    pub(crate) aborted: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Published {
+pub(crate) struct Published {
     next: u64,
-    pub(super) last: Option<u64>,
+    pub(crate) last: Option<u64>,
     /// The last batch after which another set of (prefix, tier) pairs was held than before.
-    pub(super) last_change: Option<u64>,
+    pub(crate) last_change: Option<u64>,
     /// Pairs that came to be held, over all batches.
-    pub(super) stored: u64,
+    pub(crate) stored: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Faults {
+pub(crate) struct Faults {
     /// So many further batches are kept for replays but not sent.
-    pub(super) drop_batches: u64,
+    pub(crate) drop_batches: u64,
     /// Take requests, but do not step.
-    pub(super) hang: bool,
+    pub(crate) hang: bool,
 }
 
 /// The cache as of the last published batch.
-pub(super) struct Snapshot {
-    pub(super) published: Published,
-    pub(super) held: Vec<HeldPrefix>,
+pub(crate) struct Snapshot {
+    pub(crate) published: Published,
+    pub(crate) held: Vec<HeldPrefix>,
 }
 
 /// A request in the engine. Dropped before its end it is aborted there.
-pub(super) struct Generation {
+pub(crate) struct Generation {
     rank: Arc<Rank>,
     id: RequestId,
     outputs: mpsc::Receiver<Output>,
-    pub(super) prompt_tokens: usize,
+    pub(crate) prompt_tokens: usize,
     max_tokens: usize,
     ended: bool,
 }
 
 impl Rank {
-    pub(super) fn new(
+    pub(crate) fn new(
         config: EngineConfig,
         publisher: Publisher,
         encoder: Encoder,
@@ -127,7 +127,7 @@ impl Rank {
     }
 
     /// Steps until stopped; then nobody gets anything any more, and the ports are free.
-    pub(super) async fn run(self: Arc<Self>, stop: CancellationToken) {
+    pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) {
         self.step_until(stop).await;
         let mut state = self.lock();
         state.stopped = true;
@@ -159,7 +159,7 @@ impl Rank {
         }
     }
 
-    pub(super) fn submit(self: &Arc<Self>, request: EngineRequest) -> Result<Generation, Error> {
+    pub(crate) fn submit(self: &Arc<Self>, request: EngineRequest) -> Result<Generation, Error> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens);
         // Room for everything that it will ever get, so that a slow client never holds up a step.
         let (sender, outputs) =
@@ -183,34 +183,34 @@ impl Rank {
         })
     }
 
-    pub(super) fn reset_prefix_cache(&self) -> bool {
+    pub(crate) fn reset_prefix_cache(&self) -> bool {
         self.lock().engine.reset_prefix_cache()
     }
 
-    pub(super) fn set_faults(&self, change: impl FnOnce(&mut Faults)) {
+    pub(crate) fn set_faults(&self, change: impl FnOnce(&mut Faults)) {
         change(&mut self.lock().faults);
         self.wake.notify_one();
     }
 
-    pub(super) fn load(&self) -> EngineLoad {
+    pub(crate) fn load(&self) -> EngineLoad {
         self.lock().engine.load()
     }
 
-    pub(super) fn totals(&self) -> EngineTotals {
+    pub(crate) fn totals(&self) -> EngineTotals {
         self.lock().engine.totals()
     }
 
-    pub(super) fn published(&self) -> Published {
+    pub(crate) fn published(&self) -> Published {
         self.lock().published
     }
 
-    pub(super) fn counters(&self) -> (Counters, usize) {
+    pub(crate) fn counters(&self) -> (Counters, usize) {
         let state = self.lock();
         (state.counters, state.clients.len())
     }
 
     /// Between two steps, so that what is held is what was published, but for a reset.
-    pub(super) async fn snapshot(&self) -> Option<Snapshot> {
+    pub(crate) async fn snapshot(&self) -> Option<Snapshot> {
         let answer = {
             let mut state = self.lock();
             if state.stopped {
@@ -227,7 +227,7 @@ impl Rank {
     }
 
     /// Looks at the batches that were published; none without a history.
-    pub(super) fn with_history<T>(&self, look: impl FnOnce(&History) -> T) -> Option<T> {
+    pub(crate) fn with_history<T>(&self, look: impl FnOnce(&History) -> T) -> Option<T> {
         self.lock().history.as_ref().map(look)
     }
 
@@ -332,14 +332,14 @@ impl State {
 }
 
 impl Generation {
-    pub(super) async fn next(&mut self) -> Option<Output> {
+    pub(crate) async fn next(&mut self) -> Option<Output> {
         let output = self.outputs.recv().await;
         self.ended |= output.is_none_or(|output| output == Output::Finished);
         output
     }
 
     /// Whether the token of this number, from 1, is the last one.
-    pub(super) const fn ends_after(&self, tokens: usize) -> bool {
+    pub(crate) const fn ends_after(&self, tokens: usize) -> bool {
         tokens >= self.max_tokens
     }
 }
@@ -356,7 +356,7 @@ impl Drop for Generation {
     clippy::disallowed_methods,
     reason = "vLLM stamps its batches with wall time"
 )]
-pub(super) fn unix_seconds() -> f64 {
+pub(crate) fn unix_seconds() -> f64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0.0, |since| since.as_secs_f64())
 }

@@ -1,4 +1,4 @@
-//! A vLLM server without a model: HTTP and ZMQ around the engine model of `warmroute_router::sim`.
+//! A vLLM server without a model: HTTP and ZMQ around the engine model of `warmroute_sim::sim`.
 //!
 //! [`Mock::start`] binds everything and runs until [`Mock::stop`]; the binary
 //! `warmroute-mock-engine` is that and a signal handler. Each rank is one engine stepping in real
@@ -7,6 +7,7 @@
 //!
 //! What is deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters
 //! and everything else that decides about text but not about the cache or the load.
+#![forbid(unsafe_code)]
 
 mod answer;
 mod args;
@@ -36,6 +37,7 @@ use tracing::warn;
 
 pub use args::{Args, EngineArgs, EventArgs, HashMode};
 use history::History;
+pub use history::{BlockName, HistoryBatch, PairChange};
 use load::Pace;
 pub use publisher::{Delivery, Options, Publisher};
 use rank::Rank;

@@ -1,11 +1,11 @@
-//! The mock engine: a vLLM server without a model. See `warmroute_tests::mock`.
+//! The mock engine: a vLLM server without a model. See `warmroute_mock_engine`.
 
 use std::io::Write as _;
 
 use anyhow::Context as _;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
-use warmroute_tests::mock::{Args, Mock};
+use warmroute_mock_engine::{Args, Mock};
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {

@@ -9,25 +9,25 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream::{self, Stream, StreamExt as _};
 use serde_json::{Value, json};
 
-use super::error::Error;
-use super::rank::{Generation, Output};
-use super::server::Server;
+use crate::error::Error;
+use crate::rank::{Generation, Output};
+use crate::server::Server;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shape {
+pub(crate) enum Shape {
     Completion,
     Chat,
 }
 
-pub(super) struct Answer {
-    pub(super) shape: Shape,
-    pub(super) id: String,
-    pub(super) model: String,
-    pub(super) created: u64,
-    pub(super) include_usage: bool,
+pub(crate) struct Answer {
+    pub(crate) shape: Shape,
+    pub(crate) id: String,
+    pub(crate) model: String,
+    pub(crate) created: u64,
+    pub(crate) include_usage: bool,
     /// Set if the client asked for token ids.
-    pub(super) prompt_token_ids: Option<Vec<Vec<u32>>>,
-    pub(super) text: Arc<Server>,
+    pub(crate) prompt_token_ids: Option<Vec<Vec<u32>>>,
+    pub(crate) text: Arc<Server>,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -58,7 +58,7 @@ impl Usage {
 
 impl Answer {
     /// Waits until every generation has ended.
-    pub(super) async fn whole(self, generations: Vec<Generation>) -> Result<Response, Error> {
+    pub(crate) async fn whole(self, generations: Vec<Generation>) -> Result<Response, Error> {
         let mut usage = Usage::default();
         let mut choices = Vec::new();
         for (index, mut generation) in generations.into_iter().enumerate() {
@@ -89,7 +89,7 @@ impl Answer {
         Ok(Json(answer).into_response())
     }
 
-    pub(super) fn stream(self, generations: Vec<Generation>) -> Response {
+    pub(crate) fn stream(self, generations: Vec<Generation>) -> Response {
         let events = self.events(generations);
         let kind = [(CONTENT_TYPE, "text/event-stream; charset=utf-8")];
         (kind, Body::from_stream(events)).into_response()

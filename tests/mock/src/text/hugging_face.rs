@@ -7,22 +7,22 @@ use std::path::Path;
 
 use anyhow::{Context as _, anyhow};
 use serde_json::{Value, json};
-use warmroute_router::openai::{self, Opaque, Prompt, Route, SpecialTokens};
-use warmroute_router::tokenize::{CivilTime, Tokenizer};
+use warmroute_chat::openai::{self, Opaque, Prompt, Route, SpecialTokens};
+use warmroute_chat::tokenize::{CivilTime, Tokenizer};
 
-use crate::mock::rank::unix_seconds;
+use crate::rank::unix_seconds;
 
 /// Enough different tokens for outputs to differ.
 const VOCABULARY_MAX: usize = 512;
 
-pub(in crate::mock) struct HuggingFace {
+pub(crate) struct HuggingFace {
     reader: Tokenizer,
     /// For what the router never does: token ids to text.
     decoder: tokenizers::Tokenizer,
 }
 
 impl HuggingFace {
-    pub(super) fn load(directory: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn load(directory: &Path) -> anyhow::Result<Self> {
         let reader = Tokenizer::load(directory)
             .with_context(|| format!("reading the tokenizer in {}", directory.display()))?;
         let file = directory.join("tokenizer.json");
@@ -32,7 +32,7 @@ impl HuggingFace {
     }
 
     /// Tokens that stand for letters.
-    pub(super) fn vocabulary(&self) -> Vec<u32> {
+    pub(crate) fn vocabulary(&self) -> Vec<u32> {
         let size = u32::try_from(self.decoder.get_vocab_size(false)).unwrap_or(u32::MAX);
         let readable = |&token: &u32| {
             let text = self.decode(token);
@@ -42,17 +42,17 @@ impl HuggingFace {
         (0..size).filter(readable).take(VOCABULARY_MAX).collect()
     }
 
-    pub(super) fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, String> {
+    pub(crate) fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, String> {
         let tokens = self.reader.encode(text, special);
         tokens.map_err(|error| error.to_string())
     }
 
-    pub(super) fn decode(&self, token: u32) -> String {
+    pub(crate) fn decode(&self, token: u32) -> String {
         self.decoder.decode(&[token], true).unwrap_or_default()
     }
 
     /// A body of the chat route or of `/tokenize`, where the model's name may be missing.
-    pub(super) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
+    pub(crate) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
         let mut request = request.clone();
         let fields = request.as_object_mut().ok_or("the body is no object")?;
         fields.insert("model".to_owned(), json!("any"));
