@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
-use warmroute_mock_engine::{Args, Mock};
-use warmroute_proto::{BlockSize, Seed, hash};
 use warmroute_chat::tokenize::parity::{self, Verdict};
 use warmroute_chat::tokenize::{CivilTime, Tokenizer};
+use warmroute_mock_engine::{Args, Mock};
+use warmroute_proto::{BlockSize, Seed, hash};
 
 /// How long anything may take before a test fails. Never reached by a working engine.
 const PATIENCE: Duration = Duration::from_secs(20);
