@@ -11,8 +11,8 @@ use prometheus::{
 };
 use warmroute_proto::registry::ResyncReason;
 
-use crate::fold::{HeartbeatVerdict, Verdict};
-use crate::same_log::Fit;
+use crate::fold::{HeartbeatVerdict, RecordVerdict};
+use crate::same_log::LogMatch;
 
 pub(crate) use levels::{Levels, levels};
 
@@ -78,7 +78,11 @@ words! {
     }
 }
 
-const BROKEN: [Fit; 3] = [Fit::AnotherLog, Fit::LostEnd, Fit::OtherRecord];
+const BROKEN: [LogMatch; 3] = [
+    LogMatch::AnotherLog,
+    LogMatch::LostEnd,
+    LogMatch::OtherRecord,
+];
 
 pub(crate) struct Metrics {
     registry: Registry,
@@ -141,7 +145,7 @@ impl Metrics {
 
     /// Every series is there from the start, so that a rate over its first event is right.
     fn touch(&self) {
-        for verdict in Verdict::ALL {
+        for verdict in RecordVerdict::ALL {
             self.records.with_label_values(&[verdict.label()]);
         }
         for verdict in HeartbeatVerdict::ALL {
@@ -164,7 +168,7 @@ impl Metrics {
         self.snapshots.touch();
     }
 
-    pub(crate) fn record(&self, verdict: Verdict) {
+    pub(crate) fn record(&self, verdict: RecordVerdict) {
         self.records.with_label_values(&[verdict.label()]).inc();
     }
 
@@ -192,7 +196,7 @@ impl Metrics {
         self.looks_failed.inc();
     }
 
-    pub(crate) fn log_broken(&self, fit: Fit) {
+    pub(crate) fn log_broken(&self, fit: LogMatch) {
         self.logs_broken.with_label_values(&[fit.label()]).inc();
     }
 

@@ -40,11 +40,11 @@ use warmroute_proto::view::{DigestView, ViewPage, ViewPageRequest};
 use warmroute_proto::{LogPosition, Namespace, PrefixHash, Source, Tier, codec};
 
 use crate::fair_lock::FairRwLock;
-use crate::fold::{Fold, HeartbeatVerdict, Verdict};
+use crate::fold::{Fold, HeartbeatVerdict, RecordVerdict};
 use crate::metrics::{self, Metrics, QueryOutcome, unix_ns};
 use crate::query;
 use crate::snapshot::Schedule;
-use crate::snapshot::policy::Reading;
+use crate::snapshot::policy::ReadProgress;
 
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
@@ -232,7 +232,7 @@ impl Handle {
     #[must_use]
     pub fn query(&self, query: &IndexQuery) -> IndexAnswer {
         // The chain is made before the lock: a long prompt's takes longer than looking it up.
-        let prepared = query::Prepared::of(query);
+        let prepared = query::PreparedQuery::of(query);
         let answer = prepared.answer(&self.shared.read(), now());
         self.shared.metrics.query(match answer {
             IndexAnswer::Runs { .. } => QueryOutcome::Answered,
@@ -310,8 +310,8 @@ impl Handle {
 }
 
 impl Shared {
-    fn reading(&self, fold: &Fold) -> Reading {
-        Reading {
+    fn reading(&self, fold: &Fold) -> ReadProgress {
+        ReadProgress {
             at: now(),
             position: fold.position(),
             bytes: fold.bytes_read(),

@@ -11,7 +11,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use warmroute_indexer::fold::Verdict;
+use warmroute_indexer::fold::RecordVerdict;
 use warmroute_tests::world::{Breakage, Fault, Outcome, Plan, Report, Scripted, Setting, run};
 
 const SEEDS: u64 = 500;
@@ -273,8 +273,10 @@ struct Healed {
 
 impl Healed {
     /// How often a verdict on a record came in the calm worlds.
-    fn verdict(&self, wanted: Verdict) -> u64 {
-        let at = Verdict::ALL.iter().position(|verdict| *verdict == wanted);
+    fn verdict(&self, wanted: RecordVerdict) -> u64 {
+        let at = RecordVerdict::ALL
+            .iter()
+            .position(|verdict| *verdict == wanted);
         let count = |report: &Report| report.verdicts[at.unwrap()];
         self.calm.iter().map(count).sum()
     }
@@ -323,7 +325,7 @@ macro_rules! rows {
         $($(#[$doc])* #[test] fn $name() {
             let setting = [$(Setting::$setting)?].first().copied();
             let healed = heals(stringify!($name), setting, &[$($fault),+]);
-            let verdicts: &[Verdict] = &[$($(Verdict::$verdict),+)?];
+            let verdicts: &[RecordVerdict] = &[$($(RecordVerdict::$verdict),+)?];
             for verdict in verdicts {
                 assert!(healed.verdict(*verdict) > 0, "{verdict:?}");
             }

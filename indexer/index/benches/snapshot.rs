@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warmroute_index::fair_lock::FairRwLock;
-use warmroute_index::fold::{Fold, Verdict};
-use warmroute_index::query::Prepared;
+use warmroute_index::fold::{Fold, RecordVerdict};
+use warmroute_index::query::PreparedQuery;
 use warmroute_index::snapshot::{Restored, format};
 use warmroute_proto::hash::{LocalHash, PrefixHash, prefix_hashes};
 use warmroute_proto::message::LogMessage;
@@ -123,7 +123,10 @@ impl World {
             stored_unix_ns: self.position.0,
         };
         let verdict = self.fold.apply(self.now, &message);
-        assert!(matches!(verdict, Verdict::Applied | Verdict::Started));
+        assert!(matches!(
+            verdict,
+            RecordVerdict::Applied | RecordVerdict::Started
+        ));
     }
 }
 
@@ -191,7 +194,7 @@ fn look(
             break;
         }
         let start = Instant::now();
-        let answer = Prepared::of(query).answer(&fold.read(), now);
+        let answer = PreparedQuery::of(query).answer(&fold.read(), now);
         times.push(start.elapsed());
         drop(answer);
     }
@@ -287,7 +290,7 @@ fn main() {
         start.elapsed()
     );
     let both = [&*fold.read(), &other].map(|fold| {
-        let told = fold.standings(now).map(|(_, standing)| standing.digest);
+        let told = fold.statuses(now).map(|(_, standing)| standing.digest);
         told.collect::<Vec<_>>()
     });
     assert_eq!(both[0], both[1]);

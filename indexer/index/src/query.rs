@@ -6,11 +6,11 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer};
 use warmroute_proto::{LogPosition, PrefixHash, Source, Tiers};
 
-use crate::fold::{Fold, SourceStanding};
+use crate::fold::{Fold, SourceStatus};
 use crate::tree::{SourceNumber, TierMask};
 
 /// A query with its prefix chain, made before anybody is kept from writing.
-pub struct Prepared {
+pub struct PreparedQuery {
     chain: Vec<PrefixHash>,
     at_least: Option<LogPosition>,
 }
@@ -18,10 +18,10 @@ pub struct Prepared {
 /// Answers a query. Sources of which no record came yet are left out: there is nothing to say.
 #[must_use]
 pub fn answer(fold: &Fold, query: &IndexQuery, now: Instant) -> IndexAnswer {
-    Prepared::of(query).answer(fold, now)
+    PreparedQuery::of(query).answer(fold, now)
 }
 
-impl Prepared {
+impl PreparedQuery {
     #[must_use]
     pub fn of(query: &IndexQuery) -> Self {
         Self {
@@ -42,11 +42,11 @@ impl Prepared {
         let mut sources = Vec::new();
         let mut places: Vec<Option<usize>> = Vec::new();
         let mut allowed: Vec<(SourceNumber, TierMask)> = Vec::new();
-        for (source, standing) in fold.standings(now) {
-            let Some(answer) = without_run(source, &standing) else {
+        for (source, status) in fold.statuses(now) {
+            let Some(answer) = without_run(source, &status) else {
                 continue;
             };
-            places.push(fold.allowed(source, &standing.states).map(|pair| {
+            places.push(fold.allowed(source, &status.states).map(|pair| {
                 allowed.push(pair);
                 allowed.len() - 1
             }));
@@ -66,15 +66,15 @@ impl Prepared {
     }
 }
 
-fn without_run(source: &Source, standing: &SourceStanding) -> Option<SourceAnswer> {
+fn without_run(source: &Source, status: &SourceStatus) -> Option<SourceAnswer> {
     Some(SourceAnswer {
         source: source.clone(),
-        generation: standing.generation?,
-        number: standing.number,
-        engine_seq: standing.engine_seq,
-        states: standing.states,
-        reason: standing.reason,
-        proof_age_ms: milliseconds(standing.proof_age),
+        generation: status.generation?,
+        number: status.number,
+        engine_seq: status.engine_seq,
+        states: status.states,
+        reason: status.reason,
+        proof_age_ms: milliseconds(status.proof_age),
         run: Tiers::default(),
     })
 }

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// How what was read stands to the log that is there now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fit {
+pub enum LogMatch {
     /// The same log, and the same record at the position; or nothing was read yet.
     Same,
     /// The same log, which has let that record go: nothing can be compared.
@@ -26,7 +26,7 @@ pub enum Fit {
     OtherRecord,
 }
 
-impl Fit {
+impl LogMatch {
     /// What was read is in this log no more.
     #[must_use]
     pub const fn is_broken(self) -> bool {
@@ -73,21 +73,21 @@ pub fn judge(
     at: Option<&RecordMark>,
     status: &LogStatus,
     found: Option<&LogMessage>,
-) -> Fit {
+) -> LogMatch {
     if log != status.identity {
-        return Fit::AnotherLog;
+        return LogMatch::AnotherLog;
     }
     let Some(at) = at else {
-        return Fit::Same;
+        return LogMatch::Same;
     };
     if at.position > status.last {
-        return Fit::LostEnd;
+        return LogMatch::LostEnd;
     }
     match found {
-        Some(found) if mark(found) == *at => Fit::Same,
-        Some(_) => Fit::OtherRecord,
-        None if at.position < status.first => Fit::Trimmed,
-        None => Fit::Missing,
+        Some(found) if mark(found) == *at => LogMatch::Same,
+        Some(_) => LogMatch::OtherRecord,
+        None if at.position < status.first => LogMatch::Trimmed,
+        None => LogMatch::Missing,
     }
 }
 
@@ -126,19 +126,27 @@ mod tests {
     fn every_way_to_lose_a_log_is_told() {
         let read = message(5, b"a", 50);
         let at = mark(&read);
-        let check = |status: LogStatus, found: Option<&LogMessage>, fit: Fit| {
+        let check = |status: LogStatus, found: Option<&LogMessage>, fit: LogMatch| {
             assert_eq!(judge(IDENTITY, Some(&at), &status, found), fit);
         };
-        check(status(1, 9), Some(&read), Fit::Same);
-        check(status(1, 9), Some(&message(5, b"b", 50)), Fit::OtherRecord);
-        check(status(1, 9), Some(&message(5, b"a", 51)), Fit::OtherRecord);
-        check(status(1, 4), None, Fit::LostEnd);
-        check(status(1, 9), None, Fit::Missing);
-        check(status(6, 9), None, Fit::Trimmed);
+        check(status(1, 9), Some(&read), LogMatch::Same);
+        check(
+            status(1, 9),
+            Some(&message(5, b"b", 50)),
+            LogMatch::OtherRecord,
+        );
+        check(
+            status(1, 9),
+            Some(&message(5, b"a", 51)),
+            LogMatch::OtherRecord,
+        );
+        check(status(1, 4), None, LogMatch::LostEnd);
+        check(status(1, 9), None, LogMatch::Missing);
+        check(status(6, 9), None, LogMatch::Trimmed);
         let mut other = status(1, 9);
         other.identity.nonce += 1;
-        check(other, Some(&read), Fit::AnotherLog);
-        assert_eq!(judge(IDENTITY, None, &status(1, 9), None), Fit::Same);
+        check(other, Some(&read), LogMatch::AnotherLog);
+        assert_eq!(judge(IDENTITY, None, &status(1, 9), None), LogMatch::Same);
     }
 
     #[test]

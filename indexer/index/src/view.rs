@@ -8,7 +8,7 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
 use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
 
-use crate::fold::{Fold, SourceStanding};
+use crate::fold::{Fold, SourceStatus};
 
 /// One worker: what the registry says of it, and its sources.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -49,8 +49,8 @@ pub fn digest(fold: &Fold, now: Instant) -> DigestView {
     DigestView {
         position: fold.log().map(|_| fold.position()),
         sources: fold
-            .standings(now)
-            .map(|(source, standing)| source_digest(source, &standing))
+            .statuses(now)
+            .map(|(source, status)| source_digest(source, &status))
             .collect(),
     }
 }
@@ -65,7 +65,7 @@ pub fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
             sources: Vec::new(),
         })
         .collect();
-    for (source, standing) in fold.standings(now) {
+    for (source, status) in fold.statuses(now) {
         let found = views.binary_search_by(|view| view.instance_id.cmp(&source.worker));
         let at = found.unwrap_or_else(|at| {
             let view = WorkerView {
@@ -78,16 +78,16 @@ pub fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
             at
         });
         if let Some(view) = views.get_mut(at) {
-            view.sources.push(source_view(source, &standing));
+            view.sources.push(source_view(source, &status));
         }
     }
     views
 }
 
 pub fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceDump> {
-    let (source, standing) = fold.standings(now).find(|(known, _)| *known == source)?;
+    let (source, status) = fold.statuses(now).find(|(known, _)| *known == source)?;
     Some(SourceDump {
-        digest: source_digest(source, &standing),
+        digest: source_digest(source, &status),
         changes: fold.dump(source),
     })
 }
@@ -97,9 +97,9 @@ pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage 
     let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
     let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);
     let mut wanted = fold
-        .standings(now)
+        .statuses(now)
         .filter(|(source, _)| behind(source))
-        .map(|(source, standing)| full_view(source, &standing));
+        .map(|(source, status)| full_view(source, &status));
     let sources = wanted.by_ref().take(sources_max).collect();
     view::ViewPage {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -115,20 +115,20 @@ pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage 
     }
 }
 
-fn full_view(source: &Source, standing: &SourceStanding) -> view::SourceView {
+fn full_view(source: &Source, status: &SourceStatus) -> view::SourceView {
     view::SourceView {
         source: source.clone(),
-        generation: standing.generation,
-        number: standing.number,
-        engine_seq: standing.engine_seq,
-        states: standing.states,
-        reason: standing.reason,
-        doubt: standing.doubt,
-        state_age_ms: milliseconds(standing.state_age),
-        proof_age_ms: standing.proof_age.map(milliseconds),
-        digest: standing.digest,
-        health: standing.health,
-        begun_lately: standing.begun_lately,
+        generation: status.generation,
+        number: status.number,
+        engine_seq: status.engine_seq,
+        states: status.states,
+        reason: status.reason,
+        doubt: status.fault,
+        state_age_ms: milliseconds(status.state_age),
+        proof_age_ms: status.proof_age.map(milliseconds),
+        digest: status.digest,
+        health: status.health,
+        begun_lately: status.generations_lately,
     }
 }
 
@@ -136,30 +136,30 @@ fn milliseconds(age: Duration) -> u64 {
     u64::try_from(age.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn source_digest(source: &Source, standing: &SourceStanding) -> SourceDigest {
+fn source_digest(source: &Source, status: &SourceStatus) -> SourceDigest {
     SourceDigest {
         worker: source.worker.clone(),
         dp_rank: source.dp_rank,
-        state: standing.states.gpu,
-        reason: standing.reason,
-        generation: standing.generation,
-        number: standing.number,
-        engine_seq: standing.engine_seq,
-        blocks: standing.digest.map(|digest| digest.count),
-        digest: standing.digest.map(|digest| digest.hex()),
+        state: status.states.gpu,
+        reason: status.reason,
+        generation: status.generation,
+        number: status.number,
+        engine_seq: status.engine_seq,
+        blocks: status.digest.map(|digest| digest.count),
+        digest: status.digest.map(|digest| digest.hex()),
     }
 }
 
-fn source_view(source: &Source, standing: &SourceStanding) -> SourceView {
-    let age = standing.proof_age;
+fn source_view(source: &Source, status: &SourceStatus) -> SourceView {
+    let age = status.proof_age;
     SourceView {
-        digest: source_digest(source, standing),
+        digest: source_digest(source, status),
         tiers: TierWords {
-            gpu: standing.states.gpu,
-            cpu: standing.states.cpu,
-            disk: standing.states.disk,
+            gpu: status.states.gpu,
+            cpu: status.states.cpu,
+            disk: status.states.disk,
         },
         proof_age_ms: age.map(milliseconds),
-        engine_health: standing.health,
+        engine_health: status.health,
     }
 }

@@ -11,7 +11,7 @@ use std::time::Instant;
 use warmroute_proto::{Change, LogPosition, PrefixHash};
 
 use crate::fair_lock::FairRwLock;
-use crate::fold::{Fold, Parsed, Verdict};
+use crate::fold::{Fold, ParsedMessage, RecordVerdict};
 use crate::tree::{Growth, SourceNumber};
 
 /// Blocks of dead generations that are freed between two batches.
@@ -23,9 +23,9 @@ const RECLAIM_TURN: usize = 64;
 /// Applies messages. Returns their verdicts, and the fold's position after them.
 pub fn apply(
     fold: &FairRwLock<Fold>,
-    messages: &[Parsed],
+    messages: &[ParsedMessage],
     now: Instant,
-) -> (Vec<Verdict>, LogPosition) {
+) -> (Vec<RecordVerdict>, LogPosition) {
     match fold.has_recent_readers() {
         true => beside_readers(fold, messages, now),
         false => at_once(fold, messages, now),
@@ -34,9 +34,9 @@ pub fn apply(
 
 fn at_once(
     fold: &FairRwLock<Fold>,
-    messages: &[Parsed],
+    messages: &[ParsedMessage],
     now: Instant,
-) -> (Vec<Verdict>, LogPosition) {
+) -> (Vec<RecordVerdict>, LogPosition) {
     let mut fold = fold.write();
     let verdicts = messages
         .iter()
@@ -48,9 +48,9 @@ fn at_once(
 
 fn beside_readers(
     fold: &FairRwLock<Fold>,
-    messages: &[Parsed],
+    messages: &[ParsedMessage],
     now: Instant,
-) -> (Vec<Verdict>, LogPosition) {
+) -> (Vec<RecordVerdict>, LogPosition) {
     let mut scratch = Vec::new();
     let mut verdicts = Vec::with_capacity(messages.len());
     let mut rest = messages;
@@ -77,7 +77,7 @@ fn beside_readers(
 }
 
 /// How many messages are folded in one turn: one, and short ones with it.
-fn turn(messages: &[Parsed]) -> usize {
+fn turn(messages: &[ParsedMessage]) -> usize {
     let mut blocks = 0;
     let fits = messages.iter().take_while(|message| {
         blocks += message.blocks();

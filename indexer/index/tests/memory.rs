@@ -12,7 +12,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use warmroute_index::fold::{Fold, Verdict};
+use warmroute_index::fold::{Fold, RecordVerdict};
 use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::message::LogMessage;
@@ -324,7 +324,7 @@ impl Log {
         }
     }
 
-    fn store(&mut self, at: usize, count: usize, go_on: bool) -> Verdict {
+    fn store(&mut self, at: usize, count: usize, go_on: bool) -> RecordVerdict {
         let blocks = self.random.blocks(count);
         let shim = &mut self.shims[at];
         let parent = shim.end.filter(|_| go_on);
@@ -372,7 +372,11 @@ fn beyond_the_bound() {
             true => log.store(at, 400, true),
             false => log.store(at, 1 + (round % 3) as usize, false),
         };
-        let known = [Verdict::Started, Verdict::Applied, Verdict::NotFolded];
+        let known = [
+            RecordVerdict::Started,
+            RecordVerdict::Applied,
+            RecordVerdict::NotFolded,
+        ];
         assert!(known.contains(&verdict), "{verdict:?}");
         assert!(log.fold.bytes() <= BOUND);
         if round % 16 == 0 {
@@ -387,7 +391,7 @@ fn beyond_the_bound() {
     let aside = |reason| reason == Some(UnknownReason::Memory);
     let standings: Vec<_> = log
         .fold
-        .standings(now)
+        .statuses(now)
         .map(|(_, standing)| standing)
         .collect();
     let set_aside = standings
@@ -402,7 +406,7 @@ fn beyond_the_bound() {
     for shim in &log.shims {
         let (_, standing) = log
             .fold
-            .standings(now)
+            .statuses(now)
             .find(|(name, _)| **name == shim.source)
             .unwrap();
         assert!(standing.digest.is_none_or(|digest| digest == shim.digest));

@@ -30,7 +30,7 @@ pub use finding::{Code, Finding, Severity};
 pub use page::Report;
 pub use registry::Registry;
 
-use crate::same_log::Fit;
+use crate::same_log::LogMatch;
 pub(crate) use finding::Findings;
 
 /// A state without credit is normal for as long: an image, a restart, a reconnect.
@@ -96,7 +96,7 @@ pub struct SnapshotSeen {
     /// Why nobody could load it.
     pub unreadable: Option<String>,
     /// How its record stands to the log; none if it was not compared.
-    pub fit: Option<Fit>,
+    pub fit: Option<LogMatch>,
     /// When the log took the first record that is not in it; none if there is none.
     pub outdated_unix_ns: Option<u64>,
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::page::{bytes, duration};
 use super::{Code, Findings, PlaneState, Row, SnapshotSeen};
-use crate::same_log::{Fit, goes_on_from};
+use crate::same_log::{LogMatch, goes_on_from};
 
 /// What a replica is told by default.
 const EVERY: Duration = Duration::from_secs(600);
@@ -52,11 +52,11 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
 
 fn fits(state: &PlaneState, newest: &SnapshotSeen, findings: &mut Findings) {
     match newest.fit {
-        Some(fit @ (Fit::AnotherLog | Fit::LostEnd | Fit::OtherRecord)) => {
+        Some(fit @ (LogMatch::AnotherLog | LogMatch::LostEnd | LogMatch::OtherRecord)) => {
             let about = format!("{}: {}", newest.name, fit.label());
             findings.add(Code::SnapshotMisfit, about);
         }
-        Some(Fit::Same | Fit::Trimmed | Fit::Missing) | None => {
+        Some(LogMatch::Same | LogMatch::Trimmed | LogMatch::Missing) | None => {
             let log = state.log.filter(|log| !goes_on_from(newest.position, log));
             if let Some(log) = log {
                 let about = format!("{}: the log begins at {}", newest.name, log.first);

@@ -202,7 +202,7 @@ fn healthy() -> PlaneState {
             position: LogPosition(90),
             bytes: 100,
             unreadable: None,
-            fit: Some(Fit::Same),
+            fit: Some(LogMatch::Same),
             outdated_unix_ns: Some(NOW - 5 * SECOND),
         }],
         complaint: None,
@@ -478,10 +478,10 @@ fn snapshots_are_judged() {
         state.snapshots[0].unreadable = Some("its checksum is wrong".to_owned());
     });
     check(Code::SnapshotMisfit, |state| {
-        state.snapshots[0].fit = Some(Fit::OtherRecord);
+        state.snapshots[0].fit = Some(LogMatch::OtherRecord);
     });
     check(Code::SnapshotBehindLog, |state| {
-        state.snapshots[0].fit = Some(Fit::Trimmed);
+        state.snapshots[0].fit = Some(LogMatch::Trimmed);
         state.log.as_mut().unwrap().first = LogPosition(92);
     });
     check(Code::SnapshotOld, |state| {

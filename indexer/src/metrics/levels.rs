@@ -8,7 +8,7 @@ use warmroute_proto::Source;
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::view::SourceFault;
 
-use crate::fold::{Fold, SourceStanding};
+use crate::fold::{Fold, SourceStatus};
 
 use super::{gauge, options};
 
@@ -264,23 +264,23 @@ fn labels(source: &Source) -> [String; 2] {
 
 /// The levels of the fold.
 pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
-    let level = |(source, standing): (&Source, SourceStanding)| SourceLevel {
+    let level = |(source, status): (&Source, SourceStatus)| SourceLevel {
         source: source.clone(),
-        state: standing.states.gpu,
-        is_set_aside: standing.reason == Some(UnknownReason::Memory),
-        generation: standing.generation.map(|generation| generation.0),
-        number: standing.number.map(|number| number.0),
-        blocks: standing.digest.map(|digest| digest.count),
-        proof_age: standing.proof_age,
-        engine_seq: standing.engine_seq.map(|seq| seq.0),
-        record_age: standing.record_age,
-        on_its_way: standing.on_its_way,
-        state_age: standing.state_age,
-        begun_lately: standing.begun_lately,
-        doubt: standing.doubt,
+        state: status.states.gpu,
+        is_set_aside: status.reason == Some(UnknownReason::Memory),
+        generation: status.generation.map(|generation| generation.0),
+        number: status.number.map(|number| number.0),
+        blocks: status.digest.map(|digest| digest.count),
+        proof_age: status.proof_age,
+        engine_seq: status.engine_seq.map(|seq| seq.0),
+        record_age: status.record_age,
+        on_its_way: status.heartbeat_delay,
+        state_age: status.state_age,
+        begun_lately: status.generations_lately,
+        doubt: status.fault,
     };
     Levels {
-        sources: fold.standings(now).map(level).collect(),
+        sources: fold.statuses(now).map(level).collect(),
         nodes: fold.tree().nodes(),
         bytes: fold.tree().bytes(),
         memory: Memory {

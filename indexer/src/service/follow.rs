@@ -13,9 +13,9 @@ use tokio::sync::{mpsc, oneshot};
 use warmroute_plane::{Broadcast, PlaneStream};
 
 use super::*;
-use crate::fold::{Cut, NoCut, Parsed, Stall};
+use crate::fold::{NoSnapshot, ParsedMessage, ReaderStall, SnapshotCut};
 use crate::metrics::RestoreCause;
-use crate::same_log::{self, Fit};
+use crate::same_log::{self, LogMatch};
 
 /// Looks at the log's end between two at the applied record: 3 s.
 const COMPARE_EVERY: u32 = 6;
@@ -28,8 +28,8 @@ const SECOND_OPINION: Duration = Duration::from_millis(300);
 
 /// A cut, or why there is none, and how long it took.
 pub(super) struct CutMade {
-    pub(super) cut: Result<Cut, NoCut>,
-    pub(super) reading: Reading,
+    pub(super) cut: Result<SnapshotCut, NoSnapshot>,
+    pub(super) reading: ReadProgress,
     pub(super) took: Duration,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Look {
     /// It said so at or after this moment.
     at: std::time::Instant,
     pub(super) status: LogStatus,
-    fit: Fit,
+    fit: LogMatch,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl Worker {
         self.wait_until_connected().await;
         self.open_log().await?;
         let mut heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
-        let mut stall = Stall::new(now());
+        let mut stall = ReaderStall::new(now());
         let mut registry = self.plane.watch(self.subjects.worker_keys()).await?;
         self.shared.write().watch_begins();
         let position = self.shared.read().position();
@@ -151,8 +151,8 @@ impl Worker {
             self.shared.metrics.log_broken(look.fit);
         }
         match look.fit {
-            Fit::LostEnd | Fit::OtherRecord => fold.log_lost_records(),
-            Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
+            LogMatch::LostEnd | LogMatch::OtherRecord => fold.log_lost_records(),
+            LogMatch::AnotherLog | LogMatch::Same | LogMatch::Trimmed | LogMatch::Missing => {}
         }
         fold.follow(look.status.identity);
         fold.observe_end(look.at, look.status.last, look.status.now_unix_ns);
@@ -283,10 +283,10 @@ impl Worker {
             fits
         });
         let (now_taken, rest) = batch.split_at(taken.count());
-        // Reading them takes longer than folding them: it is done before the lock.
-        let parsed: Vec<Parsed> = now_taken
+        // ReadProgress them takes longer than folding them: it is done before the lock.
+        let parsed: Vec<ParsedMessage> = now_taken
             .iter()
-            .map(|message| Parsed::of(&self.subjects, message))
+            .map(|message| ParsedMessage::of(&self.subjects, message))
             .collect();
         let (verdicts, position) = writer::apply(&self.shared.fold, &parsed, now());
         self.shared.position.send_replace(position);
@@ -306,7 +306,7 @@ impl Worker {
     /// After a standstill: reads all heartbeats that came before this answer of the plane.
     fn end_stall(
         &self,
-        stall: &mut Stall,
+        stall: &mut ReaderStall,
         heartbeats: &mut PlaneStream<Broadcast>,
         look: Option<&Look>,
     ) -> Result<(), PlaneError> {
@@ -326,7 +326,7 @@ impl Worker {
         Ok(())
     }
 
-    fn heartbeat(&self, stall: &mut Stall, message: &Broadcast) {
+    fn heartbeat(&self, stall: &mut ReaderStall, message: &Broadcast) {
         let now = now();
         let came = stall.turn(now);
         let verdict = self.shared.write().heartbeat_of(now, came, message);
@@ -426,22 +426,25 @@ async fn in_time<T>(answer: impl Future<Output = Result<T, PlaneError>>) -> Resu
     answer.unwrap_or_else(|_| Err(unavailable("the log's state is late")))
 }
 
-fn report(message: &LogMessage, verdict: Verdict) {
+fn report(message: &LogMessage, verdict: RecordVerdict) {
     let (subject, position) = (&message.subject, message.position);
     match verdict {
-        Verdict::Applied | Verdict::Started | Verdict::Duplicate | Verdict::NotFolded => {}
-        Verdict::Old | Verdict::Replayed => {
+        RecordVerdict::Applied
+        | RecordVerdict::Started
+        | RecordVerdict::Duplicate
+        | RecordVerdict::NotFolded => {}
+        RecordVerdict::Old | RecordVerdict::Replayed => {
             debug!(subject, %position, verdict = verdict.label(), "record dropped");
         }
-        Verdict::StartedBehind
-        | Verdict::Ahead
-        | Verdict::Violation
-        | Verdict::Contradiction
-        | Verdict::Mismatch
-        | Verdict::Undecodable
-        | Verdict::WrongSource
-        | Verdict::WrongSubject
-        | Verdict::Implausible => {
+        RecordVerdict::StartedBehind
+        | RecordVerdict::Ahead
+        | RecordVerdict::Violation
+        | RecordVerdict::Contradiction
+        | RecordVerdict::Mismatch
+        | RecordVerdict::Undecodable
+        | RecordVerdict::WrongSource
+        | RecordVerdict::WrongSubject
+        | RecordVerdict::Implausible => {
             warn!(subject, %position, verdict = verdict.label(), "record does not fit");
         }
     }

@@ -10,7 +10,7 @@ use warmroute_proto::{Generation, StreamIdentity};
 
 use super::*;
 use crate::metrics::{RestoreCause, Skipped};
-use crate::same_log::{self, Fit};
+use crate::same_log::{self, LogMatch};
 use crate::snapshot::{Name, Restored, policy};
 
 /// A store that does not answer must not keep an indexer from starting: it has the log.
@@ -166,12 +166,12 @@ impl Worker {
             return Ok(None);
         }
         match self.fit_of(&restored).await? {
-            Fit::Same | Fit::Trimmed => Ok(Some(restored)),
-            Fit::AnotherLog => {
+            LogMatch::Same | LogMatch::Trimmed => Ok(Some(restored)),
+            LogMatch::AnotherLog => {
                 self.skip(text, Skipped::AnotherLog, &"of another log");
                 Ok(None)
             }
-            fit @ (Fit::Missing | Fit::LostEnd | Fit::OtherRecord) => {
+            fit @ (LogMatch::Missing | LogMatch::LostEnd | LogMatch::OtherRecord) => {
                 let why = format!("the record at its position: {}", fit.label());
                 self.skip(text, Skipped::RecordDiffers, &why);
                 Ok(None)
@@ -179,14 +179,16 @@ impl Worker {
         }
     }
 
-    async fn fit_of(&self, restored: &Restored) -> Result<Fit, PlaneError> {
+    async fn fit_of(&self, restored: &Restored) -> Result<LogMatch, PlaneError> {
         let (log, at) = (restored.head.log, restored.head.at);
-        let mut fit = Fit::Missing;
+        let mut fit = LogMatch::Missing;
         for _ in 0..LOOKUP_TRIES {
             fit = self.fit(log, &at).await?;
             match fit {
-                Fit::Same | Fit::Trimmed | Fit::AnotherLog => break,
-                Fit::Missing | Fit::LostEnd | Fit::OtherRecord => sleep(LOOKUP_PAUSE).await,
+                LogMatch::Same | LogMatch::Trimmed | LogMatch::AnotherLog => break,
+                LogMatch::Missing | LogMatch::LostEnd | LogMatch::OtherRecord => {
+                    sleep(LOOKUP_PAUSE).await
+                }
             }
         }
         Ok(fit)
@@ -197,7 +199,7 @@ impl Worker {
         &self,
         log: StreamIdentity,
         at: &RecordMark,
-    ) -> Result<Fit, PlaneError> {
+    ) -> Result<LogMatch, PlaneError> {
         let status = self.plane.log_status().await?;
         let found = if same_log::is_there(at, &status) {
             self.plane.at(at.position).await?

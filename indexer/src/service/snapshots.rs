@@ -12,9 +12,9 @@ use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer, SnapshotRef};
 
 use super::follow::{CutMade, CutRequest};
 use super::*;
-use crate::fold::NoCut;
+use crate::fold::NoSnapshot;
 use crate::metrics::SnapshotOutcome;
-use crate::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, Progress};
+use crate::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, SnapshotProgress};
 use crate::snapshot::{Name, format};
 
 /// How often it is looked whether one is due.
@@ -30,7 +30,7 @@ pub(super) struct Snapshots {
     worker: Worker,
     config: SnapshotConfig,
     cuts: mpsc::Sender<CutRequest>,
-    progress: Progress,
+    progress: SnapshotProgress,
     attempts: u64,
 }
 
@@ -44,7 +44,7 @@ impl Snapshots {
             worker,
             config,
             cuts,
-            progress: Progress::default(),
+            progress: SnapshotProgress::default(),
             attempts: 0,
         }
     }
@@ -93,7 +93,7 @@ impl Snapshots {
     }
 
     /// None while the start is not decided, or the log is not in.
-    fn reading(&self) -> Option<Reading> {
+    fn reading(&self) -> Option<ReadProgress> {
         let shared = &self.worker.shared;
         let started = shared.started.load(Ordering::Acquire);
         let fold = shared.read();
@@ -101,7 +101,7 @@ impl Snapshots {
         (started && is_in).then(|| shared.reading(&fold))
     }
 
-    async fn write(&mut self, reading: Reading) -> Result<SnapshotOutcome, PlaneError> {
+    async fn write(&mut self, reading: ReadProgress) -> Result<SnapshotOutcome, PlaneError> {
         self.learn(reading).await?;
         if !self.progress.is_due(reading, &self.config.schedule) {
             return Ok(SnapshotOutcome::NotDue);
@@ -125,7 +125,7 @@ impl Snapshots {
     }
 
     /// What the others did in the meantime.
-    async fn learn(&mut self, reading: Reading) -> Result<(), PlaneError> {
+    async fn learn(&mut self, reading: ReadProgress) -> Result<(), PlaneError> {
         let log = self.worker.shared.read().log();
         match self.pointer().await? {
             Some((_, Some(pointer))) if Some(pointer.newest.log) == log => {
@@ -150,13 +150,13 @@ impl Snapshots {
         });
         let cut = match verified.await? {
             Ok(cut) => cut,
-            Err(error @ NoCut::Mismatch(_)) => {
+            Err(error @ NoSnapshot::Mismatch(_)) => {
                 error!(%error, "the tree contradicts itself: no snapshot is taken");
                 return Ok(SnapshotOutcome::Mismatch);
             }
-            Err(NoCut::SetAside) => return Ok(SnapshotOutcome::SetAside),
-            Err(NoCut::Diverged) => return Ok(SnapshotOutcome::Busy),
-            Err(NoCut::Nothing) => return Ok(SnapshotOutcome::NotDue),
+            Err(NoSnapshot::SetAside) => return Ok(SnapshotOutcome::SetAside),
+            Err(NoSnapshot::Diverged) => return Ok(SnapshotOutcome::Busy),
+            Err(NoSnapshot::Nothing) => return Ok(SnapshotOutcome::NotDue),
         };
         let (head, blob) = in_background(move || {
             let blob = format::encode(&cut.head, &cut.image);

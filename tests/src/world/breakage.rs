@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use warmroute_indexer::fold::{Cut, Fold, SourceStanding};
-use warmroute_indexer::same_log::{self, Fit};
+use warmroute_indexer::fold::{Fold, SnapshotCut, SourceStatus};
+use warmroute_indexer::same_log::{self, LogMatch};
 use warmroute_plane::{Broadcast, LogMessage, LogStatus};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
@@ -101,14 +101,14 @@ impl World {
     }
 
     /// What a look at the log says, or would without the record at the position.
-    pub(super) fn fit_as_seen(&self, fit: Fit) -> Fit {
+    pub(super) fn fit_as_seen(&self, fit: LogMatch) -> LogMatch {
         match fit {
-            Fit::OtherRecord if self.broken == Some(Breakage::RefillUnseen) => Fit::Same,
+            LogMatch::OtherRecord if self.broken == Some(Breakage::RefillUnseen) => LogMatch::Same,
             other => other,
         }
     }
 
-    pub(super) fn bend_cut(&self, run: &mut IndexRun, cut: &mut Cut) {
+    pub(super) fn bend_cut(&self, run: &mut IndexRun, cut: &mut SnapshotCut) {
         match self.broken {
             Some(Breakage::SnapshotWithoutPosition) => {
                 let last = self.plane.log.status().last;
@@ -145,8 +145,8 @@ impl World {
     }
 }
 
-fn standing(fold: &Fold, source: &Source, now: Instant) -> Option<SourceStanding> {
-    let mut standings = fold.standings(now);
+fn standing(fold: &Fold, source: &Source, now: Instant) -> Option<SourceStatus> {
+    let mut standings = fold.statuses(now);
     let found = standings.find(|(of, _)| *of == source)?;
     Some(found.1)
 }

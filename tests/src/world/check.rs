@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_indexer::fold::{Fold, SourceStanding, Verdict};
+use warmroute_indexer::fold::{Fold, RecordVerdict, SourceStatus};
 use warmroute_indexer::query;
 use warmroute_indexer::snapshot::Restored;
 use warmroute_plane::LogMessage;
@@ -51,11 +51,13 @@ type Key = (Source, Generation, RecordNumber);
 
 /// What was seen of the log's records by one verdict each.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Verdicts([u64; Verdict::ALL.len()]);
+pub(super) struct Verdicts([u64; RecordVerdict::ALL.len()]);
 
 impl Verdicts {
-    pub(super) fn count(&mut self, verdict: Verdict) {
-        let at = Verdict::ALL.iter().position(|&known| known == verdict);
+    pub(super) fn count(&mut self, verdict: RecordVerdict) {
+        let at = RecordVerdict::ALL
+            .iter()
+            .position(|&known| known == verdict);
         self.0[at.unwrap()] += 1;
     }
 }
@@ -176,7 +178,7 @@ pub struct Report {
     pub dark_for: Duration,
     /// From the end of the faults until all was right.
     pub healed_after: Option<Duration>,
-    /// How often each verdict on a record of the log came, in the order of [`Verdict::ALL`].
+    /// How often each verdict on a record of the log came, in the order of [`RecordVerdict::ALL`].
     pub verdicts: Vec<u64>,
 }
 
@@ -320,8 +322,8 @@ impl World {
     pub(super) fn check_position(&mut self, at: usize, run: &IndexRun) {
         let now = self.local(self.indexers[at].host);
         let mut differing = None;
-        for (source, standing) in run.fold.standings(now) {
-            let SourceStanding {
+        for (source, standing) in run.fold.statuses(now) {
+            let SourceStatus {
                 generation: Some(generation),
                 number: Some(number),
                 digest: Some(digest),
@@ -382,7 +384,7 @@ impl World {
         self.indexers.iter().any(|indexer| {
             let now = self.local(indexer.host);
             let is_lit = |engine: &EngineNode| {
-                let mut standings = indexer.run.iter().flat_map(|run| run.fold.standings(now));
+                let mut standings = indexer.run.iter().flat_map(|run| run.fold.statuses(now));
                 standings.any(|(source, standing)| {
                     let is_aside = standing.reason == Some(UnknownReason::Memory);
                     *source == engine.source && (is_aside || standing.states.gpu.gives_credit())
@@ -398,7 +400,7 @@ impl World {
         let age_max = self.age_max();
         let standings: Vec<_> = run
             .fold
-            .standings(now)
+            .statuses(now)
             .map(|(source, standing)| (source.clone(), standing))
             .collect();
         for (source, standing) in standings {
@@ -455,7 +457,7 @@ impl World {
         &mut self,
         (worker, source): (usize, &Source),
         fold: &Fold,
-        standing: &SourceStanding,
+        standing: &SourceStatus,
         (now, age_max): (Instant, Duration),
     ) -> Result<(), String> {
         let held: BTreeSet<Pair> = fold
@@ -486,7 +488,7 @@ impl World {
         &mut self,
         (worker, source): (usize, &Source),
         fold: &Fold,
-        standing: &SourceStanding,
+        standing: &SourceStatus,
         truth: &BTreeSet<Pair>,
         now: Instant,
     ) -> Result<(), String> {
@@ -557,7 +559,7 @@ impl World {
                 let Some(run) = &indexer.run else {
                     return false;
                 };
-                let mut standings = run.fold.standings(now);
+                let mut standings = run.fold.statuses(now);
                 standings.any(|(of, standing)| {
                     *of == source && standing.states.gpu == SourceState::Partial
                 })
@@ -618,7 +620,7 @@ impl World {
         }
         for (worker, engine) in self.engines.iter().enumerate() {
             let source = &engine.source;
-            let mut standings = run.fold.standings(now);
+            let mut standings = run.fold.statuses(now);
             let Some((_, standing)) = standings.find(|(of, _)| *of == source) else {
                 return Some(format!("indexer {at} does not know worker {worker}"));
             };
@@ -642,7 +644,7 @@ impl World {
 
 /// How many tiers were compared, and how many of them were exact; or what is wrong.
 fn compare(
-    standing: &SourceStanding,
+    standing: &SourceStatus,
     held: &BTreeSet<Pair>,
     truth: &BTreeSet<Pair>,
 ) -> Result<(u64, u64), String> {

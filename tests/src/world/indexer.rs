@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_indexer::fold::{Fold, Stall};
-use warmroute_indexer::same_log::{self, Fit};
-use warmroute_indexer::snapshot::policy::{self, Progress};
+use warmroute_indexer::fold::{Fold, ReaderStall};
+use warmroute_indexer::same_log::{self, LogMatch};
+use warmroute_indexer::snapshot::policy::{self, SnapshotProgress};
 use warmroute_indexer::snapshot::{Name, Restored};
 use warmroute_plane::{LogMessage, LogStatus, RegistryEvent, Revision};
 use warmroute_proto::snapshot::{RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer};
@@ -63,7 +63,7 @@ pub(super) enum Wanted {
 enum Cause {
     Start {
         status: LogStatus,
-        fit: Fit,
+        fit: LogMatch,
         at: Instant,
         attempt: u32,
     },
@@ -109,7 +109,7 @@ pub(super) struct IndexRun {
     pub(super) started: bool,
     pub(super) session: u64,
     pub(super) phase: Phase,
-    stall: Stall,
+    stall: ReaderStall,
     /// It listens to heartbeats and the registry.
     pub(super) is_subscribed: bool,
     pub(super) seen: BTreeMap<String, Revision>,
@@ -118,7 +118,7 @@ pub(super) struct IndexRun {
     pub(super) waiting: VecDeque<Input>,
     until_compared: u32,
     pub(super) log_first: LogPosition,
-    pub(super) progress: Progress,
+    pub(super) progress: SnapshotProgress,
     pub(super) attempts: u64,
     pub(super) is_writing: bool,
     pub(super) writer: String,
@@ -138,7 +138,7 @@ impl World {
             started: false,
             session: 0,
             phase: Phase::Waiting,
-            stall: Stall::new(self.local(host)),
+            stall: ReaderStall::new(self.local(host)),
             is_subscribed: false,
             seen: BTreeMap::new(),
             tailing: Tailing {
@@ -154,7 +154,7 @@ impl World {
             waiting: VecDeque::new(),
             until_compared: 0,
             log_first: LogPosition(0),
-            progress: Progress::default(),
+            progress: SnapshotProgress::default(),
             attempts: 0,
             is_writing: false,
             writer,
@@ -378,7 +378,7 @@ impl World {
         }
     }
 
-    fn fit(run: &IndexRun, status: &LogStatus, found: Option<&LogMessage>) -> Fit {
+    fn fit(run: &IndexRun, status: &LogStatus, found: Option<&LogMessage>) -> LogMatch {
         let log = run.fold.log().unwrap_or(status.identity);
         same_log::judge(log, run.fold.mark().as_ref(), status, found)
     }
@@ -444,17 +444,17 @@ impl World {
         run: &mut IndexRun,
         asked: Instant,
         status: &LogStatus,
-        fit: Fit,
+        fit: LogMatch,
     ) {
         match fit {
-            Fit::LostEnd | Fit::OtherRecord => run.fold.log_lost_records(),
-            Fit::AnotherLog | Fit::Same | Fit::Trimmed | Fit::Missing => {}
+            LogMatch::LostEnd | LogMatch::OtherRecord => run.fold.log_lost_records(),
+            LogMatch::AnotherLog | LogMatch::Same | LogMatch::Trimmed | LogMatch::Missing => {}
         }
         run.fold.follow(status.identity);
         let shows = self.clock_as_seen(status);
         run.fold.observe_end(asked, status.last, shows);
         run.is_subscribed = true;
-        run.stall = Stall::new(self.local(self.indexers[at].host));
+        run.stall = ReaderStall::new(self.local(self.indexers[at].host));
         run.fold.watch_begins();
         run.seen.clear();
         self.begin_watch(at, run);
@@ -641,7 +641,7 @@ impl World {
         let mark: RecordMark = head.at;
         let fit = same_log::judge(head.log, Some(&mark), status, found);
         match self.fit_as_seen(fit) {
-            Fit::Same | Fit::Trimmed => {
+            LogMatch::Same | LogMatch::Trimmed => {
                 if let Wanted::Holding(sources) = &restore.wanted
                     && !sources.iter().any(|(source, generation)| {
                         head.sources.iter().any(|entry| {
@@ -660,8 +660,8 @@ impl World {
                 self.note(|| format!("indexer {at}: restored {}", mark.position));
                 self.restored(at, run, Some(true));
             }
-            Fit::AnotherLog => self.next_candidate(at, run, status),
-            Fit::Missing | Fit::LostEnd | Fit::OtherRecord => {
+            LogMatch::AnotherLog => self.next_candidate(at, run, status),
+            LogMatch::Missing | LogMatch::LostEnd | LogMatch::OtherRecord => {
                 restore.tries += 1;
                 if restore.tries < LOOKUP_TRIES {
                     let host = self.indexers[at].host;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_indexer::READY_LAG_MAX;
 use warmroute_indexer::same_log;
-use warmroute_indexer::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, Reading, Schedule};
+use warmroute_indexer::snapshot::policy::{self, BUSY_PAUSE, LEASE, PAUSE, ReadProgress, Schedule};
 use warmroute_indexer::snapshot::{Name, format};
 use warmroute_plane::{LogStatus, PutIf, Revision};
 use warmroute_proto::codec;
@@ -22,15 +22,15 @@ const POINTER_TRIES: u32 = 8;
 #[derive(Clone, Debug)]
 pub(super) struct Writing {
     lease: Revision,
-    reading: Reading,
+    reading: ReadProgress,
     new: SnapshotRef,
 }
 
 #[derive(Clone, Debug)]
 pub(super) enum SnapThen {
-    Learn(Reading),
-    LearnStatus(Reading, SnapshotPointer),
-    LearnRecord(Reading, SnapshotPointer, LogStatus),
+    Learn(ReadProgress),
+    LearnStatus(ReadProgress, SnapshotPointer),
+    LearnRecord(ReadProgress, SnapshotPointer, LogStatus),
     Leased,
     Put(Writing),
     Pointer(Writing, u32),
@@ -264,8 +264,8 @@ impl World {
     }
 }
 
-fn reading(run: &IndexRun, now: Instant) -> Reading {
-    Reading {
+fn reading(run: &IndexRun, now: Instant) -> ReadProgress {
+    ReadProgress {
         at: now,
         position: run.fold.position(),
         bytes: run.fold.bytes_read(),

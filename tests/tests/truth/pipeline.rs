@@ -224,7 +224,7 @@ impl Consumer for Pipeline {
     fn claim(&self) -> Claim {
         let Index { now, fold, .. } = &*self.index.borrow();
         let standing = fold
-            .standings(*now)
+            .statuses(*now)
             .find(|(source, _)| **source == self.source)
             .map(|(_, standing)| standing);
         Claim {
@@ -260,7 +260,7 @@ impl std::fmt::Debug for Pipeline {
         let Index { now, fold, .. } = &*self.index.borrow();
         self.core.status(*now).fmt(f)?;
         self.notices.fmt(f)?;
-        fold.standings(*now)
+        fold.statuses(*now)
             .try_for_each(|(_, standing)| standing.fmt(f))
     }
 }

@@ -19,15 +19,15 @@ use crate::snapshot::Restored;
 use crate::tree::{SourceNumber, Tree, digests_of_image};
 
 /// What a snapshot is made of.
-pub struct Cut {
+pub struct SnapshotCut {
     pub head: SnapshotHead,
     pub image: Vec<u8>,
 }
 
-impl Cut {
+impl SnapshotCut {
     /// Computes every digest anew from the image's blocks. Not under a lock: it takes several times what
     /// the cut takes.
-    pub fn verify(&self) -> Result<(), NoCut> {
+    pub fn verify(&self) -> Result<(), NoSnapshot> {
         let is_folded = |entry: &&SnapshotSource| entry.holding == SnapshotHolding::Folded;
         let mut folded = self.head.sources.iter().filter(is_folded);
         let digests = digests_of_image(&self.image).unwrap_or_default();
@@ -35,7 +35,7 @@ impl Cut {
         let mut pairs = folded.by_ref().zip(&digests);
         let wrong = pairs.find(|&pair| !right(pair)).map(|(entry, _)| entry);
         match wrong.or_else(|| folded.next()) {
-            Some(entry) => Err(NoCut::Mismatch(entry.source.clone())),
+            Some(entry) => Err(NoSnapshot::Mismatch(entry.source.clone())),
             None => Ok(()),
         }
     }
@@ -43,7 +43,7 @@ impl Cut {
 
 /// Why there is no snapshot now.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoCut {
+pub enum NoSnapshot {
     #[error("no record was read yet")]
     Nothing,
     #[error("a source is set aside for want of memory")]
@@ -55,26 +55,26 @@ pub enum NoCut {
 }
 
 /// What a fold held before it adopted a snapshot. Large: drop it where nobody waits.
-pub struct Former {
+pub struct ReplacedState {
     _tree: Tree,
     sources: BTreeMap<Source, SourceFold>,
 }
 
 impl Fold {
     /// All that the log told up to now, with the image in `buffer`, which may be empty. Nothing is checked
-    /// here but by [`Cut::verify`].
-    pub fn cut(&self, buffer: Vec<u8>) -> Result<Cut, NoCut> {
+    /// here but by [`SnapshotCut::verify`].
+    pub fn cut(&self, buffer: Vec<u8>) -> Result<SnapshotCut, NoSnapshot> {
         let (Some(log), Some(at)) = (self.log, self.mark) else {
-            return Err(NoCut::Nothing);
+            return Err(NoSnapshot::Nothing);
         };
         let mut sources = Vec::with_capacity(self.sources.len());
         let mut numbers = Vec::with_capacity(self.sources.len());
         for (source, fold) in &self.sources {
             if fold.is_set_aside() {
-                return Err(NoCut::SetAside);
+                return Err(NoSnapshot::SetAside);
             }
             if self.reloads.is_some() && fold.wants_reload() {
-                return Err(NoCut::Diverged);
+                return Err(NoSnapshot::Diverged);
             }
             let number = fold.number();
             let after = number.map_or_else(Digest::default, |number| self.tree.digest(number));
@@ -90,11 +90,11 @@ impl Fold {
             sources,
             image_bytes: image.len() as u64,
         };
-        Ok(Cut { head, image })
+        Ok(SnapshotCut { head, image })
     }
 
     /// Takes a snapshot's place in the log, and its tree. The registry's workers stay known.
-    pub fn adopt(&mut self, now: Instant, restored: Restored) -> Former {
+    pub fn adopt(&mut self, now: Instant, restored: Restored) -> ReplacedState {
         let Restored {
             head,
             tree,
@@ -107,7 +107,7 @@ impl Fold {
         self.log = Some(head.log);
         self.position = head.at.position;
         self.mark = Some(head.at);
-        let former = Former {
+        let former = ReplacedState {
             _tree: std::mem::replace(&mut self.tree, tree),
             sources: std::mem::take(&mut self.sources),
         };
@@ -116,7 +116,7 @@ impl Fold {
             let mut fold = SourceFold::restored(entry, holding(entry, &mut numbers));
             if left_out.contains(&entry.source) {
                 fold.set_aside(&mut self.tree, Holding::SetAside);
-                fold.aside.went(now, entry.after.count);
+                fold.set_aside_history.went(now, entry.after.count);
                 self.memory.set_aside += 1;
             }
             self.sources.insert(entry.source.clone(), fold);

@@ -23,7 +23,7 @@ const OBSERVATIONS_MAX: usize = 16;
 const CLOCK_AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy)]
-struct End {
+struct ObservedEnd {
     at: Instant,
     last: LogPosition,
     /// By the log's clock; 0 if unknown.
@@ -33,7 +33,7 @@ struct End {
 #[derive(Default)]
 pub(super) struct LogEnds {
     /// The oldest first.
-    seen: VecDeque<End>,
+    seen: VecDeque<ObservedEnd>,
 }
 
 impl LogEnds {
@@ -42,7 +42,7 @@ impl LogEnds {
         if self.seen.len() == OBSERVATIONS_MAX {
             self.seen.pop_front();
         }
-        self.seen.push_back(End { at, last, unix_ns });
+        self.seen.push_back(ObservedEnd { at, last, unix_ns });
     }
 
     pub(super) fn clear(&mut self) {
@@ -54,13 +54,13 @@ impl LogEnds {
     /// proposed, and has it when most copies have: in between the log may be looked at. And a message may
     /// have been put back.
     pub(super) fn stored_after(&self, position: LogPosition, stamped: u64) -> Option<Instant> {
-        let was_before = |end: &&End| end.last < position && end.unix_ns <= stamped;
+        let was_before = |end: &&ObservedEnd| end.last < position && end.unix_ns <= stamped;
         self.seen.iter().rev().find(was_before).map(|end| end.at)
     }
 
     /// Since when what is read now says what it says: the moment at which it came, or an earlier one if it
     /// was on its way. None if that is longer ago than any moment here.
-    pub(super) fn said(
+    pub(super) fn sent_at(
         &self,
         now: Instant,
         came: Instant,
@@ -144,11 +144,11 @@ mod tests {
     fn what_was_on_its_way_is_as_old_as_it_says() {
         let (start, ends) = asked_at_the_start();
         let now = start + 20 * SECOND;
-        let fresh = ends.said(now, now, log_time(120));
+        let fresh = ends.sent_at(now, now, log_time(120));
         assert_eq!(fresh, Some(now));
-        let kept = ends.said(now, now, log_time(113));
+        let kept = ends.sent_at(now, now, log_time(113));
         assert_eq!(kept, Some(now - 7 * SECOND));
-        let waited_here_too = ends.said(now, now - 9 * SECOND, log_time(113));
+        let waited_here_too = ends.sent_at(now, now - 9 * SECOND, log_time(113));
         assert_eq!(waited_here_too, Some(now - 9 * SECOND));
     }
 
@@ -156,28 +156,28 @@ mod tests {
     fn nothing_proves_more_for_what_it_says() {
         let (start, mut ends) = asked_at_the_start();
         let now = start + 20 * SECOND;
-        let nothing_said = ends.said(now, now, None);
+        let nothing_said = ends.sent_at(now, now, None);
         assert_eq!(
             nothing_said,
             Some(now),
             "an older shim, or one that was not told"
         );
         for from_the_future in [121, 130, 10_000_000_000] {
-            assert_eq!(ends.said(now, now, log_time(from_the_future)), Some(now));
+            assert_eq!(ends.sent_at(now, now, log_time(from_the_future)), Some(now));
         }
         // The next leader's clock is a minute behind: what was said by the one before is no older.
         ends.observe(now, LogPosition(2), 60_000_000_000);
-        assert_eq!(ends.said(now, now, log_time(119)), Some(now));
+        assert_eq!(ends.sent_at(now, now, log_time(119)), Some(now));
         // Whoever was told again is believed again.
         let later = now + 2 * SECOND;
-        let kept = ends.said(later, later, log_time(61));
+        let kept = ends.sent_at(later, later, log_time(61));
         assert_eq!(kept, Some(later - SECOND));
         assert_eq!(
-            ends.said(later, later, Some(LogTime(u64::MAX))),
+            ends.sent_at(later, later, Some(LogTime(u64::MAX))),
             Some(later)
         );
         assert_eq!(
-            ends.said(later, later, Some(LogTime(0))),
+            ends.sent_at(later, later, Some(LogTime(0))),
             Some(later - 62 * SECOND)
         );
     }
@@ -187,14 +187,18 @@ mod tests {
     fn a_clock_that_was_not_heard_of_for_long_is_not_believed() {
         let (start, mut ends) = asked_at_the_start();
         let now = start + 61 * SECOND;
-        assert_eq!(ends.said(now, now, log_time(100)), Some(now));
+        assert_eq!(ends.sent_at(now, now, log_time(100)), Some(now));
         ends.observe(now, LogPosition(2), 0);
         assert_eq!(
-            ends.said(now, now, log_time(100)),
+            ends.sent_at(now, now, log_time(100)),
             Some(now),
             "does not tell"
         );
         ends.clear();
-        assert_eq!(ends.said(now, now, log_time(100)), Some(now), "never asked");
+        assert_eq!(
+            ends.sent_at(now, now, log_time(100)),
+            Some(now),
+            "never asked"
+        );
     }
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::{Source, WorkerId};
 
 use super::source::Holding;
-use super::{Fold, Worker};
+use super::{Fold, WorkerRegistration};
 
 /// What a source holds is given back when its shim has been gone this long. Its fence stays.
 pub(super) const FREE_AFTER: Duration = Duration::from_secs(600);
@@ -37,11 +37,11 @@ impl Fold {
             fold.unnamed_since = match fold.unnamed_since {
                 _ if named => None,
                 // Who still speaks is there.
-                Some(since) => Some(since.max(fold.heard().unwrap_or(since))),
+                Some(since) => Some(since.max(fold.last_sent().unwrap_or(since))),
                 None => Some(now),
             };
             let gone = worker.map_or(fold.unnamed_since, |worker| worker.gone_since);
-            let gone = gone.filter(|&gone| self.link.counts(gone, now));
+            let gone = gone.filter(|&gone| self.outage.counts(gone, now));
             let Some(gone) = gone.filter(|&gone| now.saturating_duration_since(gone) >= FREE_AFTER)
             else {
                 continue;
@@ -71,10 +71,10 @@ impl Fold {
 
     /// Workers without a source go like sources.
     fn forget_workers(&mut self, now: Instant) {
-        let gone = |worker: &Worker| {
+        let gone = |worker: &WorkerRegistration| {
             let gone = worker
                 .gone_since
-                .filter(|&gone| self.link.counts(gone, now));
+                .filter(|&gone| self.outage.counts(gone, now));
             gone.is_some_and(|gone| now.saturating_duration_since(gone) >= FREE_AFTER)
         };
         if !self.workers.values().any(gone) {

@@ -13,7 +13,7 @@ const BEGUN_MAX: usize = 16;
 
 /// One source's part.
 #[derive(Clone, Debug, Default)]
-pub(super) struct History {
+pub(super) struct SourceHistory {
     /// The state at the last look, and when it was first seen.
     state: Option<(SourceState, Instant)>,
     /// When generations began, the oldest first.
@@ -21,10 +21,10 @@ pub(super) struct History {
     /// When the log took the last record, or later.
     recorded: Option<Instant>,
     /// How long the last heartbeat was on its way.
-    on_its_way: Option<Duration>,
+    heartbeat_delay: Option<Duration>,
 }
 
-impl History {
+impl SourceHistory {
     pub(super) fn note_state(&mut self, now: Instant, state: SourceState) {
         if self.state.is_none_or(|(known, _)| known != state) {
             self.state = Some((state, now));
@@ -45,16 +45,16 @@ impl History {
     }
 
     /// A heartbeat is read that was said at this moment; none if that is longer ago than any moment here.
-    pub(super) fn heard(&mut self, now: Instant, said: Option<Instant>) {
-        self.on_its_way = said.map(|said| now.saturating_duration_since(said));
+    pub(super) fn heartbeat_read(&mut self, now: Instant, said: Option<Instant>) {
+        self.heartbeat_delay = said.map(|said| now.saturating_duration_since(said));
     }
 
-    pub(super) const fn on_its_way(&self) -> Option<Duration> {
-        self.on_its_way
+    pub(super) const fn heartbeat_delay(&self) -> Option<Duration> {
+        self.heartbeat_delay
     }
 
     /// A generation began at this moment or later; none if it is older than all that matters.
-    pub(super) fn began(&mut self, at: Option<Instant>) {
+    pub(super) fn generation_started(&mut self, at: Option<Instant>) {
         let Some(at) = at else {
             return;
         };
@@ -72,7 +72,7 @@ impl History {
         }
     }
 
-    pub(super) fn begun_lately(&self, now: Instant) -> u8 {
+    pub(super) fn generations_lately(&self, now: Instant) -> u8 {
         let lately = |at: &&Instant| now.saturating_duration_since(**at) < LATELY;
         u8::try_from(self.begun.iter().filter(lately).count()).unwrap_or(u8::MAX)
     }
@@ -86,7 +86,7 @@ mod tests {
     fn states_have_an_age_and_generations_are_counted_for_ten_minutes() {
         let start = crate::tests_support::some_instant();
         let at = |secs| start + Duration::from_secs(secs);
-        let mut history = History::default();
+        let mut history = SourceHistory::default();
         assert_eq!(history.state_age(at(1), SourceState::Stale), Duration::ZERO);
         history.note_state(at(1), SourceState::Stale);
         history.note_state(at(4), SourceState::Stale);
@@ -94,15 +94,15 @@ mod tests {
         assert_eq!(age, Duration::from_secs(4));
         assert_eq!(history.state_age(at(5), SourceState::Exact), Duration::ZERO);
         for secs in 0..20 {
-            history.began(Some(at(secs)));
+            history.generation_started(Some(at(secs)));
         }
-        history.began(None);
+        history.generation_started(None);
         assert_eq!(history.record_age(at(20)), None);
         history.recorded(Some(at(5)));
         history.recorded(None);
         assert_eq!(history.record_age(at(20)), Some(Duration::from_secs(15)));
-        assert_eq!(history.begun_lately(at(20)), 16);
-        assert_eq!(history.begun_lately(at(610)), 9);
-        assert_eq!(history.begun_lately(at(700)), 0);
+        assert_eq!(history.generations_lately(at(20)), 16);
+        assert_eq!(history.generations_lately(at(610)), 9);
+        assert_eq!(history.generations_lately(at(700)), 0);
     }
 }

@@ -1,7 +1,7 @@
 //! What a bounded indexer does at its bound: whom it sets aside, and who comes back when.
 //!
 //! The bound is on all that the fold keeps, free or in use, and on the image that a snapshot takes beside
-//! it. From fifteen sixteenths of it on, the largest source is set aside: at once it is answered as
+//! it. From fifteen sixteenths of it on, the largest source is set set_aside_history: at once it is answered as
 //! `unknown`, and its memory comes back in steps between records, before the bound itself is reached; at
 //! the bound a record waits for it.
 //!
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use warmroute_proto::Source;
 use warmroute_proto::registry::{ResyncReason, WorkerEntry};
 
-use super::source::{Holding, Shim, SourceFold};
-use super::{Fold, Worker, shim};
+use super::source::{Holding, Registration, SourceFold};
+use super::{Fold, WorkerRegistration, registration};
 
 /// Blocks given back or moved in one go.
 const STEP: usize = 4096;
@@ -31,11 +31,11 @@ const AWAY_MAX: Duration = Duration::from_secs(3840);
 /// What a source takes besides its blocks: an entry of an ordered map that is at least half full, and the
 /// name, which the log bounds and which is short.
 const SOURCE_BYTES: usize = 2 * (size_of::<Source>() + size_of::<SourceFold>()) + 128;
-const WORKER_BYTES: usize = 2 * (size_of::<Worker>() + size_of::<WorkerEntry>()) + 512;
+const WORKER_BYTES: usize = 2 * (size_of::<WorkerRegistration>() + size_of::<WorkerEntry>()) + 512;
 
 /// One source's part.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Aside {
+pub(super) struct SetAsideHistory {
     /// Pairs that its shim last said it holds.
     pub(super) pairs: u64,
     times: u32,
@@ -43,7 +43,7 @@ pub(super) struct Aside {
     asked: bool,
 }
 
-impl Aside {
+impl SetAsideHistory {
     pub(super) fn went(&mut self, now: Instant, pairs: u64) {
         let lately = |since: Instant| now.saturating_duration_since(since) < 2 * AWAY_MAX;
         self.times = if self.since.is_some_and(lately) {
@@ -75,7 +75,7 @@ impl Aside {
 
 /// The whole fold's part.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Memory {
+pub(super) struct MemoryCounters {
     /// Sources that were set aside so far, each time.
     pub(super) set_aside: u64,
     /// Generations that were asked for because there was room again.
@@ -161,7 +161,7 @@ impl Fold {
         let pairs = largest
             .number()
             .map_or(0, |number| tree.digest(number).count);
-        largest.aside.went(now, pairs);
+        largest.set_aside_history.went(now, pairs);
         largest.set_aside(&mut self.tree, Holding::SetAside);
         self.memory.set_aside += 1;
         true
@@ -175,24 +175,25 @@ impl Fold {
         };
         let in_use = self.needed() - self.tree.spare_bytes();
         let room = early(bytes_max).saturating_sub(in_use) as u64;
-        let (workers, link) = (&self.workers, self.link);
+        let (workers, outage) = (&self.workers, self.outage);
         let mut smallest: Option<&mut SourceFold> = None;
         for (source, fold) in &mut self.sources {
             if !fold.is_set_aside() {
                 continue;
             }
-            let is_there = shim(workers, link, &source.worker, now) == Shim::Present;
-            if !is_there || !fold.is_heard(now) {
-                if std::mem::take(&mut fold.aside.asked) {
+            let is_there =
+                registration(workers, outage, &source.worker, now) == Registration::Present;
+            if !is_there || !fold.is_live(now) {
+                if std::mem::take(&mut fold.set_aside_history.asked) {
                     fold.resync.settle();
                 }
-            } else if fold.aside.asked {
+            } else if fold.set_aside_history.asked {
                 return;
-            } else if fold.aside.may_return(now)
-                && fold.aside.bytes() <= room
-                && smallest
-                    .as_ref()
-                    .is_none_or(|other| fold.aside.pairs < other.aside.pairs)
+            } else if fold.set_aside_history.may_return(now)
+                && fold.set_aside_history.bytes() <= room
+                && smallest.as_ref().is_none_or(|other| {
+                    fold.set_aside_history.pairs < other.set_aside_history.pairs
+                })
             {
                 smallest = Some(fold);
             }
@@ -201,9 +202,9 @@ impl Fold {
             return;
         }
         if let Some(fold) = smallest {
-            fold.aside.asked = true;
+            fold.set_aside_history.asked = true;
             // For this replica, its records are lost.
-            fold.resync.wish(ResyncReason::LogLost);
+            fold.resync.request(ResyncReason::LogLost);
             self.memory.last_return = Some(now);
             self.memory.returns += 1;
         }

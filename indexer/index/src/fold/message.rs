@@ -10,14 +10,14 @@ use crate::same_log::mark;
 use crate::tree::blocks_in;
 
 /// See the module's documentation.
-pub struct Parsed {
+pub struct ParsedMessage {
     pub(super) mark: RecordMark,
     /// Subject and payload: what it took of the log's bound, roughly.
     pub(super) bytes: u64,
-    pub(super) content: Content,
+    pub(super) content: MessageContent,
 }
 
-pub(super) enum Content {
+pub(super) enum MessageContent {
     Record(Record),
     WrongSubject,
     /// Of the subject's source.
@@ -25,13 +25,13 @@ pub(super) enum Content {
     Undecodable(Source),
 }
 
-impl Parsed {
+impl ParsedMessage {
     #[must_use]
     pub fn of(subjects: &Subjects, message: &LogMessage) -> Self {
         Self {
             mark: mark(message),
             bytes: (message.subject.len() + message.payload.len()) as u64,
-            content: Content::of(subjects, message),
+            content: MessageContent::of(subjects, message),
         }
     }
 
@@ -45,8 +45,10 @@ impl Parsed {
     #[must_use]
     pub fn blocks(&self) -> usize {
         match &self.content {
-            Content::Record(record) => blocks_in(&record.changes),
-            Content::WrongSubject | Content::WrongSource(_) | Content::Undecodable(_) => 0,
+            MessageContent::Record(record) => blocks_in(&record.changes),
+            MessageContent::WrongSubject
+            | MessageContent::WrongSource(_)
+            | MessageContent::Undecodable(_) => 0,
         }
     }
 
@@ -54,7 +56,7 @@ impl Parsed {
     #[must_use]
     pub fn clears(&self) -> bool {
         let clears = |change: &Change| matches!(change, Change::Cleared { .. });
-        matches!(&self.content, Content::Record(record) if record.changes.iter().any(clears))
+        matches!(&self.content, MessageContent::Record(record) if record.changes.iter().any(clears))
     }
 }
 
@@ -70,7 +72,7 @@ pub fn heartbeat(subjects: &Subjects, message: &Broadcast) -> Result<Heartbeat, 
     }
 }
 
-impl Content {
+impl MessageContent {
     fn of(subjects: &Subjects, message: &LogMessage) -> Self {
         let Some(source) = subjects.record_source(&message.subject) else {
             return Self::WrongSubject;

@@ -18,9 +18,9 @@ mod cut;
 mod ends;
 mod gone;
 mod history;
-mod link;
 mod memory;
 mod message;
+mod outage;
 mod reload;
 mod resync;
 mod source;
@@ -41,20 +41,20 @@ use warmroute_proto::{
 
 use crate::tree::{Growth, SourceNumber, TierMask, Tree, is_long};
 use ends::LogEnds;
-use link::Link;
-use memory::Memory;
-use message::Content;
-use reload::Reloads;
-use source::{Came, Shim, SourceFold};
+use memory::MemoryCounters;
+use message::MessageContent;
+use outage::PlaneOutage;
+use reload::ReloadLimiter;
+use source::{RecordTimes, Registration, SourceFold};
 
-pub use cut::{Cut, Former, NoCut};
-pub use message::{Parsed, heartbeat};
-pub use source::{PROOF_AGE_MAX, SourceStanding};
-pub use stall::Stall;
+pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
+pub use message::{ParsedMessage, heartbeat};
+pub use source::{PROOF_AGE_MAX, SourceStatus};
+pub use stall::ReaderStall;
 
 /// What a message of the log did. Words are metric labels: a closed set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum RecordVerdict {
     Applied,
     /// It began a new generation.
     Started,
@@ -84,7 +84,7 @@ pub enum Verdict {
     Replayed,
 }
 
-impl Verdict {
+impl RecordVerdict {
     pub const ALL: [Self; 15] = [
         Self::Applied,
         Self::Started,
@@ -183,15 +183,15 @@ impl HeartbeatVerdict {
 /// A registry value that is no entry of the worker that its key names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the registry value is no entry of its key's worker")]
-pub struct BadEntry;
+pub struct BadWorkerEntry;
 
-/// One worker as the registry told it last.
+/// One worker as the registry is_listed it last.
 #[derive(Clone, Debug)]
-pub(crate) struct Worker {
+pub(crate) struct WorkerRegistration {
     pub(crate) entry: WorkerEntry,
     pub(crate) gone_since: Option<Instant>,
-    /// The present watch has told of it.
-    told: bool,
+    /// The present watch has is_listed of it.
+    is_listed: bool,
 }
 
 /// See the module's documentation.
@@ -205,17 +205,17 @@ pub struct Fold {
     /// Of the log, read so far.
     bytes_read: u64,
     ends: LogEnds,
-    link: Link,
-    reloads: Option<Reloads>,
+    outage: PlaneOutage,
+    reloads: Option<ReloadLimiter>,
     /// How often the log went on somewhere else than it ended.
     jumps: u64,
-    memory: Memory,
-    /// The registry was told once from start to end.
+    memory: MemoryCounters,
+    /// The registry was is_listed once from start to end.
     registry_read: bool,
     forgotten: u64,
     tree: Tree,
     sources: BTreeMap<Source, SourceFold>,
-    workers: BTreeMap<WorkerId, Worker>,
+    workers: BTreeMap<WorkerId, WorkerRegistration>,
 }
 
 impl Fold {
@@ -230,10 +230,10 @@ impl Fold {
             mark: None,
             bytes_read: 0,
             ends: LogEnds::default(),
-            link: Link::default(),
+            outage: PlaneOutage::default(),
             reloads: None,
             jumps: 0,
-            memory: Memory::default(),
+            memory: MemoryCounters::default(),
             registry_read: false,
             forgotten: 0,
             tree: Tree::new(),
@@ -277,41 +277,45 @@ impl Fold {
     }
 
     /// Takes the next message of the log.
-    pub fn apply(&mut self, now: Instant, message: &LogMessage) -> Verdict {
-        let parsed = Parsed::of(&self.subjects, message);
+    pub fn apply(&mut self, now: Instant, message: &LogMessage) -> RecordVerdict {
+        let parsed = ParsedMessage::of(&self.subjects, message);
         self.apply_parsed(now, &parsed)
     }
 
     /// The same, with the message read before. What was added ahead for it and not used is taken out.
-    pub fn apply_parsed(&mut self, now: Instant, message: &Parsed) -> Verdict {
+    pub fn apply_parsed(&mut self, now: Instant, message: &ParsedMessage) -> RecordVerdict {
         let verdict = self.judge(now, message);
         self.tree.drop_grown();
         verdict
     }
 
-    fn judge(&mut self, now: Instant, message: &Parsed) -> Verdict {
+    fn judge(&mut self, now: Instant, message: &ParsedMessage) -> RecordVerdict {
         let position = message.mark.position;
         if position <= self.position {
-            return Verdict::Replayed;
+            return RecordVerdict::Replayed;
         }
         if self.would_jump(position) {
             self.jumps += 1;
-            self.sources.values_mut().for_each(SourceFold::doubt);
+            self.sources.values_mut().for_each(SourceFold::suspect);
         }
         self.position = position;
         self.mark = Some(message.mark);
         self.bytes_read += message.bytes;
         let record = match &message.content {
-            Content::Record(record) => record,
-            Content::WrongSubject => return Verdict::WrongSubject,
-            Content::WrongSource(source) => return self.unread(source, Verdict::WrongSource),
-            Content::Undecodable(source) => return self.unread(source, Verdict::Undecodable),
+            MessageContent::Record(record) => record,
+            MessageContent::WrongSubject => return RecordVerdict::WrongSubject,
+            MessageContent::WrongSource(source) => {
+                return self.unread(source, RecordVerdict::WrongSource);
+            }
+            MessageContent::Undecodable(source) => {
+                return self.unread(source, RecordVerdict::Undecodable);
+            }
         };
         let stored = self
             .ends
             .stored_after(position, message.mark.stored_unix_ns);
-        let said = stored.and_then(|stored| self.ends.said(now, stored, record.sent_at));
-        let came = Came { now, stored, said };
+        let sent = stored.and_then(|stored| self.ends.sent_at(now, stored, record.sent_at));
+        let came = RecordTimes { now, stored, sent };
         let fold = self
             .sources
             .entry(record.source.clone())
@@ -324,8 +328,8 @@ impl Fold {
     /// The changes of a message that is about to be applied, if they are worth a [`Tree::warm`] and
     /// [`Self::grow`].
     #[must_use]
-    pub fn to_come<'a>(&self, message: &'a Parsed) -> Option<(SourceNumber, &'a [Change])> {
-        let Content::Record(record) = &message.content else {
+    pub fn to_come<'a>(&self, message: &'a ParsedMessage) -> Option<(SourceNumber, &'a [Change])> {
+        let MessageContent::Record(record) = &message.content else {
             return None;
         };
         let fold = self.sources.get(&record.source)?;
@@ -340,9 +344,9 @@ impl Fold {
     }
 
     /// Something on the source's subject could not be read.
-    fn unread(&mut self, source: &Source, verdict: Verdict) -> Verdict {
+    fn unread(&mut self, source: &Source, verdict: RecordVerdict) -> RecordVerdict {
         if let Some(fold) = self.sources.get_mut(source) {
-            fold.doubt();
+            fold.suspect();
         }
         verdict
     }
@@ -365,38 +369,38 @@ impl Fold {
             Ok(heartbeat) => heartbeat,
             Err(verdict) => return verdict,
         };
-        let said = self.ends.said(now, came, heartbeat.sent_at);
+        let sent = self.ends.sent_at(now, came, heartbeat.sent_at);
         self.sources
             .entry(heartbeat.source.clone())
             .or_insert_with(SourceFold::new)
-            .heartbeat((now, said), &heartbeat, &mut self.tree)
+            .heartbeat(now, sent, &heartbeat, &mut self.tree)
     }
 
     /// A new watch of the registry begins: it tells everything from the start.
     pub fn watch_begins(&mut self) {
         for worker in self.workers.values_mut() {
-            worker.told = false;
+            worker.is_listed = false;
         }
     }
 
-    /// The watch has told everything that is there: whoever was not named is gone.
+    /// The watch has is_listed everything that is there: whoever was not named is gone.
     pub fn watch_is_current(&mut self, now: Instant) {
         self.registry_read = true;
         for worker in self.workers.values_mut() {
-            if !worker.told {
+            if !worker.is_listed {
                 worker.gone_since.get_or_insert(now);
             }
         }
     }
 
-    pub fn worker_put(&mut self, key: &str, value: &[u8]) -> Result<(), BadEntry> {
-        let entry = codec::decode::<WorkerEntry>(value).map_err(|_| BadEntry)?;
+    pub fn worker_put(&mut self, key: &str, value: &[u8]) -> Result<(), BadWorkerEntry> {
+        let entry = codec::decode::<WorkerEntry>(value).map_err(|_| BadWorkerEntry)?;
         if self.subjects.key_worker(key).as_ref() != Some(&entry.worker) {
-            return Err(BadEntry);
+            return Err(BadWorkerEntry);
         }
-        let worker = Worker {
+        let worker = WorkerRegistration {
             gone_since: None,
-            told: true,
+            is_listed: true,
             entry,
         };
         self.workers.insert(worker.entry.worker.clone(), worker);
@@ -412,12 +416,12 @@ impl Fold {
 
     /// This indexer is cut from the plane: nobody's end counts for now.
     pub fn cut_off(&mut self, now: Instant) {
-        self.link.down(now);
+        self.outage.down(now);
     }
 
     /// The plane is within reach again.
     pub fn reconnected(&mut self, now: Instant) {
-        self.link.up(now);
+        self.outage.up(now);
     }
 
     // --- time
@@ -434,22 +438,24 @@ impl Fold {
         self.let_go(now);
         self.ask_back(now);
         for (source, fold) in &mut self.sources {
-            let shim = shim(&self.workers, self.link, &source.worker, now);
-            fold.note_state(now, shim);
+            let registration = registration(&self.workers, self.outage, &source.worker, now);
+            fold.note_state(now, registration);
         }
     }
 
     /// The requests for new generations that are due.
     pub fn poll_resyncs(&mut self, now: Instant) -> Vec<ResyncRequest> {
-        if self.link.is_down() {
+        if self.outage.is_down() {
             return Vec::new();
         }
-        let (workers, link) = (&self.workers, self.link);
+        let (workers, outage) = (&self.workers, self.outage);
         let reload_first = self.reloads.is_some();
         let reachable = self
             .sources
             .iter_mut()
-            .filter(|(source, _)| shim(workers, link, &source.worker, now) == Shim::Present)
+            .filter(|(source, _)| {
+                registration(workers, outage, &source.worker, now) == Registration::Present
+            })
             .filter(|(_, fold)| !(reload_first && fold.wants_reload()));
         resync::poll(now, reachable)
     }
@@ -514,10 +520,10 @@ impl Fold {
     }
 
     /// Every source that was ever heard of, in order.
-    pub fn standings(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStanding)> {
+    pub fn statuses(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStatus)> {
         self.sources.iter().map(move |(source, fold)| {
-            let shim = shim(&self.workers, self.link, &source.worker, now);
-            (source, fold.standing(now, shim, &self.tree))
+            let registration = registration(&self.workers, self.outage, &source.worker, now);
+            (source, fold.status(now, registration, &self.tree))
         })
     }
 
@@ -534,7 +540,7 @@ impl Fold {
         Some(self.tree.dump(self.number(source)?))
     }
 
-    pub(crate) fn workers(&self) -> impl Iterator<Item = &Worker> {
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &WorkerRegistration> {
         self.workers.values()
     }
 
@@ -552,11 +558,16 @@ impl Fold {
     }
 }
 
-fn shim(workers: &BTreeMap<WorkerId, Worker>, link: Link, worker: &WorkerId, now: Instant) -> Shim {
+fn registration(
+    workers: &BTreeMap<WorkerId, WorkerRegistration>,
+    outage: PlaneOutage,
+    worker: &WorkerId,
+    now: Instant,
+) -> Registration {
     let gone = workers.get(worker).and_then(|worker| worker.gone_since);
     match gone {
-        Some(gone) if link.counts(gone, now) => Shim::Gone,
-        Some(_) | None => Shim::Present,
+        Some(gone) if outage.counts(gone, now) => Registration::Gone,
+        Some(_) | None => Registration::Present,
     }
 }
 

@@ -15,15 +15,15 @@ const INTERVAL: Duration = Duration::from_secs(30);
 
 /// One source's part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reload {
+pub(super) enum ReloadState {
     Untried,
     Wanted,
     /// For this generation there is nothing left but a new one.
     Tried,
 }
 
-impl Reload {
-    pub(super) fn wish(&mut self) {
+impl ReloadState {
+    pub(super) fn request(&mut self) {
         if *self == Self::Untried {
             *self = Self::Wanted;
         }
@@ -31,7 +31,7 @@ impl Reload {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Reloads {
+pub(super) struct ReloadLimiter {
     last: Option<Instant>,
 }
 
@@ -49,8 +49,8 @@ impl Fold {
         };
         let mut diverged = Vec::new();
         for (source, fold) in &mut self.sources {
-            if fold.reload == Reload::Wanted {
-                fold.reload = Reload::Tried;
+            if fold.reload == ReloadState::Wanted {
+                fold.reload = ReloadState::Tried;
                 diverged.extend(fold.generation().map(|fence| (source.clone(), fence)));
             }
         }

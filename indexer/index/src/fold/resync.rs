@@ -16,33 +16,33 @@ const INTERVAL: Duration = Duration::from_secs(10);
 const AT_ONCE: usize = 8;
 
 #[derive(Clone, Copy, Debug)]
-struct Asked {
+struct SentRequest {
     at: Instant,
     above: Generation,
 }
 
 /// One source's part.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Resync {
-    wish: Option<ResyncReason>,
-    asked: Option<Asked>,
+pub(super) struct ResyncState {
+    wanted: Option<ResyncReason>,
+    asked: Option<SentRequest>,
 }
 
-impl Resync {
+impl ResyncState {
     pub(super) const fn new() -> Self {
         Self {
-            wish: None,
+            wanted: None,
             asked: None,
         }
     }
 
     /// The first reason stays: later ones are mostly its consequences.
-    pub(super) fn wish(&mut self, reason: ResyncReason) {
-        self.wish.get_or_insert(reason);
+    pub(super) fn request(&mut self, reason: ResyncReason) {
+        self.wanted.get_or_insert(reason);
     }
 
     pub(super) const fn settle(&mut self) {
-        self.wish = None;
+        self.wanted = None;
     }
 
     /// What was asked before a snapshot was adopted is not asked again at once.
@@ -50,7 +50,7 @@ impl Resync {
         self.asked = known.asked;
     }
 
-    fn asked_lately(&self, now: Instant) -> Option<&Asked> {
+    fn asked_lately(&self, now: Instant) -> Option<&SentRequest> {
         self.asked
             .as_ref()
             .filter(|asked| now.saturating_duration_since(asked.at) < INTERVAL)
@@ -66,7 +66,7 @@ pub(super) fn poll<'a>(
     let mut waiting = Vec::new();
     for (source, fold) in sources {
         let fence = fold.fence();
-        match (fold.resync.asked_lately(now), fold.resync.wish, fence) {
+        match (fold.resync.asked_lately(now), fold.resync.wanted, fence) {
             (Some(asked), _, Some(fence)) if fence <= asked.above => under_way += 1,
             (None, Some(reason), Some(above)) => waiting.push((source, fold, reason, above)),
             (Some(_) | None, Some(_) | None, Some(_) | None) => {}
@@ -78,7 +78,7 @@ pub(super) fn poll<'a>(
         .into_iter()
         .take(AT_ONCE.saturating_sub(under_way))
         .map(|(source, fold, reason, above)| {
-            fold.resync.asked = Some(Asked { at: now, above });
+            fold.resync.asked = Some(SentRequest { at: now, above });
             ResyncRequest {
                 source: source.clone(),
                 above,

@@ -12,11 +12,11 @@ use warmroute_proto::{
     Tiers,
 };
 
-use super::history::History;
-use super::memory::Aside;
-use super::reload::Reload;
-use super::resync::Resync;
-use super::{HeartbeatVerdict, Verdict};
+use super::history::SourceHistory;
+use super::memory::SetAsideHistory;
+use super::reload::ReloadState;
+use super::resync::ResyncState;
+use super::{HeartbeatVerdict, RecordVerdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
 
 /// How long something missing may stay missing: three times the shim's ack time-out of 2 s, within
@@ -43,7 +43,7 @@ pub(super) enum Holding {
 
 /// Why a source that is folded may be wrong all the same.
 #[derive(Clone, Copy, Debug, Default)]
-struct Doubts {
+struct SourceFaults {
     /// The highest number that the log delivered too early: something before it is missing.
     gap_below: Option<RecordNumber>,
     /// What a heartbeat announced has not come within the patience.
@@ -53,7 +53,7 @@ struct Doubts {
     unread: bool,
 }
 
-impl Doubts {
+impl SourceFaults {
     const fn any(&self) -> bool {
         self.gap_below.is_some() || self.overdue || self.unread
     }
@@ -61,12 +61,12 @@ impl Doubts {
 
 /// How far the shim vouches for its source.
 #[derive(Clone, Copy, Debug)]
-struct Said {
+struct ShimClaim {
     states: TierStates,
     engine_seq: Option<EngineSeq>,
 }
 
-impl Said {
+impl ShimClaim {
     const NOTHING: Self = Self {
         states: Tiers {
             gpu: TierState::CatchingUp,
@@ -85,18 +85,18 @@ impl Said {
 
 /// When a record came, in moments of this process.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Came {
+pub(super) struct RecordTimes {
     pub(super) now: Instant,
     /// The log did not have it before; none if that is older than all that matters: then it is folded, but
     /// proves nothing about the present.
     pub(super) stored: Option<Instant>,
     /// What it says was so at this moment: it may have been on its way to the log.
-    pub(super) said: Option<Instant>,
+    pub(super) sent: Option<Instant>,
 }
 
 /// A generation that heartbeats name and the log does not have.
 #[derive(Clone, Copy, Debug)]
-struct Unseen {
+struct AnnouncedGeneration {
     generation: Generation,
     named: Instant,
     /// None before its first record: it is waited for as long as its shim speaks.
@@ -107,33 +107,33 @@ struct Unseen {
 pub(super) struct SourceFold {
     sequencer: Sequencer,
     holding: Holding,
-    /// What its last message said, a record or a heartbeat.
-    said: Said,
-    /// What its last record said.
-    logged: Said,
+    /// What its last message sent, a record or a heartbeat.
+    claim: ShimClaim,
+    /// What its last record sent.
+    record_claim: ShimClaim,
     health: EngineHealth,
     /// As of when a record or heartbeat last proved what is folded.
     proven: Option<Instant>,
     /// The same for one whose states give credit: what comes late does not live on the proof of what its shim
     /// had taken back meanwhile.
-    vouched: Option<Instant>,
-    /// As of when the present generation last said anything.
-    heard: Option<Instant>,
+    credit_proven: Option<Instant>,
+    /// As of when the present generation last sent anything.
+    last_sent: Option<Instant>,
     /// Since when its shim speaks of less than is in, and nothing proves what is in.
     outrun_since: Option<Instant>,
-    doubts: Doubts,
-    unseen: Option<Unseen>,
-    pub(super) resync: Resync,
-    pub(super) reload: Reload,
-    pub(super) aside: Aside,
+    faults: SourceFaults,
+    announced: Option<AnnouncedGeneration>,
+    pub(super) resync: ResyncState,
+    pub(super) reload: ReloadState,
+    pub(super) set_aside_history: SetAsideHistory,
     /// Since when the registry has not named its worker; none if it does.
     pub(super) unnamed_since: Option<Instant>,
-    pub(super) history: History,
+    pub(super) history: SourceHistory,
 }
 
 /// What is known of a source at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SourceStanding {
+pub struct SourceStatus {
     pub generation: Option<Generation>,
     pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
@@ -144,21 +144,21 @@ pub struct SourceStanding {
     pub digest: Option<Digest>,
     pub health: EngineHealth,
     /// Why it may be wrong, where that was found here.
-    pub doubt: Option<SourceFault>,
+    pub fault: Option<SourceFault>,
     /// How long its GPU tier has been in its state.
     pub state_age: Duration,
     /// Generations that began within the last ten minutes.
-    pub begun_lately: u8,
+    pub generations_lately: u8,
     /// Since its last record; none if none came while it was followed.
     pub record_age: Option<Duration>,
     /// How long its last heartbeat was on its way, as far as it tells.
-    pub on_its_way: Option<Duration>,
+    pub heartbeat_delay: Option<Duration>,
 }
 
 /// Is the shim's registration there?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shim {
-    /// It is, or it never was and nothing can be said.
+pub(super) enum Registration {
+    /// It is, or it never was and nothing can be sent.
     Present,
     Gone,
 }
@@ -168,24 +168,24 @@ impl SourceFold {
         Self {
             sequencer: Sequencer::new(PATIENCE),
             holding: Holding::Nothing,
-            said: Said::NOTHING,
-            logged: Said::NOTHING,
+            claim: ShimClaim::NOTHING,
+            record_claim: ShimClaim::NOTHING,
             health: EngineHealth::Unknown,
             proven: None,
-            vouched: None,
-            heard: None,
+            credit_proven: None,
+            last_sent: None,
             outrun_since: None,
-            doubts: Doubts {
+            faults: SourceFaults {
                 gap_below: None,
                 overdue: false,
                 unread: false,
             },
-            unseen: None,
-            resync: Resync::new(),
-            reload: Reload::Untried,
-            aside: Aside::default(),
+            announced: None,
+            resync: ResyncState::new(),
+            reload: ReloadState::Untried,
+            set_aside_history: SetAsideHistory::default(),
             unnamed_since: None,
-            history: History::default(),
+            history: SourceHistory::default(),
         }
     }
 
@@ -194,15 +194,15 @@ impl SourceFold {
         let mut restored = Self::new();
         restored.sequencer = Sequencer::restored(PATIENCE, entry.generation, entry.number);
         restored.holding = holding;
-        restored.logged = Said {
+        restored.record_claim = ShimClaim {
             states: entry.states,
             engine_seq: entry.engine_seq,
         };
-        restored.said = restored.logged;
+        restored.claim = restored.record_claim;
         restored
     }
 
-    /// What goes into a snapshot; none if no generation is known, or its blocks are set aside.
+    /// What goes into a snapshot; none if no generation is known, or its blocks are set set_aside_history.
     pub(super) fn entry(&self, source: &Source, after: Digest) -> Option<SnapshotSource> {
         let holding = match self.holding {
             Holding::Applied(_) => SnapshotHolding::Folded,
@@ -214,8 +214,8 @@ impl SourceFold {
             source: source.clone(),
             generation: self.sequencer.generation()?,
             number: self.sequencer.last(),
-            engine_seq: self.logged.engine_seq,
-            states: self.logged.states,
+            engine_seq: self.record_claim.engine_seq,
+            states: self.record_claim.states,
             holding,
             after,
         })
@@ -225,19 +225,19 @@ impl SourceFold {
     pub(super) fn remember(&mut self, now: Instant, known: &Self) {
         if let Some(fence) = known.fence() {
             let number = known.number_of(fence);
-            let standing = self.sequencer.observe_heartbeat(now, fence, number);
-            if standing == SequenceComparison::Behind {
+            let comparison = self.sequencer.observe_heartbeat(now, fence, number);
+            if comparison == SequenceComparison::Behind {
                 self.await_generation(now, fence, number);
             }
         }
         self.health = known.health;
         self.history = known.history.clone();
-        self.aside = known.aside;
+        self.set_aside_history = known.set_aside_history;
         self.unnamed_since = known.unnamed_since;
         self.resync.remember(&known.resync);
         if self.sequencer.generation() == known.sequencer.generation() {
             self.reload = known.reload;
-            self.heard = known.heard;
+            self.last_sent = known.last_sent;
         }
     }
 
@@ -253,46 +253,46 @@ impl SourceFold {
     /// Takes a record.
     pub(super) fn record(
         &mut self,
-        Came { now, stored, said }: Came,
+        RecordTimes { now, stored, sent }: RecordTimes,
         record: &Record,
         payload: u64,
         tree: &mut Tree,
-    ) -> Verdict {
+    ) -> RecordVerdict {
         let (generation, number) = (record.generation, record.number);
         if !self.is_plausible(generation) {
-            self.doubt();
-            return Verdict::Implausible;
+            self.suspect();
+            return RecordVerdict::Implausible;
         }
         let step = self.sequencer.accept(now, generation, number, payload);
         if step != Step::Old {
-            self.heard = self.heard.max(said);
+            self.last_sent = self.last_sent.max(sent);
             self.history.recorded(stored);
         }
         match step {
-            Step::Apply => self.take(said, record, tree, Verdict::Applied),
+            Step::Apply => self.take(sent, record, tree, RecordVerdict::Applied),
             Step::Start => {
                 self.open(tree);
-                self.history.began(stored);
-                self.take(said, record, tree, Verdict::Started)
+                self.history.generation_started(stored);
+                self.take(sent, record, tree, RecordVerdict::Started)
             }
             Step::StartBehind => {
                 self.open(tree);
-                self.history.began(stored);
-                self.doubts.gap_below = Some(number);
-                Verdict::StartedBehind
+                self.history.generation_started(stored);
+                self.faults.gap_below = Some(number);
+                RecordVerdict::StartedBehind
             }
             Step::Ahead => {
-                self.doubts.gap_below = self.doubts.gap_below.max(Some(number));
-                Verdict::Ahead
+                self.faults.gap_below = self.faults.gap_below.max(Some(number));
+                RecordVerdict::Ahead
             }
-            Step::Duplicate => Verdict::Duplicate,
+            Step::Duplicate => RecordVerdict::Duplicate,
             Step::Violation => {
                 self.diverge(tree);
-                Verdict::Violation
+                RecordVerdict::Violation
             }
             Step::Old => {
-                self.fenced(now, said);
-                Verdict::Old
+                self.fenced(now, sent);
+                RecordVerdict::Old
             }
         }
     }
@@ -300,7 +300,8 @@ impl SourceFold {
     /// Takes a heartbeat, which says what was so at the second moment; none if that is long ago.
     pub(super) fn heartbeat(
         &mut self,
-        (now, said): (Instant, Option<Instant>),
+        now: Instant,
+        sent: Option<Instant>,
         heartbeat: &Heartbeat,
         tree: &mut Tree,
     ) -> HeartbeatVerdict {
@@ -308,14 +309,14 @@ impl SourceFold {
         if !self.is_plausible(generation) {
             return HeartbeatVerdict::Implausible;
         }
-        let standing = self.sequencer.observe_heartbeat(now, generation, number);
+        let comparison = self.sequencer.observe_heartbeat(now, generation, number);
         if self.sequencer.generation() == Some(generation) {
-            self.heard = self.heard.max(said);
-            self.history.heard(now, said);
+            self.last_sent = self.last_sent.max(sent);
+            self.history.heartbeat_read(now, sent);
             self.health = heartbeat.health;
         }
-        match standing {
-            SequenceComparison::Level => self.level(said, heartbeat, tree),
+        match comparison {
+            SequenceComparison::Level => self.level(sent, heartbeat, tree),
             SequenceComparison::Behind => {
                 self.await_generation(now, generation, number);
                 HeartbeatVerdict::Behind
@@ -325,7 +326,7 @@ impl SourceFold {
                 HeartbeatVerdict::Late
             }
             SequenceComparison::Old => {
-                self.fenced(now, said);
+                self.fenced(now, sent);
                 HeartbeatVerdict::Old
             }
         }
@@ -343,32 +344,32 @@ impl SourceFold {
     }
 
     /// Something on this source's subject could not be read, or positions were skipped.
-    pub(super) const fn doubt(&mut self) {
-        self.doubts.unread = true;
+    pub(super) const fn suspect(&mut self) {
+        self.faults.unread = true;
     }
 
     /// The log is another one: what came before is in none of its records.
     pub(super) fn log_lost(&mut self) {
-        self.doubt();
-        self.resync.wish(ResyncReason::LogLost);
+        self.suspect();
+        self.resync.request(ResyncReason::LogLost);
     }
 
     /// Lets patience run out where it does.
     pub(super) fn expire(&mut self, now: Instant) {
         if self.sequencer.gap_expired(now) {
-            self.doubts.overdue = true;
-            self.resync.wish(ResyncReason::Gap);
+            self.faults.overdue = true;
+            self.resync.request(ResyncReason::Gap);
         }
-        let is_heard = self.is_heard(now);
-        if let Some(unseen) = &mut self.unseen {
-            let is_overdue = match unseen.deadline {
+        let is_live = self.is_live(now);
+        if let Some(announced) = &mut self.announced {
+            let is_overdue = match announced.deadline {
                 Some(deadline) => deadline <= now,
                 // Nobody begins it, and the one before goes on: whoever lost the registry may.
-                None => is_heard && lapsed(unseen.named, now),
+                None => is_live && lapsed(announced.named, now),
             };
             if is_overdue {
-                unseen.deadline = Some(now + PATIENCE);
-                self.resync.wish(ResyncReason::LogLost);
+                announced.deadline = Some(now + PATIENCE);
+                self.resync.request(ResyncReason::LogLost);
             }
         }
     }
@@ -393,18 +394,19 @@ impl SourceFold {
     }
 
     /// Did the present generation say something that is not older than a proof may be?
-    pub(super) fn is_heard(&self, now: Instant) -> bool {
-        self.heard.is_some_and(|heard| !lapsed(heard, now))
+    pub(super) fn is_live(&self, now: Instant) -> bool {
+        self.last_sent
+            .is_some_and(|last_sent| !lapsed(last_sent, now))
     }
 
-    /// When the present generation last said anything.
-    pub(super) const fn heard(&self) -> Option<Instant> {
-        self.heard
+    /// When the present generation last sent anything.
+    pub(super) const fn last_sent(&self) -> Option<Instant> {
+        self.last_sent
     }
 
     /// What is folded here is wrong, and a snapshot may be right.
     pub(super) fn wants_reload(&self) -> bool {
-        self.reload == Reload::Wanted
+        self.reload == ReloadState::Wanted
     }
 
     pub(super) const fn generation(&self) -> Option<Generation> {
@@ -413,16 +415,16 @@ impl SourceFold {
 
     /// Every generation that a new one has to be above of.
     pub(super) fn fence(&self) -> Option<Generation> {
-        let unseen = self.unseen.map(|unseen| unseen.generation);
-        self.sequencer.generation().max(unseen)
+        let announced = self.announced.map(|announced| announced.generation);
+        self.sequencer.generation().max(announced)
     }
 
-    pub(super) fn standing(&self, now: Instant, shim: Shim, tree: &Tree) -> SourceStanding {
+    pub(super) fn status(&self, now: Instant, shim: Registration, tree: &Tree) -> SourceStatus {
         let (states, reason) = self.states(now, shim);
-        SourceStanding {
+        SourceStatus {
             generation: self.sequencer.generation(),
             number: self.sequencer.last(),
-            engine_seq: self.said.engine_seq,
+            engine_seq: self.claim.engine_seq,
             states,
             reason,
             proof_age: self
@@ -430,27 +432,27 @@ impl SourceFold {
                 .map(|proof| now.saturating_duration_since(proof)),
             digest: self.number().map(|number| tree.digest(number)),
             health: self.health,
-            doubt: self.doubt_of(),
+            fault: self.fault(),
             state_age: self.history.state_age(now, states.gpu),
-            begun_lately: self.history.begun_lately(now),
+            generations_lately: self.history.generations_lately(now),
             record_age: self.history.record_age(now),
-            on_its_way: self.history.on_its_way(),
+            heartbeat_delay: self.history.heartbeat_delay(),
         }
     }
 
     /// The gravest first.
-    fn doubt_of(&self) -> Option<SourceFault> {
+    fn fault(&self) -> Option<SourceFault> {
         if self.sequencer.is_violated() {
             Some(SourceFault::Violation)
         } else if self.holding == Holding::Diverged {
             Some(SourceFault::Diverged)
-        } else if self.unseen.is_some() {
+        } else if self.announced.is_some() {
             Some(SourceFault::Unseen)
-        } else if self.doubts.overdue {
+        } else if self.faults.overdue {
             Some(SourceFault::Overdue)
-        } else if self.doubts.gap_below.is_some() {
+        } else if self.faults.gap_below.is_some() {
             Some(SourceFault::Gap)
-        } else if self.doubts.unread {
+        } else if self.faults.unread {
             Some(SourceFault::Unread)
         } else {
             None
@@ -458,7 +460,7 @@ impl SourceFold {
     }
 
     /// Remembers since when the source is in its state.
-    pub(super) fn note_state(&mut self, now: Instant, shim: Shim) {
+    pub(super) fn note_state(&mut self, now: Instant, shim: Registration) {
         let (states, _) = self.states(now, shim);
         self.history.note_state(now, states.gpu);
     }
@@ -467,14 +469,14 @@ impl SourceFold {
     pub(super) fn states(
         &self,
         now: Instant,
-        shim: Shim,
+        shim: Registration,
     ) -> (Tiers<SourceState>, Option<UnknownReason>) {
         if let Some(reason) = self.unknown(now, shim) {
             return (Tiers::all(SourceState::Unknown), Some(reason));
         }
         let doubtful =
-            self.doubts.any() || self.sequencer.is_violated() || self.holding == Holding::Diverged;
-        let floor = if self.unseen.is_some() {
+            self.faults.any() || self.sequencer.is_violated() || self.holding == Holding::Diverged;
+        let floor = if self.announced.is_some() {
             SourceState::CatchingUp
         } else if doubtful {
             SourceState::Stale
@@ -482,16 +484,16 @@ impl SourceFold {
             SourceState::Exact
         };
         let states = self
-            .said
+            .claim
             .states
             .map(|&state| SourceState::from(state).weakest(floor));
         (states, None)
     }
 
-    fn unknown(&self, now: Instant, shim: Shim) -> Option<UnknownReason> {
+    fn unknown(&self, now: Instant, shim: Registration) -> Option<UnknownReason> {
         if self.holding == Holding::SetAside {
             Some(UnknownReason::Memory)
-        } else if shim == Shim::Gone || self.holding == Holding::Freed {
+        } else if shim == Registration::Gone || self.holding == Holding::Freed {
             Some(UnknownReason::ShimGone)
         } else if self.proof().is_none_or(|proof| lapsed(proof, now)) {
             Some(UnknownReason::NoProof)
@@ -502,8 +504,8 @@ impl SourceFold {
 
     /// As of when the present word is proven.
     fn proof(&self) -> Option<Instant> {
-        if self.said.gives_credit() {
-            self.vouched
+        if self.claim.gives_credit() {
+            self.credit_proven
         } else {
             self.proven
         }
@@ -513,35 +515,35 @@ impl SourceFold {
     fn open(&mut self, tree: &mut Tree) {
         let number = tree.open();
         self.set_aside(tree, Holding::Applied(number));
-        self.said = Said::NOTHING;
-        self.logged = Said::NOTHING;
+        self.claim = ShimClaim::NOTHING;
+        self.record_claim = ShimClaim::NOTHING;
         self.proven = None;
-        self.vouched = None;
+        self.credit_proven = None;
         self.outrun_since = None;
-        self.doubts = Doubts::default();
+        self.faults = SourceFaults::default();
         self.resync.settle();
-        self.reload = Reload::Untried;
-        self.aside.came_back();
+        self.reload = ReloadState::Untried;
+        self.set_aside_history.came_back();
         if self
-            .unseen
-            .is_some_and(|unseen| Some(unseen.generation) <= self.sequencer.generation())
+            .announced
+            .is_some_and(|announced| Some(announced.generation) <= self.sequencer.generation())
         {
-            self.unseen = None;
+            self.announced = None;
         }
     }
 
     /// The next record: folds it, and compares.
     fn take(
         &mut self,
-        said: Option<Instant>,
+        sent: Option<Instant>,
         record: &Record,
         tree: &mut Tree,
-        taken: Verdict,
-    ) -> Verdict {
+        taken: RecordVerdict,
+    ) -> RecordVerdict {
         self.close_gap();
         let Some(number) = self.number() else {
-            self.aside.pairs = record.after.count;
-            return Verdict::NotFolded;
+            self.set_aside_history.pairs = record.after.count;
+            return RecordVerdict::NotFolded;
         };
         let applied = record
             .changes
@@ -549,33 +551,33 @@ impl SourceFold {
             .try_for_each(|change| tree.apply(number, change));
         if applied.is_err() {
             self.diverge(tree);
-            return Verdict::Contradiction;
+            return RecordVerdict::Contradiction;
         }
         if tree.digest(number) != record.after {
             self.diverge(tree);
-            return Verdict::Mismatch;
+            return RecordVerdict::Mismatch;
         }
-        self.logged = Said {
+        self.record_claim = ShimClaim {
             states: record.states,
             engine_seq: record.engine_seq,
         };
-        self.said = self.logged;
-        self.prove(said);
+        self.claim = self.record_claim;
+        self.prove(sent);
         taken
     }
 
     fn level(
         &mut self,
-        said: Option<Instant>,
+        sent: Option<Instant>,
         heartbeat: &Heartbeat,
         tree: &mut Tree,
     ) -> HeartbeatVerdict {
         let Some(number) = self.number() else {
-            self.aside.pairs = heartbeat.after.count;
+            self.set_aside_history.pairs = heartbeat.after.count;
             match self.holding {
-                Holding::Freed => self.resync.wish(ResyncReason::LogLost),
+                Holding::Freed => self.resync.request(ResyncReason::LogLost),
                 // Its wish may have gone with the process that found it out.
-                Holding::Diverged => self.resync.wish(ResyncReason::Mismatch),
+                Holding::Diverged => self.resync.request(ResyncReason::Mismatch),
                 Holding::Nothing | Holding::Applied(_) | Holding::SetAside => {}
             }
             return HeartbeatVerdict::NotFolded;
@@ -584,42 +586,42 @@ impl SourceFold {
             self.diverge(tree);
             return HeartbeatVerdict::Mismatch;
         }
-        self.said = Said {
+        self.claim = ShimClaim {
             states: heartbeat.states,
             engine_seq: heartbeat.engine_seq,
         };
-        self.prove(said);
+        self.prove(sent);
         HeartbeatVerdict::Proof
     }
 
     /// Number and digest are right, as of a moment: whatever could not be read was nothing.
-    fn prove(&mut self, said: Option<Instant>) {
-        self.proven = self.proven.max(said);
-        if self.said.gives_credit() {
-            self.vouched = self.vouched.max(said);
+    fn prove(&mut self, sent: Option<Instant>) {
+        self.proven = self.proven.max(sent);
+        if self.claim.gives_credit() {
+            self.credit_proven = self.credit_proven.max(sent);
         }
         self.outrun_since = None;
-        self.doubts.unread = false;
-        if !self.doubts.any() && self.unseen.is_none() {
+        self.faults.unread = false;
+        if !self.faults.any() && self.announced.is_none() {
             self.resync.settle();
         }
     }
 
     fn close_gap(&mut self) {
-        if self.doubts.gap_below <= self.sequencer.last() {
-            self.doubts.gap_below = None;
+        if self.faults.gap_below <= self.sequencer.last() {
+            self.faults.gap_below = None;
         }
         if !self.sequencer.has_gap() {
-            self.doubts.overdue = false;
+            self.faults.overdue = false;
         }
     }
 
     fn diverge(&mut self, tree: &mut Tree) {
         if self.number().is_some() {
             self.set_aside(tree, Holding::Diverged);
-            self.reload.wish();
+            self.reload.request();
         }
-        self.resync.wish(ResyncReason::Mismatch);
+        self.resync.request(ResyncReason::Mismatch);
     }
 
     /// A heartbeat named a generation that the log has not delivered: it voids the present one at
@@ -633,10 +635,10 @@ impl SourceFold {
         if Some(generation) <= self.sequencer.generation() {
             return;
         }
-        let known = self.unseen;
-        let deadline = known.and_then(|unseen| unseen.deadline);
-        self.unseen = Some(Unseen {
-            generation: known.map_or(generation, |unseen| unseen.generation.max(generation)),
+        let known = self.announced;
+        let deadline = known.and_then(|announced| announced.deadline);
+        self.announced = Some(AnnouncedGeneration {
+            generation: known.map_or(generation, |announced| announced.generation.max(generation)),
             named: now,
             deadline: deadline.or_else(|| number.map(|_| now + PATIENCE)),
         });
@@ -651,16 +653,16 @@ impl SourceFold {
         }
         let since = *self.outrun_since.get_or_insert(now);
         if now.saturating_duration_since(since) >= PATIENCE {
-            self.resync.wish(ResyncReason::Fenced);
+            self.resync.request(ResyncReason::Fenced);
         }
     }
 
     /// A fenced-off generation spoke just now. If the present one has been silent, the fence is ahead of
     /// whoever holds the source: it has to come above it.
-    fn fenced(&mut self, now: Instant, said: Option<Instant>) {
-        let is_recent = |said: Option<Instant>| said.is_some_and(|said| !lapsed(said, now));
-        if is_recent(said) && !is_recent(self.heard) {
-            self.resync.wish(ResyncReason::Fenced);
+    fn fenced(&mut self, now: Instant, sent: Option<Instant>) {
+        let is_recent = |sent: Option<Instant>| sent.is_some_and(|sent| !lapsed(sent, now));
+        if is_recent(sent) && !is_recent(self.last_sent) {
+            self.resync.request(ResyncReason::Fenced);
         }
     }
 }

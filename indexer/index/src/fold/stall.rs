@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 const STILL: Duration = Duration::from_secs(1);
 
 /// See the module's documentation.
-pub struct Stall {
+pub struct ReaderStall {
     /// When the reader turned last.
     turned: Instant,
     /// What is read may be as old as the first, and was waiting until the second at the latest.
     doubtful: Option<(Instant, Instant)>,
 }
 
-impl Stall {
+impl ReaderStall {
     /// Nothing waits for a reader that only just listens.
     #[must_use]
     pub const fn new(now: Instant) -> Self {
@@ -58,7 +58,7 @@ mod tests {
     fn what_waited_is_as_old_as_the_standstill() {
         let start = crate::tests_support::some_instant();
         let at = |millis| start + Duration::from_millis(millis);
-        let mut stall = Stall::new(at(0));
+        let mut stall = ReaderStall::new(at(0));
         assert_eq!(stall.turn(at(900)), at(900));
         assert!(!stall.ends_with(at(900)));
         assert_eq!(stall.turn(at(9000)), at(900), "it stood still for 8 s");

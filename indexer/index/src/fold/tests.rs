@@ -24,7 +24,7 @@ pub(super) fn gpu(names: &str) -> Vec<Change> {
 /// One source that holds `a b c`.
 pub(super) fn world() -> World {
     let mut world = World::new();
-    assert_eq!(world.publish(W, gpu("a b c")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a b c")), RecordVerdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
     world
 }
@@ -42,7 +42,7 @@ pub(super) fn resyncs(world: &mut World) -> Vec<(ResyncReason, Generation)> {
 fn records_in_order_are_exact() {
     let mut world = world();
     let change = vec![removed("a b", Tier::Gpu)];
-    assert_eq!(world.publish(W, change), Verdict::Applied);
+    assert_eq!(world.publish(W, change), RecordVerdict::Applied);
     assert_eq!(world.state(W), SourceState::Exact);
     assert_eq!(world.ask("a b c")[0].run.gpu, 1);
     assert_eq!(world.ask("a b c")[0].number, Some(RecordNumber(1)));
@@ -53,8 +53,8 @@ fn duplicate_changes_nothing() {
     let mut world = world();
     let record = world.shim(W).clone().record(gpu("x"));
     world.shim(W).record(gpu("x"));
-    assert_eq!(world.deliver_record(&record), Verdict::Applied);
-    assert_eq!(world.deliver_record(&record), Verdict::Duplicate);
+    assert_eq!(world.deliver_record(&record), RecordVerdict::Applied);
+    assert_eq!(world.deliver_record(&record), RecordVerdict::Duplicate);
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
@@ -63,7 +63,7 @@ fn same_number_with_other_bytes_is_stale_until_the_next_generation() {
     let mut world = world();
     let mut record = world.shim(W).clone().record(gpu("x"));
     record.number = RecordNumber(0);
-    assert_eq!(world.deliver_record(&record), Verdict::Violation);
+    assert_eq!(world.deliver_record(&record), RecordVerdict::Violation);
     assert_eq!(world.state(W), SourceState::Stale);
     assert_eq!(
         resyncs(&mut world),
@@ -72,7 +72,7 @@ fn same_number_with_other_bytes_is_stale_until_the_next_generation() {
     world.heartbeat(W);
     assert_eq!(world.state(W), SourceState::Stale);
     world.shim(W).next_generation();
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
     assert_eq!(world.ask("a b c")[0].run.gpu, 1);
 }
@@ -82,16 +82,16 @@ fn gap_is_stale_at_once_and_ends_when_the_missing_one_comes() {
     let mut world = world();
     let lost = world.shim(W).record(gpu("x"));
     let next = world.shim(W).record(gpu("y"));
-    assert_eq!(world.deliver_record(&next), Verdict::Ahead);
+    assert_eq!(world.deliver_record(&next), RecordVerdict::Ahead);
     assert_eq!(world.state(W), SourceState::Stale);
     assert_eq!(world.ask("a b c")[0].run.gpu, 0, "no credit");
-    assert_eq!(world.deliver_record(&lost), Verdict::Applied);
+    assert_eq!(world.deliver_record(&lost), RecordVerdict::Applied);
     assert_eq!(
         world.state(W),
         SourceState::Stale,
         "the later one is missing now"
     );
-    assert_eq!(world.deliver_record(&next), Verdict::Applied);
+    assert_eq!(world.deliver_record(&next), RecordVerdict::Applied);
     assert_eq!(world.state(W), SourceState::Exact);
     world.wait(10 * SECOND);
     assert_eq!(resyncs(&mut world), []);
@@ -118,11 +118,11 @@ fn generation_without_its_beginning_holds_nothing() {
     world.shim(W).next_generation();
     let first = world.shim(W).record(gpu("a"));
     let second = world.shim(W).record(gpu("z"));
-    assert_eq!(world.deliver_record(&second), Verdict::StartedBehind);
+    assert_eq!(world.deliver_record(&second), RecordVerdict::StartedBehind);
     assert_eq!(world.fold.held(&source(W)).count(), 0);
     assert!(!world.state(W).gives_credit());
-    assert_eq!(world.deliver_record(&first), Verdict::Applied);
-    assert_eq!(world.deliver_record(&second), Verdict::Applied);
+    assert_eq!(world.deliver_record(&first), RecordVerdict::Applied);
+    assert_eq!(world.deliver_record(&second), RecordVerdict::Applied);
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
@@ -131,13 +131,13 @@ fn wrong_digest_is_found_at_its_record() {
     let mut world = world();
     let mut record = world.shim(W).record(gpu("x"));
     record.after.sum ^= 1;
-    assert_eq!(world.deliver_record(&record), Verdict::Mismatch);
+    assert_eq!(world.deliver_record(&record), RecordVerdict::Mismatch);
     assert_eq!(world.state(W), SourceState::Stale);
     assert_eq!(
         resyncs(&mut world),
         [(ResyncReason::Mismatch, Generation(1))]
     );
-    assert_eq!(world.publish(W, gpu("y")), Verdict::NotFolded);
+    assert_eq!(world.publish(W, gpu("y")), RecordVerdict::NotFolded);
     assert_eq!(world.state(W), SourceState::Stale);
 }
 
@@ -149,7 +149,7 @@ fn contradictions_are_stale() {
         stored("q", "r", Tier::Gpu),
     ] {
         let mut world = world();
-        assert_eq!(world.publish(W, vec![change]), Verdict::Contradiction);
+        assert_eq!(world.publish(W, vec![change]), RecordVerdict::Contradiction);
         assert_eq!(world.state(W), SourceState::Stale);
     }
 }
@@ -159,10 +159,10 @@ fn undecodable_record_is_doubted_until_the_next_number() {
     let mut world = world();
     assert_eq!(
         world.deliver(&source(W), b"junk".to_vec()),
-        Verdict::Undecodable
+        RecordVerdict::Undecodable
     );
     assert_eq!(world.state(W), SourceState::Stale);
-    assert_eq!(world.publish(W, gpu("x")), Verdict::Applied);
+    assert_eq!(world.publish(W, gpu("x")), RecordVerdict::Applied);
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
@@ -181,7 +181,7 @@ fn record_on_anothers_subject_makes_that_one_stale() {
     world.publish("w2/0", gpu("a"));
     let record = world.shim("w2/0").record(gpu("x"));
     let bytes = codec::encode(&record).unwrap();
-    assert_eq!(world.deliver(&source(W), bytes), Verdict::WrongSource);
+    assert_eq!(world.deliver(&source(W), bytes), RecordVerdict::WrongSource);
     assert_eq!(world.state(W), SourceState::Stale);
     assert_eq!(world.state("w2/0"), SourceState::Exact);
 }
@@ -195,9 +195,15 @@ fn foreign_subject_and_old_position_are_counted() {
         payload: bytes::Bytes::new(),
         stored_unix_ns: 0,
     };
-    assert_eq!(world.fold.apply(world.now, &message), Verdict::WrongSubject);
+    assert_eq!(
+        world.fold.apply(world.now, &message),
+        RecordVerdict::WrongSubject
+    );
     message.position = LogPosition(1);
-    assert_eq!(world.fold.apply(world.now, &message), Verdict::Replayed);
+    assert_eq!(
+        world.fold.apply(world.now, &message),
+        RecordVerdict::Replayed
+    );
     assert_eq!(world.fold.position(), LogPosition(2));
     assert_eq!(world.state(W), SourceState::Exact);
 }
@@ -236,14 +242,14 @@ fn backlog_proves_nothing_about_now() {
     world.fold = Fold::new(&namespace(), None);
     world.fold.follow(IDENTITY);
     world.fold.observe_end(world.now, LogPosition(2), 0);
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
-    assert_eq!(world.publish(W, gpu("b")), Verdict::Applied);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
+    assert_eq!(world.publish(W, gpu("b")), RecordVerdict::Applied);
     assert_eq!(world.state(W), SourceState::Unknown, "they may be days old");
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
     assert_eq!(world.state(W), SourceState::Exact);
     world.wait(PROOF_AGE_MAX);
     assert_eq!(world.state(W), SourceState::Unknown);
-    assert_eq!(world.publish(W, gpu("c")), Verdict::Applied);
+    assert_eq!(world.publish(W, gpu("c")), RecordVerdict::Applied);
     assert_eq!(world.state(W), SourceState::Exact, "this one is new");
 }
 
@@ -282,7 +288,7 @@ fn heartbeat_ahead_of_the_log_starts_patience_only() {
         "true as of its engine sequence"
     );
     world.wait(SECOND);
-    assert_eq!(world.deliver_record(&late), Verdict::Applied);
+    assert_eq!(world.deliver_record(&late), RecordVerdict::Applied);
     world.wait(SECOND);
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
     assert_eq!(world.state(W), SourceState::Exact);
@@ -327,7 +333,7 @@ fn heartbeat_of_a_newer_generation_voids_the_old_one() {
         [],
         "it has no record that could be lost"
     );
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
@@ -354,7 +360,7 @@ fn heartbeat_speaks_for_its_subject_alone() {
         assert_eq!(hear(&mut world, &foreign), HeartbeatVerdict::WrongSubject);
     }
     assert_eq!(
-        world.fold.standings(world.now).count(),
+        world.fold.statuses(world.now).count(),
         1,
         "nobody is made up"
     );
@@ -372,7 +378,7 @@ fn no_message_leads_to_the_end_of_generations() {
         assert_eq!(world.heartbeat(W), HeartbeatVerdict::Implausible);
         assert_eq!(world.state(W), SourceState::Exact);
         world.shim(W).number = None;
-        assert_eq!(world.publish(W, gpu("x")), Verdict::Implausible);
+        assert_eq!(world.publish(W, gpu("x")), RecordVerdict::Implausible);
         assert_eq!(world.state(W), SourceState::Stale, "it may have missed one");
         *world.shim(W) = fair.clone();
         assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
@@ -391,7 +397,7 @@ fn no_message_leads_to_the_end_of_generations() {
     assert_eq!(resyncs(&mut world), [(ResyncReason::LogLost, far)]);
     world.shim(W).generation = far;
     world.shim(W).next_generation();
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
@@ -415,7 +421,7 @@ fn generation_that_nobody_begins_is_asked_for_above_it_while_the_one_before_spea
     world.shim(W).generation = Generation(3);
     world.shim(W).number = None;
     world.shim(W).pairs.clear();
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
@@ -431,7 +437,7 @@ fn generation_that_never_comes_is_asked_for_above_it() {
         [(ResyncReason::LogLost, Generation(7))]
     );
     world.shim(W).next_generation();
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
     world.wait(60 * SECOND);
     assert_eq!(resyncs(&mut world), []);
 }
@@ -444,7 +450,7 @@ fn fenced_holder_is_asked_to_come_above_the_fence_once_the_fence_is_silent() {
     let shim = world.shim(W);
     shim.generation = Generation(3);
     shim.number = None;
-    assert_eq!(world.publish(W, gpu("b")), Verdict::Old);
+    assert_eq!(world.publish(W, gpu("b")), RecordVerdict::Old);
     assert_eq!(
         resyncs(&mut world),
         [],
@@ -521,7 +527,7 @@ fn another_log_is_read_from_its_beginning() {
     );
     world.position = LogPosition(0);
     world.shim(W).next_generation();
-    assert_eq!(world.publish(W, gpu("a")), Verdict::Started);
+    assert_eq!(world.publish(W, gpu("a")), RecordVerdict::Started);
 }
 
 #[test]

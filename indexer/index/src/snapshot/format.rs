@@ -21,7 +21,7 @@ const LENGTH_BYTES: usize = size_of::<u32>();
 
 /// Why bytes are no snapshot that can be used.
 #[derive(Debug, thiserror::Error)]
-pub enum BadSnapshot {
+pub enum SnapshotReadError {
     #[error("it is of another format or version")]
     Mark,
     #[error("it is cut short")]
@@ -40,7 +40,7 @@ pub enum BadSnapshot {
 
 /// Why a snapshot cannot be written.
 #[derive(Debug, thiserror::Error)]
-pub enum Unwritable {
+pub enum SnapshotWriteError {
     #[error(transparent)]
     Encode(#[from] EncodeError),
     #[error("a head of {0} bytes is too large to be read again")]
@@ -58,12 +58,12 @@ pub struct Restored {
 }
 
 /// The blob of a head and the image that belongs to it.
-pub fn encode(head: &SnapshotHead, image: &[u8]) -> Result<Vec<u8>, Unwritable> {
+pub fn encode(head: &SnapshotHead, image: &[u8]) -> Result<Vec<u8>, SnapshotWriteError> {
     let head = codec::encode(head)?;
     let length = u32::try_from(head.len())
         .ok()
         .filter(|_| head.len() <= MESSAGE_BYTES_MAX)
-        .ok_or(Unwritable::Head(head.len()))?;
+        .ok_or(SnapshotWriteError::Head(head.len()))?;
     let bytes = MARK.len() + LENGTH_BYTES + head.len() + image.len() + CHECKSUM_BYTES;
     let mut blob = Vec::with_capacity(bytes);
     blob.extend_from_slice(&MARK);
@@ -76,32 +76,34 @@ pub fn encode(head: &SnapshotHead, image: &[u8]) -> Result<Vec<u8>, Unwritable> 
 }
 
 /// The head, and the image as bytes, of a blob whose checksum is right.
-pub fn open(blob: &[u8]) -> Result<(SnapshotHead, &[u8]), BadSnapshot> {
-    let (body, checksum) = blob.split_last_chunk().ok_or(BadSnapshot::Short)?;
-    let rest = body.strip_prefix(&MARK).ok_or(BadSnapshot::Mark)?;
+pub fn open(blob: &[u8]) -> Result<(SnapshotHead, &[u8]), SnapshotReadError> {
+    let (body, checksum) = blob.split_last_chunk().ok_or(SnapshotReadError::Short)?;
+    let rest = body.strip_prefix(&MARK).ok_or(SnapshotReadError::Mark)?;
     if u128::from_le_bytes(*checksum) != xxh3_128(body) {
-        return Err(BadSnapshot::Checksum);
+        return Err(SnapshotReadError::Checksum);
     }
-    let (length, rest) = rest.split_first_chunk().ok_or(BadSnapshot::Short)?;
+    let (length, rest) = rest.split_first_chunk().ok_or(SnapshotReadError::Short)?;
     let length = u32::from_le_bytes(*length) as usize;
-    let (head, image) = rest.split_at_checked(length).ok_or(BadSnapshot::Short)?;
+    let (head, image) = rest
+        .split_at_checked(length)
+        .ok_or(SnapshotReadError::Short)?;
     let head: SnapshotHead = codec::decode(head)?;
     let whole = head.image_bytes == image.len() as u64;
     let ordered = head.sources.is_sorted_by(|a, b| a.source < b.source);
     if !whole || !ordered || head.at.position.0 == 0 {
-        return Err(BadSnapshot::Parts);
+        return Err(SnapshotReadError::Parts);
     }
     Ok((head, image))
 }
 
 impl Restored {
     /// Reads a blob: checksum, head, tree, and every digest from the tree's blocks.
-    pub fn read(blob: &[u8]) -> Result<Self, BadSnapshot> {
+    pub fn read(blob: &[u8]) -> Result<Self, SnapshotReadError> {
         Self::read_within(blob, usize::MAX)
     }
 
     /// The same with no larger a tree than this: the largest sources are left out.
-    pub fn read_within(blob: &[u8], bytes_max: usize) -> Result<Self, BadSnapshot> {
+    pub fn read_within(blob: &[u8], bytes_max: usize) -> Result<Self, SnapshotReadError> {
         let (head, image) = open(blob)?;
         let is_folded = |source: &&SnapshotSource| source.holding == SnapshotHolding::Folded;
         let folded: Vec<_> = head.sources.iter().filter(is_folded).collect();
@@ -128,7 +130,7 @@ impl Restored {
             }
         };
         if folded.len() != numbers.len() {
-            return Err(BadSnapshot::Parts);
+            return Err(SnapshotReadError::Parts);
         }
         let mut left_out = BTreeSet::new();
         for ((source, &number), &wanted) in folded.iter().zip(&numbers).zip(&wanted) {
@@ -136,7 +138,7 @@ impl Restored {
             if !wanted {
                 left_out.insert(source.source.clone());
             } else if tree.digest(number) != source.after {
-                return Err(BadSnapshot::Digest(source.source.clone()));
+                return Err(SnapshotReadError::Digest(source.source.clone()));
             }
         }
         Ok(Self {

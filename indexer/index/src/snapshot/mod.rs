@@ -7,5 +7,5 @@
 pub mod format;
 pub mod policy;
 
-pub use format::{BadSnapshot, Restored};
+pub use format::{Restored, SnapshotReadError};
 pub use policy::{Name, Schedule};

@@ -35,7 +35,7 @@ pub struct Schedule {
 
 /// How far the log was read at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reading {
+pub struct ReadProgress {
     pub at: Instant,
     pub position: LogPosition,
     /// Of the log, read since the start of the process.
@@ -45,7 +45,7 @@ pub struct Reading {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Taken {
+struct LastSnapshot {
     at: Instant,
     position: LogPosition,
     bytes: u64,
@@ -55,17 +55,17 @@ struct Taken {
 
 /// The last snapshot that anybody took, as far as this replica knows.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Progress {
-    taken: Option<Taken>,
+pub struct SnapshotProgress {
+    taken: Option<LastSnapshot>,
     /// Nothing is tried before: something went wrong.
     not_before: Option<Instant>,
     looked: bool,
 }
 
-impl Progress {
+impl SnapshotProgress {
     /// Is one due?
     #[must_use]
-    pub fn is_due(&self, now: Reading, schedule: &Schedule) -> bool {
+    pub fn is_due(&self, now: ReadProgress, schedule: &Schedule) -> bool {
         if now.position == LogPosition(0) || self.not_before.is_some_and(|until| now.at < until) {
             return false;
         }
@@ -82,9 +82,9 @@ impl Progress {
     }
 
     /// This replica took one.
-    pub const fn took(&mut self, at: Reading) {
+    pub const fn took(&mut self, at: ReadProgress) {
         self.looked = true;
-        self.taken = Some(Taken {
+        self.taken = Some(LastSnapshot {
             at: at.at,
             position: at.position,
             bytes: at.bytes,
@@ -94,7 +94,7 @@ impl Progress {
 
     /// The pointer names this position of the log that is read. Bytes between two readings are spread
     /// evenly over their positions: good enough for when the next one is due.
-    pub fn learned(&mut self, now: Reading, position: LogPosition) {
+    pub fn learned(&mut self, now: ReadProgress, position: LogPosition) {
         let seen = std::mem::replace(&mut self.looked, true);
         if self.taken.is_some_and(|taken| taken.position >= position) {
             return;
@@ -106,7 +106,7 @@ impl Progress {
         let part = position.0.saturating_sub(from.0.0).min(span);
         let read = u128::from(now.bytes.saturating_sub(from.1));
         let bytes = read * u128::from(part) / u128::from(span);
-        self.taken = Some(Taken {
+        self.taken = Some(LastSnapshot {
             at: now.at,
             position,
             bytes: from.1 + u64::try_from(bytes).unwrap_or(u64::MAX),
@@ -134,7 +134,7 @@ impl Progress {
 
 /// A log that lets old records go must not reach the snapshot: a quarter of what it keeps came since,
 /// however few bytes that is.
-fn is_falling_off(now: Reading, taken: LogPosition) -> bool {
+fn is_falling_off(now: ReadProgress, taken: LogPosition) -> bool {
     let kept = now.position.next().0.saturating_sub(now.first.0);
     let since = now.position.0.saturating_sub(taken.0);
     now.first.0 > 1 && since.saturating_mul(4) >= kept

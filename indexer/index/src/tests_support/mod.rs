@@ -26,7 +26,7 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::fold::{Fold, HeartbeatVerdict, NoCut, Verdict};
+use crate::fold::{Fold, HeartbeatVerdict, NoSnapshot, RecordVerdict};
 use crate::query;
 use crate::snapshot::{Restored, format};
 
@@ -226,7 +226,7 @@ impl World {
     }
 
     /// The log takes and delivers a message.
-    pub fn deliver(&mut self, source: &Source, payload: Vec<u8>) -> Verdict {
+    pub fn deliver(&mut self, source: &Source, payload: Vec<u8>) -> RecordVerdict {
         self.position = self.position.next();
         let message = LogMessage {
             position: self.position,
@@ -261,18 +261,18 @@ impl World {
         }
     }
 
-    pub fn snapshot(&self) -> Result<Vec<u8>, NoCut> {
+    pub fn snapshot(&self) -> Result<Vec<u8>, NoSnapshot> {
         let cut = self.fold.cut(Vec::new())?;
         cut.verify()?;
         Ok(format::encode(&cut.head, &cut.image).unwrap())
     }
 
-    pub fn deliver_record(&mut self, record: &Record) -> Verdict {
+    pub fn deliver_record(&mut self, record: &Record) -> RecordVerdict {
         self.deliver(&record.source, codec::encode(record).unwrap())
     }
 
     /// A shim publishes, the log delivers.
-    pub fn publish(&mut self, name: &str, changes: Vec<Change>) -> Verdict {
+    pub fn publish(&mut self, name: &str, changes: Vec<Change>) -> RecordVerdict {
         let record = self.shim(name).record(changes);
         self.deliver_record(&record)
     }

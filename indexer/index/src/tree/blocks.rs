@@ -12,21 +12,21 @@ const SEGMENT: usize = 256;
 
 /// One block: the chunk's number times 16, plus the block's number in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place(pub(super) u32);
+pub(super) struct BlockPlace(pub(super) u32);
 
 /// 16 local hashes, then their 16 prefix hashes.
 type Chunk = [u64; 2 * CHUNK];
 
 /// Which part of which run a chunk is.
 #[derive(Clone, Copy)]
-struct Owner {
+struct ChunkOwner {
     /// None if the chunk is free.
     run: RunId,
     index: u32,
 }
 
 /// A chunk that lies elsewhere now.
-pub(super) struct Moved {
+pub(super) struct MovedChunk {
     pub(super) run: RunId,
     /// Which of the run's chunks it is.
     pub(super) index: usize,
@@ -35,19 +35,19 @@ pub(super) struct Moved {
 }
 
 #[derive(Default)]
-pub(super) struct Blocks {
+pub(super) struct BlockArena {
     segments: Vec<Box<[Chunk]>>,
-    owners: Vec<Owner>,
+    owners: Vec<ChunkOwner>,
     /// Free chunks, the last freed at the end. Some may be beyond the end by now: they are passed over, and
     /// there are none left once the chunks grow again.
     free: Vec<u32>,
     free_count: usize,
 }
 
-impl Blocks {
+impl BlockArena {
     /// A chunk for the blocks of `run` from `16 * index` on; its number.
     pub(super) fn allocate(&mut self, run: RunId, index: usize) -> u32 {
-        let owner = Owner {
+        let owner = ChunkOwner {
             run,
             index: index as u32,
         };
@@ -81,7 +81,7 @@ impl Blocks {
 
     /// Frees the memory behind the last chunk, moving that to a free place if it is in use. There must be
     /// a free one.
-    pub(super) fn move_last(&mut self) -> Option<Moved> {
+    pub(super) fn move_last(&mut self) -> Option<MovedChunk> {
         let owner = self.owners.pop()?;
         let from = self.owners.len() as u32;
         let mut moved = None;
@@ -91,7 +91,7 @@ impl Blocks {
             let chunk = *self.chunk(from);
             self.segments[to as usize / SEGMENT][to as usize % SEGMENT] = chunk;
             self.owners[to as usize] = owner;
-            moved = Some(Moved {
+            moved = Some(MovedChunk {
                 run: owner.run,
                 index: owner.index as usize,
                 from,
@@ -123,17 +123,17 @@ impl Blocks {
         segment[chunk as usize % SEGMENT].split_at_mut(CHUNK)
     }
 
-    pub(super) fn prefix(&self, place: Place) -> PrefixHash {
+    pub(super) fn prefix(&self, place: BlockPlace) -> PrefixHash {
         let chunk = self.chunk(place.0 / CHUNK as u32);
         PrefixHash(chunk[CHUNK + place.0 as usize % CHUNK])
     }
 
-    pub(super) fn local(&self, place: Place) -> LocalHash {
+    pub(super) fn local(&self, place: BlockPlace) -> LocalHash {
         LocalHash(self.chunk(place.0 / CHUNK as u32)[place.0 as usize % CHUNK])
     }
 
     /// The run that the block belongs to, and its offset there.
-    pub(super) fn owner(&self, place: Place) -> (RunId, u32) {
+    pub(super) fn owner(&self, place: BlockPlace) -> (RunId, u32) {
         let owner = self.owners[place.0 as usize / CHUNK];
         (
             owner.run,
@@ -143,7 +143,7 @@ impl Blocks {
 
     /// What the chunks take, those in use and those that are free, with their owners' mention of them.
     pub(super) const fn bytes(&self) -> usize {
-        let lists = self.owners.capacity() * size_of::<Owner>();
+        let lists = self.owners.capacity() * size_of::<ChunkOwner>();
         let segments = self.segments.len() * heap(SEGMENT * size_of::<Chunk>());
         segments + heap(lists) + heap(self.free.capacity() * size_of::<u32>())
     }

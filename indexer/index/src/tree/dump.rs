@@ -12,13 +12,13 @@ use super::{SourceNumber, TierMask, Tree};
 /// Blocks of one change. Larger runs are cut: a change must fit into a record.
 const BLOCKS_MAX: usize = 1024;
 
-struct Entry {
+struct DumpNode {
     prefix: PrefixHash,
     local: LocalHash,
     tiers: TierMask,
 }
 
-type Children = FxHashMap<Option<PrefixHash>, Vec<Entry>>;
+type Children = FxHashMap<Option<PrefixHash>, Vec<DumpNode>>;
 
 /// Changes under construction.
 #[derive(Default)]
@@ -34,7 +34,7 @@ impl Dump {
     pub(super) fn of(tree: &Tree, number: SourceNumber) -> Vec<Change> {
         let mut children = Children::default();
         for node in tree.listed(number) {
-            let entry = Entry {
+            let entry = DumpNode {
                 prefix: node.prefix,
                 local: node.local,
                 tiers: node.tiers,
@@ -66,7 +66,7 @@ impl Dump {
         }
     }
 
-    fn node(&mut self, parent: Option<PrefixHash>, entry: &Entry) {
+    fn node(&mut self, parent: Option<PrefixHash>, entry: &DumpNode) {
         let mut tiers = Tier::ALL.into_iter().filter(|&tier| entry.tiers.has(tier));
         let first = tiers.next();
         if first.is_none() {
@@ -114,7 +114,7 @@ impl Dump {
 }
 
 /// A node's children, the first to come at the end.
-fn ordered(children: &mut Children, of: Option<PrefixHash>) -> Vec<Entry> {
+fn ordered(children: &mut Children, of: Option<PrefixHash>) -> Vec<DumpNode> {
     let mut entries = children.remove(&of).unwrap_or_default();
     entries.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.prefix));
     entries

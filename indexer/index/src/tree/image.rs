@@ -31,7 +31,7 @@ fn put(bytes: &mut Vec<u8>, mut number: u32) {
 }
 
 /// A run of an image, without its holders.
-struct Head<'a> {
+struct RunHead<'a> {
     len: u32,
     /// Which run it hangs at, counted from one; zero is the root.
     above: usize,
@@ -39,16 +39,16 @@ struct Head<'a> {
     locals: &'a [[u8; 8]],
 }
 
-impl Head<'_> {
+impl RunHead<'_> {
     fn locals(&self) -> impl Iterator<Item = LocalHash> {
         let locals = self.locals.iter();
         locals.map(|&hash| LocalHash(u64::from_le_bytes(hash)))
     }
 }
 
-struct Reader<'a>(&'a [u8]);
+struct ImageReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> ImageReader<'a> {
     fn number(&mut self) -> Result<u32, BadImage> {
         let mut number = 0_u64;
         for shift in (0..35).step_by(7) {
@@ -70,7 +70,7 @@ impl<'a> Reader<'a> {
     }
 
     /// None behind the last one.
-    fn run(&mut self) -> Result<Option<Head<'a>>, BadImage> {
+    fn run(&mut self) -> Result<Option<RunHead<'a>>, BadImage> {
         let len = self.number()?;
         if len == END {
             return Ok(None);
@@ -83,7 +83,7 @@ impl<'a> Reader<'a> {
             return Err(BadImage);
         }
         let (locals, _) = locals.as_chunks();
-        let head = Head {
+        let head = RunHead {
             len,
             above,
             attach,
@@ -117,12 +117,12 @@ impl<'a> Reader<'a> {
 
 /// Digests of the beginnings of one run, so that a holder's is a difference however many blocks it has.
 #[derive(Default)]
-struct Sums {
+struct PrefixDigests {
     of: Tiers<Vec<u64>>,
     prefixes: Vec<PrefixHash>,
 }
 
-impl Sums {
+impl PrefixDigests {
     fn begin(&mut self, prefixes: impl Iterator<Item = PrefixHash>) {
         self.prefixes.clear();
         self.prefixes.extend(prefixes);
@@ -156,7 +156,7 @@ impl Sums {
 pub fn digests_of_image(bytes: &[u8]) -> Result<Vec<Digest>, BadImage> {
     // The blocks that something hangs at: their prefixes are needed again.
     let mut forks = Vec::new();
-    let mut reader = Reader(bytes);
+    let mut reader = ImageReader(bytes);
     let sources = reader.sources()?;
     while let Some(head) = reader.run()? {
         if head.above > 0 {
@@ -170,9 +170,9 @@ pub fn digests_of_image(bytes: &[u8]) -> Result<Vec<Digest>, BadImage> {
     forks.dedup();
     let mut prefixes = vec![PrefixHash(0); forks.len()];
     let mut digests = vec![Digest::default(); sources];
-    let mut sums = Sums::default();
+    let mut sums = PrefixDigests::default();
     let mut locals = Vec::new();
-    let mut reader = Reader(bytes);
+    let mut reader = ImageReader(bytes);
     reader.sources()?;
     let mut count = 0;
     while let Some(head) = reader.run()? {
@@ -299,18 +299,18 @@ impl Tree {
         wanted: impl Fn(usize) -> bool,
         bytes_max: usize,
     ) -> Result<Option<(Self, Vec<SourceNumber>)>, BadImage> {
-        let mut reader = Reader(bytes);
+        let mut reader = ImageReader(bytes);
         let sources = reader.sources()?;
         let mut tree = Self::new();
         if bytes_max == usize::MAX {
             tree.table.expect(bytes.len() / size_of::<u64>());
         }
-        let mut reading = Reading {
+        let mut reading = ImageLoader {
             numbers: (0..sources).map(|_| tree.open()).collect(),
             wanted: (0..sources).map(wanted).collect(),
             digests: vec![Digest::default(); sources],
             runs: Vec::new(),
-            sums: Sums::default(),
+            sums: PrefixDigests::default(),
             holders: Vec::new(),
         };
         while let Some(head) = reader.run()? {
@@ -339,23 +339,23 @@ impl Tree {
 }
 
 /// An image on its way to a tree.
-struct Reading {
+struct ImageLoader {
     numbers: Vec<SourceNumber>,
     wanted: Vec<bool>,
     digests: Vec<Digest>,
     /// The runs so far; none for those of which nothing is wanted.
     runs: Vec<RunId>,
-    sums: Sums,
+    sums: PrefixDigests,
     /// The present run's.
     holders: Vec<(usize, Spans)>,
 }
 
-impl Reading {
+impl ImageLoader {
     fn run(
         &mut self,
         tree: &mut Tree,
-        head: &Head<'_>,
-        reader: &mut Reader<'_>,
+        head: &RunHead<'_>,
+        reader: &mut ImageReader<'_>,
     ) -> Result<(), BadImage> {
         self.holders.clear();
         for _ in 0..reader.number()? {

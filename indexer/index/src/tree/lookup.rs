@@ -5,7 +5,7 @@ use std::hint::black_box;
 use warmroute_proto::{PrefixHash, Tier, Tiers};
 
 use super::run::{Run, RunId};
-use super::spans::Walk;
+use super::spans::RunWalk;
 use super::{Position, SourceNumber, TierMask, Tree};
 
 /// Distances in blocks that are walked instead of searched: a few cache lines at once are read faster than
@@ -13,13 +13,13 @@ use super::{Position, SourceNumber, TierMask, Tree};
 const WALK_MAX: usize = 64;
 
 /// A run on the way down, and how many of its blocks the prompt has.
-struct Stage {
+struct PathRun {
     run: RunId,
     matched: u32,
 }
 
 /// How far the search for the last known block has come.
-struct Found {
+struct DepthSearch {
     last: Position,
     /// The depth of that block.
     known: usize,
@@ -95,7 +95,7 @@ fn advance_by_pieces(
     allowed: TierMask,
     run_so_far: &mut Tiers<u32>,
 ) -> u32 {
-    let mut walk = Walk { run: *run_so_far };
+    let mut walk = RunWalk { run: *run_so_far };
     let mut reached = blocks.start;
     for (start, end, tiers) in run.pieces(at, blocks.start) {
         let end = end.min(blocks.end);
@@ -110,12 +110,12 @@ fn advance_by_pieces(
 
 impl Tree {
     /// The runs from the prompt's last known block up to the root.
-    fn way(&self, chain: &[PrefixHash]) -> Vec<Stage> {
+    fn way(&self, chain: &[PrefixHash]) -> Vec<PathRun> {
         let mut way = Vec::with_capacity(8);
         let Some(last) = self.last_known(chain) else {
             return way;
         };
-        way.push(Stage {
+        way.push(PathRun {
             run: last.run,
             matched: last.offset + 1,
         });
@@ -124,7 +124,7 @@ impl Tree {
         while let Some(above) = run.parent.some() {
             // Nothing waits for this here, and the list is at hand when its turn comes.
             sum ^= run.leads.first().map_or(0, |lead| lead.blocks());
-            way.push(Stage {
+            way.push(PathRun {
                 run: above,
                 matched: run.attach,
             });
@@ -143,7 +143,7 @@ impl Tree {
         let middle = chain.len() / 2;
         let [first, half] = [chain.first()?, chain.get(middle)?];
         self.table.touch(&[*first, *half]);
-        let mut found = Found {
+        let mut found = DepthSearch {
             last: Position::ROOT,
             known: 0,
             unknown: chain.len(),
@@ -158,7 +158,7 @@ impl Tree {
 
     /// In each run the first guess is that the prompt has all of it; short distances are walked. `is_left`:
     /// the run that was found is known to have no more of the prompt.
-    fn search(&self, chain: &[PrefixHash], mut found: Found, mut is_left: bool) -> Position {
+    fn search(&self, chain: &[PrefixHash], mut found: DepthSearch, mut is_left: bool) -> Position {
         let mut tried = RunId::NONE;
         while found.known + 1 < found.unknown {
             let run = self.run(found.last.run);
@@ -188,7 +188,7 @@ impl Tree {
     }
 
     /// Is this depth known?
-    fn probe(&self, chain: &[PrefixHash], depth: usize, found: &mut Found) -> bool {
+    fn probe(&self, chain: &[PrefixHash], depth: usize, found: &mut DepthSearch) -> bool {
         let position = self.locate_at(chain, depth);
         match position {
             Some(position) => (found.last, found.known) = (position, depth),
@@ -198,7 +198,7 @@ impl Tree {
     }
 
     /// Goes on in the run, for some blocks at most. Did it end before that, or the prompt leave it?
-    fn walk(&self, chain: &[PrefixHash], found: &mut Found) -> bool {
+    fn walk(&self, chain: &[PrefixHash], found: &mut DepthSearch) -> bool {
         let from = found.known + 1;
         let to = found.unknown.min(from + WALK_MAX);
         let same = self.same(found.last, &chain[from..to]);

@@ -35,10 +35,10 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
 use self::ahead::Grown;
-use self::blocks::{Blocks, CHUNK};
+use self::blocks::{BlockArena, CHUNK};
 use self::run::{Run, RunId};
-use self::runs::Runs;
-use self::table::Table;
+use self::runs::RunArena;
+use self::table::PrefixTable;
 
 pub use ahead::{Growth, blocks_in, is_long};
 pub(crate) use dump::Dump;
@@ -132,8 +132,8 @@ impl Position {
 }
 
 #[derive(Default)]
-struct Holdings {
-    life: Life,
+struct SourceHoldings {
+    life: SourceLife,
     digest: Digest,
     /// Every run that the source stands in, in no order.
     runs: Vec<RunId>,
@@ -143,14 +143,14 @@ struct Holdings {
     unvisited: usize,
 }
 
-impl Holdings {
+impl SourceHoldings {
     const fn list_bytes(&self) -> usize {
         room::heap(self.runs.capacity() * size_of::<RunId>())
     }
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Life {
+enum SourceLife {
     #[default]
     Free,
     Open,
@@ -159,7 +159,7 @@ enum Life {
 }
 
 /// One node of one source: a block that it holds, or holds something below of.
-struct Listed {
+struct SourceNode {
     parent: Option<PrefixHash>,
     prefix: PrefixHash,
     local: LocalHash,
@@ -168,12 +168,12 @@ struct Listed {
 
 /// See the module's documentation.
 pub struct Tree {
-    blocks: Blocks,
-    table: Table,
-    runs: Runs,
+    blocks: BlockArena,
+    table: PrefixTable,
+    runs: RunArena,
     /// The first of the runs at depth 0.
     first_root: RunId,
-    sources: Vec<Holdings>,
+    sources: Vec<SourceHoldings>,
     /// Per source: all tiers if it is open, else none.
     open: Vec<TierMask>,
     free: Vec<SourceNumber>,
@@ -191,9 +191,9 @@ pub struct Tree {
 impl Default for Tree {
     fn default() -> Self {
         Self {
-            blocks: Blocks::default(),
-            table: Table::default(),
-            runs: Runs::default(),
+            blocks: BlockArena::default(),
+            table: PrefixTable::default(),
+            runs: RunArena::default(),
             first_root: RunId::NONE,
             sources: Vec::new(),
             open: Vec::new(),
@@ -219,11 +219,11 @@ impl Tree {
         let number = self.free.pop().unwrap_or_else(|| {
             let next = u32::try_from(self.sources.len()).unwrap_or(u32::MAX);
             debug_assert!(next < u32::MAX, "sources are few");
-            self.sources.push(Holdings::default());
+            self.sources.push(SourceHoldings::default());
             self.open.push(TierMask::NONE);
             SourceNumber(next)
         });
-        self.sources[number.index()].life = Life::Open;
+        self.sources[number.index()].life = SourceLife::Open;
         self.open[number.index()] = TierMask::ALL;
         number
     }
@@ -231,7 +231,7 @@ impl Tree {
     /// Ends a source: at once it holds nothing. What it held is given back by [`Self::reclaim`].
     pub fn close(&mut self, number: SourceNumber) {
         if let Some(source) = self.opened(number) {
-            source.life = Life::Closed;
+            source.life = SourceLife::Closed;
             source.digest = Digest::default();
             source.unvisited = source.runs.len();
             self.open[number.index()] = TierMask::NONE;
@@ -339,10 +339,10 @@ impl Tree {
         self.nodes
     }
 
-    fn opened(&mut self, number: SourceNumber) -> Option<&mut Holdings> {
+    fn opened(&mut self, number: SourceNumber) -> Option<&mut SourceHoldings> {
         self.sources
             .get_mut(number.index())
-            .filter(|source| source.life == Life::Open)
+            .filter(|source| source.life == SourceLife::Open)
     }
 
     fn run(&self, id: RunId) -> &Run {
@@ -398,7 +398,7 @@ impl Tree {
     fn standing(&self, number: SourceNumber) -> impl Iterator<Item = (&Run, usize)> {
         self.sources
             .get(number.index())
-            .filter(|source| source.life == Life::Open)
+            .filter(|source| source.life == SourceLife::Open)
             .into_iter()
             .flat_map(|source| &source.runs)
             .filter_map(move |&run| {
@@ -408,7 +408,7 @@ impl Tree {
     }
 
     /// The nodes of an open source.
-    fn listed(&self, number: SourceNumber) -> impl Iterator<Item = Listed> {
+    fn listed(&self, number: SourceNumber) -> impl Iterator<Item = SourceNode> {
         self.standing(number).flat_map(move |(run, at)| {
             let mut parent = run
                 .parent
@@ -418,7 +418,7 @@ impl Tree {
                 let place = run.place(offset);
                 let prefix = self.blocks.prefix(place);
                 let piece = run.pieces(at, offset).next();
-                Listed {
+                SourceNode {
                     parent: parent.replace(prefix),
                     prefix,
                     local: self.blocks.local(place),

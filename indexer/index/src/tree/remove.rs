@@ -5,7 +5,7 @@ use warmroute_proto::{PrefixHash, Tier};
 use super::blocks::CHUNK;
 use super::run::RunId;
 use super::store::Range;
-use super::{ChangeError, Holdings, Position, SourceNumber, Tree};
+use super::{ChangeError, Position, SourceHoldings, SourceNumber, Tree};
 
 /// Free memory that is kept whatever is in use.
 const SPARE_MIN: usize = 1 << 20;
@@ -180,7 +180,7 @@ impl Tree {
             let source = &mut self.sources[number.index()];
             if source.runs.is_empty() {
                 self.heap -= source.list_bytes();
-                *source = Holdings::default();
+                *source = SourceHoldings::default();
                 self.closed.pop();
                 self.free.push(number);
                 continue;

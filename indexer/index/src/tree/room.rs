@@ -5,7 +5,7 @@
 //! by `indexer/index/tests/memory.rs`, and added by the fold.
 
 use super::blocks::CHUNK;
-use super::{Holdings, Tree};
+use super::{SourceHoldings, Tree};
 
 /// The allocator's header and rounding.
 pub(super) const fn heap(bytes: usize) -> usize {
@@ -24,7 +24,7 @@ impl Tree {
             + self.table.bytes()
             + self.runs.bytes()
             + self.heap
-            + self.sources.capacity() * size_of::<Holdings>()
+            + self.sources.capacity() * size_of::<SourceHoldings>()
     }
 
     /// Of these, what the next blocks will take before more is asked of the allocator.

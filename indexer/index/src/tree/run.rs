@@ -4,7 +4,7 @@
 
 use warmroute_proto::{PrefixHash, Tier};
 
-use super::blocks::{CHUNK, Place};
+use super::blocks::{BlockPlace, CHUNK};
 use super::room::heap;
 use super::spans::Spans;
 use super::{SourceNumber, TierMask};
@@ -56,7 +56,7 @@ impl Lead {
 
 /// The rest of what is known of a holder.
 #[derive(Debug, Default)]
-pub(super) struct Hold {
+pub(super) struct Holder {
     /// What it holds; empty if that is just its lead.
     pub(super) spans: Spans,
     /// Behind the last block that it holds or needs for the sake of a descendant.
@@ -89,7 +89,7 @@ pub(super) struct Run {
     /// Holders whose `end` is `len`. Without one the run is too long.
     pub(super) at_tail: u32,
     pub(super) chunks: Vec<u32>,
-    pub(super) holds: Vec<Hold>,
+    pub(super) holds: Vec<Holder>,
     pub(super) next_sibling: RunId,
     pub(super) previous_sibling: RunId,
 }
@@ -113,16 +113,16 @@ impl Run {
     }
 
     /// The place of a block of the run.
-    pub(super) fn place(&self, offset: u32) -> Place {
+    pub(super) fn place(&self, offset: u32) -> BlockPlace {
         let chunk = self.chunks[offset as usize / CHUNK];
-        Place(chunk * CHUNK as u32 + offset % CHUNK as u32)
+        BlockPlace(chunk * CHUNK as u32 + offset % CHUNK as u32)
     }
 
     /// What the lists take, the holders' pieces aside.
     pub(super) const fn heap_bytes(&self) -> usize {
         heap(self.chunks.capacity() * size_of::<u32>())
             + heap(self.leads.capacity() * size_of::<Lead>())
-            + heap(self.holds.capacity() * size_of::<Hold>())
+            + heap(self.holds.capacity() * size_of::<Holder>())
     }
 
     /// The holder's index, or where it would stand.
@@ -131,9 +131,9 @@ impl Run {
     }
 
     pub(super) fn add_holder(&mut self, at: usize, source: SourceNumber, slot: u32) {
-        let hold = Hold {
+        let hold = Holder {
             slot,
-            ..Hold::default()
+            ..Holder::default()
         };
         // Most runs have one or two holders: room for four each would be the bulk of their memory.
         if self.leads.len() < 4 {
@@ -144,7 +144,7 @@ impl Run {
         self.holds.insert(at, hold);
     }
 
-    pub(super) fn drop_holder(&mut self, at: usize) -> Hold {
+    pub(super) fn drop_holder(&mut self, at: usize) -> Holder {
         let hold = self.holds.remove(at);
         self.leads.remove(at);
         if hold.end == self.len {

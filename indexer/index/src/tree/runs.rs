@@ -10,7 +10,7 @@ const SEGMENT: usize = 512;
 
 /// A run without blocks is free.
 #[derive(Default)]
-pub(super) struct Runs {
+pub(super) struct RunArena {
     /// All but the last one are full.
     segments: Vec<Vec<Run>>,
     /// Free ones, the last freed at the end. Some may be beyond the end by now: they are passed over, and
@@ -19,7 +19,7 @@ pub(super) struct Runs {
     free_count: usize,
 }
 
-impl Runs {
+impl RunArena {
     pub(super) fn len(&self) -> usize {
         let full = self.segments.len().saturating_sub(1) * SEGMENT;
         full + self.segments.last().map_or(0, Vec::len)
@@ -85,7 +85,7 @@ impl Runs {
     }
 }
 
-impl Index<usize> for Runs {
+impl Index<usize> for RunArena {
     type Output = Run;
 
     fn index(&self, index: usize) -> &Run {
@@ -93,7 +93,7 @@ impl Index<usize> for Runs {
     }
 }
 
-impl IndexMut<usize> for Runs {
+impl IndexMut<usize> for RunArena {
     fn index_mut(&mut self, index: usize) -> &mut Run {
         &mut self.segments[index / SEGMENT][index % SEGMENT]
     }

@@ -157,11 +157,11 @@ impl Pieces {
 
 /// How far one source's walk has come.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Walk {
+pub(super) struct RunWalk {
     pub(super) run: Tiers<u32>,
 }
 
-impl Walk {
+impl RunWalk {
     /// Counts `blocks` blocks held in `tiers` at the walk's end; false if it ends there. Once a lower
     /// tier was needed, the GPU's blocks further on are no run any more.
     pub(super) const fn step(&mut self, blocks: u32, tiers: TierMask) -> bool {

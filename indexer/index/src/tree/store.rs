@@ -202,7 +202,7 @@ impl Tree {
             }
             let added = &hashes[hashes.len() - rest.len() - (run.len as usize - offset)..];
             for (place, &hash) in (first.0..).zip(&added[..run.len as usize - offset]) {
-                self.table.insert(hash, super::blocks::Place(place));
+                self.table.insert(hash, super::blocks::BlockPlace(place));
             }
         }
         if let Some(&tail) = hashes.last() {

@@ -8,7 +8,7 @@ use std::hint::black_box;
 
 use warmroute_proto::PrefixHash;
 
-use super::blocks::{CHUNK, Place};
+use super::blocks::{BlockPlace, CHUNK};
 use super::room::heap;
 
 /// So many that growing one takes microseconds even among tens of millions of blocks: readers wait
@@ -18,14 +18,14 @@ const SHARD_BITS: u32 = 12;
 const SLOTS_MIN: usize = 8;
 /// Smaller shards do not shrink before they are empty.
 const SHRINK_MIN: usize = 64;
-const EMPTY: Slot = Slot(0);
+const EMPTY: TableSlot = TableSlot(0);
 
 /// The tag above, the place plus one below; zero if empty.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Slot(u64);
+struct TableSlot(u64);
 
-impl Slot {
-    const fn new(tag: u32, place: Place) -> Self {
+impl TableSlot {
+    const fn new(tag: u32, place: BlockPlace) -> Self {
         Self(((tag as u64) << 32) | (place.0 as u64 + 1))
     }
 
@@ -33,26 +33,26 @@ impl Slot {
         (self.0 >> 32) as u32
     }
 
-    const fn place(self) -> Place {
-        Place((self.0 as u32).wrapping_sub(1))
+    const fn place(self) -> BlockPlace {
+        BlockPlace((self.0 as u32).wrapping_sub(1))
     }
 }
 
 #[derive(Default)]
-struct Shard {
+struct TableShard {
     slots: Vec<u64>,
     used: usize,
 }
 
-pub(super) struct Table {
-    shards: Vec<Shard>,
+pub(super) struct PrefixTable {
+    shards: Vec<TableShard>,
     bytes: usize,
 }
 
-impl Default for Table {
+impl Default for PrefixTable {
     fn default() -> Self {
         Self {
-            shards: (0..SHARDS).map(|_| Shard::default()).collect(),
+            shards: (0..SHARDS).map(|_| TableShard::default()).collect(),
             bytes: 0,
         }
     }
@@ -71,7 +71,7 @@ const fn home(tag: u32, slots: usize) -> usize {
     ((tag as u64 * slots as u64) >> 32) as usize
 }
 
-impl Table {
+impl PrefixTable {
     /// Makes room for so many, at once. The table must be empty.
     pub(super) fn expect(&mut self, hashes: usize) {
         // They spread evenly: more than a few standard deviations beyond the mean need not fit.
@@ -88,12 +88,16 @@ impl Table {
     }
 
     /// The place of `hash` for which `is_it` says so.
-    pub(super) fn find(&self, hash: PrefixHash, is_it: impl Fn(Place) -> bool) -> Option<Place> {
+    pub(super) fn find(
+        &self,
+        hash: PrefixHash,
+        is_it: impl Fn(BlockPlace) -> bool,
+    ) -> Option<BlockPlace> {
         let slots = &self.shards[shard_of(hash)].slots[..];
         let tag = tag_of(hash);
         let mut at = home(tag, slots.len());
         while let Some(&slot) = slots.get(at) {
-            let slot = Slot(slot);
+            let slot = TableSlot(slot);
             if slot == EMPTY {
                 return None;
             }
@@ -122,27 +126,27 @@ impl Table {
     }
 
     /// Adds a hash that is not in yet.
-    pub(super) fn insert(&mut self, hash: PrefixHash, place: Place) {
+    pub(super) fn insert(&mut self, hash: PrefixHash, place: BlockPlace) {
         let shard = &mut self.shards[shard_of(hash)];
         if (shard.used + 1) * 4 > shard.slots.len() * 3 {
             self.bytes -= shard.bytes();
             shard.resize((shard.slots.len() * 3 / 2).max(SLOTS_MIN));
             self.bytes += shard.bytes();
         }
-        shard.put(Slot::new(tag_of(hash), place));
+        shard.put(TableSlot::new(tag_of(hash), place));
         shard.used += 1;
     }
 
-    pub(super) fn erase(&mut self, hash: PrefixHash, place: Place) {
+    pub(super) fn erase(&mut self, hash: PrefixHash, place: BlockPlace) {
         let shard = &mut self.shards[shard_of(hash)];
         let tag = tag_of(hash);
-        let wanted = Slot::new(tag, place);
+        let wanted = TableSlot::new(tag, place);
         let length = shard.slots.len();
         let mut at = home(tag, length);
         loop {
             match shard.slots.get(at) {
-                Some(&slot) if Slot(slot) == wanted => break,
-                Some(&slot) if Slot(slot) != EMPTY => at = next(at, length),
+                Some(&slot) if TableSlot(slot) == wanted => break,
+                Some(&slot) if TableSlot(slot) != EMPTY => at = next(at, length),
                 Some(_) | None => {
                     debug_assert!(false, "what is erased is in");
                     return;
@@ -163,19 +167,19 @@ impl Table {
         for (&prefix, offset) in prefixes.iter().zip(0..) {
             let hash = PrefixHash(prefix);
             let [from, to] = [from, to].map(|chunk| {
-                let place = Place(chunk * CHUNK as u32 + offset);
-                Slot::new(tag_of(hash), place)
+                let place = BlockPlace(chunk * CHUNK as u32 + offset);
+                TableSlot::new(tag_of(hash), place)
             });
             let slots = &mut self.shards[shard_of(hash)].slots[..];
             let length = slots.len();
             let mut at = home(tag_of(hash), length);
             loop {
                 match slots.get_mut(at) {
-                    Some(slot) if Slot(*slot) == from => {
+                    Some(slot) if TableSlot(*slot) == from => {
                         *slot = to.0;
                         break;
                     }
-                    Some(slot) if Slot(*slot) != EMPTY => at = next(at, length),
+                    Some(slot) if TableSlot(*slot) != EMPTY => at = next(at, length),
                     Some(_) | None => {
                         debug_assert!(false, "what is moved is in");
                         break;
@@ -194,19 +198,19 @@ const fn next(at: usize, length: usize) -> usize {
     if at + 1 == length { 0 } else { at + 1 }
 }
 
-impl Shard {
+impl TableShard {
     const fn bytes(&self) -> usize {
         heap(self.slots.len() * size_of::<u64>())
     }
 
     fn resize(&mut self, slots: usize) {
         let old = std::mem::replace(&mut self.slots, vec![0; slots]);
-        for slot in old.into_iter().map(Slot).filter(|&slot| slot != EMPTY) {
+        for slot in old.into_iter().map(TableSlot).filter(|&slot| slot != EMPTY) {
             self.put(slot);
         }
     }
 
-    fn put(&mut self, slot: Slot) {
+    fn put(&mut self, slot: TableSlot) {
         let length = self.slots.len();
         let mut at = home(slot.tag(), length);
         while self.slots[at] != EMPTY.0 {
@@ -227,7 +231,7 @@ impl Shard {
         };
         let mut at = next(gap, length);
         while self.slots[at] != EMPTY.0 {
-            let home = home(Slot(self.slots[at]).tag(), length);
+            let home = home(TableSlot(self.slots[at]).tag(), length);
             if distance(home, at) >= distance(gap, at) {
                 self.slots[gap] = self.slots[at];
                 gap = at;
@@ -249,11 +253,11 @@ mod tests {
         /// Hashes that differ in few bits crowd together; all stay findable through any deletions.
         #[test]
         fn table_is_a_map(steps in prop::collection::vec((0..64_u64, any::<bool>()), 0..400)) {
-            let mut table = Table::default();
+            let mut table = PrefixTable::default();
             let mut model = FxHashMap::default();
             for (name, insert) in steps {
                 let hash = PrefixHash((name % 8) << 49 | (name / 8) << 10);
-                let place = Place(name as u32);
+                let place = BlockPlace(name as u32);
                 if insert && model.insert(hash, place).is_none() {
                     table.insert(hash, place);
                 } else if !insert && model.remove(&hash).is_some() {
@@ -261,7 +265,7 @@ mod tests {
                 }
                 for name in 0..64_u64 {
                     let hash = PrefixHash((name % 8) << 49 | (name / 8) << 10);
-                    let found = table.find(hash, |place| place == Place(name as u32));
+                    let found = table.find(hash, |place| place == BlockPlace(name as u32));
                     prop_assert_eq!(found, model.get(&hash).copied());
                 }
             }

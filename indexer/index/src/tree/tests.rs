@@ -63,7 +63,7 @@ pub(super) fn check(tree: &Tree) {
             assert!(hold.pin >= pin && (hold.pin_is_old || hold.pin == pin));
             let end = run.held_end(at).max(pin);
             assert!(hold.end >= end);
-            assert!(source.life != Life::Open || hold.end == end);
+            assert!(source.life != SourceLife::Open || hold.end == end);
             assert!(hold.spans.as_leading().is_none_or(|blocks| blocks == 0));
         }
     }
@@ -71,7 +71,11 @@ pub(super) fn check(tree: &Tree) {
     assert_eq!(tree.holders, standing);
     let holds = tree.runs.iter().flat_map(|run| &run.holds);
     heap += holds.map(|hold| hold.spans.heap_bytes()).sum::<usize>();
-    heap += tree.sources.iter().map(Holdings::list_bytes).sum::<usize>();
+    heap += tree
+        .sources
+        .iter()
+        .map(SourceHoldings::list_bytes)
+        .sum::<usize>();
     assert_eq!(tree.heap, heap);
     let listed: usize = tree.sources.iter().map(|source| source.runs.len()).sum();
     assert_eq!(listed, standing);
@@ -629,8 +633,8 @@ proptest! {
         }
         reclaim_all(&mut tree);
         prop_assert_eq!(tree.nodes(), 0);
-        let lists: usize = tree.sources.iter().map(Holdings::list_bytes).sum();
-        let sources = tree.sources.capacity() * size_of::<Holdings>();
+        let lists: usize = tree.sources.iter().map(SourceHoldings::list_bytes).sum();
+        let sources = tree.sources.capacity() * size_of::<SourceHoldings>();
         prop_assert_eq!(tree.bytes(), sources + lists);
     }
 

@@ -152,7 +152,7 @@ proptest! {
         batch in 1..8_usize,
     ) {
         let subjects = Subjects::new(&namespace());
-        let log: Vec<_> = log(&events).iter().map(|message| Parsed::of(&subjects, message)).collect();
+        let log: Vec<_> = log(&events).iter().map(|message| ParsedMessage::of(&subjects, message)).collect();
         let (one, now) = empty();
         let (other, _) = empty();
         for messages in log.chunks(batch) {
@@ -184,7 +184,7 @@ fn whoever_empties_a_tier_has_a_turn_alone() {
             payload: Bytes::from(codec::encode(&record).unwrap()),
             stored_unix_ns: 1,
         };
-        Parsed::of(&subjects, &message)
+        ParsedMessage::of(&subjects, &message)
     };
     let clear = vec![Change::Cleared { tier: Tier::Gpu }];
     let log = [

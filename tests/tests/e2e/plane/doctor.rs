@@ -9,7 +9,7 @@ use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::time::Instant;
-use warmroute_indexer::fold::{HeartbeatVerdict, Verdict};
+use warmroute_indexer::fold::{HeartbeatVerdict, RecordVerdict};
 use warmroute_plane::{NatsConfig, NatsPlane, Plane, PutIf, RegistryEvent, ServiceRequest};
 use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::snapshot::SnapshotPointer;
@@ -383,7 +383,7 @@ async fn assert_pages(fleet: &Fleet) {
             "{name} in\n{index}"
         );
     }
-    for verdict in Verdict::ALL {
+    for verdict in RecordVerdict::ALL {
         let name = format!(
             "warmroute_indexer_records_total{{verdict=\"{}\"}}",
             verdict.label()

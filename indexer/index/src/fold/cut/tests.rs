@@ -9,8 +9,8 @@ use warmroute_proto::{Generation, RecordNumber, Tier, Tiers, codec};
 
 use super::*;
 use crate::fold::tests::{SECOND, Trick, W, gpu, resyncs, toggle_of, trick, world};
-use crate::fold::{FREE_AFTER, HeartbeatVerdict, Verdict, source::PATIENCE};
-use crate::snapshot::BadSnapshot;
+use crate::fold::{FREE_AFTER, HeartbeatVerdict, RecordVerdict, source::PATIENCE};
+use crate::snapshot::SnapshotReadError;
 use crate::tests_support::{World, namespace, prefix, removed, said, source, stored};
 
 /// What two folds must agree on at one position, whatever either heard besides the log.
@@ -22,7 +22,7 @@ type Told = Vec<(
 )>;
 
 fn told(fold: &Fold, now: Instant) -> Told {
-    fold.standings(now)
+    fold.statuses(now)
         .filter(|(_, standing)| standing.generation.is_some())
         .map(|(source, standing)| {
             let number = standing.number;
@@ -63,7 +63,7 @@ fn restored_sources_are_unknown_until_their_first_record_or_heartbeat() {
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
     assert_eq!(world.state(W), SourceState::Exact);
     assert_eq!(world.state("w2/0"), SourceState::Unknown);
-    assert_eq!(world.publish("w2/0", gpu("n")), Verdict::Applied);
+    assert_eq!(world.publish("w2/0", gpu("n")), RecordVerdict::Applied);
     assert_eq!(world.state("w2/0"), SourceState::Exact);
     assert_eq!(world.ask("a b d")[0].run.gpu, 3);
 }
@@ -131,16 +131,19 @@ fn a_digest_that_is_not_the_trees_is_refused() {
     head.sources[1].after.sum ^= 1;
     let blob = crate::snapshot::format::encode(&head, &cut.image).unwrap();
     let wrong = Restored::read(&blob).err().unwrap();
-    assert!(matches!(wrong, BadSnapshot::Digest(of) if of == source("w2/0")));
+    assert!(matches!(wrong, SnapshotReadError::Digest(of) if of == source("w2/0")));
     let mut head = cut.head;
     head.sources.remove(0);
     let blob = crate::snapshot::format::encode(&head, &cut.image).unwrap();
-    assert!(matches!(Restored::read(&blob), Err(BadSnapshot::Parts)));
+    assert!(matches!(
+        Restored::read(&blob),
+        Err(SnapshotReadError::Parts)
+    ));
 }
 
 #[test]
 fn nothing_read_is_no_snapshot() {
-    assert_eq!(World::new().snapshot().err(), Some(NoCut::Nothing));
+    assert_eq!(World::new().snapshot().err(), Some(NoSnapshot::Nothing));
 }
 
 #[test]
@@ -279,7 +282,7 @@ fn a_lagging_reader_does_not_take_what_is_to_come_for_lost() {
         world.fold.tick(now);
     }
     assert_eq!(resyncs(&mut world), [], "the log is not in yet");
-    assert_eq!(world.deliver_record(&late), Verdict::Applied);
+    assert_eq!(world.deliver_record(&late), RecordVerdict::Applied);
     world.heartbeat(W);
     assert_eq!(world.state(W), SourceState::Exact);
 }

@@ -3,7 +3,7 @@ use warmroute_proto::{Change, LocalHash, Tier};
 
 use super::*;
 use crate::fold::tests::SECOND;
-use crate::fold::{FREE_AFTER, NoCut, Verdict};
+use crate::fold::{FREE_AFTER, NoSnapshot, RecordVerdict};
 use crate::snapshot::Restored;
 use crate::tests_support::{World, source};
 
@@ -81,9 +81,9 @@ fn at_the_bound_the_largest_source_is_set_aside() {
     assert_eq!(world.state("small/0"), SourceState::Exact);
     assert_eq!(
         world.publish("big/0", own(9, 30_000, 1)),
-        Verdict::NotFolded
+        RecordVerdict::NotFolded
     );
-    assert_eq!(world.snapshot().err(), Some(NoCut::SetAside));
+    assert_eq!(world.snapshot().err(), Some(NoSnapshot::SetAside));
     world.register("big");
     world.deregister("big");
     world.wait(FREE_AFTER);
@@ -106,7 +106,10 @@ fn a_source_returns_once_when_there_is_room() {
     let asked = live(&mut world, &shims, 9);
     assert_eq!(asked, ["big/0"]);
     world.shim("big/0").next_generation();
-    assert_eq!(world.publish("big/0", own(9, 0, 20_000)), Verdict::Started);
+    assert_eq!(
+        world.publish("big/0", own(9, 0, 20_000)),
+        RecordVerdict::Started
+    );
     assert_eq!(world.state("big/0"), SourceState::Exact);
     assert_eq!(world.fold.set_aside_and_returned(), (1, 1));
     assert_eq!(live(&mut world, &shims, 100), [""; 0]);
@@ -122,7 +125,7 @@ fn who_is_not_there_is_not_asked() {
 #[test]
 fn each_absence_is_longer_than_the_one_before() {
     let start = crate::tests_support::some_instant();
-    let mut aside = Aside::default();
+    let mut aside = SetAsideHistory::default();
     let mut now = start;
     for seconds in [60, 120, 240, 480, 960, 1920, 3840, 3840] {
         aside.went(now, 1);
@@ -231,7 +234,7 @@ fn sources_that_join_and_leave_are_forgotten_in_the_end() {
             world.fold.tree().nodes() <= 20 * 1_000,
             "blocks are given back"
         );
-        assert!(world.fold.standings(world.now).count() <= 4096 + 1_000);
+        assert!(world.fold.statuses(world.now).count() <= 4096 + 1_000);
     }
     world.wait(FREE_AFTER);
     world.wait(FREE_AFTER);
@@ -241,7 +244,7 @@ fn sources_that_join_and_leave_are_forgotten_in_the_end() {
     assert!(world.fold.workers().count() <= 4096);
     assert!(most < 12 << 20, "{most} bytes");
     world.wait(86_400 * SECOND);
-    assert_eq!(world.fold.standings(world.now).count(), 0);
+    assert_eq!(world.fold.statuses(world.now).count(), 0);
     assert!(world.fold.bytes() < 1 << 20);
 }
 

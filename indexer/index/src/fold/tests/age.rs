@@ -23,7 +23,7 @@ impl Late {
         };
         late.look();
         let record = late.record("a");
-        assert_eq!(late.deliver(&record), Verdict::Started);
+        assert_eq!(late.deliver(&record), RecordVerdict::Started);
         assert_eq!(late.state(), SourceState::Exact);
         late
     }
@@ -63,7 +63,7 @@ impl Late {
     }
 
     /// The log takes and delivers it now.
-    fn deliver(&mut self, record: &Record) -> Verdict {
+    fn deliver(&mut self, record: &Record) -> RecordVerdict {
         self.world.position = self.world.position.next();
         let message = LogMessage {
             position: self.world.position,
@@ -88,13 +88,13 @@ fn a_record_kept_on_its_way_is_folded_and_proves_what_was() {
     let mut late = Late::new();
     let kept = late.record("b");
     late.wait(3);
-    assert_eq!(late.deliver(&kept), Verdict::Applied);
+    assert_eq!(late.deliver(&kept), RecordVerdict::Applied);
     assert_eq!(late.state(), SourceState::Exact);
     late.wait(2);
     assert_eq!(late.state(), SourceState::Unknown, "said 5 s ago");
     let kept = late.record("c");
     late.wait(7);
-    assert_eq!(late.deliver(&kept), Verdict::Applied);
+    assert_eq!(late.deliver(&kept), RecordVerdict::Applied);
     assert_eq!(late.state(), SourceState::Unknown);
     assert_eq!(late.hear(&late.heartbeat()), HeartbeatVerdict::Proof);
     assert_eq!(late.state(), SourceState::Exact, "all of it is in");
@@ -140,7 +140,7 @@ fn who_says_no_time_is_believed_as_of_when_it_has_recent_readers() {
     let mut kept = late.record("b");
     kept.sent_at = None;
     late.wait(7);
-    assert_eq!(late.deliver(&kept), Verdict::Applied);
+    assert_eq!(late.deliver(&kept), RecordVerdict::Applied);
     assert_eq!(late.state(), SourceState::Exact);
 }
 
@@ -150,7 +150,7 @@ fn the_long_gone_is_not_asked_above_its_fence() {
     let old = late.heartbeat();
     late.shim.next_generation();
     let record = late.record("z");
-    assert_eq!(late.deliver(&record), Verdict::Started);
+    assert_eq!(late.deliver(&record), RecordVerdict::Started);
     late.wait(8);
     assert_eq!(late.hear(&old), HeartbeatVerdict::Old);
     assert_eq!(resyncs(&mut late.world), Vec::new());

@@ -113,8 +113,8 @@ const SCHEDULE: Schedule = Schedule {
     every: Duration::from_secs(60),
 };
 
-fn reading(start: Instant, seconds: u64, position: u64, bytes: u64) -> Reading {
-    Reading {
+fn reading(start: Instant, seconds: u64, position: u64, bytes: u64) -> ReadProgress {
+    ReadProgress {
         at: start + Duration::from_secs(seconds),
         position: LogPosition(position),
         bytes,
@@ -125,7 +125,7 @@ fn reading(start: Instant, seconds: u64, position: u64, bytes: u64) -> Reading {
 #[test]
 fn due_before_a_small_log_lets_the_last_one_go() {
     let start = crate::tests_support::some_instant();
-    let mut progress = Progress::default();
+    let mut progress = SnapshotProgress::default();
     progress.took(reading(start, 0, 100, 100));
     let mut now = reading(start, 1, 125, 125);
     assert!(!progress.is_due(now, &SCHEDULE), "nothing was trimmed");
@@ -139,7 +139,7 @@ fn due_before_a_small_log_lets_the_last_one_go() {
 fn due_by_bytes_by_time_and_for_want_of_any() {
     let start = crate::tests_support::some_instant();
     let at = |seconds, position, bytes| reading(start, seconds, position, bytes);
-    let mut progress = Progress::default();
+    let mut progress = SnapshotProgress::default();
     assert!(!progress.is_due(at(0, 0, 0), &SCHEDULE), "nothing was read");
     assert!(progress.is_due(at(0, 1, 1), &SCHEDULE), "there is none");
     progress.took(at(0, 1, 1));
@@ -160,7 +160,7 @@ fn due_by_bytes_by_time_and_for_want_of_any() {
 fn what_another_replica_wrote_counts() {
     let start = crate::tests_support::some_instant();
     let at = |seconds, position, bytes| reading(start, seconds, position, bytes);
-    let mut progress = Progress::default();
+    let mut progress = SnapshotProgress::default();
     // Found at the start: of unknown age, so it is renewed after the usual time even if idle.
     progress.learned(at(0, 10, 500), LogPosition(10));
     assert!(!progress.is_due(at(59, 10, 500), &SCHEDULE));

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 pub(super) const QUIET: Duration = Duration::from_secs(6);
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Link {
+pub(super) struct PlaneOutage {
     /// When the last cut began; none if it is long over.
     cut_since: Option<Instant>,
     /// When it has no effect any more; none while it lasts.
     quiet_until: Option<Instant>,
 }
 
-impl Link {
+impl PlaneOutage {
     pub(super) fn down(&mut self, now: Instant) {
         // A cut soon after another one is the same to whoever lost a lease in between.
         if !self.is_quiet(now) {
@@ -56,7 +56,7 @@ mod tests {
     fn what_goes_during_a_cut_counts_one_lease_after_it() {
         let start = crate::tests_support::some_instant();
         let at = |seconds: u32| start + SECOND * seconds;
-        let mut link = Link::default();
+        let mut link = PlaneOutage::default();
         assert!(link.counts(at(1), at(1)), "never cut");
         link.down(at(10));
         assert!(link.is_down());
@@ -74,7 +74,7 @@ mod tests {
     fn a_second_cut_prolongs_the_first() {
         let start = crate::tests_support::some_instant();
         let at = |seconds: u32| start + SECOND * seconds;
-        let mut link = Link::default();
+        let mut link = PlaneOutage::default();
         link.down(at(10));
         link.up(at(20));
         link.down(at(22));
