@@ -1,4 +1,4 @@
-//! What a shim is told. Checked by whoever builds it; here only what the sockets need.
+//! A shim's configuration, validated by its caller, and the endpoints of its ranks.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
 use crate::engine::EngineKey;
 use crate::mirror::Assumptions;
-use crate::state_dir::StateDir;
+use crate::state_dir::CheckpointStore;
 
 /// One shim, one vLLM server, all its ranks.
 #[derive(Clone, Debug)]
@@ -17,30 +17,35 @@ pub struct ShimConfig {
     pub worker_url: String,
     /// Where routers reach it.
     pub advertise_url: String,
-    /// Sent with everything that the shim asks of the engine.
+    /// Sent with every request to the engine.
     pub engine_key: Option<EngineKey>,
-    /// The live endpoint of rank 0; rank r is r ports further. Unset: as the engine tells.
+    /// The live endpoint of rank 0; rank r is r ports further. Unset: the engine's own report.
     pub kv_endpoint: Option<String>,
     /// Likewise the replay endpoint.
     pub kv_replay_endpoint: Option<String>,
     pub ranks: u32,
     /// Live messages of other topics are dropped.
     pub topic: Option<String>,
-    /// The block size that events must have; unset: as they tell.
+    /// The block size that events must have. Unset: the size that events report.
     pub block_size: Option<BlockSize>,
     pub assume: Assumptions,
     /// Bytes of records of one rank that may wait for the log; beyond, one new generation replaces
     /// them.
     pub outbox_bytes_max: usize,
-    /// Where checkpoints are kept; without it a restarted shim knows what the engine replays.
-    pub state: Option<Arc<StateDir>>,
+    /// Bytes of live batches of one rank that may wait for a replay's end.
+    pub buffer_bytes_max: usize,
+    /// Checkpoint storage. Without it a restarted shim knows only what the engine replays.
+    pub checkpoints: Option<Arc<dyn CheckpointStore>>,
 }
 
-/// What a shim's outbox holds unless told otherwise: minutes of a busy engine.
+/// The default bound of a rank's outbox: minutes of a busy engine.
 pub const OUTBOX_BYTES_MAX: usize = 64 << 20;
 
+/// The default bound of live batches that wait for a replay.
+const BUFFER_BYTES_MAX: usize = 64 << 20;
+
 impl ShimConfig {
-    /// The common case: one rank, everything else as the engine tells.
+    /// One rank; the engine reports everything else.
     #[must_use]
     pub fn new(namespace: Namespace, worker: WorkerId, worker_url: String) -> Self {
         Self {
@@ -56,16 +61,17 @@ impl ShimConfig {
             block_size: None,
             assume: Assumptions::default(),
             outbox_bytes_max: OUTBOX_BYTES_MAX,
-            state: None,
+            buffer_bytes_max: BUFFER_BYTES_MAX,
+            checkpoints: None,
         }
     }
 }
 
-/// Where one rank's sockets are.
+/// The addresses of one rank's sockets.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Endpoints {
-    pub(crate) live: Option<String>,
-    pub(crate) replay: Option<String>,
+pub struct Endpoints {
+    pub live: Option<String>,
+    pub replay: Option<String>,
 }
 
 /// A rank's endpoint as vLLM derives it from rank 0's: so many TCP ports further, or a suffix.
@@ -82,8 +88,8 @@ pub(crate) fn endpoint_of_rank(template: &str, rank: DpRank) -> Option<String> {
     Some(format!("tcp://{host}:{port}"))
 }
 
-/// An endpoint as the engine binds it, as somebody else reaches it: a wildcard host becomes the
-/// engine's own.
+/// The address for peers of an endpoint that the engine binds: a wildcard host becomes the engine's
+/// own.
 pub(crate) fn reachable(endpoint: &str, worker_url: &str) -> Option<String> {
     let Some(rest) = endpoint.strip_prefix("tcp://") else {
         return Some(endpoint.to_owned());

@@ -1,70 +1,83 @@
-//! The engine's HTTP: is it alive, what does it serve, where are its event sockets.
+//! One engine as the shim reaches it: its HTTP and the event sockets of its ranks.
 //!
-//! Every answer is optional: engines differ by version and set-up. Parsing is pure and tolerant.
+//! [`EngineLink`] and [`EngineFeed`] are the seam between the shim's tasks and the engine. [`VllmEngine`]
+//! is the product's; the simulation has its own.
+
+mod http;
+mod zmq_feed;
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io;
-use std::path::Path;
-use std::time::Duration;
 
 use reqwest::StatusCode;
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
-use serde::Deserialize;
 use warmroute_proto::registry::Lora;
-use warmroute_proto::{BlockSize, DpRank, EngineHealth};
+use warmroute_proto::{BlockSize, DpRank, EngineHealth, EngineSeq};
 
-use crate::config::{Endpoints, reachable};
+use crate::config::Endpoints;
+use crate::source::ReplayId;
+use http::EngineHttp;
+pub use http::{EngineKey, EngineKeyError};
+pub use zmq_feed::ZmqFeed;
 
-const DEADLINE: Duration = Duration::from_secs(2);
-/// More than any `/metrics` or model list.
-const BODY_BYTES_MAX: usize = 8 << 20;
+/// Messages of one socket in one read. Other sockets and tasks run in between.
+pub const BURST_MAX: usize = 8;
 
-/// What the engine tells about itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct EngineInfo {
-    pub(crate) models: Vec<String>,
-    pub(crate) loras: Vec<Lora>,
-    pub(crate) max_model_len: Option<u32>,
-    pub(crate) block_size: Option<BlockSize>,
-    pub(crate) blocks: Option<u64>,
-    pub(crate) version: Option<String>,
-    /// By rank, where the engine tells them.
-    pub(crate) endpoints: BTreeMap<DpRank, Endpoints>,
+/// The frames of one multipart message.
+pub type Frames = Vec<Vec<u8>>;
+
+/// What an engine's event sockets report.
+#[derive(Debug)]
+pub enum EngineEvent {
+    Connected,
+    Disconnected,
+    Live(Frames),
+    Replay(ReplayId, Frames),
 }
 
-/// What the engine's `--api-key` asks for, in the form in which it is sent. Shown nowhere.
-#[derive(Clone, Debug)]
-pub struct EngineKey(HeaderValue);
-
-#[derive(Debug, thiserror::Error)]
-pub enum EngineKeyError {
-    #[error("it cannot be read")]
-    File(#[from] io::Error),
-    #[error("it is empty")]
-    Empty,
-    #[error("what is in it cannot be sent in a header")]
-    NotSendable,
-}
-
-impl EngineKey {
-    /// Reads it from a file, less the white space around it.
-    pub fn read(file: &Path) -> Result<Self, EngineKeyError> {
-        let text = fs::read_to_string(file)?;
-        let key = text.trim();
-        if key.is_empty() {
-            return Err(EngineKeyError::Empty);
-        }
-        let value = HeaderValue::from_str(&format!("Bearer {key}"));
-        let mut value = value.map_err(|_| EngineKeyError::NotSendable)?;
-        value.set_sensitive(true);
-        Ok(Self(value))
-    }
-}
-
-/// What came in place of the answer that was asked for.
+/// The replay request did not go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Unanswered {
+#[error("the replay request was not sent")]
+pub struct ReplayNotSent;
+
+/// One engine: HTTP and event sockets.
+pub trait EngineLink: Send + Sync + 'static {
+    type Feed: EngineFeed;
+
+    /// The event feed of one rank. The sockets open at the first read.
+    fn feed(&self, rank: DpRank, endpoints: Endpoints) -> Self::Feed;
+
+    fn health(&self) -> impl Future<Output = EngineHealth> + Send;
+
+    fn info(&self) -> impl Future<Output = Result<EngineInfo, InfoError>> + Send;
+}
+
+/// The event sockets of one rank.
+pub trait EngineFeed: Send + 'static {
+    /// Closes the sockets and opens others.
+    fn reconnect(&mut self, endpoints: Endpoints);
+
+    /// Requests every batch from `from` on. Abandons an earlier request.
+    fn request_replay(&mut self, id: ReplayId, from: EngineSeq) -> Result<(), ReplayNotSent>;
+
+    /// Waits for events. After [`BURST_MAX`] of them there may be more. Cancel-safe.
+    fn receive(&mut self, events: &mut Vec<EngineEvent>) -> impl Future<Output = ()> + Send;
+}
+
+/// What the engine reports about itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineInfo {
+    pub models: Vec<String>,
+    pub loras: Vec<Lora>,
+    pub max_model_len: Option<u32>,
+    pub block_size: Option<BlockSize>,
+    pub blocks: Option<u64>,
+    pub version: Option<String>,
+    /// By rank, if the engine reports them.
+    pub endpoints: BTreeMap<DpRank, Endpoints>,
+}
+
+/// Why the engine's facts are unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InfoError {
     #[error("status {0}: it asks for a key, or for another one (warmroute-shim --engine-key-file)")]
     Key(StatusCode),
     #[error("status {0}")]
@@ -75,221 +88,33 @@ pub(crate) enum Unanswered {
     Unreadable,
 }
 
-#[derive(Clone)]
-pub(crate) struct EngineClient {
-    http: reqwest::Client,
-    url: String,
+/// A vLLM server: HTTP, and ZMQ sockets that one libzmq thread serves.
+pub struct VllmEngine {
+    http: EngineHttp,
+    zmq: zmq::Context,
 }
 
-impl EngineClient {
-    pub(crate) fn new(url: &str, key: Option<&EngineKey>) -> reqwest::Result<Self> {
-        // vLLM guards `/v1` only; what stands in front of it may guard everything.
-        let headers = key.map(|EngineKey(key)| (AUTHORIZATION, key.clone()));
-        let http = reqwest::Client::builder()
-            .default_headers(HeaderMap::from_iter(headers))
-            .timeout(DEADLINE)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .build()?;
+impl VllmEngine {
+    pub fn new(url: &str, key: Option<&EngineKey>) -> reqwest::Result<Self> {
         Ok(Self {
-            http,
-            url: url.trim_end_matches('/').to_owned(),
+            http: EngineHttp::new(url, key)?,
+            zmq: zmq::Context::new(),
         })
     }
-
-    pub(crate) async fn health(&self) -> EngineHealth {
-        match self.http.get(format!("{}/health", self.url)).send().await {
-            Ok(answer) if answer.status().is_success() => EngineHealth::Healthy,
-            Ok(_) | Err(_) => EngineHealth::Unhealthy,
-        }
-    }
-
-    /// Everything, of an engine that lists its models at least.
-    pub(crate) async fn info(&self) -> Result<EngineInfo, Unanswered> {
-        let mut info = EngineInfo::default();
-        let models = self.get("/v1/models").await?;
-        info.read_models(&models).ok_or(Unanswered::Unreadable)?;
-        if let Ok(metrics) = self.get("/metrics").await {
-            info.read_metrics(&String::from_utf8_lossy(&metrics));
-        }
-        if let Ok(sources) = self.get("/kv_event_sources").await {
-            info.read_sources(&sources, &self.url);
-        }
-        if let Ok(version) = self.get("/version").await {
-            info.version = serde_json::from_slice::<Version>(&version)
-                .ok()
-                .map(|version| version.version);
-        }
-        Ok(info)
-    }
-
-    async fn get(&self, path: &str) -> Result<Vec<u8>, Unanswered> {
-        let answer = self.http.get(format!("{}{path}", self.url)).send().await;
-        let mut answer = answer.map_err(|_| Unanswered::Silence)?;
-        match answer.status() {
-            status if status.is_success() => {}
-            status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
-                return Err(Unanswered::Key(status));
-            }
-            status => return Err(Unanswered::Status(status)),
-        }
-        let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await.map_err(|_| Unanswered::Silence)? {
-            if body.len() + chunk.len() > BODY_BYTES_MAX {
-                return Err(Unanswered::Silence);
-            }
-            body.extend_from_slice(&chunk);
-        }
-        Ok(body)
-    }
 }
 
-#[derive(Deserialize)]
-struct Version {
-    version: String,
-}
+impl EngineLink for VllmEngine {
+    type Feed = ZmqFeed;
 
-#[derive(Deserialize)]
-struct Models {
-    data: Vec<Model>,
-}
-
-#[derive(Deserialize)]
-struct Model {
-    id: String,
-    #[serde(default)]
-    parent: Option<String>,
-    #[serde(default)]
-    max_model_len: Option<u32>,
-}
-
-#[derive(Deserialize)]
-struct EventSource {
-    #[serde(default)]
-    enable_kv_cache_events: bool,
-    #[serde(default)]
-    endpoint: Option<String>,
-    #[serde(default)]
-    replay_endpoint: Option<String>,
-}
-
-impl EngineInfo {
-    fn read_models(&mut self, body: &[u8]) -> Option<()> {
-        let models: Models = serde_json::from_slice(body).ok()?;
-        for model in models.data {
-            self.max_model_len = self.max_model_len.or(model.max_model_len);
-            match model.parent {
-                Some(parent) => self.loras.push(Lora {
-                    name: model.id,
-                    parent: Some(parent),
-                }),
-                None => self.models.push(model.id),
-            }
-        }
-        Some(())
+    fn feed(&self, rank: DpRank, endpoints: Endpoints) -> ZmqFeed {
+        ZmqFeed::new(self.zmq.clone(), rank.to_string(), endpoints)
     }
 
-    /// `vllm:cache_config_info{block_size="16",num_gpu_blocks="4096",…} 1.0`
-    fn read_metrics(&mut self, text: &str) {
-        let Some(line) = text
-            .lines()
-            .find(|line| line.starts_with("vllm:cache_config_info{"))
-        else {
-            return;
-        };
-        let label = |name: &str| {
-            let (_, rest) = line.split_once(&format!("{name}=\""))?;
-            rest.split_once('"').map(|(value, _)| value)
-        };
-        self.block_size = label("{block_size")
-            .or_else(|| label(",block_size"))
-            .and_then(|value| BlockSize::new(value.parse().ok()?));
-        self.blocks = label("num_gpu_blocks").and_then(|value| value.parse().ok());
+    async fn health(&self) -> EngineHealth {
+        self.http.health().await
     }
 
-    fn read_sources(&mut self, body: &[u8], url: &str) {
-        let Ok(sources) = serde_json::from_slice::<BTreeMap<String, EventSource>>(body) else {
-            return;
-        };
-        for (rank, source) in sources {
-            let Ok(rank) = rank.parse().map(DpRank) else {
-                continue;
-            };
-            if !source.enable_kv_cache_events {
-                continue;
-            }
-            let at = |endpoint: Option<String>| reachable(&endpoint?, url);
-            let endpoints = Endpoints {
-                live: at(source.endpoint),
-                replay: at(source.replay_endpoint),
-            };
-            self.endpoints.insert(rank, endpoints);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_key_is_shown_nowhere_and_one_that_cannot_be_sent_is_refused() {
-        let dir = std::env::temp_dir().join(format!("shim-engine-key-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let file = dir.join("key");
-        let read = |text: &str| {
-            fs::write(&file, text).unwrap();
-            EngineKey::read(&file)
-        };
-        let key = read(" s3cret\n").unwrap();
-        assert_eq!(key.0, "Bearer s3cret");
-        assert!(!format!("{key:?}").contains("s3cret"));
-        assert!(matches!(read(" \n"), Err(EngineKeyError::Empty)));
-        assert!(matches!(read("a\nb"), Err(EngineKeyError::NotSendable)));
-        fs::remove_dir_all(&dir).unwrap();
-        assert!(matches!(
-            EngineKey::read(&file),
-            Err(EngineKeyError::File(_))
-        ));
-    }
-
-    #[test]
-    fn models_and_adapters_are_told_apart() {
-        let mut info = EngineInfo::default();
-        let body = br#"{"object":"list","data":[
-            {"id":"base","max_model_len":4096,"parent":null},{"id":"l1","parent":"base"}]}"#;
-        info.read_models(body).unwrap();
-        assert_eq!(info.models, ["base"]);
-        assert_eq!(info.loras[0].parent.as_deref(), Some("base"));
-        assert_eq!(info.max_model_len, Some(4096));
-        assert!(info.read_models(b"{").is_none());
-    }
-
-    #[test]
-    fn metrics_tell_block_size_and_number() {
-        let mut info = EngineInfo::default();
-        info.read_metrics(
-            "# HELP x\nvllm:cache_config_info{block_size=\"32\",hash_block_size=\"8\",\
-             num_cpu_blocks=\"None\",num_gpu_blocks=\"65\"} 1.0\n",
-        );
-        assert_eq!(info.block_size, BlockSize::new(32));
-        assert_eq!(info.blocks, Some(65));
-        let mut other_order = EngineInfo::default();
-        other_order.read_metrics("vllm:cache_config_info{a=\"1\",block_size=\"16\"} 1.0");
-        assert_eq!(other_order.block_size, BlockSize::new(16));
-        assert_eq!(other_order.blocks, None);
-    }
-
-    #[test]
-    fn event_sources_are_reached_at_the_engines_host() {
-        let mut info = EngineInfo::default();
-        let body = br#"{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://*:15550",
-            "replay_endpoint":"tcp://*:15560","topic":"kv-events"},
-            "1":{"enable_kv_cache_events":false},"x":{}}"#;
-        info.read_sources(body, "http://h:8000");
-        let endpoints = &info.endpoints[&DpRank(0)];
-        assert_eq!(endpoints.live.as_deref(), Some("tcp://h:15550"));
-        assert_eq!(endpoints.replay.as_deref(), Some("tcp://h:15560"));
-        assert_eq!(info.endpoints.len(), 1);
+    async fn info(&self) -> Result<EngineInfo, InfoError> {
+        self.http.info().await
     }
 }

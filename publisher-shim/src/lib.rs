@@ -9,15 +9,14 @@
 
 pub mod args;
 mod config;
-mod engine;
-mod feed;
+pub mod engine;
 pub mod http;
 pub mod metrics;
 mod service;
 mod state_dir;
 
-pub use config::{OUTBOX_BYTES_MAX, ShimConfig};
+pub use config::{Endpoints, OUTBOX_BYTES_MAX, ShimConfig};
 pub use engine::{EngineKey, EngineKeyError};
 pub use service::{Error, Handle, NotReady, Service, TaskFailed};
-pub use state_dir::{StateDir, StateDirError};
+pub use state_dir::{CheckpointStore, StateDir, StateDirError};
 pub use warmroute_mirror::{checkpoint, mirror, source, wire};

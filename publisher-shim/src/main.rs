@@ -49,7 +49,7 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
                 return Ok(());
             }
         };
-        config.shim.state = Some(Arc::new(opened.context("--state-dir")?));
+        config.shim.checkpoints = Some(Arc::new(opened.context("--state-dir")?));
     }
     let listener = listen::bind(config.listen).await?;
     let port = listener.local_addr().context("the address")?.port();

@@ -1,8 +1,9 @@
-//! Where checkpoints lie: one file a source, written whole or not at all, under one worker's lock.
+//! Checkpoint storage: one file per source, replaced atomically, under a lock per worker.
 //!
-//! The lock is the kernel's and ends with its process, however that ends. Files can be read by their
-//! owner only: orphans carry token ids. Everything here blocks; callers keep it off the hot path.
+//! The kernel releases the lock when the process ends, however it ends. Only the owner can read the
+//! files: orphans carry token ids. All calls block; callers keep them off the hot path.
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -13,11 +14,20 @@ use warmroute_proto::{Source, WorkerId};
 
 use crate::checkpoint::BYTES_MAX;
 
-/// See the module's documentation.
+/// Stores the checkpoints of one worker's sources. Its calls block.
+pub trait CheckpointStore: fmt::Debug + Send + Sync + 'static {
+    /// The bytes of a source's checkpoint, if there is one.
+    fn load(&self, source: &Source) -> io::Result<Option<Vec<u8>>>;
+
+    /// Replaces a source's checkpoint. A crash at any point leaves the old one or the new one.
+    fn save(&self, source: &Source, bytes: &[u8]) -> io::Result<()>;
+}
+
+/// A directory of checkpoint files, locked for one worker.
 #[derive(Debug)]
 pub struct StateDir {
     dir: PathBuf,
-    /// Held as long as it is open.
+    /// The lock lasts as long as the file is open.
     _lock: File,
 }
 
@@ -31,7 +41,7 @@ pub enum StateDirError {
 }
 
 impl StateDir {
-    /// Makes the directory if it is not there, and locks it for this worker.
+    /// Creates the directory if needed, and locks it for this worker.
     pub fn open(dir: &Path, worker: &WorkerId) -> Result<Self, StateDirError> {
         let failed = |error| StateDirError::Io {
             dir: dir.to_owned(),
@@ -39,7 +49,7 @@ impl StateDir {
         };
         fs::create_dir_all(dir).map_err(failed)?;
         let path = dir.join(format!("{}.lock", encode_name(worker.as_str())));
-        let mut lock = private()
+        let mut lock = private_file()
             .read(true)
             .truncate(false)
             .open(path)
@@ -48,7 +58,7 @@ impl StateDir {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
-                // Only to help whoever reads the message.
+                // For the error message only.
                 let by = match lock.take(32).read_to_string(&mut holder) {
                     Ok(1..) => format!(" (pid {})", holder.trim()),
                     Ok(0) | Err(_) => String::new(),
@@ -66,8 +76,14 @@ impl StateDir {
         })
     }
 
-    /// The bytes of a source's checkpoint, if there is one.
-    pub(crate) fn load(&self, source: &Source) -> io::Result<Option<Vec<u8>>> {
+    fn path(&self, source: &Source, what: &str) -> PathBuf {
+        let worker = encode_name(source.worker.as_str());
+        self.dir.join(format!("{worker}.{}.{what}", source.dp_rank))
+    }
+}
+
+impl CheckpointStore for StateDir {
+    fn load(&self, source: &Source) -> io::Result<Option<Vec<u8>>> {
         let file = match File::open(self.path(source, "checkpoint")) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -82,23 +98,17 @@ impl StateDir {
         Ok(Some(bytes))
     }
 
-    /// Replaces a source's checkpoint. A crash at any point leaves the old one or the new one.
-    pub(crate) fn save(&self, source: &Source, bytes: &[u8]) -> io::Result<()> {
+    fn save(&self, source: &Source, bytes: &[u8]) -> io::Result<()> {
         let new = self.path(source, "new");
-        let mut file = private().truncate(true).open(&new)?;
+        let mut file = private_file().truncate(true).open(&new)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(new, self.path(source, "checkpoint"))?;
         File::open(&self.dir)?.sync_all()
     }
-
-    fn path(&self, source: &Source, what: &str) -> PathBuf {
-        let worker = encode_name(source.worker.as_str());
-        self.dir.join(format!("{worker}.{}.{what}", source.dp_rank))
-    }
 }
 
-fn private() -> OpenOptions {
+fn private_file() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.write(true).create(true).mode(0o600);
     options
@@ -131,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_loaded_and_torn_leftovers_are_nothing() {
+    fn saved_bytes_are_loaded_and_torn_leftovers_ignored() {
         let scratch = scratch("files");
         let worker = WorkerId::from("w/../1");
         let dir = StateDir::open(&scratch.0, &worker).unwrap();
@@ -147,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_holder_is_refused_and_told_who_holds_it() {
+    fn a_second_holder_is_refused_with_the_holders_pid() {
         let scratch = scratch("lock");
         let worker = WorkerId::from("w");
         let first = StateDir::open(&scratch.0, &worker).unwrap();

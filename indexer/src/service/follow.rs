@@ -64,6 +64,7 @@ impl Worker {
         };
         // Every step on the fold is one synchronous call: being dropped at an await harms nothing.
         tokio::select! {
+            biased;
             () = stop.cancelled() => {}
             () = follow => {}
         }
@@ -93,21 +94,23 @@ impl Worker {
         loop {
             stall.turn(now());
             tokio::select! {
-                batch = log.next() => self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?,
-                heartbeat = heartbeats.next() => {
-                    self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
-                }
-                event = registry.next() => self.registry(event.ok_or_else(ended)?),
-                _ = ticks.tick() => self.tick().await?,
-                Some(look) = looks.next() => {
-                    self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
-                    self.looked_again(look)?;
-                }
+                // The rare inputs first, the log last: no input starves another.
+                biased;
                 Ok(()) = connection.changed() => {
                     self.see_connection(*connection.borrow_and_update());
                     until_compared.store(0, Ordering::Relaxed);
                 }
                 Some(request) = cuts.recv() => self.cut(request).await,
+                Some(look) = looks.next() => {
+                    self.end_stall(&mut stall, &mut heartbeats, look.as_ref().ok())?;
+                    self.looked_again(look)?;
+                }
+                _ = ticks.tick() => self.tick().await?,
+                event = registry.next() => self.registry(event.ok_or_else(ended)?),
+                heartbeat = heartbeats.next() => {
+                    self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
+                }
+                batch = log.next() => self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?,
             }
         }
     }
@@ -404,7 +407,7 @@ impl Worker {
     /// Cuts while nobody writes: the writer is here, and waits. Readers go on beside it.
     async fn cut(&self, (buffer, request): CutRequest) {
         let shared = Arc::clone(&self.shared);
-        let made = spawn_blocking(move || {
+        let made = blocking::run(move || {
             let fold = shared.read();
             let reading = shared.reading(&fold);
             CutMade {

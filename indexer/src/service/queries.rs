@@ -49,6 +49,7 @@ impl Worker {
             }
         };
         tokio::select! {
+            biased;
             () = stop.cancelled() => {}
             () = serve => {}
         }

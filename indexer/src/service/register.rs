@@ -17,6 +17,7 @@ impl Worker {
                 debug!(%error, "this replica cannot be registered now");
             }
             tokio::select! {
+                biased;
                 () = stop.cancelled() => break,
                 () = sleep(RENEW) => {}
             }

@@ -107,8 +107,8 @@ impl Worker {
                 (former, fold.position())
             };
             self.shared.position.send_replace(position);
-            // Giving a large tree back takes a while.
-            drop(spawn_blocking(move || drop(former)));
+            // Freeing a large tree takes long.
+            blocking::detach(move || drop(former));
             self.shared.metrics.restored(cause);
             info!(name = text, %position, cause = cause.label(), "snapshot loaded");
             return Ok(true);
@@ -148,7 +148,7 @@ impl Worker {
             self.skip(text, Skipped::Memory, &"there is no room for another tree");
             return Ok(None);
         };
-        let read = spawn_blocking(move || Restored::read_within(&blob, room));
+        let read = blocking::run(move || Restored::read_within(&blob, room));
         let restored = match read.await {
             Ok(Ok(restored)) => restored,
             Ok(Err(error)) => {

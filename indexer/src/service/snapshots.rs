@@ -4,7 +4,6 @@
 //! compare-and-set, then the deletion of what neither of its two names needs. The lease only saves
 //! double work.
 
-use tokio::runtime::Handle as Runtime;
 use tokio::sync::{mpsc, oneshot};
 use warmroute_plane::{Lease, PutIf, RegistryEntry};
 use warmroute_proto::registry::SnapshotLease;
@@ -52,6 +51,7 @@ impl Snapshots {
     pub(super) async fn run(mut self, stop: CancellationToken) {
         loop {
             tokio::select! {
+                biased;
                 () = stop.cancelled() => return,
                 () = sleep(LOOK) => {}
             }
@@ -59,6 +59,7 @@ impl Snapshots {
             self.worker.shared.metrics.snapshot_age(age);
             // Dropped at an await it leaves a blob without a pointer, or a lease that runs out.
             tokio::select! {
+                biased;
                 () = stop.cancelled() => return,
                 () = self.write_if_due() => {}
             }
@@ -201,8 +202,9 @@ impl Snapshots {
 
     /// The store hashes all of it on its way: not on a thread that answers queries.
     async fn put(&self, name: String, blob: Bytes) -> Result<(), PlaneError> {
-        let (plane, runtime) = (Arc::clone(&self.worker.plane), Runtime::current());
-        in_background(move || runtime.block_on(plane.put_snapshot(name, blob))).await?
+        let plane = Arc::clone(&self.worker.plane);
+        let put = blocking::run_future(async move { plane.put_snapshot(name, blob).await });
+        put.await.map_err(as_unavailable)?
     }
 
     fn name(&self, head: &SnapshotHead) -> Name {
@@ -299,7 +301,7 @@ fn touched(bytes: usize) -> Vec<u8> {
 async fn in_background<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, PlaneError> {
-    spawn_blocking(work).await.map_err(as_unavailable)
+    blocking::run(work).await.map_err(as_unavailable)
 }
 
 fn as_unavailable(error: impl std::fmt::Display) -> PlaneError {

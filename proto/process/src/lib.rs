@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod blocking;
 pub mod env;
 pub mod host;
 pub mod listen;

@@ -1,13 +1,13 @@
-//! The shell around the sources: lease, registration, the engine's health, requests to start anew.
+//! The shell around the sources: lease, registration, engine health, resync requests.
 //!
-//! [`Service`] owns one task a rank and the few that serve all of them. The lease decides whether
-//! anything is said at all: without it the mirrors go on, silently. [`Handle`] shows what is known.
+//! [`Service`] owns one task per rank and a few that serve all ranks. Only the lease holder publishes;
+//! without the lease the mirrors go on silently. [`Handle`] is the read-only view of a running shim.
 
-mod clock;
-mod keeper;
-mod outside;
+mod checkpoints;
+mod lease;
+mod log_clock;
 mod rank;
-mod saver;
+mod rank_plane;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -25,22 +25,22 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
-use crate::engine::{EngineClient, EngineInfo, Unanswered};
+use crate::engine::{EngineInfo, EngineLink, InfoError, VllmEngine};
 use crate::mirror;
 use crate::source::{Config, Status};
-use clock::Told;
-use keeper::{Keeper, Standing};
-use outside::Reader;
-use rank::{Rank, Signals};
+use lease::{Leadership, WorkerLease};
+use log_clock::ClockReading;
+use rank::{RankConfig, RankInputs, RankTask};
+use rank_plane::CountingDecoder;
 
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
-/// Health checks between two full readings.
+/// Health checks between two reads of the engine's facts.
 const INFO_EVERY: u32 = 10;
-/// Between two warnings of one kind.
-const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
+/// Between two equal warnings.
+const WARN_EVERY: Duration = Duration::from_secs(60);
 const RESYNCS_MAX: usize = 16;
 
-/// What a shim cannot begin without.
+/// Why a shim cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot set up the client of the engine's HTTP: {0}")]
@@ -51,42 +51,41 @@ pub enum Error {
     Endpoint { rank: DpRank, endpoint: String },
 }
 
-/// A task of the shim ended before it was told to.
+/// A task of the shim ended without a stop request.
 #[derive(Debug, thiserror::Error)]
 #[error("a task of the shim failed")]
 pub struct TaskFailed;
 
-/// What is known of one rank.
+/// The published view of one rank.
 #[derive(Clone, Debug)]
-pub(crate) struct View {
+pub(crate) struct RankView {
     pub(crate) status: Status,
     pub(crate) block_size: Option<BlockSize>,
     pub(crate) main_attention_only: bool,
 }
 
-pub(crate) struct Shared {
+/// What the tasks of one shim share.
+pub(crate) struct ShimState {
     pub(crate) plane: Arc<dyn Plane>,
     pub(crate) subjects: Subjects,
-    /// The engine's facts are to be read again soon.
+    /// Requests a read of the engine's facts.
     pub(crate) refresh: Notify,
-    pub(crate) reader: Reader,
-    /// One thread reads the sockets of all ranks.
-    pub(crate) zmq: zmq::Context,
-    views: RwLock<BTreeMap<DpRank, View>>,
-    standing: watch::Sender<Standing>,
+    pub(crate) decoder: CountingDecoder,
+    views: RwLock<BTreeMap<DpRank, RankView>>,
+    leadership: watch::Sender<Leadership>,
     health: watch::Sender<EngineHealth>,
     info: watch::Sender<Arc<EngineInfo>>,
-    clock: watch::Sender<Option<Told>>,
+    clock: watch::Sender<Option<ClockReading>>,
 }
 
-impl Shared {
-    pub(crate) fn set_view(&self, view: View) {
+impl ShimState {
+    pub(crate) fn set_view(&self, view: RankView) {
         let rank = view.status.source.dp_rank;
         let mut views = self.views.write().unwrap_or_else(PoisonError::into_inner);
         views.insert(rank, view);
     }
 
-    fn views(&self) -> Vec<View> {
+    fn views(&self) -> Vec<RankView> {
         let views = self.views.read().unwrap_or_else(PoisonError::into_inner);
         views.values().cloned().collect()
     }
@@ -101,28 +100,28 @@ pub enum NotReady {
     Yields,
     #[error("this shim does not hold the worker's lease")]
     NoLease,
-    #[error("source {0} has not told its image")]
+    #[error("source {0} has not published its image")]
     NoImage(Source),
 }
 
-/// Everybody's view of the shim. Clones are the same view.
+/// A read-only view of a running shim. Clones show the same shim.
 #[derive(Clone)]
 pub struct Handle {
-    shared: Arc<Shared>,
+    shared: Arc<ShimState>,
 }
 
 impl Handle {
-    /// Every source, by rank.
+    /// The status of every source, by rank.
     #[must_use]
     pub fn sources(&self) -> Vec<Status> {
         let views = self.shared.views();
         views.into_iter().map(|view| view.status).collect()
     }
 
-    /// Messages and entries that could not be read.
+    /// Messages and registry entries that could not be decoded.
     #[must_use]
     pub fn unread(&self) -> u64 {
-        self.shared.reader.unread()
+        self.shared.decoder.failures()
     }
 
     #[must_use]
@@ -130,30 +129,30 @@ impl Handle {
         *self.shared.health.borrow()
     }
 
-    /// This shim is the one that publishes.
+    /// Whether this shim holds the lease and publishes.
     #[must_use]
     pub fn leads(&self) -> bool {
-        matches!(*self.shared.standing.borrow(), Standing::Leads { .. })
+        matches!(*self.shared.leadership.borrow(), Leadership::Leads { .. })
     }
 
-    /// It publishes, and every source has told its image; otherwise what is missing.
+    /// Ready: this shim publishes, and every source has published its image.
     pub fn readiness(&self) -> Result<(), NotReady> {
         if *self.shared.plane.connection().borrow() == Connection::Down {
             return Err(NotReady::PlaneAway);
         }
-        match *self.shared.standing.borrow() {
-            Standing::Leads { .. } => {}
-            Standing::Yields => return Err(NotReady::Yields),
-            Standing::Unknown | Standing::Lapsed => return Err(NotReady::NoLease),
+        match *self.shared.leadership.borrow() {
+            Leadership::Leads { .. } => {}
+            Leadership::Yields => return Err(NotReady::Yields),
+            Leadership::Unknown | Leadership::Lapsed => return Err(NotReady::NoLease),
         }
         let sources = self.sources();
         if sources.is_empty() {
             return Err(NotReady::NoLease);
         }
-        let untold = sources
+        let unpublished = sources
             .into_iter()
             .find(|source| !source.is_image_acknowledged);
-        untold.map_or(Ok(()), |source| Err(NotReady::NoImage(source.source)))
+        unpublished.map_or(Ok(()), |source| Err(NotReady::NoImage(source.source)))
     }
 
     #[must_use]
@@ -163,37 +162,47 @@ impl Handle {
 }
 
 /// The shim, ready to run.
-pub struct Service {
+pub struct Service<E = VllmEngine> {
     config: ShimConfig,
     endpoints: Vec<Endpoints>,
-    client: EngineClient,
-    shared: Arc<Shared>,
+    engine: Arc<E>,
+    shared: Arc<ShimState>,
 }
 
 impl Service {
     pub fn new(config: ShimConfig, plane: Arc<dyn Plane>) -> Result<Self, Error> {
+        let engine = VllmEngine::new(&config.worker_url, config.engine_key.as_ref())?;
+        Self::with_engine(config, plane, engine)
+    }
+}
+
+impl<E: EngineLink> Service<E> {
+    pub fn with_engine(
+        config: ShimConfig,
+        plane: Arc<dyn Plane>,
+        engine: E,
+    ) -> Result<Self, Error> {
         if config.ranks == 0 {
             return Err(Error::NoRanks);
         }
         let endpoints = (0..config.ranks)
-            .map(|rank| fixed_endpoints(&config, DpRank(rank)))
+            .map(|rank| configured_endpoints(&config, DpRank(rank)))
             .collect::<Result<_, _>>()?;
-        let shared = Shared {
+        let shared = ShimState {
             plane,
             subjects: Subjects::new(&config.namespace),
             refresh: Notify::new(),
-            reader: Reader::default(),
-            zmq: zmq::Context::new(),
+            decoder: CountingDecoder::default(),
             views: RwLock::new(BTreeMap::new()),
-            standing: watch::Sender::new(Standing::Unknown),
+            leadership: watch::Sender::new(Leadership::Unknown),
             health: watch::Sender::new(EngineHealth::Unknown),
             info: watch::Sender::new(Arc::default()),
             clock: watch::Sender::new(None),
         };
         Ok(Self {
-            client: EngineClient::new(&config.worker_url, config.engine_key.as_ref())?,
             config,
             endpoints,
+            engine: Arc::new(engine),
             shared: Arc::new(shared),
         })
     }
@@ -205,49 +214,57 @@ impl Service {
         }
     }
 
-    /// Runs until it is told to stop, and then deregisters.
-    pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
-        let told = stop;
-        let stop = told.child_token();
+    /// Runs until `requested`, and then deregisters.
+    pub async fn run(self, requested: CancellationToken) -> Result<(), TaskFailed> {
+        let stop = requested.child_token();
         let tasks = TaskTracker::new();
         let mut routes = BTreeMap::new();
         for (rank, endpoints) in (0..).map(DpRank).zip(&self.endpoints) {
             let (resyncs, received) = mpsc::channel(RESYNCS_MAX);
             routes.insert(rank, resyncs);
-            let signals = Signals {
-                standing: self.shared.standing.subscribe(),
-                health: self.shared.health.subscribe(),
-                info: self.shared.info.subscribe(),
-                clock: self.shared.clock.subscribe(),
-                resyncs: received,
-            };
-            let config = self.source_config(rank, endpoints);
-            let run = Rank::run(
-                config,
-                (endpoints.clone(), self.config.state.clone()),
-                Arc::clone(&self.shared),
-                signals,
-                stop.clone(),
-            );
-            tasks.spawn(watched(stop.clone(), run));
+            let run = self.run_rank(rank, endpoints, received, stop.clone());
+            tasks.spawn(stopping_at_end(stop.clone(), run));
         }
-        let (shared, client) = (Arc::clone(&self.shared), self.client.clone());
-        let watch = until(stop.clone(), watch_engine(shared, client));
-        tasks.spawn(watched(stop.clone(), watch));
+        let (shared, engine) = (Arc::clone(&self.shared), Arc::clone(&self.engine));
+        let watch = until(stop.clone(), watch_engine(shared, engine));
+        tasks.spawn(stopping_at_end(stop.clone(), watch));
         let (shared, worker) = (Arc::clone(&self.shared), self.config.worker.clone());
-        let hear = until(stop.clone(), hear_resyncs(shared, worker, routes));
-        tasks.spawn(watched(stop.clone(), hear));
-        let ask = until(stop.clone(), clock::ask(Arc::clone(&self.shared)));
-        tasks.spawn(watched(stop.clone(), ask));
-        let keeper = Keeper::new(Arc::clone(&self.shared), self.config.clone());
-        tasks.spawn(watched(stop.clone(), keeper.run(stop.clone())));
+        let resyncs = until(stop.clone(), route_resyncs(shared, worker, routes));
+        tasks.spawn(stopping_at_end(stop.clone(), resyncs));
+        let clock = until(stop.clone(), log_clock::poll(Arc::clone(&self.shared)));
+        tasks.spawn(stopping_at_end(stop.clone(), clock));
+        let lease = WorkerLease::new(Arc::clone(&self.shared), self.config.clone());
+        tasks.spawn(stopping_at_end(stop.clone(), lease.run(stop.clone())));
         tasks.close();
         tasks.wait().await;
-        if told.is_cancelled() {
+        if requested.is_cancelled() {
             Ok(())
         } else {
             Err(TaskFailed)
         }
+    }
+
+    fn run_rank(
+        &self,
+        rank: DpRank,
+        endpoints: &Endpoints,
+        resyncs: mpsc::Receiver<ResyncRequest>,
+        stop: CancellationToken,
+    ) -> impl Future<Output = ()> + Send + 'static {
+        let inputs = RankInputs {
+            leadership: self.shared.leadership.subscribe(),
+            health: self.shared.health.subscribe(),
+            info: self.shared.info.subscribe(),
+            clock: self.shared.clock.subscribe(),
+            resyncs,
+        };
+        let config = RankConfig {
+            source: self.source_config(rank, endpoints),
+            endpoints: endpoints.clone(),
+            checkpoints: self.config.checkpoints.clone(),
+        };
+        let (engine, shared) = (Arc::clone(&self.engine), Arc::clone(&self.shared));
+        RankTask::run(engine, config, shared, inputs, stop)
     }
 
     fn source_config(&self, rank: DpRank, endpoints: &Endpoints) -> Config {
@@ -258,8 +275,9 @@ impl Service {
         let mut config = Config::new(source, endpoints.replay.is_some());
         config.topic.clone_from(&self.config.topic);
         config.outbox_bytes_max = self.config.outbox_bytes_max;
+        config.buffer_bytes_max = self.config.buffer_bytes_max;
         config.seed = fastrand::u64(..);
-        // With one rank there is nothing to tell apart, and its number may be another's count.
+        // A single rank needs no filter, and engines may number it otherwise.
         config.rank = (self.config.ranks > 1).then_some(rank.0);
         config.mirror = mirror::Config {
             block_size: self.config.block_size,
@@ -270,7 +288,7 @@ impl Service {
     }
 }
 
-fn fixed_endpoints(config: &ShimConfig, rank: DpRank) -> Result<Endpoints, Error> {
+fn configured_endpoints(config: &ShimConfig, rank: DpRank) -> Result<Endpoints, Error> {
     let of = |template: &Option<String>| match template {
         Some(endpoint) => endpoint_of_rank(endpoint, rank)
             .filter(|endpoint| !endpoint.contains('\0'))
@@ -287,47 +305,49 @@ fn fixed_endpoints(config: &ShimConfig, rank: DpRank) -> Result<Endpoints, Error
     })
 }
 
-/// A task whose end, told or not, ends the shim.
-async fn watched(stop: CancellationToken, task: impl Future<Output = ()>) {
+/// Runs a task whose end stops the shim.
+async fn stopping_at_end(stop: CancellationToken, task: impl Future<Output = ()>) {
     let _stop_at_end = stop.drop_guard();
     task.await;
 }
 
 async fn until(stop: CancellationToken, task: impl Future<Output = ()>) {
     tokio::select! {
-        () = task => {}
+        biased;
         () = stop.cancelled() => {}
+        () = task => {}
     }
 }
 
-/// Reads the engine's health each second, and now and then everything else.
-async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
+/// Reads the engine's health each second, and its other facts every ten seconds.
+async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     let mut ticks = interval(HEALTH_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut since_info = INFO_EVERY;
     let mut was_warned = false;
-    let mut complaint = Complaint::default();
+    let mut warning = RepeatedWarning::default();
     loop {
         tokio::select! {
+            biased;
             _ = ticks.tick() => since_info += 1,
             () = shared.refresh.notified() => since_info = INFO_EVERY,
         }
-        let health = client.health().await;
+        let health = engine.health().await;
         let was_healthy = *shared.health.borrow() == EngineHealth::Healthy;
         shared.health.send_replace(health);
         if health != EngineHealth::Healthy || (was_healthy && since_info < INFO_EVERY) {
             continue;
         }
-        let info = match client.info().await {
+        let info = match engine.info().await {
             Ok(info) => info,
             Err(error) => {
-                if complaint.is_due(Instant::now(), error) {
-                    warn!(%error, "the engine does not list its models");
+                if warning.is_due(Instant::now(), error) {
+                    warn!(%error, "cannot list the engine's models");
                 }
                 continue;
             }
         };
-        complaint = Complaint::default();
+        warning = RepeatedWarning::default();
         since_info = 0;
         shared.info.send_if_modified(|known| {
             let is_new = **known != info;
@@ -345,14 +365,14 @@ async fn watch_engine(shared: Arc<Shared>, client: EngineClient) {
     }
 }
 
-/// What keeps the engine's facts away is said when it is new, and then now and then.
+/// Limits equal warnings to one per [`WARN_EVERY`].
 #[derive(Default)]
-struct Complaint(Option<(Unanswered, Instant)>);
+struct RepeatedWarning(Option<(InfoError, Instant)>);
 
-impl Complaint {
-    fn is_due(&mut self, now: Instant, error: Unanswered) -> bool {
-        let is_told = |(told, at)| told == error && now.duration_since(at) < COMPLAIN_EVERY;
-        let is_due = !self.0.is_some_and(is_told);
+impl RepeatedWarning {
+    fn is_due(&mut self, now: Instant, error: InfoError) -> bool {
+        let is_repeated = |(last, at)| last == error && now.duration_since(at) < WARN_EVERY;
+        let is_due = !self.0.is_some_and(is_repeated);
         if is_due {
             self.0 = Some((error, now));
         }
@@ -360,9 +380,9 @@ impl Complaint {
     }
 }
 
-/// Passes requests for a new generation on to the rank that they name.
-async fn hear_resyncs(
-    shared: Arc<Shared>,
+/// Routes requests for a new generation to their rank.
+async fn route_resyncs(
+    shared: Arc<ShimState>,
     worker: warmroute_proto::WorkerId,
     routes: BTreeMap<DpRank, mpsc::Sender<ResyncRequest>>,
 ) {
@@ -370,7 +390,7 @@ async fn hear_resyncs(
         let subject = shared.subjects.resync(&worker);
         if let Ok(mut requests) = shared.plane.subscribe(subject).await {
             while let Some(message) = requests.next().await {
-                let Some(request) = shared.reader.read::<ResyncRequest>(&message.payload) else {
+                let Some(request) = shared.decoder.decode::<ResyncRequest>(&message.payload) else {
                     continue;
                 };
                 let route = routes.get(&request.source.dp_rank);
@@ -378,7 +398,7 @@ async fn hear_resyncs(
                     && let Some(route) = route
                     && route.try_send(request).is_err()
                 {
-                    debug!("a resync request met a full queue; it comes again");
+                    debug!("resync request dropped: the queue is full, and it is repeated");
                 }
             }
         }
@@ -393,13 +413,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_complaint_is_made_when_it_is_new_and_every_minute() {
-        let (key, silence) = (
-            Unanswered::Key(StatusCode::UNAUTHORIZED),
-            Unanswered::Silence,
-        );
+    fn warnings_repeat_once_a_minute() {
+        let (key, silence) = (InfoError::Key(StatusCode::UNAUTHORIZED), InfoError::Silence);
         let begin = Instant::now();
-        let mut complaint = Complaint::default();
+        let mut warning = RepeatedWarning::default();
         let due = [
             (0, key),
             (1, key),
@@ -409,7 +426,7 @@ mod tests {
             (64, key),
             (65, key),
         ]
-        .map(|(secs, error)| complaint.is_due(begin + Duration::from_secs(secs), error));
+        .map(|(secs, error)| warning.is_due(begin + Duration::from_secs(secs), error));
         assert_eq!(due, [true, false, true, false, true, true, false]);
     }
 }

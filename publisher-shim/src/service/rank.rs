@@ -1,4 +1,5 @@
-//! One rank's task: sockets and plane on the outside, [`SourceCore`] inside. No decision is here.
+//! One rank's task: moves inputs of the engine and the plane into [`SourceCore`] and its effects out.
+//! It decides nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,189 +16,197 @@ use warmroute_plane::Connection;
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, LogPosition};
 
-use super::clock::Told;
-use super::keeper::Standing;
-use super::outside::{Done, Outside};
-use super::saver::Saver;
-use super::{Shared, View};
+use super::checkpoints::{CheckpointWriter, WriteResult};
+use super::lease::Leadership;
+use super::log_clock::ClockReading;
+use super::rank_plane::{PlaneAnswer, RankPlane};
+use super::{RankView, ShimState};
 use crate::config::Endpoints;
-use crate::engine::EngineInfo;
-use crate::feed::{BURST_MAX, Feed, Heard};
+use crate::engine::{BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink};
 use crate::source::{AppendId, Config, Effect, Notice, SourceCore};
-use crate::state_dir::StateDir;
+use crate::state_dir::CheckpointStore;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
 const TICK: Duration = Duration::from_millis(100);
 /// Two rounds of the publisher's window.
 const APPENDS_MAX: usize = 256;
-const DONE_MAX: usize = 256;
+const ANSWERS_MAX: usize = 256;
 
-/// What a rank's task listens to beside its sockets.
-pub(super) struct Signals {
-    pub(super) standing: watch::Receiver<Standing>,
+/// A rank's configuration.
+pub(super) struct RankConfig {
+    pub(super) source: Config,
+    pub(super) endpoints: Endpoints,
+    pub(super) checkpoints: Option<Arc<dyn CheckpointStore>>,
+}
+
+/// A rank's inputs beside its engine sockets.
+pub(super) struct RankInputs {
+    pub(super) leadership: watch::Receiver<Leadership>,
     pub(super) health: watch::Receiver<EngineHealth>,
     pub(super) info: watch::Receiver<Arc<EngineInfo>>,
-    pub(super) clock: watch::Receiver<Option<Told>>,
+    pub(super) clock: watch::Receiver<Option<ClockReading>>,
     pub(super) resyncs: mpsc::Receiver<ResyncRequest>,
 }
 
-pub(super) struct Rank {
+pub(super) struct RankTask<F> {
     core: SourceCore,
-    saver: Option<Saver>,
-    feed: Feed,
-    /// As the flags say; what they leave open is the engine's to tell.
-    fixed: Endpoints,
+    checkpoints: Option<CheckpointWriter>,
+    feed: F,
+    /// From the flags; the engine reports the others.
+    configured: Endpoints,
     endpoints: Endpoints,
-    shared: Arc<Shared>,
-    outside: Outside,
+    shared: Arc<ShimState>,
+    plane: RankPlane,
     appends: mpsc::Sender<(AppendId, Bytes)>,
     last_append: Option<LogPosition>,
-    /// The term in which this shim led last.
+    /// The last term in which this shim led.
     term: Option<u64>,
 }
 
-impl Rank {
-    /// Runs one rank until it is told to stop.
-    pub(super) async fn run(
-        config: Config,
-        (fixed, state): (Endpoints, Option<Arc<StateDir>>),
-        shared: Arc<Shared>,
-        signals: Signals,
+impl<F: EngineFeed> RankTask<F> {
+    /// Runs one rank until `stop`.
+    pub(super) async fn run<E: EngineLink<Feed = F>>(
+        engine: Arc<E>,
+        config: RankConfig,
+        shared: Arc<ShimState>,
+        inputs: RankInputs,
         stop: CancellationToken,
     ) {
-        let source = config.source.clone();
-        let (core, saver) = match state {
-            Some(state) => {
-                let (core, saver) = Saver::open(state, config).await;
-                (core, Some(saver))
+        let configured = config.endpoints;
+        let source = config.source.source.clone();
+        let (core, checkpoints) = match config.checkpoints {
+            Some(store) => {
+                let (core, writer) = CheckpointWriter::open(store, config.source).await;
+                (core, Some(writer))
             }
-            None => (SourceCore::new(config), None),
+            None => (SourceCore::new(config.source), None),
         };
-        // Without a replay endpoint a checkpoint proves nothing: better to hear first whether the
-        // engine tells of one.
-        let endpoints = if saver.is_some() && fixed.replay.is_none() {
+        // A checkpoint proves nothing without a replay endpoint: wait for the engine's report first.
+        let endpoints = if checkpoints.is_some() && configured.replay.is_none() {
             Endpoints::default()
         } else {
-            fixed.clone()
+            configured.clone()
         };
-        let name = source.dp_rank.to_string();
-        let feed = Feed::new(shared.zmq.clone(), name, endpoints.clone());
-        let (done, answers) = mpsc::channel(DONE_MAX);
+        let feed = engine.feed(source.dp_rank, endpoints.clone());
+        let (answers, received) = mpsc::channel(ANSWERS_MAX);
         let (appends, queue) = mpsc::channel(APPENDS_MAX);
-        let outside = Outside {
+        let plane = RankPlane {
             plane: Arc::clone(&shared.plane),
             subjects: shared.subjects.clone(),
             source,
-            reader: shared.reader.clone(),
-            done,
+            decoder: shared.decoder.clone(),
+            answers,
             tasks: TaskTracker::new(),
             attempt: Arc::new(AtomicU32::new(core.attempt())),
         };
-        let appender = outside.clone();
+        let appender = plane.clone();
         let stopped = stop.clone();
-        let tasks = outside.tasks.clone();
+        let tasks = plane.tasks.clone();
         tasks.spawn(async move {
             tokio::select! {
-                () = appender.append_all(queue) => {}
+                biased;
                 () = stopped.cancelled() => {}
+                () = appender.append_all(queue) => {}
             }
         });
         let mut rank = Self {
             core,
-            saver,
+            checkpoints,
             feed,
             endpoints,
-            fixed,
+            configured,
             shared,
-            outside,
+            plane,
             appends,
             last_append: None,
             term: None,
         };
-        rank.serve(signals, answers, stop).await;
+        rank.serve(inputs, received, stop).await;
         tasks.close();
-        if let Some(saver) = rank.saver {
-            saver.finish(&rank.core).await;
+        if let Some(checkpoints) = rank.checkpoints {
+            checkpoints.finish(&rank.core).await;
         }
     }
 
     async fn serve(
         &mut self,
-        mut signals: Signals,
-        mut answers: mpsc::Receiver<Done>,
+        mut inputs: RankInputs,
+        mut answers: mpsc::Receiver<PlaneAnswer>,
         stop: CancellationToken,
     ) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut heard = Vec::new();
+        let mut events = Vec::new();
         let mut connection = self.shared.plane.connection();
-        signals.standing.mark_changed();
-        signals.info.mark_changed();
-        signals.clock.mark_changed();
+        inputs.leadership.mark_changed();
+        inputs.info.mark_changed();
+        inputs.clock.mark_changed();
         if *connection.borrow_and_update() == Connection::Down {
             self.core.plane_lost();
         }
         loop {
             tokio::select! {
+                // The rare inputs first, the engine's stream last: no input starves another.
+                biased;
                 () = stop.cancelled() => return,
-                () = self.feed.hear(&mut heard) => {
-                    let is_behind = heard.len() >= BURST_MAX;
-                    heard.drain(..).for_each(|heard| self.hear(heard));
-                    if is_behind {
-                        // Else nobody else would get a turn until all that waits is taken.
-                        self.act();
-                        yield_now().await;
-                    }
-                }
-                Some(done) = answers.recv() => self.done(done),
-                Ok(()) = signals.standing.changed() => {
-                    let standing = *signals.standing.borrow_and_update();
-                    self.stand(standing);
-                }
                 Ok(()) = connection.changed() => {
-                    // Up again may mean that it was down between two looks.
+                    // `Up` may hide a short disconnect.
                     self.core.plane_lost();
                     if *connection.borrow_and_update() == Connection::Up {
                         self.core.plane_back(now());
                     }
                 }
-                Ok(()) = signals.health.changed() => {
-                    let health = *signals.health.borrow_and_update();
+                Ok(()) = inputs.leadership.changed() => {
+                    let leadership = *inputs.leadership.borrow_and_update();
+                    self.apply_leadership(leadership);
+                }
+                Ok(()) = inputs.health.changed() => {
+                    let health = *inputs.health.borrow_and_update();
                     self.core.health(now(), health);
                 }
-                Ok(()) = signals.info.changed() => {
-                    let info = Arc::clone(&signals.info.borrow_and_update());
-                    self.learn(&info);
+                Ok(()) = inputs.info.changed() => {
+                    let info = Arc::clone(&inputs.info.borrow_and_update());
+                    self.apply_info(&info);
                 }
-                Ok(()) = signals.clock.changed() => {
-                    if let Some(told) = *signals.clock.borrow_and_update() {
-                        self.core.log_clock(told.asked, told.answered, told.unix_ns);
+                Ok(()) = inputs.clock.changed() => {
+                    if let Some(reading) = *inputs.clock.borrow_and_update() {
+                        self.core.log_clock(reading.asked, reading.answered, reading.unix_ns);
                     }
                 }
-                Some(request) = signals.resyncs.recv() => {
+                Some(request) = inputs.resyncs.recv() => {
                     self.core.resync(now(), request.above, request.reason);
                 }
-                saved = saved(&mut self.saver) => {
-                    if let Some(saver) = &mut self.saver {
-                        saver.note(saved);
+                written = written(&mut self.checkpoints) => {
+                    if let Some(checkpoints) = &mut self.checkpoints {
+                        checkpoints.record(written);
                     }
                 }
+                Some(answer) = answers.recv() => self.apply_answer(answer),
                 _ = ticks.tick() => self.core.tick(now()),
+                () = self.feed.receive(&mut events) => {
+                    let is_behind = events.len() >= BURST_MAX;
+                    events.drain(..).for_each(|event| self.apply_event(event));
+                    if is_behind {
+                        // Other tasks run before the next burst.
+                        self.perform_effects();
+                        yield_now().await;
+                    }
+                }
             }
-            self.act();
+            self.perform_effects();
         }
     }
 
-    fn hear(&mut self, heard: Heard) {
+    fn apply_event(&mut self, event: EngineEvent) {
         let now = now();
-        match heard {
-            Heard::Connected => self.core.connected(now),
-            Heard::Disconnected => {
+        match event {
+            EngineEvent::Connected => self.core.connected(now),
+            EngineEvent::Disconnected => {
                 self.core.disconnected(now);
-                // Its sockets may be elsewhere when it is back.
+                // Its sockets may have other addresses after a restart.
                 self.shared.refresh.notify_one();
             }
-            Heard::Live(mut frames) => match live_frames(&frames).map(|live| live.seq) {
+            EngineEvent::Live(mut frames) => match live_frames(&frames).map(|live| live.seq) {
                 Some(seq) => {
                     let payload = Bytes::from(frames.pop().unwrap_or_default());
                     let topic = frames.first().map_or(&[][..], Vec::as_slice);
@@ -205,7 +214,7 @@ impl Rank {
                 }
                 None => self.core.live_lost(now),
             },
-            Heard::Replay(id, frames) => match replay_frames(&frames) {
+            EngineEvent::Replay(id, frames) => match replay_frames(&frames) {
                 Some(ReplayFrames::Batch { seq, payload }) => {
                     self.core.replay_batch(now, id, seq, payload);
                 }
@@ -215,85 +224,85 @@ impl Rank {
         }
     }
 
-    fn done(&mut self, done: Done) {
+    fn apply_answer(&mut self, answer: PlaneAnswer) {
         let now = now();
-        match done {
-            Done::Appended(id, position) => {
+        match answer {
+            PlaneAnswer::Appended(id, position) => {
                 self.last_append = Some(position);
                 self.core.acknowledged(now, id);
             }
-            Done::NotAppended(id) => self.core.append_failed(now, id),
-            Done::TooLarge(id, bytes_max) => self.core.append_too_large(now, id, bytes_max),
-            Done::Claimed(Some(generation)) => self.core.generation_claimed(now, generation),
-            Done::Claimed(None) => self.core.claim_failed(now),
-            Done::Tail(id, tail) => self.core.log_tail(now, id, tail),
+            PlaneAnswer::NotAppended(id) => self.core.append_failed(now, id),
+            PlaneAnswer::TooLarge(id, bytes_max) => self.core.append_too_large(now, id, bytes_max),
+            PlaneAnswer::Claimed(Some(generation)) => self.core.generation_claimed(now, generation),
+            PlaneAnswer::Claimed(None) => self.core.claim_failed(now),
+            PlaneAnswer::Tail(id, tail) => self.core.log_tail(now, id, tail),
         }
     }
 
-    fn stand(&mut self, standing: Standing) {
-        match standing {
-            Standing::Leads { term } => {
+    fn apply_leadership(&mut self, leadership: Leadership) {
+        match leadership {
+            Leadership::Leads { term } => {
                 if self.term.replace(term).is_some_and(|before| before != term) {
-                    // Whatever happened in between was not seen.
+                    // Another shim may have led in between.
                     self.core.lease_lapsed();
                 }
                 self.core.lease_taken(now());
             }
-            Standing::Lapsed => self.core.lease_lapsed(),
-            Standing::Yields => self.core.lease_lost(),
-            Standing::Unknown => {}
+            Leadership::Lapsed => self.core.lease_lapsed(),
+            Leadership::Yields => self.core.lease_lost(),
+            Leadership::Unknown => {}
         }
     }
 
-    fn learn(&mut self, info: &EngineInfo) {
+    fn apply_info(&mut self, info: &EngineInfo) {
         self.core.learn(info.block_size, info.blocks);
-        let told = info.endpoints.get(&self.outside.source.dp_rank);
-        let told = told.cloned().unwrap_or_default();
+        let reported = info.endpoints.get(&self.plane.source.dp_rank);
+        let reported = reported.cloned().unwrap_or_default();
         let endpoints = Endpoints {
-            live: self.fixed.live.clone().or(told.live),
-            replay: self.fixed.replay.clone().or(told.replay),
+            live: self.configured.live.clone().or(reported.live),
+            replay: self.configured.replay.clone().or(reported.replay),
         };
-        // An engine that is just starting tells nothing: keep what was known.
+        // A starting engine reports nothing: the known endpoints stay.
         let is_known = endpoints.live.is_some() && !info.models.is_empty();
         if is_known && endpoints != self.endpoints {
             let has_replay = endpoints.replay.is_some();
-            self.feed.turn_to(endpoints.clone());
+            self.feed.reconnect(endpoints.clone());
             self.endpoints = endpoints;
             self.core.replay_available(now(), has_replay);
         }
     }
 
-    /// Does what the core wants done.
-    fn act(&mut self) {
-        self.outside
+    /// Performs the core's effects, and publishes its view.
+    fn perform_effects(&mut self) {
+        self.plane
             .attempt
             .store(self.core.attempt(), Ordering::Release);
         while let Some(effect) = self.core.poll_effect() {
             match effect {
                 Effect::Replay { id, from } => {
-                    if !self.feed.ask_replay(id, from) {
+                    if self.feed.request_replay(id, from).is_err() {
                         self.core.replay_failed(now(), id);
                     }
                 }
-                Effect::ClaimGeneration { above } => self.outside.claim(above),
+                Effect::ClaimGeneration { above } => self.plane.claim(above),
                 Effect::Append { id, payload } => {
                     if self.appends.try_send((id, payload)).is_err() {
                         self.core.append_failed(now(), id);
                     }
                 }
                 Effect::ReadTail { id, is_thorough } => {
-                    self.outside.look_at_tail(id, is_thorough, self.last_append);
+                    self.plane.read_tail(id, is_thorough, self.last_append);
                 }
-                Effect::Heartbeat(heartbeat) => self.outside.heartbeat(&heartbeat),
+                Effect::Heartbeat(heartbeat) => self.plane.heartbeat(&heartbeat),
                 Effect::Notice(notice) => self.notice(notice),
             }
         }
-        if let Some(saver) = &mut self.saver {
-            saver.consider(&self.core);
+        if let Some(checkpoints) = &mut self.checkpoints {
+            checkpoints.write_if_due(&self.core);
         }
-        self.shared.set_view(View {
+        self.shared.set_view(RankView {
             status: crate::source::Status {
-                checkpoint: self.saver.as_ref().map(Saver::status),
+                checkpoint: self.checkpoints.as_ref().map(CheckpointWriter::status),
                 ..self.core.status(now())
             },
             block_size: self.core.mirror().block_size(),
@@ -302,7 +311,7 @@ impl Rank {
     }
 
     fn notice(&self, notice: Notice) {
-        let source = &self.outside.source;
+        let source = &self.plane.source;
         match notice {
             Notice::NewGeneration(reason) => {
                 info!(%source, reason = reason.label(), "a new generation begins");
@@ -312,14 +321,14 @@ impl Rank {
     }
 }
 
-async fn saved(saver: &mut Option<Saver>) -> super::saver::Saved {
-    match saver {
-        Some(saver) => saver.saved().await,
+async fn written(checkpoints: &mut Option<CheckpointWriter>) -> WriteResult {
+    match checkpoints {
+        Some(checkpoints) => checkpoints.written().await,
         None => std::future::pending().await,
     }
 }
 
-/// The one clock of the shell; the core gets it as an argument.
+/// The shell's clock; the core gets the time as an argument.
 fn now() -> std::time::Instant {
     Instant::now().into_std()
 }

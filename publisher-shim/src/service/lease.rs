@@ -1,8 +1,8 @@
 //! The shim's lease and the worker's registration.
 //!
-//! Two shims of one worker never hold the lease with the same value, so that each knows its own
-//! again. Who cannot renew in time lets it lapse by its own clock, counted from before the renewal
-//! that was confirmed last. The registration is its holder's to write; it fences nothing.
+//! Two shims of one worker never write equal lease values, so each recognises its own. A holder that
+//! cannot renew treats the lease as expired one TTL after it sent the last confirmed renewal. Only the
+//! holder writes the registration, which fences nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,48 +15,48 @@ use warmroute_plane::{Lease, PlaneError, PutIf, Revision};
 use warmroute_proto::codec;
 use warmroute_proto::registry::{ShimEntry, WorkerEntry};
 
-use super::Shared;
+use super::ShimState;
 use crate::config::ShimConfig;
 
 const LEASE_TTL: Duration = Duration::from_secs(6);
 const LEASE_RENEW: Duration = Duration::from_secs(2);
 const RELEASE_MAX: Duration = Duration::from_secs(1);
 
-/// Who may publish, as far as this shim knows.
+/// Whether this shim may publish, as far as it knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Standing {
-    /// Nothing is known yet.
+pub(crate) enum Leadership {
+    /// Before the first answer.
     Unknown,
-    /// This shim; the term grows each time that it takes the lease.
+    /// This shim holds the lease; the term grows with each acquisition.
     Leads { term: u64 },
-    /// Its lease ran out, and nobody is known to have taken it.
+    /// This shim's lease expired; no other holder is known.
     Lapsed,
     /// Another shim holds it.
     Yields,
 }
 
-pub(super) struct Keeper {
-    shared: Arc<Shared>,
+pub(super) struct WorkerLease {
+    shared: Arc<ShimState>,
     config: ShimConfig,
-    /// The lease's value: this process and no other.
+    /// The lease's value, unique to this process.
     own: Bytes,
     lease: Option<Lease>,
-    /// When the renewal that was confirmed last was sent.
+    /// When the last confirmed renewal was sent.
     renewed: Instant,
-    standing: Standing,
+    leadership: Leadership,
     terms: u64,
     registration: Option<Revision>,
 }
 
-impl Keeper {
-    pub(super) fn new(shared: Arc<Shared>, config: ShimConfig) -> Self {
+impl WorkerLease {
+    pub(super) fn new(shared: Arc<ShimState>, config: ShimConfig) -> Self {
         let mut instance = [0; 16];
         fastrand::fill(&mut instance);
         let entry = ShimEntry {
             instance,
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
-        // Encoding into memory does not fail; if it did, the random bytes alone would do.
+        // Encoding into memory does not fail; if it did, the random bytes alone are unique.
         let own = codec::encode(&entry).unwrap_or_else(|_| instance.to_vec());
         Self {
             shared,
@@ -64,7 +64,7 @@ impl Keeper {
             own: Bytes::from(own),
             lease: None,
             renewed: Instant::now(),
-            standing: Standing::Unknown,
+            leadership: Leadership::Unknown,
             terms: 0,
             registration: None,
         }
@@ -77,39 +77,41 @@ impl Keeper {
         let mut connection = self.shared.plane.connection();
         loop {
             tokio::select! {
+                biased;
                 () = stop.cancelled() => break,
                 _ = ticks.tick() => {}
                 Ok(()) = info.changed() => {}
                 Ok(()) = connection.changed() => {}
             }
             tokio::select! {
-                // What was asked and not awaited to its end runs out by itself.
+                biased;
+                // A write without an awaited answer expires by itself.
                 () = stop.cancelled() => break,
                 () = self.keep() => {}
             }
         }
-        self.let_go().await;
+        self.release().await;
     }
 
     async fn keep(&mut self) {
-        let before = self.standing;
+        let before = self.leadership;
         self.keep_lease().await;
-        if self.standing != before {
-            match self.standing {
-                Standing::Leads { .. } => {
+        if self.leadership != before {
+            match self.leadership {
+                Leadership::Leads { .. } => {
                     info!(worker = %self.config.worker, "this shim serves the worker");
                 }
-                Standing::Yields => {
+                Leadership::Yields => {
                     warn!(worker = %self.config.worker, "another shim serves this worker");
                 }
-                Standing::Lapsed => {
+                Leadership::Lapsed => {
                     warn!(worker = %self.config.worker, "the worker's lease lapsed");
                 }
-                Standing::Unknown => {}
+                Leadership::Unknown => {}
             }
-            self.shared.standing.send_replace(self.standing);
+            self.shared.leadership.send_replace(self.leadership);
         }
-        if matches!(self.standing, Standing::Leads { .. }) {
+        if matches!(self.leadership, Leadership::Leads { .. }) {
             self.keep_registration().await;
         }
     }
@@ -122,10 +124,10 @@ impl Keeper {
                     self.renewed = asked;
                     return;
                 }
-                // Its key is gone, or another's.
+                // The key is gone, or another holder's.
                 Ok(Ok(Err(_lost))) => self.lapse(),
                 Ok(Err(_)) | Err(_) if self.renewed.elapsed() < LEASE_TTL => return,
-                // It ran out unseen: somebody else may have it by now.
+                // It expired: another shim may hold it now.
                 Ok(Err(_)) | Err(_) => self.lapse(),
             }
         }
@@ -137,19 +139,19 @@ impl Keeper {
                 self.lease = Some(lease);
                 self.renewed = asked;
                 self.terms += 1;
-                self.standing = Standing::Leads { term: self.terms };
+                self.leadership = Leadership::Leads { term: self.terms };
             }
-            Ok(Ok(None)) => self.standing = Standing::Yields,
+            Ok(Ok(None)) => self.leadership = Leadership::Yields,
             Ok(Err(_)) | Err(_) => {}
         }
     }
 
     fn lapse(&mut self) {
         self.lease = None;
-        self.standing = Standing::Lapsed;
+        self.leadership = Leadership::Lapsed;
     }
 
-    /// Whatever is there is replaced: it is this worker's, and the lease says who speaks for it.
+    /// Replaces any registration of this worker: the lease decides which shim writes it.
     async fn keep_registration(&mut self) {
         let Ok(value) = codec::encode(&self.entry()) else {
             return;
@@ -162,41 +164,41 @@ impl Keeper {
         }
     }
 
-    /// A clean stop: deregisters, and lets the next shim begin at once.
-    async fn let_go(self) {
+    /// Deregisters and releases the lease, so that the next shim starts without a wait.
+    async fn release(self) {
         let deregister = async {
             if let Some(revision) = self.registration {
                 let key = self.shared.subjects.worker_key(&self.config.worker);
                 match self.shared.plane.delete(key, revision).await {
                     Ok(()) | Err(PlaneError::Conflict) => {}
-                    Err(error) => debug!(%error, "the registration runs out by itself"),
+                    Err(error) => debug!(%error, "the registration expires by itself"),
                 }
             }
             if let Some(lease) = self.lease
                 && let Err(error) = lease.release().await
             {
-                debug!(%error, "the lease runs out by itself");
+                debug!(%error, "the lease expires by itself");
             }
         };
         if timeout(RELEASE_MAX, deregister).await.is_err() {
-            debug!("lease and registration run out by themselves");
+            debug!("lease and registration expire by themselves");
         }
     }
 
     fn entry(&self) -> WorkerEntry {
         let info = Arc::clone(&self.shared.info.borrow());
         let views = self.shared.views();
-        let told = views.iter().find_map(|view| view.block_size);
+        let reported = views.iter().find_map(|view| view.block_size);
         WorkerEntry {
             worker: self.config.worker.clone(),
             url: self.config.advertise_url.trim_end_matches('/').to_owned(),
             models: info.models.clone(),
             loras: info.loras.clone(),
             ranks: self.config.ranks,
-            block_size: told.or(self.config.block_size).or(info.block_size),
+            block_size: reported.or(self.config.block_size).or(info.block_size),
             blocks_per_rank: info.blocks,
             max_model_len: info.max_model_len,
-            main_attention_only: all_say(
+            main_attention_only: all_true(
                 self.config.ranks,
                 views.iter().map(|view| view.main_attention_only),
             ),
@@ -205,16 +207,9 @@ impl Keeper {
     }
 }
 
-/// What every rank says. One that has said nothing yet may say no.
-fn all_say(ranks: u32, said: impl Iterator<Item = bool>) -> bool {
-    let mut yes = 0;
-    for said in said {
-        if !said {
-            return false;
-        }
-        yes += 1;
-    }
-    yes == ranks
+/// Whether all ranks reported, and all of them `true`.
+fn all_true(ranks: u32, mut reports: impl ExactSizeIterator<Item = bool>) -> bool {
+    u32::try_from(reports.len()) == Ok(ranks) && reports.all(|report| report)
 }
 
 #[cfg(test)]
@@ -222,10 +217,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn silence_of_a_rank_is_no_yes() {
-        assert!(!all_say(1, [].into_iter()));
-        assert!(!all_say(2, [true].into_iter()));
-        assert!(!all_say(2, [true, false].into_iter()));
-        assert!(all_say(2, [true, true].into_iter()));
+    fn ranks_without_a_report_count_as_false() {
+        assert!(!all_true(1, [].into_iter()));
+        assert!(!all_true(2, [true].into_iter()));
+        assert!(!all_true(2, [true, false].into_iter()));
+        assert!(all_true(2, [true, true].into_iter()));
     }
 }

@@ -1,119 +1,130 @@
-//! Checkpoints of one rank: read at the start, written while it runs and at its end.
+//! Checkpoints of one rank: read at the start, written periodically and at the end.
 //!
-//! The rank's loop only makes the cut; encoding and writing run on a thread for what blocks, one at a
-//! time. No failure here stops a shim: it is counted and said, and the next one is due in its time.
+//! The rank's loop only takes the copy; encoding and writing block, and run elsewhere, one at a time.
+//! No failure here stops a shim: it is counted and logged, and the next checkpoint is due as usual.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
+use warmroute_process::blocking;
 use warmroute_proto::Source;
 
 use crate::checkpoint::{self, Checkpoint, Pace, Restored};
 use crate::source::{CheckpointStatus, Config, SourceCore};
-use crate::state_dir::StateDir;
+use crate::state_dir::CheckpointStore;
 
-/// A clean stop waits no longer for its last checkpoint.
-const LAST_MAX: Duration = Duration::from_secs(3);
+/// The longest wait of a clean stop for its last checkpoint.
+const LAST_WRITE_MAX: Duration = Duration::from_secs(3);
 
-/// What one writing came to: bytes, or what went wrong.
-pub(super) type Saved = Result<usize, String>;
+/// Bytes written, or the error.
+pub(super) type WriteResult = Result<usize, String>;
 
-pub(super) struct Saver {
-    dir: Arc<StateDir>,
+type Writing = Pin<Box<dyn Future<Output = WriteResult> + Send>>;
+
+pub(super) struct CheckpointWriter {
+    store: Arc<dyn CheckpointStore>,
     source: Source,
     pace: Pace,
-    under_way: Option<JoinHandle<Saved>>,
-    /// Of the writing under way.
+    writing: Option<Writing>,
+    /// When the current write began.
     begun: Instant,
     written_at: Option<Instant>,
     status: CheckpointStatus,
 }
 
-impl Saver {
-    /// Reads what is there, and begins with it if it can be used.
-    pub(super) async fn open(dir: Arc<StateDir>, config: Config) -> (SourceCore, Self) {
+impl CheckpointWriter {
+    /// Reads the stored checkpoint, and resumes from it if it is usable.
+    pub(super) async fn open(
+        store: Arc<dyn CheckpointStore>,
+        config: Config,
+    ) -> (SourceCore, Self) {
         let source = config.source.clone();
         let now = Instant::now();
-        let mut saver = Self {
-            dir: Arc::clone(&dir),
+        let mut writer = Self {
+            store: Arc::clone(&store),
             source: source.clone(),
             pace: Pace::new(now.into_std()),
-            under_way: None,
+            writing: None,
             begun: now,
             written_at: None,
             status: CheckpointStatus::default(),
         };
         let mirror = config.mirror;
-        let read = spawn_blocking(move || read(&dir, &source, mirror)).await;
+        let read = blocking::run(move || read(&*store, &source, mirror)).await;
         let core = match read {
             Ok(Ok(Some(restored))) => {
                 let point = &restored.header;
                 info!(
-                    source = %saver.source,
+                    source = %writer.source,
                     engine_seq = point.engine_seq.0,
                     generation = point.generation.0,
                     blocks = restored.blocks(),
-                    "begins at a checkpoint"
+                    "resumed from a checkpoint"
                 );
                 SourceCore::resume(config, restored)
             }
             Ok(Ok(None)) => SourceCore::new(config),
-            Ok(Err(why)) => saver.refuse(config, &why),
-            Err(_) => saver.refuse(config, "reading it failed"),
+            Ok(Err(why)) => writer.refuse(config, &why),
+            Err(_) => writer.refuse(config, "reading it failed"),
         };
-        (core, saver)
+        (core, writer)
     }
 
     fn refuse(&mut self, config: Config, why: &str) -> SourceCore {
         self.status.refused += 1;
-        warn!(source = %self.source, why, "a checkpoint is not used");
+        warn!(source = %self.source, why, "checkpoint refused");
         SourceCore::new(config)
     }
 
-    /// Begins a checkpoint if one is due.
-    pub(super) fn consider(&mut self, core: &SourceCore) {
+    /// Begins a write if one is due.
+    pub(super) fn write_if_due(&mut self, core: &SourceCore) {
         let now = Instant::now();
         let (batches, generation) = (core.batches(), core.generation());
         let is_due = self.pace.is_due(now.into_std(), batches, generation);
-        if self.under_way.is_none() && is_due {
+        if self.writing.is_none() && is_due {
             self.pace.taken(now.into_std(), batches, generation);
             if let Some(checkpoint) = core.checkpoint() {
                 self.status.cut = now.elapsed();
                 self.begun = now;
-                self.under_way = Some(self.write(checkpoint));
+                self.writing = Some(self.write(checkpoint));
             }
         }
     }
 
-    fn write(&self, checkpoint: Checkpoint) -> JoinHandle<Saved> {
-        let (dir, source) = (Arc::clone(&self.dir), self.source.clone());
-        spawn_blocking(move || {
+    fn write(&self, checkpoint: Checkpoint) -> Writing {
+        let (store, source) = (Arc::clone(&self.store), self.source.clone());
+        let write = move || {
             let bytes = checkpoint::encode(&checkpoint);
-            // Before the disk is waited for.
+            // Frees the copy before the disk write.
             drop(checkpoint);
-            dir.save(&source, &bytes)
+            store
+                .save(&source, &bytes)
                 .map_err(|error| error.to_string())?;
             Ok(bytes.len())
+        };
+        Box::pin(async {
+            let written = blocking::run(write).await;
+            written.unwrap_or_else(|error| Err(error.to_string()))
         })
     }
 
-    /// Waits for the writing under way; for ever if there is none. Cancel-safe.
-    pub(super) async fn saved(&mut self) -> Saved {
-        match &mut self.under_way {
-            Some(under_way) => {
-                let saved = under_way.await;
-                self.under_way = None;
-                saved.unwrap_or_else(|error| Err(error.to_string()))
+    /// Drives the current write to its end; pending if there is none. Cancel-safe.
+    pub(super) async fn written(&mut self) -> WriteResult {
+        match &mut self.writing {
+            Some(writing) => {
+                let written = writing.await;
+                self.writing = None;
+                written
             }
             None => std::future::pending().await,
         }
     }
 
-    pub(super) fn note(&mut self, saved: Saved) {
-        match saved {
+    pub(super) fn record(&mut self, written: WriteResult) {
+        match written {
             Ok(bytes) => {
                 self.written_at = Some(self.begun);
                 self.status.written += 1;
@@ -127,21 +138,21 @@ impl Saver {
         }
     }
 
-    /// The last checkpoint, at a clean stop.
+    /// Writes the last checkpoint at a clean stop.
     pub(super) async fn finish(mut self, core: &SourceCore) {
         let last = async {
-            if self.under_way.is_some() {
-                let saved = self.saved().await;
-                self.note(saved);
+            if self.writing.is_some() {
+                let written = self.written().await;
+                self.record(written);
             }
             if let Some(checkpoint) = core.checkpoint() {
                 self.begun = Instant::now();
-                let saved = self.write(checkpoint).await;
-                self.note(saved.unwrap_or_else(|error| Err(error.to_string())));
+                let written = self.write(checkpoint).await;
+                self.record(written);
             }
         };
-        if timeout(LAST_MAX, last).await.is_err() {
-            warn!("the last checkpoint takes too long: the one before it stays");
+        if timeout(LAST_WRITE_MAX, last).await.is_err() {
+            warn!("the last checkpoint is not written in time; the previous one stays");
         }
     }
 
@@ -154,11 +165,11 @@ impl Saver {
 }
 
 fn read(
-    dir: &StateDir,
+    store: &dyn CheckpointStore,
     source: &Source,
     mirror: crate::mirror::Config,
 ) -> Result<Option<Restored>, String> {
-    let Some(bytes) = dir.load(source).map_err(|error| error.to_string())? else {
+    let Some(bytes) = store.load(source).map_err(|error| error.to_string())? else {
         return Ok(None);
     };
     let restored = checkpoint::decode(&bytes, source, mirror);

@@ -1,4 +1,5 @@
-//! How a rank reaches the plane: appends in order, claims, heartbeats, and a look at the log's end.
+//! A rank's calls to the plane: ordered appends, generation claims, heartbeats, and reads of the log's
+//! tail.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -20,58 +21,63 @@ use crate::source::{AppendId, Seen, Tail, next_generation};
 
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 
-/// An acknowledgement that has not come by now will not come. Readers wait three times as long for what
-/// is missing.
+/// An acknowledgement that is later than this counts as lost. Readers wait three times as long for a
+/// missing record.
 const ACK_DEADLINE: Duration = Duration::from_secs(2);
 
 /// An answer of the plane.
-pub(super) enum Done {
+pub(super) enum PlaneAnswer {
     Appended(AppendId, LogPosition),
     NotAppended(AppendId),
-    /// It takes so many bytes at once.
+    /// With the plane's limit in bytes.
     TooLarge(AppendId, usize),
     Claimed(Option<Generation>),
     Tail(u64, Tail),
 }
 
-/// Reads what comes over the plane, and counts what cannot be read: it is of a newer version, or torn.
+/// Decodes messages of the plane and counts failures: a newer version, or torn bytes.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Reader(Arc<AtomicU64>);
+pub(crate) struct CountingDecoder(Arc<AtomicU64>);
 
-impl Reader {
-    pub(crate) fn read<M: Message>(&self, bytes: &[u8]) -> Option<M> {
-        let read = codec::decode(bytes);
-        read.inspect_err(|error| {
-            self.0.fetch_add(1, Ordering::Relaxed);
-            warn!(%error, "what the plane carries cannot be read");
-        })
-        .ok()
+impl CountingDecoder {
+    pub(crate) fn decode<M: Message>(&self, bytes: &[u8]) -> Option<M> {
+        let decoded = codec::decode(bytes);
+        decoded
+            .inspect_err(|error| {
+                self.0.fetch_add(1, Ordering::Relaxed);
+                warn!(%error, "undecodable message on the plane");
+            })
+            .ok()
     }
 
-    pub(crate) fn unread(&self) -> u64 {
+    pub(crate) fn failures(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
+/// A rank's way to the plane. Clones share the queue of answers.
 #[derive(Clone)]
-pub(super) struct Outside {
+pub(super) struct RankPlane {
     pub(super) plane: Arc<dyn Plane>,
     pub(super) subjects: Subjects,
     pub(super) source: Source,
-    pub(super) reader: Reader,
-    pub(super) done: mpsc::Sender<Done>,
+    pub(super) decoder: CountingDecoder,
+    pub(super) answers: mpsc::Sender<PlaneAnswer>,
     pub(super) tasks: TaskTracker,
-    /// Appends of another attempt are void: what waits in the queue is not sent any more.
+    /// Queued appends of another attempt are dropped.
     pub(super) attempt: Arc<AtomicU32>,
 }
 
-impl Outside {
-    /// Appends in order. None of the acknowledgements waits for another one.
+impl RankPlane {
+    /// Appends in order. Acknowledgements do not wait for each other.
     pub(super) async fn append_all(self, mut queue: mpsc::Receiver<(AppendId, Bytes)>) {
         let subject = self.subjects.records(&self.source);
-        let mut under_way = FuturesUnordered::new();
+        let mut unacknowledged = FuturesUnordered::new();
         loop {
-            let ended = tokio::select! {
+            let answer = tokio::select! {
+                // The acknowledgements first: their number is bounded by the queue's.
+                biased;
+                Some(answer) = unacknowledged.next() => answer,
                 next = queue.recv() => {
                     let Some((id, payload)) = next else { return };
                     if id.attempt != self.attempt.load(Ordering::Acquire) {
@@ -80,22 +86,21 @@ impl Outside {
                     let append = self.plane.append(subject.clone(), payload);
                     match timeout(PLANE_DEADLINE, append).await {
                         Ok(Ok(acknowledged)) => {
-                            under_way.push(async move {
+                            unacknowledged.push(async move {
                                 match timeout(ACK_DEADLINE, acknowledged).await {
-                                    Ok(Ok(position)) => Done::Appended(id, position),
+                                    Ok(Ok(position)) => PlaneAnswer::Appended(id, position),
                                     Ok(Err(error)) => not_appended(id, &error),
-                                    Err(_) => Done::NotAppended(id),
+                                    Err(_) => PlaneAnswer::NotAppended(id),
                                 }
                             });
                             continue;
                         }
                         Ok(Err(error)) => not_appended(id, &error),
-                        Err(_) => Done::NotAppended(id),
+                        Err(_) => PlaneAnswer::NotAppended(id),
                     }
                 }
-                Some(ended) = under_way.next() => ended,
             };
-            if self.done.send(ended).await.is_err() {
+            if self.answers.send(answer).await.is_err() {
                 return;
             }
         }
@@ -113,11 +118,12 @@ impl Outside {
                 }
                 Err(_) => None,
             };
-            drop(this.done.send(Done::Claimed(generation)).await);
+            drop(this.answers.send(PlaneAnswer::Claimed(generation)).await);
         });
     }
 
-    /// See [`next_generation`]; by compare-and-set. Whoever loses it reads again, with the core's next try.
+    /// Claims the generation after [`next_generation`]'s inputs by compare-and-set. The core retries a
+    /// lost race.
     async fn next_generation(&self, above: Generation) -> Result<Generation, PlaneError> {
         let key = self.subjects.generation_key(&self.source);
         let entry = self.plane.get(key.clone()).await?;
@@ -128,7 +134,7 @@ impl Outside {
             .plane
             .last_on(self.subjects.records(&self.source))
             .await?
-            .and_then(|message| self.reader.read::<Record>(&message.payload))
+            .and_then(|message| self.decoder.decode::<Record>(&message.payload))
             .map(|record| record.generation);
         let Some(generation) = next_generation(above, registered, last) else {
             error!(source = %self.source, "no generation is left: give this worker another id");
@@ -151,24 +157,19 @@ impl Outside {
         self.tasks.spawn(async move {
             let subject = this.subjects.heartbeat(&this.source);
             let publish = this.plane.publish(subject, Bytes::from(payload));
-            // The next one comes in a second.
+            // The next heartbeat is due in a second.
             drop(timeout(Duration::from_secs(1), publish).await);
         });
     }
 
-    /// `last_append` tells a log that dropped our records by age or size from one that lost them.
-    pub(super) fn look_at_tail(
-        &self,
-        id: u64,
-        is_thorough: bool,
-        last_append: Option<LogPosition>,
-    ) {
+    /// `last_append` distinguishes a log that trimmed the source's records from one that lost them.
+    pub(super) fn read_tail(&self, id: u64, is_thorough: bool, last_append: Option<LogPosition>) {
         let this = self.clone();
         self.tasks.spawn(async move {
-            let look = timeout(PLANE_DEADLINE, this.tail(is_thorough, last_append)).await;
-            let seen = look.ok().and_then(Result::ok);
+            let read = timeout(PLANE_DEADLINE, this.tail(is_thorough, last_append)).await;
+            let seen = read.ok().and_then(Result::ok);
             let tail = seen.map_or(Tail::Unanswered, Tail::Seen);
-            drop(this.done.send(Done::Tail(id, tail)).await);
+            drop(this.answers.send(PlaneAnswer::Tail(id, tail)).await);
         });
     }
 
@@ -192,21 +193,21 @@ impl Outside {
             seen.registered = Some(entry.and_then(|entry| self.generation_in(&entry.value)));
         }
         seen.last = last
-            .and_then(|message| self.reader.read::<Record>(&message.payload))
+            .and_then(|message| self.decoder.decode::<Record>(&message.payload))
             .map(|record| (record.generation, record.number));
         Ok(seen)
     }
 
     fn generation_in(&self, value: &[u8]) -> Option<Generation> {
-        let entry: GenerationEntry = self.reader.read(value)?;
+        let entry: GenerationEntry = self.decoder.decode(value)?;
         Some(entry.generation)
     }
 }
 
-fn not_appended(id: AppendId, error: &PlaneError) -> Done {
+fn not_appended(id: AppendId, error: &PlaneError) -> PlaneAnswer {
     match error {
-        PlaneError::TooLarge { max, .. } => Done::TooLarge(id, *max),
-        PlaneError::Unavailable(_) | PlaneError::Conflict => Done::NotAppended(id),
+        PlaneError::TooLarge { max, .. } => PlaneAnswer::TooLarge(id, *max),
+        PlaneError::Unavailable(_) | PlaneError::Conflict => PlaneAnswer::NotAppended(id),
     }
 }
 
@@ -215,16 +216,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_of_a_newer_version_is_counted() {
-        let reader = Reader::default();
+    fn messages_of_a_newer_version_are_counted() {
+        let decoder = CountingDecoder::default();
         let entry = GenerationEntry {
             generation: Generation(7),
         };
         let mut bytes = codec::encode(&entry).unwrap();
-        assert_eq!(reader.read(&bytes), Some(entry));
-        assert_eq!(reader.unread(), 0);
+        assert_eq!(decoder.decode(&bytes), Some(entry));
+        assert_eq!(decoder.failures(), 0);
         bytes[0] += 1;
-        assert_eq!(reader.read::<GenerationEntry>(&bytes), None);
-        assert_eq!(reader.unread(), 1);
+        assert_eq!(decoder.decode::<GenerationEntry>(&bytes), None);
+        assert_eq!(decoder.failures(), 1);
     }
 }

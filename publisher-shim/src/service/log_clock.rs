@@ -1,5 +1,4 @@
-//! Asks what the log's clock shows: one question for all ranks, at once when the plane is back, then
-//! now and then.
+//! Reads the log's clock: once for all ranks, after each reconnect and then periodically.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,40 +7,41 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 use warmroute_plane::Connection;
 
-use super::Shared;
+use super::ShimState;
 
-/// As long may a message be judged by another server's clock, after a change of leaders.
+/// Bounds how long messages are judged by another server's clock after a change of leaders.
 const EVERY: Duration = Duration::from_secs(3);
 const DEADLINE: Duration = Duration::from_secs(1);
 
-/// What the log's clock showed between two moments.
+/// The log's clock at some moment between `asked` and `answered`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Told {
+pub(super) struct ClockReading {
     pub(super) asked: std::time::Instant,
     pub(super) answered: std::time::Instant,
     pub(super) unix_ns: u64,
 }
 
-pub(super) async fn ask(shared: Arc<Shared>) {
+pub(super) async fn poll(shared: Arc<ShimState>) {
     let mut connection = shared.plane.connection();
     loop {
         if *connection.borrow_and_update() == Connection::Up {
             let asked = now();
             match timeout(DEADLINE, shared.plane.log_status()).await {
                 Ok(Ok(status)) => {
-                    shared.clock.send_replace(Some(Told {
+                    shared.clock.send_replace(Some(ClockReading {
                         asked,
                         answered: now(),
                         unix_ns: status.now_unix_ns,
                     }));
                 }
-                Ok(Err(error)) => warn!(%error, "the log does not tell its time"),
-                Err(_) => warn!("the log is slow to tell its time"),
+                Ok(Err(error)) => warn!(%error, "cannot read the log's clock"),
+                Err(_) => warn!("the log's clock is late"),
             }
         }
         tokio::select! {
-            () = sleep(EVERY) => {}
+            biased;
             Ok(()) = connection.changed() => {}
+            () = sleep(EVERY) => {}
         }
     }
 }

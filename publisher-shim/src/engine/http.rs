@@ -1,0 +1,270 @@
+//! The engine's HTTP: its health, what it serves, and the addresses of its event sockets.
+//!
+//! Every answer is optional: engines differ by version and set-up. Parsing is pure and tolerant.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use serde::Deserialize;
+use warmroute_proto::registry::Lora;
+use warmroute_proto::{BlockSize, DpRank, EngineHealth};
+
+use super::{EngineInfo, InfoError};
+use crate::config::{Endpoints, reachable};
+
+const DEADLINE: Duration = Duration::from_secs(2);
+/// More than any `/metrics` or model list.
+const BODY_BYTES_MAX: usize = 8 << 20;
+
+/// The engine's API key as an `Authorization` header value. `Debug` redacts it.
+#[derive(Clone, Debug)]
+pub struct EngineKey(HeaderValue);
+
+#[derive(Debug, thiserror::Error)]
+pub enum EngineKeyError {
+    #[error("it cannot be read")]
+    File(#[from] io::Error),
+    #[error("it is empty")]
+    Empty,
+    #[error("it has characters that a header cannot carry")]
+    NotSendable,
+}
+
+impl EngineKey {
+    /// Reads the key from a file. Trims white space.
+    pub fn read(file: &Path) -> Result<Self, EngineKeyError> {
+        let text = fs::read_to_string(file)?;
+        let key = text.trim();
+        if key.is_empty() {
+            return Err(EngineKeyError::Empty);
+        }
+        let value = HeaderValue::from_str(&format!("Bearer {key}"));
+        let mut value = value.map_err(|_| EngineKeyError::NotSendable)?;
+        value.set_sensitive(true);
+        Ok(Self(value))
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct EngineHttp {
+    http: reqwest::Client,
+    url: String,
+}
+
+impl EngineHttp {
+    pub(super) fn new(url: &str, key: Option<&EngineKey>) -> reqwest::Result<Self> {
+        // vLLM guards `/v1` only; a proxy in front of it may guard every path.
+        let headers = key.map(|EngineKey(key)| (AUTHORIZATION, key.clone()));
+        let http = reqwest::Client::builder()
+            .default_headers(HeaderMap::from_iter(headers))
+            .timeout(DEADLINE)
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .build()?;
+        Ok(Self {
+            http,
+            url: url.trim_end_matches('/').to_owned(),
+        })
+    }
+
+    pub(super) async fn health(&self) -> EngineHealth {
+        match self.http.get(format!("{}/health", self.url)).send().await {
+            Ok(answer) if answer.status().is_success() => EngineHealth::Healthy,
+            Ok(_) | Err(_) => EngineHealth::Unhealthy,
+        }
+    }
+
+    /// Reads all facts. Only the model list is required.
+    pub(super) async fn info(&self) -> Result<EngineInfo, InfoError> {
+        let mut info = EngineInfo::default();
+        let models = self.get("/v1/models").await?;
+        info.read_models(&models).ok_or(InfoError::Unreadable)?;
+        if let Ok(metrics) = self.get("/metrics").await {
+            info.read_metrics(&String::from_utf8_lossy(&metrics));
+        }
+        if let Ok(sources) = self.get("/kv_event_sources").await {
+            info.read_sources(&sources, &self.url);
+        }
+        if let Ok(version) = self.get("/version").await {
+            info.version = serde_json::from_slice::<Version>(&version)
+                .ok()
+                .map(|version| version.version);
+        }
+        Ok(info)
+    }
+
+    async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
+        let answer = self.http.get(format!("{}{path}", self.url)).send().await;
+        let mut answer = answer.map_err(|_| InfoError::Silence)?;
+        match answer.status() {
+            status if status.is_success() => {}
+            status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
+                return Err(InfoError::Key(status));
+            }
+            status => return Err(InfoError::Status(status)),
+        }
+        let mut body = Vec::new();
+        while let Some(chunk) = answer.chunk().await.map_err(|_| InfoError::Silence)? {
+            if body.len() + chunk.len() > BODY_BYTES_MAX {
+                return Err(InfoError::Silence);
+            }
+            body.extend_from_slice(&chunk);
+        }
+        Ok(body)
+    }
+}
+
+#[derive(Deserialize)]
+struct Version {
+    version: String,
+}
+
+#[derive(Deserialize)]
+struct Models {
+    data: Vec<Model>,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    id: String,
+    #[serde(default)]
+    parent: Option<String>,
+    #[serde(default)]
+    max_model_len: Option<u32>,
+}
+
+#[derive(Deserialize)]
+struct EventSource {
+    #[serde(default)]
+    enable_kv_cache_events: bool,
+    #[serde(default)]
+    endpoint: Option<String>,
+    #[serde(default)]
+    replay_endpoint: Option<String>,
+}
+
+impl EngineInfo {
+    fn read_models(&mut self, body: &[u8]) -> Option<()> {
+        let models: Models = serde_json::from_slice(body).ok()?;
+        for model in models.data {
+            self.max_model_len = self.max_model_len.or(model.max_model_len);
+            match model.parent {
+                Some(parent) => self.loras.push(Lora {
+                    name: model.id,
+                    parent: Some(parent),
+                }),
+                None => self.models.push(model.id),
+            }
+        }
+        Some(())
+    }
+
+    /// `vllm:cache_config_info{block_size="16",num_gpu_blocks="4096",…} 1.0`
+    fn read_metrics(&mut self, text: &str) {
+        let Some(line) = text
+            .lines()
+            .find(|line| line.starts_with("vllm:cache_config_info{"))
+        else {
+            return;
+        };
+        let label = |name: &str| {
+            let (_, rest) = line.split_once(&format!("{name}=\""))?;
+            rest.split_once('"').map(|(value, _)| value)
+        };
+        self.block_size = label("{block_size")
+            .or_else(|| label(",block_size"))
+            .and_then(|value| BlockSize::new(value.parse().ok()?));
+        self.blocks = label("num_gpu_blocks").and_then(|value| value.parse().ok());
+    }
+
+    fn read_sources(&mut self, body: &[u8], url: &str) {
+        let Ok(sources) = serde_json::from_slice::<BTreeMap<String, EventSource>>(body) else {
+            return;
+        };
+        for (rank, source) in sources {
+            let Ok(rank) = rank.parse().map(DpRank) else {
+                continue;
+            };
+            if !source.enable_kv_cache_events {
+                continue;
+            }
+            let at = |endpoint: Option<String>| reachable(&endpoint?, url);
+            let endpoints = Endpoints {
+                live: at(source.endpoint),
+                replay: at(source.replay_endpoint),
+            };
+            self.endpoints.insert(rank, endpoints);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_redacted_and_validated() {
+        let dir = std::env::temp_dir().join(format!("shim-engine-key-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("key");
+        let read = |text: &str| {
+            fs::write(&file, text).unwrap();
+            EngineKey::read(&file)
+        };
+        let key = read(" s3cret\n").unwrap();
+        assert_eq!(key.0, "Bearer s3cret");
+        assert!(!format!("{key:?}").contains("s3cret"));
+        assert!(matches!(read(" \n"), Err(EngineKeyError::Empty)));
+        assert!(matches!(read("a\nb"), Err(EngineKeyError::NotSendable)));
+        fs::remove_dir_all(&dir).unwrap();
+        assert!(matches!(
+            EngineKey::read(&file),
+            Err(EngineKeyError::File(_))
+        ));
+    }
+
+    #[test]
+    fn models_and_adapters_are_separated() {
+        let mut info = EngineInfo::default();
+        let body = br#"{"object":"list","data":[
+            {"id":"base","max_model_len":4096,"parent":null},{"id":"l1","parent":"base"}]}"#;
+        info.read_models(body).unwrap();
+        assert_eq!(info.models, ["base"]);
+        assert_eq!(info.loras[0].parent.as_deref(), Some("base"));
+        assert_eq!(info.max_model_len, Some(4096));
+        assert!(info.read_models(b"{").is_none());
+    }
+
+    #[test]
+    fn metrics_give_block_size_and_count() {
+        let mut info = EngineInfo::default();
+        info.read_metrics(
+            "# HELP x\nvllm:cache_config_info{block_size=\"32\",hash_block_size=\"8\",\
+             num_cpu_blocks=\"None\",num_gpu_blocks=\"65\"} 1.0\n",
+        );
+        assert_eq!(info.block_size, BlockSize::new(32));
+        assert_eq!(info.blocks, Some(65));
+        let mut other_order = EngineInfo::default();
+        other_order.read_metrics("vllm:cache_config_info{a=\"1\",block_size=\"16\"} 1.0");
+        assert_eq!(other_order.block_size, BlockSize::new(16));
+        assert_eq!(other_order.blocks, None);
+    }
+
+    #[test]
+    fn wildcard_hosts_become_the_engines_host() {
+        let mut info = EngineInfo::default();
+        let body = br#"{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://*:15550",
+            "replay_endpoint":"tcp://*:15560","topic":"kv-events"},
+            "1":{"enable_kv_cache_events":false},"x":{}}"#;
+        info.read_sources(body, "http://h:8000");
+        let endpoints = &info.endpoints[&DpRank(0)];
+        assert_eq!(endpoints.live.as_deref(), Some("tcp://h:15550"));
+        assert_eq!(endpoints.replay.as_deref(), Some("tcp://h:15560"));
+        assert_eq!(info.endpoints.len(), 1);
+    }
+}
