@@ -19,8 +19,7 @@ use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::SourceStatus;
 
-use crate::drains::Drains;
-use crate::fleet::{Fleet, Member};
+use crate::fleet::{Fleet, FleetRegistry, FleetWorker};
 use crate::journal::Journal;
 use crate::metrics::{Metrics, Scraped, WorkerStatus};
 use crate::ready::{Ready, Stay};
@@ -36,7 +35,7 @@ pub(crate) struct Admin {
     pub router: RouterId,
     pub desk: Arc<SharedCore>,
     pub fleet: Arc<Fleet>,
-    pub drains: Arc<Drains>,
+    pub registry: Arc<FleetRegistry>,
     pub journal: Arc<Journal>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
@@ -130,7 +129,7 @@ async fn say(
     drain: DrainState,
 ) -> Result<Json<Value>, Refused> {
     let worker = named(admin, worker)?;
-    match admin.drains.say(&worker, drain).await {
+    match admin.registry.set_drain(&worker, drain).await {
         Ok(()) => Ok(Json(drain_of(&worker, admin))),
         Err(error) => {
             tracing::warn!(%worker, %error, "a word on a worker cannot be written");
@@ -141,9 +140,9 @@ async fn say(
 
 fn named(admin: &Admin, Path(worker): Path<String>) -> Result<WorkerId, Refused> {
     let worker = WorkerId::from(worker);
-    if admin.fleet.contains(&worker) || admin.drains.of(&worker).is_some() {
+    if admin.fleet.contains(&worker) || admin.fleet.drain_entry(&worker).is_some() {
         Ok(worker)
-    } else if admin.drains.is_read() {
+    } else if admin.registry.drains_read() {
         Err(Refused::NoWorker)
     } else {
         Err(Refused::Unread)
@@ -175,7 +174,7 @@ impl IntoResponse for Refused {
 /// `requests`: those of all routers that are open there, as this one counts them. `since`: when the last word
 /// was said, in seconds since the Unix epoch.
 fn drain_of(worker: &WorkerId, admin: &Admin) -> Value {
-    let word = admin.drains.of(worker);
+    let word = admin.fleet.drain_entry(worker);
     let loads = admin.desk.core().loads();
     let there = loads.iter().filter(|load| load.worker == *worker);
     let requests: u64 = there.map(|load| u64::from(load.active_requests)).sum();
@@ -188,7 +187,7 @@ fn drain_of(worker: &WorkerId, admin: &Admin) -> Value {
 }
 
 fn standing_word(worker: &WorkerId, admin: &Admin) -> DrainState {
-    let word = admin.drains.of(worker);
+    let word = admin.fleet.drain_entry(worker);
     word.map_or_else(DrainState::default, |word| word.drain)
 }
 
@@ -233,7 +232,7 @@ async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
     }
 }
 
-fn status(member: &Member, admin: &Admin) -> WorkerStatus {
+fn status(member: &FleetWorker, admin: &Admin) -> WorkerStatus {
     let checks = member.checks.named();
     WorkerStatus {
         worker: member.entry.worker.to_string(),
@@ -256,7 +255,7 @@ async fn workers(State(admin): State<Arc<Admin>>) -> Json<Value> {
     Json(json!({ "workers": workers }))
 }
 
-fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
+fn worker(member: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Value {
     let now = Instant::now().into_std();
     let stalled: Vec<u32> = {
         let core = admin.desk.core();
@@ -286,14 +285,14 @@ fn worker(member: &Member, index: &[WorkerView], admin: &Admin) -> Value {
     })
 }
 
-fn ranks_of(member: &Member) -> impl Iterator<Item = (u32, Source)> {
+fn ranks_of(member: &FleetWorker) -> impl Iterator<Item = (u32, Source)> {
     (0..member.entry.ranks).map(|rank| {
         let (worker, dp_rank) = (member.entry.worker.clone(), DpRank(rank));
         (rank, Source { worker, dp_rank })
     })
 }
 
-fn ttft_ratios(member: &Member, admin: &Admin) -> Vec<(u32, f64)> {
+fn ttft_ratios(member: &FleetWorker, admin: &Admin) -> Vec<(u32, f64)> {
     let now = Instant::now().into_std();
     let core = admin.desk.core();
     let known = |(rank, source)| Some((rank, core.ttft_ratio(&source, now)?));
@@ -306,7 +305,7 @@ fn statuses(admin: &Admin) -> impl Iterator<Item = SourceStatus> {
 }
 
 /// How the engine's events come in, rank by rank.
-fn feeds(member: &Member, admin: &Admin) -> Vec<Value> {
+fn feeds(member: &FleetWorker, admin: &Admin) -> Vec<Value> {
     statuses(admin)
         .filter(|status| status.source.worker == member.entry.worker)
         .map(|status| {

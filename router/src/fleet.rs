@@ -1,317 +1,162 @@
-//! Who the workers are: what the registry last said of each, what the router's own checks say of its
-//! health, and whether it passed the checks of its registration.
+//! The fleet: which workers there are, whether they are usable, trusted and in service.
 //!
-//! Knowledge outlives its source: a lapsed lease or a plane that is away removes nobody who answers.
-//! A worker goes when the registry no longer has it and it has not answered for [`FORGET_AFTER`], or another
-//! one is registered at its address. Once the registry does not vouch for it, whoever answers at its address
-//! has to be what it was: addresses are given again.
-//!
-//! Every change is told to the decision core; models and their trust are published as an immutable
-//! [`View`], which a request reads without waiting for anybody.
+//! [`state`] is the pure state machine. [`Fleet`] holds it and publishes each change to the decision
+//! core and, as an immutable [`ModelCatalog`], to requests. Three tasks feed it: [`FleetRegistry`]
+//! (workers and drains in the registry), [`HealthProber`] and [`RegistrationChecker`].
 
+mod breaker;
 mod checks;
-mod view;
+mod drain_table;
+pub mod health;
+mod models;
+mod probe;
+mod registration;
+mod registry;
+mod state;
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
 
-use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use warmroute_proto::registry::{DrainState, WorkerEntry};
+use warmroute_proto::registry::{DrainEntry, WorkerEntry};
 use warmroute_proto::{BlockSize, WorkerId};
 
-use crate::health::{Health, Sight, Turn};
 use crate::route;
 use crate::shared_core::SharedCore;
+use health::{Observation, WorkerHealth};
+use state::{FleetChange, FleetState, ProbeTarget};
 
-pub(crate) use checks::{Check, Checks};
-pub(crate) use view::{ModelView, View};
+pub(crate) use breaker::RequestResult;
+#[cfg(test)]
+pub(crate) use models::Parity;
+pub(crate) use models::{CatalogModel, ModelCatalog};
+pub(crate) use probe::HealthProber;
+pub(crate) use registration::RegistrationChecker;
+pub(crate) use registry::FleetRegistry;
+pub(crate) use state::FleetWorker;
 
-/// Longer than any restart of a shim or an engine that loads a large model from a slow disk.
-const FORGET_AFTER: Duration = Duration::from_secs(600);
-
-/// One worker as the router knows it.
-#[derive(Clone, Debug)]
-pub(crate) struct Member {
-    pub entry: WorkerEntry,
-    /// The registry has it now.
-    pub registered: bool,
-    pub health: Health,
-    pub checks: Checks,
-    /// Grows when the worker is new, came back or changed: what was learned before is void.
-    pub life: u64,
-    last_seen: Instant,
-}
-
-/// See the module's documentation.
+/// The fleet's state and its subscribers.
 pub(crate) struct Fleet {
-    desk: Arc<SharedCore>,
-    /// What the operator says all blocks are.
+    core: Arc<SharedCore>,
+    /// The operator's.
     block_size: Option<BlockSize>,
-    members: Mutex<BTreeMap<WorkerId, Member>>,
-    /// Workers that an operator took out, whether they are here or not. Locked under the members.
-    drained: Mutex<BTreeSet<WorkerId>>,
-    view: RwLock<Arc<View>>,
-    /// A worker came, came back or changed: its registration is to be checked.
-    to_register: Notify,
-    /// A worker came or changed: its health is to be looked at.
-    to_look_at: Notify,
-}
-
-/// One worker to look at.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub(crate) struct Address {
-    pub worker: WorkerId,
-    pub url: String,
-    /// The models that whoever answers must list; none where the registry vouches for it.
-    pub must_list: Vec<String>,
+    state: Mutex<FleetState>,
+    catalog: RwLock<Arc<ModelCatalog>>,
+    /// Some circuit breaker counts requests.
+    counts_requests: AtomicBool,
+    check_due: Notify,
+    probe_due: Notify,
 }
 
 impl Fleet {
-    pub(crate) fn new(desk: Arc<SharedCore>, block_size: Option<BlockSize>) -> Arc<Self> {
+    pub(crate) fn new(core: Arc<SharedCore>, block_size: Option<BlockSize>) -> Arc<Self> {
         Arc::new(Self {
-            desk,
+            core,
             block_size,
-            members: Mutex::default(),
-            drained: Mutex::default(),
-            view: RwLock::default(),
-            to_register: Notify::new(),
-            to_look_at: Notify::new(),
+            state: Mutex::default(),
+            catalog: RwLock::default(),
+            counts_requests: AtomicBool::default(),
+            check_due: Notify::new(),
+            probe_due: Notify::new(),
         })
     }
 
-    /// The registry has this worker, as new or as changed.
-    pub(crate) fn put(&self, entry: WorkerEntry, now: Instant) {
-        let mut members = self.members();
-        let worker = entry.worker.clone();
-        match members.get_mut(&worker) {
-            // A lease renewed: nothing new.
-            Some(member) if member.entry == entry && member.registered => return,
-            Some(member) if member.entry == entry => member.registered = true,
-            Some(member) => {
-                tracing::info!(%worker, url = entry.url, "worker changed");
-                if member.entry.url != entry.url {
-                    member.health = Health::default();
-                }
-                member.entry = entry;
-                member.registered = true;
-                member.start_anew();
-            }
-            None => {
-                tracing::info!(
-                    %worker, url = entry.url, models = ?entry.models, ranks = entry.ranks,
-                    "worker registered"
-                );
-                members.insert(worker, Member::new(entry, now));
-            }
-        }
-        displace(&mut members);
-        self.publish(&members);
-        self.to_register.notify_one();
-        self.to_look_at.notify_one();
+    /// An observation of the worker at `url`.
+    pub(crate) fn observe(&self, worker: &WorkerId, url: &str, observation: Observation) {
+        let now = Instant::now().into_std();
+        self.update(|state| state.observe(worker, url, observation, now));
     }
 
-    /// The registry no longer has this worker.
-    pub(crate) fn gone(&self, worker: &WorkerId) {
-        let mut members = self.members();
-        let Some(member) = members.get_mut(worker) else {
-            return;
-        };
-        member.registered = false;
-        tracing::info!(%worker, "worker left the registry, kept while it answers");
-        if displace(&mut members) {
-            self.publish(&members);
+    /// The result of a request that was sent to the worker at `url`. Takes no lock for an answer
+    /// while no circuit breaker counts.
+    pub(crate) fn request_ended(&self, worker: &WorkerId, url: &str, result: RequestResult) {
+        let counts = self.counts_requests.load(Ordering::Relaxed);
+        if counts || result == RequestResult::Broken {
+            let now = Instant::now().into_std();
+            self.update(|state| state.request_ended(worker, url, result, now));
         }
     }
 
-    /// Somebody saw this of a worker, at this address: what is seen where it was before tells nothing of
-    /// where it is.
-    pub(crate) fn see(&self, worker: &WorkerId, url: &str, sight: Sight, now: Instant) {
-        let mut members = self.members();
-        let known = members.get_mut(worker);
-        let Some(member) = known.filter(|member| member.entry.url == url) else {
-            return;
-        };
-        if sight == Sight::CheckPassed {
-            member.last_seen = now;
-        }
-        let turn = member.health.see(sight);
-        match turn {
-            Turn::Up => {
-                member.start_anew();
-                tracing::info!(%worker, "worker is healthy");
-            }
-            Turn::Down => tracing::warn!(%worker, ?sight, "worker is unhealthy, left out"),
-            Turn::None if member.is_forgotten(now) => {
-                tracing::info!(%worker, "worker forgotten");
-                members.remove(worker);
-            }
-            Turn::None => return,
-        }
-        self.publish(&members);
-        self.to_register.notify_one();
-    }
-
-    /// An operator's word, which outlives the worker's registration.
-    pub(crate) fn set_drain(&self, worker: &WorkerId, drain: DrainState) {
-        let members = self.members();
-        let is_news = {
-            let mut drained = self.drained();
-            match drain {
-                DrainState::Draining => drained.insert(worker.clone()),
-                DrainState::Serving => drained.remove(worker),
-            }
-        };
-        if is_news {
-            self.publish(&members);
-        }
-    }
-
-    /// The result of checking a worker's registration, if it is still that life's.
-    pub(crate) fn checked(&self, worker: &WorkerId, life: u64, checks: Checks) {
-        let mut members = self.members();
-        if let Some(member) = members.get_mut(worker).filter(|member| member.life == life) {
-            member.checks = checks;
-            self.publish(&members);
-        }
-    }
-
-    /// Waits until a registration is to be checked. For one waiter.
-    pub(crate) async fn changed_for_register(&self) {
-        self.to_register.notified().await;
-    }
-
-    /// Waits until a worker's health is to be looked at. For one waiter.
-    pub(crate) async fn changed_for_health(&self) {
-        self.to_look_at.notified().await;
-    }
-
-    /// Usable workers whose registration is not checked yet, though it says what they serve.
-    pub(crate) fn unchecked(&self) -> Vec<Member> {
-        let members = self.members();
-        let open = |member: &&Member| member.serves() && !member.checks.complete();
-        members.values().filter(open).cloned().collect()
-    }
-
-    /// Some worker is usable, and none that is waits to be checked.
+    /// Some worker is usable, and each usable one is checked.
     pub(crate) fn is_settled(&self) -> bool {
-        self.view().usable && self.unchecked().is_empty()
-    }
-
-    pub(crate) fn addresses(&self) -> Vec<Address> {
-        let members = self.members();
-        let address = |member: &Member| Address {
-            worker: member.entry.worker.clone(),
-            url: member.entry.url.clone(),
-            must_list: match member.registered {
-                true => Vec::new(),
-                false => member.entry.models.clone(),
-            },
-        };
-        members.values().map(address).collect()
+        self.catalog().usable && self.state().unchecked().next().is_none()
     }
 
     pub(crate) fn contains(&self, worker: &WorkerId) -> bool {
-        self.members().contains_key(worker)
+        self.state().get(worker).is_some()
     }
 
     pub(crate) fn ranks(&self, worker: &WorkerId) -> u32 {
-        let members = self.members();
-        members.get(worker).map_or(0, |member| member.entry.ranks)
+        let state = self.state();
+        state.get(worker).map_or(0, |worker| worker.entry.ranks)
     }
 
-    pub(crate) fn snapshot(&self) -> Vec<Member> {
-        self.members().values().cloned().collect()
+    /// The operator's last entry on a worker, if there ever was one.
+    pub(crate) fn drain_entry(&self, worker: &WorkerId) -> Option<DrainEntry> {
+        self.state().drains.entry(worker).cloned()
     }
 
-    pub(crate) fn view(&self) -> Arc<View> {
-        let view = self.view.read().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(&view)
+    pub(crate) fn snapshot(&self) -> Vec<FleetWorker> {
+        self.state().workers().cloned().collect()
     }
 
-    fn members(&self) -> MutexGuard<'_, BTreeMap<WorkerId, Member>> {
-        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn catalog(&self) -> Arc<ModelCatalog> {
+        let catalog = self.catalog.read().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(&catalog)
     }
 
-    fn drained(&self) -> MutexGuard<'_, BTreeSet<WorkerId>> {
-        self.drained.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, FleetState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the core and the requests. Under the members' lock, so that the last word is the last.
-    fn publish(&self, members: &BTreeMap<WorkerId, Member>) {
-        let entries: Vec<WorkerEntry> = members
-            .values()
-            .map(|member| member.entry.clone())
-            .collect();
-        let drained = self.drained();
-        let mut core = self.desk.core();
+    /// Applies a change and publishes it under the lock, so that changes are published in order.
+    fn update(&self, apply: impl FnOnce(&mut FleetState) -> FleetChange) {
+        let mut state = self.state();
+        let change = apply(&mut state);
+        let counts = state.counts_requests();
+        self.counts_requests.store(counts, Ordering::Relaxed);
+        if change != FleetChange::None {
+            self.publish(&state);
+        }
+        drop(state);
+        if change == FleetChange::WorkDue {
+            self.check_due.notify_one();
+            self.probe_due.notify_one();
+        }
+    }
+
+    fn publish(&self, state: &FleetState) {
+        let entries: Vec<WorkerEntry> = state.workers().map(|w| w.entry.clone()).collect();
+        let mut core = self.core.core();
         core.set_workers(&entries);
-        for member in members.values() {
-            let drain = if drained.contains(&member.entry.worker) {
-                DrainState::Draining
-            } else {
-                DrainState::Serving
-            };
-            core.set_drain(&member.entry.worker, drain);
-            let health = match member.health {
-                Health::Healthy { .. } => route::Health::Healthy,
-                Health::Unchecked => route::Health::Unknown,
-                Health::Unhealthy => route::Health::Unhealthy,
-            };
-            core.set_health(&member.entry.worker, health);
+        for worker in state.workers() {
+            core.set_drain(&worker.entry.worker, state.drain(worker));
+            core.set_health(&worker.entry.worker, rank(worker));
         }
         drop(core);
-        let view = Arc::new(View::of(members.values(), self.block_size));
-        *self.view.write().unwrap_or_else(PoisonError::into_inner) = view;
+        let catalog = Arc::new(ModelCatalog::of(state.workers(), self.block_size));
+        *self.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog;
     }
 }
 
-/// One engine stands at an address: where a registered worker has it, one that is registered no more is gone.
-/// Says whether any was.
-fn displace(members: &mut BTreeMap<WorkerId, Member>) -> bool {
-    let registered = members.values().filter(|member| member.registered);
-    let taken: BTreeSet<String> = registered.map(|member| member.entry.url.clone()).collect();
-    let before = members.len();
-    members.retain(|worker, member| {
-        let stays = member.registered || !taken.contains(&member.entry.url);
-        if !stays {
-            tracing::info!(%worker, "worker forgotten: another one has its address");
-        }
-        stays
-    });
-    members.len() < before
+/// A worker with an open circuit breaker ranks as an unchecked one: used where none is healthy.
+const fn rank(worker: &FleetWorker) -> route::Health {
+    match worker.health {
+        WorkerHealth::Healthy { .. } if worker.breaker.is_open() => route::Health::Unknown,
+        WorkerHealth::Healthy { .. } => route::Health::Healthy,
+        WorkerHealth::Unchecked => route::Health::Unknown,
+        WorkerHealth::Unhealthy => route::Health::Unhealthy,
+    }
 }
 
-impl Member {
-    fn new(entry: WorkerEntry, now: Instant) -> Self {
-        Self {
-            entry,
-            registered: true,
-            health: Health::default(),
-            checks: Checks::default(),
-            life: 0,
-            last_seen: now,
-        }
-    }
-
-    /// A worker may be registered before its engine told its models.
-    const fn serves(&self) -> bool {
-        self.health.usable() && !self.entry.models.is_empty()
-    }
-
-    fn start_anew(&mut self) {
-        self.life += 1;
-        self.checks = Checks::default();
-    }
-
-    fn is_forgotten(&self, now: Instant) -> bool {
-        !self.registered
-            && !self.health.usable()
-            && now.duration_since(self.last_seen) > FORGET_AFTER
+#[cfg(test)]
+impl Fleet {
+    pub(crate) fn register(&self, entry: WorkerEntry) {
+        let now = Instant::now().into_std();
+        self.update(|state| state.register(entry, now));
     }
 }

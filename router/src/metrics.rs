@@ -148,16 +148,16 @@ impl Metrics {
     }
 
     pub(crate) fn request_ended(&self, route: RouteLabel, end: RequestEnd, took: Duration) {
-        count(&self.requests, &[route.as_str(), end.as_str()]);
-        observe(&self.request_seconds, route.as_str(), took);
+        count(&self.requests, &[route.label(), end.label()]);
+        observe(&self.request_seconds, route.label(), took);
     }
 
     pub(crate) fn first_byte(&self, route: RouteLabel, after: Duration) {
-        observe(&self.ttft_seconds, route.as_str(), after);
+        observe(&self.ttft_seconds, route.label(), after);
     }
 
     pub(crate) fn step(&self, step: DecisionStep, took: Duration) {
-        observe(&self.step_seconds, step.as_str(), took);
+        observe(&self.step_seconds, step.label(), took);
     }
 
     /// From the whole body until the request is sent to an engine.
@@ -191,11 +191,11 @@ impl Metrics {
     }
 
     pub(crate) fn retried(&self, reason: RetryReason) {
-        count(&self.retries, &[reason.as_str()]);
+        count(&self.retries, &[reason.label()]);
     }
 
     pub(crate) fn cancelled(&self, phase: CancelPhase) {
-        count(&self.cancels, &[phase.as_str()]);
+        count(&self.cancels, &[phase.label()]);
     }
 
     pub(crate) fn check_failed(&self, check: &'static str) {

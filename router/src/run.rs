@@ -7,6 +7,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::available_parallelism;
 
 use anyhow::Context as _;
@@ -26,20 +27,17 @@ use warmroute_proto::{Generation, RouterId};
 use crate::admin::{self, Admin};
 use crate::audit::{Auditor, Rechecks};
 use crate::config::{Config, Limits};
-use crate::drains::Drains;
-use crate::fleet::Fleet;
+use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::proxy::{self, App, Budget};
 use crate::ready::{Ready, notice};
-use crate::register::Registrar;
 use crate::replication::{self, Replication};
 use crate::route::{Core, CoreConfig};
 use crate::shared_core::SharedCore;
 use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
-use crate::workers;
 
 /// How often the core lets time pass where no request does.
 const TICK: Duration = Duration::from_millis(250);
@@ -222,7 +220,7 @@ struct Parts {
     replication: Replication,
     replicas: replication::Handle,
     fleet: Arc<Fleet>,
-    drains: Arc<Drains>,
+    registry: Arc<FleetRegistry>,
     index: IndexClient,
     auditor: Arc<Auditor>,
     rechecks: Rechecks,
@@ -232,7 +230,6 @@ struct Parts {
     tokenizer: Option<Arc<Tokenizer>>,
     ready: Arc<Ready>,
     router: RouterId,
-    subjects: Subjects,
 }
 
 impl Parts {
@@ -265,8 +262,16 @@ impl Parts {
             index.clone(),
         );
         let fleet = Fleet::new(Arc::clone(&desk), config.block_size);
+        let ready: Arc<Ready> = Arc::default();
         Self {
-            drains: Drains::new(around.plane(), subjects.clone(), Arc::clone(&fleet)),
+            registry: Arc::new(FleetRegistry {
+                fleet: Arc::clone(&fleet),
+                plane: around.plane(),
+                subjects,
+                ready: Arc::clone(&ready),
+                unreadable: metrics.bad_entries().clone(),
+                drains_read: AtomicBool::default(),
+            }),
             fleet,
             desk,
             replication,
@@ -278,9 +283,8 @@ impl Parts {
             metrics,
             client,
             tokenizer,
-            ready: Arc::default(),
+            ready,
             router,
-            subjects,
         }
     }
 
@@ -293,7 +297,7 @@ impl Parts {
         tasks: &Tasks,
     ) -> (Arc<App>, Router) {
         let stop = &tasks.stop;
-        self.follow_workers(config, around, tasks);
+        self.follow_workers(config, tasks);
         let ready = Arc::clone(&self.ready);
         let known = move || ready.load_known();
         tasks.spawn("replication", self.replication.run(known, stop.clone()));
@@ -308,7 +312,7 @@ impl Parts {
             router: self.router,
             desk: Arc::clone(&self.desk),
             fleet: Arc::clone(&self.fleet),
-            drains: self.drains,
+            registry: self.registry,
             journal: Arc::clone(&self.journal),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
@@ -335,45 +339,25 @@ impl Parts {
     }
 
     /// Starts what keeps the workers true: who they are, how they are, which are taken out.
-    fn follow_workers(&self, config: &Config, around: &Surroundings, tasks: &Tasks) {
+    fn follow_workers(&self, config: &Config, tasks: &Tasks) {
         let stop = &tasks.stop;
-        tasks.spawn(
-            "drains",
-            Arc::clone(&self.drains).follow(
-                Arc::clone(&self.ready),
-                self.metrics.bad_entries().clone(),
-                stop.clone(),
-            ),
-        );
-        tasks.spawn(
-            "registry",
-            workers::follow_registry(
-                Arc::clone(&self.fleet),
-                around.plane(),
-                self.subjects.clone(),
-                Arc::clone(&self.ready),
-                self.metrics.bad_entries().clone(),
-                stop.clone(),
-            ),
-        );
-        tasks.spawn(
-            "health",
-            workers::check_health(
-                Arc::clone(&self.fleet),
-                self.client.clone(),
-                config.health_interval,
-                Arc::clone(&self.ready),
-                stop.clone(),
-            ),
-        );
-        let registrar = Registrar {
+        let registry = Arc::clone(&self.registry);
+        tasks.spawn("registry", registry.follow(stop.clone()));
+        let prober = HealthProber {
+            fleet: Arc::clone(&self.fleet),
+            client: self.client.clone(),
+            period: config.health_interval,
+            ready: Arc::clone(&self.ready),
+        };
+        tasks.spawn("health", prober.run(stop.clone()));
+        let checker = RegistrationChecker {
             fleet: Arc::clone(&self.fleet),
             client: self.client.clone(),
             tokenizer: self.tokenizer.clone(),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(&self.ready),
         };
-        tasks.spawn("registrar", registrar.run(stop.clone()));
+        tasks.spawn("checks", checker.run(stop.clone()));
     }
 }
 

@@ -17,7 +17,7 @@ const STRUCT_FIELDS_MAX: usize = 20;
 const CRATES: [&str; 5] = ["proto", "publisher-shim", "indexer", "router", "tests"];
 
 /// Modules without IO, clock, runtime or chance of their own, as path prefixes.
-const PURE: [&str; 19] = [
+const PURE: [&str; 25] = [
     "proto/src/codec.rs",
     "proto/src/digest.rs",
     "proto/src/hash.rs",
@@ -33,6 +33,12 @@ const PURE: [&str; 19] = [
     "proto/src/view.rs",
     "publisher-shim/mirror/src",
     "indexer/index/src",
+    "router/src/fleet/breaker.rs",
+    "router/src/fleet/checks.rs",
+    "router/src/fleet/drain_table.rs",
+    "router/src/fleet/health.rs",
+    "router/src/fleet/models.rs",
+    "router/src/fleet/state.rs",
     "router/chat/src/openai",
     "router/chat/src/tokenize",
     "router/route/src",

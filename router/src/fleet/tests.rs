@@ -1,20 +1,50 @@
-use warmroute_proto::registry::Lora;
-use warmroute_proto::{Generation, RouterId};
+use std::time::Duration;
 
+use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
+use warmroute_proto::registry::{DrainState, Lora};
+use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity, subject::Subjects};
+
+use super::checks::{CheckResult, RegistrationChecks};
+use super::health::Observation;
+use super::state::FORGET_AFTER;
 use super::*;
 use crate::route::{Core, CoreConfig, Knobs, RouteRefusal};
 
-fn fleet() -> Arc<Fleet> {
+mod probe;
+mod registry;
+
+pub(super) fn fleet_of(block_size: Option<u32>) -> Arc<Fleet> {
     let core = Core::new(CoreConfig {
         knobs: Knobs::default(),
         router: RouterId([0; 16]),
         incarnation: Generation(1),
         seed: 1,
     });
-    Fleet::new(SharedCore::new(core), None)
+    let block_size = block_size.and_then(BlockSize::new);
+    Fleet::new(SharedCore::new(core), block_size)
 }
 
-fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {
+fn fleet() -> Arc<Fleet> {
+    fleet_of(None)
+}
+
+fn plane() -> Arc<dyn Plane> {
+    Arc::new(MemoryPlane::new(MemoryPlaneConfig {
+        identity: StreamIdentity {
+            created_unix_ns: 1,
+            nonce: 1,
+        },
+        log_bytes_max: 1 << 20,
+        queue_max: 16,
+    }))
+}
+
+fn subjects() -> Subjects {
+    Subjects::new(&Namespace::from("t"))
+}
+
+/// `block_tokens`: 0 where the engine has not reported it.
+pub(super) fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {
     WorkerEntry {
         worker: worker.into(),
         url: format!("http://{worker}:1"),
@@ -32,76 +62,103 @@ fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {
     }
 }
 
-fn checks(chat: Check) -> Checks {
-    Checks {
+fn checks(chat: CheckResult) -> RegistrationChecks {
+    RegistrationChecks {
         chat,
-        chat_with_tools: Check::skipped("x"),
-        text: Check::Passed,
-        block_size: Check::Passed,
+        chat_with_tools: CheckResult::skipped("x"),
+        text: CheckResult::Passed,
+        block_size: CheckResult::Passed,
     }
 }
 
 impl Fleet {
-    fn pass(&self, worker: &str, chat: Check) {
+    fn pass(&self, worker: &str, chat: CheckResult) {
         let worker = WorkerId::from(worker);
-        let life = self.members()[&worker].life;
-        self.checked(&worker, life, checks(chat));
+        self.update(|state| {
+            let epoch = state.get(&worker).unwrap().epoch;
+            state.checked(&worker, epoch, checks(chat))
+        });
     }
 }
 
 fn candidates(fleet: &Fleet) -> Result<usize, RouteRefusal> {
-    let core = fleet.desk.core();
+    let core = fleet.core.core();
     core.fleet().candidates("m").map(<[_]>::len)
 }
 
-/// At the address of [`entry`].
-fn see(fleet: &Fleet, worker: &str, sight: Sight) {
+/// An observation at the address of [`entry`].
+fn observe(fleet: &Fleet, worker: &str, observation: Observation) {
     let url = format!("http://{worker}:1");
-    fleet.see(&worker.into(), &url, sight, Instant::now());
+    fleet.observe(&worker.into(), &url, observation);
+}
+
+fn observe_at(fleet: &Fleet, url: &str, observation: Observation, now: std::time::Instant) {
+    fleet.update(|state| state.observe(&"w".into(), url, observation, now));
+}
+
+fn deregister(fleet: &Fleet, worker: &str) {
+    fleet.update(|state| state.deregister(&worker.into()));
+}
+
+fn drain(fleet: &Fleet, drain: DrainState) {
+    fleet.update(|state| {
+        let write = state.drains.next_write(&"w".into(), drain, 1).unwrap();
+        state.drains.stored(write.entry, 1);
+        FleetChange::Published
+    });
+}
+
+fn targets(fleet: &Fleet) -> Vec<ProbeTarget> {
+    fleet.state().probe_targets()
 }
 
 #[test]
-fn a_lapsed_registration_removes_nobody_who_answers() {
+fn an_expired_registration_removes_no_worker_that_answers() {
     let fleet = fleet();
-    fleet.put(entry("w", 16), Instant::now());
-    see(&fleet, "w", Sight::CheckPassed);
-    fleet.gone(&"w".into());
-    see(&fleet, "w", Sight::CheckPassed);
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    deregister(&fleet, "w");
+    observe(&fleet, "w", Observation::ProbePassed);
     assert_eq!(candidates(&fleet), Ok(1));
-    see(&fleet, "w", Sight::ConnectFailed);
+    observe(&fleet, "w", Observation::ConnectRefused);
     assert_eq!(candidates(&fleet), Err(RouteRefusal::AllUnhealthy));
-    let later = Instant::now() + FORGET_AFTER * 2;
-    fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
+    let later = Instant::now().into_std() + FORGET_AFTER * 2;
+    observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
     assert_eq!(candidates(&fleet), Err(RouteRefusal::NoWorkers));
     assert!(fleet.snapshot().is_empty());
 }
 
 #[test]
-fn a_drain_is_older_than_its_worker_and_outlives_it() {
+fn a_drain_precedes_and_outlives_its_worker() {
     let fleet = fleet();
-    fleet.set_drain(&"w".into(), DrainState::Draining);
-    fleet.put(entry("w", 16), Instant::now());
-    see(&fleet, "w", Sight::CheckPassed);
+    drain(&fleet, DrainState::Draining);
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
     assert_eq!(candidates(&fleet), Err(RouteRefusal::AllDraining));
-    // Gone, forgotten, and back at another address.
-    fleet.gone(&"w".into());
-    see(&fleet, "w", Sight::ConnectFailed);
-    let later = Instant::now() + FORGET_AFTER * 2;
-    fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
+    // Deregistered, forgotten, and registered at another address.
+    deregister(&fleet, "w");
+    observe(&fleet, "w", Observation::ConnectRefused);
+    let later = Instant::now().into_std() + FORGET_AFTER * 2;
+    observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
     assert!(fleet.snapshot().is_empty());
     let mut moved = entry("w", 16);
     moved.url = "http://elsewhere:1".to_owned();
-    fleet.put(moved, later);
-    fleet.see(&"w".into(), "http://elsewhere:1", Sight::CheckPassed, later);
+    fleet.register(moved);
+    observe_at(
+        &fleet,
+        "http://elsewhere:1",
+        Observation::ProbePassed,
+        later,
+    );
     assert_eq!(candidates(&fleet), Err(RouteRefusal::AllDraining));
-    fleet.set_drain(&"w".into(), DrainState::Serving);
+    drain(&fleet, DrainState::Serving);
     assert_eq!(candidates(&fleet), Ok(1));
 }
 
 #[test]
-fn an_address_is_its_last_workers() {
+fn an_address_belongs_to_the_worker_registered_last() {
     let fleet = fleet();
-    let at_once = |worker: &str| {
+    let at_w = |worker: &str| {
         let mut entry = entry(worker, 16);
         entry.url = "http://w:1".to_owned();
         entry
@@ -110,103 +167,101 @@ fn an_address_is_its_last_workers() {
         let members = fleet.snapshot();
         members.iter().map(|m| m.entry.worker.to_string()).collect()
     };
-    fleet.put(at_once("w"), Instant::now());
-    see(&fleet, "w", Sight::CheckPassed);
-    fleet.gone(&"w".into());
-    assert_eq!(
-        fleet.addresses()[0].must_list,
-        ["m"],
-        "nobody vouches for it"
-    );
-    // The same engine under another name, or another one at the same address.
-    fleet.put(at_once("v"), Instant::now());
+    fleet.register(at_w("w"));
+    observe(&fleet, "w", Observation::ProbePassed);
+    deregister(&fleet, "w");
+    assert_eq!(targets(&fleet)[0].must_list, ["m"], "not registered");
+    // This engine under another name, or another engine.
+    fleet.register(at_w("v"));
     assert_eq!(names(), ["v"]);
-    assert!(fleet.addresses()[0].must_list.is_empty());
-    // The other order: the old name's lease runs out after the new one came.
-    fleet.put(at_once("u"), Instant::now());
-    assert_eq!(names(), ["u", "v"], "nobody can tell which");
-    fleet.gone(&"v".into());
+    assert!(targets(&fleet)[0].must_list.is_empty());
+    // The other order: the old name's lease expires after the new registration.
+    fleet.register(at_w("u"));
+    assert_eq!(names(), ["u", "v"], "both are registered");
+    deregister(&fleet, "v");
     assert_eq!(names(), ["u"]);
-    // Away for a moment, and back as it was.
-    fleet.gone(&"u".into());
-    fleet.put(at_once("u"), Instant::now());
-    assert!(fleet.addresses()[0].must_list.is_empty());
+    // Deregistered and registered again.
+    deregister(&fleet, "u");
+    fleet.register(at_w("u"));
+    assert!(targets(&fleet)[0].must_list.is_empty());
 }
 
 #[test]
 fn a_registered_worker_is_never_forgotten() {
     let fleet = fleet();
-    fleet.put(entry("w", 16), Instant::now());
-    let later = Instant::now() + FORGET_AFTER * 2;
+    fleet.register(entry("w", 16));
+    let later = Instant::now().into_std() + FORGET_AFTER * 2;
     for _ in 0..3 {
-        fleet.see(&"w".into(), "http://w:1", Sight::ConnectFailed, later);
+        observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
     }
     assert_eq!(fleet.snapshot().len(), 1);
 }
 
 #[test]
-fn a_model_is_trusted_once_one_worker_showed_it_and_until_one_contradicts() {
+fn a_model_is_trusted_while_one_worker_passed_and_none_failed() {
     let fleet = fleet();
     for worker in ["v", "w"] {
-        fleet.put(entry(worker, 16), Instant::now());
-        see(&fleet, worker, Sight::CheckPassed);
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
     }
     let trusted = || {
-        let view = fleet.view();
-        (view.models["m"].chat, view.models["a"].text)
+        let catalog = fleet.catalog();
+        (
+            catalog.models["m"].parity.chat,
+            catalog.models["a"].parity.text,
+        )
     };
     assert_eq!(trusted(), (false, false));
-    fleet.pass("v", Check::Passed);
+    fleet.pass("v", CheckResult::Passed);
     assert_eq!(trusted(), (true, true));
-    fleet.pass("w", Check::failed("differs"));
+    fleet.pass("w", CheckResult::failed("differs"));
     assert_eq!(trusted(), (false, true));
-    // It comes back as another life: what it showed before is void.
-    see(&fleet, "w", Sight::ConnectFailed);
-    see(&fleet, "w", Sight::CheckPassed);
+    // A new epoch: its earlier result is void.
+    observe(&fleet, "w", Observation::ConnectRefused);
+    observe(&fleet, "w", Observation::ProbePassed);
     assert_eq!(trusted(), (true, true));
-    assert_eq!(fleet.unchecked().len(), 1);
+    assert_eq!(fleet.state().unchecked().count(), 1);
 }
 
 #[test]
-fn what_is_seen_at_a_former_address_is_void() {
+fn an_observation_at_a_former_address_is_void() {
     let fleet = fleet();
-    fleet.put(entry("w", 16), Instant::now());
+    fleet.register(entry("w", 16));
     let mut moved = entry("w", 16);
     moved.url = "http://elsewhere:1".to_owned();
-    fleet.put(moved, Instant::now());
-    // The answer that was asked for before it moved.
-    see(&fleet, "w", Sight::CheckPassed);
+    fleet.register(moved);
+    // The answer to a probe that was sent before it moved.
+    observe(&fleet, "w", Observation::ProbePassed);
     assert!(!fleet.snapshot()[0].health.usable());
-    let seen = |sight| fleet.see(&"w".into(), "http://elsewhere:1", sight, Instant::now());
-    seen(Sight::CheckPassed);
-    see(&fleet, "w", Sight::ConnectFailed);
+    let seen = |observation| fleet.observe(&"w".into(), "http://elsewhere:1", observation);
+    seen(Observation::ProbePassed);
+    observe(&fleet, "w", Observation::ConnectRefused);
     assert!(fleet.snapshot()[0].health.usable());
-    seen(Sight::ConnectFailed);
+    seen(Observation::ConnectRefused);
     assert!(!fleet.snapshot()[0].health.usable());
 }
 
 #[test]
-fn a_check_of_a_former_life_is_void() {
+fn a_check_of_an_earlier_epoch_is_void() {
     let fleet = fleet();
-    fleet.put(entry("w", 16), Instant::now());
-    see(&fleet, "w", Sight::CheckPassed);
-    let life = fleet.snapshot()[0].life;
-    see(&fleet, "w", Sight::ConnectFailed);
-    see(&fleet, "w", Sight::CheckPassed);
-    fleet.checked(&"w".into(), life, checks(Check::Passed));
-    assert!(!fleet.view().models["m"].chat);
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    let epoch = fleet.snapshot()[0].epoch;
+    observe(&fleet, "w", Observation::ConnectRefused);
+    observe(&fleet, "w", Observation::ProbePassed);
+    fleet.update(|state| state.checked(&"w".into(), epoch, checks(CheckResult::Passed)));
+    assert!(!fleet.catalog().models["m"].parity.chat);
 }
 
-/// What an operator says of the blocks is said of all workers, whatever one of them tells.
 #[test]
-fn blocks_are_as_long_as_the_operator_says() {
-    let told = Fleet::new(Arc::clone(&fleet().desk), BlockSize::new(16));
-    told.put(entry("w", 32), Instant::now());
+fn the_operators_block_size_takes_precedence() {
+    let given = fleet_of(Some(16));
+    given.register(entry("w", 32));
     let learned = fleet();
-    learned.put(entry("w", 32), Instant::now());
+    learned.register(entry("w", 32));
     for model in ["m", "a"] {
-        let size = |fleet: &Fleet| fleet.view().models[model].block_size;
-        assert_eq!(size(&told), BlockSize::new(16), "{model}");
+        let size = |fleet: &Fleet| fleet.catalog().models[model].block_size;
+        assert_eq!(size(&given), BlockSize::new(16), "{model}");
         assert_eq!(size(&learned), BlockSize::new(32), "{model}");
     }
 }
@@ -214,11 +269,41 @@ fn blocks_are_as_long_as_the_operator_says() {
 #[test]
 fn a_renewed_lease_changes_nothing() {
     let fleet = fleet();
-    fleet.put(entry("w", 16), Instant::now());
-    see(&fleet, "w", Sight::CheckPassed);
-    fleet.pass("w", Check::Passed);
-    fleet.put(entry("w", 16), Instant::now());
-    assert!(fleet.view().models["m"].chat);
-    fleet.put(entry("w", 32), Instant::now());
-    assert!(!fleet.view().models["m"].chat);
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    fleet.pass("w", CheckResult::Passed);
+    fleet.register(entry("w", 16));
+    assert!(fleet.catalog().models["m"].parity.chat);
+    fleet.register(entry("w", 32));
+    assert!(!fleet.catalog().models["m"].parity.chat);
+}
+
+/// Two broken requests do not change a worker's health, many take it out of the choice, and it is used
+/// where it is the only one.
+#[tokio::test(start_paused = true)]
+async fn broken_requests_open_a_breaker_and_leave_one_candidate() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
+    }
+    let broken = |worker: &str, times: u32| {
+        for _ in 0..times {
+            let url = format!("http://{worker}:1");
+            fleet.request_ended(&worker.into(), &url, RequestResult::Broken);
+        }
+    };
+    broken("v", 2);
+    assert_eq!(candidates(&fleet), Ok(2));
+    broken("v", 3);
+    assert_eq!(candidates(&fleet), Ok(1));
+    assert!(fleet.snapshot()[0].health.usable(), "its probes pass");
+    broken("w", 5);
+    assert_eq!(candidates(&fleet), Ok(2), "never below one candidate");
+    tokio::time::advance(Duration::from_secs(60)).await;
+    let now = Instant::now().into_std();
+    fleet.update(|state| state.tick(now));
+    fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Answered);
+    broken("w", 1);
+    assert_eq!(candidates(&fleet), Ok(1), "half open, one failure opens it");
 }

@@ -10,7 +10,7 @@ macro_rules! label {
         }
 
         impl $name {
-            pub(crate) const fn as_str(self) -> &'static str {
+            pub(crate) const fn label(self) -> &'static str {
                 match self {
                     $(Self::$value => $text,)+
                 }

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
 use reqwest::Url;
-use tokio::time::Instant;
 use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{DpRank, Source};
 
@@ -20,8 +19,8 @@ use super::attempt::{Begun, Placed};
 use super::call::Call;
 use super::headers;
 use crate::error::ApiError;
-use crate::fleet::Fleet;
-use crate::health::Sight;
+use crate::fleet::health::Observation;
+use crate::fleet::{Fleet, RequestResult};
 use crate::metrics::RetryReason;
 use crate::route::{AdmitError, Admitted, Decision, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
@@ -108,6 +107,9 @@ impl App {
             };
             match self.attempt(outgoing, wish, &mut placed).await? {
                 Ok(Begun { response, early }) => {
+                    let (worker, url) = (&placed.decision.source.worker, &placed.decision.url);
+                    self.fleet
+                        .request_ended(worker, url, RequestResult::Answered);
                     let answered = Answered {
                         response,
                         early,
@@ -162,15 +164,15 @@ impl App {
     }
 
     fn failed(&self, decision: &Decision, error: &reqwest::Error) -> Failure {
-        let (failure, sight) = if error.is_connect() {
-            (Failure::Connect, Sight::ConnectFailed)
+        let (worker, url) = (&decision.source.worker, &decision.url);
+        let failure = if error.is_connect() {
+            self.fleet.observe(worker, url, Observation::ConnectRefused);
+            Failure::Connect
         } else {
-            (Failure::Broken, Sight::CheckFailed)
+            self.fleet.request_ended(worker, url, RequestResult::Broken);
+            Failure::Broken
         };
-        let worker = &decision.source.worker;
-        tracing::warn!(%worker, %error, failure = failure.reason().as_str(), "a worker did not answer");
-        let now = Instant::now();
-        self.fleet.see(worker, &decision.url, sight, now);
+        tracing::warn!(%worker, %error, failure = failure.reason().label(), "worker did not answer");
         failure
     }
 }

@@ -117,7 +117,7 @@ impl App {
     /// Understands a body: short ones at once, long ones where they do not keep others waiting.
     async fn plan(&self, route: openai::Route, body: Bytes) -> Result<Plan, ApiError> {
         let grounds = Grounds {
-            view: self.fleet.view(),
+            catalog: self.fleet.catalog(),
             tokenizer: self.tokenizer.clone(),
             now: civil_now(),
         };

@@ -36,7 +36,7 @@ use call::Call;
 
 use crate::audit::Auditor;
 use crate::error::ApiError;
-use crate::fleet::{Fleet, View};
+use crate::fleet::{Fleet, ModelCatalog};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::{Metrics, RouteLabel};
@@ -65,8 +65,8 @@ pub(crate) struct App {
 
 impl App {
     /// Without a model there is still an answer to "how large is a block?".
-    fn block_size(&self, view: &View, model: &str) -> BlockSize {
-        let known = view.models.get(model);
+    fn block_size(&self, catalog: &ModelCatalog, model: &str) -> BlockSize {
+        let known = catalog.models.get(model);
         known.map_or(plan::ASSUMED, plan::block_size)
     }
 

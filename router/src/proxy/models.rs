@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::App;
 use super::call::Call;
 use crate::error::ApiError;
-use crate::fleet::{ModelView, View};
+use crate::fleet::CatalogModel;
 use crate::metrics::RouteLabel;
 
 #[derive(Serialize)]
@@ -28,7 +28,7 @@ struct Card<'a> {
     max_model_len: Option<u32>,
 }
 
-fn card<'a>((name, model): (&'a String, &'a ModelView)) -> Card<'a> {
+fn card<'a>((name, model): (&'a String, &'a CatalogModel)) -> Card<'a> {
     Card {
         id: name,
         object: "model",
@@ -42,18 +42,18 @@ fn card<'a>((name, model): (&'a String, &'a ModelView)) -> Card<'a> {
 
 pub(super) fn list(app: &App, headers: &HeaderMap) -> Response {
     let call = Call::new(RouteLabel::Models, headers, app.metrics.clone());
-    let view = app.fleet.view();
+    let catalog = app.fleet.catalog();
     let list = List {
         object: "list",
-        data: view.models.iter().map(card).collect(),
+        data: catalog.models.iter().map(card).collect(),
     };
     answer(call, &list)
 }
 
 pub(super) fn one(app: &App, headers: &HeaderMap, name: &str) -> Response {
     let call = Call::new(RouteLabel::Models, headers, app.metrics.clone());
-    let view: &View = &app.fleet.view();
-    match view.models.get_key_value(name) {
+    let catalog = app.fleet.catalog();
+    match catalog.models.get_key_value(name) {
         Some(model) => answer(call, &card(model)),
         None => call.refuse(&ApiError::UnknownModel(name.to_owned())),
     }

@@ -33,18 +33,18 @@ pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Resp
 
 async fn attempt(app: &App, call: &Call, parts: Parts, body: Body) -> Result<Answered, ApiError> {
     let buffered = app.budget.read(&parts.headers, body).await?;
-    let view = app.fleet.view();
+    let catalog = app.fleet.catalog();
     let model = match named_model(&buffered.bytes) {
         Some(model) => model,
-        None => view.only_model().map(str::to_owned).ok_or_else(|| {
-            if view.models.is_empty() {
+        None => catalog.only_model().map(str::to_owned).ok_or_else(|| {
+            if catalog.models.is_empty() {
                 ApiError::NoWorker
             } else {
                 ApiError::Malformed("Several models are served: name one in `model`.".to_owned())
             }
         })?,
     };
-    let size = app.block_size(&view, &model);
+    let size = app.block_size(&catalog, &model);
     // A question about the fleet, not a prompt: it bears no load.
     let weightless = parts.method == Method::GET || parts.uri.path().ends_with("tokenize");
     let tokens = if weightless {

@@ -8,7 +8,7 @@ use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, Seed};
 
 use crate::error::ApiError;
-use crate::fleet::{ModelView, View};
+use crate::fleet::{CatalogModel, ModelCatalog};
 use crate::openai::{self, ParsedRequest, Prompts, RequestInfo, Route};
 use crate::route::{CacheReads, Prompt};
 use crate::tokenize::{CivilTime, Tokenizer};
@@ -22,7 +22,7 @@ const ASSUMED_BLOCK_TOKENS: u32 = 16;
 /// What a plan is made of, beside the body.
 #[derive(Clone)]
 pub(super) struct Grounds {
-    pub view: Arc<View>,
+    pub catalog: Arc<ModelCatalog>,
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// For chat templates with a date.
     pub now: CivilTime,
@@ -46,7 +46,7 @@ type Unhashed = &'static str;
 
 pub(super) fn plan(route: Route, body: &[u8], grounds: &Grounds) -> Result<Plan, ApiError> {
     let parsed = openai::parse(route, body)?;
-    let model = known(&grounds.view, &parsed.info.model)?;
+    let model = known(&grounds.catalog, &parsed.info.model)?;
     let size = block_size(model);
     let lists = token_lists(&parsed, model, grounds);
     let (prompt, single, unhashed) = match lists {
@@ -78,15 +78,15 @@ pub(super) fn plan(route: Route, body: &[u8], grounds: &Grounds) -> Result<Plan,
     })
 }
 
-fn known<'a>(view: &'a View, name: &str) -> Result<&'a ModelView, ApiError> {
-    match view.models.get(name) {
+fn known<'a>(catalog: &'a ModelCatalog, name: &str) -> Result<&'a CatalogModel, ApiError> {
+    match catalog.models.get(name) {
         Some(model) => Ok(model),
-        None if view.models.is_empty() => Err(ApiError::NoWorker),
+        None if catalog.models.is_empty() => Err(ApiError::NoWorker),
         None => Err(ApiError::UnknownModel(name.to_owned())),
     }
 }
 
-pub(super) fn block_size(model: &ModelView) -> BlockSize {
+pub(super) fn block_size(model: &CatalogModel) -> BlockSize {
     model.block_size.unwrap_or(ASSUMED)
 }
 
@@ -98,7 +98,7 @@ pub(super) const ASSUMED: BlockSize = match BlockSize::new(ASSUMED_BLOCK_TOKENS)
 /// The token ids of each prompt, as the engine will have them.
 fn token_lists(
     parsed: &ParsedRequest<'_>,
-    model: &ModelView,
+    model: &CatalogModel,
     grounds: &Grounds,
 ) -> Result<Vec<Vec<u32>>, Unhashed> {
     let tokenizer = grounds.tokenizer.as_deref();
@@ -109,7 +109,7 @@ fn token_lists(
         openai::Prompt::Completion(parts) => match &parts.prompts {
             Prompts::Tokens(lists) => lists.clone(),
             Prompts::Texts(texts) => {
-                let tokenizer = trusted(model.text, tokenizer)?;
+                let tokenizer = trusted(model.parity.text, tokenizer)?;
                 texts
                     .iter()
                     .map(|text| tokenizer.encode(text, parts.special_tokens))
@@ -119,9 +119,9 @@ fn token_lists(
         },
         openai::Prompt::Chat(parts) => {
             let trust = if parts.tools.is_some() {
-                model.chat_with_tools
+                model.parity.chat_with_tools
             } else {
-                model.chat
+                model.parity.chat
             };
             let tokenizer = trusted(trust, tokenizer)?;
             let tokens = tokenizer.encode_chat(parts, grounds.now);
@@ -148,7 +148,7 @@ fn trusted(trust: bool, tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer, Unh
 /// Several prompts go to one worker together: the longest decides what is cached, all of them count
 /// as load. The last block of the longest is cut where a cache could not save it, since the total
 /// length no longer shows that.
-fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &ModelView, size: BlockSize) -> Prompt {
+fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &CatalogModel, size: BlockSize) -> Prompt {
     let lora = model.adapter.then_some(info.model.as_str());
     let seed = Seed::new(lora, info.cache_salt.as_deref());
     match lists {
@@ -170,7 +170,7 @@ fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &ModelView, size: Block
     }
 }
 
-fn opaque(body: &[u8], model: &ModelView, size: BlockSize) -> Prompt {
+fn opaque(body: &[u8], model: &CatalogModel, size: BlockSize) -> Prompt {
     let guess = u32::try_from(body.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX);
     Prompt::opaque(guess.min(model.max_model_len.unwrap_or(u32::MAX)), size)
 }

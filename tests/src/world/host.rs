@@ -8,7 +8,7 @@ use bytes::Bytes;
 use warmroute_plane::{Broadcast, LogMessage, RegistryEvent};
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
-use warmroute_router::health::Sight;
+use warmroute_router::fleet::health::Observation;
 use warmroute_router::sim::EngineRequest;
 use warmroute_router::sync::AskId;
 use warmroute_shim::source::ReplayId;
@@ -100,7 +100,7 @@ pub(super) enum Input {
     Query(Process, u64, Rc<IndexQuery>),
     Answer(u64, usize, Rc<IndexAnswer>),
     /// An engine's health, as a router saw it.
-    Sight(usize, Sight),
+    Sight(usize, Observation),
     /// What an engine says to a request.
     Http(u64, Http),
 }

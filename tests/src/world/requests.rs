@@ -15,7 +15,7 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::SlotEnd;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState, UnknownReason};
 use warmroute_proto::{BlockSize, Generation, PrefixHash, Seed, Source, Tier, Tiers};
-use warmroute_router::health::Sight;
+use warmroute_router::fleet::health::Observation;
 use warmroute_router::index_client::{DEADLINE, HEDGE};
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
@@ -446,8 +446,8 @@ impl World {
         match what {
             Http::Refused | Http::Broken => {
                 let sight = match what {
-                    Http::Refused => Sight::ConnectFailed,
-                    _ => Sight::CheckFailed,
+                    Http::Refused => Observation::ConnectRefused,
+                    _ => Observation::ProbeFailed,
                 };
                 let has_begun = open.is_prefilled && open.is_streaming;
                 let end = SlotEnd::Failed;

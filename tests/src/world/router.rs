@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use warmroute_plane::{RegistryEvent, Revision};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{Generation, RouterId, WorkerId, codec};
-use warmroute_router::health::{Health, Sight, Turn};
+use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
 use warmroute_router::replicas::Replicas;
 use warmroute_router::route::{self, Core, CoreConfig, Knobs};
 use warmroute_router::sync::{LoadReplica, PlaneLink};
@@ -60,7 +60,7 @@ pub(super) struct RouterRun {
 /// A worker as `fleet::Member` has it.
 pub(super) struct Member {
     pub(super) entry: WorkerEntry,
-    pub(super) health: Health,
+    pub(super) health: WorkerHealth,
 }
 
 impl World {
@@ -296,7 +296,7 @@ impl World {
                     if known.is_some_and(|known| known.entry == entry) {
                         return;
                     }
-                    let health = known.map_or_else(Health::default, |known| known.health);
+                    let health = known.map_or_else(WorkerHealth::default, |known| known.health);
                     let member = Member { entry, health };
                     let worker = &member.entry.worker;
                     let is_it = |node: &EngineNode| node.source.worker == *worker;
@@ -340,22 +340,22 @@ impl World {
     /// A question for its health reaches an engine.
     pub(super) fn look_at(&mut self, engine: usize, from: Process) {
         let sight = if self.engines[engine].is_up {
-            Sight::CheckPassed
+            Observation::ProbePassed
         } else {
-            Sight::ConnectFailed
+            Observation::ConnectRefused
         };
         let after = self.delay();
         self.send_process(from, after, Input::Sight(engine, sight));
     }
 
-    pub(super) fn see(&self, run: &mut RouterRun, engine: usize, sight: Sight) {
+    pub(super) fn see(&self, run: &mut RouterRun, engine: usize, sight: Observation) {
         let worker = &self.engines[engine].source.worker;
         let Some(member) = run.fleet.get_mut(worker) else {
             return;
         };
-        let turn = member.health.see(sight);
-        let is_heeded = turn != Turn::Down || self.broken != Some(Breakage::HealthIgnored);
-        if turn != Turn::None && is_heeded {
+        let turn = member.health.observe(sight);
+        let is_heeded = turn != HealthChange::Down || self.broken != Some(Breakage::HealthIgnored);
+        if turn != HealthChange::None && is_heeded {
             tell_core(run);
         }
     }
@@ -371,9 +371,9 @@ fn tell_core(run: &mut RouterRun) {
     run.core.set_workers(&entries);
     for member in run.fleet.values() {
         let health = match member.health {
-            Health::Healthy { .. } => route::Health::Healthy,
-            Health::Unchecked => route::Health::Unknown,
-            Health::Unhealthy => route::Health::Unhealthy,
+            WorkerHealth::Healthy { .. } => route::Health::Healthy,
+            WorkerHealth::Unchecked => route::Health::Unknown,
+            WorkerHealth::Unhealthy => route::Health::Unhealthy,
         };
         run.core.set_health(&member.entry.worker, health);
     }

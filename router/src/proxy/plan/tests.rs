@@ -4,34 +4,37 @@ use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::*;
+use crate::fleet::Parity;
 use crate::openai::{ChatParts, SpecialTokens};
 use crate::tokenize::CivilTime;
 
 fn grounds() -> Grounds {
-    let model = ModelView {
+    let model = CatalogModel {
         parent: None,
         adapter: false,
         max_model_len: Some(1000),
         block_size: BlockSize::new(16),
-        chat: true,
-        chat_with_tools: true,
-        text: true,
+        parity: Parity {
+            chat: true,
+            chat_with_tools: true,
+            text: true,
+        },
     };
-    let adapter = ModelView {
+    let adapter = CatalogModel {
         adapter: true,
         ..model.clone()
     };
-    let blind = ModelView {
+    let blind = CatalogModel {
         block_size: None,
         ..model.clone()
     };
     let models = [("m", model), ("a", adapter), ("blind", blind)];
-    let view = View {
+    let catalog = ModelCatalog {
         models: models.map(|(name, model)| (name.to_owned(), model)).into(),
         usable: true,
     };
     Grounds {
-        view: Arc::new(view),
+        catalog: Arc::new(catalog),
         tokenizer: None,
         now: CivilTime::from_unix(0),
     }
@@ -120,11 +123,13 @@ fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
             tokenizer: Some(Arc::clone(&tokenizer)),
             ..grounds()
         };
-        let model = Arc::make_mut(&mut grounds.view)
-            .models
-            .get_mut("m")
-            .unwrap();
-        [model.text, model.chat, model.chat_with_tools] = trusted;
+        let models = &mut Arc::make_mut(&mut grounds.catalog).models;
+        let [text, chat, chat_with_tools] = trusted;
+        models.get_mut("m").unwrap().parity = Parity {
+            chat,
+            chat_with_tools,
+            text,
+        };
         for ((route, body), trusted) in asked.iter().zip(trusted) {
             let plan = plan(*route, body.to_string().as_bytes(), &grounds).unwrap();
             let why = (!trusted).then_some("parity");
@@ -176,7 +181,7 @@ fn an_unknown_model_is_not_the_same_as_no_worker() {
     let error = plan(Route::Completions, body, &grounds()).err();
     assert_eq!(error, Some(ApiError::UnknownModel("none".to_owned())));
     let empty = Grounds {
-        view: Arc::default(),
+        catalog: Arc::default(),
         ..grounds()
     };
     let error = plan(Route::Completions, body, &empty).err();

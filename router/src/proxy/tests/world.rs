@@ -26,7 +26,7 @@ use warmroute_proto::{DpRank, Generation, Namespace, RouterId, Source, StreamIde
 
 use super::*;
 use crate::config::Limits;
-use crate::health::Sight;
+use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
 use crate::route::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SourceLoad};
 use crate::run;
@@ -545,8 +545,8 @@ fn register(fleet: &Fleet, number: usize, engine: &Engine) {
         version: "0".to_owned(),
     };
     let worker = entry.worker.clone();
-    fleet.put(entry, Instant::now());
-    fleet.see(&worker, &engine.url, Sight::CheckPassed, Instant::now());
+    fleet.register(entry);
+    fleet.observe(&worker, &engine.url, Observation::ProbePassed);
 }
 
 async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -> String {

@@ -1,0 +1,194 @@
+//! Circuit breaker of one worker: passes over a worker whose requests break, although its probes pass.
+//!
+//! A client's request is sent to a worker at most once, so each failure is that of another request.
+//! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
+//! [`WINDOW`]. After a pause it is half-open: the next answer closes it, the next failure opens it
+//! for twice as long. An open breaker lowers a worker's rank and does not exclude it: the worker is
+//! used where no other one is healthy.
+
+use std::time::{Duration, Instant};
+
+/// Counts start afresh after this.
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// Failures that open the breaker. One bad request that a client repeats a few times is below it.
+const FAILURES_MIN: u32 = 5;
+
+/// First pause.
+const PAUSE: Duration = Duration::from_secs(2);
+
+/// Longest pause.
+const PAUSE_MAX: Duration = Duration::from_secs(32);
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Breaker {
+    state: BreakerState,
+    /// The last pause; zero if there was none since the breaker closed.
+    pause: Duration,
+}
+
+#[derive(Clone, Debug)]
+enum BreakerState {
+    /// The window starts at the first failure; `None` without one.
+    Closed(Option<Window>),
+    Open {
+        until: Instant,
+    },
+    HalfOpen,
+}
+
+#[derive(Clone, Debug)]
+struct Window {
+    start: Instant,
+    failed: u32,
+    answered: u32,
+}
+
+/// How a request to an engine ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RequestResult {
+    /// The engine answered, with whatever status.
+    Answered,
+    /// The engine closed the connection before it answered.
+    Broken,
+}
+
+impl Default for BreakerState {
+    fn default() -> Self {
+        Self::Closed(None)
+    }
+}
+
+impl Breaker {
+    pub(crate) const fn is_open(&self) -> bool {
+        matches!(self.state, BreakerState::Open { .. })
+    }
+
+    /// Results of answered requests matter: failures are being counted.
+    pub(crate) const fn is_counting(&self) -> bool {
+        !matches!(self.state, BreakerState::Closed(None))
+    }
+
+    /// Takes in one request's result.
+    pub(crate) fn record(&mut self, result: RequestResult, now: Instant) {
+        match (&mut self.state, result) {
+            (BreakerState::Closed(window), _) => {
+                if window
+                    .as_ref()
+                    .is_some_and(|window| now >= window.start + WINDOW)
+                {
+                    *window = None;
+                }
+                let opens = match (window, result) {
+                    (None, RequestResult::Answered) => false,
+                    (window, result) => window
+                        .get_or_insert(Window {
+                            start: now,
+                            failed: 0,
+                            answered: 0,
+                        })
+                        .record(result),
+                };
+                if opens {
+                    self.open(now);
+                }
+            }
+            (BreakerState::HalfOpen, RequestResult::Answered) => *self = Self::default(),
+            (BreakerState::HalfOpen, RequestResult::Broken) => self.open(now),
+            // A request that was sent before.
+            (BreakerState::Open { .. }, _) => {}
+        }
+    }
+
+    /// Lets time pass.
+    pub(crate) fn tick(&mut self, now: Instant) {
+        match &self.state {
+            BreakerState::Open { until } if now >= *until => self.state = BreakerState::HalfOpen,
+            BreakerState::Closed(Some(window)) if now >= window.start + WINDOW => {
+                self.state = BreakerState::Closed(None);
+            }
+            BreakerState::Open { .. } | BreakerState::Closed(_) | BreakerState::HalfOpen => {}
+        }
+    }
+
+    fn open(&mut self, now: Instant) {
+        self.pause = (self.pause * 2).clamp(PAUSE, PAUSE_MAX);
+        let until = now + self.pause;
+        self.state = BreakerState::Open { until };
+    }
+}
+
+impl Window {
+    /// Returns whether the breaker opens.
+    const fn record(&mut self, result: RequestResult) -> bool {
+        match result {
+            RequestResult::Answered => self.answered += 1,
+            RequestResult::Broken => self.failed += 1,
+        }
+        self.failed >= FAILURES_MIN && self.failed >= self.answered
+    }
+}
+
+#[cfg(test)]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "virtual time needs an origin; only differences to it are used"
+)]
+mod tests {
+    use super::RequestResult::{Answered, Broken};
+    use super::*;
+
+    fn record(breaker: &mut Breaker, result: RequestResult, times: u32, now: Instant) {
+        for _ in 0..times {
+            breaker.record(result, now);
+        }
+    }
+
+    #[test]
+    fn two_broken_requests_are_forgiven_and_many_open_it() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN - 1, now);
+        assert!(!breaker.is_open());
+        record(&mut breaker, Broken, 1, now);
+        assert!(breaker.is_open());
+    }
+
+    #[test]
+    fn a_worker_that_answers_more_than_it_fails_stays() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, 1, now);
+        record(&mut breaker, Answered, 20, now);
+        record(&mut breaker, Broken, 18, now);
+        assert!(!breaker.is_open());
+        record(&mut breaker, Broken, 1, now);
+        assert!(breaker.is_open(), "half of all");
+    }
+
+    #[test]
+    fn failures_of_an_earlier_window_are_void() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN - 1, now);
+        record(&mut breaker, Broken, 1, now + WINDOW);
+        assert!(!breaker.is_open());
+        breaker.tick(now + 2 * WINDOW);
+        assert!(!breaker.is_counting());
+    }
+
+    #[test]
+    fn half_open_one_answer_closes_it_and_one_failure_opens_it_for_longer() {
+        let (mut breaker, now) = (Breaker::default(), Instant::now());
+        record(&mut breaker, Broken, FAILURES_MIN, now);
+        record(&mut breaker, Answered, 100, now);
+        assert!(breaker.is_open(), "answers to requests sent before");
+        breaker.tick(now + PAUSE);
+        assert!(!breaker.is_open());
+        record(&mut breaker, Broken, 1, now + PAUSE);
+        breaker.tick(now + 2 * PAUSE);
+        assert!(breaker.is_open(), "twice as long");
+        breaker.tick(now + 3 * PAUSE);
+        record(&mut breaker, Answered, 1, now + 3 * PAUSE);
+        assert!(!breaker.is_counting());
+        record(&mut breaker, Broken, FAILURES_MIN - 1, now + 3 * PAUSE);
+        assert!(!breaker.is_open());
+    }
+}

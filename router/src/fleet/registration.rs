@@ -1,0 +1,226 @@
+//! Checks each worker when it comes, comes back or changes: its `/tokenize` must give the router's
+//! token ids, and its blocks must have the router's size.
+//!
+//! A router that hashes other tokens or blocks than the engine would never find a cached block, without
+//! any error. So a failed check is reported (log, metric, `/workers`), and the prompts concerned are
+//! routed by load only. The comparison is [`crate::tokenize::parity`]'s.
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::{StatusCode, header};
+use futures_util::{StreamExt as _, stream};
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+use super::checks::{CheckResult, RegistrationChecks};
+use super::{Fleet, FleetWorker};
+use crate::clock::civil_now;
+use crate::metrics::Metrics;
+use crate::ready::Ready;
+use crate::tokenize::Tokenizer;
+use crate::tokenize::parity::{self, Kind, Verdict};
+
+/// Workers checked at the same time.
+const CONCURRENT_MAX: usize = 8;
+
+/// Between two attempts to check a worker that does not answer.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// A busy engine answers late.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
+
+pub(crate) struct RegistrationChecker {
+    pub fleet: Arc<Fleet>,
+    pub client: reqwest::Client,
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub metrics: Arc<Metrics>,
+    pub ready: Arc<Ready>,
+}
+
+/// An engine's answer to one probe prompt.
+enum TokenizeAnswer {
+    Tokens(parity::Answer),
+    /// The engine has no such route.
+    NoRoute,
+    /// The engine does not answer now.
+    Unavailable,
+}
+
+/// The checks that compare token ids.
+struct TokenChecks {
+    text: CheckResult,
+    chat: CheckResult,
+    chat_with_tools: CheckResult,
+}
+
+impl RegistrationChecker {
+    pub(crate) async fn run(self, stop: CancellationToken) {
+        let mut retries = interval(RETRY);
+        retries.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = self.fleet.check_due.notified() => {}
+                _ = retries.tick() => {}
+            }
+            let unchecked: Vec<_> = self.fleet.state().unchecked().cloned().collect();
+            let round = stream::iter(unchecked)
+                .for_each_concurrent(CONCURRENT_MAX, |worker| self.check(worker));
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = round => {}
+            }
+        }
+    }
+
+    async fn check(&self, worker: FleetWorker) {
+        let TokenChecks {
+            text,
+            chat,
+            chat_with_tools,
+        } = self.tokens(&worker).await;
+        let checks = RegistrationChecks {
+            text,
+            chat,
+            chat_with_tools,
+            block_size: self.block_size(&worker),
+        };
+        let name = &worker.entry.worker;
+        for (check, result) in checks.named() {
+            match result {
+                CheckResult::Failed { why } => {
+                    self.metrics.check_failed(check);
+                    tracing::error!(worker = %name, check, why, "check failed, routed by load only");
+                }
+                CheckResult::Skipped { why } => {
+                    tracing::warn!(worker = %name, check, why, "check skipped");
+                }
+                CheckResult::Passed => tracing::info!(worker = %name, check, "check passed"),
+                CheckResult::Pending => {}
+            }
+        }
+        self.fleet
+            .update(|state| state.checked(name, worker.epoch, checks));
+        if self.fleet.is_settled() {
+            self.ready.workers_settled();
+        }
+    }
+
+    /// Compares with the operator's block size, else with that of the model's first worker.
+    fn block_size(&self, worker: &FleetWorker) -> CheckResult {
+        let catalog = self.fleet.catalog();
+        let model = worker.entry.models.first();
+        let expected = model.and_then(|model| catalog.models.get(model)?.block_size);
+        match (expected, worker.entry.block_size) {
+            (_, None) => CheckResult::skipped("the engine has not reported its block size"),
+            (Some(expected), Some(found)) if expected != found => CheckResult::failed(format!(
+                "its blocks have {found} tokens, {expected} are expected"
+            )),
+            (Some(_) | None, Some(_)) => CheckResult::Passed,
+        }
+    }
+
+    /// Checks texts and chats. A difference is confirmed by a second comparison: midnight may pass
+    /// between the two renderings of a template with a date.
+    async fn tokens(&self, worker: &FleetWorker) -> TokenChecks {
+        let Some(tokenizer) = &self.tokenizer else {
+            return TokenChecks::all(&CheckResult::skipped("no --tokenizer"));
+        };
+        let Some(model) = worker.entry.models.first() else {
+            return TokenChecks::all(&CheckResult::skipped("it serves no base model"));
+        };
+        let first = self.compare(tokenizer, model, worker).await;
+        if first.any_failure() {
+            return self.compare(tokenizer, model, worker).await;
+        }
+        first
+    }
+
+    async fn compare(
+        &self,
+        tokenizer: &Arc<Tokenizer>,
+        model: &str,
+        worker: &FleetWorker,
+    ) -> TokenChecks {
+        let (tokenizer, model) = (Arc::clone(tokenizer), model.to_owned());
+        let probes = move || parity::probes(&tokenizer, &model, civil_now());
+        let Ok(probes) = tokio::task::spawn_blocking(probes).await else {
+            return TokenChecks::all(&CheckResult::failed("the router's tokenizer failed"));
+        };
+        let mut verdicts = Vec::with_capacity(probes.len());
+        for probe in probes {
+            match self.tokenize(worker, probe.body).await {
+                TokenizeAnswer::Tokens(answer) => {
+                    let verdict = parity::compare(&probe.ours, &answer);
+                    verdicts.push((probe.name, probe.kind, verdict));
+                }
+                TokenizeAnswer::NoRoute => {
+                    return TokenChecks::all(&CheckResult::skipped("it has no /tokenize"));
+                }
+                TokenizeAnswer::Unavailable => return TokenChecks::all(&CheckResult::Pending),
+            }
+        }
+        TokenChecks::of(&verdicts)
+    }
+
+    async fn tokenize(&self, worker: &FleetWorker, body: Vec<u8>) -> TokenizeAnswer {
+        let request = self
+            .client
+            .post(format!("{}/tokenize", worker.entry.url))
+            .timeout(ANSWER_DEADLINE)
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(body);
+        let answer = async {
+            let response = request.send().await?;
+            Ok::<_, reqwest::Error>((response.status(), response.bytes().await?))
+        };
+        match answer.await {
+            Ok((StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED, _)) => {
+                TokenizeAnswer::NoRoute
+            }
+            Ok((status, body)) if !status.is_server_error() => {
+                TokenizeAnswer::Tokens(parity::read_answer(status.as_u16(), &body))
+            }
+            Ok(_) | Err(_) => TokenizeAnswer::Unavailable,
+        }
+    }
+}
+
+impl TokenChecks {
+    fn all(result: &CheckResult) -> Self {
+        Self {
+            text: result.clone(),
+            chat: result.clone(),
+            chat_with_tools: result.clone(),
+        }
+    }
+
+    fn of(verdicts: &[(&'static str, Kind, Verdict)]) -> Self {
+        let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
+        let failed = |kinds: &[Kind]| {
+            let against = verdicts.iter().find(|(_, kind, verdict)| {
+                kinds.contains(kind)
+                    && !matches!(verdict, Verdict::Equal { .. } | Verdict::BothRefuse)
+            });
+            match against {
+                Some((name, _, verdict)) => CheckResult::failed(format!("{name}: {verdict}")),
+                None => CheckResult::skipped("neither side renders any of the probes"),
+            }
+        };
+        let passed = |trusted: bool| trusted.then_some(CheckResult::Passed);
+        Self {
+            text: passed(trust.completions).unwrap_or_else(|| failed(&[Kind::Completion])),
+            chat: passed(trust.chat).unwrap_or_else(|| failed(&[Kind::Chat])),
+            chat_with_tools: passed(trust.chat_with_tools)
+                .unwrap_or_else(|| failed(&[Kind::Chat, Kind::ChatWithTools])),
+        }
+    }
+
+    const fn any_failure(&self) -> bool {
+        self.text.is_failure() || self.chat.is_failure() || self.chat_with_tools.is_failure()
+    }
+}

@@ -1,0 +1,273 @@
+//! The fleet's state machine. Pure: registry events, observations, check results and drains in; what
+//! changed, what to probe and what to check out.
+//!
+//! Knowledge outlives its source: an expired lease or an unreachable plane removes no worker that
+//! answers. A worker is removed when the registry no longer has it and it has not answered for
+//! [`FORGET_AFTER`], or when another worker is registered at its address. A worker that is not
+//! registered must still list its models: addresses are reused.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use warmroute_proto::WorkerId;
+use warmroute_proto::registry::{DrainState, WorkerEntry};
+
+use super::breaker::{Breaker, RequestResult};
+use super::checks::RegistrationChecks;
+use super::drain_table::DrainTable;
+use super::health::{HealthChange, Observation, WorkerHealth};
+
+/// Longer than any restart of a shim or an engine that loads a large model from a slow disk.
+pub(super) const FORGET_AFTER: Duration = Duration::from_secs(600);
+
+/// One worker as the router knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct FleetWorker {
+    pub entry: WorkerEntry,
+    /// The registry has it.
+    pub registered: bool,
+    pub health: WorkerHealth,
+    pub breaker: Breaker,
+    pub checks: RegistrationChecks,
+    /// Grows when the worker comes back or changes: older check results are void.
+    pub epoch: u64,
+    last_answer: Instant,
+}
+
+/// An address to probe.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ProbeTarget {
+    pub worker: WorkerId,
+    pub url: String,
+    /// The models that the engine must list. Empty while the worker is registered.
+    pub must_list: Vec<String>,
+}
+
+/// What an input changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FleetChange {
+    None,
+    /// Something that requests see.
+    Published,
+    /// That, and a worker is to be probed and checked.
+    WorkDue,
+}
+
+#[derive(Default)]
+pub(crate) struct FleetState {
+    workers: BTreeMap<WorkerId, FleetWorker>,
+    /// Of registered workers and others: a drain outlives its worker's registration.
+    pub drains: DrainTable,
+}
+
+impl FleetState {
+    /// The registry has this worker, new or changed.
+    pub(crate) fn register(&mut self, entry: WorkerEntry, now: Instant) -> FleetChange {
+        let worker = entry.worker.clone();
+        match self.workers.get_mut(&worker) {
+            // A renewed lease.
+            Some(known) if known.entry == entry && known.registered => return FleetChange::None,
+            Some(known) if known.entry == entry => known.registered = true,
+            Some(known) => {
+                tracing::info!(%worker, url = entry.url, "worker changed");
+                if known.entry.url != entry.url {
+                    known.health = WorkerHealth::default();
+                    known.breaker = Breaker::default();
+                }
+                known.entry = entry;
+                known.registered = true;
+                known.begin_epoch();
+            }
+            None => {
+                tracing::info!(
+                    %worker, url = entry.url, models = ?entry.models, ranks = entry.ranks,
+                    "worker registered"
+                );
+                self.workers.insert(worker, FleetWorker::new(entry, now));
+            }
+        }
+        self.displace();
+        FleetChange::WorkDue
+    }
+
+    /// The registry no longer has this worker.
+    pub(crate) fn deregister(&mut self, worker: &WorkerId) -> FleetChange {
+        let Some(known) = self.workers.get_mut(worker) else {
+            return FleetChange::None;
+        };
+        known.registered = false;
+        tracing::info!(%worker, "worker left the registry, kept while it answers");
+        self.displace()
+    }
+
+    /// An observation at `url`. It is void if the worker has moved since.
+    pub(crate) fn observe(
+        &mut self,
+        worker: &WorkerId,
+        url: &str,
+        observation: Observation,
+        now: Instant,
+    ) -> FleetChange {
+        let Some(known) = self.at(worker, url) else {
+            return FleetChange::None;
+        };
+        if observation == Observation::ProbePassed {
+            known.last_answer = now;
+        }
+        match known.health.observe(observation) {
+            HealthChange::Up => {
+                known.begin_epoch();
+                tracing::info!(%worker, "worker is healthy");
+            }
+            HealthChange::Down => {
+                tracing::warn!(%worker, ?observation, "worker is unhealthy, not used");
+            }
+            HealthChange::None if known.is_forgotten(now) => {
+                tracing::info!(%worker, "worker forgotten");
+                self.workers.remove(worker);
+            }
+            HealthChange::None => return FleetChange::None,
+        }
+        FleetChange::WorkDue
+    }
+
+    /// The result of a request that was sent to `url`.
+    pub(crate) fn request_ended(
+        &mut self,
+        worker: &WorkerId,
+        url: &str,
+        result: RequestResult,
+        now: Instant,
+    ) -> FleetChange {
+        let Some(known) = self.at(worker, url) else {
+            return FleetChange::None;
+        };
+        let was_open = known.breaker.is_open();
+        known.breaker.record(result, now);
+        if was_open == known.breaker.is_open() {
+            return FleetChange::None;
+        }
+        tracing::warn!(%worker, "circuit breaker opened, requests break");
+        FleetChange::Published
+    }
+
+    /// Lets time pass for the circuit breakers.
+    pub(crate) fn tick(&mut self, now: Instant) -> FleetChange {
+        let mut change = FleetChange::None;
+        for (worker, known) in &mut self.workers {
+            let was_open = known.breaker.is_open();
+            known.breaker.tick(now);
+            if was_open && !known.breaker.is_open() {
+                tracing::info!(%worker, "circuit breaker half open");
+                change = FleetChange::Published;
+            }
+        }
+        change
+    }
+
+    /// The result of checking a worker's registration. Void in a later epoch.
+    pub(crate) fn checked(
+        &mut self,
+        worker: &WorkerId,
+        epoch: u64,
+        checks: RegistrationChecks,
+    ) -> FleetChange {
+        match self.workers.get_mut(worker) {
+            Some(known) if known.epoch == epoch => {
+                known.checks = checks;
+                FleetChange::Published
+            }
+            Some(_) | None => FleetChange::None,
+        }
+    }
+
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &FleetWorker> {
+        self.workers.values()
+    }
+
+    pub(crate) fn get(&self, worker: &WorkerId) -> Option<&FleetWorker> {
+        self.workers.get(worker)
+    }
+
+    pub(crate) fn drain(&self, worker: &FleetWorker) -> DrainState {
+        self.drains.drain(&worker.entry.worker)
+    }
+
+    /// Usable workers whose registration is to be checked.
+    pub(crate) fn unchecked(&self) -> impl Iterator<Item = &FleetWorker> {
+        let open = |worker: &&FleetWorker| worker.serves() && !worker.checks.complete();
+        self.workers.values().filter(open)
+    }
+
+    pub(crate) fn probe_targets(&self) -> Vec<ProbeTarget> {
+        let target = |worker: &FleetWorker| ProbeTarget {
+            worker: worker.entry.worker.clone(),
+            url: worker.entry.url.clone(),
+            must_list: match worker.registered {
+                true => Vec::new(),
+                false => worker.entry.models.clone(),
+            },
+        };
+        self.workers.values().map(target).collect()
+    }
+
+    pub(crate) fn counts_requests(&self) -> bool {
+        self.workers
+            .values()
+            .any(|worker| worker.breaker.is_counting())
+    }
+
+    fn at(&mut self, worker: &WorkerId, url: &str) -> Option<&mut FleetWorker> {
+        let known = self.workers.get_mut(worker);
+        known.filter(|known| known.entry.url == url)
+    }
+
+    /// Keeps the invariant that one worker has an address: removes each unregistered worker at the
+    /// address of a registered one.
+    fn displace(&mut self) -> FleetChange {
+        let registered = self.workers.values().filter(|worker| worker.registered);
+        let taken: BTreeSet<String> = registered.map(|worker| worker.entry.url.clone()).collect();
+        let before = self.workers.len();
+        self.workers.retain(|name, worker| {
+            let stays = worker.registered || !taken.contains(&worker.entry.url);
+            if !stays {
+                tracing::info!(worker = %name, "worker forgotten, another one has its address");
+            }
+            stays
+        });
+        if self.workers.len() < before {
+            FleetChange::Published
+        } else {
+            FleetChange::None
+        }
+    }
+}
+
+impl FleetWorker {
+    fn new(entry: WorkerEntry, now: Instant) -> Self {
+        Self {
+            entry,
+            registered: true,
+            health: WorkerHealth::default(),
+            breaker: Breaker::default(),
+            checks: RegistrationChecks::default(),
+            epoch: 0,
+            last_answer: now,
+        }
+    }
+
+    /// Healthy, and has reported its models: a worker may register before its engine lists them.
+    pub(crate) const fn serves(&self) -> bool {
+        self.health.usable() && !self.entry.models.is_empty()
+    }
+
+    fn begin_epoch(&mut self) {
+        self.epoch += 1;
+        self.checks = RegistrationChecks::default();
+    }
+
+    fn is_forgotten(&self, now: Instant) -> bool {
+        let silent = now.duration_since(self.last_answer);
+        !self.registered && !self.health.usable() && silent > FORGET_AFTER
+    }
+}

@@ -1,0 +1,192 @@
+use std::sync::atomic::AtomicBool;
+
+use bytes::Bytes;
+use prometheus::IntCounter;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use warmroute_plane::{PutIf, Revision};
+use warmroute_proto::codec;
+
+use super::*;
+
+fn worker() -> WorkerId {
+    WorkerId::from("w.0")
+}
+
+fn registry(plane: &Arc<dyn Plane>) -> Arc<FleetRegistry> {
+    Arc::new(FleetRegistry {
+        fleet: fleet(),
+        plane: Arc::clone(plane),
+        subjects: subjects(),
+        ready: Arc::default(),
+        unreadable: IntCounter::new("unreadable", "u").unwrap(),
+        drains_read: AtomicBool::default(),
+    })
+}
+
+/// One router, which follows the registry until it is dropped.
+struct Router {
+    registry: Arc<FleetRegistry>,
+    stop: CancellationToken,
+}
+
+impl Router {
+    fn start(plane: &Arc<dyn Plane>) -> Self {
+        let registry = registry(plane);
+        let stop = CancellationToken::new();
+        drop(TaskTracker::new().spawn(Arc::clone(&registry).follow(stop.clone())));
+        Self { registry, stop }
+    }
+
+    fn drain(&self) -> DrainState {
+        self.registry.fleet.state().drains.drain(&worker())
+    }
+
+    async fn set_drain(&self, drain: DrainState) {
+        self.registry.set_drain(&worker(), drain).await.unwrap();
+    }
+
+    fn unreadable(&self) -> u64 {
+        self.registry.unreadable.get()
+    }
+
+    /// Waits, for a bounded time.
+    async fn until(&self, condition: impl Fn(&Self) -> bool) {
+        let holds = async {
+            while !condition(self) {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(Duration::from_secs(60), holds).await.unwrap();
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+async fn stored(plane: &Arc<dyn Plane>) -> Option<(DrainEntry, Revision)> {
+    let found = plane.get(subjects().drain_key(&worker())).await.unwrap()?;
+    Some((codec::decode(&found.value).unwrap(), found.revision))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_at_one_router_reaches_all_and_those_that_start_later() {
+    let plane = plane();
+    let routers = [Router::start(&plane), Router::start(&plane)];
+    routers[0].set_drain(DrainState::Draining).await;
+    assert_eq!(
+        routers[0].drain(),
+        DrainState::Draining,
+        "valid when the command returns"
+    );
+    routers[1]
+        .until(|router| router.drain() == DrainState::Draining)
+        .await;
+    let before = stored(&plane).await;
+    routers[1].set_drain(DrainState::Draining).await;
+    assert_eq!(stored(&plane).await, before, "idempotent");
+    drop(routers);
+    let next = Router::start(&plane);
+    next.until(|router| router.registry.drains_read()).await;
+    assert_eq!(next.drain(), DrainState::Draining);
+    next.set_drain(DrainState::Serving).await;
+    let last = Router::start(&plane);
+    last.until(|router| router.registry.drains_read()).await;
+    assert_eq!(last.drain(), DrainState::Serving);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_router_that_has_not_read_the_drains_writes_after_the_last_entry() {
+    let plane = plane();
+    let first = Router::start(&plane);
+    first.set_drain(DrainState::Draining).await;
+    let set_drain = async |drain| registry(&plane).set_drain(&worker(), drain).await.unwrap();
+    set_drain(DrainState::Draining).await;
+    assert_eq!(stored(&plane).await.unwrap().0.turn, 0);
+    set_drain(DrainState::Serving).await;
+    let (last, _) = stored(&plane).await.unwrap();
+    assert_eq!((last.drain, last.turn), (DrainState::Serving, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_that_the_registry_lost_or_rolled_back_is_restored() {
+    let plane = plane();
+    let router = Router::start(&plane);
+    router.set_drain(DrainState::Draining).await;
+    let (first, _) = stored(&plane).await.unwrap();
+    router.set_drain(DrainState::Serving).await;
+    router.set_drain(DrainState::Draining).await;
+    let (last, revision) = stored(&plane).await.unwrap();
+    assert_eq!((first.turn, last.turn), (0, 2));
+
+    let key = subjects().drain_key(&worker());
+    plane.delete(key.clone(), revision).await.unwrap();
+    let back = async || stored(&plane).await.is_some_and(|(entry, _)| entry == last);
+    while !back().await {
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(router.drain(), DrainState::Draining);
+
+    let older = DrainEntry {
+        drain: DrainState::Serving,
+        ..first
+    };
+    let value = Bytes::from(codec::encode(&older).unwrap());
+    plane.put(key, value, PutIf::Always, None).await.unwrap();
+    while !back().await {
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(router.drain(), DrainState::Draining);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unreadable_drain_is_counted_and_changes_nothing() {
+    let plane = plane();
+    let router = Router::start(&plane);
+    router.set_drain(DrainState::Draining).await;
+    let another = DrainEntry {
+        worker: WorkerId::from("another"),
+        ..stored(&plane).await.unwrap().0
+    };
+    let key = subjects().drain_key(&worker());
+    for value in [codec::encode(&another).unwrap(), b"nonsense".to_vec()] {
+        let before = router.unreadable();
+        plane
+            .put(key.clone(), value.into(), PutIf::Always, None)
+            .await
+            .unwrap();
+        router.until(|router| router.unreadable() > before).await;
+    }
+    assert_eq!(router.drain(), DrainState::Draining);
+    assert_eq!(router.registry.fleet.drain_entry(&another.worker), None);
+}
+
+#[tokio::test]
+async fn impossible_and_foreign_worker_entries_are_counted_and_change_nothing() {
+    let plane = plane();
+    let of_ranks = |worker: &str, ranks| WorkerEntry {
+        ranks,
+        ..entry(worker, 16)
+    };
+    for (key, entry) in [
+        ("good", of_ranks("good", 2)),
+        ("huge", of_ranks("huge", u32::MAX)),
+        ("thief", of_ranks("good", 1)),
+    ] {
+        let key = subjects().worker_key(&WorkerId::from(key));
+        let value = Bytes::from(codec::encode(&entry).unwrap());
+        plane.put(key, value, PutIf::Always, None).await.unwrap();
+    }
+    let router = Router::start(&plane);
+    let fleet = &router.registry.fleet;
+    router
+        .until(|router| router.unreadable() == 2 && !fleet.snapshot().is_empty())
+        .await;
+    let known = fleet.snapshot().into_iter();
+    let known: Vec<_> = known.map(|member| member.entry).collect();
+    assert_eq!(known, [of_ranks("good", 2)]);
+}
