@@ -7,7 +7,7 @@
 //! the answers lag behind the engines.
 
 use rustc_hash::FxHashMap;
-use warmroute_indexer::tree::{ChangeError, SourceNumber, Tree};
+use warmroute_index::tree::{ChangeError, SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
