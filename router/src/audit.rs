@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::index_client::IndexClient;
 use crate::journal::{EntryNumber, Journal};
 use crate::metrics::Metrics;
-use crate::openai::Usage;
+use crate::openai::TokenUsage;
 use crate::route::{AuditVerdict, Decision, Prompt, Recheck, RecheckVerdict};
 use crate::shared_core::SharedCore;
 
@@ -69,7 +69,7 @@ impl Auditor {
     }
 
     /// The engine's usage of an answered request.
-    pub(crate) fn reported(&self, case: Case, usage: Usage) {
+    pub(crate) fn reported(&self, case: Case, usage: TokenUsage) {
         let Some(cached) = usage.cached_tokens else {
             return;
         };
@@ -320,7 +320,7 @@ mod tests {
             assert_eq!(world.demotions(), 0, "after {strike} strikes");
             let (case, credited) = world.route(&prompt).await;
             assert_eq!(credited, 2);
-            let usage = Usage {
+            let usage = TokenUsage {
                 prompt_tokens: 40,
                 completion_tokens: 1,
                 cached_tokens: Some(0),

@@ -14,7 +14,7 @@ use crate::route::{AdmitError, RouteRefusal};
 pub(crate) enum ApiError {
     /// The request itself is at fault.
     #[error("{0}")]
-    Request(openai::ApiError),
+    Request(openai::OpenAiError),
     #[error("{0}")]
     Malformed(String),
     #[error("The request body exceeds the limit of {max} bytes.")]
@@ -63,10 +63,10 @@ impl ApiError {
     }
 
     /// The error in OpenAI's words.
-    fn form(&self) -> openai::ApiError {
+    fn form(&self) -> openai::OpenAiError {
         let (kind, code) = match self {
             Self::Request(error) => return error.clone(),
-            Self::UnknownModel(model) => return openai::ApiError::model_not_found(model),
+            Self::UnknownModel(model) => return openai::OpenAiError::model_not_found(model),
             Self::Malformed(_) | Self::BodyTimeout => (ErrorType::InvalidRequest, "malformed"),
             Self::Method => (ErrorType::InvalidRequest, "method_not_allowed"),
             Self::TooLarge { .. } => (ErrorType::TooLarge, "request_too_large"),
@@ -77,7 +77,7 @@ impl ApiError {
             Self::Upstream(_) => (ErrorType::Internal, "upstream_failed"),
             Self::Internal(_) => (ErrorType::Internal, "router_failed"),
         };
-        openai::ApiError::new(kind, self.to_string()).with_code(code)
+        openai::OpenAiError::new(kind, self.to_string()).with_code(code)
     }
 
     const fn is_worth_another_try(&self) -> bool {
@@ -115,8 +115,8 @@ impl From<RouteRefusal> for ApiError {
     }
 }
 
-impl From<openai::ApiError> for ApiError {
-    fn from(error: openai::ApiError) -> Self {
+impl From<openai::OpenAiError> for ApiError {
+    fn from(error: openai::OpenAiError) -> Self {
         Self::Request(error)
     }
 }

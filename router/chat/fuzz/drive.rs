@@ -1,4 +1,4 @@
-//! What a fuzzer does with bytes from outside; the corpus test does the same.
+//! The fuzz targets' bodies, which the corpus test runs as well.
 #![allow(dead_code, reason = "each user of this file runs one of the functions")]
 
 use std::collections::BTreeMap;
@@ -6,7 +6,8 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use warmroute_chat::openai::{
-    Event, Prompt, Prompts, Route, SpecialTokens, SseSplitter, StreamWatch, Usage, parse,
+    PromptList, PromptRoute, PromptSource, SpecialTokens, SseEvent, SseSplitter, StreamObserver,
+    TokenUsage, parse,
 };
 use warmroute_chat::tokenize::{ChatTemplates, CivilTime, Tokenizer};
 
@@ -45,11 +46,11 @@ fn templates() -> &'static [ChatTemplates] {
 
 /// A chat body: parsed, forwarded, rendered by several templates, encoded.
 pub(crate) fn chat(data: &[u8]) {
-    let Ok(request) = parse(Route::ChatCompletions, data) else {
+    let Ok(request) = parse(PromptRoute::ChatCompletions, data) else {
         return;
     };
     check_forwarded(&request.forward_body());
-    let Prompt::Chat(parts) = &request.prompt else {
+    let PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat is a chat")
     };
     for templates in templates() {
@@ -66,14 +67,14 @@ pub(crate) fn chat(data: &[u8]) {
 
 /// A completion body: parsed, forwarded, encoded.
 pub(crate) fn completion(data: &[u8]) {
-    let Ok(request) = parse(Route::Completions, data) else {
+    let Ok(request) = parse(PromptRoute::Completions, data) else {
         return;
     };
     check_forwarded(&request.forward_body());
-    let Prompt::Completion(parts) = &request.prompt else {
-        panic!("a completion is one")
+    let PromptSource::Completion(parts) = &request.prompt else {
+        panic!("a completion is a completion")
     };
-    if let Prompts::Texts(texts) = &parts.prompts {
+    if let PromptList::Texts(texts) = &parts.prompts {
         for text in texts {
             let ids = tokenizer()
                 .encode(text, SpecialTokens::Omit)
@@ -100,9 +101,9 @@ pub(crate) fn sse(data: &[u8]) {
     let size = usize::from(*size).max(1);
     let events = |chunks: &mut dyn Iterator<Item = &[u8]>| {
         let (mut splitter, mut found) = (SseSplitter::default(), Vec::new());
-        let mut keep = |event: Event<'_>| match event {
-            Event::Whole(bytes) => found.push(bytes.to_vec()),
-            Event::Oversized(_) => found.push(Vec::new()),
+        let mut keep = |event: SseEvent<'_>| match event {
+            SseEvent::Whole(bytes) => found.push(bytes.to_vec()),
+            SseEvent::Oversized(_) => found.push(Vec::new()),
         };
         for chunk in chunks {
             splitter.push(chunk, &mut keep);
@@ -114,12 +115,12 @@ pub(crate) fn sse(data: &[u8]) {
         events(&mut stream.chunks(size)),
         events(&mut std::iter::once(stream))
     );
-    let mut watch = StreamWatch::default();
+    let mut watch = StreamObserver::default();
     let firsts = stream
         .chunks(size)
         .filter(|chunk| watch.push(chunk))
         .count();
     assert!(firsts <= 1);
     watch.finish();
-    let _usage: Option<Usage> = Usage::from_json(stream);
+    let _usage: Option<TokenUsage> = TokenUsage::from_json(stream);
 }

@@ -1,4 +1,4 @@
-//! Replays the committed fuzz corpus, so that what a fuzzer once found stays found.
+//! Replays the committed fuzz corpus.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -23,7 +23,7 @@ fn replay(target: &str, drive: fn(&[u8])) {
     for path in paths {
         let data = std::fs::read(&path).unwrap();
         drive(&data);
-        // Neighbours of every entry, the way a fuzzer starts: cut short, and with a byte changed.
+        // Mutations of every entry: truncated, and with one byte changed.
         for at in (0..data.len()).step_by(1 + data.len() / 64) {
             drive(&data[..at]);
             let mut changed = data.clone();

@@ -22,7 +22,7 @@ use crate::clock::civil_now;
 use crate::metrics::Metrics;
 use crate::ready::Ready;
 use crate::tokenize::Tokenizer;
-use crate::tokenize::parity::{self, Kind, Verdict};
+use crate::tokenize::parity::{self, ProbeKind, ProbeVerdict};
 
 /// Workers checked at the same time.
 const CONCURRENT_MAX: usize = 8;
@@ -43,7 +43,7 @@ pub(crate) struct RegistrationChecker {
 
 /// An engine's answer to one probe prompt.
 enum TokenizeAnswer {
-    Tokens(parity::Answer),
+    Tokens(parity::ProbeAnswer),
     /// The engine has no such route.
     NoRoute,
     /// The engine does not answer now.
@@ -199,12 +199,15 @@ impl TokenChecks {
         }
     }
 
-    fn of(verdicts: &[(&'static str, Kind, Verdict)]) -> Self {
+    fn of(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> Self {
         let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
-        let failed = |kinds: &[Kind]| {
+        let failed = |kinds: &[ProbeKind]| {
             let against = verdicts.iter().find(|(_, kind, verdict)| {
                 kinds.contains(kind)
-                    && !matches!(verdict, Verdict::Equal { .. } | Verdict::BothRefuse)
+                    && !matches!(
+                        verdict,
+                        ProbeVerdict::Equal { .. } | ProbeVerdict::BothRefuse
+                    )
             });
             match against {
                 Some((name, _, verdict)) => CheckResult::failed(format!("{name}: {verdict}")),
@@ -213,10 +216,10 @@ impl TokenChecks {
         };
         let passed = |trusted: bool| trusted.then_some(CheckResult::Passed);
         Self {
-            text: passed(trust.completions).unwrap_or_else(|| failed(&[Kind::Completion])),
-            chat: passed(trust.chat).unwrap_or_else(|| failed(&[Kind::Chat])),
+            text: passed(trust.completions).unwrap_or_else(|| failed(&[ProbeKind::Completion])),
+            chat: passed(trust.chat).unwrap_or_else(|| failed(&[ProbeKind::Chat])),
             chat_with_tools: passed(trust.chat_with_tools)
-                .unwrap_or_else(|| failed(&[Kind::Chat, Kind::ChatWithTools])),
+                .unwrap_or_else(|| failed(&[ProbeKind::Chat, ProbeKind::ChatWithTools])),
         }
     }
 

@@ -26,11 +26,11 @@ use crate::route::Policy;
 /// Below, reading a body takes about as long as handing it to another thread and back.
 const INLINE_BYTES: usize = 16 << 10;
 
-pub(super) async fn generate(app: &App, route: openai::Route, request: Request) -> Response {
+pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let label = match route {
-        openai::Route::ChatCompletions => RouteLabel::Chat,
-        openai::Route::Completions => RouteLabel::Completions,
+        openai::PromptRoute::ChatCompletions => RouteLabel::Chat,
+        openai::PromptRoute::Completions => RouteLabel::Completions,
     };
     let call = Call::new(label, &parts.headers, Arc::clone(&app.metrics));
     let buffered = match app.budget.read(&parts.headers, body).await {
@@ -50,7 +50,7 @@ pub(super) async fn generate(app: &App, route: openai::Route, request: Request) 
 
 /// A whole request, before it is understood.
 struct Asked {
-    route: openai::Route,
+    route: openai::PromptRoute,
     body: Bytes,
     /// When the body was whole.
     since: Instant,
@@ -115,7 +115,7 @@ async fn serve(
 
 impl App {
     /// Understands a body: short ones at once, long ones where they do not keep others waiting.
-    async fn plan(&self, route: openai::Route, body: Bytes) -> Result<Plan, ApiError> {
+    async fn plan(&self, route: openai::PromptRoute, body: Bytes) -> Result<Plan, ApiError> {
         let grounds = Grounds {
             catalog: self.fleet.catalog(),
             tokenizer: self.tokenizer.clone(),

@@ -113,11 +113,11 @@ async fn last_answer(State(app): State<Arc<App>>, mut response: Response) -> Res
 }
 
 async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
-    generate::generate(&app, openai::Route::ChatCompletions, request).await
+    generate::generate(&app, openai::PromptRoute::ChatCompletions, request).await
 }
 
 async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    generate::generate(&app, openai::Route::Completions, request).await
+    generate::generate(&app, openai::PromptRoute::Completions, request).await
 }
 
 async fn list_models(State(app): State<Arc<App>>, headers: HeaderMap) -> Response {

@@ -9,7 +9,7 @@ use warmroute_proto::{BlockSize, Seed};
 
 use crate::error::ApiError;
 use crate::fleet::{CatalogModel, ModelCatalog};
-use crate::openai::{self, ParsedRequest, Prompts, RequestInfo, Route};
+use crate::openai::{self, ParsedRequest, PromptList, PromptRoute, RequestInfo};
 use crate::route::{CacheReads, Prompt};
 use crate::tokenize::{CivilTime, Tokenizer};
 
@@ -44,7 +44,7 @@ pub(super) struct Plan {
 /// A prompt whose tokens cannot be known here, and why.
 type Unhashed = &'static str;
 
-pub(super) fn plan(route: Route, body: &[u8], grounds: &Grounds) -> Result<Plan, ApiError> {
+pub(super) fn plan(route: PromptRoute, body: &[u8], grounds: &Grounds) -> Result<Plan, ApiError> {
     let parsed = openai::parse(route, body)?;
     let model = known(&grounds.catalog, &parsed.info.model)?;
     let size = block_size(model);
@@ -106,9 +106,9 @@ fn token_lists(
         return Err(opaque.as_str());
     }
     let lists = match &parsed.prompt {
-        openai::Prompt::Completion(parts) => match &parts.prompts {
-            Prompts::Tokens(lists) => lists.clone(),
-            Prompts::Texts(texts) => {
+        openai::PromptSource::Completion(parts) => match &parts.prompts {
+            PromptList::Tokens(lists) => lists.clone(),
+            PromptList::Texts(texts) => {
                 let tokenizer = trusted(model.parity.text, tokenizer)?;
                 texts
                     .iter()
@@ -117,7 +117,7 @@ fn token_lists(
                     .map_err(|_| "tokenizer_failed")?
             }
         },
-        openai::Prompt::Chat(parts) => {
+        openai::PromptSource::Chat(parts) => {
             let trust = if parts.tools.is_some() {
                 model.parity.chat_with_tools
             } else {

@@ -11,7 +11,7 @@ use super::call::Call;
 use super::forward::Answered;
 use super::headers;
 use super::stream::{Flight, OnUsage, Tracked, Watch};
-use crate::openai::StreamWatch;
+use crate::openai::StreamObserver;
 use crate::route::Decision;
 
 pub(super) fn respond(
@@ -52,7 +52,7 @@ fn watch(headers: &HeaderMap) -> Watch {
     if headers.contains_key(header::CONTENT_ENCODING) {
         Watch::Nothing
     } else if kind.starts_with("text/event-stream") {
-        Watch::Events(StreamWatch::default())
+        Watch::Events(StreamObserver::default())
     } else if kind.starts_with("application/json") {
         Watch::Json(Vec::new())
     } else {

@@ -14,7 +14,7 @@ use http_body::{Body, Frame, SizeHint};
 
 use super::call::Call;
 use crate::metrics::{CancelPhase, Metrics};
-use crate::openai::{StreamWatch, Usage};
+use crate::openai::{StreamObserver, TokenUsage};
 use crate::shared_core::SlotHold;
 
 /// A JSON answer larger than this is not searched for its usage.
@@ -22,14 +22,14 @@ const JSON_BYTES_MAX: usize = 256 << 10;
 
 /// What is watched, by the kind of the body.
 pub(super) enum Watch {
-    Events(StreamWatch),
+    Events(StreamObserver),
     /// A JSON answer that is kept until it is whole.
     Json(Vec<u8>),
     Nothing,
 }
 
 /// What the engine reported at the end, for whoever audits it.
-pub(super) type OnUsage = Box<dyn FnOnce(Usage) + Send>;
+pub(super) type OnUsage = Box<dyn FnOnce(TokenUsage) + Send>;
 
 /// A request on an engine, from the response head on.
 pub(super) struct Flight {
@@ -86,7 +86,7 @@ impl Tracked {
             }
             Watch::Json(kept) if kept.len() + data.len() <= JSON_BYTES_MAX => {
                 if self.inner.is_end_stream() && kept.is_empty() {
-                    let usage = Usage::from_json(data);
+                    let usage = TokenUsage::from_json(data);
                     flight.audit(usage);
                 } else {
                     kept.extend_from_slice(data);
@@ -123,7 +123,7 @@ impl Tracked {
                 watch.finish();
                 watch.usage()
             }
-            Watch::Json(kept) => Usage::from_json(kept),
+            Watch::Json(kept) => TokenUsage::from_json(kept),
             Watch::Nothing => None,
         };
         if let Some(slot) = flight.slot.take() {
@@ -164,7 +164,7 @@ impl Flight {
         }
     }
 
-    fn audit(&mut self, usage: Option<Usage>) {
+    fn audit(&mut self, usage: Option<TokenUsage>) {
         if let (true, Some(usage)) = (self.status.is_success(), usage)
             && let Some(on_usage) = self.on_usage.take()
         {
@@ -248,7 +248,7 @@ mod tests {
             call: Call::new(RouteLabel::Chat, &HeaderMap::new(), Arc::clone(&metrics)),
             slot: None,
             status: StatusCode::OK,
-            watch: Watch::Events(StreamWatch::default()),
+            watch: Watch::Events(StreamObserver::default()),
             block_tokens: 16,
             on_usage: None,
             metrics,

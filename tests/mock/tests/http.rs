@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
-use warmroute_chat::tokenize::parity::{self, Verdict};
+use warmroute_chat::tokenize::parity::{self, ProbeVerdict};
 use warmroute_chat::tokenize::{CivilTime, Tokenizer};
 use warmroute_mock_engine::{Args, Mock};
 use warmroute_proto::{BlockSize, Seed, hash};
@@ -294,9 +294,14 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
         let answer = parity::read_answer(status, &answer.bytes().await.unwrap());
         let verdict = parity::compare(&probe.ours, &answer);
         if refused_by_both.contains(&probe.name) {
-            assert_eq!(verdict, Verdict::BothRefuse, "{fixture}, {}", probe.name);
+            assert_eq!(
+                verdict,
+                ProbeVerdict::BothRefuse,
+                "{fixture}, {}",
+                probe.name
+            );
         } else {
-            let equal = matches!(verdict, Verdict::Equal { .. });
+            let equal = matches!(verdict, ProbeVerdict::Equal { .. });
             assert!(equal, "{fixture}, {}: {verdict}", probe.name);
         }
     }

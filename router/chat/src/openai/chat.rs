@@ -3,15 +3,15 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 
 use super::SpecialTokens;
-use super::error::ApiError;
-use super::fields::{Fields, Skipped, Text, body_error};
-use super::request::{Notes, Opaque};
+use super::error::OpenAiError;
+use super::fields::{BodyFields, JsonText, SkippedValue, body_error};
+use super::request::{FirstOpaque, OpaqueReason};
 
-pub(crate) const FIELDS: &[&str] = &[
+pub(super) const FIELDS: &[&str] = &[
     "model",
     "messages",
     "tools",
@@ -38,18 +38,18 @@ pub(crate) const FIELDS: &[&str] = &[
 
 /// How a rendered chat ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Generation {
-    /// With the header of the answer that is to come.
-    Prompt,
+pub enum ChatEnding {
+    /// With the header of the next answer.
+    GenerationPrompt,
     /// After the last message.
-    Nothing,
+    LastMessage,
     /// Inside the last message, which the model continues.
-    ContinueFinal,
-    /// Both of the above were asked for, which the engine refuses.
+    InsideLastMessage,
+    /// The request asks for both a generation prompt and a continuation; the engine refuses it.
     Contradiction,
 }
 
-/// What a chat template is given. Raw JSON stays raw until a template needs it.
+/// The input of a chat template. Raw JSON stays raw until a template needs it.
 #[derive(Debug)]
 pub struct ChatParts<'a> {
     pub messages: &'a RawValue,
@@ -59,7 +59,7 @@ pub struct ChatParts<'a> {
     pub template: Option<Cow<'a, str>>,
     pub template_kwargs: Option<&'a RawValue>,
     pub reasoning_effort: Option<Cow<'a, str>>,
-    pub generation: Generation,
+    pub ending: ChatEnding,
     pub special_tokens: SpecialTokens,
 }
 
@@ -73,38 +73,38 @@ impl<'a> ChatParts<'a> {
             template: None,
             template_kwargs: None,
             reasoning_effort: None,
-            generation: Generation::Prompt,
+            ending: ChatEnding::GenerationPrompt,
             special_tokens: SpecialTokens::Omit,
         }
     }
 }
 
-pub(crate) fn read<'a>(fields: &Fields<'a>, notes: &mut Notes) -> Result<ChatParts<'a>, ApiError> {
+pub(super) fn read<'a>(
+    fields: &BodyFields<'a>,
+    opaque: &mut FirstOpaque,
+) -> Result<ChatParts<'a>, OpenAiError> {
     let messages = fields.raw("messages").ok_or_else(|| {
-        ApiError::invalid("messages", "You must provide a messages parameter.")
+        OpenAiError::invalid("messages", "You must provide a messages parameter.")
             .with_code("missing_messages")
     })?;
-    let scan: MessageScan = serde_json::from_str(messages.get()).map_err(|error| ApiError {
-        param: Some("messages"),
-        ..body_error(&error)
-    })?;
-    if scan.media {
-        notes.opaque(Opaque::Multimodal);
+    let has_media = MediaScan::Messages
+        .deserialize(&mut serde_json::Deserializer::from_str(messages.get()))
+        .map_err(|error| body_error(&error).with_param("messages"))?;
+    if has_media {
+        opaque.set(OpaqueReason::Multimodal);
     }
     let tools = checked(fields, "tools")?;
     let documents = checked(fields, "documents")?;
     let template_kwargs = checked(fields, "chat_template_kwargs")?;
-    let add = notes.flag(fields, "add_generation_prompt");
-    let continued = notes
-        .flag(fields, "continue_final_message")
-        .unwrap_or(false);
-    let generation = match (add, continued) {
-        (None | Some(true), false) => Generation::Prompt,
-        (Some(false), false) => Generation::Nothing,
-        (Some(false), true) => Generation::ContinueFinal,
-        (None | Some(true), true) => Generation::Contradiction,
+    let add = opaque.flag(fields, "add_generation_prompt").unwrap_or(true);
+    let continued = opaque.flag(fields, "continue_final_message");
+    let ending = match (add, continued.unwrap_or(false)) {
+        (true, false) => ChatEnding::GenerationPrompt,
+        (false, false) => ChatEnding::LastMessage,
+        (false, true) => ChatEnding::InsideLastMessage,
+        (true, true) => ChatEnding::Contradiction,
     };
-    let special = notes.flag(fields, "add_special_tokens").unwrap_or(false);
+    let add_special = opaque.flag(fields, "add_special_tokens");
     Ok(ChatParts {
         messages,
         tools,
@@ -112,118 +112,34 @@ pub(crate) fn read<'a>(fields: &Fields<'a>, notes: &mut Notes) -> Result<ChatPar
         template: fields.text("chat_template")?,
         template_kwargs,
         reasoning_effort: fields.text("reasoning_effort")?,
-        generation,
-        special_tokens: if special {
-            SpecialTokens::Add
-        } else {
-            SpecialTokens::Omit
-        },
+        ending,
+        special_tokens: SpecialTokens::from_flag(add_special, SpecialTokens::Omit),
     })
 }
 
 /// A raw field whose depth is within the parser's limit.
-fn checked<'a>(fields: &Fields<'a>, name: &'static str) -> Result<Option<&'a RawValue>, ApiError> {
-    let Some(raw) = fields.raw(name) else {
-        return Ok(None);
-    };
-    match serde_json::from_str::<Skipped>(raw.get()) {
-        Ok(_) => Ok(Some(raw)),
-        Err(error) => Err(ApiError {
-            param: Some(name),
-            ..body_error(&error)
-        }),
+fn checked<'a>(
+    fields: &BodyFields<'a>,
+    name: &'static str,
+) -> Result<Option<&'a RawValue>, OpenAiError> {
+    let raw = fields.raw(name);
+    if let Some(raw) = raw {
+        serde_json::from_str::<SkippedValue>(raw.get())
+            .map_err(|error| body_error(&error).with_param(name))?;
     }
+    Ok(raw)
 }
 
-/// One pass over `messages`, without copies: is it an array of objects, is it shallow enough, and
-/// does any content part carry something else than text?
-#[derive(Default)]
-struct MessageScan {
-    media: bool,
+/// One pass over `messages` without copies, at one of four levels. The result is true if a content
+/// part carries media. It fails unless the messages are an array of objects of bounded depth.
+#[derive(Clone, Copy)]
+enum MediaScan {
+    Messages,
+    Message,
+    /// Text or a list of parts.
+    Content,
+    Part,
 }
-
-impl<'de> Deserialize<'de> for MessageScan {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(Self::default())
-    }
-}
-
-impl<'de> Visitor<'de> for MessageScan {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an array of messages")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self, A::Error> {
-        while let Some(message) = seq.next_element::<MessageShape>()? {
-            self.media |= message.0;
-        }
-        Ok(self)
-    }
-}
-
-struct MessageShape(bool);
-
-impl<'de> Deserialize<'de> for MessageShape {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(Self(false))
-    }
-}
-
-impl<'de> Visitor<'de> for MessageShape {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a message object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
-        while let Some(key) = map.next_key::<Text<'de>>()? {
-            if key.0 == "content" {
-                self.0 |= map.next_value::<ContentShape>()?.0;
-            } else {
-                map.next_value::<Skipped>()?;
-            }
-        }
-        Ok(self)
-    }
-}
-
-/// Content: text, or parts of which some may be media.
-struct ContentShape(bool);
-
-impl<'de> Deserialize<'de> for ContentShape {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Self(false))
-    }
-}
-
-impl<'de> Visitor<'de> for ContentShape {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("text or content parts")
-    }
-
-    fn visit_str<E>(self, _: &str) -> Result<Self, E> {
-        Ok(self)
-    }
-
-    fn visit_unit<E>(self) -> Result<Self, E> {
-        Ok(self)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self, A::Error> {
-        while let Some(part) = seq.next_element::<PartShape>()? {
-            self.0 |= part.0;
-        }
-        Ok(self)
-    }
-}
-
-/// A part: true if its type is not one of text, or a media key stands in it.
-struct PartShape(bool);
 
 const TEXT_TYPES: &[&str] = &[
     "text",
@@ -246,38 +162,76 @@ const MEDIA_KEYS: &[&str] = &[
     "prompt_embeds",
 ];
 
-impl<'de> Deserialize<'de> for PartShape {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Self(false))
+impl<'de> DeserializeSeed<'de> for MediaScan {
+    type Value = bool;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
+        deserializer.deserialize_any(self)
     }
 }
 
-impl<'de> Visitor<'de> for PartShape {
-    type Value = Self;
+impl<'de> Visitor<'de> for MediaScan {
+    type Value = bool;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a content part")
+        f.write_str(match self {
+            Self::Messages => "an array of messages",
+            Self::Message => "a message object",
+            Self::Content => "text or content parts",
+            Self::Part => "a content part",
+        })
     }
 
-    fn visit_str<E>(self, _: &str) -> Result<Self, E> {
-        Ok(self)
+    fn visit_str<E: Error>(self, text: &str) -> Result<bool, E> {
+        match self {
+            Self::Content | Self::Part => Ok(false),
+            Self::Messages | Self::Message => Err(E::invalid_type(Unexpected::Str(text), &self)),
+        }
     }
 
-    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
-        while let Some(key) = map.next_key::<Text<'de>>()? {
-            if key.0 == "type" {
-                let kind = map.next_value::<PartType<'de>>()?;
-                self.0 |= kind
-                    .0
-                    .is_some_and(|kind| !TEXT_TYPES.contains(&kind.as_ref()));
-            } else {
-                self.0 |= MEDIA_KEYS.contains(&key.0.as_ref());
-                map.next_value::<Skipped>()?;
+    fn visit_unit<E: Error>(self) -> Result<bool, E> {
+        match self {
+            Self::Content => Ok(false),
+            Self::Messages | Self::Message | Self::Part => {
+                Err(E::invalid_type(Unexpected::Unit, &self))
             }
         }
-        Ok(self)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<bool, A::Error> {
+        let element = match self {
+            Self::Messages => Self::Message,
+            Self::Content => Self::Part,
+            Self::Message | Self::Part => {
+                return Err(A::Error::invalid_type(Unexpected::Seq, &self));
+            }
+        };
+        let mut has_media = false;
+        while let Some(found) = seq.next_element_seed(element)? {
+            has_media |= found;
+        }
+        Ok(has_media)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        if matches!(self, Self::Messages | Self::Content) {
+            return Err(A::Error::invalid_type(Unexpected::Map, &self));
+        }
+        let is_part = matches!(self, Self::Part);
+        let mut has_media = false;
+        while let Some(key) = map.next_key::<JsonText<'de>>()? {
+            has_media |= match key.0.as_ref() {
+                "content" if !is_part => map.next_value_seed(Self::Content)?,
+                "type" if is_part => {
+                    let kind = map.next_value::<Option<JsonText<'de>>>()?;
+                    kind.is_some_and(|kind| !TEXT_TYPES.contains(&kind.0.as_ref()))
+                }
+                key => {
+                    map.next_value::<SkippedValue>()?;
+                    is_part && MEDIA_KEYS.contains(&key)
+                }
+            };
+        }
+        Ok(has_media)
     }
 }
-
-#[derive(serde::Deserialize)]
-struct PartType<'a>(#[serde(borrow)] Option<Cow<'a, str>>);

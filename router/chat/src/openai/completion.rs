@@ -1,17 +1,15 @@
 //! `/v1/completions`: text, several texts, token ids or several lists of them.
 
 use std::borrow::Cow;
-use std::fmt;
-use std::marker::PhantomData;
 
-use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
+use serde_json::value::RawValue;
 
 use super::SpecialTokens;
-use super::error::ApiError;
-use super::fields::{Fields, Text, body_error};
-use super::request::{Notes, Opaque};
+use super::error::OpenAiError;
+use super::fields::{BodyFields, JsonText, body_error};
+use super::request::{FirstOpaque, OpaqueReason};
 
-pub(crate) const FIELDS: &[&str] = &[
+pub(super) const FIELDS: &[&str] = &[
     "model",
     "prompt",
     "prompt_embeds",
@@ -33,146 +31,54 @@ pub(crate) const FIELDS: &[&str] = &[
 
 /// The prompts of one request. The engine treats each as a request of its own.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Prompts<'a> {
+pub enum PromptList<'a> {
     Texts(Vec<Cow<'a, str>>),
     Tokens(Vec<Vec<u32>>),
 }
 
 #[derive(Debug)]
 pub struct CompletionParts<'a> {
-    pub prompts: Prompts<'a>,
+    pub prompts: PromptList<'a>,
     pub special_tokens: SpecialTokens,
 }
 
-pub(crate) fn read<'a>(
-    fields: &Fields<'a>,
-    notes: &mut Notes,
-) -> Result<CompletionParts<'a>, ApiError> {
+pub(super) fn read<'a>(
+    fields: &BodyFields<'a>,
+    opaque: &mut FirstOpaque,
+) -> Result<CompletionParts<'a>, OpenAiError> {
     let embeds = fields.has("prompt_embeds");
     if embeds {
-        notes.opaque(Opaque::PromptEmbeds);
+        opaque.set(OpaqueReason::PromptEmbeds);
     }
     if fields.has("suffix") {
-        notes.opaque(Opaque::Suffix);
+        opaque.set(OpaqueReason::Suffix);
     }
     let prompts = match fields.raw("prompt") {
-        Some(raw) => serde_json::from_str(raw.get()).map_err(|error| ApiError {
-            param: Some("prompt"),
-            ..body_error(&error)
-        })?,
-        None if embeds => Prompts::Texts(Vec::new()),
+        Some(raw) => prompts(raw).map_err(|error| body_error(&error).with_param("prompt"))?,
+        None if embeds => PromptList::Texts(Vec::new()),
         None => {
-            return Err(ApiError::invalid(
-                "prompt",
-                "Either prompt or prompt_embeds must be provided.",
-            )
-            .with_code("missing_prompt"));
+            let message = "Either prompt or prompt_embeds must be provided.";
+            return Err(OpenAiError::invalid("prompt", message).with_code("missing_prompt"));
         }
     };
-    let special = notes.flag(fields, "add_special_tokens").unwrap_or(true);
-    let special_tokens = if special {
-        SpecialTokens::Add
-    } else {
-        SpecialTokens::Omit
-    };
+    let add = opaque.flag(fields, "add_special_tokens");
     Ok(CompletionParts {
         prompts,
-        special_tokens,
+        special_tokens: SpecialTokens::from_flag(add, SpecialTokens::Add),
     })
 }
 
-impl<'de> Deserialize<'de> for Prompts<'de> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(PromptVisitor(PhantomData))
-    }
-}
-
-struct PromptVisitor<'de>(PhantomData<&'de ()>);
-
-impl<'de> Visitor<'de> for PromptVisitor<'de> {
-    type Value = Prompts<'de>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a text, token ids, or a list of one of them")
-    }
-
-    fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
-        Ok(Prompts::Texts(vec![Cow::Borrowed(text)]))
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
-        Ok(Prompts::Texts(vec![Cow::Owned(text.to_owned())]))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-        // The first element says which list this is; an element of another kind is an error.
-        match seq.next_element::<Item<'de>>()? {
-            None => Ok(Prompts::Tokens(vec![Vec::new()])),
-            Some(Item::Text(first)) => {
-                let mut texts = vec![first];
-                while let Some(text) = seq.next_element::<Text<'de>>()? {
-                    texts.push(text.0);
-                }
-                Ok(Prompts::Texts(texts))
-            }
-            Some(Item::Token(first)) => {
-                let mut tokens = vec![first];
-                while let Some(token) = seq.next_element::<u32>()? {
-                    tokens.push(token);
-                }
-                Ok(Prompts::Tokens(vec![tokens]))
-            }
-            Some(Item::Tokens(first)) => {
-                let mut lists = vec![first];
-                while let Some(list) = seq.next_element::<Vec<u32>>()? {
-                    lists.push(list);
-                }
-                Ok(Prompts::Tokens(lists))
-            }
+/// Reads the form that the first bytes announce; an element of another form is an error.
+fn prompts(raw: &RawValue) -> serde_json::Result<PromptList<'_>> {
+    let json = raw.get();
+    let first = json.strip_prefix('[').map(str::trim_start).unwrap_or("");
+    Ok(match (json.as_bytes(), first.as_bytes()) {
+        ([b'"', ..], _) => PromptList::Texts(vec![serde_json::from_str::<JsonText<'_>>(json)?.0]),
+        (_, [b'"', ..]) => {
+            let texts: Vec<JsonText<'_>> = serde_json::from_str(json)?;
+            PromptList::Texts(texts.into_iter().map(|text| text.0).collect())
         }
-    }
-}
-
-enum Item<'a> {
-    Text(Cow<'a, str>),
-    Token(u32),
-    Tokens(Vec<u32>),
-}
-
-impl<'de> Deserialize<'de> for Item<'de> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ItemVisitor(PhantomData))
-    }
-}
-
-struct ItemVisitor<'de>(PhantomData<&'de ()>);
-
-impl<'de> Visitor<'de> for ItemVisitor<'de> {
-    type Value = Item<'de>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a text, a token id or a list of token ids")
-    }
-
-    fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Item<'de>, E> {
-        Ok(Item::Text(Cow::Borrowed(text)))
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Item<'de>, E> {
-        Ok(Item::Text(Cow::Owned(text.to_owned())))
-    }
-
-    fn visit_u64<E: serde::de::Error>(self, id: u64) -> Result<Item<'de>, E> {
-        u32::try_from(id)
-            .map(Item::Token)
-            .map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(id), &"a token id"))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Item<'de>, A::Error> {
-        let mut tokens = Vec::new();
-        while let Some(token) = seq.next_element::<u32>()? {
-            tokens.push(token);
-        }
-        Ok(Item::Tokens(tokens))
-    }
+        (_, [b'[', ..]) => PromptList::Tokens(serde_json::from_str(json)?),
+        _ => PromptList::Tokens(vec![serde_json::from_str(json)?]),
+    })
 }

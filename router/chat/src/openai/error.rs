@@ -1,8 +1,8 @@
-//! Errors in the form that OpenAI's clients understand. The shell only serialises them.
+//! Errors in OpenAI's JSON form.
 
 use std::fmt;
 
-use serde::Serialize;
+use serde_json::json;
 
 /// `type` of an error object. Closed, so that it can also be a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,29 +38,16 @@ impl ErrorType {
     }
 }
 
-/// What a client is told. `param` names the field at fault, `code` is a stable word for programs.
+/// An error sent to a client. `param` names the field at fault, `code` is stable for programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ApiError {
+pub struct OpenAiError {
     pub kind: ErrorType,
     pub message: String,
     pub param: Option<&'static str>,
     pub code: Option<&'static str>,
 }
 
-#[derive(Serialize)]
-struct Envelope<'a> {
-    error: Body<'a>,
-}
-
-#[derive(Serialize)]
-struct Body<'a> {
-    message: &'a str,
-    r#type: &'static str,
-    param: Option<&'static str>,
-    code: Option<&'static str>,
-}
-
-impl ApiError {
+impl OpenAiError {
     pub fn new(kind: ErrorType, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -71,9 +58,14 @@ impl ApiError {
     }
 
     pub fn invalid(param: &'static str, message: impl Into<String>) -> Self {
+        Self::new(ErrorType::InvalidRequest, message).with_param(param)
+    }
+
+    #[must_use]
+    pub fn with_param(self, param: &'static str) -> Self {
         Self {
             param: Some(param),
-            ..Self::new(ErrorType::InvalidRequest, message)
+            ..self
         }
     }
 
@@ -86,16 +78,12 @@ impl ApiError {
     }
 
     pub fn model_not_found(model: &str) -> Self {
-        // A name of any length comes from outside; the answer need not carry all of it.
+        // The name has any length; the error repeats its first 128 characters.
         let shown: String = model.chars().take(128).collect();
-        Self {
-            param: Some("model"),
-            ..Self::new(
-                ErrorType::NotFound,
-                format!("The model `{shown}` does not exist."),
-            )
-        }
-        .with_code("model_not_found")
+        let message = format!("The model `{shown}` does not exist.");
+        Self::new(ErrorType::NotFound, message)
+            .with_param("model")
+            .with_code("model_not_found")
     }
 
     pub fn status(&self) -> u16 {
@@ -104,25 +92,23 @@ impl ApiError {
 
     /// The JSON body: `{"error":{"message","type","param","code"}}`.
     pub fn to_json(&self) -> Vec<u8> {
-        let body = Body {
-            message: &self.message,
-            r#type: self.kind.as_str(),
-            param: self.param,
-            code: self.code,
-        };
-        // Strings and options always serialise; the fallback keeps this function total.
-        serde_json::to_vec(&Envelope { error: body })
-            .unwrap_or_else(|_| br#"{"error":{"message":"internal error"}}"#.to_vec())
+        let error = json!({
+            "message": self.message,
+            "type": self.kind.as_str(),
+            "param": self.param,
+            "code": self.code,
+        });
+        json!({ "error": error }).to_string().into_bytes()
     }
 }
 
-impl fmt::Display for ApiError {
+impl fmt::Display for OpenAiError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
     }
 }
 
-impl std::error::Error for ApiError {}
+impl std::error::Error for OpenAiError {}
 
 #[cfg(test)]
 mod tests {
@@ -130,7 +116,7 @@ mod tests {
 
     #[test]
     fn json_has_the_four_members_in_openais_form() {
-        let error = ApiError::invalid("n", "bad \"n\"").with_code("wrong_type");
+        let error = OpenAiError::invalid("n", "bad \"n\"").with_code("wrong_type");
         assert_eq!(
             String::from_utf8(error.to_json()).unwrap(),
             concat!(
@@ -142,8 +128,8 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_model_name_does_not_come_back_whole() {
-        let error = ApiError::model_not_found(&"m".repeat(1 << 20));
+    fn a_huge_model_name_is_truncated() {
+        let error = OpenAiError::model_not_found(&"m".repeat(1 << 20));
         assert!(error.to_json().len() < 400);
         assert_eq!(error.status(), 404);
     }

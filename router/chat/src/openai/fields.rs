@@ -1,32 +1,32 @@
-//! The top level of a request body, read in one pass without copying: the fields that a route cares
-//! about stay as raw JSON inside the body's own bytes, everything else is skipped.
+//! The top-level fields of a request body, read in one pass without copying: the wanted fields stay
+//! raw JSON inside the body's bytes, all others are skipped.
 //!
-//! Depth is bounded everywhere: what is not kept is walked here with the parser's recursion limit
-//! (128), what is kept meets the same limit when it is read. A repeated key counts with its last
-//! value, as in Python's parser, which the engine uses.
+//! Nesting is bounded: a skipped value is walked with serde_json's recursion limit (128), a kept one
+//! meets that limit when it is read. The last of repeated keys wins, as in the engine's parser.
 
 use std::borrow::Cow;
 use std::fmt;
 
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::error::Category;
 use serde_json::value::RawValue;
 
-use super::error::{ApiError, ErrorType};
+use super::error::{ErrorType, OpenAiError};
 
 /// A JSON string, borrowed from the body unless it contains escapes.
 #[derive(serde::Deserialize)]
-pub(crate) struct Text<'a>(#[serde(borrow)] pub(crate) Cow<'a, str>);
+pub(super) struct JsonText<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);
 
-/// Any JSON value, looked at and forgotten. Unlike `IgnoredAny` it obeys the recursion limit.
-pub(crate) struct Skipped;
+/// Any JSON value, skipped. Unlike `IgnoredAny` it obeys the recursion limit.
+pub(super) struct SkippedValue;
 
-impl<'de> Deserialize<'de> for Skipped {
+impl<'de> Deserialize<'de> for SkippedValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(Self)
     }
 }
 
-impl<'de> Visitor<'de> for Skipped {
+impl<'de> Visitor<'de> for SkippedValue {
     type Value = Self;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -70,85 +70,87 @@ impl<'de> Visitor<'de> for Skipped {
     }
 }
 
-/// The wanted fields of a JSON object, null counting as absent.
+/// The wanted fields of a JSON object. A null field counts as absent.
 #[derive(Debug)]
-pub(crate) struct Fields<'a> {
+pub(super) struct BodyFields<'a> {
     names: &'static [&'static str],
     values: Vec<Option<&'a RawValue>>,
 }
 
-struct FieldsSeed(&'static [&'static str]);
+struct BodyFieldsSeed(&'static [&'static str]);
 
-impl<'de> DeserializeSeed<'de> for FieldsSeed {
-    type Value = Fields<'de>;
+impl<'de> DeserializeSeed<'de> for BodyFieldsSeed {
+    type Value = BodyFields<'de>;
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Fields<'de>, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> Result<BodyFields<'de>, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
 
-impl<'de> Visitor<'de> for FieldsSeed {
-    type Value = Fields<'de>;
+impl<'de> Visitor<'de> for BodyFieldsSeed {
+    type Value = BodyFields<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a JSON object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<BodyFields<'de>, A::Error> {
         let mut values = vec![None; self.0.len()];
-        while let Some(key) = map.next_key::<Text<'de>>()? {
-            match self.0.iter().position(|name| *name == key.0) {
-                Some(at) => values[at] = Some(map.next_value::<&'de RawValue>()?),
-                None => {
-                    map.next_value::<Skipped>()?;
-                }
+        while let Some(key) = map.next_key::<JsonText<'de>>()? {
+            if let Some(at) = self.0.iter().position(|name| *name == key.0) {
+                values[at] = Some(map.next_value::<&'de RawValue>()?);
+            } else {
+                map.next_value::<SkippedValue>()?;
             }
         }
-        Ok(Fields {
+        Ok(BodyFields {
             names: self.0,
             values,
         })
     }
 }
 
-impl<'a> Fields<'a> {
+impl<'a> BodyFields<'a> {
     /// Reads a body that must be one JSON object.
-    pub(crate) fn read(
+    pub(super) fn read(
         body: &'a [u8],
         names: &'static [&'static str],
     ) -> Result<Self, serde_json::Error> {
         let mut json = serde_json::Deserializer::from_slice(body);
-        let fields = FieldsSeed(names).deserialize(&mut json)?;
+        let fields = BodyFieldsSeed(names).deserialize(&mut json)?;
         json.end()?;
         Ok(fields)
     }
 
-    /// The raw value of a wanted field; null is absent.
-    pub(crate) fn raw(&self, name: &'static str) -> Option<&'a RawValue> {
+    /// The raw value of a wanted field.
+    pub(super) fn raw(&self, name: &'static str) -> Option<&'a RawValue> {
         let at = self.names.iter().position(|known| *known == name)?;
         self.values[at].filter(|raw| raw.get() != "null")
     }
 
-    pub(crate) fn has(&self, name: &'static str) -> bool {
+    pub(super) fn has(&self, name: &'static str) -> bool {
         self.raw(name).is_some()
     }
 
-    /// A field that must be a string.
-    pub(crate) fn text(&self, name: &'static str) -> Result<Option<Cow<'a, str>>, ApiError> {
+    /// A wanted field that must be a string.
+    pub(super) fn text(&self, name: &'static str) -> Result<Option<Cow<'a, str>>, OpenAiError> {
         let Some(raw) = self.raw(name) else {
             return Ok(None);
         };
-        match serde_json::from_str::<Text<'a>>(raw.get()) {
+        match serde_json::from_str::<JsonText<'a>>(raw.get()) {
             Ok(text) => Ok(Some(text.0)),
-            Err(_) => Err(
-                ApiError::invalid(name, format!("`{name}` must be a string."))
-                    .with_code("wrong_type"),
-            ),
+            Err(_) => {
+                let message = format!("`{name}` must be a string.");
+                Err(OpenAiError::invalid(name, message).with_code("wrong_type"))
+            }
         }
     }
 
-    /// A boolean as the engine reads one: also 0, 1 and a few words. `Err` is any other value.
-    pub(crate) fn flag(&self, name: &'static str) -> Result<Option<bool>, Unreadable> {
+    /// A boolean as the engine reads one: also 0, 1 and a few words.
+    pub(super) fn flag(&self, name: &'static str) -> Result<Option<bool>, UnreadableField> {
         let Some(raw) = self.raw(name) else {
             return Ok(None);
         };
@@ -156,48 +158,51 @@ impl<'a> Fields<'a> {
         match word.as_str() {
             "true" | "1" | "1.0" | "yes" | "y" | "on" | "t" => Ok(Some(true)),
             "false" | "0" | "0.0" | "no" | "n" | "off" | "f" => Ok(Some(false)),
-            _ => Err(Unreadable(name)),
+            _ => Err(UnreadableField(name)),
         }
     }
 
     /// A whole number as the engine reads one: also `"5"` and `5.0`.
-    pub(crate) fn integer(&self, name: &'static str) -> Result<Option<i64>, Unreadable> {
+    pub(super) fn integer(&self, name: &'static str) -> Result<Option<i64>, UnreadableField> {
         let Some(raw) = self.raw(name) else {
             return Ok(None);
         };
         let word = raw.get().trim_matches('"');
         let word = word.strip_suffix(".0").unwrap_or(word);
-        word.parse().map(Some).map_err(|_| Unreadable(name))
+        word.parse().map(Some).map_err(|_| UnreadableField(name))
     }
 }
 
-/// A field whose value this router does not understand. The engine decides whether it is an error.
+/// The name of a field whose value the router cannot read. The engine judges that value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unreadable(pub &'static str);
+pub(super) struct UnreadableField(pub(super) &'static str);
 
-/// Says what is wrong with a body that is not an acceptable JSON object.
-pub(crate) fn body_error(error: &serde_json::Error) -> ApiError {
+/// The error for a body that is no acceptable JSON object. It names the position and the expected
+/// form, never the value found: that may be prompt text, and errors are logged.
+pub(super) fn body_error(error: &serde_json::Error) -> OpenAiError {
     let text = error.to_string();
-    if text.contains("recursion limit") {
-        return ApiError::new(
-            ErrorType::InvalidRequest,
-            "The request is nested too deeply.",
-        )
-        .with_code("too_deep");
-    }
-    let code = match error.classify() {
-        serde_json::error::Category::Data => "wrong_type",
-        serde_json::error::Category::Io
-        | serde_json::error::Category::Syntax
-        | serde_json::error::Category::Eof => "invalid_json",
+    let (code, reason) = match error.classify() {
+        Category::Data => {
+            // serde quotes the value before the last "expected", the visitor's own words follow.
+            let expected = text.rsplit_once(", expected ").map(|(_, form)| form);
+            let other = || {
+                format!(
+                    "another value at line {} column {}",
+                    error.line(),
+                    error.column()
+                )
+            };
+            let form = expected.map_or_else(other, str::to_owned);
+            ("wrong_type", format!("expected {form}"))
+        }
+        Category::Syntax if text.starts_with("recursion limit") => {
+            let message = "The request is nested too deeply.";
+            return OpenAiError::new(ErrorType::InvalidRequest, message).with_code("too_deep");
+        }
+        Category::Io | Category::Syntax | Category::Eof => ("invalid_json", text),
     };
-    // serde's text names types and positions, never the body's content beyond a short token.
-    let shown: String = text.chars().take(200).collect();
-    ApiError::new(
-        ErrorType::InvalidRequest,
-        format!("The body is not a JSON request: {shown}."),
-    )
-    .with_code(code)
+    let message = format!("The body is not a JSON request: {reason}.");
+    OpenAiError::new(ErrorType::InvalidRequest, message).with_code(code)
 }
 
 #[cfg(test)]
@@ -209,21 +214,21 @@ mod tests {
     #[test]
     fn last_of_repeated_keys_wins_and_escaped_keys_count() {
         let body = br#"{"model":"a","m\u006fdel":"b","x":{"model":"c"},"flag":null,"n":"7"}"#;
-        let fields = Fields::read(body, NAMES).unwrap();
+        let fields = BodyFields::read(body, NAMES).unwrap();
         assert_eq!(fields.text("model").unwrap().as_deref(), Some("b"));
         assert!(!fields.has("flag"));
         assert_eq!(fields.integer("n"), Ok(Some(7)));
     }
 
     #[test]
-    fn depth_is_bounded_in_fields_that_nobody_reads() {
+    fn depth_is_bounded_in_skipped_fields() {
         let deep = format!("{{\"x\":{}{}}}", "[".repeat(100_000), "]".repeat(100_000));
-        let error = Fields::read(deep.as_bytes(), NAMES).unwrap_err();
+        let error = BodyFields::read(deep.as_bytes(), NAMES).unwrap_err();
         assert_eq!(body_error(&error).code, Some("too_deep"));
     }
 
     #[test]
-    fn errors_tell_broken_json_from_other_values() {
+    fn broken_json_and_wrong_types_have_different_codes() {
         for (body, code) in [
             (&b""[..], "invalid_json"),
             (b"{", "invalid_json"),
@@ -233,7 +238,7 @@ mod tests {
             (b"{\"a\":\"\xff\"}", "invalid_json"),
             (b"{\"a\":NaN}", "invalid_json"),
         ] {
-            let error = Fields::read(body, NAMES).unwrap_err();
+            let error = BodyFields::read(body, NAMES).unwrap_err();
             assert_eq!(body_error(&error).code, Some(code), "{body:?}");
         }
     }
@@ -245,12 +250,14 @@ mod tests {
             ("0", Ok(Some(false))),
             ("\"Yes\"", Ok(Some(true))),
             ("null", Ok(None)),
-            ("2", Err(Unreadable("flag"))),
-            ("{}", Err(Unreadable("flag"))),
+            ("2", Err(UnreadableField("flag"))),
+            ("{}", Err(UnreadableField("flag"))),
         ] {
             let body = format!("{{\"flag\":{json}}}");
             assert_eq!(
-                Fields::read(body.as_bytes(), NAMES).unwrap().flag("flag"),
+                BodyFields::read(body.as_bytes(), NAMES)
+                    .unwrap()
+                    .flag("flag"),
                 expected
             );
         }

@@ -1,21 +1,21 @@
-//! One request, whatever its route: what the router decides by, beside the prompt itself.
+//! One request of either route: the prompt and the options that routing depends on.
 
 use std::borrow::Cow;
 
 use super::chat::{self, ChatParts};
 use super::completion::{self, CompletionParts};
-use super::error::ApiError;
-use super::fields::{Fields, Unreadable, body_error};
+use super::error::OpenAiError;
+use super::fields::{BodyFields, UnreadableField, body_error};
 use super::rewrite;
 
 /// The routes whose prompts are read. Others pass through untouched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Route {
+pub enum PromptRoute {
     ChatCompletions,
     Completions,
 }
 
-/// What the client asks of the generation, owned so that it outlives the body.
+/// The options of a request, owned so that they outlive the body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestInfo {
     pub model: String,
@@ -23,26 +23,26 @@ pub struct RequestInfo {
     pub cache_salt: Option<String>,
     pub stream: bool,
     pub include_usage: bool,
-    pub limits: Limits,
-    /// False if the engine computes the whole prompt though it may hold a prefix of it: it does so
-    /// when log probabilities of the prompt are asked for.
+    pub limits: RequestLimits,
+    /// False if the engine computes the whole prompt although it may hold a prefix: it does so to
+    /// compute log probabilities of the prompt.
     pub reads_cache: bool,
-    /// Why the prompt's tokens cannot be known here, if so.
-    pub opaque: Option<Opaque>,
+    /// Why the router cannot know the prompt's tokens.
+    pub opaque: Option<OpaqueReason>,
 }
 
-/// Bounds on lengths and counts, as sent.
+/// Bounds on lengths and counts, as received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Limits {
+pub struct RequestLimits {
     pub max_tokens: Option<u32>,
     pub choices: Option<u32>,
-    /// Tokens of the prompt that are kept; -1 means as many as the model takes.
+    /// Tokens of the prompt that the engine keeps; -1 means up to the model's maximum.
     pub truncate_prompt: Option<i64>,
 }
 
-impl Limits {
-    /// Whether a prompt of this many tokens stays whole. A length beyond `model_max` (unknown:
-    /// none) is truncated or refused by the engine; both are up to it.
+impl RequestLimits {
+    /// Whether the engine keeps all of `prompt_tokens`. It truncates or refuses a prompt beyond
+    /// `model_max` (`None`: unknown).
     pub fn keeps_whole(&self, prompt_tokens: usize, model_max: Option<usize>) -> bool {
         match self.truncate_prompt {
             None => true,
@@ -54,20 +54,20 @@ impl Limits {
 
 /// A reason to route by load only. Closed, so that it can be a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Opaque {
-    /// Images, audio or video: placeholder tokens and content hashes are the engine's.
+pub enum OpaqueReason {
+    /// Images, audio or video: only the engine knows placeholder tokens and content hashes.
     Multimodal,
-    /// Prompt embeddings have no tokens.
+    /// PromptSource embeddings have no tokens.
     PromptEmbeds,
-    /// The engine is handed ready token ids of an earlier stage.
+    /// The request carries token ids of an earlier stage.
     TransferredTokens,
     /// Fill-in-the-middle rendering belongs to the model.
     Suffix,
-    /// The field's value is not one that this router understands.
+    /// The router cannot read the value of this field.
     Unreadable(&'static str),
 }
 
-impl Opaque {
+impl OpaqueReason {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Multimodal => "multimodal",
@@ -79,15 +79,9 @@ impl Opaque {
     }
 }
 
-impl From<Unreadable> for Opaque {
-    fn from(value: Unreadable) -> Self {
-        Self::Unreadable(value.0)
-    }
-}
-
 /// The prompt's source, borrowed from the body.
 #[derive(Debug)]
-pub enum Prompt<'a> {
+pub enum PromptSource<'a> {
     Chat(ChatParts<'a>),
     Completion(CompletionParts<'a>),
 }
@@ -95,15 +89,15 @@ pub enum Prompt<'a> {
 #[derive(Debug)]
 pub struct ParsedRequest<'a> {
     pub info: RequestInfo,
-    pub prompt: Prompt<'a>,
+    pub prompt: PromptSource<'a>,
     body: &'a [u8],
     rewritten: Option<Vec<u8>>,
 }
 
 impl<'a> ParsedRequest<'a> {
-    /// What the engine gets: the body as it came, byte for byte, unless it asks the engine to
-    /// announce cached blocks again (`vllm_xargs.kv_cache_report_mode`), which would break the
-    /// reference counts of whoever mirrors the cache. Only that option is cut out.
+    /// The body for the engine: the client's bytes without `vllm_xargs.kv_cache_report_mode`. That
+    /// option makes the engine announce cached blocks again, which breaks the reference counts of
+    /// every mirror of its cache.
     pub fn forward_body(&self) -> Cow<'_, [u8]> {
         match &self.rewritten {
             Some(bytes) => Cow::Borrowed(bytes),
@@ -111,39 +105,41 @@ impl<'a> ParsedRequest<'a> {
         }
     }
 
-    /// The changed body, if it had to be changed.
+    /// The changed body; `None` if the client's bytes are forwarded.
     pub fn into_rewritten(self) -> Option<Vec<u8>> {
         self.rewritten
     }
 }
 
-/// Reads a body for a route.
-pub fn parse(route: Route, body: &[u8]) -> Result<ParsedRequest<'_>, ApiError> {
+/// Parses the body of a request.
+pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenAiError> {
     let names = match route {
-        Route::ChatCompletions => chat::FIELDS,
-        Route::Completions => completion::FIELDS,
+        PromptRoute::ChatCompletions => chat::FIELDS,
+        PromptRoute::Completions => completion::FIELDS,
     };
-    let fields = Fields::read(body, names).map_err(|error| body_error(&error))?;
+    let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
     let model = fields
         .text("model")?
         .filter(|model| !model.is_empty())
         .ok_or_else(|| {
-            ApiError::invalid("model", "You must provide a model parameter.")
+            OpenAiError::invalid("model", "You must provide a model parameter.")
                 .with_code("missing_model")
         })?;
-    let mut notes = Notes::default();
+    let mut opaque = FirstOpaque::default();
     let prompt = match route {
-        Route::ChatCompletions => Prompt::Chat(chat::read(&fields, &mut notes)?),
-        Route::Completions => Prompt::Completion(completion::read(&fields, &mut notes)?),
+        PromptRoute::ChatCompletions => PromptSource::Chat(chat::read(&fields, &mut opaque)?),
+        PromptRoute::Completions => {
+            PromptSource::Completion(completion::read(&fields, &mut opaque)?)
+        }
     };
-    let stream = notes.flag(&fields, "stream").unwrap_or(false);
-    let limits = Limits {
+    let stream = opaque.flag(&fields, "stream").unwrap_or(false);
+    let limits = RequestLimits {
         max_tokens: max_tokens(&fields, route),
         choices: count(&fields, "n"),
-        truncate_prompt: notes.note(fields.integer("truncate_prompt_tokens")),
+        truncate_prompt: opaque.readable(fields.integer("truncate_prompt_tokens")),
     };
     if transferred_tokens(&fields) {
-        notes.opaque(Opaque::TransferredTokens);
+        opaque.set(OpaqueReason::TransferredTokens);
     }
     let info = RequestInfo {
         model: model.into_owned(),
@@ -153,7 +149,7 @@ pub fn parse(route: Route, body: &[u8]) -> Result<ParsedRequest<'_>, ApiError> {
         include_usage: include_usage(&fields),
         limits,
         reads_cache: reads_cache(&fields, route),
-        opaque: notes.opaque,
+        opaque: opaque.0,
     };
     let rewritten = fields
         .raw("vllm_xargs")
@@ -166,31 +162,29 @@ pub fn parse(route: Route, body: &[u8]) -> Result<ParsedRequest<'_>, ApiError> {
     })
 }
 
-/// Collects the first reason for which a prompt cannot be reproduced.
+/// The first reason for which a prompt cannot be reproduced.
 #[derive(Debug, Default)]
-pub(crate) struct Notes {
-    opaque: Option<Opaque>,
-}
+pub(super) struct FirstOpaque(Option<OpaqueReason>);
 
-impl Notes {
-    pub(crate) fn opaque(&mut self, reason: Opaque) {
-        self.opaque.get_or_insert(reason);
+impl FirstOpaque {
+    pub(super) fn set(&mut self, reason: OpaqueReason) {
+        self.0.get_or_insert(reason);
     }
 
-    /// The value, or nothing and a note if it is not understood.
-    pub(crate) fn note<T>(&mut self, value: Result<Option<T>, Unreadable>) -> Option<T> {
-        value.unwrap_or_else(|unreadable| {
-            self.opaque(unreadable.into());
+    /// The value; an unreadable one is recorded and counts as absent.
+    fn readable<T>(&mut self, value: Result<Option<T>, UnreadableField>) -> Option<T> {
+        value.unwrap_or_else(|UnreadableField(name)| {
+            self.set(OpaqueReason::Unreadable(name));
             None
         })
     }
 
-    pub(crate) fn flag(&mut self, fields: &Fields<'_>, name: &'static str) -> Option<bool> {
-        self.note(fields.flag(name))
+    pub(super) fn flag(&mut self, fields: &BodyFields<'_>, name: &'static str) -> Option<bool> {
+        self.readable(fields.flag(name))
     }
 }
 
-fn count(fields: &Fields<'_>, name: &'static str) -> Option<u32> {
+fn count(fields: &BodyFields<'_>, name: &'static str) -> Option<u32> {
     fields
         .integer(name)
         .ok()
@@ -198,38 +192,43 @@ fn count(fields: &Fields<'_>, name: &'static str) -> Option<u32> {
         .and_then(|value| u32::try_from(value).ok())
 }
 
-fn max_tokens(fields: &Fields<'_>, route: Route) -> Option<u32> {
+fn max_tokens(fields: &BodyFields<'_>, route: PromptRoute) -> Option<u32> {
     match route {
-        Route::ChatCompletions => {
+        PromptRoute::ChatCompletions => {
             count(fields, "max_completion_tokens").or_else(|| count(fields, "max_tokens"))
         }
-        Route::Completions => count(fields, "max_tokens"),
+        PromptRoute::Completions => count(fields, "max_tokens"),
     }
 }
 
-/// vLLM turns prefix reading off when log probabilities of the prompt are wanted. `echo` asks for
-/// them together with `logprobs`; in a chat `top_logprobs` is 0 by default, which is enough.
-fn reads_cache(fields: &Fields<'_>, route: Route) -> bool {
+/// vLLM does not read its prefix cache for a request of prompt log probabilities. `echo` requests
+/// them together with `logprobs`; in a chat the default `top_logprobs` of 0 is enough.
+fn reads_cache(fields: &BodyFields<'_>, route: PromptRoute) -> bool {
     let echo = fields.flag("echo") == Ok(Some(true));
     let echoed = match route {
-        Route::ChatCompletions => echo,
-        Route::Completions => echo && fields.has("logprobs"),
+        PromptRoute::ChatCompletions => echo,
+        PromptRoute::Completions => echo && fields.has("logprobs"),
     };
     !(fields.has("prompt_logprobs") || echoed)
 }
 
-fn include_usage(fields: &Fields<'_>) -> bool {
-    fields
-        .raw("stream_options")
-        .and_then(|raw| Fields::read(raw.get().as_bytes(), &["include_usage"]).ok())
+fn include_usage(fields: &BodyFields<'_>) -> bool {
+    members_of(fields, "stream_options", &["include_usage"])
         .is_some_and(|options| options.flag("include_usage") == Ok(Some(true)))
 }
 
-fn transferred_tokens(fields: &Fields<'_>) -> bool {
-    fields
-        .raw("kv_transfer_params")
-        .and_then(|raw| Fields::read(raw.get().as_bytes(), &["prompt_token_ids"]).ok())
+fn transferred_tokens(fields: &BodyFields<'_>) -> bool {
+    members_of(fields, "kv_transfer_params", &["prompt_token_ids"])
         .is_some_and(|params| params.has("prompt_token_ids"))
+}
+
+/// The wanted members of a field that is an object.
+fn members_of<'a>(
+    fields: &BodyFields<'a>,
+    name: &'static str,
+    members: &'static [&'static str],
+) -> Option<BodyFields<'a>> {
+    BodyFields::read(fields.raw(name)?.get().as_bytes(), members).ok()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Cuts one engine option out of a body and leaves every other byte where it was.
+//! Removes one engine option from a body and keeps all other bytes.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,28 +6,26 @@ use std::fmt;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::fields::Text;
+use super::fields::JsonText;
 
 const REPORT_MODE: &str = "kv_cache_report_mode";
 
-/// The body without `kv_cache_report_mode` in `xargs`, or nothing if there is none to remove.
-/// `xargs` must be a part of `body`.
-pub(crate) fn without_report_mode(body: &[u8], xargs: &RawValue) -> Option<Vec<u8>> {
+/// The body without `kv_cache_report_mode` in `xargs`; `None` if the option is absent. `xargs` must
+/// be a part of `body`.
+pub(super) fn without_report_mode(body: &[u8], xargs: &RawValue) -> Option<Vec<u8>> {
     let mut json = serde_json::Deserializer::from_str(xargs.get());
-    let members = json.deserialize_map(Members).ok()?;
-    if !members.iter().any(|(key, _)| key == REPORT_MODE) {
+    let mut members = json.deserialize_map(RawMembers).ok()?;
+    let all = members.len();
+    members.retain(|(key, _)| key != REPORT_MODE);
+    if members.len() == all {
         return None;
     }
-    let kept: Vec<_> = members
-        .iter()
-        .filter(|(key, _)| key != REPORT_MODE)
-        .collect();
     let start = (xargs.get().as_ptr() as usize).checked_sub(body.as_ptr() as usize)?;
     let end = start.checked_add(xargs.get().len())?;
     let mut out = Vec::with_capacity(body.len());
     out.extend_from_slice(body.get(..start)?);
     out.push(b'{');
-    for (at, (key, value)) in kept.iter().enumerate() {
+    for (at, (key, value)) in members.iter().enumerate() {
         if at > 0 {
             out.push(b',');
         }
@@ -40,9 +38,9 @@ pub(crate) fn without_report_mode(body: &[u8], xargs: &RawValue) -> Option<Vec<u
     Some(out)
 }
 
-struct Members;
+struct RawMembers;
 
-impl<'de> Visitor<'de> for Members {
+impl<'de> Visitor<'de> for RawMembers {
     type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -51,8 +49,8 @@ impl<'de> Visitor<'de> for Members {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut members = Vec::new();
-        while let Some(key) = map.next_key::<Text<'de>>()? {
-            members.push((key.0, map.next_value::<&'de RawValue>()?));
+        while let Some((key, value)) = map.next_entry::<JsonText<'de>, &'de RawValue>()? {
+            members.push((key.0, value));
         }
         Ok(members)
     }

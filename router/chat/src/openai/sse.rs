@@ -1,50 +1,50 @@
-//! Server-sent events, watched while their bytes pass by unchanged.
+//! Server-sent events, observed while the proxy forwards their bytes unchanged.
 //!
-//! [`SseSplitter`] finds where events end, whatever the chunks are cut like. An event inside one
-//! chunk is a slice of that chunk; one that spans chunks is put together in a buffer of bounded
-//! size, and an event larger than the buffer is reported without its bytes. [`StreamWatch`] is what
-//! the proxy wants to know: first token, number of output chunks, the reported usage.
+//! [`SseSplitter`] finds the ends of events in chunks of any size. An event inside one chunk is a
+//! slice of that chunk; one that spans chunks is assembled in a bounded buffer, and a larger one is
+//! reported without its bytes. [`StreamObserver`] derives what the proxy needs: the first token, the
+//! number of output chunks, the reported usage.
 //! Neither changes, delays or validates the stream.
 
 use std::borrow::Cow;
 
-use super::usage::Usage;
+use super::usage::TokenUsage;
 
-/// Bytes kept of an event that spans chunks. A chunk of a chat is some hundred bytes; one with log
+/// Bytes kept of an event that spans chunks. A chat's events have some hundred bytes, with log
 /// probabilities of many alternatives some ten thousand.
 const EVENT_BYTES_MAX: usize = 256 * 1024;
 
 /// One event, without the empty line that ended it.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Event<'a> {
+pub enum SseEvent<'a> {
     Whole(&'a [u8]),
-    /// Too large to be kept; this many bytes.
+    /// The size in bytes of an event beyond the buffer.
     Oversized(usize),
 }
 
 /// Finds the ends of events: an empty line, ended by `\n` or `\r\n`.
 #[derive(Debug, Default)]
 pub struct SseSplitter {
-    /// The beginning of an event whose end has not been seen.
+    /// The beginning of the unfinished event.
     pending: Vec<u8>,
-    /// Bytes of that event, also those not kept.
+    /// Bytes of that event, including those not kept.
     pending_len: usize,
-    line: Line,
+    line: LineState,
 }
 
-/// What the current line consists of so far.
+/// The content of the current line so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Line {
+enum LineState {
     #[default]
     Empty,
-    /// A carriage return only: an empty line if a newline follows.
+    /// Only a carriage return: an empty line if a newline follows.
     Return,
     Content,
 }
 
 impl SseSplitter {
-    /// Takes the next bytes and reports each event that they complete.
-    pub fn push(&mut self, chunk: &[u8], mut on_event: impl FnMut(Event<'_>)) {
+    /// Takes the next bytes; calls `on_event` for each event that they complete.
+    pub fn push(&mut self, chunk: &[u8], mut on_event: impl FnMut(SseEvent<'_>)) {
         let mut rest = chunk;
         while let Some(end) = self.event_end(rest) {
             let (head, tail) = rest.split_at(end);
@@ -56,19 +56,19 @@ impl SseSplitter {
         }
     }
 
-    /// The stream has ended; what is left may be an event whose last line was not ended.
-    pub fn finish(&mut self, mut on_event: impl FnMut(Event<'_>)) {
+    /// Takes the end of the stream; the last event may lack its empty line.
+    pub fn finish(&mut self, mut on_event: impl FnMut(SseEvent<'_>)) {
         if self.pending_len > 0 {
             self.complete(&[], &mut on_event);
         }
     }
 
-    /// Bytes held back of the unfinished event.
+    /// Bytes kept of the unfinished event.
     pub fn buffered(&self) -> usize {
         self.pending.len()
     }
 
-    /// Offset behind the next empty line, if it ends in these bytes. Updates the line state.
+    /// Offset after the next empty line, if these bytes contain its end. Updates the line state.
     fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
@@ -76,38 +76,36 @@ impl SseSplitter {
             let line = &rest[..newline.unwrap_or(rest.len())];
             self.line = match (self.line, line) {
                 (state, []) => state,
-                (Line::Empty, [b'\r']) => Line::Return,
-                (Line::Empty | Line::Return | Line::Content, _) => Line::Content,
+                (LineState::Empty, [b'\r']) => LineState::Return,
+                (LineState::Empty | LineState::Return | LineState::Content, _) => {
+                    LineState::Content
+                }
             };
             at += newline? + 1;
             let ended = std::mem::take(&mut self.line);
-            if ended != Line::Content {
+            if ended != LineState::Content {
                 return Some(at);
             }
         }
         None
     }
 
-    fn complete(&mut self, head: &[u8], on_event: &mut impl FnMut(Event<'_>)) {
-        if self.pending_len == 0 {
-            let event = trim_line_ends(head);
-            if !event.is_empty() {
-                on_event(Event::Whole(event));
-            }
-            return;
+    fn complete(&mut self, head: &[u8], on_event: &mut impl FnMut(SseEvent<'_>)) {
+        let in_one_chunk = self.pending_len == 0;
+        if !in_one_chunk {
+            self.keep(head);
         }
-        self.keep(head);
+        let bytes = if in_one_chunk { head } else { &self.pending };
         if self.pending.len() < self.pending_len {
-            on_event(Event::Oversized(self.pending_len));
-        } else {
-            let event = trim_line_ends(&self.pending);
-            if !event.is_empty() {
-                on_event(Event::Whole(event));
-            }
+            on_event(SseEvent::Oversized(self.pending_len));
+        } else if let event = trim_line_ends(bytes)
+            && !event.is_empty()
+        {
+            on_event(SseEvent::Whole(event));
         }
         self.pending_len = 0;
         self.pending.clear();
-        // A rare large event must not hold its memory for the rest of an hour of stream.
+        // A rare large event must not hold its memory for the rest of a long stream.
         self.pending.shrink_to(4096);
     }
 
@@ -133,10 +131,10 @@ fn trim_line_ends(mut event: &[u8]) -> &[u8] {
     event
 }
 
-impl<'a> Event<'a> {
-    /// The event's `data` lines joined by newlines; nothing for a comment (a keep-alive).
+impl<'a> SseEvent<'a> {
+    /// The event's `data` lines joined by newlines; `None` for a comment (a keep-alive).
     pub fn data(&self) -> Option<Cow<'a, [u8]>> {
-        let Event::Whole(bytes) = self else {
+        let SseEvent::Whole(bytes) = self else {
             return None;
         };
         let mut data: Option<Cow<'a, [u8]>> = None;
@@ -160,81 +158,73 @@ impl<'a> Event<'a> {
     }
 }
 
-/// What a stream has shown so far.
+/// What a stream has carried so far.
 #[derive(Debug, Default)]
-pub struct StreamWatch {
+pub struct StreamObserver {
     splitter: SseSplitter,
+    seen: StreamTotals,
+}
+
+#[derive(Debug, Default)]
+struct StreamTotals {
     output_chunks: u64,
-    usage: Option<Usage>,
+    usage: Option<TokenUsage>,
     done: bool,
 }
 
-impl StreamWatch {
-    /// Takes the next bytes. True if the first output is among them: the engine sends nothing
-    /// before it has a token, so the first data event marks the end of prefill.
+impl StreamObserver {
+    /// Takes the next bytes. Returns true if they contain the first output: the engine sends
+    /// nothing before its first token, so the first data event marks the end of prefill.
     pub fn push(&mut self, chunk: &[u8]) -> bool {
-        let before = self.output_chunks;
-        let Self {
-            splitter,
-            output_chunks,
-            usage,
-            done,
-        } = self;
-        splitter.push(chunk, |event| see(&event, output_chunks, usage, done));
-        before == 0 && self.output_chunks > 0
+        let before = self.seen.output_chunks;
+        self.splitter.push(chunk, |event| self.seen.add(&event));
+        before == 0 && self.seen.output_chunks > 0
     }
 
-    /// The stream has ended.
+    /// Takes the end of the stream.
     pub fn finish(&mut self) {
-        let Self {
-            splitter,
-            output_chunks,
-            usage,
-            done,
-        } = self;
-        splitter.finish(|event| see(&event, output_chunks, usage, done));
+        self.splitter.finish(|event| self.seen.add(&event));
     }
 
-    /// Data events that carry output: neither `[DONE]` nor the closing usage chunk nor an error.
+    /// Data events with output: without `[DONE]`, the closing usage chunk and errors.
     pub fn output_chunks(&self) -> u64 {
-        self.output_chunks
+        self.seen.output_chunks
     }
 
     /// The last usage reported.
-    pub fn usage(&self) -> Option<Usage> {
-        self.usage
+    pub fn usage(&self) -> Option<TokenUsage> {
+        self.seen.usage
     }
 
-    /// Whether `[DONE]` came: the stream is complete.
+    /// Whether the stream is complete (`[DONE]`).
     pub fn done(&self) -> bool {
-        self.done
+        self.seen.done
     }
 }
 
-fn see(event: &Event<'_>, chunks: &mut u64, usage: &mut Option<Usage>, done: &mut bool) {
-    let data = match event {
-        Event::Oversized(_) => {
-            *chunks += 1;
+impl StreamTotals {
+    fn add(&mut self, event: &SseEvent<'_>) {
+        if matches!(event, SseEvent::Oversized(_)) {
+            self.output_chunks += 1;
             return;
         }
-        Event::Whole(_) => event.data(),
-    };
-    let Some(data) = data else { return };
-    if data.as_ref() == b"[DONE]" {
-        *done = true;
-        return;
-    }
-    // In generated text quotation marks are escaped, so these bytes are a key of the chunk itself.
-    if contains(&data, br#""usage":"#)
-        && let Some(found) = Usage::from_json(&data)
-    {
-        *usage = Some(found);
-        if contains(&data, br#""choices":[]"#) {
+        let Some(data) = event.data() else { return };
+        if data.as_ref() == b"[DONE]" {
+            self.done = true;
             return;
         }
-    }
-    if !data.starts_with(br#"{"error""#) {
-        *chunks += 1;
+        // Generated text has its quotation marks escaped, so these bytes are a key of the chunk.
+        if contains(&data, br#""usage":"#)
+            && let Some(usage) = TokenUsage::from_json(&data)
+        {
+            self.usage = Some(usage);
+            if contains(&data, br#""choices":[]"#) {
+                return;
+            }
+        }
+        if !data.starts_with(br#"{"error""#) {
+            self.output_chunks += 1;
+        }
     }
 }
 

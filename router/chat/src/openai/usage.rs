@@ -4,44 +4,40 @@ use serde::Deserialize;
 
 /// `usage` of a response or of a stream's last chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct TokenUsage {
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
-    /// Prompt tokens that came from the prefix cache; none if the engine does not tell (vLLM needs
-    /// `--enable-prompt-tokens-details`).
+    /// Prompt tokens read from the prefix cache. vLLM reports them only with
+    /// `--enable-prompt-tokens-details`.
     pub cached_tokens: Option<u64>,
 }
 
 #[derive(Deserialize)]
-struct Response {
-    #[serde(default)]
-    usage: Option<Counts>,
+struct ResponseBody {
+    usage: Option<UsageFields>,
 }
 
 #[derive(Deserialize)]
-struct Counts {
-    #[serde(default)]
+struct UsageFields {
     prompt_tokens: Option<u64>,
-    #[serde(default)]
     completion_tokens: Option<u64>,
-    #[serde(default)]
-    prompt_tokens_details: Option<Details>,
+    prompt_tokens_details: Option<PromptDetails>,
 }
 
 #[derive(Deserialize)]
-struct Details {
-    #[serde(default)]
+struct PromptDetails {
     cached_tokens: Option<u64>,
 }
 
-impl Usage {
-    /// Reads a whole JSON response or one stream chunk. Nothing if there is no usage in it.
+impl TokenUsage {
+    /// Reads a whole JSON response or one stream chunk; `None` if it reports no usage.
     pub fn from_json(json: &[u8]) -> Option<Self> {
-        let counts = serde_json::from_slice::<Response>(json).ok()?.usage?;
+        let usage = serde_json::from_slice::<ResponseBody>(json).ok()?.usage?;
+        let details = usage.prompt_tokens_details;
         Some(Self {
-            prompt_tokens: counts.prompt_tokens?,
-            completion_tokens: counts.completion_tokens.unwrap_or(0),
-            cached_tokens: counts.prompt_tokens_details.and_then(|d| d.cached_tokens),
+            prompt_tokens: usage.prompt_tokens?,
+            completion_tokens: usage.completion_tokens.unwrap_or(0),
+            cached_tokens: details.and_then(|details| details.cached_tokens),
         })
     }
 }
@@ -55,24 +51,24 @@ mod tests {
         let with = br#"{"id":"x","choices":[{"text":"a"}],"usage":{"prompt_tokens":33,
             "total_tokens":35,"completion_tokens":2,
             "prompt_tokens_details":{"cached_tokens":32}}}"#;
-        let expected = Usage {
+        let expected = TokenUsage {
             prompt_tokens: 33,
             completion_tokens: 2,
             cached_tokens: Some(32),
         };
-        assert_eq!(Usage::from_json(with), Some(expected));
+        assert_eq!(TokenUsage::from_json(with), Some(expected));
         let without = br#"{"usage":{"prompt_tokens":3,"completion_tokens":null,
             "prompt_tokens_details":null}}"#;
-        let expected = Usage {
+        let expected = TokenUsage {
             prompt_tokens: 3,
             completion_tokens: 0,
             cached_tokens: None,
         };
-        assert_eq!(Usage::from_json(without), Some(expected));
+        assert_eq!(TokenUsage::from_json(without), Some(expected));
     }
 
     #[test]
-    fn anything_else_has_no_usage() {
+    fn other_json_has_no_usage() {
         for json in [
             &b""[..],
             b"{}",
@@ -81,7 +77,7 @@ mod tests {
             b"{\"usage\":{}}",
             b"\xff",
         ] {
-            assert_eq!(Usage::from_json(json), None);
+            assert_eq!(TokenUsage::from_json(json), None);
         }
     }
 }

@@ -1,22 +1,22 @@
-//! Does a template want a message's content as text or as a list of parts? vLLM decides it by
-//! looking for a loop over the content in the parsed template; this is the same search, in the same
-//! order, with the same blind spots. A template that it cannot follow gets text.
+//! Whether a template reads a message's content as text or as a list of parts. vLLM decides it by
+//! searching the parsed template for a loop over the content. This search has vLLM's order and blind
+//! spots. A template that it cannot follow gets text.
 
 use minijinja::machinery::{ast, parse};
 
 use super::python;
 
-/// In which form a template is given content.
+/// The form of content that a template reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContentFormat {
     Text,
     Parts,
 }
 
-/// Bounds the search: aliases of aliases could go in circles.
+/// Bounds the search, since aliases may be cyclic.
 const NAMES_MAX: usize = 64;
 
-/// The format that a template wants. `source` has no `generation` tags.
+/// The format that a template reads. `source` has no `generation` tags.
 pub(crate) fn detect(source: &str) -> ContentFormat {
     let Ok(syntax) = python::syntax() else {
         return ContentFormat::Text;
@@ -24,7 +24,7 @@ pub(crate) fn detect(source: &str) -> ContentFormat {
     let Ok(root) = parse(source, "chat", syntax) else {
         return ContentFormat::Text;
     };
-    let mut found = Nodes::default();
+    let mut found = TemplateNodes::default();
     found.stmt(&root, None);
     match found.loops_over_content() {
         Ok(true) => ContentFormat::Parts,
@@ -32,26 +32,26 @@ pub(crate) fn detect(source: &str) -> ContentFormat {
     }
 }
 
-/// The search met a target that is no plain name; the engine gives up there as well.
+/// The search met a target that is not a plain name; the engine gives up there as well.
 struct Unfollowed;
 
 /// The nodes of interest, in the order of a depth-first walk.
 #[derive(Default)]
-struct Nodes<'t, 's> {
+struct TemplateNodes<'t, 's> {
     assigns: Vec<(&'t ast::Expr<'s>, &'t ast::Expr<'s>)>,
-    loops: Vec<Loop<'t, 's>>,
+    loops: Vec<LoopNode<'t, 's>>,
     macros: Vec<&'t ast::Macro<'s>>,
     calls: Vec<&'t ast::Call<'s>>,
 }
 
-struct Loop<'t, 's> {
+struct LoopNode<'t, 's> {
     target: &'t ast::Expr<'s>,
     iter: &'t ast::Expr<'s>,
-    /// Index of the innermost macro around it.
+    /// Index of the innermost enclosing macro.
     in_macro: Option<usize>,
 }
 
-impl<'t, 's> Nodes<'t, 's> {
+impl<'t, 's> TemplateNodes<'t, 's> {
     fn loops_over_content(&self) -> Result<bool, Unfollowed> {
         let messages = self.message_names()?;
         let over_content = |expr: &ast::Expr<'s>| {
@@ -79,7 +79,7 @@ impl<'t, 's> Nodes<'t, 's> {
         Ok(false)
     }
 
-    /// `messages` and whatever is assigned from it.
+    /// `messages` and the names assigned from it.
     fn aliases(&self) -> Result<Vec<&'s str>, Unfollowed> {
         let mut names = vec!["messages"];
         let mut next = 0;
@@ -109,7 +109,7 @@ impl<'t, 's> Nodes<'t, 's> {
         Ok(names)
     }
 
-    /// Parameters of a macro that are given a message's content somewhere.
+    /// Parameters of a macro that receive a message's content in some call.
     fn content_parameters(
         &self,
         definition: &ast::Macro<'s>,
@@ -127,18 +127,17 @@ impl<'t, 's> Nodes<'t, 's> {
             }
             let mut position = 0;
             for arg in &call.args {
-                match arg {
+                let (parameter, expr) = match arg {
                     ast::CallArg::Pos(expr) => {
-                        let parameter = parameters.get(position);
-                        found.extend(parameter.filter(|_| over_content(expr)).copied());
                         position += 1;
+                        (parameters.get(position - 1), expr)
                     }
                     ast::CallArg::Kwarg(name, expr) => {
-                        let parameter = parameters.iter().find(|parameter| *parameter == name);
-                        found.extend(parameter.filter(|_| over_content(expr)).copied());
+                        (parameters.iter().find(|parameter| *parameter == name), expr)
                     }
-                    ast::CallArg::PosSplat(_) | ast::CallArg::KwargSplat(_) => {}
-                }
+                    ast::CallArg::PosSplat(_) | ast::CallArg::KwargSplat(_) => continue,
+                };
+                found.extend(parameter.filter(|_| over_content(expr)).copied());
             }
         }
         found
@@ -155,7 +154,7 @@ impl<'t, 's> Nodes<'t, 's> {
             ast::Stmt::Template(node) => self.stmts(&node.children, in_macro),
             ast::Stmt::EmitExpr(node) => self.expr(&node.expr),
             ast::Stmt::ForLoop(node) => {
-                self.loops.push(Loop {
+                self.loops.push(LoopNode {
                     target: &node.target,
                     iter: &node.iter,
                     in_macro,
@@ -228,7 +227,7 @@ impl<'t, 's> Nodes<'t, 's> {
         }
     }
 
-    /// Only calls are looked for inside expressions.
+    /// Inside expressions only calls matter.
     fn expr(&mut self, expr: &'t ast::Expr<'s>) {
         match expr {
             ast::Expr::Var(_) | ast::Expr::Const(_) => {}
@@ -303,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loops_over_content_are_found_the_way_the_engine_finds_them() {
+    fn loops_over_content_are_found_as_by_the_engine() {
         use ContentFormat::{Parts, Text};
         for (source, expected) in [
             ("{% for m in messages %}{{ m.content }}{% endfor %}", Text),

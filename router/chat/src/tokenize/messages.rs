@@ -1,9 +1,8 @@
-//! What vLLM makes of a request's messages, tools and template arguments before a template sees
-//! them: content as text or parts, arguments of calls as objects, unknown members gone, members in
-//! the order of its own types (a template may print a whole object).
+//! Messages, tools and template arguments in the form in which vLLM gives them to a template:
+//! content as text or parts, arguments of calls as objects, unknown members removed, members in the
+//! order of vLLM's types (a template may print a whole object).
 //!
-//! `Invalid` is what the engine would refuse too; `Unsupported` is what it may render though it
-//! cannot be reproduced here. Neither is a reason to refuse a request.
+//! `Invalid`: the engine refuses it too. `Unsupported`: the engine may render it, the router cannot.
 
 use minijinja::value::{Value, ValueKind};
 use serde_json::value::RawValue;
@@ -11,7 +10,7 @@ use serde_json::value::RawValue;
 use super::RenderError;
 use super::content_format::ContentFormat;
 
-/// Members of a content part that vLLM knows; text parts keep the others.
+/// Members of a content part that vLLM interprets; text parts keep all others.
 const KNOWN_PART_MEMBERS: &[&str] = &[
     "audio_embeds",
     "audio_url",
@@ -32,36 +31,33 @@ const KNOWN_PART_MEMBERS: &[&str] = &[
     "video_embeds",
     "video_url",
 ];
-/// A client's attribution line that differs in every request; the engine drops it from system
-/// texts.
+/// A client's attribution line that differs in every request. The engine drops it from system texts.
 const BILLING_HEADER: &str = "x-anthropic-billing-header";
 
 type Result<T> = std::result::Result<T, RenderError>;
 type Members = Vec<(&'static str, Value)>;
 
-/// Reads raw JSON as template values, exactly as Python would.
-pub(crate) fn read_json(name: &'static str, raw: &RawValue) -> Result<Value> {
+/// Raw JSON as template values, as Python reads it.
+pub(super) fn read_json(name: &'static str, raw: &RawValue) -> Result<Value> {
     if has_huge_integer(raw.get()) {
         return Err(RenderError::Unsupported(name));
     }
     serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid(name))
 }
 
-/// The conversation as a template gets it.
-pub(crate) fn conversation(raw: &RawValue, format: ContentFormat) -> Result<Vec<Value>> {
+/// The conversation that a template renders.
+pub(super) fn conversation(raw: &RawValue, format: ContentFormat) -> Result<Vec<Value>> {
     let messages: Vec<Value> =
         serde_json::from_str(raw.get()).map_err(|_| RenderError::Invalid("messages"))?;
     if messages.is_empty() {
         return Err(RenderError::Invalid("messages"));
     }
-    messages
-        .iter()
-        .map(|message| one(message, format))
-        .collect()
+    let read = |message| template_message(message, format);
+    messages.iter().map(read).collect()
 }
 
-/// A member, null and absent alike being none.
-pub(crate) fn member(object: &Value, name: &str) -> Option<Value> {
+/// A member; `None` if it is absent or null.
+pub(super) fn member(object: &Value, name: &str) -> Option<Value> {
     object
         .get_attr(name)
         .ok()
@@ -76,14 +72,19 @@ fn object(members: Members) -> Value {
     Value::from_pairs(members)
 }
 
-fn one(message: &Value, format: ContentFormat) -> Result<Value> {
+fn template_message(message: &Value, format: ContentFormat) -> Result<Value> {
     let role_value = text_member(message, "role").ok_or(RenderError::Invalid("role"))?;
     let role = role_value.as_str().unwrap_or("");
     let mut members: Members = vec![("role", role_value.clone())];
     let content = content(message, role, format)?;
+    let content = if role == "tool" {
+        tool_content(content)
+    } else {
+        content
+    };
+    members.push(("content", content));
     match role {
         "assistant" => {
-            members.push(("content", content));
             if let Some(calls) = member(message, "tool_calls") {
                 let calls = tool_calls(&calls)?;
                 if !calls.is_empty() {
@@ -98,21 +99,17 @@ fn one(message: &Value, format: ContentFormat) -> Result<Value> {
             }
         }
         "tool" => {
-            members.push(("content", tool_content(content)));
-            if let Some(id) = member(message, "tool_call_id") {
-                members.push(("tool_call_id", id));
-            }
+            let id = member(message, "tool_call_id");
+            members.extend(id.map(|id| ("tool_call_id", id)));
         }
-        _ => members.push(("content", content)),
+        _ => {}
     }
     for name in ["name", "task"] {
         members.extend(text_member(message, name).map(|value| (name, value)));
     }
     if role == "developer" {
-        members.push((
-            "tools",
-            member(message, "tools").unwrap_or_else(|| Value::from(())),
-        ));
+        let tools = member(message, "tools");
+        members.push(("tools", tools.unwrap_or_else(|| Value::from(()))));
     }
     Ok(object(members))
 }
@@ -126,52 +123,56 @@ fn content(message: &Value, role: &str, format: ContentFormat) -> Result<Value> 
     };
     let mut read = Vec::with_capacity(parts.len());
     for part in &parts {
-        if let Some(part) = Part::read(part)? {
-            read.extend(if role == "system" {
-                part.without_billing_header()
-            } else {
-                Some(part)
-            });
-        }
+        let part = TextPart::read(part)?;
+        read.extend(match role {
+            "system" => part.and_then(TextPart::without_billing_header),
+            _ => part,
+        });
     }
     Ok(match format {
-        ContentFormat::Parts => {
-            Value::from(read.into_iter().map(Part::wrapped).collect::<Vec<_>>())
-        }
+        ContentFormat::Parts => Value::from(
+            read.into_iter()
+                .map(TextPart::into_object)
+                .collect::<Vec<_>>(),
+        ),
         ContentFormat::Text => match &read[..] {
             [only] => only.text.clone(),
-            _ => {
-                let texts: Vec<&str> = read
-                    .iter()
-                    .map(|part| part.text.as_str().unwrap_or(""))
-                    .collect();
-                Value::from(texts.join("\n"))
-            }
+            _ => joined(read.iter().map(|part| part.text.clone())),
         },
     })
 }
 
-fn items(list: &Value) -> Vec<Value> {
+/// Texts joined by newlines.
+fn joined(texts: impl Iterator<Item = Value>) -> Value {
+    let texts: Vec<Value> = texts.collect();
+    let texts: Vec<&str> = texts
+        .iter()
+        .map(|text| text.as_str().unwrap_or(""))
+        .collect();
+    Value::from(texts.join("\n"))
+}
+
+/// The items of a list or the keys of an object.
+pub(super) fn items(list: &Value) -> Vec<Value> {
     list.try_iter().map(Iterator::collect).unwrap_or_default()
 }
 
-/// A part of content that is text.
-struct Part {
+/// A text part of a message's content.
+struct TextPart {
     text: Value,
-    /// A reference to a deferred tool: kept as such where parts are kept.
+    /// A reference to a deferred tool. It keeps its type where parts are kept.
     tool_reference: bool,
-    /// The client sent it as an object of type `text`; only such text loses a header.
+    /// Sent as text or as an object of type `text`; only such text loses the billing header.
     plain: bool,
     extra: Vec<(Value, Value)>,
 }
 
-impl Part {
-    /// Nothing for a part without text, which the engine skips.
+impl TextPart {
+    /// `None` for a part without text, which the engine skips.
     fn read(part: &Value) -> Result<Option<Self>> {
         if part.kind() == ValueKind::String {
-            let text = part.clone();
             return Ok(Some(Self {
-                text,
+                text: part.clone(),
                 tool_reference: false,
                 plain: true,
                 extra: Vec::new(),
@@ -226,7 +227,7 @@ impl Part {
         Some(self)
     }
 
-    fn wrapped(self) -> Value {
+    fn into_object(self) -> Value {
         let (kind, key) = if self.tool_reference {
             ("tool_reference", "name")
         } else {
@@ -241,27 +242,21 @@ impl Part {
     }
 }
 
-/// Results of tools are text for most templates: text parts are joined.
+/// A tool's result: text parts are joined, since most templates expect text.
 fn tool_content(content: Value) -> Value {
     if content.kind() != ValueKind::Seq {
         return content;
     }
-    let mut texts = Vec::new();
-    for item in items(&content) {
-        if member(&item, "type")
-            .and_then(|kind| kind.to_str())
-            .as_deref()
-            != Some("text")
-        {
-            return content;
-        }
-        texts.push(
-            member(&item, "text")
-                .and_then(|text| text.to_str())
-                .unwrap_or_default(),
-        );
+    let parts = items(&content);
+    let is_text = |part| member(part, "type").is_some_and(|kind| kind.as_str() == Some("text"));
+    if !parts.iter().all(is_text) {
+        return content;
     }
-    Value::from(texts.join("\n"))
+    joined(
+        parts
+            .iter()
+            .map(|part| member(part, "text").unwrap_or_default()),
+    )
 }
 
 fn tool_calls(calls: &Value) -> Result<Vec<Value>> {
@@ -303,8 +298,7 @@ fn others(object: &Value, known: &[&str]) -> Vec<(Value, Value)> {
         .collect()
 }
 
-/// Arguments of a call come as JSON text and go to the template as an object; what is no object
-/// becomes an empty one.
+/// The arguments of a call, sent as JSON text, as an object. Other JSON becomes an empty object.
 fn parsed_arguments(text: &str) -> Result<Value> {
     const UNSUPPORTED: RenderError = RenderError::Unsupported("tool_calls");
     let empty = || Value::from_pairs(Vec::<(Value, Value)>::new());
@@ -315,7 +309,7 @@ fn parsed_arguments(text: &str) -> Result<Value> {
         Ok(value) if value.kind() == ValueKind::Map => Ok(value),
         Ok(_) => Ok(empty()),
         Err(error) => {
-            // Python reads a little more than JSON.
+            // Python accepts a little more than JSON.
             let reason = error.to_string();
             let python_only = ["NaN", "Infinity", "\\ud", "\\uD"]
                 .iter()
@@ -331,8 +325,8 @@ fn parsed_arguments(text: &str) -> Result<Value> {
     }
 }
 
-/// Whether JSON contains a number that is an integer in Python but none of 64 bits. Cautious: only
-/// digits outside strings count, but a long fraction counts too.
+/// Whether JSON may contain an integer beyond 64 bits, which Python reads exactly. Any 19 digits
+/// outside strings count, also those of a fraction.
 fn has_huge_integer(json: &str) -> bool {
     const DIGITS_MIN: usize = 19;
     let (mut in_string, mut escaped, mut digits) = (false, false, 0_usize);
@@ -351,10 +345,9 @@ fn has_huge_integer(json: &str) -> bool {
     false
 }
 
-/// Tools as vLLM's types print them: defaults filled in, unknown members gone.
-pub(crate) fn tools(raw: &RawValue) -> Result<Value> {
+/// Tools as vLLM's types print them: with defaults, without unknown members.
+pub(super) fn tools(raw: &RawValue) -> Result<Value> {
     const INVALID: RenderError = RenderError::Invalid("tools");
-    let none = || Value::from(());
     let list = read_json("tools", raw)?;
     if list.kind() != ValueKind::Seq || list.len() == Some(0) {
         return Err(INVALID);
@@ -366,17 +359,12 @@ pub(crate) fn tools(raw: &RawValue) -> Result<Value> {
             return Err(INVALID);
         }
         let function = member(&tool, "function").ok_or(INVALID)?;
+        let or_null = |name| member(&function, name).unwrap_or_else(|| Value::from(()));
         let deferred = member(&tool, "defer_loading");
         let mut inner: Members = vec![
             ("name", text_member(&function, "name").ok_or(INVALID)?),
-            (
-                "description",
-                member(&function, "description").unwrap_or_else(none),
-            ),
-            (
-                "parameters",
-                member(&function, "parameters").unwrap_or_else(none),
-            ),
+            ("description", or_null("description")),
+            ("parameters", or_null("parameters")),
         ];
         inner.extend(member(&function, "strict").map(|strict| ("strict", strict)));
         let inner_deferred = member(&function, "defer_loading").or_else(|| deferred.clone());
@@ -391,9 +379,9 @@ pub(crate) fn tools(raw: &RawValue) -> Result<Value> {
     Ok(Value::from(read))
 }
 
-/// For a template that does not know the developer role: its messages become system messages, and
-/// all system messages one, at the front.
-pub(crate) fn without_developer_role(conversation: Vec<Value>) -> Vec<Value> {
+/// The conversation for a template without a developer role: developer messages become system
+/// messages, and all system messages are merged into one at the front.
+pub(super) fn without_developer_role(conversation: Vec<Value>) -> Vec<Value> {
     let role = |message: &Value| member(message, "role").and_then(|role| role.to_str());
     if !conversation
         .iter()
@@ -403,33 +391,20 @@ pub(crate) fn without_developer_role(conversation: Vec<Value>) -> Vec<Value> {
     }
     let is_system =
         |message: &Value| matches!(role(message).as_deref(), Some("system" | "developer"));
-    let systems: Vec<usize> = conversation
-        .iter()
-        .enumerate()
-        .filter(|(_, m)| is_system(m))
-        .map(|(at, _)| at)
-        .collect();
-    if systems == [0] {
-        let renamed = conversation.first().map(renamed_to_system);
-        return renamed
-            .into_iter()
-            .chain(conversation.into_iter().skip(1))
-            .collect();
-    }
-    let texts: Vec<String> = systems
-        .iter()
-        .filter_map(|at| conversation.get(*at))
-        .map(system_text)
-        .filter(|text| !text.is_empty())
-        .collect();
-    let merged = object(vec![
-        ("role", Value::from("system")),
-        ("content", Value::from(texts.join("\n\n"))),
-    ]);
-    let rest = conversation
-        .into_iter()
-        .filter(|message| !is_system(message));
-    std::iter::once(merged).chain(rest).collect()
+    let (systems, rest): (Vec<Value>, Vec<Value>) =
+        conversation.iter().cloned().partition(is_system);
+    let first = match (&systems[..], conversation.first()) {
+        ([only], Some(first)) if is_system(first) => renamed_to_system(only),
+        _ => {
+            let texts = systems.iter().map(system_text);
+            let texts: Vec<String> = texts.filter(|text| !text.is_empty()).collect();
+            object(vec![
+                ("role", Value::from("system")),
+                ("content", Value::from(texts.join("\n\n"))),
+            ])
+        }
+    };
+    std::iter::once(first).chain(rest).collect()
 }
 
 fn renamed_to_system(message: &Value) -> Value {
@@ -445,9 +420,10 @@ fn system_text(message: &Value) -> String {
     if let Some(text) = content.as_str() {
         return text.to_owned();
     }
-    let texts: Vec<String> = items(&content)
-        .iter()
-        .filter_map(|part| member(part, "text").and_then(|text| text.as_str().map(str::to_owned)))
+    let parts = items(&content);
+    let texts = parts.iter().filter_map(|part| member(part, "text"));
+    let texts: Vec<String> = texts
+        .filter_map(|text| text.as_str().map(str::to_owned))
         .collect();
     texts.join("\n")
 }

@@ -1,6 +1,6 @@
-//! Does the engine make the same tokens of the same conversations? A fixed list of probes is
-//! encoded here and sent to the engine's `POST /tokenize` by the shell; this module says what to send and
-//! what the answers mean. A template is trusted only after that.
+//! Compares the router's token ids with the engine's: a fixed list of probes is encoded here, and
+//! the shell sends it to the engine's `POST /tokenize`. This module builds the probes and judges the
+//! answers. A template is trusted only if they agree.
 
 use std::fmt;
 
@@ -8,100 +8,99 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::{ChatError, CivilTime, Tokenizer};
-use crate::openai::{ChatParts, Generation, SpecialTokens};
+use super::{ChatEncodeError, CivilTime, Tokenizer};
+use crate::openai::{ChatEnding, ChatParts, SpecialTokens};
 
-/// One question to the engine, with our answer.
+/// One text or conversation, with the router's token ids.
 #[derive(Debug)]
 pub struct Probe {
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: ProbeKind,
     /// Body for `POST /tokenize`.
     pub body: Vec<u8>,
-    pub ours: Result<Vec<u32>, ChatError>,
+    pub ours: Result<Vec<u32>, ChatEncodeError>,
 }
 
-/// What a probe speaks for.
+/// The kind of prompts that a probe stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ProbeKind {
     Completion,
     Chat,
     ChatWithTools,
 }
 
-/// What the engine said.
+/// The engine's answer to a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum ProbeAnswer {
     Tokens(Vec<u32>),
-    /// It refuses this conversation (4xx): its template raises an error.
+    /// A status of 4xx: its template raises an error.
     Refused,
-    /// No answer to the question: another status, or not the JSON that was expected.
+    /// Another status, or other JSON than expected.
     Unusable,
 }
 
-/// What one probe showed.
+/// The result of one probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ProbeVerdict {
     Equal {
         tokens: usize,
     },
-    /// Neither side renders this conversation; says nothing about others.
+    /// Neither side renders this conversation.
     BothRefuse,
-    /// The first position at which the ids differ, with the ids there (none: the list has ended).
+    /// The first position at which the ids differ; `None` is the end of a list.
     Differ {
         at: usize,
         ours: Option<u32>,
         theirs: Option<u32>,
     },
     OnlyEngineRefuses,
-    /// Why there are no ids here.
+    /// The reason why the router has no ids.
     OnlyWeRefuse(String),
     Unanswered,
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for ProbeVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Equal { tokens } => write!(f, "{tokens} equal tokens"),
             Self::BothRefuse => f.write_str("refused by both"),
             Self::Differ { at, ours, theirs } => {
-                write!(
-                    f,
-                    "token {at} differs: ours {ours:?}, the engine's {theirs:?}"
-                )
+                write!(f, "token {at} differs: router {ours:?}, engine {theirs:?}")
             }
-            Self::OnlyEngineRefuses => f.write_str("the engine refuses it, we do not"),
-            Self::OnlyWeRefuse(reason) => write!(f, "the engine renders it, we do not: {reason}"),
+            Self::OnlyEngineRefuses => f.write_str("the engine refuses it, the router does not"),
+            Self::OnlyWeRefuse(reason) => {
+                write!(f, "the engine renders it, the router does not: {reason}")
+            }
             Self::Unanswered => f.write_str("the engine gave no usable answer"),
         }
     }
 }
 
-/// Compares our ids with the engine's answer.
-pub fn compare(ours: &Result<Vec<u32>, ChatError>, theirs: &Answer) -> Verdict {
+/// Compares the router's ids with the engine's answer.
+pub fn compare(ours: &Result<Vec<u32>, ChatEncodeError>, theirs: &ProbeAnswer) -> ProbeVerdict {
     match (ours, theirs) {
-        (_, Answer::Unusable) => Verdict::Unanswered,
-        (Err(_), Answer::Refused) => Verdict::BothRefuse,
-        (Ok(_), Answer::Refused) => Verdict::OnlyEngineRefuses,
-        (Err(error), Answer::Tokens(_)) => Verdict::OnlyWeRefuse(error.to_string()),
-        (Ok(ours), Answer::Tokens(theirs)) => {
+        (_, ProbeAnswer::Unusable) => ProbeVerdict::Unanswered,
+        (Err(_), ProbeAnswer::Refused) => ProbeVerdict::BothRefuse,
+        (Ok(_), ProbeAnswer::Refused) => ProbeVerdict::OnlyEngineRefuses,
+        (Err(error), ProbeAnswer::Tokens(_)) => ProbeVerdict::OnlyWeRefuse(error.to_string()),
+        (Ok(ours), ProbeAnswer::Tokens(theirs)) => {
             let shorter = ours.len().min(theirs.len());
             let differing = (0..shorter).find(|&at| ours.get(at) != theirs.get(at));
             match differing {
-                None if ours.len() == theirs.len() => Verdict::Equal { tokens: ours.len() },
+                None if ours.len() == theirs.len() => ProbeVerdict::Equal { tokens: ours.len() },
                 at => {
                     let at = at.unwrap_or(shorter);
                     let (ours, theirs) = (ours.get(at).copied(), theirs.get(at).copied());
-                    Verdict::Differ { at, ours, theirs }
+                    ProbeVerdict::Differ { at, ours, theirs }
                 }
             }
         }
     }
 }
 
-/// What may be trusted after all probes of one engine.
+/// The kinds of prompts that are trusted after all probes of one engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Trust {
+pub struct TokenTrust {
     pub completions: bool,
     pub chat: bool,
     pub chat_with_tools: bool,
@@ -109,72 +108,62 @@ pub struct Trust {
     pub skipped: usize,
 }
 
-/// A kind is trusted if at least one of its probes compared equal and none spoke against it. Chats
-/// without tools are not held against for what happens with tools.
-pub fn trust<'v>(verdicts: impl IntoIterator<Item = (Kind, &'v Verdict)>) -> Trust {
-    let mut equal = [0_usize; 3];
-    let mut against = [0_usize; 3];
-    let mut skipped = 0;
-    for (kind, verdict) in verdicts {
-        let at = match kind {
-            Kind::Completion => 0,
-            Kind::Chat => 1,
-            Kind::ChatWithTools => 2,
-        };
-        match verdict {
-            Verdict::Equal { .. } => equal[at] += 1,
-            Verdict::BothRefuse => skipped += 1,
-            Verdict::Differ { .. }
-            | Verdict::OnlyEngineRefuses
-            | Verdict::OnlyWeRefuse(_)
-            | Verdict::Unanswered => against[at] += 1,
-        }
-    }
-    let trusted = |at: usize| equal[at] > 0 && against[at] == 0;
-    Trust {
-        completions: trusted(0),
-        chat: trusted(1),
-        chat_with_tools: trusted(1) && trusted(2),
-        skipped,
+/// Trusts a kind if at least one of its probes is equal and none differs. Chats with tools need both
+/// chat kinds.
+pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict)>) -> TokenTrust {
+    let verdicts: Vec<_> = verdicts.into_iter().collect();
+    let refused = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::BothRefuse);
+    let trusted = |kind: ProbeKind| {
+        let mut judged = verdicts
+            .iter()
+            .filter(|(of, verdict)| *of == kind && !refused(verdict))
+            .peekable();
+        judged.peek().is_some()
+            && judged.all(|(_, verdict)| matches!(verdict, ProbeVerdict::Equal { .. }))
+    };
+    TokenTrust {
+        completions: trusted(ProbeKind::Completion),
+        chat: trusted(ProbeKind::Chat),
+        chat_with_tools: trusted(ProbeKind::Chat) && trusted(ProbeKind::ChatWithTools),
+        skipped: verdicts
+            .iter()
+            .filter(|(_, verdict)| refused(verdict))
+            .count(),
     }
 }
 
-/// Reads the engine's answer to a probe.
-pub fn read_answer(status: u16, body: &[u8]) -> Answer {
+/// Reads the engine's response to a probe.
+pub fn read_answer(status: u16, body: &[u8]) -> ProbeAnswer {
     #[derive(Deserialize)]
     struct Tokens {
         tokens: Vec<u32>,
     }
     match status {
-        200 => serde_json::from_slice::<Tokens>(body)
-            .map_or(Answer::Unusable, |answer| Answer::Tokens(answer.tokens)),
-        400 | 422 => Answer::Refused,
-        _ => Answer::Unusable,
+        200 => serde_json::from_slice::<Tokens>(body).map_or(ProbeAnswer::Unusable, |answer| {
+            ProbeAnswer::Tokens(answer.tokens)
+        }),
+        400 | 422 => ProbeAnswer::Refused,
+        _ => ProbeAnswer::Unusable,
     }
 }
 
-/// The questions for a model, with our answers at this time. Probes that a template with a date
-/// answers near midnight may differ once; ask again before believing it.
+/// The probes of a model at this time. A template with a date may render them differently around
+/// midnight, so a difference needs a second round.
 pub fn probes(tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Vec<Probe> {
-    let mut probes: Vec<Probe> = COMPLETIONS
-        .iter()
-        .map(|(name, text)| Probe {
-            name,
-            kind: Kind::Completion,
-            body: json!({"model": model, "prompt": text})
-                .to_string()
-                .into_bytes(),
-            ours: tokenizer
-                .encode(text, SpecialTokens::Add)
-                .map_err(ChatError::from),
-        })
-        .collect();
-    probes.extend(
-        chats()
-            .into_iter()
-            .map(|chat| chat.probe(tokenizer, model, now)),
-    );
-    probes
+    let completions = COMPLETIONS.iter().map(|(name, text)| Probe {
+        name,
+        kind: ProbeKind::Completion,
+        body: json!({"model": model, "prompt": text})
+            .to_string()
+            .into_bytes(),
+        ours: tokenizer
+            .encode(text, SpecialTokens::Add)
+            .map_err(ChatEncodeError::from),
+    });
+    let chats = chats().into_iter();
+    completions
+        .chain(chats.map(|chat| chat.probe(tokenizer, model, now)))
+        .collect()
 }
 
 const COMPLETIONS: &[(&str, &str)] = &[
@@ -188,53 +177,50 @@ const COMPLETIONS: &[(&str, &str)] = &[
     ),
 ];
 
-struct Chat {
+struct ChatProbe {
     name: &'static str,
     messages: Value,
     tools: Option<Value>,
-    generation: Generation,
+    ending: ChatEnding,
 }
 
-impl Chat {
-    fn probe(self, tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Probe {
+impl ChatProbe {
+    fn probe(&self, tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Probe {
         let mut body = json!({"model": model, "messages": self.messages});
         if let Some(tools) = &self.tools {
             body["tools"] = tools.clone();
         }
-        match self.generation {
-            Generation::Prompt | Generation::Contradiction => {}
-            Generation::Nothing => body["add_generation_prompt"] = json!(false),
-            Generation::ContinueFinal => {
+        match self.ending {
+            ChatEnding::GenerationPrompt | ChatEnding::Contradiction => {}
+            ChatEnding::LastMessage => body["add_generation_prompt"] = json!(false),
+            ChatEnding::InsideLastMessage => {
                 body["add_generation_prompt"] = json!(false);
                 body["continue_final_message"] = json!(true);
             }
         }
-        let kind = if self.tools.is_some() {
-            Kind::ChatWithTools
-        } else {
-            Kind::Chat
-        };
-        let ours = self.encode(tokenizer, now);
         Probe {
             name: self.name,
-            kind,
+            kind: match self.tools {
+                Some(_) => ProbeKind::ChatWithTools,
+                None => ProbeKind::Chat,
+            },
             body: body.to_string().into_bytes(),
-            ours,
+            ours: self.encode(tokenizer, now),
         }
     }
 
-    fn encode(&self, tokenizer: &Tokenizer, now: CivilTime) -> Result<Vec<u32>, ChatError> {
-        let invalid = |_| ChatError::from(super::RenderError::Invalid("messages"));
+    fn encode(&self, tokenizer: &Tokenizer, now: CivilTime) -> Result<Vec<u32>, ChatEncodeError> {
+        let invalid = |_| ChatEncodeError::from(super::RenderError::Invalid("messages"));
         let raw = |value: &Value| RawValue::from_string(value.to_string()).map_err(invalid);
         let messages = raw(&self.messages)?;
         let tools = self.tools.as_ref().map(raw).transpose()?;
         let mut parts = ChatParts::new(&messages, tools.as_deref());
-        parts.generation = self.generation;
+        parts.ending = self.ending;
         tokenizer.encode_chat(&parts, now)
     }
 }
 
-fn chats() -> Vec<Chat> {
+fn chats() -> Vec<ChatProbe> {
     let user = |text: &str| json!({"role": "user", "content": text});
     let assistant = |text: &str| json!({"role": "assistant", "content": text});
     let system = json!({"role": "system", "content": "You are careful.\nAnswer briefly. "});
@@ -244,18 +230,18 @@ fn chats() -> Vec<Chat> {
             "city": {"type": "string", "description": "Größe egal"},
             "days": {"type": "integer", "enum": [1, 2]}},
             "required": ["city"]}}});
-    // Nine characters: some templates insist on that.
+    // Nine characters: some templates require that.
     let call = json!({"role": "assistant", "content": "", "tool_calls": [{
         "id": "call00001", "type": "function",
         "function": {"name": "get_weather", "arguments": "{\"city\": \"Köln\", \"days\": 2}"}}]});
     let result = json!({"role": "tool", "tool_call_id": "call00001", "content": "{\"t\": 21.5}"});
-    let plain = |name, messages| Chat {
+    let plain = |name, messages| ChatProbe {
         name,
         messages,
         tools: None,
-        generation: Generation::Prompt,
+        ending: ChatEnding::GenerationPrompt,
     };
-    let tooled = |name, messages| Chat {
+    let tooled = |name, messages| ChatProbe {
         tools: Some(json!([tool])),
         ..plain(name, messages)
     };
@@ -279,12 +265,12 @@ fn chats() -> Vec<Chat> {
         ),
         plain("unicode", unicode),
         plain("parts", parts),
-        Chat {
-            generation: Generation::Nothing,
+        ChatProbe {
+            ending: ChatEnding::LastMessage,
             ..plain("no prompt", json!([turns[0], turns[1]]))
         },
-        Chat {
-            generation: Generation::ContinueFinal,
+        ChatProbe {
+            ending: ChatEnding::InsideLastMessage,
             ..plain("continued", json!([turns[0], assistant("The answer is")]))
         },
         tooled("tools", json!([user("Weather in Köln?")])),
@@ -311,11 +297,11 @@ mod tests {
     #[test]
     fn a_difference_is_located() {
         let ours = Ok(vec![1, 2, 3]);
-        let answer = |ids: &[u32]| compare(&ours, &Answer::Tokens(ids.to_vec()));
-        assert_eq!(answer(&[1, 2, 3]), Verdict::Equal { tokens: 3 });
+        let answer = |ids: &[u32]| compare(&ours, &ProbeAnswer::Tokens(ids.to_vec()));
+        assert_eq!(answer(&[1, 2, 3]), ProbeVerdict::Equal { tokens: 3 });
         assert_eq!(
             answer(&[1, 5, 3]),
-            Verdict::Differ {
+            ProbeVerdict::Differ {
                 at: 1,
                 ours: Some(2),
                 theirs: Some(5)
@@ -323,7 +309,7 @@ mod tests {
         );
         assert_eq!(
             answer(&[1, 2]),
-            Verdict::Differ {
+            ProbeVerdict::Differ {
                 at: 2,
                 ours: Some(3),
                 theirs: None
@@ -331,58 +317,73 @@ mod tests {
         );
         assert_eq!(
             answer(&[1, 2, 3, 4]),
-            Verdict::Differ {
+            ProbeVerdict::Differ {
                 at: 3,
                 ours: None,
                 theirs: Some(4)
             }
         );
-        assert_eq!(compare(&ours, &Answer::Refused), Verdict::OnlyEngineRefuses);
-        let failed = Err(ChatError::from(RenderError::NoTemplate));
-        assert_eq!(compare(&failed, &Answer::Refused), Verdict::BothRefuse);
+        assert_eq!(
+            compare(&ours, &ProbeAnswer::Refused),
+            ProbeVerdict::OnlyEngineRefuses
+        );
+        let failed = Err(ChatEncodeError::from(RenderError::NoTemplate));
+        assert_eq!(
+            compare(&failed, &ProbeAnswer::Refused),
+            ProbeVerdict::BothRefuse
+        );
         assert!(matches!(
-            compare(&failed, &Answer::Tokens(vec![])),
-            Verdict::OnlyWeRefuse(_)
+            compare(&failed, &ProbeAnswer::Tokens(vec![])),
+            ProbeVerdict::OnlyWeRefuse(_)
         ));
-        assert_eq!(compare(&failed, &Answer::Unusable), Verdict::Unanswered);
+        assert_eq!(
+            compare(&failed, &ProbeAnswer::Unusable),
+            ProbeVerdict::Unanswered
+        );
     }
 
     #[test]
     fn trust_needs_one_equal_probe_and_none_against() {
-        let equal = Verdict::Equal { tokens: 1 };
-        let refused = Verdict::BothRefuse;
-        let differ = Verdict::Differ {
+        let equal = ProbeVerdict::Equal { tokens: 1 };
+        let refused = ProbeVerdict::BothRefuse;
+        let differ = ProbeVerdict::Differ {
             at: 0,
             ours: None,
             theirs: Some(1),
         };
-        let of = |verdicts: &[(Kind, &Verdict)]| trust(verdicts.iter().copied());
+        let of = |verdicts: &[(ProbeKind, &ProbeVerdict)]| trust(verdicts.iter().copied());
         let all = of(&[
-            (Kind::Completion, &equal),
-            (Kind::Chat, &equal),
-            (Kind::ChatWithTools, &equal),
+            (ProbeKind::Completion, &equal),
+            (ProbeKind::Chat, &equal),
+            (ProbeKind::ChatWithTools, &equal),
         ]);
         assert!(all.completions && all.chat && all.chat_with_tools);
         let skipped = of(&[
-            (Kind::Chat, &equal),
-            (Kind::Chat, &refused),
-            (Kind::ChatWithTools, &refused),
+            (ProbeKind::Chat, &equal),
+            (ProbeKind::Chat, &refused),
+            (ProbeKind::ChatWithTools, &refused),
         ]);
         assert!(skipped.chat && !skipped.chat_with_tools && !skipped.completions);
         assert_eq!(skipped.skipped, 2);
-        assert!(!of(&[(Kind::Chat, &refused)]).chat);
-        let tools = of(&[(Kind::Chat, &equal), (Kind::ChatWithTools, &differ)]);
+        assert!(!of(&[(ProbeKind::Chat, &refused)]).chat);
+        let tools = of(&[
+            (ProbeKind::Chat, &equal),
+            (ProbeKind::ChatWithTools, &differ),
+        ]);
         assert!(tools.chat && !tools.chat_with_tools);
-        let chat = of(&[(Kind::Chat, &differ), (Kind::ChatWithTools, &equal)]);
+        let chat = of(&[
+            (ProbeKind::Chat, &differ),
+            (ProbeKind::ChatWithTools, &equal),
+        ]);
         assert!(!chat.chat && !chat.chat_with_tools);
     }
 
     #[test]
     fn answers_are_read() {
         let tokens = br#"{"count":2,"max_model_len":9,"tokens":[4,5],"token_strs":null}"#;
-        assert_eq!(read_answer(200, tokens), Answer::Tokens(vec![4, 5]));
-        assert_eq!(read_answer(200, b"{}"), Answer::Unusable);
-        assert_eq!(read_answer(400, b"{\"error\":{}}"), Answer::Refused);
-        assert_eq!(read_answer(404, b""), Answer::Unusable);
+        assert_eq!(read_answer(200, tokens), ProbeAnswer::Tokens(vec![4, 5]));
+        assert_eq!(read_answer(200, b"{}"), ProbeAnswer::Unusable);
+        assert_eq!(read_answer(400, b"{\"error\":{}}"), ProbeAnswer::Refused);
+        assert_eq!(read_answer(404, b""), ProbeAnswer::Unusable);
     }
 }

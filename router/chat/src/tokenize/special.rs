@@ -1,5 +1,7 @@
-//! Special tokens that `tokenizer_config.json` names: templates see them by name, and those that
-//! `tokenizer.json` does not know are added to it, as transformers does at load.
+//! Special tokens of `tokenizer_config.json`: templates use them by name, and those that
+//! `tokenizer.json` lacks are added to the tokenizer, as transformers does at load.
+
+use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Result, Tokenizer};
@@ -15,18 +17,18 @@ pub(super) fn named(config: &Map<String, Value>) -> SpecialTokenMap {
         .collect()
 }
 
-/// Adds what the configuration declares and the tokenizer lacks.
+/// Adds the tokens that the configuration declares and the tokenizer lacks.
 pub(super) fn register(tokenizer: &mut Tokenizer, config: &Map<String, Value>) -> Result<()> {
     let known: Vec<AddedToken> = tokenizer.get_added_tokens_decoder().into_values().collect();
     let mut missing: Vec<AddedToken> = Vec::new();
     for token in declared(config) {
         let is_known = match &token {
-            Declared::Exactly(token) => known.contains(token),
-            Declared::ByName(name) => known.iter().any(|other| other.content == *name),
+            DeclaredToken::Exactly(token) => known.contains(token),
+            DeclaredToken::ByName(name) => known.iter().any(|other| other.content == *name),
         };
         let token = match token {
-            Declared::Exactly(token) => token,
-            Declared::ByName(name) => AddedToken::from(name, true),
+            DeclaredToken::Exactly(token) => token,
+            DeclaredToken::ByName(name) => AddedToken::from(name, true),
         };
         if !is_known && !missing.iter().any(|other| other.content == token.content) {
             missing.push(token);
@@ -38,29 +40,23 @@ pub(super) fn register(tokenizer: &mut Tokenizer, config: &Map<String, Value>) -
     Ok(())
 }
 
-enum Declared {
+enum DeclaredToken {
     /// With all its flags, which must match.
     Exactly(AddedToken),
     /// Any added token of this text will do.
     ByName(String),
 }
 
-/// In transformers' order: by id, then the named ones, then the rest.
-fn declared(config: &Map<String, Value>) -> Vec<Declared> {
+/// The declared tokens in transformers' order: by id, then the named ones, then the others.
+fn declared(config: &Map<String, Value>) -> Vec<DeclaredToken> {
     let mut tokens = Vec::new();
     if let Some(Value::Object(by_id)) = config.get("added_tokens_decoder") {
-        let mut entries: Vec<(u32, &Value)> = by_id
-            .iter()
-            .filter_map(|(id, token)| Some((id.parse().ok()?, token)))
-            .collect();
-        entries.sort_by_key(|(id, _)| *id);
-        tokens.extend(
-            entries
-                .iter()
-                .filter_map(|(_, token)| Some(Declared::Exactly(full(token)?))),
-        );
+        let entries = by_id.iter();
+        let entries = entries.filter_map(|(id, token)| Some((id.parse().ok()?, full(token)?)));
+        let ordered: BTreeMap<u32, AddedToken> = entries.collect();
+        tokens.extend(ordered.into_values().map(DeclaredToken::Exactly));
     }
-    tokens.extend(named(config).into_values().map(Declared::ByName));
+    tokens.extend(named(config).into_values().map(DeclaredToken::ByName));
     for name in ["extra_special_tokens", "additional_special_tokens"] {
         let list: Vec<&Value> = match config.get(name) {
             Some(Value::Array(list)) => list.iter().collect(),
@@ -68,12 +64,12 @@ fn declared(config: &Map<String, Value>) -> Vec<Declared> {
             _ => Vec::new(),
         };
         let texts = list.into_iter().filter_map(content);
-        tokens.extend(texts.map(|text| Declared::ByName(text.to_owned())));
+        tokens.extend(texts.map(|text| DeclaredToken::ByName(text.to_owned())));
     }
     tokens
 }
 
-/// A token's text, whether it is given as such or with flags.
+/// A token's text, given alone or with flags.
 fn content(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
@@ -112,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_only_the_configuration_knows_are_added() {
+    fn tokens_only_in_the_configuration_are_added() {
         let config = json!({"eos_token": "<eos>", "pad_token": {"content": "<pad>"},
             "bos_token": null, "add_bos_token": true, "extra_special_tokens": ["<new>"],
             "added_tokens_decoder": {"3": {"content": "<eos>", "special": true}}});

@@ -10,32 +10,38 @@ use minijinja::value::{Value, ValueKind};
 use super::content_format::{ContentFormat, detect};
 use super::messages::{self, member};
 use super::python::{self, CivilTime};
-use crate::openai::{ChatParts, Generation};
+use crate::openai::{ChatEnding, ChatParts};
 
-/// Characters that a rendered chat may have. The largest bodies that engines take are smaller.
+/// Bytes of a rendered chat. The largest bodies that engines accept are smaller.
 const TEXT_BYTES_MAX: usize = 64 << 20;
+/// Members of `chat_template_kwargs`. Templates read a handful; the values still have to be copied.
+const KWARGS_MAX: usize = 1024;
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
+const KWARGS: &str = "chat_template_kwargs";
+const THINKING: &str = "enable_thinking";
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// Why there is no text. None of it is the client's fault for certain: the engine decides.
+/// A chat has no text here. The engine decides whether the client is at fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RenderError {
     #[error("the model has no chat template")]
     NoTemplate,
-    /// The engine refuses templates from clients unless told otherwise.
+    /// The engine refuses templates from clients unless it is configured to accept them.
     #[error("the request brings its own chat template")]
     RequestTemplate,
-    #[error("`{0}` is not what the engine accepts")]
+    #[error("the engine does not accept this `{0}`")]
     Invalid(&'static str),
-    #[error("`{0}` has a form that cannot be reproduced here")]
+    #[error("the engine's reading of `{0}` cannot be reproduced")]
     Unsupported(&'static str),
+    #[error("`{name}` has more than {max} members")]
+    TooManyMembers { name: &'static str, max: usize },
     /// The template raised an error, ran too long or wrote too much.
     #[error("the template failed: {0}")]
     Template(String),
 }
 
-/// A template could not be compiled; the name is `default` or one of several.
+/// A template cannot be compiled. The name of a single template is `default`.
 #[derive(Debug, thiserror::Error)]
 #[error("chat template `{name}`: {source}")]
 pub struct TemplateError {
@@ -43,8 +49,9 @@ pub struct TemplateError {
     pub source: minijinja::Error,
 }
 
+/// Properties of a template's source that decide what the engine gives it.
 #[derive(Debug)]
-struct Facts {
+struct TemplateTraits {
     format: ContentFormat,
     knows_developer: bool,
     mentions_content: bool,
@@ -54,8 +61,8 @@ struct Facts {
 #[derive(Debug)]
 pub struct ChatTemplates {
     env: Environment<'static>,
-    facts: BTreeMap<String, Facts>,
-    /// The only template there is, as opposed to a set of named ones.
+    traits: BTreeMap<String, TemplateTraits>,
+    /// Whether the model has one template instead of a set of named ones.
     single: bool,
     special_tokens: BTreeMap<String, String>,
 }
@@ -73,7 +80,7 @@ impl ChatTemplates {
         })
     }
 
-    /// A model with several: `tool_use` serves requests with tools, `default` the others.
+    /// A model with named templates: `tool_use` for requests with tools, `default` for others.
     pub fn named(
         sources: BTreeMap<String, String>,
         special_tokens: BTreeMap<String, String>,
@@ -83,78 +90,84 @@ impl ChatTemplates {
             source,
         };
         let mut env = python::environment().map_err(|error| failed(DEFAULT, error))?;
-        let mut facts = BTreeMap::new();
+        let mut traits = BTreeMap::new();
         for (name, source) in sources {
             let plain = python::without_generation_tags(&source).into_owned();
-            let found = Facts {
+            let found = TemplateTraits {
                 format: detect(&plain),
                 knows_developer: plain.contains("\"developer\"") || plain.contains("'developer'"),
                 mentions_content: source.contains("content"),
             };
             env.add_template_owned(name.clone(), plain)
                 .map_err(|error| failed(&name, error))?;
-            facts.insert(name, found);
+            traits.insert(name, found);
         }
         Ok(Self {
             env,
-            facts,
+            traits,
             single: false,
             special_tokens,
         })
     }
 
-    /// The form of content that the template for plain requests wants.
+    /// The form of content that the default template wants.
     pub fn content_format(&self) -> Option<ContentFormat> {
-        self.facts.get(DEFAULT).map(|facts| facts.format)
+        self.traits.get(DEFAULT).map(|traits| traits.format)
     }
 
-    fn choose(&self, chat: &ChatParts<'_>, tools: &Value) -> Result<(&str, &Facts), RenderError> {
+    fn choose(
+        &self,
+        chat: &ChatParts<'_>,
+        tools: &Value,
+    ) -> Result<(&str, &TemplateTraits), RenderError> {
         let name = match &chat.template {
-            Some(name) if !self.single && self.facts.contains_key(name.as_ref()) => name.as_ref(),
+            Some(name) if !self.single && self.traits.contains_key(name.as_ref()) => name.as_ref(),
             Some(_) => return Err(RenderError::RequestTemplate),
-            None if !self.single && !tools.is_none() && self.facts.contains_key(TOOL_USE) => {
+            None if !self.single && !tools.is_none() && self.traits.contains_key(TOOL_USE) => {
                 TOOL_USE
             }
             None => DEFAULT,
         };
-        self.facts
+        let (name, traits) = self
+            .traits
             .get_key_value(name)
-            .map(|(name, f)| (name.as_str(), f))
-            .ok_or(RenderError::NoTemplate)
+            .ok_or(RenderError::NoTemplate)?;
+        Ok((name, traits))
     }
 
-    /// The text that the engine would make of this chat at this time.
+    /// The text that the engine renders for this chat at this time.
     pub fn render(&self, chat: &ChatParts<'_>, now: CivilTime) -> Result<String, RenderError> {
-        if chat.generation == Generation::Contradiction {
+        if chat.ending == ChatEnding::Contradiction {
             return Err(RenderError::Invalid("continue_final_message"));
         }
-        let arguments = Arguments::read(chat)?;
-        let (name, facts) = self.choose(chat, &arguments.tools)?;
-        let mut conversation = messages::conversation(chat.messages, facts.format)?;
-        if !facts.knows_developer {
+        let arguments = TemplateArguments::read(chat)?;
+        let (name, traits) = self.choose(chat, &arguments.tools)?;
+        let mut conversation = messages::conversation(chat.messages, traits.format)?;
+        if !traits.knows_developer {
             conversation = messages::without_developer_role(conversation);
         }
-        let continued = match chat.generation {
-            Generation::ContinueFinal if !facts.mentions_content => {
+        let continued = match chat.ending {
+            ChatEnding::InsideLastMessage if !traits.mentions_content => {
                 return Err(RenderError::Invalid("continue_final_message"));
             }
-            Generation::ContinueFinal => Some(mark_final(&mut conversation)?),
-            Generation::Prompt | Generation::Nothing | Generation::Contradiction => None,
+            ChatEnding::InsideLastMessage => Some(tag_last_message(&mut conversation)?),
+            ChatEnding::GenerationPrompt | ChatEnding::LastMessage | ChatEnding::Contradiction => {
+                None
+            }
         };
-        let add_prompt = chat.generation == Generation::Prompt;
-        let context = self.context(conversation, arguments, add_prompt, now);
+        let context = self.context(chat.ending, conversation, arguments, now);
         let text = self.run(name, context)?;
         match continued {
             None => Ok(text),
-            Some(last) => cut_at_mark(text, &last),
+            Some(last) => cut_at_tag(text, &last),
         }
     }
 
     fn context(
         &self,
+        ending: ChatEnding,
         conversation: Vec<Value>,
-        arguments: Arguments,
-        add_prompt: bool,
+        arguments: TemplateArguments,
         now: CivilTime,
     ) -> Value {
         let mut members: Vec<(Value, Value)> = Vec::with_capacity(16);
@@ -169,6 +182,7 @@ impl ChatTemplates {
         put("messages", Value::from(conversation));
         put("tools", arguments.tools);
         put("documents", arguments.documents);
+        let add_prompt = ending == ChatEnding::GenerationPrompt;
         put("add_generation_prompt", Value::from(add_prompt));
         Value::from_pairs(members)
     }
@@ -177,23 +191,16 @@ impl ChatTemplates {
         let failed = |error: minijinja::Error| RenderError::Template(error.to_string());
         let template = self.env.get_template(name).map_err(failed)?;
         let mut out = BoundedText(Vec::new());
-        // A template is the operator's, its input is anybody's: no input may take the process down.
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            template.render_captured_to(context, &mut out).map(|_| ())
-        }));
-        match result {
-            Ok(done) => done.map_err(failed)?,
-            Err(_) => {
-                return Err(RenderError::Template(
-                    "the template engine panicked".to_owned(),
-                ));
-            }
-        }
+        // The template is trusted, its input is not: no input may end the process.
+        let render = || template.render_captured_to(context, &mut out).map(drop);
+        catch_unwind(AssertUnwindSafe(render))
+            .map_err(|_| RenderError::Template("the template engine panicked".to_owned()))?
+            .map_err(failed)?;
         String::from_utf8(out.0).map_err(|error| RenderError::Template(error.to_string()))
     }
 }
 
-/// Output of a template, refused beyond a bound.
+/// A writer that fails beyond [`TEXT_BYTES_MAX`].
 struct BoundedText(Vec<u8>);
 
 impl io::Write for BoundedText {
@@ -210,14 +217,14 @@ impl io::Write for BoundedText {
     }
 }
 
-/// What a template gets beside the conversation.
-struct Arguments {
+/// The input of a template beside the conversation.
+struct TemplateArguments {
     tools: Value,
     documents: Value,
-    others: Vec<(String, Value)>,
+    others: BTreeMap<String, Value>,
 }
 
-/// Names that mean something to the engine's own call rather than to a template.
+/// Names with a meaning in the engine's own call.
 const RESERVED: &[&str] = &[
     "chat_template",
     "tokenize",
@@ -229,7 +236,7 @@ const RESERVED: &[&str] = &[
     "return_dict",
     "return_assistant_tokens_mask",
 ];
-/// Names that the engine takes for its call and that change nothing in the text.
+/// Names that the engine's own call consumes without an effect on the text.
 const CONSUMED: &[&str] = &[
     "add_generation_prompt",
     "continue_final_message",
@@ -240,95 +247,82 @@ const CONSUMED: &[&str] = &[
     "tokenizer_kwargs",
 ];
 
-impl Arguments {
+impl TemplateArguments {
     fn read(chat: &ChatParts<'_>) -> Result<Self, RenderError> {
-        let none = || Value::from(());
         let mut read = Self {
-            tools: none(),
-            documents: none(),
-            others: Vec::new(),
+            tools: Value::from(()),
+            documents: Value::from(()),
+            others: BTreeMap::new(),
         };
+        let mut sets_thinking = false;
         if let Some(tools) = chat.tools {
             read.tools = messages::tools(tools)?;
         }
         if let Some(raw) = chat.template_kwargs {
-            read.template_arguments(&messages::read_json("chat_template_kwargs", raw)?)?;
+            let kwargs = messages::read_json(KWARGS, raw)?;
+            sets_thinking = kwargs.get_attr(THINKING).is_ok_and(|v| !v.is_undefined());
+            read.template_kwargs(&kwargs)?;
         }
         if let Some(documents) = chat.documents {
             read.documents = messages::read_json("documents", documents)?;
         }
         if let Some(effort) = &chat.reasoning_effort {
-            read.set("reasoning_effort", Value::from(effort.as_ref()));
-            if !read
-                .others
-                .iter()
-                .any(|(name, _)| name == "enable_thinking")
-                && !chat_sets(chat, "enable_thinking")
-            {
-                read.set("enable_thinking", Value::from(effort != "none"));
+            let others = &mut read.others;
+            others.insert("reasoning_effort".to_owned(), Value::from(effort.as_ref()));
+            if !sets_thinking {
+                others.insert(THINKING.to_owned(), Value::from(effort != "none"));
             }
         }
         Ok(read)
     }
 
-    /// The request's own arguments. vLLM drops null and "auto", as if they had not been sent.
-    fn template_arguments(&mut self, arguments: &Value) -> Result<(), RenderError> {
-        const NAME: &str = "chat_template_kwargs";
-        if arguments.kind() != ValueKind::Map {
-            return Err(RenderError::Invalid(NAME));
+    /// The request's own arguments. vLLM drops null and "auto" as if they were absent.
+    fn template_kwargs(&mut self, kwargs: &Value) -> Result<(), RenderError> {
+        if kwargs.kind() != ValueKind::Map {
+            return Err(RenderError::Invalid(KWARGS));
         }
-        for key in arguments
-            .try_iter()
-            .map_err(|_| RenderError::Invalid(NAME))?
-        {
+        if kwargs.len().is_none_or(|members| members > KWARGS_MAX) {
+            let (name, max) = (KWARGS, KWARGS_MAX);
+            return Err(RenderError::TooManyMembers { name, max });
+        }
+        for key in messages::items(kwargs) {
             let name = key.as_str().unwrap_or("");
             if RESERVED.contains(&name) {
-                return Err(RenderError::Unsupported(NAME));
+                return Err(RenderError::Unsupported(KWARGS));
             }
-            let Some(value) = member(arguments, name).filter(|v| v.as_str() != Some("auto")) else {
+            let Some(value) = member(kwargs, name).filter(|v| v.as_str() != Some("auto")) else {
                 continue;
             };
             match name {
                 "tools" => self.tools = value,
                 "documents" => self.documents = value,
                 _ if CONSUMED.contains(&name) => {}
-                _ => self.set(name, value),
+                _ => {
+                    self.others.insert(name.to_owned(), value);
+                }
             }
         }
         Ok(())
     }
-
-    fn set(&mut self, name: &str, value: Value) {
-        self.others.retain(|(known, _)| known != name);
-        self.others.push((name.to_owned(), value));
-    }
 }
 
-/// Whether the request names an argument, with whatever value.
-fn chat_sets(chat: &ChatParts<'_>, name: &str) -> bool {
-    chat.template_kwargs
-        .and_then(|raw| serde_json::from_str::<Value>(raw.get()).ok())
-        .and_then(|arguments| arguments.get_attr(name).ok())
-        .is_some_and(|value| !value.is_undefined())
-}
-
-/// Appends the mark to the last message's text and returns that text.
-fn mark_final(conversation: &mut [Value]) -> Result<String, RenderError> {
+/// Appends the tag to the last message's text. Returns the text without it.
+fn tag_last_message(conversation: &mut [Value]) -> Result<String, RenderError> {
     const INVALID: RenderError = RenderError::Invalid("continue_final_message");
     let last = conversation.last_mut().ok_or(INVALID)?;
     let content = last.get_attr("content").map_err(|_| INVALID)?;
-    let (text, marked) = match content.as_str() {
+    let (text, tagged) = match content.as_str() {
         Some(text) => (
             text.to_owned(),
             Value::from(format!("{text}{CONTINUE_TAG}")),
         ),
-        None => mark_last_part(&content).ok_or(INVALID)?,
+        None => tag_last_part(&content).ok_or(INVALID)?,
     };
-    *last = with_member(last, "content", marked);
+    *last = with_member(last, "content", tagged);
     Ok(text)
 }
 
-fn mark_last_part(content: &Value) -> Option<(String, Value)> {
+fn tag_last_part(content: &Value) -> Option<(String, Value)> {
     let mut parts: Vec<Value> = content.try_iter().ok()?.collect();
     let part = parts
         .iter_mut()
@@ -353,19 +347,16 @@ fn with_member(object: &Value, name: &str, value: Value) -> Value {
     Value::from_pairs(members.collect::<Vec<_>>())
 }
 
-/// Ends the text where the last message's own text ended.
-fn cut_at_mark(mut text: String, last: &str) -> Result<String, RenderError> {
-    let is_space = python::is_space;
-    let mark = CONTINUE_TAG.trim_end();
+/// Ends the text after the last message's own text.
+fn cut_at_tag(mut text: String, last: &str) -> Result<String, RenderError> {
     let at = text
-        .rfind(mark)
-        .filter(|_| text.contains(last.trim_matches(is_space)));
-    let at = at.ok_or(RenderError::Invalid("continue_final_message"))?;
+        .rfind(CONTINUE_TAG.trim_end())
+        .filter(|_| text.contains(last.trim_matches(python::is_space)))
+        .ok_or(RenderError::Invalid("continue_final_message"))?;
     let kept_space = text[at..].starts_with(CONTINUE_TAG);
     text.truncate(at);
     if !kept_space {
-        let trimmed = python::strip_end(&text).len();
-        text.truncate(trimmed);
+        text.truncate(python::strip_end(&text).len());
     }
     Ok(text)
 }

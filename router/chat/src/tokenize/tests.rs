@@ -5,16 +5,12 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::*;
-use crate::openai::{Prompt, Route, parse};
+use crate::openai::{PromptRoute, PromptSource, parse};
 
-const NOW: CivilTime = CivilTime {
-    year: 2026,
-    month: 3,
-    day: 7,
-    hour: 9,
-    minute: 5,
-    second: 2,
-};
+/// 2026-03-07 09:05:02.
+fn now() -> CivilTime {
+    CivilTime::from_unix(1_772_874_302)
+}
 
 #[derive(Deserialize)]
 struct Vectors {
@@ -84,21 +80,22 @@ fn shaped(shape: &Shape) -> Tokenizer {
         .with_templates(templates)
 }
 
-/// What our side makes of a request: text and ids, or why not.
+/// The router's text and ids of a request, or the error.
 fn chat(tokenizer: &Tokenizer, body: &str) -> Result<(String, Vec<u32>), String> {
     let model = format!(
         "{{\"model\":\"m\",{}",
         body.trim_start().strip_prefix('{').unwrap()
     );
-    let request = parse(Route::ChatCompletions, model.as_bytes()).map_err(|e| e.to_string())?;
-    let Prompt::Chat(parts) = &request.prompt else {
+    let request =
+        parse(PromptRoute::ChatCompletions, model.as_bytes()).map_err(|e| e.to_string())?;
+    let PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat")
     };
     let text = tokenizer
-        .render_chat(parts, NOW)
+        .render_chat(parts, now())
         .map_err(|error| error.to_string())?;
     let ids = tokenizer
-        .encode_chat(parts, NOW)
+        .encode_chat(parts, now())
         .map_err(|error| error.to_string())?;
     Ok((text, ids))
 }
@@ -195,20 +192,20 @@ fn a_bare_tokenizer_has_no_templates() {
     assert_eq!(error, RenderError::NoTemplate.to_string());
     assert!(matches!(
         Tokenizer::load(&fixture("absent")),
-        Err(LoadError::File(_))
+        Err(TokenizerLoadError::File(_))
     ));
 }
 
 #[test]
-fn every_probe_has_an_answer_of_the_quick_starts_tokenizer() {
+fn the_quick_starts_tokenizer_encodes_every_probe() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
-    let probes = parity::probes(&tokenizer, "m", NOW);
+    let probes = parity::probes(&tokenizer, "m", now());
     assert!(probes.iter().all(|probe| probe.ours.is_ok()), "{probes:?}");
     let mut verdicts = Vec::new();
     for probe in &probes {
         let body: serde_json::Value = serde_json::from_slice(&probe.body).unwrap();
         assert_eq!(body["model"], "m");
-        let theirs = parity::Answer::Tokens(probe.ours.clone().unwrap());
+        let theirs = parity::ProbeAnswer::Tokens(probe.ours.clone().unwrap());
         verdicts.push((probe.kind, parity::compare(&probe.ours, &theirs)));
     }
     let trust = parity::trust(verdicts.iter().map(|(kind, verdict)| (*kind, verdict)));
@@ -228,8 +225,26 @@ fn templates_of_clients_are_not_run() {
     assert!(chat(&tokenizer, body).is_err());
 }
 
+/// A few such bodies once occupied every encoding thread for minutes.
 #[test]
-fn what_python_reads_otherwise_is_not_guessed() {
+fn template_kwargs_cost_linear_time_and_are_bounded() {
+    let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
+    let body = |members: usize| {
+        let kwargs: Vec<String> = (0..members).map(|i| format!("\"k{i}\":{i}")).collect();
+        format!(
+            r#"{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{{}}}}}"#,
+            kwargs.join(",")
+        )
+    };
+    chat(&tokenizer, &body(1024)).unwrap();
+    for members in [1025, 300_000] {
+        let error = chat(&tokenizer, &body(members)).unwrap_err();
+        assert_eq!(error, "`chat_template_kwargs` has more than 1024 members");
+    }
+}
+
+#[test]
+fn values_that_python_reads_differently_are_unsupported() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
     for arguments in [
         r#"{\"a\": NaN}"#,
@@ -252,7 +267,7 @@ fn what_python_reads_otherwise_is_not_guessed() {
 }
 
 #[test]
-fn a_second_request_costs_only_what_is_new() {
+fn a_second_request_encodes_only_new_messages() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
     let long = "some words of a long document ".repeat(200);
     let first = format!(r#"{{"messages":[{{"role":"user","content":"{long}"}}]}}"#);
@@ -269,7 +284,7 @@ fn a_second_request_costs_only_what_is_new() {
 }
 
 #[test]
-fn a_text_beyond_the_regex_engines_limits_is_an_error_and_the_next_one_works() {
+fn a_text_beyond_the_regex_engines_limits_is_an_error() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
     let blanks = " ".repeat(11_000_000) + "x";
     assert!(tokenizer.encode(&blanks, SpecialTokens::Add).is_err());

@@ -43,7 +43,7 @@ const fn name(check: &CheckResult) -> &'static str {
     }
 }
 
-fn check(verdicts: &[(Kind, Verdict)], expected: [&str; 3]) {
+fn check(verdicts: &[(ProbeKind, ProbeVerdict)], expected: [&str; 3]) {
     let named: Vec<_> = verdicts
         .iter()
         .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
@@ -55,33 +55,33 @@ fn check(verdicts: &[(Kind, Verdict)], expected: [&str; 3]) {
 
 #[test]
 fn a_difference_fails_its_kind_and_what_rests_on_it() {
-    let equal = || Verdict::Equal { tokens: 3 };
-    let differ = || Verdict::Differ {
+    let equal = || ProbeVerdict::Equal { tokens: 3 };
+    let differ = || ProbeVerdict::Differ {
         at: 1,
         ours: Some(1),
         theirs: None,
     };
     check(
         &[
-            (Kind::Completion, equal()),
-            (Kind::Chat, equal()),
-            (Kind::ChatWithTools, equal()),
+            (ProbeKind::Completion, equal()),
+            (ProbeKind::Chat, equal()),
+            (ProbeKind::ChatWithTools, equal()),
         ],
         ["passed", "passed", "passed"],
     );
     check(
         &[
-            (Kind::Completion, equal()),
-            (Kind::Chat, differ()),
-            (Kind::ChatWithTools, equal()),
+            (ProbeKind::Completion, equal()),
+            (ProbeKind::Chat, differ()),
+            (ProbeKind::ChatWithTools, equal()),
         ],
         ["passed", "failed", "failed"],
     );
     check(
         &[
-            (Kind::Completion, differ()),
-            (Kind::Chat, equal()),
-            (Kind::ChatWithTools, Verdict::BothRefuse),
+            (ProbeKind::Completion, differ()),
+            (ProbeKind::Chat, equal()),
+            (ProbeKind::ChatWithTools, ProbeVerdict::BothRefuse),
         ],
         ["failed", "passed", "skipped"],
     );

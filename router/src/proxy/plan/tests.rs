@@ -42,7 +42,7 @@ fn grounds() -> Grounds {
 
 fn completion(body: &serde_json::Value) -> Plan {
     let text = body.to_string();
-    plan(Route::Completions, text.as_bytes(), &grounds()).unwrap()
+    plan(PromptRoute::Completions, text.as_bytes(), &grounds()).unwrap()
 }
 
 fn tokens(count: u32) -> Vec<u32> {
@@ -83,13 +83,17 @@ fn chats_and_texts_are_hashed_with_adapter_and_salt() {
             let seed = Seed::new(lora, salt);
             let mut body = json!({"model": model, "messages": messages, "cache_salt": salt});
             let planned = plan(
-                Route::ChatCompletions,
+                PromptRoute::ChatCompletions,
                 body.to_string().as_bytes(),
                 &grounds,
             );
             assert_eq!(planned.unwrap().prompt.blocks(), hashes(&chat, seed));
             body["prompt"] = json!(text);
-            let planned = plan(Route::Completions, body.to_string().as_bytes(), &grounds);
+            let planned = plan(
+                PromptRoute::Completions,
+                body.to_string().as_bytes(),
+                &grounds,
+            );
             assert_eq!(planned.unwrap().prompt.blocks(), hashes(&plain, seed));
         }
     }
@@ -104,13 +108,16 @@ fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
     let messages = json!([{"role": "user", "content": text}]);
     let tool = json!({"type": "function", "function": {"name": "f", "parameters": {}}});
     let asked = [
-        (Route::Completions, json!({"model": "m", "prompt": text})),
         (
-            Route::ChatCompletions,
+            PromptRoute::Completions,
+            json!({"model": "m", "prompt": text}),
+        ),
+        (
+            PromptRoute::ChatCompletions,
             json!({"model": "m", "messages": messages}),
         ),
         (
-            Route::ChatCompletions,
+            PromptRoute::ChatCompletions,
             json!({"model": "m", "messages": messages, "tools": [tool]}),
         ),
     ];
@@ -178,12 +185,12 @@ fn a_prompt_whose_logprobs_are_wanted_has_no_credit() {
 #[test]
 fn an_unknown_model_is_not_the_same_as_no_worker() {
     let body = br#"{"model":"none","prompt":[1]}"#;
-    let error = plan(Route::Completions, body, &grounds()).err();
+    let error = plan(PromptRoute::Completions, body, &grounds()).err();
     assert_eq!(error, Some(ApiError::UnknownModel("none".to_owned())));
     let empty = Grounds {
         catalog: Arc::default(),
         ..grounds()
     };
-    let error = plan(Route::Completions, body, &empty).err();
+    let error = plan(PromptRoute::Completions, body, &empty).err();
     assert_eq!(error, Some(ApiError::NoWorker));
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, anyhow};
 use serde_json::{Value, json};
-use warmroute_chat::openai::{self, Opaque, Prompt, Route, SpecialTokens};
+use warmroute_chat::openai::{self, OpaqueReason, PromptRoute, PromptSource, SpecialTokens};
 use warmroute_chat::tokenize::{CivilTime, Tokenizer};
 
 use crate::rank::unix_seconds;
@@ -57,18 +57,18 @@ impl HuggingFace {
         let fields = request.as_object_mut().ok_or("the body is no object")?;
         fields.insert("model".to_owned(), json!("any"));
         let body = request.to_string();
-        let parsed = openai::parse(Route::ChatCompletions, body.as_bytes());
+        let parsed = openai::parse(PromptRoute::ChatCompletions, body.as_bytes());
         let parsed = parsed.map_err(|error| error.to_string())?;
-        let refused = parsed.info.opaque.map(Opaque::as_str);
+        let refused = parsed.info.opaque.map(OpaqueReason::as_str);
         match (&parsed.prompt, refused) {
-            (Prompt::Chat(parts), None) => {
+            (PromptSource::Chat(parts), None) => {
                 #[expect(clippy::cast_possible_truncation, reason = "whole seconds are wanted")]
                 let now = CivilTime::from_unix(unix_seconds() as i64);
                 let tokens = self.reader.encode_chat(parts, now);
                 tokens.map_err(|error| error.to_string())
             }
-            (Prompt::Chat(_), Some(reason)) => Err(format!("not supported: {reason}")),
-            (Prompt::Completion(_), _) => Err("this is no chat".to_owned()),
+            (PromptSource::Chat(_), Some(reason)) => Err(format!("not supported: {reason}")),
+            (PromptSource::Completion(_), _) => Err("this is no chat".to_owned()),
         }
     }
 }

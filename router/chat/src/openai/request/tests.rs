@@ -1,26 +1,26 @@
 use proptest::prelude::*;
 
-use super::super::{Generation, Prompts, SpecialTokens};
+use super::super::{ChatEnding, PromptList, SpecialTokens};
 use super::*;
 
 fn chat(body: &str) -> ParsedRequest<'_> {
-    parse(Route::ChatCompletions, body.as_bytes()).unwrap()
+    parse(PromptRoute::ChatCompletions, body.as_bytes()).unwrap()
 }
 
 fn completion(body: &str) -> ParsedRequest<'_> {
-    parse(Route::Completions, body.as_bytes()).unwrap()
+    parse(PromptRoute::Completions, body.as_bytes()).unwrap()
 }
 
-fn refusal(route: Route, body: &[u8]) -> (Option<&'static str>, Option<&'static str>) {
+fn refusal(route: PromptRoute, body: &[u8]) -> (Option<&'static str>, Option<&'static str>) {
     let error = parse(route, body).unwrap_err();
     assert_eq!(error.status(), 400, "{error}");
     (error.param, error.code)
 }
 
-fn prompts<'a>(request: &'a ParsedRequest<'_>) -> &'a Prompts<'a> {
+fn prompts<'a>(request: &'a ParsedRequest<'_>) -> &'a PromptList<'a> {
     match &request.prompt {
-        Prompt::Completion(parts) => &parts.prompts,
-        Prompt::Chat(_) => panic!("a completion"),
+        PromptSource::Completion(parts) => &parts.prompts,
+        PromptSource::Chat(_) => panic!("a completion"),
     }
 }
 
@@ -39,17 +39,17 @@ fn a_chat_with_everything_is_read_in_place() {
         (Some("u"), Some("t"))
     );
     assert!(info.stream && info.include_usage && info.reads_cache);
-    let limits = Limits {
+    let limits = RequestLimits {
         max_tokens: Some(7),
         choices: Some(2),
         truncate_prompt: Some(100),
     };
     assert_eq!((info.limits, info.opaque), (limits, None));
-    let Prompt::Chat(parts) = &request.prompt else {
+    let PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat")
     };
     assert_eq!(parts.messages.get(), r#"[{"role":"user","content":"hi"}]"#);
-    assert_eq!(parts.generation, Generation::ContinueFinal);
+    assert_eq!(parts.ending, ChatEnding::InsideLastMessage);
     assert_eq!(parts.special_tokens, SpecialTokens::Add);
     assert_eq!(request.forward_body().as_ref(), body.as_bytes());
     assert!(matches!(request.forward_body(), Cow::Borrowed(_)));
@@ -58,14 +58,14 @@ fn a_chat_with_everything_is_read_in_place() {
 #[test]
 fn defaults_are_the_engines() {
     let request = chat(r#"{"model":"m","messages":[],"tools":null,"stream":null}"#);
-    let Prompt::Chat(parts) = &request.prompt else {
+    let PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat")
     };
-    assert_eq!(parts.generation, Generation::Prompt);
+    assert_eq!(parts.ending, ChatEnding::GenerationPrompt);
     assert_eq!(parts.special_tokens, SpecialTokens::Omit);
     assert!(parts.tools.is_none() && !request.info.stream);
     let request = completion(r#"{"model":"m","prompt":"x"}"#);
-    let Prompt::Completion(parts) = &request.prompt else {
+    let PromptSource::Completion(parts) = &request.prompt else {
         panic!("a completion")
     };
     assert_eq!(parts.special_tokens, SpecialTokens::Add);
@@ -74,16 +74,16 @@ fn defaults_are_the_engines() {
 #[test]
 fn every_form_of_a_prompt() {
     let texts =
-        |list: &[&str]| Prompts::Texts(list.iter().map(|t| (*t).to_owned().into()).collect());
+        |list: &[&str]| PromptList::Texts(list.iter().map(|t| (*t).to_owned().into()).collect());
     for (json, expected) in [
         (r#""a\nb""#, texts(&["a\nb"])),
         (r#"["a","b\u00e9"]"#, texts(&["a", "bé"])),
-        ("[1,2,3]", Prompts::Tokens(vec![vec![1, 2, 3]])),
+        ("[1,2,3]", PromptList::Tokens(vec![vec![1, 2, 3]])),
         (
             "[[1,2],[],[4294967295]]",
-            Prompts::Tokens(vec![vec![1, 2], vec![], vec![u32::MAX]]),
+            PromptList::Tokens(vec![vec![1, 2], vec![], vec![u32::MAX]]),
         ),
-        ("[]", Prompts::Tokens(vec![vec![]])),
+        ("[]", PromptList::Tokens(vec![vec![]])),
     ] {
         let body = format!(r#"{{"model":"m","prompt":{json}}}"#);
         assert_eq!(prompts(&completion(&body)), &expected);
@@ -99,7 +99,7 @@ fn every_form_of_a_prompt() {
         "[1.5]",
     ] {
         let body = format!(r#"{{"model":"m","prompt":{json}}}"#);
-        let (param, code) = refusal(Route::Completions, body.as_bytes());
+        let (param, code) = refusal(PromptRoute::Completions, body.as_bytes());
         assert_eq!(
             (param, code),
             (Some("prompt"), Some("wrong_type")),
@@ -112,7 +112,7 @@ fn every_form_of_a_prompt() {
 fn text_without_escapes_is_borrowed() {
     let body = r#"{"model":"m","prompt":"plain"}"#;
     let request = completion(body);
-    let Prompts::Texts(texts) = prompts(&request) else {
+    let PromptList::Texts(texts) = prompts(&request) else {
         panic!("texts")
     };
     assert!(matches!(&texts[..], [Cow::Borrowed("plain")]));
@@ -125,23 +125,23 @@ fn what_has_no_token_ids_is_opaque() {
     let untyped = r#"[{"role":"user","content":[{"image_url":"x"}]}]"#;
     let text = r#"[{"role":"user","content":[{"type":"text","text":"a"},"b"]}]"#;
     for (messages, expected) in [
-        (image, Some(Opaque::Multimodal)),
-        (untyped, Some(Opaque::Multimodal)),
+        (image, Some(OpaqueReason::Multimodal)),
+        (untyped, Some(OpaqueReason::Multimodal)),
         (text, None),
     ] {
         let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
         assert_eq!(chat(&body).info.opaque, expected);
     }
     for (field, expected) in [
-        (r#""prompt_embeds":"AAAA""#, Opaque::PromptEmbeds),
-        (r#""prompt":"a","suffix":"b""#, Opaque::Suffix),
+        (r#""prompt_embeds":"AAAA""#, OpaqueReason::PromptEmbeds),
+        (r#""prompt":"a","suffix":"b""#, OpaqueReason::Suffix),
         (
             r#""prompt":"a","kv_transfer_params":{"prompt_token_ids":[1]}"#,
-            Opaque::TransferredTokens,
+            OpaqueReason::TransferredTokens,
         ),
         (
             r#""prompt":"a","add_special_tokens":"maybe""#,
-            Opaque::Unreadable("add_special_tokens"),
+            OpaqueReason::Unreadable("add_special_tokens"),
         ),
     ] {
         let body = format!(r#"{{"model":"m",{field}}}"#);
@@ -171,9 +171,9 @@ fn prompt_log_probabilities_stop_the_engine_from_reading_its_cache() {
 #[test]
 fn truncation_is_only_known_for_prompts_below_it() {
     let keeps = |truncate_prompt, tokens, max| {
-        Limits {
+        RequestLimits {
             truncate_prompt,
-            ..Limits::default()
+            ..RequestLimits::default()
         }
         .keeps_whole(tokens, max)
     };
@@ -206,7 +206,7 @@ fn only_the_report_mode_is_cut_out_of_a_body() {
 
 #[test]
 fn what_no_engine_accepts_is_refused_with_the_field_at_fault() {
-    use Route::{ChatCompletions as Chat, Completions};
+    use PromptRoute::{ChatCompletions as Chat, Completions};
     let deep = format!(
         r#"{{"model":"m","messages":{}{}}}"#,
         "[".repeat(9999),
@@ -275,13 +275,40 @@ fn what_no_engine_accepts_is_refused_with_the_field_at_fault() {
     }
 }
 
+#[test]
+fn errors_never_quote_the_prompt() {
+    use PromptRoute::{ChatCompletions, Completions};
+    for (route, field) in [
+        (ChatCompletions, r#""messages":"SECRET""#),
+        (ChatCompletions, r#""messages":["SECRET, expected SECRET"]"#),
+        (
+            ChatCompletions,
+            r#""messages":[{"content":[{"type":["SECRET"]}]}]"#,
+        ),
+        (
+            ChatCompletions,
+            r#""messages":[{"content":[{"type":7}]}],"x":"SECRET""#,
+        ),
+        (Completions, r#""prompt":[1,"SECRET"]"#),
+        (Completions, r#""prompt":[[1],"SECRET recursion limit"]"#),
+        (Completions, r#""prompt":{"SECRET":1}"#),
+    ] {
+        let body = format!(r#"{{"model":"m",{field}}}"#);
+        let error = parse(route, body.as_bytes()).unwrap_err();
+        assert_eq!(error.code, Some("wrong_type"), "{field}");
+        assert!(error.message.contains("expected "), "{error}");
+        let json = String::from_utf8(error.to_json()).unwrap();
+        assert!(!json.contains("SECRET"), "{json}");
+    }
+}
+
 /// JSON values of all kinds, and texts that are none.
 const VALUE: &str = r#"\PC{0,12}|null|true|-1|1e9|\[\]|\{\}|"x"|\["a"\]"#;
 
 proptest! {
     #[test]
     fn any_bytes_are_parsed_or_refused(body in prop::collection::vec(any::<u8>(), 0..200)) {
-        for route in [Route::ChatCompletions, Route::Completions] {
+        for route in [PromptRoute::ChatCompletions, PromptRoute::Completions] {
             if let Err(error) = parse(route, &body) {
                 prop_assert_eq!(error.status(), 400);
             }
@@ -293,8 +320,8 @@ proptest! {
         values in prop::collection::vec((0usize..22, VALUE), 0..6),
     ) {
         for (route, names) in [
-            (Route::ChatCompletions, chat::FIELDS),
-            (Route::Completions, completion::FIELDS),
+            (PromptRoute::ChatCompletions, chat::FIELDS),
+            (PromptRoute::Completions, completion::FIELDS),
         ] {
             let mut body = String::from("{\"model\":\"m\",\"messages\":[],\"prompt\":\"\"");
             for (name, value) in &values {

@@ -5,9 +5,9 @@ use super::*;
 fn split(chunks: &[&[u8]]) -> Vec<Vec<u8>> {
     let mut splitter = SseSplitter::default();
     let mut events = Vec::new();
-    let mut keep = |event: Event<'_>| match event {
-        Event::Whole(bytes) => events.push(bytes.to_vec()),
-        Event::Oversized(len) => events.push(format!("oversized {len}").into_bytes()),
+    let mut keep = |event: SseEvent<'_>| match event {
+        SseEvent::Whole(bytes) => events.push(bytes.to_vec()),
+        SseEvent::Oversized(len) => events.push(format!("oversized {len}").into_bytes()),
     };
     for chunk in chunks {
         splitter.push(chunk, &mut keep);
@@ -55,15 +55,15 @@ fn both_line_ends_and_comments() {
             b"data: f"
         ]
     );
-    let joined = Event::Whole(b"event: x\r\ndata: d\r\ndata:e");
+    let joined = SseEvent::Whole(b"event: x\r\ndata: d\r\ndata:e");
     assert_eq!(joined.data().as_deref(), Some(&b"d\ne"[..]));
-    assert_eq!(Event::Whole(b": c").data(), None);
+    assert_eq!(SseEvent::Whole(b": c").data(), None);
 }
 
 #[test]
-fn a_watched_stream_tells_first_token_chunks_and_usage_however_it_is_cut() {
+fn first_token_chunks_and_usage_do_not_depend_on_chunk_sizes() {
     for size in 1..STREAM.len() {
-        let mut watch = StreamWatch::default();
+        let mut watch = StreamObserver::default();
         let firsts = STREAM
             .chunks(size)
             .filter(|chunk| watch.push(chunk))
@@ -71,7 +71,7 @@ fn a_watched_stream_tells_first_token_chunks_and_usage_however_it_is_cut() {
         watch.finish();
         assert_eq!(firsts, 1, "chunks of {size}");
         assert_eq!(watch.output_chunks(), 3);
-        let expected = Usage {
+        let expected = TokenUsage {
             prompt_tokens: 40,
             completion_tokens: 2,
             cached_tokens: Some(32),
@@ -82,8 +82,8 @@ fn a_watched_stream_tells_first_token_chunks_and_usage_however_it_is_cut() {
 }
 
 #[test]
-fn usage_on_every_chunk_counts_output_all_the_same() {
-    let mut watch = StreamWatch::default();
+fn chunks_with_usage_count_as_output() {
+    let mut watch = StreamObserver::default();
     watch.push(
         b"data: {\"choices\":[{\"text\":\"a\"}],\"usage\":{\"prompt_tokens\":4,\
           \"completion_tokens\":1}}\n\ndata: {\"error\":{\"message\":\"x\"}}\n\n",
@@ -103,8 +103,8 @@ fn a_line_that_never_ends_needs_bounded_memory() {
     }
     splitter.push(b"\n\ndata: next\n\n", |event| {
         events.push(match event {
-            Event::Whole(bytes) => bytes.len(),
-            Event::Oversized(len) => len,
+            SseEvent::Whole(bytes) => bytes.len(),
+            SseEvent::Oversized(len) => len,
         });
     });
     assert_eq!(events, [4096 * 1024 + 2, b"data: next".len()]);
@@ -114,7 +114,7 @@ fn a_line_that_never_ends_needs_bounded_memory() {
 fn an_event_inside_one_chunk_is_not_copied() {
     let chunk = b"data: a\n\n";
     SseSplitter::default().push(chunk, |event| {
-        let Event::Whole(bytes) = event else {
+        let SseEvent::Whole(bytes) = event else {
             panic!("small event")
         };
         assert_eq!(bytes.as_ptr(), chunk.as_ptr());

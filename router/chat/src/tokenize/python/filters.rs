@@ -1,4 +1,4 @@
-//! Filters and tests of jinja2 where minijinja's own differ in what they print or accept.
+//! Filters and tests of jinja2 that differ from minijinja's in output or in accepted values.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
@@ -6,10 +6,10 @@ use std::fmt::{self, Write};
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 
-use super::json::{Style, dumps};
+use super::json::{JsonStyle, dumps};
 use super::text;
 
-pub(crate) fn register(env: &mut Environment<'static>) {
+pub(super) fn register(env: &mut Environment<'static>) {
     env.add_filter("tojson", to_json);
     env.add_filter("string", |value: &Value| str_of(value).into_owned());
     env.add_filter("trim", trim);
@@ -28,15 +28,15 @@ pub(crate) fn register(env: &mut Environment<'static>) {
     env.add_filter("items", items);
     env.add_filter("wordcount", |value: &Value| word_count(&str_of(value)));
     env.add_filter("center", |value: &Value, width: Option<usize>| {
-        super::methods::center(&str_of(value), width.unwrap_or(80), ' ')
+        super::methods::center(&str_of(value), width.unwrap_or(80))
     });
     env.add_filter("safe", |value: &Value| value.clone());
     env.add_filter("escape", |value: &Value| escape(&str_of(value)));
     env.add_filter("e", |value: &Value| escape(&str_of(value)));
-    // The attribute, never the item: values of a request have none.
+    // Attributes, not items: the values of a request have none.
     env.add_filter("attr", |_value: &Value, _name: &str| Value::UNDEFINED);
     for name in ["joiner", "cycler", "lipsum"] {
-        env.add_function(name, not_here);
+        env.add_function(name, unavailable);
     }
     env.add_test("sequence", is_sequence);
     env.add_test("iterable", |value: &Value| {
@@ -45,8 +45,8 @@ pub(crate) fn register(env: &mut Environment<'static>) {
     env.add_test("callable", |value: &Value| value.kind() == ValueKind::Plain);
 }
 
-/// Defined, as in jinja2, but of no use in a prompt.
-fn not_here(_arguments: minijinja::value::Rest<Value>) -> Result<Value, Error> {
+/// A function that is defined as in jinja2 and fails: prompts do not use it.
+fn unavailable(_arguments: minijinja::value::Rest<Value>) -> Result<Value, Error> {
     Err(Error::new(
         ErrorKind::InvalidOperation,
         "this function is not available",
@@ -69,12 +69,12 @@ fn escape(text: &str) -> String {
     out
 }
 
-pub(crate) fn is_float(value: &Value) -> bool {
+pub(super) fn is_float(value: &Value) -> bool {
     value.kind() == ValueKind::Number && !value.is_integer()
 }
 
 /// `repr(float)`: the shortest form that reads back, with an exponent outside 1e-4 to 1e16.
-pub(crate) fn float_repr(number: f64) -> String {
+pub(super) fn float_repr(number: f64) -> String {
     if number.is_nan() {
         return "nan".to_owned();
     }
@@ -96,7 +96,7 @@ pub(crate) fn float_repr(number: f64) -> String {
 }
 
 /// Writes `str(value)`.
-pub(crate) fn write_str_of(out: &mut dyn Write, value: &Value) -> fmt::Result {
+pub(super) fn write_str_of(out: &mut dyn Write, value: &Value) -> fmt::Result {
     match value.as_str() {
         Some(text) => out.write_str(text),
         None if value.is_undefined() => Ok(()),
@@ -155,7 +155,7 @@ fn write_repr(out: &mut dyn Write, value: &Value, depth: usize) -> fmt::Result {
     }
 }
 
-/// `repr(str)`: single quotes unless only they occur inside, what cannot be printed escaped.
+/// `repr(str)`: in single quotes unless only they occur inside, with unprintable characters escaped.
 fn write_str_repr(out: &mut dyn Write, text: &str) -> fmt::Result {
     let quote = if text.contains('\'') && !text.contains('"') {
         '"'
@@ -179,8 +179,8 @@ fn write_str_repr(out: &mut dyn Write, text: &str) -> fmt::Result {
     out.write_char(quote)
 }
 
-/// Rust escapes for debugging what Python escapes: other, format and separator characters. Behind
-/// another character a combining mark is not escaped by either.
+/// Rust's debug output escapes the characters that Python escapes: other, format and separator
+/// characters. Neither escapes a combining mark after another character.
 fn is_printable(c: char) -> bool {
     if c.is_ascii() {
         return (' '..='~').contains(&c);
@@ -191,12 +191,12 @@ fn is_printable(c: char) -> bool {
 }
 
 /// `str(value)`, borrowed if it is one.
-pub(crate) fn str_of(value: &Value) -> Cow<'_, str> {
+pub(super) fn str_of(value: &Value) -> Cow<'_, str> {
     match value.as_str() {
         Some(text) => Cow::Borrowed(text),
         None => {
             let mut out = String::new();
-            // Only a value that is nested beyond any request fails; it then shows as it got so far.
+            // Only a value nested deeper than any request fails; its text is then incomplete.
             write_str_of(&mut out, value).unwrap_or_default();
             Cow::Owned(out)
         }
@@ -214,10 +214,7 @@ fn to_json(value: &Value, indent: Option<&Value>, options: Kwargs) -> Result<Str
     let indent = match options.get::<Option<Value>>("indent")? {
         None => None,
         Some(value) if value.is_none() => None,
-        Some(value) => Some(match value.as_str() {
-            Some(text) => text.to_owned(),
-            None => " ".repeat(indent_width(&value)?),
-        }),
+        Some(value) => Some(indent_prefix(&value)?),
     };
     let separators = options
         .get::<Option<Value>>("separators")?
@@ -239,7 +236,7 @@ fn to_json(value: &Value, indent: Option<&Value>, options: Kwargs) -> Result<Str
     }
     dumps(
         value,
-        &Style {
+        &JsonStyle {
             indent,
             item_separator,
             key_separator,
@@ -249,11 +246,14 @@ fn to_json(value: &Value, indent: Option<&Value>, options: Kwargs) -> Result<Str
     )
 }
 
-/// Widths come from templates; the bound only keeps a mistake from filling memory.
-fn indent_width(value: &Value) -> Result<usize, Error> {
+/// Widths come from templates; the bound keeps a mistake from filling memory.
+fn indent_prefix(text_or_width: &Value) -> Result<String, Error> {
     const WIDTH_MAX: i64 = 256;
-    let width = i64::try_from(value.clone())?;
-    Ok(usize::try_from(width.clamp(0, WIDTH_MAX)).unwrap_or(0))
+    if let Some(text) = text_or_width.as_str() {
+        return Ok(text.to_owned());
+    }
+    let width = i64::try_from(text_or_width.clone())?.clamp(0, WIDTH_MAX);
+    Ok(" ".repeat(usize::try_from(width).unwrap_or(0)))
 }
 
 fn part(pair: &Value, at: usize) -> Result<String, Error> {
@@ -274,7 +274,7 @@ fn trim(value: &Value, chars: Option<&str>) -> String {
     }
 }
 
-/// Jinja2's own title filter: a word starts after white space or one of `-({[<`.
+/// Jinja2's title filter: a word starts after white space or one of `-({[<`.
 fn filter_title(value: &str) -> String {
     let mut out = String::with_capacity(value.len());
     let mut first = true;
@@ -294,7 +294,11 @@ fn filter_title(value: &str) -> String {
 fn replace(value: &Value, from: &Value, to: &Value, count: Option<&Value>) -> String {
     let text = str_of(value);
     let limit = count.and_then(Value::as_usize);
-    super::methods::replace(&text, &str_of(from), &str_of(to), limit)
+    let (from, to) = (str_of(from), str_of(to));
+    match limit {
+        Some(limit) => text.replacen(from.as_ref(), &to, limit),
+        None => text.replace(from.as_ref(), &to),
+    }
 }
 
 fn length(value: &Value) -> Result<usize, Error> {
@@ -351,15 +355,8 @@ fn indent(
     options: Kwargs,
 ) -> Result<String, Error> {
     let text = str_of(value);
-    let width = match width {
-        Some(width) => Some(width),
-        None => options.get::<Option<Value>>("width")?,
-    };
-    let prefix = match &width {
-        Some(width) => match width.as_str() {
-            Some(text) => text.to_owned(),
-            None => " ".repeat(indent_width(width)?),
-        },
+    let prefix = match width.or(options.get("width")?) {
+        Some(width) => indent_prefix(&width)?,
         None => " ".repeat(4),
     };
     let first = first.or(options.get("first")?).unwrap_or(false);
@@ -367,7 +364,8 @@ fn indent(
     options.assert_all_used()?;
     let text = format!("{text}\n");
     let mut out = String::with_capacity(text.len());
-    for (at, line) in text::split_lines(&text, false).into_iter().enumerate() {
+    for (at, line) in text::split_lines(&text).into_iter().enumerate() {
+        let line = text::without_line_end(line);
         if at > 0 {
             out.push('\n');
         }
@@ -379,7 +377,7 @@ fn indent(
     Ok(out)
 }
 
-/// Pairs of a mapping; none of an undefined value.
+/// The pairs of a mapping; an empty list for an undefined value.
 fn items(value: &Value) -> Result<Value, Error> {
     if value.is_undefined() {
         return Ok(Value::from(Vec::<Value>::new()));
@@ -399,7 +397,7 @@ fn word_count(text: &str) -> usize {
         .count()
 }
 
-/// What has a length and can be indexed: in Python also strings and mappings.
+/// Whether a value has a length and can be indexed: in Python also strings and mappings.
 #[expect(
     clippy::wildcard_enum_match_arm,
     reason = "the enum of kinds is not exhaustive"
@@ -407,7 +405,7 @@ fn word_count(text: &str) -> usize {
 fn is_sequence(value: &Value) -> bool {
     match value.kind() {
         ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map => true,
-        // A slice of a list is lazy here, but a list there.
+        // A slice of a list is lazy in minijinja and a list in Python.
         ValueKind::Iterable => value.len().is_some(),
         _ => false,
     }

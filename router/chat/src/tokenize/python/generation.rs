@@ -1,10 +1,10 @@
-//! `{% generation %}` marks what an assistant wrote. transformers keeps the content and a scope of
-//! its own; `{% with %}` does both, and like any block tag takes part in white space trimming.
+//! The `{% generation %}` tag, which marks an assistant's text. transformers keeps the content in a
+//! scope of its own; `{% with %}` does that too and trims white space like any block tag.
 
 use std::borrow::Cow;
 
-/// The template with `generation` and `endgeneration` written as `with` and `endwith`.
-pub(crate) fn without_generation_tags(source: &str) -> Cow<'_, str> {
+/// The template with `generation` and `endgeneration` replaced by `with` and `endwith`.
+pub(in crate::tokenize) fn without_generation_tags(source: &str) -> Cow<'_, str> {
     if !source.contains("generation") {
         return Cow::Borrowed(source);
     }

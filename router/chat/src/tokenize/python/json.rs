@@ -7,19 +7,19 @@ use minijinja::{Error, ErrorKind};
 
 use super::filters::{float_repr, is_float};
 
-/// Values nested deeper than this come from a template that builds them, not from a request.
+/// Only a template can build a value nested deeper than this; a request cannot.
 const DEPTH_MAX: usize = 256;
 
-pub(crate) struct Style {
-    /// What a level is indented with; none keeps everything on one line.
-    pub(crate) indent: Option<String>,
-    pub(crate) item_separator: String,
-    pub(crate) key_separator: String,
-    pub(crate) ensure_ascii: bool,
-    pub(crate) sort_keys: bool,
+pub(super) struct JsonStyle {
+    /// The indentation of one level; `None` writes one line.
+    pub(super) indent: Option<String>,
+    pub(super) item_separator: String,
+    pub(super) key_separator: String,
+    pub(super) ensure_ascii: bool,
+    pub(super) sort_keys: bool,
 }
 
-pub(crate) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
+pub(super) fn dumps(value: &Value, style: &JsonStyle) -> Result<String, Error> {
     let mut out = String::new();
     write_value(&mut out, value, style, 0)?;
     Ok(out)
@@ -29,7 +29,12 @@ pub(crate) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     clippy::wildcard_enum_match_arm,
     reason = "the enum of kinds is not exhaustive"
 )]
-fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+fn write_value(
+    out: &mut String,
+    value: &Value,
+    style: &JsonStyle,
+    depth: usize,
+) -> Result<(), Error> {
     if depth > DEPTH_MAX {
         return Err(Error::new(
             ErrorKind::InvalidOperation,
@@ -68,7 +73,12 @@ fn write_number(out: &mut String, value: &Value) -> Result<(), Error> {
     Ok(())
 }
 
-fn write_list(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+fn write_list(
+    out: &mut String,
+    value: &Value,
+    style: &JsonStyle,
+    depth: usize,
+) -> Result<(), Error> {
     let mut empty = true;
     out.push('[');
     for item in value.try_iter()?.checked() {
@@ -85,7 +95,12 @@ fn write_list(out: &mut String, value: &Value, style: &Style, depth: usize) -> R
     Ok(())
 }
 
-fn write_map(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+fn write_map(
+    out: &mut String,
+    value: &Value,
+    style: &JsonStyle,
+    depth: usize,
+) -> Result<(), Error> {
     let mut keys = value.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
     if style.sort_keys {
         keys.sort();
@@ -114,7 +129,7 @@ fn write_map(out: &mut String, value: &Value, style: &Style, depth: usize) -> Re
     Ok(())
 }
 
-fn new_line(out: &mut String, style: &Style, depth: usize) {
+fn new_line(out: &mut String, style: &JsonStyle, depth: usize) {
     if let Some(indent) = &style.indent {
         out.push('\n');
         for _ in 0..depth {
@@ -127,11 +142,7 @@ fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
     out.push('"');
     let mut plain_from = 0;
     for (at, c) in text.char_indices() {
-        let plain = c >= ' '
-            && c != '"'
-            && c != '\\'
-            && (c.is_ascii() || !ensure_ascii)
-            && (c != '\u{7f}' || !ensure_ascii || c.is_ascii());
+        let plain = c >= ' ' && c != '"' && c != '\\' && (c.is_ascii() || !ensure_ascii);
         if plain {
             continue;
         }

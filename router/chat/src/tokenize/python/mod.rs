@@ -1,10 +1,10 @@
 //! Python's and Jinja2's behaviour on top of minijinja, so that a template written for
 //! transformers gives the same text here. Pure.
 //!
-//! What templates see: jinja2's sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, the
-//! `generation` tag (its content stays, the tag goes), `tojson` as `json.dumps` writes it,
-//! `raise_exception`, and the methods of Python's str, dict and list. Deliberately absent: methods
-//! that change a value (the sandbox forbids them there as well), and autoescaping.
+//! Templates run in jinja2's sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, the
+//! `generation` tag, `tojson` as `json.dumps` writes it, `raise_exception`, and the methods of
+//! Python's str, dict and list. Absent: methods that change a value (jinja2's sandbox forbids them as
+//! well), and autoescaping.
 
 mod filters;
 mod generation;
@@ -17,17 +17,17 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior};
 
-pub(crate) use generation::without_generation_tags;
+pub(super) use generation::without_generation_tags;
 pub use strftime::CivilTime;
-pub(crate) use text::{is_space, strip_end};
+pub(super) use text::{is_space, strip_end};
 
 /// Instructions that one rendering may execute. A chat of 10,000 messages needs about a million.
 const FUEL: u64 = 50_000_000;
 /// Nested macro calls and includes.
 const RECURSION_MAX: usize = 200;
 
-/// An environment without templates that behaves as transformers' one.
-pub(crate) fn environment() -> Result<Environment<'static>, Error> {
+/// An environment without templates that behaves like that of transformers.
+pub(super) fn environment() -> Result<Environment<'static>, Error> {
     let mut env = Environment::new();
     env.set_syntax(syntax()?);
     env.set_undefined_behavior(UndefinedBehavior::Lenient);
@@ -42,8 +42,8 @@ pub(crate) fn environment() -> Result<Environment<'static>, Error> {
     Ok(env)
 }
 
-/// Delimiters are jinja's; a block tag takes the line end behind it and the blanks before it.
-pub(crate) fn syntax() -> Result<SyntaxConfig, Error> {
+/// Jinja's delimiters; a block tag consumes the line end after it and the blanks before it.
+pub(super) fn syntax() -> Result<SyntaxConfig, Error> {
     SyntaxConfig::builder()
         .trim_blocks(true)
         .lstrip_blocks(true)
@@ -55,7 +55,7 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
 }
 
 /// `strftime_now` for one rendering.
-pub(crate) fn strftime_now(now: CivilTime) -> Value {
+pub(super) fn strftime_now(now: CivilTime) -> Value {
     Value::from_function(move |format: &str| now.format(format))
 }
 

@@ -1,192 +1,91 @@
-//! `datetime.strftime` in the C locale, for a time that the caller gives.
+//! `datetime.strftime` in the C locale, for a given time.
 
-use std::fmt::Write;
+use std::fmt::Write as _;
 
-/// A wall-clock time. The engine uses its own local time, which in a container is UTC.
+use time::OffsetDateTime;
+
+/// A wall-clock time in UTC. The engine uses its local time, which is UTC in a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CivilTime {
-    pub year: i64,
-    /// 1 to 12.
-    pub month: u32,
-    /// 1 to 31.
-    pub day: u32,
-    pub hour: u32,
-    pub minute: u32,
-    pub second: u32,
-}
-
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
-const DAYS: [&str; 7] = [
-    "Sunday",
-    "Monday",
-    "Tuesday",
-    "Wednesday",
-    "Thursday",
-    "Friday",
-    "Saturday",
-];
+pub struct CivilTime(OffsetDateTime);
 
 impl CivilTime {
-    /// UTC of a Unix time in seconds.
+    /// The time of a Unix timestamp in seconds; 1970 for one beyond the year 9999.
     pub fn from_unix(seconds: i64) -> Self {
-        let days = seconds.div_euclid(86_400);
-        let of_day = seconds.rem_euclid(86_400) as u32;
-        // Days since 0000-03-01, in eras of 400 years: the leap day ends each such year.
-        let shifted = days + 719_468;
-        let era = shifted.div_euclid(146_097);
-        let of_era = shifted.rem_euclid(146_097);
-        let year_of_era = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
-        let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        let march_month = (5 * of_year + 2) / 153;
-        let day = (of_year - (153 * march_month + 2) / 5 + 1) as u32;
-        let month = (if march_month < 10 {
-            march_month + 3
-        } else {
-            march_month - 9
-        }) as u32;
-        Self {
-            year: year_of_era + era * 400 + i64::from(month <= 2),
-            month,
-            day,
-            hour: of_day / 3_600,
-            minute: of_day / 60 % 60,
-            second: of_day % 60,
-        }
+        Self(OffsetDateTime::from_unix_timestamp(seconds).unwrap_or(OffsetDateTime::UNIX_EPOCH))
     }
 
-    /// Formats as Python does. An unknown directive stays as it is written.
+    /// Formats as Python does. An unknown directive is kept as written.
     pub fn format(&self, format: &str) -> String {
         let mut out = String::with_capacity(format.len() + 16);
-        let mut chars = format.chars();
-        while let Some(c) = chars.next() {
-            if c != '%' {
-                out.push(c);
-                continue;
-            }
-            let mut directive = chars.next();
-            let padded = directive != Some('-');
-            if !padded {
-                directive = chars.next();
-            }
-            match directive {
-                Some(d) if self.write_directive(&mut out, d, padded) => {}
-                Some(d) => {
-                    out.push_str(if padded { "%" } else { "%-" });
-                    out.push(d);
-                }
-                None => out.push('%'),
+        let mut rest = format;
+        while let Some((before, after)) = rest.split_once('%') {
+            out.push_str(before);
+            let (flag, after) = match after.strip_prefix('-') {
+                Some(after) => ("-", after),
+                None => ("", after),
+            };
+            let mut chars = after.chars();
+            let directive = chars.next();
+            rest = chars.as_str();
+            if let Some((value, width)) = directive.and_then(|d| self.number(d)) {
+                let width = if flag.is_empty() { width } else { 1 };
+                // Writing to a String cannot fail.
+                write!(out, "{value:0width$}").unwrap_or_default();
+            } else if let Some(text) = directive.and_then(|d| self.text(d)) {
+                out.push_str(&text);
+            } else {
+                out.extend(["%", flag]);
+                out.extend(directive);
             }
         }
-        out
+        out + rest
     }
 
-    fn write_directive(&self, out: &mut String, directive: char, padded: bool) -> bool {
-        let hour12 = if self.hour.is_multiple_of(12) {
-            12
-        } else {
-            self.hour % 12
-        };
-        let (value, width) = match directive {
-            'd' => (self.day, 2),
-            'm' => (self.month, 2),
-            'y' => (self.year.rem_euclid(100) as u32, 2),
-            'H' => (self.hour, 2),
+    /// The value of a numeric directive and its width in digits.
+    fn number(&self, directive: char) -> Option<(u32, usize)> {
+        let time = self.0;
+        let hour12 = (u32::from(time.hour()) + 11) % 12 + 1;
+        Some(match directive {
+            'd' => (time.day().into(), 2),
+            'm' => (u8::from(time.month()).into(), 2),
+            'y' => (time.year().rem_euclid(100).unsigned_abs(), 2),
+            'H' => (time.hour().into(), 2),
             'I' => (hour12, 2),
-            'M' => (self.minute, 2),
-            'S' => (self.second, 2),
-            'j' => (self.day_of_year(), 3),
-            'U' => ((self.day_of_year() + 6 - self.weekday()) / 7, 2),
-            'W' => ((self.day_of_year() + 6 - (self.weekday() + 6) % 7) / 7, 2),
-            'w' => (self.weekday(), 1),
-            'u' => (
-                if self.weekday() == 0 {
-                    7
-                } else {
-                    self.weekday()
-                },
-                1,
-            ),
-            _ => return self.write_text(out, directive),
-        };
-        let width = if padded { width } else { 1 };
-        write!(out, "{value:0width$}").is_ok()
+            'M' => (time.minute().into(), 2),
+            'S' => (time.second().into(), 2),
+            'j' => (time.ordinal().into(), 3),
+            'U' => (time.sunday_based_week().into(), 2),
+            'W' => (time.monday_based_week().into(), 2),
+            'w' => (time.weekday().number_days_from_sunday().into(), 1),
+            'u' => (time.weekday().number_from_monday().into(), 1),
+            _ => return None,
+        })
     }
 
-    fn write_text(&self, out: &mut String, directive: char) -> bool {
-        let month = MONTHS
-            .get(self.month.saturating_sub(1) as usize)
-            .copied()
-            .unwrap_or("");
-        let day = DAYS.get(self.weekday() as usize).copied().unwrap_or("");
-        let expanded = match directive {
-            'Y' => return write!(out, "{}", self.year).is_ok(),
-            'e' => return write!(out, "{:>2}", self.day).is_ok(),
-            'B' => month,
-            'b' | 'h' => month.get(..3).unwrap_or(month),
-            'A' => day,
-            'a' => day.get(..3).unwrap_or(day),
-            'p' => {
-                if self.hour < 12 {
-                    "AM"
-                } else {
-                    "PM"
-                }
-            }
-            'f' => "000000",
-            'z' | 'Z' => "",
-            '%' => "%",
-            'n' => "\n",
-            't' => "\t",
-            'F' => return self.write_format(out, "%Y-%m-%d"),
-            'T' | 'X' => return self.write_format(out, "%H:%M:%S"),
-            'R' => return self.write_format(out, "%H:%M"),
-            'D' | 'x' => return self.write_format(out, "%m/%d/%y"),
-            'c' => return self.write_format(out, "%a %b %e %H:%M:%S %Y"),
-            _ => return false,
-        };
-        out.push_str(expanded);
-        true
-    }
-
-    fn write_format(&self, out: &mut String, format: &str) -> bool {
-        out.push_str(&self.format(format));
-        true
-    }
-
-    fn is_leap(&self) -> bool {
-        self.year % 4 == 0 && (self.year % 100 != 0 || self.year % 400 == 0)
-    }
-
-    /// 1 to 366.
-    fn day_of_year(&self) -> u32 {
-        const BEFORE: [u32; 12] = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334];
-        let before = BEFORE
-            .get(self.month.saturating_sub(1) as usize)
-            .copied()
-            .unwrap_or(0);
-        before + self.day + u32::from(self.month > 2 && self.is_leap())
-    }
-
-    /// 0 is Sunday.
-    fn weekday(&self) -> u32 {
-        let before = self.year - 1;
-        let days = before * 365 + before.div_euclid(4) - before.div_euclid(100)
-            + before.div_euclid(400)
-            + i64::from(self.day_of_year());
-        days.rem_euclid(7) as u32
+    fn text(&self, directive: char) -> Option<String> {
+        let time = self.0;
+        let short = |name: String| name.chars().take(3).collect();
+        Some(match directive {
+            'Y' => time.year().to_string(),
+            'e' => format!("{:>2}", time.day()),
+            'B' => time.month().to_string(),
+            'b' | 'h' => short(time.month().to_string()),
+            'A' => time.weekday().to_string(),
+            'a' => short(time.weekday().to_string()),
+            'p' if time.hour() < 12 => "AM".to_owned(),
+            'p' => "PM".to_owned(),
+            'f' => "000000".to_owned(),
+            'z' | 'Z' => String::new(),
+            '%' => "%".to_owned(),
+            'n' => "\n".to_owned(),
+            't' => "\t".to_owned(),
+            'F' => self.format("%Y-%m-%d"),
+            'T' | 'X' => self.format("%H:%M:%S"),
+            'R' => self.format("%H:%M"),
+            'D' | 'x' => self.format("%m/%d/%y"),
+            'c' => self.format("%a %b %e %H:%M:%S %Y"),
+            _ => return None,
+        })
     }
 }
 

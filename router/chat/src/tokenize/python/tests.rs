@@ -14,27 +14,21 @@ struct Case {
     text: Option<String>,
 }
 
-const NOW: CivilTime = CivilTime {
-    year: 2026,
-    month: 3,
-    day: 7,
-    hour: 9,
-    minute: 5,
-    second: 2,
-};
+/// 2026-03-07 09:05:02.
+const NOW: i64 = 1_772_874_302;
 
-/// Renders as `render` of the template module does, without a chat around it.
+/// Renders a template without a chat.
 fn render(source: &str, context: &Value) -> Result<String, Error> {
     let mut env = environment()?;
-    env.add_global("strftime_now", strftime_now(NOW));
+    env.add_global("strftime_now", strftime_now(CivilTime::from_unix(NOW)));
     env.render_str(&without_generation_tags(source), context.clone())
 }
 
-/// What the engine refuses and we render. Harmless: no prompt comes of it there.
+/// Sources that the engine refuses and the router renders. Harmless: the engine makes no prompt.
 const MORE_LENIENT: &[&str] = &["{% do l %}"];
 
-/// What the engine renders and we refuse: such a chat is routed by load. Nothing may be added here
-/// that real templates use.
+/// Sources that the engine renders and the router refuses: such a chat is routed by load. Constructs
+/// of real templates must not be added.
 const UNSUPPORTED: &[&str] = &[
     "{{ '%.2f' % 2.5 }}",
     "{% macro m(a) %}{{ a }}{{ varargs }}{% endmacro %}{{ m(1, 2) }}",
@@ -70,7 +64,19 @@ fn expressions_print_what_python_prints() {
 }
 
 #[test]
-fn a_template_that_runs_for_ever_is_stopped() {
+fn methods_split_and_strip_as_python_does() {
+    for (source, expected) in [
+        ("{{ ' a  b '.rsplit(None, 1) }}", "[' a', 'b']"),
+        ("{{ ' a  b '.split(None, 1) }}", "['a', 'b ']"),
+        ("{{ ' a '.split(None, 0) }}", "['a ']"),
+        ("{{ 'xax'.strip(none) }}|{{ [1, 2].index(2) }}", "xax|1"),
+    ] {
+        assert_eq!(render(source, &Value::UNDEFINED).unwrap(), expected);
+    }
+}
+
+#[test]
+fn an_endless_template_is_stopped() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}";
     assert_eq!(
         render(endless, &Value::UNDEFINED).unwrap_err().kind(),

@@ -1,52 +1,50 @@
-//! Python's notion of white space, lines and letters where it differs from Rust's.
+//! White space, lines and letter case as Python defines them, where Rust differs.
 
 /// `str.isspace` of one character: Unicode's white space and the four separators 1C to 1F.
-pub(crate) fn is_space(c: char) -> bool {
+pub(in crate::tokenize) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-pub(crate) fn strip(text: &str) -> &str {
+pub(super) fn strip(text: &str) -> &str {
     text.trim_matches(is_space)
 }
 
-pub(crate) fn strip_start(text: &str) -> &str {
-    text.trim_start_matches(is_space)
-}
-
-pub(crate) fn strip_end(text: &str) -> &str {
+pub(in crate::tokenize) fn strip_end(text: &str) -> &str {
     text.trim_end_matches(is_space)
 }
 
-/// `str.splitlines(keepends)`.
-pub(crate) fn split_lines(text: &str, keep_ends: bool) -> Vec<&str> {
-    let mut lines = Vec::new();
-    let mut start = 0;
-    let mut chars = text.char_indices().peekable();
-    while let Some((at, c)) = chars.next() {
-        let is_end = matches!(
-            c,
-            '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'
-                ..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}'
-        );
-        if !is_end {
-            continue;
-        }
-        let mut end = at + c.len_utf8();
-        if c == '\r' && chars.peek().is_some_and(|(_, next)| *next == '\n') {
-            chars.next();
-            end += 1;
-        }
-        lines.push(&text[start..if keep_ends { end } else { at }]);
-        start = end;
+const LINE_ENDS: [char; 10] = [
+    '\n', '\r', '\u{b}', '\u{c}', '\u{1c}', '\u{1d}', '\u{1e}', '\u{85}', '\u{2028}', '\u{2029}',
+];
+
+/// `str.splitlines(keepends=True)`.
+pub(super) fn split_lines(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = Vec::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(LINE_ENDS) {
+        let end = rest[at..].chars().next().map_or(1, char::len_utf8);
+        let end = if rest[at..].starts_with("\r\n") {
+            2
+        } else {
+            end
+        };
+        let (line, after) = rest.split_at(at + end);
+        lines.push(line);
+        rest = after;
     }
-    if start < text.len() {
-        lines.push(&text[start..]);
+    if !rest.is_empty() {
+        lines.push(rest);
     }
     lines
 }
 
+pub(super) fn without_line_end(line: &str) -> &str {
+    let line = line.strip_suffix("\r\n").unwrap_or(line);
+    line.strip_suffix(LINE_ENDS).unwrap_or(line)
+}
+
 /// `str.title()`: a letter after a letter is lower case, any other is title case.
-pub(crate) fn title(text: &str) -> String {
+pub(super) fn title(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut after_letter = false;
     for c in text.chars() {
@@ -61,7 +59,7 @@ pub(crate) fn title(text: &str) -> String {
 }
 
 /// `str.capitalize()`.
-pub(crate) fn capitalize(text: &str) -> String {
+pub(super) fn capitalize(text: &str) -> String {
     let mut chars = text.chars();
     let mut out = String::with_capacity(text.len());
     if let Some(first) = chars.next() {
@@ -72,7 +70,7 @@ pub(crate) fn capitalize(text: &str) -> String {
 }
 
 /// `str.swapcase()`.
-pub(crate) fn swap_case(text: &str) -> String {
+pub(super) fn swap_case(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         if c.is_uppercase() {
@@ -84,40 +82,24 @@ pub(crate) fn swap_case(text: &str) -> String {
     out
 }
 
-pub(crate) fn is_cased(c: char) -> bool {
+fn is_cased(c: char) -> bool {
     c.is_lowercase()
         || c.is_uppercase()
-        || ('\u{1c5}'..='\u{1f2}').contains(&c) && is_title_digraph(c)
+        || matches!(c, '\u{1c5}' | '\u{1c8}' | '\u{1cb}' | '\u{1f2}')
 }
 
-fn is_title_digraph(c: char) -> bool {
-    matches!(c, '\u{1c5}' | '\u{1c8}' | '\u{1cb}' | '\u{1f2}')
-}
-
-/// Title case is upper case of the first letter only: digraphs and ligatures have forms of their
-/// own.
+/// Title case is upper case of the first letter only: digraphs and ligatures have own forms.
 fn push_title_case(out: &mut String, c: char) {
     match c {
         '\u{1c4}'..='\u{1c6}' => out.push('\u{1c5}'),
         '\u{1c7}'..='\u{1c9}' => out.push('\u{1c8}'),
         '\u{1ca}'..='\u{1cc}' => out.push('\u{1cb}'),
         '\u{1f1}'..='\u{1f3}' => out.push('\u{1f2}'),
-        'ß' => out.push_str("Ss"),
-        '\u{fb00}'..='\u{fb06}' => {
-            let upper: Vec<char> = c.to_uppercase().collect();
-            for (at, letter) in upper.iter().enumerate() {
-                if at == 0 {
-                    out.push(*letter);
-                } else {
-                    out.extend(letter.to_lowercase());
-                }
-            }
+        'ß' | '\u{fb00}'..='\u{fb06}' => {
+            let mut upper = c.to_uppercase();
+            out.extend(upper.next());
+            out.extend(upper.flat_map(char::to_lowercase));
         }
         _ => out.extend(c.to_uppercase()),
     }
-}
-
-/// The number of characters before a byte offset: Python counts code points.
-pub(crate) fn chars_before(text: &str, byte: usize) -> usize {
-    text[..byte].chars().count()
 }

@@ -4,35 +4,28 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn fixture(name: &str) -> (tokenizers::Tokenizer, Segments) {
+fn fixture(name: &str) -> (tokenizers::Tokenizer, PieceEncoder) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../tests/fixtures")
         .join(name);
     let definition = std::fs::read(path.join("tokenizer.json")).unwrap();
     let tokenizer = tokenizers::Tokenizer::from_bytes(&definition).unwrap();
-    let segments = Segments::new(&tokenizer, &definition).expect("can be cut");
-    (tokenizer, segments)
+    let pieces = PieceEncoder::new(&tokenizer, &definition).expect("can be cut");
+    (tokenizer, pieces)
 }
 
-fn check(tokenizer: &tokenizers::Tokenizer, segments: &Segments, text: &str) {
-    let expected = encode_plain(tokenizer, text, false).unwrap();
-    assert_eq!(
-        segments.encode(tokenizer, text).unwrap(),
-        expected,
-        "cold {text:?}"
-    );
-    assert_eq!(
-        segments.encode(tokenizer, text).unwrap(),
-        expected,
-        "warm {text:?}"
-    );
-    let expected = encode_plain(tokenizer, text, true).unwrap();
-    let ids = segments.encode(tokenizer, text).unwrap();
-    assert_eq!(segments.surround(ids), expected, "with special {text:?}");
+fn check(tokenizer: &tokenizers::Tokenizer, pieces: &PieceEncoder, text: &str) {
+    for special in [SpecialTokens::Omit, SpecialTokens::Add] {
+        let expected = encode_whole(tokenizer, text, special).unwrap();
+        for cache in ["cold", "warm"] {
+            let ids = pieces.encode(tokenizer, text, special).unwrap();
+            assert_eq!(ids, expected, "{cache}, {special:?}: {text:?}");
+        }
+    }
 }
 
-/// Texts with marks, parts of marks and blanks around them.
-fn marked_text() -> impl Strategy<Value = String> {
+/// Texts with added tokens, parts of them and blanks around them.
+fn delimited_text() -> impl Strategy<Value = String> {
     let words = prop_oneof![
         Just("<|im_start|>".to_owned()),
         Just("<|im_end|>".to_owned()),
@@ -55,9 +48,9 @@ fn marked_text() -> impl Strategy<Value = String> {
 }
 
 #[test]
-fn both_kinds_of_tokenizers_can_be_cut() {
+fn byte_level_and_metaspace_tokenizers_can_be_cut() {
     for name in ["tiny", "tiny_sp"] {
-        let (tokenizer, segments) = fixture(name);
+        let (tokenizer, pieces) = fixture(name);
         for text in [
             "",
             " ",
@@ -66,13 +59,13 @@ fn both_kinds_of_tokenizers_can_be_cut() {
             "<s> x</s>",
             "x <unk>",
         ] {
-            check(&tokenizer, &segments, text);
+            check(&tokenizer, &pieces, text);
         }
     }
 }
 
 #[test]
-fn tokenizers_that_look_over_a_cut_are_left_alone() {
+fn tokenizers_that_look_across_a_cut_are_not_cached() {
     let (tokenizer, _) = fixture("tiny_sp");
     let refused = |change: fn(&mut Value)| {
         let text = serde_json::to_string(&tokenizer).unwrap();
@@ -80,7 +73,7 @@ fn tokenizers_that_look_over_a_cut_are_left_alone() {
         change(&mut definition);
         let definition = serde_json::to_vec(&definition).unwrap();
         let tokenizer = tokenizers::Tokenizer::from_bytes(&definition).unwrap();
-        Segments::new(&tokenizer, &definition).is_none()
+        PieceEncoder::new(&tokenizer, &definition).is_none()
     };
     assert!(!refused(|_| {}));
     assert!(refused(|definition| {
@@ -96,7 +89,7 @@ fn tokenizers_that_look_over_a_cut_are_left_alone() {
 }
 
 #[test]
-fn a_mark_that_takes_blanks_stays_inside_its_piece() {
+fn a_token_that_takes_blanks_stays_inside_its_piece() {
     let (tokenizer, _) = fixture("tiny");
     let text = serde_json::to_string(&tokenizer).unwrap();
     let mut definition: Value = serde_json::from_str(&text).unwrap();
@@ -110,19 +103,19 @@ fn a_mark_that_takes_blanks_stays_inside_its_piece() {
     }
     let definition = serde_json::to_vec(&definition).unwrap();
     let tokenizer = tokenizers::Tokenizer::from_bytes(&definition).unwrap();
-    let segments = Segments::new(&tokenizer, &definition).unwrap();
+    let pieces = PieceEncoder::new(&tokenizer, &definition).unwrap();
     for text in [
         "a<|im_end|>  \n <|im_start|> b",
         "x  <tool_call> <|im_end|>  <tool_call>y",
         "<|im_end|> ",
     ] {
-        check(&tokenizer, &segments, text);
+        check(&tokenizer, &pieces, text);
     }
 }
 
 #[test]
 fn memory_is_bounded_and_used_pieces_stay() {
-    let mut cache = Cache::default();
+    let mut cache = PieceCache::default();
     let ids: Arc<[u32]> = vec![1; 1000].into();
     cache.put("kept", Arc::clone(&ids));
     for i in 0..40_000 {
@@ -139,14 +132,14 @@ fn memory_is_bounded_and_used_pieces_stay() {
 
 proptest! {
     #[test]
-    fn cutting_changes_no_id(text in marked_text()) {
+    fn cutting_changes_no_id(text in delimited_text()) {
         thread_local! {
-            static FIXTURES: [(tokenizers::Tokenizer, Segments); 2] =
+            static FIXTURES: [(tokenizers::Tokenizer, PieceEncoder); 2] =
                 ["tiny", "tiny_sp"].map(fixture);
         }
         FIXTURES.with(|fixtures| {
-            for (tokenizer, segments) in fixtures {
-                check(tokenizer, segments, &text);
+            for (tokenizer, pieces) in fixtures {
+                check(tokenizer, pieces, &text);
             }
         });
     }

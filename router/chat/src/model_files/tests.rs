@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use super::*;
 
-/// A directory that goes with the test.
+/// A directory that is removed after the test.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -17,7 +17,7 @@ impl Scratch {
         Self(path)
     }
 
-    fn read(&self) -> Files {
+    fn read(&self) -> ModelFiles {
         read(&self.0).unwrap()
     }
 }
@@ -28,8 +28,8 @@ impl Drop for Scratch {
     }
 }
 
-fn named(entries: &[(&str, &str)]) -> Templates {
-    Templates::Named(
+fn named(entries: &[(&str, &str)]) -> TemplateSources {
+    TemplateSources::Named(
         entries
             .iter()
             .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
@@ -41,8 +41,8 @@ const CONFIG: (&str, &str) = ("tokenizer_config.json", r#"{"chat_template":"conf
 const JINJA: (&str, &str) = ("chat_template.jinja", "file");
 const EXTRA: (&str, &str) = ("additional_chat_templates/tool_use.jinja", "tools");
 
-/// A name, files with their content, and what is read of them.
-type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], Templates);
+/// A name, files with their contents, and the templates expected.
+type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], TemplateSources);
 
 #[test]
 fn template_files_come_before_the_configuration() {
@@ -51,9 +51,9 @@ fn template_files_come_before_the_configuration() {
         "tokenizer_config.json",
         r#"{"chat_template":[{"name":"default","template":"d"},{"name":"rag","template":"r"}]}"#,
     );
-    let single = |text: &str| Templates::Single(text.to_owned());
+    let single = |text: &str| TemplateSources::Single(text.to_owned());
     let cases: [Case<'_>; 7] = [
-        ("none", &[], Templates::None),
+        ("none", &[], TemplateSources::None),
         ("config", &[CONFIG], single("configured")),
         ("jinja", &[CONFIG, legacy, JINJA], single("file")),
         ("legacy", &[CONFIG, legacy], single("legacy")),
@@ -108,5 +108,5 @@ fn broken_files_are_named() {
         "kind",
         &[("tokenizer_config.json", r#"{"chat_template":5}"#)],
     );
-    assert!(matches!(read(&scratch.0), Err(FileError::Json { .. })));
+    assert!(matches!(read(&scratch.0), Err(ModelFileError::Json { .. })));
 }

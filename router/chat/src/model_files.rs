@@ -1,0 +1,145 @@
+//! Reads the files of a model's tokenizer: a directory in Hugging Face's layout, or a bare
+//! `tokenizer.json`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+/// A file is unreadable or malformed.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelFileError {
+    #[error("cannot read {path}: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path} is malformed: {reason}")]
+    Json { path: PathBuf, reason: String },
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct ModelFiles {
+    pub(crate) tokenizer: Vec<u8>,
+    /// `tokenizer_config.json` without its template.
+    pub(crate) config: Map<String, Value>,
+    pub(crate) templates: TemplateSources,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) enum TemplateSources {
+    #[default]
+    None,
+    Single(String),
+    Named(BTreeMap<String, String>),
+}
+
+pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
+    if !path.is_dir() {
+        return Ok(ModelFiles {
+            tokenizer: fs::read(path).map_err(unreadable(path))?,
+            ..ModelFiles::default()
+        });
+    }
+    let mut config = json_object(&path.join("tokenizer_config.json"))?.unwrap_or_default();
+    // A legacy file, read only where the configuration does not list its tokens by id.
+    if !config.contains_key("added_tokens_decoder") {
+        config.extend(json_object(&path.join("special_tokens_map.json"))?.unwrap_or_default());
+    }
+    let templates = template_sources(path, config.remove("chat_template"))?;
+    let tokenizer = path.join("tokenizer.json");
+    Ok(ModelFiles {
+        tokenizer: fs::read(&tokenizer).map_err(unreadable(&tokenizer))?,
+        config,
+        templates,
+    })
+}
+
+/// Template files take precedence over the configuration, and over a processor's legacy file.
+fn template_sources(
+    directory: &Path,
+    configured: Option<Value>,
+) -> Result<TemplateSources, ModelFileError> {
+    let single = text(&directory.join("chat_template.jinja"))?;
+    let mut named = additional_templates(&directory.join("additional_chat_templates"))?;
+    if !named.is_empty() {
+        named.extend(single.map(|source| ("default".to_owned(), source)));
+        return Ok(TemplateSources::Named(named));
+    }
+    if let Some(source) = single {
+        return Ok(TemplateSources::Single(source));
+    }
+    if let Some(mut legacy) = json_object(&directory.join("chat_template.json"))?
+        && let Some(Value::String(source)) = legacy.remove("chat_template")
+    {
+        return Ok(TemplateSources::Single(source));
+    }
+    let malformed = || ModelFileError::Json {
+        path: directory.join("tokenizer_config.json"),
+        reason: "chat_template is neither text nor a list of names and templates".to_owned(),
+    };
+    match configured {
+        None | Some(Value::Null) => Ok(TemplateSources::None),
+        Some(Value::String(source)) => Ok(TemplateSources::Single(source)),
+        Some(Value::Array(list)) => named_list(&list)
+            .map(TemplateSources::Named)
+            .ok_or_else(malformed),
+        Some(_) => Err(malformed()),
+    }
+}
+
+fn named_list(list: &[Value]) -> Option<BTreeMap<String, String>> {
+    let text = |entry: &Value, name: &str| entry.get(name)?.as_str().map(str::to_owned);
+    list.iter()
+        .map(|entry| Some((text(entry, "name")?, text(entry, "template")?)))
+        .collect()
+}
+
+/// The `*.jinja` files of a directory, by name; none if it does not exist.
+fn additional_templates(directory: &Path) -> Result<BTreeMap<String, String>, ModelFileError> {
+    let mut named = BTreeMap::new();
+    if !directory.is_dir() {
+        return Ok(named);
+    }
+    for entry in fs::read_dir(directory).map_err(unreadable(directory))? {
+        let path = entry.map_err(unreadable(directory))?.path();
+        let is_template = path.extension().is_some_and(|end| end == "jinja");
+        let name = path.file_stem().and_then(|stem| stem.to_str());
+        if let (true, Some(name)) = (is_template, name)
+            && let Some(source) = text(&path)?
+        {
+            named.insert(name.to_owned(), source);
+        }
+    }
+    Ok(named)
+}
+
+fn unreadable(path: &Path) -> impl Fn(io::Error) -> ModelFileError + use<'_> {
+    |source| ModelFileError::Read {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// A file's text; `None` if the file does not exist.
+fn text(path: &Path) -> Result<Option<String>, ModelFileError> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(unreadable(path)(error)),
+    }
+}
+
+fn json_object(path: &Path) -> Result<Option<Map<String, Value>>, ModelFileError> {
+    let Some(text) = text(path)? else {
+        return Ok(None);
+    };
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|error| ModelFileError::Json {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })
+}
+
+#[cfg(test)]
+mod tests;
