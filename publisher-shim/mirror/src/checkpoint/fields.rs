@@ -1,53 +1,21 @@
-//! The bytes of a checkpoint, field by field: little-endian, fixed width, counts before lists.
+//! The encoding of a checkpoint's fields: little-endian, fixed width, lists behind their length.
 //!
-//! Reading is total: a count is believed only as far as the bytes that are there could hold it, so
-//! that nothing larger than the input is ever allocated.
+//! Reading is total: a length counts only if the remaining bytes can hold the list, so that nothing
+//! larger than the input is allocated.
 
-/// Where the bytes stop being a checkpoint.
+/// The part at which the bytes stop being a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed: {0}")]
 pub struct Malformed(pub &'static str);
 
-#[derive(Debug, Default)]
-pub(crate) struct FieldWriter {
-    bytes: Vec<u8>,
-}
+/// A value with one encoding.
+pub(crate) trait Field: Sized {
+    /// Bytes of the shortest value.
+    const BYTES_MIN: usize;
 
-impl FieldWriter {
-    pub(crate) fn with_capacity(bytes: usize) -> Self {
-        Self {
-            bytes: Vec::with_capacity(bytes),
-        }
-    }
+    fn write(&self, to: &mut Vec<u8>);
 
-    pub(crate) fn u8(&mut self, value: u8) {
-        self.bytes.push(value);
-    }
-
-    pub(crate) fn u32(&mut self, value: u32) {
-        self.bytes.extend_from_slice(&value.to_le_bytes());
-    }
-
-    pub(crate) fn u64(&mut self, value: u64) {
-        self.bytes.extend_from_slice(&value.to_le_bytes());
-    }
-
-    /// Lists here are bounded far below this by what an engine can hold.
-    pub(crate) fn count(&mut self, count: usize) {
-        self.u32(u32::try_from(count).unwrap_or(u32::MAX));
-    }
-
-    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
-        self.bytes.extend_from_slice(bytes);
-    }
-
-    pub(crate) fn written(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    pub(crate) fn into_bytes(self) -> Vec<u8> {
-        self.bytes
-    }
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, Malformed>;
 }
 
 #[derive(Debug)]
@@ -64,45 +32,78 @@ impl<'a> FieldReader<'a> {
         self.rest.is_empty()
     }
 
+    pub(crate) fn read<F: Field>(&mut self) -> Result<F, Malformed> {
+        F::read(self)
+    }
+
     pub(crate) fn bytes(&mut self, len: usize) -> Result<&'a [u8], Malformed> {
         let (bytes, rest) = self.rest.split_at_checked(len).ok_or(Malformed("short"))?;
         self.rest = rest;
         Ok(bytes)
     }
 
-    fn chunk<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
-        let (chunk, rest) = self.rest.split_first_chunk().ok_or(Malformed("short"))?;
-        self.rest = rest;
-        Ok(*chunk)
+    /// The length of a list whose entries take at least `entry_bytes_min` bytes each.
+    pub(crate) fn length(&mut self, entry_bytes_min: usize) -> Result<usize, Malformed> {
+        let length = self.read::<u32>()? as usize;
+        let needs = length.checked_mul(entry_bytes_min);
+        if needs.is_none_or(|bytes| bytes > self.rest.len()) {
+            return Err(Malformed("a length beyond the end"));
+        }
+        Ok(length)
+    }
+}
+
+/// Writes a list's length. Lists are bounded far below 2^32 entries by what an engine can hold.
+pub(crate) fn write_length(length: usize, to: &mut Vec<u8>) {
+    u32::try_from(length).unwrap_or(u32::MAX).write(to);
+}
+
+macro_rules! integer_fields {
+    ($($integer:ty),*) => {$(
+        impl Field for $integer {
+            const BYTES_MIN: usize = size_of::<Self>();
+
+            fn write(&self, to: &mut Vec<u8>) {
+                to.extend_from_slice(&self.to_le_bytes());
+            }
+
+            fn read(from: &mut FieldReader<'_>) -> Result<Self, Malformed> {
+                let (chunk, rest) = from.rest.split_first_chunk().ok_or(Malformed("short"))?;
+                from.rest = rest;
+                Ok(Self::from_le_bytes(*chunk))
+            }
+        }
+    )*};
+}
+
+integer_fields!(u8, u32, u64);
+
+impl Field for bool {
+    const BYTES_MIN: usize = 1;
+
+    fn write(&self, to: &mut Vec<u8>) {
+        u8::from(*self).write(to);
     }
 
-    pub(crate) fn u8(&mut self) -> Result<u8, Malformed> {
-        self.chunk().map(u8::from_le_bytes)
-    }
-
-    pub(crate) fn u32(&mut self) -> Result<u32, Malformed> {
-        self.chunk().map(u32::from_le_bytes)
-    }
-
-    pub(crate) fn u64(&mut self) -> Result<u64, Malformed> {
-        self.chunk().map(u64::from_le_bytes)
-    }
-
-    pub(crate) fn flag(&mut self) -> Result<bool, Malformed> {
-        match self.u8()? {
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, Malformed> {
+        match from.read::<u8>()? {
             0 => Ok(false),
             1 => Ok(true),
             _ => Err(Malformed("a flag")),
         }
     }
+}
 
-    /// A list's length, each entry of which takes at least so many bytes.
-    pub(crate) fn count(&mut self, entry_bytes_min: usize) -> Result<usize, Malformed> {
-        let count = self.u32()? as usize;
-        let needs = count.checked_mul(entry_bytes_min);
-        if needs.is_none_or(|bytes| bytes > self.rest.len()) {
-            return Err(Malformed("a count beyond the end"));
-        }
-        Ok(count)
+impl<F: Field> Field for Vec<F> {
+    const BYTES_MIN: usize = 4;
+
+    fn write(&self, to: &mut Vec<u8>) {
+        write_length(self.len(), to);
+        self.iter().for_each(|field| field.write(to));
+    }
+
+    fn read(from: &mut FieldReader<'_>) -> Result<Self, Malformed> {
+        let length = from.length(F::BYTES_MIN)?;
+        (0..length).map(|_| from.read()).collect()
     }
 }

@@ -1,25 +1,24 @@
-//! What lets a restarted shim go on where it was, while its engine lived on.
+//! The state from which a restarted shim resumes while its engine goes on running.
 //!
-//! A [`Checkpoint`] is one source at one engine batch: the mirror with all its references, the
-//! batch's sequence and the hash of its bytes, and the generation as a fence. The engine's replay
-//! from that batch on, inclusive, proves whether it is still the same life; nothing restored is
-//! believed before. [`CheckpointSchedule`] says when the next one is due: often enough that the engine's replay
+//! A [`Checkpoint`] is one source at one engine batch: the mirror with all references, the batch's
+//! sequence and the hash of its bytes, and the generation as a fence. Nothing restored is credited
+//! before a replay from that batch, inclusive, has proven that it is the same life of the engine.
+//! [`CheckpointSchedule`] decides when the next one is due: often enough that the engine's replay
 //! buffer reaches back to it.
 //!
-//! The bytes are versioned and checksummed. What is torn, of another source, of another
-//! configuration or of a newer version is refused with a reason, never guessed at: a shim without a
-//! checkpoint only knows less.
+//! The bytes are versioned and checksummed. A checkpoint that is torn, or of another source,
+//! configuration or version, is refused with a reason: a shim without one only knows less.
 //!
-//! Pure. Files and locks: `state_dir`.
+//! Pure; files and locks are in the shell's `state_dir`.
 
 mod fields;
 mod schedule;
 
-use warmroute_proto::{DpRank, EngineSeq, Generation, Source, WorkerId};
+use warmroute_proto::{BlockSize, DpRank, EngineSeq, Generation, Source, WorkerId};
 use xxhash_rust::xxh3::xxh3_128;
 
 pub use fields::Malformed;
-pub(crate) use fields::{FieldReader, FieldWriter};
+pub(crate) use fields::{Field, FieldReader, write_length};
 pub use schedule::CheckpointSchedule;
 // Until the shell uses the new name.
 pub use schedule::CheckpointSchedule as Pace;
@@ -27,14 +26,14 @@ pub use schedule::CheckpointSchedule as Pace;
 use crate::mirror::{self, Mirror, MirrorConfig, MirrorSnapshot};
 
 const MAGIC: [u8; 8] = *b"WRSHIMCP";
-/// Grows with every change of what follows it; stable otherwise.
+/// Incremented with each change of the encoding behind it.
 const VERSION: u32 = 1;
 const CHECKSUM_BYTES: usize = 16;
 
-/// No checkpoint is larger: ten million blocks take a third of it.
+/// Bound of a checkpoint; ten million blocks take a third of it.
 pub const BYTES_MAX: u64 = 2 << 30;
 
-/// The source as of one batch, before it is bytes.
+/// The source as of one batch, not yet encoded.
 #[derive(Debug)]
 pub struct Checkpoint {
     pub header: CheckpointHeader,
@@ -42,18 +41,19 @@ pub struct Checkpoint {
     pub(crate) mirror: MirrorSnapshot,
 }
 
-/// Where a checkpoint stands.
+/// The source, batch and generation of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointHeader {
     pub source: Source,
-    /// The generation in use; no lower one may be claimed again.
+    /// The generation in use: a later one must be above it.
     pub generation: Generation,
-    /// The last batch in the mirror, and the hash of its bytes.
+    /// The last batch in the mirror.
     pub engine_seq: EngineSeq,
+    /// XXH3 of that batch's bytes.
     pub payload_hash: u64,
 }
 
-/// A checkpoint read back, not yet proven.
+/// A decoded checkpoint, not yet proven.
 #[derive(Debug)]
 pub struct Restored {
     pub header: CheckpointHeader,
@@ -61,32 +61,32 @@ pub struct Restored {
 }
 
 impl Restored {
-    /// Prefixes in its mirror.
+    /// Number of prefixes in its mirror.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.mirror.prefixes()
     }
 }
 
-/// Why bytes are not used.
+/// Why a checkpoint is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CheckpointError {
-    #[error("it is no checkpoint")]
+    #[error("not a checkpoint")]
     Foreign,
-    #[error("its version {0} is not known here")]
+    #[error("unknown version {0}")]
     Version(u32),
-    #[error("it is torn or corrupt: its checksum does not match")]
+    #[error("torn or corrupt: the checksum does not match")]
     Checksum,
-    #[error("it is of source {0}")]
+    #[error("written for source {0}")]
     Source(Source),
-    #[error("it was written under another block size or other assumptions")]
+    #[error("written with another block size or other assumptions")]
     Config,
     #[error(transparent)]
     Malformed(#[from] Malformed),
 }
 
 impl CheckpointError {
-    /// For a metric's label.
+    /// The label of a metric.
     #[must_use]
     pub const fn label(&self) -> &'static str {
         match self {
@@ -100,28 +100,28 @@ impl CheckpointError {
     }
 }
 
-/// The bytes of a file.
+/// Encodes a checkpoint for its file.
 #[must_use]
 pub fn encode(checkpoint: &Checkpoint) -> Vec<u8> {
-    let mut writer = FieldWriter::with_capacity(checkpoint.mirror.bytes_hint());
-    writer.bytes(&MAGIC);
-    writer.u32(VERSION);
+    let mut bytes = Vec::with_capacity(checkpoint.mirror.bytes_hint());
+    bytes.extend_from_slice(&MAGIC);
+    VERSION.write(&mut bytes);
     let header = &checkpoint.header;
-    let worker = header.source.worker.as_str().as_bytes();
-    writer.count(worker.len());
-    writer.bytes(worker);
-    writer.u32(header.source.dp_rank.0);
-    writer.u64(header.generation.0);
-    writer.u64(header.engine_seq.0);
-    writer.u64(header.payload_hash);
-    writer.bytes(&fingerprint(&checkpoint.config));
-    checkpoint.mirror.save(&mut writer);
-    let checksum = xxh3_128(writer.written());
-    writer.bytes(&checksum.to_le_bytes());
-    writer.into_bytes()
+    let worker = header.source.worker.as_str();
+    write_length(worker.len(), &mut bytes);
+    bytes.extend_from_slice(worker.as_bytes());
+    header.source.dp_rank.0.write(&mut bytes);
+    header.generation.0.write(&mut bytes);
+    header.engine_seq.0.write(&mut bytes);
+    header.payload_hash.write(&mut bytes);
+    bytes.extend_from_slice(&fingerprint(&checkpoint.config));
+    checkpoint.mirror.write(&mut bytes);
+    let checksum = xxh3_128(&bytes);
+    bytes.extend_from_slice(&checksum.to_le_bytes());
+    bytes
 }
 
-/// The checkpoint in these bytes, if it is of this source and configuration.
+/// Decodes a checkpoint of this source and configuration.
 pub fn decode(
     bytes: &[u8],
     source: &Source,
@@ -136,42 +136,42 @@ pub fn decode(
     if reader.bytes(MAGIC.len()) != Ok(&MAGIC) {
         return Err(CheckpointError::Foreign);
     }
-    // Before the checksum, which a newer version may compute differently.
-    let version = reader.u32()?;
+    // The version comes first: a newer one may compute the checksum differently.
+    let version: u32 = reader.read()?;
     if version != VERSION {
         return Err(CheckpointError::Version(version));
     }
     if checksum != xxh3_128(body).to_le_bytes() {
         return Err(CheckpointError::Checksum);
     }
-    let name = reader.count(1)?;
+    let name = reader.length(1)?;
     let worker = str::from_utf8(reader.bytes(name)?).map_err(|_| Malformed("a name"))?;
     let found = Source {
         worker: WorkerId::from(worker),
-        dp_rank: DpRank(reader.u32()?),
+        dp_rank: DpRank(reader.read()?),
     };
     if found != *source {
         return Err(CheckpointError::Source(found));
     }
     let header = CheckpointHeader {
         source: found,
-        generation: Generation(reader.u64()?),
-        engine_seq: EngineSeq(reader.u64()?),
-        payload_hash: reader.u64()?,
+        generation: Generation(reader.read()?),
+        engine_seq: EngineSeq(reader.read()?),
+        payload_hash: reader.read()?,
     };
     if reader.bytes(FINGERPRINT_BYTES)? != fingerprint(&config) {
         return Err(CheckpointError::Config);
     }
-    let mirror = Mirror::load(config, &mut reader)?;
+    let mirror = Mirror::read(config, &mut reader)?;
     if !reader.is_at_end() {
-        return Err(Malformed("more behind the end").into());
+        return Err(Malformed("bytes behind the end").into());
     }
     Ok(Restored { header, mirror })
 }
 
 const FINGERPRINT_BYTES: usize = 7;
 
-/// What decides how events were folded: under another one the same events make another mirror.
+/// The options that change how events are folded into a mirror.
 fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
     let MirrorConfig {
         block_size,
@@ -184,18 +184,10 @@ fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
         no_lora,
         main_attention_only,
     } = *assume;
-    let tokens = block_size.map_or(0, |size| size.tokens() as u64);
+    let tokens = block_size.map_or(0, BlockSize::tokens) as u64;
     let [a, b, c, d, ..] = tokens.to_le_bytes();
-    let flag = u8::from;
-    [
-        a,
-        b,
-        c,
-        d,
-        flag(no_extra_keys),
-        flag(no_lora),
-        flag(main_attention_only),
-    ]
+    let [e, f, g] = [no_extra_keys, no_lora, main_attention_only].map(u8::from);
+    [a, b, c, d, e, f, g]
 }
 
 #[cfg(test)]

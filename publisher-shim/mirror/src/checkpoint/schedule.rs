@@ -1,18 +1,18 @@
-//! When the next checkpoint is due.
+//! Schedule of the checkpoints.
 
 use std::time::{Duration, Instant};
 
 use warmroute_proto::Generation;
 
-/// A fifth of the engine's replay buffer, which has 10,000 batches by default: four checkpoints may
-/// fail or be slow before a restart finds a hole.
+/// A fifth of the engine's default replay buffer of 10,000 batches: four checkpoints may fail before
+/// a restart finds a hole.
 const BATCHES_MAX: u64 = 2000;
-/// So that a restart on a quiet engine has little to replay.
+/// Keeps the replay short after a restart beside a quiet engine.
 const AGE_MAX: Duration = Duration::from_secs(10);
-/// A new generation is worth a checkpoint of its own: it is the fence.
+/// A new generation is checkpointed soon, because it is the fence.
 const AGE_MAX_OF_FENCE: Duration = Duration::from_secs(1);
 
-/// What the last checkpoint had.
+/// The last checkpoint, by which the next one is due.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckpointSchedule {
     taken: Instant,
@@ -30,7 +30,7 @@ impl CheckpointSchedule {
         }
     }
 
-    /// Given all batches applied so far and the generation in use.
+    /// `batches` counts all that were applied so far; `generation` is the one in use.
     #[must_use]
     pub fn is_due(&self, now: Instant, batches: u64, generation: Option<Generation>) -> bool {
         let new = batches.saturating_sub(self.batches);

@@ -1,5 +1,3 @@
-use warmroute_proto::BlockSize;
-
 use super::*;
 use crate::mirror::{Assumptions, Start};
 
@@ -24,7 +22,7 @@ fn bytes(config: MirrorConfig) -> Vec<u8> {
 }
 
 #[test]
-fn a_checkpoint_comes_back() {
+fn a_checkpoint_round_trips() {
     let config = MirrorConfig::default();
     let restored = decode(&bytes(config), &source("w.1"), config).unwrap();
     assert_eq!(restored.header.source, source("w.1"));
@@ -34,7 +32,7 @@ fn a_checkpoint_comes_back() {
 }
 
 #[test]
-fn a_torn_or_changed_one_is_refused() {
+fn a_torn_or_changed_checkpoint_is_refused() {
     let config = MirrorConfig::default();
     let bytes = bytes(config);
     let refused = |bytes: &[u8]| decode(bytes, &source("w.1"), config).unwrap_err();
@@ -54,7 +52,7 @@ fn a_torn_or_changed_one_is_refused() {
 }
 
 #[test]
-fn one_of_another_source_version_or_configuration_is_refused() {
+fn a_checkpoint_of_another_source_version_or_configuration_is_refused() {
     let config = MirrorConfig::default();
     let bytes = bytes(config);
     assert_eq!(

@@ -1,14 +1,15 @@
-//! From what changed in the mirror to what the log's readers must do.
+//! The net changes of the mirror as changes for the log's readers.
 //!
 //! Readers know a prefix as long as it is held or has a held descendant. A block whose ancestors
-//! they do not know can only be told together with those: stored on the path, and removed again.
+//! are unknown to them can only be sent together with those: the ancestors are stored as well, and
+//! removed again (*transient*).
 
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
 
 use super::Mirror;
 use super::nodes::{Node, NodeId, Nodes, TierSet};
 
-/// Builds a list of changes, joining stores that continue each other.
+/// A list of changes in which stores that continue each other are joined.
 #[derive(Default)]
 struct ChangeWriter {
     changes: Vec<Change>,
@@ -60,7 +61,7 @@ impl ChangeWriter {
 }
 
 impl Mirror {
-    /// Tells the net change since the last call, and frees what nothing needs any more.
+    /// Returns the net change since the last call, and frees the nodes that nothing needs.
     pub(super) fn settle(&mut self) -> Vec<Change> {
         let touched = std::mem::take(&mut self.touched);
         let mut writer = ChangeWriter::default();
@@ -71,27 +72,27 @@ impl Mirror {
         }
         self.cleared = TierSet::default();
         let mut transient = Vec::new();
-        // Nothing is held, or ever was, in a tier without main groups.
-        let groups = self.groups.main_groups();
-        let tiers = || Tier::ALL.into_iter().filter(|&tier| *groups.get(tier) > 0);
-        for tier in tiers() {
+        for tier in Tier::ALL {
+            if self.groups.main_count(tier) == 0 {
+                continue; // It holds nothing, and never did.
+            }
             for &id in &touched {
                 self.emit_stored(id, tier, &mut transient, &mut writer);
             }
         }
-        for tier in tiers() {
+        for tier in Tier::ALL {
+            if self.groups.main_count(tier) == 0 {
+                continue;
+            }
             let mut gone = Vec::new();
             for &id in &touched {
-                let ended = self.nodes.get(id).is_some_and(|node| node.held.has(tier))
-                    && !self.is_held(id, tier);
-                if ended {
+                if self.nodes.is_emitted(id, tier) && !self.is_held(id, tier) {
                     gone.extend(self.unhold(id, tier));
                 }
             }
-            for &(id, passed) in &transient {
-                // A block may have been passed on the path and lie in the list above as well.
-                let still = self.nodes.get(id).is_some_and(|node| node.held.has(tier));
-                if passed == tier && still {
+            for &(id, transient_tier) in &transient {
+                // A transient block may be among the touched ones, and removed above.
+                if transient_tier == tier && self.nodes.is_emitted(id, tier) {
                     gone.extend(self.unhold(id, tier));
                 }
             }
@@ -102,26 +103,24 @@ impl Mirror {
         writer.changes
     }
 
-    /// The whole mirror as ordinary changes for a reader that has nothing, parents first.
+    /// The whole mirror as changes for a reader that has nothing, parents first.
     #[must_use]
     pub fn image(&self) -> Vec<Change> {
-        let mut told = vec![TierSet::default(); self.nodes.slots()];
+        let mut emitted = vec![TierSet::default(); self.nodes.slots()];
         let mut writer = ChangeWriter::default();
         let mut transient: Vec<(NodeId, Tier)> = Vec::new();
         let mut path = Vec::new();
-        let is_due = |id: NodeId, tier: Tier, told: &[TierSet]| {
-            let held = self.nodes.get(id).is_some_and(|node| node.held.has(tier));
-            held && !told[id.index()].has(tier)
+        let is_due = |id: NodeId, tier: Tier, emitted: &[TierSet]| {
+            self.nodes.is_emitted(id, tier) && !emitted[id.index()].has(tier)
         };
         for tier in Tier::ALL {
             for id in self.nodes.ids() {
-                if !is_due(id, tier, &told) {
+                if !is_due(id, tier, &emitted) {
                     continue;
                 }
                 let mut at = id;
                 while let Some(node) = self.nodes.get(at) {
-                    let known = !told[at.index()].is_empty() && !is_due(at, tier, &told);
-                    if known {
+                    if !emitted[at.index()].is_empty() && !is_due(at, tier, &emitted) {
                         break;
                     }
                     path.push(at);
@@ -132,7 +131,7 @@ impl Mirror {
                         continue;
                     };
                     writer.stored(&self.nodes, at, node, tier);
-                    told[at.index()] = told[at.index()].with(tier);
+                    emitted[at.index()] = emitted[at.index()].with(tier);
                     if !node.held.has(tier) {
                         transient.push((at, tier));
                     }
@@ -142,7 +141,7 @@ impl Mirror {
         for tier in Tier::ALL {
             let gone = transient
                 .iter()
-                .filter(|(_, passed)| *passed == tier)
+                .filter(|(_, transient_tier)| *transient_tier == tier)
                 .filter_map(|(id, _)| self.nodes.get(*id).map(|node| node.prefix))
                 .collect();
             writer.removed(gone, tier);
@@ -150,6 +149,7 @@ impl Mirror {
         writer.changes
     }
 
+    /// Emits a block that became held, behind those of its ancestors that readers do not know.
     fn emit_stored(
         &mut self,
         id: NodeId,
@@ -157,12 +157,12 @@ impl Mirror {
         transient: &mut Vec<(NodeId, Tier)>,
         writer: &mut ChangeWriter,
     ) {
-        if !self.gains(id, tier) {
+        if !self.became_held(id, tier) {
             return;
         }
         let mut at = id;
         while let Some(node) = self.nodes.get(at) {
-            if at != id && node.is_visible() && !self.gains(at, tier) {
+            if at != id && node.is_visible() && !self.became_held(at, tier) {
                 break;
             }
             let parent = node.parent;
@@ -170,7 +170,7 @@ impl Mirror {
             at = parent;
         }
         while let Some(at) = self.path.pop() {
-            if !self.gains(at, tier) {
+            if !self.became_held(at, tier) {
                 transient.push((at, tier));
             }
             if let Some(node) = self.nodes.get(at) {
@@ -180,16 +180,16 @@ impl Mirror {
         }
     }
 
-    fn gains(&self, id: NodeId, tier: Tier) -> bool {
-        let told = self.nodes.get(id).is_none_or(|node| node.held.has(tier));
-        !told && self.is_held(id, tier)
+    fn became_held(&self, id: NodeId, tier: Tier) -> bool {
+        let node = self.nodes.get(id);
+        node.is_some_and(|node| !node.held.has(tier)) && self.is_held(id, tier)
     }
 
     fn is_held(&self, id: NodeId, tier: Tier) -> bool {
-        let groups = self.groups.main_count(tier);
-        groups > 0 && self.nodes.is_held(id, tier, groups)
+        self.nodes.is_held(id, tier, self.groups.main_count(tier))
     }
 
+    /// Marks a block as held in the log. Keeps the digest and the count of visible children.
     fn hold(&mut self, id: NodeId, tier: Tier) {
         let Some(node) = self.nodes.get_mut(id) else {
             return;
@@ -203,6 +203,7 @@ impl Mirror {
         }
     }
 
+    /// The reverse of [`Mirror::hold`]. Returns the block's prefix.
     fn unhold(&mut self, id: NodeId, tier: Tier) -> Option<PrefixHash> {
         let node = self.nodes.get_mut(id)?;
         node.held = node.held.without(tier);

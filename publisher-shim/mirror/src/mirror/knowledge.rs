@@ -1,20 +1,20 @@
-//! How much the mirror knows, tier by tier, and what it may therefore claim.
+//! How much the mirror knows, tier by tier, and which state it may therefore claim.
 //!
-//! Two kinds of ignorance are kept apart. *Missing*: blocks may be held that are not told; what is
-//! told is held (`partial`). *Doubt*: what is told may not be held (`stale`).
+//! Two kinds of ignorance are distinguished. *Missing*: the engine may hold blocks that are not in
+//! the mirror (`partial`). *Doubt*: the mirror may hold blocks that the engine does not (`stale`).
 //!
-//! Where an engine's events lack a field that separates equal tokens, the choice is by what can go
-//! wrong. Without extra keys a salted or multimodal block looks like a plain one: `stale`. Without
-//! kinds for several groups a masked group may count: `stale`. Without the LoRA's name its blocks
-//! are opaque, so that they are only not found: `partial`, from the first such block on. An
-//! operator who knows that a feature is unused says so ([`Assumptions`]).
+//! If an engine's events lack a field that distinguishes equal tokens, the state depends on what can
+//! go wrong. Without extra keys a salted or multimodal block looks like a plain one: `stale`.
+//! Without kinds for several groups a masked group may count: `stale`. Without the LoRA's name its
+//! blocks are opaque and only not found: `partial`, from the first such block on. An operator who
+//! knows that a feature is unused can declare it ([`Assumptions`]).
 
 use warmroute_proto::{Tier, TierState, TierStates, Tiers};
 
-use crate::checkpoint::{FieldReader, FieldWriter, Malformed};
+use crate::checkpoint::{Field, FieldReader, Malformed};
 use crate::wire::{LoraRef, StoredBlocks};
 
-/// What the operator vouches for.
+/// The operator's declarations about the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Assumptions {
     /// No salts, multimodal items or prompt embeddings are used.
@@ -28,9 +28,9 @@ pub struct Assumptions {
 /// What is known of the engine's cache when a mirror begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// The engine holds nothing: every batch from its first on will be seen.
+    /// The engine holds nothing, and every batch from its first on will be seen.
     Empty,
-    /// It may hold anything.
+    /// The engine may hold anything.
     Unknown,
 }
 
@@ -39,18 +39,18 @@ pub(super) struct Knowledge {
     tiers: Tiers<TierKnowledge>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct TierKnowledge {
     /// The tier was empty when the mirror began to follow it.
     from_start: bool,
     missing: bool,
     doubt: bool,
-    /// Blocks whose adapter has no name.
+    /// Blocks of an adapter without a name were stored.
     unnamed_lora: bool,
-    /// Blocks of an event without room for extra keys.
+    /// Blocks of an event without a field for extra keys were stored.
     lacks_extra_keys: bool,
     stored: bool,
-    /// Its connector sends removals. It stays true for the engine's life.
+    /// Its connector sends removals; stays true for the engine's life.
     removes: bool,
 }
 
@@ -58,12 +58,8 @@ impl Knowledge {
     pub(super) fn new(start: Start) -> Self {
         let tier = |tier| TierKnowledge {
             from_start: start == Start::Empty,
-            missing: false,
-            doubt: false,
-            unnamed_lora: false,
-            lacks_extra_keys: false,
-            stored: false,
             removes: tier == Tier::Gpu,
+            ..TierKnowledge::default()
         };
         Self {
             tiers: Tiers {
@@ -74,7 +70,7 @@ impl Knowledge {
         }
     }
 
-    pub(super) fn save(&self, writer: &mut FieldWriter) {
+    pub(super) fn write(&self, to: &mut Vec<u8>) {
         for tier in Tier::ALL {
             let TierKnowledge {
                 from_start,
@@ -84,7 +80,7 @@ impl Knowledge {
                 lacks_extra_keys,
                 stored,
                 removes,
-            } = *self.tiers.get(tier);
+            } = self.tiers.get(tier);
             let flags = [
                 from_start,
                 missing,
@@ -94,44 +90,39 @@ impl Knowledge {
                 stored,
                 removes,
             ];
-            flags.iter().for_each(|&flag| writer.u8(u8::from(flag)));
+            flags.iter().for_each(|flag| flag.write(to));
         }
     }
 
-    pub(super) fn load(reader: &mut FieldReader<'_>) -> Result<Self, Malformed> {
-        let mut loaded = Self::new(Start::Unknown);
+    pub(super) fn read(from: &mut FieldReader<'_>) -> Result<Self, Malformed> {
+        let mut knowledge = Self::new(Start::Unknown);
         for tier in Tier::ALL {
-            *loaded.tiers.get_mut(tier) = TierKnowledge {
-                from_start: reader.flag()?,
-                missing: reader.flag()?,
-                doubt: reader.flag()?,
-                unnamed_lora: reader.flag()?,
-                lacks_extra_keys: reader.flag()?,
-                stored: reader.flag()?,
-                removes: reader.flag()?,
+            *knowledge.tiers.get_mut(tier) = TierKnowledge {
+                from_start: from.read()?,
+                missing: from.read()?,
+                doubt: from.read()?,
+                unnamed_lora: from.read()?,
+                lacks_extra_keys: from.read()?,
+                stored: from.read()?,
+                removes: from.read()?,
             };
         }
-        Ok(loaded)
+        Ok(knowledge)
     }
 
-    /// The engine emptied its GPU memory. What its other tiers hold is not known any more.
+    /// The engine emptied its GPU memory. The contents of its other tiers become unknown.
     pub(super) fn cleared(&mut self) {
         self.forget();
         self.tiers.gpu.from_start = true;
     }
 
-    /// Nothing is told any more, and what is held is not known.
+    /// The mirror was emptied, and the engine's contents are unknown.
     pub(super) fn forget(&mut self) {
         for tier in Tier::ALL {
             let known = self.tiers.get_mut(tier);
             *known = TierKnowledge {
-                from_start: false,
-                missing: false,
-                doubt: false,
-                unnamed_lora: false,
-                lacks_extra_keys: false,
-                stored: false,
                 removes: known.removes,
+                ..TierKnowledge::default()
             };
         }
     }
@@ -139,7 +130,7 @@ impl Knowledge {
     pub(super) fn saw_store(&mut self, tier: Tier, stored: &StoredBlocks) {
         let known = self.tiers.get_mut(tier);
         known.stored = true;
-        // In lower tiers a store that tells less only counts for blocks that are known by hash.
+        // In lower tiers a store without the field counts only for blocks known by their hash.
         known.lacks_extra_keys |= tier == Tier::Gpu && !stored.reports_extra_keys;
         known.unnamed_lora |= matches!(stored.lora, LoraRef::Unnamed(_));
     }
@@ -164,7 +155,7 @@ impl Knowledge {
         Tier::ALL.iter().for_each(|&tier| self.doubt(tier));
     }
 
-    /// Every store was counted: a removal of something else contradicts that.
+    /// Every store was counted, so that a removal of an unknown block is a contradiction.
     pub(super) const fn is_whole(&self, tier: Tier) -> bool {
         let known = self.tiers.get(tier);
         known.from_start && !known.missing && !known.doubt
@@ -174,13 +165,13 @@ impl Knowledge {
         &self,
         assume: Assumptions,
         has_orphans: impl Fn(Tier) -> bool,
-        lacks_group_kinds: impl Fn(Tier) -> bool,
+        lacks_kinds: impl Fn(Tier) -> bool,
     ) -> TierStates {
         let state = |tier| {
             let known = self.tiers.get(tier);
             let doubt = known.doubt
                 || (known.lacks_extra_keys && !assume.no_extra_keys)
-                || (lacks_group_kinds(tier) && !assume.main_attention_only)
+                || (lacks_kinds(tier) && !assume.main_attention_only)
                 || (known.stored && !known.removes);
             let missing = !self.is_whole(tier)
                 || has_orphans(tier)

@@ -1,16 +1,16 @@
 //! An exact copy of what one rank's engine holds, by content.
 //!
 //! [`Mirror`] folds decoded batches. It counts references per engine hash, main-attention group and
-//! tier, because an engine holds a block in several physical copies, each with a store and a
-//! removal of its own; it translates engine hashes to prefix hashes; and it tells, batch by batch,
-//! which (prefix, tier) pairs became held or ceased to be. A pair is held when every main group of
-//! the tier holds it, summed over copies and engine hashes.
+//! tier, because an engine holds a block in several physical copies; it translates engine hashes to
+//! prefix hashes; and it returns, batch by batch, which (prefix, tier) pairs became held or ceased
+//! to be held. A pair is held if every main group of the tier holds it, summed over copies and
+//! engine hashes.
 //!
-//! It also knows how much it knows ([`Mirror::states`]): whether it saw everything since the engine
-//! was empty, whether something could not be understood, and whether the engine's events tell
-//! enough. [`Inconsistency`]s that the copy is wrong empty it.
+//! The mirror also tracks how much it knows ([`Mirror::states`]): whether it saw everything since the
+//! engine was empty, whether an event did not decode, and whether the events have all fields that
+//! distinguish blocks. An [`Inconsistency`] empties it.
 //!
-//! Not here: sequence numbers, replays and time (`source`). Pure: no IO, no clock.
+//! Sequence numbers, replays and time are in `source`. Pure: no IO, no clock.
 
 mod emit;
 mod engine_hashes;
@@ -18,6 +18,7 @@ mod groups;
 mod knowledge;
 mod nodes;
 mod orphans;
+mod references;
 mod save;
 
 use warmroute_proto::{
@@ -29,18 +30,18 @@ use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
 pub use knowledge::{Assumptions, Start};
-use nodes::{GroupSlot, NewNode, NodeId, Nodes, TierSet};
+use nodes::{NewNode, NodeId, Nodes, TierSet};
 use orphans::{BlockContent, Orphans};
+use references::{GroupTier, References};
 pub use save::MirrorSnapshot;
 
-/// What a mirror is told from outside.
 #[derive(Clone, Copy, Debug)]
 pub struct MirrorConfig {
-    /// The block size that the operator insists on; otherwise the events tell it.
+    /// The block size that events must have; `None`: that of the first store in GPU memory.
     pub block_size: Option<BlockSize>,
-    /// The engine's number of KV blocks; holding more references than that is a sign.
+    /// The engine's number of KV blocks; more references than that are an [`Inconsistency`].
     pub blocks_max: Option<u64>,
-    /// Orphans kept at most.
+    /// Bound of the orphans kept.
     pub orphans_max: usize,
     pub assume: Assumptions,
 }
@@ -59,8 +60,8 @@ impl Default for MirrorConfig {
     }
 }
 
-/// A sign that the mirror is wrong. It is then empty and partial, and readers need a new
-/// generation.
+/// A contradiction that shows the mirror to be wrong. The mirror is then empty and partial, and its
+/// readers need a new generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Inconsistency {
     /// A block was removed that is not held, though everything was seen from the start.
@@ -72,6 +73,7 @@ pub enum Inconsistency {
 }
 
 impl Inconsistency {
+    /// The label of a metric.
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -82,7 +84,7 @@ impl Inconsistency {
     }
 }
 
-/// What happened so far that is no plain store or removal.
+/// Counts of what was not a plain store or removal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MirrorCounters {
     pub stores_not_indexable: u64,
@@ -94,7 +96,7 @@ pub struct MirrorCounters {
     pub clears: u64,
 }
 
-/// See the module's documentation.
+/// The copy of one rank's cache.
 #[derive(Clone, Debug)]
 pub struct Mirror {
     config: MirrorConfig,
@@ -108,28 +110,33 @@ pub struct Mirror {
     knowledge: Knowledge,
     digests: Tiers<Digest>,
     counters: MirrorCounters,
-    /// Blocks whose state may have changed since the last settlement, each once.
+    /// Blocks whose state may have changed since the last `settle`, each once.
     touched: Vec<NodeId>,
-    /// Tiers that were emptied since then and held something before.
+    /// Tiers that held something and were emptied since the last `settle`.
     cleared: TierSet,
-    /// Room for climbing to known ancestors.
+    /// Scratch space of `emit_stored`, empty between calls.
     path: Vec<NodeId>,
 }
 
-/// Where the next block of a run belongs.
+/// The position of the next block of a run.
 #[derive(Clone, Copy)]
 enum RunPosition {
-    Behind {
-        node: NodeId,
-        prefix: Option<PrefixHash>,
-        seed: Seed,
-    },
-    Unknown {
+    After(Predecessor),
+    /// The parent is unknown: the block is an orphan.
+    Orphaned {
         parent: EngineHash,
     },
 }
 
-/// A digest that stands for "published in pairs", which no router's hash can have.
+/// The block before another one; the default is the start of a plain sequence.
+#[derive(Clone, Copy)]
+struct Predecessor {
+    node: NodeId,
+    prefix: Option<PrefixHash>,
+    seed: Seed,
+}
+
+/// Makes blocks opaque that the engine publishes in token pairs, which no router hashes.
 const PAIRS: u64 = 0x7061_6972_735f_6f66;
 
 impl Mirror {
@@ -152,46 +159,47 @@ impl Mirror {
         }
     }
 
-    /// Another life of the engine begins: nothing is held, nothing is known of the engine.
+    /// Begins another life of the engine: empties the mirror and forgets its facts. Keeps the
+    /// counters and, provisionally, the block size.
     pub fn begin(&mut self, start: Start) {
-        let provisional = self.block_size;
-        let counters = self.counters;
-        *self = Self::new(self.config, start);
-        self.block_size = provisional;
-        self.counters = counters;
+        *self = Self {
+            block_size: self.block_size,
+            counters: self.counters,
+            ..Self::new(self.config, start)
+        };
     }
 
-    /// The engine lives on, but what it holds is not known any more.
+    /// Empties the mirror within a life of the engine: its contents are unknown from now on.
     pub fn forget(&mut self) {
         self.drop_blocks();
         self.cleared = TierSet::default();
         self.knowledge.forget();
     }
 
-    /// Folds a batch. The changes are net: only pairs whose state differs before and after.
+    /// Folds a batch. Returns the net changes: pairs whose state differs before and after.
     pub fn apply(&mut self, batch: &Batch) -> Result<Vec<Change>, Inconsistency> {
         match self.fold(batch) {
             Ok(()) => Ok(self.settle()),
-            Err(sign) => {
+            Err(inconsistency) => {
                 self.forget();
-                Err(sign)
+                Err(inconsistency)
             }
         }
     }
 
-    /// A batch was lost to its decoder: whatever was in it is unknown.
+    /// A batch did not decode: its events are unknown.
     pub fn doubt(&mut self) {
         self.counters.events_not_understood += 1;
         self.knowledge.doubt_all();
     }
 
-    /// What the mirror can vouch for by itself.
+    /// The states that the mirror supports, whatever the age of the source's proof.
     #[must_use]
     pub fn states(&self) -> TierStates {
         self.knowledge.states(
             self.config.assume,
             |tier| self.orphans.references(tier) > 0,
-            |tier| self.groups.lacks_group_kinds(tier),
+            |tier| self.groups.lacks_kinds(tier),
         )
     }
 
@@ -220,7 +228,7 @@ impl Mirror {
         self.block_size_is_confirmed
     }
 
-    /// A block size that is not from the events; theirs wins.
+    /// Sets a provisional block size; that of the events takes precedence.
     pub fn suggest_block_size(&mut self, block_size: BlockSize) {
         if self.config.block_size.is_none() && !self.block_size_is_confirmed {
             self.block_size = Some(block_size);
@@ -231,13 +239,13 @@ impl Mirror {
         self.config.blocks_max = blocks;
     }
 
-    /// As far as was seen, the engine has main-attention groups only.
+    /// No group seen so far has another kind than main attention.
     #[must_use]
     pub fn main_attention_only(&self) -> bool {
         self.groups.is_main_attention_only()
     }
 
-    /// Prefixes kept, removed ancestors of held ones included.
+    /// Number of prefixes kept, removed ancestors of held ones included.
     #[must_use]
     pub fn prefixes(&self) -> usize {
         self.nodes.len()
@@ -248,7 +256,7 @@ impl Mirror {
         self.orphans.len()
     }
 
-    /// Every held pair, sorted: for tests and dumps.
+    /// Every held pair, sorted; for tests and dumps.
     #[must_use]
     pub fn held(&self) -> Vec<(PrefixHash, Tier)> {
         let mut held: Vec<_> = self
@@ -309,26 +317,28 @@ impl Mirror {
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
         let tier = stored.medium.tier();
+        let main_count = self.groups.main_count(tier);
         let slot = match self.groups.learn(tier, stored.group) {
             GroupRole::Main(slot) => slot,
-            GroupRole::NewMain(slot) => {
-                self.touch_all_for(slot);
-                slot
-            }
             GroupRole::Masked => return Ok(()),
             GroupRole::Unknown => {
                 self.knowledge.doubt(tier);
                 return Ok(());
             }
         };
+        if main_count > 0 && self.groups.main_count(tier) > main_count {
+            // The new group holds nothing: no block is held by all groups any more.
+            self.touch_all();
+        }
         if stored.hashes.is_empty() && stored.tokens.is_empty() {
             return Ok(());
         }
         self.knowledge.saw_store(tier, stored);
-        let names_blocks = !stored.tokens.is_empty()
+        let at = GroupTier { slot, tier };
+        let identifies_blocks = !stored.tokens.is_empty()
             && (stored.reports_extra_keys || self.config.assume.no_extra_keys);
-        if tier != Tier::Gpu && !names_blocks {
-            self.store_unnamed(stored, slot);
+        if tier != Tier::Gpu && !identifies_blocks {
+            self.store_by_hash(stored, at);
             return Ok(());
         }
         let Some(block_tokens) = self.block_tokens(stored) else {
@@ -336,185 +346,173 @@ impl Mirror {
             self.knowledge.miss(tier);
             return Ok(());
         };
-        let mut position = self.position_of(stored);
+        let mut position = self.start_of(stored);
         let mut keys = stored.keys.iter().peekable();
         let blocks = stored.tokens.chunks_exact(block_tokens);
         for (index, (&hash, tokens)) in stored.hashes.iter().zip(blocks).enumerate() {
-            let keys = keys.next_if(|(at, _)| *at == index).map(|(_, keys)| keys);
             let block = StoreBlock {
                 hash,
                 tokens,
-                keys,
+                keys: keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys),
                 is_pairs: stored.tokens_per_position > 1,
             };
-            position = self.store_block(&block, position, (slot, tier))?;
+            position = self.store_block(&block, position, at)?;
         }
         Ok(())
     }
 
-    /// A store without all that entries its blocks, as offloading connectors send: no tokens by
-    /// default, never the extra keys. What is known by its hash counts; the rest is missing.
-    fn store_unnamed(&mut self, stored: &StoredBlocks, slot: GroupSlot) {
-        let tier = stored.medium.tier();
+    /// A store that does not identify its blocks by content, as offloading connectors send: no
+    /// tokens by default, never extra keys. Blocks known by their hash count; the rest is missing.
+    fn store_by_hash(&mut self, stored: &StoredBlocks, at: GroupTier) {
         for &hash in &stored.hashes {
             match self.engine_hashes.node(hash) {
-                Some(node) => self.refer(hash, node, slot, tier),
+                Some(node) => self.add_references(hash, node, at, 1),
                 None => {
                     self.counters.stores_not_indexable += 1;
-                    self.knowledge.miss(tier);
+                    self.knowledge.miss(at.tier);
                 }
             }
         }
     }
 
-    /// Numbers per block, if the store has the source's block size and is whole.
+    /// Numbers per block, if the store has the source's block size and all its tokens.
     fn block_tokens(&mut self, stored: &StoredBlocks) -> Option<usize> {
         let size = BlockSize::new(stored.block_size)?;
-        let each = size
+        let per_block = size
             .tokens()
             .checked_mul(stored.tokens_per_position as usize)?;
-        let whole = each.checked_mul(stored.hashes.len())? == stored.tokens.len();
-        let may_decide = self.config.block_size.is_none()
-            && !self.block_size_is_confirmed
-            && stored.medium.tier() == Tier::Gpu;
-        if whole && may_decide {
+        let is_whole = per_block.checked_mul(stored.hashes.len())? == stored.tokens.len();
+        let is_gpu = stored.medium.tier() == Tier::Gpu;
+        let may_decide = self.config.block_size.is_none() && !self.block_size_is_confirmed;
+        if is_whole && is_gpu && may_decide {
             self.block_size = Some(size);
         }
-        if !whole || self.block_size != Some(size) {
+        if !is_whole || self.block_size != Some(size) {
             return None;
         }
-        self.block_size_is_confirmed |= stored.medium.tier() == Tier::Gpu;
-        Some(each)
+        self.block_size_is_confirmed |= is_gpu;
+        Some(per_block)
     }
 
-    fn position_of(&self, stored: &StoredBlocks) -> RunPosition {
-        let Some(parent) = stored.parent else {
-            return RunPosition::Behind {
+    fn start_of(&self, stored: &StoredBlocks) -> RunPosition {
+        match stored.parent {
+            Some(parent) => self.after_hash(parent),
+            None => RunPosition::After(Predecessor {
                 node: NodeId::NONE,
                 prefix: None,
                 seed: root_seed(stored),
-            };
-        };
-        self.position_after(parent)
-            .unwrap_or(RunPosition::Unknown { parent })
+            }),
+        }
     }
 
-    fn position_after(&self, parent: EngineHash) -> Option<RunPosition> {
-        self.behind(self.engine_hashes.node(parent)?)
+    /// The position after an engine hash.
+    fn after_hash(&self, hash: EngineHash) -> RunPosition {
+        let node = self.engine_hashes.node(hash);
+        let predecessor = node.and_then(|node| self.predecessor(node));
+        predecessor.map_or(RunPosition::Orphaned { parent: hash }, RunPosition::After)
     }
 
-    fn behind(&self, id: NodeId) -> Option<RunPosition> {
+    fn predecessor(&self, id: NodeId) -> Option<Predecessor> {
         let node = self.nodes.get(id)?;
-        Some(RunPosition::Behind {
+        Some(Predecessor {
             node: id,
             prefix: Some(node.prefix),
             seed: node.seed,
         })
     }
 
-    /// Counts one block of a run, and tells where the next one belongs.
+    /// Counts one block of a run. Returns the position of the next one.
     fn store_block(
         &mut self,
         block: &StoreBlock<'_>,
         position: RunPosition,
-        (slot, tier): (GroupSlot, Tier),
+        at: GroupTier,
     ) -> Result<RunPosition, Inconsistency> {
-        let parent = match position {
-            RunPosition::Behind { node, prefix, seed } => (node, prefix, seed),
-            RunPosition::Unknown { parent } => {
-                if let Some(node) = self.engine_hashes.node(block.hash) {
-                    self.refer(block.hash, node, slot, tier);
-                    return Ok(self
-                        .position_after(block.hash)
-                        .unwrap_or(RunPosition::Unknown { parent: block.hash }));
+        let predecessor = match position {
+            RunPosition::After(predecessor) => predecessor,
+            RunPosition::Orphaned { parent } => {
+                match self.engine_hashes.node(block.hash) {
+                    Some(node) => self.add_references(block.hash, node, at, 1),
+                    None => {
+                        let content = || block.content();
+                        if !self.orphans.store(block.hash, parent, at, content) {
+                            self.counters.orphans_dropped += 1;
+                            self.knowledge.miss(at.tier);
+                        }
+                    }
                 }
-                let content = || block.content();
-                if !self
-                    .orphans
-                    .store(block.hash, parent, (slot, tier), content)
-                {
-                    self.counters.orphans_dropped += 1;
-                    self.knowledge.miss(tier);
-                }
-                return Ok(RunPosition::Unknown { parent: block.hash });
+                return Ok(self.after_hash(block.hash));
             }
         };
         let items = block.keys.map_or(&[][..], |keys| keys.items.as_slice());
-        let seed = with_opaques(parent.2, block.opaques());
-        let reference = Some((slot, tier));
-        let named = (block.hash, reference);
-        let next = self.attach(named, parent, block.tokens, items, seed)?;
-        let Some(node) = next else {
-            self.knowledge.miss(tier);
-            return Ok(RunPosition::Unknown { parent: block.hash });
+        let seed = with_opaques(predecessor.seed, block.opaques());
+        let local = LocalHash::of_block(block.tokens, items, seed);
+        let Some(node) = self.attach(block.hash, Some(at), predecessor, local, seed)? else {
+            self.knowledge.miss(at.tier);
+            return Ok(RunPosition::Orphaned { parent: block.hash });
         };
         if !self.orphans.is_empty() {
             self.adopt(block.hash)?;
         }
-        Ok(self
-            .behind(node)
-            .unwrap_or(RunPosition::Unknown { parent: block.hash }))
+        let orphaned = RunPosition::Orphaned { parent: block.hash };
+        Ok(self.predecessor(node).map_or(orphaned, RunPosition::After))
     }
 
-    /// The node of a block whose parent is known, with one reference more if there is one to count.
-    /// `None` if there is no room.
+    /// The node of a block behind a known one, created if it does not exist; counts a reference, if
+    /// one is given. `None` if the slab is full.
     fn attach(
         &mut self,
-        (engine, reference): (EngineHash, Option<(GroupSlot, Tier)>),
-        parent: (NodeId, Option<PrefixHash>, Seed),
-        tokens: &[u32],
-        items: &[u64],
+        engine: EngineHash,
+        reference: Option<GroupTier>,
+        predecessor: Predecessor,
+        local: LocalHash,
         seed: Seed,
     ) -> Result<Option<NodeId>, Inconsistency> {
-        let local = LocalHash::of_block(tokens, items, seed);
-        let prefix = PrefixHash::after(parent.1, local);
+        let new = NewNode {
+            prefix: PrefixHash::after(predecessor.prefix, local),
+            local,
+            seed,
+            parent: predecessor.node,
+            engine,
+        };
         let nodes = &mut self.nodes;
-        let named = self.engine_hashes.name(engine, reference, || {
-            nodes.name(NewNode {
-                prefix,
-                local,
-                seed,
-                parent: parent.0,
-                engine,
-            })
-        });
-        let Some((id, is_new)) = named else {
+        let found = self
+            .engine_hashes
+            .find_or_insert(engine, reference, || nodes.find_or_insert(new));
+        let Some((id, is_new)) = found else {
             return Ok(None);
         };
-        let is_same = is_new || self.nodes.get(id).is_some_and(|node| node.prefix == prefix);
-        if !is_same {
+        let has_prefix = |id| {
+            self.nodes
+                .get(id)
+                .is_some_and(|node| node.prefix == new.prefix)
+        };
+        if !is_new && !has_prefix(id) {
             return Err(Inconsistency::TwoPrefixes);
         }
         if is_new && let Some(references) = self.orphans.take(engine) {
-            self.refer_many(engine, id, &references);
+            self.add_all_references(engine, id, &references);
         }
-        if let Some((slot, tier)) = reference {
-            self.nodes.add_reference(id, slot, tier);
+        if let Some(at) = reference {
+            self.nodes.add_references(id, at, 1);
             self.touch(id);
         }
         Ok(Some(id))
     }
 
-    /// Lets in the orphans that waited for this block, and those that waited for them.
+    /// Attaches the orphaned children of a block, and then theirs.
     fn adopt(&mut self, parent: EngineHash) -> Result<(), Inconsistency> {
         let mut parents = vec![parent];
         while let Some(parent) = parents.pop() {
-            let found = self.orphans.children_of(parent);
-            if found.is_empty() {
-                continue;
-            }
-            let Some(RunPosition::Behind { node, prefix, seed }) = self.position_after(parent)
-            else {
-                continue;
-            };
-            for orphan in found {
+            for orphan in self.orphans.take_children(parent) {
+                let RunPosition::After(predecessor) = self.after_hash(parent) else {
+                    continue;
+                };
                 let content = &orphan.content;
-                let seed = with_opaques(seed, content.opaque.iter().copied());
-                let behind = (node, prefix, seed);
-                let named = (orphan.hash, None);
-                let attached = self.attach(named, behind, &content.tokens, &content.items, seed)?;
-                match attached {
-                    Some(id) => self.refer_many(orphan.hash, id, &orphan.references),
+                let seed = with_opaques(predecessor.seed, content.opaque.iter().copied());
+                let local = LocalHash::of_block(&content.tokens, &content.items, seed);
+                match self.attach(orphan.hash, None, predecessor, local, seed)? {
+                    Some(id) => self.add_all_references(orphan.hash, id, &orphan.references),
                     None => self.knowledge.miss_all(),
                 }
                 parents.push(orphan.hash);
@@ -523,19 +521,17 @@ impl Mirror {
         Ok(())
     }
 
-    fn refer_many(&mut self, hash: EngineHash, id: NodeId, counts: &[(GroupSlot, Tier, u32)]) {
-        for &(slot, tier, count) in counts {
-            for _ in 0..count {
-                self.refer(hash, id, slot, tier);
-            }
+    fn add_all_references(&mut self, hash: EngineHash, id: NodeId, references: &References) {
+        for &(at, count) in references {
+            self.add_references(hash, id, at, count);
         }
-        // Even without references: it may be a hole that only its children keep.
+        // Without references too: the block may be needed by its children only.
         self.touch(id);
     }
 
-    fn refer(&mut self, hash: EngineHash, id: NodeId, slot: GroupSlot, tier: Tier) {
-        self.engine_hashes.add(hash, slot, tier);
-        self.nodes.add_reference(id, slot, tier);
+    fn add_references(&mut self, hash: EngineHash, id: NodeId, at: GroupTier, count: u32) {
+        self.engine_hashes.add(hash, at, count);
+        self.nodes.add_references(id, at, count);
         self.touch(id);
     }
 
@@ -548,21 +544,15 @@ impl Mirror {
         }
     }
 
-    /// A main group turned up that holds nothing yet: what the others hold is not held by all.
-    fn touch_all_for(&mut self, slot: GroupSlot) {
-        if slot == 0 {
-            return;
-        }
+    fn touch_all(&mut self) {
         let ids: Vec<NodeId> = self.nodes.ids().collect();
-        for id in ids {
-            self.touch(id);
-        }
+        ids.into_iter().for_each(|id| self.touch(id));
     }
 
     fn remove(&mut self, removed: &RemovedBlocks) -> Result<(), Inconsistency> {
         let tier = removed.medium.tier();
         let slot = match self.groups.role(tier, removed.group) {
-            Some(GroupRole::Main(slot) | GroupRole::NewMain(slot)) => Some(slot),
+            Some(GroupRole::Main(slot)) => Some(slot),
             Some(GroupRole::Masked) => return Ok(()),
             Some(GroupRole::Unknown) => {
                 self.knowledge.doubt(tier);
@@ -572,8 +562,9 @@ impl Mirror {
         };
         self.knowledge.saw_removal(tier);
         for &hash in &removed.hashes {
-            let known = slot.is_some_and(|slot| self.unrefer(hash, slot, tier));
-            if !known {
+            let had_reference =
+                slot.is_some_and(|slot| self.subtract_reference(hash, GroupTier { slot, tier }));
+            if !had_reference {
                 self.counters.removals_unknown += 1;
                 if self.knowledge.is_whole(tier) {
                     return Err(Inconsistency::BelowZero);
@@ -583,14 +574,15 @@ impl Mirror {
         Ok(())
     }
 
-    fn unrefer(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) -> bool {
-        match self.engine_hashes.drop(hash, slot, tier) {
+    /// Subtracts a reference of a block or orphan. `false` if there is none.
+    fn subtract_reference(&mut self, hash: EngineHash, at: GroupTier) -> bool {
+        match self.engine_hashes.subtract(hash, at) {
             Some(id) => {
-                self.nodes.drop_reference(id, slot, tier);
+                self.nodes.subtract_reference(id, at);
                 self.touch(id);
                 true
             }
-            None => self.orphans.remove(hash, slot, tier),
+            None => self.orphans.remove(hash, at),
         }
     }
 }
@@ -604,7 +596,7 @@ struct StoreBlock<'a> {
 }
 
 impl StoreBlock<'_> {
-    /// What makes it opaque, in a fixed order.
+    /// The keys that make it opaque, in a fixed order.
     fn opaques(&self) -> impl Iterator<Item = u64> + use<> {
         let pairs = self.is_pairs.then_some(PAIRS);
         let key = self.keys.and_then(|keys| keys.opaque);
@@ -624,13 +616,13 @@ fn with_opaques(seed: Seed, opaques: impl Iterator<Item = u64>) -> Seed {
     opaques.fold(seed, |seed, key| seed.with_opaque(&key.to_le_bytes()))
 }
 
-/// The seed of a sequence's first block, before what makes that block opaque.
+/// The seed of a sequence's first block, without the keys that make that block opaque.
 fn root_seed(stored: &StoredBlocks) -> Seed {
     let salt = stored.salt.as_deref();
     match &stored.lora {
         LoraRef::None => Seed::new(None, salt),
         LoraRef::Named(name) => Seed::new(Some(name), salt),
-        // A number that means nothing outside the engine: no request can name it.
+        // No request can name the engine's number of an adapter.
         LoraRef::Unnamed(id) => Seed::new(None, salt).with_opaque(&id.to_le_bytes()),
     }
 }

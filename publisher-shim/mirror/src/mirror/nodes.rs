@@ -1,8 +1,8 @@
-//! The blocks that the mirror knows, as a forest of prefixes.
+//! The blocks of the mirror, as a forest of prefixes.
 //!
-//! A node is one prefix. It stays while anything refers to it: references of the engine, or a
-//! child. Since a leaf without references goes at once, every node has a held block at or below it:
-//! memory is bounded by what the engine holds, its prefixes included.
+//! A node is one prefix. It stays as long as it has references or children. A leaf without
+//! references is freed, so that every node has a held block at or below it: memory is bounded by
+//! what the engine holds, ancestors included.
 
 mod load;
 
@@ -11,6 +11,7 @@ use std::collections::hash_map::Entry;
 use rustc_hash::FxHashMap;
 use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
+use super::references::{FirstGroup, FurtherGroups, GroupSlot, GroupTier};
 use crate::wire::EngineHash;
 pub(super) use load::SavedNode;
 
@@ -64,26 +65,42 @@ impl TierSet {
 pub(super) struct Node {
     pub(super) prefix: PrefixHash,
     pub(super) local: LocalHash,
-    /// What the block was hashed with; its children inherit it.
+    /// The seed of the block's local hash; its children inherit it.
     pub(super) seed: Seed,
     pub(super) parent: NodeId,
     pub(super) children: u32,
-    /// Children that the log's readers know: held, or above a held one.
+    /// Children that the log's readers know: held, or ancestors of a held one.
     pub(super) visible_children: u32,
-    /// Sum of the references below, over all groups and tiers.
+    /// Number of references, over all groups and tiers.
     pub(super) references: u32,
-    /// References of the first main group, by tier; further groups are in [`Nodes::more`].
-    first_group: [u32; 3],
-    /// One engine hash that means this prefix; further ones are in [`Nodes::aliases`].
+    /// References of the first main group; further groups are in [`Nodes::further`].
+    first_group: FirstGroup,
+    /// One engine hash of this prefix; further ones are in [`Nodes::aliases`].
     pub(super) engine: EngineHash,
-    /// Where the log says that it is held.
+    /// The tiers in which the log's readers see it held.
     pub(super) held: TierSet,
-    /// It is in the list of blocks whose state may have changed.
+    /// It is in [`Mirror::touched`](super::Mirror).
     pub(super) touched: bool,
 }
 
 impl Node {
-    /// The log's readers know this prefix.
+    fn new(new: NewNode) -> Self {
+        Self {
+            prefix: new.prefix,
+            local: new.local,
+            seed: new.seed,
+            parent: new.parent,
+            children: 0,
+            visible_children: 0,
+            references: 0,
+            first_group: FirstGroup::default(),
+            engine: new.engine,
+            held: TierSet::default(),
+            touched: false,
+        }
+    }
+
+    /// Whether the log's readers know this prefix.
     pub(super) const fn is_visible(&self) -> bool {
         !self.held.is_empty() || self.visible_children > 0
     }
@@ -93,15 +110,12 @@ impl Node {
     }
 }
 
-/// A main-attention group's position among those of its tier.
-pub(super) type GroupSlot = u8;
-
 #[derive(Clone, Debug, Default)]
 pub(super) struct Nodes {
     slab: Vec<Option<Node>>,
     free: Vec<NodeId>,
     by_prefix: FxHashMap<PrefixHash, NodeId>,
-    more: FxHashMap<(NodeId, GroupSlot, Tier), u32>,
+    further: FurtherGroups<NodeId>,
     aliases: FxHashMap<NodeId, Vec<EngineHash>>,
 }
 
@@ -110,7 +124,7 @@ impl Nodes {
         self.by_prefix.len()
     }
 
-    /// Ids in the order of the slab, the free ones left out.
+    /// The ids of all nodes, in the order of the slab.
     pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
         (0_u32..)
             .map(NodeId)
@@ -130,36 +144,24 @@ impl Nodes {
         self.slab.get_mut(id.index())?.as_mut()
     }
 
-    /// The node of a prefix that an engine hash entries, made if it is not there. `None` if there is
-    /// no room.
-    pub(super) fn name(&mut self, of: NewNode) -> Option<NodeId> {
-        let vacant = match self.by_prefix.entry(of.prefix) {
+    /// The node of a prefix, created if it does not exist. Its engine hash becomes an alias of an
+    /// existing node. `None` if the slab is full.
+    pub(super) fn find_or_insert(&mut self, new: NewNode) -> Option<NodeId> {
+        let vacant = match self.by_prefix.entry(new.prefix) {
             Entry::Occupied(known) => {
                 let id = *known.get();
                 let node = self.slab.get(id.index())?.as_ref()?;
-                if node.engine != of.engine {
+                if node.engine != new.engine {
                     let aliases = self.aliases.entry(id).or_default();
-                    if !aliases.contains(&of.engine) {
-                        aliases.push(of.engine);
+                    if !aliases.contains(&new.engine) {
+                        aliases.push(new.engine);
                     }
                 }
                 return Some(id);
             }
             Entry::Vacant(vacant) => vacant,
         };
-        let node = Node {
-            prefix: of.prefix,
-            local: of.local,
-            seed: of.seed,
-            parent: of.parent,
-            children: 0,
-            visible_children: 0,
-            references: 0,
-            first_group: [0; 3],
-            engine: of.engine,
-            held: TierSet::default(),
-            touched: false,
-        };
+        let node = Node::new(new);
         let id = match self.free.pop() {
             Some(id) => {
                 *self.slab.get_mut(id.index())? = Some(node);
@@ -173,47 +175,53 @@ impl Nodes {
             }
         };
         vacant.insert(id);
-        if let Some(parent) = self.get_mut(of.parent) {
+        if let Some(parent) = self.get_mut(new.parent) {
             parent.children += 1;
         }
         Some(id)
     }
 
-    pub(super) fn add_reference(&mut self, id: NodeId, slot: GroupSlot, tier: Tier) {
-        let Some(node) = self.get_mut(id) else { return };
-        node.references = node.references.saturating_add(1);
-        if slot == 0 {
-            let count = &mut node.first_group[tier.index()];
-            *count = count.saturating_add(1);
-        } else {
-            *self.more.entry((id, slot, tier)).or_default() += 1;
-        }
+    pub(super) fn add_references(&mut self, id: NodeId, at: GroupTier, count: u32) {
+        // Through the slab: `get_mut` would borrow the further groups as well.
+        let Some(Some(node)) = self.slab.get_mut(id.index()) else {
+            return;
+        };
+        node.references = node.references.saturating_add(count);
+        self.further.add(id, &mut node.first_group, at, count);
     }
 
-    pub(super) fn drop_reference(&mut self, id: NodeId, slot: GroupSlot, tier: Tier) {
-        let Some(node) = self.get_mut(id) else { return };
-        node.references = node.references.saturating_sub(1);
-        if slot == 0 {
-            let count = &mut node.first_group[tier.index()];
-            *count = count.saturating_sub(1);
-        } else if let Some(count) = self.more.get_mut(&(id, slot, tier)) {
-            *count -= 1;
-            if *count == 0 {
-                self.more.remove(&(id, slot, tier));
-            }
-        }
+    /// Subtracts one reference, which the node has: it has those of all its engine hashes.
+    pub(super) fn subtract_reference(&mut self, id: NodeId, at: GroupTier) {
+        let Some(Some(node)) = self.slab.get_mut(id.index()) else {
+            return;
+        };
+        let had_one = self.further.subtract(id, &mut node.first_group, at);
+        assert!(
+            had_one.is_some(),
+            "an engine hash has more references than its node"
+        );
+        node.references -= 1;
     }
 
-    /// Every one of a tier's main groups holds the block.
-    pub(super) fn is_held(&self, id: NodeId, tier: Tier, groups: GroupSlot) -> bool {
-        let first = self
-            .get(id)
-            .is_some_and(|node| node.first_group[tier.index()] > 0);
-        first && (1..groups).all(|slot| self.more.contains_key(&(id, slot, tier)))
+    /// Whether all of a tier's `main_count` groups hold the block.
+    pub(super) fn is_held(&self, id: NodeId, tier: Tier, main_count: GroupSlot) -> bool {
+        let Some(node) = self.get(id) else {
+            return false;
+        };
+        let holds = |slot| {
+            let at = GroupTier { slot, tier };
+            self.further.get(id, &node.first_group, at) > 0
+        };
+        main_count > 0 && (0..main_count).all(holds)
     }
 
-    /// Frees a node that nothing needs, and its ancestors that then nothing needs either. Tells
-    /// every engine hash that named one of them.
+    /// Whether the log's readers see the block held.
+    pub(super) fn is_emitted(&self, id: NodeId, tier: Tier) -> bool {
+        self.get(id).is_some_and(|node| node.held.has(tier))
+    }
+
+    /// Frees a node that nothing needs, and then its ancestors likewise. Calls `forgotten` with each
+    /// of their engine hashes.
     pub(super) fn release(&mut self, mut id: NodeId, mut forgotten: impl FnMut(EngineHash)) {
         while self.get(id).is_some_and(|node| !node.is_needed()) {
             let Some(node) = self.slab.get_mut(id.index()).and_then(Option::take) else {
@@ -233,7 +241,7 @@ impl Nodes {
     }
 }
 
-/// What a node is made of.
+/// The fields by which a node is created.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NewNode {
     pub(super) prefix: PrefixHash,

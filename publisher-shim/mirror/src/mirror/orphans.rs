@@ -1,45 +1,37 @@
 //! Blocks whose parent is not known yet.
 //!
-//! An orphan has references but no prefix: its position in the forest is not known. It is kept by its
-//! own engine hash and listed under its parent's, and enters when that one appears. The number kept
-//! is bounded; what does not fit is dropped, and its tier stays incomplete.
+//! An orphan has references but no prefix. It is stored under its own engine hash, listed under its
+//! parent's, and adopted when the parent appears. Their number is bounded; a store beyond the bound
+//! is dropped, and its tier stays incomplete.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::{Tier, Tiers};
 
-use super::nodes::GroupSlot;
+use super::references::{GroupTier, References};
 use crate::wire::EngineHash;
 
-/// What is needed to name the block once its parent is known.
+/// The data from which a block's prefix is computed once its parent is known.
 #[derive(Clone, Debug)]
 pub(super) struct BlockContent {
-    pub(super) tokens: Box<[u32]>,
-    pub(super) items: Box<[u64]>,
-    /// All that makes it opaque, in the order in which it enters the seed.
-    pub(super) opaque: Box<[u64]>,
+    pub(super) tokens: Vec<u32>,
+    pub(super) items: Vec<u64>,
+    /// Keys that make the block opaque, in the order in which they enter the seed.
+    pub(super) opaque: Vec<u64>,
 }
 
 #[derive(Clone, Debug)]
-struct Orphan {
-    parent: EngineHash,
-    content: BlockContent,
-    /// By group and tier; a handful of entries at most.
-    references: Vec<(GroupSlot, Tier, u32)>,
-}
-
-/// An orphan that found its parent.
-#[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct Orphan {
     pub(super) hash: EngineHash,
+    pub(super) parent: EngineHash,
     pub(super) content: BlockContent,
-    pub(super) references: Vec<(GroupSlot, Tier, u32)>,
+    pub(super) references: References,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Orphans {
     max: usize,
     orphans: FxHashMap<EngineHash, Orphan>,
-    /// Children by parent, both by engine hash, in the order of their arrival.
+    /// Children by parent, in the order of their arrival.
     children: FxHashMap<EngineHash, Vec<EngineHash>>,
     references: Tiers<u64>,
 }
@@ -54,7 +46,7 @@ impl Orphans {
         }
     }
 
-    /// References of orphans in a tier: blocks that are held but not told.
+    /// References of orphans in a tier: blocks that are held and not in the log.
     pub(super) const fn references(&self, tier: Tier) -> u64 {
         *self.references.get(tier)
     }
@@ -67,131 +59,108 @@ impl Orphans {
         self.orphans.is_empty()
     }
 
-    /// One more reference to an orphan, new or known. `false` if there is no room for it.
+    /// Adds a reference to an orphan, new or known. `false` if it does not fit.
     pub(super) fn store(
         &mut self,
         hash: EngineHash,
         parent: EngineHash,
-        at: (GroupSlot, Tier),
+        at: GroupTier,
         content: impl FnOnce() -> BlockContent,
     ) -> bool {
         if let Some(orphan) = self.orphans.get_mut(&hash) {
-            orphan.refer(at);
-            *self.references.get_mut(at.1) += 1;
+            match orphan.references.iter_mut().find(|(known, _)| *known == at) {
+                Some((_, count)) => *count = count.saturating_add(1),
+                None => orphan.references.push((at, 1)),
+            }
+            *self.references.get_mut(at.tier) += 1;
             return true;
         }
+        self.insert(|| Orphan {
+            hash,
+            parent,
+            content: content(),
+            references: vec![(at, 1)],
+        })
+    }
+
+    /// Restores a saved orphan. `false` if it is there already or does not fit.
+    pub(super) fn restore(&mut self, orphan: Orphan) -> bool {
+        !self.orphans.contains_key(&orphan.hash) && self.insert(|| orphan)
+    }
+
+    fn insert(&mut self, orphan: impl FnOnce() -> Orphan) -> bool {
         if self.orphans.len() >= self.max {
             return false;
         }
-        let mut orphan = Orphan {
-            parent,
-            content: content(),
-            references: Vec::new(),
-        };
-        orphan.refer(at);
-        *self.references.get_mut(at.1) += 1;
-        self.orphans.insert(hash, orphan);
-        self.children.entry(parent).or_default().push(hash);
+        let orphan = orphan();
+        for &(at, count) in &orphan.references {
+            *self.references.get_mut(at.tier) += u64::from(count);
+        }
+        let siblings = self.children.entry(orphan.parent).or_default();
+        siblings.push(orphan.hash);
+        self.orphans.insert(orphan.hash, orphan);
         true
     }
 
-    /// One reference less. `false` if there was none.
-    pub(super) fn remove(&mut self, hash: EngineHash, slot: GroupSlot, tier: Tier) -> bool {
+    /// Subtracts a reference. `false` if there is none.
+    pub(super) fn remove(&mut self, hash: EngineHash, at: GroupTier) -> bool {
         let Some(orphan) = self.orphans.get_mut(&hash) else {
             return false;
         };
-        let Some(at) = orphan
-            .references
-            .iter()
-            .position(|&(s, t, _)| (s, t) == (slot, tier))
-        else {
+        let mut references = orphan.references.iter();
+        let Some(index) = references.position(|&(known, _)| known == at) else {
             return false;
         };
-        *self.references.get_mut(tier) -= 1;
-        orphan.references[at].2 -= 1;
-        if orphan.references[at].2 == 0 {
-            orphan.references.swap_remove(at);
+        *self.references.get_mut(at.tier) -= 1;
+        orphan.references[index].1 -= 1;
+        if orphan.references[index].1 == 0 {
+            orphan.references.swap_remove(index);
         }
         self.release(hash);
         true
     }
 
-    /// Takes what waits for this parent.
-    pub(super) fn children_of(&mut self, parent: EngineHash) -> Vec<Found> {
+    /// Takes the children of a parent.
+    pub(super) fn take_children(&mut self, parent: EngineHash) -> Vec<Orphan> {
         if self.children.is_empty() {
             return Vec::new();
         }
         let children = self.children.remove(&parent).unwrap_or_default();
-        children
-            .into_iter()
-            .filter_map(|hash| {
-                let orphan = self.orphans.remove(&hash)?;
-                self.uncount(&orphan.references);
-                Some(Found {
-                    hash,
-                    content: orphan.content,
-                    references: orphan.references,
-                })
-            })
-            .collect()
+        let orphans = children.into_iter().filter_map(|hash| {
+            let orphan = self.orphans.remove(&hash)?;
+            uncount(&mut self.references, &orphan.references);
+            Some(orphan)
+        });
+        orphans.collect()
     }
 
-    /// The block's position became known by another path than its recorded parent.
-    pub(super) fn take(&mut self, hash: EngineHash) -> Option<Vec<(GroupSlot, Tier, u32)>> {
+    /// Takes the references of a block that got a prefix by another parent than the recorded one.
+    pub(super) fn take(&mut self, hash: EngineHash) -> Option<References> {
         if self.orphans.is_empty() {
             return None;
         }
         let orphan = self.orphans.remove(&hash)?;
-        self.uncount(&orphan.references);
+        uncount(&mut self.references, &orphan.references);
         self.unlist(orphan.parent, hash);
         Some(orphan.references)
     }
 
-    /// Everything that waits, by parent: parents in the order of their hashes, children in the order
-    /// of their arrival.
-    pub(super) fn by_parent(&self) -> Vec<(EngineHash, Vec<Found>)> {
+    /// All orphans by parent: parents by hash, children in the order of their arrival.
+    pub(super) fn by_parent(&self) -> Vec<(EngineHash, Vec<&Orphan>)> {
         #[expect(clippy::disallowed_methods, reason = "sorted right below")]
         let mut parents: Vec<_> = self.children.iter().collect();
         parents.sort_unstable_by_key(|(parent, _)| parent.0);
-        let found = |&hash: &EngineHash| {
-            let orphan = self.orphans.get(&hash)?;
-            Some(Found {
-                hash,
-                content: orphan.content.clone(),
-                references: orphan.references.clone(),
-            })
+        let orphans = |children: &Vec<EngineHash>| {
+            let orphans = children.iter().filter_map(|hash| self.orphans.get(hash));
+            orphans.collect()
         };
         parents
             .into_iter()
-            .map(|(&parent, children)| (parent, children.iter().filter_map(found).collect()))
+            .map(|(&parent, children)| (parent, orphans(children)))
             .collect()
     }
 
-    /// Takes an orphan back as it was saved. `false` if it is there already or has no room.
-    pub(super) fn load(
-        &mut self,
-        hash: EngineHash,
-        parent: EngineHash,
-        content: BlockContent,
-        references: Vec<(GroupSlot, Tier, u32)>,
-    ) -> bool {
-        if self.orphans.len() >= self.max || self.orphans.contains_key(&hash) {
-            return false;
-        }
-        for &(_, tier, count) in &references {
-            *self.references.get_mut(tier) += u64::from(count);
-        }
-        let orphan = Orphan {
-            parent,
-            content,
-            references,
-        };
-        self.orphans.insert(hash, orphan);
-        self.children.entry(parent).or_default().push(hash);
-        true
-    }
-
-    /// Drops an orphan that nothing needs, and what it alone kept.
+    /// Drops an orphan without references and children, and then its ancestors likewise.
     fn release(&mut self, mut hash: EngineHash) {
         while let Some(orphan) = self.orphans.get(&hash) {
             if !orphan.references.is_empty() || self.children.contains_key(&hash) {
@@ -204,15 +173,9 @@ impl Orphans {
         }
     }
 
-    fn uncount(&mut self, references: &[(GroupSlot, Tier, u32)]) {
-        for &(_, tier, count) in references {
-            *self.references.get_mut(tier) -= u64::from(count);
-        }
-    }
-
     fn unlist(&mut self, parent: EngineHash, child: EngineHash) {
         if let Some(children) = self.children.get_mut(&parent) {
-            children.retain(|&children| children != child);
+            children.retain(|&listed| listed != child);
             if children.is_empty() {
                 self.children.remove(&parent);
             }
@@ -220,15 +183,8 @@ impl Orphans {
     }
 }
 
-impl Orphan {
-    fn refer(&mut self, (slot, tier): (GroupSlot, Tier)) {
-        match self
-            .references
-            .iter_mut()
-            .find(|(s, t, _)| (*s, *t) == (slot, tier))
-        {
-            Some((_, _, count)) => *count = count.saturating_add(1),
-            None => self.references.push((slot, tier, 1)),
-        }
+fn uncount(counts: &mut Tiers<u64>, references: &References) {
+    for &(at, count) in references {
+        *counts.get_mut(at.tier) -= u64::from(count);
     }
 }

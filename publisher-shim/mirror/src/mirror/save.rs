@@ -1,37 +1,38 @@
-//! A mirror's cut, its bytes, and the mirror that they make again.
+//! A mirror's snapshot, its encoding, and the mirror restored from it.
 //!
-//! Only what cannot be derived is saved: the forest with its slots and free node_ids as they are (an
-//! image's order depends on them), each engine hash with its references, orphans, groups and
-//! knowledge. Prefix hashes, holdings and digests are computed again on loading, and the digests
-//! compared with those saved: bytes that do not make the same mirror are refused.
+//! Only what cannot be derived is saved: the forest with its slots and free slots as they are (the
+//! order of an image depends on them), each engine hash with its references, orphans, groups and
+//! knowledge. Prefix hashes, holdings and digests are computed on reading. The digests are compared
+//! with the saved ones, so that bytes of another mirror are refused.
 //!
-//! Invariant: a mirror loaded from a cut behaves exactly as the one that was cut, counters apart.
+//! Invariant: a restored mirror behaves exactly as the saved one, counters apart.
 
 use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier};
 
 use super::groups::Groups;
 use super::knowledge::Knowledge;
-use super::nodes::{GroupSlot, NodeId, Nodes, SavedNode};
-use super::orphans::{BlockContent, Orphans};
+use super::nodes::{NodeId, Nodes, SavedNode};
+use super::orphans::{BlockContent, Orphan, Orphans};
+use super::references::References;
 use super::{Mirror, MirrorConfig, Start};
-use crate::checkpoint::{FieldReader, FieldWriter, Malformed};
+use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
 use crate::wire::EngineHash;
 
-/// A copy of a mirror at one batch, made quickly: it lacks what can be derived.
+/// A copy of a mirror at one batch, without what can be derived.
 #[derive(Debug)]
 pub struct MirrorSnapshot(Mirror);
 
-/// References by group and tier.
-pub(super) type References = Vec<(GroupSlot, Tier, u32)>;
-
-const REFERENCE_BYTES: usize = 6;
-const NAME_BYTES: usize = 12;
+/// Bytes of the shortest entry of each list.
+const FREE_SLOT_BYTES: usize = 4;
+const HASH_BYTES: usize = 12;
+const PARENT_BYTES: usize = 16;
+const ORPHAN_BYTES: usize = 24;
 
 impl Mirror {
-    /// Copies what `MirrorSnapshot::save` writes.
+    /// Copies what [`MirrorSnapshot`] encodes. Call it between batches.
     #[must_use]
     pub fn snapshot(&self) -> MirrorSnapshot {
-        debug_assert!(self.touched.is_empty(), "a cut between batches");
+        debug_assert!(self.touched.is_empty(), "a snapshot between batches");
         MirrorSnapshot(Self {
             nodes: self.nodes.without_indices(),
             engine_hashes: self.engine_hashes.clone(),
@@ -44,22 +45,22 @@ impl Mirror {
         })
     }
 
-    /// The mirror that was saved, under this configuration.
-    pub(crate) fn load(
+    /// Restores a saved mirror under this configuration.
+    pub(crate) fn read(
         config: MirrorConfig,
-        reader: &mut FieldReader<'_>,
+        from: &mut FieldReader<'_>,
     ) -> Result<Self, Malformed> {
         let mut mirror = Self::new(config, Start::Unknown);
-        mirror.block_size = BlockSize::new(reader.u32()?);
-        mirror.block_size_is_confirmed = reader.flag()?;
-        mirror.knowledge = Knowledge::load(reader)?;
-        mirror.groups = Groups::load(reader)?;
-        mirror.load_nodes(reader)?;
-        mirror.orphans = load_orphans(&mirror, reader)?;
+        mirror.block_size = BlockSize::new(from.read()?);
+        mirror.block_size_is_confirmed = from.read()?;
+        mirror.knowledge = Knowledge::read(from)?;
+        mirror.groups = Groups::read(from)?;
+        mirror.read_nodes(from)?;
+        mirror.read_orphans(from)?;
         for tier in Tier::ALL {
             let saved = Digest {
-                count: reader.u64()?,
-                sum: reader.u64()?,
+                count: from.read()?,
+                sum: from.read()?,
             };
             if saved != *mirror.digests.get(tier) {
                 return Err(Malformed("a digest that its blocks do not have"));
@@ -68,169 +69,142 @@ impl Mirror {
         Ok(mirror)
     }
 
-    fn load_nodes(&mut self, reader: &mut FieldReader<'_>) -> Result<(), Malformed> {
-        let slots = reader.count(4)?;
-        let free = (0..reader.count(4)?)
-            .map(|_| reader.u32().map(NodeId::of))
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut nodes = Nodes::with_slots(slots, free).ok_or(Malformed("a free position"))?;
-        for id in nodes.node_ids() {
-            let local = LocalHash(reader.u64()?);
-            let seed = Seed(reader.u64()?);
-            let parent = NodeId::of(reader.u32()?);
-            let entries = reader.count(NAME_BYTES)?;
-            if entries == 0 {
-                return Err(Malformed("a block without a name"));
+    fn read_nodes(&mut self, from: &mut FieldReader<'_>) -> Result<(), Malformed> {
+        let slots = from.length(FREE_SLOT_BYTES)?;
+        let free: Vec<u32> = from.read()?;
+        let free = free.into_iter().map(NodeId::of).collect();
+        let mut nodes = Nodes::with_slots(slots, free).ok_or(Malformed("a free slot"))?;
+        for id in nodes.ids().collect::<Vec<_>>() {
+            let local = LocalHash(from.read()?);
+            let seed = Seed(from.read()?);
+            let parent = NodeId::of(from.read()?);
+            let hashes = from.length(HASH_BYTES)?;
+            if hashes == 0 {
+                return Err(Malformed("a block without an engine hash"));
             }
-            for number in 0..entries {
-                let engine = EngineHash(reader.u64()?);
+            for number in 0..hashes {
+                let engine = EngineHash(from.read()?);
                 if number == 0 {
-                    nodes.restore_node(
-                        id,
-                        SavedNode {
-                            local,
-                            seed,
-                            parent,
-                            engine,
-                        },
-                    );
+                    let saved = SavedNode {
+                        local,
+                        seed,
+                        parent,
+                        engine,
+                    };
+                    nodes.restore_node(id, saved);
                 } else {
                     nodes.add_alias(id, engine);
                 }
-                let references = load_references(&self.groups, reader)?;
-                if !self.engine_hashes.load(engine, id, &references) {
-                    return Err(Malformed("one engine hash twice"));
+                let references = self.read_references(from)?;
+                if !self.engine_hashes.restore(engine, id, &references) {
+                    return Err(Malformed("a duplicate engine hash"));
                 }
-                for (slot, tier, count) in references {
-                    nodes.add_references(id, (slot, tier), count);
+                for (at, count) in references {
+                    nodes.add_references(id, at, count);
                 }
             }
         }
-        let order = nodes.rebuild_prefixes().ok_or(Malformed("no forest"))?;
-        let held = nodes.rebuild_held(&order, &self.groups.main_groups());
+        let order = nodes.rebuild_prefixes().ok_or(Malformed("not a forest"))?;
+        let held = nodes.rebuild_held(&order, |tier| self.groups.main_count(tier));
         self.digests = held.ok_or(Malformed("a block that nothing needs"))?;
         self.nodes = nodes;
+        Ok(())
+    }
+
+    fn read_references(&self, from: &mut FieldReader<'_>) -> Result<References, Malformed> {
+        let references: References = from.read()?;
+        for (index, &(at, count)) in references.iter().enumerate() {
+            let is_known = references[..index].iter().any(|&(known, _)| known == at);
+            if is_known || count == 0 || at.slot >= self.groups.main_count(at.tier) {
+                return Err(Malformed("a reference"));
+            }
+        }
+        Ok(references)
+    }
+
+    fn read_orphans(&mut self, from: &mut FieldReader<'_>) -> Result<(), Malformed> {
+        let mut orphans = Orphans::new(self.config.orphans_max);
+        for _ in 0..from.length(PARENT_BYTES)? {
+            let parent = EngineHash(from.read()?);
+            for _ in 0..from.length(ORPHAN_BYTES)? {
+                let hash = EngineHash(from.read()?);
+                let orphan = Orphan {
+                    hash,
+                    parent,
+                    content: BlockContent {
+                        tokens: from.read()?,
+                        items: from.read()?,
+                        opaque: from.read()?,
+                    },
+                    references: self.read_references(from)?,
+                };
+                let has_node = self.engine_hashes.node(hash).is_some();
+                if has_node || !orphans.restore(orphan) {
+                    return Err(Malformed("an orphan"));
+                }
+            }
+        }
+        self.orphans = orphans;
         Ok(())
     }
 }
 
 impl MirrorSnapshot {
-    pub(crate) fn save(&self, writer: &mut FieldWriter) {
+    pub(crate) fn write(&self, to: &mut Vec<u8>) {
         let mirror = &self.0;
-        let block_size = mirror.block_size.map_or(0, |size| size.tokens());
-        writer.count(block_size);
-        writer.u8(u8::from(mirror.block_size_is_confirmed));
-        mirror.knowledge.save(writer);
-        mirror.groups.save(writer);
-        self.save_nodes(writer);
-        save_orphans(&mirror.orphans, writer);
+        write_length(mirror.block_size.map_or(0, BlockSize::tokens), to);
+        mirror.block_size_is_confirmed.write(to);
+        mirror.knowledge.write(to);
+        mirror.groups.write(to);
+        self.write_nodes(to);
+        self.write_orphans(to);
         for tier in Tier::ALL {
             let digest = mirror.digests.get(tier);
-            writer.u64(digest.count);
-            writer.u64(digest.sum);
+            digest.count.write(to);
+            digest.sum.write(to);
         }
     }
 
-    /// About what the bytes will take.
+    /// Estimate of the encoded size in bytes.
     pub(crate) fn bytes_hint(&self) -> usize {
         4096 + self.0.nodes.slots() * 48 + self.0.orphans.len() * 256
     }
 
-    fn save_nodes(&self, writer: &mut FieldWriter) {
-        let nodes = &self.0.nodes;
-        writer.count(nodes.slots());
-        writer.count(nodes.free().len());
-        nodes.free().iter().for_each(|id| writer.u32(id.number()));
+    fn write_nodes(&self, to: &mut Vec<u8>) {
+        let mirror = &self.0;
+        let nodes = &mirror.nodes;
+        write_length(nodes.slots(), to);
+        write_length(nodes.free().len(), to);
+        nodes.free().iter().for_each(|id| id.number().write(to));
         for id in nodes.ids() {
             let Some(node) = nodes.get(id) else { continue };
-            writer.u64(node.local.0);
-            writer.u64(node.seed.0);
-            writer.u32(node.parent.number());
+            node.local.0.write(to);
+            node.seed.0.write(to);
+            node.parent.number().write(to);
             let aliases = nodes.aliases(id);
-            writer.count(1 + aliases.len());
+            write_length(1 + aliases.len(), to);
             for &engine in std::iter::once(&node.engine).chain(aliases) {
-                writer.u64(engine.0);
-                let groups = &self.0.groups;
-                let references = self
-                    .0
-                    .engine_hashes
-                    .references(engine, |tier| groups.main_count(tier));
-                save_references(&references, writer);
+                engine.0.write(to);
+                let main_count = |tier| mirror.groups.main_count(tier);
+                let references = mirror.engine_hashes.references(engine, main_count);
+                references.write(to);
             }
         }
     }
-}
 
-fn save_references(references: &[(GroupSlot, Tier, u32)], writer: &mut FieldWriter) {
-    writer.count(references.len());
-    for &(slot, tier, count) in references {
-        writer.u8(slot);
-        writer.u8(tier.number());
-        writer.u32(count);
-    }
-}
-
-fn load_references(groups: &Groups, reader: &mut FieldReader<'_>) -> Result<References, Malformed> {
-    let mut references = References::new();
-    for _ in 0..reader.count(REFERENCE_BYTES)? {
-        let slot = reader.u8()?;
-        let tier = Tier::ALL.get(usize::from(reader.u8()?));
-        let &tier = tier.ok_or(Malformed("a tier"))?;
-        let count = reader.u32()?;
-        let known = references.iter().any(|&(s, t, _)| (s, t) == (slot, tier));
-        if known || count == 0 || slot >= groups.main_count(tier) {
-            return Err(Malformed("a reference"));
-        }
-        references.push((slot, tier, count));
-    }
-    Ok(references)
-}
-
-fn save_orphans(orphans: &Orphans, writer: &mut FieldWriter) {
-    let parents = orphans.by_parent();
-    writer.count(parents.len());
-    for (parent, children) in parents {
-        writer.u64(parent.0);
-        writer.count(children.len());
-        for orphan in children {
-            writer.u64(orphan.hash.0);
-            writer.count(orphan.content.tokens.len());
-            orphan.content.tokens.iter().for_each(|&t| writer.u32(t));
-            for numbers in [&orphan.content.items, &orphan.content.opaque] {
-                writer.count(numbers.len());
-                numbers.iter().for_each(|&number| writer.u64(number));
-            }
-            save_references(&orphan.references, writer);
-        }
-    }
-}
-
-fn load_orphans(mirror: &Mirror, reader: &mut FieldReader<'_>) -> Result<Orphans, Malformed> {
-    let mut orphans = Orphans::new(mirror.config.orphans_max);
-    for _ in 0..reader.count(16)? {
-        let parent = EngineHash(reader.u64()?);
-        for _ in 0..reader.count(24)? {
-            let hash = EngineHash(reader.u64()?);
-            let content = BlockContent {
-                tokens: list(reader, 4, FieldReader::u32)?,
-                items: list(reader, 8, FieldReader::u64)?,
-                opaque: list(reader, 8, FieldReader::u64)?,
-            };
-            let references = load_references(&mirror.groups, reader)?;
-            let is_named = mirror.engine_hashes.node(hash).is_some();
-            if is_named || !orphans.load(hash, parent, content, references) {
-                return Err(Malformed("an orphan"));
+    fn write_orphans(&self, to: &mut Vec<u8>) {
+        let parents = self.0.orphans.by_parent();
+        write_length(parents.len(), to);
+        for (parent, children) in parents {
+            parent.0.write(to);
+            write_length(children.len(), to);
+            for orphan in children {
+                orphan.hash.0.write(to);
+                orphan.content.tokens.write(to);
+                orphan.content.items.write(to);
+                orphan.content.opaque.write(to);
+                orphan.references.write(to);
             }
         }
     }
-    Ok(orphans)
-}
-
-fn list<'a, T>(
-    reader: &mut FieldReader<'a>,
-    entry_bytes: usize,
-    read: impl Fn(&mut FieldReader<'a>) -> Result<T, Malformed>,
-) -> Result<Box<[T]>, Malformed> {
-    let len = reader.count(entry_bytes)?;
-    (0..len).map(|_| read(reader)).collect()
 }

@@ -173,7 +173,7 @@ impl GenerationReason {
             Self::EngineRestarted => "engine_restarted",
             Self::GapUnfilled => "gap_unfilled",
             Self::LossUnseen => "loss_unseen",
-            Self::Mirror(sign) => sign.label(),
+            Self::Mirror(inconsistency) => inconsistency.label(),
             Self::OutboxFull => "outbox_full",
             Self::Resync(reason) => reason.label(),
             Self::LogLost => "log_lost_records",

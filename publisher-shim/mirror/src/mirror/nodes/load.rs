@@ -1,14 +1,14 @@
-//! The forest made again from what was saved of it.
+//! The forest restored from its saved nodes.
 //!
-//! Nodes are saved in their old node_ids, grown (prefix hashes from the roots down), and held again
-//! (from the leaves up). Each step refuses what no mirror could have been.
+//! Nodes are restored into their slots; then prefixes are computed from the roots down, and
+//! holdings from the leaves up. Each step refuses what no mirror can be.
 
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Seed, Tier, Tiers};
 
-use super::{GroupSlot, Node, NodeId, Nodes, TierSet};
+use super::{GroupSlot, NewNode, Node, NodeId, Nodes, TierSet};
 use crate::wire::EngineHash;
 
-/// What is saved of a node.
+/// The saved fields of a node.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::mirror) struct SavedNode {
     pub(in crate::mirror) local: LocalHash,
@@ -17,23 +17,22 @@ pub(in crate::mirror) struct SavedNode {
     pub(in crate::mirror) engine: EngineHash,
 }
 
-/// How far a node has grown.
+/// State of a node in the walk from the roots down.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Visit {
-    SavedNode,
-    OnTheWay,
-    Grown,
+    Unvisited,
+    OnPath,
+    Done,
 }
 
 impl Nodes {
-    /// A copy without what [`Nodes::rebuild_prefixes`] makes again.
+    /// A copy without what [`Nodes::rebuild_prefixes`] and [`Nodes::add_references`] rebuild.
     pub(in crate::mirror) fn without_indices(&self) -> Self {
         Self {
             slab: self.slab.clone(),
             free: self.free.clone(),
-            by_prefix: Default::default(),
-            more: Default::default(),
             aliases: self.aliases.clone(),
+            ..Self::default()
         }
     }
 
@@ -45,42 +44,24 @@ impl Nodes {
         self.aliases.get(&id).map_or(&[], Vec::as_slice)
     }
 
-    /// So many node_ids, these of them free. `None` if one of those is none of them, or twice free.
+    /// A slab of blank nodes. `None` if a free slot is out of range or listed twice.
     pub(in crate::mirror) fn with_slots(slots: usize, free: Vec<NodeId>) -> Option<Self> {
-        let mut slab: Vec<Option<Node>> = vec![None; slots];
-        let mut is_free = vec![false; slots];
-        for id in &free {
-            let is_free = is_free.get_mut(id.index())?;
-            if std::mem::replace(is_free, true) {
-                return None;
-            }
-        }
-        let blank = Node {
+        let blank = Node::new(NewNode {
             prefix: PrefixHash(0),
             local: LocalHash(0),
             seed: Seed::PLAIN,
             parent: NodeId::NONE,
-            children: 0,
-            visible_children: 0,
-            references: 0,
-            first_group: [0; 3],
             engine: EngineHash(0),
-            held: TierSet::default(),
-            touched: false,
-        };
-        for (position, is_free) in slab.iter_mut().zip(is_free) {
-            *position = (!is_free).then(|| blank.clone());
+        });
+        let mut slab = vec![Some(blank); slots];
+        for id in &free {
+            slab.get_mut(id.index())?.take()?;
         }
         Some(Self {
             slab,
             free,
             ..Self::default()
         })
-    }
-
-    /// The ids of all node_ids that are not free.
-    pub(in crate::mirror) fn node_ids(&self) -> Vec<NodeId> {
-        self.ids().collect()
     }
 
     pub(in crate::mirror) fn restore_node(&mut self, id: NodeId, saved: SavedNode) {
@@ -96,35 +77,19 @@ impl Nodes {
         self.aliases.entry(id).or_default().push(engine);
     }
 
-    pub(in crate::mirror) fn add_references(
-        &mut self,
-        id: NodeId,
-        (slot, tier): (GroupSlot, Tier),
-        count: u32,
-    ) {
-        let Some(node) = self.get_mut(id) else { return };
-        node.references = node.references.saturating_add(count);
-        let sum = if slot == 0 {
-            &mut node.first_group[tier.index()]
-        } else {
-            self.more.entry((id, slot, tier)).or_default()
-        };
-        *sum = sum.saturating_add(count);
-    }
-
-    /// Computes every prefix from its parent's, and tells the ids parents first. `None` if a parent
-    /// is not there, if the nodes are no forest, or if two have one prefix.
+    /// Computes every prefix from its parent's. Returns the ids, parents first; `None` if a parent
+    /// is missing, if the nodes have a cycle, or if two have the same prefix.
     pub(in crate::mirror) fn rebuild_prefixes(&mut self) -> Option<Vec<NodeId>> {
-        let mut visits = vec![Visit::SavedNode; self.slab.len()];
+        let mut visits = vec![Visit::Unvisited; self.slab.len()];
         let mut order = Vec::with_capacity(self.slab.len());
         let mut path = Vec::new();
-        for id in self.node_ids() {
+        for id in self.ids().collect::<Vec<_>>() {
             let mut at = id;
-            while at != NodeId::NONE && visits.get(at.index())? != &Visit::Grown {
-                if visits[at.index()] == Visit::OnTheWay {
+            while at != NodeId::NONE && visits.get(at.index())? != &Visit::Done {
+                if visits[at.index()] == Visit::OnPath {
                     return None;
                 }
-                visits[at.index()] = Visit::OnTheWay;
+                visits[at.index()] = Visit::OnPath;
                 path.push(at);
                 at = self.get(at)?.parent;
             }
@@ -140,26 +105,25 @@ impl Nodes {
                 if self.by_prefix.insert(prefix, at).is_some() {
                     return None;
                 }
-                visits[at.index()] = Visit::Grown;
+                visits[at.index()] = Visit::Done;
                 order.push(at);
             }
         }
         Some(order)
     }
 
-    /// Holds what the references say, given the number of main groups by tier; tells the digests.
-    /// `None` if a node is there that nothing needs.
+    /// Computes from the references which nodes are held, given the number of main groups by tier.
+    /// Returns the digests; `None` if nothing needs one of the nodes.
     pub(in crate::mirror) fn rebuild_held(
         &mut self,
         parents_first: &[NodeId],
-        groups: &Tiers<GroupSlot>,
+        main_count: impl Fn(Tier) -> GroupSlot,
     ) -> Option<Tiers<Digest>> {
         let mut digests = Tiers::<Digest>::default();
         for &id in parents_first.iter().rev() {
             let mut held = TierSet::default();
             for tier in Tier::ALL {
-                let main_count = *groups.get(tier);
-                if main_count > 0 && self.is_held(id, tier, main_count) {
+                if self.is_held(id, tier, main_count(tier)) {
                     held = held.with(tier);
                     digests.get_mut(tier).insert(self.get(id)?.prefix, tier);
                 }

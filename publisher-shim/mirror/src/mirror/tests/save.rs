@@ -1,21 +1,21 @@
 //! A saved and loaded mirror is the one that lived.
 
 use super::*;
-use crate::checkpoint::{FieldReader, FieldWriter, Malformed};
+use crate::checkpoint::{FieldReader, Malformed};
 
 fn bytes_of(mirror: &Mirror) -> Vec<u8> {
-    let mut writer = FieldWriter::default();
-    mirror.snapshot().save(&mut writer);
-    writer.into_bytes()
+    let mut bytes = Vec::new();
+    mirror.snapshot().write(&mut bytes);
+    bytes
 }
 
 fn load(bytes: &[u8]) -> Result<Mirror, Malformed> {
     let mut reader = FieldReader::new(bytes);
-    let mirror = Mirror::load(MirrorConfig::default(), &mut reader)?;
+    let mirror = Mirror::read(MirrorConfig::default(), &mut reader)?;
     if reader.is_at_end() {
         Ok(mirror)
     } else {
-        Err(Malformed("more behind the end"))
+        Err(Malformed("bytes behind the end"))
     }
 }
 
