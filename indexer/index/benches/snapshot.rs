@@ -181,7 +181,7 @@ fn build(entries: usize) -> (World, Vec<IndexQuery>) {
     (world, queries)
 }
 
-/// Sorted times of lookups, one after the other, until told to stop.
+/// Sorted times of lookups, one after the other, until stopped.
 fn look(
     fold: &FairRwLock<Fold>,
     queries: &[IndexQuery],
@@ -202,7 +202,7 @@ fn look(
     times
 }
 
-fn told(what: &str, times: &[Duration]) -> Duration {
+fn print_times(what: &str, times: &[Duration]) -> Duration {
     let at = |part: f64| times[((times.len() - 1) as f64 * part) as usize];
     let p99 = at(0.99);
     println!(
@@ -247,7 +247,7 @@ fn main() {
     );
     let fold = FairRwLock::new(world.fold);
     let quiet = beside(&fold, &queries, now, || std::thread::sleep(LOOKING));
-    let quiet = told("alone", &quiet);
+    let quiet = print_times("alone", &quiet);
     let mut cuts = Vec::new();
     let mut buffer = vec![1; fold.read().tree().image_bytes() * 17 / 16];
     let busy = beside(&fold, &queries, now, || {
@@ -258,7 +258,7 @@ fn main() {
             buffer = cut.image;
         }
     });
-    let busy = told("beside cuts", &busy);
+    let busy = print_times("beside cuts", &busy);
     cuts.sort_unstable();
     println!(
         "under the read lock (only the log waits): median {:?}, worst {:?}; lookups' p99 {:.2} ×",
@@ -269,7 +269,7 @@ fn main() {
     let cut = fold.read().cut(Vec::new()).unwrap();
     let start = Instant::now();
     cut.verify().unwrap();
-    println!("digests computed anew, without lock: {:?}", start.elapsed());
+    println!("digests recomputed, without lock: {:?}", start.elapsed());
     let start = Instant::now();
     let blob = format::encode(&cut.head, &cut.image).unwrap();
     let encoded = start.elapsed();

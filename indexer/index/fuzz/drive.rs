@@ -39,7 +39,7 @@ pub(crate) fn tree(bytes: &[u8]) {
 struct World {
     tree: Tree,
     applied: usize,
-    /// Changes that came, or not, and that are made ready for all the same: as late as can be.
+    /// Changes, applied or not, that are prepared late.
     late: VecDeque<(Change, Growth)>,
     sources: BTreeMap<SourceNumber, Model>,
 }

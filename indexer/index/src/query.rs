@@ -1,4 +1,4 @@
-//! From a question to its answer, under one view of the fold: sources and tree of one moment.
+//! Answers queries from one consistent view of the fold.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,13 @@ use warmroute_proto::{LogPosition, PrefixHash, Source, Tiers};
 use crate::fold::{Fold, SourceStatus};
 use crate::tree::{SourceNumber, TierMask};
 
-/// A query with its prefix chain, made before anybody is kept from writing.
+/// A query with its prefix chain, computed before the lock is taken.
 pub struct PreparedQuery {
     chain: Vec<PrefixHash>,
     at_least: Option<LogPosition>,
 }
 
-/// Answers a query. Sources of which no record came yet are left out: there is nothing to say.
+/// Answers a query. Sources without any record are left out.
 #[must_use]
 pub fn answer(fold: &Fold, query: &IndexQuery, now: Instant) -> IndexAnswer {
     PreparedQuery::of(query).answer(fold, now)
@@ -30,12 +30,12 @@ impl PreparedQuery {
         }
     }
 
-    /// See [`answer`].
+    /// Answers the query, like [`answer`].
     #[must_use]
     pub fn answer(&self, fold: &Fold, now: Instant) -> IndexAnswer {
         let position = fold.position();
         let behind = self.at_least.is_some_and(|wanted| position < wanted);
-        // Before the log is known there is no position that could be compared.
+        // Before the log is known, positions are not comparable.
         let Some(log) = fold.log().filter(|_| !behind) else {
             return IndexAnswer::Behind { position };
         };
@@ -79,7 +79,7 @@ fn without_run(source: &Source, status: &SourceStatus) -> Option<SourceAnswer> {
     })
 }
 
-/// Never proven counts as proven endlessly long ago.
+/// Age in milliseconds; `u32::MAX` if never proven.
 fn milliseconds(age: Option<Duration>) -> u32 {
     age.and_then(|age| u32::try_from(age.as_millis()).ok())
         .unwrap_or(u32::MAX)

@@ -1,33 +1,33 @@
-//! Is the log still the one that was read? A log that was deleted, rolled back or refilled looks healthy.
+//! Whether the log is still the one that was read. A log that was deleted, rolled back or refilled looks
+//! healthy.
 //!
-//! What was read last is remembered by its position, the time at which the log took it and a checksum;
-//! whoever starts, reconnects or doubts looks it up again. Used for the applied position of a running
-//! indexer and for the position of a snapshot alike. Pure: values in, a verdict out.
+//! The last record read is identified by its position, store time and checksum, and looked up again at
+//! startup, after a reconnect and periodically. Serves a running indexer's position and a snapshot's.
 
 use warmroute_proto::message::{LogMessage, LogStatus};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::{LogPosition, StreamIdentity};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How what was read stands to the log that is there now.
+/// Comparison of the last record read with the present log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogMatch {
-    /// The same log, and the same record at the position; or nothing was read yet.
+    /// Same log and same record at the position, or nothing was read yet.
     Same,
-    /// The same log, which has let that record go: nothing can be compared.
+    /// Same log, which no longer keeps that record.
     Trimmed,
-    /// The record should be there and is not: a copy of the log that is behind, or a hole.
+    /// The record is absent though in range: a stale copy of the log, or a hole.
     Missing,
-    /// Another log of that name.
+    /// A different log of that name.
     AnotherLog,
-    /// The log ends before the position: it lost its end.
+    /// The log ends before the position.
     LostEnd,
-    /// Another record is at the position: the log lost its end and went on.
+    /// A different record is at the position: the log lost its end and went on.
     OtherRecord,
 }
 
 impl LogMatch {
-    /// What was read is in this log no more.
+    /// Returns true if the log lost what was read.
     #[must_use]
     pub const fn is_broken(self) -> bool {
         match self {
@@ -49,7 +49,7 @@ impl LogMatch {
     }
 }
 
-/// How a message of the log is recognised later.
+/// Identifies a log message.
 #[must_use]
 pub fn mark(message: &LogMessage) -> RecordMark {
     RecordMark {
@@ -59,14 +59,13 @@ pub fn mark(message: &LogMessage) -> RecordMark {
     }
 }
 
-/// Is the record worth looking up? Only if the log says that it has it.
+/// Returns true if the log keeps this position, so that a lookup makes sense.
 #[must_use]
 pub fn is_there(at: &RecordMark, status: &LogStatus) -> bool {
     (status.first..=status.last).contains(&at.position)
 }
 
-/// Judges what was read (the last record, if there was one) against the log that is there; `found` is
-/// what lies at its position.
+/// Compares the last record read with the log; `found` is the log's message at its position.
 #[must_use]
 pub fn judge(
     log: StreamIdentity,
@@ -91,7 +90,7 @@ pub fn judge(
     }
 }
 
-/// Does the log still have everything behind the position?
+/// Returns true if the log keeps everything after the position.
 #[must_use]
 pub fn goes_on_from(position: LogPosition, status: &LogStatus) -> bool {
     position.next() >= status.first
@@ -123,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn every_way_to_lose_a_log_is_told() {
+    fn every_way_to_lose_a_log_is_detected() {
         let read = message(5, b"a", 50);
         let at = mark(&read);
         let check = |status: LogStatus, found: Option<&LogMessage>, fit: LogMatch| {

@@ -1,4 +1,4 @@
-//! What the outside sees of the fold, as plain values made under one read lock.
+//! Plain views of the fold for HTTP and the plane, each made under one read lock.
 
 use std::time::{Duration, Instant};
 
@@ -10,13 +10,13 @@ use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
 
 use crate::fold::{Fold, SourceStatus};
 
-/// One worker: what the registry says of it, and its sources.
+/// A worker's registry entry and its sources.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WorkerView {
     pub instance_id: WorkerId,
-    /// Null if the registry never named it.
+    /// Null if the registry never listed it.
     pub entry: Option<WorkerEntry>,
-    /// Its registration is there.
+    /// Its registration is present.
     pub registered: bool,
     pub sources: Vec<SourceView>,
 }
@@ -37,11 +37,11 @@ pub struct TierWords {
     pub disk: SourceState,
 }
 
-/// One source with its whole image.
+/// A source with its whole image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceDump {
     pub digest: SourceDigest,
-    /// None while nothing is folded.
+    /// `None` while the source is not folded.
     pub changes: Option<Vec<Change>>,
 }
 
@@ -92,7 +92,7 @@ pub fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceDump> {
     })
 }
 
-/// A page of what the fold is, without what only the process knows: readiness, clock, snapshots.
+/// A page of the fold's view. Readiness, clock and snapshot interval are filled in by the process.
 pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage {
     let sources_max = ask.sources_max.clamp(1, PAGE_SOURCES_MAX) as usize;
     let behind = |source: &Source| ask.after.as_ref().is_none_or(|after| source > after);

@@ -1,7 +1,7 @@
-//! Folds messages of the log: at once, or in short turns while somebody reads.
+//! Applies log messages under the lock: all in one turn, or in short turns while there are readers.
 //!
-//! Either way a record is applied as a whole in one turn, and the end is the same. In short turns, as much
-//! as can be of what it takes is done before that: see [`Tree::warm`] and [`Tree::grow`].
+//! Each record is applied as a whole in one turn, so both ways give equal results. With short turns,
+//! most of a record's work is done before its turn, by [`Tree::warm`] and [`Tree::grow`].
 //!
 //! [`Tree::warm`]: crate::tree::Tree::warm
 //! [`Tree::grow`]: crate::tree::Tree::grow
@@ -27,12 +27,12 @@ pub fn apply(
     now: Instant,
 ) -> (Vec<RecordVerdict>, LogPosition) {
     match fold.has_recent_readers() {
-        true => beside_readers(fold, messages, now),
-        false => at_once(fold, messages, now),
+        true => in_short_turns(fold, messages, now),
+        false => in_one_turn(fold, messages, now),
     }
 }
 
-fn at_once(
+fn in_one_turn(
     fold: &FairRwLock<Fold>,
     messages: &[ParsedMessage],
     now: Instant,
@@ -46,7 +46,7 @@ fn at_once(
     (verdicts, fold.position())
 }
 
-fn beside_readers(
+fn in_short_turns(
     fold: &FairRwLock<Fold>,
     messages: &[ParsedMessage],
     now: Instant,
@@ -55,17 +55,13 @@ fn beside_readers(
     let mut verdicts = Vec::with_capacity(messages.len());
     let mut rest = messages;
     while let Some(first) = rest.first() {
-        let to_come = fold.read_as_writer().to_come(first);
-        if let Some((number, changes)) = to_come {
-            make_ready(fold, number, changes, &mut scratch);
+        let upcoming = fold.read_as_writer().to_come(first);
+        if let Some((number, changes)) = upcoming {
+            prepare(fold, number, changes, &mut scratch);
         }
-        let (now_taken, later) = rest.split_at(turn(rest));
+        let (taken, later) = rest.split_at(turn_len(rest));
         let mut fold = fold.write();
-        verdicts.extend(
-            now_taken
-                .iter()
-                .map(|message| fold.apply_parsed(now, message)),
-        );
+        verdicts.extend(taken.iter().map(|message| fold.apply_parsed(now, message)));
         rest = later;
     }
     for _ in 0..RECLAIM_MAX / RECLAIM_TURN {
@@ -76,8 +72,8 @@ fn beside_readers(
     (verdicts, fold.read_as_writer().position())
 }
 
-/// How many messages are folded in one turn: one, and short ones with it.
-fn turn(messages: &[ParsedMessage]) -> usize {
+/// Messages applied in one turn: one, and short ones with it.
+fn turn_len(messages: &[ParsedMessage]) -> usize {
     let mut blocks = 0;
     let fits = messages.iter().take_while(|message| {
         blocks += message.blocks();
@@ -86,8 +82,8 @@ fn turn(messages: &[ParsedMessage]) -> usize {
     fits.count().max(1)
 }
 
-/// Does for the changes of a record what can be done before readers are kept out.
-fn make_ready(
+/// Prepares the changes of a record before readers are excluded.
+fn prepare(
     fold: &FairRwLock<Fold>,
     number: SourceNumber,
     changes: &[Change],

@@ -144,7 +144,7 @@ fn singles(world: &mut World, count: usize) {
     }
 }
 
-/// Prompts that everybody holds a different part of, some of it in lower tiers and with holes.
+/// Prompts of which each source holds another part, some in lower tiers and with holes.
 fn shared(world: &mut World, prompts: usize) {
     for _ in 0..prompts {
         let blocks = world.random.blocks(60);
@@ -284,7 +284,7 @@ struct Shim {
     end: Option<PrefixHash>,
 }
 
-/// A fold, its log, and shims that tell only news.
+/// A fold, its log, and shims that send only changes.
 struct Log {
     fold: Fold,
     subjects: Subjects,
@@ -414,7 +414,7 @@ fn beyond_the_bound() {
     assert_eq!(
         log.fold.poll_resyncs(now),
         [],
-        "nobody is asked for what does not fit"
+        "no request for what does not fit"
     );
     println!("measured bound {BOUND} {most} {set_aside}");
 }

@@ -1,5 +1,5 @@
 //! The indexer's lock under a scheduler that picks every next step: no interleaving of writer and
-//! readers shows half a write, loses one, or leaves anybody waiting for ever (which the scheduler
+//! readers shows half a write, loses one, or blocks a thread forever (which the scheduler
 //! reports as a deadlock, and endless spinning as too many steps).
 #![forbid(unsafe_code)]
 

@@ -81,7 +81,7 @@ impl Running {
     }
 
     pub(crate) async fn heartbeat(&self, shim: &TestShim) {
-        let Broadcast { subject, payload } = said(&shim.heartbeat());
+        let Broadcast { subject, payload } = heartbeat_message(&shim.heartbeat());
         self.plane.publish(subject, payload).await.unwrap();
     }
 

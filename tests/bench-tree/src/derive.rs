@@ -375,7 +375,7 @@ fn encode(
     bytes
 }
 
-/// The same workload `copies` times at once, each with blocks of its own, on the same workers. The
+/// `copies` parallel copies of the workload, each with blocks of its own, on the same workers. The
 /// queries go round the copies, so the answers are those of one.
 pub fn grow(base: &Workload, copies: u64) -> Vec<u8> {
     let renamed = |hash: u64, copy: u64| mix(hash ^ copy.wrapping_mul(0x9E37_79B9_7F4A_7C15));

@@ -19,7 +19,7 @@ pub trait Index: Sized {
 
     /// Applies one part after the other on the calling thread and calls `done` after each.
     fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync));
-    /// The same with changes made one by one, so that they take no memory; `done` at the end.
+    /// Like [`Self::write`], with changes made one by one to save memory; `done` is called at the end.
     fn write_lazily(
         &self,
         changes: &mut (dyn Iterator<Item = Self::Change> + Send),

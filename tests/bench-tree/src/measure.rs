@@ -165,7 +165,7 @@ fn two_readers<I: Index + Sync>(workload: &Workload, index: &I) -> f64 {
     })
 }
 
-/// Half of the events applied, then a writer and a reader at once.
+/// Half of the events applied, then a writer and a reader in parallel.
 fn mixed<I: Index + Sync>(workload: &Workload, figures: &mut Figures) {
     let index = &I::new(workload.workers);
     let mut first = changes::<I>(workload);

@@ -1,11 +1,12 @@
 //! The fold as a snapshot, and a snapshot as the fold.
 //!
-//! A cut is all of one moment, made under one read lock: tree, sources, position. What time, heartbeats
-//! and the registry said is not in it: whoever adopts it starts without proof, so that every source is
-//! `unknown` until its first record or heartbeat.
+//! A cut is consistent: tree, sources and position of one moment, made under one read lock. Clock,
+//! heartbeats and registry are not part of it: after adopting a snapshot every source is `unknown`
+//! until its first record or heartbeat.
 //!
-//! A running fold that adopts an older one keeps what it knows to exist: a generation or number beyond
-//! the snapshot's is awaited like one that a heartbeat announced, and asked for if it does not come.
+//! A running fold that adopts an older snapshot keeps what it knows to exist: a generation or number
+//! beyond the snapshot's is awaited as if a heartbeat had announced it, and requested if it is
+//! overdue.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -18,15 +19,15 @@ use super::source::{Holding, SourceFold};
 use crate::snapshot::Restored;
 use crate::tree::{SourceNumber, Tree, digests_of_image};
 
-/// What a snapshot is made of.
+/// Content of a snapshot.
 pub struct SnapshotCut {
     pub head: SnapshotHead,
     pub image: Vec<u8>,
 }
 
 impl SnapshotCut {
-    /// Computes every digest anew from the image's blocks. Not under a lock: it takes several times what
-    /// the cut takes.
+    /// Recomputes every digest from the image's blocks. Takes several times as long as the cut: call it
+    /// without the lock.
     pub fn verify(&self) -> Result<(), NoSnapshot> {
         let is_folded = |entry: &&SnapshotSource| entry.holding == SnapshotHolding::Folded;
         let mut folded = self.head.sources.iter().filter(is_folded);
@@ -41,7 +42,7 @@ impl SnapshotCut {
     }
 }
 
-/// Why there is no snapshot now.
+/// Why no snapshot can be made now.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoSnapshot {
     #[error("no record was read yet")]
@@ -54,15 +55,15 @@ pub enum NoSnapshot {
     Mismatch(Source),
 }
 
-/// What a fold held before it adopted a snapshot. Large: drop it where nobody waits.
+/// State replaced by an adopted snapshot. Dropping it takes long: do it without the lock.
 pub struct ReplacedState {
     _tree: Tree,
     sources: BTreeMap<Source, SourceFold>,
 }
 
 impl Fold {
-    /// All that the log told up to now, with the image in `buffer`, which may be empty. Nothing is checked
-    /// here but by [`SnapshotCut::verify`].
+    /// The fold as of now, with the image in `buffer`, whose content is replaced. Unchecked: call
+    /// [`SnapshotCut::verify`].
     pub fn cut(&self, buffer: Vec<u8>) -> Result<SnapshotCut, NoSnapshot> {
         let (Some(log), Some(at)) = (self.log, self.mark) else {
             return Err(NoSnapshot::Nothing);
@@ -93,7 +94,7 @@ impl Fold {
         Ok(SnapshotCut { head, image })
     }
 
-    /// Takes a snapshot's place in the log, and its tree. The registry's workers stay known.
+    /// Replaces tree, sources and position by a snapshot's. Keeps the registered workers.
     pub fn adopt(&mut self, now: Instant, restored: Restored) -> ReplacedState {
         let Restored {
             head,
@@ -131,7 +132,7 @@ impl Fold {
         former
     }
 
-    /// The next message would not be the next one: the log let some go, unread.
+    /// Returns true if a message at this position would skip unread positions.
     #[must_use]
     pub fn would_jump(&self, position: LogPosition) -> bool {
         self.position != LogPosition(0) && position > self.position.next()
@@ -140,7 +141,7 @@ impl Fold {
 
 fn holding(entry: &SnapshotSource, numbers: &mut impl Iterator<Item = SourceNumber>) -> Holding {
     match entry.holding {
-        // A snapshot that was read has a number for each of them.
+        // A snapshot that was read has a number for each folded source.
         SnapshotHolding::Folded => numbers.next().map_or(Holding::Diverged, Holding::Applied),
         SnapshotHolding::Diverged => Holding::Diverged,
         SnapshotHolding::Freed => Holding::Freed,

@@ -1,25 +1,25 @@
-//! How old is a message? Told by where the log ended at known moments, and what its clock showed then.
+//! The age of messages, from observations of the log's end and the log's clock.
 //!
-//! A record behind the end that was observed at some moment was stored after that moment. So the
-//! backlog that an indexer reads at its start proves nothing about the present, and a lagging
-//! indexer does not take old records for fresh proof. No clock of another machine is compared with
-//! ours. But the log's clock is compared with itself: a record that is stamped before the moment at which
-//! it was not there came back with an older copy of the log, and proves nothing.
+//! A record behind the end observed at some moment was stored after that moment. So the backlog read
+//! at startup proves nothing about the present, and a lagging indexer does not take old records for
+//! fresh proof. Clocks of different machines are not compared. The log's clock is compared with
+//! itself: a record stamped before a moment at which it was absent was restored from an older copy of
+//! the log, and proves nothing.
 //!
-//! A message may have been on its way for long before the log took it, or a listener read it. What it says
-//! of itself is when it was said, by the log's clock too; what that clock shows now is what it showed when
-//! it was last asked, and what passed here since. This lowers what a message proves and never raises it: a
-//! log whose clock jumped back, or that was not asked for long, leaves all as it would be without.
+//! A message may be delayed before the log stores it or a reader reads it. Its send time is by the
+//! log's clock, whose present value is the last observed one plus the time passed here. The send time
+//! can only weaken a proof: if the log's clock jumped back or was not observed recently, it has no
+//! effect.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::{LogPosition, LogTime};
 
-/// At two observations a second these reach back 8 s, further than any proof counts.
+/// Observations kept: 8 s at two a second, longer than a proof is valid.
 const OBSERVATIONS_MAX: usize = 16;
 
-/// Clocks part by a hundredth at most: by less than the age of a proof, after so long.
+/// Age limit of the clock observation: at 1 % drift the error stays below the validity of a proof.
 const CLOCK_AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy)]
@@ -37,7 +37,7 @@ pub(super) struct LogEnds {
 }
 
 impl LogEnds {
-    /// The log ended at or behind `last` at the moment `at`, or `unix_ns` by its own clock.
+    /// The log ended at `last` or later at the moment `at`, which is `unix_ns` by its clock.
     pub(super) fn observe(&mut self, at: Instant, last: LogPosition, unix_ns: u64) {
         if self.seen.len() == OBSERVATIONS_MAX {
             self.seen.pop_front();
@@ -49,17 +49,16 @@ impl LogEnds {
         self.seen.clear();
     }
 
-    /// A moment before which the log did not have this position, and the message that is there now was
-    /// not `stamped` yet; none if there is none in reach. A replicated log stamps a message when it is
-    /// proposed, and has it when most copies have: in between the log may be looked at. And a message may
-    /// have been put back.
+    /// The latest observed moment at which the log had neither this position nor the time `stamped`;
+    /// `None` if out of reach. Both count: a replicated log stamps a message when it is proposed, before
+    /// it is committed, and a message may be restored from a backup.
     pub(super) fn stored_after(&self, position: LogPosition, stamped: u64) -> Option<Instant> {
         let was_before = |end: &&ObservedEnd| end.last < position && end.unix_ns <= stamped;
         self.seen.iter().rev().find(was_before).map(|end| end.at)
     }
 
-    /// Since when what is read now says what it says: the moment at which it came, or an earlier one if it
-    /// was on its way. None if that is longer ago than any moment here.
+    /// Time as of which a message holds: when it was received, or earlier if it was delayed. `None` if
+    /// that precedes every representable moment.
     pub(super) fn sent_at(
         &self,
         now: Instant,
@@ -72,7 +71,7 @@ impl LogEnds {
         }
     }
 
-    /// None if the log's clock is not known.
+    /// Age of a message; `None` if the log's clock is unknown.
     fn age(&self, now: Instant, sent_at: LogTime) -> Option<Duration> {
         let end = self.seen.back().filter(|end| end.unix_ns > 0)?;
         let since = now.saturating_duration_since(end.at);
@@ -83,8 +82,8 @@ impl LogEnds {
         Some(shows.saturating_sub(Duration::from_nanos(sent_at.0)))
     }
 
-    /// A moment whose log is in up to its end; none if there is none in reach. What was announced before
-    /// it and is not in is missing, however far behind the reader is.
+    /// The latest observed moment whose log is read completely; `None` if out of reach. What was
+    /// announced before it and is not read is missing, however far behind the reader is.
     pub(super) fn reached(&self, position: LogPosition) -> Option<Instant> {
         self.seen
             .iter()
@@ -160,15 +159,15 @@ mod tests {
         assert_eq!(
             nothing_said,
             Some(now),
-            "an older shim, or one that was not told"
+            "an older shim, or one without the log's clock"
         );
         for from_the_future in [121, 130, 10_000_000_000] {
             assert_eq!(ends.sent_at(now, now, log_time(from_the_future)), Some(now));
         }
-        // The next leader's clock is a minute behind: what was said by the one before is no older.
+        // The next leader's clock is a minute behind: messages from before are no older.
         ends.observe(now, LogPosition(2), 60_000_000_000);
         assert_eq!(ends.sent_at(now, now, log_time(119)), Some(now));
-        // Whoever was told again is believed again.
+        // A new observation of the clock is trusted.
         let later = now + 2 * SECOND;
         let kept = ends.sent_at(later, later, log_time(61));
         assert_eq!(kept, Some(later - SECOND));
@@ -184,7 +183,7 @@ mod tests {
 
     /// Whatever our clock does against the log's, no source is without proof for good.
     #[test]
-    fn a_clock_that_was_not_heard_of_for_long_is_not_believed() {
+    fn a_clock_that_was_not_observed_for_long_is_ignored() {
         let (start, mut ends) = asked_at_the_start();
         let now = start + 61 * SECOND;
         assert_eq!(ends.sent_at(now, now, log_time(100)), Some(now));

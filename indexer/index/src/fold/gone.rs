@@ -1,14 +1,13 @@
-//! Sources that are gone: what they held is given back, and in the end they are forgotten.
+//! Frees and forgets sources whose registration is gone.
 //!
-//! A source is gone while its worker's registration is: since it went, or since the registry, read from
-//! start to end, did not name the worker at all, as it does not after a restart. What it held is freed
-//! after [`FREE_AFTER`]; its fence stays, so that nothing of an old generation counts.
+//! A source is gone since its worker's registration expired, or since the complete registry did not
+//! list the worker (after a restart). Its blocks are freed after [`FREE_AFTER`]; its fence stays, so
+//! that no old generation counts.
 //!
-//! A fence guards against records of older generations behind those of newer ones. It is forgotten after
-//! [`FORGET_AFTER`], and sooner, the longest gone first, if there are more than [`GONE_MAX`]: by then a
-//! replica that starts with the log alone knows no more, either. Should an old shim speak after all, it
-//! goes on at a number that is not the first, and gets no credit before it began a new generation, whose
-//! number it takes from the key that is never deleted.
+//! The fence is forgotten after [`FORGET_AFTER`], or earlier, the longest gone first, while there are
+//! more than [`GONE_MAX`]. A replica that starts from the log alone then knows no more either. If an
+//! old shim is still alive, its next record is not the first of a generation, so it gets no credit
+//! before it begins a new generation, whose number comes from a key that is never deleted.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -18,17 +17,17 @@ use warmroute_proto::{Source, WorkerId};
 use super::source::Holding;
 use super::{Fold, WorkerRegistration};
 
-/// What a source holds is given back when its shim has been gone this long. Its fence stays.
+/// Age of an absence after which the blocks are freed. The fence stays.
 pub(super) const FREE_AFTER: Duration = Duration::from_secs(600);
 
-/// What a log keeps by default.
+/// The log's default retention.
 const FORGET_AFTER: Duration = Duration::from_secs(86_400);
 
-/// Some megabytes, and less than a snapshot's head may hold.
+/// A few megabytes, and fewer entries than a snapshot's head may hold.
 pub(super) const GONE_MAX: usize = 4096;
 
 impl Fold {
-    /// Frees and forgets what has been gone for long.
+    /// Frees and forgets sources that are long gone.
     pub(super) fn let_go(&mut self, now: Instant) {
         let mut long_gone: Vec<(Instant, &Source)> = Vec::new();
         for (source, fold) in &mut self.sources {
@@ -36,7 +35,7 @@ impl Fold {
             let named = worker.is_some() || !self.registry_read;
             fold.unnamed_since = match fold.unnamed_since {
                 _ if named => None,
-                // Who still speaks is there.
+                // A source that still sends is present.
                 Some(since) => Some(since.max(fold.last_sent().unwrap_or(since))),
                 None => Some(now),
             };
@@ -69,7 +68,7 @@ impl Fold {
         self.forget_workers(now);
     }
 
-    /// Workers without a source go like sources.
+    /// Forgets gone workers without sources.
     fn forget_workers(&mut self, now: Instant) {
         let gone = |worker: &WorkerRegistration| {
             let gone = worker
@@ -89,7 +88,7 @@ impl Fold {
             .retain(|id, worker| with_sources.contains(id) || !gone(worker));
     }
 
-    /// Sources that were forgotten so far.
+    /// Sources forgotten so far.
     #[must_use]
     pub const fn forgotten(&self) -> u64 {
         self.forgotten

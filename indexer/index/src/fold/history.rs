@@ -1,26 +1,26 @@
-//! What an operator wants to know of a source beside what it is: since when, and how often it began anew.
+//! History of a source for operators: how long it is in its state, and how often it began again.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::SourceState;
 
-/// Generations that began longer ago do not count as "lately".
+/// Window in which generations are counted.
 const LATELY: Duration = Duration::from_secs(600);
 
-/// More than anybody needs to see that a source goes in circles.
+/// Counted generations: enough to show that a source resyncs in circles.
 const BEGUN_MAX: usize = 16;
 
-/// One source's part.
+/// History of one source.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SourceHistory {
-    /// The state at the last look, and when it was first seen.
+    /// The state at the last tick, and when it began.
     state: Option<(SourceState, Instant)>,
-    /// When generations began, the oldest first.
+    /// Starts of generations, the oldest first.
     begun: VecDeque<Instant>,
-    /// When the log took the last record, or later.
+    /// Earliest time at which the log stored the last record.
     recorded: Option<Instant>,
-    /// How long the last heartbeat was on its way.
+    /// Delay of the last heartbeat, from sending to reading.
     heartbeat_delay: Option<Duration>,
 }
 
@@ -31,20 +31,20 @@ impl SourceHistory {
         }
     }
 
-    /// The log did not have the last record before this moment; none if it is older than all that matters.
+    /// A record was stored at this moment or later; `None` if out of reach.
     pub(super) const fn recorded(&mut self, at: Option<Instant>) {
         if at.is_some() {
             self.recorded = at;
         }
     }
 
-    /// Since the last record that came while this replica followed.
+    /// Age of the last record read live.
     pub(super) fn record_age(&self, now: Instant) -> Option<Duration> {
         let recorded = self.recorded?;
         Some(now.saturating_duration_since(recorded))
     }
 
-    /// A heartbeat is read that was said at this moment; none if that is longer ago than any moment here.
+    /// A heartbeat was read that was sent at this moment; `None` if out of reach.
     pub(super) fn heartbeat_read(&mut self, now: Instant, said: Option<Instant>) {
         self.heartbeat_delay = said.map(|said| now.saturating_duration_since(said));
     }
@@ -53,7 +53,7 @@ impl SourceHistory {
         self.heartbeat_delay
     }
 
-    /// A generation began at this moment or later; none if it is older than all that matters.
+    /// A generation began at this moment or later; `None` if out of reach.
     pub(super) fn generation_started(&mut self, at: Option<Instant>) {
         let Some(at) = at else {
             return;
@@ -64,7 +64,7 @@ impl SourceHistory {
         self.begun.push_back(at);
     }
 
-    /// To the last look: a state that has changed since is new.
+    /// Age of the state as of the last tick; zero if it changed since.
     pub(super) fn state_age(&self, now: Instant, state: SourceState) -> Duration {
         match self.state {
             Some((known, since)) if known == state => now.saturating_duration_since(since),

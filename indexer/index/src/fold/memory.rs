@@ -1,14 +1,13 @@
-//! What a bounded indexer does at its bound: whom it sets aside, and who comes back when.
+//! The memory bound: which sources are set aside, and when they return.
 //!
-//! The bound is on all that the fold keeps, free or in use, and on the image that a snapshot takes beside
-//! it. From fifteen sixteenths of it on, the largest source is set set_aside_history: at once it is answered as
-//! `unknown`, and its memory comes back in steps between records, before the bound itself is reached; at
-//! the bound a record waits for it.
+//! The bound covers all memory of the fold, free or in use, and the image of a snapshot in the making.
+//! From 15/16 of it on, the largest source is set aside: it is `unknown` immediately, and its memory
+//! is freed in steps between records before the bound is reached; at the bound a record waits for it.
 //!
-//! A source that is set aside is not folded until its next generation. It is asked for one when there is
-//! ample room for what it takes: the smallest first, one in [`BETWEEN_RETURNS`], none sooner than
-//! [`AWAY_MIN`] after it went, and twice that each time it had to go again, up to [`AWAY_MAX`]. So a fleet
-//! that does not fit costs its shims no loop of images.
+//! A source that is set aside is not folded until its next generation, which is requested when there
+//! is ample room for it: the smallest source first, one per [`BETWEEN_RETURNS`], not earlier than
+//! [`AWAY_MIN`] after it was set aside, doubled each time up to [`AWAY_MAX`]. So a fleet that does not
+//! fit causes no loop of images.
 
 use std::time::{Duration, Instant};
 
@@ -18,25 +17,25 @@ use warmroute_proto::registry::{ResyncReason, WorkerEntry};
 use super::source::{Holding, Registration, SourceFold};
 use super::{Fold, WorkerRegistration, registration};
 
-/// Blocks given back or moved in one go.
+/// Blocks freed or moved in one step.
 const STEP: usize = 4096;
 
-/// What a pair that nobody shares takes, and half as much again.
+/// Budget per pair: the measured size of an unshared pair plus 50 %.
 const PAIR_BYTES: u64 = 60;
 
 const BETWEEN_RETURNS: Duration = Duration::from_secs(30);
 const AWAY_MIN: Duration = Duration::from_secs(60);
 const AWAY_MAX: Duration = Duration::from_secs(3840);
 
-/// What a source takes besides its blocks: an entry of an ordered map that is at least half full, and the
-/// name, which the log bounds and which is short.
+/// Bytes of a source besides its blocks: an entry of a map that is at least half full, and a short
+/// name.
 const SOURCE_BYTES: usize = 2 * (size_of::<Source>() + size_of::<SourceFold>()) + 128;
 const WORKER_BYTES: usize = 2 * (size_of::<WorkerRegistration>() + size_of::<WorkerEntry>()) + 512;
 
-/// One source's part.
+/// How often and since when a source is set aside.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SetAsideHistory {
-    /// Pairs that its shim last said it holds.
+    /// Pairs that its shim last reported.
     pub(super) pairs: u64,
     times: u32,
     since: Option<Instant>,
@@ -45,8 +44,8 @@ pub(super) struct SetAsideHistory {
 
 impl SetAsideHistory {
     pub(super) fn went(&mut self, now: Instant, pairs: u64) {
-        let lately = |since: Instant| now.saturating_duration_since(since) < 2 * AWAY_MAX;
-        self.times = if self.since.is_some_and(lately) {
+        let is_recent = |since: Instant| now.saturating_duration_since(since) < 2 * AWAY_MAX;
+        self.times = if self.since.is_some_and(is_recent) {
             self.times + 1
         } else {
             1
@@ -56,7 +55,7 @@ impl SetAsideHistory {
         self.asked = false;
     }
 
-    /// A new generation began.
+    /// A new generation begins.
     pub(super) const fn came_back(&mut self) {
         self.asked = false;
     }
@@ -73,12 +72,12 @@ impl SetAsideHistory {
     }
 }
 
-/// The whole fold's part.
+/// Counters of the memory bound.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MemoryCounters {
-    /// Sources that were set aside so far, each time.
+    /// Times a source was set aside.
     pub(super) set_aside: u64,
-    /// Generations that were asked for because there was room again.
+    /// Generations requested because there was room again.
     pub(super) returns: u64,
     last_return: Option<Instant>,
 }
@@ -90,18 +89,18 @@ impl Fold {
     pub fn bytes(&self) -> usize {
         let sources = self.sources.len() * SOURCE_BYTES + self.workers.len() * WORKER_BYTES;
         let kept = self.tree.bytes() + sources;
-        // Gaps between what is in use that fit nothing: 9 to 13 hundredths where blocks come and go.
+        // Allocator fragmentation: 9 to 13 % under churn.
         kept + kept / 8
     }
 
-    /// How often a source was set aside, and how often one was asked back.
+    /// Times a source was set aside, and times one was requested again.
     #[must_use]
     pub const fn set_aside_and_returned(&self) -> (u64, u64) {
         (self.memory.set_aside, self.memory.returns)
     }
 
-    /// What a snapshot of this many bytes may make of a tree while what is here is kept; none: there is no
-    /// room for another tree.
+    /// Memory limit of a second tree, restored from a snapshot of this many bytes beside this fold;
+    /// `None` if there is no room.
     #[must_use]
     pub fn room_for_another(&self, blob_bytes: usize) -> Option<usize> {
         let Some(bytes_max) = self.bytes_max else {
@@ -111,13 +110,13 @@ impl Fold {
         (room >= bytes_max / 4).then_some(room - room / 8)
     }
 
-    /// With the image of a snapshot, if this one writes any.
+    /// Memory of the fold and of a snapshot's image, if this replica writes snapshots.
     fn needed(&self) -> usize {
         let image = self.reloads.map_or(0, |_| self.tree.image_bytes());
         self.bytes() + image
     }
 
-    /// Sets aside whole sources, the largest first, until the bound is kept.
+    /// Keeps the bound: sets whole sources aside, the largest first, and frees their memory.
     pub(super) fn bound_memory(&mut self, now: Instant) {
         let Some(bytes_max) = self.bytes_max else {
             return;
@@ -136,7 +135,7 @@ impl Fold {
                     self.tree.reclaim(STEP);
                 }
             } else if needed > bytes_max {
-                // What is free has another shape than what is wanted.
+                // Free chunks do not serve other allocations.
                 self.tree
                     .compact(STEP, spare.saturating_sub(needed - bytes_max));
                 if self.tree.spare_bytes() == spare {
@@ -148,7 +147,7 @@ impl Fold {
         }
     }
 
-    /// False if there is none.
+    /// Sets the largest source aside. Returns false if no source is folded.
     fn set_largest_aside(&mut self, now: Instant) -> bool {
         let tree = &self.tree;
         let weight = |fold: &SourceFold| fold.number().map(|number| tree.weight(number));
@@ -167,9 +166,9 @@ impl Fold {
         true
     }
 
-    /// Asks for the smallest source that was set aside, if there is room for it.
+    /// Requests the smallest source that is set aside, if there is room for it.
     pub(super) fn ask_back(&mut self, now: Instant) {
-        let lately = |last: Instant| now.saturating_duration_since(last) < BETWEEN_RETURNS;
+        let is_recent = |last: Instant| now.saturating_duration_since(last) < BETWEEN_RETURNS;
         let Some(bytes_max) = self.bytes_max else {
             return;
         };
@@ -198,12 +197,12 @@ impl Fold {
                 smallest = Some(fold);
             }
         }
-        if self.tree.is_reclaiming() || self.memory.last_return.is_some_and(lately) {
+        if self.tree.is_reclaiming() || self.memory.last_return.is_some_and(is_recent) {
             return;
         }
         if let Some(fold) = smallest {
             fold.set_aside_history.asked = true;
-            // For this replica, its records are lost.
+            // For this replica, the source's records are lost.
             fold.resync.request(ResyncReason::LogLost);
             self.memory.last_return = Some(now);
             self.memory.returns += 1;
@@ -211,7 +210,7 @@ impl Fold {
     }
 }
 
-/// Where setting aside begins.
+/// Memory from which on sources are set aside.
 const fn early(bytes_max: usize) -> usize {
     bytes_max - bytes_max / 16
 }

@@ -1,4 +1,4 @@
-//! A message of the log or a heartbeat, read: done without the fold, so that nobody waits for it.
+//! Parsing of log messages and heartbeats, done before the lock is taken.
 
 use warmroute_proto::message::{Broadcast, LogMessage};
 use warmroute_proto::snapshot::RecordMark;
@@ -9,10 +9,10 @@ use super::HeartbeatVerdict;
 use crate::same_log::mark;
 use crate::tree::blocks_in;
 
-/// See the module's documentation.
+/// A parsed log message.
 pub struct ParsedMessage {
     pub(super) mark: RecordMark,
-    /// Subject and payload: what it took of the log's bound, roughly.
+    /// Subject and payload bytes: about its share of the log's bound.
     pub(super) bytes: u64,
     pub(super) content: MessageContent,
 }
@@ -20,7 +20,7 @@ pub struct ParsedMessage {
 pub(super) enum MessageContent {
     Record(Record),
     WrongSubject,
-    /// Of the subject's source.
+    /// With the source that the subject names.
     WrongSource(Source),
     Undecodable(Source),
 }
@@ -41,7 +41,7 @@ impl ParsedMessage {
         self.bytes
     }
 
-    /// Blocks that its changes speak of.
+    /// Blocks in its changes.
     #[must_use]
     pub fn blocks(&self) -> usize {
         match &self.content {
@@ -52,7 +52,7 @@ impl ParsedMessage {
         }
     }
 
-    /// Does it empty a tier? That takes as long as the tier is large.
+    /// Returns true if it clears a tier, which takes time proportional to the tier.
     #[must_use]
     pub fn clears(&self) -> bool {
         let clears = |change: &Change| matches!(change, Change::Cleared { .. });
@@ -60,8 +60,7 @@ impl ParsedMessage {
     }
 }
 
-/// A heartbeat, if it may speak for the source that it speaks of: permissions guard the subject, and not what
-/// is said there.
+/// Decodes a heartbeat. Its source must be the subject's: permissions guard subjects, not payloads.
 pub fn heartbeat(subjects: &Subjects, message: &Broadcast) -> Result<Heartbeat, HeartbeatVerdict> {
     let source = subjects.heartbeat_source(&message.subject);
     let source = source.ok_or(HeartbeatVerdict::WrongSubject)?;

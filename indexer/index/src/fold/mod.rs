@@ -1,18 +1,17 @@
-//! The log as the indexer understands it: messages in, one verdict each, one tree.
+//! Applies log messages, heartbeats, registry changes and time to one tree: one verdict a message.
 //!
-//! [`Fold`] holds the tree together with what is known of each source, so that whoever reads both
-//! under one lock cannot see a torn answer. It is deterministic, idempotent and total: bad input is
-//! a counted verdict, never an error that stops the reader.
+//! [`Fold`] holds the tree together with the status of each source, so that a reader under one lock
+//! sees both as of one moment. It is deterministic, idempotent and total: bad input is a counted
+//! verdict, never an error that stops the reader.
 //!
-//! What lowers a source: a gap in the log, a digest that differs, a contradiction (`stale`), a
-//! heartbeat of a generation that is still to come (`catching_up`), no proof for 5 s, the shim's
-//! registration gone, memory (`unknown`).
-//! A heartbeat that is ahead of the log is none of these: the answers remain what they claim to be,
-//! the fold up to the engine sequence that they name, and the log usually is milliseconds behind.
-//! If what was announced does not come, the last proof is 5 s old before patience ends at 6 s; so
-//! the source is `unknown` first, and then a new generation is asked for.
+//! What lowers a source: a gap in the log, a different digest or a contradiction (`stale`); a
+//! heartbeat of a generation that the log has not delivered (`catching_up`); no proof for 5 s, an
+//! expired registration, or the memory bound (`unknown`). A heartbeat ahead of the log lowers
+//! nothing: answers remain correct as of the engine sequence that they name, and the log is usually
+//! milliseconds behind. If the announced record does not arrive, the last proof expires at 5 s and
+//! makes the source `unknown`; at 6 s a new generation is requested.
 //!
-//! It does no IO, reads no clock and keeps nothing on disk.
+//! No IO, no clock, nothing on disk.
 
 mod cut;
 mod ends;
@@ -52,33 +51,33 @@ pub use message::{ParsedMessage, heartbeat};
 pub use source::{PROOF_AGE_MAX, SourceStatus};
 pub use stall::ReaderStall;
 
-/// What a message of the log did. Words are metric labels: a closed set.
+/// Effect of a log message. A metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordVerdict {
     Applied,
-    /// It began a new generation.
+    /// The first record of a new generation.
     Started,
-    /// It is of a new generation whose beginning is missing.
+    /// Of a new generation whose first record is missing.
     StartedBehind,
-    /// Something before it is missing.
+    /// An earlier record is missing.
     Ahead,
     Duplicate,
-    /// Its number came before with other bytes.
+    /// Its number was delivered before with other bytes.
     Violation,
-    /// It is of a generation that the fence excludes.
+    /// Of a fenced-off generation.
     Old,
-    /// It stored what was held, removed what was not, or named a parent that is not known.
+    /// It stores a held pair, removes one that is not held, or names an unknown parent.
     Contradiction,
-    /// After it, count or digest differ from what it says.
+    /// Count or digest differ from the record's after applying it.
     Mismatch,
-    /// It is the next one of a source that is not folded at present.
+    /// The next record of a source that is not folded at present.
     NotFolded,
     Undecodable,
-    /// It speaks of another source than its subject does.
+    /// Its subject names another source.
     WrongSource,
     /// Its subject names no source.
     WrongSubject,
-    /// Of a generation that nobody can have come to.
+    /// Of an impossibly high generation.
     Implausible,
     /// Its position is not behind the last one.
     Replayed,
@@ -125,27 +124,27 @@ impl RecordVerdict {
     }
 }
 
-/// What a heartbeat did. Words are metric labels: a closed set.
+/// Effect of a heartbeat. A metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeartbeatVerdict {
-    /// Same number, same digest.
+    /// Equal number, equal digest.
     Proof,
-    /// Same number, another digest.
+    /// Equal number, different digest.
     Mismatch,
-    /// The source is not folded at present: nothing to compare.
+    /// The source is not folded at present.
     NotFolded,
-    /// It names records that have not come yet.
+    /// It names records that the log has not delivered.
     Behind,
-    /// It is older than what was applied: its shim lives, no more.
+    /// Older than what is applied: it proves only that the shim is alive.
     Late,
-    /// It is of a generation that the fence excludes.
+    /// Of a fenced-off generation.
     Old,
     Undecodable,
-    /// It speaks of another source than its subject does: whoever said it may not speak for that one.
+    /// Its subject names another source: the sender may not report on this one.
     WrongSource,
     /// Its subject names no source.
     WrongSubject,
-    /// Of a generation that nobody can have come to.
+    /// Of an impossibly high generation.
     Implausible,
 }
 
@@ -180,37 +179,37 @@ impl HeartbeatVerdict {
     }
 }
 
-/// A registry value that is no entry of the worker that its key names.
+/// A registry value that is not an entry of its key's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the registry value is no entry of its key's worker")]
+#[error("the registry value is not an entry of its key's worker")]
 pub struct BadWorkerEntry;
 
-/// One worker as the registry is_listed it last.
+/// The last registry entry of a worker.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerRegistration {
     pub(crate) entry: WorkerEntry,
     pub(crate) gone_since: Option<Instant>,
-    /// The present watch has is_listed of it.
+    /// The present registry watch has listed it.
     is_listed: bool,
 }
 
-/// See the module's documentation.
+/// The index: one tree, and the status of every source.
 pub struct Fold {
     subjects: Subjects,
     bytes_max: Option<usize>,
     log: Option<StreamIdentity>,
     position: LogPosition,
-    /// The record at the position; none before the first.
+    /// The record at the position; `None` before the first.
     mark: Option<RecordMark>,
-    /// Of the log, read so far.
+    /// Bytes of the log read so far.
     bytes_read: u64,
     ends: LogEnds,
     outage: PlaneOutage,
     reloads: Option<ReloadLimiter>,
-    /// How often the log went on somewhere else than it ended.
+    /// Times the log skipped positions.
     jumps: u64,
     memory: MemoryCounters,
-    /// The registry was is_listed once from start to end.
+    /// The registry was listed completely at least once.
     registry_read: bool,
     forgotten: u64,
     tree: Tree,
@@ -219,7 +218,7 @@ pub struct Fold {
 }
 
 impl Fold {
-    /// An empty one. Above `bytes_max` of blocks, sources are set aside.
+    /// An empty fold. Above `bytes_max` bytes of memory, sources are set aside.
     #[must_use]
     pub fn new(namespace: &Namespace, bytes_max: Option<usize>) -> Self {
         Self {
@@ -244,8 +243,8 @@ impl Fold {
 
     // --- log
 
-    /// Says which log is read from now on. If it is another one than before, reading starts at its
-    /// beginning, and every source is doubtful until it is proven.
+    /// Sets the log that is read from now on. After a change of logs, reading starts at the
+    /// beginning, and every source is suspect until it is proven.
     pub fn follow(&mut self, log: StreamIdentity) {
         if self.log == Some(log) {
             return;
@@ -259,8 +258,8 @@ impl Fold {
         }
     }
 
-    /// The log lost records that were applied: it is read anew from its beginning, and every source is
-    /// doubtful until it is proven.
+    /// The log lost records that were applied. Reading restarts at the beginning, and every source
+    /// is suspect until it is proven.
     pub fn log_lost_records(&mut self) {
         self.position = LogPosition(0);
         self.mark = None;
@@ -270,19 +269,19 @@ impl Fold {
         }
     }
 
-    /// At the moment `at`, or later, the log ended at `last`; its own clock showed `unix_ns`, or 0 if it
-    /// did not tell.
+    /// Observes that the log ended at `last` at the moment `at` or later. `unix_ns` is the log's
+    /// clock then, or 0 if unknown.
     pub fn observe_end(&mut self, at: Instant, last: LogPosition, unix_ns: u64) {
         self.ends.observe(at, last, unix_ns);
     }
 
-    /// Takes the next message of the log.
+    /// Applies the next log message.
     pub fn apply(&mut self, now: Instant, message: &LogMessage) -> RecordVerdict {
         let parsed = ParsedMessage::of(&self.subjects, message);
         self.apply_parsed(now, &parsed)
     }
 
-    /// The same, with the message read before. What was added ahead for it and not used is taken out.
+    /// Applies a parsed log message. Blocks that were added ahead for it and not used are removed.
     pub fn apply_parsed(&mut self, now: Instant, message: &ParsedMessage) -> RecordVerdict {
         let verdict = self.judge(now, message);
         self.tree.drop_grown();
@@ -325,8 +324,8 @@ impl Fold {
         verdict
     }
 
-    /// The changes of a message that is about to be applied, if they are worth a [`Tree::warm`] and
-    /// [`Self::grow`].
+    /// Changes of a message about to be applied, if they are long enough for [`Tree::warm`] and
+    /// [`Self::grow`] to pay off.
     #[must_use]
     pub fn to_come<'a>(&self, message: &'a ParsedMessage) -> Option<(SourceNumber, &'a [Change])> {
         let MessageContent::Record(record) = &message.content else {
@@ -338,12 +337,12 @@ impl Fold {
         Some((number, &record.changes))
     }
 
-    /// See [`Tree::grow`].
+    /// Calls [`Tree::grow`].
     pub fn grow(&mut self, change: &Change, growth: &mut Growth) {
         self.tree.grow(change, growth);
     }
 
-    /// Something on the source's subject could not be read.
+    /// Marks a source with an unreadable message as suspect.
     fn unread(&mut self, source: &Source, verdict: RecordVerdict) -> RecordVerdict {
         if let Some(fold) = self.sources.get_mut(source) {
             fold.suspect();
@@ -353,12 +352,12 @@ impl Fold {
 
     // --- broadcast and registry
 
-    /// Takes a heartbeat that came just now.
+    /// Applies a heartbeat that was received just now.
     pub fn heartbeat(&mut self, now: Instant, message: &Broadcast) -> HeartbeatVerdict {
         self.heartbeat_of(now, now, message)
     }
 
-    /// Takes a heartbeat that may have waited: it came at this moment or later, and proves no more.
+    /// Applies a heartbeat that may have waited in a queue: it was received at `came` or later.
     pub fn heartbeat_of(
         &mut self,
         now: Instant,
@@ -376,14 +375,14 @@ impl Fold {
             .heartbeat(now, sent, &heartbeat, &mut self.tree)
     }
 
-    /// A new watch of the registry begins: it tells everything from the start.
+    /// A new registry watch begins, which lists every entry first.
     pub fn watch_begins(&mut self) {
         for worker in self.workers.values_mut() {
             worker.is_listed = false;
         }
     }
 
-    /// The watch has is_listed everything that is there: whoever was not named is gone.
+    /// The watch has listed every entry: workers that were not listed are gone.
     pub fn watch_is_current(&mut self, now: Instant) {
         self.registry_read = true;
         for worker in self.workers.values_mut() {
@@ -414,20 +413,20 @@ impl Fold {
         }
     }
 
-    /// This indexer is cut from the plane: nobody's end counts for now.
+    /// The connection to the plane is lost: expired registrations do not count for now.
     pub fn cut_off(&mut self, now: Instant) {
         self.outage.down(now);
     }
 
-    /// The plane is within reach again.
+    /// The connection to the plane is back.
     pub fn reconnected(&mut self, now: Instant) {
         self.outage.up(now);
     }
 
     // --- time
 
-    /// Lets time pass: patience ends, what is long gone is freed. Patience runs only as far as the log
-    /// is in: what a lagging reader has not come to yet is not missing.
+    /// Advances time: missing records become overdue, long-gone sources are freed. Deadlines run
+    /// only up to the moment whose log is read: what a lagging reader has not read is not missing.
     pub fn tick(&mut self, now: Instant) {
         let reached = self.ends.reached(self.position);
         for fold in self.sources.values_mut() {
@@ -443,7 +442,7 @@ impl Fold {
         }
     }
 
-    /// The requests for new generations that are due.
+    /// Resync requests that are due.
     pub fn poll_resyncs(&mut self, now: Instant) -> Vec<ResyncRequest> {
         if self.outage.is_down() {
             return Vec::new();
@@ -460,7 +459,7 @@ impl Fold {
         resync::poll(now, reachable)
     }
 
-    /// Gives back a part of what dead generations held. Is there more?
+    /// Frees at most `nodes_max` blocks of dead generations. Returns true while work remains.
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
         self.tree.reclaim(nodes_max)
     }
@@ -472,32 +471,32 @@ impl Fold {
         self.log
     }
 
-    /// Everything up to here is in.
+    /// Position of the last applied message.
     #[must_use]
     pub const fn position(&self) -> LogPosition {
         self.position
     }
 
-    /// The record at the position; none before the first.
+    /// The record at the position; `None` before the first.
     #[must_use]
     pub const fn mark(&self) -> Option<RecordMark> {
         self.mark
     }
 
-    /// Bytes of the log that were read so far.
+    /// Bytes of the log read so far.
     #[must_use]
     pub const fn bytes_read(&self) -> u64 {
         self.bytes_read
     }
 
-    /// Messages between the position and where the log was last seen to end.
+    /// Messages between the position and the last observed end of the log.
     #[must_use]
     pub fn lag(&self) -> u64 {
         let last = self.ends.last().unwrap_or_default();
         last.0.saturating_sub(self.position.0)
     }
 
-    /// How long ago the log was in up to its end: the lag in time. None if that is out of reach.
+    /// Time since the fold was at the log's end; `None` if longer than the observations reach back.
     #[must_use]
     pub fn lag_age(&self, now: Instant) -> Option<Duration> {
         let reached = self.ends.reached(self.position)?;
@@ -519,7 +518,7 @@ impl Fold {
         &self.tree
     }
 
-    /// Every source that was ever heard of, in order.
+    /// Status of every known source, in order.
     pub fn statuses(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStatus)> {
         self.sources.iter().map(move |(source, fold)| {
             let registration = registration(&self.workers, self.outage, &source.worker, now);
@@ -534,7 +533,7 @@ impl Fold {
             .flat_map(|number| self.tree.held(number))
     }
 
-    /// See [`Tree::dump`]; none if nothing is folded.
+    /// [`Tree::dump`] of a source; `None` if it is not folded.
     #[must_use]
     pub fn dump(&self, source: &Source) -> Option<Vec<Change>> {
         Some(self.tree.dump(self.number(source)?))
@@ -544,7 +543,7 @@ impl Fold {
         self.workers.values()
     }
 
-    /// The source's number, and its tiers whose blocks count in these states.
+    /// The source's number, and the tiers that give credit in these states.
     pub(crate) fn allowed(
         &self,
         source: &Source,

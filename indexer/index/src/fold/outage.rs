@@ -1,25 +1,25 @@
-//! Whose absence counts while this indexer is, or just was, cut off itself.
+//! Which expired registrations count during and after a lost connection to the plane.
 //!
-//! A lease that ran out while nobody could reach the registry says nothing about its holder. So what
-//! goes during a cut, or within one lease's time after it, counts only once that time is over; by then
-//! a living shim has its lease back. Who was gone before stays gone. Proof of 5 s runs on regardless.
+//! A lease that expires while the registry is unreachable proves nothing about its holder. So an
+//! expiry during an outage, or within one lease time after it, counts only after that time; by then
+//! a live shim has renewed. Earlier expiries stay. The 5 s limit of a proof applies regardless.
 
 use std::time::{Duration, Instant};
 
-/// The time of a lease.
+/// One lease time.
 pub(super) const QUIET: Duration = Duration::from_secs(6);
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PlaneOutage {
-    /// When the last cut began; none if it is long over.
+    /// Start of the last outage; `None` if it has no effect any more.
     cut_since: Option<Instant>,
-    /// When it has no effect any more; none while it lasts.
+    /// End of its effect; `None` while it lasts.
     quiet_until: Option<Instant>,
 }
 
 impl PlaneOutage {
     pub(super) fn down(&mut self, now: Instant) {
-        // A cut soon after another one is the same to whoever lost a lease in between.
+        // An outage soon after another one extends it.
         if !self.is_quiet(now) {
             self.cut_since = Some(now);
         }
@@ -40,7 +40,7 @@ impl PlaneOutage {
         self.cut_since.is_some() && self.quiet_until.is_none_or(|until| now < until)
     }
 
-    /// Does it count that somebody has been gone since then?
+    /// Returns true if an expiry at `gone_since` counts.
     pub(super) fn counts(&self, gone_since: Instant, now: Instant) -> bool {
         !self.is_quiet(now) || self.cut_since.is_some_and(|cut| gone_since < cut)
     }
@@ -65,7 +65,7 @@ mod tests {
         link.up(at(60));
         assert!(!link.is_down());
         assert!(!link.counts(at(11), at(65)));
-        assert!(!link.counts(at(61), at(65)), "told late");
+        assert!(!link.counts(at(61), at(65)), "listed late");
         assert!(link.counts(at(11), at(66)));
         assert!(link.counts(at(61), at(66)));
     }

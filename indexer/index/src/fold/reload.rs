@@ -1,8 +1,8 @@
-//! When this replica reads a snapshot again instead of asking for a new generation.
+//! When this replica reloads a snapshot instead of requesting a new generation.
 //!
-//! What diverged here may be right everywhere else: a new generation would cost every replica an image.
-//! So each generation of a source is looked for once in the newest snapshot; if that does not help, or
-//! another reload was only just made, a new generation is asked for.
+//! A source that diverged here may be right elsewhere, and a new generation costs every replica an
+//! image. So each generation of a source is looked up once in the newest snapshot. If that does not
+//! help, or another reload was made less than [`INTERVAL`] ago, a new generation is requested.
 
 use std::time::{Duration, Instant};
 
@@ -10,15 +10,15 @@ use warmroute_proto::{Generation, Source};
 
 use super::Fold;
 
-/// Between two reloads: they set every source back.
+/// Minimum time between reloads: each sets every source back.
 const INTERVAL: Duration = Duration::from_secs(30);
 
-/// One source's part.
+/// Reload state of one source's generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReloadState {
     Untried,
     Wanted,
-    /// For this generation there is nothing left but a new one.
+    /// Only a new generation is left.
     Tried,
 }
 
@@ -36,13 +36,13 @@ pub(super) struct ReloadLimiter {
 }
 
 impl Fold {
-    /// From now on a mismatch is first looked for in a snapshot; see [`Self::poll_reload`].
+    /// Enables reloads: a mismatch is first looked up in a snapshot by [`Self::poll_reload`].
     pub fn reload_first(&mut self) {
         self.reloads.get_or_insert_default();
     }
 
-    /// The sources that diverged, with their generations, if it is time to reload for them. They are
-    /// told once; if a snapshot does not help, they are asked for by [`Self::poll_resyncs`].
+    /// Diverged sources with their generations, each once, if a reload is allowed now. If it does not
+    /// help, [`Self::poll_resyncs`] requests new generations.
     pub fn poll_reload(&mut self, now: Instant) -> Vec<(Source, Generation)> {
         let Some(reloads) = &mut self.reloads else {
             return Vec::new();
@@ -54,8 +54,8 @@ impl Fold {
                 diverged.extend(fold.generation().map(|fence| (source.clone(), fence)));
             }
         }
-        let lately = |last: Instant| now.saturating_duration_since(last) < INTERVAL;
-        if diverged.is_empty() || reloads.last.is_some_and(lately) {
+        let is_recent = |last: Instant| now.saturating_duration_since(last) < INTERVAL;
+        if diverged.is_empty() || reloads.last.is_some_and(is_recent) {
             return Vec::new();
         }
         reloads.last = Some(now);

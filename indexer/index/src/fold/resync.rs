@@ -1,8 +1,8 @@
 //! When a source's shim is asked for a new generation: the last resort.
 //!
-//! A wish stays until the source is proven right or a new generation came. It is voiced at most
-//! once per [`INTERVAL`] and source, and at most [`AT_ONCE`] requests wait for their answer at a
-//! time, those that waited longest first: each answer is a whole image through the log.
+//! A resync stays wanted until the source is proven right or a new generation begins. It is requested
+//! at most once per [`INTERVAL`] and source, and at most [`AT_ONCE`] requests are pending, those that
+//! waited longest first: each answer is a whole image through the log.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use warmroute_proto::{Generation, Source};
 
 use super::source::SourceFold;
 
-/// A request that brought no new generation by then is given up, and may be repeated.
+/// Deadline of a request; afterwards it may be repeated.
 const INTERVAL: Duration = Duration::from_secs(10);
 const AT_ONCE: usize = 8;
 
@@ -21,7 +21,7 @@ struct SentRequest {
     above: Generation,
 }
 
-/// One source's part.
+/// Resync state of one source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ResyncState {
     wanted: Option<ResyncReason>,
@@ -36,7 +36,7 @@ impl ResyncState {
         }
     }
 
-    /// The first reason stays: later ones are mostly its consequences.
+    /// Wants a resync. The first reason stays: later ones are mostly its consequences.
     pub(super) fn request(&mut self, reason: ResyncReason) {
         self.wanted.get_or_insert(reason);
     }
@@ -45,19 +45,19 @@ impl ResyncState {
         self.wanted = None;
     }
 
-    /// What was asked before a snapshot was adopted is not asked again at once.
+    /// Keeps a request from before a snapshot was adopted, so that it is not repeated immediately.
     pub(super) const fn remember(&mut self, known: &Self) {
         self.asked = known.asked;
     }
 
-    fn asked_lately(&self, now: Instant) -> Option<&SentRequest> {
+    fn recent_request(&self, now: Instant) -> Option<&SentRequest> {
         self.asked
             .as_ref()
             .filter(|asked| now.saturating_duration_since(asked.at) < INTERVAL)
     }
 }
 
-/// The requests to send now. `sources` are those whose shim may answer.
+/// Requests to send now. `sources` are those whose shim can answer.
 pub(super) fn poll<'a>(
     now: Instant,
     sources: impl Iterator<Item = (&'a Source, &'a mut SourceFold)>,
@@ -66,13 +66,13 @@ pub(super) fn poll<'a>(
     let mut waiting = Vec::new();
     for (source, fold) in sources {
         let fence = fold.fence();
-        match (fold.resync.asked_lately(now), fold.resync.wanted, fence) {
+        match (fold.resync.recent_request(now), fold.resync.wanted, fence) {
             (Some(asked), _, Some(fence)) if fence <= asked.above => under_way += 1,
             (None, Some(reason), Some(above)) => waiting.push((source, fold, reason, above)),
             (Some(_) | None, Some(_) | None, Some(_) | None) => {}
         }
     }
-    // Never asked comes first; the sort is stable, so that equals stay in the order of sources.
+    // Sources without a request sort first. The sort is stable: ties keep the order of sources.
     waiting.sort_by_key(|(_, fold, ..)| fold.resync.asked.map(|asked| asked.at));
     waiting
         .into_iter()

@@ -1,4 +1,4 @@
-//! One source as the log tells it: which records are in, and how far that can be trusted.
+//! One source of the log: which records are applied, and how far they can be trusted.
 
 use std::time::{Duration, Instant};
 
@@ -19,37 +19,37 @@ use super::resync::ResyncState;
 use super::{HeartbeatVerdict, RecordVerdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
 
-/// How long something missing may stay missing: three times the shim's ack time-out of 2 s, within
-/// which the log delivers it or the shim sends it again.
+/// Deadline for something missing: three times the shim's ack timeout of 2 s, within which the log
+/// delivers it or the shim sends it again.
 pub(super) const PATIENCE: Duration = Duration::from_secs(6);
 
-/// A state is credited only while its last proof is younger.
+/// Validity of a proof: a state gives credit only while its last proof is younger.
 pub const PROOF_AGE_MAX: Duration = Duration::from_secs(5);
 
-/// What became of the blocks that the log tells of.
+/// Where the blocks of the log's records are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Holding {
-    /// Not a single record came yet.
+    /// No record was applied yet.
     Nothing,
-    /// They are in the tree.
+    /// In the tree.
     Applied(SourceNumber),
-    /// The tree contradicted the log; what was folded is thrown away until the next generation.
+    /// Discarded until the next generation, because tree and log contradict each other.
     Diverged,
-    /// The memory bound was reached; nothing is folded until the next generation.
+    /// Not folded until the next generation, because of the memory bound.
     SetAside,
-    /// The shim was gone for long; nothing is folded until the next generation.
+    /// Not folded until the next generation, because the shim was gone for long.
     Freed,
 }
 
-/// Why a source that is folded may be wrong all the same.
+/// Why a folded source may be wrong.
 #[derive(Clone, Copy, Debug, Default)]
 struct SourceFaults {
-    /// The highest number that the log delivered too early: something before it is missing.
+    /// The highest number delivered too early: an earlier record is missing.
     gap_below: Option<RecordNumber>,
-    /// What a heartbeat announced has not come within the patience.
+    /// An announced record was not delivered within [`PATIENCE`].
     overdue: bool,
-    /// A message on this subject could not be read, or the log skipped positions: something may
-    /// be missing, the next number or digest tells.
+    /// A message on this subject was unreadable, or the log skipped positions. The next number or
+    /// digest shows whether something is missing.
     unread: bool,
 }
 
@@ -59,7 +59,7 @@ impl SourceFaults {
     }
 }
 
-/// How far the shim vouches for its source.
+/// The shim's claim about its source.
 #[derive(Clone, Copy, Debug)]
 struct ShimClaim {
     states: TierStates,
@@ -83,55 +83,55 @@ impl ShimClaim {
     }
 }
 
-/// When a record came, in moments of this process.
+/// Times of a record by this process's clock.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RecordTimes {
     pub(super) now: Instant,
-    /// The log did not have it before; none if that is older than all that matters: then it is folded, but
+    /// The log stored it at this moment or later. `None` if out of reach: then it is folded, but
     /// proves nothing about the present.
     pub(super) stored: Option<Instant>,
-    /// What it says was so at this moment: it may have been on its way to the log.
+    /// It holds as of this moment: it may have been delayed on the way to the log.
     pub(super) sent: Option<Instant>,
 }
 
-/// A generation that heartbeats name and the log does not have.
+/// A generation that heartbeats name and the log has not delivered.
 #[derive(Clone, Copy, Debug)]
 struct AnnouncedGeneration {
     generation: Generation,
     named: Instant,
-    /// None before its first record: it is waited for as long as its shim speaks.
+    /// `None` before its first record: no deadline while its shim is alive.
     deadline: Option<Instant>,
 }
 
-/// See the module's documentation.
+/// Fold of one source's messages.
 pub(super) struct SourceFold {
     sequencer: Sequencer,
     holding: Holding,
-    /// What its last message sent, a record or a heartbeat.
+    /// Claim of the last record or heartbeat.
     claim: ShimClaim,
-    /// What its last record sent.
+    /// Claim of the last record.
     record_claim: ShimClaim,
     health: EngineHealth,
-    /// As of when a record or heartbeat last proved what is folded.
+    /// Time of the last record or heartbeat that proved the folded blocks.
     proven: Option<Instant>,
-    /// The same for one whose states give credit: what comes late does not live on the proof of what its shim
-    /// had taken back meanwhile.
+    /// Time of the last proof with states that give credit: a later claim must not extend an earlier
+    /// one that the shim withdrew in between.
     credit_proven: Option<Instant>,
-    /// As of when the present generation last sent anything.
+    /// Time of the present generation's last message.
     last_sent: Option<Instant>,
-    /// Since when its shim speaks of less than is in, and nothing proves what is in.
+    /// Since when the shim reports a lower number than is applied, without proof of the applied one.
     outrun_since: Option<Instant>,
     faults: SourceFaults,
     announced: Option<AnnouncedGeneration>,
     pub(super) resync: ResyncState,
     pub(super) reload: ReloadState,
     pub(super) set_aside_history: SetAsideHistory,
-    /// Since when the registry has not named its worker; none if it does.
+    /// Since when the registry does not list its worker; `None` if it does.
     pub(super) unnamed_since: Option<Instant>,
     pub(super) history: SourceHistory,
 }
 
-/// What is known of a source at one moment.
+/// Status of a source at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceStatus {
     pub generation: Option<Generation>,
@@ -140,25 +140,25 @@ pub struct SourceStatus {
     pub states: Tiers<SourceState>,
     pub reason: Option<UnknownReason>,
     pub proof_age: Option<Duration>,
-    /// None while nothing is folded.
+    /// `None` while the source is not folded.
     pub digest: Option<Digest>,
     pub health: EngineHealth,
-    /// Why it may be wrong, where that was found here.
+    /// Why it may be wrong, as found by this replica.
     pub fault: Option<SourceFault>,
-    /// How long its GPU tier has been in its state.
+    /// Time since its GPU tier is in its state.
     pub state_age: Duration,
     /// Generations that began within the last ten minutes.
     pub generations_lately: u8,
-    /// Since its last record; none if none came while it was followed.
+    /// Age of its last record; `None` if none was read live.
     pub record_age: Option<Duration>,
-    /// How long its last heartbeat was on its way, as far as it tells.
+    /// Delay of its last heartbeat, if known.
     pub heartbeat_delay: Option<Duration>,
 }
 
-/// Is the shim's registration there?
+/// State of the shim's registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Registration {
-    /// It is, or it never was and nothing can be sent.
+    /// Registered, or never seen in the registry.
     Present,
     Gone,
 }
@@ -189,7 +189,7 @@ impl SourceFold {
         }
     }
 
-    /// As a snapshot has it: nothing is proven yet.
+    /// Restored from a snapshot, without proof.
     pub(super) fn restored(entry: &SnapshotSource, holding: Holding) -> Self {
         let mut restored = Self::new();
         restored.sequencer = Sequencer::restored(PATIENCE, entry.generation, entry.number);
@@ -202,7 +202,7 @@ impl SourceFold {
         restored
     }
 
-    /// What goes into a snapshot; none if no generation is known, or its blocks are set set_aside_history.
+    /// Its snapshot entry; `None` if no generation is known or its blocks are set aside.
     pub(super) fn entry(&self, source: &Source, after: Digest) -> Option<SnapshotSource> {
         let holding = match self.holding {
             Holding::Applied(_) => SnapshotHolding::Folded,
@@ -221,7 +221,7 @@ impl SourceFold {
         })
     }
 
-    /// Takes over from what was known before a snapshot was adopted: what exists, and what was tried.
+    /// Keeps knowledge from before a snapshot was adopted: announced records and attempted repairs.
     pub(super) fn remember(&mut self, now: Instant, known: &Self) {
         if let Some(fence) = known.fence() {
             let number = known.number_of(fence);
@@ -241,7 +241,7 @@ impl SourceFold {
         }
     }
 
-    /// The last number known to exist of a generation; for one that is only announced, any.
+    /// The last known number of a generation; 0 for one that is only announced.
     fn number_of(&self, generation: Generation) -> Option<RecordNumber> {
         if self.sequencer.generation() == Some(generation) {
             self.sequencer.last()
@@ -250,7 +250,7 @@ impl SourceFold {
         }
     }
 
-    /// Takes a record.
+    /// Applies a record.
     pub(super) fn record(
         &mut self,
         RecordTimes { now, stored, sent }: RecordTimes,
@@ -297,7 +297,7 @@ impl SourceFold {
         }
     }
 
-    /// Takes a heartbeat, which says what was so at the second moment; none if that is long ago.
+    /// Applies a heartbeat that holds as of `sent`; `None` if out of reach.
     pub(super) fn heartbeat(
         &mut self,
         now: Instant,
@@ -332,29 +332,29 @@ impl SourceFold {
         }
     }
 
-    /// Judged by what the log has, not by what is only announced: announcements prove nothing of each other.
+    /// Judged by generations of the log only: announcements are no evidence for each other.
     fn is_plausible(&self, generation: Generation) -> bool {
         generation.is_plausible_after(self.sequencer.generation().unwrap_or_default())
     }
 
-    /// Is it the next record of the present generation?
+    /// Returns true for the next record of the present generation.
     pub(super) fn awaits(&self, record: &Record) -> bool {
         let next = self.sequencer.last().map(RecordNumber::next);
         self.sequencer.generation() == Some(record.generation) && next == Some(record.number)
     }
 
-    /// Something on this source's subject could not be read, or positions were skipped.
+    /// A message on this subject was unreadable, or positions were skipped.
     pub(super) const fn suspect(&mut self) {
         self.faults.unread = true;
     }
 
-    /// The log is another one: what came before is in none of its records.
+    /// The log was replaced: it lacks this source's earlier records.
     pub(super) fn log_lost(&mut self) {
         self.suspect();
         self.resync.request(ResyncReason::LogLost);
     }
 
-    /// Lets patience run out where it does.
+    /// Expires deadlines.
     pub(super) fn expire(&mut self, now: Instant) {
         if self.sequencer.gap_expired(now) {
             self.faults.overdue = true;
@@ -364,7 +364,7 @@ impl SourceFold {
         if let Some(announced) = &mut self.announced {
             let is_overdue = match announced.deadline {
                 Some(deadline) => deadline <= now,
-                // Nobody begins it, and the one before goes on: whoever lost the registry may.
+                // It does not begin and the former one goes on, as after a loss of the registry.
                 None => is_live && lapsed(announced.named, now),
             };
             if is_overdue {
@@ -374,7 +374,7 @@ impl SourceFold {
         }
     }
 
-    /// Stops folding and gives the memory back.
+    /// Stops folding and frees the blocks.
     pub(super) fn set_aside(&mut self, tree: &mut Tree, holding: Holding) {
         if let Holding::Applied(number) = self.holding {
             tree.close(number);
@@ -393,18 +393,18 @@ impl SourceFold {
         self.holding == Holding::SetAside
     }
 
-    /// Did the present generation say something that is not older than a proof may be?
+    /// Returns true if the present generation sent a message within the validity of a proof.
     pub(super) fn is_live(&self, now: Instant) -> bool {
         self.last_sent
             .is_some_and(|last_sent| !lapsed(last_sent, now))
     }
 
-    /// When the present generation last sent anything.
+    /// Time of the present generation's last message.
     pub(super) const fn last_sent(&self) -> Option<Instant> {
         self.last_sent
     }
 
-    /// What is folded here is wrong, and a snapshot may be right.
+    /// Returns true if it diverged here and a snapshot may be right.
     pub(super) fn wants_reload(&self) -> bool {
         self.reload == ReloadState::Wanted
     }
@@ -413,7 +413,7 @@ impl SourceFold {
         self.sequencer.generation()
     }
 
-    /// Every generation that a new one has to be above of.
+    /// The generation above which a new one has to be.
     pub(super) fn fence(&self) -> Option<Generation> {
         let announced = self.announced.map(|announced| announced.generation);
         self.sequencer.generation().max(announced)
@@ -459,13 +459,13 @@ impl SourceFold {
         }
     }
 
-    /// Remembers since when the source is in its state.
+    /// Records since when the source is in its state.
     pub(super) fn note_state(&mut self, now: Instant, shim: Registration) {
         let (states, _) = self.states(now, shim);
         self.history.note_state(now, states.gpu);
     }
 
-    /// The shim's word, lowered by what is seen here; the weakest wins.
+    /// The shim's claim, lowered by what this replica observes; the weakest state wins.
     pub(super) fn states(
         &self,
         now: Instant,
@@ -502,7 +502,7 @@ impl SourceFold {
         }
     }
 
-    /// As of when the present word is proven.
+    /// Time of the last proof of the present claim.
     fn proof(&self) -> Option<Instant> {
         if self.claim.gives_credit() {
             self.credit_proven
@@ -511,7 +511,7 @@ impl SourceFold {
         }
     }
 
-    /// A new generation: a fresh number, and the old one is dead at once.
+    /// Opens a new generation under a new tree number; the old one's blocks are dead immediately.
     fn open(&mut self, tree: &mut Tree) {
         let number = tree.open();
         self.set_aside(tree, Holding::Applied(number));
@@ -532,7 +532,7 @@ impl SourceFold {
         }
     }
 
-    /// The next record: folds it, and compares.
+    /// Folds the next record and compares the digest.
     fn take(
         &mut self,
         sent: Option<Instant>,
@@ -576,7 +576,7 @@ impl SourceFold {
             self.set_aside_history.pairs = heartbeat.after.count;
             match self.holding {
                 Holding::Freed => self.resync.request(ResyncReason::LogLost),
-                // Its wish may have gone with the process that found it out.
+                // The former request may be lost with the process that made it.
                 Holding::Diverged => self.resync.request(ResyncReason::Mismatch),
                 Holding::Nothing | Holding::Applied(_) | Holding::SetAside => {}
             }
@@ -594,7 +594,7 @@ impl SourceFold {
         HeartbeatVerdict::Proof
     }
 
-    /// Number and digest are right, as of a moment: whatever could not be read was nothing.
+    /// Number and digest are right as of `sent`: no unreadable message is missing.
     fn prove(&mut self, sent: Option<Instant>) {
         self.proven = self.proven.max(sent);
         if self.claim.gives_credit() {
@@ -624,8 +624,8 @@ impl SourceFold {
         self.resync.request(ResyncReason::Mismatch);
     }
 
-    /// A heartbeat named a generation that the log has not delivered: it voids the present one at
-    /// once. Its records are on their way, or lost.
+    /// A heartbeat named a generation that the log has not delivered, which voids the present one
+    /// immediately. Its records are delayed or lost.
     fn await_generation(
         &mut self,
         now: Instant,
@@ -644,9 +644,9 @@ impl SourceFold {
         });
     }
 
-    /// The generation's shim lives and is behind what is in. On the way for a moment, a heartbeat may well
-    /// be; if none is any better for so long after the last proof, then the number was given a second
-    /// time, because everything that knew of the first time was lost, and this fence is ahead of it.
+    /// The present generation's shim reports a lower number than is applied. A delayed heartbeat does
+    /// so briefly. If it lasts [`PATIENCE`] beyond the last proof, the number was given twice, because
+    /// all that knew of the first use was lost, and this fence is ahead of the shim.
     fn outrun(&mut self, now: Instant) {
         if self.proven.is_some_and(|proven| !lapsed(proven, now)) {
             return;
@@ -657,8 +657,8 @@ impl SourceFold {
         }
     }
 
-    /// A fenced-off generation spoke just now. If the present one has been silent, the fence is ahead of
-    /// whoever holds the source: it has to come above it.
+    /// A fenced-off generation sent a message just now. If the present one is silent, the fence is
+    /// ahead of the live shim, which has to begin a generation above it.
     fn fenced(&mut self, now: Instant, sent: Option<Instant>) {
         let is_recent = |sent: Option<Instant>| sent.is_some_and(|sent| !lapsed(sent, now));
         if is_recent(sent) && !is_recent(self.last_sent) {
@@ -671,7 +671,7 @@ fn lapsed(since: Instant, now: Instant) -> bool {
     now.saturating_duration_since(since) >= PROOF_AGE_MAX
 }
 
-/// The tiers whose blocks count.
+/// The tiers that give credit in these states.
 pub(super) fn credited(states: &Tiers<SourceState>) -> TierMask {
     Tier::ALL
         .into_iter()

@@ -1,25 +1,25 @@
-//! How old may a heartbeat be that is read now, whatever it says of itself? Not every shim tells.
+//! The oldest possible receive time of the heartbeat that is read next.
 //!
-//! While the reader turns, it waits for nobody: what it reads came just now. If the reader stood still (its
-//! process was stopped, a snapshot took long to load), heartbeats waited, and prove no more than that their
-//! shims lived when it stood still. That ends when a question that was asked afterwards is answered and
-//! everything that came before the answer has been read: what comes then was sent to us afterwards.
+//! A running reader reads heartbeats as they arrive. If it stood still (the process was stopped, a
+//! snapshot took long to load), queued heartbeats prove only that their shims were alive when it
+//! stopped. The stall ends when a request sent afterwards is answered and everything received before
+//! the answer is read.
 
 use std::time::{Duration, Instant};
 
-/// Twice the interval of the ticks, which turn the reader even when nothing comes.
+/// Pause that counts as a stall: twice the tick interval, at which an idle reader runs too.
 const STILL: Duration = Duration::from_secs(1);
 
-/// See the module's documentation.
+/// Detects that the reader stood still.
 pub struct ReaderStall {
-    /// When the reader turned last.
+    /// When the reader last ran.
     turned: Instant,
-    /// What is read may be as old as the first, and was waiting until the second at the latest.
+    /// Start and end of the stall whose queue is being read.
     doubtful: Option<(Instant, Instant)>,
 }
 
 impl ReaderStall {
-    /// Nothing waits for a reader that only just listens.
+    /// A reader that has just subscribed, with an empty queue.
     #[must_use]
     pub const fn new(now: Instant) -> Self {
         Self {
@@ -28,7 +28,7 @@ impl ReaderStall {
         }
     }
 
-    /// The reader turns, and is about to read. What it reads came at the returned moment or later.
+    /// The reader is about to read. Returns the earliest receive time of what it reads.
     pub fn turn(&mut self, now: Instant) -> Instant {
         if now.saturating_duration_since(self.turned) >= STILL {
             let since = self.doubtful.map_or(self.turned, |(since, _)| since);
@@ -38,8 +38,8 @@ impl ReaderStall {
         self.doubtful.map_or(now, |(since, _)| since)
     }
 
-    /// Would an answer to a question that was asked at this moment end the doubt, once what came before
-    /// it has been read?
+    /// Returns true if the answer to a request sent at this moment ends the stall, once everything
+    /// received before it is read.
     #[must_use]
     pub fn ends_with(&self, asked: Instant) -> bool {
         self.doubtful.is_some_and(|(_, woken)| asked >= woken)

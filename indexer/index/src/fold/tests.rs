@@ -11,7 +11,8 @@ use warmroute_proto::{Generation, Record, RecordNumber, TierState};
 use super::*;
 use crate::query;
 use crate::tests_support::{
-    IDENTITY, World, locals, namespace, prefix, removed, said, said_on, source, stored,
+    IDENTITY, World, heartbeat_message, heartbeat_message_on, locals, namespace, prefix, removed,
+    source, stored,
 };
 
 pub(super) const W: &str = "w1/0";
@@ -337,7 +338,7 @@ fn heartbeat_of_a_newer_generation_voids_the_old_one() {
     assert_eq!(world.state(W), SourceState::Exact);
 }
 
-/// Permissions guard subjects: whoever may publish there may say there whatever it wants.
+/// Permissions guard subjects, not payloads.
 #[test]
 fn heartbeat_speaks_for_its_subject_alone() {
     let mut world = world();
@@ -350,19 +351,19 @@ fn heartbeat_speaks_for_its_subject_alone() {
         assert_eq!(world.state(W), SourceState::Unknown);
         verdict
     };
-    let foreign = said_on(&other, &heartbeat);
+    let foreign = heartbeat_message_on(&other, &heartbeat);
     assert_eq!(hear(&mut world, &foreign), HeartbeatVerdict::WrongSource);
     for subject in ["wr.test.hb.w1", "wr.other.hb.w1.0", "wr.test.kv.w1.0"] {
         let foreign = Broadcast {
             subject: subject.to_owned(),
-            ..said(&heartbeat)
+            ..heartbeat_message(&heartbeat)
         };
         assert_eq!(hear(&mut world, &foreign), HeartbeatVerdict::WrongSubject);
     }
     assert_eq!(
         world.fold.statuses(world.now).count(),
         1,
-        "nobody is made up"
+        "no source is created"
     );
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
     assert_eq!(world.state(W), SourceState::Exact);
@@ -403,7 +404,7 @@ fn no_message_leads_to_the_end_of_generations() {
 
 /// It was claimed and not begun; then the registry that knew of it was lost.
 #[test]
-fn generation_that_nobody_begins_is_asked_for_above_it_while_the_one_before_speaks() {
+fn announced_generation_that_never_begins_is_requested_again_while_the_former_is_alive() {
     let mut world = world();
     let (number, pairs) = (world.shim(W).number, world.shim(W).pairs.clone());
     world.shim(W).next_generation();
@@ -751,7 +752,7 @@ fn a_shim_that_stays_behind_what_is_in_is_asked_to_come_above_the_fence() {
 fn a_heartbeat_on_its_way_asks_for_nothing() {
     let mut world = world();
     for step in 0..30 {
-        let late = said(&world.shim(W).heartbeat());
+        let late = heartbeat_message(&world.shim(W).heartbeat());
         let name = format!("x{step}");
         world.publish(W, vec![stored("a b c", &name, Tier::Gpu)]);
         let now = world.now;
@@ -768,7 +769,7 @@ fn a_heartbeat_on_its_way_asks_for_nothing() {
         heartbeat.number = late;
         let now = world.now;
         assert_eq!(
-            world.fold.heartbeat(now, &said(&heartbeat)),
+            world.fold.heartbeat(now, &heartbeat_message(&heartbeat)),
             HeartbeatVerdict::Late
         );
         assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);

@@ -1,9 +1,9 @@
-//! A snapshot's bytes: a mark with the format's version, the head (a message of the codec), the tree's
-//! image, and XXH3-128 over all of it.
+//! The bytes of a snapshot: a mark with the format version, the head (a message of the codec), the
+//! tree's image, and XXH3-128 over all of it.
 //!
-//! Not compressed: an image is 8 random bytes a block and hardly anything else, so that zstd makes it
-//! less than a thousandth smaller (docs/PERF.md). The checksum finds torn and
-//! corrupt blobs; the digests, computed anew from the tree that was read, find everything else.
+//! Not compressed: an image is almost only 8 random bytes a block, which zstd reduces by less than a
+//! thousandth (docs/PERF.md). The checksum detects torn and corrupt blobs; the digests, recomputed from
+//! the tree that was read, detect everything else.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ const MARK: [u8; 8] = *b"WRSNAP\0\x01";
 const CHECKSUM_BYTES: usize = size_of::<u128>();
 const LENGTH_BYTES: usize = size_of::<u32>();
 
-/// Why bytes are no snapshot that can be used.
+/// Why bytes are not a usable snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotReadError {
     #[error("it is of another format or version")]
@@ -47,17 +47,17 @@ pub enum SnapshotWriteError {
     Head(usize),
 }
 
-/// A snapshot that was read and found consistent.
+/// A consistent snapshot that was read.
 pub struct Restored {
     pub head: SnapshotHead,
     pub(crate) tree: Tree,
-    /// Of the folded sources, in their order.
+    /// Tree numbers of the folded sources, in their order.
     pub(crate) numbers: Vec<SourceNumber>,
-    /// Folded sources that there was no room for.
+    /// Folded sources left out for want of memory.
     pub(crate) left_out: BTreeSet<Source>,
 }
 
-/// The blob of a head and the image that belongs to it.
+/// Encodes a head and its image as a blob.
 pub fn encode(head: &SnapshotHead, image: &[u8]) -> Result<Vec<u8>, SnapshotWriteError> {
     let head = codec::encode(head)?;
     let length = u32::try_from(head.len())
@@ -75,7 +75,7 @@ pub fn encode(head: &SnapshotHead, image: &[u8]) -> Result<Vec<u8>, SnapshotWrit
     Ok(blob)
 }
 
-/// The head, and the image as bytes, of a blob whose checksum is right.
+/// Head and image of a blob, after checking the checksum.
 pub fn open(blob: &[u8]) -> Result<(SnapshotHead, &[u8]), SnapshotReadError> {
     let (body, checksum) = blob.split_last_chunk().ok_or(SnapshotReadError::Short)?;
     let rest = body.strip_prefix(&MARK).ok_or(SnapshotReadError::Mark)?;
@@ -97,12 +97,12 @@ pub fn open(blob: &[u8]) -> Result<(SnapshotHead, &[u8]), SnapshotReadError> {
 }
 
 impl Restored {
-    /// Reads a blob: checksum, head, tree, and every digest from the tree's blocks.
+    /// Reads a blob. Checks the checksum, and every digest against the tree's blocks.
     pub fn read(blob: &[u8]) -> Result<Self, SnapshotReadError> {
         Self::read_within(blob, usize::MAX)
     }
 
-    /// The same with no larger a tree than this: the largest sources are left out.
+    /// Like [`Self::read`], with at most `bytes_max` of tree: the largest sources are left out.
     pub fn read_within(blob: &[u8], bytes_max: usize) -> Result<Self, SnapshotReadError> {
         let (head, image) = open(blob)?;
         let is_folded = |source: &&SnapshotSource| source.holding == SnapshotHolding::Folded;
@@ -116,7 +116,7 @@ impl Restored {
             if let Some(read) = Tree::from_image_of(image, is_wanted, bytes_max)? {
                 break read;
             }
-            // An eighth at a time: each try costs as much as reading what fits.
+            // Leaves out an eighth at a time: each attempt costs as much as reading what fits.
             let enough = pairs - pairs / 8;
             while let Some(at) = by_size.pop() {
                 wanted[at] = false;
@@ -134,7 +134,7 @@ impl Restored {
         }
         let mut left_out = BTreeSet::new();
         for ((source, &number), &wanted) in folded.iter().zip(&numbers).zip(&wanted) {
-            // The image has no digests: these were computed from the blocks.
+            // The image has no digests: the tree's are computed from its blocks.
             if !wanted {
                 left_out.insert(source.source.clone());
             } else if tree.digest(number) != source.after {

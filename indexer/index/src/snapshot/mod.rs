@@ -1,8 +1,8 @@
-//! Snapshots: what an indexer keeps of the log, so that the next one starts without all of it.
+//! Snapshots: the persistent form of the fold, from which an indexer starts without the whole log.
 //!
-//! Pure: [`mod@format`] is the bytes, [`policy`] decides when one is due, which the pointer names and which
-//! may go. What goes in and what comes of it is the fold's ([`crate::fold::Fold::cut`] and
-//! [`crate::fold::Fold::adopt`]); writing and reading them through a plane is the service's.
+//! [`mod@format`] is the bytes; [`policy`] decides when a snapshot is due, what the pointer names and
+//! which snapshots are deleted. The content is the fold's ([`crate::fold::Fold::cut`],
+//! [`crate::fold::Fold::adopt`]); the service transfers it through the plane.
 
 pub mod format;
 pub mod policy;

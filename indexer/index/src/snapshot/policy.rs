@@ -1,9 +1,9 @@
-//! When a snapshot is due, what it is called, which the pointer names, and which may go.
+//! Schedule, names, pointer and retention of snapshots.
 //!
-//! The pointer moves forward only: to a higher position of the same log. The one exception is a *dead*
-//! pointer, whose record is proven to be in the log no more (the log was rolled back, or is another one,
-//! whatever its creator's clock showed): it names nothing that anybody could use. Two snapshots are kept;
-//! what sorts before them is deleted, what sorts behind may be one that another replica is writing.
+//! The pointer only moves forward, to a higher position of the same log. Exception: a *dead* pointer,
+//! whose record is proven absent from the log (rolled back or replaced), names nothing usable and is
+//! replaced. Two snapshots are kept. Names that sort before them are deleted; names that sort behind may
+//! be in the making by another replica.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,34 +11,34 @@ use std::time::{Duration, Instant};
 use warmroute_proto::snapshot::{SnapshotPointer, SnapshotRef};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
-/// Snapshots go from the store by age (7 days by default): an idle fleet's is written anew in time.
+/// The store deletes snapshots by age (7 days by default): an idle fleet's is rewritten before.
 const REFRESH: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Until the next is tried after one that failed.
+/// Pause after a failed snapshot.
 pub const PAUSE: Duration = Duration::from_secs(10);
 
-/// The same while another replica is writing one.
+/// Pause while another replica writes a snapshot.
 pub const BUSY_PAUSE: Duration = Duration::from_secs(2);
 
-/// The writer's. Longer than writing one takes, usually; if it is not, two replicas write one. A writer that
-/// dies keeps the others waiting this long.
+/// Lease of the snapshot writer. Usually longer than writing takes; otherwise two replicas write one. A
+/// dead writer delays the others by this time.
 pub const LEASE: Duration = Duration::from_secs(10);
 
 /// When a snapshot is due.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
-    /// After so many bytes of log since the last one.
+    /// Bytes of log since the last snapshot.
     pub bytes: u64,
-    /// After this time, if anything came since.
+    /// Time since the last snapshot, if a record came since.
     pub every: Duration,
 }
 
-/// How far the log was read at a moment.
+/// How far the log is read at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadProgress {
     pub at: Instant,
     pub position: LogPosition,
-    /// Of the log, read since the start of the process.
+    /// Bytes of the log read since the start of the process.
     pub bytes: u64,
     /// The oldest record that the log keeps.
     pub first: LogPosition,
@@ -49,21 +49,21 @@ struct LastSnapshot {
     at: Instant,
     position: LogPosition,
     bytes: u64,
-    /// Somebody wrote it while we watched; one found at the start may be of any age.
+    /// It was written while this process ran; one found at startup may be of any age.
     seen: bool,
 }
 
-/// The last snapshot that anybody took, as far as this replica knows.
+/// The last snapshot of any replica, as far as this one knows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SnapshotProgress {
     taken: Option<LastSnapshot>,
-    /// Nothing is tried before: something went wrong.
+    /// Earliest next attempt, after a failure.
     not_before: Option<Instant>,
     looked: bool,
 }
 
 impl SnapshotProgress {
-    /// Is one due?
+    /// Returns true if a snapshot is due.
     #[must_use]
     pub fn is_due(&self, now: ReadProgress, schedule: &Schedule) -> bool {
         if now.position == LogPosition(0) || self.not_before.is_some_and(|until| now.at < until) {
@@ -81,7 +81,7 @@ impl SnapshotProgress {
         age >= schedule.every || bytes >= schedule.bytes || is_falling_off(now, taken.position)
     }
 
-    /// This replica took one.
+    /// This replica wrote a snapshot.
     pub const fn took(&mut self, at: ReadProgress) {
         self.looked = true;
         self.taken = Some(LastSnapshot {
@@ -92,8 +92,8 @@ impl SnapshotProgress {
         });
     }
 
-    /// The pointer names this position of the log that is read. Bytes between two readings are spread
-    /// evenly over their positions: good enough for when the next one is due.
+    /// The pointer names this position of the present log. Bytes between two observations are
+    /// interpolated by position.
     pub fn learned(&mut self, now: ReadProgress, position: LogPosition) {
         let seen = std::mem::replace(&mut self.looked, true);
         if self.taken.is_some_and(|taken| taken.position >= position) {
@@ -114,7 +114,7 @@ impl SnapshotProgress {
         });
     }
 
-    /// There is no pointer, or it is of another log, or it is dead: whatever was known is void.
+    /// The pointer is absent, dead or of another log: the last snapshot is void.
     pub const fn nothing_there(&mut self) {
         self.looked = true;
         self.taken = None;
@@ -124,7 +124,7 @@ impl SnapshotProgress {
         self.not_before = Some(at);
     }
 
-    /// How old the last snapshot is at least, if it was seen being written.
+    /// Minimum age of the last snapshot; `None` without one.
     #[must_use]
     pub fn age(&self, now: Instant) -> Option<Duration> {
         self.taken
@@ -132,15 +132,15 @@ impl SnapshotProgress {
     }
 }
 
-/// A log that lets old records go must not reach the snapshot: a quarter of what it keeps came since,
-/// however few bytes that is.
+/// Returns true if a log that drops old records approaches the snapshot's position: a quarter of what
+/// it keeps came since.
 fn is_falling_off(now: ReadProgress, taken: LogPosition) -> bool {
     let kept = now.position.next().0.saturating_sub(now.first.0);
     let since = now.position.0.saturating_sub(taken.0);
     now.first.0 > 1 && since.saturating_mul(4) >= kept
 }
 
-/// What the order of snapshots is: of logs by their creation, of one log by position.
+/// Order of snapshots: by the log's creation, then by position.
 type Order = (u64, u64, LogPosition);
 
 const fn order(log: StreamIdentity, position: LogPosition) -> Order {
@@ -151,8 +151,7 @@ const fn order_of(snapshot: &SnapshotRef) -> Order {
     order(snapshot.log, snapshot.at.position)
 }
 
-/// A snapshot's name tells its place among the others. Names are never used twice: writer and attempt
-/// are in them.
+/// A snapshot's name, which sorts it among the others. Unique: it contains writer and attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name {
     pub log: StreamIdentity,
@@ -176,7 +175,7 @@ impl fmt::Display for Name {
 }
 
 impl Name {
-    /// None if it is no name of ours.
+    /// Parses a name; `None` if it has another form.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix("s1-")?.splitn(4, '-');
@@ -198,7 +197,7 @@ impl Name {
     }
 }
 
-/// The names of one log's snapshots, the newest first.
+/// Names of one log's snapshots, the newest first.
 #[must_use]
 pub fn candidates(names: &[String], log: StreamIdentity) -> Vec<(Name, &str)> {
     let ours = |name: &Name| name.log == log;
@@ -211,9 +210,9 @@ pub fn candidates(names: &[String], log: StreamIdentity) -> Vec<(Name, &str)> {
     found
 }
 
-/// What the pointer becomes with a new snapshot; none if it must stay. `is_dead` says that the record
-/// of its newest is proven to be in the log no more. A pointer to another log that is not dead is of the log
-/// that is there now: the new snapshot's is not.
+/// The pointer after a new snapshot; `None` if it must stay. `is_dead`: the newest snapshot's record is
+/// proven absent from the log. A live pointer to another log means that the new snapshot is of an old
+/// log.
 #[must_use]
 pub fn moved(
     pointer: Option<&SnapshotPointer>,
@@ -237,7 +236,7 @@ pub fn moved(
     Some(SnapshotPointer { newest: new, older })
 }
 
-/// What a dead pointer named, and the one in its place does not.
+/// Names of a dead pointer that its replacement does not name.
 pub fn dropped<'a>(
     dead: &'a SnapshotPointer,
     moved: &SnapshotPointer,
@@ -249,7 +248,7 @@ pub fn dropped<'a>(
         .map(|named| named.name.as_str())
 }
 
-/// Those that nobody needs while this is the pointer.
+/// Names that can be deleted while this is the pointer.
 #[must_use]
 pub fn outdated<'a>(names: &'a [String], pointer: &SnapshotPointer) -> Vec<&'a str> {
     let oldest = pointer.older.as_ref().unwrap_or(&pointer.newest);

@@ -1,5 +1,5 @@
 //! Scripts against expected output: `testdata/*.txt`. Each command stands on a line; the lines
-//! between `----` and the next empty line are what it prints. `REWRITE_GOLDEN=1` writes them anew.
+//! between `----` and the next empty line are what it prints. `REWRITE_GOLDEN=1` rewrites them.
 //! `testdata/README.md` lists the commands.
 
 use std::fmt::Write as _;

@@ -61,7 +61,7 @@ pub fn locals(names: &str) -> Vec<LocalHash> {
         .collect()
 }
 
-/// The prefix hash of a chain of named blocks; none for the empty chain.
+/// Prefix hash of a chain of named blocks; `None` for the empty chain.
 pub fn prefix(names: &str) -> Option<PrefixHash> {
     prefix_hashes(None, &locals(names)).last()
 }
@@ -82,11 +82,11 @@ pub fn removed(chain: &str, tier: Tier) -> Change {
 }
 
 /// A heartbeat on its own subject.
-pub fn said(heartbeat: &Heartbeat) -> Broadcast {
-    said_on(&heartbeat.source, heartbeat)
+pub fn heartbeat_message(heartbeat: &Heartbeat) -> Broadcast {
+    heartbeat_message_on(&heartbeat.source, heartbeat)
 }
 
-pub fn said_on(of: &Source, heartbeat: &Heartbeat) -> Broadcast {
+pub fn heartbeat_message_on(of: &Source, heartbeat: &Heartbeat) -> Broadcast {
     Broadcast {
         subject: Subjects::new(&namespace()).heartbeat(of),
         payload: codec::encode(heartbeat).unwrap().into(),
@@ -278,7 +278,7 @@ impl World {
     }
 
     pub fn heartbeat(&mut self, name: &str) -> HeartbeatVerdict {
-        let heartbeat = said(&self.shim(name).heartbeat());
+        let heartbeat = heartbeat_message(&self.shim(name).heartbeat());
         self.fold.heartbeat(self.now, &heartbeat)
     }
 

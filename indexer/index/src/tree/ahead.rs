@@ -1,13 +1,12 @@
-//! What is done of a change before readers are kept out for it, so that they are kept out for a moment only.
+//! Work done before the write lock is taken for a change, so that it is held briefly.
 //!
-//! Most of what applying a change takes is waiting for memory: whoever applies reads the same places first
-//! ([`Tree::warm`]), beside other readers, and finds them in the processor's cache afterwards. And blocks
-//! that nobody holds change no answer: the new ones of a long store are added in short turns
-//! ([`Tree::grow`]), so that the last turn, which gives all of them to their source at once, is short too.
+//! Applying a change mostly waits for memory. [`Tree::warm`] reads the same places first, beside other
+//! readers, so that they are cached. Blocks without a holder change no answer, so [`Tree::grow`] adds the
+//! new blocks of a long store in short turns; the last turn, which gives them to their source, is short
+//! too.
 //!
-//! Nothing depends on either: a change is applied as any other if the tree was not made ready for it. What
-//! was added for a change that did not come is taken out again by [`Tree::drop_grown`], with which whatever
-//! takes out blocks begins.
+//! Both are optional: a change applies to an unprepared tree just as well. [`Tree::drop_grown`] removes
+//! blocks that were added for a change that did not come; everything that removes blocks calls it first.
 
 use std::hint::black_box;
 
@@ -17,18 +16,17 @@ use warmroute_proto::{Change, LocalHash, PrefixHash};
 use super::run::{Run, RunId};
 use super::{Position, SourceNumber, Tree};
 
-/// The blocks of a store that are not known yet, and where they belong.
+/// The unknown blocks of a store, and where they belong.
 #[derive(Clone, Copy, Debug)]
 pub struct Growth {
     at: Position,
     parent: Option<PrefixHash>,
-    /// Of the change's blocks, the last so many.
+    /// Number of the change's last blocks that are missing.
     left: usize,
 }
 
-/// Blocks that were added to a run, which was so long before. They are taken out in the opposite order: then
-/// what hangs at them is gone already. Whatever else shortens runs takes them out first, so in between runs
-/// only grow.
+/// Blocks added to a run, and its length before. Removed in reverse order, so that runs attached to
+/// them go first. Everything else that shortens runs removes them first, so runs only grow in between.
 #[derive(Clone, Copy)]
 pub(super) struct Grown {
     pub(super) run: RunId,
@@ -42,17 +40,17 @@ impl Growth {
         left: 0,
     };
 
-    /// Blocks that are added in one turn. Fewer than that are as well added when the change is applied.
+    /// Blocks added in one turn. Fewer are added when the change is applied.
     pub const TURN: usize = if cfg!(test) { 2 } else { 16 };
 
-    /// Blocks that are missing still, as far as it is known.
+    /// Blocks still missing, as far as known.
     #[must_use]
     pub const fn left(&self) -> usize {
         self.left
     }
 }
 
-/// Blocks that the changes of a record speak of.
+/// Number of blocks in the changes of a record.
 #[must_use]
 pub fn blocks_in(changes: &[Change]) -> usize {
     let blocks = changes.iter().map(|change| match change {
@@ -63,14 +61,14 @@ pub fn blocks_in(changes: &[Change]) -> usize {
     blocks.sum()
 }
 
-/// Are they worth being made ready for? Applying a few blocks keeps nobody waiting.
+/// Returns true if preparing these changes pays off.
 #[must_use]
 pub fn is_long(changes: &[Change]) -> bool {
     blocks_in(changes) > Growth::TURN / 2
 }
 
 impl Tree {
-    /// Reads what applying the change will need. `scratch` is for whoever does it again and again.
+    /// Reads the memory that applying the change needs. `scratch` avoids allocations.
     pub fn warm(
         &self,
         number: SourceNumber,
@@ -89,8 +87,8 @@ impl Tree {
         }
     }
 
-    /// Adds some of the blocks that [`Self::warm`] found missing for this change. Whatever happened to the
-    /// tree since then: they are added where they belong, or not at all.
+    /// Adds some of the blocks that [`Self::warm`] found missing. The tree may have changed since: they
+    /// are added where they belong or not at all.
     pub fn grow(&mut self, change: &Change, growth: &mut Growth) {
         let Growth { at, parent, left } = std::mem::replace(growth, Growth::NONE);
         let Change::Stored { blocks, .. } = change else {
@@ -106,7 +104,7 @@ impl Tree {
         let (mut at, mut known) = (at, self.known(at, turn));
         if known == 0 {
             let nodes = self.nodes;
-            // What the tree says against a change is said when that is applied.
+            // Applying the change reports the contradiction.
             let Ok(begin) = self.branch(at, parent, first, turn) else {
                 return;
             };
@@ -128,7 +126,7 @@ impl Tree {
         }
     }
 
-    /// Does this position still stand behind that block?
+    /// Returns true if this position still follows that block.
     fn is_behind(&self, at: Position, parent: Option<PrefixHash>) -> bool {
         match (parent, at.offset.checked_sub(1)) {
             (None, _) => at == Position::ROOT,
@@ -137,7 +135,7 @@ impl Tree {
         }
     }
 
-    /// Takes out the blocks that were added for changes and are held by nobody.
+    /// Removes blocks that were added ahead and have no holder.
     pub fn drop_grown(&mut self) {
         while let Some(Grown { run, len_before }) = self.grown.pop() {
             self.cut_to(run, len_before);
@@ -160,7 +158,7 @@ impl Tree {
         while let Some(at) = next.take() {
             let known = self.known(at, rest);
             if known == 0 && end.is_some() {
-                // Another prefix has the same hash. Applying says so.
+                // Hash collision: applying the change reports it.
                 return Growth::NONE;
             }
             let offset = at.offset + known as u32;
@@ -178,7 +176,7 @@ impl Tree {
             let may_branch = run.is_none_or(|run| run.first_child != RunId::NONE);
             if let Some(&first) = rest.first().filter(|_| may_branch) {
                 let child = self.locate(PrefixHash::after(parent, first));
-                // Not again where nothing of it was found.
+                // Avoids repeating a run where nothing was found.
                 next = child.filter(|child| child.offset == 0 && child.run != at.run);
             }
         }
@@ -209,7 +207,7 @@ impl Tree {
     }
 }
 
-/// A slice of a chunk lies in two cache lines, or three.
+/// Touches both ends: a slice of a chunk spans two or three cache lines.
 fn ends(slice: &[u64]) -> u64 {
     slice.first().unwrap_or(&0) ^ slice.last().unwrap_or(&0)
 }

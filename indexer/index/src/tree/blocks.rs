@@ -1,5 +1,5 @@
-//! The blocks' hashes, 16 blocks to a chunk. Chunks are all alike, so freed ones fit anywhere and
-//! churn leaves no holes in memory.
+//! The blocks' hashes, 16 blocks to a chunk. All chunks have one size, so churn does not fragment
+//! memory.
 
 use warmroute_proto::{LocalHash, PrefixHash};
 
@@ -7,28 +7,28 @@ use super::room::heap;
 use super::run::RunId;
 
 pub(super) const CHUNK: usize = 16;
-/// Chunks that are allocated together.
+/// Chunks of a segment.
 const SEGMENT: usize = 256;
 
-/// One block: the chunk's number times 16, plus the block's number in it.
+/// A block's address: chunk number times 16, plus the index in the chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockPlace(pub(super) u32);
 
 /// 16 local hashes, then their 16 prefix hashes.
 type Chunk = [u64; 2 * CHUNK];
 
-/// Which part of which run a chunk is.
+/// The run that a chunk belongs to.
 #[derive(Clone, Copy)]
 struct ChunkOwner {
-    /// None if the chunk is free.
+    /// [`RunId::NONE`] if the chunk is free.
     run: RunId,
     index: u32,
 }
 
-/// A chunk that lies elsewhere now.
+/// A chunk that was moved.
 pub(super) struct MovedChunk {
     pub(super) run: RunId,
-    /// Which of the run's chunks it is.
+    /// Index among the run's chunks.
     pub(super) index: usize,
     pub(super) from: u32,
     pub(super) to: u32,
@@ -38,14 +38,14 @@ pub(super) struct MovedChunk {
 pub(super) struct BlockArena {
     segments: Vec<Box<[Chunk]>>,
     owners: Vec<ChunkOwner>,
-    /// Free chunks, the last freed at the end. Some may be beyond the end by now: they are passed over, and
-    /// there are none left once the chunks grow again.
+    /// Free chunks, the last freed at the end. Those beyond the end are skipped; they are gone before the
+    /// chunks grow again.
     free: Vec<u32>,
     free_count: usize,
 }
 
 impl BlockArena {
-    /// A chunk for the blocks of `run` from `16 * index` on; its number.
+    /// Allocates a chunk for the blocks of `run` from `16 * index` on. Returns its number.
     pub(super) fn allocate(&mut self, run: RunId, index: usize) -> u32 {
         let owner = ChunkOwner {
             run,
@@ -79,8 +79,7 @@ impl BlockArena {
         self.free_count += 1;
     }
 
-    /// Frees the memory behind the last chunk, moving that to a free place if it is in use. There must be
-    /// a free one.
+    /// Frees the last chunk's memory; if it is in use, moves it to a free chunk, which must exist.
     pub(super) fn move_last(&mut self) -> Option<MovedChunk> {
         let owner = self.owners.pop()?;
         let from = self.owners.len() as u32;
@@ -132,7 +131,7 @@ impl BlockArena {
         LocalHash(self.chunk(place.0 / CHUNK as u32)[place.0 as usize % CHUNK])
     }
 
-    /// The run that the block belongs to, and its offset there.
+    /// The block's run and offset.
     pub(super) fn owner(&self, place: BlockPlace) -> (RunId, u32) {
         let owner = self.owners[place.0 as usize / CHUNK];
         (
@@ -141,14 +140,14 @@ impl BlockArena {
         )
     }
 
-    /// What the chunks take, those in use and those that are free, with their owners' mention of them.
+    /// Bytes of all chunks, in use or free, and of their lists.
     pub(super) const fn bytes(&self) -> usize {
         let lists = self.owners.capacity() * size_of::<ChunkOwner>();
         let segments = self.segments.len() * heap(SEGMENT * size_of::<Chunk>());
         segments + heap(lists) + heap(self.free.capacity() * size_of::<u32>())
     }
 
-    /// What the free chunks take.
+    /// Bytes of the free chunks.
     pub(super) const fn spare_bytes(&self) -> usize {
         self.free_count * size_of::<Chunk>()
     }

@@ -1,15 +1,15 @@
 //! One source's holdings as changes: an image.
 //!
-//! Order: every node once, parents first, in the first tier that it is held in (removed ancestors
-//! on the GPU); then the further tiers; then the removal of the removed ancestors, which by now
-//! have descendants that keep them. Siblings go by hash, so that equal holdings give equal dumps.
+//! Order: every node once, parents first, in its first tier (removed ancestors on the GPU); then the
+//! further tiers; then the removal of the removed ancestors, which by then have descendants. Siblings
+//! are sorted by hash, so that equal holdings give equal dumps.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
 
 use super::{SourceNumber, TierMask, Tree};
 
-/// Blocks of one change. Larger runs are cut: a change must fit into a record.
+/// Maximum blocks of a change, which must fit into a record.
 const BLOCKS_MAX: usize = 1024;
 
 struct DumpNode {
@@ -24,7 +24,7 @@ type Children = FxHashMap<Option<PrefixHash>, Vec<DumpNode>>;
 #[derive(Default)]
 pub(crate) struct Dump {
     changes: Vec<Change>,
-    /// The last prefix of the last change, which the next block may continue.
+    /// Last prefix of the last change.
     end: Option<PrefixHash>,
     removed: Vec<PrefixHash>,
     further: Vec<(Option<PrefixHash>, LocalHash, Tier)>,
@@ -46,7 +46,7 @@ impl Dump {
         dump.finish()
     }
 
-    /// Depth first without recursion: prompts are long.
+    /// Walks depth first, without recursion because prompts are long.
     fn walk(&mut self, mut children: Children) {
         let mut open = vec![(None, ordered(&mut children, None))];
         while let Some((parent, siblings)) = open.last_mut() {
@@ -94,7 +94,7 @@ impl Dump {
     }
 
     fn finish(mut self) -> Vec<Change> {
-        // A lower tier's runs are whole again once the tiers are apart; the walk's order stays.
+        // A stable sort by tier joins each tier's runs and keeps the walk's order.
         let mut further = std::mem::take(&mut self.further);
         further.sort_by_key(|&(_, _, tier)| tier);
         self.end = None;
@@ -113,7 +113,7 @@ impl Dump {
     }
 }
 
-/// A node's children, the first to come at the end.
+/// A node's children in reverse order.
 fn ordered(children: &mut Children, of: Option<PrefixHash>) -> Vec<DumpNode> {
     let mut entries = children.remove(&of).unwrap_or_default();
     entries.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.prefix));

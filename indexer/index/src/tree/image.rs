@@ -1,10 +1,10 @@
 //! The tree as bytes, for snapshots.
 //!
-//! Runs, parents first: where each hangs, its local hashes, and per holder what it holds. Prefix
-//! hashes, table and links are made anew when it is read, so sources share what they share, and a
-//! block costs 8 bytes however many hold it. Numbers are LEB128; hashes little-endian.
+//! Runs, parents first: attach point, local hashes, and per holder its holdings. Prefix hashes, table
+//! and links are rebuilt on reading, so a block costs 8 bytes however many sources hold it. Numbers are
+//! LEB128, hashes little-endian.
 //!
-//! What it does not do: checksums, compression, names of sources.
+//! No checksum, no compression, no source names.
 
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Tier, Tiers};
@@ -14,12 +14,12 @@ use super::run::{BLOCKS_MAX, RunId};
 use super::spans::Spans;
 use super::{Position, SourceNumber, TierMask, Tree};
 
-/// The bytes are no image of a tree.
+/// The bytes are not an image of a tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the bytes are no image of a tree")]
+#[error("the bytes are not an image of a tree")]
 pub struct BadImage;
 
-/// In place of a run's length, behind the last run.
+/// End marker, in place of a run's length.
 const END: u32 = 0;
 
 fn put(bytes: &mut Vec<u8>, mut number: u32) {
@@ -33,7 +33,7 @@ fn put(bytes: &mut Vec<u8>, mut number: u32) {
 /// A run of an image, without its holders.
 struct RunHead<'a> {
     len: u32,
-    /// Which run it hangs at, counted from one; zero is the root.
+    /// Number of the parent run, counted from one; zero is the root.
     above: usize,
     attach: u32,
     locals: &'a [[u8; 8]],
@@ -64,12 +64,12 @@ impl<'a> ImageReader<'a> {
 
     fn sources(&mut self) -> Result<usize, BadImage> {
         let sources = self.number()?;
-        // A source without a run takes no bytes; this many is not one of ours.
+        // Bounds the allocation: a source without a run takes no bytes.
         let few = sources <= 1 << 20;
         few.then_some(sources as usize).ok_or(BadImage)
     }
 
-    /// None behind the last one.
+    /// The next run; `None` after the last one.
     fn run(&mut self) -> Result<Option<RunHead<'a>>, BadImage> {
         let len = self.number()?;
         if len == END {
@@ -92,7 +92,7 @@ impl<'a> ImageReader<'a> {
         Ok(Some(head))
     }
 
-    /// A holder of a run of this many blocks: which source, and what it holds.
+    /// The next holder of a run of `len` blocks: its source and holdings.
     fn holder(&mut self, len: u32) -> Result<(usize, Spans), BadImage> {
         let source = self.number()? as usize;
         let count = self.number()?;
@@ -115,7 +115,7 @@ impl<'a> ImageReader<'a> {
     }
 }
 
-/// Digests of the beginnings of one run, so that a holder's is a difference however many blocks it has.
+/// Cumulative digests of one run's blocks, so that a holder's digest is a difference.
 #[derive(Default)]
 struct PrefixDigests {
     of: Tiers<Vec<u64>>,
@@ -151,10 +151,9 @@ impl PrefixDigests {
     }
 }
 
-/// The digests of an image's sources, computed from its blocks, in the order that it was made with. It
-/// takes no memory to speak of beside the image.
+/// Digests of an image's sources in their order, computed from its blocks with little memory.
 pub fn digests_of_image(bytes: &[u8]) -> Result<Vec<Digest>, BadImage> {
-    // The blocks that something hangs at: their prefixes are needed again.
+    // Attach points, whose prefixes are needed again.
     let mut forks = Vec::new();
     let mut reader = ImageReader(bytes);
     let sources = reader.sources()?;
@@ -205,14 +204,13 @@ pub fn digests_of_image(bytes: &[u8]) -> Result<Vec<Digest>, BadImage> {
 }
 
 impl Tree {
-    /// All that these open sources hold. Their order is what [`Self::from_image`] gives back.
+    /// Image of these open sources, in this order.
     #[must_use]
     pub fn image(&self, numbers: &[SourceNumber]) -> Vec<u8> {
         self.image_in(numbers, Vec::with_capacity(self.image_bytes()))
     }
 
-    /// The same in a buffer that may be there already: memory that was never touched takes longer to get
-    /// than the image takes to write.
+    /// [`Self::image`] in a reused buffer: faulting in fresh memory takes longer than writing the image.
     #[must_use]
     pub fn image_in(&self, numbers: &[SourceNumber], buffer: Vec<u8>) -> Vec<u8> {
         let mut bytes = buffer;
@@ -224,7 +222,7 @@ impl Tree {
             }
         }
         put(&mut bytes, numbers.len() as u32);
-        // Where each run stands in the image, plus one; zero is the root.
+        // Number of each run in the image, counted from one; zero is the root.
         let mut written = vec![0_u32; self.runs.len()];
         let mut count = 0;
         let mut open: Vec<RunId> = self.first_root.some().into_iter().collect();
@@ -241,7 +239,7 @@ impl Tree {
         bytes
     }
 
-    /// Writes a run as far as one of the sources stands in it. Does one?
+    /// Writes a run as far as one of the sources stands in it. Returns false if no source does.
     fn write_run(&self, id: RunId, places: &[u32], written: &[u32], bytes: &mut Vec<u8>) -> bool {
         let run = self.run(id);
         let holders = || {
@@ -286,14 +284,13 @@ impl Tree {
         true
     }
 
-    /// The tree of an image, and its sources in the order that it was made with.
+    /// The tree of an image, and its sources in the image's order.
     pub fn from_image(bytes: &[u8]) -> Result<(Self, Vec<SourceNumber>), BadImage> {
         let read = Self::from_image_of(bytes, |_| true, usize::MAX)?;
         read.ok_or(BadImage)
     }
 
-    /// The same with nothing of the sources that are not wanted; they are there, and hold nothing. None if
-    /// it takes more than `bytes_max`.
+    /// Like [`Self::from_image`], with unwanted sources left empty. `None` if the tree exceeds `bytes_max`.
     pub fn from_image_of(
         bytes: &[u8],
         wanted: impl Fn(usize) -> bool,
@@ -321,7 +318,7 @@ impl Tree {
         }
         let all = reading.wanted.iter().all(|&wanted| wanted);
         for &id in reading.runs.iter().filter(|&&id| id != RunId::NONE) {
-            // Without its other holders a run may be too long.
+            // Without the unwanted holders a run may be too long.
             match all {
                 true if tree.run(id).at_tail == 0 => return Err(BadImage),
                 true => {}
@@ -338,15 +335,15 @@ impl Tree {
     }
 }
 
-/// An image on its way to a tree.
+/// State of reading an image into a tree.
 struct ImageLoader {
     numbers: Vec<SourceNumber>,
     wanted: Vec<bool>,
     digests: Vec<Digest>,
-    /// The runs so far; none for those of which nothing is wanted.
+    /// The runs so far; [`RunId::NONE`] for runs without a wanted holder.
     runs: Vec<RunId>,
     sums: PrefixDigests,
-    /// The present run's.
+    /// Holders of the present run.
     holders: Vec<(usize, Spans)>,
 }
 
@@ -371,8 +368,8 @@ impl ImageLoader {
             },
             None => Position::ROOT,
         };
-        let everybody = self.wanted.iter().all(|&wanted| wanted);
-        if self.holders.is_empty() && !everybody {
+        let all = self.wanted.iter().all(|&wanted| wanted);
+        if self.holders.is_empty() && !all {
             self.runs.push(RunId::NONE);
             return Ok(());
         }
@@ -426,8 +423,8 @@ mod tests {
         fn any_bytes_are_a_tree_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             if let Ok((tree, numbers)) = Tree::from_image(&bytes) {
                 tree.check();
-                let told: Vec<_> = numbers.iter().map(|&number| tree.digest(number)).collect();
-                prop_assert_eq!(digests_of_image(&bytes), Ok(told));
+                let digests: Vec<_> = numbers.iter().map(|&number| tree.digest(number)).collect();
+                prop_assert_eq!(digests_of_image(&bytes), Ok(digests));
             }
             let part = Tree::from_image_of(&bytes, |at| at % 2 == 0, 1 << 20);
             if let Ok(Some((tree, _))) = part {

@@ -1,4 +1,4 @@
-//! The runs of one prompt, for all sources at once.
+//! The runs of a prompt, for all sources.
 
 use std::hint::black_box;
 
@@ -8,22 +8,22 @@ use super::run::{Run, RunId};
 use super::spans::RunWalk;
 use super::{Position, SourceNumber, TierMask, Tree};
 
-/// Distances in blocks that are walked instead of searched: a few cache lines at once are read faster than
-/// the table is asked twice.
+/// Distances in blocks that are walked instead of searched: reading a few cache lines is faster than two
+/// table lookups.
 const WALK_MAX: usize = 64;
 
-/// A run on the way down, and how many of its blocks the prompt has.
+/// A run on the prompt's path, and the number of its blocks in the prompt.
 struct PathRun {
     run: RunId,
     matched: u32,
 }
 
-/// How far the search for the last known block has come.
+/// State of the search for the last known block.
 struct DepthSearch {
     last: Position,
-    /// The depth of that block.
+    /// Depth of that block.
     known: usize,
-    /// A depth that is not known; if none is, the prompt's length.
+    /// An unknown depth, or the prompt's length.
     unknown: usize,
 }
 
@@ -46,7 +46,7 @@ pub(super) fn of_some(
         .collect()
 }
 
-/// Per source, by its number. `runs` is empty, or as many defaults as there are sources.
+/// Runs of all sources, by source number. `runs` is empty or holds defaults.
 pub(super) fn all(
     tree: &Tree,
     chain: &[PrefixHash],
@@ -62,7 +62,7 @@ pub(super) fn all(
     }
 }
 
-/// Lets every walk that has reached the run go on in it. Has any come through?
+/// Continues every walk that reached the run. Returns true if one passes through it.
 fn advance(run: &Run, matched: u32, allowed: &[TierMask], runs: &mut [Tiers<u32>]) -> bool {
     let mut through = false;
     for (at, lead) in run.leads.iter().enumerate() {
@@ -87,7 +87,7 @@ fn advance(run: &Run, matched: u32, allowed: &[TierMask], runs: &mut [Tiers<u32>
     through
 }
 
-/// The same for one walk piece by piece; where it ends.
+/// Continues one walk piece by piece. Returns its end.
 fn advance_by_pieces(
     run: &Run,
     at: usize,
@@ -109,7 +109,7 @@ fn advance_by_pieces(
 }
 
 impl Tree {
-    /// The runs from the prompt's last known block up to the root.
+    /// Runs from the prompt's last known block to the root.
     fn way(&self, chain: &[PrefixHash]) -> Vec<PathRun> {
         let mut way = Vec::with_capacity(8);
         let Some(last) = self.last_known(chain) else {
@@ -122,7 +122,7 @@ impl Tree {
         let mut run = self.run(last.run);
         let mut sum = 0;
         while let Some(above) = run.parent.some() {
-            // Nothing waits for this here, and the list is at hand when its turn comes.
+            // Prefetches the list.
             sum ^= run.leads.first().map_or(0, |lead| lead.blocks());
             way.push(PathRun {
                 run: above,
@@ -134,11 +134,10 @@ impl Tree {
         way
     }
 
-    /// Where the last block of the prompt stands that is known.
+    /// Position of the prompt's last known block.
     ///
-    /// A prefix is known only if all before it are, so the depths can be searched, from the middle
-    /// on. Where that is unknown, often only the beginning is known, which the prompt has in common with
-    /// others: its first blocks are walked.
+    /// A prefix is known only if all before it are, so the depths can be searched, starting in the
+    /// middle. If that is unknown, often only a common beginning is known: the first blocks are walked.
     fn last_known(&self, chain: &[PrefixHash]) -> Option<Position> {
         let middle = chain.len() / 2;
         let [first, half] = [chain.first()?, chain.get(middle)?];
@@ -156,8 +155,8 @@ impl Tree {
         Some(self.search(chain, found, is_left))
     }
 
-    /// In each run the first guess is that the prompt has all of it; short distances are walked. `is_left`:
-    /// the run that was found is known to have no more of the prompt.
+    /// Guesses first that the prompt contains all of a run; walks short distances. `is_left`: the prompt
+    /// is known to leave the run.
     fn search(&self, chain: &[PrefixHash], mut found: DepthSearch, mut is_left: bool) -> Position {
         let mut tried = RunId::NONE;
         while found.known + 1 < found.unknown {
@@ -165,7 +164,7 @@ impl Tree {
             let end = (run.start + run.len) as usize;
             let fits = found.known < end && end <= found.unknown;
             if is_left {
-                // Then only what hangs there can go on.
+                // Only a child run can continue.
             } else if tried != found.last.run && fits && chain[end - 1] == run.tail {
                 found.last.offset = run.len - 1;
                 found.known = end - 1;
@@ -187,7 +186,7 @@ impl Tree {
         found.last
     }
 
-    /// Is this depth known?
+    /// Probes a depth. Returns true if it is known.
     fn probe(&self, chain: &[PrefixHash], depth: usize, found: &mut DepthSearch) -> bool {
         let position = self.locate_at(chain, depth);
         match position {
@@ -197,7 +196,8 @@ impl Tree {
         position.is_some()
     }
 
-    /// Goes on in the run, for some blocks at most. Did it end before that, or the prompt leave it?
+    /// Walks at most [`WALK_MAX`] blocks along the run. Returns true if the run ended or the prompt left
+    /// it.
     fn walk(&self, chain: &[PrefixHash], found: &mut DepthSearch) -> bool {
         let from = found.known + 1;
         let to = found.unknown.min(from + WALK_MAX);
@@ -207,7 +207,7 @@ impl Tree {
         from + same < to
     }
 
-    /// How many of these follow in the run. Where one is the same, all before it are.
+    /// Number of these that follow in the run. If one is equal, all before it are.
     fn same(&self, last: Position, chain: &[PrefixHash]) -> usize {
         let run = self.run(last.run);
         let from = last.offset + 1;

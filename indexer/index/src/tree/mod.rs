@@ -1,22 +1,22 @@
-//! Which source holds which blocks: exact, pure, fast and small.
+//! Which source holds which blocks: exact, pure, fast and compact.
 //!
-//! Blocks that follow one another stand in a *run*; a branch is a run of its own that hangs at a
-//! block of its parent run. Per run and source the tree keeps how many leading blocks the source
-//! holds on the GPU, and only where it holds others too, or in other tiers, a list of pieces. One
-//! table names the place of every known prefix hash.
+//! Consecutive blocks form a *run*; a branch is a run of its own, attached at a block of its parent
+//! run. Per run and source the tree stores how many leading blocks the source holds on the GPU, and a
+//! list of spans only where it holds other blocks or tiers. One table maps every known prefix hash to
+//! its place.
 //!
-//! A source's blocks are closed towards the root: it stands in a run from its first block up to the
-//! last one that it holds, or that something it holds below hangs at. So a removed block stays known
-//! while the source holds something below it.
+//! A source's blocks are closed towards the root: it stands in a run from the run's first block to the
+//! last one that it holds, or that one of its descendants is attached at. So a removed block stays
+//! known while the source holds a descendant of it.
 //!
-//! A lookup searches the depths for the last known prefix — a prefix is known only if all before
-//! it are — and then goes through the few runs on the way there from the top. It credits a source in
-//! a run only if the source's blocks had no gap above it: that is how holes end a run.
+//! A lookup searches the depths for the last known prefix (a prefix is known only if all before it
+//! are), and then walks the few runs on the path from the top. It credits a source in a run only if the
+//! source's blocks had no gap above it: so a hole ends a run.
 //!
-//! A closed source is dead at once; what it held is given back in bounded steps by
-//! [`Tree::reclaim`], and its number is used again only afterwards.
+//! A closed source is dead immediately. [`Tree::reclaim`] frees its blocks in bounded steps; its number
+//! is reused only afterwards.
 //!
-//! What it does not know: generations, states, time, or names of sources.
+//! The tree has no notion of generations, states, time or source names.
 
 mod ahead;
 mod blocks;
@@ -94,7 +94,7 @@ impl TierMask {
     }
 }
 
-/// A change that contradicts what its source holds. The part before the contradiction is applied.
+/// A change that contradicts its source's holdings. The part before the contradiction is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
     #[error("{prefix:?} is held on {tier} already")]
@@ -109,7 +109,7 @@ pub enum ChangeError {
     Closed,
 }
 
-/// Where a block stands, or would stand next.
+/// Place of a block in a run, or of the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Position {
     run: RunId,
@@ -135,11 +135,11 @@ impl Position {
 struct SourceHoldings {
     life: SourceLife,
     digest: Digest,
-    /// Every run that the source stands in, in no order.
+    /// Runs in which the source stands, unordered.
     runs: Vec<RunId>,
-    /// The block stored last, if it still is: the next one usually follows it.
+    /// The block stored last, which the next one usually follows. May be outdated.
     last: Option<Position>,
-    /// Of a closed source: how many of `runs` are yet to be visited.
+    /// Runs still to be visited, if the source is closed.
     unvisited: usize,
 }
 
@@ -154,11 +154,11 @@ enum SourceLife {
     #[default]
     Free,
     Open,
-    /// Dead, but not all given back yet.
+    /// Dead, but not all freed.
     Closed,
 }
 
-/// One node of one source: a block that it holds, or holds something below of.
+/// One node of one source: a block that it holds, or an ancestor of one.
 struct SourceNode {
     parent: Option<PrefixHash>,
     prefix: PrefixHash,
@@ -166,7 +166,7 @@ struct SourceNode {
     tiers: TierMask,
 }
 
-/// See the module's documentation.
+/// The tree of all sources.
 pub struct Tree {
     blocks: BlockArena,
     table: PrefixTable,
@@ -174,17 +174,17 @@ pub struct Tree {
     /// The first of the runs at depth 0.
     first_root: RunId,
     sources: Vec<SourceHoldings>,
-    /// Per source: all tiers if it is open, else none.
+    /// Per source: all tiers if it is open, no tier otherwise.
     open: Vec<TierMask>,
     free: Vec<SourceNumber>,
     closed: Vec<SourceNumber>,
     nodes: usize,
-    /// Pairs of a run and a source that stands in it.
+    /// Number of (run, source in it) pairs.
     holders: usize,
-    /// What the lists of runs, holders and sources take.
+    /// Bytes of the lists of runs, holders and sources.
     heap: usize,
     scratch: Vec<PrefixHash>,
-    /// Blocks that were added ahead, in that order, and that may be held by nobody.
+    /// Blocks added ahead, in order of addition, possibly without a holder.
     grown: Vec<Grown>,
 }
 
@@ -228,7 +228,7 @@ impl Tree {
         number
     }
 
-    /// Ends a source: at once it holds nothing. What it held is given back by [`Self::reclaim`].
+    /// Closes a source: it holds nothing from now on. [`Self::reclaim`] frees its blocks.
     pub fn close(&mut self, number: SourceNumber) {
         if let Some(source) = self.opened(number) {
             source.life = SourceLife::Closed;
@@ -256,7 +256,7 @@ impl Tree {
         }
     }
 
-    /// Count and sum of all pairs that the source holds.
+    /// Digest of all pairs that the source holds.
     #[must_use]
     pub fn digest(&self, number: SourceNumber) -> Digest {
         self.sources
@@ -264,7 +264,7 @@ impl Tree {
             .map_or_else(Digest::default, |source| source.digest)
     }
 
-    /// The digest, computed anew from the blocks: what [`Self::digest`] must be.
+    /// The digest recomputed from the blocks. Equals [`Self::digest`].
     #[must_use]
     pub fn recomputed_digest(&self, number: SourceNumber) -> Digest {
         let mut digest = Digest::default();
@@ -274,7 +274,7 @@ impl Tree {
         digest
     }
 
-    /// All pairs that the source holds, in no order.
+    /// All pairs that the source holds, unordered.
     pub fn held(&self, number: SourceNumber) -> impl Iterator<Item = (PrefixHash, Tier)> {
         self.listed(number).flat_map(move |listed| {
             Tier::ALL
@@ -284,16 +284,16 @@ impl Tree {
         })
     }
 
-    /// What the source holds as changes that make an empty source equal to it, parents first.
-    /// Removed ancestors are stored and removed again at the end.
+    /// Changes that make an empty source equal to this one, parents first. Removed ancestors are stored
+    /// and removed again at the end.
     #[must_use]
     pub fn dump(&self, number: SourceNumber) -> Vec<Change> {
         Dump::of(self, number)
     }
 
-    /// Per source of `allowed`, in that order: the run on the GPU from depth 0, then, from its end
-    /// on, the run in the lower tiers, where a block counts for CPU before disk. The first block in
-    /// neither ends it. A tier that is not allowed counts as holding nothing.
+    /// Per source of `allowed`, in that order: the run on the GPU from depth 0, and from its end the run
+    /// in the lower tiers, where a block counts for CPU before disk. The first block in neither ends it.
+    /// A tier that is not allowed counts as empty.
     #[must_use]
     pub fn lookup(
         &self,
@@ -304,7 +304,7 @@ impl Tree {
         self.lookup_chain(&chain, allowed)
     }
 
-    /// The same from prefix hashes.
+    /// [`Self::lookup`] by prefix hashes.
     #[must_use]
     pub fn lookup_chain(
         &self,
@@ -314,15 +314,15 @@ impl Tree {
         lookup::of_some(self, chain, allowed)
     }
 
-    /// The same from prefix hashes and for every source at once, by its number; closed sources hold
-    /// nothing. `chain` are the prefix hashes of a prompt's blocks from depth 0.
+    /// [`Self::lookup`] by prefix hashes from depth 0, for every source, indexed by its number. Closed
+    /// sources hold nothing.
     #[must_use]
     pub fn lookup_all(&self, chain: &[PrefixHash]) -> Vec<Tiers<u32>> {
         self.lookup_all_from(chain, Vec::new())
     }
 
-    /// The same, into memory that the caller has taken already, before it kept anybody from writing: as many
-    /// defaults as it thinks that there are sources.
+    /// [`Self::lookup_all`] into memory allocated before the lock was taken: about as many defaults as
+    /// there are sources.
     #[must_use]
     pub fn lookup_all_from(
         &self,
@@ -333,7 +333,7 @@ impl Tree {
         runs
     }
 
-    /// Distinct prefixes, those of closed sources that are not given back yet included.
+    /// Distinct prefixes, including those of closed sources that are not freed yet.
     #[must_use]
     pub fn nodes(&self) -> usize {
         self.nodes
@@ -353,7 +353,7 @@ impl Tree {
         &mut self.runs[id.index()]
     }
 
-    /// Changes what one holder of a run holds, and keeps count of what that takes.
+    /// Edits one holder of a run. Keeps `heap` exact.
     fn edit(&mut self, id: RunId, at: usize, edit: impl FnOnce(&mut Run)) {
         let run = &mut self.runs[id.index()];
         self.heap -= run.holds[at].spans.heap_bytes();
@@ -361,7 +361,7 @@ impl Tree {
         self.heap += run.holds[at].spans.heap_bytes();
     }
 
-    /// Changes a run's lists, and keeps count of what they take.
+    /// Changes a run's lists. Keeps `heap` exact.
     fn relist<T>(&mut self, id: RunId, change: impl FnOnce(&mut Run) -> T) -> T {
         let run = &mut self.runs[id.index()];
         self.heap -= run.heap_bytes();
@@ -374,7 +374,7 @@ impl Tree {
         self.blocks.prefix(self.run(run).place(offset))
     }
 
-    /// Where a prefix stands, if any source stands there.
+    /// Position of a known prefix.
     fn locate(&self, prefix: PrefixHash) -> Option<Position> {
         let is_it = |place| self.blocks.prefix(place) == prefix;
         let place = self.table.find(prefix, is_it)?;
@@ -382,7 +382,7 @@ impl Tree {
         Some(Position { run, offset })
     }
 
-    /// Is the block at this position there, and this one? The position may be from earlier.
+    /// Returns true if the prefix is at this position, which may be outdated.
     fn is_at(&self, position: Position, prefix: PrefixHash) -> bool {
         let Some(run) = self.runs.get(position.run.index()) else {
             return false;
@@ -394,7 +394,7 @@ impl Tree {
         }
     }
 
-    /// The runs that an open source stands in, each with its index among the holders.
+    /// Runs in which an open source stands, each with the source's holder index.
     fn standing(&self, number: SourceNumber) -> impl Iterator<Item = (&Run, usize)> {
         self.sources
             .get(number.index())
@@ -452,7 +452,7 @@ impl Tree {
         }
     }
 
-    /// Are all invariants kept that the code relies on? For tests.
+    /// Checks all invariants that the code relies on.
     #[cfg(test)]
     fn check(&self) {
         tests::check(self);

@@ -1,4 +1,4 @@
-//! Blocks that end, and memory that comes back.
+//! Removal of blocks, and freeing of memory.
 
 use warmroute_proto::{PrefixHash, Tier};
 
@@ -7,21 +7,20 @@ use super::run::RunId;
 use super::store::Range;
 use super::{ChangeError, Position, SourceHoldings, SourceNumber, Tree};
 
-/// Free memory that is kept whatever is in use.
+/// Free bytes that are always kept.
 const SPARE_MIN: usize = 1 << 20;
 
-/// How exactly the end of a holder is known at once.
+/// How exactly a holder's end is computed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pins {
-    /// Exactly; that may need a look at all child runs.
+    /// Exactly, which may visit all child runs.
     Exact,
-    /// Not too early. For passes over everything that end with an exact one.
+    /// As an upper bound, for passes that end with an exact one.
     Bound,
 }
 
 impl Tree {
-    /// Ends pairs. Blocks that stand next to each other are taken together: engines evict from the
-    /// end.
+    /// Removes pairs. Adjacent blocks are removed together: engines evict from the end.
     pub(super) fn remove(
         &mut self,
         number: SourceNumber,
@@ -59,7 +58,7 @@ impl Tree {
         Ok(())
     }
 
-    /// How far the list goes on with blocks next to the first one, and the range they fill.
+    /// The range of adjacent blocks at the front of the list, and their number.
     pub(super) fn adjacent(&self, first: Position, prefixes: &[PrefixHash]) -> (Range, usize) {
         let run = self.run(first.run);
         let (mut from, mut to) = (first.offset, first.offset + 1);
@@ -82,7 +81,7 @@ impl Tree {
         (range, taken)
     }
 
-    /// The block in front of a range: what an eviction from the end takes next.
+    /// The block before a range, which an eviction from the end removes next.
     pub(super) fn before(&self, range: Range) -> Option<Position> {
         let run = self.run(range.run);
         if range.from > 0 {
@@ -119,7 +118,7 @@ impl Tree {
         }
     }
 
-    /// Ends the pairs of a range, all of which are held.
+    /// Removes the pairs of a range, all of which are held.
     fn unhold(&mut self, number: SourceNumber, range: Range, tier: Tier) {
         let mut digest = self.sources[number.index()].digest;
         let run = self.run(range.run);
@@ -164,15 +163,15 @@ impl Tree {
             self.settle(number, id, Pins::Bound);
             unvisited = index;
         }
-        // Ends that are only bounded are at child runs that went. What goes now has none left.
+        // Bounds remain where child runs went. Runs that go in this pass have no child runs.
         let left = self.sources[number.index()].runs.clone();
         for id in left {
             self.settle(number, id, Pins::Exact);
         }
     }
 
-    /// Gives back at most about `nodes_max` of what closed sources held, and memory of which most is free.
-    /// Is there more?
+    /// Frees about `nodes_max` blocks of closed sources, and memory that is mostly free. Returns true
+    /// while work remains.
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
         self.drop_grown();
         let mut left = nodes_max;
@@ -210,8 +209,8 @@ impl Tree {
         self.compact(left, spare_max)
     }
 
-    /// Takes a dead source out of the last blocks of a run, at most `blocks_max`. How many, and is
-    /// there nothing more to do here?
+    /// Removes a dead source from the last blocks of a run, at most `blocks_max`. Returns their number,
+    /// and true if the run is done.
     fn shed(&mut self, number: SourceNumber, id: RunId, blocks_max: u32) -> (u32, bool) {
         let run = self.run(id);
         let Ok(at) = run.find(number) else {
@@ -221,7 +220,7 @@ impl Tree {
         let taken = held.min(blocks_max);
         let left = held - taken;
         self.edit(id, at, |run| {
-            // What it held does not matter any more, only how far its blocks reach.
+            // Only the end of its blocks matters from now on.
             run.unhold_all(at);
             run.hold(at, 0, left, Tier::Gpu);
         });
@@ -229,8 +228,8 @@ impl Tree {
         (taken, left == 0)
     }
 
-    /// Brings the end of a holder up to date after it lost something; takes the source out of the
-    /// run if it neither holds nor needs a block of it, and so on towards the root.
+    /// Updates a holder's end after a removal. Removes the source from the run if it neither holds a
+    /// block of it nor has a descendant there, and so on towards the root.
     fn settle(&mut self, number: SourceNumber, id: RunId, pins: Pins) {
         let mut next = Some(id);
         while let Some(id) = next.take() {
@@ -268,7 +267,7 @@ impl Tree {
         }
     }
 
-    /// Behind the last block that a child run of the holder's hangs at.
+    /// The last attach point of the holder's child runs.
     fn pin(&mut self, number: SourceNumber, id: RunId, at: usize, held: u32, pins: Pins) -> u32 {
         let run = self.run(id);
         let hold = &run.holds[at];
@@ -290,7 +289,7 @@ impl Tree {
         pin
     }
 
-    /// Takes a run out of a source's list; the last one moves into its place.
+    /// Removes a run from a source's list. The last one moves into its place.
     fn unlist(&mut self, number: SourceNumber, slot: u32) {
         let runs = &mut self.sources[number.index()].runs;
         runs.swap_remove(slot as usize);
@@ -309,14 +308,16 @@ impl Tree {
         }
     }
 
-    /// Frees the blocks at the end of a run that no holder stands at any more; the run itself if
-    /// none is left.
+    /// Frees the blocks at the end of a run without a holder, and the run itself if no block remains.
     pub(super) fn cut(&mut self, id: RunId) {
-        debug_assert!(self.grown.is_empty(), "what was added ahead goes first");
+        debug_assert!(
+            self.grown.is_empty(),
+            "blocks added ahead are removed first"
+        );
         self.cut_to(id, 0);
     }
 
-    /// The same, but not the first so many blocks.
+    /// Like [`Self::cut`], but keeps the first `len_min` blocks.
     pub(super) fn cut_to(&mut self, id: RunId, len_min: u32) {
         let run = self.run_mut(id);
         if run.at_tail > 0 {
@@ -343,7 +344,7 @@ impl Tree {
         }
     }
 
-    /// Takes the blocks of a range out of the table.
+    /// Removes the blocks of a range from the table.
     fn forget(&mut self, id: RunId, from: u32, to: u32) {
         let mut hashes = std::mem::take(&mut self.scratch);
         hashes.clear();
@@ -358,7 +359,7 @@ impl Tree {
         self.scratch = hashes;
     }
 
-    /// Unlinks an empty run. It has no child runs: their holders would stand in it.
+    /// Unlinks and frees an empty run. It has no child runs, because their holders would stand in it.
     fn drop_run(&mut self, id: RunId) {
         let run = self.run(id);
         debug_assert!(run.first_child == RunId::NONE, "child runs go first");

@@ -1,13 +1,12 @@
-//! What the tree takes of the process's memory: everything that it keeps, whether in use or free.
+//! The tree's memory: everything that it keeps, in use or free.
 //!
-//! Counted as it changes, so that asking costs nothing. Lists count with their capacity, and every
-//! allocation with what the allocator adds to it; what that leaves out (gaps that fit nothing) is measured
-//! by `indexer/index/tests/memory.rs`, and added by the fold.
+//! Counted incrementally. Lists count with their capacity, allocations with the allocator's overhead.
+//! Fragmentation is not included; `indexer/index/tests/memory.rs` measures it, and the fold adds it.
 
 use super::blocks::CHUNK;
 use super::{SourceHoldings, Tree};
 
-/// The allocator's header and rounding.
+/// Bytes of an allocation with the allocator's header and rounding.
 pub(super) const fn heap(bytes: usize) -> usize {
     match bytes {
         0 => 0,
@@ -17,7 +16,7 @@ pub(super) const fn heap(bytes: usize) -> usize {
 }
 
 impl Tree {
-    /// All memory that the tree keeps: what is in use, and what was freed and is kept to be used again.
+    /// Bytes of all memory that the tree keeps, in use or free.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.blocks.bytes()
@@ -27,23 +26,23 @@ impl Tree {
             + self.sources.capacity() * size_of::<SourceHoldings>()
     }
 
-    /// Of these, what the next blocks will take before more is asked of the allocator.
+    /// Free bytes that the next blocks use before the tree allocates.
     #[must_use]
     pub fn spare_bytes(&self) -> usize {
         self.blocks.spare_bytes()
     }
 
-    /// What an image takes, at most about.
+    /// Approximate upper bound of an image's size.
     #[must_use]
     pub fn image_bytes(&self) -> usize {
         let of_runs = self.runs.len() * 16 + self.holders * 8;
         self.nodes * size_of::<u64>() + of_runs
     }
 
-    /// What a source takes, for comparison with others: a pair counts one.
+    /// Relative memory of a source, for comparisons: a pair counts one.
     #[must_use]
     pub fn weight(&self, number: super::SourceNumber) -> u64 {
-        // A holder takes about as much as two blocks, and a run that it holds alone as much as four.
+        // A holder takes about as much as two blocks, an unshared run as much as four.
         let runs = self
             .sources
             .get(number.index())
@@ -51,14 +50,14 @@ impl Tree {
         self.digest(number).count + 4 * runs.unwrap_or(0)
     }
 
-    /// Is something of closed sources left to be given back?
+    /// Returns true if closed sources are not completely freed.
     #[must_use]
     pub fn is_reclaiming(&self) -> bool {
         !self.closed.is_empty()
     }
 
-    /// Moves blocks out of sparse memory and gives that back, at most about `blocks_max` of them, until no
-    /// more than `spare_max` bytes are spare. Is there more to do?
+    /// Moves about `blocks_max` blocks and frees their chunks until at most `spare_max` bytes are spare.
+    /// Returns true while work remains.
     pub fn compact(&mut self, blocks_max: usize, spare_max: usize) -> bool {
         let mut left = blocks_max;
         while self.blocks.spare_bytes() > spare_max {

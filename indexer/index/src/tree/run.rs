@@ -1,6 +1,6 @@
-//! A run: blocks that follow one another, and what each source holds of them.
+//! A run: consecutive blocks, and what each source holds of them.
 //!
-//! A run hangs at a block of its parent run, anywhere in it; so storing a branch cuts nothing.
+//! A run is attached at any block of its parent run, so storing a branch splits nothing.
 
 use warmroute_proto::{PrefixHash, Tier};
 
@@ -13,7 +13,7 @@ use super::{SourceNumber, TierMask};
 pub(super) struct RunId(pub(super) u32);
 
 impl RunId {
-    /// No run: the parent of those that begin at depth 0, the end of a list.
+    /// No run: the parent of runs at depth 0, and the end of a list.
     pub(super) const NONE: Self = Self(u32::MAX);
 
     pub(super) const fn index(self) -> usize {
@@ -25,12 +25,12 @@ impl RunId {
     }
 }
 
-/// Blocks of one run. A longer path goes on in a child run: this bounds what a change of one
-/// source's spans moves.
+/// Maximum blocks of a run; a longer path continues in a child run. Bounds the cost of changing
+/// spans.
 pub(super) const BLOCKS_MAX: u32 = 8192;
 
-/// What a lookup needs of one holder: how many leading blocks it holds on the GPU, times two, plus
-/// one if lower tiers may go on from there.
+/// A holder's data for lookups: leading blocks on the GPU, times two, plus one if lower tiers may
+/// continue from there.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lead {
     pub(super) source: SourceNumber,
@@ -54,31 +54,31 @@ impl Lead {
     }
 }
 
-/// The rest of what is known of a holder.
+/// A holder's remaining data.
 #[derive(Debug, Default)]
 pub(super) struct Holder {
-    /// What it holds; empty if that is just its lead.
+    /// Its holdings; empty if they are just its lead.
     pub(super) spans: Spans,
-    /// Behind the last block that it holds or needs for the sake of a descendant.
+    /// End of the blocks that it holds, or that a descendant is attached at.
     pub(super) end: u32,
-    /// Child runs that the source stands in.
+    /// Number of child runs in which the source stands.
     pub(super) children: u32,
-    /// Not before the last block that such a child hangs at: behind that block.
+    /// Upper bound of the attach points of those child runs.
     pub(super) pin: u32,
-    /// `pin` may be too far back: the child that set it is gone.
+    /// `pin` may be too high: the child run that set it is gone.
     pub(super) pin_is_old: bool,
-    /// Where the run stands in the source's list.
+    /// Index of the run in the source's list.
     pub(super) slot: u32,
 }
 
-/// What a lookup needs stands first, in one cache line.
+/// The fields of a lookup come first, in one cache line.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct Run {
     /// The prefix hash of the last block.
     pub(super) tail: PrefixHash,
     pub(super) parent: RunId,
-    /// The parent's blocks that precede this run's; zero at depth 0.
+    /// Blocks of the parent that precede this run; zero at depth 0.
     pub(super) attach: u32,
     /// Depth of the first block.
     pub(super) start: u32,
@@ -86,7 +86,7 @@ pub(super) struct Run {
     /// Ascending by source; `holds` is parallel to it.
     pub(super) leads: Vec<Lead>,
     pub(super) first_child: RunId,
-    /// Holders whose `end` is `len`. Without one the run is too long.
+    /// Holders whose `end` is `len`. At zero the run is too long.
     pub(super) at_tail: u32,
     pub(super) chunks: Vec<u32>,
     pub(super) holds: Vec<Holder>,
@@ -112,20 +112,20 @@ impl Run {
         }
     }
 
-    /// The place of a block of the run.
+    /// Place of a block of the run.
     pub(super) fn place(&self, offset: u32) -> BlockPlace {
         let chunk = self.chunks[offset as usize / CHUNK];
         BlockPlace(chunk * CHUNK as u32 + offset % CHUNK as u32)
     }
 
-    /// What the lists take, the holders' pieces aside.
+    /// Bytes of the lists, without the holders' spans.
     pub(super) const fn heap_bytes(&self) -> usize {
         heap(self.chunks.capacity() * size_of::<u32>())
             + heap(self.leads.capacity() * size_of::<Lead>())
             + heap(self.holds.capacity() * size_of::<Holder>())
     }
 
-    /// The holder's index, or where it would stand.
+    /// The holder's index, or its insertion point.
     pub(super) fn find(&self, source: SourceNumber) -> Result<usize, usize> {
         self.leads.binary_search_by_key(&source, |lead| lead.source)
     }
@@ -135,7 +135,7 @@ impl Run {
             slot,
             ..Holder::default()
         };
-        // Most runs have one or two holders: room for four each would be the bulk of their memory.
+        // Most runs have one or two holders: capacity for four would dominate their memory.
         if self.leads.len() < 4 {
             self.leads.reserve_exact(1);
             self.holds.reserve_exact(1);
@@ -157,7 +157,7 @@ impl Run {
         hold
     }
 
-    /// Moves the end of what a holder holds or needs.
+    /// Sets a holder's end. Keeps `at_tail` exact.
     pub(super) fn set_end(&mut self, at: usize, end: u32) {
         let hold = &mut self.holds[at];
         if hold.end == end {
@@ -168,7 +168,7 @@ impl Run {
         hold.end = end;
     }
 
-    /// Behind the last block that the holder holds in any tier.
+    /// End of the blocks that the holder holds in any tier.
     pub(super) fn held_end(&self, at: usize) -> u32 {
         if self.holds[at].spans.is_empty() {
             self.leads[at].blocks()
@@ -188,7 +188,7 @@ impl Run {
         }
     }
 
-    /// Does the holder hold every block of a range on `tier`?
+    /// Returns true if the holder holds every block of a range on `tier`.
     pub(super) fn covers(&self, at: usize, from: u32, to: u32, tier: Tier) -> bool {
         let spans = &self.holds[at].spans;
         if spans.is_empty() {
@@ -198,7 +198,7 @@ impl Run {
         }
     }
 
-    /// The holder's pieces from a block on: start, end, tiers.
+    /// The holder's pieces from a block on, as (start, end, tiers).
     pub(super) fn pieces(
         &self,
         at: usize,
@@ -213,7 +213,7 @@ impl Run {
             .chain(spans.pieces(from))
     }
 
-    /// The holder holds a range on `tier` that it did not hold there.
+    /// Adds a range on `tier` that the holder does not hold there.
     pub(super) fn hold(&mut self, at: usize, from: u32, to: u32, tier: Tier) {
         let lead = &mut self.leads[at];
         if tier == Tier::Gpu && from == lead.blocks() && self.holds[at].spans.is_empty() {
@@ -224,7 +224,7 @@ impl Run {
         self.set_end(at, self.holds[at].end.max(to));
     }
 
-    /// The holder no longer holds a range on `tier`. Its `end` is left to the caller.
+    /// Removes a range on `tier`. Leaves `end` to the caller.
     pub(super) fn unhold(&mut self, at: usize, from: u32, to: u32, tier: Tier) {
         let lead = &mut self.leads[at];
         let plain = self.holds[at].spans.is_empty();
@@ -238,13 +238,13 @@ impl Run {
         }
     }
 
-    /// The holder holds nothing any more.
+    /// Removes all of the holder's blocks.
     pub(super) fn unhold_all(&mut self, at: usize) {
         self.holds[at].spans = Spans::default();
         self.leads[at] = Lead::new(self.leads[at].source, 0, false);
     }
 
-    /// Lets a holder hold what the spans say.
+    /// Replaces the holder's blocks.
     pub(super) fn set_spans(&mut self, at: usize, spans: Spans) {
         let source = self.leads[at].source;
         let (leading, goes_on) = spans.lead();

@@ -1,20 +1,20 @@
-//! The runs, in segments: growing moves none of them, so it neither takes long nor takes memory twice.
+//! All runs, in segments: growing moves no run, so it is fast and never doubles memory.
 
 use std::ops::{Index, IndexMut};
 
 use super::room::heap;
 use super::run::{Run, RunId};
 
-/// Runs that are allocated together: 64 KiB.
+/// Runs of a segment: 64 KiB.
 const SEGMENT: usize = 512;
 
-/// A run without blocks is free.
+/// Storage of the runs. A run without blocks is free.
 #[derive(Default)]
 pub(super) struct RunArena {
-    /// All but the last one are full.
+    /// All but the last segment are full.
     segments: Vec<Vec<Run>>,
-    /// Free ones, the last freed at the end. Some may be beyond the end by now: they are passed over, and
-    /// there are none left once the runs grow again.
+    /// Free runs, the last freed at the end. Those beyond the end are skipped; they are gone before the
+    /// runs grow again.
     free: Vec<RunId>,
     free_count: usize,
 }
@@ -29,14 +29,14 @@ impl RunArena {
         self.segments.get(index / SEGMENT)?.get(index % SEGMENT)
     }
 
-    /// Those in use.
+    /// Runs in use.
     #[cfg(test)]
     pub(super) fn iter(&self) -> impl Iterator<Item = &Run> {
         let all = self.segments.iter().flatten();
         all.filter(|run| run.len > 0)
     }
 
-    /// Adds a run, which is to have a block before anything else happens.
+    /// Adds a run. The caller appends a block before anything else happens.
     pub(super) fn add(&mut self, run: Run) -> RunId {
         while let Some(id) = self.free.pop() {
             if id.index() < self.len() {
@@ -59,9 +59,9 @@ impl RunArena {
         id
     }
 
-    /// Takes an empty run back.
+    /// Frees an empty run.
     pub(super) fn free(&mut self, id: RunId) {
-        debug_assert!(self[id.index()].len == 0, "nothing is lost");
+        debug_assert!(self[id.index()].len == 0, "a freed run is empty");
         self.free.push(id);
         self.free_count += 1;
         while let Some(last) = self.segments.last_mut() {
@@ -78,7 +78,7 @@ impl RunArena {
         }
     }
 
-    /// What the segments and the list of free ones take.
+    /// Bytes of the segments and the free list.
     pub(super) fn bytes(&self) -> usize {
         self.segments.len() * heap(SEGMENT * size_of::<Run>())
             + heap(self.free.capacity() * size_of::<RunId>())

@@ -1,12 +1,12 @@
-//! Which blocks of a run a source holds in which tiers, where that is more than one piece on the GPU.
+//! The blocks of a run that a source holds, by tier, if more than leading blocks on the GPU.
 
 use warmroute_proto::{Tier, Tiers};
 
 use super::TierMask;
 use super::room::heap;
 
-/// Pieces of equal tiers from the run's first block on: where each ends, times 8, plus its tiers.
-/// Neighbours differ, the last one has tiers, and behind it nothing is held.
+/// Pieces of equal tiers from the run's first block on, each as its end times 8 plus its tiers.
+/// Neighbours differ, and the last piece has a tier.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Spans(Vec<u32>);
 
@@ -23,14 +23,14 @@ const fn tiers_of(span: u32) -> TierMask {
 }
 
 impl Spans {
-    /// The first blocks on the GPU, nothing else.
+    /// Leading blocks on the GPU only.
     pub(super) fn leading(blocks: u32) -> Self {
         let mut spans = Self::default();
         spans.change(0, blocks, |tiers| tiers.with(Tier::Gpu));
         spans
     }
 
-    /// Does it say more than a number of leading blocks on the GPU? That number, if not.
+    /// The number of leading blocks on the GPU, if there is nothing else.
     pub(super) fn as_leading(&self) -> Option<u32> {
         match self.0[..] {
             [] => Some(0),
@@ -43,7 +43,7 @@ impl Spans {
         self.0.is_empty()
     }
 
-    /// Behind the last block that is held.
+    /// End of the held blocks.
     pub(super) fn end(&self) -> u32 {
         self.0.last().map_or(0, |&last| end_of(last))
     }
@@ -52,8 +52,7 @@ impl Spans {
         heap(self.0.capacity() * size_of::<u32>())
     }
 
-    /// Start, end and tiers of every piece that ends behind `from`, cut there; those with no tiers
-    /// too.
+    /// Pieces after `from` as (start, end, tiers), including those without a tier.
     pub(super) fn pieces(&self, from: u32) -> impl Iterator<Item = (u32, u32, TierMask)> {
         let first = self.0.partition_point(|&span| end_of(span) <= from);
         self.0[first..].iter().scan(from, |start, &span| {
@@ -71,7 +70,7 @@ impl Spans {
             .map(|(start, _, _)| start)
     }
 
-    /// Is every block of a range held on `tier`?
+    /// Returns true if every block of a range is held on `tier`.
     pub(super) fn covers(&self, from: u32, to: u32, tier: Tier) -> bool {
         self.end() >= to
             && self
@@ -80,7 +79,7 @@ impl Spans {
                 .all(|(_, _, tiers)| tiers.has(tier))
     }
 
-    /// How many leading blocks are on the GPU, and do lower tiers hold the next one?
+    /// Number of leading blocks on the GPU, and whether lower tiers hold the next one.
     pub(super) fn lead(&self) -> (u32, bool) {
         let mut lead = 0;
         for &span in &self.0 {
@@ -97,8 +96,7 @@ impl Spans {
         if from >= to {
             return;
         }
-        // One piece to the left and one to the right take part, for they may become one with the
-        // range's.
+        // Includes one piece on either side, which may merge with the range's.
         let inner = self.0.partition_point(|&span| end_of(span) <= from);
         let first = inner.saturating_sub(1);
         let last = self.0.partition_point(|&span| end_of(span) < to);
@@ -125,7 +123,7 @@ impl Spans {
         }
     }
 
-    /// Appends a piece; for decoding. False if that would break the order of pieces.
+    /// Appends a decoded piece. Returns false if it breaks the order of pieces.
     pub(super) fn push(&mut self, end: u32, tiers: TierMask) -> bool {
         let last = self.0.last().copied();
         let grows = end > last.map_or(0, end_of);
@@ -139,7 +137,7 @@ impl Spans {
     }
 }
 
-/// Pieces in order; equal neighbours become one.
+/// Builder of pieces that merges equal neighbours.
 #[derive(Default)]
 struct Pieces(Vec<u32>);
 
@@ -155,15 +153,15 @@ impl Pieces {
     }
 }
 
-/// How far one source's walk has come.
+/// Progress of one source's walk along a prompt.
 #[derive(Clone, Copy, Default)]
 pub(super) struct RunWalk {
     pub(super) run: Tiers<u32>,
 }
 
 impl RunWalk {
-    /// Counts `blocks` blocks held in `tiers` at the walk's end; false if it ends there. Once a lower
-    /// tier was needed, the GPU's blocks further on are no run any more.
+    /// Counts `blocks` blocks held in `tiers` at the walk's end. Returns false if the walk ends. After a
+    /// lower tier was needed, GPU blocks no longer count as such.
     pub(super) const fn step(&mut self, blocks: u32, tiers: TierMask) -> bool {
         if tiers.has(Tier::Gpu) && self.run.cpu + self.run.disk == 0 {
             self.run.gpu += blocks;

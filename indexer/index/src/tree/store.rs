@@ -1,4 +1,4 @@
-//! Blocks that become held.
+//! Stores: blocks that become held.
 
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{LocalHash, PrefixHash, Tier};
@@ -56,7 +56,7 @@ impl Tree {
         Ok(())
     }
 
-    /// The position behind a prefix that the source stands at.
+    /// The position after a prefix at which the source stands.
     fn behind(&self, number: SourceNumber, parent: PrefixHash) -> Result<Position, ChangeError> {
         let position = self
             .seen_last(number, parent)
@@ -69,7 +69,7 @@ impl Tree {
         Ok(position.next())
     }
 
-    /// Where a prefix stands: often at the block that the source stored last.
+    /// Position of a prefix: usually the block that the source stored last.
     pub(super) fn seen_last(&self, number: SourceNumber, prefix: PrefixHash) -> Option<Position> {
         let last = self.sources.get(number.index())?.last;
         last.filter(|&last| self.is_at(last, prefix))
@@ -85,7 +85,7 @@ impl Tree {
         }
     }
 
-    /// How many of the blocks the run has from this position on.
+    /// Number of leading blocks that the run has from this position on.
     pub(super) fn known(&self, at: Position, blocks: &[LocalHash]) -> usize {
         let Some(run) = self.runs.get(at.run.index()) else {
             return 0;
@@ -108,8 +108,8 @@ impl Tree {
         known
     }
 
-    /// Where the blocks go on that the run at this position does not have: in a child run, in new
-    /// blocks at its end, or in a new run.
+    /// Position of the blocks that the run lacks at `at`: in a child run, in new blocks at its end, or in
+    /// a new run.
     pub(super) fn branch(
         &mut self,
         at: Position,
@@ -145,7 +145,7 @@ impl Tree {
         Ok(at)
     }
 
-    /// A new run of blocks that no one knows.
+    /// A new run of unknown blocks.
     pub(super) fn add_run(
         &mut self,
         at: Position,
@@ -174,7 +174,7 @@ impl Tree {
         id
     }
 
-    /// Adds blocks that no one knows behind the last one of a run.
+    /// Appends unknown blocks to a run.
     pub(super) fn append(&mut self, id: RunId, parent: Option<PrefixHash>, blocks: &[LocalHash]) {
         let mut hashes = std::mem::take(&mut self.scratch);
         hashes.clear();
@@ -214,7 +214,7 @@ impl Tree {
         self.scratch = hashes;
     }
 
-    /// Makes a range held, up to the first block that is already.
+    /// Makes a range held, up to the first block that already is.
     fn hold(&mut self, number: SourceNumber, range: Range, tier: Tier) -> Result<(), ChangeError> {
         let Range { run: id, from, to } = range;
         let at = match self.run(id).find(number) {
@@ -241,7 +241,8 @@ impl Tree {
         }
     }
 
-    /// Lets a source stand in a run; it stands in the parent run up to where this one hangs.
+    /// Adds a source to a run. Keeps its blocks closed towards the root: it stands in the parent run up to
+    /// the attach point.
     pub(super) fn add_holder(&mut self, number: SourceNumber, id: RunId, at: usize) -> usize {
         let source = &mut self.sources[number.index()];
         let slot = source.runs.len() as u32;

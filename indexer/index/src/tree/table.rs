@@ -1,8 +1,8 @@
-//! Where each known prefix lies: open addressing, linear probing, deletion without tombstones.
+//! Place of each known prefix: open addressing, linear probing, deletion without tombstones.
 //!
-//! A slot is 8 bytes: a place and 32 bits of the hash, so that growing and deleting need no look at
-//! the blocks. Hits are confirmed against the whole hash by the caller, who has it. The table is cut
-//! into shards by the first bits of the hash, so that growing one never takes long.
+//! A slot is 8 bytes, a place and 32 bits of the hash, so that growing and deleting do not read the
+//! blocks. The caller confirms a hit against the whole hash. The table is divided into shards by the
+//! first bits of the hash, so that growing a shard is fast.
 
 use std::hint::black_box;
 
@@ -11,16 +11,16 @@ use warmroute_proto::PrefixHash;
 use super::blocks::{BlockPlace, CHUNK};
 use super::room::heap;
 
-/// So many that growing one takes microseconds even among tens of millions of blocks: readers wait
-/// for it.
+/// Growing a shard blocks readers: with this many it takes microseconds even at tens of millions of
+/// blocks.
 const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 12;
 const SLOTS_MIN: usize = 8;
-/// Smaller shards do not shrink before they are empty.
+/// Smaller shards shrink only when empty.
 const SHRINK_MIN: usize = 64;
 const EMPTY: TableSlot = TableSlot(0);
 
-/// The tag above, the place plus one below; zero if empty.
+/// Tag in the high half, place plus one in the low half; zero if empty.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct TableSlot(u64);
 
@@ -66,15 +66,15 @@ const fn tag_of(hash: PrefixHash) -> u32 {
     (hash.0 >> (u32::BITS - SHARD_BITS)) as u32
 }
 
-/// Where a tag's probing begins. Ascends with the tag.
+/// First slot of a tag's probing. Ascends with the tag.
 const fn home(tag: u32, slots: usize) -> usize {
     ((tag as u64 * slots as u64) >> 32) as usize
 }
 
 impl PrefixTable {
-    /// Makes room for so many, at once. The table must be empty.
+    /// Reserves room for this many hashes. The table must be empty.
     pub(super) fn expect(&mut self, hashes: usize) {
-        // They spread evenly: more than a few standard deviations beyond the mean need not fit.
+        // Hashes spread evenly: three standard deviations above the mean suffice.
         let mean = hashes / SHARDS;
         let most = mean + 3 * mean.isqrt();
         let slots = most * 4 / 3 + 1;
@@ -87,7 +87,7 @@ impl PrefixTable {
         }
     }
 
-    /// The place of `hash` for which `is_it` says so.
+    /// The place of `hash` that `is_it` confirms.
     pub(super) fn find(
         &self,
         hash: PrefixHash,
@@ -112,7 +112,7 @@ impl PrefixTable {
         None
     }
 
-    /// Reads the slots where these will go, all at once: one wait for memory instead of many.
+    /// Reads the slots of these hashes together: one memory latency instead of many.
     pub(super) fn touch(&self, hashes: &[PrefixHash]) {
         let mut sum = 0_u64;
         for &hash in hashes {
@@ -125,7 +125,7 @@ impl PrefixTable {
         black_box(sum);
     }
 
-    /// Adds a hash that is not in yet.
+    /// Adds an absent hash.
     pub(super) fn insert(&mut self, hash: PrefixHash, place: BlockPlace) {
         let shard = &mut self.shards[shard_of(hash)];
         if (shard.used + 1) * 4 > shard.slots.len() * 3 {
@@ -148,7 +148,7 @@ impl PrefixTable {
                 Some(&slot) if TableSlot(slot) == wanted => break,
                 Some(&slot) if TableSlot(slot) != EMPTY => at = next(at, length),
                 Some(_) | None => {
-                    debug_assert!(false, "what is erased is in");
+                    debug_assert!(false, "an erased hash is present");
                     return;
                 }
             }
@@ -162,7 +162,7 @@ impl PrefixTable {
         }
     }
 
-    /// A chunk's blocks lie in another chunk now.
+    /// Moves a chunk's blocks to another chunk.
     pub(super) fn replace(&mut self, prefixes: &[u64], from: u32, to: u32) {
         for (&prefix, offset) in prefixes.iter().zip(0..) {
             let hash = PrefixHash(prefix);
@@ -181,7 +181,7 @@ impl PrefixTable {
                     }
                     Some(slot) if TableSlot(*slot) != EMPTY => at = next(at, length),
                     Some(_) | None => {
-                        debug_assert!(false, "what is moved is in");
+                        debug_assert!(false, "a moved hash is present");
                         break;
                     }
                 }
@@ -219,7 +219,7 @@ impl TableShard {
         self.slots[at] = slot.0;
     }
 
-    /// Empties a slot and moves those behind it forward that may stand nearer to their home.
+    /// Empties a slot and moves later entries forward towards their home.
     fn close_gap(&mut self, mut gap: usize) {
         let length = self.slots.len();
         let distance = |from: usize, to: usize| {

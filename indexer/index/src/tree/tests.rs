@@ -37,7 +37,10 @@ pub(super) fn check(tree: &Tree) {
         let grown = tree.grown.iter().find(|grown| grown.run == id);
         let held = run.holds.iter().map(|hold| hold.end).max().unwrap_or(0);
         let wanted = grown.map_or(run.len, |grown| grown.len_before);
-        assert!((wanted..=run.len).contains(&held), "blocks of nobody");
+        assert!(
+            (wanted..=run.len).contains(&held),
+            "blocks without a holder"
+        );
         assert!(
             run.leads
                 .windows(2)
@@ -335,7 +338,7 @@ fn what_was_added_ahead_goes_with_what_hangs_at_it() {
 
 /// Between two turns another source stores the same, and then something else.
 #[test]
-fn what_others_stored_meanwhile_is_not_added_again() {
+fn blocks_stored_by_others_between_turns_are_not_added_again() {
     let mut tree = Tree::new();
     let (w, other) = (tree.open(), tree.open());
     tree.apply(w, &stored(&[], &[1], Tier::Gpu)).unwrap();
@@ -352,7 +355,7 @@ fn what_others_stored_meanwhile_is_not_added_again() {
     assert_eq!(tree.nodes(), 6);
 }
 
-/// What the tree says, told by sets alone.
+/// A model of the tree as sets of pairs.
 #[derive(Clone, Default)]
 struct Model {
     pairs: Pairs,

@@ -146,7 +146,7 @@ fn empty() -> (FairRwLock<Fold>, Instant) {
 proptest! {
     /// Same log, same verdicts, same answers, same bytes.
     #[test]
-    fn turns_do_what_is_done_at_once(
+    fn turns_do_what_is_done_in_one_turn(
         events in prop::collection::vec(event(), 1..60),
         prompts in prop::collection::vec(prompt(), 1..8),
         batch in 1..8_usize,
@@ -156,8 +156,8 @@ proptest! {
         let (one, now) = empty();
         let (other, _) = empty();
         for messages in log.chunks(batch) {
-            let verdicts = at_once(&one, messages, now);
-            prop_assert_eq!(beside_readers(&other, messages, now), verdicts);
+            let verdicts = in_one_turn(&one, messages, now);
+            prop_assert_eq!(in_short_turns(&other, messages, now), verdicts);
         }
         let (one, other) = (one.read(), other.read());
         for prompt in prompts {
@@ -173,7 +173,7 @@ proptest! {
 }
 
 #[test]
-fn whoever_empties_a_tier_has_a_turn_alone() {
+fn a_record_that_clears_a_tier_is_applied_alone() {
     let subjects = Subjects::new(&namespace());
     let mut shim = TestShim::new("a/0");
     let mut parsed = |changes: Vec<Change>| {
@@ -193,5 +193,5 @@ fn whoever_empties_a_tier_has_a_turn_alone() {
         parsed(clear.clone()),
         parsed(clear),
     ];
-    assert_eq!([0, 2, 3].map(|from| turn(&log[from..])), [2, 1, 1]);
+    assert_eq!([0, 2, 3].map(|from| turn_len(&log[from..])), [2, 1, 1]);
 }

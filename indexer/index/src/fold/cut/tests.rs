@@ -11,17 +11,17 @@ use super::*;
 use crate::fold::tests::{SECOND, Trick, W, gpu, resyncs, toggle_of, trick, world};
 use crate::fold::{FREE_AFTER, HeartbeatVerdict, RecordVerdict, source::PATIENCE};
 use crate::snapshot::SnapshotReadError;
-use crate::tests_support::{World, namespace, prefix, removed, said, source, stored};
+use crate::tests_support::{World, heartbeat_message, namespace, prefix, removed, source, stored};
 
-/// What two folds must agree on at one position, whatever either heard besides the log.
-type Told = Vec<(
+/// What two folds agree on at one position, whatever heartbeats they received.
+type ReplicatedState = Vec<(
     Source,
     Option<Generation>,
     Option<RecordNumber>,
     Option<Digest>,
 )>;
 
-fn told(fold: &Fold, now: Instant) -> Told {
+fn replicated_state(fold: &Fold, now: Instant) -> ReplicatedState {
     fold.statuses(now)
         .filter(|(_, standing)| standing.generation.is_some())
         .map(|(source, standing)| {
@@ -91,7 +91,10 @@ fn a_snapshot_of_every_version_has_recent_readers() {
     for version in 1..=codec::VERSION {
         let blob = golden_snapshot(version, &world);
         let replica = world.replica(Some(&blob));
-        assert_eq!(told(&replica, world.now), told(&world.fold, world.now));
+        assert_eq!(
+            replicated_state(&replica, world.now),
+            replicated_state(&world.fold, world.now)
+        );
         let is_written = world.snapshot().unwrap() == blob;
         assert_eq!(is_written, version == codec::VERSION, "version {version}");
     }
@@ -123,7 +126,7 @@ fn golden_snapshot(version: u8, world: &World) -> Vec<u8> {
         .collect()
 }
 
-/// A blob that is intact but was written wrongly: only the digests tell.
+/// A blob that is intact but was written wrongly: only the digests reveal it.
 #[test]
 fn a_digest_that_is_not_the_trees_is_refused() {
     let cut = rich().fold.cut(Vec::new()).unwrap();
@@ -158,12 +161,15 @@ fn fences_of_sources_that_are_not_folded_are_kept() {
     let snapshot = world.snapshot().unwrap();
     let mut replica = world.replica(Some(&snapshot));
     let requests = replica.poll_resyncs(world.now);
-    assert_eq!(requests, [], "nobody spoke yet");
-    assert_eq!(told(&replica, world.now), told(&world.fold, world.now));
-    let heartbeat = said(&world.shim("w2/0").heartbeat());
+    assert_eq!(requests, [], "no heartbeat yet");
+    assert_eq!(
+        replicated_state(&replica, world.now),
+        replicated_state(&world.fold, world.now)
+    );
+    let heartbeat = heartbeat_message(&world.shim("w2/0").heartbeat());
     let verdict = replica.heartbeat(world.now, &heartbeat);
     assert_eq!(verdict, HeartbeatVerdict::NotFolded);
-    let heartbeat = said(&world.shim(W).heartbeat());
+    let heartbeat = heartbeat_message(&world.shim(W).heartbeat());
     replica.heartbeat(world.now, &heartbeat);
     let requests = replica.poll_resyncs(world.now);
     let reasons: Vec<_> = requests.iter().map(|request| request.reason).collect();
@@ -200,7 +206,7 @@ fn a_running_fold_that_goes_back_catches_up_without_asking() {
     world.publish(W, gpu("x"));
     world.shim("w2/0").next_generation();
     world.publish("w2/0", gpu("z"));
-    let before = told(&world.fold, world.now);
+    let before = replicated_state(&world.fold, world.now);
     drop(
         world
             .fold
@@ -209,7 +215,7 @@ fn a_running_fold_that_goes_back_catches_up_without_asking() {
     let mut fold = std::mem::replace(&mut world.fold, Fold::new(&namespace(), None));
     world.catch_up(&mut fold);
     world.fold = fold;
-    assert_eq!(told(&world.fold, world.now), before);
+    assert_eq!(replicated_state(&world.fold, world.now), before);
     world.wait(60 * SECOND);
     assert_eq!(resyncs(&mut world), []);
     for source in [W, "w2/0"] {
@@ -258,7 +264,7 @@ fn a_reload_heals_what_diverged_here_only() {
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
     assert_eq!(world.state(W), SourceState::Exact);
     assert_eq!(resyncs(&mut world), []);
-    // The same again in the same generation is not reloaded for again.
+    // A second mismatch in one generation causes no second reload.
     world.shim(W).pairs.insert(pair);
     world.heartbeat(W);
     world.wait(60 * SECOND);
@@ -288,7 +294,7 @@ fn a_lagging_reader_does_not_take_what_is_to_come_for_lost() {
 }
 
 #[test]
-fn while_we_are_cut_off_nobodys_lease_counts_but_proof_runs_on() {
+fn during_an_outage_expired_leases_do_not_count_but_proof_expires() {
     let mut world = world();
     world.register("w1");
     let now = world.now;
@@ -314,17 +320,17 @@ fn while_we_are_cut_off_nobodys_lease_counts_but_proof_runs_on() {
 }
 
 #[test]
-fn a_log_that_lost_records_is_read_anew() {
+fn a_log_that_lost_records_is_read_again() {
     let mut world = rich();
     world.fold.log_lost_records();
     assert_eq!(world.fold.position(), LogPosition(0));
     assert_eq!(world.fold.mark(), None);
     assert_eq!(world.state(W), SourceState::Stale);
     let mut fold = std::mem::replace(&mut world.fold, Fold::new(&namespace(), None));
-    let before = told(&fold, world.now);
+    let before = replicated_state(&fold, world.now);
     world.catch_up(&mut fold);
     world.fold = fold;
-    assert_eq!(told(&world.fold, world.now), before);
+    assert_eq!(replicated_state(&world.fold, world.now), before);
     assert_eq!(world.heartbeat(W), HeartbeatVerdict::Proof);
     assert_eq!(world.state(W), SourceState::Exact);
 }
@@ -362,11 +368,11 @@ proptest! {
                 snapshots.push(snapshot);
             }
         }
-        let lived = told(&world.fold, world.now);
-        prop_assert_eq!(&told(&world.replica(None), world.now), &lived);
+        let lived = replicated_state(&world.fold, world.now);
+        prop_assert_eq!(&replicated_state(&world.replica(None), world.now), &lived);
         for snapshot in snapshots {
             let replica = world.replica(Some(&snapshot));
-            prop_assert_eq!(&told(&replica, world.now), &lived);
+            prop_assert_eq!(&replicated_state(&replica, world.now), &lived);
             prop_assert_eq!(replica.mark(), world.fold.mark());
             for (source, ..) in &lived {
                 let held: BTreeSet<_> = replica.held(source).collect();

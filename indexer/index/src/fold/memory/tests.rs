@@ -7,7 +7,7 @@ use crate::fold::{FREE_AFTER, NoSnapshot, RecordVerdict};
 use crate::snapshot::Restored;
 use crate::tests_support::{World, source};
 
-/// Blocks that nobody else has.
+/// Blocks of one source only.
 fn own(source: u64, first: u64, count: u64) -> Vec<Change> {
     let name = |block| LocalHash(source << 32 | block);
     vec![Change::Stored {
@@ -87,10 +87,7 @@ fn at_the_bound_the_largest_source_is_set_aside() {
     world.register("big");
     world.deregister("big");
     world.wait(FREE_AFTER);
-    assert!(
-        world.snapshot().is_ok(),
-        "who is gone stands in nobody's way"
-    );
+    assert!(world.snapshot().is_ok(), "a gone source blocks no other");
 }
 
 #[test]
@@ -138,7 +135,7 @@ fn each_absence_is_longer_than_the_one_before() {
     assert!(aside.may_return(now + AWAY_MIN), "long ago counts no more");
 }
 
-/// Twelve sources of which five fit; whoever is asked sends its image.
+/// Twelve sources of which five fit; each sends its image when requested.
 #[test]
 fn a_fleet_that_does_not_fit_makes_no_loop_of_images() {
     let mut world = World::with_memory(Some(900_000));

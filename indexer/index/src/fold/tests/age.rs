@@ -75,7 +75,9 @@ impl Late {
     }
 
     fn hear(&mut self, heartbeat: &Heartbeat) -> HeartbeatVerdict {
-        self.world.fold.heartbeat(self.world.now, &said(heartbeat))
+        self.world
+            .fold
+            .heartbeat(self.world.now, &heartbeat_message(heartbeat))
     }
 
     fn state(&self) -> SourceState {
@@ -91,7 +93,7 @@ fn a_record_kept_on_its_way_is_folded_and_proves_what_was() {
     assert_eq!(late.deliver(&kept), RecordVerdict::Applied);
     assert_eq!(late.state(), SourceState::Exact);
     late.wait(2);
-    assert_eq!(late.state(), SourceState::Unknown, "said 5 s ago");
+    assert_eq!(late.state(), SourceState::Unknown, "sent 5 s ago");
     let kept = late.record("c");
     late.wait(7);
     assert_eq!(late.deliver(&kept), RecordVerdict::Applied);
@@ -128,12 +130,12 @@ fn what_was_taken_back_does_not_come_back_with_a_late_word() {
     assert_eq!(late.state(), SourceState::Stale);
     late.wait(2);
     assert_eq!(late.hear(&kept), HeartbeatVerdict::Proof);
-    assert_eq!(late.state(), SourceState::Unknown, "said 5 s ago");
+    assert_eq!(late.state(), SourceState::Unknown, "sent 5 s ago");
     assert_eq!(late.hear(&taken_back), HeartbeatVerdict::Proof);
     assert_eq!(late.state(), SourceState::Stale);
 }
 
-/// Shims of version 1, and whoever was not told the log's clock.
+/// Shims of version 1, or without the log's clock.
 #[test]
 fn who_says_no_time_is_believed_as_of_when_it_has_recent_readers() {
     let mut late = Late::new();
