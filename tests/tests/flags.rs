@@ -1,4 +1,4 @@
-//! The flags of the three binaries: each with its environment name, a reason and its row in the docs.
+//! The flags of the three binaries: each has an environment name, a reason and a row in the docs.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -33,7 +33,7 @@ fn every_flag_has_its_environment_name_and_a_reason() {
     }
 }
 
-/// A name on the list that no binary reads would be swallowed in silence.
+/// A listed name that no binary reads would be ignored silently.
 #[test]
 fn every_name_of_the_environments_list_is_read_by_a_binary() {
     let mut read = BTreeSet::new();
@@ -51,7 +51,8 @@ fn every_name_of_the_environments_list_is_read_by_a_binary() {
     assert_eq!(listed, read);
 }
 
-/// `docs/CONFIGURATION.md` has exactly one row a flag, with its environment name and default.
+/// `docs/CONFIGURATION.md` has exactly one row for each flag, with its environment name and
+/// default.
 #[test]
 fn the_documented_tables_are_the_real_ones() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/CONFIGURATION.md");

@@ -198,7 +198,7 @@ struct Token {
 enum Part {
     Counted(Output),
     Token(Token),
-    /// There is nothing more, although the generation has not ended.
+    /// The stream ended, although the generation did not.
     Cut,
 }
 
@@ -253,7 +253,7 @@ impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
     }
 }
 
-/// The outputs of one generation. The engine tells with the last token that it is the last one.
+/// The outputs of one generation. The last token carries the end.
 fn outputs(
     (index, generation): (usize, Generation),
 ) -> impl Stream<Item = (usize, Part)> + Unpin + Send {

@@ -1,4 +1,4 @@
-//! What only a mock engine can tell: what it truly holds, who came and went; and faults on demand.
+//! Debug routes: held blocks, request counters, published history, and faults on demand.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,21 +14,22 @@ use crate::error::Error;
 use crate::generate::parse;
 use crate::server::Server;
 
-/// Faults are for every rank unless one is named; what is not given stays as it is.
+/// Applies to every rank unless one is named. Absent fields keep their value.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fault {
     rank: Option<usize>,
-    /// So many further batches are not sent live, but kept for replays.
+    /// Number of further batches that are kept for replays but not sent live.
     drop_batches: Option<u64>,
-    /// Requests are taken, but nothing is computed.
+    /// Requests are accepted, but nothing is computed.
     hang: Option<bool>,
-    /// The status that `/health` answers, for the whole server.
+    /// Status of `/health`, for the whole server.
     health: Option<u16>,
 }
 
-/// Per rank what is held, between two steps: as of the last published batch, but for a reset, which
-/// the engine tells with its next one. Hashes are text: they need 64 bits.
+/// Held blocks of each rank, between two steps: the state after the last published batch, except
+/// after a reset, which the engine reports with its next batch. Hashes are text because they need
+/// 64 bits.
 pub(crate) async fn blocks(State(server): State<Arc<Server>>) -> Result<Json<Value>, Error> {
     let mut ranks = Vec::new();
     for rank in &server.ranks {
@@ -85,15 +86,15 @@ pub(crate) async fn fault(
 #[derive(Deserialize)]
 pub(crate) struct Since {
     rank: usize,
-    /// The first batch that is wanted.
+    /// The first wanted batch.
     from: u64,
 }
 
-/// Batches of one answer: a few megabytes.
+/// Batches in one answer: a few megabytes.
 const HISTORY_BATCHES: usize = 2_000;
 
-/// What published batches changed, as the `MessagePack` of [`crate::HistoryBatch`]es: none at the end,
-/// as many as fit into one answer before it.
+/// The changes of published batches, as `MessagePack` of [`crate::HistoryBatch`]es. Empty at the
+/// end.
 pub(crate) async fn history(
     State(server): State<Arc<Server>>,
     Query(since): Query<Since>,
@@ -115,11 +116,11 @@ pub(crate) async fn history(
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Load {
-    /// New blocks on every rank; 0 ends it.
+    /// New blocks on every rank; 0 stops the load.
     blocks_per_sec: u32,
 }
 
-/// Makes the engine work by itself.
+/// Makes the engine generate its own load.
 pub(crate) async fn load(
     State(server): State<Arc<Server>>,
     body: Bytes,

@@ -16,13 +16,13 @@ use crate::rank::Rank;
 use crate::server::Server;
 use crate::text::special_tokens;
 
-/// Which rank served a request.
+/// Response header: the rank that served the request.
 pub(crate) const RANK_SERVED: &str = "x-mock-dp-rank";
 const RANK_WANTED: &str = "x-data-parallel-rank";
-/// What a request that asks for no length gets. Real engines go on until the model stops.
+/// Output length of requests without one. Real engines continue until the model stops.
 const MAX_TOKENS_DEFAULT: usize = 16;
 
-/// What both endpoints have in common. Unknown fields are ignored, as vLLM does.
+/// Fields that both endpoints share. Unknown fields are ignored, as in vLLM.
 #[derive(Deserialize)]
 struct Body {
     model: Option<String>,
@@ -115,7 +115,7 @@ async fn generate(
     };
     let return_token_ids = body.return_token_ids.unwrap_or(false);
     let prompt_token_ids = return_token_ids.then(|| prompts.clone());
-    // One that is refused drops, and so aborts, those before it.
+    // A refused prompt drops, and so aborts, the generations before it.
     let generations = prompts
         .into_iter()
         .map(|prompt| rank.submit(request(prompt)))
@@ -140,7 +140,7 @@ async fn generate(
     Ok(response)
 }
 
-/// The rank that the client names, otherwise the one with the fewest requests.
+/// The rank that the client names, else the rank with the fewest requests.
 fn choose_rank<'a>(server: &'a Server, headers: &HeaderMap) -> Result<&'a Arc<Rank>, Error> {
     let Some(wanted) = headers.get(RANK_WANTED) else {
         let busy = |rank: &&Arc<Rank>| {

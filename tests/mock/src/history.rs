@@ -30,7 +30,7 @@ pub struct BlockName(pub u64, pub Option<u64>, pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PairChange(pub u64, pub u8, pub bool);
 
-/// References of every (hash, medium) in the main group, to tell batches that change the set.
+/// Reference counts of each (hash, medium) in the main group. Shows which batches change the set.
 pub(crate) struct Pairs {
     main_group: u32,
     references: BTreeMap<Pair, u32>,
@@ -40,7 +40,7 @@ type Pair = (EngineHash, Medium);
 
 #[derive(Default)]
 pub(crate) struct History {
-    /// Of every block ever stored.
+    /// Prefix hash and seed of each block ever stored.
     names: BTreeMap<EngineHash, (PrefixHash, Seed)>,
     batches: VecDeque<HistoryBatch>,
 }
@@ -57,7 +57,7 @@ impl Pairs {
         self.main_group
     }
 
-    /// The pairs that are held afterwards and were not before, or the other way round.
+    /// Returns the pairs whose held state differs after the events.
     pub(crate) fn apply(&mut self, events: &[CacheEvent]) -> Vec<(Pair, bool)> {
         let mut before: BTreeMap<Pair, bool> = BTreeMap::new();
         for event in events {
@@ -139,7 +139,7 @@ impl History {
         }
     }
 
-    /// Up to so many batches from this one on; none if they are no longer kept.
+    /// Returns up to `max` batches from `seq` on, or `None` if they are no longer kept.
     pub(crate) fn from(&self, seq: u64, max: usize) -> Option<Vec<&HistoryBatch>> {
         let first = self.batches.front().map_or(0, |batch| batch.seq);
         let skipped = usize::try_from(seq.checked_sub(first)?).ok()?;

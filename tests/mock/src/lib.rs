@@ -1,12 +1,11 @@
 //! A vLLM server without a model: HTTP and ZMQ around the engine model of `warmroute_sim::sim`.
 //!
-//! [`Mock::start`] binds everything and runs until [`Mock::stop`]; the binary
-//! `warmroute-mock-engine` is that and a signal handler. Each rank is one engine stepping in real
-//! time ([`EngineArgs::profile`]), with a publisher thread of its own. The `/debug` routes tell what
-//! no real engine tells: what is held, and who went away.
+//! [`Mock::start`] binds the sockets and runs until [`Mock::stop`]. Each rank is one engine that
+//! steps in real time ([`EngineArgs::profile`]), with its own publisher thread. The `/debug` routes
+//! report what no real engine reports: held blocks and aborted requests.
 //!
-//! What is deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters
-//! and everything else that decides about text but not about the cache or the load.
+//! Deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters, and all
+//! other options that change the text but neither the cache nor the load.
 #![forbid(unsafe_code)]
 
 mod answer;
@@ -53,7 +52,7 @@ pub struct Mock {
     tasks: TaskTracker,
 }
 
-/// What was bound; `kv` and `replay` by rank.
+/// Bound ports; `kv` and `replay` by rank.
 #[derive(Clone, Debug, Serialize)]
 pub struct Ports {
     pub port: u16,
@@ -141,20 +140,20 @@ impl Mock {
         format!("http://{}", SocketAddr::new(self.host, self.ports.port))
     }
 
-    /// The addresses of the live events, by rank.
+    /// Addresses of the live events, by rank.
     #[must_use]
     pub fn kv_endpoints(&self) -> Vec<String> {
         self.endpoints(&self.ports.kv)
     }
 
-    /// The addresses of the replays, by rank; none without.
+    /// Addresses of the replays, by rank. Empty without replays.
     #[must_use]
     pub fn replay_endpoints(&self) -> Vec<String> {
         self.endpoints(&self.ports.replay)
     }
 
-    /// Ends every request and frees the ports. An idle HTTP connection stays open until its client
-    /// closes it, but gets nothing more than errors.
+    /// Ends every request and frees the ports. Idle HTTP connections stay open until their clients
+    /// close them.
     pub async fn stop(self) {
         self.stop.cancel();
         self.tasks.wait().await;
@@ -166,9 +165,9 @@ impl Mock {
     }
 }
 
-/// Takes connections until stopped.
+/// Accepts connections until cancelled.
 async fn serve(listener: TcpListener, server: Arc<Server>, stop: CancellationToken) {
-    // A token must not wait for the next one.
+    // Sends each token without delay.
     let listener = listener.tap_io(|connection| {
         if let Err(error) = connection.set_nodelay(true) {
             warn!(%error, "tokens may arrive in clusters");

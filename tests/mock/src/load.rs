@@ -1,7 +1,7 @@
-//! Requests that the engine gives itself: a load at a fixed rate without the cost of HTTP.
+//! Requests that the engine generates itself: a load at a fixed rate without the cost of HTTP.
 //!
-//! Prompts continue earlier ones from a random block on, so that blocks are shared, evicted and stored
-//! again.
+//! Prompts continue earlier ones from a random block on, so that blocks are shared, evicted and
+//! stored again.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,9 +32,9 @@ impl Pace {
 }
 
 const TICK: Duration = Duration::from_millis(10);
-/// Requests at once; an engine that does not keep up gets no more.
+/// Bound of concurrent requests.
 const OPEN_MAX: usize = 64;
-/// Prompts that a new one may continue.
+/// Earlier prompts that a new one may continue.
 const RECENT: usize = 48;
 const NEW_BLOCKS: std::ops::RangeInclusive<usize> = 4..=48;
 const DEPTH_MAX: usize = 128;
@@ -58,7 +58,7 @@ pub(crate) async fn run(rank: Arc<Rank>, pace: Pace, block: usize, stop: Cancell
         let passed = last.elapsed().as_secs_f64();
         last = Instant::now();
         let rate = f64::from(pace.get());
-        // What the engine could not take is not owed for longer than a second.
+        // Work that the engine could not accept is due for one second at most.
         due = rate.mul_add(passed, due).min(rate);
         while due > 0.0 && open.len() < OPEN_MAX {
             let (prompt, blocks) = prompts.next();
@@ -85,7 +85,7 @@ struct Prompts {
 }
 
 impl Prompts {
-    /// A prompt, and how many of its blocks are new.
+    /// Returns a prompt and its number of new blocks.
     fn next(&mut self) -> (Vec<u32>, u32) {
         let mut prompt = Vec::new();
         if let Some(at) = self.recent.len().checked_sub(1) {

@@ -23,7 +23,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One JSON line with the ports, for whoever let the system choose them.
+/// Prints one JSON line with the bound ports.
 fn announce(mock: &Mock) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     serde_json::to_writer(&mut stdout, mock.ports())?;

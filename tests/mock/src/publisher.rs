@@ -1,8 +1,8 @@
-//! The ZMQ side of one rank: live events out of a PUB socket, older ones out of a ROUTER.
+//! The ZMQ side of one rank: a PUB socket for live events, a ROUTER socket for replays.
 //!
-//! Both sockets live on one thread, as in vLLM; the engine reaches it through an in-process socket
+//! Both sockets live on one thread, as in vLLM. The engine sends to it through an in-process socket
 //! whose bound blocks the engine, as vLLM's queue does. The ROUTER keeps its default high-water
-//! mark, so a slow reader of a long replay loses batches silently, which vLLM up to 0.32 does too.
+//! mark, so a slow reader of a long replay loses batches silently, as in vLLM up to 0.32.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use anyhow::Context as _;
 use tracing::warn;
 
-/// What one rank's publisher binds and keeps.
+/// Addresses and bounds of one rank's publisher.
 pub struct Options {
     pub bind: IpAddr,
     pub kv_port: u16,
@@ -21,15 +21,15 @@ pub struct Options {
     pub buffer_steps: usize,
 }
 
-/// What happens to a batch besides being kept for replays.
+/// Whether a batch is sent live. It is kept for replays in both cases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     Live,
-    /// As if the network had lost it.
+    /// Simulates a loss in the network.
     ReplayOnly,
 }
 
-/// See the module's documentation.
+/// Publishes one rank's batches and answers replays.
 pub struct Publisher {
     queue: Mutex<zmq::Socket>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -37,13 +37,13 @@ pub struct Publisher {
     pub replay_port: Option<u16>,
 }
 
-/// Messages in the engine's queue and, per subscriber, on the wire.
+/// Bound of the engine's queue and of each subscriber's.
 const QUEUE_MAX: i32 = 100_000;
 const QUEUE_NAME: &str = "inproc://batches";
 const LIVE: &[u8] = b"live";
 const REPLAY_ONLY: &[u8] = b"replay only";
 const STOP: &[u8] = b"stop";
-/// Stands in place of a sequence number behind the last batch of a replay.
+/// Replaces the sequence number after the last batch of a replay.
 const END_OF_REPLAY: [u8; 8] = [0xFF; 8];
 
 impl Publisher {
@@ -92,7 +92,7 @@ impl Publisher {
         self.send(&[kind, &sequence.to_be_bytes(), payload]);
     }
 
-    /// Closes the sockets. What is published afterwards goes nowhere.
+    /// Closes the sockets. Later batches are dropped.
     pub fn stop(&self) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(thread) = thread.take() {
@@ -105,7 +105,7 @@ impl Publisher {
 
     fn send(&self, frames: &[&[u8]]) {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        // Blocks when the queue is full, which is vLLM's way too.
+        // Blocks when the queue is full, as in vLLM.
         if let Err(error) = queue.send_multipart(frames, 0) {
             warn!(%error, "a batch did not reach the publisher");
         }
@@ -118,7 +118,7 @@ impl Drop for Publisher {
     }
 }
 
-/// Binds and tells the port, which the system chose if it was 0.
+/// Binds and returns the port, which the system chose if it was 0.
 fn bind(socket: &zmq::Socket, host: IpAddr, port: u16) -> anyhow::Result<u16> {
     socket.set_linger(0)?;
     let host_is_v6 = host.is_ipv6();
@@ -200,7 +200,7 @@ impl Sockets {
         Ok(Next::GoOn)
     }
 
-    /// Everything kept from a sequence number on. A request of another shape gets no answer.
+    /// Sends all kept batches from a sequence number on. Ignores malformed requests.
     fn answer(&self, request: &[Vec<u8>]) -> zmq::Result<()> {
         let [identity, empty, start] = request else {
             return Ok(());

@@ -1,7 +1,7 @@
 //! One data-parallel rank in real time: the engine model, its publisher and its clients.
 //!
 //! A step is computed when it begins and becomes visible when its time is over: first its events,
-//! then its tokens, then answers to those who asked what is held.
+//! then its tokens, then the pending snapshots.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,7 +35,7 @@ struct State {
     counters: Counters,
     published: Published,
     pairs: Pairs,
-    /// None if nobody wants it.
+    /// `None` without `--history`.
     history: Option<History>,
     faults: Faults,
     stopped: bool,
@@ -44,7 +44,7 @@ struct State {
     askers: Vec<oneshot::Sender<Snapshot>>,
 }
 
-/// What a client gets, in this order, one `Admitted`, then tokens, then `Finished`.
+/// Output to a client, in this order: one `Admitted`, tokens, `Finished`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Output {
     Admitted(CachedTokens),
@@ -56,7 +56,7 @@ pub(crate) enum Output {
 pub(crate) struct Counters {
     pub(crate) started: u64,
     pub(crate) finished: u64,
-    /// The client went away before the end.
+    /// The client disconnected before the end.
     pub(crate) aborted: u64,
 }
 
@@ -64,17 +64,17 @@ pub(crate) struct Counters {
 pub(crate) struct Published {
     next: u64,
     pub(crate) last: Option<u64>,
-    /// The last batch after which another set of (prefix, tier) pairs was held than before.
+    /// The last batch that changed the set of held (prefix, tier) pairs.
     pub(crate) last_change: Option<u64>,
-    /// Pairs that came to be held, over all batches.
+    /// Pairs that became held, over all batches.
     pub(crate) stored: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
-    /// So many further batches are kept for replays but not sent.
+    /// Number of further batches that are kept for replays but not sent.
     pub(crate) drop_batches: u64,
-    /// Take requests, but do not step.
+    /// Accepts requests, but does not step.
     pub(crate) hang: bool,
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct Snapshot {
     pub(crate) held: Vec<HeldPrefix>,
 }
 
-/// A request in the engine. Dropped before its end it is aborted there.
+/// A request in the engine. Aborts it when dropped before its end.
 pub(crate) struct Generation {
     rank: Arc<Rank>,
     id: RequestId,
@@ -126,7 +126,7 @@ impl Rank {
         }
     }
 
-    /// Steps until stopped; then nobody gets anything any more, and the ports are free.
+    /// Steps until cancelled, then closes all clients and the ports.
     pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) {
         self.step_until(stop).await;
         let mut state = self.lock();
@@ -145,7 +145,7 @@ impl Rank {
                     () = stop.cancelled() => return,
                     () = self.wake.notified() => {}
                 }
-                // Idle time is not owed to anybody.
+                // Idle time does not count as debt.
                 due = Instant::now();
                 continue;
             };
@@ -161,7 +161,7 @@ impl Rank {
 
     pub(crate) fn submit(self: &Arc<Self>, request: EngineRequest) -> Result<Generation, Error> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens);
-        // Room for everything that it will ever get, so that a slow client never holds up a step.
+        // Capacity for all outputs of the request: a slow client never blocks a step.
         let (sender, outputs) =
             mpsc::channel(max_tokens.saturating_add(2).min(Semaphore::MAX_PERMITS));
         let mut state = self.lock();
@@ -209,7 +209,7 @@ impl Rank {
         (state.counters, state.clients.len())
     }
 
-    /// Between two steps, so that what is held is what was published, but for a reset.
+    /// The cache between two steps. It equals the published state, except after a reset.
     pub(crate) async fn snapshot(&self) -> Option<Snapshot> {
         let answer = {
             let mut state = self.lock();
@@ -226,7 +226,7 @@ impl Rank {
         answer.await.ok()
     }
 
-    /// Looks at the batches that were published; none without a history.
+    /// Runs `look` on the published batches. Returns `None` without a history.
     pub(crate) fn with_history<T>(&self, look: impl FnOnce(&History) -> T) -> Option<T> {
         self.lock().history.as_ref().map(look)
     }
@@ -246,7 +246,7 @@ impl Rank {
         self.publish(&mut state, &outcome.events);
         state.deliver(outcome);
         for asker in std::mem::take(&mut state.askers) {
-            // Who does not wait any more does not need an answer.
+            // The receiver may have given up.
             drop(asker.send(state.snapshot()));
         }
     }
@@ -273,7 +273,7 @@ impl Rank {
         };
         let changes = state.pairs.apply(events);
         let main_group = state.pairs.main_group();
-        // Before anybody can know of the batch.
+        // The history is complete before a reader can see the batch.
         if let Some(history) = &mut state.history {
             history.record(sequence, events, main_group, &changes);
         }
@@ -338,7 +338,7 @@ impl Generation {
         output
     }
 
-    /// Whether the token of this number, from 1, is the last one.
+    /// Whether token number `tokens`, from 1, is the last one.
     pub(crate) const fn ends_after(&self, tokens: usize) -> bool {
         tokens >= self.max_tokens
     }

@@ -32,15 +32,15 @@ pub(crate) struct Server {
     pub(crate) text: Text,
     pub(crate) max_model_len: usize,
     pub(crate) started_unix: u64,
-    /// What `/health` answers.
+    /// Status of `/health`.
     pub(crate) health: AtomicU16,
     pub(crate) requests: AtomicU64,
-    /// Of requests that nobody sent.
+    /// Rate of the load that the engine generates itself.
     pub(crate) pace: Pace,
 }
 
 impl Server {
-    /// The adapter that a model name stands for, if it is one.
+    /// The adapter of a model name. `None` for the base model.
     pub(crate) fn adapter<'a>(&self, model: &'a str) -> Result<Option<&'a str>, Error> {
         if model == self.model {
             Ok(None)
@@ -132,7 +132,7 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
     })))
 }
 
-/// As vLLM tells: by rank, ports as bound, the host as a wildcard.
+/// vLLM's form: by rank, ports as bound, a wildcard as host.
 async fn kv_event_sources(State(server): State<Arc<Server>>) -> Json<Value> {
     let endpoint = |port: u16| format!("tcp://*:{port}");
     let events = &server.args.events;
@@ -151,7 +151,7 @@ async fn kv_event_sources(State(server): State<Arc<Server>>) -> Json<Value> {
 }
 
 async fn reset_prefix_cache(State(server): State<Arc<Server>>) -> Response {
-    // Every rank is asked, also behind one that refuses.
+    // Asks every rank, even after a refusal.
     let mut success = true;
     for rank in &server.ranks {
         success &= rank.reset_prefix_cache();

@@ -1,4 +1,4 @@
-//! The mock engine as a process: what clients, readers of events and tests rely on.
+//! The mock engine as a process: the promises that clients, event readers and tests rely on.
 
 #![expect(clippy::unwrap_used, reason = "test code, helpers included")]
 
@@ -15,7 +15,7 @@ use warmroute_chat::tokenize::{CivilTime, Tokenizer};
 use warmroute_mock_engine::{Args, Mock};
 use warmroute_proto::{BlockSize, Seed, hash};
 
-/// How long anything may take before a test fails. Never reached by a working engine.
+/// Bound of every wait. A working engine never reaches it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Engine {
@@ -74,7 +74,7 @@ impl Engine {
         response.json().await.unwrap()
     }
 
-    /// Asks until the first rank's counter has reached a value.
+    /// Polls until the first rank's counter has reached `value`.
     async fn wait_for(&self, counter: &str, value: u64) {
         let reached = async {
             while self.get("/debug/counters").await["ranks"][0][counter] != value {
@@ -219,7 +219,7 @@ async fn a_stream_has_the_form_of_vllm() {
     assert_eq!(usage["prompt_tokens"], prompt);
     assert_eq!(usage["completion_tokens"], 3);
 
-    // The same tokens without a stream, and the same prompt by /tokenize.
+    // Without a stream the tokens are equal; `/tokenize` returns the same prompt.
     let mut whole = body.clone();
     whole["stream"] = json!(false);
     let whole: Value = engine
@@ -267,7 +267,7 @@ async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
     assert!(content.bytes().all(|byte| byte.is_ascii()));
 }
 
-/// What the router asks at registration, over HTTP, against its own reading of the same files.
+/// The router's registration probes over HTTP, against its own reading of the same files.
 #[tokio::test]
 async fn the_router_s_parity_probes_agree() {
     check_parity("tiny", &[]).await;
@@ -309,7 +309,7 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
     mock.stop().await;
 }
 
-/// Routes of the mock agree on every option of the template, and each option has its effect.
+/// The mock's routes agree on every option of the template, and each option has its effect.
 #[tokio::test]
 async fn a_chat_s_options_decide_about_its_tokens() {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("options");
@@ -328,7 +328,7 @@ async fn a_chat_s_options_decide_about_its_tokens() {
         json!({"tools": [tool]}),
         json!({"chat_template_kwargs": {"mood": "glad"}}),
     ];
-    // Without a template nothing reads its arguments.
+    // Without a template, its arguments have no effect.
     for (flags, distinct) in [(&[tokenizer.as_str()][..], 5), (&[], 4)] {
         let engine = Engine::start(flags);
         let mut seen = BTreeSet::new();
@@ -465,7 +465,7 @@ async fn a_reset_is_told_with_the_next_batch_and_lost_batches_can_be_replayed() 
     let sub = context.socket(zmq::SUB).unwrap();
     sub.set_subscribe(b"kv-events").unwrap();
     sub.connect(&endpoint(&engine.ports["kv"][0])).unwrap();
-    // A new subscriber misses what is sent before its subscription has arrived.
+    // A new subscriber misses messages that were sent before its subscription arrived.
     let mut seen = None;
     for prompt in 0.. {
         engine

@@ -1,4 +1,4 @@
-//! A fake engine: vLLM's sockets and just enough of its HTTP, with events made up as fast as wanted.
+//! A fake engine: vLLM's sockets, a minimum of its HTTP, and synthetic events at any rate.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -17,7 +17,7 @@ use crate::publisher::Publishers;
 
 pub(crate) const BLOCK: usize = 16;
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
-/// From which a run of free ports is looked for, one for each rank.
+/// First candidate for a row of free ports, one for each rank.
 const PORTS: std::ops::Range<u16> = 12_000..31_000;
 
 pub(crate) struct Engine {
@@ -57,7 +57,7 @@ impl Engine {
         self.publishers.ranks()
     }
 
-    /// A batch that stores so many new blocks from depth 0 on.
+    /// A batch that stores `blocks` new blocks from depth 0 on.
     pub(crate) fn batch(&self, rank: usize, blocks: usize) -> anyhow::Result<(Vec<u32>, Vec<u8>)> {
         let tokens: Vec<u32> = (0..blocks * BLOCK).map(|_| fastrand::u32(..)).collect();
         let stored = StoredBlocks {
@@ -89,7 +89,7 @@ const fn replay_port(kv_port: u16) -> u16 {
     kv_port + 500
 }
 
-/// A rank's ports are those of rank 0 plus its number.
+/// A rank's port is rank 0's port plus its number.
 fn publishers(ranks: u32) -> anyhow::Result<(Publishers, u16)> {
     let ranks = u16::try_from(ranks)?;
     for _ in 0..100 {

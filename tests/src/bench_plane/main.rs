@@ -1,11 +1,10 @@
-//! What the plane costs: from an engine's event to an indexer's answer over a real nats-server, with the
-//! same server's own figures in the same run.
+//! Cost of the plane: from an engine's event to an indexer's answer over a real nats-server, with
+//! the bare server's figures from the same run.
 //!
 //!     cargo run --release -p warmroute-tests --bin warmroute-bench-plane [-- --secs 5]
 //!
-//! One process has a fake engine (ZMQ as a real one), a shim and an indexer, each with a connection of its
-//! own; everything between them goes through NATS. JSON lines on stdout, a table for docs/PERF.md behind
-//! them. Nothing is asserted: a figure is no test.
+//! One process runs a fake engine (with real ZMQ), a shim and an indexer, each with its own NATS
+//! connection. Prints JSON lines, then a table for docs/PERF.md. Asserts nothing.
 #![expect(clippy::print_stdout, reason = "figures are what this is for")]
 
 mod engine;
@@ -25,31 +24,31 @@ use tokio_util::task::TaskTracker;
 use measure::Figure;
 use stage::Stage;
 
-/// Measures the plane; see the module's documentation.
+/// Measures the plane over a real nats-server.
 #[derive(Parser)]
 #[command(name = "warmroute-bench-plane")]
 struct Args {
     /// Length of each measurement at a fixed rate.
     #[arg(long, default_value_t = 5)]
     secs: u64,
-    /// Data-parallel ranks of the fake engine: so many sources share the rate.
+    /// Data-parallel ranks of the fake engine, which share the rate.
     #[arg(long, default_value_t = 8)]
     ranks: u32,
     /// Blocks, in millions, of the throughput measurement.
     #[arg(long, default_value_t = 4)]
     million_blocks: u64,
-    /// Measure only this.
+    /// Measure only the transport.
     #[arg(long)]
     only: Option<Part>,
-    /// Measure only this: how long a killed indexer with so many entries takes until it is ready again.
-    /// It needs warmroute-indexer-under-test, built beside this binary.
+    /// Measure only the restart of a killed indexer with this many entries. Needs
+    /// warmroute-indexer-under-test beside this binary.
     #[arg(long)]
     restart_million_entries: Option<u64>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Part {
-    /// The server alone, and event → visible, at fixed rates.
+    /// The bare server, then event to visible, at fixed rates.
     Delays,
     Queries,
     Throughput,
@@ -58,7 +57,7 @@ enum Part {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let measured = TaskTracker::new().spawn(measure(Args::parse()));
-    // What waits on this thread itself would be woken across threads.
+    // A spawned task avoids wake-ups across threads.
     measured.await?
 }
 

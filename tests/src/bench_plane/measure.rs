@@ -1,4 +1,4 @@
-//! Samples and what becomes of them.
+//! Samples and their quantiles.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use serde::Serialize;
 #[derive(Serialize)]
 pub(crate) struct Figure {
     pub(crate) what: String,
-    /// What was aimed at, or, where nothing was, how many came; none where one followed the other.
+    /// The target rate, or the measured rate without a target. `None` for sequential calls.
     pub(crate) per_sec: Option<u64>,
     pub(crate) p50_us: Option<u128>,
     pub(crate) p99_us: Option<u128>,
-    /// Records that the log took, or exchanges.
+    /// Records that the log acknowledged, or exchanges.
     pub(crate) records: u64,
 }
 

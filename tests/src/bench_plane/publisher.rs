@@ -1,5 +1,5 @@
-//! The ZMQ side of the fake engine. Nothing waits between whoever publishes and the sockets: on a machine of
-//! its own an engine would take nothing from those that are measured.
+//! The ZMQ side of the fake engine. Publishing writes to the sockets directly: an engine on its own
+//! machine would take no processor time from the measured parts.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -9,19 +9,19 @@ use std::thread::JoinHandle;
 
 use anyhow::Context as _;
 
-/// As many as vLLM keeps by default.
+/// vLLM's default.
 const BUFFER_STEPS: usize = 10_000;
-/// Messages on the wire for each subscriber; vLLM's own bound is the same.
+/// High-water mark of each subscriber, equal to vLLM's.
 const HWM: i32 = 100_000;
-/// How long a question for a replay may wait.
+/// Bound of the wait for a replay request.
 const POLL_MS: i64 = 5;
-/// Stands in place of a sequence number behind the last batch of a replay.
+/// Replaces the sequence number after the last batch of a replay.
 const END_OF_REPLAY: [u8; 8] = [0xFF; 8];
 
 /// Batches by sequence number.
 type Kept = Mutex<VecDeque<(u64, Arc<[u8]>)>>;
 
-/// All ranks' sockets: PUBs of their own, and one thread for the replays of all.
+/// All ranks' sockets: one PUB socket each, and one thread for all replays.
 pub(crate) struct Publishers {
     ranks: Vec<Rank>,
     stop: Arc<AtomicBool>,
@@ -34,7 +34,7 @@ struct Rank {
 }
 
 impl Publishers {
-    /// A rank's ports are those of rank 0 plus its number.
+    /// A rank's port is rank 0's port plus its number.
     pub(crate) fn start(
         host: IpAddr,
         ports: impl Iterator<Item = (u16, u16)>,
@@ -112,14 +112,14 @@ fn serve(ranks: &[(zmq::Socket, Arc<Kept>)], stop: &AtomicBool) {
         }
         for (replay, kept) in ranks {
             while let Ok(request) = replay.recv_multipart(zmq::DONTWAIT) {
-                // Whoever gets none asks again.
+                // The client retries.
                 drop(answer(replay, kept, &request));
             }
         }
     }
 }
 
-/// Everything kept from a sequence number on.
+/// All kept batches from a sequence number on.
 fn answer(replay: &zmq::Socket, kept: &Kept, request: &[Vec<u8>]) -> anyhow::Result<()> {
     let [peer, empty, from] = request else {
         anyhow::bail!("not a question for a replay");

@@ -1,5 +1,5 @@
-//! How long a killed indexer takes until it is ready again: a snapshot and the log's tail, of a tree as
-//! large as wanted. A process of its own, SIGKILLed; what it holds afterwards is compared.
+//! Time until a killed indexer is ready again: it loads a snapshot and the log's tail. The indexer
+//! is a process that receives SIGKILL; its state before and after is compared.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -25,15 +25,15 @@ use crate::stage::config;
 
 const SOURCES: u32 = 64;
 const PROMPT_BLOCKS: usize = 64;
-/// Prompts of one record: some 32 KiB.
+/// Prompts of one record: about 32 KiB.
 const PROMPTS: usize = 64;
-/// Each prompt is held by so many sources.
+/// Number of sources that hold each prompt.
 const HOLDERS: u32 = 2;
-/// Behind the snapshot, in percent of the entries.
+/// Share of the entries behind the snapshot, in percent.
 const TAIL_PERCENT: u64 = 2;
 const END_MAX: Duration = Duration::from_secs(180);
 
-/// What it took; of one run.
+/// Figures of one run.
 #[derive(Debug, serde::Serialize)]
 pub(crate) struct Restart {
     entries: u64,
@@ -41,9 +41,9 @@ pub(crate) struct Restart {
     tail_records: u64,
     /// From SIGKILL and start to `/readyz`.
     ready_ms: u128,
-    /// Until the log's last record is in.
+    /// Until the log's last record is applied.
     whole_ms: u128,
-    /// The same without a snapshot: the log is read from its beginning.
+    /// Without a snapshot: the log is read from its beginning.
     without_snapshot_ms: u128,
 }
 
@@ -89,7 +89,7 @@ pub(crate) async fn restart(server: &NatsServer, entries: u64) -> anyhow::Result
 /// Blocks and digest by source.
 type Held = BTreeMap<String, (u64, String)>;
 
-/// What shims would have written.
+/// Writes what shims would write.
 struct Fleet {
     namespace: Namespace,
     rng: Rng,
@@ -110,7 +110,7 @@ impl Fleet {
         }
     }
 
-    /// So many more pairs; the position of the last record.
+    /// Adds `pairs` pairs. Returns the position of the last record.
     async fn append(&mut self, plane: &NatsPlane, entries: u64) -> anyhow::Result<LogPosition> {
         const WINDOW: usize = 64;
         let mut under_way = FuturesOrdered::new();
@@ -180,7 +180,7 @@ impl Fleet {
     }
 }
 
-/// The real binary, built beside this one.
+/// The indexer's binary, built beside this one.
 struct Indexer {
     child: Child,
     base: String,
@@ -216,7 +216,7 @@ impl Indexer {
         Ok(indexer)
     }
 
-    /// Until it is ready, and until it has read to there; both from the moment it was killed.
+    /// Times until ready and until `position` is applied, both from the kill.
     async fn killed(
         &mut self,
         server: &NatsServer,
@@ -272,12 +272,12 @@ impl Indexer {
 
 impl Drop for Indexer {
     fn drop(&mut self) {
-        // One that has ended already is no error.
+        // The process may have ended already.
         drop(self.child.kill().and_then(|()| self.child.wait()));
     }
 }
 
-/// The pointer, when its newest reaches to there.
+/// The snapshot pointer, if its newest snapshot covers the position.
 async fn until_snapshot(
     plane: &NatsPlane,
     namespace: &Namespace,

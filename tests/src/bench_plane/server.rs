@@ -10,7 +10,7 @@ mod nats_server;
 
 pub(crate) use nats_server::NatsServer;
 
-/// On its own port and directory, gone with its handle.
+/// A server with its own port and directory. Dropping it removes both.
 pub(crate) async fn start() -> NatsServer {
     NatsServer::start().await
 }

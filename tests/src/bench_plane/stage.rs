@@ -29,7 +29,7 @@ pub(crate) struct Stage {
     stop: CancellationToken,
 }
 
-/// A namespace that nobody had, with its streams.
+/// Creates an unused namespace with its streams.
 pub(crate) async fn namespace(server: &NatsServer) -> anyhow::Result<(Namespace, NatsPlane)> {
     let namespace = Namespace::from(format!("bench-{}", fastrand::u64(..)).as_str());
     let config = config(server, &namespace, "init");
@@ -106,7 +106,7 @@ impl Stage {
         }
     }
 
-    /// Records of all sources that the log has acknowledged.
+    /// Records of all sources that the log acknowledged.
     pub(crate) fn records(&self) -> u64 {
         let sources = self.shim.digest().sources;
         sources

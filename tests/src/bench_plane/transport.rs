@@ -1,4 +1,4 @@
-//! The same server without Warmroute's parts: what the plane itself takes.
+//! The bare server without Warmroute's parts: the transport's own cost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,15 +19,15 @@ use crate::measure::Figure;
 use crate::server::NatsServer;
 use crate::stage::{config, namespace};
 
-/// About what the record of a small event takes.
+/// Approximate size of a small event's record.
 const RECORD_BYTES: usize = 200;
 const END_MAX: Duration = Duration::from_secs(120);
-/// Requests one after the other.
+/// Number of sequential requests.
 pub(crate) const EXCHANGES: u64 = 5_000;
 /// A prompt of 1,024 tokens, and one of 32,768.
 pub(crate) const QUERY_BLOCKS: [usize; 2] = [64, 2048];
 
-/// Calls so many times, at this rate as well as sleeping allows; what fell behind comes at once.
+/// Calls `call` `count` times at `rate`. Calls that fell behind follow without pause.
 pub(crate) fn pace(rate: u64, total: u64, mut call: impl FnMut(u64)) {
     let begun = Instant::now();
     for number in 0..total {
@@ -57,7 +57,7 @@ pub(crate) async fn log_delay(
     let total = rate * secs;
     let (send, mut due) = mpsc::channel::<Instant>(1 << 16);
     let pacer = std::thread::spawn(move || {
-        // Nobody takes them any more only where the measurement has failed.
+        // The receiver is gone only if the measurement failed.
         pace(rate, total, |_| {
             send.blocking_send(Instant::now()).unwrap_or(())
         });
@@ -65,7 +65,7 @@ pub(crate) async fn log_delay(
     let payload = Bytes::from(vec![7; RECORD_BYTES]);
     let tasks = TaskTracker::new();
     let (sent, mut begun) = mpsc::channel(1 << 16);
-    // What was refused or not acknowledged: such a record may never come.
+    // A record without acknowledgement may never arrive.
     let failed = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&failed);
     tasks.spawn(async move {
@@ -115,7 +115,7 @@ pub(crate) async fn log_delay(
     Ok(vec![Figure::of(what, Some(rate), total, &mut samples)])
 }
 
-/// Request → reply of the same bytes, as long as the queries are.
+/// Request and reply of equal length, as long as the queries are.
 pub(crate) async fn echo_delay(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
     let (namespace, asker) = namespace(server).await?;
     let echo = NatsPlane::connect(config(server, &namespace, "echo")).await?;

@@ -1,4 +1,4 @@
-//! From the engine's socket to an indexer's view, and what a query costs.
+//! Delay from the engine's socket to an indexer's view, and the cost of a query.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -16,16 +16,17 @@ use crate::measure::Figure;
 use crate::stage::Stage;
 use crate::transport::{EXCHANGES, QUERY_BLOCKS, pace};
 
-/// Blocks of an event at a fixed rate: a short prompt's, or a few steps of decoding.
+/// Blocks of an event at a fixed rate: a short prompt, or a few steps of decoding.
 const EVENT_BLOCKS: usize = 4;
 /// Blocks of an event of the throughput measurement: a prompt of 2,048 tokens.
 const LARGE_BLOCKS: usize = 128;
 const END_MAX: Duration = Duration::from_secs(120);
 
-/// By rank: when each batch was handed to the engine's socket.
+/// Publishing times of the batches, by rank.
 type Sent = Arc<Mutex<Vec<Vec<Instant>>>>;
 
-/// Batches at this rate, evenly over the ranks; the delay of each until the indexer's view has it.
+/// Publishes batches at this rate, evenly over the ranks, and measures each delay until the
+/// indexer's view has it.
 pub(crate) async fn delays(stage: &Stage, rate: u64, secs: u64) -> anyhow::Result<Vec<Figure>> {
     let ranks = stage.engine.ranks();
     let total = rate * secs;
@@ -41,7 +42,7 @@ pub(crate) async fn delays(stage: &Stage, rate: u64, secs: u64) -> anyhow::Resul
                 sent[rank].push(Instant::now());
                 drop(sent);
                 if let Some(payload) = usize::try_from(number).ok().and_then(|at| batches.get(at)) {
-                    // A batch that is not published never comes, which is seen.
+                    // A batch that was not published shows up as missing.
                     drop(engine.publish(rank, seq, payload));
                 }
             });
@@ -55,7 +56,7 @@ pub(crate) async fn delays(stage: &Stage, rate: u64, secs: u64) -> anyhow::Resul
     Ok(vec![Figure::of(what, Some(rate), records, &mut samples)])
 }
 
-/// Takes the time of every batch when a position of the indexer shows it.
+/// Records the time at which a position of the indexer covers each batch.
 async fn watch(stage: &Stage, sent: &Sent, total: u64) -> anyhow::Result<Vec<Duration>> {
     let mut positions = stage.index.positions();
     let mut seen = vec![0; stage.engine.ranks()];
@@ -79,7 +80,7 @@ async fn watch(stage: &Stage, sent: &Sent, total: u64) -> anyhow::Result<Vec<Dur
     Ok(samples)
 }
 
-/// Everything as fast as it goes; blocks a second until the indexer has the last.
+/// Publishes at full speed. Returns blocks a second until the indexer has the last one.
 pub(crate) async fn throughput(stage: &Stage, million_blocks: u64) -> anyhow::Result<Figure> {
     let total = million_blocks * 1_000_000 / u64::try_from(LARGE_BLOCKS)?;
     let batches = batches(&stage.engine, total, LARGE_BLOCKS)?;
@@ -125,14 +126,14 @@ fn held(stage: &Stage) -> u64 {
     sources.iter().filter_map(|source| source.blocks).sum()
 }
 
-/// The sequence number that every rank's next batch has.
+/// Every rank's next sequence number.
 fn first_seqs(stage: &Stage) -> u64 {
     let sources = stage.index.digest().sources;
     let next = sources.iter().filter_map(|source| source.engine_seq);
     next.map(|seq| seq.0 + 1).max().unwrap_or(0)
 }
 
-/// Queries of an indexer over NATS, one after the other; every rank holds the prompt.
+/// Sequential queries of an indexer over NATS. Every rank holds the prompt.
 pub(crate) async fn query_delays(stage: &Stage) -> anyhow::Result<Vec<Figure>> {
     let size = BlockSize::new(u32::try_from(BLOCK)?).context("a block size")?;
     let subject = Subjects::new(&stage.namespace).query();
@@ -187,7 +188,7 @@ async fn until_seq(stage: &Stage, seq: u64) -> anyhow::Result<()> {
         .context("a prompt never came")?
 }
 
-/// Rank and sequence number of the batch of this number.
+/// Rank and sequence number of batch `number`.
 fn place(number: u64, ranks: usize) -> (usize, u64) {
     let ranks = ranks as u64;
     let rank = usize::try_from(number % ranks).unwrap_or(0);

@@ -1,9 +1,9 @@
-//! Is what an index says of a source true at the engine sequence that it names?
+//! Checks an index's answer about a source at the engine sequence that the answer names.
 //!
-//! A [`Truth`] is one rank's history: what every published batch changed, as the mock engine tells it by
-//! `/debug/history`. [`Truth::judge`] compares an answer with the set that was held after the batch that
-//! the answer names: `exact` must be that set's run, `partial` at most as long. What gives no credit must
-//! count nothing. Pure: who asks, and what, is the tests' business.
+//! A [`Truth`] is one rank's history: the changes of every published batch, from the mock engine's
+//! `/debug/history`. [`Truth::judge`] compares an answer with the set that was held after the named
+//! batch: `exact` must be that set's run, `partial` at most as long. A state without credit must
+//! count nothing. Pure.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,18 +15,18 @@ use warmroute_proto::{LocalHash, PrefixHash};
 
 const GPU: u8 = 0;
 
-/// All that one rank ever held, by engine sequence.
+/// Every state that one rank ever had, by engine sequence.
 #[derive(Default)]
 pub struct Truth {
-    /// By prefix hash: the prefix before, and the local hash.
+    /// By prefix hash: the parent's prefix hash, and the local hash.
     names: HashMap<u64, (Option<u64>, u64)>,
-    /// By prefix hash: from which sequence on it was held in the GPU's tier, or no more; ascending.
+    /// By prefix hash: the sequences at which its GPU tier became held or was removed; ascending.
     turns: HashMap<u64, Vec<(u64, bool)>>,
     known: Vec<u64>,
     next: u64,
 }
 
-/// What an index says of one source's GPU tier.
+/// An index's answer about one source's GPU tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
     pub state: SourceState,
@@ -34,16 +34,16 @@ pub struct Claim {
     pub blocks: u64,
 }
 
-/// A claim that is not true.
+/// A wrong claim.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Wrong {
     pub claim: Claim,
-    /// What the claim should have been, at its sequence.
+    /// The correct run at the claim's sequence.
     pub run: u64,
     pub prompt: u64,
-    /// Around the first block in which claim and truth differ: when it was held, and no more.
+    /// Changes of the first block in which claim and truth differ.
     pub turns: Vec<(u64, bool)>,
-    /// The engine's last batch that is known here.
+    /// The engine's last known batch.
     pub last: Option<u64>,
 }
 
@@ -65,16 +65,16 @@ impl fmt::Display for Wrong {
 }
 
 impl Truth {
-    /// The batch that is to be learned next.
+    /// Number of the next batch.
     #[must_use]
     pub const fn next(&self) -> u64 {
         self.next
     }
 
-    /// Learns the next batch. What was learned before is left aside.
+    /// Applies the next batch. Ignores batches that were applied before.
     ///
     /// # Panics
-    /// If batches are missing before it: there is nothing to compare with then.
+    /// If batches before it are missing.
     pub fn learn(&mut self, batch: &HistoryBatch) {
         if batch.seq < self.next {
             return;
@@ -96,7 +96,7 @@ impl Truth {
         }
     }
 
-    /// A prompt of which something is held, or was. None before the first block.
+    /// Draws a prompt that is or was held. `None` before the first block.
     pub fn prompt(&self, rng: &mut Rng) -> Option<Vec<LocalHash>> {
         const RECENT: usize = 2_000;
         let oldest = if rng.bool() {
@@ -118,7 +118,8 @@ impl Truth {
         Some(blocks)
     }
 
-    /// Blocks of the prompt that were held, from depth 0 on, after this batch; none before the first.
+    /// Number of the prompt's blocks that were held, from depth 0 on, after batch `seq`. 0 without
+    /// one.
     fn run(&self, prompt: &[LocalHash], seq: Option<u64>) -> u64 {
         let held = |prefix: &PrefixHash| seq.is_some_and(|seq| self.held(*prefix, seq));
         prefixes(prompt).take_while(held).count() as u64
@@ -130,7 +131,7 @@ impl Truth {
         behind.checked_sub(1).is_some_and(|last| turns[last].1)
     }
 
-    /// Compares a claim about this prompt, of a batch that was learned.
+    /// Compares a claim about this prompt with the history.
     pub fn judge(&self, prompt: &[LocalHash], claim: Claim) -> Result<(), Box<Wrong>> {
         let run = self.run(prompt, claim.seq);
         let is_true = match claim.state {
@@ -164,7 +165,8 @@ fn prefixes(prompt: &[LocalHash]) -> impl Iterator<Item = PrefixHash> {
 mod tests {
     use super::*;
 
-    /// A chain of blocks 1, 2, 3 that is stored at 0; its second block is gone at 1 and back at 3.
+    /// A chain of blocks 1, 2, 3 that is stored at 0. Its second block is removed at 1 and stored
+    /// at 3.
     fn truth() -> (Truth, Vec<LocalHash>) {
         let prompt: Vec<LocalHash> = (1..=3).map(LocalHash).collect();
         let chain: Vec<u64> = prefixes(&prompt).map(|prefix| prefix.0).collect();

@@ -1,4 +1,4 @@
-//! Input that no client should send: a clear answer in OpenAI's form, and the next request works.
+//! Hostile input gets a clear error in OpenAI's form, and the next request works.
 
 use fastrand::Rng;
 use futures_util::StreamExt as _;
@@ -64,7 +64,7 @@ async fn hostile_requests_get_clear_errors() {
     fleet.until_idle().await;
 }
 
-/// 100 MB, announced or not: refused without being kept.
+/// 100 MB, announced or not: refused without buffering.
 #[tokio::test(flavor = "multi_thread")]
 async fn huge_bodies_are_refused_and_not_kept() {
     let engines = Engines {
@@ -86,7 +86,7 @@ async fn huge_bodies_are_refused_and_not_kept() {
         ("announced", announced),
         ("chunked", Body::wrap_stream(chunks.boxed())),
     ] {
-        // The answer may come, or the connection may end, before all of it is sent.
+        // The answer may arrive, or the connection may close, before the whole body is sent.
         match fleet.http.post(fleet.url(CHAT)).body(body).send().await {
             Ok(answer) => assert_eq!(answer.status(), StatusCode::PAYLOAD_TOO_LARGE, "{name}"),
             Err(error) => assert!(error.is_request() || error.is_body(), "{name}: {error}"),
@@ -100,7 +100,7 @@ async fn huge_bodies_are_refused_and_not_kept() {
     fleet.until_idle().await;
 }
 
-/// The same with no worker at all.
+/// Without any worker.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_workers_the_router_says_so() {
     let engines = Engines {

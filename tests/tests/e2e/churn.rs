@@ -1,4 +1,4 @@
-//! Clients that vanish: nothing of them stays, and the engines stop working for them.
+//! Clients that disconnect: no slot remains, and the engines abort their requests.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::fleet::{Engines, Flags, Fleet, Mode};
 
 const AT_ONCE: usize = 100;
 
-/// When a client loses interest.
+/// The moment at which a client leaves.
 #[derive(Clone, Copy)]
 enum Vanish {
     BeforeAnyAnswer,
@@ -25,7 +25,7 @@ on_both_planes!(chunks_arrive_as_the_engine_sends_them);
 on_both_planes!(a_killed_engine_is_left_out);
 on_both_planes!(an_engine_that_says_it_is_ill_is_left_out_until_it_is_well);
 
-/// Two requests at a time run on a rank, so that most of a hundred clients wait in a queue.
+/// A rank runs two requests, so that most of a hundred clients wait in a queue.
 async fn vanished_clients_leave_nothing_behind(mode: Mode) {
     let many = match mode {
         Mode::Embedded => 2_000,
@@ -83,7 +83,7 @@ async fn vanishing(fleet: &Fleet, rng: &mut Rng, vanish: Vanish) {
     let (path, mut body) = request(rng);
     body["stream"] = json!(true);
     body["max_tokens"] = json!(64);
-    // A connection of one's own: it goes with its client.
+    // An own connection that closes with its client.
     let asked = async {
         let client = reqwest::Client::builder()
             .no_proxy()
@@ -107,8 +107,8 @@ async fn vanishing(fleet: &Fleet, rng: &mut Rng, vanish: Vanish) {
     }
 }
 
-/// The client's clock sees the engine's gaps: printed, because no machine promises a time; that
-/// chunks are not gathered is asserted by their number.
+/// Prints the gaps in the client's view, because no machine promises a time. Asserts the number of
+/// chunks, so nothing is buffered.
 async fn chunks_arrive_as_the_engine_sends_them(mode: Mode) {
     let engines = Engines {
         count: 1,
@@ -133,13 +133,13 @@ async fn chunks_arrive_as_the_engine_sends_them(mode: Mode) {
             last = tokio::time::Instant::now();
         }
         println!("{name}: gaps in ms {gaps:?}");
-        // A chunk a token, and `[DONE]`.
+        // One chunk for each token, and `[DONE]`.
         assert_eq!(gaps.len(), 11, "{name}: chunks of 10 tokens");
     }
     fleet.until_idle().await;
 }
 
-/// A worker that dies takes no request with it that another one can serve, and is not asked again.
+/// A killed worker costs no request that another one can serve, and gets no more requests.
 async fn a_killed_engine_is_left_out(mode: Mode) {
     let engines = Engines {
         count: 3,
@@ -170,7 +170,7 @@ async fn a_killed_engine_is_left_out(mode: Mode) {
     fleet.until_idle().await;
 }
 
-/// It still takes requests, and would fail them.
+/// It still accepts requests and would fail them.
 async fn an_engine_that_says_it_is_ill_is_left_out_until_it_is_well(mode: Mode) {
     let engines = Engines {
         count: 3,
@@ -200,7 +200,7 @@ async fn an_engine_that_says_it_is_ill_is_left_out_until_it_is_well(mode: Mode) 
     fleet.until_idle().await;
 }
 
-/// Has an engine answer `/health` so, until every router knows.
+/// Sets the status of an engine's `/health` and waits until every router has it.
 async fn says(fleet: &Fleet, engine: usize, health: u16) {
     let fault = fleet.http.post(fleet.engine(engine, "/debug/fault"));
     let answer = fault.json(&json!({ "health": health })).send();

@@ -1,4 +1,4 @@
-//! What the router credits is what the engines find cached.
+//! The router's credit equals the engines' cached tokens.
 
 use std::collections::BTreeMap;
 
@@ -17,8 +17,8 @@ const ENGINES: Engines = Engines {
 on_both_planes!(sequential_credit_is_what_the_engine_reports);
 on_both_planes!(concurrent_requests_leave_equal_sets_and_no_slots);
 
-/// One after the other through every router in turn, each when every index knows the last one's blocks:
-/// no credit is ever wrong.
+/// Sequential requests through every router in turn, each after every index has the previous one's
+/// blocks: every credit is correct.
 async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
     let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
     fleet.until_indexed().await;
@@ -49,7 +49,7 @@ async fn sequential_credit_is_what_the_engine_reports(mode: Mode) {
     fleet.until_idle().await;
 }
 
-/// Many at once: the sets still agree once it is quiet, and every slot is given back.
+/// Concurrent requests: the sets agree when it is quiet, and every slot is freed.
 async fn concurrent_requests_leave_equal_sets_and_no_slots(mode: Mode) {
     let fleet = Fleet::start(mode, ENGINES, Flags::default()).await;
     let mut by_source: BTreeMap<(String, u64), (u64, u64)> = BTreeMap::new();
@@ -84,7 +84,7 @@ async fn concurrent_requests_leave_equal_sets_and_no_slots(mode: Mode) {
     fleet.until_idle().await;
 }
 
-/// The rank in the header is the rank that served it.
+/// The rank in the header served the request.
 fn check(served: &Served) {
     assert_eq!(served.dp_rank, served.served_by_rank, "{}", served.worker);
 }

@@ -1,7 +1,7 @@
 //! The whole product in real processes: HTTP and ZMQ between mock engines and routers, embedded and
 //! over a real nats-server.
 //!
-//! Nothing here decides by time: what has to come true is waited for, and figures are printed.
+//! No assertion depends on time: tests wait for conditions, and print figures.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -9,7 +9,7 @@
     reason = "a test fails by panicking and tells its figures, its helpers too"
 )]
 
-/// Makes two tests of one scenario: in one process, and over NATS.
+/// Makes two tests of one scenario: embedded, and over NATS.
 macro_rules! on_both_planes {
     ($scenario:ident) => {
         mod $scenario {

@@ -1,11 +1,11 @@
-//! What the admin port shows of all parts in one process.
+//! The admin port's pages of all parts in one process.
 
 use std::collections::BTreeSet;
 
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-/// Router, indexer and every shim on one page that Prometheus reads: each metric described once,
-/// each series told once.
+/// Router, indexer and every shim on one page for Prometheus: each metric is described once, each
+/// series appears once.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_metrics_of_all_parts_are_one_page() {
     let engines = Engines {

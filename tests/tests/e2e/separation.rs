@@ -1,4 +1,4 @@
-//! Adapters and cache salts keep equal prompts apart, in the engine's cache and in the credit for it.
+//! Adapters and cache salts separate equal prompts, in the engine's cache and in its credit.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ const SALTS: [Option<&str>; 3] = [None, Some("tenant-a"), Some("tenant-b")];
 
 on_both_planes!(credit_is_given_to_each_adapter_and_salt_for_its_own);
 
-/// The same prompts for everybody, on one source: whatever leaked would be found cached.
+/// Equal prompts from all tenants on one source: any leak would show as a cache hit.
 async fn credit_is_given_to_each_adapter_and_salt_for_its_own(mode: Mode) {
     let engines = Engines {
         count: 1,
@@ -18,7 +18,7 @@ async fn credit_is_given_to_each_adapter_and_salt_for_its_own(mode: Mode) {
         blocks: 2000,
         flags: &["--profile", "instant", "--lora", "adapter"],
     };
-    // Over NATS also: the shipped permissions keep nobody from their work.
+    // Also over NATS, with the shipped permissions.
     let flags = Flags {
         access: Access::LeastPrivilege,
         ..Flags::default()
@@ -45,7 +45,7 @@ async fn credit_is_given_to_each_adapter_and_salt_for_its_own(mode: Mode) {
     fleet.until_idle().await;
 }
 
-/// The engine has shown every router that it makes its tokens, and that it serves the adapter.
+/// Every router has verified the engine's tokens and seen its adapter.
 async fn is_trusted(fleet: &Fleet) -> bool {
     for router in 0..fleet.routers.len() {
         let workers = fleet.get(fleet.admin(router, "/workers")).await;
@@ -76,7 +76,7 @@ fn check(served: &Served, seen_before: bool, case: &str) {
     }
 }
 
-/// A chat, a text and token ids, that begin differently.
+/// A chat, a text and token ids with different beginnings.
 fn prompts() -> [(&'static str, Value); 3] {
     let text = "Every tenant asks the very same question about the very same thing. ".repeat(8);
     let tokens: Vec<u32> = (300..400).collect();

@@ -1,4 +1,4 @@
-//! What real vLLM 0.32 servers published, frame by frame.
+//! Frames that real vLLM 0.32 servers published.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -41,8 +41,8 @@ fn json(payload: &[u8]) -> Value {
     rmp_serde::from_slice(payload).unwrap()
 }
 
-/// Follows a capture; what came before its first batch is out of the replay's reach. Calls `check`
-/// after every batch with its number, what is claimed, and what the model holds.
+/// Follows a capture. Batches before its first one are out of the replay's reach. Calls `check`
+/// after every batch with its number, the claim, and the model.
 fn follow(
     mut pipeline: Pipeline,
     batches: &[(u64, Bytes)],
@@ -63,13 +63,13 @@ fn follow(
         model.apply(&json(payload));
         pipeline.live(*seq, payload);
         let claim = pipeline.claim();
-        // A batch that changes no pair sends no record.
+        // A batch that changes no pair makes no record.
         assert!(claim.seq <= Some(*seq));
         check(*seq, &claim, &Held(model.held()));
     }
 }
 
-/// What the model holds.
+/// The model's pairs.
 struct Held(BTreeSet<Pair>);
 
 fn follows_exactly(name: &str, held_at_the_end: &[usize]) {
@@ -105,7 +105,7 @@ fn three_groups_of_which_one_counts() {
     follows_exactly("v032_hybrid_gemma", &[135]);
 }
 
-/// It starts in mid-stream: honest until the engine clears its cache in batch 197.
+/// The capture starts in mid-stream: claims stay `partial` until batch 197 clears the cache.
 #[test]
 fn preemptions_seen_by_a_late_joiner() {
     let ranks = capture("v032_preempt");

@@ -1,6 +1,6 @@
-//! Does the index hold exactly what the engine holds? Real captures and random runs of the engine
-//! model go through the real shim and the real fold, and are compared, set by set, with an
-//! independent reading of the wire format and with the engine's own list.
+//! Compares the index with the engine. Real captures and random runs of the engine model go through
+//! the real shim core and the real fold. The result must equal an independent reading of the wire
+//! format and the engine's own list, set by set.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -19,14 +19,15 @@ use world::{Consumer as _, Verdict, World};
 const RUNS: u64 = 1_000;
 
 /// Evictions, copies, holes, resets, chunked prefill, adapters, salts, tiers, restarts, dropped
-/// frames, replays with holes: whatever is claimed is true, and silence heals.
+/// frames, replays with holes: every claim is true, and silence heals.
 #[test]
 fn random_runs_are_indexed_exactly() {
     let mut compared = 0;
     let mut exact_at_the_end = 0;
     for seed in 0..RUNS / 2 {
         let mut first = Pipeline::new();
-        // The second rank's engine has much of the first one's content, and a life of its own.
+        // The second rank's engine shares much of the first one's content, and restarts
+        // independently.
         let mut second = first.beside();
         let mut held = Vec::new();
         for (seed, pipeline) in [(seed, &mut first), (seed + RUNS, &mut second)] {
@@ -46,7 +47,7 @@ fn random_runs_are_indexed_exactly() {
     assert!(exact_at_the_end > RUNS / 2, "{exact_at_the_end}");
 }
 
-/// A consumer that keeps all the rules passes, one that breaks any of them is found.
+/// A consumer that keeps all rules passes. A consumer that breaks one rule is found.
 #[test]
 fn broken_rules_are_found() {
     let caught = |rule: Option<Rule>| {
@@ -68,7 +69,7 @@ fn broken_rules_are_found() {
     }
 }
 
-/// The same seed is the same run.
+/// Equal seeds give equal runs.
 #[test]
 fn a_seed_is_the_whole_input() {
     for seed in 0..5 {

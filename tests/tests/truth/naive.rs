@@ -1,5 +1,4 @@
-//! What a consumer would be that keeps the rules by hand, or breaks one of them: the tests have to
-//! find it then.
+//! A consumer that keeps the rules by hand, or breaks one of them, which the tests must find.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,15 +14,15 @@ use warmroute_tests::world::model::{Model, Rules};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
-    /// A block has as many copies as stores without a remove.
+    /// A block has one copy for each store without a remove.
     References,
     /// Only main-attention groups count.
     Groups,
     /// A run ends at the first hole.
     Holes,
-    /// A replay starts at the last seen batch, which must come back unchanged.
+    /// A replay starts at the last seen batch, which must be unchanged.
     InclusiveReplay,
-    /// A missing number is asked for.
+    /// Missing numbers are requested.
     Gaps,
 }
 
@@ -37,12 +36,12 @@ impl Rule {
     ];
 }
 
-/// A model and every payload of this life of the engine: no cleverness to get wrong.
+/// A model and every payload of the engine's current life.
 pub(crate) struct Naive {
     without: Option<Rule>,
     applied: BTreeMap<u64, Bytes>,
     model: Model,
-    /// It saw this life of the engine from batch 0 on.
+    /// It has seen this life of the engine from batch 0 on.
     from_start: bool,
     is_sure: bool,
     wants: bool,
@@ -153,7 +152,7 @@ impl Consumer for Naive {
                 continue;
             }
             if seq > expected {
-                // Never sure again in this life, unless it is asked for and comes.
+                // Unsure for the rest of this life, unless the batch is replayed.
                 self.ask();
                 return;
             }
@@ -204,7 +203,7 @@ impl Consumer for Naive {
     }
 }
 
-/// Byte-string hashes become text, which the model takes as well.
+/// Converts byte-string hashes to text, which the model accepts as well.
 fn json(payload: &Bytes) -> Value {
     let payload: Lossless = rmp_serde::from_slice(payload).unwrap();
     payload.0

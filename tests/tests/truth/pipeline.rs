@@ -1,4 +1,4 @@
-//! The real thing: the shim's source, a log in memory, the indexer's fold.
+//! The production pipeline: the shim's source, a log in memory, the indexer's fold.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -19,7 +19,7 @@ use warmroute_shim::source::{Config, Effect, Notice, ReplayId, Seen, SourceCore,
 
 use crate::world::{Claim, Consumer, pairs};
 
-/// One rank on its way through the system.
+/// One rank of the pipeline.
 pub(crate) struct Pipeline {
     source: Source,
     core: SourceCore,
@@ -27,14 +27,14 @@ pub(crate) struct Pipeline {
     subject: String,
     heartbeats: String,
     generation: Generation,
-    /// What the log has last of this source.
+    /// The source's last record in the log.
     last: Option<(Generation, RecordNumber)>,
     asked: VecDeque<(ReplayId, EngineSeq)>,
     answering: Option<ReplayId>,
     notices: Vec<Notice>,
 }
 
-/// What all ranks share: one log, one fold, one clock.
+/// State that all ranks share: one log, one fold, one clock.
 struct Index {
     now: Instant,
     position: LogPosition,
@@ -82,7 +82,7 @@ impl Pipeline {
         Self::of_rank(DpRank(0), Rc::new(RefCell::new(Index::new())))
     }
 
-    /// The next rank of the same worker, in the same index.
+    /// The next rank of the worker, in the shared index.
     pub(crate) fn beside(&self) -> Self {
         let rank = DpRank(self.source.dp_rank.0 + 1);
         Self::of_rank(rank, Rc::clone(&self.index))
@@ -94,7 +94,7 @@ impl Pipeline {
             dp_rank,
         };
         let mut config = Config::new(source.clone(), true);
-        // Its log has no clock.
+        // The log has no clock.
         config.waits_for_clock = false;
         config.rank = Some(dp_rank.0);
         let mut pipeline = Self {
@@ -120,7 +120,7 @@ impl Pipeline {
         self.index.borrow().now
     }
 
-    /// Carries out what the source wants done; the log and the registry answer at once.
+    /// Executes the source's effects. The log and the registry answer without delay.
     fn drive(&mut self) {
         let now = self.now();
         while let Some(effect) = self.core.poll_effect() {

@@ -1,4 +1,4 @@
-//! One engine, the wire behind it, and everything that goes wrong between it and a consumer.
+//! One engine, the wire behind it, and the faults between it and a consumer.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,26 +11,26 @@ use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
 use warmroute_tests::world::life::{Life, Told, draw_config};
 use warmroute_tests::world::model::{Pair, chain};
 
-/// Somebody who follows an engine over the wire and says what it holds.
+/// A consumer that follows an engine over the wire and claims what it holds.
 pub(crate) trait Consumer {
     fn connected(&mut self);
     fn disconnected(&mut self);
     fn live(&mut self, seq: u64, payload: &Bytes);
-    /// A replay that it asks for: every batch from here on.
+    /// The first batch of a wanted replay.
     fn wants_replay(&mut self) -> Option<u64>;
     fn replayed(&mut self, seq: u64, payload: &Bytes);
     fn replay_ended(&mut self);
     fn time_passes(&mut self, by: Duration);
-    /// It credits what it knows even if a part can never be known.
+    /// Whether it gives credit although a part can never be known.
     fn goes_on_without_history(&self) -> bool;
     fn claim(&self) -> Claim;
-    /// The GPU run of a prompt, as it would be credited.
+    /// The credited GPU run of a prompt.
     fn gpu_run(&self, blocks: &[LocalHash]) -> u32;
     /// The data-parallel rank that it follows.
     fn rank(&self) -> u32;
 }
 
-/// What a consumer says at one moment.
+/// A consumer's claim at one moment.
 pub(crate) struct Claim {
     pub(crate) states: Tiers<SourceState>,
     pub(crate) seq: Option<u64>,
@@ -50,7 +50,7 @@ pub(crate) struct Report {
     pub(crate) ended_exact: bool,
 }
 
-/// How often what goes wrong, in per mille of the steps; drawn by the seed.
+/// Fault rates in per mille of the steps; drawn by the seed.
 struct Faults {
     live_lost: u16,
     replay_hole: u16,
@@ -118,7 +118,7 @@ impl World {
     }
 
     fn live_through(&mut self, consumer: &mut dyn Consumer) -> Result<(), String> {
-        // Some consumers come late.
+        // Some consumers start late.
         for _ in 0..self.rng.usize(0..20) {
             self.engine.submit(&mut self.rng);
             self.engine_steps(None)?;
@@ -165,7 +165,7 @@ impl World {
         Ok(())
     }
 
-    /// No more faults: what was lost is found, and the last claim is the whole truth.
+    /// Ends the faults. Everything lost is recovered, and the last claim is the whole truth.
     fn heal(&mut self, consumer: &mut dyn Consumer) -> Result<(), String> {
         let lossless = self.faults.replay_hole == 0 && self.engine.buffer == 10_000;
         self.faults.live_lost = 0;
@@ -198,7 +198,7 @@ impl World {
 
     // --- the engine
 
-    /// Some steps of the engine; what they publish goes out.
+    /// Steps the engine and publishes the events.
     fn engine_steps(&mut self, mut consumer: Option<&mut dyn Consumer>) -> Result<(), String> {
         for _ in 0..self.rng.usize(1..4) {
             let Some(seq) = self.engine.step()? else {
@@ -231,7 +231,7 @@ impl World {
         }
     }
 
-    /// Answers what the consumer asks, and looks at what it claims.
+    /// Serves the consumer's replays and checks its claims.
     fn after(&mut self, consumer: &mut dyn Consumer) -> Result<(), String> {
         for _ in 0..8 {
             if !self.is_connected {

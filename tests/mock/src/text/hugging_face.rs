@@ -1,7 +1,7 @@
 //! A Hugging Face tokenizer directory: `tokenizer.json` and a chat template.
 //!
-//! Reading is the router's own (requests, templates, token ids): it is held to the real engine's
-//! answers by vectors of its own, and a second reader would only differ by its faults.
+//! Uses the router's request reader (requests, templates, token ids), which has its own vectors of
+//! real engine answers.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ const VOCABULARY_MAX: usize = 512;
 
 pub(crate) struct HuggingFace {
     reader: Tokenizer,
-    /// For what the router never does: token ids to text.
+    /// Token ids to text, which the router never does.
     decoder: tokenizers::Tokenizer,
 }
 

@@ -1,4 +1,4 @@
-//! Three nats-servers with three copies of everything.
+//! Three nats-servers with three replicas of each stream.
 
 use serde_json::json;
 use tokio::time::Instant;
@@ -8,8 +8,8 @@ use super::{Scene, api, connect};
 use crate::fleet::{Access, Flags, Fleet, NAMESPACE, cluster};
 use crate::nats_server::NatsServer;
 
-/// The node that leads the log dies under load, and later comes back; then the next leader. An indexer
-/// starts while there is none.
+/// The log's leader is killed under load and restarted; then the next leader. An indexer starts
+/// while there is no leader.
 #[tokio::test(flavor = "multi_thread")]
 async fn leader_killed() {
     let flags = Flags {
@@ -24,7 +24,7 @@ async fn leader_killed() {
         let leader = leader(&scene.fleet, &plane).await;
         led.push(leader);
         with_node(&scene.fleet, leader, |node| node.kill()).await;
-        // Who joins while nobody leads waits for it.
+        // A process that joins during an election waits for its end.
         scene.fleet.parts().indexers[1].restart().await;
         scene
             .is_right_after("leader killed, indexer restarted")
@@ -67,7 +67,7 @@ async fn leader(fleet: &Fleet, plane: &NatsPlane) -> usize {
     found.get().unwrap()
 }
 
-/// Copies that are away or behind.
+/// Replicas that are offline or behind.
 async fn lagging(plane: &NatsPlane) -> Option<usize> {
     let info = info(plane).await?;
     let copies = info["cluster"]["replicas"].as_array()?;

@@ -7,11 +7,11 @@ use tokio::time::{Instant, sleep};
 use super::{Scene, is_long};
 use crate::fleet::{Flags, Fleet, Links, Way};
 
-/// Blocks a second, both engines together.
+/// Blocks a second, summed over both engines.
 const RATE: u32 = 20_000;
 
-/// One link carries nothing, the other one is refused; indexers are not cut. The first outbox takes it
-/// all, the second one overflows, and an image replaces what was in it.
+/// One link carries nothing, the other one is refused; the indexers stay connected. The first
+/// outbox holds everything, the second one overflows and sends an image instead.
 #[tokio::test(flavor = "multi_thread")]
 async fn shims_cut_from_nats() {
     let flags = Flags {
@@ -54,7 +54,7 @@ async fn waiting(fleet: &Fleet, shim: usize) -> f64 {
     fleet.metric_at(page, "warmroute_shim_outbox_bytes").await
 }
 
-/// Times that an image replaced what waited.
+/// Number of images that replaced a backlog.
 async fn overflows(fleet: &Fleet, shim: usize) -> f64 {
     let base = fleet.parts().shims[shim].base();
     let page = fleet

@@ -1,8 +1,8 @@
-//! Real faults on real processes, under load, with a checker that asks all along.
+//! Real faults on real processes, under load, with a checker that queries continuously.
 //!
-//! Every fault ends with the same question ([`Scene::is_right_after`]): does every indexer hold what the
-//! engines hold, was nothing wrong said meanwhile, and how long did it take? `docs/RELIABILITY.md` has the
-//! table, and the environment variables of the long forms.
+//! After every fault [`Scene::is_right_after`] checks that every indexer holds what the engines
+//! hold and that no answer was wrong, and measures the time. `docs/RELIABILITY.md` has the table
+//! and the environment variables of the long forms.
 
 mod cluster;
 mod cut;
@@ -23,12 +23,12 @@ use warmroute_proto::Namespace;
 use crate::fleet::{Company, Engines, Flags, Fleet, Mode, NAMESPACE, worker_name};
 use watch::Watch;
 
-/// With `FAULTS_LONG=1` faults last as long as an operator's might.
+/// With `FAULTS_LONG=1` faults last as long as real ones may.
 fn is_long() -> bool {
     std::env::var_os("FAULTS_LONG").is_some_and(|value| value != "0")
 }
 
-/// A fleet under load, and who checks it.
+/// A fleet under load and its checker.
 struct Scene {
     fleet: Fleet,
     watch: Watch,
@@ -36,12 +36,12 @@ struct Scene {
 }
 
 impl Scene {
-    /// Two workers, two indexers; the engines work by themselves at this rate.
+    /// Starts two workers and two indexers; the engines generate their load at this rate.
     async fn start(blocks: u32, blocks_per_sec: u32, flags: Flags) -> Self {
         Self::start_with(0, blocks, blocks_per_sec, flags).await
     }
 
-    /// The same with so many routers.
+    /// Like `start`, with `routers` routers.
     async fn start_with(routers: usize, blocks: u32, blocks_per_sec: u32, flags: Flags) -> Self {
         let engines = Engines {
             count: 2,
@@ -69,7 +69,7 @@ impl Scene {
         scene
     }
 
-    /// New blocks a second, on every engine.
+    /// Sets the new blocks a second of every engine.
     async fn work(&self, blocks_per_sec: u32) {
         for engine in 0..self.fleet.engines.len() {
             let load = self
@@ -81,8 +81,8 @@ impl Scene {
         }
     }
 
-    /// The fault has ended: everything becomes right by itself while the load goes on, and stays so when it
-    /// pauses; then index and engines are equal block by block.
+    /// The fault has ended: everything becomes exact while the load continues, and stays exact when
+    /// it pauses. Then index and engines are equal block by block.
     async fn is_right_after(&self, fault: &str) {
         let since = Instant::now();
         self.until_all_exact().await;
@@ -91,7 +91,8 @@ impl Scene {
         println!("{fault}: {}", self.watch.counts());
     }
 
-    /// Every indexer calls every source exact, at or behind the batch that is the engine's last now.
+    /// Waits until every indexer reports every source exact, at or behind the engine's current last
+    /// batch.
     async fn until_all_exact(&self) {
         let wanted = self.engines("last_seq").await;
         self.fleet
@@ -129,7 +130,7 @@ impl Scene {
         true
     }
 
-    /// Of every engine's first rank.
+    /// The first rank of every engine.
     async fn engines(&self, what: &str) -> Vec<Option<u64>> {
         let mut all = Vec::new();
         for engine in 0..self.fleet.engines.len() {
@@ -148,7 +149,7 @@ impl Scene {
     }
 }
 
-/// Worker, state, engine sequence of every source; none from an indexer that is not there.
+/// Worker, state, engine sequence of every source; `None` from an indexer that does not answer.
 async fn positions(fleet: &Fleet, index: &str) -> Option<Vec<(String, String, Option<u64>)>> {
     let asked = fleet.http.get(format!("{index}/v1/digest"));
     let answer = asked.timeout(Duration::from_secs(2)).send().await.ok()?;
@@ -164,14 +165,14 @@ async fn positions(fleet: &Fleet, index: &str) -> Option<Vec<(String, String, Op
     digest["sources"].as_array()?.iter().map(row).collect()
 }
 
-/// A connection of the test's own.
+/// The test's own connection.
 async fn connect(fleet: &Fleet) -> NatsPlane {
     let url = fleet.parts().urls();
     let config = NatsConfig::new(url, Namespace::from(NAMESPACE), "test");
     NatsPlane::connect(config).await.unwrap()
 }
 
-/// Asks the server's own interface; none if it does not answer.
+/// Queries the server's own API; `None` without an answer.
 async fn api(plane: &NatsPlane, request: &str, body: &Value) -> Option<Value> {
     let subject = format!("$JS.API.{request}");
     let body = body.to_string().into_bytes();

@@ -1,4 +1,4 @@
-//! Processes that stand still for longer than every lease and proof, and go on.
+//! Processes that are stopped for longer than every lease and proof, and continue.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ fn pause() -> Duration {
     Duration::from_secs(if is_long() { 30 } else { 8 })
 }
 
-/// A shim and, at the same time, an indexer; then the nats-server.
+/// A shim and an indexer at the same time; then the nats-server.
 #[tokio::test(flavor = "multi_thread")]
 async fn stopped_and_continued() {
     let flags = Flags {

@@ -1,4 +1,4 @@
-//! What happens to the nats-server and what it keeps; and a shim's death.
+//! Faults of the nats-server and its files; and a shim's death.
 
 use serde_json::json;
 use warmroute_plane::Plane as _;
@@ -21,8 +21,8 @@ fn flags() -> Flags {
     }
 }
 
-/// SIGKILL of a shim; SIGKILL of the server; its directory put back to an older copy, which takes log,
-/// registry and snapshots back; the log deleted and made anew.
+/// SIGKILL of a shim; SIGKILL of the server; its directory rolled back to an older copy, which
+/// rolls back log, registry and snapshots; the log deleted and recreated.
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_rolled_back_and_deleted() {
     let scene = Scene::start(BLOCKS, BLOCKS_PER_SEC, flags()).await;
@@ -48,8 +48,8 @@ async fn server_killed(scene: &Scene) {
     scene.is_right_after("server killed").await;
 }
 
-/// The copy is of a killed server, so that it is one moment's. What came behind it has been applied by
-/// everybody, and acknowledged to the shims.
+/// The copy is taken from a killed server, so that it is consistent. All indexers have applied the
+/// lost records, and the shims have their acknowledgements.
 async fn rolled_back(scene: &Scene) {
     let mut server = scene.fleet.parts().server.lock().await;
     let (store, copy) = (server.store(), server.store().with_extension("older"));
@@ -83,7 +83,7 @@ async fn deleted(scene: &Scene) {
     scene.is_right_after("log deleted").await;
 }
 
-/// The newest snapshot has a wrong byte: who starts says so, and takes the one before.
+/// The newest snapshot has a wrong byte: a starting indexer logs it and loads the one before.
 #[tokio::test(flavor = "multi_thread")]
 async fn newest_snapshot_corrupt() {
     let scene = Scene::start(BLOCKS, BLOCKS_PER_SEC, flags()).await;

@@ -1,4 +1,4 @@
-//! Indexers that die while they write a snapshot.
+//! Indexers that are killed while they write a snapshot.
 
 use std::time::Duration;
 
@@ -14,13 +14,13 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::{Scene, connect, metric};
 use crate::fleet::{Flags, Fleet, NAMESPACE};
 
-/// Large enough that writing one takes a while.
+/// Large enough to make a write slow.
 const BLOCKS: u32 = 40_000;
 
 const KILLS: usize = 20;
 
-/// Whoever writes is killed at a random moment of it. The pointer never names what cannot be loaded, and
-/// the killed one is exact again; in the end every block is compared.
+/// The writer is killed at a random moment. The pointer never names a snapshot that cannot be
+/// loaded, and the killed indexer becomes exact again. In the end every block is compared.
 #[tokio::test(flavor = "multi_thread")]
 async fn writer_killed_at_random_points() {
     let flags = Flags {
@@ -40,7 +40,7 @@ async fn writer_killed_at_random_points() {
         sleep(delay).await;
         scene.fleet.parts().indexers[victim].kill();
         let since = Instant::now();
-        // Nothing relies on the lease: it would only keep the other one waiting.
+        // The test does not rely on the lease, which would only delay the other indexer.
         drop(
             plane
                 .delete(subjects.snapshot_lease_key(), lease.revision)
@@ -64,7 +64,7 @@ async fn writer_killed_at_random_points() {
     scene.end().await;
 }
 
-/// Waits for one that begins to write.
+/// Waits until an indexer begins to write.
 async fn writer(fleet: &Fleet, plane: &NatsPlane, subjects: &Subjects) -> (usize, RegistryEntry) {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -83,7 +83,7 @@ async fn writer(fleet: &Fleet, plane: &NatsPlane, subjects: &Subjects) -> (usize
     }
 }
 
-/// Of a snapshot of full caches.
+/// Size of a snapshot of full caches.
 async fn duration(scene: &Scene) -> Duration {
     let full = async |fleet: &Fleet| {
         let digest = fleet.get(format!("{}/v1/digest", fleet.indexes()[0])).await;
@@ -98,7 +98,7 @@ async fn duration(scene: &Scene) -> Duration {
     Duration::from_secs_f64((after.0 - before.0) / (after.1 - before.1))
 }
 
-/// Seconds that snapshots took, and how many there were.
+/// Total seconds and number of snapshots.
 async fn written(fleet: &Fleet) -> (f64, f64) {
     let (mut seconds, mut count) = (0.0, 0.0);
     for index in fleet.indexes() {
@@ -114,11 +114,11 @@ async fn pointer(plane: &NatsPlane, subjects: &Subjects) -> Option<SnapshotPoint
     entry.map(|entry| codec::decode(&entry.value).unwrap())
 }
 
-/// Each that the pointer names is there and whole.
+/// Each snapshot that the pointer names is present and whole.
 async fn all_loadable(plane: &NatsPlane, subjects: &Subjects) {
     let mut named = pointer(plane, subjects).await;
     while let Some(bad) = not_loadable(plane, named.as_ref()).await {
-        // The other one may have moved the pointer on, and deleted what it named before.
+        // The other indexer may have moved the pointer and deleted the snapshot.
         let now = pointer(plane, subjects).await;
         assert_ne!(now, named, "{bad} cannot be loaded");
         named = now;

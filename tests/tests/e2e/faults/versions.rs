@@ -1,5 +1,5 @@
-//! Bytes of a version that nobody here knows, on every subject, under every key and in the store of a
-//! fleet that works.
+//! Bytes of an unknown version on every subject, under every key and in the store of a working
+//! fleet.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::fleet::{Flags, Fleet, NAMESPACE, worker_name};
 
 const UNREADABLE: &str = "warmroute_indexer_bad_registry_entries_total";
 
-/// A message of this kind, of the version after this one, with a body that means nothing here.
+/// A message of this kind and the next version, with a meaningless body.
 fn newer(kind: u8) -> Bytes {
     let mut bytes = vec![VERSION + 1, kind];
     bytes.extend_from_slice(b"what the next version says");
@@ -32,7 +32,8 @@ fn source() -> Source {
     }
 }
 
-/// Each is a counted verdict at whoever reads it; nobody ends, and everything is right again.
+/// Each one is a counted verdict at its reader. No process ends, and everything becomes exact
+/// again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_newer_version_is_a_counted_verdict() {
     let flags = Flags {
@@ -50,7 +51,7 @@ async fn a_newer_version_is_a_counted_verdict() {
     scene.end().await;
 }
 
-/// What is counted at every indexer, at the first shim, and at the router.
+/// The counters of every indexer, the first shim and the router.
 async fn counts(fleet: &Fleet, at: At, name: &str) -> Vec<f64> {
     let pages = match at {
         At::Indexers => fleet.indexes(),
@@ -71,7 +72,7 @@ enum At {
     Router,
 }
 
-/// Does it, and waits until each of those counts it.
+/// Runs `action` and waits until each counter has grown.
 async fn is_counted(fleet: &Fleet, at: At, name: &str, act: impl Future<Output = ()>) {
     let before = counts(fleet, at, name).await;
     act.await;
@@ -115,7 +116,7 @@ async fn log_and_broadcasts(fleet: &Fleet, plane: &NatsPlane) {
     is_counted(fleet, At::Router, malformed, ask).await;
     let queries = "warmroute_indexer_queries_total{outcome=\"malformed\"}";
     let query = async {
-        // Each of the two in turn, by chance.
+        // Each of the two is drawn at random.
         for _ in 0..32 {
             let asked = plane.request(to.query(), newer(3), Duration::from_secs(2));
             assert!(matches!(asked.await, Err(PlaneError::Unavailable(_))));
@@ -126,7 +127,7 @@ async fn log_and_broadcasts(fleet: &Fleet, plane: &NatsPlane) {
 
 async fn registry(fleet: &Fleet, plane: &NatsPlane) {
     let (to, source) = (subjects(), source());
-    // Of leased keys an entry that nobody renews goes as any other.
+    // A leased key that is not renewed expires like any other.
     let lease = Some(Duration::from_secs(2));
     let put = async |key: String, kind, lease| {
         let put = plane.put(key, newer(kind), PutIf::Always, lease);
@@ -155,10 +156,10 @@ async fn registry(fleet: &Fleet, plane: &NatsPlane) {
         put(to.indexer_key("newer"), 16, lease),
     )
     .await;
-    // Nobody reads the values of these two: that they are there is what they say.
+    // Only the presence of these two keys has a meaning; their values are not read.
     put(to.snapshot_lease_key(), 17, lease).await;
     put(to.router_key(RouterId([7; 16])), 13, lease).await;
-    // A shim whose lock somebody else has takes it again when it is free, and looks at its generation.
+    // A shim takes its lock again when it is free, and checks its generation.
     let unread = "warmroute_shim_messages_unreadable_total";
     let taken = async {
         put(to.generation_key(&source), 7, None).await;
@@ -167,7 +168,7 @@ async fn registry(fleet: &Fleet, plane: &NatsPlane) {
     is_counted(fleet, At::Shim, unread, taken).await;
 }
 
-/// A pointer that cannot be read, and a blob whose head cannot be, under the name of the newest.
+/// Stores an unreadable pointer, and a blob with an unreadable head under the newest name.
 async fn snapshot(fleet: &Fleet, plane: &NatsPlane) {
     let to = subjects();
     let written = async |_: &Fleet| !plane.snapshots().await.unwrap().is_empty();
@@ -181,7 +182,7 @@ async fn snapshot(fleet: &Fleet, plane: &NatsPlane) {
         .unwrap()
         .unwrap()
         .to_vec();
-    // The format's own version stands behind its mark.
+    // The format's version follows its magic bytes.
     blob[7] += 1;
     plane.delete_snapshot(newest.clone()).await.unwrap();
     plane.put_snapshot(newest, blob.into()).await.unwrap();

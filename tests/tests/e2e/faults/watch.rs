@@ -1,8 +1,8 @@
-//! Asks every indexer all along, and compares each answer with the engine's history.
+//! Queries every indexer continuously, and compares each answer with the engine's history.
 //!
-//! Prompts are drawn from what the engines hold or held. An indexer that is away, stopped or not ready is
-//! counted as such; an answer that claims more than it can prove ends the test with all that is known
-//! about it.
+//! Prompts are drawn from what the engines hold or held. An indexer that is down, stopped or not
+//! ready is counted as such. An answer that claims more than it can prove ends the test with a full
+//! report.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,9 +20,9 @@ use warmroute_tests::checker::{Claim, Truth};
 
 use crate::fleet::{BLOCK, Fleet, worker_name};
 
-/// Between two questions to one indexer.
+/// Pause between two queries to one indexer.
 const PAUSE: Duration = Duration::from_millis(10);
-/// An indexer that is stopped answers later, or never.
+/// A stopped indexer answers late or never.
 const DEADLINE: Duration = Duration::from_secs(2);
 
 pub(crate) struct Watch {
@@ -45,7 +45,7 @@ struct Rank {
     truth: tokio::sync::Mutex<Truth>,
 }
 
-/// How often each indexer said each state of each source; and how often `exact` with something held.
+/// Answers of each indexer by state, and the number of `exact` ones with credit.
 #[derive(Clone, Debug, Default)]
 struct Tally {
     states: BTreeMap<&'static str, u64>,
@@ -55,7 +55,7 @@ struct Tally {
 }
 
 impl Watch {
-    /// Of all indexers and engines that the fleet has now.
+    /// Watches all current indexers and engines.
     pub(crate) fn start(fleet: &Fleet, ranks: u64) -> Self {
         let engines = 0..fleet.engines.len();
         let ranks = engines.flat_map(|engine| (0..ranks).map(move |number| (engine, number)));
@@ -86,7 +86,7 @@ impl Watch {
         }
     }
 
-    /// Ends the test if something was wrong, or nobody asks any more.
+    /// Fails the test after a wrong answer or the end of a querying task.
     pub(crate) fn check(&self) {
         let asked = self.asking.iter().all(|task| !task.is_finished());
         assert!(asked, "a task of the checker failed");
@@ -94,8 +94,8 @@ impl Watch {
         assert!(wrong.is_empty(), "wrong answers:\n{}", wrong.join("\n"));
     }
 
-    /// Waits until every indexer has said of every source so many times more that it is `exact`, of
-    /// prompts that it holds something of.
+    /// Waits until every indexer has reported every source `exact`, with credit, `more` further
+    /// times.
     pub(crate) async fn until_exact(&self, fleet: &Fleet, times: u64) {
         let credited = || lock(&self.shared.tally).credited.clone();
         let before = credited();
@@ -112,13 +112,13 @@ impl Watch {
             .await;
     }
 
-    /// Answers by state since the beginning.
+    /// Answers by state since the start.
     pub(crate) fn counts(&self) -> String {
         let Tally { states, silent, .. } = &*lock(&self.shared.tally);
         format!("{states:?}, {silent} questions without an answer")
     }
 
-    /// Ends it, and the test if something was wrong.
+    /// Stops, and fails the test after a wrong answer.
     pub(crate) async fn end(self) -> String {
         self.check();
         self.stop.cancel();
@@ -190,7 +190,7 @@ impl Shared {
         answer.json().await.ok()
     }
 
-    /// Everything that the engine published until now.
+    /// Fetches everything that the engine has published.
     async fn learn(&self, rank: &Rank, truth: &mut Truth) {
         loop {
             let url = format!("{}&from={}", rank.history, truth.next());
@@ -209,7 +209,7 @@ impl Shared {
     }
 }
 
-/// What an answer says of one rank; none if it does not name it.
+/// An answer's claim about one rank; `None` if it does not name the rank.
 fn claim(instance: &Value, rank: u64) -> Option<Claim> {
     let of_rank = |key: &str| &instance[key][rank.to_string()];
     let state = serde_json::from_value(of_rank("states").clone()).ok()?;

@@ -1,4 +1,4 @@
-//! Three real nats-servers that are one JetStream cluster.
+//! Three real nats-servers in one JetStream cluster.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub(crate) fn node(index: usize) -> String {
     format!("node-{index}")
 }
 
-/// The first, and its peers; they have a leader, and take streams.
+/// Starts the first server and its peers, and waits for a leader and working streams.
 pub(super) async fn start() -> (NatsServer, Vec<NatsServer>) {
     let routes = free_ports(NODES);
     let route = |index: u16| format!("nats://127.0.0.1:{}", routes + index);
@@ -54,7 +54,7 @@ pub(super) async fn start() -> (NatsServer, Vec<NatsServer>) {
     (servers.remove(0), peers)
 }
 
-/// Every node knows the leader of the cluster, and who else belongs to it.
+/// Whether every node knows the cluster's leader and members.
 async fn is_formed(http: &reqwest::Client, pages: &[u16]) -> bool {
     let mut leaders = Vec::new();
     for page in pages {

@@ -1,4 +1,4 @@
-//! What is held, and as whom: the engines' own lists and an index's dump in one form.
+//! Held pairs of the engines' own lists and of an index's dump, in one form.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ pub(crate) type Held = BTreeSet<(String, String)>;
 pub(crate) type BySource<T> = BTreeMap<(String, u64), T>;
 
 impl Fleet {
-    /// What the engines truly hold.
+    /// Pairs that the engines hold.
     pub(crate) async fn truth(&self) -> BySource<Held> {
         let mut held = BTreeMap::new();
         for index in 0..self.engines.len() {
@@ -33,7 +33,7 @@ impl Fleet {
         held
     }
 
-    /// Every index holds exactly what the engines do.
+    /// Whether every index holds exactly the engines' pairs.
     pub(crate) async fn assert_indexed_is_true(&self) {
         let truth = self.truth().await;
         for index in self.indexes() {
@@ -41,7 +41,7 @@ impl Fleet {
         }
     }
 
-    /// What an index holds, from its dump.
+    /// Pairs of an index, from its dump.
     async fn dumped(&self, index: &str) -> BySource<Held> {
         let answer = self.http.get(format!("{index}/dump")).send().await;
         let mut held: BySource<Held> = BTreeMap::new();

@@ -1,9 +1,9 @@
-//! A way to the nats-server on which routers' load messages are lost, doubled and late: each router its
-//! own ones, everything else untouched.
+//! A proxy to the nats-server that loses, duplicates and delays routers' load messages. Each router
+//! has its own faults; other messages pass unchanged.
 //!
-//! NATS is a protocol of lines. Of what the server sends only the deliveries matter: `MSG <subject> <sid>
-//! [reply] <bytes>` and `HMSG <subject> <sid> [reply] <header bytes> <bytes>`, each before its bytes and an
-//! end of line (docs.nats.io, "Client Protocol").
+//! NATS is a line protocol. Only the server's deliveries matter here: `MSG <subject> <sid> [reply]
+//! <bytes>` and `HMSG <subject> <sid> [reply] <header bytes> <bytes>`, each followed by its bytes
+//! and an end of line (docs.nats.io, "Client Protocol").
 
 use std::io;
 use std::net::SocketAddr;
@@ -21,15 +21,15 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
-/// Of a hundred messages 30 are lost, 10 come twice, and 10 come behind the next.
+/// Rates: 30 % lost, 10 % duplicated, 10 % delivered after the next one.
 const LOST: u8 = 30;
 const DOUBLED: u8 = LOST + 10;
 const LATE: u8 = DOUBLED + 10;
 
-/// Lines that the way holds; more wait at the server.
+/// Buffered lines; more wait at the server.
 const UNDER_WAY_MAX: usize = 1 << 16;
 
-/// Ends with its handle.
+/// Stops when dropped.
 pub(crate) struct Lossy {
     pub(crate) address: SocketAddr,
     shared: Arc<Shared>,
@@ -37,7 +37,7 @@ pub(crate) struct Lossy {
 }
 
 struct Shared {
-    /// Deliveries of subjects that begin so are at risk.
+    /// Subject prefix of the affected deliveries.
     prefix: String,
     far: Duration,
     is_lossy: AtomicBool,
@@ -47,7 +47,7 @@ struct Shared {
 }
 
 impl Lossy {
-    /// Loses nothing yet. `far`: how much longer everything takes to come from the server.
+    /// Starts without losses. `far` is the added delay from the server.
     pub(crate) async fn start(server: String, prefix: String, far: Duration) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
@@ -79,7 +79,7 @@ impl Lossy {
         self.shared.is_lossy.store(lose, Ordering::SeqCst);
     }
 
-    /// Deliveries lost, doubled and late so far.
+    /// Lost, duplicated and delayed deliveries so far.
     pub(crate) fn counts(&self) -> [u64; 3] {
         let Shared {
             lost,
@@ -107,7 +107,7 @@ async fn accept(
             let (mut from_client, to_client) = client.into_split();
             let (from_server, mut to_server) = server.into_split();
             let (to, under_way) = mpsc::channel(UNDER_WAY_MAX);
-            // Whichever side closes takes the other along.
+            // When one side closes, so does the other.
             tokio::select! {
                 ended = tokio::io::copy(&mut from_client, &mut to_server) => ended.map(drop),
                 ended = deliver(BufReader::new(from_server), to, &shared) => ended,
@@ -124,7 +124,7 @@ async fn deliver(
     shared: &Shared,
 ) -> io::Result<()> {
     let mut rng = Rng::new();
-    // One that waits until another one has passed it.
+    // A delivery that waits until another one has passed it.
     let mut held: Option<Vec<u8>> = None;
     let mut frame = Vec::new();
     loop {
@@ -176,7 +176,7 @@ async fn send(to: &mpsc::Sender<(Instant, Vec<u8>)>, bytes: Vec<u8>) -> io::Resu
     sent.map_err(|_| io::ErrorKind::BrokenPipe.into())
 }
 
-/// Everything in its order, each a while after it was sent.
+/// Forwards in order, each line after a delay.
 async fn arrive(
     mut under_way: mpsc::Receiver<(Instant, Vec<u8>)>,
     mut to: impl AsyncWrite + Unpin,
@@ -191,7 +191,7 @@ async fn arrive(
     Ok(())
 }
 
-/// Subject of a delivery and the bytes that follow its line; none of other lines.
+/// Subject of a delivery and the number of bytes after its line; `None` for other lines.
 fn delivery(line: &[u8]) -> Option<(&[u8], usize)> {
     let mut words = line.trim_ascii_end().split(|&byte| byte == b' ');
     let (verb, subject) = (words.next()?, words.next()?);

@@ -1,6 +1,6 @@
 //! Real processes: mock engines and routers; with NATS also a server, shims and indexers.
 //!
-//! A [`Fleet`] is embedded or distributed by its [`Mode`], and scenarios do not see the difference.
+//! A [`Fleet`] is embedded or distributed by its [`Mode`]; scenarios are the same for both.
 
 pub(crate) mod cluster;
 mod dump;
@@ -36,21 +36,21 @@ const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
 const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
 
-/// What carries a fleet's state.
+/// The plane of a fleet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Mode {
-    /// One router with everything inside.
+    /// One router with all parts inside.
     Embedded,
-    /// Everything apart, over a real nats-server.
+    /// Each part is a process, over a real nats-server.
     Nats { indexers: usize, routers: usize },
 }
 
-/// What processes are told beside what every fleet tells them.
+/// Flags of the processes beyond the defaults.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Flags {
     pub(crate) init: &'static [&'static str],
     pub(crate) shim: &'static [&'static str],
-    /// To the last one beside that.
+    /// Further flags of the last one.
     pub(crate) last_shim: &'static [&'static str],
     pub(crate) indexer: &'static [&'static str],
     pub(crate) router: &'static [&'static str],
@@ -59,44 +59,44 @@ pub(crate) struct Flags {
     pub(crate) company: Company,
 }
 
-/// Who may do what at the nats-server.
+/// Permissions and links at the nats-server.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) enum Access {
-    /// Everybody everything.
+    /// All permissions.
     #[default]
     Open,
     /// As `deploy/nats/nats.conf` has it: a user for each role and each of two workers.
     LeastPrivilege,
-    /// Everybody everything, but routers cannot tell each other anything.
+    /// All permissions, except that routers receive no messages of each other.
     MuteRouters,
-    /// Everybody everything; routers are connected by a way on which load messages get lost when told.
+    /// All permissions; routers connect through a proxy that can lose load messages.
     LossyRouters,
-    /// Everybody everything; what comes to routers takes a few milliseconds more.
+    /// All permissions; messages reach routers a few milliseconds later.
     FarRouters,
-    /// The same as [`Access::Open`], with three servers.
+    /// [`Access::Open`] with three servers.
     Cluster,
 }
 
-/// How many fleets run at once: a dozen processes each.
+/// Fleets that run concurrently, each with a dozen processes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) enum Company {
-    /// Only this one, so that it has the processors to itself.
+    /// Only this fleet, so that it has the processors to itself.
     #[default]
     None,
-    /// One more of the same kind: for scenarios that wait more than they work.
+    /// Also another one of this kind: for scenarios that mostly wait.
     Another,
 }
 
-/// How shims reach the nats-server.
+/// The shims' links to the nats-server.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) enum Links {
     #[default]
     Direct,
-    /// Each through a proxy of its own, [`Fleet::link`].
+    /// Each through its own proxy, [`Fleet::link`].
     Proxied,
 }
 
-/// How the mock engines of a fleet are set up.
+/// Settings of a fleet's mock engines.
 pub(crate) struct Engines {
     pub(crate) count: usize,
     pub(crate) ranks: u16,
@@ -104,21 +104,21 @@ pub(crate) struct Engines {
     pub(crate) flags: &'static [&'static str],
 }
 
-/// A mock engine on ports that stay its own over restarts.
+/// A mock engine on ports that it keeps over restarts.
 pub(crate) struct Engine {
     pub(crate) process: Process,
     kv: u16,
     replay: u16,
 }
 
-/// Handles end in this order: whoever asks before whoever answers.
+/// Handles drop in this order: clients before their servers.
 pub(crate) struct Fleet {
     pub(crate) routers: Vec<Process>,
-    /// None if embedded.
+    /// `None` if embedded.
     distributed: Option<Distributed>,
     pub(crate) engines: Vec<Engine>,
     pub(crate) http: reqwest::Client,
-    /// Whose turn it is, as a load balancer that goes round.
+    /// Round-robin position of the next client.
     turn: AtomicUsize,
     flags: Flags,
     place: Place,
@@ -177,18 +177,18 @@ impl Fleet {
         self.routers.push(router);
     }
 
-    /// Where a client sends its next request: at each router in turn.
+    /// The next client's router, in turn.
     pub(crate) fn url(&self, path: &str) -> String {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         format!("{}{path}", self.routers[turn % self.routers.len()].base())
     }
 
-    /// In the fleet's directory.
+    /// A path in the fleet's directory.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.place.path(name)
     }
 
-    /// The admin port of one router.
+    /// The admin URL of one router.
     pub(crate) fn admin(&self, router: usize, path: &str) -> String {
         let port = &self.routers[router].said["admin_port"];
         format!("http://127.0.0.1:{port}{path}")
@@ -198,7 +198,7 @@ impl Fleet {
         format!("{}{path}", self.engines[index].process.base())
     }
 
-    /// Where each index is asked: the indexers, or the router that has one inside.
+    /// The URLs of all indexes: the indexers, or the router that contains one.
     pub(crate) fn indexes(&self) -> Vec<String> {
         match &self.distributed {
             Some(parts) => parts.indexers.iter().map(Process::base).collect(),
@@ -215,12 +215,12 @@ impl Fleet {
             .unwrap_or_else(|error| panic!("{url}: {error}"))
     }
 
-    /// Waits for a condition that has to come true by itself.
+    /// Waits until a condition holds.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Self) -> bool) {
         self.until_within(PATIENCE, what, condition).await;
     }
 
-    /// The same of what is promised for much sooner than [`PATIENCE`]: `most` is what only a defect takes.
+    /// Like `until`, with a shorter bound: `most` is what only a defect takes.
     pub(crate) async fn until_within(
         &self,
         most: Duration,
@@ -255,7 +255,7 @@ impl Fleet {
         self.until_indexed_as(&["exact"]).await;
     }
 
-    /// The same, with every source in one of these states.
+    /// Like `caught_up`, with every source in one of these states.
     pub(crate) async fn until_indexed_as(&self, states: &[&str]) {
         self.until("the index has caught up", async |fleet| {
             for base in fleet.indexes() {
@@ -296,8 +296,8 @@ impl Fleet {
         sources.iter().map(row).collect()
     }
 
-    /// (active requests, prefill tokens, decode blocks), summed over all sources, as a router sees
-    /// them.
+    /// Active requests, prefill tokens and decode blocks in a router's view, summed over all
+    /// sources.
     pub(crate) async fn load(&self, router: usize) -> (u64, u64, u64) {
         let slots = self.get(self.admin(router, "/v1/slots")).await;
         let sum = |key: &str| {
@@ -338,7 +338,7 @@ impl Fleet {
         sum
     }
 
-    /// One metric of the routers, summed over them and its labels.
+    /// One metric, summed over the routers and its labels.
     pub(crate) async fn metric(&self, name: &str) -> f64 {
         let mut sum = 0.0;
         for router in 0..self.routers.len() {

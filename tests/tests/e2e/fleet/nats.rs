@@ -1,4 +1,4 @@
-//! The parts of a fleet that has a plane of its own: a real nats-server, shims, indexers.
+//! The distributed parts of a fleet: a real nats-server, shims, indexers.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -16,42 +16,42 @@ use super::{
 };
 use crate::nats_server::NatsServer;
 
-/// That of the shipped configuration.
+/// The namespace of the shipped configuration.
 pub(crate) const NAMESPACE: &str = "prod";
-/// On one machine routers differ by up to a millisecond in when they hear of something.
+/// Routers on one machine differ by up to a millisecond in the arrival of a message.
 const FAR: Duration = Duration::from_millis(8);
 
 const PASSWORD: &str = "secret";
 
-/// RFC 8032's first key, as a user's: what routers have where others have a password.
+/// RFC 8032's first key, as an NKEY seed: routers authenticate with it instead of a password.
 const SEED: &str = "SUAJ2YNRTXX72WTAXKCEV5ES5QWMIRCJYVUXWMTJDFYDXLADDSXH6YALCA";
 const KEY: &str = "UDLVVGABQKYQVN6VJP7NHSLEA45A5YLS6PNKMIZFV4BBU2HXA5IRUVAL";
 
 const SEED_FILE: &str = "router.nk";
 
-/// Permits for [`Company`]: who wants to be alone takes both.
+/// Permits for [`Company`]: a fleet that runs alone takes both.
 static FLEETS: Semaphore = Semaphore::const_new(2);
 
 pub(crate) struct Distributed {
     pub(crate) shims: Vec<Process>,
     pub(crate) indexers: Vec<Process>,
-    /// The first, or the only one.
+    /// The first server.
     pub(crate) server: Mutex<NatsServer>,
-    /// The routers' way to the server, where it has one of its own.
+    /// The routers' own proxy to the server, if any.
     lossy: Option<Lossy>,
-    /// The others of a cluster, in the order of their names.
+    /// The cluster's other servers, in the order of their names.
     pub(crate) peers: Mutex<Vec<NatsServer>>,
-    /// By shim, if they are not linked directly.
+    /// Proxies by shim, unless linked directly.
     proxies: Vec<Proxy>,
     access: Access,
-    /// A file with it.
+    /// File with the key.
     seed: PathBuf,
-    /// Last, so that the next fleet starts when this one has ended.
+    /// The last field, so that the next fleet starts after this one has ended.
     _turn: SemaphorePermit<'static>,
 }
 
 impl Distributed {
-    /// The flags that every binary has, as this user.
+    /// The NATS flags of every binary, as this user.
     fn plane_flags(&self, user: &str) -> Vec<String> {
         let url = self.urls();
         let url = match self.access {
@@ -91,7 +91,7 @@ impl Distributed {
 }
 
 impl Fleet {
-    /// Starts server and shims, in the order in which an operator does.
+    /// Starts server and shims, in an operator's order.
     pub(super) async fn distribute(&mut self, setup: &Engines) {
         let permits = match self.flags.company {
             Company::None => 2,
@@ -137,12 +137,12 @@ impl Fleet {
         self.distributed.as_ref().expect("a fleet over NATS")
     }
 
-    /// The link of one shim to the plane.
+    /// One shim's link to the plane.
     pub(crate) fn link(&self, shim: usize) -> &Proxy {
         &self.parts().proxies[shim]
     }
 
-    /// What the indexer's binary says as a command that ends, and its exit code.
+    /// Output and exit code of a one-shot command of the indexer's binary.
     pub(crate) async fn command(&self, user: &str, command: &[&str]) -> (Option<i32>, String) {
         let mut arguments = self.parts().plane_flags(user);
         arguments.extend(strings(command));
@@ -157,7 +157,7 @@ impl Fleet {
         (ended.status.code(), said)
     }
 
-    /// What `warmroute-indexer init` makes.
+    /// Runs `warmroute-indexer init`.
     pub(crate) fn init(&self) {
         let mut arguments = self.parts().plane_flags("init");
         arguments.push("init".to_owned());
@@ -264,7 +264,7 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
     }
 }
 
-/// The shipped configuration, in which routers have a key instead of a password, and nothing else is changed.
+/// The shipped configuration, with a key instead of a password for routers.
 fn with_a_key() -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
     let mut text = std::fs::read_to_string(file).expect("the shipped file");
@@ -287,7 +287,7 @@ fn mute_routers() -> String {
     };
     let shims = (0..8).map(|index| user(&format!("shim-{}", worker_name(index)), ""));
     let load = format!(r#""wr.{NAMESPACE}.load", "wr.{NAMESPACE}.load.>""#);
-    // Without its key a router has no incarnation and says nothing: what nobody may hear is not sent either.
+    // Without its key a router has no incarnation and sends no messages.
     let keys = format!(r#""$KV.wr_{NAMESPACE}.wr.{NAMESPACE}.router.>""#);
     let mute = format!(
         ", permissions: {{publish: {{deny: [{load}, {keys}]}}, subscribe: {{deny: [{load}]}}}}"

@@ -1,4 +1,4 @@
-//! Where a fleet has its files and ports.
+//! Files and ports of a fleet.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// A directory of its own; kept when the test fails, for the logs in it.
+/// Its own directory, kept with its logs when the test fails.
 pub(crate) struct Place(PathBuf);
 
 impl Place {
@@ -28,22 +28,21 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            // A file that stays behind harms nobody.
+            // A leftover file is harmless.
             drop(fs::remove_dir_all(&self.0));
         }
     }
 }
 
-/// Below the ports that systems give to outgoing connections, so that a port which is free while its
-/// process is down stays free.
+/// Below the ephemeral ports, so that a port stays free while its process is down.
 const PORTS: std::ops::Range<u16> = 12_000..32_000;
 
 pub(crate) fn free_port() -> u16 {
     free_ports(1)
 }
 
-/// The first of so many free ports in a row: a rank's port is its base plus its number. No test gets
-/// one that another test of this process had.
+/// The first of `count` free ports in a row: a rank's port is its base plus its number. No two
+/// tests of this process get one port.
 pub(crate) fn free_ports(count: u16) -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,5 @@
-//! A real process of one test: its log in a file, shown when the test fails; gone with its handle.
+//! A real process of one test, with a log file that is printed when the test fails. Dropping it
+//! kills it.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -12,10 +13,10 @@ use tokio::time::{Instant, sleep};
 use super::PATIENCE;
 use crate::nats_server::child::Watchdog;
 
-/// Lines of a log that a failed test shows.
+/// Log lines that a failed test prints.
 const SHOWN_LINES: usize = 60;
 
-/// A child process and what it said first: one JSON line with its addresses.
+/// A child process and its first line: JSON with its addresses.
 pub(crate) struct Process {
     program: &'static str,
     arguments: Vec<String>,
@@ -30,7 +31,7 @@ struct Running {
 }
 
 impl Running {
-    /// How it ended, if it has: then its number may be another's at once.
+    /// Its exit status, if it has ended: the pid may be reused then.
     fn status(&mut self) -> Option<ExitStatus> {
         let status = self.child.try_wait().expect("our child");
         if status.is_some() {
@@ -41,7 +42,7 @@ impl Running {
 }
 
 impl Process {
-    /// `arguments` name every port, so that the process comes back where it was.
+    /// `arguments` name every port, so that a restarted process is at the same addresses.
     pub(crate) async fn start(program: &'static str, log: &Path, arguments: Vec<String>) -> Self {
         let mut process = Self {
             program,
@@ -54,7 +55,7 @@ impl Process {
         process
     }
 
-    /// Starts it again, after a kill if it still runs. What it says is what it said at first.
+    /// Starts it again, after SIGKILL if it still runs. The addresses are unchanged.
     pub(crate) async fn restart(&self) -> Value {
         self.kill();
         let said = self.log.with_extension("said");
@@ -105,7 +106,7 @@ impl Process {
             .id()
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL.
     pub(crate) fn kill(&self) {
         if let Some(mut running) = self.running().take() {
             running.watchdog.end();
@@ -114,12 +115,12 @@ impl Process {
         }
     }
 
-    /// By its name without SIG: `TERM`, `STOP`, `CONT`.
+    /// Sends a signal by its name without SIG: `TERM`, `STOP`, `CONT`.
     pub(crate) fn signal(&self, name: &str) {
         signal(self.pid(), name);
     }
 
-    /// Waits until it has ended by itself.
+    /// Waits until it has ended.
     pub(crate) async fn ended(&self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;
         loop {

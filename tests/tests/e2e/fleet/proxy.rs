@@ -1,4 +1,4 @@
-//! A TCP link that can be cut: bytes pass, wait, or are refused.
+//! A TCP link that passes, holds or refuses bytes.
 
 use std::io;
 
@@ -11,9 +11,9 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Open,
-    /// Connections stay and carry nothing, as when packets are dropped.
+    /// Connections stay open and carry nothing, like dropped packets.
     Silent,
-    /// Connections end, and new ones too, as when a host is gone.
+    /// Connections close, and new ones too, like a host that is down.
     Refused,
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct Proxy {
 }
 
 impl Proxy {
-    /// To the server of a `nats://` address.
+    /// Connects to the server of a `nats://` address.
     pub(crate) async fn start(url: &str) -> Self {
         let server = url.trim_start_matches("nats://").to_owned();
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
@@ -32,7 +32,7 @@ impl Proxy {
         let (way, seen) = watch::channel(Way::Open);
         let tasks = TaskTracker::new();
         let accept = async move {
-            // Its connections end with it.
+            // Aborting the task closes its connections.
             let links = TaskTracker::new();
             loop {
                 if let Ok((client, _)) = listener.accept().await {
@@ -67,7 +67,7 @@ async fn link(client: TcpStream, server: &str, way: watch::Receiver<Way>) -> io:
     }
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
-    // Whichever side ends takes the other one along.
+    // When one side ends, so does the other.
     tokio::select! {
         ended = pump(from_client, to_server, way.clone()) => ended,
         ended = pump(from_server, to_client, way) => ended,
@@ -93,11 +93,11 @@ async fn pump(
 }
 
 async fn refused(mut way: watch::Receiver<Way>) {
-    // Without its sender the link is gone too.
+    // Without its sender the link is closed.
     drop(way.wait_for(|way| *way == Way::Refused).await.map(|_| ()));
 }
 
-/// Waits while it is silent. False if it is refused.
+/// Waits while it is silent. Returns false if it is refused.
 async fn is_open(way: &mut watch::Receiver<Way>) -> bool {
     let decided = way.wait_for(|way| *way != Way::Silent).await;
     decided.is_ok_and(|way| *way == Way::Open)

@@ -1,4 +1,4 @@
-//! What clients ask in these tests: conversations that share prefixes, seeded.
+//! Seeded client requests: conversations that share prefixes.
 
 use fastrand::Rng;
 use reqwest::Response;
@@ -6,11 +6,11 @@ use serde_json::{Value, json};
 
 use super::Fleet;
 
-/// A request and what came back of it.
+/// A request and its answer.
 pub(crate) struct Served {
     pub(crate) worker: String,
     pub(crate) dp_rank: u64,
-    /// The rank that says it served it.
+    /// The rank that served it, by its header.
     pub(crate) served_by_rank: u64,
     pub(crate) overlap_blocks: u64,
     pub(crate) state: String,
@@ -19,8 +19,8 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    /// No index answered within the few milliseconds that it has, as happens on a busy machine: such a
-    /// request is routed without credit.
+    /// Whether no index answered in time, as on a busy machine: the request is routed without
+    /// credit.
     pub(crate) fn is_without_answer(&self) -> bool {
         let without = self.state == "unknown";
         assert!(
@@ -31,7 +31,7 @@ impl Served {
     }
 }
 
-/// A chat or completion whose prompt begins like many others'.
+/// A chat or completion that shares its beginning with others.
 pub(crate) fn request(rng: &mut Rng) -> (&'static str, Value) {
     let topic = rng.usize(0..6);
     let rules = rng.usize(3..30);
@@ -73,7 +73,7 @@ pub(crate) async fn send(fleet: &Fleet, path: &str, body: &Value) -> Response {
     request.send().await.expect("an answer")
 }
 
-/// Sends a request that must succeed, and reads what was said about it.
+/// Sends a request that must succeed, and reads its answer and headers.
 pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
     let answer = send(fleet, path, body).await;
     let status = answer.status();

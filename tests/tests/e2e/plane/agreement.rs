@@ -1,5 +1,5 @@
-//! What processes say of one moment, compared: moments are numbers, not times, so that it holds under
-//! load as well.
+//! Compares the reports of processes about one moment. Moments are numbers, not times, so that this
+//! holds under load.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::equality::{held, name};
 use crate::fleet::{Fleet, text};
 
-/// Everything that was said so far, by what it was said about.
+/// All reports so far, by subject.
 #[derive(Default)]
 pub(crate) struct Agreement {
     said: BTreeMap<String, (String, Value)>,
@@ -16,7 +16,7 @@ pub(crate) struct Agreement {
 }
 
 impl Agreement {
-    /// Asks everybody once.
+    /// Queries every process once.
     pub(crate) async fn look(&mut self, fleet: &Fleet) {
         for index in fleet.indexes() {
             let digest = fleet.get(format!("{index}/v1/digest")).await;
@@ -34,7 +34,7 @@ impl Agreement {
         }
     }
 
-    /// How often two processes spoke of the same moment.
+    /// Number of moments with reports of two processes.
     pub(crate) fn compared(&self, what: &'static str) -> u64 {
         self.compared.get(what).copied().unwrap_or(0)
     }
@@ -54,7 +54,7 @@ impl Agreement {
         }
     }
 
-    /// An indexer's sources, all of them, at its position.
+    /// All sources of an indexer at its position.
     fn hear_position(&mut self, teller: &str, digest: &Value) {
         let sources = digest["sources"].as_array().expect("sources").iter();
         let value: Vec<Value> = sources
@@ -68,7 +68,7 @@ impl Agreement {
         );
     }
 
-    /// Each source at its record; an indexer's or its shim's.
+    /// Each source at its record, from an indexer or its shim.
     fn hear_records(&mut self, teller: &str, digest: &Value) {
         for source in digest["sources"].as_array().expect("sources") {
             if source["number"].is_u64() {
@@ -78,7 +78,7 @@ impl Agreement {
         }
     }
 
-    /// Each router's slots at its number, as it says itself and as the others say.
+    /// Each router's slots at its number, from itself and from the others.
     fn hear_slots(&mut self, slots: &Value) {
         let teller = text(&slots["router"]);
         for view in slots["sync"]["replicas"].as_array().expect("replicas") {

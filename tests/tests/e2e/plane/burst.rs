@@ -1,20 +1,20 @@
-//! The same new prefix from many clients at once, through routers that share nothing but the plane.
+//! A new prefix from many concurrent clients, through routers that share only the plane.
 
 use serde_json::json;
 use tokio_util::task::TaskTracker;
 
 use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
-/// As many as there are workers.
+/// One for each worker.
 const REQUESTS: usize = 4;
 const BURSTS: usize = 6;
 
-/// Requests by worker, in ascending order, of one burst.
+/// Requests of one burst by worker, in ascending order.
 type Spread = Vec<usize>;
 
-/// While the prefix is computed nowhere yet, each further request of it is best begun elsewhere. One router
-/// sees that from its own slots; two see it from each other's, or put two requests on one worker while
-/// another one idles.
+/// While the prefix is not cached anywhere, each further request is best started elsewhere. One
+/// router sees that in its own slots. Two routers see it in each other's; otherwise they put two
+/// requests on one worker while another one idles.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_routers_spread_a_burst_as_one_would() {
     let alone = bursts(1, Access::Open).await;
@@ -54,7 +54,7 @@ async fn bursts(routers: usize, access: Access) -> Vec<Spread> {
     spreads
 }
 
-/// Each request is sent when every router that can hear of the last one has: no clock decides.
+/// Each request waits until every connected router has received the previous one: no clock decides.
 async fn burst(fleet: &Fleet, number: usize, are_heard: bool) -> Spread {
     hang(fleet, true).await;
     let prompt = format!("Burst {number} is about something that nobody asked before. ").repeat(40);
@@ -93,7 +93,7 @@ async fn burst(fleet: &Fleet, number: usize, are_heard: bool) -> Spread {
     spread
 }
 
-/// Whether the engines take requests and compute nothing.
+/// Makes the engines accept requests and compute nothing.
 async fn hang(fleet: &Fleet, hang: bool) {
     for engine in 0..fleet.engines.len() {
         let fault = fleet.http.post(fleet.engine(engine, "/debug/fault"));

@@ -1,4 +1,4 @@
-//! Load messages that are lost, doubled and late on their way to each router.
+//! Load messages that are lost, duplicated and delayed on their way to each router.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
 const LOSS: Duration = Duration::from_secs(5);
 
-/// Agreement is promised within a second after the loss. Only a defect takes so long.
+/// Agreement is promised within a second after the loss. Only a defect takes longer.
 const AGREED_MAX: Duration = Duration::from_secs(15);
 
 /// Streams a second at each of three routers.
@@ -22,8 +22,8 @@ const SHAPE: Shape = Shape {
     tokens: 8,
 };
 
-/// While messages are lost nobody tells two stories of one number; when the loss ends, and requests go on
-/// coming, all soon hold the same of each other.
+/// During the loss, equal numbers mean equal slots. After it, while requests continue, all routers
+/// agree soon.
 #[tokio::test(flavor = "multi_thread")]
 async fn routers_agree_soon_after_a_third_of_their_messages_was_lost() {
     let engines = Engines {

@@ -1,10 +1,10 @@
-//! What it costs that replicas hear each other: processor time of real routers, by how many there are.
+//! Cost of replication: processor time of real routers, by their number.
 //!
 //!     cargo test --release -p warmroute-tests --test e2e -- --ignored --nocapture plane::cost
 //!
-//! The same requests go to two, four and eight routers, and at the same time to as many that the server
-//! lets say nothing to each other: what differs is the cost of being in step, and whatever else the machine
-//! does meets both alike. `COST_ROUTERS=8` measures eight only.
+//! Equal requests go to two, four and eight routers, and at the same time to as many routers whose
+//! messages the server denies. The difference is the cost of replication; other load on the machine
+//! affects both alike. `COST_ROUTERS=8` measures eight only.
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,23 +17,23 @@ use super::streams::{Shape, Tally};
 use super::views::agree;
 use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode};
 
-/// Streams a second, of all routers of a fleet together.
+/// Streams a second, summed over a fleet's routers.
 const RATE: u32 = 32;
 const SHAPE: Shape = Shape {
     rules: 200,
     tokens: 200,
 };
-/// What is compared, both fleets' part of it at the same time. Two turns of one fleet differ by a tenth.
+/// Rounds, in which both fleets run at the same time. Two rounds of one fleet differ by a tenth.
 const TURN: Duration = Duration::from_secs(5);
 const TURNS: usize = 24;
 const IDLE: Duration = Duration::from_secs(8);
 
-/// Seconds of processor that a process took so far: of all its threads, as the scheduler counts them.
+/// Processor seconds of a process: the sum over its threads, from the scheduler.
 fn busy(pid: u32) -> f64 {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let nanos = threads.map(|thread| -> f64 {
         let schedstat = thread.unwrap().path().join("schedstat");
-        // A thread may end between the two.
+        // A thread may end between the two reads.
         let schedstat = fs::read_to_string(schedstat).unwrap_or_default();
         let first = schedstat.split_whitespace().next();
         first.map_or(0.0, |nanos| nanos.parse().unwrap())
@@ -48,9 +48,9 @@ fn all_busy(fleet: &Fleet) -> f64 {
 struct Side {
     fleet: Fleet,
     tally: Tally,
-    /// Seconds of processor a second when nothing is asked.
+    /// Processor seconds a second without requests.
     idle: f64,
-    /// Turn by turn.
+    /// By round.
     work: Vec<f64>,
 }
 
@@ -79,7 +79,7 @@ impl Side {
         }
     }
 
-    /// What its routers sent so far.
+    /// Messages that the routers have sent.
     async fn out(&self, what: &str) -> f64 {
         let name = format!("warmroute_router_sync_{what}_total{{direction=\"out\"}}");
         let mut sum = 0.0;
@@ -97,7 +97,7 @@ impl Side {
         self.tally.whole.load(Ordering::SeqCst) as f64
     }
 
-    /// Milliseconds of processor a request; what they do when idle taken off.
+    /// Processor milliseconds a request, without the idle share.
     async fn turn(&self) -> f64 {
         let bases: Vec<String> = self
             .fleet
@@ -125,7 +125,7 @@ impl Side {
     }
 }
 
-/// The mean difference of two fleets in the same turn, and half of its 95 % confidence interval.
+/// The mean difference of two fleets in the same round, and half of its 95 % confidence interval.
 fn differences(ones: &[f64], others: &[f64]) -> (f64, f64) {
     let pairs = ones.iter().zip(others);
     let each: Vec<f64> = pairs.map(|(one, other)| one - other).collect();
@@ -145,7 +145,7 @@ async fn of(routers: usize) {
     for (side, before) in [&mut mute, &mut open].into_iter().zip(before) {
         side.idle = (all_busy(&side.fleet) - before) / IDLE.as_secs_f64();
     }
-    // The first turn opens connections and learns.
+    // The first round opens connections and warms up.
     tokio::join!(mute.turn(), open.turn());
     let (begin, bytes, frames) = (
         open.whole(),

@@ -1,4 +1,4 @@
-//! Routers that die or stop for a while, with streams open.
+//! Routers that are killed or stopped with open streams.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use super::streams::open;
 use super::views::{agree, held, id};
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-/// A token a second: a thousand streams are little work.
+/// One token a second: a thousand streams cost little.
 const SLOW: &[&str] = &["--itl-ms", "1000", "--prefill-tokens-per-sec", "1000000"];
 
-/// A router that says nothing is dead after 2.5 s; the next thing to forget it, the lease, takes 6 s, and no
-/// other does. Only a defect takes so long.
+/// A silent router is dead after 2.5 s. The next mechanism that forgets it is the lease, after 6 s.
+/// Only a defect takes this long.
 const GONE_MAX: Duration = Duration::from_secs(15);
 
 async fn fleet() -> Fleet {
@@ -29,7 +29,7 @@ async fn fleet() -> Fleet {
     Fleet::start(mode, engines, Flags::default()).await
 }
 
-/// All but the first router hold so many requests of one.
+/// All routers but the first hold this many requests of the first.
 async fn others_hold(fleet: &Fleet, of: &str, requests: u64) -> bool {
     for by in 1..fleet.routers.len() {
         if held(fleet, by, of).await != requests {
@@ -72,8 +72,8 @@ async fn a_killed_routers_thousand_streams_leave_no_load() {
         .await;
 }
 
-/// Longer than silence, lease and proof: the router is declared dead, its streams live on, and it
-/// returns with all of them. Another router's equally long streams keep their load throughout.
+/// The pause exceeds silence, lease and proof: the router is declared dead, its streams continue,
+/// and it returns with all of them. Another router's equally long streams keep their load.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_paused_routers_load_goes_and_comes_back_once() {
     const PAUSE: Duration = Duration::from_secs(20);

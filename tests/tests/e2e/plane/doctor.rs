@@ -1,5 +1,5 @@
-//! `warmroute-indexer doctor` and `verify` at a real fleet: well, ill in every way at once, with a replica
-//! that says something else, and without its server.
+//! `warmroute-indexer doctor` and `verify` on a real fleet: healthy, with every fault, with a
+//! replica that reports wrong content, and without its server.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,9 +26,9 @@ const DEADLINE: Duration = Duration::from_secs(5);
 /// Findings by code: what each is about.
 type Found = BTreeMap<String, Vec<String>>;
 
-/// Of a healthy fleet it has nothing to say. Then a killed indexer, a shim that stands still, a corrupt
-/// snapshot, a log made smaller by hand and a source that is partial are found, each by its code, with
-/// what to do. When all is mended it says so; without a server it says that, soon.
+/// A healthy fleet has no findings. A killed indexer, a stopped shim, a corrupt snapshot, a shrunk
+/// log and a partial source are found, each by its code and with advice. After the repair the
+/// report is clean. Without a server the command fails soon.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_illness_is_found_and_nothing_else() {
     let engines = Engines {
@@ -86,7 +86,7 @@ async fn every_illness_is_found_and_nothing_else() {
     fleet.parts().server.lock().await.kill();
     let begun = Instant::now();
     let command = ["doctor", "--wait-secs", "1"];
-    // The server's handle is free again: a command takes its address from it.
+    // Frees the server's handle: the command takes its address from it.
     let (code, said) = fleet.command("doctor", &command).await;
     println!("without a server: {code:?} after {:?}", begun.elapsed());
     assert_eq!((code, said.as_str()), (Some(2), ""));
@@ -125,7 +125,7 @@ async fn pointer(plane: &NatsPlane) -> Option<SnapshotPointer> {
     Some(codec::decode(&entry.value).unwrap())
 }
 
-/// The newest snapshot has everything: none comes while nothing happens.
+/// The newest snapshot covers everything: without events no new one is due.
 async fn until_snapshot(plane: &NatsPlane) {
     let end = Instant::now() + Duration::from_secs(60);
     loop {
@@ -139,34 +139,34 @@ async fn until_snapshot(plane: &NatsPlane) {
     }
 }
 
-/// The third shim comes back without what its engine's replay buffer has forgotten.
+/// The third shim restarts without the batches that its engine's replay buffer has dropped.
 async fn lose_history(fleet: &Fleet) {
     for number in 0.. {
         let truth = fleet.get(fleet.engine(2, "/debug/blocks")).await;
-        // Twice what the buffer keeps.
+        // Twice the buffer's size.
         if truth["ranks"][0]["last_seq"].as_u64() >= Some(40) {
             break;
         }
         ask_third(fleet, &format!("{number} ").repeat(100)).await;
     }
     let shim = &fleet.parts().shims[2];
-    // In its own orderly way, so that nobody waits for its lease.
+    // A clean stop, so that its lease is free.
     shim.signal("TERM");
     assert!(shim.ended().await.success());
     shim.restart().await;
     until_state(fleet, "partial").await;
 }
 
-/// What is missing goes with the engine's cache.
+/// Resetting the engine's cache removes what is missing.
 async fn heal_partial(fleet: &Fleet) {
     let reset = fleet.engine(2, "/reset_prefix_cache");
     fleet.http.post(reset).send().await.unwrap();
-    // The engine tells of it with its next batch.
+    // The engine publishes the reset with its next batch.
     ask_third(fleet, &"x ".repeat(100)).await;
     until_state(fleet, "exact").await;
 }
 
-/// Without a router's choice.
+/// Sends requests directly to the worker.
 async fn ask_third(fleet: &Fleet, prompt: &str) {
     let body = json!({"model": "mock", "prompt": prompt, "max_tokens": 1});
     let url = fleet.engine(2, "/v1/completions");
@@ -183,7 +183,7 @@ async fn until_state(fleet: &Fleet, word: &str) {
     fleet.until(word, is_so).await;
 }
 
-/// One byte of the newest snapshot is another one. Returns its name.
+/// Changes one byte of the newest snapshot. Returns its name.
 async fn corrupt_newest(plane: &NatsPlane) -> String {
     until_snapshot(plane).await;
     let name = pointer(plane).await.unwrap().newest.name;
@@ -197,7 +197,7 @@ async fn corrupt_newest(plane: &NatsPlane) -> String {
     name
 }
 
-/// Gives the log another bound, as an operator's tools do. Returns the one before.
+/// Changes the log's bound, as an operator's tools do. Returns the old one.
 async fn resize_log(plane: &NatsPlane, max_bytes: i64) -> i64 {
     let ask = async |api: &str, body: Bytes| -> Value {
         let subject = format!("$JS.API.STREAM.{api}.wr_prod");
@@ -212,9 +212,9 @@ async fn resize_log(plane: &NatsPlane, max_bytes: i64) -> i64 {
     before
 }
 
-/// `verify` meets two indexers, shims and engines that list their blocks, at work too, and finds that all
-/// hold the same, down to what an engine reports as cached; of a replica that says something else it names
-/// the source. What its parts' pages must have, they have.
+/// `verify` compares two indexers, shims and engines that list their blocks, also under load, and
+/// finds them equal, down to the engines' cached tokens. It names the source for which a replica
+/// reports wrong content. The parts' pages are complete.
 #[tokio::test(flavor = "multi_thread")]
 async fn whoever_holds_something_else_is_found() {
     let engines = Engines {
@@ -274,7 +274,7 @@ async fn whoever_holds_something_else_is_found() {
     }
 }
 
-/// Exit code and findings; rows of the rest.
+/// Exit code and findings; other rows by name.
 async fn compare(
     fleet: &Fleet,
     flags: &[&str],
@@ -289,7 +289,7 @@ async fn compare(
     ((code, findings(&report)), rest.collect())
 }
 
-/// Registers a replica that repeats what a real one says, but for one source.
+/// Registers a replica that repeats a real one's answers, except for one source.
 async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output = ()> + use<> {
     let real = {
         let mut replicas = plane.watch(subjects.indexer_keys()).await.unwrap();
@@ -312,7 +312,7 @@ async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output 
         while let Some(ServiceRequest { payload, reply }) = requests.next().await {
             let answer = plane.request(asked.clone(), payload, DEADLINE).await;
             let answer = answer.unwrap();
-            // Routers ask it too, about prompts.
+            // Routers query it as well.
             let Ok(mut view) = codec::decode::<ViewPage>(&answer) else {
                 reply.send(answer);
                 continue;
@@ -329,7 +329,7 @@ async fn lie(plane: &Arc<dyn Plane>, subjects: &Subjects) -> impl Future<Output 
     }
 }
 
-/// What the pages of real processes must have, as far as it does not depend on what happened.
+/// Content that every process's pages must have, whatever happened before.
 const INDEXER_SERIES: [&str; 22] = [
     "sources{state=\"exact\"}",
     "source_state{worker=\"worker-0\",dp_rank=\"1\",state=\"exact\"}",
@@ -372,8 +372,8 @@ const SHIM_SERIES: [&str; 14] = [
     "tails_unexpected_total",
 ];
 
-/// Everything that an operator is promised to see is on the pages of real processes, each described once;
-/// every verdict is there before it first happens.
+/// Every promised metric is on the pages of real processes, described once. Every verdict is
+/// present before it first happens.
 async fn assert_pages(fleet: &Fleet) {
     until_snapshot(&connect(fleet).await).await;
     let index = page(fleet, fleet.indexes().remove(0)).await;
@@ -429,7 +429,7 @@ async fn page(fleet: &Fleet, base: String) -> String {
     answer.unwrap().text().await.unwrap()
 }
 
-/// Labels stand in any order on a page.
+/// Labels have no order on a page.
 fn has(page: &str, series: &str) -> bool {
     let parts = |series: &str| -> (String, Vec<String>) {
         let (name, labels) = series.split_once('{').unwrap_or((series, "}"));

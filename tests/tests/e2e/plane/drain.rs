@@ -1,4 +1,4 @@
-//! An operator takes a worker out, at whichever router, and it stays out until an operator says otherwise.
+//! An operator drains a worker at any router. It stays drained until an operator undrains it.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ const MODE: Mode = Mode::Nats {
 };
 const WORKERS: [&str; 2] = ["worker-0", "worker-1"];
 
-/// Says a word on a worker to one router.
+/// Sends a drain command for a worker to one router.
 async fn say(fleet: &Fleet, router: usize, worker: &str, word: &str) -> (StatusCode, Value) {
     let url = fleet.admin(router, &format!("/admin/workers/{worker}/{word}"));
     let answer = fleet.http.post(url).send().await.unwrap();
@@ -48,7 +48,7 @@ fn worker_of(answer: &Response) -> String {
     worker.unwrap().to_owned()
 }
 
-/// Who answers through this router.
+/// The worker that serves a request through this router.
 async fn served_by(fleet: &Fleet, router: usize) -> BTreeSet<String> {
     let mut workers = BTreeSet::new();
     for number in 0..12 {
@@ -108,7 +108,7 @@ async fn a_drained_worker_gets_nothing_new_from_any_router_until_it_is_undrained
     }
 }
 
-/// The router that did not hear the operator, and the shim, which comes back under its worker's name.
+/// A router without the command, and a restarted shim of the worker, keep the drain.
 async fn outlives_restarts(fleet: &Fleet, drained: &str, only: &BTreeSet<String>) {
     let shim = WORKERS.iter().position(|name| *name == drained).unwrap();
     fleet.parts().shims[shim].signal("TERM");

@@ -1,4 +1,4 @@
-//! An engine dies and comes back on its ports, with an empty cache.
+//! An engine is killed and restarted on its ports, with an empty cache.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use super::load::sequential;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
 
-/// By chance every second goes to the new life, and at the beginning more.
+/// Half of the requests go to the new life, and more at the beginning.
 const REQUESTS_MAX: u32 = 2_000;
 
-/// What the old life held is not credited to the new one, its generations are higher, and the new life's
+/// The old life's blocks are not credited to the new one, its generations are higher, and its
 /// blocks are indexed.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_engine_restarted_in_place_leaves_no_ghost() {
@@ -50,7 +50,7 @@ async fn an_engine_restarted_in_place_leaves_no_ghost() {
     fleet.engines[0].process.restart().await;
     let back = Instant::now();
 
-    // The same requests as before: what is credited to the new life it has to hold.
+    // Equal requests as before: the new life must hold what it is credited with.
     let mut rng = Rng::with_seed(3);
     let mut by_worker: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for number in 0.. {

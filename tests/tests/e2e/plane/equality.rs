@@ -1,4 +1,4 @@
-//! What processes hold when it is quiet, compared with the engines' own lists.
+//! Processes at rest, compared with the engines' own lists.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,7 @@ async fn true_digests(fleet: &Fleet) -> BTreeMap<String, Value> {
     digests.collect()
 }
 
-/// Generations by source, as an index has them.
+/// Generations by source in an index.
 pub(crate) async fn generations(fleet: &Fleet, index: &str) -> BTreeMap<String, u64> {
     let digest = fleet.get(format!("{index}/v1/digest")).await;
     let sources = digest["sources"].as_array().expect("sources").iter();
@@ -59,7 +59,7 @@ pub(crate) async fn generations(fleet: &Fleet, index: &str) -> BTreeMap<String, 
     sources.filter_map(row).collect()
 }
 
-/// State words by source, as an index has them.
+/// States by source in an index.
 pub(crate) async fn states(fleet: &Fleet, index: &str) -> BTreeMap<String, String> {
     let digest = fleet.get(format!("{index}/v1/digest")).await;
     let sources = digest["sources"].as_array().expect("sources").iter();
@@ -68,7 +68,7 @@ pub(crate) async fn states(fleet: &Fleet, index: &str) -> BTreeMap<String, Strin
         .collect()
 }
 
-/// Every index calls every source exact.
+/// Whether every index reports every source exact.
 pub(crate) async fn all_exact(fleet: &Fleet) -> bool {
     for index in fleet.indexes() {
         let states = states(fleet, &index).await;
@@ -84,7 +84,7 @@ pub(super) fn name(source: &Value) -> String {
     format!("{}/{}", text(&source["worker"]), source["dp_rank"])
 }
 
-/// How many pairs it holds, and which.
+/// Number and digest of its pairs.
 pub(super) fn held(source: &Value) -> Value {
     json!([source["blocks"], source["digest"]])
 }

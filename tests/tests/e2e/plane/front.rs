@@ -1,4 +1,4 @@
-//! A load balancer in front, configured as `deploy/` ships it.
+//! A load balancer in front, with the configuration of `deploy/`.
 
 use std::fs::{self, File};
 use std::net::Ipv4Addr;
@@ -30,7 +30,7 @@ impl Kind {
         }
     }
 
-    /// Distributions keep them where only root looks.
+    /// Path of binaries that distributions install for root only.
     fn binary(self) -> PathBuf {
         let name = self.program();
         let path = std::env::var_os("PATH").unwrap_or_default();
@@ -43,7 +43,7 @@ impl Kind {
     }
 }
 
-/// A running balancer; gone with its handle.
+/// A running balancer. Dropping it stops it.
 pub(crate) struct Front {
     child: Child,
     watchdog: Child,
@@ -94,7 +94,7 @@ impl Front {
         front
     }
 
-    /// nginx that asks this name server for the router that listens on this port.
+    /// nginx that resolves the router's name at this name server.
     fn by_name(fleet: &Fleet, resolver: &str, router: u16) -> Self {
         let port = free_port();
         let mut command = Command::new(Kind::Nginx.binary());
@@ -143,12 +143,13 @@ fn host_port(base: &str) -> String {
     base.trim_start_matches("http://").to_owned()
 }
 
-/// How the shipped file says where routers are, and how it shows the other way.
+/// The addresses of the routers in the shipped file.
 const NAMED: &str = "set $routers routers:8080;";
 const FIXED: &str =
     "# upstream fixed { server 10.0.0.1:8080 max_fails=0; server 10.0.0.2:8080 max_fails=0; }";
 
-/// nginx reads no environment: the addresses in the shipped file, and nothing else, are replaced.
+/// nginx reads no environment: the test replaces the addresses in the shipped file, and nothing
+/// else.
 fn nginx(command: &mut Command, fleet: &Fleet, port: u16, addresses: &[(&str, &str)]) {
     let file = fleet.file(&format!("nginx-{port}.conf"));
     let pid = file.with_extension("pid").display().to_string();
@@ -169,7 +170,7 @@ fn nginx(command: &mut Command, fleet: &Fleet, port: u16, addresses: &[(&str, &s
 
 type Names = Arc<Mutex<Vec<Ipv4Addr>>>;
 
-/// A name server for whom every name has these addresses, and none exists while there are none.
+/// A name server that returns these addresses for every name. Without addresses no name exists.
 async fn name_server(names: Names) -> (String, AbortOnDrop) {
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address = socket.local_addr().unwrap().to_string();
@@ -178,7 +179,7 @@ async fn name_server(names: Names) -> (String, AbortOnDrop) {
         while let Ok((length, asker)) = socket.recv_from(&mut buffer).await {
             let addresses = names.lock().unwrap().clone();
             let answer = answer(&buffer[..length], &addresses);
-            // Whoever gets none asks again.
+            // The client retries.
             drop(socket.send_to(&answer, asker).await);
         }
     };
@@ -193,7 +194,7 @@ impl Drop for AbortOnDrop {
     }
 }
 
-/// One question, of type A or another: header, question, records (RFC 1035).
+/// One query of any type: header, question, records (RFC 1035).
 fn answer(query: &[u8], addresses: &[Ipv4Addr]) -> Vec<u8> {
     const HEADER: usize = 12;
     let name = query[HEADER..]
@@ -203,7 +204,7 @@ fn answer(query: &[u8], addresses: &[Ipv4Addr]) -> Vec<u8> {
     let question = &query[HEADER..HEADER + name + 5];
     let is_a = question[name + 1..name + 3] == [0, 1];
     let records = if is_a { addresses } else { &[] };
-    // An answer; recursion desired and available; no such name.
+    // A response; recursion desired and available; no such name.
     let code = if addresses.is_empty() { 3 } else { 0 };
     let count = u8::try_from(records.len()).expect("few");
     let mut answer = [
@@ -213,15 +214,15 @@ fn answer(query: &[u8], addresses: &[Ipv4Addr]) -> Vec<u8> {
     ]
     .concat();
     for record in records {
-        // The question's name, A, IN, no time to live.
+        // The query's name, A, IN, TTL 0.
         answer.extend([0xC0, 0x0C, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4]);
         answer.extend(record.octets());
     }
     answer
 }
 
-/// It starts while nobody knows the routers' name, and finds them once somebody does; one that is not there
-/// costs no request, a POST neither.
+/// nginx starts before the routers' name exists, and finds it later. A router that is down costs no
+/// request, not even a POST.
 async fn nginx_follows_a_name(fleet: &Fleet) {
     let names = Names::default();
     let (resolver, _serving) = name_server(Arc::clone(&names)).await;
@@ -263,8 +264,8 @@ async fn fleet() -> Fleet {
     Fleet::start(mode, engines, Flags::default()).await
 }
 
-/// The time to the first chunk and the gaps after it are printed, beside those without a balancer. That
-/// nothing is gathered is asserted by the number of chunks: one a token.
+/// Prints the time to the first chunk and the gaps after it, beside those without a balancer.
+/// Asserts the number of chunks: one for each token, so nothing is buffered.
 async fn streams_come_as_they_are(fleet: &Fleet, kind: Kind) {
     let front = Front::start(kind, fleet).await;
     let bases = [
@@ -272,7 +273,7 @@ async fn streams_come_as_they_are(fleet: &Fleet, kind: Kind) {
         (kind.program(), front.base()),
     ];
     for (name, base) in bases {
-        // `[DONE]` is there with the last token: the router keeps them apart, a balancer need not.
+        // The router sends `[DONE]` as its own chunk; a balancer may merge it with the last token.
         let chunks_of_ten = if name == "router" { 11..=11 } else { 10..=11 };
         let mut firsts = Vec::new();
         let mut worst = 0;
@@ -300,7 +301,8 @@ async fn streams_come_as_they_are(fleet: &Fleet, kind: Kind) {
         let median = firsts[firsts.len() / 2];
         println!("{name}: first chunk after {median} µs (median), longest gap {worst} ms of 60");
     }
-    // A client that leaves in mid-stream is seen behind the balancer too; so is one that still waits.
+    // A client that leaves in mid-stream is seen through the balancer, and so is one that still
+    // waits.
     let aborted = fleet.counted("aborted").await;
     drop(open(&fleet.http, &front.base(), 5).await);
     let cancelled = async |fleet: &Fleet| fleet.counted("aborted").await >= aborted + 5;

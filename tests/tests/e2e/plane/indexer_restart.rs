@@ -1,4 +1,4 @@
-//! An indexer dies, and the log does not wait for it.
+//! An indexer is killed, and the log does not wait for it.
 
 use std::time::Duration;
 
@@ -12,12 +12,11 @@ use super::equality::{generations, until_equal};
 use super::load::{sequential, under_load};
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-/// A snapshot is due each second.
+/// A snapshot is due every second.
 const CAP: Duration = Duration::from_secs(60);
 
-/// The log is so small that it lets go what the dead indexer had last; what it finds when it is back is a
-/// snapshot and the records behind it. The same holds for one that was never there. No source begins a
-/// new generation for them.
+/// The log is so small that it drops the dead indexer's last record. The restarted indexer loads a
+/// snapshot and the records behind it, as a new one does. No source begins a new generation.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_indexer_comes_back_from_a_snapshot_when_the_log_is_trimmed() {
     let engines = Engines {
@@ -49,7 +48,7 @@ async fn an_indexer_comes_back_from_a_snapshot_when_the_log_is_trimmed() {
         trimmed.first
     );
 
-    // On a busy machine the last snapshot may be older than what a log so small still has.
+    // On a busy machine the last snapshot may be older than such a small log's first record.
     timeout(CAP, until_snapshot(&log, trimmed.first))
         .await
         .unwrap();
@@ -84,7 +83,7 @@ async fn log_status(log: &NatsPlane) -> LogStatus {
     log.log_status().await.unwrap()
 }
 
-/// The newest snapshot reaches to the log's first record.
+/// Whether the newest snapshot reaches the log's first record.
 async fn until_snapshot(log: &NatsPlane, first: LogPosition) {
     let key = Subjects::new(&Namespace::from("prod")).snapshot_pointer_key();
     loop {
@@ -98,7 +97,7 @@ async fn until_snapshot(log: &NatsPlane, first: LogPosition) {
     }
 }
 
-/// The record at this position is gone.
+/// Whether the record at this position is gone.
 async fn until_trimmed(log: &NatsPlane, position: LogPosition) -> LogStatus {
     loop {
         let status = log_status(log).await;

@@ -1,4 +1,4 @@
-//! Requests that end in every way there is, many of them: nothing stays, and each is freed once.
+//! Many requests that end in every possible way: no slot remains, and each is freed once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -14,14 +14,13 @@ use super::streams::body;
 use super::views::agree;
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-/// Requests of a run, unless `LEAK_REQUESTS` says another number, and the time after which no further
-/// ones are sent.
+/// Requests of a run (`LEAK_REQUESTS` overrides it), and the time after which no more are sent.
 const REQUESTS: u64 = 20_000;
 const TIME_MAX: Duration = Duration::from_secs(60);
 
 const CLIENTS: usize = 128;
 
-/// What became of them.
+/// Counts of the possible ends.
 #[derive(Default)]
 struct Ends {
     left_waiting: AtomicU64,
@@ -50,7 +49,7 @@ fn get(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// One client on a connection of its own, which goes with it.
+/// One client on its own connection, which closes with it.
 async fn client(address: &str, number: u64, ends: &Ends) -> std::io::Result<()> {
     let mut rng = Rng::with_seed(number);
     let topic = rng.u32(0..50);
@@ -66,12 +65,12 @@ async fn client(address: &str, number: u64, ends: &Ends) -> std::io::Result<()> 
     );
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(request.as_bytes()).await?;
-    // Chunks until it leaves; none: it leaves while it waits.
+    // Chunks to read before leaving; `None`: leaves while it waits.
     let chunks = match rng.u8(0..4) {
         0 => {
             let patience = Duration::from_millis(rng.u64(0..60));
             let mut first = [0; 1];
-            // Whichever is first: it does not read on.
+            // It stops at whichever is first.
             drop(timeout(patience, stream.read(&mut first)).await);
             ends.left_waiting.fetch_add(1, Ordering::Relaxed);
             return Ok(());
@@ -121,8 +120,8 @@ fn requests() -> (u64, Duration) {
     }
 }
 
-/// Three ranks that run four requests at a time each, so that most wait in a queue; one of their engines
-/// dies and comes back all the time.
+/// Three ranks run four requests each, so that most requests queue. One engine is killed and
+/// restarted repeatedly.
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_stays_of_many_requests_however_they_end() {
     let engines = Engines {
@@ -176,7 +175,7 @@ async fn nothing_stays_of_many_requests_however_they_end() {
         _ = work => {}
         () = faults => {}
     }
-    // It may have been dead when the last client left.
+    // It may have been down when the last client left.
     fleet.engines[2].process.restart().await;
     let sent = sent.load(Ordering::Relaxed);
     println!(
@@ -187,7 +186,7 @@ async fn nothing_stays_of_many_requests_however_they_end() {
     let [whole, refused, broken] = [&ends.whole, &ends.refused, &ends.broken].map(get);
     assert_eq!(refused, 0, "two engines serve at any time");
     assert!(whole > sent / 10, "{whole} of {sent} came to their end");
-    // An engine that is killed had what was open at most.
+    // A killed engine had at most the open requests.
     let held = kills.into_inner() * CLIENTS as u64;
     assert!(broken <= held, "{broken} broke, {held} could");
     nothing_is_left(&fleet).await;

@@ -1,11 +1,11 @@
-//! The shipped permissions, and everything that processes do with NATS.
+//! The shipped permissions cover everything that the processes do with NATS.
 
 use super::equality::until_equal;
 use super::load::sequential;
 use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
-/// Users of `deploy/nats/nats.conf` index, snapshot, restore, lead, route and keep in step, and the server
-/// refuses them nothing.
+/// The users of `deploy/nats/nats.conf` index, snapshot, restore, lead, route and replicate, and
+/// the server refuses nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_shipped_permissions_are_enough_for_all_work() {
     let engines = Engines {

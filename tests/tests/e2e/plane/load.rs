@@ -1,4 +1,4 @@
-//! Clients, many at once, and one after the other.
+//! Concurrent and sequential clients.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,8 +9,8 @@ use futures_util::future::join_all;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{BLOCK, Fleet};
 
-/// Runs so many clients until the work is done. None of their requests may fail. Gives what came of the
-/// work, and the number of requests.
+/// Runs `clients` clients until the work is done. No request may fail. Returns the work's result
+/// and the number of requests.
 pub(crate) async fn under_load<T>(
     fleet: &Fleet,
     clients: u64,
@@ -36,8 +36,9 @@ pub(crate) async fn under_load<T>(
     (out, served.iter().sum())
 }
 
-/// One request after the other, through every router in turn, each when every index knows the last one's
-/// blocks: what is credited is what the engine finds cached. Gives the cached tokens of all.
+/// Sends requests sequentially through every router in turn, each after every index has the
+/// previous one's blocks: the credit must equal the engine's cached tokens. Returns the cached
+/// tokens of all.
 pub(crate) async fn sequential(fleet: &Fleet, seed: u64, requests: u32) -> u64 {
     let mut rng = Rng::with_seed(seed);
     let (mut cached, mut late) = (0, 0);

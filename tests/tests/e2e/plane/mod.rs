@@ -1,5 +1,5 @@
-//! The distributed plane: engines, shims, indexers and routers agree under load, and again after any of
-//! them was killed.
+//! The distributed plane: engines, shims, indexers and routers agree under load, and again after
+//! any of them was killed.
 
 mod agreement;
 mod burst;

@@ -1,5 +1,5 @@
-//! Two routers that are far from each other, and requests that come to both at the same moment: neither
-//! can see what the other one chooses, and whoever was later hears of it and moves its request.
+//! Two distant routers and simultaneous requests: neither router sees the other's choice in time,
+//! and the later one moves its request.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use crate::fleet::{Access, Engines, Flags, Fleet, Mode};
 
-/// A request collides every other time, since of two idle workers each router takes one at random.
+/// Half of the requests collide: each router draws one of two idle workers.
 const ROUNDS_MAX: u32 = 600;
 const MOVES_MIN: f64 = 5.0;
 
@@ -27,7 +27,7 @@ async fn fleet() -> Fleet {
         count: 2,
         ranks: 1,
         blocks: 20_000,
-        // A prompt takes 200 ms: more than all that is on its way.
+        // A prompt takes 200 ms, longer than any message in flight.
         flags: &["--prefill-tokens-per-sec", "10000", "--itl-ms", "1"],
     };
     let mode = Mode::Nats {
@@ -39,7 +39,7 @@ async fn fleet() -> Fleet {
         ..Flags::default()
     };
     let fleet = Fleet::start(mode, engines, flags).await;
-    // A router that said nothing yet is not asked how far it is.
+    // A router without messages yet has no position to wait for.
     for number in 0..4 {
         let _whole = ask(&fleet, number % 2, 1 << 20, None).await;
     }
@@ -50,7 +50,8 @@ async fn fleet() -> Fleet {
     fleet
 }
 
-/// A prompt that nobody asked before. True: the whole answer came. `patience`: then the client leaves.
+/// Sends a new prompt. Returns whether the whole answer arrived; the client leaves after
+/// `patience`.
 async fn ask(fleet: &Fleet, router: usize, number: u32, patience: Option<Duration>) -> bool {
     let start = number.wrapping_mul(2) + router as u32;
     let prompt: Vec<u32> = (0..2000_u32)
@@ -108,7 +109,7 @@ async fn the_later_of_two_blind_choices_moves_and_nothing_is_left() {
     let (completed, aborted) = ends(&fleet).await;
     println!("{moved} of {asked} requests moved");
     assert_eq!((completed, aborted), (f64::from(asked), moved));
-    // Engines saw each move's first half as a client that left.
+    // Engines saw each move's first half as an aborted request.
     assert_eq!(fleet.counted("aborted").await as f64, moved);
     let told = told(&fleet).await;
     assert!(!told.is_empty());
@@ -117,7 +118,7 @@ async fn the_later_of_two_blind_choices_moves_and_nothing_is_left() {
         assert!(decision["moved_from"]["cheapest"].as_array().is_some());
     }
 
-    // Clients that leave before, while and after their requests move.
+    // Clients leave before, while and after their requests move.
     let mut rng = Rng::with_seed(5);
     let mut whole = 0;
     for round in 0..40 {
@@ -144,13 +145,13 @@ async fn the_later_of_two_blind_choices_moves_and_nothing_is_left() {
     println!("{} more moved while clients left", moved_now - moved);
 }
 
-/// Slots that routers freed: after whole answers, and before.
+/// Slots that the routers freed: after whole answers, and before.
 async fn ends(fleet: &Fleet) -> (f64, f64) {
     let completed = fleet.metric(&slot_ends("completed")).await;
     (completed, fleet.metric(&slot_ends("aborted")).await)
 }
 
-/// What routers say of requests that they moved.
+/// The routers' metrics of moved requests.
 async fn told(fleet: &Fleet) -> Vec<Value> {
     let mut moved = Vec::new();
     for router in 0..fleet.routers.len() {

@@ -1,4 +1,4 @@
-//! Routers that leave and come back, one after the other, while clients are served.
+//! Rolling restarts of routers while clients are served.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,10 +11,10 @@ use super::streams::{Shape, Tally, open};
 use super::views::{agree, held, id};
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-/// Streams a second. The full rate is for machines with nothing else to do: `ROLLING_RATE=200`.
+/// Streams a second. `ROLLING_RATE=200` is the full rate, for otherwise idle machines.
 const RATE: u32 = 40;
 
-/// At the engines' pace a stream takes about a second.
+/// At the engines' speed a stream takes about a second.
 const SHAPE: Shape = Shape {
     rules: 20,
     tokens: 40,
@@ -45,7 +45,7 @@ async fn fleet_of(
     Fleet::start(mode, engines, others).await
 }
 
-/// Nothing is left of anybody's load, and the engines say the same.
+/// No load remains at any router or engine.
 async fn until_quiet(fleet: &Fleet) {
     fleet.until_idle().await;
     let quiet = async |fleet: &Fleet| {
@@ -71,16 +71,16 @@ fn rate() -> u32 {
     asked.map_or(RATE, |rate| rate.parse().expect("a number"))
 }
 
-/// What routers count of everybody's requests, against what clients have open.
+/// Compares the requests that routers count with those that clients have open.
 ///
-/// What was open before a look and still is after it has to be counted; what was open at no time in between
-/// must not be. A look begins this long before the router is asked: load gets to the others in milliseconds.
-/// Since a machine may stand still for longer, one look decides nothing; a router that is wrong at so many in
-/// a row has counted something twice, or lost it.
+/// A request that is open throughout a sample must be counted. A request that was not open at any
+/// time in it must not be. A sample begins this long before the query, because load reaches the
+/// other routers in milliseconds. A machine may stall longer, so one sample decides nothing; a
+/// router that is wrong in this many samples in a row has counted a request twice or lost it.
 #[derive(Debug, Default)]
 struct Counted {
     looks: u64,
-    /// Requests beyond the bound, at any look.
+    /// The largest excess over the bound in any sample.
     twice_most: u64,
     lost_most: u64,
 }
@@ -89,7 +89,7 @@ const LOOK: Duration = Duration::from_millis(200);
 const WRONG_MAX: u32 = 5;
 
 impl Counted {
-    /// While a router begins, clients may wait at it for their choice: nobody counts those.
+    /// Clients that wait at a starting router for its decision are not counted.
     async fn watch(
         &mut self,
         (fleet, tally): (&Fleet, &Tally),
@@ -128,7 +128,7 @@ impl Counted {
     }
 }
 
-/// Requests that a router counts, its own and the others'; none while it is not ready for any.
+/// Requests that a router counts, its own and the others'; `None` while it is not ready.
 async fn try_load(fleet: &Fleet, by: usize) -> Option<u64> {
     if !fleet.is_ready(&fleet.admin(by, "")).await {
         return None;
@@ -140,7 +140,7 @@ async fn try_load(fleet: &Fleet, by: usize) -> Option<u64> {
     Some(sources.iter().map(active).sum())
 }
 
-/// SIGTERM to every router in turn, each back before the next goes.
+/// SIGTERM to every router in turn; each one is back before the next leaves.
 async fn rolling_restart(kind: Kind, rate: u32) {
     let fleet = fleet(3, STREAMING, 4).await;
     let front = Front::start(kind, &fleet).await;
@@ -193,7 +193,7 @@ async fn all_routers_restart_behind_nginx_and_no_request_fails() {
     rolling_restart(Kind::Nginx, rate().div_ceil(2)).await;
 }
 
-/// Out of the balancers by hand, and back: who comes all the same is served.
+/// A manual drain and undrain: late requests are still served.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
     let fleet = fleet(2, &["--itl-ms", "100"], 1).await;
@@ -214,7 +214,7 @@ async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
     assert_eq!(post(undrain).await.1["state"], "serving");
     assert!(fleet.is_ready(&base).await);
 
-    // A stream of six seconds, as long as the notice and more.
+    // A stream of six seconds, longer than the drain notice.
     let router = id(&fleet, 0).await;
     let leaving = async {
         let seen = async |fleet: &Fleet| held(fleet, 1, &router).await == 1;
@@ -240,10 +240,10 @@ async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
     assert!(page.contains(goodbye), "no goodbye in {page}");
 }
 
-/// Told twice, it does not wait for its streams.
+/// After a second SIGTERM it does not wait for its streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_signal_cuts_what_is_open() {
-    // Longer than anybody waits here.
+    // Longer than any wait here.
     let flags = Flags {
         router: &["--drain-timeout-secs", "3600"],
         ..Flags::default()

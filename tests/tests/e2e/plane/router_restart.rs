@@ -1,4 +1,4 @@
-//! Routers come and go.
+//! Routers that leave and join.
 
 use reqwest::Response;
 use serde_json::json;
@@ -19,7 +19,7 @@ const MODE: Mode = Mode::Nats {
     routers: 2,
 };
 
-/// Requests that a router sees, of all routers.
+/// Requests of all routers in one router's view.
 async fn active(fleet: &Fleet, router: usize) -> u64 {
     fleet.load(router).await.0
 }
@@ -51,7 +51,7 @@ async fn a_killed_routers_load_leaves_the_others() {
     fleet.until_idle().await;
 }
 
-/// A router that joins has what is under way at the others when it says that it is ready.
+/// A joining router knows the others' open requests when it reports ready.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_joining_router_knows_the_load_before_it_is_ready() {
     let mut fleet = Fleet::start(MODE, ENGINES, Flags::default()).await;
@@ -65,7 +65,7 @@ async fn a_joining_router_knows_the_load_before_it_is_ready() {
     let slots = fleet.get(fleet.admin(2, "/v1/slots")).await;
     let known = active(&fleet, 2).await;
     println!("ready {took:?} after its start, with {known} requests");
-    // One that was ready later may have given up waiting, as it should.
+    // The waiting one may have timed out correctly.
     let knew = known == 7 || took >= JOIN_MAX;
     assert!(knew, "what it knew as it became ready: {slots}");
     let all = async |fleet: &Fleet| active(fleet, 2).await == 7;
@@ -74,7 +74,7 @@ async fn a_joining_router_knows_the_load_before_it_is_ready() {
     fleet.until_idle().await;
 }
 
-/// Streams through one router, begun and not read on: its load until they are dropped.
+/// Streams through one router that are opened and not read: its load until they are dropped.
 async fn streams(fleet: &Fleet, router: usize, count: usize) -> Vec<Response> {
     let url = format!("{}/v1/completions", fleet.routers[router].base());
     let mut open = Vec::new();

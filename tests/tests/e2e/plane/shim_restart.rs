@@ -1,4 +1,4 @@
-//! A shim dies while its engine works on.
+//! A shim is killed while its engine works.
 
 use std::time::{Duration, SystemTime};
 
@@ -10,7 +10,7 @@ use super::load::sequential;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
 
-/// Only a defect takes so long.
+/// Only a defect takes longer.
 const LONG: Duration = Duration::from_secs(120);
 
 const MODE: Mode = Mode::Nats {
@@ -18,9 +18,9 @@ const MODE: Mode = Mode::Nats {
     routers: 2,
 };
 
-/// With its state, a shim whose engine's replay buffer no longer reaches back to the start knows
-/// everything when it is back. Without, it says so, credits nothing that is not there, and is exact again
-/// once the engine's cache was reset.
+/// With its state, a restarted shim knows everything, even if the engine's replay buffer no longer
+/// reaches the start. Without its state it reports `partial`, claims no wrong credit, and is exact
+/// again after a reset of the engine's cache.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_shim_comes_back_as_its_state_allows() {
     let engines = Engines {
@@ -87,7 +87,7 @@ async fn a_killed_shim_comes_back_as_its_state_allows() {
     fleet.until_idle().await;
 }
 
-/// Requests at sources of which one is `partial`: more may be cached than is credited, never less.
+/// Requests with one source `partial`: the cached tokens are never below the credit.
 async fn no_wrong_credit(fleet: &Fleet, rng: &mut Rng) {
     for _ in 0..60 {
         fleet.until_indexed_as(&["exact", "partial"]).await;
@@ -105,7 +105,7 @@ async fn no_wrong_credit(fleet: &Fleet, rng: &mut Rng) {
     }
 }
 
-/// An engine that still has all its batches tells them again.
+/// An engine that still has all its batches replays them.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_shim_without_state_replays_from_the_start() {
     let engines = Engines {
@@ -137,7 +137,7 @@ fn modified(file: &str) -> Option<SystemTime> {
         .ok()
 }
 
-/// Requests until no replay buffer has its engine's first batches.
+/// Sends requests until no replay buffer has its engine's first batches.
 async fn fill_replay_buffers(fleet: &Fleet) {
     let mut rng = Rng::with_seed(12);
     let begin = Instant::now();

@@ -1,4 +1,4 @@
-//! Streams that stay open while something happens, and streams that must end well.
+//! Streams that stay open during an event, and streams that must end well.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,10 +10,10 @@ use futures_util::stream;
 use reqwest::{Client, Response};
 use serde_json::{Value, json};
 
-/// More clients at once than this wait to connect.
+/// Bound of clients that connect concurrently.
 const CONNECTING: usize = 100;
 
-/// Opens so many streams that go on until they are dropped, each with its first chunk read.
+/// Opens streams that run until they are dropped, and reads each first chunk.
 pub(crate) async fn open(http: &Client, base: &str, count: u64) -> Vec<Response> {
     let headed = stream::iter(0..count).map(|number| async move {
         let prompt = format!("Stream {number}: count, and do not stop.");
@@ -36,14 +36,14 @@ pub(crate) fn body(prompt: &str, tokens: u32) -> Value {
     json!({"model": "mock", "prompt": prompt, "max_tokens": tokens, "stream": true})
 }
 
-/// What a stream's prompt repeats, about ten tokens each time, and how many it generates.
+/// The repeated text of a prompt, about ten tokens, and the number of generated tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) rules: usize,
     pub(crate) tokens: u32,
 }
 
-/// What became of many streams.
+/// Counts of the ends of many streams.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) sent: AtomicU64,
@@ -52,13 +52,13 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// Requests that ended, and then those that were sent before: never fewer.
+    /// Finished requests, then requests that were sent before: never fewer.
     pub(crate) fn ended_and_sent(&self) -> (u64, u64) {
         let ended = self.whole.load(Ordering::SeqCst) + self.failed.load(Ordering::SeqCst);
         (ended, self.sent.load(Ordering::SeqCst))
     }
 
-    /// One stream from its first byte to its last. What fails is told and counted.
+    /// Runs one stream to its end. Prints and counts failures.
     pub(crate) async fn stream(&self, http: &Client, base: &str, prompt: &str, tokens: u32) {
         self.sent.fetch_add(1, Ordering::SeqCst);
         match whole(http, base, prompt, tokens).await {
@@ -70,7 +70,7 @@ impl Tally {
         };
     }
 
-    /// Streams at this rate until they are dropped or told to end, whatever the others do.
+    /// Starts streams at this rate until they are dropped or stopped.
     pub(crate) async fn at_rate(
         &self,
         (http, base): (&Client, &str),

@@ -1,4 +1,4 @@
-//! All parts at once.
+//! All parts together under load.
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ fn load_time() -> Duration {
     Duration::from_secs(told.unwrap_or(12))
 }
 
-/// Two indexers at one position hold the same; shim and indexers at one record; all routers at one
-/// number. Sampled while everything moves, and again when it is quiet: then engines, mirrors and indexes
-/// are equal and no slot is left.
+/// Two indexers at one position hold equal content; so do shim and indexers at one record, and all
+/// routers at one number. Sampled under load and at rest: then engines, mirrors and indexes are
+/// equal and no slot remains.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_view_is_the_same_under_load_and_when_quiet() {
     let engines = Engines {

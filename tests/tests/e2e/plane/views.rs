@@ -1,4 +1,4 @@
-//! What each router holds of every other, compared.
+//! Compares what each router holds of every other.
 
 use std::collections::BTreeMap;
 
@@ -6,16 +6,16 @@ use serde_json::Value;
 
 use crate::fleet::{Fleet, text};
 
-/// A router's load as somebody sees it.
+/// A router's load in another router's view.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
     pub(crate) standing: String,
     pub(crate) requests: u64,
-    /// Incarnation, number and digest: equal means equal slots.
+    /// Incarnation, number and digest. Equal numbers mean equal slots.
     place: (u64, Option<u64>, String),
 }
 
-/// By router, as this one sees them; empty while it does not answer.
+/// Rows by router in one router's view; empty while it does not answer.
 pub(crate) async fn seen(fleet: &Fleet, by: usize) -> BTreeMap<String, Seen> {
     let slots = fleet.get(fleet.admin(by, "/v1/slots")).await;
     let Some(replicas) = slots["sync"]["replicas"].as_array() else {
@@ -37,12 +37,12 @@ pub(crate) async fn seen(fleet: &Fleet, by: usize) -> BTreeMap<String, Seen> {
     replicas.iter().map(row).collect()
 }
 
-/// The name under which a router speaks.
+/// The router's name in messages.
 pub(crate) async fn id(fleet: &Fleet, router: usize) -> String {
     text(&fleet.get(fleet.admin(router, "/v1/slots")).await["router"])
 }
 
-/// Requests that one router holds of another.
+/// Requests of one router that another one holds.
 pub(crate) async fn held(fleet: &Fleet, by: usize, of: &str) -> u64 {
     seen(fleet, by)
         .await
@@ -50,7 +50,7 @@ pub(crate) async fn held(fleet: &Fleet, by: usize, of: &str) -> u64 {
         .map_or(0, |seen| seen.requests)
 }
 
-/// Do all hold of each exactly what it holds itself? The dead, who have nothing, aside.
+/// Whether all routers hold each router's own state. Dead routers without requests are ignored.
 pub(crate) async fn agree(fleet: &Fleet) -> bool {
     let mut views = Vec::new();
     for router in 0..fleet.routers.len() {
