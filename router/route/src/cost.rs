@@ -58,41 +58,6 @@ impl Default for Knobs {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
-pub enum InvalidKnob {
-    #[error("the overlap score weight must be a finite number of at least 0, not {0}")]
-    OverlapScoreWeight(f64),
-    #[error("the router temperature must be a finite number of at least 0, not {0}")]
-    Temperature(f64),
-    #[error("a tier's weight must lie between 0 and 1, not {0}")]
-    TierWeight(f64),
-    #[error("a source must be allowed at least one active request")]
-    ActiveMax,
-}
-
-impl Knobs {
-    /// The knobs, if every value makes sense.
-    pub fn checked(self) -> Result<Self, InvalidKnob> {
-        let not_negative = |value: f64| value.is_finite() && value >= 0.0;
-        if !not_negative(self.overlap_score_weight) {
-            return Err(InvalidKnob::OverlapScoreWeight(self.overlap_score_weight));
-        }
-        if !not_negative(self.temperature) {
-            return Err(InvalidKnob::Temperature(self.temperature));
-        }
-        let Tiers { gpu, cpu, disk } = self.tier_weights;
-        for weight in [gpu, cpu, disk] {
-            if !(0.0..=1.0).contains(&weight) {
-                return Err(InvalidKnob::TierWeight(weight));
-            }
-        }
-        if self.active_max == Some(0) {
-            return Err(InvalidKnob::ActiveMax);
-        }
-        Ok(self)
-    }
-}
-
 /// The index's runs, cut to the most blocks that a cache can save for this prompt. The tiers' runs
 /// follow each other, so that the cut takes from the last tier first.
 #[must_use]

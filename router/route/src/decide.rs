@@ -1,11 +1,11 @@
-//! One decision: every candidate's terms, then one of them.
+//! One decision: the cost terms of every candidate, then the choice of one.
 //!
-//! The ladder: where the index credits a source, its credit counts, and what is expected beyond it;
-//! where it gives no credit (late, stale, catching up, unknown), only what is expected; where nothing
-//! is expected either, the load alone. The basis that the chosen source stood on is part of the
-//! [`Decision`] and counted.
+//! The basis of a candidate's cost, from best to least: the index credits blocks there; no credit, but
+//! blocks are predicted there; neither, so that load alone counts. The basis of the chosen candidate is
+//! part of the [`Decision`] and counted.
 //!
-//! A stalled source is left out unless all are; a full one always; one that was tried is not tried again.
+//! A stalled source is left out unless all are stalled. A full source and a source that was tried for
+//! this request are always left out.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,39 +22,37 @@ use super::cost::{self, Knobs};
 use super::index_view::TrustedAnswer;
 use super::prediction::Predictions;
 use super::prompt::Prompt;
-use super::slots::Slots;
+use super::slots::{SlotKey, Slots};
 use super::slowness::SlownessTracker;
 use super::source_table::SourceId;
 use super::stall::StallDetector;
 use super::ttft::TtftModel;
 
-/// When all are full, the end of some request is at most about this far away.
+/// `Retry-After` when all sources are full: about the time until some request ends.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// What is to be decided.
+/// Everything that a decision depends on, besides its random numbers.
 #[derive(Clone, Copy, Debug)]
-pub struct Question<'a> {
+pub struct DecisionInput<'a> {
     pub prompt: &'a Prompt,
     pub candidates: &'a [Candidate],
     /// Sources that were tried for this request.
     pub exclude: &'a [Source],
-    /// Grows by one a decision; turns `round-robin`.
+    /// A slot to ignore: the one that this request has already, if it is decided again.
+    pub except: Option<SlotKey>,
+    /// Number of decisions before this one; the order of `round-robin`.
     pub turn: u64,
-}
-
-/// What the decision rests on.
-#[derive(Clone, Copy, Debug)]
-pub struct Grounds<'a> {
     pub trusted: &'a TrustedAnswer,
     pub slots: &'a Slots,
     pub predictions: &'a Predictions,
     pub stalls: &'a StallDetector,
     pub ttft: &'a TtftModel,
-    pub slowness_tracker: &'a SlownessTracker,
+    pub slowness: &'a SlownessTracker,
     pub knobs: &'a Knobs,
+    pub now: Instant,
 }
 
-/// What a choice rested on, from the best to the least.
+/// What the cost of the chosen candidate rests on, from best to least.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DecisionBasis {
@@ -74,7 +72,7 @@ impl DecisionBasis {
     }
 }
 
-/// One candidate's terms, in blocks.
+/// One candidate's cost terms, in blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Terms {
     pub source: SourceId,
@@ -82,20 +80,22 @@ pub struct Terms {
     pub basis: DecisionBasis,
     /// Capped credit.
     pub overlap: Tiers<u32>,
-    /// Expected from depth 0 on, uncapped and whatever is credited.
+    /// Predicted blocks from depth 0 on, uncapped, with or without credit.
     pub expected_blocks: u32,
-    /// Expected beyond the credit.
+    /// Predicted blocks beyond the credit.
     pub predicted_blocks: u32,
     pub prefill_blocks: f64,
     pub prediction_blocks: f64,
     pub decode_blocks: f64,
     pub active_requests: u32,
-    /// Times the others' time to first token: 1 where it is not slow.
+    /// Prompt tokens of the source's requests without a first token.
+    pub queued_tokens: u64,
+    /// Factor of a slow source, else 1.
     pub slowness: f64,
     pub cost: f64,
 }
 
-/// Where a request goes, and why.
+/// The source of a request, and the reasons.
 #[derive(Clone, Debug)]
 pub struct Decision {
     pub source: Source,
@@ -104,17 +104,17 @@ pub struct Decision {
     pub index_state: SourceState,
     /// `x-warmroute-overlap-blocks`: the capped credit of all tiers.
     pub overlap_blocks: u32,
-    /// `x-warmroute-predicted-blocks`: expected beyond the credit.
+    /// `x-warmroute-predicted-blocks`: predicted beyond the credit.
     pub predicted_blocks: u32,
-    /// What this request adds to the source's outstanding prefill.
+    /// Tokens that this request adds to the source's outstanding prefill.
     pub prefill_tokens: u32,
-    /// When its first token should come, after sending.
+    /// Expected time from sending to the first token.
     pub predicted_ttft: Duration,
     /// For the audit.
     pub claim: CreditClaim,
-    /// The chosen one's terms.
+    /// Terms of the chosen candidate.
     pub chosen: Terms,
-    /// Of all candidates that were weighed, the chosen one too.
+    /// Terms of all candidates that were compared, the chosen one included.
     pub weighed: Vec<Terms>,
     /// For [`Self::probability`].
     pub policy: Policy,
@@ -122,13 +122,13 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// How likely this candidate was to be chosen.
+    /// Probability of choosing this candidate.
     #[must_use]
     pub fn probability(&self, of: &Terms) -> f64 {
         match self.policy {
             Policy::RoundRobin => f64::from(u8::from(of.source == self.chosen.source)),
             Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
-                self.odds.of(weighed_by(self.policy, of))
+                self.odds.of(compared_value(self.policy, of))
             }
         }
     }
@@ -139,51 +139,36 @@ impl Decision {
     }
 }
 
-/// Decides, or says why nobody can take the request.
-pub fn decide(
-    question: &Question<'_>,
-    grounds: &Grounds<'_>,
-    rng: &mut Rng,
-    now: Instant,
-) -> Result<Decision, RouteRefusal> {
-    let eligible = eligible(question, grounds, now)?;
+/// Chooses a source, or returns why there is none.
+pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, RouteRefusal> {
+    let eligible = eligible(input)?;
     let weighed: Vec<Terms> = eligible
         .iter()
-        .map(|candidate| terms(question.prompt, candidate, grounds, now))
+        .map(|candidate| terms(input, candidate))
         .collect();
-    let picked = pick(question, grounds.knobs, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
-    let candidate = eligible[picked.index];
-    Ok(explain(
-        question.prompt,
-        candidate,
-        grounds,
-        picked,
-        weighed,
-    ))
+    let (index, odds) = pick(input, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
+    Ok(explain(input, eligible[index], index, odds, weighed))
 }
 
-fn eligible<'a>(
-    question: &Question<'a>,
-    grounds: &Grounds<'_>,
-    now: Instant,
-) -> Result<Vec<&'a Candidate>, RouteRefusal> {
-    let mut untried = question
+/// Candidates that may be chosen.
+fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRefusal> {
+    let mut untried = input
         .candidates
         .iter()
-        .filter(|candidate| !question.exclude.contains(&candidate.source))
+        .filter(|candidate| !input.exclude.contains(&candidate.source))
         .peekable();
     if untried.peek().is_none() {
         return Err(RouteRefusal::AllTried);
     }
-    let has_room = |candidate: &&Candidate| match grounds.knobs.active_max {
-        Some(most) => active_requests(grounds.slots, candidate.id) < most,
+    let has_room = |candidate: &&Candidate| match input.knobs.active_max {
+        Some(most) => input.slots.active_requests(candidate.id, input.except) < most,
         None => true,
     };
-    let (stalled, lively): (Vec<_>, Vec<_>) = untried
+    let (stalled, live): (Vec<_>, Vec<_>) = untried
         .filter(has_room)
-        .partition(|candidate| grounds.stalls.is_stalled(candidate.id, now));
-    if !lively.is_empty() {
-        Ok(lively)
+        .partition(|candidate| input.stalls.is_stalled(candidate.id, input.now));
+    if !live.is_empty() {
+        Ok(live)
     } else if !stalled.is_empty() {
         Ok(stalled)
     } else {
@@ -193,37 +178,41 @@ fn eligible<'a>(
     }
 }
 
-fn active_requests(slots: &Slots, source: SourceId) -> u32 {
-    slots.load(source).map_or(0, |load| load.active_requests())
-}
-
-fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>, now: Instant) -> Terms {
-    let id = candidate.id;
-    let knobs = grounds.knobs;
-    let known = grounds.trusted.of(id);
-    // Another block size makes other blocks: nothing that is said of them is about this prompt.
-    let comparable = candidate
+fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
+    let (id, prompt, knobs) = (candidate.id, input.prompt, input.knobs);
+    let known = input.trusted.of(id);
+    // Hashes of another block size say nothing about this prompt.
+    let is_comparable = candidate
         .block_size
         .is_none_or(|size| size == prompt.block_size());
-    let credit_max = if comparable { prompt.credit_max() } else { 0 };
+    let credit_max = if is_comparable {
+        prompt.credit_max()
+    } else {
+        0
+    };
     let run = known.map(|known| known.run).unwrap_or_default();
     let overlap = cost::capped(run, credit_max);
     let overlap_blocks = cost::overlap_blocks(overlap);
     let overlap_value = cost::overlap_value(overlap, knobs.tier_weights);
-    let expected_blocks = grounds.predictions.predicted(id, prompt.sampled());
+    let expected_blocks = match input.except {
+        None => input.predictions.predicted(id, prompt.sampled()),
+        Some(slot) => {
+            let predictions = input.predictions;
+            predictions.predicted_without(id, prompt.sampled(), slot, input.now)
+        }
+    };
     let predicted_blocks = cost::predicted_beyond(expected_blocks, overlap_blocks, credit_max);
     let prediction_blocks = cost::prediction_blocks(predicted_blocks);
 
-    let load = grounds.slots.load(id);
-    let outstanding = load.map_or(0, |load| load.prefill_tokens());
-    let active = load.map_or(0, |load| load.decode_blocks());
-    let shared = load.map_or(0, |load| load.shared_blocks(prompt.sampled()));
-    let prefill_blocks = cost::prefill_blocks(outstanding, prompt, overlap_value);
-    let decode_blocks = cost::decode_blocks(active, prompt, shared);
+    let load = input
+        .slots
+        .candidate_load(id, prompt.sampled(), input.except);
+    let prefill_blocks = cost::prefill_blocks(load.prefill_tokens, prompt, overlap_value);
+    let decode_blocks = cost::decode_blocks(load.decode_blocks, prompt, load.shared_blocks);
 
-    let slowness = grounds.slowness_tracker.slowness(id, now);
+    let slowness = input.slowness.slowness(id, input.now);
     let basis = match known {
-        Some(known) if comparable && known.gives_credit() => DecisionBasis::Index,
+        Some(known) if is_comparable && known.gives_credit() => DecisionBasis::Index,
         Some(_) | None if predicted_blocks > 0 => DecisionBasis::Prediction,
         Some(_) | None => DecisionBasis::LoadOnly,
     };
@@ -237,7 +226,8 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>, now: Ins
         prefill_blocks,
         prediction_blocks,
         decode_blocks,
-        active_requests: active_requests(grounds.slots, id),
+        active_requests: load.active_requests,
+        queued_tokens: load.prefill_tokens,
         slowness,
         cost: slowness
             * cost::total(
@@ -249,45 +239,35 @@ fn terms(prompt: &Prompt, candidate: &Candidate, grounds: &Grounds<'_>, now: Ins
     }
 }
 
-/// The chosen one among all, and how likely each was.
-struct Picked {
-    index: usize,
-    odds: Odds,
-}
-
-fn pick(
-    question: &Question<'_>,
-    knobs: &Knobs,
-    weighed: &[Terms],
-    rng: &mut Rng,
-) -> Option<Picked> {
-    let policy = knobs.policy;
+/// Index of the chosen candidate, and the odds of all.
+fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(usize, Odds)> {
+    let knobs = input.knobs;
     let costs: Vec<f64> = weighed
         .iter()
-        .map(|terms| weighed_by(policy, terms))
+        .map(|terms| compared_value(knobs.policy, terms))
         .collect();
-    let (temperature, scale) = match policy {
+    let (temperature, scale) = match knobs.policy {
         Policy::Kv | Policy::KvOnce => {
-            let blocks = f64::from(question.prompt.blocks_taken());
+            let blocks = f64::from(input.prompt.blocks_taken());
             (knobs.temperature, knobs.overlap_score_weight * blocks)
         }
         Policy::LeastLoad | Policy::Random | Policy::RoundRobin => (0.0, 1.0),
     };
     let odds = Odds::new(&costs, temperature, scale)?;
-    let index = match policy {
+    let index = match knobs.policy {
         Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
             choose(&costs, temperature, scale, rng)?
         }
         Policy::RoundRobin => {
             let count = u64::try_from(weighed.len()).ok()?;
-            usize::try_from(question.turn.checked_rem(count)?).ok()?
+            usize::try_from(input.turn.checked_rem(count)?).ok()?
         }
     };
-    Some(Picked { index, odds })
+    Some((index, odds))
 }
 
-/// What a policy compares.
-fn weighed_by(policy: Policy, terms: &Terms) -> f64 {
+/// The value that a policy minimises.
+fn compared_value(policy: Policy, terms: &Terms) -> f64 {
     match policy {
         Policy::Kv | Policy::KvOnce => terms.cost,
         Policy::LeastLoad => f64::from(terms.active_requests),
@@ -296,19 +276,18 @@ fn weighed_by(policy: Policy, terms: &Terms) -> f64 {
 }
 
 fn explain(
-    prompt: &Prompt,
+    input: &DecisionInput<'_>,
     candidate: &Candidate,
-    grounds: &Grounds<'_>,
-    picked: Picked,
+    index: usize,
+    odds: Odds,
     weighed: Vec<Terms>,
 ) -> Decision {
-    let chosen = weighed[picked.index];
+    let (prompt, chosen) = (input.prompt, weighed[index]);
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
-    let value = cost::overlap_value(chosen.overlap, grounds.knobs.tier_weights);
+    let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
-    let load = grounds.slots.load(candidate.id);
-    let ahead = load.map_or(0, |load| load.prefill_tokens());
-    let known = grounds.trusted.of(candidate.id);
+    let tokens_ahead = chosen.queued_tokens + u64::from(prefill_tokens);
+    let known = input.trusted.of(candidate.id);
     Decision {
         source: candidate.source.clone(),
         url: Arc::clone(&candidate.url),
@@ -316,9 +295,7 @@ fn explain(
         overlap_blocks,
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,
-        predicted_ttft: grounds
-            .ttft
-            .predict(candidate.id, ahead + u64::from(prefill_tokens)),
+        predicted_ttft: input.ttft.predict(candidate.id, tokens_ahead),
         claim: CreditClaim {
             source: candidate.id,
             state: chosen.state,
@@ -332,8 +309,8 @@ fn explain(
         },
         chosen,
         weighed,
-        policy: grounds.knobs.policy,
-        odds: picked.odds,
+        policy: input.knobs.policy,
+        odds,
     }
 }
 

@@ -70,12 +70,12 @@ pub mod ttft;
 pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
 pub use candidates::{Candidate, Health, RouteRefusal, ServedModel};
 pub use choice::Policy;
-pub use cost::{InvalidKnob, Knobs};
+pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, Terms};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt};
 pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
-pub use slots::{RouterLoad, SourceLoad};
+pub use slots::{RouterLoad, SlotKey, SourceLoad};
 pub use source_table::SourceId;
 pub use state::{
     AdmitError, Admitted, Core, CoreConfig, CoreCounts, FreedCounts, RouteRequest,

@@ -95,13 +95,14 @@ impl MoveTracker {
         self.open.remove(&slot);
     }
 
+    /// The source of a request that may be moved.
     #[must_use]
-    pub fn is_open(&self, slot: u64) -> bool {
-        self.open.contains_key(&slot)
+    pub fn source_of(&self, slot: u64) -> Option<SourceId> {
+        self.open.get(&slot).map(|movable| movable.source)
     }
 
     /// Another router's request goes to a source. `own`: this router.
-    pub fn heard(&mut self, own: RouterId, peer: RouterId, source: SourceId, now: Instant) {
+    pub fn peer_chose(&mut self, own: RouterId, peer: RouterId, source: SourceId, now: Instant) {
         let Some(&delay) = self.delays.get(&peer) else {
             return;
         };

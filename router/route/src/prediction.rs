@@ -17,6 +17,7 @@ use warmroute_proto::RouterId;
 use warmroute_proto::load::{SampledPrefix, SlotEnd};
 
 use super::prompt_tree::{PromptLeaf, PromptTree};
+use super::slots::SlotKey;
 use super::source_table::{PerSource, SourceId};
 
 /// The shim polls an idle engine each second and so finds a lost tail; what the index does not know
@@ -151,6 +152,34 @@ impl Predictions {
         self.sources
             .get(source)
             .map_or(0, |expected| expected.prompts.longest(&prompt.hashes))
+    }
+
+    /// Like [`Self::predicted`], as if the request of this slot had been aborted.
+    #[must_use]
+    pub fn predicted_without(
+        &self,
+        source: SourceId,
+        prompt: &SampledPrefix,
+        slot: SlotKey,
+        now: Instant,
+    ) -> u32 {
+        let ticket = self.tickets.get(&(slot.router, slot.counter));
+        let alone = ticket.filter(|ticket| {
+            let expected = self.sources.get(ticket.source);
+            let entry = expected.and_then(|expected| expected.entries.get(&ticket.leaf));
+            ticket.source == source
+                && entry.is_some_and(|entry| {
+                    entry.serial == ticket.serial
+                        && entry.active == 1
+                        && entry.until.is_none_or(|until| until <= now)
+                })
+        });
+        match (alone, self.sources.get(source)) {
+            (Some(ticket), Some(expected)) => expected
+                .prompts
+                .longest_without(&prompt.hashes, ticket.leaf),
+            (_, _) => self.predicted(source, prompt),
+        }
     }
 
     #[must_use]

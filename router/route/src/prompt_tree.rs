@@ -98,6 +98,29 @@ impl PromptTree {
         sampled_length(self.walk(clip(prompt)).matched)
     }
 
+    /// Like [`Self::longest`], as if one prompt that ends at this leaf were not in the set.
+    #[must_use]
+    pub fn longest_without(&self, prompt: &[PrefixHash], leaf: PromptLeaf) -> u32 {
+        let walk = self.walk(clip(prompt));
+        let own = match self.only_of(leaf) {
+            Some(_) if walk.node == leaf.0 => walk.within,
+            Some(_) | None => 0,
+        };
+        sampled_length(walk.matched - own)
+    }
+
+    /// Sampled blocks that only the prompt at this leaf takes.
+    #[must_use]
+    pub fn blocks_only_of(&self, leaf: PromptLeaf) -> u64 {
+        self.only_of(leaf).map_or(0, PromptNode::blocks)
+    }
+
+    /// The node whose run belongs to a single prompt: the leaf, if no other prompt ends or goes on there.
+    fn only_of(&self, leaf: PromptLeaf) -> Option<&PromptNode> {
+        let node = self.nodes.get(leaf.0 as usize)?;
+        (leaf.0 != ROOT && node.ends == 1 && node.children == 0).then_some(node)
+    }
+
     /// Adds one prompt. The same prompt may be in the set several times.
     pub fn insert(&mut self, prompt: &[PrefixHash]) -> PromptLeaf {
         let prompt = clip(prompt);

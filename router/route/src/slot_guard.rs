@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use warmroute_proto::load::SlotEnd;
 
+use super::slots::PrefillState;
+
 /// What happens to an open slot of this router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotEvent {
@@ -45,14 +47,8 @@ pub trait SlotSink: Send + Sync {
 pub struct SlotGuard<A: SlotSink> {
     accounts: Arc<A>,
     counter: u64,
-    prefill: Prefill,
+    prefill: PrefillState,
     end: SlotEnd,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Prefill {
-    Outstanding,
-    Done,
 }
 
 impl<A: SlotSink> SlotGuard<A> {
@@ -62,7 +58,7 @@ impl<A: SlotSink> SlotGuard<A> {
         Self {
             accounts,
             counter,
-            prefill: Prefill::Outstanding,
+            prefill: PrefillState::Outstanding,
             end: SlotEnd::Aborted,
         }
     }
@@ -109,8 +105,8 @@ impl<A: SlotSink> SlotGuard<A> {
     }
 
     fn prefill_done(&mut self, event: SlotEvent) {
-        if self.prefill == Prefill::Outstanding {
-            self.prefill = Prefill::Done;
+        if self.prefill == PrefillState::Outstanding {
+            self.prefill = PrefillState::Done;
             self.accounts.note(event);
         }
     }

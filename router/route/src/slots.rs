@@ -1,19 +1,20 @@
-//! What every source bears: the requests of all routers that are on it.
+//! Active load of every source: the open slots of all routers.
 //!
-//! Fed by decoded load messages only, one's own included, so that every replica that took in the same
-//! messages holds the same state, and [`Slots::digest`] proves it. Total: a change that makes no sense
-//! (a slot freed twice, a slot that nobody opened, a prefill completed twice, a former owned of the
-//! router) is counted and does nothing. No number ever goes below zero: what a slot adds is kept with
-//! the slot, and exactly that is taken off again.
+//! Decoded load messages are the only input, those of this router included. Replicas that applied the
+//! same messages hold the same state; [`Slots::digest`] proves it. Every change is accepted: one that
+//! makes no sense (a slot freed twice, an unknown slot, a second end of prefill, a former incarnation)
+//! is counted and ignored.
 //!
-//! Active blocks are counted once for all requests of a source that sum them, as exactly as the
-//! prompts are sampled; what a prompt has beyond its last sample counts for each request alone.
+//! Invariant: a total is the sum of its open slots. A slot keeps what it added, and exactly that is
+//! subtracted when it closes. A total that would go below zero is counted ([`Slots::underflows`]).
 //!
-//! Whoever holds this behind a lock never holds it for long: a dead router's slots stop counting at once,
-//! by their sums, and are taken apart step by step ([`Slots::release_step`]); blocks that they alone held
-//! go with those steps. What a router has on each source is such a sum too.
+//! Active blocks are counted once for all requests of a source that share them, to the precision of
+//! the prompts' samples. Blocks beyond a prompt's last sample count for each request.
 //!
-//! Deliberately absent: an age limit. A slot lives as long as its router says so.
+//! Calls are short: the slots of a dead router leave the totals in one step and free their prompts'
+//! blocks in bounded steps ([`Slots::release_step`]).
+//!
+//! Deliberately absent: an age limit. A slot lives until its router closes it or dies.
 
 use std::collections::BTreeMap;
 
@@ -21,24 +22,25 @@ use serde::Serialize;
 use warmroute_proto::load::{
     LoadChange, LoadDigest, OpenSlot, SampledPrefix, SlotEnd, SlotIdentity, SlotMark,
 };
-use warmroute_proto::{DpRank, Generation, RouterId, WorkerId};
+use warmroute_proto::{DpRank, Generation, RouterId, Source, WorkerId};
 
 use super::prompt_tree::{PromptLeaf, PromptTree};
 use super::source_table::{PerSource, SourceId, SourceTable};
+
+/// Slots that one step processes. Bounds the time that a step keeps decisions waiting.
+pub const STEP_SLOTS: usize = 1_000;
 
 #[derive(Clone, Debug, Default)]
 pub struct Slots {
     sources: PerSource<ActiveLoad>,
     routers: BTreeMap<RouterId, RouterSlots>,
-    /// Slots that count no more but for the blocks of their prompts, of any router.
+    /// Closed slots of any router whose prompts are still in their source's tree.
     released: Vec<BTreeMap<u64, Slot>>,
     ignored: IgnoredChanges,
+    underflows: u64,
 }
 
-/// Slots that one step works on: bounds how long a cut or a release keeps decisions waiting.
-pub const STEP: usize = 1_000;
-
-/// What a change did.
+/// Effect of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applied {
     Added(SourceId),
@@ -48,16 +50,23 @@ pub enum Applied {
     Nothing,
 }
 
-/// Changes that did nothing, by reason.
+/// Changes without effect, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct IgnoredChanges {
-    /// A slot was opened that is open.
+    /// The slot was open already.
     pub opened_twice: u64,
-    /// A change to a slot that is not open: never opened, or freed.
+    /// The slot was never opened, or is freed.
     pub unknown_slot: u64,
     pub prefilled_twice: u64,
-    /// Said by a former owned of a router.
+    /// The change is of a former incarnation of its router.
     pub old_incarnation: u64,
+}
+
+/// A slot of any router.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotKey {
+    pub router: RouterId,
+    pub counter: u64,
 }
 
 /// One source's row of `/v1/slots`.
@@ -70,7 +79,7 @@ pub struct SourceLoad {
     pub decode_blocks: u64,
 }
 
-/// What one router has on one source.
+/// Load of one router on one source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RouterLoad {
     pub worker: WorkerId,
@@ -80,62 +89,62 @@ pub struct RouterLoad {
     pub generated_blocks: u64,
 }
 
-/// What one source bears.
+/// A source's load as one decision sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CandidateLoad {
+    pub active_requests: u32,
+    /// Prompt tokens of requests without a first token.
+    pub prefill_tokens: u64,
+    /// Distinct blocks that the requests hold.
+    pub decode_blocks: u64,
+    /// Leading blocks of the prompt in question that the requests hold already.
+    pub shared_blocks: u32,
+}
+
+/// The load of one source.
 #[derive(Clone, Debug, Default)]
 pub struct ActiveLoad {
-    requests: u32,
-    prefill_tokens: u64,
-    /// The sampled prompts of the requests here.
+    totals: SlotTotals,
+    /// The sampled prompts of the requests.
     prompts: PromptTree,
-    /// Blocks that prompts have beyond their last sample, and generated ones.
-    unshared_blocks: u64,
 }
 
 impl ActiveLoad {
     #[must_use]
     pub const fn active_requests(&self) -> u32 {
-        self.requests
+        self.totals.requests
     }
 
-    /// Prompt tokens of requests here that have no first token yet.
+    /// Prompt tokens of requests without a first token.
     #[must_use]
     pub const fn prefill_tokens(&self) -> u64 {
-        self.prefill_tokens
+        self.totals.prefill_tokens
     }
 
-    /// Distinct blocks that the requests here hold.
+    /// Distinct blocks that the requests hold.
     #[must_use]
     pub const fn decode_blocks(&self) -> u64 {
-        self.prompts.blocks() + self.unshared_blocks
-    }
-
-    /// Blocks of this prompt that requests here hold already.
-    #[must_use]
-    pub fn shared_blocks(&self, prompt: &SampledPrefix) -> u32 {
-        self.prompts.longest(&prompt.hashes)
-    }
-
-    fn is_idle(&self) -> bool {
-        self.requests == 0
+        self.prompts.blocks() + self.totals.unshared_blocks
     }
 }
 
-/// One router's slots, of one owned of it.
+/// The slots of one incarnation of a router.
 #[derive(Clone, Debug, Default)]
 struct RouterSlots {
     incarnation: Generation,
     slots: BTreeMap<u64, Slot>,
-    /// The sums of the slots, of sources with at least one.
+    /// Totals of `slots`, for each source with at least one.
     totals: BTreeMap<SourceId, SlotTotals>,
     digest: LoadDigest,
 }
 
-/// What a router's slots on a source add up to.
+/// Totals of slots on one source, without the blocks that their prompts may share.
 #[derive(Clone, Copy, Debug, Default)]
 struct SlotTotals {
     requests: u32,
     prefill_tokens: u64,
-    tail_blocks: u64,
+    /// Blocks beyond the prompts' last samples, and generated blocks.
+    unshared_blocks: u64,
     generated_blocks: u64,
 }
 
@@ -144,21 +153,31 @@ struct Slot {
     source: SourceId,
     leaf: PromptLeaf,
     identity: SlotIdentity,
+    /// 0 after the prefill.
     prefill_tokens: u32,
-    prefill: Prefill,
+    prefill: PrefillState,
     /// Blocks of the prompt beyond its last sample.
     tail_blocks: u32,
     generated_blocks: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Prefill {
+pub(crate) enum PrefillState {
     Outstanding,
     Done,
 }
 
+/// A slot to be opened.
+struct AddedSlot<'a> {
+    counter: u64,
+    source: &'a Source,
+    prefill_tokens: u32,
+    blocks: u32,
+    prompt: &'a SampledPrefix,
+}
+
 impl Slots {
-    /// Takes in one change of a router's slots.
+    /// Applies one change of a router's slots.
     pub fn apply(
         &mut self,
         table: &mut SourceTable,
@@ -169,22 +188,30 @@ impl Slots {
         if !self.enter(router, incarnation) {
             return Applied::Nothing;
         }
-        let owned = self.routers.entry(router).or_default();
-        let (sources, ignored) = (&mut self.sources, &mut self.ignored);
         match change {
-            LoadChange::AddRequest { source, .. } => {
-                let source = table.intern(source);
-                owned.add(sources.get_mut(source), ignored, source, change)
+            LoadChange::AddRequest {
+                counter,
+                source,
+                prefill_tokens,
+                blocks,
+                prompt,
+            } => {
+                let added = AddedSlot {
+                    counter: *counter,
+                    source,
+                    prefill_tokens: *prefill_tokens,
+                    blocks: *blocks,
+                    prompt,
+                };
+                self.add(table, router, added)
             }
-            LoadChange::MarkPrefillCompleted { counter } => {
-                owned.complete_prefill(sources, ignored, *counter)
-            }
-            LoadChange::Grow { counter, blocks } => owned.grow(sources, ignored, *counter, *blocks),
-            LoadChange::Free { counter, end } => owned.free(sources, ignored, *counter, *end),
+            LoadChange::MarkPrefillCompleted { counter } => self.complete_prefill(router, *counter),
+            LoadChange::Grow { counter, blocks } => self.grow(router, *counter, *blocks),
+            LoadChange::Free { counter, end } => self.free(router, *counter, *end),
         }
     }
 
-    /// Takes in an open slot as its router states it, in the place of all changes that led to it.
+    /// Opens a slot in the state that its router reports, instead of by the changes that led to it.
     pub fn restore(
         &mut self,
         table: &mut SourceTable,
@@ -195,44 +222,22 @@ impl Slots {
         if !self.enter(router, incarnation) {
             return Applied::Nothing;
         }
-        let OpenSlot {
-            counter,
-            source,
-            prefill_tokens,
-            blocks,
-            generated_blocks,
-            prompt,
-        } = slot;
-        let source = table.intern(source);
-        let opening = LoadChange::AddRequest {
-            counter: *counter,
-            source: slot.source.clone(),
-            prefill_tokens: *prefill_tokens,
-            blocks: *blocks,
-            prompt: prompt.clone(),
+        let opened = AddedSlot {
+            counter: slot.counter,
+            source: &slot.source,
+            prefill_tokens: slot.prefill_tokens,
+            blocks: slot.blocks,
+            prompt: &slot.prompt,
         };
-        let owned = self.routers.entry(router).or_default();
-        let load = self.sources.get_mut(source);
-        let added = owned.add(load, &mut self.ignored, source, &opening);
-        if matches!(added, Applied::Added(_)) && *generated_blocks > 0 {
-            owned.grow(
-                &mut self.sources,
-                &mut self.ignored,
-                *counter,
-                *generated_blocks,
-            );
+        let added = self.add(table, router, opened);
+        if matches!(added, Applied::Added(_)) && slot.generated_blocks > 0 {
+            self.grow(router, slot.counter, slot.generated_blocks);
         }
         added
     }
 
-    /// A router's open slots, in the order of their counters, each such that [`Self::restore`] makes
-    /// it again.
-    #[must_use]
-    pub fn stated(&self, table: &SourceTable, router: RouterId) -> Vec<OpenSlot> {
-        self.open_slots_from(table, router, 0, usize::MAX)
-    }
-
-    /// The first so many of them from a counter on.
+    /// The first `most` open slots of a router from a counter on, in the order of their counters.
+    /// [`Self::restore`] opens each of them again.
     #[must_use]
     pub fn open_slots_from(
         &self,
@@ -241,28 +246,25 @@ impl Slots {
         from: u64,
         most: usize,
     ) -> Vec<OpenSlot> {
-        let Some(owned) = self.routers.get(&router) else {
-            return Vec::new();
-        };
-        let slots = owned.slots.range(from..).take(most);
+        let owned = self.routers.get(&router).into_iter();
+        let slots = owned.flat_map(|owned| owned.slots.range(from..));
         slots
-            .filter_map(|(&counter, slot)| self.state(table, counter, slot))
+            .take(most)
+            .filter_map(|(&counter, slot)| self.describe(table, counter, slot))
             .collect()
     }
 
-    /// One of them; `None` if it is not open.
+    /// One open slot of a router.
     #[must_use]
-    pub fn open_slot(
-        &self,
-        table: &SourceTable,
-        router: RouterId,
-        counter: u64,
-    ) -> Option<OpenSlot> {
-        let slot = self.routers.get(&router)?.slots.get(&counter)?;
-        self.state(table, counter, slot)
+    pub fn open_slot(&self, table: &SourceTable, key: SlotKey) -> Option<OpenSlot> {
+        self.describe(table, key.counter, self.slot(key)?)
     }
 
-    fn state(&self, table: &SourceTable, counter: u64, slot: &Slot) -> Option<OpenSlot> {
+    fn slot(&self, key: SlotKey) -> Option<&Slot> {
+        self.routers.get(&key.router)?.slots.get(&key.counter)
+    }
+
+    fn describe(&self, table: &SourceTable, counter: u64, slot: &Slot) -> Option<OpenSlot> {
         let load = self.sources.get(slot.source)?;
         let prompt = SampledPrefix {
             hashes: load.prompts.prompt(slot.leaf),
@@ -277,40 +279,40 @@ impl Slots {
         })
     }
 
-    /// The router goes on with its open slots under another incarnation.
+    /// Continues a router's open slots under another incarnation.
     pub fn renew(&mut self, router: RouterId, incarnation: Generation) {
         self.routers.entry(router).or_default().incarnation = incarnation;
     }
 
-    /// Forgets that a router ever was, its fence too.
+    /// Forgets a router, its fence included.
     pub fn forget(&mut self, router: RouterId) {
         self.release(router);
         self.routers.remove(&router);
     }
 
-    /// What this router has on each source.
+    /// The load of this router on each source, in the order of the sources' names.
     #[must_use]
     pub fn loads_of(&self, table: &SourceTable, router: RouterId) -> Vec<RouterLoad> {
-        let row = |(&id, sum): (&SourceId, &SlotTotals)| {
+        let row = |(&id, totals): (&SourceId, &SlotTotals)| {
             let source = table.source(id)?;
             Some(RouterLoad {
                 worker: source.worker.clone(),
                 dp_rank: source.dp_rank,
-                active_requests: sum.requests,
-                prefill_tokens: sum.prefill_tokens,
-                generated_blocks: sum.generated_blocks,
+                active_requests: totals.requests,
+                prefill_tokens: totals.prefill_tokens,
+                generated_blocks: totals.generated_blocks,
             })
         };
-        let loads = self.routers.get(&router).map(|owned| owned.totals.iter());
-        let loads = loads.into_iter().flatten();
-        let mut rows: Vec<RouterLoad> = loads.filter_map(row).collect();
+        let owned = self.routers.get(&router).into_iter();
+        let totals = owned.flat_map(|owned| &owned.totals);
+        let mut rows: Vec<RouterLoad> = totals.filter_map(row).collect();
         rows.sort_by(|a, b| (&a.worker, a.dp_rank).cmp(&(&b.worker, b.dp_rank)));
         rows
     }
 
-    /// The fence: false for a former incarnation; a newer one frees what the one before it had.
+    /// The fence: rejects a former incarnation; a newer one frees the slots of the one before.
     fn enter(&mut self, router: RouterId, incarnation: Generation) -> bool {
-        let known = self.routers.get(&router).map(|known| known.incarnation);
+        let known = self.routers.get(&router).map(|owned| owned.incarnation);
         match known {
             Some(known) if incarnation < known => {
                 self.ignored.old_incarnation += 1;
@@ -323,25 +325,25 @@ impl Slots {
         true
     }
 
-    /// Frees all slots of a router: it is dead, or says that it starts anew.
+    /// Frees all slots of a router.
     pub fn release(&mut self, router: RouterId) {
         while self.release_step(router) {}
     }
 
-    /// The first step takes all its slots out of every count but that of distinct blocks; each gives
-    /// back the blocks of some. True: there is more to do.
+    /// Does one bounded step of [`Self::release`]. Returns true while work remains. The first step
+    /// subtracts all slots from the totals; each step frees the prompts of some.
     pub fn release_step(&mut self, router: RouterId) -> bool {
         if let Some(owned) = self.routers.get_mut(&router)
             && !owned.slots.is_empty()
         {
-            let slots = std::mem::take(&mut owned.slots);
-            for (id, sum) in std::mem::take(&mut owned.totals) {
-                self.sources.get_mut(id).take_off_all(sum);
+            self.released.push(std::mem::take(&mut owned.slots));
+            for (id, totals) in std::mem::take(&mut owned.totals) {
+                let load = self.sources.get_mut(id);
+                load.totals.subtract(&totals, &mut self.underflows);
             }
             owned.digest = LoadDigest::default();
-            self.released.push(slots);
         }
-        for _ in 0..STEP {
+        for _ in 0..STEP_SLOTS {
             let Some(slots) = self.released.last_mut() else {
                 return false;
             };
@@ -353,23 +355,65 @@ impl Slots {
         !self.released.is_empty()
     }
 
-    /// A router's open slots in one number: equal on two replicas that applied the same messages.
+    /// Digest of a router's open slots: equal on two replicas that applied the same messages.
     #[must_use]
     pub fn digest(&self, router: RouterId) -> LoadDigest {
-        self.routers
-            .get(&router)
-            .map_or_else(LoadDigest::default, |owned| owned.digest)
+        let owned = self.routers.get(&router);
+        owned.map_or_else(LoadDigest::default, |owned| owned.digest)
     }
 
-    /// What this source bears; `None` for one that never bore anything.
+    /// The load of this source; `None` if it never had any.
     #[must_use]
     pub fn load(&self, source: SourceId) -> Option<&ActiveLoad> {
         self.sources.get(source)
     }
 
+    /// The load that a decision about this prompt compares, as if the slot `except` were not open.
+    #[must_use]
+    pub fn candidate_load(
+        &self,
+        source: SourceId,
+        prompt: &SampledPrefix,
+        except: Option<SlotKey>,
+    ) -> CandidateLoad {
+        let Some(load) = self.sources.get(source) else {
+            return CandidateLoad::default();
+        };
+        let Some(slot) = self.slot_on(source, except) else {
+            return CandidateLoad {
+                active_requests: load.totals.requests,
+                prefill_tokens: load.totals.prefill_tokens,
+                decode_blocks: load.decode_blocks(),
+                shared_blocks: load.prompts.longest(&prompt.hashes),
+            };
+        };
+        // Never below zero: the slot is in these totals.
+        CandidateLoad {
+            active_requests: load.totals.requests - 1,
+            prefill_tokens: load.totals.prefill_tokens - u64::from(slot.prefill_tokens),
+            decode_blocks: load.decode_blocks()
+                - slot.unshared_blocks()
+                - load.prompts.blocks_only_of(slot.leaf),
+            shared_blocks: load.prompts.longest_without(&prompt.hashes, slot.leaf),
+        }
+    }
+
+    /// Active requests on a source, as if the slot `except` were not open.
+    #[must_use]
+    pub fn active_requests(&self, source: SourceId, except: Option<SlotKey>) -> u32 {
+        let requests = self.load(source).map_or(0, |load| load.totals.requests);
+        requests - u32::from(self.slot_on(source, except).is_some())
+    }
+
+    fn slot_on(&self, source: SourceId, key: Option<SlotKey>) -> Option<&Slot> {
+        let slot = self.slot(key?)?;
+        (slot.source == source).then_some(slot)
+    }
+
     #[must_use]
     pub fn is_idle(&self, source: SourceId) -> bool {
-        self.load(source).is_none_or(ActiveLoad::is_idle)
+        self.load(source)
+            .is_none_or(|load| load.totals.requests == 0)
     }
 
     #[must_use]
@@ -377,144 +421,107 @@ impl Slots {
         self.ignored
     }
 
-    /// Open slots of all routers.
+    /// Totals that would have gone below zero: defects of this module.
+    #[must_use]
+    pub const fn underflows(&self) -> u64 {
+        self.underflows
+    }
+
+    /// Number of open slots of all routers.
     #[must_use]
     pub fn open(&self) -> usize {
         self.routers.values().map(|owned| owned.slots.len()).sum()
     }
-}
 
-impl RouterSlots {
-    fn add(
-        &mut self,
-        load: &mut ActiveLoad,
-        ignored: &mut IgnoredChanges,
-        id: SourceId,
-        change: &LoadChange,
-    ) -> Applied {
-        let LoadChange::AddRequest {
-            counter,
-            source,
-            prefill_tokens,
-            blocks,
-            prompt,
-        } = change
-        else {
-            return Applied::Nothing;
-        };
-        if self.slots.contains_key(counter) {
-            ignored.opened_twice += 1;
+    fn add(&mut self, table: &mut SourceTable, router: RouterId, opened: AddedSlot<'_>) -> Applied {
+        let owned = self.routers.entry(router).or_default();
+        if owned.slots.contains_key(&opened.counter) {
+            self.ignored.opened_twice += 1;
             return Applied::Nothing;
         }
+        let source = table.intern(opened.source);
+        let load = self.sources.get_mut(source);
         let slot = Slot {
-            source: id,
-            leaf: load.prompts.insert(&prompt.hashes),
-            identity: SlotIdentity::of(*counter, source, *blocks, prompt),
-            prefill_tokens: *prefill_tokens,
-            prefill: Prefill::Outstanding,
-            tail_blocks: blocks.saturating_sub(prompt.covered()),
+            source,
+            leaf: load.prompts.insert(&opened.prompt.hashes),
+            identity: SlotIdentity::of(opened.counter, opened.source, opened.blocks, opened.prompt),
+            prefill_tokens: opened.prefill_tokens,
+            prefill: PrefillState::Outstanding,
+            tail_blocks: opened.blocks.saturating_sub(opened.prompt.covered()),
             generated_blocks: 0,
         };
-        load.requests += 1;
-        load.prefill_tokens += u64::from(slot.prefill_tokens);
-        load.unshared_blocks += u64::from(slot.tail_blocks);
-        let sum = self.totals.entry(id).or_default();
-        sum.requests += 1;
-        sum.prefill_tokens += u64::from(slot.prefill_tokens);
-        sum.tail_blocks += u64::from(slot.tail_blocks);
-        self.digest.insert(slot.mark());
-        self.slots.insert(*counter, slot);
-        Applied::Added(id)
+        load.totals.add(&slot.totals());
+        let totals = owned.totals.entry(source).or_default();
+        totals.add(&slot.totals());
+        owned.digest.insert(slot.mark());
+        owned.slots.insert(opened.counter, slot);
+        Applied::Added(source)
     }
 
-    fn complete_prefill(
-        &mut self,
-        sources: &mut PerSource<ActiveLoad>,
-        ignored: &mut IgnoredChanges,
-        counter: u64,
-    ) -> Applied {
-        let Some(slot) = self.slots.get_mut(&counter) else {
-            ignored.unknown_slot += 1;
+    fn complete_prefill(&mut self, router: RouterId, counter: u64) -> Applied {
+        let owned = self.routers.entry(router).or_default();
+        let Some(slot) = owned.slots.get_mut(&counter) else {
+            self.ignored.unknown_slot += 1;
             return Applied::Nothing;
         };
-        if slot.prefill == Prefill::Done {
-            ignored.prefilled_twice += 1;
+        if slot.prefill == PrefillState::Done {
+            self.ignored.prefilled_twice += 1;
             return Applied::Nothing;
         }
-        self.digest.remove(slot.mark());
+        owned.digest.remove(slot.mark());
         let tokens = u64::from(slot.prefill_tokens);
-        sources.get_mut(slot.source).prefill_tokens -= tokens;
-        self.totals.entry(slot.source).or_default().prefill_tokens -= tokens;
+        let load = self.sources.get_mut(slot.source);
+        let totals = owned.totals.entry(slot.source).or_default();
+        take(
+            &mut load.totals.prefill_tokens,
+            tokens,
+            &mut self.underflows,
+        );
+        take(&mut totals.prefill_tokens, tokens, &mut self.underflows);
         slot.prefill_tokens = 0;
-        slot.prefill = Prefill::Done;
-        self.digest.insert(slot.mark());
+        slot.prefill = PrefillState::Done;
+        owned.digest.insert(slot.mark());
         Applied::PrefillCompleted(slot.source)
     }
 
-    fn grow(
-        &mut self,
-        sources: &mut PerSource<ActiveLoad>,
-        ignored: &mut IgnoredChanges,
-        counter: u64,
-        blocks: u32,
-    ) -> Applied {
-        let Some(slot) = self.slots.get_mut(&counter) else {
-            ignored.unknown_slot += 1;
+    fn grow(&mut self, router: RouterId, counter: u64, blocks: u32) -> Applied {
+        let owned = self.routers.entry(router).or_default();
+        let Some(slot) = owned.slots.get_mut(&counter) else {
+            self.ignored.unknown_slot += 1;
             return Applied::Nothing;
         };
-        self.digest.remove(slot.mark());
+        owned.digest.remove(slot.mark());
         let grown = slot.generated_blocks.saturating_add(blocks);
         let more = u64::from(grown - slot.generated_blocks);
         slot.generated_blocks = grown;
-        sources.get_mut(slot.source).unshared_blocks += more;
-        self.totals.entry(slot.source).or_default().generated_blocks += more;
-        self.digest.insert(slot.mark());
+        let part = SlotTotals {
+            unshared_blocks: more,
+            generated_blocks: more,
+            ..SlotTotals::default()
+        };
+        self.sources.get_mut(slot.source).totals.add(&part);
+        owned.totals.entry(slot.source).or_default().add(&part);
+        owned.digest.insert(slot.mark());
         Applied::Grown(slot.source)
     }
 
-    fn free(
-        &mut self,
-        sources: &mut PerSource<ActiveLoad>,
-        ignored: &mut IgnoredChanges,
-        counter: u64,
-        end: SlotEnd,
-    ) -> Applied {
-        let Some(slot) = self.slots.remove(&counter) else {
-            ignored.unknown_slot += 1;
+    fn free(&mut self, router: RouterId, counter: u64, end: SlotEnd) -> Applied {
+        let owned = self.routers.entry(router).or_default();
+        let Some(slot) = owned.slots.remove(&counter) else {
+            self.ignored.unknown_slot += 1;
             return Applied::Nothing;
         };
-        self.digest.remove(slot.mark());
-        sources.get_mut(slot.source).take_off(&slot);
-        self.leave(&slot);
-        Applied::Freed(slot.source, end)
-    }
-
-    /// Takes a slot out of the sums.
-    fn leave(&mut self, slot: &Slot) {
-        let sum = self.totals.entry(slot.source).or_default();
-        sum.requests -= 1;
-        sum.prefill_tokens -= u64::from(slot.prefill_tokens);
-        sum.tail_blocks -= u64::from(slot.tail_blocks);
-        sum.generated_blocks -= u64::from(slot.generated_blocks);
-        if sum.requests == 0 {
-            self.totals.remove(&slot.source);
+        owned.digest.remove(slot.mark());
+        let freed = slot.totals();
+        let load = self.sources.get_mut(slot.source);
+        load.prompts.remove(slot.leaf);
+        load.totals.subtract(&freed, &mut self.underflows);
+        let totals = owned.totals.entry(slot.source).or_default();
+        totals.subtract(&freed, &mut self.underflows);
+        if totals.requests == 0 {
+            owned.totals.remove(&slot.source);
         }
-    }
-}
-
-impl ActiveLoad {
-    /// What slots add up to, but for the blocks that they may sum.
-    fn take_off_all(&mut self, sum: SlotTotals) {
-        self.requests -= sum.requests;
-        self.prefill_tokens -= sum.prefill_tokens;
-        self.unshared_blocks -= sum.tail_blocks + sum.generated_blocks;
-    }
-
-    fn take_off(&mut self, slot: &Slot) {
-        self.requests -= 1;
-        self.prefill_tokens -= u64::from(slot.prefill_tokens);
-        self.unshared_blocks -= u64::from(slot.tail_blocks) + u64::from(slot.generated_blocks);
-        self.prompts.remove(slot.leaf);
+        Applied::Freed(slot.source, end)
     }
 }
 
@@ -523,6 +530,50 @@ impl Slot {
         self.identity
             .mark(self.prefill_tokens, self.generated_blocks)
     }
+
+    fn unshared_blocks(&self) -> u64 {
+        u64::from(self.tail_blocks) + u64::from(self.generated_blocks)
+    }
+
+    fn totals(&self) -> SlotTotals {
+        SlotTotals {
+            requests: 1,
+            prefill_tokens: self.prefill_tokens.into(),
+            unshared_blocks: self.unshared_blocks(),
+            generated_blocks: self.generated_blocks.into(),
+        }
+    }
+}
+
+impl SlotTotals {
+    fn add(&mut self, part: &Self) {
+        self.requests += part.requests;
+        self.prefill_tokens += part.prefill_tokens;
+        self.unshared_blocks += part.unshared_blocks;
+        self.generated_blocks += part.generated_blocks;
+    }
+
+    /// Counts an underflow for each total that is below its part.
+    fn subtract(&mut self, part: &Self, underflows: &mut u64) {
+        let mut requests = self.requests.into();
+        take(&mut requests, part.requests.into(), underflows);
+        self.requests = u32::try_from(requests).unwrap_or(u32::MAX);
+        take(&mut self.prefill_tokens, part.prefill_tokens, underflows);
+        take(&mut self.unshared_blocks, part.unshared_blocks, underflows);
+        take(
+            &mut self.generated_blocks,
+            part.generated_blocks,
+            underflows,
+        );
+    }
+}
+
+/// Subtracts from a total that is at least `part` by this module's invariant.
+fn take(total: &mut u64, part: u64, underflows: &mut u64) {
+    let rest = total.checked_sub(part);
+    debug_assert!(rest.is_some(), "{part} of {total} taken");
+    *underflows += u64::from(rest.is_none());
+    *total = rest.unwrap_or(0);
 }
 
 #[cfg(test)]

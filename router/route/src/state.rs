@@ -1,4 +1,4 @@
-//! Everything that one router knows, behind one set of calls: the shell holds it behind one mutex.
+//! The routing core: all state of one router behind one set of calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -15,14 +15,16 @@ use super::audit::{AuditCounts, AuditVerdict, CreditAudit, Recheck, RecheckVerdi
 use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
-use super::decide::{Decision, DecisionBasis, Grounds, Question, decide};
+use super::decide::{Decision, DecisionBasis, DecisionInput, decide};
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, MoveTracker};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::slot_guard::SlotEvent;
-use super::slots::{ActiveLoad, Applied, IgnoredChanges, RouterLoad, STEP, Slots, SourceLoad};
+use super::slots::{
+    ActiveLoad, Applied, IgnoredChanges, RouterLoad, STEP_SLOTS, SlotKey, Slots, SourceLoad,
+};
 use super::slowness::SlownessTracker;
 use super::source_table::{SourceId, SourceTable};
 use super::stall::StallDetector;
@@ -30,17 +32,17 @@ use super::ttft::TtftModel;
 
 mod reconsider;
 
+#[derive(Clone, Debug)]
 pub struct CoreConfig {
-    /// Checked: see [`Knobs::checked`].
     pub knobs: Knobs,
     pub router: RouterId,
-    /// This router's life, above every earlier one's.
+    /// Above every earlier incarnation of this router.
     pub incarnation: Generation,
     /// For ties and temperature.
     pub seed: u64,
 }
 
-/// A request that wants a source.
+/// A request to be routed.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteRequest<'a> {
     /// A base model or an adapter.
@@ -50,16 +52,15 @@ pub struct RouteRequest<'a> {
     pub exclude: &'a [Source],
 }
 
-/// A request that has a source and a slot there.
+/// A request with a source and an open slot.
 #[derive(Debug)]
 pub struct Admitted {
     pub decision: Decision,
     /// The slot's counter, for its guard.
     pub slot: u64,
-    /// The bytes of its `AddRequest`, to be broadcast; applied here already.
+    /// The encoded `AddRequest` for the peers. Applied here already.
     pub message: Bytes,
-    /// Until then another router's earlier choice may show that this one was blind: see
-    /// [`Core::take_crossed`].
+    /// Deadline for moving the request to another source ([`Core::take_crossed`]).
     pub movable_until: Option<Instant>,
 }
 
@@ -71,25 +72,27 @@ pub enum AdmitError {
     Ledger(#[from] LedgerError),
 }
 
-/// What happened so far, for metrics.
+/// Counters since the start, for metrics.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CoreCounts {
     pub bases: BasisCounts,
     pub ignored: IgnoredChanges,
+    /// Totals of load that would have gone below zero.
+    pub slot_underflows: u64,
     pub view: IndexViewCounts,
     pub audit: AuditCounts,
     pub stalls: u64,
     pub predictions_dropped: u64,
     pub predicted_samples: u64,
-    /// Open slots of all routers.
+    /// Number of open slots of all routers.
     pub open_slots: usize,
-    /// Slots that this router opened, one for each attempt.
+    /// Slots that this router opened: one for each attempt.
     pub opened: u64,
     pub freed: FreedCounts,
     pub moves: MoveCounts,
 }
 
-/// Slots that this router freed, each once, by how they ended.
+/// Slots that this router freed, by end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct FreedCounts {
     pub completed: u64,
@@ -97,7 +100,7 @@ pub struct FreedCounts {
     pub aborted: u64,
 }
 
-/// Decisions by what they rested on.
+/// Decisions by their basis.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct BasisCounts {
     pub index: u64,
@@ -105,20 +108,13 @@ pub struct BasisCounts {
     pub load_only: u64,
 }
 
-/// A prefill under way, for learning how long it takes.
+/// A request of this router without a first token: measures the time to first token.
 struct PendingPrefill {
     source: SourceId,
-    at: Instant,
+    sent: Instant,
     tokens_ahead: u64,
-    /// What the median of those that could have taken it would have needed.
+    /// Time that the median of all candidates would need.
     typical: Duration,
-}
-
-/// A slot that is about to be opened.
-struct SlotOpening {
-    slot: u64,
-    /// At its source, its own included.
-    tokens_ahead: u64,
 }
 
 pub struct Core {
@@ -133,10 +129,10 @@ pub struct Core {
     audit: CreditAudit,
     stalls: StallDetector,
     ttft: TtftModel,
-    slowness_tracker: SlownessTracker,
-    /// This router's requests without a first token.
-    sent: BTreeMap<u64, PendingPrefill>,
-    /// This router's slots that changed since a cut was begun.
+    slowness: SlownessTracker,
+    /// By slot counter.
+    pending: BTreeMap<u64, PendingPrefill>,
+    /// Own slots that changed since a snapshot was begun.
     touched: Option<BTreeSet<u64>>,
     moves: MoveTracker,
     bases: BasisCounts,
@@ -145,11 +141,11 @@ pub struct Core {
     turn: u64,
 }
 
-/// This router's open slots on their way out of the core: see [`Core::snapshot_step`].
+/// A snapshot of this router's open slots that is taken in steps ([`Core::snapshot_step`]).
 #[derive(Debug)]
 pub struct SlotSnapshotBuilder {
     slots: BTreeMap<u64, OpenSlot>,
-    /// The first counter that was not looked at; none: all were.
+    /// The first counter that was not read; `None` once all were.
     next: Option<u64>,
 }
 
@@ -163,7 +159,7 @@ impl Default for SlotSnapshotBuilder {
 }
 
 impl SlotSnapshotBuilder {
-    /// In the order of their counters.
+    /// The slots in the order of their counters.
     #[must_use]
     pub fn into_slots(self) -> Vec<OpenSlot> {
         self.slots.into_values().collect()
@@ -191,8 +187,8 @@ impl Core {
             audit: CreditAudit::default(),
             stalls: StallDetector::default(),
             ttft: TtftModel::default(),
-            slowness_tracker: SlownessTracker::default(),
-            sent: BTreeMap::new(),
+            slowness: SlownessTracker::default(),
+            pending: BTreeMap::new(),
             touched: None,
             moves: MoveTracker::default(),
             bases: BasisCounts::default(),
@@ -202,22 +198,21 @@ impl Core {
         }
     }
 
-    /// The registry's content, at every change of it.
+    /// Replaces the registered workers.
     pub fn set_workers(&mut self, entries: &[WorkerEntry]) {
         self.fleet.set_workers(&mut self.table, entries);
     }
 
-    /// Says whether that is news.
+    /// Returns whether this changed something.
     pub fn set_health(&mut self, worker: &WorkerId, health: Health) -> bool {
         self.fleet.set_health(&mut self.table, worker, health)
     }
 
-    /// Says whether that is news.
+    /// Returns whether this changed something.
     pub fn set_drain(&mut self, worker: &WorkerId, drain: DrainState) -> bool {
         self.fleet.set_drain(&mut self.table, worker, drain)
     }
 
-    /// Workers, models and their marks.
     #[must_use]
     pub const fn fleet(&self) -> &WorkerDirectory {
         &self.fleet
@@ -227,29 +222,34 @@ impl Core {
         self.fleet.model(name)
     }
 
-    /// Decides and accounts in one step, so that the next decision sees this one. `answer`: none if
-    /// it came too late.
+    /// Decides and opens the slot in one step, so that the next decision counts this request. Without an
+    /// answer of the index (`None`) it decides by predictions and load.
     pub fn admit(
         &mut self,
-        ask: &RouteRequest<'_>,
+        request: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
         now: Instant,
     ) -> Result<Admitted, AdmitError> {
         self.tick(now);
-        let (decision, trusted) = self.decide(ask, answer, now)?;
+        let (decision, trusted) = self.decide(request, answer, None, now)?;
         self.turn = self.turn.wrapping_add(1);
         match decision.basis() {
             DecisionBasis::Index => self.bases.index += 1,
             DecisionBasis::Prediction => self.bases.prediction += 1,
             DecisionBasis::LoadOnly => self.bases.load_only += 1,
         }
-        // After the decision: it made the same walks, and takes only what goes beyond the credit.
+        // After the decision, which reuses `expected_blocks`.
         for terms in &decision.weighed {
-            self.end_counted(terms.source, ask.prompt, terms.expected_blocks, &trusted);
+            self.end_counted(
+                terms.source,
+                request.prompt,
+                terms.expected_blocks,
+                &trusted,
+            );
         }
-        let mut admitted = self.open(ask.prompt, decision, now)?;
-        // A retry has had its share of ways, and only costs can be compared.
-        if ask.exclude.is_empty() && self.knobs.policy == Policy::Kv {
+        let mut admitted = self.open(request.prompt, decision, None, now)?;
+        // Retries are not moved, and only policies with costs can compare.
+        if request.exclude.is_empty() && self.knobs.policy == Policy::Kv {
             let source = admitted.decision.claim.source;
             admitted.movable_until = self.moves.sent(admitted.slot, source, now);
         }
@@ -258,42 +258,42 @@ impl Core {
 
     fn decide(
         &mut self,
-        ask: &RouteRequest<'_>,
+        request: &RouteRequest<'_>,
         answer: Option<&IndexAnswer>,
+        except: Option<SlotKey>,
         now: Instant,
     ) -> Result<(Decision, TrustedAnswer), RouteRefusal> {
         let trusted = match answer {
-            Some(answer) => self.take_in(answer, now),
+            Some(answer) => self.judge(answer, now),
             None => TrustedAnswer::default(),
         };
-        let question = Question {
-            prompt: ask.prompt,
-            candidates: self.fleet.candidates(ask.model)?,
-            exclude: ask.exclude,
+        let input = DecisionInput {
+            prompt: request.prompt,
+            candidates: self.fleet.candidates(request.model)?,
+            exclude: request.exclude,
+            except,
             turn: self.turn,
-        };
-        let grounds = Grounds {
             trusted: &trusted,
             slots: &self.slots,
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
-            slowness_tracker: &self.slowness_tracker,
+            slowness: &self.slowness,
             knobs: &self.knobs,
+            now,
         };
-        let decision = decide(&question, &grounds, &mut self.rng, now)?;
+        let decision = decide(&input, &mut self.rng)?;
         Ok((decision, trusted))
     }
 
-    /// What happened to an open slot of this router. The bytes are to be broadcast.
+    /// Records an event of an open slot of this router. Returns the message for the peers.
     pub fn note(&mut self, event: SlotEvent, now: Instant) -> Result<Bytes, LedgerError> {
         let change = match event {
             SlotEvent::FirstToken { counter } => {
                 self.moves.settle(counter);
-                if let Some(sent) = self.sent.remove(&counter) {
-                    let elapsed = now.saturating_duration_since(sent.at);
-                    self.slowness_tracker
-                        .learn(sent.source, sent.typical, elapsed, now);
+                if let Some(sent) = self.pending.remove(&counter) {
+                    let elapsed = now.saturating_duration_since(sent.sent);
+                    self.slowness.learn(sent.source, sent.typical, elapsed, now);
                     self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
                 }
                 self.stalls.first_token(counter);
@@ -301,18 +301,18 @@ impl Core {
             }
             SlotEvent::PrefillPredicted { counter } => {
                 self.moves.settle(counter);
-                self.sent.remove(&counter);
+                self.pending.remove(&counter);
                 self.stalls.ended(counter);
                 LoadChange::MarkPrefillCompleted { counter }
             }
             SlotEvent::Grow { counter, blocks } => LoadChange::Grow { counter, blocks },
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
-                let sent = self.sent.remove(&counter);
-                // A whole answer in one piece took longer than its first token.
+                let sent = self.pending.remove(&counter);
+                // A complete answer without a first token is no measurement of the first token.
                 if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
-                    let elapsed = now.saturating_duration_since(sent.at);
-                    self.slowness_tracker
+                    let elapsed = now.saturating_duration_since(sent.sent);
+                    self.slowness
                         .gave_up(sent.source, sent.typical, elapsed, now);
                 }
                 self.stalls.ended(counter);
@@ -322,26 +322,25 @@ impl Core {
         self.record(change, now)
     }
 
-    /// Another router's message that the sequencing rule lets through.
+    /// Applies a message of another router, in its order.
     pub fn apply_remote(&mut self, message: &LoadMessage, now: Instant) {
         self.apply(message, now);
     }
 
-    /// Another router is dead: its slots are free.
+    /// Frees all slots of another router.
     pub fn release(&mut self, router: RouterId, now: Instant) {
         while self.release_step(router, now) {}
     }
 
-    /// The same, a part of it, for whoever must not be kept waiting. True: there is more to do. From the
-    /// first step on its requests count no more.
+    /// Like `release`, but does one bounded step. Returns true while work remains. The first step takes
+    /// the router's requests out of all counts.
     pub fn release_step(&mut self, router: RouterId, now: Instant) -> bool {
         let slots_left = self.slots.release_step(router);
-        let predictions_left = self.predictions.release_step(router, STEP, now);
+        let predictions_left = self.predictions.release_step(router, STEP_SLOTS, now);
         slots_left || predictions_left
     }
 
-    /// Takes in a part of what another router states as its open slots, after all that it had was
-    /// released.
+    /// Opens slots that another router reports as open. All of its earlier slots must be released.
     pub fn restore(&mut self, router: RouterId, incarnation: Generation, slots: &[OpenSlot]) {
         for slot in slots {
             let restored = self
@@ -354,14 +353,14 @@ impl Core {
         }
     }
 
-    /// A router that is dead for long need not be remembered any more.
+    /// Forgets a router that is dead, its fence included.
     pub fn forget(&mut self, router: RouterId, now: Instant) {
         self.release(router, now);
         self.slots.forget(router);
         self.moves.set_delay(router, None);
     }
 
-    /// This router goes on under another incarnation, above its last one, with all its open slots.
+    /// Continues under a higher incarnation with all open slots.
     pub fn begin(&mut self, incarnation: Generation) {
         let router = self.ledger.router();
         let open = self.slots.digest(router).count;
@@ -369,69 +368,75 @@ impl Core {
         self.ledger.begin(incarnation, open);
     }
 
-    /// What this router wrote.
+    /// Messages of this router.
     #[must_use]
     pub const fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// This router's open slots, for a peer that lacks them.
+    /// All open slots of this router.
     #[must_use]
-    pub fn stated(&self) -> Vec<OpenSlot> {
-        self.slots.stated(&self.table, self.ledger.router())
+    pub fn own_slots(&self) -> Vec<OpenSlot> {
+        let router = self.ledger.router();
+        self.slots
+            .open_slots_from(&self.table, router, 0, usize::MAX)
     }
 
-    /// A part of the same, for whoever must not be kept waiting: to be called with the same cut until it
-    /// is whole. What changes between two calls is looked at again, so that in the end all slots are of
-    /// one moment, that of the call which says true. One cut at a time: a new one ends the one before.
-    pub fn snapshot_step(&mut self, cut: &mut SlotSnapshotBuilder) -> bool {
+    /// Does one bounded step of a snapshot of this router's open slots. Returns true when it is complete:
+    /// then all slots are as of this call. A new builder ends the snapshot before.
+    ///
+    /// Slots that change between two steps are read again at the end.
+    pub fn snapshot_step(&mut self, snapshot: &mut SlotSnapshotBuilder) -> bool {
         let router = self.ledger.router();
-        let Some(from) = cut.next else {
-            return self.mend_cut(cut, router);
+        let Some(from) = snapshot.next else {
+            return self.refresh_snapshot(snapshot, router);
         };
         if from == 0 {
             self.touched = Some(BTreeSet::new());
         }
-        let stated = self.slots.open_slots_from(&self.table, router, from, STEP);
-        cut.next = stated.last().map(|slot| slot.counter + 1);
-        cut.slots
-            .extend(stated.into_iter().map(|slot| (slot.counter, slot)));
+        let read = self
+            .slots
+            .open_slots_from(&self.table, router, from, STEP_SLOTS);
+        snapshot.next = read.last().map(|slot| slot.counter + 1);
+        let read = read.into_iter().map(|slot| (slot.counter, slot));
+        snapshot.slots.extend(read);
         false
     }
 
-    fn mend_cut(&mut self, cut: &mut SlotSnapshotBuilder, router: RouterId) -> bool {
-        for _ in 0..STEP {
+    fn refresh_snapshot(&mut self, snapshot: &mut SlotSnapshotBuilder, router: RouterId) -> bool {
+        for _ in 0..STEP_SLOTS {
             let Some(counter) = self.touched.as_mut().and_then(BTreeSet::pop_first) else {
                 self.touched = None;
                 return true;
             };
-            match self.slots.open_slot(&self.table, router, counter) {
-                Some(slot) => cut.slots.insert(counter, slot),
-                None => cut.slots.remove(&counter),
+            let key = SlotKey { router, counter };
+            match self.slots.open_slot(&self.table, key) {
+                Some(slot) => snapshot.slots.insert(counter, slot),
+                None => snapshot.slots.remove(&counter),
             };
         }
         false
     }
 
-    /// What one router has on each source.
+    /// The load of one router on each source.
     #[must_use]
     pub fn loads_of(&self, router: RouterId) -> Vec<RouterLoad> {
         self.slots.loads_of(&self.table, router)
     }
 
-    /// A router's open slots in one number.
+    /// Digest of a router's open slots.
     #[must_use]
     pub fn digest(&self, router: RouterId) -> LoadDigest {
         self.slots.digest(router)
     }
 
-    /// The engine reported how many of the prompt's tokens it found cached.
+    /// Compares the credit of a decision with the cached tokens that the engine reported.
     pub fn audit(&mut self, decision: &Decision, cached_tokens: u32, now: Instant) -> AuditVerdict {
         self.audit.compare(&decision.claim, cached_tokens, now)
     }
 
-    /// The index's new answer about the same prompt, asked at the recheck's time or later. A source
-    /// that is demoted is `stale` from here on until its next generation: worth an error in the log.
+    /// Judges a repeated answer of the index about the same prompt, not before the recheck's time. A
+    /// demoted source is `stale` until its next generation.
     pub fn recheck(
         &mut self,
         recheck: &Recheck,
@@ -439,7 +444,7 @@ impl Core {
         answer: &IndexAnswer,
         now: Instant,
     ) -> RecheckVerdict {
-        let trusted = self.take_in(answer, now);
+        let trusted = self.judge(answer, now);
         let source = recheck.claim.source;
         let expected_blocks = self.predictions.predicted(source, prompt.sampled());
         self.end_counted(source, prompt, expected_blocks, &trusted);
@@ -451,13 +456,13 @@ impl Core {
         verdict
     }
 
-    /// Lets time pass: to be called a few times a second, also when nothing else happens.
+    /// Processes deadlines. Call it a few times a second.
     pub fn tick(&mut self, now: Instant) {
         self.predictions.expire(now);
         self.stalls.advance(now);
     }
 
-    /// `/v1/slots`: every registered source, and every other that still bears something.
+    /// Rows of `/v1/slots`: every registered source, and every other source with load.
     #[must_use]
     pub fn loads(&self) -> Vec<SourceLoad> {
         let rows = self.table.in_order().into_iter();
@@ -475,27 +480,25 @@ impl Core {
             .collect()
     }
 
-    /// Is this source left out because it gives no first tokens?
+    /// Whether this source is left out because it returns no first tokens.
     #[must_use]
     pub fn is_stalled(&self, source: &Source, now: Instant) -> bool {
         let id = self.table.id(source);
         id.is_some_and(|id| self.stalls.is_stalled(id, now))
     }
 
-    /// How late this source's first tokens are: observed over predicted. None: not enough is known.
+    /// Observed over predicted time to first token; `None` without measurements.
     #[must_use]
     pub fn ttft_ratio(&self, source: &Source, now: Instant) -> Option<f64> {
         let id = self.table.id(source)?;
-        self.slowness_tracker.ratio(id, now)
+        self.slowness.ratio(id, now)
     }
 
-    /// The name of a source in a decision's terms.
     #[must_use]
     pub fn source(&self, id: SourceId) -> Option<&Source> {
         self.table.source(id)
     }
 
-    /// The names of so many.
     #[must_use]
     pub fn sources(&self, ids: &BTreeSet<SourceId>) -> BTreeMap<SourceId, Source> {
         let named = |&id| Some((id, self.source(id)?.clone()));
@@ -507,6 +510,7 @@ impl Core {
         CoreCounts {
             bases: self.bases,
             ignored: self.slots.ignored(),
+            slot_underflows: self.slots.underflows(),
             view: self.view.counts(),
             audit: self.audit.counts(),
             stalls: self.stalls.count(),
@@ -519,19 +523,18 @@ impl Core {
         }
     }
 
-    /// Believes an answer as far as it deserves.
-    fn take_in(&mut self, answer: &IndexAnswer, now: Instant) -> TrustedAnswer {
+    /// Reduces an answer to what is trusted.
+    fn judge(&mut self, answer: &IndexAnswer, now: Instant) -> TrustedAnswer {
         let trusted = self.view.judge(&mut self.table, answer, now);
         for &source in &trusted.restarted {
             self.predictions.restarted(source);
-            self.slowness_tracker.restarted(source);
+            self.slowness.restarted(source);
         }
         trusted
     }
 
-    /// Ends what is expected of a prompt at a source, if the index counts all of it already: what is
-    /// shorter than the rest stays hidden behind it. Uncapped: a prompt's last whole block is held,
-    /// though it is never credited.
+    /// Ends predictions of a prompt at a source whose credited blocks cover all of them. Uncapped: the
+    /// index holds a prompt's last whole block, which is never credited.
     fn end_counted(
         &mut self,
         source: SourceId,
@@ -539,67 +542,52 @@ impl Core {
         expected_blocks: u32,
         trusted: &TrustedAnswer,
     ) {
-        let held = trusted
-            .of(source)
-            .map_or(0, |known| overlap_blocks(known.run));
+        let known = trusted.of(source);
+        let held = known.map_or(0, |known| overlap_blocks(known.run));
         if expected_blocks > 0 && held >= expected_blocks {
             self.predictions.counted(source, prompt.sampled(), held);
         }
     }
 
+    /// Opens a slot, and frees the slot that it replaces in the same message: no peer ever counts the
+    /// request twice or not at all.
     fn open(
         &mut self,
         prompt: &Prompt,
         decision: Decision,
+        replaced: Option<u64>,
         now: Instant,
     ) -> Result<Admitted, LedgerError> {
-        let (opening, change) = self.opening(prompt, &decision);
-        let message = self.record(change, now)?;
-        Ok(self.opened(opening, decision, message, now))
-    }
-
-    fn opening(&mut self, prompt: &Prompt, decision: &Decision) -> (SlotOpening, LoadChange) {
-        let load = self.slots.load(decision.claim.source);
-        let ahead = load.map_or(0, ActiveLoad::prefill_tokens);
-        let slot = self.ledger.counter();
-        let change = Ledger::opening(
+        let (source, slot) = (decision.claim.source, self.ledger.counter());
+        let opening = Ledger::opening(
             slot,
             &decision.source,
             decision.prefill_tokens,
             prompt.blocks_taken(),
             prompt.sampled(),
         );
-        let opening = SlotOpening {
-            slot,
-            tokens_ahead: ahead + u64::from(decision.prefill_tokens),
-        };
-        (opening, change)
-    }
-
-    /// The opening was written down.
-    fn opened(
-        &mut self,
-        opening: SlotOpening,
-        decision: Decision,
-        message: Bytes,
-        now: Instant,
-    ) -> Admitted {
-        let (slot, source) = (opening.slot, decision.claim.source);
+        let end = SlotEnd::Aborted;
+        let freed = replaced.map(|counter| LoadChange::Free { counter, end });
+        let entry = self
+            .ledger
+            .write_all(freed.into_iter().chain([opening]).collect())?;
+        self.apply(&entry.message, now);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
         let weighed = decision.weighed.iter().map(|terms| terms.source);
-        let sent = PendingPrefill {
+        let tokens_ahead = decision.chosen.queued_tokens + u64::from(decision.prefill_tokens);
+        let pending = PendingPrefill {
             source,
-            at: now,
-            tokens_ahead: opening.tokens_ahead,
-            typical: self.ttft.typical(weighed, opening.tokens_ahead),
+            sent: now,
+            tokens_ahead,
+            typical: self.ttft.typical(weighed, tokens_ahead),
         };
-        self.sent.insert(slot, sent);
-        Admitted {
+        self.pending.insert(slot, pending);
+        Ok(Admitted {
             decision,
             slot,
-            message,
+            message: entry.bytes,
             movable_until: None,
-        }
+        })
     }
 
     fn record(&mut self, change: LoadChange, now: Instant) -> Result<Bytes, LedgerError> {
@@ -609,12 +597,12 @@ impl Core {
     }
 
     fn apply(&mut self, message: &LoadMessage, now: Instant) {
-        let (router, incarnation) = (message.router, message.incarnation);
+        let (router, own) = (message.router, self.ledger.router());
         for change in &message.changes {
             let applied = self
                 .slots
-                .apply(&mut self.table, router, incarnation, change);
-            if router == self.ledger.router() {
+                .apply(&mut self.table, router, message.incarnation, change);
+            if router == own {
                 self.account(applied, slot_of(change));
             }
             match (applied, change) {
@@ -625,9 +613,8 @@ impl Core {
                     },
                 ) => {
                     self.predictions.sent(router, *counter, source, prompt);
-                    let own = self.ledger.router();
                     if router != own {
-                        self.moves.heard(own, router, source, now);
+                        self.moves.peer_chose(own, router, source, now);
                     }
                 }
                 (Applied::Freed(..), LoadChange::Free { counter, end }) => {
@@ -638,7 +625,7 @@ impl Core {
         }
     }
 
-    /// What became of a slot of this router's own.
+    /// Counts a change of an own slot.
     fn account(&mut self, applied: Applied, counter: u64) {
         if let Some(touched) = &mut self.touched {
             touched.insert(counter);
@@ -653,7 +640,7 @@ impl Core {
     }
 }
 
-/// The counter of the slot that a change is about.
+/// The counter of the changed slot.
 const fn slot_of(change: &LoadChange) -> u64 {
     match change {
         LoadChange::AddRequest { counter, .. }

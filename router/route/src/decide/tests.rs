@@ -40,7 +40,7 @@ struct Fixture {
     predictions: Predictions,
     stalls: StallDetector,
     ttft: TtftModel,
-    slowness_tracker: SlownessTracker,
+    slowness: SlownessTracker,
     knobs: Knobs,
     exclude: Vec<Source>,
     next: u64,
@@ -67,7 +67,7 @@ impl Fixture {
             predictions: Predictions::default(),
             stalls: StallDetector::default(),
             ttft: TtftModel::default(),
-            slowness_tracker: SlownessTracker::default(),
+            slowness: SlownessTracker::default(),
             knobs: Knobs::default(),
             exclude: Vec::new(),
             next: 0,
@@ -133,22 +133,22 @@ impl Fixture {
         turn: u64,
         rng: &mut Rng,
     ) -> Result<Decision, RouteRefusal> {
-        let question = Question {
+        let input = DecisionInput {
             prompt,
             candidates: &self.candidates,
             exclude: &self.exclude,
+            except: None,
             turn,
-        };
-        let grounds = Grounds {
             trusted: &self.trusted,
             slots: &self.slots,
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
-            slowness_tracker: &self.slowness_tracker,
+            slowness: &self.slowness,
             knobs: &self.knobs,
+            now: self.now,
         };
-        decide(&question, &grounds, rng, self.now)
+        decide(&input, rng)
     }
 
     fn decide(&self, prompt: &Prompt) -> Decision {

@@ -257,13 +257,13 @@ fn what_is_watched_has_a_bound_and_an_end() {
     assert_eq!(moves.sent(5000, source, now), None);
     assert_eq!(moves.counts.unwatched, 1);
     let later = now + MOVE_WINDOW_MAX + ms(1);
-    moves.heard(id(0), id(1), source, later);
+    moves.peer_chose(id(0), id(1), source, later);
     assert!(moves.take_crossed().is_empty());
     assert!(moves.sent(5001, source, later).is_some());
-    moves.heard(id(0), id(2), source, later);
+    moves.peer_chose(id(0), id(2), source, later);
     assert!(moves.take_crossed().is_empty(), "of an unknown distance");
-    moves.heard(id(0), id(1), source, later);
-    moves.heard(id(0), id(1), source, later);
+    moves.peer_chose(id(0), id(1), source, later);
+    moves.peer_chose(id(0), id(1), source, later);
     assert_eq!(moves.take_crossed(), [5001]);
 }
 

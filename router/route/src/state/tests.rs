@@ -162,7 +162,7 @@ fn all_slots_are_zero_when_quiet() {
     assert_eq!(core.counts().open_slots, 0);
     core.tick(now + Duration::from_secs(60));
     assert_eq!(core.counts().predicted_samples, 0);
-    assert!(core.sent.is_empty());
+    assert!(core.pending.is_empty());
 }
 
 #[test]
@@ -448,10 +448,10 @@ fn another_incarnation_keeps_the_slots_and_their_guards_work() {
     core.begin(Generation(7));
     assert_eq!(core.digest(router), before);
     assert_eq!(core.ledger().last(), Some(RecordNumber(0)));
-    assert_eq!(core.stated().len(), 2);
+    assert_eq!(core.own_slots().len(), 2);
     // A replica that takes the statement in follows from there.
     let mut peer = self::core(2);
-    peer.restore(router, Generation(7), &core.stated());
+    peer.restore(router, Generation(7), &core.own_slots());
     assert_eq!(peer.digest(router), before);
     for counter in [open, other] {
         let event = SlotEvent::End {
@@ -471,7 +471,7 @@ fn another_incarnation_keeps_the_slots_and_their_guards_work() {
 #[test]
 fn a_cut_in_steps_is_of_one_moment() {
     let (mut core, now) = (core(1), start());
-    let open = u64::try_from(2 * STEP + 500).unwrap();
+    let open = u64::try_from(2 * STEP_SLOTS + 500).unwrap();
     for number in 0..open {
         let first = u32::try_from(number % 7).unwrap() << 20;
         admit(&mut core, &prompt(100, first), None, now);
@@ -494,7 +494,7 @@ fn a_cut_in_steps_is_of_one_moment() {
     }
     assert!(steps >= 4, "{steps} steps");
     let (slots, router) = (cut.into_slots(), RouterId([1; 16]));
-    assert_eq!(slots, core.stated());
+    assert_eq!(slots, core.own_slots());
     let mut peer = self::core(2);
     peer.restore(router, Generation(1), &slots);
     assert_eq!(peer.digest(router), core.digest(router));
@@ -508,10 +508,10 @@ fn a_cut_in_steps_is_of_one_moment() {
 fn a_release_in_steps_leaves_nothing() {
     let (mut core, now) = (core(1), start());
     let router = RouterId([1; 16]);
-    for number in 0..u32::try_from(2 * STEP + 1).unwrap() {
+    for number in 0..u32::try_from(2 * STEP_SLOTS + 1).unwrap() {
         admit(&mut core, &prompt(40, number << 10), None, now);
     }
-    let slots = core.stated();
+    let slots = core.own_slots();
     let mut peer = self::core(2);
     peer.restore(router, Generation(1), &slots);
     let mut steps = 0;

@@ -75,7 +75,7 @@ impl LoadState for Core {
     fn stated(&mut self) -> SlotSnapshot {
         SlotSnapshot {
             head: head(self),
-            slots: Self::stated(self),
+            slots: self.own_slots(),
         }
     }
 

@@ -36,7 +36,6 @@ mod loopback;
 mod outbox;
 mod peer;
 mod replica;
-mod rules;
 mod snapshot_cache;
 mod view;
 

@@ -16,9 +16,8 @@ use warmroute_proto::{
 use super::counts::ReplicaCounts;
 use super::echo::EchoProbe;
 use super::load_state::LoadState;
-use super::rules::{Rule, Rules};
 use super::view::DigestComparison;
-use super::{ASK_PAUSE, ASK_TIMEOUT, REPAIR_PAUSE, STATE_BYTES_MAX, WAITING_BYTES_MAX};
+use super::{ASK_PAUSE, ASK_TIMEOUT, DEAD_AFTER, REPAIR_PAUSE, STATE_BYTES_MAX, WAITING_BYTES_MAX};
 
 pub(super) struct Peer {
     pub(super) router: RouterId,
@@ -88,7 +87,6 @@ pub(super) struct PeerContext<'a> {
     /// Bytes of states that all peers together have collected.
     pub(super) collected_bytes: usize,
     pub(super) now: Instant,
-    pub(super) rules: Rules,
 }
 
 impl Peer {
@@ -165,13 +163,12 @@ impl Peer {
     }
 
     /// The fence. Else the message is of no router that lives.
-    fn admits(&self, incarnation: Generation, context: &PeerContext<'_>) -> bool {
-        let is_old = self.fence.is_some_and(|fence| incarnation < fence);
-        !(is_old && context.rules.keep(Rule::Fence))
+    fn admits(&self, incarnation: Generation) -> bool {
+        self.fence.is_none_or(|fence| incarnation >= fence)
     }
 
     pub(super) fn heartbeat(&mut self, said: &LoadHeartbeat, context: &mut PeerContext<'_>) {
-        if !self.admits(said.incarnation, context) {
+        if !self.admits(said.incarnation) {
             context.counts.verdicts.old += 1;
             return;
         }
@@ -213,9 +210,6 @@ impl Peer {
     }
 
     fn compare(&mut self, said: &LoadHeartbeat, view: LoadDigest, context: &mut PeerContext<'_>) {
-        if !context.rules.keep(Rule::Digest) {
-            return;
-        }
         self.is_settled = true;
         self.compared = Some(DigestComparison {
             number: said.number,
@@ -237,7 +231,7 @@ impl Peer {
         context: &mut PeerContext<'_>,
     ) {
         let incarnation = message.incarnation;
-        if !self.admits(incarnation, context) {
+        if !self.admits(incarnation) {
             context.counts.verdicts.old += 1;
             return;
         }
@@ -257,10 +251,6 @@ impl Peer {
             return;
         };
         let had_gap = sequencer.has_gap();
-        let incarnation = match context.rules.keep(Rule::Fence) {
-            true => incarnation,
-            false => sequencer.generation().unwrap_or(incarnation),
-        };
         let (number, now) = (message.number, context.now);
         match sequencer.accept(now, incarnation, number, bytes.hash) {
             SequenceVerdict::Apply | SequenceVerdict::Start => {
@@ -287,7 +277,7 @@ impl Peer {
         len: usize,
         context: &mut PeerContext<'_>,
     ) -> bool {
-        if !self.admits(part.incarnation, context) {
+        if !self.admits(part.incarnation) {
             context.counts.verdicts.old += 1;
             return false;
         }
@@ -406,9 +396,9 @@ impl Peer {
     }
 
     /// Lets it die of silence.
-    pub(super) fn check(&mut self, patience: Duration, context: &mut PeerContext<'_>) {
+    pub(super) fn check(&mut self, context: &mut PeerContext<'_>) {
         let silent = context.now.saturating_duration_since(self.heard);
-        if !self.is_dead() && silent >= patience {
+        if !self.is_dead() && silent >= DEAD_AFTER {
             context.counts.deaths += 1;
             self.end(self.fence, context);
         }

@@ -17,7 +17,6 @@ use super::load_state::{LedgerHead, LoadState, OutgoingMessages};
 use super::loopback::LoopbackMonitor;
 use super::outbox::{Outbox, frame};
 use super::peer::{PayloadInfo, Peer, PeerContext};
-use super::rules::{Rule, Rules};
 use super::snapshot_cache::SnapshotCache;
 use super::view::{ReplicaStatus, RouterView, ViewStatus};
 use super::{
@@ -65,7 +64,6 @@ pub struct LoadReplica {
     is_ready: bool,
     effects: VecDeque<ReplicaEffect>,
     counts: ReplicaCounts,
-    pub(super) rules: Rules,
 }
 
 /// What this replica says.
@@ -102,7 +100,6 @@ impl LoadReplica {
             is_ready: false,
             effects: VecDeque::new(),
             counts: ReplicaCounts::default(),
-            rules: Rules::default(),
         };
         replica.want_incarnation();
         replica
@@ -306,7 +303,7 @@ impl LoadReplica {
         self.served = 0;
         self.snapshots.expire(now);
         self.counts.deafs += u64::from(self.own.hearing.check(now));
-        if !self.own.hearing.is_deaf() || !self.rules.keep(Rule::LoopbackMonitor) {
+        if !self.own.hearing.is_deaf() {
             self.expire_silent(load, now);
         }
         if self.own.beat_due <= now {
@@ -400,9 +397,6 @@ impl LoadReplica {
             return None;
         };
         if message.router == self.router {
-            if !self.rules.keep(Rule::OwnAside) {
-                load.apply(&message, now);
-            }
             return None;
         }
         self.counts.traffic.messages_in += 1;
@@ -599,14 +593,10 @@ impl LoadReplica {
 
     /// Lets the silent die, and forgets the long dead.
     fn expire_silent(&mut self, load: &mut dyn LoadState, now: Instant) {
-        let patience = match self.rules.keep(Rule::Patience) {
-            true => DEAD_AFTER,
-            false => HEARTBEAT_INTERVAL,
-        };
         let routers: Vec<RouterId> = self.peers.keys().copied().collect();
         for router in routers {
             let forgotten = self.with_peer(router, load, now, |peer, context| {
-                peer.check(patience, context);
+                peer.check(context);
                 let silent = now.saturating_duration_since(peer.heard());
                 peer.is_dead() && silent >= FENCE_KEPT
             });
@@ -651,7 +641,6 @@ impl LoadReplica {
             counts: &mut self.counts,
             collected_bytes,
             now,
-            rules: self.rules,
         };
         Some(work(peer, &mut context))
     }

@@ -3,9 +3,8 @@ use std::time::Duration;
 use fastrand::Rng;
 use warmroute_proto::load::LoadDigest;
 
-use super::rules::Rule;
 use super::*;
-use world::{Net, State, World};
+use world::{Mutation, Net, State, World};
 
 mod direct;
 mod hostile;
@@ -19,7 +18,7 @@ const fn ms(ms: u64) -> Duration {
 #[derive(Clone, Copy)]
 struct Plan {
     seed: u64,
-    broken: Option<Rule>,
+    mutation: Option<Mutation>,
     /// The world changes views behind their replicas' backs.
     spoils: bool,
 }
@@ -28,7 +27,7 @@ struct Plan {
 fn play(plan: Plan) -> World {
     let mut dice = Rng::with_seed(plan.seed ^ 0x5EED);
     let mut world = World::new(plan.seed, 0);
-    world.broken = plan.broken;
+    world.mutation = plan.mutation;
     world.spoils = plan.spoils;
     for _ in 0..dice.usize(2..=5) {
         world.join();
@@ -88,16 +87,16 @@ fn world_state(world: &World, at: usize) -> State {
 
 const WHOLE: Plan = Plan {
     seed: 0,
-    broken: None,
+    mutation: None,
     spoils: false,
 };
 
-/// Seeds of a rule's breakage are tried until one finds it.
-fn is_found(broken: Rule, spoils: bool) -> bool {
+/// Whether the checks find this defect for some seed.
+fn is_found(mutation: Mutation, spoils: bool) -> bool {
     (0..200).any(|seed| {
         let plan = Plan {
             seed,
-            broken: Some(broken),
+            mutation: Some(mutation),
             spoils,
         };
         // A count below zero is a panic.
@@ -139,17 +138,17 @@ fn one_seed_is_one_world() {
 
 #[test]
 fn a_missing_digest_is_found() {
-    assert!(is_found(Rule::Digest, true));
+    assert!(is_found(Mutation::DigestIgnored, true));
 }
 
 #[test]
 fn own_messages_applied_twice_are_found() {
-    assert!(is_found(Rule::OwnAside, false));
+    assert!(is_found(Mutation::OwnApplied, false));
 }
 
 #[test]
-fn a_burial_at_the_first_silence_is_found() {
-    assert!(is_found(Rule::Patience, false));
+fn a_router_that_is_declared_dead_too_early_is_found() {
+    assert!(is_found(Mutation::PeersUnread, false));
 }
 
 /// What others hold of a router's requests.
@@ -243,9 +242,9 @@ fn a_router_paused_for_20_seconds_is_freed_and_comes_back_once() {
 }
 
 /// A router that is cut off for `time` and back; how many it had buried until one second later.
-fn cut_off(time: Duration, broken: Option<Rule>) -> (u64, World) {
+fn cut_off(time: Duration, mutation: Option<Mutation>) -> (u64, World) {
     let mut world = three();
-    world.nodes[0].replica.rules = rules::Rules { broken };
+    world.mutation = mutation;
     world.set(0, State::Cut);
     world.run(time);
     world.set(0, State::Up);
@@ -254,13 +253,11 @@ fn cut_off(time: Duration, broken: Option<Rule>) -> (u64, World) {
 }
 
 /// A router's messages of one incarnation are on their way until it has another.
-fn heard_from_before(seed: u64, broken: Option<Rule>) -> World {
+fn former_incarnation(seed: u64, mutation: Option<Mutation>) -> World {
     let mut world = World::new(seed, 3);
     world.works = false;
     world.run(ms(500));
-    for node in &mut world.nodes {
-        node.replica.rules = rules::Rules { broken };
-    }
+    world.mutation = mutation;
     world.net.straggle = 1.0;
     for _ in 0..10 {
         world.admit(0);
@@ -280,9 +277,9 @@ fn heard_from_before(seed: u64, broken: Option<Rule>) -> World {
 fn a_former_incarnation_is_not_heard() {
     let mut found = 0;
     for seed in 0..50 {
-        let world = heard_from_before(seed, None);
+        let world = former_incarnation(seed, None);
         assert!(world.faults.is_empty(), "seed {seed}: {:#?}", world.faults);
-        let world = heard_from_before(seed, Some(Rule::Fence));
+        let world = former_incarnation(seed, Some(Mutation::FormerAdmitted));
         found += u32::from(!world.faults.is_empty());
     }
     assert!(found > 10, "{found}");
@@ -298,8 +295,8 @@ fn nobody_is_dead_to_the_deaf() {
         world.check_agreement();
         assert!(world.faults.is_empty(), "{time:?} {:?}", world.faults);
     }
-    let (deaths, _) = cut_off(ms(5000), Some(Rule::LoopbackMonitor));
-    assert!(deaths > 0, "the rule has no effect");
+    let (deaths, _) = cut_off(ms(5000), Some(Mutation::LoopbackKept));
+    assert!(deaths > 0, "lost own heartbeats have no effect");
 }
 
 /// The server was away: each comes back when it comes back, and is not buried for it.

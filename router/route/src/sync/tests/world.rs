@@ -9,7 +9,8 @@ use std::time::Instant;
 use bytes::Bytes;
 use fastrand::Rng;
 use rustc_hash::FxHasher;
-use warmroute_proto::load::{LoadDigest, SlotEnd};
+use warmroute_proto::codec;
+use warmroute_proto::load::{LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, SlotEnd};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, RecordNumber, RouterId, Seed};
 
@@ -27,6 +28,21 @@ pub(super) struct Net {
     pub delay_max: Duration,
     /// Comes seconds late.
     pub straggle: f64,
+}
+
+/// A defect between a replica and its inputs: proves that the checks and rules have an effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mutation {
+    /// Messages of a former incarnation arrive as messages of the current one.
+    FormerAdmitted,
+    /// Heartbeats arrive with the digest that the receiver holds.
+    DigestIgnored,
+    /// Own messages are applied again when they come back.
+    OwnApplied,
+    /// Most broadcasts of live peers do not reach the replica.
+    PeersUnread,
+    /// A router that is cut off still receives its own broadcasts.
+    LoopbackKept,
 }
 
 impl Net {
@@ -83,7 +99,7 @@ pub(super) struct World {
     /// Requests that went elsewhere.
     pub moves: u64,
     pub faults: Vec<String>,
-    pub broken: Option<rules::Rule>,
+    pub mutation: Option<Mutation>,
     queue: BTreeMap<(Instant, u64), (usize, Event)>,
     next_event: u64,
     revision: u64,
@@ -144,7 +160,7 @@ impl World {
             works: true,
             moves: 0,
             faults: Vec::new(),
-            broken: None,
+            mutation: None,
             queue: BTreeMap::new(),
             next_event: 0,
             revision: 100,
@@ -164,10 +180,7 @@ impl World {
         let at = self.nodes.len();
         let number = u8::try_from(at + 1).unwrap();
         let router = RouterId([number; 16]);
-        let mut replica = LoadReplica::new(router, self.now);
-        replica.rules = rules::Rules {
-            broken: self.broken,
-        };
+        let replica = LoadReplica::new(router, self.now);
         self.nodes.push(Node {
             router,
             core: core(router, self.rng.u64(..)),
@@ -217,6 +230,7 @@ impl World {
                 self.nodes[at].waits.push(event);
                 return;
             }
+            (State::Cut, Event::Broadcast(from, ..)) if self.keeps_loopback(at, *from) => {}
             (State::Cut, Event::Lease) => {
                 self.later(at, Duration::from_millis(100), event);
                 return;
@@ -258,7 +272,18 @@ impl World {
                 {
                     node.heard.insert(from, now);
                 }
-                replica.receive(&payload, core, now);
+                let fence = peer.and_then(Peer::fence);
+                let mutation = self.mutation;
+                if let Some(payload) = mutated(
+                    mutation,
+                    &mut self.rng,
+                    (node.router, from),
+                    &mut node.core,
+                    fence,
+                    payload,
+                ) {
+                    node.replica.receive(&payload, &mut node.core, now);
+                }
             }
             Event::Asked(from, id, question) => {
                 let answer = replica.serve(&question, core, now);
@@ -439,7 +464,8 @@ impl World {
     }
 
     fn send(&mut self, from: usize, to: usize, event: &Event) {
-        if self.nodes[from].state == State::Cut || self.nodes[to].state == State::Cut {
+        let is_cut = self.nodes[from].state == State::Cut || self.nodes[to].state == State::Cut;
+        if is_cut && !(from == to && self.keeps_loopback(to, self.nodes[to].router)) {
             return;
         }
         if self.rng.f64() < self.net.drop {
@@ -455,6 +481,10 @@ impl World {
             };
             self.later(to, delay + late, event.clone());
         }
+    }
+
+    fn keeps_loopback(&self, at: usize, from: RouterId) -> bool {
+        self.mutation == Some(Mutation::LoopbackKept) && self.nodes[at].router == from
     }
 
     fn index(&self, router: RouterId) -> Option<usize> {
@@ -488,7 +518,8 @@ impl World {
         let now = self.now;
         let was = std::mem::replace(&mut self.nodes[at].state, state);
         // Some snapshots are seen by the client, some are silent.
-        if at.is_multiple_of(2) && was != state {
+        let is_silent = self.mutation == Some(Mutation::LoopbackKept);
+        if at.is_multiple_of(2) && was != state && !is_silent {
             let link = if state == State::Cut {
                 PlaneLink::Down
             } else {
@@ -651,5 +682,57 @@ impl World {
     /// Equal for equal worlds.
     pub(super) fn trace(&self) -> u64 {
         self.trace.finish()
+    }
+}
+
+/// The broadcast as the replica receives it under a mutation; `None` if it does not.
+fn mutated(
+    mutation: Option<Mutation>,
+    rng: &mut Rng,
+    (to, from): (RouterId, RouterId),
+    core: &mut Core,
+    fence: Option<Generation>,
+    payload: Bytes,
+) -> Option<Bytes> {
+    let Some(mutation) = mutation else {
+        return Some(payload);
+    };
+    let heartbeat = codec::decode::<LoadHeartbeat>(&payload).ok();
+    match (mutation, heartbeat) {
+        (Mutation::DigestIgnored, Some(heartbeat)) => {
+            let digest = core.digest(from);
+            let heartbeat = LoadHeartbeat {
+                digest,
+                ..heartbeat
+            };
+            Some(codec::encode(&heartbeat).unwrap().into())
+        }
+        (Mutation::PeersUnread, _) if from != to && rng.u32(..10) > 0 => None,
+        (Mutation::OwnApplied, None) if from == to => {
+            for message in messages(&payload) {
+                core.apply_remote(&message, start());
+            }
+            Some(payload)
+        }
+        (Mutation::FormerAdmitted, None) if from != to => {
+            let renewed = messages(&payload).into_iter().map(|mut message| {
+                message.incarnation = fence.unwrap_or_default().max(message.incarnation);
+                codec::encode(&message).unwrap()
+            });
+            let messages = renewed.collect();
+            Some(codec::encode(&LoadFrame { messages }).unwrap().into())
+        }
+        _ => Some(payload),
+    }
+}
+
+/// The messages of a frame, or a single one.
+fn messages(payload: &[u8]) -> Vec<LoadMessage> {
+    match codec::decode::<LoadFrame>(payload) {
+        Ok(frame) => {
+            let messages = frame.messages.iter();
+            messages.map(|one| codec::decode(one).unwrap()).collect()
+        }
+        Err(_) => codec::decode(payload).into_iter().collect(),
     }
 }
