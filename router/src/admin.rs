@@ -39,7 +39,7 @@ pub(crate) struct Admin {
     pub journal: Arc<Journal>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
-    pub replicas: replication::Handle,
+    pub replicas: replication::ReplicationHandle,
     pub around: Arc<Surroundings>,
 }
 

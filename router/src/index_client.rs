@@ -1,55 +1,53 @@
-//! Asks an indexer what the fleet holds of a prompt, over the plane, and never waits long.
+//! Queries an indexer for what the fleet holds of a prompt, with a short deadline.
 //!
-//! One replica is asked, by its own subject; if it has not answered soon, or is not there, a second
-//! one, and whoever answers first wins. Where no replica is known by name the question goes to any.
+//! One replica is queried on its own subject. If it does not answer soon, or is not reachable, a
+//! second one is queried, and the first answer counts. While no replica is known by name the query
+//! goes to the subject that all of them serve.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use fastrand::Rng;
-use futures_util::StreamExt as _;
 use prometheus::IntCounter;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::{Plane, PlaneError, RegistryEvent};
+use warmroute_plane::{Plane, PlaneError, RegistryEvent, RegistryWatch};
 use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::subject::Subjects;
 
-use crate::replicas::Replicas;
+use crate::indexer_pool::IndexerPool;
 
-/// Later than this an answer is worth less than the time: the ladder goes on without it.
+/// Deadline of a query. A later answer is worth less than the time: the decision goes on without.
 pub const DEADLINE: Duration = Duration::from_millis(10);
 
-/// Until a second replica is asked. Well above a round trip, so that few questions are asked twice.
+/// Delay before a second replica is queried. Well above a round trip, so that few queries are sent
+/// twice.
 pub const HEDGE: Duration = Duration::from_millis(3);
 
-/// Longer prompts are asked for their first blocks only, so that every question fits into a message
-/// of any server: what lies beyond is not credited.
+/// Most blocks in a query, so that it fits into a message of any server. What lies beyond is not
+/// credited.
 const BLOCKS_MAX: usize = 1 << 16;
-
-/// Until the registry is watched again.
-const RETRY: Duration = Duration::from_millis(500);
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum IndexError {
-    #[error("the question cannot be asked")]
+    #[error("the query cannot be encoded")]
     Encode(#[from] codec::EncodeError),
     #[error("no answer")]
     Plane(#[from] PlaneError),
-    #[error("the answer makes no sense")]
+    #[error("the answer cannot be decoded")]
     Decode(#[from] codec::DecodeError),
 }
 
-/// See the module's documentation. Clones share what is known of the replicas.
+/// Client of the indexer replicas. Clones share what is known of the replicas.
 #[derive(Clone)]
 pub(crate) struct IndexClient {
     plane: Arc<dyn Plane>,
     subjects: Subjects,
-    replicas: Arc<Mutex<Replicas>>,
+    indexers: Arc<Mutex<IndexerPool>>,
 }
 
 impl IndexClient {
@@ -57,7 +55,7 @@ impl IndexClient {
         Self {
             plane,
             subjects,
-            replicas: Arc::default(),
+            indexers: Arc::default(),
         }
     }
 
@@ -67,95 +65,81 @@ impl IndexClient {
             at_least: None,
         };
         let payload = Bytes::from(codec::encode(&query)?);
-        let asked = Instant::now();
-        let two = self.replicas().two(asked.into_std(), &mut Rng::new());
-        let answer = match two {
-            [None, _] => self.any(payload).await?,
-            [Some(first), None] => self.one(&first, payload, DEADLINE).await?,
-            [Some(first), Some(second)] => self.hedged(&first, &second, payload).await?,
+        let now = Instant::now().into_std();
+        let picked = self.indexers().pick_two(now, &mut Rng::new());
+        let answer = match picked {
+            [None, _] => {
+                let subject = self.subjects.query();
+                self.plane.request(subject, payload, DEADLINE).await?
+            }
+            [Some(first), None] => self.ask_one(&first, payload, DEADLINE).await?,
+            [Some(first), Some(second)] => self.ask_hedged(&first, &second, payload).await?,
         };
         Ok(codec::decode(&answer)?)
     }
 
-    /// Follows the registry until stopped. While the plane is away the last known replicas stay.
+    /// Follows the registry until stopped. While the plane is unavailable the known replicas stay.
     pub(crate) async fn follow_replicas(self, unread: IntCounter, stop: CancellationToken) {
-        let follow = async {
-            loop {
-                if let Err(error) = self.watch(&unread).await {
-                    tracing::debug!(%error, "the indexers cannot be watched");
-                }
-                sleep(RETRY).await;
-            }
-        };
-        tokio::select! {
-            () = stop.cancelled() => {}
-            () = follow => {}
-        }
-    }
-
-    async fn watch(&self, unread: &IntCounter) -> Result<(), PlaneError> {
         let keys = self.subjects.indexer_keys();
-        let mut events = self.plane.watch(keys).await?;
-        let mut told = Some(Vec::new());
-        while let Some(event) = events.next().await {
-            match event {
-                RegistryEvent::Put { key, entry } => {
-                    match codec::decode::<IndexerEntry>(&entry.value) {
-                        Ok(entry) if self.subjects.indexer_key(&entry.id) == key => {
-                            self.replicas().put(&entry.id, entry.ready);
-                            if let Some(told) = &mut told {
-                                told.push(entry.id);
-                            }
-                        }
-                        Ok(_) | Err(_) => {
-                            tracing::warn!(key, "an indexer's entry is unreadable");
-                            unread.inc();
-                        }
+        let mut watch = RegistryWatch::new(Arc::clone(&self.plane), keys);
+        while let Some(event) = stop.run_until_cancelled(watch.next()).await {
+            self.apply(event, &unread);
+        }
+    }
+
+    fn apply(&self, event: RegistryEvent, unread: &IntCounter) {
+        match event {
+            RegistryEvent::Put { key, entry } => {
+                match codec::decode::<IndexerEntry>(&entry.value) {
+                    Ok(entry) if self.subjects.indexer_key(&entry.id) == key => {
+                        self.indexers().put(&entry);
                     }
-                }
-                RegistryEvent::Gone { key } => {
-                    if let Some(id) = self.subjects.key_indexer(&key) {
-                        self.replicas().gone(&id);
-                    }
-                }
-                RegistryEvent::Current => {
-                    if let Some(told) = told.take() {
-                        self.replicas()
-                            .retain(|id| told.iter().any(|told| told == id));
+                    Ok(_) | Err(_) => {
+                        tracing::warn!(key, "indexer entry is unreadable");
+                        unread.inc();
                     }
                 }
             }
+            RegistryEvent::Gone { key } => {
+                if let Some(id) = self.subjects.key_indexer(&key) {
+                    self.indexers().remove(&id);
+                }
+            }
+            RegistryEvent::Current => {}
         }
-        Ok(())
     }
 
-    async fn any(&self, payload: Bytes) -> Result<Bytes, PlaneError> {
-        self.plane
-            .request(self.subjects.query(), payload, DEADLINE)
-            .await
-    }
-
-    async fn one(&self, id: &str, payload: Bytes, deadline: Duration) -> Result<Bytes, PlaneError> {
+    async fn ask_one(
+        &self,
+        id: &str,
+        payload: Bytes,
+        deadline: Duration,
+    ) -> Result<Bytes, PlaneError> {
         let subject = self.subjects.query_at(id);
         let answer = self.plane.request(subject, payload, deadline).await;
         match &answer {
-            Ok(_) => self.replicas().answered(id),
-            Err(_) => self.replicas().late(id, Instant::now().into_std()),
+            Ok(_) => self.indexers().answered(id),
+            Err(_) => self.indexers().late(id, Instant::now().into_std()),
         }
         answer
     }
 
-    async fn hedged(&self, first: &str, second: &str, payload: Bytes) -> Result<Bytes, PlaneError> {
-        let mut early = Box::pin(self.one(first, payload.clone(), DEADLINE));
-        let waiting = tokio::select! {
+    async fn ask_hedged(
+        &self,
+        first: &str,
+        second: &str,
+        payload: Bytes,
+    ) -> Result<Bytes, PlaneError> {
+        let mut early = Box::pin(self.ask_one(first, payload.clone(), DEADLINE));
+        let has_failed = tokio::select! {
             answer = &mut early => match answer {
                 Ok(answer) => return Ok(answer),
-                Err(_) => false,
+                Err(_) => true,
             },
-            () = sleep(HEDGE) => true,
+            () = sleep(HEDGE) => false,
         };
-        let mut late = Box::pin(self.one(second, payload, DEADLINE.saturating_sub(HEDGE)));
-        if !waiting {
+        let mut late = Box::pin(self.ask_one(second, payload, DEADLINE.saturating_sub(HEDGE)));
+        if has_failed {
             return late.await;
         }
         tokio::select! {
@@ -165,8 +149,8 @@ impl IndexClient {
             },
             answer = &mut late => match answer {
                 Ok(answer) => {
-                    // It may answer yet; it was slow all the same.
-                    self.replicas().late(first, Instant::now().into_std());
+                    // The first may still answer, but it was slow.
+                    self.indexers().late(first, Instant::now().into_std());
                     Ok(answer)
                 }
                 Err(_) => early.await,
@@ -174,20 +158,21 @@ impl IndexClient {
         }
     }
 
-    fn replicas(&self) -> MutexGuard<'_, Replicas> {
-        self.replicas.lock().unwrap_or_else(PoisonError::into_inner)
+    fn indexers(&self) -> MutexGuard<'_, IndexerPool> {
+        self.indexers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use futures_util::StreamExt as _;
     use tokio_util::task::TaskTracker;
     use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, PutIf};
     use warmroute_proto::{LogPosition, Namespace, StreamIdentity};
 
     use super::*;
 
-    /// What timers are rounded up to.
+    /// Timers are rounded up to this.
     const TICK: Duration = Duration::from_millis(1);
 
     fn plane() -> Arc<dyn Plane> {
@@ -216,7 +201,7 @@ mod tests {
         }
     }
 
-    /// Answers with its own position, or never.
+    /// Serves queries with this position as the answer, or never answers.
     async fn serve(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, position: Option<u64>) {
         let mut requests = plane.serve(subjects().query_at(id)).await.unwrap();
         let mut unanswered = Vec::new();
@@ -238,7 +223,7 @@ mod tests {
     fn position(answer: &IndexAnswer) -> u64 {
         match answer {
             IndexAnswer::Behind { position } => position.0,
-            IndexAnswer::Runs { .. } => panic!("these replicas never answer so"),
+            IndexAnswer::Runs { .. } => panic!("these replicas answer with a position"),
         }
     }
 
@@ -249,13 +234,13 @@ mod tests {
         serve(&tasks, &plane, "well", Some(7)).await;
         let client = IndexClient::new(Arc::clone(&plane), subjects());
         for id in ["hangs", "well", "not-there"] {
-            client.replicas().put(id, true);
+            client.indexers().put(&entry(id));
         }
         let mut unanswered = 0;
         for _ in 0..50 {
             match client.ask(&[LocalHash(1)]).await {
                 Ok(answer) => assert_eq!(position(&answer), 7),
-                // Both that were asked were of the other two, which is learned at once.
+                // Both picked ones were of the other two, which is learned from this failure.
                 Err(_) => unanswered += 1,
             }
         }
@@ -264,23 +249,23 @@ mod tests {
         assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 7);
     }
 
-    /// A client that knows nothing of these replicas but their names.
+    /// A client that knows only the names of these replicas.
     fn client(plane: &Arc<dyn Plane>, ids: &[&str]) -> IndexClient {
         let client = IndexClient::new(Arc::clone(plane), subjects());
         for id in ids {
-            client.replicas().put(id, true);
+            client.indexers().put(&entry(id));
         }
         client
     }
 
     #[tokio::test(start_paused = true)]
-    async fn of_two_replicas_one_that_hangs_costs_the_hedge_and_no_more() {
+    async fn with_two_replicas_one_that_hangs_costs_only_the_hedge() {
         let (plane, tasks) = (plane(), TaskTracker::new());
         serve(&tasks, &plane, "hangs", None).await;
         serve(&tasks, &plane, "well", Some(7)).await;
         let mut slow = 0;
         for _ in 0..50 {
-            // Each a new one, so that the one that hangs is asked first now and then.
+            // A new client each time, so that the one that hangs is picked first now and then.
             let client = client(&plane, &["hangs", "well"]);
             let asked = Instant::now();
             let answer = client.ask(&[LocalHash(1)]).await.unwrap();
@@ -288,11 +273,14 @@ mod tests {
             assert!(asked.elapsed() <= HEDGE + TICK, "{:?}", asked.elapsed());
             slow += u32::from(asked.elapsed() >= HEDGE);
         }
-        assert!((1..50).contains(&slow), "{slow} of 50 were asked twice");
+        assert!(
+            (1..50).contains(&slow),
+            "{slow} of 50 queries were sent twice"
+        );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn where_nobody_answers_a_question_ends_at_its_deadline() {
+    async fn an_unanswered_query_ends_at_its_deadline() {
         let (plane, tasks) = (plane(), TaskTracker::new());
         serve(&tasks, &plane, "hangs", None).await;
         serve(&tasks, &plane, "hangs-too", None).await;
@@ -306,7 +294,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn replicas_are_found_and_forgotten_by_the_registry() {
+    async fn replicas_are_added_and_removed_by_the_registry() {
         let (plane, tasks) = (plane(), TaskTracker::new());
         serve(&tasks, &plane, "a", Some(1)).await;
         let client = IndexClient::new(Arc::clone(&plane), subjects());

@@ -1,11 +1,10 @@
-//! The shell of [`crate::sync`]: one task that carries what replicas say through the plane.
+//! The shell of [`crate::sync`]: one task that exchanges load messages with the other routers.
 //!
-//! It holds the desk's lock for one call of `LoadState` at a time, never across an await, and decides
-//! nothing. What it waits for beside messages: questions of peers, answers to its own, the lease that
-//! gives incarnations, the registry that names the other routers, and the clock.
+//! It decides nothing, and holds the lock of the decision core for one call of `LoadState` at a time,
+//! never across an await. Beside messages it waits for requests of peers, answers to its own, the
+//! lease whose revisions are incarnations, the registry that lists the other routers, and timers.
 
-mod books;
-mod lease;
+mod load_state;
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -19,46 +18,44 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use warmroute_plane::{
-    Broadcast, Connection, Plane, PlaneError, PlaneStream, RegistryEvent, ServiceRequest,
+    Broadcast, Connection, LeaseEvent, LeaseHolder, Plane, PlaneError, PlaneStream, RETRY_DELAY,
+    RegistryEvent, RegistryWatch, Revision, ServiceRequest,
 };
-use warmroute_proto::RouterId;
+use warmroute_proto::load::RouterEntry;
 use warmroute_proto::subject::Subjects;
+use warmroute_proto::{Generation, RouterId, codec};
 
 use crate::shared_core::SharedCore;
 use crate::sync::{ASK_TIMEOUT, AskId, LoadReplica, PlaneLink, ReplicaEffect, ReplicaStatus, TICK};
-use books::DeskBooks;
-use lease::{Keeper, Outcome};
+use load_state::SharedLoadState;
 
-/// Before the plane is tried again.
-const RETRY: Duration = Duration::from_millis(500);
-
-/// A broadcast that the plane does not take within this time is lost like any other.
+/// Most time to publish a broadcast. One that takes longer is lost, like any other that is dropped.
 const PUBLISH_MAX: Duration = Duration::from_secs(1);
 
-/// What the last words may take, each.
+/// Most time to publish the goodbye.
 const LEAVE_MAX: Duration = Duration::from_secs(1);
 
-/// Broadcasts taken in one turn, if they are there. Then whatever else waits has its chance.
-const AT_ONCE_MAX: usize = 16;
+/// Broadcasts applied before other events are looked at.
+const BROADCASTS_MAX: usize = 16;
 
-/// Views asked for at once.
-const VIEWS_MAX: usize = 16;
+/// Bound on the snapshot requests that wait.
+const SNAPSHOT_REQUESTS_MAX: usize = 16;
 
-/// A replica that can be run.
+/// A replica that is ready to run.
 pub struct Replication {
     router: RouterId,
-    desk: Arc<SharedCore>,
+    core: Arc<SharedCore>,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
-    views: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
+    snapshot_requests: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
 }
 
-/// Asks a running replica what it knows.
+/// Reads the state of a running replica.
 #[derive(Clone, Debug)]
-pub struct Handle(mpsc::Sender<oneshot::Sender<ReplicaStatus>>);
+pub struct ReplicationHandle(mpsc::Sender<oneshot::Sender<ReplicaStatus>>);
 
-impl Handle {
-    /// None if the replica does not run.
+impl ReplicationHandle {
+    /// The replica's state, or `None` if it does not run.
     pub async fn snapshot(&self) -> Option<ReplicaStatus> {
         let (reply, answer) = oneshot::channel();
         self.0.send(reply).await.ok()?;
@@ -67,136 +64,176 @@ impl Handle {
 }
 
 impl Replication {
-    /// `router`: as the desk's core knows it.
+    /// `router` is the id that `core` was created with.
     #[must_use]
     pub fn new(
         router: RouterId,
-        desk: Arc<SharedCore>,
+        core: Arc<SharedCore>,
         plane: Arc<dyn Plane>,
         subjects: Subjects,
-    ) -> (Self, Handle) {
-        let (handle, views) = mpsc::channel(VIEWS_MAX);
+    ) -> (Self, ReplicationHandle) {
+        let (handle, snapshot_requests) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
         let replication = Self {
             router,
-            desk,
+            core,
             plane,
             subjects,
-            views,
+            snapshot_requests,
         };
-        (replication, Handle(handle))
+        (replication, ReplicationHandle(handle))
     }
 
-    /// Runs until it is told to stop; then says goodbye. `ready`: once this replica has the others'
-    /// load, or has waited long enough.
+    /// Runs until stopped, then sends a goodbye. Calls `ready` once this replica has the load of the
+    /// other routers, or has waited long enough.
     pub async fn run(self, ready: impl FnOnce() + Send + 'static, stop: CancellationToken) {
         let now = Instant::now().into_std();
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let lease = Keeper::new(Arc::clone(&self.plane), &self.subjects, self.router);
-        let mut talk = Talk {
+        let mut task = ReplicationTask {
             replica: LoadReplica::new(self.router, now),
-            books: DeskBooks(self.desk),
+            state: SharedLoadState(self.core),
             connection: self.plane.connection(),
+            incarnations: Incarnations::new(&self.plane, &self.subjects, self.router),
             plane: self.plane,
             subjects: self.subjects,
-            questions: FuturesUnordered::new(),
-            views: self.views,
-            lease,
+            asks: FuturesUnordered::new(),
+            snapshot_requests: self.snapshot_requests,
             ready: Some(Box::new(ready)),
             ticks,
         };
-        // From here on its changes are told.
-        if link(&mut talk.connection) == PlaneLink::Down {
-            talk.replica.link(PlaneLink::Down, now);
+        // From here on changes of the connection are events.
+        if link(&mut task.connection) == PlaneLink::Down {
+            task.replica.link(PlaneLink::Down, now);
         }
         while !stop.is_cancelled() {
-            let opened = stop.run_until_cancelled(talk.open(self.router)).await;
+            let opened = stop.run_until_cancelled(task.open(self.router)).await;
             match opened {
-                Some(Ok(streams)) => talk.converse(streams, &stop).await,
+                Some(Ok(streams)) => task.handle_events(streams, &stop).await,
                 Some(Err(error)) => {
-                    tracing::debug!(%error, "the other routers are out of reach");
-                    stop.run_until_cancelled(sleep(RETRY)).await;
+                    tracing::debug!(%error, "load messages cannot be received");
+                    stop.run_until_cancelled(sleep(RETRY_DELAY)).await;
                 }
                 None => {}
             }
         }
-        talk.leave().await;
+        task.leave().await;
     }
 }
 
-type Answered = (RouterId, AskId, Option<Bytes>);
+/// The lease of this router's key, whose revisions are its incarnations.
+struct Incarnations {
+    lease: LeaseHolder,
+    entry: Bytes,
+    /// The next confirmed write gives an incarnation.
+    is_wanted: bool,
+}
 
-/// A replica with what it needs to be heard.
-struct Talk {
+impl Incarnations {
+    fn new(plane: &Arc<dyn Plane>, subjects: &Subjects, router: RouterId) -> Self {
+        let entry = RouterEntry {
+            router,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        Self {
+            lease: LeaseHolder::new(Arc::clone(plane), subjects.router_key(router)),
+            entry: codec::encode(&entry).unwrap_or_default().into(),
+            is_wanted: false,
+        }
+    }
+
+    /// Requests a new incarnation as soon as possible.
+    fn request(&mut self) {
+        self.is_wanted = true;
+        self.lease.renew_now();
+    }
+
+    /// Cancel-safe.
+    async fn next(&mut self) -> LeaseEvent {
+        self.lease.next(|| self.entry.clone()).await
+    }
+
+    /// The incarnation that a write of this revision gives, if one was requested.
+    fn take(&mut self, revision: Revision) -> Option<Generation> {
+        std::mem::take(&mut self.is_wanted).then_some(Generation(revision.0))
+    }
+}
+
+type PeerAnswer = (RouterId, AskId, Option<Bytes>);
+
+/// A replica with what it needs to communicate.
+struct ReplicationTask {
     replica: LoadReplica,
-    books: DeskBooks,
+    state: SharedLoadState,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     connection: watch::Receiver<Connection>,
-    /// One for a peer at most, and one echo.
-    questions: FuturesUnordered<BoxFuture<'static, Answered>>,
-    views: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
-    lease: Keeper,
+    /// At most one for each peer, and one echo.
+    asks: FuturesUnordered<BoxFuture<'static, PeerAnswer>>,
+    snapshot_requests: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
+    incarnations: Incarnations,
     ready: Option<Box<dyn FnOnce() + Send>>,
     ticks: Interval,
 }
 
-/// What comes in.
-struct Streams {
+struct PeerStreams {
     broadcasts: PlaneStream<Broadcast>,
-    asks: PlaneStream<ServiceRequest>,
-    registry: PlaneStream<RegistryEvent>,
+    requests: PlaneStream<ServiceRequest>,
+    registry: RegistryWatch,
 }
 
-/// One thing that happened.
-enum Event {
+/// One input of the replica.
+enum ReplicationEvent {
     Broadcast(Bytes),
-    Asked(ServiceRequest),
-    Answered(Answered),
+    Request(ServiceRequest),
+    Answer(PeerAnswer),
     Registry(RegistryEvent),
-    Lease(Outcome),
-    Link,
+    Lease(LeaseEvent),
+    Connection,
+    /// The core has new changes to send.
     Written,
     Due,
     Tick,
-    View(oneshot::Sender<ReplicaStatus>),
+    Snapshot(oneshot::Sender<ReplicaStatus>),
 }
 
-impl Talk {
-    async fn open(&mut self, router: RouterId) -> Result<Streams, PlaneError> {
+impl ReplicationTask {
+    async fn open(&mut self, router: RouterId) -> Result<PeerStreams, PlaneError> {
         let plane = &self.plane;
-        // The broadcasts first: what is said from here on is not missed.
-        Ok(Streams {
+        // The broadcasts first, so that none is missed between the listing and its first change.
+        Ok(PeerStreams {
             broadcasts: plane.subscribe(self.subjects.load()).await?,
-            asks: plane.serve(self.subjects.load_requests(router)).await?,
-            registry: plane.watch(self.subjects.router_keys()).await?,
+            requests: plane.serve(self.subjects.load_requests(router)).await?,
+            registry: RegistryWatch::new(Arc::clone(plane), self.subjects.router_keys()),
         })
     }
 
-    async fn converse(&mut self, mut streams: Streams, stop: &CancellationToken) {
-        self.act().await;
-        // Once for all turns: making one takes the token's lock, and so does dropping it.
+    /// Returns when stopped or when a stream ended.
+    async fn handle_events(&mut self, mut streams: PeerStreams, stop: &CancellationToken) {
+        self.execute_effects().await;
+        // One for all turns: creating and dropping one takes the token's lock.
         let mut stopped = pin!(stop.cancelled());
         loop {
-            let Some(event) = self.next(&mut streams, stopped.as_mut()).await else {
+            let Some(event) = self.next_event(&mut streams, stopped.as_mut()).await else {
                 return;
             };
-            let is_broadcast = matches!(event, Event::Broadcast(_));
-            self.take(event);
-            let is_over = is_broadcast && !self.take_more(&mut streams.broadcasts);
-            self.act().await;
-            if is_over {
+            let is_broadcast = matches!(event, ReplicationEvent::Broadcast(_));
+            self.handle(event);
+            let has_ended = is_broadcast && !self.handle_waiting(&mut streams.broadcasts);
+            self.execute_effects().await;
+            if has_ended {
                 return;
             }
         }
     }
 
-    /// A read brings several broadcasts at once. A turn for each would look at everything else as often.
-    /// False: the stream ended.
-    fn take_more(&mut self, broadcasts: &mut PlaneStream<Broadcast>) -> bool {
-        for _ in 1..AT_ONCE_MAX {
+    /// Handles the broadcasts that wait, which a read delivers several at a time. Returns false if
+    /// the stream ended.
+    fn handle_waiting(&mut self, broadcasts: &mut PlaneStream<Broadcast>) -> bool {
+        for _ in 1..BROADCASTS_MAX {
             match broadcasts.next().now_or_never() {
-                Some(Some(broadcast)) => self.take(Event::Broadcast(broadcast.payload)),
+                Some(Some(broadcast)) => {
+                    self.handle(ReplicationEvent::Broadcast(broadcast.payload));
+                }
                 Some(None) => return false,
                 None => return true,
             }
@@ -204,85 +241,95 @@ impl Talk {
         true
     }
 
-    /// None: told to stop, or a stream ended, and all are to be opened anew. Every arm is cancel-safe.
-    async fn next(
+    /// `None` when stopped or when a stream ended. Every arm is cancel-safe.
+    async fn next_event(
         &mut self,
-        streams: &mut Streams,
+        streams: &mut PeerStreams,
         stopped: Pin<&mut WaitForCancellationFuture<'_>>,
-    ) -> Option<Event> {
+    ) -> Option<ReplicationEvent> {
         let due = self.replica.due().map(Instant::from_std);
         let is_due = due.is_some();
         let event = tokio::select! {
             () = stopped => return None,
-            broadcast = streams.broadcasts.next() => Event::Broadcast(broadcast?.payload),
-            request = streams.asks.next() => Event::Asked(request?),
-            event = streams.registry.next() => Event::Registry(event?),
-            Some(answered) = self.questions.next() => Event::Answered(answered),
-            outcome = self.lease.next() => Event::Lease(outcome),
-            Ok(()) = self.connection.changed() => Event::Link,
-            () = self.books.0.written() => Event::Written,
-            () = sleep_until(due.unwrap_or_else(Instant::now)), if is_due => Event::Due,
-            _ = self.ticks.tick() => Event::Tick,
-            Some(view) = self.views.recv() => Event::View(view),
+            message = streams.broadcasts.next() => ReplicationEvent::Broadcast(message?.payload),
+            request = streams.requests.next() => ReplicationEvent::Request(request?),
+            event = streams.registry.next() => ReplicationEvent::Registry(event),
+            Some(answer) = self.asks.next() => ReplicationEvent::Answer(answer),
+            event = self.incarnations.next() => ReplicationEvent::Lease(event),
+            Ok(()) = self.connection.changed() => ReplicationEvent::Connection,
+            () = self.state.0.written() => ReplicationEvent::Written,
+            () = sleep_until(due.unwrap_or_else(Instant::now)), if is_due => ReplicationEvent::Due,
+            _ = self.ticks.tick() => ReplicationEvent::Tick,
+            Some(reply) = self.snapshot_requests.recv() => ReplicationEvent::Snapshot(reply),
         };
         Some(event)
     }
 
-    fn take(&mut self, event: Event) {
+    fn handle(&mut self, event: ReplicationEvent) {
         let now = Instant::now().into_std();
-        let (replica, books) = (&mut self.replica, &mut self.books);
+        let (replica, state) = (&mut self.replica, &mut self.state);
         match event {
-            Event::Broadcast(payload) => replica.receive(&payload, books, now),
-            Event::Asked(request) => {
-                if let Some(answer) = replica.serve(&request.payload, books, now) {
+            ReplicationEvent::Broadcast(payload) => replica.receive(&payload, state, now),
+            ReplicationEvent::Request(request) => {
+                if let Some(answer) = replica.serve(&request.payload, state, now) {
                     request.reply.send(answer);
                 }
             }
-            Event::Answered((from, id, answer)) => {
-                replica.answered(from, id, answer.as_ref(), books, now);
+            ReplicationEvent::Answer((from, id, answer)) => {
+                replica.answered(from, id, answer.as_ref(), state, now);
             }
-            Event::Registry(RegistryEvent::Put { key, .. }) => {
+            ReplicationEvent::Registry(RegistryEvent::Put { key, .. }) => {
                 if let Some(router) = self.subjects.key_router(&key) {
-                    replica.learn(router, books, now);
+                    replica.learn(router, state, now);
                 }
             }
-            // Its silence tells, not its lease.
-            Event::Registry(RegistryEvent::Gone { .. }) => {}
-            Event::Registry(RegistryEvent::Current) => replica.listed(),
-            Event::Lease(Outcome::Taken(revision)) => {
-                tracing::info!(revision = revision.0, "this router's incarnation");
-                replica.taken(revision, books, now);
-            }
-            Event::Lease(Outcome::Lost) => {
-                tracing::warn!("this router's lease is lost: taking another incarnation");
-                replica.lease_lost();
-            }
-            Event::Lease(Outcome::Kept) => {}
-            Event::Link => replica.link(link(&mut self.connection), now),
-            Event::Written => replica.wrote(books, now),
-            Event::Due => replica.send_due(books, now),
-            Event::Tick => replica.tick(books, now),
-            Event::View(reply) => {
-                // Whoever asked may have gone.
-                drop(reply.send(replica.snapshot(books, now)));
+            // A peer is removed for its silence, not for its lease.
+            ReplicationEvent::Registry(RegistryEvent::Gone { .. }) => {}
+            ReplicationEvent::Registry(RegistryEvent::Current) => replica.listed(),
+            ReplicationEvent::Lease(event) => self.handle_lease(event),
+            ReplicationEvent::Connection => replica.link(link(&mut self.connection), now),
+            ReplicationEvent::Written => replica.wrote(state, now),
+            ReplicationEvent::Due => replica.send_due(state, now),
+            ReplicationEvent::Tick => replica.tick(state, now),
+            ReplicationEvent::Snapshot(reply) => {
+                // The requester may have given up.
+                drop(reply.send(replica.snapshot(state, now)));
             }
         }
     }
 
-    async fn act(&mut self) {
+    fn handle_lease(&mut self, event: LeaseEvent) {
+        let now = Instant::now().into_std();
+        match event {
+            LeaseEvent::Acquired(revision) | LeaseEvent::Renewed(revision) => {
+                if let Some(incarnation) = self.incarnations.take(revision) {
+                    tracing::info!(revision = revision.0, "this router has a new incarnation");
+                    self.replica.taken(incarnation, &mut self.state, now);
+                }
+            }
+            LeaseEvent::Lost => {
+                tracing::warn!("this router's lease is lost, taking another incarnation");
+                self.replica.lease_lost();
+            }
+            // Ids are random: an earlier write of our own, which expires.
+            LeaseEvent::HeldElsewhere => {}
+        }
+    }
+
+    async fn execute_effects(&mut self) {
         while let Some(effect) = self.replica.effect() {
             match effect {
                 ReplicaEffect::Publish(bytes) => self.publish(bytes).await,
                 ReplicaEffect::Ask { peer, id, question } => {
                     let subject = self.subjects.load_requests(peer);
                     let plane = Arc::clone(&self.plane);
-                    let asked = async move {
+                    let ask = async move {
                         let answer = plane.request(subject, question, ASK_TIMEOUT).await;
                         (peer, id, answer.ok())
                     };
-                    self.questions.push(asked.boxed());
+                    self.asks.push(ask.boxed());
                 }
-                ReplicaEffect::TakeIncarnation => self.lease.want(),
+                ReplicaEffect::TakeIncarnation => self.incarnations.request(),
                 ReplicaEffect::Ready => {
                     if let Some(ready) = self.ready.take() {
                         ready();
@@ -292,25 +339,23 @@ impl Talk {
         }
     }
 
+    /// What is not sent is found missing by message numbers and heartbeats.
     async fn publish(&mut self, bytes: Bytes) {
         let published = self.plane.publish(self.subjects.load(), bytes);
         match timeout(PUBLISH_MAX, published).await {
             Ok(Ok(())) => {}
-            // Numbers and heartbeats show what is lost.
-            Ok(Err(error)) => tracing::debug!(%error, "a load message was not sent"),
-            Err(_) => tracing::debug!("a load message was not sent in time"),
+            Ok(Err(error)) => tracing::debug!(%error, "load message not sent"),
+            Err(_) => tracing::debug!("load message not sent in time"),
         }
     }
 
     async fn leave(&mut self) {
         let now = Instant::now().into_std();
-        self.replica.leave(&mut self.books, now);
-        if timeout(LEAVE_MAX, self.act()).await.is_err() {
-            tracing::warn!("no goodbye: the other routers find out by silence");
+        self.replica.leave(&mut self.state, now);
+        if timeout(LEAVE_MAX, self.execute_effects()).await.is_err() {
+            tracing::warn!("goodbye not sent, the other routers time this one out");
         }
-        if timeout(LEAVE_MAX, self.lease.release()).await.is_err() {
-            tracing::warn!("the lease is not given back, it runs out");
-        }
+        self.incarnations.lease.release().await;
     }
 }
 

@@ -218,7 +218,7 @@ fn serve(server: Server, port: Port, tasks: &Tasks) -> impl Future<Output = ()> 
 struct Parts {
     desk: Arc<SharedCore>,
     replication: Replication,
-    replicas: replication::Handle,
+    replicas: replication::ReplicationHandle,
     fleet: Arc<Fleet>,
     registry: Arc<FleetRegistry>,
     index: IndexClient,

@@ -24,7 +24,7 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     BlockSize, Generation, LogPosition, Namespace, RouterId, Seed, StreamIdentity,
 };
-use warmroute_router::replication::{Handle, Replication};
+use warmroute_router::replication::{Replication, ReplicationHandle};
 use warmroute_router::route::{
     Core, CoreConfig, Knobs, Prompt, RouteRequest, SlotEvent, SlotSink as _,
 };
@@ -37,7 +37,7 @@ const SOON: Duration = Duration::from_secs(60);
 pub(crate) struct Router {
     pub(crate) router: RouterId,
     pub(crate) plane: Arc<dyn Plane>,
-    pub(crate) handle: Handle,
+    pub(crate) handle: ReplicationHandle,
     pub(crate) ready: Arc<AtomicBool>,
     desk: Arc<SharedCore>,
     slots: Vec<u64>,

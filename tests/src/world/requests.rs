@@ -203,7 +203,7 @@ impl World {
         let host = self.routers[at].host;
         let now = self.local(host);
         let seed = self.rng.u64(..);
-        let two = run.indexers.two(now, &mut Rng::with_seed(seed));
+        let two = run.indexers.pick_two(now, &mut Rng::with_seed(seed));
         let [first, second] = two.map(|id| id.map(|id| id.parse::<usize>().unwrap()));
         let open = run.requests.get_mut(&no).unwrap();
         open.second = second;

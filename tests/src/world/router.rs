@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use warmroute_plane::{RegistryEvent, Revision};
-use warmroute_proto::registry::WorkerEntry;
-use warmroute_proto::{Generation, RouterId, WorkerId, codec};
+use warmroute_proto::registry::{IndexerEntry, WorkerEntry};
+use warmroute_proto::{Generation, LogPosition, RouterId, WorkerId, codec};
 use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
-use warmroute_router::replicas::Replicas;
+use warmroute_router::indexer_pool::IndexerPool;
 use warmroute_router::route::{self, Core, CoreConfig, Knobs};
 use warmroute_router::sync::{LoadReplica, PlaneLink};
 
@@ -40,7 +40,7 @@ pub(super) struct RouterRun {
     pub(super) fleet: BTreeMap<WorkerId, Member>,
     /// Engines whose health is being asked for.
     looking_at: BTreeSet<usize>,
-    pub(super) indexers: Replicas,
+    pub(super) indexers: IndexerPool,
     /// It listens to the others and the registry.
     pub(super) is_open: bool,
     pub(super) is_ready: bool,
@@ -80,9 +80,16 @@ impl World {
             incarnation: Generation(0),
             seed: self.rng.u64(..),
         });
-        let mut indexers = Replicas::default();
+        let mut indexers = IndexerPool::default();
         for indexer in 0..self.indexers.len() {
-            indexers.put(&indexer.to_string(), true);
+            indexers.put(&IndexerEntry {
+                id: indexer.to_string(),
+                url: None,
+                version: String::new(),
+                ready: true,
+                log: None,
+                position: LogPosition(0),
+            });
         }
         let run = RouterRun {
             id,

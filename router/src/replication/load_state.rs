@@ -1,5 +1,5 @@
-//! The books of a desk: every call holds its lock for a moment only. What is long is done in steps, with
-//! the lock free for requests between them.
+//! [`LoadState`] over the shared core. Every call holds the core's lock briefly: long work is done in
+//! steps, and requests may take the lock between two of them.
 
 use std::sync::Arc;
 use std::thread::yield_now;
@@ -12,23 +12,23 @@ use crate::route::{RouterLoad, SlotSnapshotBuilder};
 use crate::shared_core::SharedCore;
 use crate::sync::{LoadState, OutgoingMessages, SlotSnapshot, head};
 
-pub(super) struct DeskBooks(pub(super) Arc<SharedCore>);
+pub(super) struct SharedLoadState(pub(super) Arc<SharedCore>);
 
-impl LoadState for DeskBooks {
+impl LoadState for SharedLoadState {
     fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
         self.0.core().written(from, bytes_max)
     }
 
     fn stated(&mut self) -> SlotSnapshot {
-        let mut cut = SlotSnapshotBuilder::default();
+        let mut builder = SlotSnapshotBuilder::default();
         loop {
             let mut core = self.0.core();
-            if core.snapshot_step(&mut cut) {
+            if core.snapshot_step(&mut builder) {
                 let head = head(&core);
                 drop(core);
                 return SlotSnapshot {
                     head,
-                    slots: cut.into_slots(),
+                    slots: builder.into_slots(),
                 };
             }
             drop(core);
