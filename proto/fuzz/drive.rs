@@ -1,4 +1,4 @@
-//! What the fuzz target and the replay of its corpus have in common.
+//! Checks of the codec that the fuzz target and the tests share.
 
 use warmroute_proto::codec::{Message, VERSION, decode, encode, seal};
 use warmroute_proto::load::{
@@ -6,15 +6,16 @@ use warmroute_proto::load::{
 };
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
-    GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
+    DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
 use warmroute_proto::view::{ViewPage, ViewPageRequest};
 use warmroute_proto::{Heartbeat, Record};
 
-/// Any bytes into every decoder: an error, or a message that encodes to the same bytes. Once as they are, and
-/// once with the checksum that lets them pass as far as the body.
+/// Gives bytes to every decoder: an error, or a message that encodes to the same bytes, so that no two
+/// byte strings mean one message of a version. A second time with a checksum, which lets the bytes
+/// pass as far as the body.
 pub(crate) fn codec(data: &[u8]) {
     messages(data);
     let mut sealed = data.to_vec();
@@ -48,6 +49,7 @@ fn messages(data: &[u8]) {
     canonical::<ShimEntry>(data);
     canonical::<ViewPageRequest>(data);
     canonical::<ViewPage>(data);
+    canonical::<DrainEntry>(data);
 }
 
 fn canonical<M: Message>(data: &[u8]) {
@@ -56,10 +58,7 @@ fn canonical<M: Message>(data: &[u8]) {
         if data.first() == Some(&VERSION) {
             assert_eq!(again, data);
         } else {
-            assert!(
-                decode::<M>(&again).is_ok(),
-                "an older one is written as a new one"
-            );
+            assert!(decode::<M>(&again).is_ok(), "rewritten in this version");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How two views of one cache are compared without listing either.
+//! Digests, which compare two sets without listing either.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -34,13 +34,17 @@ impl Digest {
     }
 }
 
-/// Stable: a wire value. `SplitMix64`'s finaliser (Steele, Lea, Flood 2014) over the prefix hash,
-/// moved by the tier.
+/// Stable: a wire value. The mix of the prefix hash, moved by the tier.
 fn pair_mix(prefix: PrefixHash, tier: Tier) -> u64 {
     let tier = u64::from(tier.number()).wrapping_add(1);
-    let mut z = prefix
-        .0
-        .wrapping_add(tier.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    mix(prefix.0.wrapping_add(tier.wrapping_mul(GOLDEN_GAMMA)))
+}
+
+/// Stable: `SplitMix64`'s increment.
+pub(crate) const GOLDEN_GAMMA: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// Stable: `SplitMix64`'s finaliser (Steele, Lea, Flood 2014).
+pub(crate) const fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)

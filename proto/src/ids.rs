@@ -28,7 +28,7 @@ macro_rules! number {
 macro_rules! counts {
     ($($name:ident)*) => {
         $(impl $name {
-            /// The one that follows. Saturates: a counter that could wrap would break its order.
+            /// The following value. Saturates: a counter that wraps would break its order.
             #[must_use]
             pub const fn next(self) -> Self {
                 Self(self.0.saturating_add(1))
@@ -38,11 +38,11 @@ macro_rules! counts {
 }
 
 number! {
-    /// The sequence number that the engine's publisher gives a batch, from 0 at every engine start.
+    /// The sequence number of an engine's batch, from 0 at every engine start.
     EngineSeq
 }
 number! {
-    /// The fence of a source: everything of an older generation is void.
+    /// The fence of a source: messages of an older generation are void.
     Generation
 }
 number! {
@@ -50,24 +50,24 @@ number! {
     RecordNumber
 }
 number! {
-    /// A position in the log. The first record stands at 1; 0 means "before the first".
+    /// A position in the log. The first record has 1; 0 means "before the first".
     LogPosition
 }
 
 number! {
-    /// Nanoseconds since the Unix epoch by the clock that stamps the log's messages, as whoever says it
-    /// was told last. Only differences mean anything, and only as far as that clock does not jump.
+    /// Nanoseconds since the Unix epoch by the clock that stamps the log's messages, as its user read
+    /// it last. Only differences are meaningful, and only while that clock does not jump.
     LogTime
 }
 
 counts!(EngineSeq RecordNumber LogPosition);
 
 impl Generation {
-    /// So far above all that is known of a source no honest part is: generations are taken one at a time,
-    /// each by a write to the registry, and a thousand of them a second take fifty days.
+    /// No honest generation is so far above a known one: generations are taken one at a time, each by a
+    /// write to the registry, and at a thousand a second this takes fifty days.
     const JUMP_MAX: u64 = 1 << 32;
 
-    /// The one that follows; none at the end, because one that is given twice fences nothing.
+    /// The following generation, or `None` at the last: one that is given twice fences nothing.
     #[must_use]
     pub const fn next(self) -> Option<Self> {
         match self.0.checked_add(1) {
@@ -76,8 +76,8 @@ impl Generation {
         }
     }
 
-    /// Can it be, if this one is all that is known of its source? Whoever believed any number would be led to
-    /// the end of numbers by a single message, and no generation could follow.
+    /// Whether a source whose `known` generation is this may have come to it. A reader that accepts any
+    /// number could be led to the last one by a single message, and no generation could follow.
     #[must_use]
     pub const fn is_plausible_after(self, known: Self) -> bool {
         self.0 <= known.0.saturating_add(Self::JUMP_MAX)
@@ -126,7 +126,7 @@ name! {
     WorkerId
 }
 name! {
-    /// Keeps fleets apart that share one NATS.
+    /// Separates fleets that share one NATS.
     Namespace
 }
 
@@ -155,7 +155,7 @@ impl fmt::Display for DpRank {
     }
 }
 
-/// One data-parallel rank of one worker: the unit that has a cache, a load and a place in the log.
+/// One data-parallel rank of one worker: the unit that has a cache, a load and a log subject.
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
 )]
@@ -199,17 +199,17 @@ impl fmt::Display for BlockSize {
     }
 }
 
-/// Which log this is. Positions of two logs with different identities cannot be compared, even if
-/// the logs bear the same name.
+/// Identity of a log. Positions of logs with different identities cannot be compared, even if the
+/// logs have the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 pub struct StreamIdentity {
     /// When the log was created, nanoseconds since the Unix epoch.
     pub created_unix_ns: u64,
-    /// A random number given at creation.
+    /// A random number, drawn at creation.
     pub nonce: u64,
 }
 
-/// A router replica, by the 128 random bits that it draws at its start.
+/// A router replica: 128 random bits that it draws at its start.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
 )]

@@ -1,11 +1,11 @@
-//! Warmroute's vocabulary: what the parts say to each other, and the rules they share.
+//! The messages that shims, indexers and routers exchange, and the rules that they share.
 //!
 //! Everything here is pure: no IO, no clock, no randomness, no runtime. The main types are
-//! [`Record`] (one step of one source's cache), [`Sequencer`] (the one rule that decides what a
-//! numbered message does to its reader), [`Digest`] (how two views of one cache are compared) and
-//! [`LocalHash`] / [`PrefixHash`] (how a prompt is named without ever being written down).
+//! [`Record`] (one step of one source's cache), [`Sequencer`] (decides what a numbered message does
+//! to its reader), [`Digest`] (compares two images of one cache) and [`LocalHash`] / [`PrefixHash`]
+//! (name a prompt's blocks without its text).
 //!
-//! What is deliberately absent: engine hashes and tokens. Both end at the shim.
+//! Absent on purpose: engine hashes and tokens. Both end at the shim.
 #![forbid(unsafe_code)]
 
 pub mod codec;

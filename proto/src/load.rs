@@ -1,38 +1,37 @@
-//! What routers tell each other about the load that they put on sources.
+//! Messages between routers about the load that they put on sources.
 //!
 //! A message stays small whatever the prompt's length: instead of every block it names the prefix
-//! hashes at fixed depths ([`sampled_lengths`]). The depths depend on nothing but depth itself, so
-//! two prompts with a common prefix name the same hashes in it, and shared blocks are counted once.
-//! The price: where two prompts part, up to 1/32 of the common length is counted for both.
+//! hashes at fixed depths ([`sampled_lengths`]). The depths depend on depth alone, so that two
+//! prompts with a common prefix name the same hashes in it, and shared blocks are counted once. The
+//! price: where two prompts part, up to 1/32 of the common length is counted for both.
 //!
 //! A router applies its own changes through the same encoded bytes that it sends, so that every
-//! replica holds the same approximation. Whether two replicas do is compared by [`LoadDigest`], a
-//! sum of one [`SlotMark`] a slot, O(1) a change.
+//! replica holds the same approximation. Replicas compare it by [`LoadDigest`], a sum of one
+//! [`SlotMark`] a slot, O(1) a change.
 //!
-//! Broadcast is lossy. [`LoadHeartbeat`] tells what a peer should have, [`LoadRequest`] and [`LoadAnswer`]
-//! bring what it has not: the missing messages, or the open slots as of one number.
+//! Broadcast is lossy. A [`LoadHeartbeat`] states what a peer should have; a [`LoadRequest`] is
+//! answered ([`LoadAnswer`]) with the missing messages, or with the open slots as of one number.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
-
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::{
-    Generation, LocalHash, PrefixHash, RecordNumber, RouterId, Source, hash::prefix_hashes,
-};
+use crate::digest::{GOLDEN_GAMMA, mix};
+use crate::hash::prefix_hashes;
+use crate::{Generation, LocalHash, PrefixHash, RecordNumber, RouterId, Source};
 
-/// One request's place on one source. New for every attempt.
+/// Id of one request on one source. New for every attempt.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
 )]
 pub struct SlotId {
     pub router: RouterId,
-    /// Fences messages of an earlier life of this router.
+    /// Fences messages of earlier incarnations of this router.
     pub incarnation: Generation,
     pub counter: u64,
 }
 
-/// One router's numbered statement. Obeys the sequencing rule, with the incarnation as generation.
+/// One router's numbered changes. Obeys the sequencing rule, with the incarnation as generation.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct LoadMessage {
     pub router: RouterId,
@@ -48,7 +47,7 @@ pub enum LoadChange {
         /// The slot's counter; router and incarnation are the message's.
         counter: u64,
         source: Source,
-        /// Tokens that the source has still to prefill for this request.
+        /// Tokens that the source still has to prefill for this request.
         prefill_tokens: u32,
         /// The prompt's blocks, the partial last one included.
         blocks: u32,
@@ -57,7 +56,7 @@ pub enum LoadChange {
     MarkPrefillCompleted {
         counter: u64,
     },
-    /// This many more blocks were generated.
+    /// So many more blocks were generated.
     Grow {
         counter: u64,
         blocks: u32,
@@ -68,23 +67,23 @@ pub enum LoadChange {
     },
 }
 
-/// Several messages in one broadcast, oldest first, each as it would be sent alone.
+/// Several messages in one broadcast, oldest first, each encoded as if sent alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct LoadFrame {
     pub messages: Vec<Vec<u8>>,
 }
 
-/// What a router says twice a second, whether or not it has anything to say.
+/// Sent by every router twice a second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct LoadHeartbeat {
     pub router: RouterId,
     pub incarnation: Generation,
-    /// The last one written; none before an incarnation's first.
+    /// The last number written; `None` before an incarnation's first.
     pub number: Option<RecordNumber>,
-    /// Its own open slots as of that number.
+    /// Of its own open slots as of that number.
     pub digest: LoadDigest,
-    /// Tells this heartbeat from the others of its process: its sender hears it too, and so knows
-    /// when it was last heard.
+    /// Number of this heartbeat within its process. The sender receives it too, and so knows when it
+    /// was last received.
     pub beat: u64,
     pub presence: Presence,
 }
@@ -93,16 +92,16 @@ pub struct LoadHeartbeat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum Presence {
     Staying = 0,
-    /// The last word of a router that was told to end. Nothing of it counts any more.
+    /// The router ends. None of its slots counts any more.
     Leaving = 1,
 }
 
-/// What a router asks another one for. The answer is a [`LoadAnswer`].
+/// A router's request to another one, answered by a [`LoadAnswer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct LoadRequest {
-    /// Who asks: whoever asks listens, and is a peer from here on.
+    /// The requester. It receives broadcasts, and is a peer from here on.
     pub asker: RouterId,
-    /// The incarnation that is asked about; none: whichever there is.
+    /// The requested incarnation; `None` accepts any.
     pub incarnation: Option<Generation>,
     pub want: LoadRequestKind,
 }
@@ -110,13 +109,13 @@ pub struct LoadRequest {
 /// Variant numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum LoadRequestKind {
-    /// The messages from this number on, up to `to` if it is named. Answered by the state if they are
-    /// not kept any more.
+    /// The messages from this number on, up to `to` if given. Answered by the state if they are no
+    /// longer kept.
     Numbers {
         from: RecordNumber,
         to: Option<RecordNumber>,
     },
-    /// All open slots as of one number: the first part.
+    /// The first part of all open slots as of one number.
     State,
     /// A further part of the state as of this number.
     Part {
@@ -128,10 +127,10 @@ pub enum LoadRequestKind {
 /// Variant numbers are wire values: stable.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum LoadAnswer {
-    /// Whole messages, oldest first; not necessarily all that were asked for.
+    /// Whole messages, oldest first; not necessarily all that were requested.
     Messages(Vec<Vec<u8>>),
     State(StatePart),
-    /// The incarnation or the state that was asked about is no more: ask for the state.
+    /// The requested incarnation or state no longer exists: request the state.
     Gone,
 }
 
@@ -141,7 +140,7 @@ pub struct StatePart {
     pub router: RouterId,
     pub incarnation: Generation,
     pub number: Option<RecordNumber>,
-    /// Of all parts together.
+    /// Of the slots of all parts.
     pub digest: LoadDigest,
     /// From 0.
     pub part: u32,
@@ -149,28 +148,28 @@ pub struct StatePart {
     pub slots: Vec<OpenSlot>,
 }
 
-/// One open slot as its changes left it.
+/// One open slot, with its changes applied.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct OpenSlot {
     pub counter: u64,
     pub source: Source,
     /// Still to be prefilled.
     pub prefill_tokens: u32,
-    /// The prompt's blocks, as its `AddRequest` said.
+    /// The prompt's blocks, as in its `AddRequest`.
     pub blocks: u32,
     pub generated_blocks: u32,
     pub prompt: SampledPrefix,
 }
 
-/// A router's entry in the registry, under a lease. The key's revision when it was taken is the
-/// router's incarnation.
+/// A router's entry in the registry, under a lease. A revision of the key is the router's
+/// incarnation.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct RouterEntry {
     pub router: RouterId,
     pub version: String,
 }
 
-/// How a request ended: only a success leaves its prompt in the engine's cache for certain.
+/// How a request ended. Only a success surely leaves its prompt in the engine's cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum SlotEnd {
@@ -186,20 +185,20 @@ pub struct SampledPrefix {
     pub hashes: Vec<PrefixHash>,
 }
 
-/// No message with one change is larger, whatever the prompt's length.
+/// Most bytes of a message with one change, whatever the prompt's length.
 pub const LOAD_BYTES_MAX: usize = 4 << 10;
 
-/// No frame's messages are longer together.
+/// Most bytes of a frame's messages together.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 
-/// No answer is larger: a quarter of what a NATS server takes by default.
+/// Most bytes of an answer: a quarter of what a NATS server accepts by default.
 pub const ANSWER_BYTES_MAX: usize = 256 << 10;
 
-/// More samples than these are not sent: they cover 262,144 blocks in 3.5 KiB.
+/// Most samples of a prompt: they cover 262,144 blocks in 3.5 KiB.
 pub const SAMPLES_MAX: usize = 448;
 
-/// Up to this many blocks every depth is sampled; from there on the stride doubles as the depth
-/// does, so that each doubling takes [`OCTAVE_SAMPLES`].
+/// Up to this many blocks every depth is sampled; beyond, the stride doubles with the depth, so that
+/// each doubling takes [`OCTAVE_SAMPLES`].
 const DENSE_BLOCKS: u32 = 2 * OCTAVE_SAMPLES;
 const OCTAVE_SAMPLES: u32 = 32;
 
@@ -209,7 +208,7 @@ const OCTAVE_SAMPLES: u32 = 32;
 const ADD_BYTES: usize = 90;
 
 /// The length in blocks of the prefix that the `samples`-th sample names (a sample at length `n`
-/// names the prefix of the first `n` blocks); 0 for no sample. Beyond [`SAMPLES_MAX`] it stays.
+/// names the prefix of the first `n` blocks); 0 for no sample. Constant beyond [`SAMPLES_MAX`].
 ///
 /// The gap after length `n` is at most `n / 32` blocks, at least one.
 #[must_use]
@@ -247,7 +246,7 @@ impl SampledPrefix {
         Self { hashes }
     }
 
-    /// Each sample with the number of blocks that it stands for: those since the sample before it.
+    /// Each sample with the number of blocks since the sample before it.
     pub fn weighted(&self) -> impl Iterator<Item = (PrefixHash, u32)> {
         let mut last = 0;
         self.hashes
@@ -266,7 +265,7 @@ impl SampledPrefix {
         sampled_length(self.hashes.len())
     }
 
-    /// The same, short enough that an `AddRequest` for this source keeps to [`LOAD_BYTES_MAX`].
+    /// Truncates the samples so that an `AddRequest` for this source fits into [`LOAD_BYTES_MAX`].
     /// Depends on the source's name only, so that all prompts at one source are cut alike.
     #[must_use]
     pub fn fitting(mut self, source: &Source) -> Self {
@@ -286,12 +285,11 @@ impl OpenSlot {
     }
 }
 
-/// What one slot adds to the digest. Changes with the slot.
+/// A slot's summand in the digest. Changes with the slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotMark(u64);
 
-/// The part of a slot's mark that stays: everything that `AddRequest` said but the load that changes
-/// later.
+/// The constant part of a slot's mark: its `AddRequest` without the load that changes later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotIdentity(u64);
 
@@ -313,25 +311,17 @@ impl SlotIdentity {
         Self(hasher.digest())
     }
 
-    /// Stable: `SplitMix64`'s finaliser over the identity, moved by what is still to be prefilled and
-    /// by what was generated.
+    /// Stable: the mix of the identity, moved by what is still to be prefilled and by what was
+    /// generated.
     #[must_use]
     pub fn mark(self, prefill_tokens: u32, generated_blocks: u32) -> SlotMark {
         let load = (u64::from(prefill_tokens) << 32) | u64::from(generated_blocks);
-        let moved = self
-            .0
-            .wrapping_add(load.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        SlotMark(mix(moved))
+        let offset = load.wrapping_add(1).wrapping_mul(GOLDEN_GAMMA);
+        SlotMark(mix(self.0.wrapping_add(offset)))
     }
 }
 
-const fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
-/// One router's slots as a count and a wrapping sum of their marks: independent of order, equal for
+/// A count and a wrapping sum of the marks of one router's slots: independent of order, equal for
 /// equal slots.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode,

@@ -1,4 +1,4 @@
-//! The question that routers ask indexers, and the answer.
+//! The query that routers send to indexers, and the answer.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
@@ -8,16 +8,16 @@ use crate::{
     Tiers,
 };
 
-/// What does each source hold of this prompt?
+/// Asks what each source holds of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct IndexQuery {
     /// The prompt's blocks from depth 0.
     pub blocks: Vec<LocalHash>,
-    /// A replica behind this position says so instead of answering.
+    /// A replica behind this position answers [`IndexAnswer::Behind`].
     pub at_least: Option<LogPosition>,
 }
 
-/// What an indexer says of a source's tier: the shim's word, lowered by what the indexer saw itself.
+/// A tier's state at an indexer: the shim's state, lowered by what the indexer observed itself.
 /// Ordered from the strongest to the weakest; the weakest wins. Numbers are wire values: stable.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
@@ -33,7 +33,7 @@ pub enum SourceState {
 }
 
 impl SourceState {
-    /// May blocks of a tier in this state lower a cost?
+    /// Whether blocks of a tier in this state may lower a cost.
     #[must_use]
     pub const fn gives_credit(self) -> bool {
         match self {
@@ -72,16 +72,15 @@ impl From<TierState> for SourceState {
     }
 }
 
-/// Why a source is `unknown`, where there is more to say than that no proof came in time.
-/// Numbers are wire values: stable.
+/// Why a source is `unknown`. Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum UnknownReason {
     /// No record or heartbeat within the last 5 s.
     NoProof = 0,
-    /// Set aside because the memory bound was reached.
+    /// Not folded because the memory bound was reached.
     Memory = 1,
-    /// The shim's lease is gone.
+    /// The shim's lease expired.
     ShimGone = 2,
 }
 
@@ -90,12 +89,12 @@ pub enum UnknownReason {
 pub enum IndexAnswer {
     Runs {
         log: StreamIdentity,
-        /// Everything up to here is in.
+        /// Records up to here are applied.
         position: LogPosition,
-        /// Every source that the indexer knows, in the order of [`Source`].
+        /// All sources that the indexer knows, in the order of [`Source`].
         sources: Vec<SourceAnswer>,
     },
-    /// This replica has not reached the position that was asked for.
+    /// This replica has not reached the requested position.
     Behind { position: LogPosition },
 }
 
@@ -104,14 +103,14 @@ pub enum IndexAnswer {
 pub struct SourceAnswer {
     pub source: Source,
     pub generation: Generation,
-    /// The last record applied; none before the generation's first.
+    /// The last record applied; `None` before the generation's first.
     pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     pub states: Tiers<SourceState>,
     pub reason: Option<UnknownReason>,
     /// Milliseconds since the last record or heartbeat that proved this.
     pub proof_age_ms: u32,
-    /// Credited blocks per tier: on the GPU the run from depth 0, in the lower tiers the run from
-    /// the end of the GPU's on. A tier without credit counts as holding nothing.
+    /// Credited blocks per tier: on the GPU the run from depth 0, in the lower tiers the run that
+    /// follows the GPU's. A tier without credit holds nothing.
     pub run: Tiers<u32>,
 }

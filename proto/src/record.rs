@@ -1,4 +1,4 @@
-//! What the log carries: the net changes of one source's cache, numbered and self-checking.
+//! Records and heartbeats: the net changes of one source's cache, numbered and self-checking.
 
 use std::fmt;
 
@@ -50,22 +50,22 @@ impl fmt::Display for Tier {
     }
 }
 
-/// What the shim can vouch for, per tier. Ordered from the strongest to the weakest; the weakest
-/// wins. Numbers are wire values: stable.
+/// What a shim can vouch for in a tier. Ordered from the strongest to the weakest; the weakest wins.
+/// Numbers are wire values: stable.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum TierState {
-    /// The pairs are the fold of everything that the engine published.
+    /// The pairs are the fold of all that the engine published.
     Complete = 0,
     /// What is credited is held; more may be held.
     Partial = 1,
-    /// As far as can be seen complete, but this engine's set-up hides some losses.
+    /// Apparently complete, but this engine's set-up hides some losses.
     Unverified = 2,
     /// May be wrong.
     Stale = 3,
-    /// Changes are under way.
+    /// Further changes are in transit.
     CatchingUp = 4,
 }
 
@@ -129,20 +129,20 @@ pub type TierStates = Tiers<TierState>;
 /// One change of a source's held (prefix hash, tier) pairs. Variant numbers are wire values.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Encode, Decode)]
 pub enum Change {
-    /// A run of blocks became held, each the child of the one before it.
+    /// A run of blocks is held from now on, each the child of the one before it.
     Stored {
         parent: Option<PrefixHash>,
         blocks: Vec<LocalHash>,
         tier: Tier,
     },
-    /// Exactly these pairs ended; descendants stay.
+    /// Exactly these pairs are no longer held; descendants stay.
     Removed { blocks: Vec<PrefixHash>, tier: Tier },
-    /// Every pair of the tier ended.
+    /// No pair of the tier is held any more.
     Cleared { tier: Tier },
 }
 
 impl Change {
-    /// The prefix hashes that a `Stored` makes held; empty for the others.
+    /// The prefix hashes of a `Stored`; empty for the others.
     pub fn stored_prefixes(&self) -> impl Iterator<Item = PrefixHash> {
         let (parent, blocks) = match self {
             Self::Stored { parent, blocks, .. } => (*parent, blocks.as_slice()),
@@ -158,16 +158,17 @@ pub struct Record {
     pub source: Source,
     pub generation: Generation,
     pub number: RecordNumber,
-    /// The last engine batch that is in; none before the first.
+    /// The last engine batch contained; `None` before the first.
     pub engine_seq: Option<EngineSeq>,
     pub changes: Vec<Change>,
     pub states: TierStates,
+    /// Of the pairs held once the record is applied.
     pub after: Digest,
-    /// When it was said: how long it was on its way is no part of what it proves.
+    /// The log's clock when the record was made: it proves its content as of then.
     pub sent_at: Option<LogTime>,
 }
 
-/// The engine's own health as the shim sees it over HTTP. Numbers are wire values: stable.
+/// An engine's health as its shim observes it over HTTP. Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineHealth {
@@ -176,17 +177,17 @@ pub enum EngineHealth {
     Unhealthy = 2,
 }
 
-/// Sent each second outside the log: what the source is as of its last acknowledged record.
+/// Sent each second outside the log: the state of a source as of its last acknowledged record.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct Heartbeat {
     pub source: Source,
     pub generation: Generation,
-    /// The last acknowledged record; none before the generation's first.
+    /// The last acknowledged record; `None` before the generation's first.
     pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     pub states: TierStates,
     pub after: Digest,
     pub health: EngineHealth,
-    /// When it was said.
+    /// The log's clock when the heartbeat was made.
     pub sent_at: Option<LogTime>,
 }

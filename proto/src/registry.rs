@@ -1,16 +1,16 @@
-//! What the registry holds, and the request that asks a shim for a fresh start.
+//! The registry's values, and the request that asks a shim for a new generation.
 
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
 use crate::{BlockSize, Generation, LogPosition, Source, StreamIdentity, WorkerId};
 
-/// More data-parallel ranks than any server has. Readers make up one source for each: an entry that claims
-/// more, or none, is refused where it is decoded, by everybody.
+/// More data-parallel ranks than any server has. Readers create one source for each, so that an entry
+/// with more ranks, or with none, does not decode.
 pub const RANKS_MAX: u32 = 1024;
 
-/// One worker as its shim registers it. Decides who is a candidate, together with the engine's own
-/// health; its lease only fences and masks.
+/// One worker as its shim registers it. Together with the engine's health it decides whether the
+/// worker is a candidate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct WorkerEntry {
     pub worker: WorkerId,
@@ -22,11 +22,11 @@ pub struct WorkerEntry {
     pub loras: Vec<Lora>,
     /// Data-parallel ranks, 0 to `ranks - 1`; 1 to [`RANKS_MAX`] of them.
     pub ranks: u32,
-    /// Not known before the engine's `/metrics` or first event told it.
+    /// `None` until the engine's `/metrics` or first event shows it.
     pub block_size: Option<BlockSize>,
-    /// KV blocks of one rank, where the engine tells it.
+    /// KV blocks of one rank, if the engine reports them.
     pub blocks_per_rank: Option<u64>,
-    /// The longest prompt plus output, in tokens, where the engine tells it.
+    /// Bound on prompt plus output, in tokens, if the engine reports it.
     pub max_model_len: Option<u32>,
     /// All of the engine's KV groups are main attention, so that a credited block is a cached one.
     pub main_attention_only: bool,
@@ -38,13 +38,11 @@ pub struct WorkerEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct Lora {
     pub name: String,
-    /// The base model, where the engine tells it.
+    /// The base model, if the engine reports it.
     pub parent: Option<String>,
 }
 
-/// An operator's wish.
-///
-/// Numbers are wire values: stable.
+/// Whether an operator drains a worker. Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum DrainState {
@@ -64,22 +62,22 @@ impl DrainState {
     }
 }
 
-/// An operator's word on a worker: it stands, whatever becomes of the worker and of who was told, until
-/// the next one. No lease, never deleted.
+/// An operator's setting of a worker. It holds until the next one, across restarts of everything: no
+/// lease, never deleted.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct DrainEntry {
     pub worker: WorkerId,
     pub drain: DrainState,
-    /// One above the word before: the higher one is the last.
+    /// One above the setting before: the highest is the last.
     pub turn: u64,
-    /// By the clock of the router that was told, for people.
+    /// By the clock of the router that received it, for operators.
     pub set_unix_s: u64,
 }
 
-/// The value of the lock under which one shim serves a worker.
+/// The value of the lease under which one shim serves a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ShimEntry {
-    /// Drawn by each process at its start: two holders never write the same value.
+    /// Random for each process: two holders never write the same value.
     pub instance: [u8; 16],
     /// The shim's version.
     pub version: String,
@@ -91,36 +89,35 @@ pub struct GenerationEntry {
     pub generation: Generation,
 }
 
-/// One indexer replica as it registers itself, under a lease: for operators, and for whoever wants to
-/// reach its HTTP. Queries find replicas without it.
+/// One indexer replica as it registers itself, under a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct IndexerEntry {
-    /// Unique among all replicas that ever were.
+    /// Never reused by another replica.
     pub id: String,
-    /// Where its HTTP is reached, without a trailing slash; none if it was not told.
+    /// URL of its HTTP port, without a trailing slash; `None` if it is not configured.
     pub url: Option<String>,
     pub version: String,
     pub ready: bool,
-    /// None before the log is known.
+    /// `None` before the log is known.
     pub log: Option<StreamIdentity>,
-    /// Everything up to here is in.
+    /// Records up to here are applied.
     pub position: LogPosition,
 }
 
-/// The value of the snapshot lease: who is writing one.
+/// The value of the lease under which one indexer writes a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SnapshotLease {
     /// [`IndexerEntry::id`].
     pub writer: String,
-    /// Counts this writer's attempts, so that no two values are equal.
+    /// Counts the writer's attempts, so that no two values are equal.
     pub attempt: u64,
 }
 
-/// An indexer cannot follow a source any more: please start a new generation.
+/// Asks a shim for a new generation, because an indexer cannot follow the source.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ResyncRequest {
     pub source: Source,
-    /// The asker's own fence: the next generation must be above it.
+    /// The requester's fence: the next generation must be above it.
     pub above: Generation,
     pub reason: ResyncReason,
 }

@@ -1,57 +1,57 @@
 //! The sequencing rule: what a numbered message does to its reader.
 //!
 //! One rule for log → indexer and router → router. It is deterministic, idempotent and total: every
-//! input has a verdict, none panics, none stops the loop.
+//! input has a verdict, and no input panics.
 //!
-//! Invariant: if [`Sequencer::is_complete`] holds, the reader has applied exactly the numbers
-//! `0..next` of the fenced generation, each once and in order, and knows of no later one. What it
-//! cannot know by itself (a lost tail) it learns from a heartbeat through [`Sequencer::observe_heartbeat`].
+//! Invariant: while [`Sequencer::is_complete`], the reader has applied exactly the numbers `0..next`
+//! of the fenced generation, each once and in order, and knows of no later one. A lost tail shows
+//! only in a heartbeat ([`Sequencer::observe_heartbeat`]).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::{Generation, RecordNumber};
 
-/// How many applied messages' payload hashes are kept to tell a duplicate from a violation. Well
-/// above the publisher's window of 64, which bounds how far back it can send again.
+/// Applied messages whose payload hashes are kept, to distinguish a duplicate from a violation. Well
+/// above the publisher's window of 64, which bounds what it sends again.
 const RECENT_PAYLOADS: usize = 256;
 
-/// What to do with a message.
+/// What a message does to its reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceVerdict {
-    /// It is the next one: apply it.
+    /// The next number: apply it.
     Apply,
-    /// It opens a newer generation: forget the source, then apply it.
+    /// First of a newer generation: forget the source, then apply it.
     Start,
-    /// It is of a newer generation whose beginning is missing: forget the source, do not apply it.
+    /// Of a newer generation whose beginning is missing: forget the source, do not apply it.
     StartBehind,
-    /// Something before it is missing: do not apply it; it comes again.
+    /// An earlier number is missing: do not apply it; it is sent again.
     Ahead,
-    /// It was applied before: count it.
+    /// Applied before.
     Duplicate,
-    /// Its number was applied before with other bytes: one of the two was wrong.
+    /// Its number was applied before with other bytes: one of the two is wrong.
     Violation,
-    /// It is of a generation that the fence excludes: drop it.
+    /// Of a generation below the fence: drop it.
     Old,
 }
 
-/// How the reader stands to what a heartbeat says of its sender.
+/// A reader's position against the position that a heartbeat reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceComparison {
-    /// Reader and sender are at the same number: their digests can be compared.
+    /// At the sender's number: digests can be compared.
     Level,
-    /// The sender is ahead: records are under way or lost.
+    /// Behind the sender: messages are in transit or lost.
     Behind,
-    /// The heartbeat is older than what was applied.
+    /// Ahead of the heartbeat, which was delayed.
     Ahead,
-    /// It is of a generation that the fence excludes.
+    /// The heartbeat is of a generation below the fence.
     Old,
 }
 
-/// The reader's memory of one numbered sequence.
+/// A reader's state of one numbered sequence.
 #[derive(Clone, Debug)]
 pub struct Sequencer {
-    /// How long a gap may stay before the reader asks for recovery.
+    /// Age of a gap at which the reader asks for recovery.
     patience: Duration,
     fence: Option<Generation>,
     next: RecordNumber,
@@ -64,7 +64,7 @@ pub struct Sequencer {
 }
 
 impl Sequencer {
-    /// A reader that has seen nothing. `patience`: three times the sender's ack time-out.
+    /// A reader that has received nothing. `patience` is three times the sender's ack time-out.
     #[must_use]
     pub const fn new(patience: Duration) -> Self {
         Self {
@@ -94,7 +94,7 @@ impl Sequencer {
         restored
     }
 
-    /// Judges a message. `payload` is a hash of its bytes.
+    /// Sequences a message. `payload` is a hash of its bytes.
     pub fn accept(
         &mut self,
         now: Instant,
@@ -133,7 +133,7 @@ impl Sequencer {
         }
     }
 
-    /// Takes in a heartbeat: its sender had published up to `number` of `generation`.
+    /// Compares with a heartbeat, whose sender had published up to `number` of `generation`.
     pub fn observe_heartbeat(
         &mut self,
         now: Instant,
@@ -143,7 +143,7 @@ impl Sequencer {
         match self.fence {
             Some(fence) if generation < fence => return SequenceComparison::Old,
             Some(fence) if generation == fence => {}
-            // The new generation's records are on their way through the log, which orders them.
+            // The log orders the new generation's records, which follow.
             Some(_) | None => return SequenceComparison::Behind,
         }
         match number {
@@ -156,7 +156,7 @@ impl Sequencer {
         }
     }
 
-    /// Nothing is known to be missing and nothing contradicted itself.
+    /// Whether no number is known to be missing and no two messages contradicted each other.
     #[must_use]
     pub const fn is_complete(&self) -> bool {
         self.fence.is_some() && self.ahead.is_none() && !self.violated
@@ -167,7 +167,7 @@ impl Sequencer {
         self.violated
     }
 
-    /// Something is known to be missing.
+    /// Whether a number is known to be missing.
     #[must_use]
     pub const fn has_gap(&self) -> bool {
         self.ahead.is_some()
@@ -178,7 +178,7 @@ impl Sequencer {
         self.fence
     }
 
-    /// The last number applied; none before the generation's first.
+    /// The last number applied; `None` before the generation's first.
     #[must_use]
     pub const fn last(&self) -> Option<RecordNumber> {
         match self.next.0.checked_sub(1) {
@@ -187,13 +187,13 @@ impl Sequencer {
         }
     }
 
-    /// When [`Self::gap_expired`] wants to be asked.
+    /// When to call [`Self::gap_expired`].
     #[must_use]
     pub const fn deadline(&self) -> Option<Instant> {
         self.gap_deadline
     }
 
-    /// Is it time to recover from the gap? Says so once per patience, as long as the gap stays.
+    /// Whether recovery from the gap is due. True once per patience, as long as the gap stays.
     pub fn gap_expired(&mut self, now: Instant) -> bool {
         match self.gap_deadline {
             Some(deadline) if deadline <= now => {

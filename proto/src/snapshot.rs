@@ -1,8 +1,8 @@
-//! What an indexer keeps so that the next one need not read the whole log: a snapshot's head, and the
-//! pointer to the newest ones.
+//! A snapshot's head, and the pointer to the newest snapshots, which spare a starting indexer most of
+//! the log.
 //!
-//! The head says of which log, up to which record, and what each source was; the tree's image follows
-//! it in the blob (`indexer/index/src/snapshot/format.rs`). Nothing in it depends on a clock of the writer.
+//! The head names the log, the last record and the state of each source; the tree's image follows it
+//! in the blob (`indexer/index/src/snapshot/format.rs`). Nothing in it depends on the writer's clock.
 
 use bincode::{Decode, Encode};
 
@@ -10,11 +10,11 @@ use crate::{
     Digest, EngineSeq, Generation, LogPosition, RecordNumber, Source, StreamIdentity, TierStates,
 };
 
-/// One record of the log, recognisable: a log that was rolled back and refilled has another one there.
+/// Identifies one record of the log: a log that was rolled back and refilled has another one there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct RecordMark {
     pub position: LogPosition,
-    /// When the log took it, nanoseconds since the Unix epoch.
+    /// When the log stored it, nanoseconds since the Unix epoch.
     pub stored_unix_ns: u64,
     /// XXH3-64 of its payload.
     pub checksum: u64,
@@ -24,40 +24,40 @@ pub struct RecordMark {
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SnapshotHead {
     pub log: StreamIdentity,
-    /// The last record that is in.
+    /// The last record contained.
     pub at: RecordMark,
-    /// Every source with a generation, in their order. The image names the folded ones by their place
+    /// Every source with a generation, in their order. The image names the folded ones by their index
     /// among the folded ones.
     pub sources: Vec<SnapshotSource>,
     pub image_bytes: u64,
 }
 
-/// One source as the log tells it.
+/// One source as of the head's record.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SnapshotSource {
     pub source: Source,
     pub generation: Generation,
-    /// The last record that is in; none if the generation's first is missing.
+    /// The last record contained; `None` if the generation's first is missing.
     pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     pub states: TierStates,
     pub holding: SnapshotHolding,
-    /// Of what the image holds for it; empty if it is not folded.
+    /// Digest of what the image holds for it; empty if it is not folded.
     pub after: Digest,
 }
 
-/// What became of a source's blocks. Numbers are wire values: stable.
+/// Whether a source's blocks are in the image. Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum SnapshotHolding {
-    /// They are in the image.
+    /// In the image.
     Folded = 0,
-    /// The log contradicted itself: nothing until the next generation.
+    /// Absent until the next generation, because the log contradicted itself.
     Diverged = 1,
-    /// The shim was gone for long: nothing until the next generation.
+    /// Absent until the next generation, because the shim was away for long.
     Freed = 2,
 }
 
-/// Where a snapshot lies, and what of.
+/// A snapshot's name, and what it contains.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SnapshotRef {
     pub name: String,
@@ -70,6 +70,6 @@ pub struct SnapshotRef {
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SnapshotPointer {
     pub newest: SnapshotRef,
-    /// The one before, kept in case the newest turns out to be unreadable.
+    /// The one before, for the case that the newest is unreadable.
     pub older: Option<SnapshotRef>,
 }

@@ -1,8 +1,8 @@
-//! What parts say of the sources that they hold, for operators and their tools, not for routers: over the
-//! plane ([`ViewPage`], an indexer's), and over HTTP ([`DigestView`], indexers' and shims').
+//! State of the sources that a process holds, for operators' tools: an indexer's over the plane
+//! ([`ViewPage`]), an indexer's or shim's over HTTP ([`DigestView`]).
 //!
-//! A view is asked for in pages, so that it fits into a message however many sources there are. Each
-//! page is of one moment; two pages need not be of the same.
+//! A view is read in pages, so that each fits into a message. Each page shows one moment; two pages
+//! may show different ones.
 
 use bincode::{Decode, Encode};
 use serde::Serialize;
@@ -13,39 +13,39 @@ use crate::{
     StreamIdentity, Tiers, WorkerId,
 };
 
-/// No page has more sources, whatever was asked for: about 150 bytes each.
+/// Most sources in a page, at about 150 bytes each.
 pub const PAGE_SOURCES_MAX: u32 = 2000;
 
-/// Asks a replica for a page of its view.
+/// Asks an indexer replica for a page of its view.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ViewPageRequest {
-    /// Only sources behind this one, in their order; none: from the first.
+    /// Only sources after this one, in their order; `None` starts at the first.
     pub after: Option<Source>,
     pub sources_max: u32,
 }
 
-/// A page.
+/// One page of an indexer's view.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct ViewPage {
     pub version: String,
     pub ready: bool,
-    /// None before the log is known.
+    /// `None` before the log is known.
     pub log: Option<StreamIdentity>,
-    /// Everything up to here is in.
+    /// Records up to here are applied.
     pub position: LogPosition,
     pub lag_messages: u64,
-    /// Since the log was in up to its end; none if that is out of reach.
+    /// Time since the log was applied to its end; `None` if its end is unknown.
     pub lag_ms: Option<u64>,
-    /// The replica's own clock: to show how far it is off, nothing else.
+    /// The replica's own clock, only to show its offset.
     pub unix_ns: u64,
-    /// Seconds within which it writes a snapshot if anything came; none if it writes none.
+    /// Seconds within which it snapshots new records; `None` if it writes no snapshots.
     pub snapshot_every_secs: Option<u64>,
     pub sources: Vec<SourceView>,
-    /// There are sources behind the last one.
+    /// Whether further sources follow the last one.
     pub more: bool,
 }
 
-/// One source as a replica sees it.
+/// One source as a replica holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct SourceView {
     pub source: Source,
@@ -54,29 +54,29 @@ pub struct SourceView {
     pub engine_seq: Option<EngineSeq>,
     pub states: Tiers<SourceState>,
     pub reason: Option<UnknownReason>,
-    /// Why it may be wrong, where the replica itself found out.
+    /// Why the source may be wrong, if the replica itself found a fault.
     pub doubt: Option<SourceFault>,
-    /// Since its GPU tier is in that state, to half a second.
+    /// Time since its GPU tier entered its state, to half a second.
     pub state_age_ms: u64,
     pub proof_age_ms: Option<u64>,
-    /// None while nothing is folded.
+    /// `None` while nothing is folded.
     pub digest: Option<Digest>,
     pub health: EngineHealth,
-    /// Generations that this replica saw begin within the last ten minutes, at most 255.
+    /// Generations that began at this replica within the last ten minutes, at most 255.
     pub begun_lately: u8,
 }
 
-/// What a replica found wrong with a source. Numbers are wire values: stable.
+/// A fault that a replica found in a source. Numbers are wire values: stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum SourceFault {
     /// A record before the last one is missing.
     Gap = 0,
-    /// What a heartbeat announced did not come.
+    /// A record that a heartbeat announced did not arrive.
     Overdue = 1,
-    /// Something on its subject could not be read, or positions were skipped.
+    /// A message on its subject could not be read, or positions were skipped.
     Unread = 2,
-    /// One number came with two contents.
+    /// One number arrived with two contents.
     Violation = 3,
     /// Count or digest differed, or a change contradicted what is held.
     Diverged = 4,
@@ -98,7 +98,7 @@ impl SourceFault {
     }
 }
 
-/// The body of `/v1/digest`. What is not known is null; a shim has no position.
+/// The body of `/v1/digest`. Unknown values are null; a shim has no position.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DigestView {
     pub position: Option<LogPosition>,

@@ -1,6 +1,9 @@
-//! Replays the committed fuzz corpus, so that what a fuzzer once found stays found.
+//! The codec's decoders on the committed fuzz corpus and on random bytes.
 
 use std::path::Path;
+
+use proptest::prelude::*;
+use warmroute_proto::codec::VERSION;
 
 #[path = "../fuzz/drive.rs"]
 mod drive;
@@ -22,5 +25,20 @@ fn messages() {
             changed[at] ^= 0x15;
             drive::codec(&changed);
         }
+    }
+}
+
+proptest! {
+    #[test]
+    fn decoding_is_total_and_canonical(
+        mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+        version in 1..=VERSION,
+        kind in 0u8..23,
+    ) {
+        if let [first, second, ..] = bytes.as_mut_slice() {
+            *first = version;
+            *second = kind;
+        }
+        drive::codec(&bytes);
     }
 }

@@ -1,4 +1,4 @@
-//! Bodies of version 1, where they differ from today's: records and heartbeats said nothing of their age.
+//! Bodies of version 1 that differ from version 2: records and heartbeats without `sent_at`.
 
 use bincode::Decode;
 
@@ -7,7 +7,7 @@ use crate::{
 };
 
 #[derive(Decode)]
-pub(super) struct Record {
+pub(super) struct RecordV1 {
     source: Source,
     generation: Generation,
     number: RecordNumber,
@@ -17,8 +17,8 @@ pub(super) struct Record {
     after: Digest,
 }
 
-impl From<Record> for crate::Record {
-    fn from(old: Record) -> Self {
+impl From<RecordV1> for crate::Record {
+    fn from(old: RecordV1) -> Self {
         Self {
             source: old.source,
             generation: old.generation,
@@ -33,7 +33,7 @@ impl From<Record> for crate::Record {
 }
 
 #[derive(Decode)]
-pub(super) struct Heartbeat {
+pub(super) struct HeartbeatV1 {
     source: Source,
     generation: Generation,
     number: Option<RecordNumber>,
@@ -43,8 +43,8 @@ pub(super) struct Heartbeat {
     health: EngineHealth,
 }
 
-impl From<Heartbeat> for crate::Heartbeat {
-    fn from(old: Heartbeat) -> Self {
+impl From<HeartbeatV1> for crate::Heartbeat {
+    fn from(old: HeartbeatV1) -> Self {
         Self {
             source: old.source,
             generation: old.generation,
