@@ -1,4 +1,4 @@
-//! The command line: every knob with its environment name, default, unit and reason to change it.
+//! The command line.
 
 use std::net::SocketAddr;
 use std::num::ParseIntError;
@@ -18,7 +18,7 @@ use crate::snapshot::Schedule;
 /// Every flag can also be given as `WARMROUTE_<FLAG>`. A flag wins over the environment.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "warmroute-indexer", version, max_term_width = 100)]
-pub struct Args {
+pub struct IndexerArgs {
     #[command(subcommand)]
     pub command: Option<Command>,
     /// Address of the HTTP API.
@@ -30,20 +30,19 @@ pub struct Args {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
-    /// Bound on the memory of all that is folded, as 6GiB or 500MB; the process takes up to 64 MiB more.
-    /// Beyond it whole workers, the largest first, are not folded and answered as unknown; such a replica
-    /// writes no snapshots. Without it: as much as the fleet's blocks take, about 50 bytes each with a
-    /// snapshot's.
+    /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more. Beyond
+    /// it, sources are set aside, the largest first, and answered as unknown; such a replica writes no
+    /// snapshots. Without it: as much as the fleet's blocks take, about 50 bytes each with a snapshot.
     #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes)]
     pub max_memory: Option<u64>,
-    /// Bytes of log after which a snapshot is written. Less makes restarts faster, and writes more.
+    /// Bytes of log after which a snapshot is written. Less makes restarts faster and writes more.
     #[arg(
         long, env = "WARMROUTE_SNAPSHOT_EVERY_BYTES", value_name = "BYTES",
         default_value = "128MiB", value_parser = bytes
     )]
     pub snapshot_every_bytes: u64,
-    /// Seconds after which a snapshot is written if anything came since the last; at most a day, so
-    /// that the store never lets the last one go by its age.
+    /// Seconds after which a snapshot is written if there are new records; at most a day, so
+    /// that the store never deletes the last one by age.
     #[arg(
         long, env = "WARMROUTE_SNAPSHOT_EVERY_SECS", value_name = "SECS", default_value_t = 600,
         value_parser = clap::value_parser!(u64).range(1..=86_400)
@@ -57,20 +56,20 @@ pub struct Args {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub enum Command {
-    /// Create the streams and buckets of the namespace, and verify those that are there. Nothing that
-    /// is there is changed: if it differs, the differences are told and the exit code is 1.
-    Init(Init),
-    /// Reads the whole plane, changes nothing, and prints one page: what is wrong, worst first, with
-    /// what to do, and how the rest is. Exit code 0: nothing that needs somebody; 1: something does; 2:
-    /// the plane could not be read.
-    Doctor(Doctor),
-    /// Compares what indexers, shims and engines hold, and says which source differs. Exit codes as
-    /// `doctor`'s.
-    Verify(Verify),
+    /// Creates the streams and buckets of the namespace, and verifies existing ones. Changes nothing
+    /// that exists: if it differs, prints the differences with exit code 1.
+    Init(InitArgs),
+    /// Reads the whole plane, changes nothing, and prints one page: findings, worst first, with advice,
+    /// and the status of the rest. Exit code 0: healthy; 1: action needed; 2: the plane could not be
+    /// read.
+    Doctor(DoctorArgs),
+    /// Compares the holdings of indexers, shims and engines, and prints sources that differ. Exit codes as
+    /// of `doctor`.
+    Verify(VerifyArgs),
 }
 
 impl Command {
-    /// It tells by its exit code what it saw; that it could see nothing is 2.
+    /// Exit code if the command fails.
     #[must_use]
     pub const fn failed(self) -> u8 {
         match self {
@@ -81,15 +80,15 @@ impl Command {
 }
 
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub struct Doctor {
+pub struct DoctorArgs {
     /// One JSON object instead of a page.
     #[arg(long, env = "WARMROUTE_JSON")]
     pub json: bool,
-    /// How many indexers there should be; fewer are a finding. One that was gone for 6 s leaves no trace
-    /// otherwise.
+    /// Expected number of indexers; fewer are a finding. Without it, an indexer that is gone for 6 s
+    /// leaves no trace.
     #[arg(long, env = "WARMROUTE_EXPECT_INDEXERS", value_name = "N")]
     pub expect_indexers: Option<usize>,
-    /// Seconds to wait for a NATS server that is not within reach.
+    /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,
         value_parser = clap::value_parser!(u64).range(..=3600)
@@ -98,22 +97,21 @@ pub struct Doctor {
 }
 
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub struct Verify {
+pub struct VerifyArgs {
     /// One JSON object instead of a page.
     #[arg(long, env = "WARMROUTE_JSON")]
     pub json: bool,
     /// Sends each engine's ranks two requests of four blocks and a token with max_tokens 1, for each
-    /// indexer, and compares what the engine says was cached with what the index credits.
+    /// indexer, and compares the engine's cached tokens with the index's credit.
     #[arg(long, env = "WARMROUTE_PROBE")]
     pub probe: bool,
-    /// Seconds within which every source has to be met at equal numbers; busier ones are told as not
-    /// compared.
+    /// Seconds for meeting every source at equal numbers; busier ones are reported as not compared.
     #[arg(
         long, env = "WARMROUTE_WITHIN_SECS", value_name = "SECS", default_value_t = 20,
         value_parser = clap::value_parser!(u64).range(1..=3600)
     )]
     pub within_secs: u64,
-    /// Seconds to wait for a NATS server that is not within reach.
+    /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,
         value_parser = clap::value_parser!(u64).range(..=3600)
@@ -123,24 +121,24 @@ pub struct Verify {
 
 /// Sizes of what `init` creates, and how long it tries.
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub struct Init {
-    /// Copies of every stream: 1 on one NATS node, 3 in a cluster.
+pub struct InitArgs {
+    /// Replicas of every stream: 1 on one NATS node, 3 in a cluster.
     #[arg(long, env = "WARMROUTE_REPLICAS", default_value_t = 1)]
     pub replicas: usize,
-    /// Bytes of the log on each node; beyond, the oldest records go. At least four times what all
-    /// workers' blocks take at 16 bytes each.
+    /// Bytes of the log on each node; beyond, the oldest records are dropped. At least four times all
+    /// workers' blocks at 16 bytes each.
     #[arg(
         long, env = "WARMROUTE_MAX_BYTES", value_name = "BYTES", default_value = "2GiB",
         value_parser = bytes
     )]
     pub max_bytes: u64,
-    /// Seconds after which records go from the log.
+    /// Seconds after which the log drops records.
     #[arg(
         long, env = "WARMROUTE_MAX_AGE_SECS", value_name = "SECS", default_value_t = 86_400,
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     pub max_age_secs: u64,
-    /// Seconds to wait for a NATS server that is not within reach.
+    /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 30,
         value_parser = clap::value_parser!(u64).range(..=3600)
@@ -148,8 +146,8 @@ pub struct Init {
     pub wait_secs: u64,
 }
 
-impl From<Init> for InitConfig {
-    fn from(init: Init) -> Self {
+impl From<InitArgs> for InitConfig {
+    fn from(init: InitArgs) -> Self {
         Self {
             replicas: init.replicas,
             max_bytes: init.max_bytes,
@@ -163,7 +161,7 @@ const PORT: u16 = 8090;
 
 /// A valid configuration.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct ProcessConfig {
     pub listen: SocketAddr,
     pub nats: NatsArgs,
     pub indexer: IndexerConfig,
@@ -172,7 +170,7 @@ pub struct Config {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub enum ArgsError {
     #[error(transparent)]
     Host(#[from] HostError),
     #[error("--nats-url is missing")]
@@ -185,15 +183,15 @@ pub enum ConfigError {
     LogFilter(#[from] LogFilterError),
 }
 
-impl TryFrom<Args> for Config {
-    type Error = ConfigError;
+impl TryFrom<IndexerArgs> for ProcessConfig {
+    type Error = ArgsError;
 
-    fn try_from(args: Args) -> Result<Self, ConfigError> {
+    fn try_from(args: IndexerArgs) -> Result<Self, ArgsError> {
         if args.nats.nats_url.is_none() {
-            return Err(ConfigError::NoNats);
+            return Err(ArgsError::NoNats);
         }
-        let namespace = args.nats.namespace().ok_or(ConfigError::EmptyNamespace)?;
-        let addressable = |bytes| usize::try_from(bytes).map_err(|_| ConfigError::Memory(bytes));
+        let namespace = args.nats.namespace().ok_or(ArgsError::EmptyNamespace)?;
+        let addressable = |bytes| usize::try_from(bytes).map_err(|_| ArgsError::Memory(bytes));
         Ok(Self {
             listen: listen::address("host", &args.host, args.port)?,
             nats: args.nats,
@@ -264,9 +262,9 @@ mod tests {
         check("99999999TB", None);
     }
 
-    fn config(flags: &[&str]) -> Result<Config, ConfigError> {
+    fn config(flags: &[&str]) -> Result<ProcessConfig, ArgsError> {
         let program = ["warmroute-indexer"].iter().chain(flags);
-        Args::parse_from(program).try_into()
+        IndexerArgs::parse_from(program).try_into()
     }
 
     #[test]
@@ -288,11 +286,11 @@ mod tests {
 
     #[test]
     fn what_cannot_work_is_refused() {
-        assert!(matches!(config(&[]), Err(ConfigError::NoNats)));
+        assert!(matches!(config(&[]), Err(ArgsError::NoNats)));
         let empty = ["--nats-url", "n", "--namespace", ""];
-        assert!(matches!(config(&empty), Err(ConfigError::EmptyNamespace)));
+        assert!(matches!(config(&empty), Err(ArgsError::EmptyNamespace)));
         let slow = ["warmroute-indexer", "--snapshot-every-secs", "86401"];
-        assert!(Args::try_parse_from(slow).is_err());
+        assert!(IndexerArgs::try_parse_from(slow).is_err());
     }
 
     #[test]
@@ -305,7 +303,7 @@ mod tests {
             "--max-bytes",
             "1GiB",
         ];
-        let Some(Command::Init(init)) = Args::parse_from(flags).command else {
+        let Some(Command::Init(init)) = IndexerArgs::parse_from(flags).command else {
             panic!("init");
         };
         let config = InitConfig::from(init);

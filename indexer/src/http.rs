@@ -1,13 +1,13 @@
-//! The indexer over HTTP, in the form of the Mooncake KV indexer RFC as the widest-used peer serves
-//! it: `POST /query`, `POST /query_by_hash`, `GET /workers`, `GET /dump`; and `/v1/digest`, probes
-//! and metrics. Registration is no part of it: workers come through the plane's registry.
+//! The indexer over HTTP, in the form of the Mooncake KV indexer RFC as the widest-used peer serves it:
+//! `POST /query`, `POST /query_by_hash`, `GET /workers`, `GET /dump`; and `/v1/digest`, probes and
+//! metrics. No registration: workers come from the plane's registry.
 //!
 //! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` has each rank's tiers. `cpu` and `disk`
-//! are cumulative: a prefix that needs no lower tier than that. A source whose state gives no credit
-//! counts zero, and its state stands beside it.
+//! are cumulative: a prefix that needs no lower tier than that. A source without credit counts zero,
+//! with its state beside it.
 //!
-//! Nobody needs a credential here, and what a body or a dump takes is not in `--max-memory`: few of them are
-//! in the works at a time, the others wait for their turn, and not for long.
+//! Requests need no credential, and their memory is not part of `--max-memory`: few bodies and dumps are
+//! processed in parallel, the others wait for a slot, up to a deadline.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,20 +36,20 @@ use warmroute_proto::{
 use crate::service::Handle;
 use warmroute_index::view::{SourceDump, WorkerView};
 
-/// A million token ids as JSON.
+/// Maximum body: a million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
 
-/// Bodies that are read at a time, and dumps that are written at a time.
+/// Parallel request bodies, and parallel dumps.
 const BODIES_MAX: usize = 4;
 const DUMPS_MAX: usize = 4;
 
-/// For one's turn.
-const TURN_DEADLINE: Duration = Duration::from_secs(5);
+/// Deadline for getting a slot.
+const SLOT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Of a body, from its first byte to the answer.
+/// Deadline of a request, from the first byte of its body to the answer.
 const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
-/// Everything that an indexer serves.
+/// All routes of an indexer.
 pub fn router(handle: Handle) -> Router {
     queries(handle.clone())
         .merge(workers(handle.clone()))
@@ -57,14 +57,14 @@ pub fn router(handle: Handle) -> Router {
         .merge(metrics(handle))
 }
 
-/// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`: what a router with an indexer inside serves
-/// of it on its admin port.
+/// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer serves on
+/// its admin port.
 pub fn queries(handle: Handle) -> Router {
     Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .layer(from_fn_with_state(turns(BODIES_MAX), in_turn))
+        .layer(from_fn_with_state(slots(BODIES_MAX), with_slot))
         .route("/v1/digest", get(digest))
         .with_state(handle.clone())
         .merge(dumps(handle))
@@ -73,7 +73,7 @@ pub fn queries(handle: Handle) -> Router {
 fn dumps(handle: Handle) -> Router {
     Router::new()
         .route("/dump", get(dump))
-        .with_state((handle, turns(DUMPS_MAX)))
+        .with_state((handle, slots(DUMPS_MAX)))
 }
 
 /// `/workers`.
@@ -83,8 +83,7 @@ pub fn workers(handle: Handle) -> Router {
         .with_state(handle)
 }
 
-/// `/health` and `/readyz`, with their other names. Liveness depends on nothing; readiness on log and
-/// registry being read.
+/// `/health` and `/readyz`, with their aliases. Liveness depends on nothing, readiness on log and registry.
 pub fn probes(handle: Handle) -> Router {
     server::probes(get(|| async { "ok" }), get(ready)).with_state(handle)
 }
@@ -98,28 +97,28 @@ pub fn metrics(handle: Handle) -> Router {
 
 type RequestSlots = Arc<Semaphore>;
 
-fn turns(at_once: usize) -> RequestSlots {
-    Arc::new(Semaphore::new(at_once))
+fn slots(parallel: usize) -> RequestSlots {
+    Arc::new(Semaphore::new(parallel))
 }
 
-async fn turn(turns: RequestSlots) -> Result<OwnedSemaphorePermit, Refusal> {
-    match timeout(TURN_DEADLINE, turns.acquire_owned()).await {
-        Ok(Ok(turn)) => Ok(turn),
-        Ok(Err(_)) | Err(_) => Err(Refusal {
+async fn slot(slots: RequestSlots) -> Result<OwnedSemaphorePermit, HttpError> {
+    match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
+        Ok(Ok(slot)) => Ok(slot),
+        Ok(Err(_)) | Err(_) => Err(HttpError {
             status: StatusCode::SERVICE_UNAVAILABLE,
-            message: "others have been served for long: try again".to_owned(),
+            message: "all request slots are in use: try again".to_owned(),
         }),
     }
 }
 
-/// Nothing of the body is read before.
-async fn in_turn(
-    State(turns): State<RequestSlots>,
+/// Gets a slot before the body is read.
+async fn with_slot(
+    State(slots): State<RequestSlots>,
     request: Request,
     next: Next,
-) -> Result<Response, Refusal> {
-    let _turn = turn(turns).await?;
-    let late = |_| Refusal {
+) -> Result<Response, HttpError> {
+    let _slot = slot(slots).await?;
+    let late = |_| HttpError {
         status: StatusCode::REQUEST_TIMEOUT,
         message: format!("the body takes longer than {BODY_DEADLINE:?}"),
     };
@@ -128,13 +127,13 @@ async fn in_turn(
         .map_err(late)
 }
 
-/// What a client did wrong, or what we cannot do now.
-struct Refusal {
+/// Error response.
+struct HttpError {
     status: StatusCode,
     message: String,
 }
 
-impl Refusal {
+impl HttpError {
     fn bad(message: impl Into<String>) -> Self {
         Self {
             status: StatusCode::BAD_REQUEST,
@@ -143,7 +142,7 @@ impl Refusal {
     }
 }
 
-impl From<JsonRejection> for Refusal {
+impl From<JsonRejection> for HttpError {
     fn from(rejection: JsonRejection) -> Self {
         Self {
             status: rejection.status(),
@@ -152,13 +151,13 @@ impl From<JsonRejection> for Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
         (self.status, Json(json!({ "error": self.message }))).into_response()
     }
 }
 
-/// Fields are named in each query, not flattened: to flatten, all that nobody knows would be kept.
+/// Common fields are repeated, because `serde(flatten)` buffers unknown fields.
 #[derive(Deserialize)]
 struct TokensQuery {
     #[serde(alias = "model_name")]
@@ -205,22 +204,24 @@ impl Scope {
         self.model.is_some() || self.instance_id.is_some()
     }
 
-    fn block_size(&self, meant: &[&WorkerView]) -> Result<BlockSize, Refusal> {
+    fn block_size(&self, meant: &[&WorkerView]) -> Result<BlockSize, HttpError> {
         if let Some(tokens) = self.block_size {
-            return BlockSize::new(tokens).ok_or_else(|| Refusal::bad("block_size is 0"));
+            return BlockSize::new(tokens).ok_or_else(|| HttpError::bad("block_size is 0"));
         }
-        let mut sizes = meant.iter().filter_map(|view| told_size(view));
+        let mut sizes = meant.iter().filter_map(|view| reported_size(view));
         let first = sizes
             .next()
-            .ok_or_else(|| Refusal::bad("no worker told its block size: name block_size"))?;
+            .ok_or_else(|| HttpError::bad("no worker reported its block size: give block_size"))?;
         if sizes.any(|size| size != first) {
-            return Err(Refusal::bad("block sizes differ: name model or block_size"));
+            return Err(HttpError::bad(
+                "block sizes differ: name model or block_size",
+            ));
         }
         Ok(first)
     }
 }
 
-fn told_size(view: &WorkerView) -> Option<BlockSize> {
+fn reported_size(view: &WorkerView) -> Option<BlockSize> {
     view.entry.as_ref()?.block_size
 }
 
@@ -257,7 +258,7 @@ struct RankMatch {
 async fn query(
     State(handle): State<Handle>,
     body: Result<Json<TokensQuery>, JsonRejection>,
-) -> Result<Json<QueryResponse>, Refusal> {
+) -> Result<Json<QueryResponse>, HttpError> {
     let Json(body) = body?;
     let scope = Scope {
         model: body.model,
@@ -274,10 +275,10 @@ async fn query(
 async fn query_by_hash(
     State(handle): State<Handle>,
     body: Result<Json<HashQuery>, JsonRejection>,
-) -> Result<Json<QueryResponse>, Refusal> {
+) -> Result<Json<QueryResponse>, HttpError> {
     let Json(body) = body?;
     if body.cache_salt.is_some() {
-        return Err(Refusal::bad(
+        return Err(HttpError::bad(
             "cache_salt cannot be applied to hashes: compute them with it, or use /query",
         ));
     }
@@ -299,17 +300,17 @@ struct Chosen {
 }
 
 impl Chosen {
-    fn of(workers: &[WorkerView], scope: &Scope) -> Result<Self, Refusal> {
+    fn of(workers: &[WorkerView], scope: &Scope) -> Result<Self, HttpError> {
         let mut meant: Vec<_> = workers.iter().filter(|view| scope.means(view)).collect();
         if meant.is_empty() && scope.is_narrow() {
-            return Err(Refusal {
+            return Err(HttpError {
                 status: StatusCode::NOT_FOUND,
                 message: "no such worker, or none that serves this model".to_owned(),
             });
         }
         let block_size = scope.block_size(&meant)?;
         // Blocks of another size match nothing, and would be counted in the wrong unit.
-        meant.retain(|view| told_size(view).is_none_or(|size| size == block_size));
+        meant.retain(|view| reported_size(view).is_none_or(|size| size == block_size));
         let lora = scope.model.as_ref().filter(|model| {
             let entries = meant.iter().filter_map(|view| view.entry.as_ref());
             let mut loras = entries.flat_map(|entry| &entry.loras);
@@ -322,7 +323,7 @@ impl Chosen {
         })
     }
 
-    fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, Refusal> {
+    fn answer(&self, handle: &Handle, blocks: Vec<LocalHash>) -> Result<QueryResponse, HttpError> {
         let query = IndexQuery {
             blocks,
             at_least: None,
@@ -331,7 +332,7 @@ impl Chosen {
             IndexAnswer::Runs {
                 position, sources, ..
             } => Ok(self.response(position, &sources)),
-            IndexAnswer::Behind { .. } => Err(Refusal {
+            IndexAnswer::Behind { .. } => Err(HttpError {
                 status: StatusCode::SERVICE_UNAVAILABLE,
                 message: "the log is not known yet".to_owned(),
             }),
@@ -397,9 +398,9 @@ async fn metrics_text(State(handle): State<Handle>) -> Response {
 /// One JSON value a line: each source, then its image as changes, parents first. Sources are
 /// dumped one by one as the body is read, each of one moment: memory is bounded by the largest.
 async fn dump(
-    State((handle, turns)): State<(Handle, RequestSlots)>,
-) -> Result<impl IntoResponse, Refusal> {
-    let turn = turn(turns).await?;
+    State((handle, slots)): State<(Handle, RequestSlots)>,
+) -> Result<impl IntoResponse, HttpError> {
+    let slot = slot(slots).await?;
     let sources = handle.digest().sources;
     let lines = sources.into_iter().flat_map(move |digest| {
         let source = Source {
@@ -408,18 +409,18 @@ async fn dump(
         };
         handle.dump(&source).into_iter().flat_map(dump_lines)
     });
-    let lines = InTurn { lines, _turn: turn };
+    let lines = SlotLines { lines, _slot: slot };
     let body = Body::from_stream(futures_util::stream::iter(lines));
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body))
 }
 
-/// The turn ends with the body.
-struct InTurn<L> {
+/// Lines of a body that holds its slot until it ends.
+struct SlotLines<L> {
     lines: L,
-    _turn: OwnedSemaphorePermit,
+    _slot: OwnedSemaphorePermit,
 }
 
-impl<L: Iterator> Iterator for InTurn<L> {
+impl<L: Iterator> Iterator for SlotLines<L> {
     type Item = L::Item;
 
     fn next(&mut self) -> Option<L::Item> {

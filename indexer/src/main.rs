@@ -10,8 +10,10 @@ use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
 use tokio::time::Instant;
 use uuid::Uuid;
-use warmroute_indexer::args::{Args, Command, Config, Doctor, Init, Verify};
-use warmroute_indexer::doctor::collect::Look;
+use warmroute_indexer::args::{
+    Command, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig, VerifyArgs,
+};
+use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::{Report, diagnose};
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns, verify};
 use warmroute_plane::{InitConfig, NamespaceSetup, NatsError, NatsPlane};
@@ -20,15 +22,15 @@ use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = IndexerArgs::parse();
     let failed = args.command.map_or(1, Command::failed);
     warmroute_process::main_or(ExitCode::from(failed), || start(args))
 }
 
-fn start(args: Args) -> anyhow::Result<ExitCode> {
-    env::check(&Args::command())?;
+fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
+    env::check(&IndexerArgs::command())?;
     let command = args.command;
-    let config = Config::try_from(args)?;
+    let config = ProcessConfig::try_from(args)?;
     logs::install(&config.logs)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -42,8 +44,8 @@ fn start(args: Args) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Tells what is missing or different, then creates what is missing.
-async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
+/// Prints what is missing or different, then creates what is missing.
+async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode> {
     let nats = nats::config(&config.nats, "warmroute-init")?;
     let namespace = &config.nats.namespace;
     let wait = Duration::from_secs(sizes.wait_secs);
@@ -55,13 +57,13 @@ async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
                 announce(format_args!("before: {difference}"));
             }
         }
-        // Whoever may not look may not create either: that is told below.
+        // Without read permission the creation below fails, too.
         Ok(_) | Err(NatsError::Refused(_)) => {}
         Err(error @ (NatsError::Invalid(_) | NatsError::Unreachable(_))) => {
             return Err(error.into());
         }
     }
-    // A cluster may have no leader yet, or none any more: what is made already is found the next time.
+    // A cluster may have no leader for a while: a retry verifies what exists already.
     let left = wait.saturating_sub(started.elapsed());
     let sizes = InitConfig::from(sizes);
     nats::within(left, async || NatsPlane::init(nats.clone(), sizes).await).await?;
@@ -70,47 +72,47 @@ async fn init(config: Config, sizes: Init) -> anyhow::Result<ExitCode> {
 }
 
 /// Connects to a plane that may be in any state.
-async fn look(
-    config: &Config,
+async fn open_plane(
+    config: &ProcessConfig,
     wait_secs: u64,
-) -> anyhow::Result<(NatsPlane, Look, NamespaceSetup)> {
+) -> anyhow::Result<(NatsPlane, PlaneReader, NamespaceSetup)> {
     let nats = nats::config(&config.nats, "warmroute-doctor")?;
     let wait = Duration::from_secs(wait_secs);
     let inspect = async || NatsPlane::inspect(nats.clone(), unix_ns).await;
     let (plane, setup) = nats::within(wait, inspect).await?;
-    let look = Look::new(Arc::new(plane.clone()), &config.indexer.namespace);
+    let look = PlaneReader::new(Arc::new(plane.clone()), &config.indexer.namespace);
     Ok((plane, look, setup))
 }
 
-async fn doctor(config: Config, how: Doctor) -> anyhow::Result<ExitCode> {
-    let (plane, look, setup) = look(&config, how.wait_secs).await?;
+async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCode> {
+    let (plane, look, setup) = open_plane(&config, how.wait_secs).await?;
     let mut state = look.read(setup).await.context("reading the plane")?;
     state.complaint = plane.last_server_error();
     state.indexers_expected = how.expect_indexers;
-    Ok(told(&diagnose(&state), how.json))
+    Ok(print_report(&diagnose(&state), how.json))
 }
 
-async fn compare(config: Config, how: Verify) -> anyhow::Result<ExitCode> {
-    let (_, look, setup) = look(&config, how.wait_secs).await?;
-    let thoroughly = verify::How {
+async fn compare(config: ProcessConfig, how: VerifyArgs) -> anyhow::Result<ExitCode> {
+    let (_, look, setup) = open_plane(&config, how.wait_secs).await?;
+    let options = verify::VerifyOptions {
         within: Duration::from_secs(how.within_secs),
         probe: how.probe,
     };
-    let report = verify::run(&look, thoroughly, setup.server_version);
+    let report = verify::run(&look, options, setup.server_version);
     let report = report.await.context("comparing what is held")?;
-    Ok(told(&report, how.json))
+    Ok(print_report(&report, how.json))
 }
 
-/// Prints a report; its exit code.
-fn told(report: &Report, json: bool) -> ExitCode {
+/// Prints a report. Returns its exit code.
+fn print_report(report: &Report, json: bool) -> ExitCode {
     match json {
         true => announce(format_args!("{}", report.json())),
         false => announce(format_args!("{report}")),
     }
-    ExitCode::from(u8::from(report.needs_somebody()))
+    ExitCode::from(u8::from(report.needs_action()))
 }
 
-async fn run(config: Config) -> anyhow::Result<ExitCode> {
+async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let signals = Signals::listen().context("listening for signals")?;
     tracing::info!(?config, "starting");
     let listener = listen::bind(config.listen).await?;
@@ -142,7 +144,7 @@ async fn run(config: Config) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// An address on which it listens is one where it is reached, unless it is all of them.
+/// URL of the listening address; `None` if it is unspecified.
 fn reached_at(address: SocketAddr) -> Option<String> {
     (!address.ip().is_unspecified()).then(|| format!("http://{address}"))
 }

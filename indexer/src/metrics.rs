@@ -1,8 +1,9 @@
-//! The indexer's metrics: registered once, in a registry of their own, labels closed. Series of single
-//! sources are made anew whenever somebody asks, so that they go when their source goes.
+//! The indexer's metrics, registered once, with closed label sets. Series of single sources are built at
+//! each scrape, so that they end with their source.
 
 mod levels;
 
+use std::marker::PhantomData;
 use std::time::Duration;
 
 use prometheus::{
@@ -16,9 +17,39 @@ use crate::same_log::LogMatch;
 
 pub(crate) use levels::{Levels, levels};
 
-/// A closed set of labels, each with its word.
-macro_rules! words {
-    ($(#[$doc:meta])* $name:ident { $($variant:ident = $word:literal,)* }) => {
+/// Values of a metric label: a closed set.
+trait Label: Copy + 'static {
+    const LABELS: &'static [Self];
+
+    fn text(self) -> &'static str;
+}
+
+macro_rules! label {
+    ($name:ty, $all:expr) => {
+        impl Label for $name {
+            const LABELS: &'static [Self] = $all;
+
+            fn text(self) -> &'static str {
+                self.label()
+            }
+        }
+    };
+}
+
+label!(RecordVerdict, &Self::ALL);
+label!(HeartbeatVerdict, &Self::ALL);
+label!(
+    LogMatch,
+    &[Self::AnotherLog, Self::LostEnd, Self::OtherRecord]
+);
+label!(
+    ResyncReason,
+    &[Self::Gap, Self::Mismatch, Self::Fenced, Self::LogLost]
+);
+
+/// A label enum of this crate.
+macro_rules! labels {
+    ($(#[$doc:meta])* $name:ident { $($variant:ident = $text:literal,)* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub(crate) enum $name {
@@ -26,19 +57,19 @@ macro_rules! words {
         }
 
         impl $name {
-            const ALL: &[Self] = &[$(Self::$variant,)*];
-
             pub(crate) const fn label(self) -> &'static str {
                 match self {
-                    $(Self::$variant => $word,)*
+                    $(Self::$variant => $text,)*
                 }
             }
         }
+
+        label!($name, &[$(Self::$variant,)*]);
     };
 }
 
-words! {
-    /// What became of a query.
+labels! {
+    /// Outcome of a query.
     QueryOutcome {
         Answered = "answered",
         Behind = "behind",
@@ -46,8 +77,8 @@ words! {
         Failed = "failed",
     }
 }
-words! {
-    /// What became of a snapshot that was due.
+labels! {
+    /// Outcome of a due snapshot.
     SnapshotOutcome {
         Written = "written",
         NotDue = "not_due",
@@ -58,7 +89,7 @@ words! {
         Failed = "failed",
     }
 }
-words! {
+labels! {
     /// Why a snapshot was not loaded.
     Skipped {
         Corrupt = "corrupt",
@@ -69,7 +100,7 @@ words! {
         Memory = "memory",
     }
 }
-words! {
+labels! {
     /// Why a snapshot was loaded.
     RestoreCause {
         Start = "start",
@@ -78,30 +109,36 @@ words! {
     }
 }
 
-const BROKEN: [LogMatch; 3] = [
-    LogMatch::AnotherLog,
-    LogMatch::LostEnd,
-    LogMatch::OtherRecord,
-];
+/// Counters by a label. All series exist from the start, so that a rate over the first event is right.
+struct LabelledCounters<L> {
+    counters: IntCounterVec,
+    label: PhantomData<L>,
+}
+
+impl<L: Label> LabelledCounters<L> {
+    fn inc(&self, label: L) {
+        self.counters.with_label_values(&[label.text()]).inc();
+    }
+}
 
 pub(crate) struct Metrics {
     registry: Registry,
-    records: IntCounterVec,
-    heartbeats: IntCounterVec,
-    queries: IntCounterVec,
-    resyncs: IntCounterVec,
+    records: LabelledCounters<RecordVerdict>,
+    heartbeats: LabelledCounters<HeartbeatVerdict>,
+    queries: LabelledCounters<QueryOutcome>,
+    resyncs: LabelledCounters<ResyncReason>,
     bad_entries: IntCounter,
     reconnects: IntCounter,
     looks_failed: IntCounter,
-    logs_broken: IntCounterVec,
+    logs_broken: LabelledCounters<LogMatch>,
     visible: Histogram,
     snapshots: SnapshotMetrics,
 }
 
 struct SnapshotMetrics {
-    outcomes: IntCounterVec,
-    skipped: IntCounterVec,
-    restores: IntCounterVec,
+    outcomes: LabelledCounters<SnapshotOutcome>,
+    skipped: LabelledCounters<Skipped>,
+    restores: LabelledCounters<RestoreCause>,
     age: IntGauge,
     bytes: IntGauge,
     locked: Histogram,
@@ -112,7 +149,7 @@ impl Metrics {
     pub(crate) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
         let of = Family(&registry);
-        let metrics = Self {
+        Ok(Self {
             records: of.counters("records_total", "Log messages by verdict.", "verdict")?,
             heartbeats: of.counters("heartbeats_total", "Heartbeats by verdict.", "verdict")?,
             queries: of.counters("queries_total", "Queries by outcome.", "outcome")?,
@@ -138,50 +175,23 @@ impl Metrics {
             )?,
             snapshots: SnapshotMetrics::new(&of)?,
             registry,
-        };
-        metrics.touch();
-        Ok(metrics)
-    }
-
-    /// Every series is there from the start, so that a rate over its first event is right.
-    fn touch(&self) {
-        for verdict in RecordVerdict::ALL {
-            self.records.with_label_values(&[verdict.label()]);
-        }
-        for verdict in HeartbeatVerdict::ALL {
-            self.heartbeats.with_label_values(&[verdict.label()]);
-        }
-        for outcome in QueryOutcome::ALL {
-            self.queries.with_label_values(&[outcome.label()]);
-        }
-        for fit in BROKEN {
-            self.logs_broken.with_label_values(&[fit.label()]);
-        }
-        for reason in [
-            ResyncReason::Gap,
-            ResyncReason::Mismatch,
-            ResyncReason::Fenced,
-            ResyncReason::LogLost,
-        ] {
-            self.resyncs.with_label_values(&[reason.label()]);
-        }
-        self.snapshots.touch();
+        })
     }
 
     pub(crate) fn record(&self, verdict: RecordVerdict) {
-        self.records.with_label_values(&[verdict.label()]).inc();
+        self.records.inc(verdict);
     }
 
     pub(crate) fn heartbeat(&self, verdict: HeartbeatVerdict) {
-        self.heartbeats.with_label_values(&[verdict.label()]).inc();
+        self.heartbeats.inc(verdict);
     }
 
     pub(crate) fn query(&self, outcome: QueryOutcome) {
-        self.queries.with_label_values(&[outcome.label()]).inc();
+        self.queries.inc(outcome);
     }
 
     pub(crate) fn resync(&self, reason: ResyncReason) {
-        self.resyncs.with_label_values(&[reason.label()]).inc();
+        self.resyncs.inc(reason);
     }
 
     pub(crate) fn bad_entry(&self) {
@@ -197,11 +207,11 @@ impl Metrics {
     }
 
     pub(crate) fn log_broken(&self, fit: LogMatch) {
-        self.logs_broken.with_label_values(&[fit.label()]).inc();
+        self.logs_broken.inc(fit);
     }
 
-    /// Records that the log took at these times, nanoseconds since the Unix epoch, are visible now. A
-    /// clock behind the server's counts as no time.
+    /// Records stored at these times, in nanoseconds since the Unix epoch, are visible now. A clock behind
+    /// the server's counts as zero.
     pub(crate) fn visible(&self, stored_unix_ns: impl Iterator<Item = u64>) {
         let now = unix_ns();
         for stored in stored_unix_ns {
@@ -211,8 +221,7 @@ impl Metrics {
     }
 
     pub(crate) fn snapshot(&self, outcome: SnapshotOutcome) {
-        let outcomes = &self.snapshots.outcomes;
-        outcomes.with_label_values(&[outcome.label()]).inc();
+        self.snapshots.outcomes.inc(outcome);
     }
 
     pub(crate) fn snapshot_written(&self, bytes: u64, locked: Duration, took: Duration) {
@@ -227,16 +236,14 @@ impl Metrics {
     }
 
     pub(crate) fn skipped(&self, why: Skipped) {
-        let skipped = &self.snapshots.skipped;
-        skipped.with_label_values(&[why.label()]).inc();
+        self.snapshots.skipped.inc(why);
     }
 
     pub(crate) fn restored(&self, cause: RestoreCause) {
-        let restores = &self.snapshots.restores;
-        restores.with_label_values(&[cause.label()]).inc();
+        self.snapshots.restores.inc(cause);
     }
 
-    /// Everything in Prometheus' text format, with these levels.
+    /// All metrics in Prometheus' text format.
     pub(crate) fn text(&self, levels: &Levels) -> Result<Vec<u8>, prometheus::Error> {
         let mut families = self.registry.gather();
         families.extend(levels::gather(levels)?);
@@ -248,6 +255,11 @@ impl Metrics {
 
 impl SnapshotMetrics {
     fn new(of: &Family<'_>) -> Result<Self, prometheus::Error> {
+        let age = of.gauge(
+            "snapshot_age_seconds",
+            "Since the newest snapshot was written or found; -1 if there is none.",
+        )?;
+        age.set(-1);
         Ok(Self {
             outcomes: of.counters("snapshots_total", "Snapshots that were due.", "outcome")?,
             skipped: of.counters(
@@ -256,10 +268,7 @@ impl SnapshotMetrics {
                 "reason",
             )?,
             restores: of.counters("restores_total", "Snapshots that were loaded.", "cause")?,
-            age: of.gauge(
-                "snapshot_age_seconds",
-                "Since the newest snapshot was written or found; -1 if there is none.",
-            )?,
+            age,
             bytes: of.gauge("snapshot_bytes", "Of the last one written here.")?,
             locked: of.seconds(
                 "snapshot_lock_seconds",
@@ -268,25 +277,12 @@ impl SnapshotMetrics {
             duration: of.seconds("snapshot_duration_seconds", "From the cut to the pointer.")?,
         })
     }
-
-    fn touch(&self) {
-        self.age.set(-1);
-        for outcome in SnapshotOutcome::ALL {
-            self.outcomes.with_label_values(&[outcome.label()]);
-        }
-        for why in Skipped::ALL {
-            self.skipped.with_label_values(&[why.label()]);
-        }
-        for cause in RestoreCause::ALL {
-            self.restores.with_label_values(&[cause.label()]);
-        }
-    }
 }
 
-/// This machine's clock, nanoseconds since the Unix epoch: to show times, never to decide by them.
+/// Local clock in nanoseconds since the Unix epoch. For display only.
 #[expect(
     clippy::disallowed_methods,
-    reason = "the log's times are wall clock; this only shows them, and decides nothing"
+    reason = "shows the log's times, which are wall clock, and decides nothing"
 )]
 #[must_use]
 pub fn unix_ns() -> u64 {
@@ -302,7 +298,7 @@ fn options(name: &str, help: &str) -> Opts {
     Opts::new(format!("warmroute_indexer_{name}"), help)
 }
 
-/// Makes and registers series of one name space.
+/// Creates and registers the series of a registry.
 struct Family<'a>(&'a Registry);
 
 impl Family<'_> {
@@ -311,13 +307,20 @@ impl Family<'_> {
         Ok(series)
     }
 
-    fn counters(
+    fn counters<L: Label>(
         &self,
         name: &str,
         help: &str,
         label: &str,
-    ) -> Result<IntCounterVec, prometheus::Error> {
-        self.register(IntCounterVec::new(options(name, help), &[label])?)
+    ) -> Result<LabelledCounters<L>, prometheus::Error> {
+        let counters = self.register(IntCounterVec::new(options(name, help), &[label])?)?;
+        for value in L::LABELS {
+            counters.with_label_values(&[value.text()]);
+        }
+        Ok(LabelledCounters {
+            counters,
+            label: PhantomData,
+        })
     }
 
     fn counter(&self, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
@@ -328,7 +331,7 @@ impl Family<'_> {
         self.register(IntGauge::with_opts(options(name, help))?)
     }
 
-    /// From 0.1 ms to 26 s.
+    /// A histogram from 0.1 ms to 26 s.
     fn seconds(&self, name: &str, help: &str) -> Result<Histogram, prometheus::Error> {
         let buckets = prometheus::exponential_buckets(0.0001, 2.0, 19)?;
         let options = HistogramOpts::from(options(name, help)).buckets(buckets);

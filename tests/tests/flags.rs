@@ -9,7 +9,7 @@ use warmroute_process::env::{OURS, PREFIX, is_ours};
 fn commands() -> [Command; 3] {
     [
         warmroute_router::config::Args::command(),
-        warmroute_indexer::args::Args::command(),
+        warmroute_indexer::args::IndexerArgs::command(),
         warmroute_shim::args::Args::command(),
     ]
 }

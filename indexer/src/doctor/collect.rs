@@ -1,4 +1,4 @@
-//! Reads a plane, and writes nothing: what `doctor` and `verify` judge.
+//! Reads a plane without writing: the input of `doctor` and `verify`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,41 +17,41 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{PAGE_SOURCES_MAX, ViewPage, ViewPageRequest};
 use warmroute_proto::{DpRank, Heartbeat, LocalHash, Namespace, Record, Source, codec};
 
-use super::{Heard, LastRecord, PlaneState, Registry, SnapshotSeen};
+use super::{LastRecord, PlaneState, Registry, ShimHeartbeats, SnapshotSeen};
 use crate::fold::{self, HeartbeatVerdict};
 use crate::metrics::unix_ns;
 use crate::same_log;
 use crate::snapshot::format;
 
-/// Heartbeats come each second: three of each shim, or it is silent.
+/// Listening time: three heartbeats of each shim.
 const LISTEN: Duration = Duration::from_millis(3200);
 
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
 
-/// A replica that answers later is of no use to anybody.
+/// Deadline of a replica's answer.
 const VIEW_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Subjects on which somebody speaks for another: more are not told.
+/// Maximum subjects with foreign heartbeats that are reported.
 const FOREIGN_MAX: usize = 1000;
 
 /// 200 pages are 400,000 sources.
 const PAGES_MAX: usize = 200;
 
-/// Reads under way at once.
+/// Parallel reads.
 const AT_ONCE: usize = 32;
 
-/// One that stalls is told as unreadable.
+/// Deadline of reading a snapshot; afterwards it counts as unreadable.
 const SNAPSHOT_DEADLINE: Duration = Duration::from_secs(60);
 
-/// A plane that is looked at.
+/// Reads a plane.
 #[derive(Clone)]
-pub struct Look {
+pub struct PlaneReader {
     plane: Arc<dyn Plane>,
     subjects: Subjects,
     namespace: Namespace,
 }
 
-impl Look {
+impl PlaneReader {
     #[must_use]
     pub fn new(plane: Arc<dyn Plane>, namespace: &Namespace) -> Self {
         Self {
@@ -61,31 +61,31 @@ impl Look {
         }
     }
 
-    /// Reads everything, within some seconds. An error says that the plane cannot be read at all.
+    /// Reads everything, within seconds. An error means that the plane cannot be read at all.
     pub async fn read(&self, setup: NamespaceSetup) -> Result<PlaneState, PlaneError> {
         let before = match self.registry().await {
             Ok(before) => before,
-            // A bucket that is missing says more than that it cannot be read.
+            // A missing bucket is the finding, not the error.
             Err(_) if !setup.differences.is_empty() => {
                 let log = self.log().await;
                 return Ok(self.without(setup, log));
             }
             Err(error) => return Err(error),
         };
-        // Behind what the registry names: a snapshot's record was in the log before.
+        // After the registry, so that the log contains the records of the snapshots it names.
         let log = self.log().await;
         let listened = Instant::now();
-        let (heard, snapshots, last_records) = tokio::join!(
+        let (heartbeats, snapshots, last_records) = tokio::join!(
             self.listen(LISTEN),
             self.snapshots(&before, log),
             self.last_records(&before)
         );
         let listened = listened.elapsed();
-        let (heard, foreign) = heard?;
+        let (heartbeats, foreign) = heartbeats?;
         let views = self.views(before.indexers.keys().cloned()).await;
-        // Behind the views, for the same reason.
+        // After the views, for the same reason.
         let log_after = self.log().await;
-        // Last: what is used was written there before.
+        // Last, so that it contains every generation in use.
         let registry = self.registry().await?;
         Ok(PlaneState {
             namespace: self.namespace.to_string(),
@@ -95,7 +95,7 @@ impl Look {
             before,
             last_records,
             views,
-            heard,
+            heartbeats,
             foreign,
             listened,
             pointer: registry.pointer.clone(),
@@ -118,12 +118,12 @@ impl Look {
         }
     }
 
-    /// None if there is no log, or none that tells what it is.
+    /// Status of the log; `None` if it is absent or cannot be read.
     async fn log(&self) -> Option<LogStatus> {
         self.plane.log_status().await.ok()
     }
 
-    /// All that is registered now.
+    /// The present registry.
     pub(crate) async fn registry(&self) -> Result<Registry, PlaneError> {
         let mut registry = Registry::default();
         let read = async {
@@ -144,12 +144,12 @@ impl Look {
         Ok(registry)
     }
 
-    /// Every shim's heartbeats as they come.
+    /// Stream of all shims' heartbeats.
     pub(crate) async fn heartbeats(&self) -> Result<PlaneStream<Broadcast>, PlaneError> {
         self.plane.subscribe(self.subjects.all_heartbeats()).await
     }
 
-    /// What a replica holds of a prompt's blocks.
+    /// Queries one replica.
     pub(crate) async fn query(
         &self,
         id: &str,
@@ -170,23 +170,24 @@ impl Look {
         &self.namespace
     }
 
-    /// One of them, if it may speak for the source that it speaks of.
+    /// Decodes a heartbeat whose subject names its source.
     pub(crate) fn heartbeat(&self, message: &Broadcast) -> Result<Heartbeat, HeartbeatVerdict> {
         fold::heartbeat(&self.subjects, message)
     }
 
-    /// Every shim's heartbeats, for some time, and the subjects on which somebody spoke for another.
+    /// Collects heartbeats for some time. Returns them by source, and the number of foreign ones by
+    /// subject.
     async fn listen(
         &self,
         time: Duration,
-    ) -> Result<(BTreeMap<Source, Heard>, BTreeMap<String, u64>), PlaneError> {
+    ) -> Result<(BTreeMap<Source, ShimHeartbeats>, BTreeMap<String, u64>), PlaneError> {
         let end = Instant::now() + time;
-        let mut heartbeats = self.heartbeats().await?;
-        let (mut heard, mut foreign) = (BTreeMap::new(), BTreeMap::new());
-        while let Ok(Some(message)) = timeout_at(end, heartbeats.next()).await {
+        let mut messages = self.heartbeats().await?;
+        let (mut heartbeats, mut foreign) = (BTreeMap::new(), BTreeMap::new());
+        while let Ok(Some(message)) = timeout_at(end, messages.next()).await {
             match self.heartbeat(&message) {
-                Ok(heartbeat) => hear(&mut heard, heartbeat),
-                // Of a newer version: its shim is silent to this look.
+                Ok(heartbeat) => add_heartbeat(&mut heartbeats, heartbeat),
+                // Of a newer version: its shim counts as silent.
                 Err(HeartbeatVerdict::Undecodable) => {}
                 Err(_) if foreign.len() < FOREIGN_MAX || foreign.contains_key(&message.subject) => {
                     *foreign.entry(message.subject).or_default() += 1;
@@ -194,10 +195,10 @@ impl Look {
                 Err(_) => {}
             }
         }
-        Ok((heard, foreign))
+        Ok((heartbeats, foreign))
     }
 
-    /// What these replicas say of themselves.
+    /// Views of these replicas.
     pub(crate) async fn views(
         &self,
         ids: impl Iterator<Item = String>,
@@ -209,7 +210,7 @@ impl Look {
         join_all(views).await.into_iter().collect()
     }
 
-    /// All pages as one; position, lag and state are the first's.
+    /// All pages of a replica's view as one. Position, lag and state are of the first page.
     pub(crate) async fn view(&self, id: &str) -> Result<ViewPage, PlaneError> {
         let mut view = self.page(id, None).await?;
         for _ in 0..PAGES_MAX {
@@ -298,9 +299,9 @@ impl Look {
         seen
     }
 
-    /// Why a starting indexer could not load it; its blocks are not read, its checksum is.
+    /// Why a starting indexer could not load it. Checks the checksum, not the blocks.
     async fn unreadable(&self, named: &SnapshotRef) -> Option<String> {
-        // A snapshot may be replaced while it is looked at: then the pointer names another one.
+        // A snapshot may be replaced while it is read: then the pointer names another one.
         let blob = self.plane.get_snapshot(named.name.clone());
         let blob = match timeout(SNAPSHOT_DEADLINE, blob).await {
             Ok(Ok(Some(blob))) => blob,
@@ -311,11 +312,11 @@ impl Look {
                     .then(|| "gone or torn".into());
             }
             Ok(Err(error)) => return Some(error.to_string()),
-            Err(_) => return Some("it does not come".to_owned()),
+            Err(_) => return Some("it cannot be read in time".to_owned()),
         };
         match format::open(&blob) {
             Ok((head, _)) if (head.log, head.at) == (named.log, named.at) => None,
-            Ok(_) => Some("it is not what the pointer says".to_owned()),
+            Ok(_) => Some("it differs from the pointer".to_owned()),
             Err(error) => Some(error.to_string()),
         }
     }
@@ -330,8 +331,8 @@ impl Look {
     }
 }
 
-fn hear(heard: &mut BTreeMap<Source, Heard>, heartbeat: Heartbeat) {
-    match heard.get_mut(&heartbeat.source) {
+fn add_heartbeat(heartbeats: &mut BTreeMap<Source, ShimHeartbeats>, heartbeat: Heartbeat) {
+    match heartbeats.get_mut(&heartbeat.source) {
         Some(known) => {
             known.count += 1;
             known.went_back |= heartbeat.generation < known.last.generation;
@@ -340,18 +341,18 @@ fn hear(heard: &mut BTreeMap<Source, Heard>, heartbeat: Heartbeat) {
             }
         }
         None => {
-            let first = Heard {
+            let first = ShimHeartbeats {
                 last: heartbeat,
                 count: 1,
                 went_back: false,
             };
-            heard.insert(first.last.source.clone(), first);
+            heartbeats.insert(first.last.source.clone(), first);
         }
     }
 }
 
 fn late(what: &str) -> PlaneError {
-    PlaneError::Unavailable(format!("{what} did not come in time"))
+    PlaneError::Unavailable(format!("{what} was not read in time"))
 }
 
 fn unreadable(error: impl std::fmt::Display) -> PlaneError {

@@ -1,18 +1,18 @@
-//! What can be wrong with a plane, by stable codes: how grave it is, and what to do.
+//! Findings by stable code, each with its severity and advice.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// The gravest first.
+/// Severity of a finding, the gravest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
     /// Parts cannot work, or contradict each other.
     Grave,
-    /// Somebody should look.
+    /// Action is needed.
     Warning,
-    /// Worth knowing; asks for nobody.
+    /// No action is needed.
     Note,
 }
 
@@ -27,7 +27,7 @@ impl Severity {
     }
 }
 
-/// Every code with its word, its severity and its advice; words are stable, scripts go by them.
+/// Every code with its label, severity and advice. Labels are stable: scripts use them.
 macro_rules! codes {
     ($($code:ident = $word:literal, $severity:ident, $advice:literal;)*) => {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -64,7 +64,7 @@ macro_rules! codes {
 
 codes! {
     StreamMissing = "stream_missing", Grave,
-        "run `warmroute-indexer init`; what was in it is made again by the shims";
+        "run `warmroute-indexer init`; the shims restore its content";
     StreamDiffers = "stream_differs", Grave,
         "no part starts on it: set it back with NATS's own tools, or delete it and run `init`";
     IndexersDiffer = "indexers_differ", Grave,
@@ -83,7 +83,7 @@ codes! {
         "the registry lost its end (an older copy?): restart the worker's shim, which takes a higher \
          generation";
     IndexerOtherLog = "indexer_other_log", Grave,
-        "the stream was made anew and the replica has not seen it: restart it if this lasts";
+        "the stream was recreated and the replica has not noticed: restart it if this lasts";
     IndexerAhead = "indexer_ahead", Grave,
         "the log lost its end: the replica finds out within seconds; restart it if this lasts";
     NoIndexer = "no_indexer", Grave,
@@ -101,11 +101,10 @@ codes! {
         "no heartbeat came: look whether the shim runs (stopped? starved?), and at its log; its worker \
          is not credited";
     ForeignHeartbeats = "foreign_heartbeats", Warning,
-        "no indexer believes them: whoever may publish there speaks for another worker; find out who it \
-         is, and give that user another password";
+        "indexers ignore them: a user that may publish there reports on another worker; find that user \
+         and change its password";
     ShimWithoutLease = "shim_without_lease", Warning,
-        "it speaks for its worker without holding the lock: should end by itself within 6 s; if not, \
-         stop it";
+        "it reports on its worker without holding the lock: it should end within 6 s; if not, stop it";
     TwoShims = "two_shims", Warning,
         "two processes have this --worker-id: stop one of them";
     EngineUnhealthy = "engine_unhealthy", Warning,
@@ -125,7 +124,7 @@ codes! {
         "blocks from before the shim's start are missing: give the shim --state-dir, and clear the \
          engine's cache once (POST /reset_prefix_cache) or restart it";
     StreamResized = "stream_resized", Warning,
-        "somebody changed what `init` made: set it back with `nats stream edit`, or write the meant \
+        "a stream differs from what `init` made: set it back with `nats stream edit`, or write the meant \
          value into the stream's metadata";
     LogTooSmall = "log_too_small", Warning,
         "an image could be gone before its readers have it: raise the log's max_bytes";
@@ -139,7 +138,7 @@ codes! {
     SnapshotMisfit = "snapshot_misfit", Warning,
         "it is of another log, or of records that the log lost; the next snapshot replaces it";
     SnapshotBehindLog = "snapshot_behind_log", Warning,
-        "the log let go what follows it, so that it is of no use: raise max_bytes, or write snapshots \
+        "the log dropped records that follow it, which makes it useless: raise max_bytes, or write snapshots \
          more often";
     SnapshotOld = "snapshot_old", Warning,
         "no replica writes any: look for warmroute_indexer_snapshots_total by outcome";
@@ -172,15 +171,15 @@ codes! {
         "fine during an upgrade; finish it";
 }
 
-/// One thing that was found, of everything that it was found of.
+/// A finding, and the items that it concerns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub code: Code,
-    /// What it is about, with what is particular to each: in order, each once.
+    /// The items with their details, in order, each once.
     pub about: Vec<String>,
 }
 
-/// Gathers findings: those of one code are one.
+/// Collects findings, one per code.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     by_code: BTreeMap<(Severity, Code), Vec<String>>,

@@ -1,4 +1,4 @@
-//! The replicas: are they there, in the right log, up to date, and do they agree?
+//! Judges the replicas: presence, log, lag, and agreement.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,22 +7,22 @@ use warmroute_proto::view::ViewPage;
 use warmroute_proto::{Digest, Generation, RecordNumber, Source};
 
 use super::page::duration;
-use super::{Code, Findings, PlaneState, Row};
+use super::{Code, Findings, PlaneState, StatusLine};
 
-/// What a replica calls itself ready with.
+/// Lag up to which a replica is ready.
 const LAG_MESSAGES_MAX: u64 = 1000;
 
 const LAG_MAX: Duration = Duration::from_secs(5);
 
-/// Who holds what at one number.
-type Told<'a> = BTreeMap<(&'a Source, Generation, RecordNumber), Vec<(&'a str, Digest)>>;
+/// Digests by source, generation and number, each with its replica.
+type DigestsAt<'a> = BTreeMap<(&'a Source, Generation, RecordNumber), Vec<(&'a str, Digest)>>;
 
-pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let answered = state.answers().count();
     for (id, view) in &state.views {
         match view {
-            Ok(view) => judge_one(state, (id, view), findings, rest),
-            // One that took its leave meanwhile owes no answer.
+            Ok(view) => judge_replica(state, (id, view), findings, rest),
+            // A replica that deregistered in between need not answer.
             Err(why) if state.registry.indexers.contains_key(id) => {
                 findings.add(Code::IndexerSilent, format!("{id}: {why}"));
             }
@@ -49,11 +49,11 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     ));
 }
 
-fn judge_one(
+fn judge_replica(
     state: &PlaneState,
     (id, view): (&str, &ViewPage),
     findings: &mut Findings,
-    rest: &mut Vec<Row>,
+    rest: &mut Vec<StatusLine>,
 ) {
     let lag = view.lag_ms.map(Duration::from_millis);
     let shown = lag.map_or_else(|| "unknown".to_owned(), duration);
@@ -77,21 +77,21 @@ fn judge_one(
     }
 }
 
-/// At equal numbers of a generation there is one digest, at shims and indexers alike. Returns how often
-/// two were compared.
+/// Compares digests of shims and indexers at equal generation and number. Returns the number of
+/// comparisons.
 fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
-    let mut told: Told<'_> = BTreeMap::new();
+    let mut digests: DigestsAt<'_> = BTreeMap::new();
     for (id, view) in state.answers() {
         for source in &view.sources {
             let point = source.generation.zip(source.number).zip(source.digest);
             if let Some(((generation, number), digest)) = point {
                 let point = (&source.source, generation, number);
-                told.entry(point).or_default().push((id, digest));
+                digests.entry(point).or_default().push((id, digest));
             }
         }
     }
     let mut compared = 0;
-    for (&(source, generation, number), held) in &told {
+    for (&(source, generation, number), held) in &digests {
         let at = format!("{source} at generation {generation}, number {number}");
         let Some((first, rest)) = held.split_first() else {
             continue;
@@ -100,22 +100,22 @@ fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
         for other in rest.iter().filter(|other| other.1 != first.1) {
             let about = format!(
                 "{at}: {} at {}, {} at {}",
-                said(first.1),
+                digest_text(first.1),
                 first.0,
-                said(other.1),
+                digest_text(other.1),
                 other.0
             );
             findings.add(Code::IndexersDiffer, about);
         }
-        let shim = state.heard.get(source).map(|heard| &heard.last);
+        let shim = state.heartbeats.get(source).map(|heard| &heard.last);
         let shim = shim.filter(|shim| (shim.generation, shim.number) == (generation, Some(number)));
         if let Some(shim) = shim {
             compared += held.len();
             for (id, digest) in held.iter().filter(|(_, digest)| *digest != shim.after) {
                 let about = format!(
                     "{at}: {} at {id}, {} at its shim",
-                    said(*digest),
-                    said(shim.after)
+                    digest_text(*digest),
+                    digest_text(shim.after)
                 );
                 findings.add(Code::MirrorDiffers, about);
             }
@@ -124,6 +124,6 @@ fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
     compared
 }
 
-fn said(digest: Digest) -> String {
+fn digest_text(digest: Digest) -> String {
     format!("{} pairs {}", digest.count, digest.hex())
 }

@@ -1,12 +1,12 @@
-//! What is wrong with a plane, and what to do: `warmroute-indexer doctor`.
+//! `warmroute-indexer doctor`: diagnoses a whole plane.
 //!
-//! [`PlaneState`] is everything that could be read, as plain values; [`diagnose`] makes a [`Report`] of
-//! it, and is pure. [`collect`] reads: streams, registry, snapshots, the last record of each source, the
-//! views of all indexers, and the heartbeats of all shims for some seconds. It writes nothing; consumers
-//! that a look needs are gone with it.
+//! [`PlaneState`] is everything that was read, as plain values; the pure [`diagnose`] makes a [`Report`]
+//! of it. [`collect`] reads streams, registry, snapshots, the last record of each source, the views of
+//! all indexers, and some seconds of all shims' heartbeats. It writes nothing; its consumers end with
+//! it.
 //!
-//! It judges one moment. What may be wrong for a moment in a healthy fleet (a source that catches up) is
-//! a finding only if it lasts, and what is compared is compared at equal numbers only.
+//! A report is of one moment. Transient conditions of a healthy fleet (a source that catches up) are
+//! findings only if they last, and digests are compared at equal numbers only.
 
 pub mod collect;
 mod finding;
@@ -33,40 +33,40 @@ pub use registry::Registry;
 use crate::same_log::LogMatch;
 pub(crate) use finding::Findings;
 
-/// A state without credit is normal for as long: an image, a restart, a reconnect.
+/// Normal duration of a state without credit: an image, a restart, a reconnect.
 const SETTLING: Duration = Duration::from_secs(10);
 
-/// Everything that a look could read.
+/// Everything that was read of a plane.
 #[derive(Clone, Debug, Default)]
 pub struct PlaneState {
     pub namespace: String,
     pub setup: NamespaceSetup,
-    /// None if there is no log.
+    /// `None` if there is no log.
     pub log: Option<LogStatus>,
-    /// The same after the replicas said where they are: a log at work goes on during a look.
+    /// Status of the log after the views were read: it grows in between.
     pub log_after: Option<LogStatus>,
-    /// At the beginning and at the end of the look.
+    /// Registry at the start of reading; `registry` is of the end.
     pub before: Registry,
     pub registry: Registry,
-    /// None of what follows could be read without it.
+    /// False if the registry was unreadable, so that the fields below are empty.
     pub registry_read: bool,
     /// The newest record of each source of the registry.
     pub last_records: BTreeMap<Source, LastRecord>,
-    /// By replica; why there is none.
+    /// View of each replica, or why there is none.
     pub views: BTreeMap<String, Result<ViewPage, String>>,
-    pub heard: BTreeMap<Source, Heard>,
-    /// Heartbeats that do not speak for the source of their subject, by subject.
+    pub heartbeats: BTreeMap<Source, ShimHeartbeats>,
+    /// Number of heartbeats whose payload names another source than their subject, by subject.
     pub foreign: BTreeMap<String, u64>,
-    /// For how long heartbeats were listened to.
+    /// Time for which heartbeats were collected.
     pub listened: Duration,
     pub pointer: Option<SnapshotPointer>,
-    /// Those that the pointer names, the newest first.
+    /// Snapshots that the pointer names, the newest first.
     pub snapshots: Vec<SnapshotSeen>,
-    /// What the server refused to this look.
+    /// The last operation that the server refused.
     pub complaint: Option<String>,
-    /// This machine's clock.
+    /// Local clock.
     pub unix_ns: u64,
-    /// How many indexers there should be, where somebody said it.
+    /// Expected number of indexers, if configured.
     pub indexers_expected: Option<usize>,
 }
 
@@ -78,30 +78,30 @@ pub struct LastRecord {
     pub number: RecordNumber,
 }
 
-/// What a source's shim said during the look.
+/// Heartbeats of a source's shim.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Heard {
+pub struct ShimHeartbeats {
     pub last: Heartbeat,
     pub count: u64,
-    /// A lower generation came behind a higher one: somebody who was fenced off still speaks.
+    /// A lower generation came after a higher one: a fenced-off shim still sends.
     pub went_back: bool,
 }
 
-/// A snapshot as it lies in the store.
+/// A stored snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotSeen {
     pub name: String,
     pub position: LogPosition,
     pub bytes: u64,
-    /// Why nobody could load it.
+    /// Why it cannot be loaded.
     pub unreadable: Option<String>,
-    /// How its record stands to the log; none if it was not compared.
+    /// Comparison of its record with the log; `None` if not compared.
     pub fit: Option<LogMatch>,
-    /// When the log took the first record that is not in it; none if there is none.
+    /// Store time of the first record after it; `None` without one.
     pub outdated_unix_ns: Option<u64>,
 }
 
-/// What is wrong, worst first, and how the rest is.
+/// Diagnoses a plane: findings, worst first, and status lines.
 #[must_use]
 pub fn diagnose(state: &PlaneState) -> Report {
     let mut findings = Findings::default();
@@ -122,11 +122,11 @@ pub fn diagnose(state: &PlaneState) -> Report {
     }
 }
 
-/// One line of what needs nobody.
-type Row = (&'static str, String);
+/// A status line: name and text.
+type StatusLine = (&'static str, String);
 
 impl PlaneState {
-    /// The views that came.
+    /// The views that were read.
     fn answers(&self) -> impl Iterator<Item = (&str, &ViewPage)> {
         let views = self.views.iter();
         views.filter_map(|(id, view)| Some((id.as_str(), view.as_ref().ok()?)))

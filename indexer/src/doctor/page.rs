@@ -1,35 +1,35 @@
-//! A report as a page for people and as JSON for scripts.
+//! A report as a page for operators and as JSON for scripts.
 
 use std::fmt::{self, Display, Formatter};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Finding, Row, Severity};
+use super::{Finding, Severity, StatusLine};
 
-/// More of one kind are counted: the page stays one.
+/// Items shown per finding; further ones are counted.
 const SHOWN_MAX: usize = 6;
 
-/// What a look found.
+/// The result of a diagnosis.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     pub namespace: String,
     pub server: String,
-    /// The worst first.
+    /// Findings, the worst first.
     pub findings: Vec<Finding>,
-    /// How the rest is.
-    pub rest: Vec<Row>,
+    /// Status lines.
+    pub rest: Vec<StatusLine>,
 }
 
 impl Report {
-    /// Does anything ask for somebody?
+    /// Returns true if a finding needs action.
     #[must_use]
-    pub fn needs_somebody(&self) -> bool {
+    pub fn needs_action(&self) -> bool {
         let mut severities = self.findings.iter().map(|finding| finding.code.severity());
         severities.any(|severity| severity < Severity::Note)
     }
 
-    /// For scripts. Codes and their severities are stable, texts are not.
+    /// The report for scripts. Codes and severities are stable, texts are not.
     #[must_use]
     pub fn json(&self) -> Value {
         let finding = |finding: &Finding| {
@@ -40,11 +40,11 @@ impl Report {
                 "advice": finding.code.advice(),
             })
         };
-        let row = |(what, is): &Row| json!({ "what": what, "is": is });
+        let row = |(what, is): &StatusLine| json!({ "what": what, "is": is });
         json!({
             "namespace": self.namespace,
             "server": self.server,
-            "needs_somebody": self.needs_somebody(),
+            "needs_somebody": self.needs_action(),
             "findings": self.findings.iter().map(finding).collect::<Vec<Value>>(),
             "rest": self.rest.iter().map(row).collect::<Vec<Value>>(),
         })
@@ -53,10 +53,10 @@ impl Report {
 
 impl Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let verdict = match (self.findings.is_empty(), self.needs_somebody()) {
+        let verdict = match (self.findings.is_empty(), self.needs_action()) {
             (true, _) => "nothing wrong",
-            (false, false) => "nothing that needs somebody",
-            (false, true) => "somebody should look",
+            (false, false) => "no action needed",
+            (false, true) => "action needed",
         };
         let (namespace, server) = (&self.namespace, &self.server);
         writeln!(
@@ -83,7 +83,7 @@ impl Display for Report {
     }
 }
 
-/// As an operator reads it, with two digits or three.
+/// Bytes as text with two or three digits.
 pub(crate) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut unit = 0;
@@ -143,7 +143,7 @@ mod tests {
             rest: vec![("log", "well".to_owned())],
         };
         let page = report.to_string();
-        assert!(page.contains("somebody should look"), "{page}");
+        assert!(page.contains("action needed"), "{page}");
         assert!(page.contains("- and 9994 more\n"), "{page}");
         assert!(page.contains(Code::SourceStale.advice()), "{page}");
         assert!(page.contains("log        well\n"), "{page}");

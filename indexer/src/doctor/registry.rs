@@ -1,4 +1,4 @@
-//! The registry as one list of entries, and the generation keys against what uses them.
+//! Judges the registry: unreadable entries, versions, and generation keys against their use.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId, Source, WorkerId, codec, load::RouterEntry};
 
-use super::{Code, Findings, PlaneState, Row};
+use super::{Code, Findings, PlaneState, StatusLine};
 
 /// All entries that could be read, and the keys of those that could not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,13 +21,13 @@ pub struct Registry {
     pub routers: BTreeMap<RouterId, RouterEntry>,
     pub pointer: Option<SnapshotPointer>,
     pub writer: Option<SnapshotLease>,
-    /// Workers that an operator took out.
+    /// Workers that an operator drained.
     pub drained: BTreeSet<WorkerId>,
     pub unreadable: BTreeSet<String>,
 }
 
 impl Registry {
-    /// Takes one entry in.
+    /// Adds an entry.
     pub fn put(&mut self, subjects: &Subjects, key: &str, value: &[u8]) {
         if self.known(subjects, key, value).is_none() {
             self.unreadable.insert(key.to_owned());
@@ -37,7 +37,7 @@ impl Registry {
     fn known(&mut self, subjects: &Subjects, key: &str, value: &[u8]) -> Option<()> {
         if let Some(worker) = subjects.key_worker(key) {
             let entry: WorkerEntry = codec::decode(value).ok()?;
-            // One that speaks for another worker counts for nobody.
+            // An entry under another worker's key is invalid.
             if entry.worker != worker {
                 return None;
             }
@@ -69,7 +69,7 @@ impl Registry {
         Some(())
     }
 
-    /// Of all that is registered, with what each runs.
+    /// Number of registered processes by version.
     fn versions(&self) -> BTreeMap<&str, u32> {
         let workers = self.workers.values().map(|entry| entry.version.as_str());
         let indexers = self.indexers.values().map(|entry| entry.version.as_str());
@@ -82,7 +82,7 @@ impl Registry {
     }
 }
 
-pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let registry = &state.registry;
     for key in &registry.unreadable {
         findings.add(Code::RegistryUnreadable, key);
@@ -113,7 +113,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     }
 }
 
-/// A generation in use is never above its key: it is written there first.
+/// Checks that no generation in use is above its key, which is written first.
 fn generations(state: &PlaneState, findings: &mut Findings) {
     let mut used: BTreeMap<&Source, (Generation, &str)> = BTreeMap::new();
     let mut note = |source, generation, by| {
@@ -125,7 +125,7 @@ fn generations(state: &PlaneState, findings: &mut Findings) {
     for (source, record) in &state.last_records {
         note(source, record.generation, "the log's last record");
     }
-    for (source, heard) in &state.heard {
+    for (source, heard) in &state.heartbeats {
         note(source, heard.last.generation, "its shim");
     }
     for (_, view) in state.answers() {
@@ -136,7 +136,7 @@ fn generations(state: &PlaneState, findings: &mut Findings) {
         }
     }
     for (source, (generation, by)) in used {
-        // A worker that is gone has no use for a key; when it is back it writes one first.
+        // A gone worker needs no key; it writes one before it is used again.
         if !state.registry.workers.contains_key(&source.worker) {
             continue;
         }
@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_speaks_for_another_worker_is_not_believed() {
+    fn an_entry_under_another_workers_key_is_unreadable() {
         let subjects = Subjects::new(&Namespace::from("t"));
         let own = WorkerId::from("own");
         let entry = WorkerEntry {

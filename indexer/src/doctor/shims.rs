@@ -1,40 +1,39 @@
-//! The shims: does each speak, for itself alone, and with the right to?
+//! Judges the shims: heartbeats, leases, and duplicates.
 
 use std::time::Duration;
 
 use warmroute_proto::{DpRank, EngineHealth, Source, WorkerId};
 
 use super::page::duration;
-use super::{Code, Findings, PlaneState, Row};
+use super::{Code, Findings, PlaneState, StatusLine};
 
-/// Shorter a look hears nothing of a shim that is well: heartbeats come each second.
+/// Minimum listening time to call a shim silent: heartbeats come each second.
 const LISTENED_MIN: Duration = Duration::from_millis(2500);
 
-pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let registry = &state.registry;
     for (worker, entry) in &registry.workers {
         let ranks = (0..entry.ranks).map(|rank| Source {
             worker: worker.clone(),
             dp_rank: DpRank(rank),
         });
-        // One that only just came was not there to be heard.
+        // A worker that registered in between may have sent no heartbeat.
         let was_there = state.before.workers.contains_key(worker);
         for source in ranks.filter(|_| was_there && state.listened >= LISTENED_MIN) {
-            if !state.heard.contains_key(&source) {
+            if !state.heartbeats.contains_key(&source) {
                 let about = format!("{source}: nothing within {}", duration(state.listened));
                 findings.add(Code::ShimSilent, about);
             }
         }
     }
-    for (source, heard) in &state.heard {
+    for (source, heard) in &state.heartbeats {
         let worker = &source.worker;
         let held = [&state.before, registry].map(|then| then.shims.contains_key(worker));
         if held == [false, false] {
             findings.add(Code::ShimWithoutLease, worker.to_string());
         }
         if heard.went_back {
-            let about =
-                format!("{worker}: an older generation of {source} spoke after a newer one");
+            let about = format!("{worker}: an older generation of {source} sent after a newer one");
             findings.add(Code::TwoShims, about);
         }
         if heard.last.health == EngineHealth::Unhealthy {
@@ -45,19 +44,19 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         findings.add(Code::ForeignHeartbeats, format!("{subject}: {count}"));
     }
     for worker in changed_hands(state) {
-        let about = format!("{worker}: its lock changed hands during the look");
+        let about = format!("{worker}: its lock changed hands while doctor ran");
         findings.add(Code::TwoShims, about);
     }
-    let heartbeats: u64 = state.heard.values().map(|heard| heard.count).sum();
+    let heartbeats: u64 = state.heartbeats.values().map(|heard| heard.count).sum();
     let text = format!(
         "{heartbeats} heartbeats of {} sources within {}",
-        state.heard.len(),
+        state.heartbeats.len(),
         duration(state.listened)
     );
     rest.push(("shims", text));
 }
 
-/// Workers whose lock another process holds than before, without a pause between the two.
+/// Workers whose lock moved to another process without a gap.
 fn changed_hands(state: &PlaneState) -> impl Iterator<Item = &WorkerId> {
     let now = &state.registry.shims;
     let changed = |(worker, before): &(&WorkerId, &warmroute_proto::registry::ShimEntry)| {

@@ -1,19 +1,19 @@
-//! The snapshots: can a starting indexer go on from one?
+//! Judges the snapshots: readable, of this log, and recent enough to start from.
 
 use std::time::Duration;
 
 use super::page::{bytes, duration};
-use super::{Code, Findings, PlaneState, Row, SnapshotSeen};
+use super::{Code, Findings, PlaneState, SnapshotSeen, StatusLine};
 use crate::same_log::{LogMatch, goes_on_from};
 
-/// What a replica is told by default.
+/// The default snapshot interval.
 const EVERY: Duration = Duration::from_secs(600);
 
-/// Intervals without a snapshot, and a while for writing it.
+/// Tolerated intervals without a snapshot, plus the time for writing one.
 const INTERVALS_MAX: u32 = 3;
 const WRITING: Duration = Duration::from_secs(60);
 
-pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let Some(newest) = state.snapshots.first() else {
         let is_trimmed = state.log.is_some_and(|log| log.first.0 > 1);
         if is_trimmed {
@@ -74,7 +74,7 @@ fn age(state: &PlaneState, newest: &SnapshotSeen, findings: &mut Findings) {
         .answers()
         .filter_map(|(_, view)| view.snapshot_every_secs);
     let every = every.max().map_or(EVERY, Duration::from_secs);
-    // Both times are the server's, as far as its clock is known.
+    // Compares two times of the server's clock, if its offset is known.
     let ahead = state
         .setup
         .clock

@@ -1,4 +1,4 @@
-//! The sources: is each credited, and if not, why and since when?
+//! Judges the sources: which give no credit, why, and since when.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -7,15 +7,15 @@ use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::view::SourceView;
 
 use super::page::duration;
-use super::{Code, Findings, PlaneState, Row, SETTLING};
+use super::{Code, Findings, PlaneState, SETTLING, StatusLine};
 
-/// A worker whose shim has been gone for longer was taken out.
+/// Absence after which a worker counts as removed on purpose.
 const TAKEN_OUT: Duration = Duration::from_secs(600);
 
-/// So many generations within ten minutes are no accident.
+/// Generations within ten minutes that show a resync loop.
 const BEGUN_MAX: u8 = 4;
 
-pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let mut words: BTreeMap<&'static str, BTreeSet<&warmroute_proto::Source>> = BTreeMap::new();
     for (id, view) in state.answers() {
         for source in &view.sources {

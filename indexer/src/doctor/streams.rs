@@ -5,7 +5,7 @@ use std::time::Duration;
 use warmroute_plane::{StreamRole, StreamUsage};
 
 use super::page::{bytes, duration};
-use super::{Code, Findings, PlaneState, Row};
+use super::{Code, Findings, PlaneState, StatusLine};
 
 /// A clock that is off by more makes figures wrong that people look at.
 const SKEW_MAX_MS: u64 = 1000;
@@ -17,7 +17,7 @@ const IMAGES: u64 = 4;
 /// A store that refuses what is new is nearly full from here on.
 const FULL_PERCENT: u64 = 90;
 
-pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     for difference in &state.setup.differences {
         let code = match difference.field {
             "stream" => Code::StreamMissing,
@@ -84,7 +84,7 @@ fn images_bytes(state: &PlaneState) -> u64 {
     most.unwrap_or(0).saturating_mul(BLOCK_BYTES)
 }
 
-fn row(state: &PlaneState, stream: &StreamUsage) -> Row {
+fn row(state: &PlaneState, stream: &StreamUsage) -> StatusLine {
     let what = match stream.role {
         StreamRole::Log => "log",
         StreamRole::Registry => "registry",
@@ -112,7 +112,7 @@ fn row(state: &PlaneState, stream: &StreamUsage) -> Row {
     (what, text)
 }
 
-fn clock(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<Row>) {
+fn clock(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let Some(clock) = state.setup.clock else {
         return;
     };

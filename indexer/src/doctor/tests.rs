@@ -66,8 +66,8 @@ fn replica() -> ViewPage {
     }
 }
 
-fn heard(name: &str) -> Heard {
-    Heard {
+fn heartbeats(name: &str) -> ShimHeartbeats {
+    ShimHeartbeats {
         last: Heartbeat {
             source: source(name),
             generation: Generation(3),
@@ -194,7 +194,11 @@ fn healthy() -> PlaneState {
             ("b".to_owned(), Ok(replica())),
         ]
         .into(),
-        heard: [(source("w/0"), heard("w/0")), (source("w/1"), heard("w/1"))].into(),
+        heartbeats: [
+            (source("w/0"), heartbeats("w/0")),
+            (source("w/1"), heartbeats("w/1")),
+        ]
+        .into(),
         listened: Duration::from_millis(3200),
         pointer: registry.pointer.clone(),
         snapshots: vec![SnapshotSeen {
@@ -223,7 +227,7 @@ fn check(code: Code, change: impl FnOnce(&mut PlaneState)) {
     let report = diagnose(&state);
     assert_eq!(codes(&report), [code], "{report}");
     let needed = code.severity() < Severity::Note;
-    assert_eq!(report.needs_somebody(), needed, "{report}");
+    assert_eq!(report.needs_action(), needed, "{report}");
     assert!(report.to_string().contains(code.label()), "{report}");
     assert!(!report.findings[0].about.is_empty(), "{report}");
 }
@@ -244,7 +248,7 @@ fn sources(state: &mut PlaneState, change: impl Fn(&mut SourceView)) {
 fn of_a_healthy_plane_there_is_nothing_to_say() {
     let report = diagnose(&healthy());
     assert_eq!(codes(&report), []);
-    assert!(!report.needs_somebody());
+    assert!(!report.needs_action());
     let page = report.to_string();
     assert!(page.contains("nothing wrong"), "{page}");
     assert!(page.contains("2 exact"), "{page}");
@@ -252,7 +256,7 @@ fn of_a_healthy_plane_there_is_nothing_to_say() {
 }
 
 #[test]
-fn words_are_told_once_and_have_advice() {
+fn labels_are_unique_and_have_advice() {
     let mut words: Vec<&str> = Code::ALL.iter().map(|code| code.label()).collect();
     words.sort_unstable();
     words.dedup();
@@ -304,8 +308,13 @@ fn streams_are_judged() {
 fn indexers_are_judged() {
     check(Code::IndexersDiffer, |state| {
         view(state, "a", |view| view.sources[0].digest = Some(digest(2)));
-        // Its shim is at another number, so that nobody says which of the two is right.
-        state.heard.get_mut(&source("w/0")).unwrap().last.number = Some(RecordNumber(8));
+        // Its shim is at another number, which leaves open which of the two is right.
+        state
+            .heartbeats
+            .get_mut(&source("w/0"))
+            .unwrap()
+            .last
+            .number = Some(RecordNumber(8));
     });
     check(Code::MirrorDiffers, |state| {
         sources(state, |source| source.digest = Some(digest(2)));
@@ -372,7 +381,7 @@ fn indexers_are_judged() {
 #[test]
 fn shims_are_judged() {
     check(Code::ShimSilent, |state| {
-        state.heard.remove(&source("w/1"));
+        state.heartbeats.remove(&source("w/1"));
     });
     check(Code::ShimWithoutLease, |state| {
         state.before.shims.clear();
@@ -382,19 +391,19 @@ fn shims_are_judged() {
         state.foreign.insert("wr.test.hb.w2.0".to_owned(), 3);
     });
     check(Code::TwoShims, |state| {
-        state.heard.get_mut(&source("w/0")).unwrap().went_back = true;
+        state.heartbeats.get_mut(&source("w/0")).unwrap().went_back = true;
     });
     check(Code::TwoShims, |state| {
         let worker = WorkerId::from("w");
         state.registry.shims.get_mut(&worker).unwrap().instance = [9; 16];
     });
     check(Code::EngineUnhealthy, |state| {
-        let heard = state.heard.get_mut(&source("w/0")).unwrap();
+        let heard = state.heartbeats.get_mut(&source("w/0")).unwrap();
         heard.last.health = EngineHealth::Unhealthy;
     });
-    // One that came during the look was not there to be heard.
+    // A worker that registered while doctor ran may have sent no heartbeat.
     let mut state = healthy();
-    state.heard.clear();
+    state.heartbeats.clear();
     state.before.workers.clear();
     assert_eq!(codes(&diagnose(&state)), []);
 }

@@ -218,7 +218,7 @@ async fn query_by_hash_takes_local_hashes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_wrong_is_said_in_json() {
+async fn errors_are_json() {
     let (_running, address) = served().await;
     for (body, expected) in [
         (json!({ "token_ids": [1], "model": "nobody" }), 404),
@@ -265,7 +265,7 @@ async fn digest_workers_and_dump_show_what_is_folded() {
     assert_eq!(ask(address, "GET /readyz", "").await.0, 200);
 }
 
-/// What is read of bodies at a time is bounded, and nobody keeps a turn for long by sending nothing.
+/// Parallel bodies are bounded, and a silent client loses its slot.
 #[tokio::test(start_paused = true)]
 async fn few_bodies_are_read_at_a_time_and_none_for_ever() {
     let (_running, address) = served().await;

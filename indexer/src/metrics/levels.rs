@@ -1,4 +1,4 @@
-//! What is read off the fold, the process and the connection when somebody asks.
+//! Gauges read from the fold and the process at each scrape.
 
 use std::time::{Duration, Instant};
 
@@ -28,16 +28,16 @@ pub(crate) struct Levels {
     pub(crate) sources: Vec<SourceLevel>,
     pub(crate) nodes: usize,
     pub(crate) bytes: usize,
-    pub(crate) memory: Memory,
+    pub(crate) memory: MemoryLevels,
     pub(crate) position: u64,
     pub(crate) lag: u64,
     pub(crate) lag_age: Option<Duration>,
     pub(crate) jumps: u64,
 }
 
-/// What is kept, and what the bound on it did.
+/// Memory of the fold, and effects of its bound.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Memory {
+pub(crate) struct MemoryLevels {
     pub(crate) estimated: usize,
     pub(crate) bound: Option<usize>,
     pub(crate) set_asides: u64,
@@ -48,29 +48,28 @@ pub(crate) struct Memory {
 #[derive(Clone, Debug)]
 pub(crate) struct SourceLevel {
     pub(crate) source: Source,
-    /// Of the GPU tier.
+    /// State of the GPU tier.
     pub(crate) state: SourceState,
-    /// Not folded, for want of memory.
+    /// Not folded because of the memory bound.
     pub(crate) is_set_aside: bool,
     pub(crate) generation: Option<u64>,
     pub(crate) number: Option<u64>,
     pub(crate) blocks: Option<u64>,
     pub(crate) proof_age: Option<Duration>,
     pub(crate) engine_seq: Option<u64>,
-    /// Since its last record.
+    /// Age of its last record.
     pub(crate) record_age: Option<Duration>,
-    /// How long its last heartbeat was on its way.
-    pub(crate) on_its_way: Option<Duration>,
-    /// Since it is in its state.
+    /// Delay of its last heartbeat.
+    pub(crate) heartbeat_delay: Option<Duration>,
+    /// Time in its state.
     pub(crate) state_age: Duration,
-    /// Generations of the last ten minutes.
+    /// Generations begun within the last ten minutes.
     pub(crate) begun_lately: u8,
     pub(crate) doubt: Option<SourceFault>,
 }
 
-/// Sources that have series of their own. Beyond, only those that are not exact have, the worst first: eleven
-/// series each, so that a page has 11,000 of them at most, however many sources there are. The counts by
-/// state are of all.
+/// Maximum sources with series of their own, eleven each. Above it only sources that are not exact have
+/// series, the worst first. The counts by state include all sources.
 const SOURCES_SHOWN_MAX: usize = 1000;
 
 /// The sources that have series of their own, in order.
@@ -147,7 +146,7 @@ impl Scrape {
         self.0.register(Box::new(ages))
     }
 
-    /// 1 for the word that each source has; none for those that have none.
+    /// A series with value 1 for each source's label; no series for sources without one.
     fn words(
         &self,
         (name, help, label): (&str, &str, &str),
@@ -207,7 +206,7 @@ impl Scrape {
         self.ages("source_record_age_seconds", help, shown, |of| of.record_age)?;
         let help = "How long its last heartbeat was on its way, by the log's clock.";
         self.ages("source_heartbeat_way_seconds", help, shown, |of| {
-            of.on_its_way
+            of.heartbeat_delay
         })?;
         self.per_source("source_generation", "Its fence.", shown, |of| of.generation)?;
         let help = "Generations that began within the last ten minutes.";
@@ -274,7 +273,7 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
         proof_age: status.proof_age,
         engine_seq: status.engine_seq.map(|seq| seq.0),
         record_age: status.record_age,
-        on_its_way: status.heartbeat_delay,
+        heartbeat_delay: status.heartbeat_delay,
         state_age: status.state_age,
         begun_lately: status.generations_lately,
         doubt: status.fault,
@@ -283,7 +282,7 @@ pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
         sources: fold.statuses(now).map(level).collect(),
         nodes: fold.tree().nodes(),
         bytes: fold.tree().bytes(),
-        memory: Memory {
+        memory: MemoryLevels {
             estimated: fold.bytes(),
             bound: fold.bytes_max(),
             set_asides: fold.set_aside_and_returned().0,
@@ -324,7 +323,7 @@ pub(super) fn gather(levels: &Levels) -> Result<Vec<MetricFamily>, prometheus::E
     Ok(scrape.0.gather())
 }
 
-/// Where the system tells it.
+/// Resident memory of the process, where the system reports it.
 fn resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -354,7 +353,7 @@ mod tests {
             proof_age: Some(Duration::from_secs(1)),
             engine_seq: Some(4),
             record_age: Some(Duration::from_secs(1)),
-            on_its_way: Some(Duration::from_millis(1)),
+            heartbeat_delay: Some(Duration::from_millis(1)),
             state_age: Duration::from_secs(1),
             begun_lately: 1,
             doubt: Some(SourceFault::Gap),
@@ -378,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_thousand_sources_are_no_more_series_than_a_thousand() {
+    fn ten_thousand_sources_have_no_more_series_than_a_thousand() {
         let exact = |count| (0..count).map(|rank| level(rank, SourceState::Exact));
         let (few, hidden, _) = series(exact(1).collect());
         let (thousand, _, _) = series(exact(1000).collect());
@@ -392,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_the_worst_are_shown() {
+    fn the_worst_of_many_sources_are_shown() {
         let mut sources: Vec<_> = (0..2000)
             .map(|rank| level(rank, SourceState::Exact))
             .collect();

@@ -20,7 +20,7 @@ pub(crate) fn plane() -> MemoryPlane {
     plane_of(1 << 20)
 }
 
-/// The same, with a log of so many bytes.
+/// A plane in memory with a log of so many bytes.
 pub(crate) fn plane_of(log_bytes_max: usize) -> MemoryPlane {
     MemoryPlane::new(MemoryPlaneConfig {
         identity: IDENTITY,

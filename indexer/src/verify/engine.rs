@@ -1,8 +1,8 @@
 //! What an engine can be asked about its cache.
 //!
 //! The mock engine lists its blocks (`/debug/blocks`); an engine that does not, as vLLM, answers 404 and is
-//! left alone. What every engine tells is how much of a prompt it had cached: a *probe* sends a prompt that
-//! nobody else sends, waits until the index credits it, sends it again, and compares.
+//! left alone. Every engine reports how much of a prompt was cached: a *probe* sends a unique prompt, waits until
+//! the index credits it, sends it again, and compares.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// An engine that lists its blocks does so at once.
+/// Deadline of an engine's block list.
 const LIST_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Whole blocks of a probe's prompt.
@@ -26,43 +26,43 @@ const TOKENS: u64 = 700;
 
 /// What one rank of an engine holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct EngineRankList {
     pub dp_rank: DpRank,
-    /// The last batch that changed a pair, and the last of all; none if there was none.
+    /// The last batch that changed a pair, and the last batch; `None` without one.
     pub changed: Option<EngineSeq>,
     pub last: Option<EngineSeq>,
     pub digest: Digest,
 }
 
 #[derive(Deserialize)]
-struct Page {
-    ranks: Vec<Rank>,
+struct BlockListPage {
+    ranks: Vec<RankBlocks>,
 }
 
 #[derive(Deserialize)]
-struct Rank {
+struct RankBlocks {
     dp_rank: DpRank,
     last_seq: Option<EngineSeq>,
     published_seq_that_changed: Option<EngineSeq>,
-    blocks: Vec<Block>,
+    blocks: Vec<ListedBlock>,
 }
 
 #[derive(Deserialize)]
-struct Block {
+struct ListedBlock {
     prefix_hash: String,
     tier: Tier,
 }
 
 /// None if it is no list of blocks.
 #[must_use]
-pub fn read_list(body: &[u8]) -> Option<Vec<Listed>> {
-    let page: Page = serde_json::from_slice(body).ok()?;
+pub fn read_list(body: &[u8]) -> Option<Vec<EngineRankList>> {
+    let page: BlockListPage = serde_json::from_slice(body).ok()?;
     let ranks = page.ranks.into_iter().map(|rank| {
         let mut digest = Digest::default();
         for block in rank.blocks {
             digest.insert(PrefixHash(block.prefix_hash.parse().ok()?), block.tier);
         }
-        Some(Listed {
+        Some(EngineRankList {
             dp_rank: rank.dp_rank,
             changed: rank.published_seq_that_changed,
             last: rank.last_seq,
@@ -84,7 +84,7 @@ pub fn probe_tokens(block_size: BlockSize, seed: u64) -> Vec<u32> {
 
 /// An engine's HTTP.
 #[derive(Clone)]
-pub struct Engine {
+pub struct EngineClient {
     http: reqwest::Client,
     url: String,
 }
@@ -94,13 +94,13 @@ pub struct Engine {
 pub enum NoProbe {
     #[error("the engine does not answer: {0}")]
     Http(#[from] reqwest::Error),
-    #[error("the engine does not tell what was cached: --enable-prompt-tokens-details")]
+    #[error("the engine does not report cached tokens: --enable-prompt-tokens-details")]
     Untold,
     #[error("it serves no model")]
     NoModel,
 }
 
-impl Engine {
+impl EngineClient {
     pub fn new(entry: &WorkerEntry) -> reqwest::Result<Self> {
         let http = reqwest::Client::builder()
             .timeout(DEADLINE)
@@ -112,7 +112,7 @@ impl Engine {
     }
 
     /// None if it does not list its blocks.
-    pub async fn list(&self) -> Option<Vec<Listed>> {
+    pub async fn list(&self) -> Option<Vec<EngineRankList>> {
         let url = format!("{}/debug/blocks", self.url);
         let ask = self.http.get(url).timeout(LIST_DEADLINE);
         let answer = ask.send().await.ok()?;
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_is_four_blocks_and_a_token_and_nobody_elses() {
+    fn a_probe_is_four_blocks_and_a_token_and_unique() {
         let size = BlockSize::new(16).unwrap();
         let tokens = probe_tokens(size, 1);
         assert_eq!(tokens.len(), 65);

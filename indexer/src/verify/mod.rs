@@ -1,9 +1,9 @@
-//! Do all who fold one source hold the same? `warmroute-indexer verify`.
+//! `warmroute-indexer verify`: checks that all who fold a source hold equal blocks.
 //!
-//! [`Comparison`] is pure: it takes what indexers and shims say of a source at a number, and what engines
-//! list as of a batch, and finds who contradicts whom. Equal number of one generation means equal digest,
-//! so that a fleet at work can be compared without being stopped: whoever asks often enough meets all at
-//! one number. [`run`] asks; [`engine`] knows what engines can be asked.
+//! The pure [`Comparison`] takes digests of indexers and shims by source and number, and lists of engines
+//! by batch, and finds contradictions. Digests of one generation and number are equal, so a busy fleet
+//! can be compared while it runs: with enough polls all are seen at one number. [`run`] polls; [`engine`]
+//! queries engines.
 
 pub mod engine;
 mod run;
@@ -15,25 +15,25 @@ use warmroute_proto::{
     Digest, EngineSeq, Generation, Heartbeat, LogPosition, RecordNumber, Source, WorkerId,
 };
 
-pub use run::{How, run};
+pub use run::{VerifyOptions, run};
 
 use crate::doctor::{Code, Findings, Report};
-use engine::Listed;
+use engine::EngineRankList;
 
-/// Numbers of a source that are remembered to be met by others: some seconds of a busy one.
+/// Numbers kept per source for comparison: some seconds of a busy one.
 const POINTS_MAX: usize = 256;
 
 /// A number of a generation.
-type Point = (Generation, RecordNumber);
+type NumberedPoint = (Generation, RecordNumber);
 
-/// Whose word it is. Engines and shims have one word for a source, indexers one each.
+/// Origin of a digest.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Teller {
+enum DigestOrigin {
     Shim,
     Indexer(String),
 }
 
-impl Teller {
+impl DigestOrigin {
     fn label(&self) -> String {
         match self {
             Self::Shim => "its shim".to_owned(),
@@ -42,22 +42,22 @@ impl Teller {
     }
 }
 
-/// What is known of one source.
+/// Digests of one source.
 #[derive(Debug, Default)]
-struct Told {
-    points: BTreeMap<Point, BTreeMap<Teller, Digest>>,
-    /// Whoever was compared with somebody else at least once.
-    met: BTreeSet<Teller>,
-    /// The highest that was told.
+struct SourceDigests {
+    points: BTreeMap<NumberedPoint, BTreeMap<DigestOrigin, Digest>>,
+    /// Origins compared with another one at least once.
+    met: BTreeSet<DigestOrigin>,
+    /// The highest reported generation.
     generation: Option<Generation>,
-    /// What an index holds as of an engine's batch, in that generation.
-    by_batch: BTreeMap<EngineSeq, (Teller, Digest)>,
+    /// Index digests by engine batch, in that generation.
+    by_batch: BTreeMap<EngineSeq, (DigestOrigin, Digest)>,
     is_met_by_engine: bool,
-    /// Where its engine contradicts an index in that generation.
+    /// Contradictions between engine and index in that generation.
     contradictions: BTreeSet<String>,
 }
 
-static NOTHING: Told = Told {
+static NOTHING: SourceDigests = SourceDigests {
     points: BTreeMap::new(),
     met: BTreeSet::new(),
     generation: None,
@@ -66,16 +66,16 @@ static NOTHING: Told = Told {
     contradictions: BTreeSet::new(),
 };
 
-/// See the module's documentation.
+/// Compares digests of all origins.
 #[derive(Debug, Default)]
 pub struct Comparison {
     indexers: BTreeSet<String>,
-    /// Those of which the shim and every replica owe a word.
+    /// Sources for which shim and every replica must report.
     expected: BTreeSet<Source>,
-    sources: BTreeMap<Source, Told>,
-    /// The last list of each engine that lists its blocks.
-    listed: BTreeMap<WorkerId, Vec<Listed>>,
-    /// Where all replicas were met at one position of one log.
+    sources: BTreeMap<Source, SourceDigests>,
+    /// The last block list of each engine that provides one.
+    listed: BTreeMap<WorkerId, Vec<EngineRankList>>,
+    /// Position at which all replicas were compared.
     position: Option<LogPosition>,
     compared: u64,
     findings: Findings,
@@ -90,13 +90,12 @@ impl Comparison {
         }
     }
 
-    /// Says of which sources the shim and every replica have to be met. Nobody else has to be met but those
-    /// who say something.
+    /// Sets the sources for which shim and every replica must be compared. Others are optional.
     pub fn expect(&mut self, sources: impl IntoIterator<Item = Source>) {
         self.expected = sources.into_iter().collect();
     }
 
-    /// Who left meanwhile owes nothing.
+    /// Drops workers and replicas that deregistered in between.
     pub fn excuse(
         &mut self,
         is_here: impl Fn(&WorkerId) -> bool,
@@ -106,17 +105,22 @@ impl Comparison {
         self.indexers.retain(|id| is_replica(id));
     }
 
-    /// Takes what a shim says of its source.
-    pub fn heard(&mut self, heartbeat: &Heartbeat) {
+    /// Adds a heartbeat.
+    pub fn add_heartbeat(&mut self, heartbeat: &Heartbeat) {
         self.began(&heartbeat.source, heartbeat.generation);
         if let Some(number) = heartbeat.number {
             let point = (heartbeat.generation, number);
-            self.told(&heartbeat.source, point, Teller::Shim, heartbeat.after);
+            self.add_digest(
+                &heartbeat.source,
+                point,
+                DigestOrigin::Shim,
+                heartbeat.after,
+            );
         }
     }
 
-    /// Takes the views that replicas gave at about one time.
-    pub fn viewed(&mut self, views: &BTreeMap<String, Result<ViewPage, String>>) {
+    /// Adds views of replicas, taken at about one time.
+    pub fn add_views(&mut self, views: &BTreeMap<String, Result<ViewPage, String>>) {
         for (id, view) in views {
             let Ok(view) = view else {
                 continue;
@@ -128,18 +132,18 @@ impl Comparison {
                 let Some(digest) = source.digest else {
                     continue;
                 };
-                let teller = Teller::Indexer(id.clone());
+                let origin = DigestOrigin::Indexer(id.clone());
                 if let Some(point) = source.generation.zip(source.number) {
-                    self.told(&source.source, point, teller.clone(), digest);
+                    self.add_digest(&source.source, point, origin.clone(), digest);
                 }
-                // Only of a complete view is an engine's list all that it can be.
+                // Only an exact view is comparable with an engine's list.
                 let is_exact = source.states.gpu == warmroute_proto::query::SourceState::Exact;
                 if let Some(seq) = source.engine_seq.filter(|_| is_exact)
-                    && let Some(told) = self.sources.get_mut(&source.source)
-                    && told.generation == source.generation
+                    && let Some(source_digests) = self.sources.get_mut(&source.source)
+                    && source_digests.generation == source.generation
                 {
-                    told.by_batch.insert(seq, (teller, digest));
-                    bound(&mut told.by_batch);
+                    source_digests.by_batch.insert(seq, (origin, digest));
+                    bound(&mut source_digests.by_batch);
                 }
             }
         }
@@ -151,36 +155,38 @@ impl Comparison {
         self.listed = listed;
     }
 
-    /// With a new generation an engine may count its batches anew: what was said of earlier ones is of
-    /// another life.
+    /// A new generation discards digests by batch: a restarted engine counts batches from zero.
     fn began(&mut self, source: &Source, generation: Generation) {
-        let told = self.sources.entry(source.clone()).or_default();
-        if told.generation.is_some_and(|known| known < generation) {
-            told.by_batch.clear();
-            told.contradictions.clear();
-            told.is_met_by_engine = false;
+        let source_digests = self.sources.entry(source.clone()).or_default();
+        if source_digests
+            .generation
+            .is_some_and(|known| known < generation)
+        {
+            source_digests.by_batch.clear();
+            source_digests.contradictions.clear();
+            source_digests.is_met_by_engine = false;
             if let Some(ranks) = self.listed.get_mut(&source.worker) {
                 ranks.retain(|rank| rank.dp_rank != source.dp_rank);
             }
         }
-        told.generation = told.generation.max(Some(generation));
+        source_digests.generation = source_digests.generation.max(Some(generation));
     }
 
-    /// Takes what an engine lists, to be met by views before and after it.
-    pub fn listed(&mut self, worker: &WorkerId, ranks: Vec<Listed>) {
+    /// Adds an engine's list, for comparison with views before and after it.
+    pub fn add_list(&mut self, worker: &WorkerId, ranks: Vec<EngineRankList>) {
         self.list(worker, &ranks);
         self.listed.insert(worker.clone(), ranks);
     }
 
-    /// The engine held this from its last change to its last batch: an index as of any batch between
-    /// the two has to hold it too.
-    fn list(&mut self, worker: &WorkerId, ranks: &[Listed]) {
+    /// The engine's list holds from its last change to its last batch: so does an index as of any batch in
+    /// between.
+    fn list(&mut self, worker: &WorkerId, ranks: &[EngineRankList]) {
         for rank in ranks {
             let source = Source {
                 worker: worker.clone(),
                 dp_rank: rank.dp_rank,
             };
-            let Some(told) = self.sources.get_mut(&source) else {
+            let Some(source_digests) = self.sources.get_mut(&source) else {
                 continue;
             };
             let (Some(first), Some(last)) = (rank.changed, rank.last) else {
@@ -189,37 +195,44 @@ impl Comparison {
             if first > last {
                 continue;
             }
-            for (seq, (teller, digest)) in told.by_batch.range(first..=last) {
-                told.is_met_by_engine = true;
+            for (seq, (origin, digest)) in source_digests.by_batch.range(first..=last) {
+                source_digests.is_met_by_engine = true;
                 self.compared += 1;
                 if *digest != rank.digest {
                     let about = format!(
                         "{source} at batch {seq}: {} at the engine, {} at {}",
-                        said(rank.digest),
-                        said(*digest),
-                        teller.label()
+                        digest_text(rank.digest),
+                        digest_text(*digest),
+                        origin.label()
                     );
-                    told.contradictions.insert(about);
+                    source_digests.contradictions.insert(about);
                 }
             }
         }
     }
 
-    fn told(&mut self, source: &Source, point: Point, teller: Teller, digest: Digest) {
-        let told = self.sources.entry(source.clone()).or_default();
-        let at = told.points.entry(point).or_default();
-        for (other, theirs) in at.iter().filter(|(other, _)| **other != teller) {
+    fn add_digest(
+        &mut self,
+        source: &Source,
+        point: NumberedPoint,
+        origin: DigestOrigin,
+        digest: Digest,
+    ) {
+        let source_digests = self.sources.entry(source.clone()).or_default();
+        let at = source_digests.points.entry(point).or_default();
+        for (other, theirs) in at.iter().filter(|(other, _)| **other != origin) {
             self.compared += 1;
-            told.met.extend([teller.clone(), other.clone()]);
+            source_digests.met.extend([origin.clone(), other.clone()]);
             if *theirs != digest {
-                let code = match (&teller, other) {
-                    (Teller::Indexer(_), Teller::Indexer(_)) => Code::IndexersDiffer,
-                    (Teller::Shim, _) | (_, Teller::Shim) => Code::MirrorDiffers,
+                let code = match (&origin, other) {
+                    (DigestOrigin::Indexer(_), DigestOrigin::Indexer(_)) => Code::IndexersDiffer,
+                    (DigestOrigin::Shim, _) | (_, DigestOrigin::Shim) => Code::MirrorDiffers,
                 };
-                let mut words = [(&teller, digest), (other, *theirs)];
-                words.sort_by_key(|(teller, _)| *teller);
-                let words =
-                    words.map(|(teller, digest)| format!("{} at {}", said(digest), teller.label()));
+                let mut words = [(&origin, digest), (other, *theirs)];
+                words.sort_by_key(|(origin, _)| *origin);
+                let words = words.map(|(origin, digest)| {
+                    format!("{} at {}", digest_text(digest), origin.label())
+                });
                 let (generation, number) = point;
                 let about = format!(
                     "{source} at generation {generation}, number {number}: {}",
@@ -228,11 +241,11 @@ impl Comparison {
                 self.findings.add(code, about);
             }
         }
-        at.insert(teller, digest);
-        bound(&mut told.points);
+        at.insert(origin, digest);
+        bound(&mut source_digests.points);
     }
 
-    /// At one position of one log everybody knows the same sources at the same numbers.
+    /// At equal positions of one log, all replicas have equal numbers of all sources.
     fn at_one_position(&mut self, views: &BTreeMap<String, Result<ViewPage, String>>) {
         let all: Vec<(&String, &ViewPage)> = views
             .iter()
@@ -248,7 +261,7 @@ impl Comparison {
             return;
         }
         self.position = Some(first.position);
-        let points = |view: &ViewPage| -> BTreeMap<Source, Point> {
+        let points = |view: &ViewPage| -> BTreeMap<Source, NumberedPoint> {
             let folded = view.sources.iter().filter(|source| source.digest.is_some());
             folded
                 .filter_map(|one| Some((one.source.clone(), one.generation.zip(one.number)?)))
@@ -270,45 +283,48 @@ impl Comparison {
         }
     }
 
-    /// Was everybody met for every source, and anybody at all?
+    /// Returns true if every origin of every source was compared.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         let is_placed = self.indexers.len() < 2 || self.position.is_some();
         self.compared > 0 && is_placed && self.left().next().is_none()
     }
 
-    /// Does an engine contradict an index? If it was restarted just now, a new generation will tell.
+    /// Returns true if an engine contradicts an index. A restarted engine is resolved by a new generation.
     #[must_use]
     pub fn is_engine_contradicted(&self) -> bool {
-        let mut told = self.sources.values();
-        told.any(|told| !told.contradictions.is_empty())
+        let mut source_digests = self.sources.values();
+        source_digests.any(|source_digests| !source_digests.contradictions.is_empty())
     }
 
-    /// The sources of which somebody's word was not compared, with whose.
+    /// Sources with origins that were not compared, and those origins.
     fn left(&self) -> impl Iterator<Item = (&Source, Vec<String>)> {
-        let unheard = self.expected.iter();
-        let unheard = unheard.filter(|source| !self.sources.contains_key(source));
+        let unreported = self.expected.iter();
+        let unreported = unreported.filter(|source| !self.sources.contains_key(source));
         let all = self.sources.iter();
-        let all = all.chain(unheard.map(|source| (source, &NOTHING)));
-        all.filter_map(|(source, told)| {
-            let mut tellers: BTreeSet<Teller> = told
+        let all = all.chain(unreported.map(|source| (source, &NOTHING)));
+        all.filter_map(|(source, source_digests)| {
+            let mut origins: BTreeSet<DigestOrigin> = source_digests
                 .points
                 .values()
                 .flat_map(BTreeMap::keys)
                 .cloned()
                 .collect();
             if self.expected.contains(source) {
-                tellers.extend(self.indexers.iter().cloned().map(Teller::Indexer));
-                tellers.insert(Teller::Shim);
+                origins.extend(self.indexers.iter().cloned().map(DigestOrigin::Indexer));
+                origins.insert(DigestOrigin::Shim);
             }
-            let unmet = tellers.iter().filter(|teller| !told.met.contains(teller));
-            let mut unmet: Vec<String> = unmet.map(Teller::label).collect();
+            let unmet = origins
+                .iter()
+                .filter(|origin| !source_digests.met.contains(origin));
+            let mut unmet: Vec<String> = unmet.map(DigestOrigin::label).collect();
             let engine = self.listed.get(&source.worker).into_iter().flatten();
             let is_listed = engine
                 .into_iter()
                 .any(|rank| rank.dp_rank == source.dp_rank);
-            // What is not exact anywhere is not all that the engine has.
-            if is_listed && !told.by_batch.is_empty() && !told.is_met_by_engine {
+            // A source that is exact nowhere is not comparable.
+            if is_listed && !source_digests.by_batch.is_empty() && !source_digests.is_met_by_engine
+            {
                 unmet.push("its engine".to_owned());
             }
             (!unmet.is_empty()).then_some((source, unmet))
@@ -319,7 +335,7 @@ impl Comparison {
         self.findings.add(code, about);
     }
 
-    /// What was found.
+    /// The report.
     #[must_use]
     pub fn report(mut self, namespace: String, server: String) -> Report {
         let left: Vec<String> = self
@@ -328,15 +344,22 @@ impl Comparison {
             .collect();
         if left.is_empty() && self.compared == 0 {
             self.findings
-                .add(Code::NotCompared, "nothing: nobody told of any source");
+                .add(Code::NotCompared, "nothing: no source was reported");
         }
         for about in left {
             self.findings.add(Code::NotCompared, about);
         }
-        for about in self.sources.values().flat_map(|told| &told.contradictions) {
+        for about in self
+            .sources
+            .values()
+            .flat_map(|source_digests| &source_digests.contradictions)
+        {
             self.findings.add(Code::EngineDiffers, about);
         }
-        let engines = self.sources.values().filter(|told| told.is_met_by_engine);
+        let engines = self
+            .sources
+            .values()
+            .filter(|source_digests| source_digests.is_met_by_engine);
         let position = self.position.map_or_else(
             || "never met at one".to_owned(),
             |position| format!("all at {position}"),
@@ -357,14 +380,14 @@ impl Comparison {
     }
 }
 
-/// Lets the lowest go.
+/// Drops the lowest entries.
 fn bound<K: Ord, V>(known: &mut BTreeMap<K, V>) {
     while known.len() > POINTS_MAX {
         known.pop_first();
     }
 }
 
-fn said(digest: Digest) -> String {
+fn digest_text(digest: Digest) -> String {
     format!("{} pairs {}", digest.count, digest.hex())
 }
 

@@ -1,4 +1,4 @@
-//! Asks until everybody was met, or the time is over.
+//! Polls until everything was compared or the time is over.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,35 +15,39 @@ use warmroute_proto::view::ViewPage;
 use warmroute_proto::{DpRank, Seed, Source, WorkerId};
 
 use super::Comparison;
-use super::engine::{Engine, PROBE_BLOCKS, probe_tokens};
-use crate::doctor::collect::Look;
+use super::engine::{EngineClient, PROBE_BLOCKS, probe_tokens};
+use crate::doctor::collect::PlaneReader;
 use crate::doctor::{Code, Report};
 
-/// Between two rounds; heartbeats are taken in meanwhile.
+/// Time between polls, in which heartbeats are read.
 const ROUND: Duration = Duration::from_millis(200);
 
-/// So many rounds between two lists of an engine: each is its whole cache.
+/// Polls between two lists of an engine, each of which is its whole cache.
 const LIST_EVERY: u32 = 5;
 
-/// Within so long a shim sees that its engine was restarted, and indexers hear of it.
+/// Time within which shim and indexers notice a restarted engine.
 const RESTART_SEEN: Duration = Duration::from_secs(3);
 
-/// Until an index credits what its engine just cached.
+/// Deadline for an index to credit what its engine just cached.
 const CREDIT_DEADLINE: Duration = Duration::from_secs(10);
 const CREDIT_PAUSE: Duration = Duration::from_millis(50);
 
-/// How thoroughly it is looked.
+/// Options of a comparison.
 #[derive(Clone, Copy, Debug)]
-pub struct How {
-    /// For how long nobody being met is tried again.
+pub struct VerifyOptions {
+    /// Time limit of polling.
     pub within: Duration,
-    /// Engines get requests.
+    /// Sends requests to engines.
     pub probe: bool,
 }
 
 /// Compares all indexers with each other, with the shims, and with engines that list their blocks. An
-/// error says that there was nothing to compare.
-pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneError> {
+/// error means that there was nothing to compare.
+pub async fn run(
+    look: &PlaneReader,
+    options: VerifyOptions,
+    server: String,
+) -> Result<Report, PlaneError> {
     let registry = look.registry().await?;
     let ids: Vec<String> = registry.indexers.keys().cloned().collect();
     if ids.is_empty() {
@@ -53,14 +57,14 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
     let mut comparison = Comparison::new(ids.iter().cloned());
     comparison.expect(registry.workers.values().flat_map(sources));
     let mut heartbeats = look.heartbeats().await?;
-    let end = Instant::now() + how.within;
+    let end = Instant::now() + options.within;
     let mut views = BTreeMap::new();
     for round in 0_u32.. {
         if round.is_multiple_of(LIST_EVERY) {
             list(&mut engines, &mut comparison).await;
         }
         views = look.views(ids.iter().cloned()).await;
-        comparison.viewed(&views);
+        comparison.add_views(&views);
         // At least one of each shim.
         let is_enough = round >= LIST_EVERY * 2 && comparison.is_complete();
         if is_enough || Instant::now() >= end {
@@ -69,14 +73,14 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
         let next = Instant::now() + ROUND;
         while let Ok(Some(message)) = timeout_at(next, heartbeats.next()).await {
             if let Ok(heartbeat) = look.heartbeat(&message) {
-                comparison.heard(&heartbeat);
+                comparison.add_heartbeat(&heartbeat);
             }
         }
     }
     if comparison.is_engine_contradicted() {
         sleep(RESTART_SEEN).await;
         views = look.views(ids.iter().cloned()).await;
-        comparison.viewed(&views);
+        comparison.add_views(&views);
     }
     if let Ok(now) = look.registry().await {
         comparison.excuse(
@@ -89,7 +93,7 @@ pub async fn run(look: &Look, how: How, server: String) -> Result<Report, PlaneE
             comparison.find(Code::IndexerSilent, format!("{id}: {why}"));
         }
     }
-    if how.probe {
+    if options.probe {
         probe(look, &registry.workers, &views, &mut comparison).await;
     }
     Ok(comparison.report(look.namespace().to_string(), server))
@@ -104,23 +108,23 @@ fn sources(entry: &WorkerEntry) -> impl Iterator<Item = Source> {
 }
 
 /// Those that may list their blocks.
-fn engines(workers: &BTreeMap<WorkerId, WorkerEntry>) -> BTreeMap<WorkerId, Engine> {
+fn engines(workers: &BTreeMap<WorkerId, WorkerEntry>) -> BTreeMap<WorkerId, EngineClient> {
     let engine = |(id, entry): (&WorkerId, &WorkerEntry)| {
-        let engine = Engine::new(entry).ok()?;
+        let engine = EngineClient::new(entry).ok()?;
         Some((id.clone(), engine))
     };
     workers.iter().filter_map(engine).collect()
 }
 
 /// Engines that do not list their blocks are not asked again.
-async fn list(engines: &mut BTreeMap<WorkerId, Engine>, comparison: &mut Comparison) {
+async fn list(engines: &mut BTreeMap<WorkerId, EngineClient>, comparison: &mut Comparison) {
     let asks = engines.iter().map(|(worker, engine)| async move {
         let ranks = engine.list().await;
         (worker.clone(), ranks)
     });
     for (worker, ranks) in join_all(asks).await {
         match ranks {
-            Some(ranks) => comparison.listed(&worker, ranks),
+            Some(ranks) => comparison.add_list(&worker, ranks),
             None => drop(engines.remove(&worker)),
         }
     }
@@ -128,7 +132,7 @@ async fn list(engines: &mut BTreeMap<WorkerId, Engine>, comparison: &mut Compari
 
 /// Every source that some replica credits.
 async fn probe(
-    look: &Look,
+    look: &PlaneReader,
     workers: &BTreeMap<WorkerId, WorkerEntry>,
     views: &BTreeMap<String, Result<ViewPage, String>>,
     comparison: &mut Comparison,
@@ -158,7 +162,7 @@ async fn probe(
 
 /// What is wrong, if anything is.
 async fn probe_one(
-    look: &Look,
+    look: &PlaneReader,
     id: &str,
     entry: &WorkerEntry,
     dp_rank: DpRank,
@@ -170,7 +174,7 @@ async fn probe_one(
         dp_rank,
     };
     let tokens = probe_tokens(block_size, Uuid::new_v4().as_u64_pair().0);
-    let engine = Engine::new(entry)?;
+    let engine = EngineClient::new(entry)?;
     engine.cached(entry, dp_rank, &tokens).await?;
     let blocks = local_hashes(&tokens, block_size, Seed::new(None, None));
     let end = Instant::now() + CREDIT_DEADLINE;

@@ -57,7 +57,7 @@ fn compare(rounds: &[[(u64, u64, u64); 2]]) -> Comparison {
         let views = ["a", "b"].into_iter().zip(round);
         let views = views
             .map(|(id, &(position, number, sum))| (id.to_owned(), view(position, number, sum)));
-        comparison.viewed(&views.collect());
+        comparison.add_views(&views.collect());
     }
     comparison
 }
@@ -70,7 +70,7 @@ fn codes(comparison: Comparison) -> Vec<Code> {
 #[test]
 fn equal_replicas_are_complete_once_they_met_at_one_position() {
     assert!(!compare(&[[(5, 1, 1), (6, 2, 2)]]).is_complete());
-    // A number is met later than it was told: the second replica lags.
+    // The second replica lags: a number is compared later than it was reported.
     let met = compare(&[[(5, 1, 1), (4, 0, 0)], [(6, 2, 2), (5, 1, 1)]]);
     assert!(!met.is_complete(), "never at one position");
     assert_eq!(codes(met), []);
@@ -89,7 +89,7 @@ fn a_replica_that_differs_is_found_at_whatever_number_they_meet() {
         finding.about[0].starts_with("w/0 at generation 1, number 1: "),
         "{report}"
     );
-    assert!(report.needs_somebody());
+    assert!(report.needs_action());
     assert_eq!(
         codes(compare(&[[(5, 1, 1), (5, 2, 2)]]))[0],
         Code::IndexersDiffer
@@ -97,17 +97,17 @@ fn a_replica_that_differs_is_found_at_whatever_number_they_meet() {
 }
 
 #[test]
-fn shims_are_compared_and_missed_ones_told() {
+fn shims_are_compared_and_missing_ones_reported() {
     let mut comparison = compare(&[[(5, 1, 1), (5, 1, 1)]]);
-    comparison.heard(&heartbeat(0, 7));
+    comparison.add_heartbeat(&heartbeat(0, 7));
     assert!(!comparison.is_complete());
     assert_eq!(codes(comparison), [Code::NotCompared]);
     let mut comparison = compare(&[[(5, 1, 1), (5, 1, 1)]]);
-    comparison.heard(&heartbeat(1, 1));
+    comparison.add_heartbeat(&heartbeat(1, 1));
     assert!(comparison.is_complete());
     assert_eq!(codes(comparison), []);
     let mut comparison = compare(&[[(5, 1, 1), (5, 1, 1)]]);
-    comparison.heard(&heartbeat(1, 2));
+    comparison.add_heartbeat(&heartbeat(1, 2));
     assert_eq!(codes(comparison), [Code::MirrorDiffers]);
 }
 
@@ -115,13 +115,13 @@ fn shims_are_compared_and_missed_ones_told() {
 fn engines_are_compared_where_nothing_changed_between() {
     let check = |changed, last, sum, expected: &[Code]| {
         let mut comparison = compare(&[[(5, 4, 1), (5, 4, 1)]]);
-        let listed = Listed {
+        let listed = EngineRankList {
             dp_rank: warmroute_proto::DpRank(0),
             changed: Some(EngineSeq(changed)),
             last: Some(EngineSeq(last)),
             digest: digest(sum),
         };
-        comparison.listed(&WorkerId::from("w"), vec![listed]);
+        comparison.add_list(&WorkerId::from("w"), vec![listed]);
         assert_eq!(codes(comparison), expected);
     };
     check(3, 6, 1, &[]);
@@ -133,22 +133,22 @@ fn engines_are_compared_where_nothing_changed_between() {
 
 /// Nobody's silence is taken for a yes.
 #[test]
-fn who_says_nothing_of_a_registered_source_is_told() {
-    let told = |comparison: Comparison| {
+fn origins_missing_for_a_registered_source_are_reported() {
+    let not_compared = |comparison: Comparison| {
         assert!(!comparison.is_complete());
         let report = comparison.report("ns".to_owned(), String::new());
-        assert!(report.needs_somebody());
+        assert!(report.needs_action());
         assert_eq!(report.findings[0].code, Code::NotCompared);
         report.findings[0].about.clone()
     };
-    let nobody = Comparison::new(["a".to_owned(), "b".to_owned()]);
-    assert_eq!(told(nobody), ["nothing: nobody told of any source"]);
+    let empty = Comparison::new(["a".to_owned(), "b".to_owned()]);
+    assert_eq!(not_compared(empty), ["nothing: no source was reported"]);
     let mut unheard = Comparison::new(["a".to_owned()]);
     unheard.expect([source("w/0")]);
-    assert_eq!(told(unheard), ["w/0: its shim, indexer a"]);
+    assert_eq!(not_compared(unheard), ["w/0: its shim, indexer a"]);
     let mut without_its_shim = compare(&[[(5, 1, 1), (5, 1, 1)]]);
     without_its_shim.expect([source("w/0")]);
-    assert_eq!(told(without_its_shim), ["w/0: its shim"]);
+    assert_eq!(not_compared(without_its_shim), ["w/0: its shim"]);
 
     let b_holds_nothing = || {
         let mut comparison = Comparison::new(["a".to_owned(), "b".to_owned()]);
@@ -159,12 +159,12 @@ fn who_says_nothing_of_a_registered_source_is_told() {
             ("a".to_owned(), view(5, 1, 1)),
             ("b".to_owned(), Ok(set_aside)),
         ];
-        comparison.viewed(&views.into());
-        comparison.heard(&heartbeat(1, 1));
+        comparison.add_views(&views.into());
+        comparison.add_heartbeat(&heartbeat(1, 1));
         comparison
     };
-    assert_eq!(told(b_holds_nothing()), ["w/0: indexer b"]);
-    // Who left meanwhile owes nothing.
+    assert_eq!(not_compared(b_holds_nothing()), ["w/0: indexer b"]);
+    // Deregistered replicas need not report.
     let mut left = b_holds_nothing();
     left.excuse(|_| true, |id| id == "a");
     assert_eq!(codes(left), []);
@@ -177,7 +177,7 @@ fn who_says_nothing_of_a_registered_source_is_told() {
 #[test]
 fn a_restarted_engine_is_not_compared_with_its_former_life() {
     let listed = |sum| {
-        let listed = Listed {
+        let listed = EngineRankList {
             dp_rank: warmroute_proto::DpRank(0),
             changed: Some(EngineSeq(3)),
             last: Some(EngineSeq(6)),
@@ -190,25 +190,25 @@ fn a_restarted_engine_is_not_compared_with_its_former_life() {
     begun.generation = Generation(2);
     // The list is of the new life, and comes before or after the new generation.
     let mut before = compare(&[[(5, 4, 1), (5, 4, 1)]]);
-    before.listed(&worker, listed(2));
+    before.add_list(&worker, listed(2));
     assert!(before.is_engine_contradicted());
-    before.heard(&begun);
+    before.add_heartbeat(&begun);
     assert!(!before.is_engine_contradicted());
     assert!(!codes(before).contains(&Code::EngineDiffers));
     let mut after = compare(&[[(5, 4, 1), (5, 4, 1)]]);
-    after.heard(&begun);
-    after.listed(&worker, listed(2));
-    // A replica that lags still tells of the former life.
+    after.add_heartbeat(&begun);
+    after.add_list(&worker, listed(2));
+    // A lagging replica still reports the former generation.
     let lagging = [("b".to_owned(), view(5, 4, 1))];
-    after.viewed(&lagging.into());
+    after.add_views(&lagging.into());
     assert!(!after.is_engine_contradicted());
     assert!(!codes(after).contains(&Code::EngineDiffers));
     // A list of the former life is not compared with the new one's.
     let mut late = compare(&[[(5, 4, 1), (5, 4, 1)]]);
-    late.listed(&worker, listed(1));
+    late.add_list(&worker, listed(1));
     let mut new_life = view(9, 4, 2).unwrap();
     new_life.sources[0].generation = Some(Generation(2));
-    late.viewed(&[("a".to_owned(), Ok(new_life))].into());
+    late.add_views(&[("a".to_owned(), Ok(new_life))].into());
     assert!(!codes(late).contains(&Code::EngineDiffers));
 }
 
@@ -216,8 +216,8 @@ fn a_restarted_engine_is_not_compared_with_its_former_life() {
 fn what_is_remembered_is_bounded() {
     let mut comparison = Comparison::new(["a".to_owned()]);
     for number in 0..1000 {
-        comparison.heard(&heartbeat(number, 1));
+        comparison.add_heartbeat(&heartbeat(number, 1));
     }
-    let told = &comparison.sources[&source("w/0")];
-    assert_eq!(told.points.len(), POINTS_MAX);
+    let digests = &comparison.sources[&source("w/0")];
+    assert_eq!(digests.points.len(), POINTS_MAX);
 }
