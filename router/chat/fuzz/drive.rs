@@ -49,7 +49,7 @@ pub(crate) fn chat(data: &[u8]) {
     let Ok(request) = parse(PromptRoute::ChatCompletions, data) else {
         return;
     };
-    check_forwarded(&request.forward_body());
+    check_forwarded(request.rewritten.as_deref().unwrap_or(data));
     let PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat is a chat")
     };
@@ -70,7 +70,7 @@ pub(crate) fn completion(data: &[u8]) {
     let Ok(request) = parse(PromptRoute::Completions, data) else {
         return;
     };
-    check_forwarded(&request.forward_body());
+    check_forwarded(request.rewritten.as_deref().unwrap_or(data));
     let PromptSource::Completion(parts) = &request.prompt else {
         panic!("a completion is a completion")
     };

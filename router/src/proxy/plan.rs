@@ -74,7 +74,7 @@ pub(super) fn plan(route: PromptRoute, body: &[u8], grounds: &Grounds) -> Result
         streaming: parsed.info.stream,
         single,
         unhashed,
-        rewritten: parsed.into_rewritten().map(Bytes::from),
+        rewritten: parsed.rewritten.map(Bytes::from),
     })
 }
 
@@ -129,7 +129,7 @@ fn token_lists(
         }
     };
     let model_max = model.max_model_len.map(|tokens| tokens as usize);
-    let whole = |tokens: &Vec<u32>| parsed.info.limits.keeps_whole(tokens.len(), model_max);
+    let whole = |tokens: &Vec<u32>| parsed.info.keeps_whole(tokens.len(), model_max);
     if lists.iter().all(whole) {
         Ok(lists)
     } else {

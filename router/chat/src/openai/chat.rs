@@ -23,11 +23,6 @@ pub(super) const FIELDS: &[&str] = &[
     "continue_final_message",
     "add_special_tokens",
     "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "n",
-    "user",
     "cache_salt",
     "prompt_logprobs",
     "echo",
@@ -61,22 +56,6 @@ pub struct ChatParts<'a> {
     pub reasoning_effort: Option<Cow<'a, str>>,
     pub ending: ChatEnding,
     pub special_tokens: SpecialTokens,
-}
-
-impl<'a> ChatParts<'a> {
-    /// A chat with defaults for everything but messages and tools.
-    pub fn new(messages: &'a RawValue, tools: Option<&'a RawValue>) -> Self {
-        Self {
-            messages,
-            tools,
-            documents: None,
-            template: None,
-            template_kwargs: None,
-            reasoning_effort: None,
-            ending: ChatEnding::GenerationPrompt,
-            special_tokens: SpecialTokens::Omit,
-        }
-    }
 }
 
 pub(super) fn read<'a>(

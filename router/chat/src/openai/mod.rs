@@ -1,7 +1,7 @@
 //! OpenAI's request and response forms, as far as routing needs them. Pure.
 //!
 //! A request is read in place, and the engine receives the client's bytes (except for one option,
-//! see [`ParsedRequest::forward_body`]). The parser refuses only what no engine accepts. A field
+//! see [`ParsedRequest::rewritten`]). The parser refuses only what no engine accepts. A field
 //! that it cannot read makes the prompt [`OpaqueReason`]: the request is routed by load, and the
 //! engine judges the field.
 //! Absent: validation of sampling parameters, knowledge of models, building of responses.
@@ -18,9 +18,7 @@ mod usage;
 pub use chat::{ChatEnding, ChatParts};
 pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
-pub use request::{
-    OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, RequestLimits, parse,
-};
+pub use request::{OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse};
 pub use sse::{SseEvent, SseSplitter, StreamObserver};
 pub use usage::TokenUsage;
 

@@ -16,14 +16,13 @@ pub enum PromptRoute {
 }
 
 /// The options of a request, owned so that they outlive the body.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestInfo {
     pub model: String,
-    pub user: Option<String>,
     pub cache_salt: Option<String>,
     pub stream: bool,
-    pub include_usage: bool,
-    pub limits: RequestLimits,
+    /// Tokens of the prompt that the engine keeps; -1 means up to the model's maximum.
+    pub truncate_prompt: Option<i64>,
     /// False if the engine computes the whole prompt although it may hold a prefix: it does so to
     /// compute log probabilities of the prompt.
     pub reads_cache: bool,
@@ -31,16 +30,7 @@ pub struct RequestInfo {
     pub opaque: Option<OpaqueReason>,
 }
 
-/// Bounds on lengths and counts, as received.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RequestLimits {
-    pub max_tokens: Option<u32>,
-    pub choices: Option<u32>,
-    /// Tokens of the prompt that the engine keeps; -1 means up to the model's maximum.
-    pub truncate_prompt: Option<i64>,
-}
-
-impl RequestLimits {
+impl RequestInfo {
     /// Whether the engine keeps all of `prompt_tokens`. It truncates or refuses a prompt beyond
     /// `model_max` (`None`: unknown).
     pub fn keeps_whole(&self, prompt_tokens: usize, model_max: Option<usize>) -> bool {
@@ -90,25 +80,10 @@ pub enum PromptSource<'a> {
 pub struct ParsedRequest<'a> {
     pub info: RequestInfo,
     pub prompt: PromptSource<'a>,
-    body: &'a [u8],
-    rewritten: Option<Vec<u8>>,
-}
-
-impl<'a> ParsedRequest<'a> {
-    /// The body for the engine: the client's bytes without `vllm_xargs.kv_cache_report_mode`. That
-    /// option makes the engine announce cached blocks again, which breaks the reference counts of
-    /// every mirror of its cache.
-    pub fn forward_body(&self) -> Cow<'_, [u8]> {
-        match &self.rewritten {
-            Some(bytes) => Cow::Borrowed(bytes),
-            None => Cow::Borrowed(self.body),
-        }
-    }
-
-    /// The changed body; `None` if the client's bytes are forwarded.
-    pub fn into_rewritten(self) -> Option<Vec<u8>> {
-        self.rewritten
-    }
+    /// The body for the engine if it is not the client's: without `vllm_xargs.kv_cache_report_mode`.
+    /// That option makes the engine announce cached blocks again, which breaks the reference counts
+    /// of every mirror of its cache.
+    pub rewritten: Option<Vec<u8>>,
 }
 
 /// Parses the body of a request.
@@ -133,32 +108,23 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
         }
     };
     let stream = opaque.flag(&fields, "stream").unwrap_or(false);
-    let limits = RequestLimits {
-        max_tokens: max_tokens(&fields, route),
-        choices: count(&fields, "n"),
-        truncate_prompt: opaque.readable(fields.integer("truncate_prompt_tokens")),
-    };
+    let truncate_prompt = opaque.readable(fields.integer("truncate_prompt_tokens"));
     if transferred_tokens(&fields) {
         opaque.set(OpaqueReason::TransferredTokens);
     }
     let info = RequestInfo {
         model: model.into_owned(),
-        user: fields.text("user").unwrap_or_default().map(Cow::into_owned),
         cache_salt: fields.text("cache_salt")?.map(Cow::into_owned),
         stream,
-        include_usage: include_usage(&fields),
-        limits,
+        truncate_prompt,
         reads_cache: reads_cache(&fields, route),
         opaque: opaque.0,
     };
-    let rewritten = fields
-        .raw("vllm_xargs")
-        .and_then(|xargs| rewrite::without_report_mode(body, xargs));
+    let xargs = fields.raw("vllm_xargs");
     Ok(ParsedRequest {
         info,
         prompt,
-        body,
-        rewritten,
+        rewritten: xargs.and_then(|xargs| rewrite::without_report_mode(body, xargs)),
     })
 }
 
@@ -184,23 +150,6 @@ impl FirstOpaque {
     }
 }
 
-fn count(fields: &BodyFields<'_>, name: &'static str) -> Option<u32> {
-    fields
-        .integer(name)
-        .ok()
-        .flatten()
-        .and_then(|value| u32::try_from(value).ok())
-}
-
-fn max_tokens(fields: &BodyFields<'_>, route: PromptRoute) -> Option<u32> {
-    match route {
-        PromptRoute::ChatCompletions => {
-            count(fields, "max_completion_tokens").or_else(|| count(fields, "max_tokens"))
-        }
-        PromptRoute::Completions => count(fields, "max_tokens"),
-    }
-}
-
 /// vLLM does not read its prefix cache for a request of prompt log probabilities. `echo` requests
 /// them together with `logprobs`; in a chat the default `top_logprobs` of 0 is enough.
 fn reads_cache(fields: &BodyFields<'_>, route: PromptRoute) -> bool {
@@ -212,23 +161,11 @@ fn reads_cache(fields: &BodyFields<'_>, route: PromptRoute) -> bool {
     !(fields.has("prompt_logprobs") || echoed)
 }
 
-fn include_usage(fields: &BodyFields<'_>) -> bool {
-    members_of(fields, "stream_options", &["include_usage"])
-        .is_some_and(|options| options.flag("include_usage") == Ok(Some(true)))
-}
-
 fn transferred_tokens(fields: &BodyFields<'_>) -> bool {
-    members_of(fields, "kv_transfer_params", &["prompt_token_ids"])
+    fields
+        .raw("kv_transfer_params")
+        .and_then(|raw| BodyFields::read(raw.get().as_bytes(), &["prompt_token_ids"]).ok())
         .is_some_and(|params| params.has("prompt_token_ids"))
-}
-
-/// The wanted members of a field that is an object.
-fn members_of<'a>(
-    fields: &BodyFields<'a>,
-    name: &'static str,
-    members: &'static [&'static str],
-) -> Option<BodyFields<'a>> {
-    BodyFields::read(fields.raw(name)?.get().as_bytes(), members).ok()
 }
 
 #[cfg(test)]

@@ -5,11 +5,10 @@
 use std::fmt;
 
 use serde::Deserialize;
-use serde_json::value::RawValue;
-use serde_json::{Value, json};
+use serde_json::{Map, Value};
 
-use super::{ChatEncodeError, CivilTime, Tokenizer};
-use crate::openai::{ChatEnding, ChatParts, SpecialTokens};
+use super::{ChatEncodeError, CivilTime, RenderError, Tokenizer};
+use crate::openai::{self, PromptList, PromptRoute, PromptSource};
 
 /// One text or conversation, with the router's token ids.
 #[derive(Debug)]
@@ -83,17 +82,14 @@ pub fn compare(ours: &Result<Vec<u32>, ChatEncodeError>, theirs: &ProbeAnswer) -
         (Err(_), ProbeAnswer::Refused) => ProbeVerdict::BothRefuse,
         (Ok(_), ProbeAnswer::Refused) => ProbeVerdict::OnlyEngineRefuses,
         (Err(error), ProbeAnswer::Tokens(_)) => ProbeVerdict::OnlyWeRefuse(error.to_string()),
+        (Ok(ours), ProbeAnswer::Tokens(theirs)) if ours == theirs => {
+            ProbeVerdict::Equal { tokens: ours.len() }
+        }
         (Ok(ours), ProbeAnswer::Tokens(theirs)) => {
-            let shorter = ours.len().min(theirs.len());
-            let differing = (0..shorter).find(|&at| ours.get(at) != theirs.get(at));
-            match differing {
-                None if ours.len() == theirs.len() => ProbeVerdict::Equal { tokens: ours.len() },
-                at => {
-                    let at = at.unwrap_or(shorter);
-                    let (ours, theirs) = (ours.get(at).copied(), theirs.get(at).copied());
-                    ProbeVerdict::Differ { at, ours, theirs }
-                }
-            }
+            let equal = ours.iter().zip(theirs).take_while(|(a, b)| a == b);
+            let at = equal.count();
+            let (ours, theirs) = (ours.get(at).copied(), theirs.get(at).copied());
+            ProbeVerdict::Differ { at, ours, theirs }
         }
     }
 }
@@ -114,21 +110,16 @@ pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict
     let verdicts: Vec<_> = verdicts.into_iter().collect();
     let refused = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::BothRefuse);
     let trusted = |kind: ProbeKind| {
-        let mut judged = verdicts
-            .iter()
-            .filter(|(of, verdict)| *of == kind && !refused(verdict))
-            .peekable();
-        judged.peek().is_some()
-            && judged.all(|(_, verdict)| matches!(verdict, ProbeVerdict::Equal { .. }))
+        let of_kind = verdicts.iter().filter(|(of, _)| *of == kind);
+        let mut judged = of_kind.filter(|(_, verdict)| !refused(verdict)).peekable();
+        let is_equal = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::Equal { .. });
+        judged.peek().is_some() && judged.all(|(_, verdict)| is_equal(verdict))
     };
     TokenTrust {
         completions: trusted(ProbeKind::Completion),
         chat: trusted(ProbeKind::Chat),
         chat_with_tools: trusted(ProbeKind::Chat) && trusted(ProbeKind::ChatWithTools),
-        skipped: verdicts
-            .iter()
-            .filter(|(_, verdict)| refused(verdict))
-            .count(),
+        skipped: verdicts.iter().filter(|(_, v)| refused(v)).count(),
     }
 }
 
@@ -150,240 +141,60 @@ pub fn read_answer(status: u16, body: &[u8]) -> ProbeAnswer {
 /// The probes of a model at this time. A template with a date may render them differently around
 /// midnight, so a difference needs a second round.
 pub fn probes(tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Vec<Probe> {
-    let completions = COMPLETIONS.iter().map(|(name, text)| Probe {
-        name,
-        kind: ProbeKind::Completion,
-        body: json!({"model": model, "prompt": text})
-            .to_string()
-            .into_bytes(),
-        ours: tokenizer
-            .encode(text, SpecialTokens::Add)
-            .map_err(ChatEncodeError::from),
-    });
-    let chats = chats().into_iter();
-    completions
-        .chain(chats.map(|chat| chat.probe(tokenizer, model, now)))
+    let definitions = serde_json::from_str::<Vec<ProbeDefinition>>(PROBES).unwrap_or_default();
+    definitions
+        .into_iter()
+        .map(|definition| definition.probe(tokenizer, model, now))
         .collect()
 }
 
-const COMPLETIONS: &[(&str, &str)] = &[
-    (
-        "text",
-        "The quick brown fox jumps over the lazy dog, 12345 times.\n\n  It's   done.\t",
-    ),
-    (
-        "unicode text",
-        "Grüße, e\u{301}té, 你好，世界！ Привет 👩‍👩‍👧 \u{a0}ﬁn\u{200b}",
-    ),
-];
+/// Bodies without a model. Ids of calls have nine characters, since some templates require that.
+const PROBES: &str = include_str!("probes.json");
 
-struct ChatProbe {
+#[derive(Deserialize)]
+struct ProbeDefinition {
     name: &'static str,
-    messages: Value,
-    tools: Option<Value>,
-    ending: ChatEnding,
+    body: Map<String, Value>,
 }
 
-impl ChatProbe {
-    fn probe(&self, tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Probe {
-        let mut body = json!({"model": model, "messages": self.messages});
-        if let Some(tools) = &self.tools {
-            body["tools"] = tools.clone();
-        }
-        match self.ending {
-            ChatEnding::GenerationPrompt | ChatEnding::Contradiction => {}
-            ChatEnding::LastMessage => body["add_generation_prompt"] = json!(false),
-            ChatEnding::InsideLastMessage => {
-                body["add_generation_prompt"] = json!(false);
-                body["continue_final_message"] = json!(true);
-            }
-        }
+impl ProbeDefinition {
+    fn probe(mut self, tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Probe {
+        let (route, kind) = if self.body.contains_key("prompt") {
+            (PromptRoute::Completions, ProbeKind::Completion)
+        } else if self.body.contains_key("tools") {
+            (PromptRoute::ChatCompletions, ProbeKind::ChatWithTools)
+        } else {
+            (PromptRoute::ChatCompletions, ProbeKind::Chat)
+        };
+        self.body.insert("model".to_owned(), model.into());
+        let body = Value::Object(self.body).to_string().into_bytes();
         Probe {
             name: self.name,
-            kind: match self.tools {
-                Some(_) => ProbeKind::ChatWithTools,
-                None => ProbeKind::Chat,
-            },
-            body: body.to_string().into_bytes(),
-            ours: self.encode(tokenizer, now),
+            kind,
+            ours: encode(tokenizer, route, &body, now),
+            body,
         }
-    }
-
-    fn encode(&self, tokenizer: &Tokenizer, now: CivilTime) -> Result<Vec<u32>, ChatEncodeError> {
-        let invalid = |_| ChatEncodeError::from(super::RenderError::Invalid("messages"));
-        let raw = |value: &Value| RawValue::from_string(value.to_string()).map_err(invalid);
-        let messages = raw(&self.messages)?;
-        let tools = self.tools.as_ref().map(raw).transpose()?;
-        let mut parts = ChatParts::new(&messages, tools.as_deref());
-        parts.ending = self.ending;
-        tokenizer.encode_chat(&parts, now)
     }
 }
 
-fn chats() -> Vec<ChatProbe> {
-    let user = |text: &str| json!({"role": "user", "content": text});
-    let assistant = |text: &str| json!({"role": "assistant", "content": text});
-    let system = json!({"role": "system", "content": "You are careful.\nAnswer briefly. "});
-    let tool = json!({"type": "function", "function": {
-        "name": "get_weather", "description": "Weather of a <city> & \"more\"",
-        "parameters": {"type": "object", "properties": {
-            "city": {"type": "string", "description": "Größe egal"},
-            "days": {"type": "integer", "enum": [1, 2]}},
-            "required": ["city"]}}});
-    // Nine characters: some templates require that.
-    let call = json!({"role": "assistant", "content": "", "tool_calls": [{
-        "id": "call00001", "type": "function",
-        "function": {"name": "get_weather", "arguments": "{\"city\": \"Köln\", \"days\": 2}"}}]});
-    let result = json!({"role": "tool", "tool_call_id": "call00001", "content": "{\"t\": 21.5}"});
-    let plain = |name, messages| ChatProbe {
-        name,
-        messages,
-        tools: None,
-        ending: ChatEnding::GenerationPrompt,
-    };
-    let tooled = |name, messages| ChatProbe {
-        tools: Some(json!([tool])),
-        ..plain(name, messages)
-    };
-    let turns = json!([
-        user("  Hello there! "),
-        assistant(" Hi.\n"),
-        user("What's 2+2?\n\n")
-    ]);
-    let parts = json!([{"role": "user", "content": [
-        {"type": "text", "text": "one"}, {"type": "text", "text": " two"}]}]);
-    let unicode = json!([user(
-        "Grüße 你好 👩‍👩‍👧 e\u{301} \u{a0}<|im_end|></s>[INST] {{ x }} {% y %}"
-    )]);
-    vec![
-        plain("user", json!([user("Hello, who are you?")])),
-        plain("system", json!([system, user("Hello, who are you?")])),
-        plain("turns", turns.clone()),
-        plain(
-            "system and turns",
-            json!([system, turns[0], turns[1], turns[2]]),
-        ),
-        plain("unicode", unicode),
-        plain("parts", parts),
-        ChatProbe {
-            ending: ChatEnding::LastMessage,
-            ..plain("no prompt", json!([turns[0], turns[1]]))
+fn encode(
+    tokenizer: &Tokenizer,
+    route: PromptRoute,
+    body: &[u8],
+    now: CivilTime,
+) -> Result<Vec<u32>, ChatEncodeError> {
+    let invalid = ChatEncodeError::from(RenderError::Invalid("probe"));
+    match openai::parse(route, body).map(|request| request.prompt) {
+        Ok(PromptSource::Chat(chat)) => tokenizer.encode_chat(&chat, now),
+        Ok(PromptSource::Completion(parts)) => match parts.prompts {
+            PromptList::Texts(texts) if texts.len() == 1 => {
+                Ok(tokenizer.encode(&texts[0], parts.special_tokens)?)
+            }
+            PromptList::Texts(_) | PromptList::Tokens(_) => Err(invalid),
         },
-        ChatProbe {
-            ending: ChatEnding::InsideLastMessage,
-            ..plain("continued", json!([turns[0], assistant("The answer is")]))
-        },
-        tooled("tools", json!([user("Weather in Köln?")])),
-        tooled(
-            "tools and system",
-            json!([system, user("Weather in Köln?")]),
-        ),
-        tooled(
-            "tool result",
-            json!([user("Weather in Köln?"), call, result]),
-        ),
-        tooled(
-            "tool history",
-            json!([user("Weather?"), call, result, assistant("21."), user("OK")]),
-        ),
-    ]
+        Err(_) => Err(invalid),
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::tokenize::RenderError;
-
-    #[test]
-    fn a_difference_is_located() {
-        let ours = Ok(vec![1, 2, 3]);
-        let answer = |ids: &[u32]| compare(&ours, &ProbeAnswer::Tokens(ids.to_vec()));
-        assert_eq!(answer(&[1, 2, 3]), ProbeVerdict::Equal { tokens: 3 });
-        assert_eq!(
-            answer(&[1, 5, 3]),
-            ProbeVerdict::Differ {
-                at: 1,
-                ours: Some(2),
-                theirs: Some(5)
-            }
-        );
-        assert_eq!(
-            answer(&[1, 2]),
-            ProbeVerdict::Differ {
-                at: 2,
-                ours: Some(3),
-                theirs: None
-            }
-        );
-        assert_eq!(
-            answer(&[1, 2, 3, 4]),
-            ProbeVerdict::Differ {
-                at: 3,
-                ours: None,
-                theirs: Some(4)
-            }
-        );
-        assert_eq!(
-            compare(&ours, &ProbeAnswer::Refused),
-            ProbeVerdict::OnlyEngineRefuses
-        );
-        let failed = Err(ChatEncodeError::from(RenderError::NoTemplate));
-        assert_eq!(
-            compare(&failed, &ProbeAnswer::Refused),
-            ProbeVerdict::BothRefuse
-        );
-        assert!(matches!(
-            compare(&failed, &ProbeAnswer::Tokens(vec![])),
-            ProbeVerdict::OnlyWeRefuse(_)
-        ));
-        assert_eq!(
-            compare(&failed, &ProbeAnswer::Unusable),
-            ProbeVerdict::Unanswered
-        );
-    }
-
-    #[test]
-    fn trust_needs_one_equal_probe_and_none_against() {
-        let equal = ProbeVerdict::Equal { tokens: 1 };
-        let refused = ProbeVerdict::BothRefuse;
-        let differ = ProbeVerdict::Differ {
-            at: 0,
-            ours: None,
-            theirs: Some(1),
-        };
-        let of = |verdicts: &[(ProbeKind, &ProbeVerdict)]| trust(verdicts.iter().copied());
-        let all = of(&[
-            (ProbeKind::Completion, &equal),
-            (ProbeKind::Chat, &equal),
-            (ProbeKind::ChatWithTools, &equal),
-        ]);
-        assert!(all.completions && all.chat && all.chat_with_tools);
-        let skipped = of(&[
-            (ProbeKind::Chat, &equal),
-            (ProbeKind::Chat, &refused),
-            (ProbeKind::ChatWithTools, &refused),
-        ]);
-        assert!(skipped.chat && !skipped.chat_with_tools && !skipped.completions);
-        assert_eq!(skipped.skipped, 2);
-        assert!(!of(&[(ProbeKind::Chat, &refused)]).chat);
-        let tools = of(&[
-            (ProbeKind::Chat, &equal),
-            (ProbeKind::ChatWithTools, &differ),
-        ]);
-        assert!(tools.chat && !tools.chat_with_tools);
-        let chat = of(&[
-            (ProbeKind::Chat, &differ),
-            (ProbeKind::ChatWithTools, &equal),
-        ]);
-        assert!(!chat.chat && !chat.chat_with_tools);
-    }
-
-    #[test]
-    fn answers_are_read() {
-        let tokens = br#"{"count":2,"max_model_len":9,"tokens":[4,5],"token_strs":null}"#;
-        assert_eq!(read_answer(200, tokens), ProbeAnswer::Tokens(vec![4, 5]));
-        assert_eq!(read_answer(200, b"{}"), ProbeAnswer::Unusable);
-        assert_eq!(read_answer(400, b"{\"error\":{}}"), ProbeAnswer::Refused);
-        assert_eq!(read_answer(404, b""), ProbeAnswer::Unusable);
-    }
-}
+mod tests;

@@ -1,11 +1,10 @@
 use std::path::Path;
 
 use serde_json::json;
-use serde_json::value::RawValue;
 
 use super::*;
 use crate::fleet::Parity;
-use crate::openai::{ChatParts, SpecialTokens};
+use crate::openai::SpecialTokens;
 use crate::tokenize::CivilTime;
 
 fn grounds() -> Grounds {
@@ -74,9 +73,12 @@ fn chats_and_texts_are_hashed_with_adapter_and_salt() {
     };
     let text = "A question of several blocks. ".repeat(10);
     let messages = json!([{"role": "user", "content": text}]);
-    let raw = RawValue::from_string(messages.to_string()).unwrap();
-    let parts = ChatParts::new(&raw, None);
-    let chat = tokenizer.encode_chat(&parts, grounds.now).unwrap();
+    let body = json!({"model": "m", "messages": messages}).to_string();
+    let request = openai::parse(PromptRoute::ChatCompletions, body.as_bytes()).unwrap();
+    let openai::PromptSource::Chat(parts) = &request.prompt else {
+        panic!("a chat")
+    };
+    let chat = tokenizer.encode_chat(parts, grounds.now).unwrap();
     let plain = tokenizer.encode(&text, SpecialTokens::Add).unwrap();
     for (model, lora) in [("m", None), ("a", Some("a"))] {
         for salt in [None, Some("s"), Some("t")] {

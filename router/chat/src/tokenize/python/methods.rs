@@ -3,10 +3,10 @@
 //! refuses, which is harmless: the engine then renders no prompt.
 
 use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
-use minijinja::{Error, ErrorKind, State};
+use minijinja::{Error, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::text;
+use super::{invalid, text};
 
 #[expect(
     clippy::wildcard_enum_match_arm,
@@ -25,10 +25,6 @@ pub(super) fn call(
         _ => None,
     };
     own.unwrap_or_else(|| unknown_method_callback(state, value, method, args))
-}
-
-fn invalid(message: &'static str) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message)
 }
 
 /// The result of a method without arguments.

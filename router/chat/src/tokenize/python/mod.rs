@@ -8,8 +8,8 @@
 
 mod filters;
 mod generation;
-mod json;
 mod methods;
+mod print;
 mod strftime;
 mod text;
 
@@ -36,7 +36,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     env.set_fuel(Some(FUEL));
     env.set_debug(false);
     env.set_unknown_method_callback(methods::call);
-    env.set_formatter(|out, _state, value| filters::write_str_of(out, value).map_err(Error::from));
+    env.set_formatter(|out, _state, value| print::write_str_of(out, value));
     env.add_function("raise_exception", raise_exception);
     filters::register(&mut env);
     Ok(env)
@@ -48,6 +48,10 @@ pub(super) fn syntax() -> Result<SyntaxConfig, Error> {
         .trim_blocks(true)
         .lstrip_blocks(true)
         .build()
+}
+
+fn invalid(reason: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidOperation, reason)
 }
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
