@@ -33,7 +33,7 @@ impl LogClock {
     }
 
     /// The log told what its clock shows, or that it does not tell.
-    pub(super) const fn is_image_acknowledged(&self) -> bool {
+    pub(super) const fn is_settled(&self) -> bool {
         !self.is_awaited
     }
 
@@ -87,7 +87,7 @@ mod tests {
         let start = start();
         let mut clock = LogClock::new(true);
         assert_eq!(clock.read(start), None, "never told");
-        assert!(!clock.is_image_acknowledged());
+        assert!(!clock.is_settled());
         clock.learn(start, start + 2 * SECOND, 100_000_000_000);
         assert_eq!(secs(&clock, start + 2 * SECOND), Some(100), "never ahead");
         assert_eq!(secs(&clock, start + 9 * SECOND), Some(107));
@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(secs(&clock, start + 63 * SECOND), None, "told too long ago");
         clock.learn(start, start + SECOND, 0);
         assert_eq!(clock.read(start + SECOND), None, "the log does not tell");
-        assert!(clock.is_image_acknowledged());
+        assert!(clock.is_settled());
     }
 
     #[test]

@@ -595,7 +595,7 @@ impl SourceCore {
         };
         match self.mirror.apply(&batch) {
             Ok(changes) => {
-                if !self.publisher.add(changes) {
+                if !self.publisher.add(now, changes) {
                     self.new_generation(now, GenerationReason::OutboxFull);
                 }
                 // So that a long replay fills records as it goes.

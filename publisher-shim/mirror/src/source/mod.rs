@@ -6,8 +6,9 @@
 //! gap, and of one life of the engine; `publisher` turns their changes into generations and
 //! records.
 //!
-//! Invariant: a credited state leaves this module only while its own proof is fresh, and only for
-//! what the log has acknowledged or what the same record carries.
+//! Invariant: a credited state leaves this module only while its own proof is fresh, only for what
+//! the log has acknowledged or what the same record carries, and only while no unacknowledged
+//! change is older than [`BACKLOG_AGE_MAX`].
 //!
 //! Not here: sockets, HTTP, the registry and the clock (`service`).
 
@@ -42,6 +43,8 @@ pub use tail::{LogTail, Tail};
 
 /// A shim's own proof counts this long: with a poll each second two may fail.
 const PROOF_MAX: Duration = Duration::from_secs(3);
+/// Age of the oldest unacknowledged change up to which the acknowledged state is credited.
+const BACKLOG_AGE_MAX: Duration = Duration::from_secs(3);
 /// Ticks come ten times a second. After so long without any input this process stood still, and what
 /// waited for it meanwhile may be of an engine that is no more.
 const STALL_MIN: Duration = Duration::from_secs(1);
@@ -488,7 +491,7 @@ impl SourceCore {
         if self.publisher.claimed(now, generation) {
             self.opened = Some(now);
             let present = self.present(now);
-            self.publisher.open(self.mirror.image(), present);
+            self.publisher.open(now, self.mirror.image(), present);
             if self.publisher.is_paused() {
                 self.tail.require();
             }
@@ -662,6 +665,11 @@ impl SourceCore {
             // What the log says is about to be replaced, and may be wrong.
             return lower(point.states, TierState::Stale);
         }
+        // The acknowledged state is true only until the next change; a change that cannot reach
+        // the log for long makes it false, however fresh the engine's proof is.
+        if self.publisher.backlog_age(now) > BACKLOG_AGE_MAX {
+            return lower(point.states, TierState::Stale);
+        }
         self.claim_of(now, point.states)
     }
 
@@ -680,7 +688,7 @@ impl SourceCore {
     }
 
     fn claim_of(&self, now: Instant, sound: TierStates) -> TierStates {
-        if self.clock.is_image_acknowledged() && self.is_proven(now) {
+        if self.clock.is_settled() && self.is_proven(now) {
             sound
         } else {
             lower(sound, TierState::Stale)

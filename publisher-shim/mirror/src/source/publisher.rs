@@ -64,6 +64,8 @@ struct OutboxRecord {
     point: RecordState,
     is_image: bool,
     is_acknowledged: bool,
+    /// When the oldest change in it was folded.
+    since: Instant,
 }
 
 #[derive(Debug)]
@@ -92,6 +94,8 @@ pub(super) struct Publisher {
     waiting_bytes: usize,
     pending: Vec<Change>,
     pending_bytes: usize,
+    /// When the oldest pending change was folded.
+    pending_since: Option<Instant>,
     /// After everything that was cut.
     digests: Tiers<Digest>,
     /// States and sequence of the last record cut.
@@ -119,6 +123,7 @@ impl Publisher {
             waiting_bytes: 0,
             pending: Vec::new(),
             pending_bytes: 0,
+            pending_since: None,
             digests: Tiers::default(),
             told: None,
             acknowledged: None,
@@ -145,6 +150,13 @@ impl Publisher {
     /// Everything that was told is acknowledged.
     pub(super) fn is_idle(&self) -> bool {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
+    }
+
+    /// Age of the oldest change that the log has not acknowledged; zero without one.
+    pub(super) fn backlog_age(&self, now: Instant) -> Duration {
+        let in_window = self.window.front().map(|record| record.since);
+        let oldest = in_window.or(self.pending_since);
+        oldest.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
     pub(super) fn waiting_bytes(&self) -> usize {
@@ -255,14 +267,17 @@ impl Publisher {
     }
 
     /// The whole mirror, right after the generation was claimed.
-    pub(super) fn open(&mut self, image: Vec<Change>, present: RecordContext) {
-        self.cut(image, present, true);
+    pub(super) fn open(&mut self, now: Instant, image: Vec<Change>, present: RecordContext) {
+        self.cut(now, image, present, true);
     }
 
     /// Adds the net changes of a batch. `false` if they do not fit: a new generation is needed.
-    pub(super) fn add(&mut self, changes: Vec<Change>) -> bool {
+    pub(super) fn add(&mut self, now: Instant, changes: Vec<Change>) -> bool {
         if !self.is_open() {
             return true;
+        }
+        if !changes.is_empty() {
+            self.pending_since.get_or_insert(now);
         }
         self.pending_bytes += changes.iter().map(pack::change_bytes).sum::<usize>();
         self.pending.extend(changes);
@@ -295,7 +310,7 @@ impl Publisher {
             !self.pending.is_empty() || self.told.is_none_or(|told| told.states != present.sound);
         let is_full = self.pending_bytes + 1024 >= self.record_bytes_max;
         if has_news && (self.window.is_empty() || is_full) {
-            self.cut_pending(present);
+            self.cut_pending(now, present);
         }
         let is_overtaken = |since: Instant| now.saturating_duration_since(since) >= OVERTAKEN_MAX;
         if self.overtaken.is_some_and(is_overtaken) {
@@ -345,7 +360,7 @@ impl Publisher {
             self.overtaken.get_or_insert(now);
         }
         if !self.pending.is_empty() {
-            self.cut_pending(present);
+            self.cut_pending(now, present);
         }
     }
 
@@ -371,13 +386,21 @@ impl Publisher {
         self.is_open() && id.generation == self.generation && id.attempt == self.attempt
     }
 
-    fn cut_pending(&mut self, present: RecordContext) {
+    fn cut_pending(&mut self, now: Instant, present: RecordContext) {
         let changes = std::mem::take(&mut self.pending);
         self.pending_bytes = 0;
-        self.cut(changes, present, false);
+        // Without changes a record carries new states, which are of now.
+        let since = self.pending_since.take().unwrap_or(now);
+        self.cut(since, changes, present, false);
     }
 
-    fn cut(&mut self, changes: Vec<Change>, present: RecordContext, is_image: bool) {
+    fn cut(
+        &mut self,
+        since: Instant,
+        changes: Vec<Change>,
+        present: RecordContext,
+        is_image: bool,
+    ) {
         let name = self.source.worker.as_str().len();
         let room = self.record_bytes_max.saturating_sub(name);
         let parts = pack::split(changes, room, &mut self.digests);
@@ -421,6 +444,7 @@ impl Publisher {
                 point,
                 is_image,
                 is_acknowledged: false,
+                since,
             });
         }
     }
@@ -433,6 +457,7 @@ impl Publisher {
         self.overtaken = None;
         self.waiting_bytes = 0;
         self.pending_bytes = 0;
+        self.pending_since = None;
         self.attempt = self.attempt.wrapping_add(1);
     }
 }

@@ -19,6 +19,55 @@ fn batches_wait_for_an_acknowledgement_and_go_together() {
 }
 
 #[test]
+fn changes_that_the_log_refuses_end_the_credit_of_the_acknowledged_state() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.tick_ms(1000);
+    assert_eq!(world.heartbeats.last().unwrap().states.gpu, GPU);
+    // Heartbeats and polls of the engine still work.
+    world.log_is_up = false;
+    world.publish(&[remove(1)]);
+    world.tick_ms(2900);
+    assert_eq!(world.heartbeats.last().unwrap().states.gpu, GPU);
+    world.tick_ms(200);
+    assert_eq!(
+        world.heartbeats.last().unwrap().states.gpu,
+        TierState::Stale
+    );
+    let sent = world.heartbeats.len();
+    world.tick_ms(60_000);
+    let is_credited = |sent: &Heartbeat| sent.states.gpu == GPU;
+    assert!(!world.heartbeats[sent..].iter().any(is_credited));
+    world.log_is_up = true;
+    world.tick_ms(10_000);
+    assert_eq!(world.heartbeats.last().unwrap().states.gpu, GPU);
+    assert_eq!(world.held(), 0);
+}
+
+#[test]
+fn acknowledgements_that_stay_away_end_the_credit_of_the_acknowledged_state() {
+    let mut world = World::started(true);
+    world.acks_wait = true;
+    world.publish(&[store(None, &[1])]);
+    world.publish(&[store(None, &[2])]);
+    world.tick_ms(3100);
+    assert_eq!(
+        world.heartbeats.last().unwrap().states.gpu,
+        TierState::Stale
+    );
+    // The second change is as old as the first, and is sent only now.
+    world.acknowledge_all();
+    world.tick_ms(100);
+    assert_eq!(
+        world.heartbeats.last().unwrap().states.gpu,
+        TierState::Stale
+    );
+    world.acknowledge_all();
+    world.tick_ms(100);
+    assert_eq!(world.heartbeats.last().unwrap().states.gpu, GPU);
+}
+
+#[test]
 fn a_batch_that_changes_nothing_sends_no_record_but_its_sequence() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
