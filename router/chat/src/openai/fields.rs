@@ -1,8 +1,8 @@
 //! The top-level fields of a request body, read in one pass without copying: the wanted fields stay
 //! raw JSON inside the body's bytes, all others are skipped.
 //!
-//! Nesting is bounded: a skipped value is walked with serde_json's recursion limit (128), a kept one
-//! meets that limit when it is read. The last of repeated keys wins, as in the engine's parser.
+//! Nesting is bounded: a skipped value is walked with serde_json's recursion limit (128), a kept
+//! one meets that limit when it is read. The last of repeated keys wins, as in the engine's parser.
 
 use std::borrow::Cow;
 use std::fmt;

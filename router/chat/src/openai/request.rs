@@ -47,7 +47,7 @@ impl RequestInfo {
 pub enum OpaqueReason {
     /// Images, audio or video: only the engine knows placeholder tokens and content hashes.
     Multimodal,
-    /// PromptSource embeddings have no tokens.
+    /// Prompt embeddings have no tokens.
     PromptEmbeds,
     /// The request carries token ids of an earlier stage.
     TransferredTokens,
@@ -80,9 +80,9 @@ pub enum PromptSource<'a> {
 pub struct ParsedRequest<'a> {
     pub info: RequestInfo,
     pub prompt: PromptSource<'a>,
-    /// The body for the engine if it is not the client's: without `vllm_xargs.kv_cache_report_mode`.
-    /// That option makes the engine announce cached blocks again, which breaks the reference counts
-    /// of every mirror of its cache.
+    /// The body for the engine if it is not the client's: without
+    /// `vllm_xargs.kv_cache_report_mode`. That option makes the engine announce cached blocks
+    /// again, which breaks the reference counts of every mirror of its cache.
     pub rewritten: Option<Vec<u8>>,
 }
 

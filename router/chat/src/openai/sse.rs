@@ -2,9 +2,9 @@
 //!
 //! [`SseSplitter`] finds the ends of events in chunks of any size. An event inside one chunk is a
 //! slice of that chunk; one that spans chunks is assembled in a bounded buffer, and a larger one is
-//! reported without its bytes. [`StreamObserver`] derives what the proxy needs: the first token, the
-//! number of output chunks, the reported usage.
-//! Neither changes, delays or validates the stream.
+//! reported without its bytes. [`StreamObserver`] derives what the proxy needs: the first token,
+//! the number of output chunks, the reported usage. Neither changes, delays or validates the
+//! stream.
 
 use std::borrow::Cow;
 

@@ -1,6 +1,6 @@
 //! Whether a template reads a message's content as text or as a list of parts. vLLM decides it by
-//! searching the parsed template for a loop over the content. This search has vLLM's order and blind
-//! spots. A template that it cannot follow gets text.
+//! searching the parsed template for a loop over the content. This search has vLLM's order and
+//! blind spots. A template that it cannot follow gets text.
 
 use minijinja::machinery::{ast, parse};
 

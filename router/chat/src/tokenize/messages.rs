@@ -2,7 +2,8 @@
 //! content as text or parts, arguments of calls as objects, unknown members removed, members in the
 //! order of vLLM's types (a template may print a whole object).
 //!
-//! `Invalid`: the engine refuses it too. `Unsupported`: the engine may render it, the router cannot.
+//! `Invalid`: the engine refuses it too. `Unsupported`: the engine may render it, the router
+//! cannot.
 
 use minijinja::value::{Value, ValueKind};
 use serde_json::value::RawValue;
@@ -31,7 +32,8 @@ const KNOWN_PART_MEMBERS: &[&str] = &[
     "video_embeds",
     "video_url",
 ];
-/// A client's attribution line that differs in every request. The engine drops it from system texts.
+/// A client's attribution line that differs in every request. The engine drops it from system
+/// texts.
 const BILLING_HEADER: &str = "x-anthropic-billing-header";
 
 type Result<T> = std::result::Result<T, RenderError>;

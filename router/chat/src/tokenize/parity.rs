@@ -1,6 +1,6 @@
 //! Compares the router's token ids with the engine's: a fixed list of probes is encoded here, and
-//! the shell sends it to the engine's `POST /tokenize`. This module builds the probes and judges the
-//! answers. A template is trusted only if they agree.
+//! the shell sends it to the engine's `POST /tokenize`. This module builds the probes and judges
+//! the answers. A template is trusted only if they agree.
 
 use std::fmt;
 
@@ -104,8 +104,8 @@ pub struct TokenTrust {
     pub skipped: usize,
 }
 
-/// Trusts a kind if at least one of its probes is equal and none differs. Chats with tools need both
-/// chat kinds.
+/// Trusts a kind if at least one of its probes is equal and none differs. Chats with tools need
+/// both chat kinds.
 pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict)>) -> TokenTrust {
     let verdicts: Vec<_> = verdicts.into_iter().collect();
     let refused = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::BothRefuse);

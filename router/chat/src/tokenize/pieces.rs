@@ -1,11 +1,11 @@
-//! Encodes a text piece by piece and caches the pieces: most messages of a conversation were encoded
-//! with its previous request.
+//! Encodes a text piece by piece and caches the pieces: most messages of a conversation were
+//! encoded with its previous request.
 //!
 //! Why the result is exact: a tokenizer first splits off the added tokens that match unnormalised
 //! text (leftmost, then longest) and processes each piece between them on its own. So a text may be
-//! cut at such a token if nothing looks across the cut: the token takes no adjacent blanks, no token
-//! requires a word boundary, and the pre-tokenizer treats the first piece like any other. All other
-//! tokenizers are not cached.
+//! cut at such a token if nothing looks across the cut: the token takes no adjacent blanks, no
+//! token requires a word boundary, and the pre-tokenizer treats the first piece like any other. All
+//! other tokenizers are not cached.
 
 use std::collections::HashMap;
 use std::fmt;

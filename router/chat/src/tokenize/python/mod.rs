@@ -3,8 +3,8 @@
 //!
 //! Templates run in jinja2's sandbox with `trim_blocks` and `lstrip_blocks`, loop controls, the
 //! `generation` tag, `tojson` as `json.dumps` writes it, `raise_exception`, and the methods of
-//! Python's str, dict and list. Absent: methods that change a value (jinja2's sandbox forbids them as
-//! well), and autoescaping.
+//! Python's str, dict and list. Absent: methods that change a value (jinja2's sandbox forbids them
+//! as well), and autoescaping.
 
 mod filters;
 mod generation;

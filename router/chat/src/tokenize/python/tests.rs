@@ -27,8 +27,8 @@ fn render(source: &str, context: &Value) -> Result<String, Error> {
 /// Sources that the engine refuses and the router renders. Harmless: the engine makes no prompt.
 const MORE_LENIENT: &[&str] = &["{% do l %}"];
 
-/// Sources that the engine renders and the router refuses: such a chat is routed by load. Constructs
-/// of real templates must not be added.
+/// Sources that the engine renders and the router refuses: such a chat is routed by load.
+/// Constructs of real templates must not be added.
 const UNSUPPORTED: &[&str] = &[
     "{{ '%.2f' % 2.5 }}",
     "{% macro m(a) %}{{ a }}{{ varargs }}{% endmacro %}{{ m(1, 2) }}",
