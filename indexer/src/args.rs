@@ -30,9 +30,10 @@ pub struct IndexerArgs {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
-    /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more. Beyond
-    /// it, sources are set aside, the largest first, and answered as unknown; such a replica writes no
-    /// snapshots. Without it: as much as the fleet's blocks take, about 50 bytes each with a snapshot.
+    /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more.
+    /// Beyond it, sources are set aside, the largest first, and answered as unknown; such a replica
+    /// writes no snapshots. Without it: as much as the fleet's blocks take, about 50 bytes each
+    /// with a snapshot.
     #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes)]
     pub max_memory: Option<u64>,
     /// Bytes of log after which a snapshot is written. Less makes restarts faster and writes more.
@@ -56,15 +57,15 @@ pub struct IndexerArgs {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub enum Command {
-    /// Creates the streams and buckets of the namespace, and verifies existing ones. Changes nothing
-    /// that exists: if it differs, prints the differences with exit code 1.
+    /// Creates the streams and buckets of the namespace, and verifies existing ones. Changes
+    /// nothing that exists: if it differs, prints the differences with exit code 1.
     Init(InitArgs),
-    /// Reads the whole plane, changes nothing, and prints one page: findings, worst first, with advice,
-    /// and the status of the rest. Exit code 0: healthy; 1: action needed; 2: the plane could not be
-    /// read.
+    /// Reads the whole plane, changes nothing, and prints one page: findings, worst first, with
+    /// advice, and the status of the rest. Exit code 0: healthy; 1: action needed; 2: the plane
+    /// could not be read.
     Doctor(DoctorArgs),
-    /// Compares the holdings of indexers, shims and engines, and prints sources that differ. Exit codes as
-    /// of `doctor`.
+    /// Compares the holdings of indexers, shims and engines, and prints sources that differ. Exit
+    /// codes as of `doctor`.
     Verify(VerifyArgs),
 }
 
@@ -84,8 +85,8 @@ pub struct DoctorArgs {
     /// One JSON object instead of a page.
     #[arg(long, env = "WARMROUTE_JSON")]
     pub json: bool,
-    /// Expected number of indexers; fewer are a finding. Without it, an indexer that is gone for 6 s
-    /// leaves no trace.
+    /// Expected number of indexers; fewer are a finding. Without it, an indexer that is gone for 6
+    /// s leaves no trace.
     #[arg(long, env = "WARMROUTE_EXPECT_INDEXERS", value_name = "N")]
     pub expect_indexers: Option<usize>,
     /// Seconds to wait for an unreachable NATS server.
@@ -101,8 +102,8 @@ pub struct VerifyArgs {
     /// One JSON object instead of a page.
     #[arg(long, env = "WARMROUTE_JSON")]
     pub json: bool,
-    /// Sends each engine's ranks two requests of four blocks and a token with max_tokens 1, for each
-    /// indexer, and compares the engine's cached tokens with the index's credit.
+    /// Sends each engine's ranks two requests of four blocks and a token with max_tokens 1, for
+    /// each indexer, and compares the engine's cached tokens with the index's credit.
     #[arg(long, env = "WARMROUTE_PROBE")]
     pub probe: bool,
     /// Seconds for meeting every source at equal numbers; busier ones are reported as not compared.
@@ -125,8 +126,8 @@ pub struct InitArgs {
     /// Replicas of every stream: 1 on one NATS node, 3 in a cluster.
     #[arg(long, env = "WARMROUTE_REPLICAS", default_value_t = 1)]
     pub replicas: usize,
-    /// Bytes of the log on each node; beyond, the oldest records are dropped. At least four times all
-    /// workers' blocks at 16 bytes each.
+    /// Bytes of the log on each node; beyond, the oldest records are dropped. At least four times
+    /// all workers' blocks at 16 bytes each.
     #[arg(
         long, env = "WARMROUTE_MAX_BYTES", value_name = "BYTES", default_value = "2GiB",
         value_parser = bytes

@@ -1,13 +1,14 @@
-//! The indexer over HTTP, in the form of the Mooncake KV indexer RFC as the widest-used peer serves it:
+//! The indexer over HTTP, in the form of the Mooncake KV indexer RFC as the widest-used peer serves
+//! it:
 //! `POST /query`, `POST /query_by_hash`, `GET /workers`, `GET /dump`; and `/v1/digest`, probes and
 //! metrics. No registration: workers come from the plane's registry.
 //!
-//! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` has each rank's tiers. `cpu` and `disk`
-//! are cumulative: a prefix that needs no lower tier than that. A source without credit counts zero,
-//! with its state beside it.
+//! Counts are in tokens; `dp` is the GPU's alone, `rank_matches` has each rank's tiers. `cpu` and
+//! `disk` are cumulative: a prefix that needs no lower tier than that. A source without credit
+//! counts zero, with its state beside it.
 //!
-//! Requests need no credential, and their memory is not part of `--max-memory`: few bodies and dumps are
-//! processed in parallel, the others wait for a slot, up to a deadline.
+//! Requests need no credential, and their memory is not part of `--max-memory`: few bodies and
+//! dumps are processed in parallel, the others wait for a slot, up to a deadline.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -57,8 +58,8 @@ pub fn router(handle: Handle) -> Router {
         .merge(metrics(handle))
 }
 
-/// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer serves on
-/// its admin port.
+/// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer
+/// serves on its admin port.
 pub fn queries(handle: Handle) -> Router {
     Router::new()
         .route("/query", post(query))
@@ -83,7 +84,8 @@ pub fn workers(handle: Handle) -> Router {
         .with_state(handle)
 }
 
-/// `/health` and `/readyz`, with their aliases. Liveness depends on nothing, readiness on log and registry.
+/// `/health` and `/readyz`, with their aliases. Liveness depends on nothing, readiness on log and
+/// registry.
 pub fn probes(handle: Handle) -> Router {
     server::probes(get(|| async { "ok" }), get(ready)).with_state(handle)
 }

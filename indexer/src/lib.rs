@@ -1,8 +1,8 @@
 //! Warmroute's indexer: folds the log into one tree and answers what each worker holds.
 //!
-//! The crate is the IO shell of `warmroute-index`, whose modules it re-exports. [`Service`] tails the
-//! log and serves queries through a plane, [`http`] serves them over HTTP, and a [`Handle`] answers
-//! them within the process. [`doctor`] diagnoses a whole plane.
+//! The crate is the IO shell of `warmroute-index`, whose modules it re-exports. [`Service`] tails
+//! the log and serves queries through a plane, [`http`] serves them over HTTP, and a [`Handle`]
+//! answers them within the process. [`doctor`] diagnoses a whole plane.
 //!
 //! It takes no part in routing: the router values tiers and selects workers.
 #![forbid(unsafe_code)]

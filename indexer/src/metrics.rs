@@ -1,5 +1,5 @@
-//! The indexer's metrics, registered once, with closed label sets. Series of single sources are built at
-//! each scrape, so that they end with their source.
+//! The indexer's metrics, registered once, with closed label sets. Series of single sources are
+//! built at each scrape, so that they end with their source.
 
 mod levels;
 
@@ -10,6 +10,7 @@ use prometheus::{
     Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder, core::Collector,
 };
+use warmroute_index::label_enum;
 use warmroute_proto::registry::ResyncReason;
 
 use crate::fold::{HeartbeatVerdict, RecordVerdict};
@@ -36,6 +37,10 @@ macro_rules! label {
     };
 }
 
+label!(QueryOutcome, &Self::ALL);
+label!(SnapshotOutcome, &Self::ALL);
+label!(Skipped, &Self::ALL);
+label!(RestoreCause, &Self::ALL);
 label!(RecordVerdict, &Self::ALL);
 label!(HeartbeatVerdict, &Self::ALL);
 label!(
@@ -47,39 +52,18 @@ label!(
     &[Self::Gap, Self::Mismatch, Self::Fenced, Self::LogLost]
 );
 
-/// A label enum of this crate.
-macro_rules! labels {
-    ($(#[$doc:meta])* $name:ident { $($variant:ident = $text:literal,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(crate) enum $name {
-            $($variant,)*
-        }
-
-        impl $name {
-            pub(crate) const fn label(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $text,)*
-                }
-            }
-        }
-
-        label!($name, &[$(Self::$variant,)*]);
-    };
-}
-
-labels! {
+label_enum! {
     /// Outcome of a query.
-    QueryOutcome {
+    pub(crate) enum QueryOutcome {
         Answered = "answered",
         Behind = "behind",
         Malformed = "malformed",
         Failed = "failed",
     }
 }
-labels! {
+label_enum! {
     /// Outcome of a due snapshot.
-    SnapshotOutcome {
+    pub(crate) enum SnapshotOutcome {
         Written = "written",
         NotDue = "not_due",
         Busy = "busy",
@@ -89,9 +73,9 @@ labels! {
         Failed = "failed",
     }
 }
-labels! {
+label_enum! {
     /// Why a snapshot was not loaded.
-    Skipped {
+    pub(crate) enum Skipped {
         Corrupt = "corrupt",
         Torn = "torn",
         AnotherLog = "another_log",
@@ -100,16 +84,17 @@ labels! {
         Memory = "memory",
     }
 }
-labels! {
+label_enum! {
     /// Why a snapshot was loaded.
-    RestoreCause {
+    pub(crate) enum RestoreCause {
         Start = "start",
         FellOff = "fell_off",
         Mismatch = "mismatch",
     }
 }
 
-/// Counters by a label. All series exist from the start, so that a rate over the first event is right.
+/// Counters by a label. All series exist from the start, so that a rate over the first event is
+/// right.
 struct LabelledCounters<L> {
     counters: IntCounterVec,
     label: PhantomData<L>,
@@ -210,8 +195,8 @@ impl Metrics {
         self.logs_broken.inc(fit);
     }
 
-    /// Records stored at these times, in nanoseconds since the Unix epoch, are visible now. A clock behind
-    /// the server's counts as zero.
+    /// Records stored at these times, in nanoseconds since the Unix epoch, are visible now. A clock
+    /// behind the server's counts as zero.
     pub(crate) fn visible(&self, stored_unix_ns: impl Iterator<Item = u64>) {
         let now = unix_ns();
         for stored in stored_unix_ns {

@@ -445,11 +445,11 @@ async fn its_memory_keeps_to_the_bound() {
     assert_eq!(indexer.metric("returns_total").await, 0);
     drop(indexer);
     let asked = futures_util::FutureExt::now_or_never(requests.next());
-    assert!(asked.is_none(), "nobody is asked for what does not fit");
+    assert!(asked.is_none(), "no request for what does not fit");
 }
 
-/// Four times what fits: what the process takes besides the bound is the runtime, the connection and what
-/// is on its way.
+/// Four times what fits: what the process takes besides the bound is the runtime, the connection
+/// and what is on its way.
 #[tokio::test]
 async fn the_whole_process_keeps_to_its_bound() {
     const BOUND: u64 = 24 << 20;

@@ -2,8 +2,8 @@
 //! `cargo bench -p warmroute-index --bench snapshot [-- ENTRIES]`, 2 million (source, block) pairs
 //! by default.
 //!
-//! Lookups run on a thread of their own, once beside nothing and once beside one cut after the other;
-//! both p99 are printed, so that their ratio is of one run.
+//! Lookups run on a thread of their own, once beside nothing and once beside one cut after the
+//! other; both p99 are printed, so that their ratio is of one run.
 #![expect(
     clippy::disallowed_methods,
     clippy::print_stdout,
@@ -130,7 +130,8 @@ impl World {
     }
 }
 
-/// Sessions of a few tenants on random sources, some of them on two; and prompts that go on in them.
+/// Sessions of a few tenants on random sources, some of them on two; and prompts that go on in
+/// them.
 fn build(entries: usize) -> (World, Vec<IndexQuery>) {
     let mut random = Random(entries as u64);
     let tenants: Vec<_> = (0..TENANTS).map(|_| random.blocks(SHARED)).collect();

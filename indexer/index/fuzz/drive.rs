@@ -1,7 +1,7 @@
 //! What a fuzzer does with the tree; the corpus test does the same.
 //!
-//! Bytes are a program: four bytes a step. Beside the tree runs the plainest model there is, a set of
-//! (chain of names, tier) a source, and after every step both must say the same.
+//! Bytes are a program: four bytes a step. Beside the tree runs the plainest model there is, a set
+//! of (chain of names, tier) a source, and after every step both must say the same.
 
 #![allow(clippy::unwrap_used, reason = "a panic is what a fuzzer looks for")]
 

@@ -1,11 +1,12 @@
 //! A reader-writer lock for one busy writer and latency-critical readers, held for microseconds.
 //!
-//! It wraps the standard library's lock. A caller that finds it taken spins briefly before it sleeps,
-//! because sleeping and waking take longer than the typical wait. The writer lets waiting readers in
-//! before it takes the lock: a writer with a backlog would otherwise retake it before a reader wakes.
+//! It wraps the standard library's lock. A caller that finds it taken spins briefly before it
+//! sleeps, because sleeping and waking take longer than the typical wait. The writer lets waiting
+//! readers in before it takes the lock: a writer with a backlog would otherwise retake it before a
+//! reader wakes.
 //!
-//! A reader that holds the lock for long (an image of the tree) blocks the writer, and a waiting writer
-//! blocks new readers. So only the writer itself may read for long.
+//! A reader that holds the lock for long (an image of the tree) blocks the writer, and a waiting
+//! writer blocks new readers. So only the writer itself may read for long.
 //!
 //! The writer can query whether there were recent readers: work that only spares readers a wait is
 //! skipped otherwise.
@@ -24,8 +25,8 @@ use std::sync::{PoisonError, TryLockError};
 #[cfg(not(shuttle))]
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Attempts before sleeping: about 20 µs, a few times as long as the lock is held. Under a scheduler
-/// (`indexer/shuttle`) a few suffice.
+/// Attempts before sleeping: about 20 µs, a few times as long as the lock is held. Under a
+/// scheduler (`indexer/shuttle`) a few suffice.
 const SPINS_MAX: u32 = if cfg!(shuttle) { 3 } else { 1000 };
 
 /// Writer turns for which a reader counts as recent.

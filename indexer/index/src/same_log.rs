@@ -1,29 +1,32 @@
-//! Whether the log is still the one that was read. A log that was deleted, rolled back or refilled looks
-//! healthy.
+//! Whether the log is still the one that was read. A log that was deleted, rolled back or refilled
+//! looks healthy.
 //!
-//! The last record read is identified by its position, store time and checksum, and looked up again at
-//! startup, after a reconnect and periodically. Serves a running indexer's position and a snapshot's.
+//! The last record read is identified by its position, store time and checksum, and looked up again
+//! at startup, after a reconnect and periodically. Serves a running indexer's position and a
+//! snapshot's.
 
+use crate::label_enum;
 use warmroute_proto::message::{LogMessage, LogStatus};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::{LogPosition, StreamIdentity};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Comparison of the last record read with the present log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogMatch {
-    /// Same log and same record at the position, or nothing was read yet.
-    Same,
-    /// Same log, which no longer keeps that record.
-    Trimmed,
-    /// The record is absent though in range: a stale copy of the log, or a hole.
-    Missing,
-    /// A different log of that name.
-    AnotherLog,
-    /// The log ends before the position.
-    LostEnd,
-    /// A different record is at the position: the log lost its end and went on.
-    OtherRecord,
+label_enum! {
+    /// Comparison of the last record read with the present log.
+    pub enum LogMatch {
+        /// Same log and same record at the position, or nothing was read yet.
+        Same = "same",
+        /// Same log, which no longer keeps that record.
+        Trimmed = "trimmed",
+        /// The record is absent though in range: a stale copy of the log, or a hole.
+        Missing = "missing",
+        /// A different log of that name.
+        AnotherLog = "another_log",
+        /// The log ends before the position.
+        LostEnd = "lost_end",
+        /// A different record is at the position: the log lost its end and went on.
+        OtherRecord = "other_record",
+    }
 }
 
 impl LogMatch {
@@ -33,18 +36,6 @@ impl LogMatch {
         match self {
             Self::AnotherLog | Self::LostEnd | Self::OtherRecord => true,
             Self::Same | Self::Trimmed | Self::Missing => false,
-        }
-    }
-
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Same => "same",
-            Self::Trimmed => "trimmed",
-            Self::Missing => "missing",
-            Self::AnotherLog => "another_log",
-            Self::LostEnd => "lost_end",
-            Self::OtherRecord => "other_record",
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Applies log messages under the lock: all in one turn, or in short turns while there are readers.
 //!
-//! Each record is applied as a whole in one turn, so both ways give equal results. With short turns,
-//! most of a record's work is done before its turn, by [`Tree::warm`] and [`Tree::grow`].
+//! Each record is applied as a whole in one turn, so both ways give equal results. With short
+//! turns, most of a record's work is done before its turn, by [`Tree::warm`] and [`Tree::grow`].
 //!
 //! [`Tree::warm`]: crate::tree::Tree::warm
 //! [`Tree::grow`]: crate::tree::Tree::grow

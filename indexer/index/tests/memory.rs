@@ -1,8 +1,8 @@
 //! What the tree and the fold say that they keep, against what the process takes.
 //!
-//! Each shape of holdings is built in a process of its own, this test's executable, because an allocator
-//! does not give everything back. `cargo test -p warmroute-index --test memory -- --nocapture` prints the
-//! ratios.
+//! Each shape of holdings is built in a process of its own, this test's executable, because an
+//! allocator does not give everything back. `cargo test -p warmroute-index --test memory --
+//! --nocapture` prints the ratios.
 #![expect(
     clippy::unwrap_used,
     clippy::print_stdout,
@@ -23,8 +23,8 @@ use warmroute_proto::{
     RecordNumber, Source, StreamIdentity, Tier, TierState, Tiers, WorkerId, codec,
 };
 
-/// Beyond the estimate: gaps in the allocator's memory that fit nothing, an eighth; and what the process
-/// takes before anything is held.
+/// Beyond the estimate: gaps in the allocator's memory that fit nothing, an eighth; and what the
+/// process takes before anything is held.
 const OVERHEAD: f64 = 1.125;
 const CONSTANT: f64 = 4e6;
 

@@ -187,7 +187,7 @@ impl PlaneReader {
         while let Ok(Some(message)) = timeout_at(end, messages.next()).await {
             match self.heartbeat(&message) {
                 Ok(heartbeat) => add_heartbeat(&mut heartbeats, heartbeat),
-                // Of a newer version: its shim counts as silent.
+                // A newer version: its shim counts as silent.
                 Err(HeartbeatVerdict::Undecodable) => {}
                 Err(_) if foreign.len() < FOREIGN_MAX || foreign.contains_key(&message.subject) => {
                     *foreign.entry(message.subject).or_default() += 1;

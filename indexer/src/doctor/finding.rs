@@ -68,11 +68,11 @@ codes! {
     StreamDiffers = "stream_differs", Grave,
         "no part starts on it: set it back with NATS's own tools, or delete it and run `init`";
     IndexersDiffer = "indexers_differ", Grave,
-        "one of them is wrong: keep their logs, run `verify`, restart the one that differs from the \
-         shim";
+        "one of them is wrong: keep their logs, run `verify`, restart the one that differs from \
+         the shim";
     MirrorDiffers = "mirror_differs", Grave,
-        "the indexer should ask for a new generation within seconds; if it stays, restart it and keep \
-         its log";
+        "the indexer should ask for a new generation within seconds; if it stays, restart it and \
+         keep its log";
     EngineDiffers = "engine_differs", Grave,
         "shim or index folded the engine's events wrongly: keep the shim's log, restart it (a new \
          generation)";
@@ -80,8 +80,8 @@ codes! {
         "the engine has less than is credited: run it again; if it stays, keep the shim's log and \
          restart it";
     GenerationBehind = "generation_behind", Grave,
-        "the registry lost its end (an older copy?): restart the worker's shim, which takes a higher \
-         generation";
+        "the registry lost its end (an older copy?): restart the worker's shim, which takes a \
+         higher generation";
     IndexerOtherLog = "indexer_other_log", Grave,
         "the stream was recreated and the replica has not noticed: restart it if this lasts";
     IndexerAhead = "indexer_ahead", Grave,
@@ -89,8 +89,8 @@ codes! {
     NoIndexer = "no_indexer", Grave,
         "start `warmroute-indexer`: routers decide by load and prediction until then";
     IndexerSilent = "indexer_silent", Warning,
-        "it is registered and does not answer: dead less than 6 s ago, stopped or overloaded; look at \
-         its /health and log, restart it";
+        "it is registered and does not answer: dead less than 6 s ago, stopped or overloaded; \
+         look at its /health and log, restart it";
     IndexersMissing = "indexers_missing", Warning,
         "start the missing replicas, or correct --expect-indexers";
     IndexerNotReady = "indexer_not_ready", Warning,
@@ -98,34 +98,35 @@ codes! {
     IndexerBehind = "indexer_behind", Warning,
         "it does not keep up with the log: give it processor time, or look at its disk of NATS";
     ShimSilent = "shim_silent", Warning,
-        "no heartbeat came: look whether the shim runs (stopped? starved?), and at its log; its worker \
-         is not credited";
+        "no heartbeat came: look whether the shim runs (stopped? starved?), and at its log; its \
+         worker is not credited";
     ForeignHeartbeats = "foreign_heartbeats", Warning,
-        "indexers ignore them: a user that may publish there reports on another worker; find that user \
-         and change its password";
+        "indexers ignore them: a user that may publish there reports on another worker; find that \
+         user and change its password";
     ShimWithoutLease = "shim_without_lease", Warning,
-        "it reports on its worker without holding the lock: it should end within 6 s; if not, stop it";
+        "it reports on its worker without holding the lock: it should end within 6 s; if not, \
+         stop it";
     TwoShims = "two_shims", Warning,
         "two processes have this --worker-id: stop one of them";
     EngineUnhealthy = "engine_unhealthy", Warning,
         "the engine's /health fails: routers leave it out; look at the engine";
     SourceUnknown = "source_unknown", Warning,
-        "not credited. no_proof: see the shim; shim_gone: start it; memory: raise --max-memory on every \
-         replica";
+        "not credited. no_proof: see the shim; shim_gone: start it; memory: raise --max-memory on \
+         every replica";
     SourceStale = "source_stale", Warning,
-        "not credited, may be wrong: the shim's log names the last generation's reason; restart the \
-         shim if this lasts";
+        "not credited, may be wrong: the shim's log names the last generation's reason; restart \
+         the shim if this lasts";
     SourceCatchingUp = "source_catching_up", Warning,
-        "not credited while its image is under way: if this lasts, look at the shim's outbox and at \
-         NATS's disk";
+        "not credited while its image is under way: if this lasts, look at the shim's outbox and \
+         at NATS's disk";
     SourceBeginsAgain = "source_begins_again", Warning,
         "resyncs go in circles: the shim's metric warmroute_shim_resyncs_total names the reason";
     SourcePartial = "source_partial", Warning,
-        "blocks from before the shim's start are missing: give the shim --state-dir, and clear the \
-         engine's cache once (POST /reset_prefix_cache) or restart it";
+        "blocks from before the shim's start are missing: give the shim --state-dir, and clear \
+         the engine's cache once (POST /reset_prefix_cache) or restart it";
     StreamResized = "stream_resized", Warning,
-        "a stream differs from what `init` made: set it back with `nats stream edit`, or write the meant \
-         value into the stream's metadata";
+        "a stream differs from what `init` made: set it back with `nats stream edit`, or write \
+         the meant value into the stream's metadata";
     LogTooSmall = "log_too_small", Warning,
         "an image could be gone before its readers have it: raise the log's max_bytes";
     StoreFull = "store_full", Warning,
@@ -133,13 +134,13 @@ codes! {
     CopyAway = "copy_away", Warning,
         "a NATS server is down or behind: bring it back before another one fails";
     SnapshotUnreadable = "snapshot_unreadable", Warning,
-        "a starting indexer skips it for the older one, or the log; the next snapshot replaces it. If \
-         it comes again, look at NATS's disk";
+        "a starting indexer skips it for the older one, or the log; the next snapshot replaces \
+         it. If it comes again, look at NATS's disk";
     SnapshotMisfit = "snapshot_misfit", Warning,
         "it is of another log, or of records that the log lost; the next snapshot replaces it";
     SnapshotBehindLog = "snapshot_behind_log", Warning,
-        "the log dropped records that follow it, which makes it useless: raise max_bytes, or write snapshots \
-         more often";
+        "the log dropped records that follow it, which makes it useless: raise max_bytes, or \
+         write snapshots more often";
     SnapshotOld = "snapshot_old", Warning,
         "no replica writes any: look for warmroute_indexer_snapshots_total by outcome";
     SnapshotMissing = "snapshot_missing", Warning,
@@ -158,7 +159,8 @@ codes! {
     PermissionMissing = "permission_missing", Warning,
         "give this user what deploy/nats/nats.conf gives its user `doctor`";
     SourceUnverified = "source_unverified", Note,
-        "credited, but losses cannot be seen: give the engine a replay_endpoint in --kv-events-config";
+        "credited, but losses cannot be seen: give the engine a replay_endpoint in \
+         --kv-events-config";
     SourceGone = "source_gone", Note,
         "its shim ended more than ten minutes ago; nothing to do if the worker was taken out";
     OneIndexer = "one_indexer", Note,
@@ -166,7 +168,8 @@ codes! {
     NoRouter = "no_router", Note,
         "no router is registered in this namespace";
     ClockSkew = "clock_skew", Note,
-        "nothing decides by these clocks, but event_to_visible_seconds is off by that: set them by NTP";
+        "nothing decides by these clocks, but event_to_visible_seconds is off by that: set them \
+         by NTP";
     VersionsDiffer = "versions_differ", Note,
         "fine during an upgrade; finish it";
 }

@@ -1,12 +1,12 @@
 //! `warmroute-indexer doctor`: diagnoses a whole plane.
 //!
-//! [`PlaneState`] is everything that was read, as plain values; the pure [`diagnose`] makes a [`Report`]
-//! of it. [`collect`] reads streams, registry, snapshots, the last record of each source, the views of
-//! all indexers, and some seconds of all shims' heartbeats. It writes nothing; its consumers end with
-//! it.
+//! [`PlaneState`] is everything that was read, as plain values; the pure [`diagnose`] makes a
+//! [`Report`] of it. [`collect`] reads streams, registry, snapshots, the last record of each
+//! source, the views of all indexers, and some seconds of all shims' heartbeats. It writes nothing;
+//! its consumers end with it.
 //!
-//! A report is of one moment. Transient conditions of a healthy fleet (a source that catches up) are
-//! findings only if they last, and digests are compared at equal numbers only.
+//! A report is of one moment. Transient conditions of a healthy fleet (a source that catches up)
+//! are findings only if they last, and digests are compared at equal numbers only.
 
 pub mod collect;
 mod finding;

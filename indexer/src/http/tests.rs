@@ -89,7 +89,8 @@ async fn until_proven(running: &Running) {
     }
 }
 
-/// To what [`served`] has: an adapter `a` of `w1`, of which its rank 2 holds four blocks, and a worker
+/// To what [`served`] has: an adapter `a` of `w1`, of which its rank 2 holds four blocks, and a
+/// worker
 /// `w2` of the same model with blocks of 32 tokens, which holds four blocks of those very names.
 async fn served_with_others() -> (Running, SocketAddr) {
     let (running, address) = served().await;
@@ -221,8 +222,8 @@ async fn query_by_hash_takes_local_hashes() {
 async fn errors_are_json() {
     let (_running, address) = served().await;
     for (body, expected) in [
-        (json!({ "token_ids": [1], "model": "nobody" }), 404),
-        (json!({ "token_ids": [1], "instance_id": "nobody" }), 404),
+        (json!({ "token_ids": [1], "model": "absent" }), 404),
+        (json!({ "token_ids": [1], "instance_id": "absent" }), 404),
         (json!({ "token_ids": [1], "block_size": 0 }), 400),
         (json!({ "token_ids": ["x"] }), 422),
         (json!({}), 422),

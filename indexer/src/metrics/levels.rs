@@ -68,8 +68,8 @@ pub(crate) struct SourceLevel {
     pub(crate) doubt: Option<SourceFault>,
 }
 
-/// Maximum sources with series of their own, eleven each. Above it only sources that are not exact have
-/// series, the worst first. The counts by state include all sources.
+/// Maximum sources with series of their own, eleven each. Above it only sources that are not exact
+/// have series, the worst first. The counts by state include all sources.
 const SOURCES_SHOWN_MAX: usize = 1000;
 
 /// The sources that have series of their own, in order.

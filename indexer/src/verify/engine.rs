@@ -1,8 +1,8 @@
-//! What an engine can be asked about its cache.
+//! The engine's side of `verify`.
 //!
-//! The mock engine lists its blocks (`/debug/blocks`); an engine that does not, as vLLM, answers 404 and is
-//! left alone. Every engine reports how much of a prompt was cached: a *probe* sends a unique prompt, waits until
-//! the index credits it, sends it again, and compares.
+//! The mock engine lists its blocks (`/debug/blocks`); engines without that, as vLLM, answer 404
+//! and are skipped. Every engine reports how much of a prompt was cached: a *probe* sends a unique
+//! prompt, waits until the index credits it, sends it again, and compares.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! `warmroute-indexer verify`: checks that all who fold a source hold equal blocks.
 //!
-//! The pure [`Comparison`] takes digests of indexers and shims by source and number, and lists of engines
-//! by batch, and finds contradictions. Digests of one generation and number are equal, so a busy fleet
-//! can be compared while it runs: with enough polls all are seen at one number. [`run`] polls; [`engine`]
-//! queries engines.
+//! The pure [`Comparison`] takes digests of indexers and shims by source and number, and lists of
+//! engines by batch, and finds contradictions. Digests of one generation and number are equal, so a
+//! busy fleet can be compared while it runs: with enough polls all are seen at one number. [`run`]
+//! polls; [`engine`] queries engines.
 
 pub mod engine;
 mod run;
@@ -178,8 +178,8 @@ impl Comparison {
         self.listed.insert(worker.clone(), ranks);
     }
 
-    /// The engine's list holds from its last change to its last batch: so does an index as of any batch in
-    /// between.
+    /// The engine's list holds from its last change to its last batch: so does an index as of any
+    /// batch in between.
     fn list(&mut self, worker: &WorkerId, ranks: &[EngineRankList]) {
         for rank in ranks {
             let source = Source {
@@ -290,7 +290,8 @@ impl Comparison {
         self.compared > 0 && is_placed && self.left().next().is_none()
     }
 
-    /// Returns true if an engine contradicts an index. A restarted engine is resolved by a new generation.
+    /// Returns true if an engine contradicts an index. A restarted engine is resolved by a new
+    /// generation.
     #[must_use]
     pub fn is_engine_contradicted(&self) -> bool {
         let mut source_digests = self.sources.values();

@@ -41,8 +41,8 @@ pub struct VerifyOptions {
     pub probe: bool,
 }
 
-/// Compares all indexers with each other, with the shims, and with engines that list their blocks. An
-/// error means that there was nothing to compare.
+/// Compares all indexers with each other, with the shims, and with engines that list their blocks.
+/// An error means that there was nothing to compare.
 pub async fn run(
     look: &PlaneReader,
     options: VerifyOptions,

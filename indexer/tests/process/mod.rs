@@ -166,7 +166,7 @@ impl Indexer {
         let mut digest = self.digest().await;
         for source in digest["sources"].as_array_mut().unwrap() {
             let source = source.as_object_mut().unwrap();
-            // These depend on when who heard which heartbeat.
+            // These depend on the timing of heartbeats.
             source.remove("state");
             source.remove("reason");
             source.remove("engine_seq");

@@ -1,11 +1,11 @@
-//! Workload files with holes, and with three tiers, made from one without.
+//! Derives workload files with holes or three tiers from one without.
 //!
-//! `holes`: of the blocks that are stored, a part is removed again while their descendants stay, and
-//! comes back when the worker stores behind them; at the end the same part of all that is held goes.
-//! `tiers`: a part of the blocks is copied to the CPU when stored or when evicted; what is there for
-//! long goes to the disk, or away. The answers come from a walk over sets.
+//! `holes`: a part of the stored blocks is removed while their descendants stay, and stored again
+//! when the worker stores after them; at the end the same part of all held blocks is removed.
+//! `tiers`: a part of the blocks is copied to the CPU when stored or evicted, and later moves to
+//! the disk or is removed. The answers come from a walk over sets.
 //!
-//! `grow`: the same several times over, to see what size does.
+//! `grow`: several copies of the workload, to measure the effect of size.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ use crate::workload::{
     Event, Query, Random, TOKENS_PER_BLOCK, Trailer, Version, Workload, checksum, mix,
 };
 
-/// Queries of a derived file: walking sets is slow.
+/// Queries of a derived file, few because walking sets is slow.
 const QUERIES_MAX: usize = 10_000;
 
 pub enum Kind {
@@ -26,7 +26,7 @@ pub enum Kind {
     Tiers,
 }
 
-/// What is known of a block wherever it is held.
+/// A block and its holders.
 struct Block {
     parent: Option<u64>,
     local: u64,
@@ -38,7 +38,7 @@ struct Deriver {
     random: Random,
     kind: Kind,
     blocks: FxHashMap<u64, Block>,
-    /// Per worker, what went to the CPU, the oldest first.
+    /// Per worker, blocks moved to the CPU, the oldest first.
     offloaded: Vec<VecDeque<u64>>,
     cpu_max: usize,
     events: Vec<u8>,
@@ -117,7 +117,7 @@ impl Deriver {
         self.trailer.removed += blocks.len() as u64;
     }
 
-    /// Brings back what is missing on the GPU of a block and its ancestors, runs at a time.
+    /// Restores a block and its ancestors on the GPU, in runs.
     fn fill(&mut self, worker: u32, block: Option<u64>) {
         let mut missing = Vec::new();
         let mut next = block;
@@ -199,7 +199,7 @@ impl Deriver {
         }
     }
 
-    /// Stores blocks that stand parents first, as few runs.
+    /// Stores blocks, parents first, in as few runs as possible.
     fn store_runs(&mut self, worker: u32, blocks: &[u64], tier: Tier) {
         let mut rest = blocks;
         while let Some(&first) = rest.first() {
@@ -218,7 +218,7 @@ impl Deriver {
         self.shrink(worker);
     }
 
-    /// Keeps a worker's CPU tier small: the oldest go to the disk, or away, 32 at a time.
+    /// Keeps a worker's CPU tier small: the oldest move to the disk or are removed, 32 at a time.
     fn shrink(&mut self, worker: u32) {
         while self.offloaded[worker as usize].len() > self.cpu_max {
             let oldest = &mut self.offloaded[worker as usize];

@@ -1,11 +1,11 @@
-//! What a tree has to offer to be measured here.
+//! The interface of a measured tree.
 
 use warmroute_proto::Tiers;
 
 use crate::workload::Event;
 
-/// One variant. Events are translated before the clock starts; queries are prepared (the hashes that
-/// the tree wants) before theirs.
+/// A variant. Events are translated, and queries are hashed as the tree needs, before the clock
+/// starts.
 pub trait Index: Sized {
     const NAME: &'static str;
     type Translator: Send;
@@ -19,7 +19,8 @@ pub trait Index: Sized {
 
     /// Applies one part after the other on the calling thread and calls `done` after each.
     fn write(&self, parts: Vec<Vec<Self::Change>>, done: &(dyn Fn(usize) + Sync));
-    /// Like [`Self::write`], with changes made one by one to save memory; `done` is called at the end.
+    /// Like [`Self::write`], with changes made one by one to save memory; `done` is called at the
+    /// end.
     fn write_lazily(
         &self,
         changes: &mut (dyn Iterator<Item = Self::Change> + Send),
@@ -27,7 +28,7 @@ pub trait Index: Sized {
     );
 
     fn prepare(&self, blocks: &[u64], prepared: &mut Self::Prepared);
-    /// All hashing from tokens that a query needs; what is prepared by it is thrown away.
+    /// Computes all hashes of a query from tokens, and discards them.
     fn hash(&self, tokens: &[u32], prepared: &mut Self::Prepared);
     fn lookup(&self, prepared: &mut Self::Prepared) -> Self::Answer;
     fn each(&self, answer: &Self::Answer, see: &mut dyn FnMut(u32, Tiers<u32>));
@@ -35,7 +36,7 @@ pub trait Index: Sized {
     fn snapshot(&self) -> Option<Vec<u8>> {
         None
     }
-    /// From a snapshot's bytes to a tree that answers.
+    /// Restores a tree from a snapshot.
     fn restore(&self, _snapshot: &[u8]) -> Option<Self> {
         None
     }

@@ -1,7 +1,7 @@
 //! The indexer's tree against dynamo-kv-router's, on a workload file, one JSON line a variant.
 //!
 //! `--workload FILE [--peer] [--only NAME] [--runs N]`. Every run of a variant is a process of its
-//! own, its memory is measured in another one; with several runs the medians are printed.
+//! own, and its memory is measured in another one. Prints the medians of several runs.
 //! `--workload FILE --derive holes:PERCENT|tiers|grow:TIMES --out FILE` makes another file instead;
 //! `--child lengths` prints medians by prompt length, for `plot.py`.
 
@@ -62,7 +62,7 @@ struct Args {
     peer: bool,
     only: Option<String>,
     runs: usize,
-    /// In a child process: what to measure here.
+    /// The measurement of a child process.
     child: Option<String>,
     derive: Option<String>,
     out: String,

@@ -9,7 +9,7 @@ use std::time::Instant;
 use crate::index::Index;
 use crate::workload::{Query, TOKENS_PER_BLOCK, Workload, checksum};
 
-/// One line of output; what a variant does not offer is absent.
+/// One line of output. Figures that a variant does not support are absent.
 #[derive(Clone, Default)]
 pub struct Figures(pub Vec<(&'static str, Option<f64>)>);
 
@@ -67,7 +67,7 @@ fn is_exact<I: Index>(index: &I, workload: &Workload) -> bool {
     sum == workload.trailer.checksum_all
 }
 
-/// From tokens to the answer: hashing any tokens of the query's length, then its lookup.
+/// Times from tokens to the answer: hashes tokens of the query's length, then looks it up.
 fn totals<I: Index>(index: &I, workload: &Workload) -> Vec<u32> {
     let longest = workload
         .queries
@@ -94,7 +94,7 @@ fn totals<I: Index>(index: &I, workload: &Workload) -> Vec<u32> {
     times
 }
 
-/// The processor time of a thread: what a rate would be on a machine without other work.
+/// Processor time of a thread, for rates independent of other work.
 struct Processor(std::path::PathBuf);
 
 impl Processor {
@@ -113,7 +113,7 @@ impl Processor {
     }
 }
 
-/// Everything but concurrency and memory.
+/// Measures everything but concurrency and memory.
 fn alone<I: Index>(workload: &Workload, figures: &mut Figures) -> I {
     let index = I::new(workload.workers);
     let changes = changes::<I>(workload);

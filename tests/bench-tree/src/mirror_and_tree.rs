@@ -1,13 +1,12 @@
-//! The shim's mirrors and the tree behind each other, on one thread.
+//! The shim's mirrors and the tree in sequence, on one thread.
 //!
-//! The peer's tree translates engines' hashes itself; here a mirror beside every worker does, which also
-//! hashes the tokens and counts references. In a fleet each mirror has a machine of its own: the sum of
-//! both is what all of it costs together, not what one process has to do. Records are neither encoded nor
-//! sent.
+//! The peer's tree translates engine hashes itself; here a mirror per worker does, which also
+//! hashes the tokens and counts references. In a fleet each mirror runs on a machine of its own:
+//! the sum is the total cost, not one process's. Records are neither encoded nor sent.
 
 use std::cell::RefCell;
 
-use warmroute_mirror::mirror::{MirrorConfig, Mirror, Start};
+use warmroute_mirror::mirror::{Mirror, MirrorConfig, Start};
 use warmroute_mirror::wire::{
     self, Batch, BlockGroup, EngineHash, GroupKind, LoraRef, Medium, RemovedBlocks, StoredBlocks,
 };

@@ -1,4 +1,4 @@
-//! What a user would write first: a hash map from engine hash to workers, walked block by block.
+//! The naive index: a hash map from engine hash to workers, walked block by block.
 
 use std::cell::RefCell;
 

@@ -24,7 +24,7 @@ fn chain(locals: impl Iterator<Item = LocalHash>, prefixes: &mut Vec<PrefixHash>
     }));
 }
 
-/// What the shim does for the index: engine hash to prefix hash.
+/// Translates engine hashes to prefix hashes, as the shim does.
 #[derive(Default)]
 pub struct Translator(FxHashMap<u64, PrefixHash>);
 
@@ -71,8 +71,7 @@ fn blocks(change: &Change) -> usize {
 }
 
 impl Ours {
-    /// As the indexer does: short changes together; and while somebody reads, what can be done beside the
-    /// readers is.
+    /// Writes like the indexer: short changes together, and prepared while there are readers.
     pub fn apply_all(&self, changes: impl Iterator<Item = (u32, Change)>) {
         let mut scratch = Vec::new();
         let mut turn = Vec::new();

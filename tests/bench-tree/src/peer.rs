@@ -80,7 +80,7 @@ fn encode(events: &[RouterEvent]) -> Option<Vec<u8>> {
     rmp_serde::to_vec_named(events).ok()
 }
 
-/// Feeds a lane: all tasks stand in its channel before it starts.
+/// Feeds a lane: all tasks are in its channel before it starts.
 fn lane(index: &impl SyncIndexer, parts: Vec<Vec<RouterEvent>>, done: &(dyn Fn(usize) + Sync)) {
     let (sender, receiver) = flume::unbounded();
     let mut marks = Vec::new();

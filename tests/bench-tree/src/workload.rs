@@ -1,9 +1,9 @@
-//! Workload files: what happened (events), what is asked (queries), and the right answers' checksum.
+//! Workload files: events, queries, and the checksum of the right answers.
 //!
 //! `KVWL0001`, little-endian, unpadded: header, events, sequences, queries, trailer. A block comes
 //! with its local hash and an opaque engine hash, as in an engine's events. In `KVWL0002`, of the
-//! same layout, bits 1 and 2 of an event's second byte are its tier, blocks are removed anywhere in a
-//! prefix, and the checksum covers the runs of all tiers.
+//! same layout, bits 1 and 2 of an event's second byte are its tier, blocks are removed anywhere in
+//! a prefix, and the checksum covers the runs of all tiers.
 
 use std::io;
 
@@ -142,7 +142,7 @@ impl Workload {
         Ok(Self::parse(std::fs::read(path)?))
     }
 
-    /// Panics if the bytes are no workload file.
+    /// Panics if the bytes are not a workload file.
     pub fn parse(bytes: Vec<u8>) -> Self {
         let mut cursor = Cursor {
             bytes: &bytes,
@@ -216,7 +216,7 @@ impl Workload {
     }
 }
 
-/// One answer's part of a file's checksum; workers that hold nothing have none.
+/// An answer's contribution to a file's checksum; zero for workers without blocks.
 pub fn checksum(version: Version, query: usize, worker: u32, run: Tiers<u32>) -> u64 {
     if run == Tiers::default() {
         return 0;

@@ -4,9 +4,9 @@
 //! heartbeats and registry are not part of it: after adopting a snapshot every source is `unknown`
 //! until its first record or heartbeat.
 //!
-//! A running fold that adopts an older snapshot keeps what it knows to exist: a generation or number
-//! beyond the snapshot's is awaited as if a heartbeat had announced it, and requested if it is
-//! overdue.
+//! A running fold that adopts an older snapshot keeps what it knows to exist: a generation or
+//! number beyond the snapshot's is awaited as if a heartbeat had announced it, and requested if it
+//! is overdue.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -26,8 +26,8 @@ pub struct SnapshotCut {
 }
 
 impl SnapshotCut {
-    /// Recomputes every digest from the image's blocks. Takes several times as long as the cut: call it
-    /// without the lock.
+    /// Recomputes every digest from the image's blocks. Takes several times as long as the cut:
+    /// call it without the lock.
     pub fn verify(&self) -> Result<(), NoSnapshot> {
         let is_folded = |entry: &&SnapshotSource| entry.holding == SnapshotHolding::Folded;
         let mut folded = self.head.sources.iter().filter(is_folded);

@@ -1,15 +1,15 @@
 //! The age of messages, from observations of the log's end and the log's clock.
 //!
-//! A record behind the end observed at some moment was stored after that moment. So the backlog read
-//! at startup proves nothing about the present, and a lagging indexer does not take old records for
-//! fresh proof. Clocks of different machines are not compared. The log's clock is compared with
-//! itself: a record stamped before a moment at which it was absent was restored from an older copy of
-//! the log, and proves nothing.
+//! A record behind the end observed at some moment was stored after that moment. So the backlog
+//! read at startup proves nothing about the present, and a lagging indexer does not take old
+//! records for fresh proof. Clocks of different machines are not compared. The log's clock is
+//! compared with itself: a record stamped before a moment at which it was absent was restored from
+//! an older copy of the log, and proves nothing.
 //!
 //! A message may be delayed before the log stores it or a reader reads it. Its send time is by the
-//! log's clock, whose present value is the last observed one plus the time passed here. The send time
-//! can only weaken a proof: if the log's clock jumped back or was not observed recently, it has no
-//! effect.
+//! log's clock, whose present value is the last observed one plus the time passed here. The send
+//! time can only weaken a proof: if the log's clock jumped back or was not observed recently, it
+//! has no effect.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -49,16 +49,17 @@ impl LogEnds {
         self.seen.clear();
     }
 
-    /// The latest observed moment at which the log had neither this position nor the time `stamped`;
-    /// `None` if out of reach. Both count: a replicated log stamps a message when it is proposed, before
-    /// it is committed, and a message may be restored from a backup.
+    /// The latest observed moment at which the log had neither this position nor the time
+    /// `stamped`;
+    /// `None` if out of reach. Both count: a replicated log stamps a message when it is proposed,
+    /// before it is committed, and a message may be restored from a backup.
     pub(super) fn stored_after(&self, position: LogPosition, stamped: u64) -> Option<Instant> {
         let was_before = |end: &&ObservedEnd| end.last < position && end.unix_ns <= stamped;
         self.seen.iter().rev().find(was_before).map(|end| end.at)
     }
 
-    /// Time as of which a message holds: when it was received, or earlier if it was delayed. `None` if
-    /// that precedes every representable moment.
+    /// Time as of which a message holds: when it was received, or earlier if it was delayed. `None`
+    /// if that precedes every representable moment.
     pub(super) fn sent_at(
         &self,
         now: Instant,

@@ -1,13 +1,13 @@
 //! Frees and forgets sources whose registration is gone.
 //!
 //! A source is gone since its worker's registration expired, or since the complete registry did not
-//! list the worker (after a restart). Its blocks are freed after [`FREE_AFTER`]; its fence stays, so
-//! that no old generation counts.
+//! list the worker (after a restart). Its blocks are freed after [`FREE_AFTER`]; its fence stays,
+//! so that no old generation counts.
 //!
-//! The fence is forgotten after [`FORGET_AFTER`], or earlier, the longest gone first, while there are
-//! more than [`GONE_MAX`]. A replica that starts from the log alone then knows no more either. If an
-//! old shim is still alive, its next record is not the first of a generation, so it gets no credit
-//! before it begins a new generation, whose number comes from a key that is never deleted.
+//! The fence is forgotten after [`FORGET_AFTER`], or earlier, the longest gone first, while there
+//! are more than [`GONE_MAX`]. A replica that starts from the log alone then knows no more either.
+//! If an old shim is still alive, its next record is not the first of a generation, so it gets no
+//! credit before it begins a new generation, whose number comes from a key that is never deleted.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};

@@ -1,13 +1,15 @@
 //! The memory bound: which sources are set aside, and when they return.
 //!
-//! The bound covers all memory of the fold, free or in use, and the image of a snapshot in the making.
-//! From 15/16 of it on, the largest source is set aside: it is `unknown` immediately, and its memory
-//! is freed in steps between records before the bound is reached; at the bound a record waits for it.
+//! The bound covers all memory of the fold, free or in use, and the image of a snapshot in the
+//! making. From 15/16 of it on, the largest source is set aside: it is `unknown` immediately, and
+//! its memory is freed in steps between records before the bound is reached; at the bound a record
+//! waits for it.
 //!
-//! A source that is set aside is not folded until its next generation, which is requested when there
-//! is ample room for it: the smallest source first, one per [`BETWEEN_RETURNS`], not earlier than
-//! [`AWAY_MIN`] after it was set aside, doubled each time up to [`AWAY_MAX`]. So a fleet that does not
-//! fit causes no loop of images.
+//! A source that is set aside is not folded until its next generation, which is requested when
+//! there is ample room for it: the smallest source first, one per [`BETWEEN_RETURNS`], not earlier
+//! than
+//! [`AWAY_MIN`] after it was set aside, doubled each time up to [`AWAY_MAX`]. So a fleet that does
+//! not fit causes no loop of images.
 
 use std::time::{Duration, Instant};
 
@@ -83,8 +85,8 @@ pub(super) struct MemoryCounters {
 }
 
 impl Fold {
-    /// Estimated bytes of the whole fold, in use or free. `indexer/index/tests/memory.rs` compares it
-    /// with the resident memory.
+    /// Estimated bytes of the whole fold, in use or free. `indexer/index/tests/memory.rs` compares
+    /// it with the resident memory.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let sources = self.sources.len() * SOURCE_BYTES + self.workers.len() * WORKER_BYTES;

@@ -24,6 +24,7 @@ mod reload;
 mod resync;
 mod source;
 mod stall;
+mod verdict;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -50,134 +51,7 @@ pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
 pub use message::{ParsedMessage, heartbeat};
 pub use source::{PROOF_AGE_MAX, SourceStatus};
 pub use stall::ReaderStall;
-
-/// Effect of a log message. A metric label.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RecordVerdict {
-    Applied,
-    /// The first record of a new generation.
-    Started,
-    /// Of a new generation whose first record is missing.
-    StartedBehind,
-    /// An earlier record is missing.
-    Ahead,
-    Duplicate,
-    /// Its number was delivered before with other bytes.
-    Violation,
-    /// Of a fenced-off generation.
-    Old,
-    /// It stores a held pair, removes one that is not held, or names an unknown parent.
-    Contradiction,
-    /// Count or digest differ from the record's after applying it.
-    Mismatch,
-    /// The next record of a source that is not folded at present.
-    NotFolded,
-    Undecodable,
-    /// Its subject names another source.
-    WrongSource,
-    /// Its subject names no source.
-    WrongSubject,
-    /// Of an impossibly high generation.
-    Implausible,
-    /// Its position is not behind the last one.
-    Replayed,
-}
-
-impl RecordVerdict {
-    pub const ALL: [Self; 15] = [
-        Self::Applied,
-        Self::Started,
-        Self::StartedBehind,
-        Self::Ahead,
-        Self::Duplicate,
-        Self::Violation,
-        Self::Old,
-        Self::Contradiction,
-        Self::Mismatch,
-        Self::NotFolded,
-        Self::Undecodable,
-        Self::WrongSource,
-        Self::WrongSubject,
-        Self::Implausible,
-        Self::Replayed,
-    ];
-
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Applied => "applied",
-            Self::Started => "started",
-            Self::StartedBehind => "started_behind",
-            Self::Ahead => "ahead",
-            Self::Duplicate => "duplicate",
-            Self::Violation => "violation",
-            Self::Old => "old",
-            Self::Contradiction => "contradiction",
-            Self::Mismatch => "mismatch",
-            Self::NotFolded => "not_folded",
-            Self::Undecodable => "undecodable",
-            Self::WrongSource => "wrong_source",
-            Self::WrongSubject => "wrong_subject",
-            Self::Implausible => "implausible",
-            Self::Replayed => "replayed",
-        }
-    }
-}
-
-/// Effect of a heartbeat. A metric label.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HeartbeatVerdict {
-    /// Equal number, equal digest.
-    Proof,
-    /// Equal number, different digest.
-    Mismatch,
-    /// The source is not folded at present.
-    NotFolded,
-    /// It names records that the log has not delivered.
-    Behind,
-    /// Older than what is applied: it proves only that the shim is alive.
-    Late,
-    /// Of a fenced-off generation.
-    Old,
-    Undecodable,
-    /// Its subject names another source: the sender may not report on this one.
-    WrongSource,
-    /// Its subject names no source.
-    WrongSubject,
-    /// Of an impossibly high generation.
-    Implausible,
-}
-
-impl HeartbeatVerdict {
-    pub const ALL: [Self; 10] = [
-        Self::Proof,
-        Self::Mismatch,
-        Self::NotFolded,
-        Self::Behind,
-        Self::Late,
-        Self::Old,
-        Self::Undecodable,
-        Self::WrongSource,
-        Self::WrongSubject,
-        Self::Implausible,
-    ];
-
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Proof => "proof",
-            Self::Mismatch => "mismatch",
-            Self::NotFolded => "not_folded",
-            Self::Behind => "behind",
-            Self::Late => "late",
-            Self::Old => "old",
-            Self::Undecodable => "undecodable",
-            Self::WrongSource => "wrong_source",
-            Self::WrongSubject => "wrong_subject",
-            Self::Implausible => "implausible",
-        }
-    }
-}
+pub use verdict::{HeartbeatVerdict, RecordVerdict};
 
 /// A registry value that is not an entry of its key's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

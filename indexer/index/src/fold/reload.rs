@@ -41,8 +41,8 @@ impl Fold {
         self.reloads.get_or_insert_default();
     }
 
-    /// Diverged sources with their generations, each once, if a reload is allowed now. If it does not
-    /// help, [`Self::poll_resyncs`] requests new generations.
+    /// Diverged sources with their generations, each once, if a reload is allowed now. If it does
+    /// not help, [`Self::poll_resyncs`] requests new generations.
     pub fn poll_reload(&mut self, now: Instant) -> Vec<(Source, Generation)> {
         let Some(reloads) = &mut self.reloads else {
             return Vec::new();

@@ -1,8 +1,8 @@
 //! When a source's shim is asked for a new generation: the last resort.
 //!
-//! A resync stays wanted until the source is proven right or a new generation begins. It is requested
-//! at most once per [`INTERVAL`] and source, and at most [`AT_ONCE`] requests are pending, those that
-//! waited longest first: each answer is a whole image through the log.
+//! A resync stays wanted until the source is proven right or a new generation begins. It is
+//! requested at most once per [`INTERVAL`] and source, and at most [`AT_ONCE`] requests are
+//! pending, those that waited longest first: each answer is a whole image through the log.
 
 use std::time::{Duration, Instant};
 

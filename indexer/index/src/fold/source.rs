@@ -114,12 +114,13 @@ pub(super) struct SourceFold {
     health: EngineHealth,
     /// Time of the last record or heartbeat that proved the folded blocks.
     proven: Option<Instant>,
-    /// Time of the last proof with states that give credit: a later claim must not extend an earlier
-    /// one that the shim withdrew in between.
+    /// Time of the last proof with states that give credit: a later claim must not extend an
+    /// earlier one that the shim withdrew in between.
     credit_proven: Option<Instant>,
     /// Time of the present generation's last message.
     last_sent: Option<Instant>,
-    /// Since when the shim reports a lower number than is applied, without proof of the applied one.
+    /// Since when the shim reports a lower number than is applied, without proof of the applied
+    /// one.
     outrun_since: Option<Instant>,
     faults: SourceFaults,
     announced: Option<AnnouncedGeneration>,
@@ -644,9 +645,9 @@ impl SourceFold {
         });
     }
 
-    /// The present generation's shim reports a lower number than is applied. A delayed heartbeat does
-    /// so briefly. If it lasts [`PATIENCE`] beyond the last proof, the number was given twice, because
-    /// all that knew of the first use was lost, and this fence is ahead of the shim.
+    /// The present generation's shim reports a lower number than is applied. A delayed heartbeat
+    /// does so briefly. If it lasts [`PATIENCE`] beyond the last proof, the number was given twice,
+    /// because all that knew of the first use was lost, and this fence is ahead of the shim.
     fn outrun(&mut self, now: Instant) {
         if self.proven.is_some_and(|proven| !lapsed(proven, now)) {
             return;

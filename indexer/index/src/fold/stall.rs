@@ -2,8 +2,8 @@
 //!
 //! A running reader reads heartbeats as they arrive. If it stood still (the process was stopped, a
 //! snapshot took long to load), queued heartbeats prove only that their shims were alive when it
-//! stopped. The stall ends when a request sent afterwards is answered and everything received before
-//! the answer is read.
+//! stopped. The stall ends when a request sent afterwards is answered and everything received
+//! before the answer is read.
 
 use std::time::{Duration, Instant};
 

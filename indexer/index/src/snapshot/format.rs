@@ -1,9 +1,9 @@
 //! The bytes of a snapshot: a mark with the format version, the head (a message of the codec), the
 //! tree's image, and XXH3-128 over all of it.
 //!
-//! Not compressed: an image is almost only 8 random bytes a block, which zstd reduces by less than a
-//! thousandth (docs/PERF.md). The checksum detects torn and corrupt blobs; the digests, recomputed from
-//! the tree that was read, detect everything else.
+//! Not compressed: an image is almost only 8 random bytes a block, which zstd reduces by less than
+//! a thousandth (docs/PERF.md). The checksum detects torn and corrupt blobs; the digests,
+//! recomputed from the tree that was read, detect everything else.
 
 use std::collections::BTreeSet;
 

@@ -1,9 +1,9 @@
 //! Schedule, names, pointer and retention of snapshots.
 //!
-//! The pointer only moves forward, to a higher position of the same log. Exception: a *dead* pointer,
-//! whose record is proven absent from the log (rolled back or replaced), names nothing usable and is
-//! replaced. Two snapshots are kept. Names that sort before them are deleted; names that sort behind may
-//! be in the making by another replica.
+//! The pointer only moves forward, to a higher position of the same log. Exception: a *dead*
+//! pointer, whose record is proven absent from the log (rolled back or replaced), names nothing
+//! usable and is replaced. Two snapshots are kept. Names that sort before them are deleted; names
+//! that sort behind may be in the making by another replica.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -20,8 +20,8 @@ pub const PAUSE: Duration = Duration::from_secs(10);
 /// Pause while another replica writes a snapshot.
 pub const BUSY_PAUSE: Duration = Duration::from_secs(2);
 
-/// Lease of the snapshot writer. Usually longer than writing takes; otherwise two replicas write one. A
-/// dead writer delays the others by this time.
+/// Lease of the snapshot writer. Usually longer than writing takes; otherwise two replicas write
+/// one. A dead writer delays the others by this time.
 pub const LEASE: Duration = Duration::from_secs(10);
 
 /// When a snapshot is due.
@@ -132,8 +132,8 @@ impl SnapshotProgress {
     }
 }
 
-/// Returns true if a log that drops old records approaches the snapshot's position: a quarter of what
-/// it keeps came since.
+/// Returns true if a log that drops old records approaches the snapshot's position: a quarter of
+/// what it keeps came since.
 fn is_falling_off(now: ReadProgress, taken: LogPosition) -> bool {
     let kept = now.position.next().0.saturating_sub(now.first.0);
     let since = now.position.0.saturating_sub(taken.0);
@@ -210,9 +210,9 @@ pub fn candidates(names: &[String], log: StreamIdentity) -> Vec<(Name, &str)> {
     found
 }
 
-/// The pointer after a new snapshot; `None` if it must stay. `is_dead`: the newest snapshot's record is
-/// proven absent from the log. A live pointer to another log means that the new snapshot is of an old
-/// log.
+/// The pointer after a new snapshot; `None` if it must stay. `is_dead`: the newest snapshot's
+/// record is proven absent from the log. A live pointer to another log means that the new snapshot
+/// is of an old log.
 #[must_use]
 pub fn moved(
     pointer: Option<&SnapshotPointer>,

@@ -1,12 +1,13 @@
 //! Work done before the write lock is taken for a change, so that it is held briefly.
 //!
-//! Applying a change mostly waits for memory. [`Tree::warm`] reads the same places first, beside other
-//! readers, so that they are cached. Blocks without a holder change no answer, so [`Tree::grow`] adds the
-//! new blocks of a long store in short turns; the last turn, which gives them to their source, is short
-//! too.
+//! Applying a change mostly waits for memory. [`Tree::warm`] reads the same places first, beside
+//! other readers, so that they are cached. Blocks without a holder change no answer, so
+//! [`Tree::grow`] adds the new blocks of a long store in short turns; the last turn, which gives
+//! them to their source, is short too.
 //!
-//! Both are optional: a change applies to an unprepared tree just as well. [`Tree::drop_grown`] removes
-//! blocks that were added for a change that did not come; everything that removes blocks calls it first.
+//! Both are optional: a change applies to an unprepared tree just as well. [`Tree::drop_grown`]
+//! removes blocks that were added for a change that did not come; everything that removes blocks
+//! calls it first.
 
 use std::hint::black_box;
 
@@ -26,7 +27,8 @@ pub struct Growth {
 }
 
 /// Blocks added to a run, and its length before. Removed in reverse order, so that runs attached to
-/// them go first. Everything else that shortens runs removes them first, so runs only grow in between.
+/// them go first. Everything else that shortens runs removes them first, so runs only grow in
+/// between.
 #[derive(Clone, Copy)]
 pub(super) struct Grown {
     pub(super) run: RunId,
@@ -87,8 +89,8 @@ impl Tree {
         }
     }
 
-    /// Adds some of the blocks that [`Self::warm`] found missing. The tree may have changed since: they
-    /// are added where they belong or not at all.
+    /// Adds some of the blocks that [`Self::warm`] found missing. The tree may have changed since:
+    /// they are added where they belong or not at all.
     pub fn grow(&mut self, change: &Change, growth: &mut Growth) {
         let Growth { at, parent, left } = std::mem::replace(growth, Growth::NONE);
         let Change::Stored { blocks, .. } = change else {

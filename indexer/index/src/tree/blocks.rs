@@ -38,8 +38,8 @@ pub(super) struct MovedChunk {
 pub(super) struct BlockArena {
     segments: Vec<Box<[Chunk]>>,
     owners: Vec<ChunkOwner>,
-    /// Free chunks, the last freed at the end. Those beyond the end are skipped; they are gone before the
-    /// chunks grow again.
+    /// Free chunks, the last freed at the end. Those beyond the end are skipped; they are gone
+    /// before the chunks grow again.
     free: Vec<u32>,
     free_count: usize,
 }

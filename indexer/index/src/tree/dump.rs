@@ -1,8 +1,8 @@
 //! One source's holdings as changes: an image.
 //!
-//! Order: every node once, parents first, in its first tier (removed ancestors on the GPU); then the
-//! further tiers; then the removal of the removed ancestors, which by then have descendants. Siblings
-//! are sorted by hash, so that equal holdings give equal dumps.
+//! Order: every node once, parents first, in its first tier (removed ancestors on the GPU); then
+//! the further tiers; then the removal of the removed ancestors, which by then have descendants.
+//! Siblings are sorted by hash, so that equal holdings give equal dumps.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};

@@ -8,8 +8,8 @@ use super::run::{Run, RunId};
 use super::spans::RunWalk;
 use super::{Position, SourceNumber, TierMask, Tree};
 
-/// Distances in blocks that are walked instead of searched: reading a few cache lines is faster than two
-/// table lookups.
+/// Distances in blocks that are walked instead of searched: reading a few cache lines is faster
+/// than two table lookups.
 const WALK_MAX: usize = 64;
 
 /// A run on the prompt's path, and the number of its blocks in the prompt.
@@ -137,7 +137,8 @@ impl Tree {
     /// Position of the prompt's last known block.
     ///
     /// A prefix is known only if all before it are, so the depths can be searched, starting in the
-    /// middle. If that is unknown, often only a common beginning is known: the first blocks are walked.
+    /// middle. If that is unknown, often only a common beginning is known: the first blocks are
+    /// walked.
     fn last_known(&self, chain: &[PrefixHash]) -> Option<Position> {
         let middle = chain.len() / 2;
         let [first, half] = [chain.first()?, chain.get(middle)?];
@@ -155,8 +156,8 @@ impl Tree {
         Some(self.search(chain, found, is_left))
     }
 
-    /// Guesses first that the prompt contains all of a run; walks short distances. `is_left`: the prompt
-    /// is known to leave the run.
+    /// Guesses first that the prompt contains all of a run; walks short distances. `is_left`: the
+    /// prompt is known to leave the run.
     fn search(&self, chain: &[PrefixHash], mut found: DepthSearch, mut is_left: bool) -> Position {
         let mut tried = RunId::NONE;
         while found.known + 1 < found.unknown {
@@ -196,8 +197,8 @@ impl Tree {
         position.is_some()
     }
 
-    /// Walks at most [`WALK_MAX`] blocks along the run. Returns true if the run ended or the prompt left
-    /// it.
+    /// Walks at most [`WALK_MAX`] blocks along the run. Returns true if the run ended or the prompt
+    /// left it.
     fn walk(&self, chain: &[PrefixHash], found: &mut DepthSearch) -> bool {
         let from = found.known + 1;
         let to = found.unknown.min(from + WALK_MAX);

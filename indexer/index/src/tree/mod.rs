@@ -1,20 +1,20 @@
 //! Which source holds which blocks: exact, pure, fast and compact.
 //!
 //! Consecutive blocks form a *run*; a branch is a run of its own, attached at a block of its parent
-//! run. Per run and source the tree stores how many leading blocks the source holds on the GPU, and a
-//! list of spans only where it holds other blocks or tiers. One table maps every known prefix hash to
-//! its place.
+//! run. Per run and source the tree stores how many leading blocks the source holds on the GPU, and
+//! a list of spans only where it holds other blocks or tiers. One table maps every known prefix
+//! hash to its place.
 //!
-//! A source's blocks are closed towards the root: it stands in a run from the run's first block to the
-//! last one that it holds, or that one of its descendants is attached at. So a removed block stays
-//! known while the source holds a descendant of it.
+//! A source's blocks are closed towards the root: it stands in a run from the run's first block to
+//! the last one that it holds, or that one of its descendants is attached at. So a removed block
+//! stays known while the source holds a descendant of it.
 //!
 //! A lookup searches the depths for the last known prefix (a prefix is known only if all before it
-//! are), and then walks the few runs on the path from the top. It credits a source in a run only if the
-//! source's blocks had no gap above it: so a hole ends a run.
+//! are), and then walks the few runs on the path from the top. It credits a source in a run only if
+//! the source's blocks had no gap above it: so a hole ends a run.
 //!
-//! A closed source is dead immediately. [`Tree::reclaim`] frees its blocks in bounded steps; its number
-//! is reused only afterwards.
+//! A closed source is dead immediately. [`Tree::reclaim`] frees its blocks in bounded steps; its
+//! number is reused only afterwards.
 //!
 //! The tree has no notion of generations, states, time or source names.
 
@@ -284,16 +284,16 @@ impl Tree {
         })
     }
 
-    /// Changes that make an empty source equal to this one, parents first. Removed ancestors are stored
-    /// and removed again at the end.
+    /// Changes that make an empty source equal to this one, parents first. Removed ancestors are
+    /// stored and removed again at the end.
     #[must_use]
     pub fn dump(&self, number: SourceNumber) -> Vec<Change> {
         Dump::of(self, number)
     }
 
-    /// Per source of `allowed`, in that order: the run on the GPU from depth 0, and from its end the run
-    /// in the lower tiers, where a block counts for CPU before disk. The first block in neither ends it.
-    /// A tier that is not allowed counts as empty.
+    /// Per source of `allowed`, in that order: the run on the GPU from depth 0, and from its end
+    /// the run in the lower tiers, where a block counts for CPU before disk. The first block in
+    /// neither ends it. A tier that is not allowed counts as empty.
     #[must_use]
     pub fn lookup(
         &self,
@@ -314,15 +314,15 @@ impl Tree {
         lookup::of_some(self, chain, allowed)
     }
 
-    /// [`Self::lookup`] by prefix hashes from depth 0, for every source, indexed by its number. Closed
-    /// sources hold nothing.
+    /// [`Self::lookup`] by prefix hashes from depth 0, for every source, indexed by its number.
+    /// Closed sources hold nothing.
     #[must_use]
     pub fn lookup_all(&self, chain: &[PrefixHash]) -> Vec<Tiers<u32>> {
         self.lookup_all_from(chain, Vec::new())
     }
 
-    /// [`Self::lookup_all`] into memory allocated before the lock was taken: about as many defaults as
-    /// there are sources.
+    /// [`Self::lookup_all`] into memory allocated before the lock was taken: about as many defaults
+    /// as there are sources.
     #[must_use]
     pub fn lookup_all_from(
         &self,

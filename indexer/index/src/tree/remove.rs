@@ -170,8 +170,8 @@ impl Tree {
         }
     }
 
-    /// Frees about `nodes_max` blocks of closed sources, and memory that is mostly free. Returns true
-    /// while work remains.
+    /// Frees about `nodes_max` blocks of closed sources, and memory that is mostly free. Returns
+    /// true while work remains.
     pub fn reclaim(&mut self, nodes_max: usize) -> bool {
         self.drop_grown();
         let mut left = nodes_max;
@@ -209,8 +209,8 @@ impl Tree {
         self.compact(left, spare_max)
     }
 
-    /// Removes a dead source from the last blocks of a run, at most `blocks_max`. Returns their number,
-    /// and true if the run is done.
+    /// Removes a dead source from the last blocks of a run, at most `blocks_max`. Returns their
+    /// number, and true if the run is done.
     fn shed(&mut self, number: SourceNumber, id: RunId, blocks_max: u32) -> (u32, bool) {
         let run = self.run(id);
         let Ok(at) = run.find(number) else {
@@ -228,8 +228,8 @@ impl Tree {
         (taken, left == 0)
     }
 
-    /// Updates a holder's end after a removal. Removes the source from the run if it neither holds a
-    /// block of it nor has a descendant there, and so on towards the root.
+    /// Updates a holder's end after a removal. Removes the source from the run if it neither holds
+    /// a block of it nor has a descendant there, and so on towards the root.
     fn settle(&mut self, number: SourceNumber, id: RunId, pins: Pins) {
         let mut next = Some(id);
         while let Some(id) = next.take() {
@@ -308,7 +308,8 @@ impl Tree {
         }
     }
 
-    /// Frees the blocks at the end of a run without a holder, and the run itself if no block remains.
+    /// Frees the blocks at the end of a run without a holder, and the run itself if no block
+    /// remains.
     pub(super) fn cut(&mut self, id: RunId) {
         debug_assert!(
             self.grown.is_empty(),
@@ -359,7 +360,8 @@ impl Tree {
         self.scratch = hashes;
     }
 
-    /// Unlinks and frees an empty run. It has no child runs, because their holders would stand in it.
+    /// Unlinks and frees an empty run. It has no child runs, because their holders would stand in
+    /// it.
     fn drop_run(&mut self, id: RunId) {
         let run = self.run(id);
         debug_assert!(run.first_child == RunId::NONE, "child runs go first");

@@ -1,7 +1,8 @@
 //! The tree's memory: everything that it keeps, in use or free.
 //!
-//! Counted incrementally. Lists count with their capacity, allocations with the allocator's overhead.
-//! Fragmentation is not included; `indexer/index/tests/memory.rs` measures it, and the fold adds it.
+//! Counted incrementally. Lists count with their capacity, allocations with the allocator's
+//! overhead. Fragmentation is not included; `indexer/index/tests/memory.rs` measures it, and the
+//! fold adds it.
 
 use super::blocks::CHUNK;
 use super::{SourceHoldings, Tree};
@@ -56,8 +57,8 @@ impl Tree {
         !self.closed.is_empty()
     }
 
-    /// Moves about `blocks_max` blocks and frees their chunks until at most `spare_max` bytes are spare.
-    /// Returns true while work remains.
+    /// Moves about `blocks_max` blocks and frees their chunks until at most `spare_max` bytes are
+    /// spare. Returns true while work remains.
     pub fn compact(&mut self, blocks_max: usize, spare_max: usize) -> bool {
         let mut left = blocks_max;
         while self.blocks.spare_bytes() > spare_max {

@@ -13,8 +13,8 @@ const SEGMENT: usize = 512;
 pub(super) struct RunArena {
     /// All but the last segment are full.
     segments: Vec<Vec<Run>>,
-    /// Free runs, the last freed at the end. Those beyond the end are skipped; they are gone before the
-    /// runs grow again.
+    /// Free runs, the last freed at the end. Those beyond the end are skipped; they are gone before
+    /// the runs grow again.
     free: Vec<RunId>,
     free_count: usize,
 }

@@ -160,8 +160,8 @@ pub(super) struct RunWalk {
 }
 
 impl RunWalk {
-    /// Counts `blocks` blocks held in `tiers` at the walk's end. Returns false if the walk ends. After a
-    /// lower tier was needed, GPU blocks no longer count as such.
+    /// Counts `blocks` blocks held in `tiers` at the walk's end. Returns false if the walk ends.
+    /// After a lower tier was needed, GPU blocks no longer count as such.
     pub(super) const fn step(&mut self, blocks: u32, tiers: TierMask) -> bool {
         if tiers.has(Tier::Gpu) && self.run.cpu + self.run.disk == 0 {
             self.run.gpu += blocks;

@@ -108,8 +108,8 @@ impl Tree {
         known
     }
 
-    /// Position of the blocks that the run lacks at `at`: in a child run, in new blocks at its end, or in
-    /// a new run.
+    /// Position of the blocks that the run lacks at `at`: in a child run, in new blocks at its end,
+    /// or in a new run.
     pub(super) fn branch(
         &mut self,
         at: Position,
@@ -241,8 +241,8 @@ impl Tree {
         }
     }
 
-    /// Adds a source to a run. Keeps its blocks closed towards the root: it stands in the parent run up to
-    /// the attach point.
+    /// Adds a source to a run. Keeps its blocks closed towards the root: it stands in the parent
+    /// run up to the attach point.
     pub(super) fn add_holder(&mut self, number: SourceNumber, id: RunId, at: usize) -> usize {
         let source = &mut self.sources[number.index()];
         let slot = source.runs.len() as u32;

@@ -1,8 +1,8 @@
 //! Place of each known prefix: open addressing, linear probing, deletion without tombstones.
 //!
 //! A slot is 8 bytes, a place and 32 bits of the hash, so that growing and deleting do not read the
-//! blocks. The caller confirms a hit against the whole hash. The table is divided into shards by the
-//! first bits of the hash, so that growing a shard is fast.
+//! blocks. The caller confirms a hit against the whole hash. The table is divided into shards by
+//! the first bits of the hash, so that growing a shard is fast.
 
 use std::hint::black_box;
 

@@ -5,7 +5,7 @@ use warmroute_proto::hash::prefix_hashes;
 
 use super::*;
 
-/// Whatever the code relies on.
+/// Checks all invariants that the code relies on.
 pub(super) fn check(tree: &Tree) {
     let mut nodes = 0;
     let mut standing = 0;
@@ -46,29 +46,7 @@ pub(super) fn check(tree: &Tree) {
                 .windows(2)
                 .all(|pair| pair[0].source < pair[1].source)
         );
-        let mut children = Vec::new();
-        let mut child = run.first_child;
-        while let Some(at) = child.some() {
-            assert_eq!(tree.run(at).parent, id);
-            children.push(tree.run(at));
-            child = tree.run(at).next_sibling;
-        }
-        for (at, (lead, hold)) in run.leads.iter().zip(&run.holds).enumerate() {
-            let source = &tree.sources[lead.source.index()];
-            assert_eq!(source.runs[hold.slot as usize], id);
-            let mine: Vec<_> = children
-                .iter()
-                .filter(|child| child.find(lead.source).is_ok())
-                .map(|child| child.attach)
-                .collect();
-            assert_eq!(hold.children as usize, mine.len());
-            let pin = mine.iter().copied().max().unwrap_or(0);
-            assert!(hold.pin >= pin && (hold.pin_is_old || hold.pin == pin));
-            let end = run.held_end(at).max(pin);
-            assert!(hold.end >= end);
-            assert!(source.life != SourceLife::Open || hold.end == end);
-            assert!(hold.spans.as_leading().is_none_or(|blocks| blocks == 0));
-        }
+        check_holders(tree, id);
     }
     assert_eq!(tree.nodes, nodes);
     assert_eq!(tree.holders, standing);
@@ -82,6 +60,34 @@ pub(super) fn check(tree: &Tree) {
     assert_eq!(tree.heap, heap);
     let listed: usize = tree.sources.iter().map(|source| source.runs.len()).sum();
     assert_eq!(listed, standing);
+}
+
+/// Checks what a run's holders hold and need against its child runs.
+fn check_holders(tree: &Tree, id: RunId) {
+    let run = tree.run(id);
+    let mut children = Vec::new();
+    let mut child = run.first_child;
+    while let Some(at) = child.some() {
+        assert_eq!(tree.run(at).parent, id);
+        children.push(tree.run(at));
+        child = tree.run(at).next_sibling;
+    }
+    for (at, (lead, hold)) in run.leads.iter().zip(&run.holds).enumerate() {
+        let source = &tree.sources[lead.source.index()];
+        assert_eq!(source.runs[hold.slot as usize], id);
+        let mine: Vec<_> = children
+            .iter()
+            .filter(|child| child.find(lead.source).is_ok())
+            .map(|child| child.attach)
+            .collect();
+        assert_eq!(hold.children as usize, mine.len());
+        let pin = mine.iter().copied().max().unwrap_or(0);
+        assert!(hold.pin >= pin && (hold.pin_is_old || hold.pin == pin));
+        let end = run.held_end(at).max(pin);
+        assert!(hold.end >= end);
+        assert!(source.life != SourceLife::Open || hold.end == end);
+        assert!(hold.spans.as_leading().is_none_or(|blocks| blocks == 0));
+    }
 }
 
 /// How many nodes the source stands in.
@@ -445,7 +451,8 @@ enum Step {
     Restore,
 }
 
-/// Changes that are made ready for, each in so many turns, while other things happen between the turns.
+/// Changes that are made ready for, each in so many turns, while other things happen between the
+/// turns.
 #[derive(Clone, Debug)]
 struct Record {
     source: usize,

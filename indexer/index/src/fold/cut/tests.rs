@@ -84,7 +84,8 @@ fn every_corrupt_byte_and_every_cut_is_refused() {
     assert!(Restored::read(&longer).is_err());
 }
 
-/// Snapshots of every version are read by all later ones. `REWRITE_GOLDEN=1` writes one if there is none.
+/// Snapshots of every version are read by all later ones. `REWRITE_GOLDEN=1` writes one if there is
+/// none.
 #[test]
 fn a_snapshot_of_every_version_has_recent_readers() {
     let world = rich();
@@ -336,8 +337,8 @@ fn a_log_that_lost_records_is_read_again() {
 }
 
 proptest! {
-    /// A replica that starts from a snapshot of any position and reads the rest is the one that lived,
-    /// whatever the log holds: duplicates, gaps, junk, new generations, holes, tiers.
+    /// A replica that starts from a snapshot of any position and reads the rest is the one that
+    /// lived, whatever the log holds: duplicates, gaps, junk, new generations, holes, tiers.
     #[test]
     fn snapshot_and_tail_are_the_fold_that_lived(
         tricks in prop::collection::vec(

@@ -184,7 +184,8 @@ fn a_snapshot_that_is_too_large_is_read_without_its_largest_sources() {
     assert_eq!(replica.fold.room_for_another(1_800_000), None);
 }
 
-/// Short runs take other memory than long ones: what was freed is of no use before it is given back.
+/// Short runs take other memory than long ones: what was freed is of no use before it is given
+/// back.
 #[test]
 fn bound_is_kept_when_the_shape_of_what_is_held_changes() {
     let bound = 2_000_000;

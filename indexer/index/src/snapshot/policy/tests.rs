@@ -179,8 +179,8 @@ fn what_another_replica_wrote_counts() {
 }
 
 proptest! {
-    /// Whatever is written in whatever order: the pointer's place in its log never falls, and what it
-    /// names is never outdated.
+    /// Whatever is written in whatever order: the pointer's place in its log never falls, and what
+    /// it names is never outdated.
     #[test]
     fn the_pointer_never_moves_back(writes in prop::collection::vec((1..4_u64, 1..20_u64), 1..40)) {
         let mut pointer: Option<SnapshotPointer> = None;

@@ -1,0 +1,26 @@
+//! Enums whose variants are the values of a metric label.
+
+/// Declares such an enum, with `ALL` variants and the `label` of each.
+#[macro_export]
+macro_rules! label_enum {
+    ($(#[$meta:meta])* $vis:vis enum $name:ident {
+        $($(#[$variant_meta:meta])* $variant:ident = $label:literal,)*
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        $vis enum $name {
+            $($(#[$variant_meta])* $variant,)*
+        }
+
+        impl $name {
+            $vis const ALL: [Self; [$($label),*].len()] = [$(Self::$variant),*];
+
+            #[must_use]
+            $vis const fn label(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $label,)*
+                }
+            }
+        }
+    };
+}
