@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
 # Warmroute on this machine, in front of two mock engines.
 #
-#   ./quickstart.sh           everything in one process: builds, starts, shows a cache hit, then serves
-#                             until Ctrl-C
-#   ./quickstart.sh --nats    every part a process of its own, over NATS: two shims, two indexers, two
-#                             routers; also kills some of them
+#   ./quickstart.sh           one process: builds, starts, shows a cache hit, serves until Ctrl-C
+#   ./quickstart.sh --nats    distributed over NATS: two shims, indexers and routers; kills some
 #   --once                    ends after the demonstration
 #
-# WARMROUTE_PORT chooses another port than 8080 for the (first) router (0: any free one).
+# WARMROUTE_PORT: the (first) router's port instead of 8080 (0: any free one).
 set -euo pipefail
 cd "$(dirname "$0")"
 . deploy/lib.sh
@@ -23,7 +21,7 @@ for argument in "$@"; do
 done
 port=${WARMROUTE_PORT:-8080}
 [ "$once" = no ] || port=0
-# The binaries read WARMROUTE_* themselves; here only the flags below count.
+# The binaries read WARMROUTE_* variables; the quick start passes flags only.
 unset WARMROUTE_PORT
 
 if ! command -v cargo >/dev/null 2>&1; then
@@ -42,7 +40,7 @@ step "building"
 cargo build --locked "${binaries[@]/#/--bin=}"
 target=${CARGO_TARGET_DIR:-target}/debug
 
-# All state of this run: logs, and with NATS the streams and the shims' checkpoints.
+# State of this run: logs, and with NATS the streams and the shims' checkpoints.
 run=$(mktemp -d)
 declare -A pid_of
 stop() {
@@ -55,7 +53,7 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# start NAME COMMAND…: runs it in the background; its first line on stdout is its addresses.
+# start NAME COMMAND…: runs it in the background. Its first line on stdout contains its addresses.
 start() {
   local name=$1
   shift
@@ -71,7 +69,7 @@ start() {
   exit 1
 }
 
-# number NAME KEY: a number, or the first of a list, in what NAME printed at its start.
+# number NAME KEY: a number, or the first of a list, in NAME's first line.
 number() {
   sed -n "1s/.*\"$2\":\[\{0,1\}\([0-9]*\).*/\1/p" "$run/$1.out"
 }
@@ -99,7 +97,7 @@ crash() {
   unset "pid_of[$1]"
 }
 
-# ask ROUTER QUESTION: a chat whose long system prompt is the same every time.
+# ask ROUTER QUESTION: a chat with the common long system prompt.
 system="You are a patient librarian. $(printf 'Rule %s: answer briefly and name your source. ' $(seq 30))"
 ask() {
   exchange "$@"
@@ -122,8 +120,8 @@ header() {
   tr -d '\r' <"$run/headers" | sed -n "s/^$1: *//Ip"
 }
 
-# ask_warm ROUTER QUESTION: as ask, where the prefix is known. The index has milliseconds to answer, and on
-# a busy machine it may be late: then the same is asked again.
+# ask_warm ROUTER QUESTION: like ask, with a known prefix. On a busy machine the index may answer
+# late; then the request is repeated.
 ask_warm() {
   for _ in $(seq 100); do
     exchange "$@"
@@ -137,7 +135,7 @@ ask_warm() {
   fi
 }
 
-# The same worker as for the first question.
+# The worker of the first question must serve this one too.
 same_worker() {
   [ "$worker" = "$first" ] && return
   echo "expected $first, which holds the prefix" >&2
@@ -167,9 +165,9 @@ Send your own:
   curl $(url "$router")/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"model":"mock","messages":[{"role":"user","content":"hello"}]}' -i
 
-  $(url "$router")/v1/models        what can be asked
-  $(url "$router" admin_port)/workers   what the router knows of each worker
-  $(url "$router" admin_port)/v1/slots  the load on each
+  $(url "$router")/v1/models        served models
+  $(url "$router" admin_port)/workers   state of each worker
+  $(url "$router" admin_port)/v1/slots  load of each worker
   $(url "$router" admin_port)/metrics
 TEXT
 if [ "$once" = no ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What of deploy/ can be checked with the tools that are here; says what could not.
+# Checks the files of deploy/ with the installed tools, and reports what it skipped.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -23,7 +23,7 @@ else
 fi
 
 if command -v nginx >/dev/null 2>&1; then
-  # As it is: the routers' name does not resolve here, and need not.
+  # Unchanged: the routers' name need not resolve here.
   nginx -t -q -c "$PWD/nginx/nginx.conf"
   passed nginx.conf
 else
@@ -32,13 +32,13 @@ fi
 
 if command -v kubectl >/dev/null 2>&1; then
   made=$(kubectl kustomize kubernetes)
-  # Each worker pod has a credential of its own, named as the users of nats.conf.
+  # Each worker pod has its own credential, named like the users of nats.conf.
   grep -q 'subPathExpr: shim-$(POD_NAME)' <<<"$made"
   grep -q '^  serviceName: worker$' <<<"$made"
   for pod in worker-0 worker-1; do
     grep -q "user: shim-$pod," nats/nats.conf
   done
-  # The name under which nginx looks for routers.
+  # The name that nginx resolves.
   grep -q '^  name: routers$' <<<"$made"
   grep -q 'set \$routers routers:8080;' nginx/nginx.conf
   passed kubernetes

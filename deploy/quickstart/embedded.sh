@@ -1,4 +1,4 @@
-# The part of quickstart.sh where everything is one process. Sourced, not run.
+# The one-process part of quickstart.sh. Sourced, not run.
 
 step "starting two mock engines and the router"
 start_engines
@@ -15,7 +15,7 @@ until_ready router
 step "three chats with the same long system prompt"
 ask router "Who wrote Faust?"
 first=$worker
-# The engine tells about new blocks with its answer; give the index the blink that it needs.
+# The engine publishes new blocks with its answer; the index needs a moment to apply them.
 sleep 0.5
 for question in "Who wrote Emma?" "Who wrote Ulysses?"; do
   ask_warm router "$question"

@@ -1,6 +1,6 @@
-# The part of quickstart.sh where every part is a process of its own. Sourced, not run.
+# The distributed part of quickstart.sh. Sourced, not run.
 
-# On the same port and directory when it comes back.
+# A restarted server keeps its port and directory.
 nats_port=-1
 start_nats() {
   rm -f "$run"/nats-server_*.ports
@@ -41,13 +41,13 @@ until_ready shim-engine-a shim-engine-b indexer-1 indexer-2 router-1 router-2
 step "three chats with the same long system prompt, through both routers"
 ask router-1 "Who wrote Faust?"
 first=$worker
-# The engine tells about new blocks with its answer; give the index the blink that it needs.
+# The engine publishes new blocks with its answer; the index needs a moment to apply them.
 sleep 0.5
 ask_warm router-2 "Who wrote Emma?"
 same_worker
 ask_warm router-1 "Who wrote Ulysses?"
 same_worker
-echo "the second and third went to the worker that already held the prefix, whoever routed them"
+echo "the second and third went to the worker that already held the prefix, through either router"
 
 step "kill -9 of an indexer: the other one answers"
 indexer_port=$(number indexer-1 port)
@@ -59,7 +59,7 @@ crash nats
 ask router-1 "Who wrote Candide?"
 ask router-2 "Who wrote Medea?"
 
-step "both are back, on the ports and with the streams that they had"
+step "restart of both: they keep their ports and streams"
 start_nats
 start_indexer indexer-1 "$indexer_port"
 until_ready indexer-1 indexer-2

@@ -110,7 +110,7 @@ impl Fleet {
         }
     }
 
-    /// Adds `pairs` pairs. Returns the position of the last record.
+    /// Appends `entries` pairs. Returns the position of the last record.
     async fn append(&mut self, plane: &NatsPlane, entries: u64) -> anyhow::Result<LogPosition> {
         const WINDOW: usize = 64;
         let mut under_way = FuturesOrdered::new();

@@ -27,7 +27,7 @@ pub(crate) const EXCHANGES: u64 = 5_000;
 /// A prompt of 1,024 tokens, and one of 32,768.
 pub(crate) const QUERY_BLOCKS: [usize; 2] = [64, 2048];
 
-/// Calls `call` `count` times at `rate`. Calls that fell behind follow without pause.
+/// Calls `call` `total` times at `rate`. Calls that fell behind follow without pause.
 pub(crate) fn pace(rate: u64, total: u64, mut call: impl FnMut(u64)) {
     let begun = Instant::now();
     for number in 0..total {

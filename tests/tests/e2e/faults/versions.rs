@@ -72,7 +72,7 @@ enum At {
     Router,
 }
 
-/// Runs `action` and waits until each counter has grown.
+/// Runs `act` and waits until each counter has grown.
 async fn is_counted(fleet: &Fleet, at: At, name: &str, act: impl Future<Output = ()>) {
     let before = counts(fleet, at, name).await;
     act.await;

@@ -255,7 +255,7 @@ impl Fleet {
         self.until_indexed_as(&["exact"]).await;
     }
 
-    /// Like `caught_up`, with every source in one of these states.
+    /// Like `until_indexed`, with every source in one of these states.
     pub(crate) async fn until_indexed_as(&self, states: &[&str]) {
         self.until("the index has caught up", async |fleet| {
             for base in fleet.indexes() {

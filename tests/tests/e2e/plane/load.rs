@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use crate::fleet::traffic::{request, serve};
 use crate::fleet::{BLOCK, Fleet};
 
-/// Runs `clients` clients until the work is done. No request may fail. Returns the work's result
+/// Runs clients until the work is done. No request may fail. Returns the work's result
 /// and the number of requests.
 pub(crate) async fn under_load<T>(
     fleet: &Fleet,
