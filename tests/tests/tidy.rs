@@ -384,6 +384,14 @@ fn comments_are_plain_english() {
     none(&faults);
 }
 
+/// A line without the targets of its links, which are file names.
+fn without_targets(line: &str) -> String {
+    let mut parts = line.split("](");
+    let first = parts.next().unwrap_or_default().to_owned();
+    let rest = parts.filter_map(|part| part.split_once(')'));
+    rest.fold(first, |text, (_, rest)| text + rest)
+}
+
 /// Lines of a document outside code fences.
 fn prose_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fenced = false;
@@ -403,9 +411,9 @@ fn documents_are_plain_english_and_narrow() {
         for (number, line) in prose_lines(&text) {
             let wide = line.chars().count() > PROSE_CHARS_MAX;
             let fixed = line.starts_with('|') || line.contains("://");
-            let fault = (wide && !fixed).then(|| "wide".to_owned());
-            if let Some(fault) = fault.or_else(|| prose_fault(line.trim_start_matches(['-', ' '])))
-            {
+            let wide = (wide && !fixed).then(|| "wide".to_owned());
+            let text = without_targets(line.trim_start_matches(['-', ' ']));
+            if let Some(fault) = wide.or_else(|| prose_fault(&text)) {
                 faults.push(format!("{}:{number}: {fault}", path.display()));
             }
         }
