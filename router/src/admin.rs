@@ -1,5 +1,5 @@
-//! The admin port: what the router knows, in numbers and in JSON. Embedded, its indexer's and its
-//! shims' too.
+//! The admin port: the router's state in metrics and in JSON. An embedded router shows its indexer's
+//! and its shims' too.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,46 +17,43 @@ use warmroute_plane::PlaneError;
 use warmroute_process::server::probes;
 use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
-use warmroute_shim::source::SourceStatus;
+use warmroute_shim::source::Status;
 
-use crate::fleet::{Fleet, FleetRegistry, FleetWorker};
-use crate::journal::Journal;
-use crate::metrics::{Metrics, Scraped, WorkerStatus};
-use crate::ready::{Ready, Stay};
+use crate::fleet::{FleetRegistry, FleetWorker};
+use crate::metrics::{Scraped, WorkerStatus};
+use crate::proxy::App;
+use crate::ready::ServePhase;
 use crate::replication;
-use crate::shared_core::SharedCore;
 use crate::surroundings::Surroundings;
 
-/// Decisions shown where nobody says how many.
+/// Decisions shown if no limit is given.
 const DECISIONS_DEFAULT: usize = 50;
 
 /// What the admin port shows.
 pub(crate) struct Admin {
     pub router: RouterId,
-    pub desk: Arc<SharedCore>,
-    pub fleet: Arc<Fleet>,
+    pub app: Arc<App>,
     pub registry: Arc<FleetRegistry>,
-    pub journal: Arc<Journal>,
-    pub metrics: Arc<Metrics>,
-    pub ready: Arc<Ready>,
     pub replicas: replication::ReplicationHandle,
-    pub around: Arc<Surroundings>,
+    pub surroundings: Arc<Surroundings>,
 }
+
+type SharedAdmin = State<Arc<Admin>>;
 
 /// The admin port's routes.
 pub(crate) fn router(admin: Arc<Admin>) -> Router {
-    let index = admin.around.index().cloned();
+    let index = admin.surroundings.index().cloned();
     let queries = index.map(warmroute_indexer::http::queries);
     Router::new()
         .route("/metrics", get(metrics))
         .route("/workers", get(workers))
         .route("/v1/slots", get(slots))
         .route("/admin/decisions", get(decisions))
-        .route("/admin/drain", get(drained).post(drain))
+        .route("/admin/drain", get(drain_phase).post(drain))
         .route("/admin/undrain", post(undrain))
         .route(
             "/admin/workers/{worker}/drain",
-            get(worker_drained).post(drain_worker),
+            get(worker_drain).post(drain_worker),
         )
         .route("/admin/workers/{worker}/undrain", post(undrain_worker))
         .merge(probes(get(|| async { StatusCode::OK }), get(readyz)))
@@ -64,255 +61,249 @@ pub(crate) fn router(admin: Arc<Admin>) -> Router {
         .merge(queries.unwrap_or_default())
 }
 
-async fn readyz(State(admin): State<Arc<Admin>>) -> Response {
-    match admin.ready.missing() {
-        None => StatusCode::OK.into_response(),
-        Some(what) => (StatusCode::SERVICE_UNAVAILABLE, what).into_response(),
-    }
+async fn readyz(State(admin): SharedAdmin) -> Response {
+    admin.app.ready.probe()
 }
 
-/// Out of the load balancers, for as long as an operator wants; ending is SIGTERM's part. Told twice, it
-/// is the same.
-async fn drain(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    let stay = admin.ready.drain(Instant::now());
-    tracing::info!(state = stay.label(), "drain asked for");
-    standing_of(stay, &admin)
+/// Reports not-ready until undrained. Idempotent. Does not stop the process; SIGTERM does.
+async fn drain(State(admin): SharedAdmin) -> Json<Value> {
+    let phase = admin.app.ready.drain(Instant::now());
+    tracing::info!(state = phase.label(), "drain requested");
+    shown_phase(phase, &admin)
 }
 
-/// 409: the process is ending, which cannot be taken back.
-async fn undrain(State(admin): State<Arc<Admin>>) -> Response {
-    let stay = admin.ready.undrain();
-    tracing::info!(state = stay.label(), "end of a drain asked for");
-    let status = match stay {
-        Stay::Serving => StatusCode::OK,
-        Stay::Draining(_) | Stay::Ending(_) => StatusCode::CONFLICT,
+/// 409 if the process is ending, which cannot be undone.
+async fn undrain(State(admin): SharedAdmin) -> Response {
+    let phase = admin.app.ready.undrain();
+    tracing::info!(state = phase.label(), "undrain requested");
+    let status = match phase {
+        ServePhase::Serving => StatusCode::OK,
+        ServePhase::Draining(_) | ServePhase::Ending(_) => StatusCode::CONFLICT,
     };
-    (status, standing_of(stay, &admin)).into_response()
+    (status, shown_phase(phase, &admin)).into_response()
 }
 
-async fn drained(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    standing_of(admin.ready.stay(), &admin)
+async fn drain_phase(State(admin): SharedAdmin) -> Json<Value> {
+    shown_phase(admin.app.ready.phase(), &admin)
 }
 
-/// `requests`: this router's own that are still open.
-fn standing_of(stay: Stay, admin: &Admin) -> Json<Value> {
-    let requests = admin.desk.core().digest(admin.router).count;
-    Json(json!({ "state": stay.label(), "requests": requests }))
+/// `requests`: this router's open requests.
+fn shown_phase(phase: ServePhase, admin: &Admin) -> Json<Value> {
+    let requests = admin.app.core.core().digest(admin.router).count;
+    Json(json!({ "state": phase.label(), "requests": requests }))
 }
 
-/// No router gives it new requests from here on; what runs there may finish. Told twice, it is the same.
+/// No router sends the worker new requests; its open ones may finish. Idempotent.
 async fn drain_worker(
-    State(admin): State<Arc<Admin>>,
+    State(admin): SharedAdmin,
     worker: Path<String>,
-) -> Result<Json<Value>, Refused> {
-    say(&admin, worker, DrainState::Draining).await
+) -> Result<Json<Value>, DrainError> {
+    set_drain(&admin, worker, DrainState::Draining).await
 }
 
 async fn undrain_worker(
-    State(admin): State<Arc<Admin>>,
+    State(admin): SharedAdmin,
     worker: Path<String>,
-) -> Result<Json<Value>, Refused> {
-    say(&admin, worker, DrainState::Serving).await
+) -> Result<Json<Value>, DrainError> {
+    set_drain(&admin, worker, DrainState::Serving).await
 }
 
-async fn worker_drained(
-    State(admin): State<Arc<Admin>>,
+async fn worker_drain(
+    State(admin): SharedAdmin,
     worker: Path<String>,
-) -> Result<Json<Value>, Refused> {
-    let worker = named(&admin, worker)?;
-    Ok(Json(drain_of(&worker, &admin)))
+) -> Result<Json<Value>, DrainError> {
+    let worker = known_worker(&admin, worker)?;
+    Ok(Json(shown_drain(&worker, &admin)))
 }
 
-async fn say(
+async fn set_drain(
     admin: &Admin,
     worker: Path<String>,
     drain: DrainState,
-) -> Result<Json<Value>, Refused> {
-    let worker = named(admin, worker)?;
+) -> Result<Json<Value>, DrainError> {
+    let worker = known_worker(admin, worker)?;
     match admin.registry.set_drain(&worker, drain).await {
-        Ok(()) => Ok(Json(drain_of(&worker, admin))),
+        Ok(()) => Ok(Json(shown_drain(&worker, admin))),
         Err(error) => {
-            tracing::warn!(%worker, %error, "a word on a worker cannot be written");
-            Err(Refused::Unwritten(error))
+            tracing::warn!(%worker, %error, "cannot store drain state");
+            Err(DrainError::NotStored(error))
         }
     }
 }
 
-fn named(admin: &Admin, Path(worker): Path<String>) -> Result<WorkerId, Refused> {
-    let worker = WorkerId::from(worker);
-    if admin.fleet.contains(&worker) || admin.fleet.drain_entry(&worker).is_some() {
+fn known_worker(admin: &Admin, Path(worker): Path<String>) -> Result<WorkerId, DrainError> {
+    let (worker, fleet) = (WorkerId::from(worker), &admin.app.fleet);
+    if fleet.contains(&worker) || fleet.drain_entry(&worker).is_some() {
         Ok(worker)
     } else if admin.registry.drains_read() {
-        Err(Refused::NoWorker)
+        Err(DrainError::NoWorker)
     } else {
-        Err(Refused::Unread)
+        Err(DrainError::NotRead)
     }
 }
 
-/// Why there is no word on a worker.
+/// Why a worker's drain is not changed or shown.
 #[derive(Debug, thiserror::Error)]
-enum Refused {
-    /// A typing error.
+enum DrainError {
     #[error("there is no such worker")]
     NoWorker,
     #[error("the registry is not read yet")]
-    Unread,
-    #[error("the other routers cannot be told now: {0}")]
-    Unwritten(PlaneError),
+    NotRead,
+    #[error("the drain cannot be stored for the other routers: {0}")]
+    NotStored(PlaneError),
 }
 
-impl IntoResponse for Refused {
+impl IntoResponse for DrainError {
     fn into_response(self) -> Response {
         let status = match self {
             Self::NoWorker => StatusCode::NOT_FOUND,
-            Self::Unread | Self::Unwritten(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NotRead | Self::NotStored(_) => StatusCode::SERVICE_UNAVAILABLE,
         };
         (status, Json(json!({ "error": self.to_string() }))).into_response()
     }
 }
 
-/// `requests`: those of all routers that are open there, as this one counts them. `since`: when the last word
-/// was said, in seconds since the Unix epoch.
-fn drain_of(worker: &WorkerId, admin: &Admin) -> Value {
-    let word = admin.fleet.drain_entry(worker);
-    let loads = admin.desk.core().loads();
+/// `requests`: all routers' open requests there, as this one counts them. `since`: the time of the last
+/// drain or undrain, in seconds since the Unix epoch.
+fn shown_drain(worker: &WorkerId, admin: &Admin) -> Value {
+    let entry = admin.app.fleet.drain_entry(worker);
+    let loads = admin.app.core.core().loads();
     let there = loads.iter().filter(|load| load.worker == *worker);
     let requests: u64 = there.map(|load| u64::from(load.active_requests)).sum();
     json!({
         "worker": worker,
-        "state": standing_word(worker, admin).label(),
-        "since": word.map(|word| word.set_unix_s),
+        "state": drain_state(worker, admin).label(),
+        "since": entry.map(|entry| entry.set_unix_s),
         "requests": requests,
     })
 }
 
-fn standing_word(worker: &WorkerId, admin: &Admin) -> DrainState {
-    let word = admin.fleet.drain_entry(worker);
-    word.map_or_else(DrainState::default, |word| word.drain)
+fn drain_state(worker: &WorkerId, admin: &Admin) -> DrainState {
+    let entry = admin.app.fleet.drain_entry(worker);
+    entry.map_or_else(DrainState::default, |entry| entry.drain)
 }
 
-async fn metrics(State(admin): State<Arc<Admin>>) -> Response {
-    let sync = admin.replicas.snapshot().await;
-    let (loads, counts) = {
-        let core = admin.desk.core();
-        (core.loads(), core.counts())
-    };
-    let members = admin.fleet.snapshot();
-    let workers: Vec<WorkerStatus> = members
-        .iter()
-        .map(|member| status(member, &admin))
-        .collect();
-    let own = admin.metrics.render(&Scraped {
-        loads: &loads,
-        workers: &workers,
-        core: &counts,
-        sync: sync.as_ref(),
-        leaving: admin.ready.is_leaving(),
-    });
-    let index = admin.around.index();
-    let index = index.map_or_else(|| Ok(Vec::new()), warmroute_indexer::Handle::metrics_text);
-    let sources: Vec<_> = statuses(&admin).collect();
-    match (own, index) {
-        (Ok(own), Ok(index)) => {
-            let mut text = own.into_bytes();
-            text.extend_from_slice(&index);
-            if !admin.around.shims().is_empty() {
-                text.extend_from_slice(warmroute_shim::metrics::text(&sources).as_bytes());
-            }
-            if let Some(nats) = admin.around.nats() {
-                text.extend_from_slice(nats.metrics_text().as_bytes());
-            }
+async fn metrics(State(admin): SharedAdmin) -> Response {
+    match metrics_text(&admin).await {
+        Ok(text) => {
             let kind = "text/plain; version=0.0.4";
             ([(header::CONTENT_TYPE, kind)], text).into_response()
         }
-        (Err(error), _) | (_, Err(error)) => {
-            tracing::error!(%error, "the metrics cannot be shown");
+        Err(error) => {
+            tracing::error!(%error, "cannot render the metrics");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     }
 }
 
-fn status(member: &FleetWorker, admin: &Admin) -> WorkerStatus {
-    let checks = member.checks.named();
+async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
+    let sync = admin.replicas.snapshot().await;
+    let (loads, counts) = {
+        let core = admin.app.core.core();
+        (core.loads(), core.counts())
+    };
+    let workers = admin.app.fleet.snapshot();
+    let workers: Vec<_> = workers.iter().map(|worker| status(worker, admin)).collect();
+    let own = admin.app.metrics.render(&Scraped {
+        loads: &loads,
+        workers: &workers,
+        core: &counts,
+        sync: sync.as_ref(),
+        leaving: admin.app.ready.is_leaving(),
+    })?;
+    let mut text = own.into_bytes();
+    if let Some(index) = admin.surroundings.index() {
+        text.extend_from_slice(&index.metrics_text()?);
+    }
+    let sources: Vec<_> = statuses(admin).collect();
+    if !sources.is_empty() {
+        text.extend_from_slice(warmroute_shim::metrics::text(&sources).as_bytes());
+    }
+    if let Some(nats) = admin.surroundings.nats() {
+        text.extend_from_slice(nats.metrics_text().as_bytes());
+    }
+    Ok(text)
+}
+
+fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
+    let checks = worker.checks.named();
     WorkerStatus {
-        worker: member.entry.worker.to_string(),
-        healthy: member.health.usable(),
-        draining: standing_word(&member.entry.worker, admin) == DrainState::Draining,
-        checks: checks.map(|(name, check)| (name, check.passed())).into(),
-        ttft_ratios: ttft_ratios(member, admin),
+        worker: worker.entry.worker.to_string(),
+        healthy: worker.health.usable(),
+        draining: drain_state(&worker.entry.worker, admin) == DrainState::Draining,
+        checks: checks.map(|(name, result)| (name, result.passed())).into(),
+        ttft_ratios: ttft_ratios(worker, admin).into_iter().collect(),
     }
 }
 
 /// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
-async fn workers(State(admin): State<Arc<Admin>>) -> Json<Value> {
-    let index = admin.around.index();
+async fn workers(State(admin): SharedAdmin) -> Json<Value> {
+    let index = admin.surroundings.index();
     let index = index.map_or_else(Vec::new, warmroute_indexer::Handle::workers);
-    let members = admin.fleet.snapshot();
-    let workers: Vec<Value> = members
+    let workers = admin.app.fleet.snapshot();
+    let workers = workers
         .iter()
-        .map(|member| worker(member, &index, &admin))
-        .collect();
-    Json(json!({ "workers": workers }))
+        .map(|worker| shown_worker(worker, &index, &admin));
+    Json(json!({ "workers": workers.collect::<Vec<_>>() }))
 }
 
-fn worker(member: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Value {
+fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Value {
     let now = Instant::now().into_std();
     let stalled: Vec<u32> = {
-        let core = admin.desk.core();
-        let stalled = ranks_of(member).filter(|(_, source)| core.is_stalled(source, now));
+        let core = admin.app.core.core();
+        let stalled = ranks_of(worker).filter(|(_, source)| core.is_stalled(source, now));
         stalled.map(|(rank, _)| rank).collect()
     };
-    let ttft_ratios: BTreeMap<u32, f64> = ttft_ratios(member, admin).into_iter().collect();
-    let seen = index
-        .iter()
-        .find(|view| view.instance_id == member.entry.worker);
+    let mut views = index.iter();
+    let view = views.find(|view| view.instance_id == worker.entry.worker);
     json!({
-        "worker": member.entry.worker,
-        "url": member.entry.url,
-        "models": member.entry.models,
-        "loras": member.entry.loras,
-        "ranks": member.entry.ranks,
-        "block_size": member.entry.block_size,
-        "entry": member.entry,
-        "registered": member.registered,
-        "health": member.health.label(),
-        "drain": standing_word(&member.entry.worker, admin).label(),
-        "checks": member.checks,
+        "worker": worker.entry.worker,
+        "url": worker.entry.url,
+        "models": worker.entry.models,
+        "loras": worker.entry.loras,
+        "ranks": worker.entry.ranks,
+        "block_size": worker.entry.block_size,
+        "entry": worker.entry,
+        "registered": worker.registered,
+        "health": worker.health.label(),
+        "circuit_breaker_open": worker.breaker.is_open(),
+        "drain": drain_state(&worker.entry.worker, admin).label(),
+        "checks": worker.checks,
         "stalled_ranks": stalled,
-        "ttft_ratios": ttft_ratios,
-        "sources": seen.map(|view| &view.sources),
-        "event_feeds": feeds(member, admin),
+        "ttft_ratios": ttft_ratios(worker, admin),
+        "sources": view.map(|view| &view.sources),
+        "event_feeds": event_feeds(worker, admin),
     })
 }
 
-fn ranks_of(member: &FleetWorker) -> impl Iterator<Item = (u32, Source)> {
-    (0..member.entry.ranks).map(|rank| {
-        let (worker, dp_rank) = (member.entry.worker.clone(), DpRank(rank));
+fn ranks_of(worker: &FleetWorker) -> impl Iterator<Item = (u32, Source)> {
+    (0..worker.entry.ranks).map(|rank| {
+        let (worker, dp_rank) = (worker.entry.worker.clone(), DpRank(rank));
         (rank, Source { worker, dp_rank })
     })
 }
 
-fn ttft_ratios(member: &FleetWorker, admin: &Admin) -> Vec<(u32, f64)> {
+fn ttft_ratios(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, f64> {
     let now = Instant::now().into_std();
-    let core = admin.desk.core();
+    let core = admin.app.core.core();
     let known = |(rank, source)| Some((rank, core.ttft_ratio(&source, now)?));
-    ranks_of(member).filter_map(known).collect()
+    ranks_of(worker).filter_map(known).collect()
 }
 
-fn statuses(admin: &Admin) -> impl Iterator<Item = SourceStatus> {
-    let shims = admin.around.shims().iter();
+fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {
+    let shims = admin.surroundings.shims().iter();
     shims.flat_map(warmroute_shim::Handle::sources)
 }
 
-/// How the engine's events come in, rank by rank.
-fn feeds(member: &FleetWorker, admin: &Admin) -> Vec<Value> {
+/// The state of the engine's event stream, by rank.
+fn event_feeds(worker: &FleetWorker, admin: &Admin) -> Vec<Value> {
     statuses(admin)
-        .filter(|status| status.source.worker == member.entry.worker)
+        .filter(|status| status.source.worker == worker.entry.worker)
         .map(|status| {
             json!({
                 "dp_rank": status.source.dp_rank,
                 "connected": status.is_connected,
-                // Without replays or sequence numbers a loss cannot be seen.
+                // Losses cannot be seen without replays or sequence numbers.
                 "losses_visible": !status.is_unverified,
                 "engine_seq": status.engine_seq,
                 "proof_age_ms": status.proof_age.map(|age| age.as_millis()),
@@ -327,11 +318,11 @@ fn feeds(member: &FleetWorker, admin: &Admin) -> Vec<Value> {
         .collect()
 }
 
-/// `router` and `sources` are a fixed form, which scripts rely on; `sync` is what this replica holds of
-/// every router, its own part included, and null while no replica runs.
-async fn slots(State(admin): State<Arc<Admin>>) -> Json<Value> {
+/// `router` and `sources` have a fixed form, which scripts rely on. `sync` is what this replica holds
+/// of every router, itself included, and null while no replica runs.
+async fn slots(State(admin): SharedAdmin) -> Json<Value> {
     let sync = admin.replicas.snapshot().await;
-    let sources = admin.desk.core().loads();
+    let sources = admin.app.core.core().loads();
     let router = admin.router.to_string();
     Json(json!({ "router": router, "sources": sources, "sync": sync }))
 }
@@ -341,18 +332,17 @@ struct Limit {
     limit: Option<usize>,
 }
 
-/// The newest decisions with the terms that they rested on. Up to a MiB of JSON: made where it keeps no
-/// request waiting.
-async fn decisions(State(admin): State<Arc<Admin>>, Query(query): Query<Limit>) -> Response {
+/// The newest decisions with their terms. Up to a MiB of JSON, which is made on another thread.
+async fn decisions(State(admin): SharedAdmin, Query(query): Query<Limit>) -> Response {
     let limit = query.limit.unwrap_or(DECISIONS_DEFAULT);
     let show = move || {
-        let names = |ids: &_| admin.desk.core().sources(ids);
-        json!({ "decisions": admin.journal.newest(limit, names) }).to_string()
+        let names = |ids: &_| admin.app.core.core().sources(ids);
+        json!({ "decisions": admin.app.journal.newest(limit, names) }).to_string()
     };
     match tokio::task::spawn_blocking(show).await {
         Ok(page) => ([(header::CONTENT_TYPE, "application/json")], page).into_response(),
         Err(error) => {
-            tracing::error!(%error, "the decisions cannot be shown");
+            tracing::error!(%error, "cannot show the decisions");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     }

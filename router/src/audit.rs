@@ -1,5 +1,5 @@
-//! The shell of the audit: hands what engines report to the core, and asks the index again where the
-//! core wants to know better.
+//! The shell of the audit: passes reported usage to the core, and queries the index again where the
+//! core requires it.
 
 use std::sync::Arc;
 
@@ -14,62 +14,63 @@ use crate::openai::TokenUsage;
 use crate::route::{AuditVerdict, Decision, Prompt, Recheck, RecheckVerdict};
 use crate::shared_core::SharedCore;
 
-/// Questions that wait for their time. One a source is open at most; beyond, it is not asked.
+/// Rechecks that wait for their time, at most one for each source. Further ones are dropped.
 const RECHECKS_MAX: usize = 1024;
 
-/// One answered request whose usage will tell.
-pub(crate) struct Case {
+/// An answered request whose usage is to be audited.
+pub(crate) struct AuditCase {
     pub prompt: Arc<Prompt>,
     pub decision: Decision,
     pub entry: EntryNumber,
 }
 
-struct Question {
+struct PendingRecheck {
     recheck: Recheck,
     prompt: Arc<Prompt>,
 }
 
-/// Compares credit with what engines report.
+/// Compares credited with reported cached tokens.
+#[derive(Clone)]
 pub(crate) struct Auditor {
-    desk: Arc<SharedCore>,
+    core: Arc<SharedCore>,
     journal: Arc<Journal>,
     metrics: Arc<Metrics>,
-    questions: mpsc::Sender<Question>,
+    pending: mpsc::Sender<PendingRecheck>,
 }
 
-/// The part that asks again.
+/// Queries the index again.
 pub(crate) struct Rechecks {
-    questions: mpsc::Receiver<Question>,
-    desk: Arc<SharedCore>,
+    pending: mpsc::Receiver<PendingRecheck>,
+    core: Arc<SharedCore>,
     metrics: Arc<Metrics>,
     index: IndexClient,
 }
 
 impl Auditor {
     pub(crate) fn new(
-        desk: Arc<SharedCore>,
+        core: Arc<SharedCore>,
         journal: Arc<Journal>,
         metrics: Arc<Metrics>,
         index: IndexClient,
     ) -> (Self, Rechecks) {
-        let (sender, questions) = mpsc::channel(RECHECKS_MAX);
+        let (sender, pending) = mpsc::channel(RECHECKS_MAX);
         let rechecks = Rechecks {
-            questions,
-            desk: Arc::clone(&desk),
+            pending,
+            core: Arc::clone(&core),
             metrics: Arc::clone(&metrics),
             index,
         };
         let auditor = Self {
-            desk,
+            core,
             journal,
             metrics,
-            questions: sender,
+            pending: sender,
         };
         (auditor, rechecks)
     }
 
-    /// The engine's usage of an answered request.
-    pub(crate) fn reported(&self, case: Case, usage: TokenUsage) {
+    /// Takes in the usage that an engine reports.
+    pub(crate) fn reported(&self, case: AuditCase, usage: TokenUsage) {
         let Some(cached) = usage.cached_tokens else {
             return;
         };
@@ -79,7 +80,7 @@ impl Auditor {
         self.metrics.overlap(credited, cached);
         let now = Instant::now().into_std();
         let cached = u32::try_from(cached).unwrap_or(u32::MAX);
-        let verdict = self.desk.core().audit(&case.decision, cached, now);
+        let verdict = self.core.core().audit(&case.decision, cached, now);
         let AuditVerdict::Less { tokens, recheck } = verdict else {
             return;
         };
@@ -87,53 +88,48 @@ impl Auditor {
         tracing::debug!(%source, tokens, "fewer tokens were cached than credited");
         if let Some(recheck) = recheck {
             let prompt = case.prompt;
-            // Full: the core forgets a question that nobody comes back with.
-            if self
-                .questions
-                .try_send(Question { recheck, prompt })
-                .is_err()
-            {
-                tracing::debug!(%source, "too many rechecks wait");
+            let pending = PendingRecheck { recheck, prompt };
+            // The core forgets a recheck that is dropped.
+            if self.pending.try_send(pending).is_err() {
+                tracing::debug!(%source, "recheck dropped, too many wait");
             }
         }
     }
 }
 
 impl Rechecks {
-    /// Asks each question at its time, until stopped. All wait equally long, so that they come due
-    /// in the order of their coming.
+    /// Runs each recheck at its time, until stopped. All wait equally long, so they come due in order.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
         loop {
-            let question = tokio::select! {
+            let pending = tokio::select! {
                 () = stop.cancelled() => return,
-                question = self.questions.recv() => question,
+                pending = self.pending.recv() => pending,
             };
-            let Some(question) = question else {
-                // The proxy has ended before us: shutdown's first phase. Nobody asks any more, but
-                // to end untold would count as a failure.
+            let Some(pending) = pending else {
+                // The proxy has ended. A task that ends before the stop counts as failed.
                 stop.cancelled().await;
                 return;
             };
-            let due = Instant::from_std(question.recheck.not_before);
+            let due = Instant::from_std(pending.recheck.not_before);
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep_until(due) => {}
             }
-            self.ask(&question).await;
+            self.recheck(&pending).await;
         }
     }
 
-    async fn ask(&self, question: &Question) {
-        let Question { recheck, prompt } = question;
+    async fn recheck(&self, pending: &PendingRecheck) {
+        let PendingRecheck { recheck, prompt } = pending;
         let answer = match self.index.ask(prompt.blocks()).await {
             Ok(answer) => answer,
             Err(error) => {
-                tracing::debug!(%error, "a recheck was not answered");
+                tracing::debug!(%error, "recheck not answered");
                 return;
             }
         };
         let now = Instant::now().into_std();
-        let mut core = self.desk.core();
+        let mut core = self.core.core();
         let verdict = core.recheck(recheck, prompt, &answer, now);
         let source = core.source(recheck.claim.source).cloned();
         drop(core);
@@ -141,16 +137,13 @@ impl Rechecks {
         match verdict {
             RecheckVerdict::Cleared => {}
             RecheckVerdict::Strike => {
-                tracing::warn!(
-                    source,
-                    "the index credits blocks that the engine did not have"
-                );
+                tracing::warn!(source, "index credits blocks that the engine did not have");
             }
             RecheckVerdict::Demote => {
                 self.metrics.demoted();
                 tracing::error!(
                     source,
-                    "the index was wrong repeatedly: no credit until the next generation"
+                    "index credited absent blocks repeatedly, no credit until the next generation"
                 );
             }
         }
@@ -181,11 +174,10 @@ mod tests {
         nonce: 1,
     };
 
-    /// An audit over a plane of its own.
     struct World {
         plane: Arc<dyn Plane>,
         index: IndexClient,
-        desk: Arc<SharedCore>,
+        core: Arc<SharedCore>,
         journal: Arc<Journal>,
         metrics: Arc<Metrics>,
     }
@@ -206,19 +198,19 @@ mod tests {
             Self {
                 index: IndexClient::new(Arc::clone(&plane), subjects()),
                 plane,
-                desk: SharedCore::new(core),
+                core: SharedCore::new(core),
                 journal: Arc::default(),
                 metrics: Arc::new(Metrics::new().unwrap()),
             }
         }
 
         fn auditor(&self) -> (Auditor, Rechecks) {
-            let (desk, journal) = (Arc::clone(&self.desk), Arc::clone(&self.journal));
-            Auditor::new(desk, journal, Arc::clone(&self.metrics), self.index.clone())
+            let (core, journal) = (Arc::clone(&self.core), Arc::clone(&self.journal));
+            Auditor::new(core, journal, Arc::clone(&self.metrics), self.index.clone())
         }
 
-        /// One worker, and an index that credits it two blocks of whatever is asked, later each time.
-        async fn with_a_liar() -> Self {
+        /// One worker, and an index that credits it two blocks of any prompt, at growing positions.
+        async fn with_a_wrong_index() -> Self {
             let world = Self::new();
             let entry = WorkerEntry {
                 worker: "w".into(),
@@ -232,35 +224,33 @@ mod tests {
                 main_attention_only: true,
                 version: "0".to_owned(),
             };
-            world.desk.core().set_workers(&[entry]);
+            world.core.core().set_workers(&[entry]);
             let worker = "w".into();
-            world.desk.core().set_health(&worker, Health::Healthy);
+            world.core.core().set_health(&worker, Health::Healthy);
             let mut questions = world.plane.serve(subjects().query()).await.unwrap();
-            let lie = async move {
+            let answers = async move {
                 let mut later = 0..;
                 while let Some(question) = questions.next().await {
-                    let answer = codec::encode(&lie(later.next().unwrap())).unwrap();
+                    let answer = codec::encode(&wrong_answer(later.next().unwrap())).unwrap();
                     question.reply.send(answer.into());
                 }
             };
-            drop(TaskTracker::new().spawn(lie));
+            drop(TaskTracker::new().spawn(answers));
             world
         }
 
-        /// A request that was routed by what the index said. The blocks that it was credited.
-        async fn route(&self, prompt: &Arc<Prompt>) -> (Case, u32) {
+        /// Routes a request by the index. Returns its credited blocks.
+        async fn route(&self, prompt: &Arc<Prompt>) -> (AuditCase, u32) {
             let answer = self.index.ask(prompt.blocks()).await.unwrap();
             let ask = RouteRequest {
                 model: "m",
                 prompt,
                 exclude: &[],
             };
-            let (mut admitted, _) = self.desk.admit(&ask, Some(&answer)).unwrap();
-            let entry = self
-                .journal
-                .record(("r", "m"), &mut admitted.decision, None);
+            let (mut admitted, _) = self.core.admit(&ask, Some(&answer)).unwrap();
+            let entry = self.journal.record("r", "m", &mut admitted.decision, None);
             let credited = admitted.decision.claim.blocks;
-            let case = Case {
+            let case = AuditCase {
                 prompt: Arc::clone(prompt),
                 decision: admitted.decision,
                 entry,
@@ -277,7 +267,7 @@ mod tests {
         Subjects::new(&Namespace::from("t"))
     }
 
-    fn lie(later: u64) -> IndexAnswer {
+    fn wrong_answer(later: u64) -> IndexAnswer {
         let source = Source {
             worker: "w".into(),
             dp_rank: DpRank(0),
@@ -306,10 +296,9 @@ mod tests {
         }
     }
 
-    /// From the engine's word over the index's second one to a source that is not believed any more.
     #[tokio::test(start_paused = true)]
-    async fn an_index_that_credits_what_engines_do_not_find_is_not_believed_for_long() {
-        let world = World::with_a_liar().await;
+    async fn an_index_that_credits_absent_blocks_loses_its_credit() {
+        let world = World::with_a_wrong_index().await;
         let (auditor, rechecks) = world.auditor();
         let stop = CancellationToken::new();
         let running = TaskTracker::new().spawn(rechecks.run(stop.clone()));
@@ -336,12 +325,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn rechecks_outlive_the_proxy_until_told_to_end() {
+    async fn rechecks_outlive_the_proxy_until_stopped() {
         let (auditor, rechecks) = World::new().auditor();
         let stop = CancellationToken::new();
         let mut running = Box::pin(rechecks.run(stop.clone()));
         drop(auditor);
-        assert!(running.as_mut().now_or_never().is_none(), "ended untold");
+        assert!(
+            running.as_mut().now_or_never().is_none(),
+            "ended before the stop"
+        );
         stop.cancel();
         running.await;
     }

@@ -1,14 +1,14 @@
-//! The wall clock, for the two things that need one: dates in chat templates, and the identity of a
-//! log. Nothing is ordered or timed by it.
+//! The wall clock: for dates in chat templates, the time of a drain, and the identity of a log. No
+//! event is ordered or timed by it.
 
 use std::time::{Duration, SystemTime};
 
 use crate::tokenize::CivilTime;
 
-/// Since the Unix epoch; zero on a clock that stands before it.
+/// Time since the Unix epoch; zero on a clock that is before it.
 #[expect(
     clippy::disallowed_methods,
-    reason = "the one place; its readers show a date or draw an identity"
+    reason = "the only place; callers show a date or draw an identity"
 )]
 pub(crate) fn unix_time() -> Duration {
     SystemTime::now()

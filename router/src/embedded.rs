@@ -1,5 +1,5 @@
-//! The embedded default: plane, indexer and one shim a worker inside this process. Everything above
-//! the plane is what it is with a real one, every message encoded and decoded.
+//! The embedded default: plane, indexer and one shim for each worker inside this process. Code above
+//! the plane does not differ: every message is encoded and decoded.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use warmroute_shim::ShimConfig;
 use crate::clock::unix_time;
 use crate::config::{Config, WorkerSpec};
 
-/// What a reader may lag behind. The indexer beside it lags by milliseconds.
+/// Longest lag of a reader. The indexer lags by milliseconds.
 const LOG_BYTES_MAX: usize = 64 << 20;
 
-/// Messages that wait for one listener.
+/// Messages that wait for one subscriber.
 const QUEUE_MAX: usize = 4096;
 
 /// The plane and the index of this process.
@@ -64,7 +64,7 @@ fn start_indexer(
     let stop = tasks.stop.clone();
     tasks.spawn("indexer", async move {
         if let Err(error) = service.run(stop).await {
-            tracing::error!(%error, "the indexer failed");
+            tracing::error!(%error, "indexer failed");
         }
     });
     Ok(handle)
@@ -79,7 +79,7 @@ fn start_shim(
     if worker.replay.is_none() {
         tracing::warn!(
             worker = %worker.id,
-            "no replay= endpoint: unless the engine tells it, lost events cannot be seen"
+            "no replay= endpoint: lost events cannot be seen unless the engine reports one"
         );
     }
     let namespace = config.namespace.clone();
@@ -96,7 +96,7 @@ fn start_shim(
     let id = worker.id.clone();
     tasks.spawn("shim", async move {
         if let Err(error) = service.run(stop).await {
-            tracing::error!(worker = %id, %error, "a shim failed");
+            tracing::error!(worker = %id, %error, "shim failed");
         }
     });
     Ok(handle)

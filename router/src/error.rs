@@ -1,7 +1,7 @@
-//! What clients are told when a request cannot be served: OpenAI's JSON error form.
+//! The router's own error answers, in OpenAI's JSON error form.
 //!
-//! The one place where the router's failures become status codes. What the engine itself answers is
-//! passed through and never comes here.
+//! The only place where the router's failures become status codes. An engine's answers are passed on
+//! and do not come here.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -9,10 +9,10 @@ use axum::response::{IntoResponse, Response};
 use crate::openai::{self, ErrorType};
 use crate::route::{AdmitError, RouteRefusal};
 
-/// A request that the router answers itself, because it cannot be served.
+/// Why the router does not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ApiError {
-    /// The request itself is at fault.
+pub(crate) enum ProxyError {
+    /// The request itself is invalid.
     #[error("{0}")]
     Request(openai::OpenAiError),
     #[error("{0}")]
@@ -33,17 +33,17 @@ pub(crate) enum ApiError {
     AllFull,
     #[error("The router holds too many request bodies at the moment.")]
     BuffersFull,
-    #[error("Every worker tried failed to answer: {0}")]
-    Upstream(String),
+    #[error("Every worker tried closed the connection before it answered.")]
+    Upstream,
     #[error("The router failed: {0}")]
     Internal(&'static str),
 }
 
-/// Whole seconds after which a shed request may come back. Short: load shifts within seconds, and a
-/// worker is found again by the next health check.
+/// Seconds after which a shed request may be repeated. Short: load changes within seconds, and a
+/// worker is usable again after the next health probe.
 const RETRY_AFTER_SECS: u64 = 1;
 
-impl ApiError {
+impl ProxyError {
     #[must_use]
     pub(crate) fn status(&self) -> StatusCode {
         match self {
@@ -57,13 +57,12 @@ impl ApiError {
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
             Self::NoWorker | Self::BuffersFull => StatusCode::SERVICE_UNAVAILABLE,
             Self::AllFull => StatusCode::TOO_MANY_REQUESTS,
-            Self::Upstream(_) => StatusCode::BAD_GATEWAY,
+            Self::Upstream => StatusCode::BAD_GATEWAY,
             Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
-    /// The error in OpenAI's words.
-    fn form(&self) -> openai::OpenAiError {
+    fn openai(&self) -> openai::OpenAiError {
         let (kind, code) = match self {
             Self::Request(error) => return error.clone(),
             Self::UnknownModel(model) => return openai::OpenAiError::model_not_found(model),
@@ -74,17 +73,17 @@ impl ApiError {
             Self::NoWorker => (ErrorType::Unavailable, "no_worker"),
             Self::AllFull => (ErrorType::RateLimited, "workers_full"),
             Self::BuffersFull => (ErrorType::Unavailable, "router_full"),
-            Self::Upstream(_) => (ErrorType::Internal, "upstream_failed"),
+            Self::Upstream => (ErrorType::Internal, "upstream_failed"),
             Self::Internal(_) => (ErrorType::Internal, "router_failed"),
         };
         openai::OpenAiError::new(kind, self.to_string()).with_code(code)
     }
 
-    const fn is_worth_another_try(&self) -> bool {
+    const fn is_retryable(&self) -> bool {
         matches!(self, Self::NoWorker | Self::AllFull | Self::BuffersFull)
     }
 
-    /// A request body that was not read to its end cannot be followed by another request.
+    /// The rest of the body is on the connection, so that no other request can follow.
     const fn leaves_body_unread(&self) -> bool {
         matches!(
             self,
@@ -93,7 +92,7 @@ impl ApiError {
     }
 }
 
-impl From<AdmitError> for ApiError {
+impl From<AdmitError> for ProxyError {
     fn from(error: AdmitError) -> Self {
         match error {
             AdmitError::Refused(refusal) => Self::from(refusal),
@@ -102,7 +101,7 @@ impl From<AdmitError> for ApiError {
     }
 }
 
-impl From<RouteRefusal> for ApiError {
+impl From<RouteRefusal> for ProxyError {
     fn from(refusal: RouteRefusal) -> Self {
         match refusal {
             RouteRefusal::UnknownModel(model) => Self::UnknownModel(model),
@@ -115,18 +114,18 @@ impl From<RouteRefusal> for ApiError {
     }
 }
 
-impl From<openai::OpenAiError> for ApiError {
+impl From<openai::OpenAiError> for ProxyError {
     fn from(error: openai::OpenAiError) -> Self {
         Self::Request(error)
     }
 }
 
-impl IntoResponse for ApiError {
+impl IntoResponse for ProxyError {
     fn into_response(self) -> Response {
         let json = [(header::CONTENT_TYPE, "application/json")];
-        let mut response = (self.status(), json, self.form().to_json()).into_response();
+        let mut response = (self.status(), json, self.openai().to_json()).into_response();
         let headers = response.headers_mut();
-        if self.is_worth_another_try() {
+        if self.is_retryable() {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECS));
         }
         if self.leaves_body_unread() {
@@ -141,15 +140,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_passes_by_itself_says_when_to_come_back() {
+    fn temporary_errors_have_a_retry_after() {
         for (error, status, retry) in [
-            (ApiError::NoWorker, 503, true),
-            (ApiError::AllFull, 429, true),
-            (ApiError::BuffersFull, 503, true),
-            (ApiError::TooLarge { max: 1 }, 413, false),
-            (ApiError::UnknownModel("m".into()), 404, false),
-            (ApiError::Malformed("x".into()), 400, false),
-            (ApiError::Upstream("x".into()), 502, false),
+            (ProxyError::NoWorker, 503, true),
+            (ProxyError::AllFull, 429, true),
+            (ProxyError::BuffersFull, 503, true),
+            (ProxyError::TooLarge { max: 1 }, 413, false),
+            (ProxyError::UnknownModel("m".into()), 404, false),
+            (ProxyError::Malformed("x".into()), 400, false),
+            (ProxyError::Upstream, 502, false),
         ] {
             let response = error.into_response();
             assert_eq!(response.status().as_u16(), status);

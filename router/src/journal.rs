@@ -1,9 +1,7 @@
-//! The last decisions, for whoever asks "why this worker?": a bounded ring, oldest out first.
+//! The last decisions with their terms, in a bounded ring. Holds no prompts and no tokens.
 //!
-//! No prompt, no token: sources, terms in blocks, and how many tokens the engine found cached.
-//!
-//! Every request writes here, and every request needs the core: whoever looks copies first and shows
-//! afterwards, so that nobody waits for a page that is made up.
+//! Every request writes to the ring and needs the core. A reader copies first and renders without a
+//! lock.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,18 +12,17 @@ use warmroute_proto::Source;
 
 use crate::route::{Decision, SourceId, Terms};
 
-/// Decisions kept. With [`WEIGHED_MAX`] candidates each about a MiB.
+/// Decisions kept, about a MiB with [`WEIGHED_MAX`] candidates each.
 const ENTRIES_MAX: usize = 1024;
 
-/// Candidates kept of a decision, the cheapest ones.
+/// Candidates kept for each decision, the cheapest ones.
 const WEIGHED_MAX: usize = 8;
 
-/// A decision's place in the journal.
+/// A decision's number in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub(crate) struct EntryNumber(u64);
 
-/// See the module's documentation.
 #[derive(Default)]
 pub(crate) struct Journal {
     ring: Mutex<Ring>,
@@ -34,31 +31,32 @@ pub(crate) struct Journal {
 #[derive(Default)]
 struct Ring {
     next: u64,
-    entries: VecDeque<Arc<Entry>>,
+    entries: VecDeque<Arc<JournalEntry>>,
 }
 
-/// The sources that decisions name.
+/// The sources of decisions.
 pub(crate) type Names = BTreeMap<SourceId, Source>;
 
-struct Entry {
+struct JournalEntry {
     number: u64,
     request_id: String,
     model: String,
     candidates: usize,
     decision: Decision,
-    /// The choice before it, if the request was moved.
-    left: Option<Box<Decision>>,
+    /// The first choice, if the request was moved.
+    moved_from: Option<Box<Decision>>,
     cached_tokens: OnceLock<u64>,
 }
 
 impl Journal {
-    /// Takes the candidates' terms out of the decision; nobody else needs them. `left`: the choice before
-    /// it, if the request was moved.
+    /// Records a decision and takes the candidates' terms out of it. `moved_from`: the first choice, if
+    /// the request was moved.
     pub(crate) fn record(
         &self,
-        (request_id, model): (&str, &str),
+        request_id: &str,
+        model: &str,
         decision: &mut Decision,
-        left: Option<Box<Decision>>,
+        moved_from: Option<Box<Decision>>,
     ) -> EntryNumber {
         let weighed = std::mem::take(&mut decision.weighed);
         let candidates = weighed.len();
@@ -66,9 +64,9 @@ impl Journal {
             weighed: cheapest(weighed),
             ..decision.clone()
         };
-        let left = left.map(|mut left| {
-            left.weighed = cheapest(std::mem::take(&mut left.weighed));
-            left
+        let moved_from = moved_from.map(|mut first| {
+            first.weighed = cheapest(std::mem::take(&mut first.weighed));
+            first
         });
         let mut ring = self.ring();
         let number = ring.next;
@@ -76,19 +74,19 @@ impl Journal {
         if ring.entries.len() == ENTRIES_MAX {
             ring.entries.pop_front();
         }
-        ring.entries.push_back(Arc::new(Entry {
+        ring.entries.push_back(Arc::new(JournalEntry {
             number,
             request_id: request_id.to_owned(),
             model: model.to_owned(),
             candidates,
             decision,
-            left,
+            moved_from,
             cached_tokens: OnceLock::new(),
         }));
         EntryNumber(number)
     }
 
-    /// The engine told how much of the prompt it had cached; it does so once. Late is no error.
+    /// Adds the cached tokens that the engine reported, unless the entry is no longer kept.
     pub(crate) fn reported(&self, entry: EntryNumber, cached_tokens: u64) {
         let ring = self.ring();
         let first = ring.entries.front().map_or(0, |entry| entry.number);
@@ -100,14 +98,13 @@ impl Journal {
         }
     }
 
-    /// The newest decisions, newest first. `names` is asked once, for all sources at a time, and nothing is
-    /// locked meanwhile.
+    /// The newest decisions, newest first. `names` is called once, without a lock.
     pub(crate) fn newest(
         &self,
         limit: usize,
         names: impl FnOnce(&BTreeSet<SourceId>) -> Names,
     ) -> Vec<Value> {
-        let newest: Vec<Arc<Entry>> = {
+        let newest: Vec<Arc<JournalEntry>> = {
             let ring = self.ring();
             ring.entries.iter().rev().take(limit).cloned().collect()
         };
@@ -121,20 +118,20 @@ impl Journal {
     }
 }
 
-impl Entry {
+impl JournalEntry {
     fn weighed(&self) -> impl Iterator<Item = &Terms> {
-        let left = self.left.iter().flat_map(|left| &left.weighed);
-        self.decision.weighed.iter().chain(left)
+        let first = self.moved_from.iter().flat_map(|first| &first.weighed);
+        self.decision.weighed.iter().chain(first)
     }
 
     fn show(&self, names: &Names) -> Value {
         let decision = &self.decision;
-        let moved_from = self.left.as_ref().map(|left| {
+        let moved_from = self.moved_from.as_ref().map(|first| {
             json!({
-                "worker": left.source.worker,
-                "dp_rank": left.source.dp_rank,
-                "overlap_blocks": left.overlap_blocks,
-                "cheapest": show_all(left, names),
+                "worker": first.source.worker,
+                "dp_rank": first.source.dp_rank,
+                "overlap_blocks": first.overlap_blocks,
+                "cheapest": show_all(first, names),
             })
         });
         json!({
@@ -205,9 +202,8 @@ fn millis(duration: std::time::Duration) -> f64 {
 mod tests {
     use super::*;
 
-    /// Who writes waits for nobody that looks.
     #[test]
-    fn names_are_asked_with_the_ring_open() {
+    fn names_are_looked_up_without_the_rings_lock() {
         let journal = Journal::default();
         let newest = journal.newest(usize::MAX, |ids| {
             assert!(ids.is_empty());

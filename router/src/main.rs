@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
-use warmroute_router::config::{Args, Command, Config};
+use warmroute_router::config::{Config, RouterArgs, RouterCommand};
 use warmroute_router::run::{Addresses, run};
 use warmroute_router::simulate::{SimulateArgs, simulate};
 
@@ -16,9 +16,9 @@ fn main() -> ExitCode {
 }
 
 fn start() -> anyhow::Result<()> {
-    env::check(&Args::command())?;
-    let args = Args::parse();
-    if let Some(Command::Simulate(args)) = &args.command {
+    env::check(&RouterArgs::command())?;
+    let args = RouterArgs::parse();
+    if let Some(RouterCommand::Simulate(args)) = &args.command {
         return replay(args);
     }
     let config = Config::try_from(args)?;
@@ -28,12 +28,12 @@ fn start() -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("starting the runtime")?
-        .block_on(run(config, tell))
+        .block_on(run(config, announce_addresses))
 }
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "virtual time needs some beginning; only differences to it are used"
+    reason = "virtual time needs an origin; only differences to it are used"
 )]
 fn replay(args: &SimulateArgs) -> anyhow::Result<()> {
     let text = fs::read_to_string(&args.trace)
@@ -42,7 +42,7 @@ fn replay(args: &SimulateArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn tell(addresses: Addresses) {
+fn announce_addresses(addresses: Addresses) {
     let (port, admin_port) = (addresses.public.port(), addresses.admin.port());
     tracing::info!(public = %addresses.public, admin = %addresses.admin, "listening");
     announce(format_args!(

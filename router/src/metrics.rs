@@ -55,6 +55,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
+    #[expect(clippy::too_many_lines, reason = "one declaration for each metric")]
     pub(crate) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new_custom(Some(NAMESPACE.to_owned()), None)?;
         let counter = |name, help| registered(&registry, IntCounter::new(name, help));

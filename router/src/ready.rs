@@ -1,34 +1,33 @@
-//! Readiness: should clients be sent here? Liveness is another question, which needs no answer from
-//! anybody else.
+//! Readiness: whether clients should be sent here. Liveness does not depend on it.
 //!
-//! A router that leaves says so first and serves on: load balancers need a moment to notice, and a
-//! plain one must not see one failed request until then ([`notice`]). Drained by hand, it stays like
-//! that until it is told otherwise.
+//! A router that leaves reports not-ready first and serves on: load balancers need a moment to notice,
+//! and no request may fail until then ([`notice`]). A drain by an operator lasts until it is undone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
-/// What load balancers get to notice that a router is not ready: two failed checks a second apart, and
-/// some for whoever tells them. Kubernetes tells its nodes within a second or two.
+/// Time for load balancers to notice that a router is not ready: two failed probes one second apart,
+/// and the spreading of their result, which takes Kubernetes a second or two.
 const NOTICE: Duration = Duration::from_secs(5);
 
-/// The rest of the drain time is for streams.
+/// The other parts of the drain time are for streams.
 const NOTICE_SHARE: u32 = 3;
 
-/// How long a router that leaves goes on accepting.
+/// Longest time for which early requests are held. Well above a start that lacks nothing.
+const INITIAL_MAX: Duration = Duration::from_secs(10);
+
+/// How long a router that leaves accepts connections.
 pub(crate) fn notice(drain_timeout: Duration) -> Duration {
     NOTICE.min(drain_timeout / NOTICE_SHARE)
 }
 
-/// Requests that come before the router was ready for the first time wait for that, but no longer. Well
-/// above what a start takes that lacks nothing.
-const BEGINNING_MAX: Duration = Duration::from_secs(10);
-
-/// Latches; ready when all have dropped, until the router leaves.
+/// Ready once each latch is set, until the router leaves.
 #[derive(Debug, Default)]
 pub(crate) struct Ready {
     registry: AtomicBool,
@@ -36,23 +35,23 @@ pub(crate) struct Ready {
     workers: AtomicBool,
     load: AtomicBool,
     latched: Notify,
-    /// Not [`Stay::Serving`]: read at every answer.
+    /// The phase is not [`ServePhase::Serving`]. Read at every answer.
     leaving: AtomicBool,
-    stay: Mutex<Stay>,
+    phase: Mutex<ServePhase>,
 }
 
-/// Whether the router stays.
+/// Whether the router takes part in serving.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Stay {
+pub(crate) enum ServePhase {
     #[default]
     Serving,
-    /// Drained by hand since then; may come back.
+    /// Drained by an operator since then. Can be undone.
     Draining(Instant),
-    /// Not ready since then, and never again.
+    /// Not ready since then. Final.
     Ending(Instant),
 }
 
-impl Stay {
+impl ServePhase {
     pub(crate) const fn label(self) -> &'static str {
         match self {
             Self::Serving => "serving",
@@ -63,119 +62,127 @@ impl Stay {
 }
 
 impl Ready {
-    /// Everything that the registry had at the start is known.
+    /// The workers that were registered at the start are known.
     pub(crate) fn registry_read(&self) {
-        self.registry.store(true, Ordering::Relaxed);
-        self.latched.notify_waiters();
+        self.latch(&self.registry);
     }
 
-    /// Which workers operators took out is known.
+    /// The drained workers are known.
     pub(crate) fn drains_read(&self) {
-        self.drains.store(true, Ordering::Relaxed);
-        self.latched.notify_waiters();
+        self.latch(&self.drains);
     }
 
-    /// A worker is usable and checked, or nobody waits for one any longer.
+    /// A worker is usable and checked, or the start waits for one no longer.
     pub(crate) fn workers_settled(&self) {
-        self.workers.store(true, Ordering::Relaxed);
-        self.latched.notify_waiters();
+        self.latch(&self.workers);
     }
 
-    /// The other routers' load is known, or nobody waits for it any longer.
+    /// The other routers' load is known, or the start waits for it no longer.
     pub(crate) fn load_known(&self) {
-        self.load.store(true, Ordering::Relaxed);
+        self.latch(&self.load);
+    }
+
+    fn latch(&self, latch: &AtomicBool) {
+        latch.store(true, Ordering::Relaxed);
         self.latched.notify_waiters();
     }
 
-    /// Waits until the router was ready once, for a bounded time. Balancers that ask nobody whether he is
-    /// ready send requests as soon as somebody listens.
-    pub(crate) async fn begun(&self) {
-        if self.lacking().is_none() {
+    /// Waits, for a bounded time, until all latches are set. Load balancers without a readiness probe
+    /// send requests as soon as the port accepts connections.
+    pub(crate) async fn initialized(&self) {
+        if self.missing_latch().is_none() {
             return;
         }
-        let begun = async {
+        let initialized = async {
             loop {
                 let latched = self.latched.notified();
-                if self.lacking().is_none() {
+                if self.missing_latch().is_none() {
                     return;
                 }
                 latched.await;
             }
         };
-        if timeout(BEGINNING_MAX, begun).await.is_err() {
-            tracing::debug!("a request came long before the router is ready");
+        if timeout(INITIAL_MAX, initialized).await.is_err() {
+            tracing::debug!("request not held any longer, router is not ready");
         }
     }
 
-    /// Takes the router out of its load balancers. It goes on serving what comes.
-    pub(crate) fn drain(&self, now: Instant) -> Stay {
-        self.change(|stay| match stay {
-            Stay::Serving => Stay::Draining(now),
-            Stay::Draining(_) | Stay::Ending(_) => stay,
+    /// Reports not-ready until [`Self::undrain`]. Requests are served on. Idempotent.
+    pub(crate) fn drain(&self, now: Instant) -> ServePhase {
+        self.change(|phase| match phase {
+            ServePhase::Serving => ServePhase::Draining(now),
+            ServePhase::Draining(_) | ServePhase::Ending(_) => phase,
         })
     }
 
-    /// Takes a drain back, unless the process is ending.
-    pub(crate) fn undrain(&self) -> Stay {
-        self.change(|stay| match stay {
-            Stay::Serving | Stay::Draining(_) => Stay::Serving,
-            Stay::Ending(_) => stay,
+    /// Ends a drain, unless the process is ending.
+    pub(crate) fn undrain(&self) -> ServePhase {
+        self.change(|phase| match phase {
+            ServePhase::Serving | ServePhase::Draining(_) => ServePhase::Serving,
+            ServePhase::Ending(_) => phase,
         })
     }
 
-    /// The process is told to end. Since when the router has not been ready.
+    /// The process ends. Returns since when the router has not been ready.
     pub(crate) fn end(&self, now: Instant) -> Instant {
-        let ending = self.change(|stay| match stay {
-            Stay::Serving => Stay::Ending(now),
-            Stay::Draining(since) | Stay::Ending(since) => Stay::Ending(since),
+        let mut since = now;
+        self.change(|phase| {
+            if let ServePhase::Draining(earlier) | ServePhase::Ending(earlier) = phase {
+                since = earlier;
+            }
+            ServePhase::Ending(since)
         });
-        match ending {
-            Stay::Ending(since) | Stay::Draining(since) => since,
-            Stay::Serving => now,
-        }
+        since
     }
 
-    pub(crate) fn stay(&self) -> Stay {
+    pub(crate) fn phase(&self) -> ServePhase {
         *self.lock()
     }
 
-    /// Connections should not be used for another request.
+    /// Connections are to be closed after the next answer.
     pub(crate) fn is_leaving(&self) -> bool {
         self.leaving.load(Ordering::Relaxed)
     }
 
-    /// What is still missing; `None`: ready.
+    /// What is missing. `None`: ready.
     pub(crate) fn missing(&self) -> Option<&'static str> {
-        match self.stay() {
-            Stay::Ending(_) => Some("shutting down"),
-            Stay::Draining(_) => Some("drained by hand"),
-            Stay::Serving => self.lacking(),
+        match self.phase() {
+            ServePhase::Ending(_) => Some("shutting down"),
+            ServePhase::Draining(_) => Some("drained by hand"),
+            ServePhase::Serving => self.missing_latch(),
         }
     }
 
-    fn lacking(&self) -> Option<&'static str> {
-        let is_read = |latch: &AtomicBool| latch.load(Ordering::Relaxed);
-        if !is_read(&self.registry) || !is_read(&self.drains) {
-            Some("the registry is not read yet")
-        } else if !self.workers.load(Ordering::Relaxed) {
-            Some("no worker is usable and checked yet")
-        } else if !self.load.load(Ordering::Relaxed) {
-            Some("the other routers' load is not known yet")
-        } else {
-            None
+    /// The answer to `/readyz`.
+    pub(crate) fn probe(&self) -> Response {
+        match self.missing() {
+            None => StatusCode::OK.into_response(),
+            Some(what) => (StatusCode::SERVICE_UNAVAILABLE, what).into_response(),
         }
     }
 
-    fn change(&self, next: impl FnOnce(Stay) -> Stay) -> Stay {
-        let mut stay = self.lock();
-        *stay = next(*stay);
+    fn missing_latch(&self) -> Option<&'static str> {
+        let missing = [
+            (&self.registry, "the registry is not read yet"),
+            (&self.drains, "the registry is not read yet"),
+            (&self.workers, "no worker is usable and checked yet"),
+            (&self.load, "the other routers' load is not known yet"),
+        ];
+        let mut missing = missing.into_iter();
+        let missing = missing.find(|(latch, _)| !latch.load(Ordering::Relaxed));
+        missing.map(|(_, what)| what)
+    }
+
+    fn change(&self, next: impl FnOnce(ServePhase) -> ServePhase) -> ServePhase {
+        let mut phase = self.lock();
+        *phase = next(*phase);
         self.leaving
-            .store(*stay != Stay::Serving, Ordering::Relaxed);
-        *stay
+            .store(*phase != ServePhase::Serving, Ordering::Relaxed);
+        *phase
     }
 
-    fn lock(&self) -> MutexGuard<'_, Stay> {
-        self.stay.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ServePhase> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -197,50 +204,50 @@ mod tests {
     }
 
     #[test]
-    fn a_drain_by_hand_can_be_taken_back() {
+    fn a_drain_by_hand_can_be_undone() {
         let (ready, now) = (ready(), Instant::now());
-        assert_eq!(ready.drain(now), Stay::Draining(now));
+        assert_eq!(ready.drain(now), ServePhase::Draining(now));
         assert!(ready.missing().is_some() && ready.is_leaving());
         let later = now + NOTICE;
-        assert_eq!(ready.drain(later), Stay::Draining(now), "told twice");
-        assert_eq!(ready.undrain(), Stay::Serving);
+        assert_eq!(ready.drain(later), ServePhase::Draining(now), "idempotent");
+        assert_eq!(ready.undrain(), ServePhase::Serving);
         assert!(ready.missing().is_none() && !ready.is_leaving());
     }
 
     #[test]
-    fn an_end_cannot_and_the_notice_counts_from_the_drain() {
+    fn an_end_is_final_and_the_notice_counts_from_the_drain() {
         let (ready, now) = (ready(), Instant::now());
         ready.drain(now);
         assert_eq!(ready.end(now + NOTICE), now);
         assert_eq!(ready.end(now + 2 * NOTICE), now);
-        assert_eq!(ready.undrain(), Stay::Ending(now));
+        assert_eq!(ready.undrain(), ServePhase::Ending(now));
         assert!(ready.missing().is_some() && ready.is_leaving());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_first_requests_wait_for_the_router_but_not_for_ever() {
+    async fn early_requests_are_held_for_a_bounded_time() {
         let ready = Ready::default();
         let since = Instant::now();
-        ready.begun().await;
-        assert_eq!(since.elapsed(), BEGINNING_MAX);
-        let mut waiting = Box::pin(ready.begun());
+        ready.initialized().await;
+        assert_eq!(since.elapsed(), INITIAL_MAX);
+        let mut held = Box::pin(ready.initialized());
         for latch in [
             Ready::registry_read,
             Ready::drains_read,
             Ready::workers_settled,
             Ready::load_known,
         ] {
-            assert!(waiting.as_mut().now_or_never().is_none());
+            assert!(held.as_mut().now_or_never().is_none());
             latch(&ready);
         }
-        assert!(waiting.now_or_never().is_some());
-        // Never again, also when it leaves.
+        assert!(held.now_or_never().is_some());
+        // Later requests are not held, also when the router leaves.
         ready.end(Instant::now());
-        assert!(ready.begun().now_or_never().is_some());
+        assert!(ready.initialized().now_or_never().is_some());
     }
 
     #[test]
-    fn the_notice_leaves_streams_their_share() {
+    fn the_notice_leaves_time_for_streams() {
         let seconds = Duration::from_secs;
         assert_eq!(notice(seconds(30)), NOTICE);
         assert_eq!(notice(seconds(6)), seconds(2));

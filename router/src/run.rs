@@ -1,9 +1,9 @@
-//! Wiring: from a configuration to running tasks, and back to none.
+//! Wiring: starts a router's tasks from its configuration, and stops them.
 //!
-//! Shutdown has three phases. First the router says that it is not ready and serves on, so that load
-//! balancers can notice; then it accepts nothing more, and what is open may finish; when the drain time
-//! is over, what is left is cut. Only then does it say goodbye to the other routers: until its last
-//! request has ended, they hear of its load. The admin port stays open to the end.
+//! Shutdown has three phases. First the router reports not-ready and serves on, so that load balancers
+//! can notice. Then it accepts no connection, and open requests may finish. After the drain time it
+//! closes what is left. Only then it takes leave of the other routers, which count its load until its
+//! last request has ended. The admin port stays open to the end.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,6 +12,7 @@ use std::thread::available_parallelism;
 
 use anyhow::Context as _;
 use axum::Router;
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
@@ -25,31 +26,27 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
 
 use crate::admin::{self, Admin};
-use crate::audit::{Auditor, Rechecks};
-use crate::config::{Config, Limits};
+use crate::audit::Auditor;
+use crate::config::Config;
 use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
-use crate::proxy::{self, App, Budget};
+use crate::proxy::{self, App, BodyBudget, EngineClient};
 use crate::ready::{Ready, notice};
-use crate::replication::{self, Replication};
+use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
 use crate::shared_core::SharedCore;
 use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
 
-/// How often the core lets time pass where no request does.
+/// Lets time pass in the core while no request does.
 const TICK: Duration = Duration::from_millis(250);
 
-/// Below the 5 s for which uvicorn, vLLM's HTTP server, keeps an idle connection: the side that
-/// writes next should be the one that closes.
-const UPSTREAM_IDLE: Duration = Duration::from_secs(4);
-
-/// Few look at the admin port.
+/// Operators and scrapers.
 const ADMIN_CONNECTIONS_MAX: usize = 256;
 
-/// What background tasks get to end in.
+/// Time for background tasks to end.
 const TASKS_END: Duration = Duration::from_secs(5);
 
 /// The addresses that the router listens on.
@@ -63,30 +60,29 @@ pub struct Addresses {
 pub struct Running {
     pub addresses: Addresses,
     tasks: Tasks,
-    ready: Arc<Ready>,
-    desk: Arc<SharedCore>,
+    app: Arc<App>,
     clients: Port,
     operators: Port,
     drain_timeout: Duration,
 }
 
-/// One port's connections and how they end.
+/// One port's connections and their shutdown.
 #[derive(Clone, Default)]
 struct Port {
     shutdown: Shutdown,
     connections: TaskTracker,
 }
 
-/// How a router ends.
+/// How a router leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Leave {
-    /// Behind a load balancer, which has to notice.
+    /// Behind load balancers, which must notice first.
     Noticed,
-    /// Somebody waits at a terminal, or the router is broken: nothing new is accepted.
-    AtOnce,
+    /// At a terminal, or after a failure: no connection is accepted any more.
+    Immediate,
 }
 
-/// Runs until a signal comes or a task fails. A second signal cuts what is still open.
+/// Runs until a signal or until a task fails. A second signal closes open connections.
 pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("listening for signals")?;
     let running = Running::start(config).await?;
@@ -94,19 +90,19 @@ pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Re
     let leave = tokio::select! {
         signal = signals.received() => {
             tracing::info!(signal, "draining");
-            if signal == signals::INTERRUPT { Leave::AtOnce } else { Leave::Noticed }
+            if signal == signals::INTERRUPT { Leave::Immediate } else { Leave::Noticed }
         }
-        () = running.failed() => Leave::AtOnce,
+        () = running.failed() => Leave::Immediate,
     };
-    let hurried = async {
+    let second_signal = async {
         let signal = signals.received().await;
-        tracing::warn!(signal, "told again to end");
+        tracing::warn!(signal, "second signal, closing connections");
     };
-    running.stop(leave, hurried).await
+    running.stop(leave, second_signal).await
 }
 
 impl Running {
-    /// Binds, loads, spawns. Nothing is left behind where it fails before the tasks start.
+    /// Binds, loads and spawns. A failure before the tasks start leaves nothing behind.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let public = bind(config.public).await?;
         let admin = bind(config.admin).await?;
@@ -117,70 +113,88 @@ impl Running {
         let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
         let tokenizer = load_tokenizer(&config).await?;
         let tasks = Tasks::new(metrics.tasks_failed().clone());
-        let client = client(&config.limits).context("setting up the HTTP client")?;
-        let around = Arc::new(Surroundings::start(&config, &tasks).await?);
-        let (clients, operators) = (Port::default(), Port::default());
-        let parts = Parts::new(&config, &around, client, metrics, tokenizer);
-        let budget = Budget::new(
-            (config.limits.buffered_bytes, config.limits.body_bytes),
-            parts.metrics.buffered_bytes().clone(),
-            clients.connections.clone(),
-            clients.shutdown.force.clone(),
-        );
-        let ready = Arc::clone(&parts.ready);
-        let (app, admin_app) = parts.spawn(&config, &around, budget, &tasks);
-        let spawn = |name, port: &Port, listener, router, connections_max| {
-            let server = Server {
-                listener,
-                router,
-                connections_max,
-                connections: app.metrics.connections().clone(),
-            };
-            tasks.spawn(name, serve(server, port.clone(), &tasks));
+        let engines = EngineClient::new(&config.limits, Arc::clone(&metrics))
+            .context("setting up the HTTP client")?;
+        let surroundings = Arc::new(Surroundings::start(&config, &tasks).await?);
+        let clients = Port::default();
+        let services = Services {
+            metrics,
+            tokenizer,
+            engines,
+            surroundings,
         };
-        let limits = config.limits;
-        let served = proxy::router(Arc::clone(&app));
-        spawn("public", &clients, public, served, limits.connections);
-        let shown = admin_app;
-        spawn("admin", &operators, admin, shown, ADMIN_CONNECTIONS_MAX);
-        Ok(Self {
+        let (app, admin_state) = services.spawn(&config, &clients, &tasks);
+        let running = Self {
             addresses,
             tasks,
-            ready,
-            desk: Arc::clone(&app.desk),
+            app: Arc::clone(&app),
             clients,
-            operators,
-            drain_timeout: limits.drain_timeout,
-        })
+            operators: Port::default(),
+            drain_timeout: config.limits.drain_timeout,
+        };
+        let connections_max = config.limits.connections;
+        let public_router = proxy::router(app);
+        let port = &running.clients;
+        running.serve("public", port, public, public_router, connections_max);
+        let admin_router = admin::router(Arc::new(admin_state));
+        let port = &running.operators;
+        running.serve("admin", port, admin, admin_router, ADMIN_CONNECTIONS_MAX);
+        Ok(running)
     }
 
-    /// A task ended that should not have.
+    /// Serves one port until its shutdown begins, then waits for the stop as every task does.
+    fn serve(
+        &self,
+        name: &'static str,
+        port: &Port,
+        listener: TcpListener,
+        router: Router,
+        connections_max: usize,
+    ) {
+        let port = port.clone();
+        let server = Server {
+            listener,
+            router,
+            connections_max,
+            connections: self.app.metrics.connections().clone(),
+        };
+        let stop = self.tasks.stop.clone();
+        self.tasks.spawn(name, async move {
+            let stopped = port.shutdown.stop.clone();
+            server.run(port.shutdown, port.connections).await;
+            if stopped.is_cancelled() {
+                stop.cancelled().await;
+            }
+        });
+    }
+
+    /// A task ended early.
     pub async fn failed(&self) {
         self.tasks.down.cancelled().await;
     }
 
-    /// All phases of the shutdown. `hurried`: what is open is to be cut.
-    async fn stop(self, leave: Leave, hurried: impl Future<Output = ()>) -> anyhow::Result<()> {
+    /// Runs all phases of the shutdown. `hurry` ends the drain early.
+    async fn stop(self, leave: Leave, hurry: impl Future<Output = ()>) -> anyhow::Result<()> {
         let failed = self.tasks.down.is_cancelled();
         let now = Instant::now();
-        let unready = self.ready.end(now);
-        self.desk.core().stop_moves();
-        let silent = match leave {
-            Leave::Noticed => unready + notice(self.drain_timeout),
-            Leave::AtOnce => now,
+        let not_ready_since = self.app.ready.end(now);
+        self.app.core.core().stop_moves();
+        let accept_until = match leave {
+            Leave::Noticed => not_ready_since + notice(self.drain_timeout),
+            Leave::Immediate => now,
         };
         let drained = async {
-            sleep_until(silent).await;
+            sleep_until(accept_until).await;
             self.clients.shutdown.stop.cancel();
             self.clients.connections.close();
             self.clients.connections.wait().await;
         };
         tokio::select! {
             () = drained => tracing::info!("drained"),
-            () = sleep_until(now + self.drain_timeout) => self.clients.cut().await,
-            () = hurried => self.clients.cut().await,
+            () = sleep_until(now + self.drain_timeout) => self.clients.close().await,
+            () = hurry => self.clients.close().await,
         }
-        self.operators.cut().await;
+        self.operators.close().await;
         if timeout(TASKS_END, self.tasks.end()).await.is_err() {
             tracing::error!("some tasks do not end");
         }
@@ -190,184 +204,149 @@ impl Running {
 }
 
 impl Port {
-    /// Ends what is open.
-    async fn cut(&self) {
+    /// Closes all connections.
+    async fn close(&self) {
         self.shutdown.stop.cancel();
         self.connections.close();
         if !self.connections.is_empty() {
-            tracing::info!(left = self.connections.len(), "cutting what is open");
+            tracing::info!(left = self.connections.len(), "closing open connections");
         }
         self.shutdown.force.cancel();
         self.connections.wait().await;
     }
 }
 
-/// Serves until the shutdown begins, then waits to be told to end like any other task.
-fn serve(server: Server, port: Port, tasks: &Tasks) -> impl Future<Output = ()> + Send + use<> {
-    let stop = tasks.stop.clone();
-    async move {
-        let told = port.shutdown.stop.clone();
-        server.run(port.shutdown, port.connections).await;
-        if told.is_cancelled() {
-            stop.cancelled().await;
-        }
-    }
-}
-
-/// What the tasks share.
-struct Parts {
-    desk: Arc<SharedCore>,
-    replication: Replication,
-    replicas: replication::ReplicationHandle,
-    fleet: Arc<Fleet>,
-    registry: Arc<FleetRegistry>,
-    index: IndexClient,
-    auditor: Arc<Auditor>,
-    rechecks: Rechecks,
-    journal: Arc<Journal>,
+/// What the tasks are made from.
+struct Services {
     metrics: Arc<Metrics>,
-    client: reqwest::Client,
     tokenizer: Option<Arc<Tokenizer>>,
-    ready: Arc<Ready>,
-    router: RouterId,
+    engines: EngineClient,
+    surroundings: Arc<Surroundings>,
 }
 
-impl Parts {
-    fn new(
-        config: &Config,
-        around: &Arc<Surroundings>,
-        client: reqwest::Client,
-        metrics: Arc<Metrics>,
-        tokenizer: Option<Arc<Tokenizer>>,
-    ) -> Self {
-        let router = RouterId(Uuid::new_v4().into_bytes());
-        let (seed, _) = Uuid::new_v4().as_u64_pair();
-        let core = Core::new(CoreConfig {
-            knobs: config.knobs.clone(),
-            router,
-            // Below all that the registry gives: none is taken yet.
-            incarnation: Generation(0),
-            seed,
-        });
-        let desk = SharedCore::new(core);
+impl Services {
+    /// Starts the background tasks. Returns the state of the two ports.
+    fn spawn(self, config: &Config, clients: &Port, tasks: &Tasks) -> (Arc<App>, Admin) {
+        let (stop, plane) = (&tasks.stop, self.surroundings.plane());
         let subjects = Subjects::new(&config.namespace);
-        let (replication, replicas) =
-            Replication::new(router, Arc::clone(&desk), around.plane(), subjects.clone());
-        let index = IndexClient::new(around.plane(), subjects.clone());
-        let journal = Arc::new(Journal::default());
+        let router = RouterId(Uuid::new_v4().into_bytes());
+        let core = shared_core(config, router);
+        let ready: Arc<Ready> = Arc::default();
+        let journal: Arc<Journal> = Arc::default();
+        let unreadable = self.metrics.bad_entries();
+
+        let (replication, replicas) = Replication::new(
+            router,
+            Arc::clone(&core),
+            Arc::clone(&plane),
+            subjects.clone(),
+        );
+        let known = Arc::clone(&ready);
+        let known = move || known.load_known();
+        tasks.spawn("replication", replication.run(known, stop.clone()));
+
+        let index = IndexClient::new(Arc::clone(&plane), subjects.clone());
+        let indexers = index.clone();
+        let indexers = indexers.follow_replicas(unreadable.clone(), stop.clone());
+        tasks.spawn("indexers", indexers);
+
         let (auditor, rechecks) = Auditor::new(
-            Arc::clone(&desk),
+            Arc::clone(&core),
             Arc::clone(&journal),
-            Arc::clone(&metrics),
+            Arc::clone(&self.metrics),
             index.clone(),
         );
-        let fleet = Fleet::new(Arc::clone(&desk), config.block_size);
-        let ready: Arc<Ready> = Arc::default();
-        Self {
-            registry: Arc::new(FleetRegistry {
-                fleet: Arc::clone(&fleet),
-                plane: around.plane(),
-                subjects,
-                ready: Arc::clone(&ready),
-                unreadable: metrics.bad_entries().clone(),
-                drains_read: AtomicBool::default(),
-            }),
-            fleet,
-            desk,
-            replication,
-            replicas,
-            index,
-            auditor: Arc::new(auditor),
-            rechecks,
-            journal,
-            metrics,
-            client,
-            tokenizer,
-            ready,
-            router,
-        }
-    }
+        tasks.spawn("rechecks", rechecks.run(stop.clone()));
+        tasks.spawn("clock", tick(Arc::clone(&core), stop.clone()));
 
-    /// Starts the background tasks; what the two ports serve.
-    fn spawn(
-        self,
-        config: &Config,
-        around: &Arc<Surroundings>,
-        budget: Budget,
-        tasks: &Tasks,
-    ) -> (Arc<App>, Router) {
-        let stop = &tasks.stop;
-        self.follow_workers(config, tasks);
-        let ready = Arc::clone(&self.ready);
-        let known = move || ready.load_known();
-        tasks.spawn("replication", self.replication.run(known, stop.clone()));
-        let follow = self
-            .index
-            .clone()
-            .follow_replicas(self.metrics.bad_entries().clone(), stop.clone());
-        tasks.spawn("indexers", follow);
-        tasks.spawn("clock", tick(Arc::clone(&self.desk), stop.clone()));
-        tasks.spawn("rechecks", self.rechecks.run(stop.clone()));
-        let admin = Admin {
-            router: self.router,
-            desk: Arc::clone(&self.desk),
-            fleet: Arc::clone(&self.fleet),
-            registry: self.registry,
-            journal: Arc::clone(&self.journal),
-            metrics: Arc::clone(&self.metrics),
-            ready: Arc::clone(&self.ready),
-            replicas: self.replicas,
-            around: Arc::clone(around),
-        };
-        let app = App {
-            desk: self.desk,
-            fleet: self.fleet,
-            index: self.index,
-            auditor: self.auditor,
-            journal: self.journal,
+        let fleet = Fleet::new(Arc::clone(&core), config.block_size);
+        let registry = Arc::new(FleetRegistry {
+            fleet: Arc::clone(&fleet),
+            plane,
+            subjects,
+            ready: Arc::clone(&ready),
+            unreadable: unreadable.clone(),
+            drains_read: AtomicBool::default(),
+        });
+        let followed = Arc::clone(&registry);
+        tasks.spawn("registry", followed.follow(stop.clone()));
+        self.watch_engines(&fleet, &ready, config, tasks);
+
+        let bodies = BodyBudget::new(
+            &config.limits,
+            self.metrics.buffered_bytes().clone(),
+            clients.connections.clone(),
+            clients.shutdown.force.clone(),
+        );
+        let cores = available_parallelism().map_or(1, usize::from);
+        let app = Arc::new(App {
+            core,
+            fleet,
+            index,
+            auditor,
+            journal,
             metrics: self.metrics,
-            budget,
-            client: self.client,
+            bodies,
+            engines: self.engines,
             tokenizer: self.tokenizer,
             policy: config.knobs.policy,
-            readers: Arc::new(Semaphore::new(
-                available_parallelism().map_or(1, usize::from),
-            )),
-            ready: self.ready,
+            parsers: Arc::new(Semaphore::new(cores)),
+            ready,
+        });
+        let admin = Admin {
+            router,
+            app: Arc::clone(&app),
+            registry,
+            replicas,
+            surroundings: self.surroundings,
         };
-        (Arc::new(app), admin::router(Arc::new(admin)))
+        (app, admin)
     }
 
-    /// Starts what keeps the workers true: who they are, how they are, which are taken out.
-    fn follow_workers(&self, config: &Config, tasks: &Tasks) {
-        let stop = &tasks.stop;
-        let registry = Arc::clone(&self.registry);
-        tasks.spawn("registry", registry.follow(stop.clone()));
+    /// Starts the probes and the checks of the fleet's engines.
+    fn watch_engines(
+        &self,
+        fleet: &Arc<Fleet>,
+        ready: &Arc<Ready>,
+        config: &Config,
+        tasks: &Tasks,
+    ) {
         let prober = HealthProber {
-            fleet: Arc::clone(&self.fleet),
-            client: self.client.clone(),
+            fleet: Arc::clone(fleet),
+            client: self.engines.plain().clone(),
             period: config.health_interval,
-            ready: Arc::clone(&self.ready),
+            ready: Arc::clone(ready),
         };
-        tasks.spawn("health", prober.run(stop.clone()));
+        tasks.spawn("health", prober.run(tasks.stop.clone()));
         let checker = RegistrationChecker {
-            fleet: Arc::clone(&self.fleet),
-            client: self.client.clone(),
+            fleet: Arc::clone(fleet),
+            client: self.engines.plain().clone(),
             tokenizer: self.tokenizer.clone(),
             metrics: Arc::clone(&self.metrics),
-            ready: Arc::clone(&self.ready),
+            ready: Arc::clone(ready),
         };
-        tasks.spawn("checks", checker.run(stop.clone()));
+        tasks.spawn("checks", checker.run(tasks.stop.clone()));
     }
 }
 
-async fn tick(desk: Arc<SharedCore>, stop: CancellationToken) {
+fn shared_core(config: &Config, router: RouterId) -> Arc<SharedCore> {
+    let (seed, _) = Uuid::new_v4().as_u64_pair();
+    SharedCore::new(Core::new(CoreConfig {
+        knobs: config.knobs.clone(),
+        router,
+        // Below all that the registry gives: none is taken yet.
+        incarnation: Generation(0),
+        seed,
+    }))
+}
+
+async fn tick(core: Arc<SharedCore>, stop: CancellationToken) {
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            now = ticks.tick() => desk.core().tick(now.into_std()),
+            now = ticks.tick() => core.core().tick(now.into_std()),
         }
     }
 }
@@ -389,19 +368,4 @@ async fn load_tokenizer(config: &Config) -> anyhow::Result<Option<Arc<Tokenizer>
         );
     }
     Ok(Some(Arc::new(tokenizer)))
-}
-
-/// The way to the engines. Nothing is followed, unpacked, sent through a proxy or timed as a whole:
-/// a stream may last an hour.
-pub(crate) fn client(limits: &Limits) -> reqwest::Result<reqwest::Client> {
-    reqwest::Client::builder()
-        .http1_only()
-        .no_proxy()
-        .redirect(reqwest::redirect::Policy::none())
-        .retry(reqwest::retry::never())
-        .referer(false)
-        .tcp_nodelay(true)
-        .connect_timeout(limits.connect_timeout)
-        .pool_idle_timeout(UPSTREAM_IDLE)
-        .build()
 }

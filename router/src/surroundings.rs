@@ -1,4 +1,4 @@
-//! What is around the router: everything else inside this process, or a plane that others share.
+//! The plane and the other parts: all in this process (embedded), or a shared NATS (distributed).
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl Surroundings {
         }
     }
 
-    /// The indexer inside this process.
+    /// The indexer of this process.
     pub(crate) const fn index(&self) -> Option<&warmroute_indexer::Handle> {
         match self {
             Self::Embedded(embedded) => Some(&embedded.index),
@@ -37,7 +37,7 @@ impl Surroundings {
         }
     }
 
-    /// The shims inside this process.
+    /// The shims of this process.
     pub(crate) fn shims(&self) -> &[warmroute_shim::Handle] {
         match self {
             Self::Embedded(embedded) => &embedded.shims,

@@ -8,7 +8,7 @@ use warmroute_process::env::{OURS, PREFIX, is_ours};
 
 fn commands() -> [Command; 3] {
     [
-        warmroute_router::config::Args::command(),
+        warmroute_router::config::RouterArgs::command(),
         warmroute_indexer::args::IndexerArgs::command(),
         warmroute_shim::args::Args::command(),
     ]

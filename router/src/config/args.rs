@@ -1,4 +1,4 @@
-//! The command line: every knob with its environment name, default, unit and reason to change it.
+//! The command line: each knob with its environment name, default, unit and a reason to change it.
 
 use std::path::PathBuf;
 
@@ -20,15 +20,15 @@ use crate::simulate::SimulateArgs;
     max_term_width = 100,
     args_conflicts_with_subcommands = true
 )]
-pub struct Args {
-    /// Without one it serves.
+pub struct RouterArgs {
+    /// Without a command the router serves.
     #[command(subcommand)]
-    pub command: Option<Command>,
+    pub command: Option<RouterCommand>,
     #[command(flatten)]
     pub listen: ListenArgs,
     #[command(flatten)]
     pub fleet: FleetArgs,
-    /// Without a URL everything runs inside this process.
+    /// Without a URL all parts run inside this process.
     #[command(flatten)]
     pub nats: NatsArgs,
     #[command(flatten)]
@@ -40,14 +40,14 @@ pub struct Args {
 }
 
 #[derive(Clone, Debug, Subcommand)]
-pub enum Command {
+pub enum RouterCommand {
     Simulate(Box<SimulateArgs>),
 }
 
 #[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Listening")]
 pub struct ListenArgs {
-    /// Address for clients. 127.0.0.1 where only this machine should reach the router.
+    /// Address for clients. 127.0.0.1 if only this machine may reach the router.
     #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
     pub host: String,
     /// TCP port for clients; 0 lets the system choose.
@@ -56,7 +56,7 @@ pub struct ListenArgs {
         value_parser = |text: &str| port(text, PUBLIC_PORT)
     )]
     pub port: u16,
-    /// Address of the admin port. It shows routing decisions: open it to those who may see them.
+    /// Address of the admin port. It shows routing decisions: restrict access to operators.
     #[arg(long, env = "WARMROUTE_ADMIN_HOST", default_value = "127.0.0.1")]
     pub admin_host: String,
     /// TCP port for metrics, workers, slots and digests; 0 lets the system choose.
@@ -71,18 +71,18 @@ pub struct ListenArgs {
 #[command(next_help_heading = "Fleet")]
 pub struct FleetArgs {
     /// A vLLM server: URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]. Repeatable; in
-    /// the environment separated by spaces or `;`. Endpoints left out are asked of the engine.
+    /// the environment separated by spaces or `;`. Omitted endpoints are queried from the engine.
     #[arg(long = "worker", env = "WARMROUTE_WORKER", value_name = "SPEC")]
     pub workers: Vec<WorkerList>,
     /// The model's tokenizer.json, or the directory that holds it and its chat template. Without
     /// it prompts in text cannot be hashed and are routed by load only.
     #[arg(long, env = "WARMROUTE_TOKENIZER", value_name = "DIR_OR_FILE")]
     pub tokenizer: Option<PathBuf>,
-    /// Tokens per KV block. Learned from the engines where it is not given; a worker whose engine
-    /// differs is reported and routed by load only.
+    /// Tokens per KV block. Without it, the engines report it. A worker whose engine differs is
+    /// logged and routed by load only.
     #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<u32>,
-    /// Milliseconds between two health checks of a worker. Shorter finds a dead one sooner.
+    /// Milliseconds between two health probes of a worker. Shorter detects a failure sooner.
     #[arg(long, env = "WARMROUTE_HEALTH_INTERVAL_MS", default_value_t = 1000)]
     pub health_interval_ms: u64,
 }
@@ -90,20 +90,20 @@ pub struct FleetArgs {
 #[derive(Clone, Debug, Group)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
-    /// Bytes of one request body; beyond, 413. Raise it for large images in chat messages.
+    /// Largest request body in bytes; above, 413. Raise it for large images in chat messages.
     #[arg(long, env = "WARMROUTE_MAX_BODY_BYTES", default_value_t = 64 << 20)]
     pub max_body_bytes: u64,
-    /// Bytes of all request bodies held at once; beyond, 503. Bounds the router's memory.
+    /// Bytes of all request bodies held at a time; above, 503. Bounds the router's memory.
     #[arg(long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20)]
     pub max_buffered_bytes: u64,
-    /// Client connections at once; beyond, new ones wait to be accepted.
+    /// Concurrent client connections; further ones wait to be accepted.
     #[arg(long, env = "WARMROUTE_MAX_CONNECTIONS", default_value_t = 8192)]
     pub max_connections: u32,
-    /// Milliseconds until connecting to a worker counts as failed and the next best is tried.
+    /// Milliseconds after which connecting to a worker fails and the next best is tried.
     #[arg(long, env = "WARMROUTE_CONNECT_TIMEOUT_MS", default_value_t = 1000)]
     pub connect_timeout_ms: u64,
-    /// Seconds from SIGTERM to the end, for load balancers to notice (a third, at most 5) and open
-    /// requests to finish. Give long streams their time.
+    /// Seconds from SIGTERM to the end of the process: load balancers notice in the first third (at
+    /// most 5 s), open requests finish in the rest. Raise it for long streams.
     #[arg(long, env = "WARMROUTE_DRAIN_TIMEOUT_SECS", default_value_t = 30)]
     pub drain_timeout_secs: u64,
 }
@@ -113,7 +113,7 @@ pub struct LimitArgs {
 pub struct WorkerList(pub Vec<WorkerSpec>);
 
 impl std::str::FromStr for WorkerList {
-    type Err = super::worker::SpecError;
+    type Err = super::worker::WorkerSpecError;
 
     fn from_str(list: &str) -> Result<Self, Self::Err> {
         list.split([';', ' ', '\t', '\n'])

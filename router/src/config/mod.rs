@@ -1,7 +1,7 @@
-//! What the process was asked to be: flags and environment in, one validated [`Config`] out.
+//! From flags and environment to one validated [`Config`].
 //!
-//! `TryFrom<Args>` checks everything once; afterwards nobody sees a string of the operator's or
-//! reads the environment. What cannot work refuses to start and says why.
+//! `TryFrom<RouterArgs>` validates once and converts to domain types. An impossible configuration
+//! refuses to start with an error that names the flag.
 
 mod args;
 mod worker;
@@ -10,7 +10,7 @@ mod worker;
 mod tests;
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,8 +22,8 @@ use warmroute_proto::{BlockSize, Namespace, WorkerId};
 use crate::route::Knobs;
 use crate::route::args::ChoiceArgsError;
 
-pub use args::{Args, Command};
-pub use worker::{SpecError, WorkerSpec};
+pub use args::{RouterArgs, RouterCommand};
+pub use worker::{WorkerSpec, WorkerSpecError};
 
 /// A valid configuration.
 #[derive(Clone, Debug)]
@@ -31,11 +31,11 @@ pub struct Config {
     pub public: SocketAddr,
     pub admin: SocketAddr,
     pub namespace: Namespace,
-    /// None: embedded.
+    /// `None`: embedded.
     pub nats: Option<NatsArgs>,
     pub workers: Vec<WorkerSpec>,
     pub tokenizer: Option<PathBuf>,
-    /// What the operator asserts; otherwise the engines say it.
+    /// The operator's. `None`: the engines report it.
     pub block_size: Option<BlockSize>,
     pub knobs: Knobs,
     pub limits: Limits,
@@ -43,7 +43,7 @@ pub struct Config {
     pub logs: Logs,
 }
 
-/// What bounds the process.
+/// Bounds of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     pub body_bytes: usize,
@@ -54,12 +54,12 @@ pub struct Limits {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub enum RouterConfigError {
     #[error(
         "--worker and --nats-url exclude each other: with NATS each worker's shim registers it"
     )]
     WorkersTwice,
-    #[error("--init, --nats-creds and --nats-tls say nothing without --nats-url")]
+    #[error("--init, --nats-creds and --nats-tls have no effect without --nats-url")]
     NoNats,
     #[error(transparent)]
     Host(#[from] HostError),
@@ -92,15 +92,14 @@ pub enum ConfigError {
     LogFilter(#[from] LogFilterError),
 }
 
-/// Hybrid models have blocks of a few thousand tokens; beyond this it is a typing error.
+/// Hybrid models have blocks of a few thousand tokens.
 const BLOCK_TOKENS_MAX: u32 = 65_536;
 
-impl TryFrom<Args> for Config {
-    type Error = ConfigError;
+impl TryFrom<RouterArgs> for Config {
+    type Error = RouterConfigError;
 
-    fn try_from(args: Args) -> Result<Self, ConfigError> {
-        // Another command than serving has been told by then.
-        let Args {
+    fn try_from(args: RouterArgs) -> Result<Self, RouterConfigError> {
+        let RouterArgs {
             command: _,
             listen,
             fleet,
@@ -112,20 +111,20 @@ impl TryFrom<Args> for Config {
         let public = address("host", &listen.host, listen.port)?;
         let admin = address("admin-host", &listen.admin_host, listen.admin_port)?;
         if clash(public, admin) {
-            return Err(ConfigError::PortClash(public.port()));
+            return Err(RouterConfigError::PortClash(public.port()));
         }
-        let namespace = nats.namespace().ok_or(ConfigError::EmptyNamespace)?;
+        let namespace = nats.namespace().ok_or(RouterConfigError::EmptyNamespace)?;
         let workers: Vec<WorkerSpec> = fleet.workers.into_iter().flat_map(|list| list.0).collect();
         distinct(&workers)?;
-        let says_nats = nats.init || nats.nats_creds.is_some() || nats.nats_tls.is_some();
-        let nats = match (nats.nats_url.is_some(), says_nats) {
-            (true, _) if !workers.is_empty() => return Err(ConfigError::WorkersTwice),
+        let has_nats_flags = nats.init || nats.nats_creds.is_some() || nats.nats_tls.is_some();
+        let nats = match (nats.nats_url.is_some(), has_nats_flags) {
+            (true, _) if !workers.is_empty() => return Err(RouterConfigError::WorkersTwice),
             (true, _) => Some(nats),
-            (false, true) => return Err(ConfigError::NoNats),
+            (false, true) => return Err(RouterConfigError::NoNats),
             (false, false) => None,
         };
         if let Some(path) = fleet.tokenizer.as_ref().filter(|path| !path.exists()) {
-            return Err(ConfigError::Tokenizer(path.clone()));
+            return Err(RouterConfigError::Tokenizer(path.clone()));
         }
         Ok(Self {
             public,
@@ -144,13 +143,13 @@ impl TryFrom<Args> for Config {
 }
 
 impl TryFrom<args::LimitArgs> for Limits {
-    type Error = ConfigError;
+    type Error = RouterConfigError;
 
-    fn try_from(args: args::LimitArgs) -> Result<Self, ConfigError> {
+    fn try_from(args: args::LimitArgs) -> Result<Self, RouterConfigError> {
         let body = range("max-body-bytes", args.max_body_bytes, 1024, 4 << 30)?;
         let buffered = range("max-buffered-bytes", args.max_buffered_bytes, 1024, 1 << 40)?;
         if buffered < body {
-            return Err(ConfigError::Buffered { buffered, body });
+            return Err(RouterConfigError::Buffered { buffered, body });
         }
         let connections = range("max-connections", args.max_connections.into(), 1, 1 << 20)?;
         let drain = range("drain-timeout-secs", args.drain_timeout_secs, 0, 86_400)?;
@@ -164,43 +163,46 @@ impl TryFrom<args::LimitArgs> for Limits {
     }
 }
 
-/// Would the second socket find the first one on its port?
+/// Whether the second socket cannot be bound besides the first.
 fn clash(one: SocketAddr, other: SocketAddr) -> bool {
-    let any = |address: SocketAddr| {
-        address.ip().is_unspecified() || address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED)
-    };
-    let same_host = one.ip() == other.ip() || any(one) || any(other);
+    let any = one.ip().is_unspecified() || other.ip().is_unspecified();
+    let same_host = one.ip() == other.ip() || any;
     one.port() != 0 && one.port() == other.port() && same_host
 }
 
-/// Two shims for one source fight; two workers on one URL count its load twice.
-fn distinct(workers: &[WorkerSpec]) -> Result<(), ConfigError> {
+/// Two shims of one source contend for its lease; two workers at one URL count its load twice.
+fn distinct(workers: &[WorkerSpec]) -> Result<(), RouterConfigError> {
     let (mut ids, mut urls, mut endpoints) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for worker in workers {
         if !ids.insert(&worker.id) {
-            return Err(ConfigError::DuplicateWorker(worker.id.clone()));
+            return Err(RouterConfigError::DuplicateWorker(worker.id.clone()));
         }
         if !urls.insert(&worker.url) {
-            return Err(ConfigError::DuplicateUrl(worker.url.clone()));
+            return Err(RouterConfigError::DuplicateUrl(worker.url.clone()));
         }
         for endpoint in worker.kv.iter().chain(&worker.replay) {
             if !endpoints.insert(endpoint) {
-                return Err(ConfigError::DuplicateEndpoint(endpoint.clone()));
+                return Err(RouterConfigError::DuplicateEndpoint(endpoint.clone()));
             }
         }
     }
     Ok(())
 }
 
-fn block_size(tokens: u32) -> Result<BlockSize, ConfigError> {
+fn block_size(tokens: u32) -> Result<BlockSize, RouterConfigError> {
     BlockSize::new(tokens)
         .filter(|_| tokens <= BLOCK_TOKENS_MAX)
-        .ok_or(ConfigError::BlockSize(tokens))
+        .ok_or(RouterConfigError::BlockSize(tokens))
 }
 
-const fn range(flag: &'static str, value: u64, min: u64, max: u64) -> Result<u64, ConfigError> {
+const fn range(
+    flag: &'static str,
+    value: u64,
+    min: u64,
+    max: u64,
+) -> Result<u64, RouterConfigError> {
     if value < min || value > max {
-        return Err(ConfigError::Range {
+        return Err(RouterConfigError::Range {
             flag,
             value,
             min,
@@ -210,11 +212,16 @@ const fn range(flag: &'static str, value: u64, min: u64, max: u64) -> Result<u64
     Ok(value)
 }
 
-fn millis(flag: &'static str, value: u64, min: u64, max: u64) -> Result<Duration, ConfigError> {
+fn millis(
+    flag: &'static str,
+    value: u64,
+    min: u64,
+    max: u64,
+) -> Result<Duration, RouterConfigError> {
     range(flag, value, min, max).map(Duration::from_millis)
 }
 
-/// Every bound above fits, even where a `usize` has 32 bits, but for values that it cannot address.
+/// Saturates where a `usize` has 32 bits.
 fn as_usize(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
 }

@@ -4,9 +4,9 @@ use warmroute_proto::Tiers;
 use super::*;
 use crate::route::Policy;
 
-fn config(flags: &[&str]) -> Result<Config, ConfigError> {
+fn config(flags: &[&str]) -> Result<Config, RouterConfigError> {
     let flags = std::iter::once("warmroute-router").chain(flags.iter().copied());
-    Config::try_from(Args::try_parse_from(flags).unwrap())
+    Config::try_from(RouterArgs::try_parse_from(flags).unwrap())
 }
 
 fn refused(flags: &[&str]) -> String {
@@ -22,9 +22,9 @@ fn the_defaults_are_valid() {
     assert!(config.workers.is_empty());
 }
 
-/// Every flag, with a value that it has nowhere else.
+/// Each flag has a value that no other one has.
 #[test]
-fn each_flag_is_what_it_says() {
+fn each_flag_sets_its_field() {
     let config = config(&[
         "--host=127.0.0.3",
         "--port=1003",
@@ -89,7 +89,7 @@ fn each_flag_is_what_it_says() {
 }
 
 #[test]
-fn each_limit_is_what_it_says() {
+fn each_limit_sets_its_field() {
     let config = config(&[
         "--max-body-bytes=2007",
         "--max-buffered-bytes=2008",
@@ -107,9 +107,9 @@ fn each_limit_is_what_it_says() {
     assert_eq!(config.unwrap().limits, expected);
 }
 
-/// The same of those that need a server.
+/// The flags that need a server.
 #[test]
-fn each_flag_of_nats_is_what_it_says() {
+fn each_nats_flag_sets_its_field() {
     let config = config(&[
         "--nats-url=nats://h:1",
         "--namespace=ns",
@@ -136,7 +136,7 @@ fn each_flag_of_nats_is_what_it_says() {
 }
 
 #[test]
-fn workers_come_repeated_or_in_one_list() {
+fn workers_are_given_repeatedly_or_in_one_list() {
     let config = config(&[
         "--worker",
         "http://a:1,kv=tcp://a:2",
@@ -149,7 +149,7 @@ fn workers_come_repeated_or_in_one_list() {
 }
 
 #[test]
-fn what_cannot_work_refuses_to_start_and_names_the_flag() {
+fn an_impossible_configuration_refuses_to_start_and_names_the_flag() {
     for (flags, names) in [
         (
             &["--nats-url", "nats://h:4222", "--worker", "http://a:1"][..],
@@ -222,7 +222,7 @@ fn malformed_workers_and_numbers_are_refused_by_the_parser() {
         ["--tier-credits", "gpu=1"],
     ] {
         let all = std::iter::once("warmroute-router").chain(flags);
-        assert!(Args::try_parse_from(all).is_err(), "{flags:?}");
+        assert!(RouterArgs::try_parse_from(all).is_err(), "{flags:?}");
     }
 }
 
@@ -240,7 +240,7 @@ fn a_service_link_in_place_of_a_port_leaves_the_default() {
 }
 
 #[test]
-fn a_tier_that_is_not_named_keeps_its_credit() {
+fn an_unnamed_tier_keeps_its_credit() {
     let config = config(&["--tier-credits", "disk=0.1"]).unwrap();
     assert_eq!(config.knobs.tier_weights.cpu, 0.8);
     assert_eq!(config.knobs.tier_weights.disk, 0.1);

@@ -6,22 +6,22 @@ use std::str::FromStr;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
 
-/// A vLLM server as the operator names it.
+/// A vLLM server as the operator specifies it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerSpec {
     pub id: WorkerId,
     /// `http://host:port[/path]`, without a trailing slash.
     pub url: String,
-    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). Left out, the
-    /// engine's `/kv_event_sources` tells.
+    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). `None`: queried
+    /// from the engine's `/kv_event_sources`.
     pub kv: Option<String>,
-    /// Where the engine replays them.
+    /// Where the engine replays its KV events.
     pub replay: Option<String>,
     pub ranks: NonZeroU32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SpecError {
+pub enum WorkerSpecError {
     #[error("the worker URL {0:?} is not http://HOST:PORT")]
     Url(String),
     #[error("{0:?} is none of kv=, replay=, id=, ranks=")]
@@ -34,33 +34,33 @@ pub enum SpecError {
     Ranks(String),
     #[error("id= is empty")]
     EmptyId,
-    #[error("replay= needs kv=: without events there is nothing to replay")]
+    #[error("replay= needs kv=")]
     ReplayWithoutKv,
 }
 
 impl FromStr for WorkerSpec {
-    type Err = SpecError;
+    type Err = WorkerSpecError;
 
-    fn from_str(text: &str) -> Result<Self, SpecError> {
+    fn from_str(text: &str) -> Result<Self, WorkerSpecError> {
         let mut parts = text.split(',').map(str::trim);
         let given = parts.next().unwrap_or_default();
-        let url = worker_url(given).ok_or_else(|| SpecError::Url(given.to_owned()))?;
+        let url = worker_url(given).ok_or_else(|| WorkerSpecError::Url(given.to_owned()))?;
         let (mut kv, mut replay, mut id, mut ranks) = (None, None, None, None);
         for part in parts {
             let (key, value) = part
                 .split_once('=')
-                .ok_or_else(|| SpecError::Key(part.to_owned()))?;
+                .ok_or_else(|| WorkerSpecError::Key(part.to_owned()))?;
             match key {
                 "kv" => set(&mut kv, "kv", endpoint("kv", value)?)?,
                 "replay" => set(&mut replay, "replay", endpoint("replay", value)?)?,
-                "id" if value.is_empty() => return Err(SpecError::EmptyId),
+                "id" if value.is_empty() => return Err(WorkerSpecError::EmptyId),
                 "id" => set(&mut id, "id", WorkerId::from(value))?,
                 "ranks" => set(&mut ranks, "ranks", rank_count(value)?)?,
-                _ => return Err(SpecError::Key(part.to_owned())),
+                _ => return Err(WorkerSpecError::Key(part.to_owned())),
             }
         }
         if replay.is_some() && kv.is_none() {
-            return Err(SpecError::ReplayWithoutKv);
+            return Err(WorkerSpecError::ReplayWithoutKv);
         }
         let id = id.unwrap_or_else(|| default_id(&url));
         Ok(Self {
@@ -73,15 +73,15 @@ impl FromStr for WorkerSpec {
     }
 }
 
-/// A worker without a name is known by its address.
+/// The name of a worker without `id=` is its address.
 fn default_id(url: &str) -> WorkerId {
     let address = url.split_once("://").map_or(url, |(_, address)| address);
     WorkerId::from(address)
 }
 
-fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), SpecError> {
+fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), WorkerSpecError> {
     match slot.replace(value) {
-        Some(_) => Err(SpecError::Twice(key)),
+        Some(_) => Err(WorkerSpecError::Twice(key)),
         None => Ok(()),
     }
 }
@@ -97,7 +97,7 @@ fn worker_url(text: &str) -> Option<String> {
     plain.then(|| url.as_str().trim_end_matches('/').to_owned())
 }
 
-fn endpoint(key: &'static str, value: &str) -> Result<String, SpecError> {
+fn endpoint(key: &'static str, value: &str) -> Result<String, WorkerSpecError> {
     let fits = match value.split_once("://") {
         Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
             !host.is_empty() && host != "*" && port.parse::<u16>().is_ok_and(|port| port > 0)
@@ -108,25 +108,25 @@ fn endpoint(key: &'static str, value: &str) -> Result<String, SpecError> {
     if fits {
         return Ok(value.to_owned());
     }
-    Err(SpecError::Endpoint {
+    Err(WorkerSpecError::Endpoint {
         key,
         value: value.to_owned(),
     })
 }
 
-fn rank_count(value: &str) -> Result<NonZeroU32, SpecError> {
+fn rank_count(value: &str) -> Result<NonZeroU32, WorkerSpecError> {
     value
         .parse()
         .ok()
         .filter(|ranks: &NonZeroU32| ranks.get() <= RANKS_MAX)
-        .ok_or_else(|| SpecError::Ranks(value.to_owned()))
+        .ok_or_else(|| WorkerSpecError::Ranks(value.to_owned()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> Result<WorkerSpec, SpecError> {
+    fn parse(text: &str) -> Result<WorkerSpec, WorkerSpecError> {
         text.parse()
     }
 
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_a_name_where_none_is_given() {
+    fn the_address_is_the_default_name() {
         let spec = parse("http://h:1").unwrap();
         assert_eq!(spec.id.as_str(), "h:1");
         assert_eq!(spec.kv, None);
@@ -152,26 +152,35 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_specifications_are_refused() {
         for (text, error) in [
-            ("", SpecError::Url(String::new())),
-            ("https://h:1", SpecError::Url("https://h:1".into())),
-            ("h:8000", SpecError::Url("h:8000".into())),
-            ("http://u:p@h:1", SpecError::Url("http://u:p@h:1".into())),
-            ("http://h:1,ranks=0", SpecError::Ranks("0".into())),
-            ("http://h:1,ranks=9999", SpecError::Ranks("9999".into())),
-            ("http://h:1,id=", SpecError::EmptyId),
-            ("http://h:1,id=a,id=b", SpecError::Twice("id")),
-            ("http://h:1,port=1", SpecError::Key("port=1".into())),
-            ("http://h:1,kv", SpecError::Key("kv".into())),
+            ("", WorkerSpecError::Url(String::new())),
+            ("https://h:1", WorkerSpecError::Url("https://h:1".into())),
+            ("h:8000", WorkerSpecError::Url("h:8000".into())),
+            (
+                "http://u:p@h:1",
+                WorkerSpecError::Url("http://u:p@h:1".into()),
+            ),
+            ("http://h:1,ranks=0", WorkerSpecError::Ranks("0".into())),
+            (
+                "http://h:1,ranks=9999",
+                WorkerSpecError::Ranks("9999".into()),
+            ),
+            ("http://h:1,id=", WorkerSpecError::EmptyId),
+            ("http://h:1,id=a,id=b", WorkerSpecError::Twice("id")),
+            ("http://h:1,port=1", WorkerSpecError::Key("port=1".into())),
+            ("http://h:1,kv", WorkerSpecError::Key("kv".into())),
             (
                 "http://h:1,kv=tcp://*:5557",
-                SpecError::Endpoint {
+                WorkerSpecError::Endpoint {
                     key: "kv",
                     value: "tcp://*:5557".into(),
                 },
             ),
-            ("http://h:1,replay=tcp://h:2", SpecError::ReplayWithoutKv),
+            (
+                "http://h:1,replay=tcp://h:2",
+                WorkerSpecError::ReplayWithoutKv,
+            ),
         ] {
             assert_eq!(parse(text), Err(error), "{text}");
         }

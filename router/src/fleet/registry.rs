@@ -3,16 +3,14 @@
 //! A drain's entry has no lease and a key of its own: it reaches all routers, and outlives restarts of
 //! routers and the registration of its worker.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
 use prometheus::IntCounter;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
-use warmroute_plane::{Plane, PlaneError, PlaneStream, PutIf, RegistryEvent, Revision};
+use warmroute_plane::{Plane, PlaneError, PutIf, RegistryEvent, RegistryWatch, Revision};
 use warmroute_proto::registry::{DrainEntry, DrainState, WorkerEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{WorkerId, codec};
@@ -23,8 +21,8 @@ use super::state::FleetChange;
 use crate::clock::unix_time;
 use crate::ready::Ready;
 
-/// Between two attempts to reach the plane.
-const RETRY: Duration = Duration::from_millis(500);
+/// Between two comparisons of the registry's drains with the known ones.
+const REPAIR_PERIOD: Duration = Duration::from_millis(500);
 
 /// Attempts to write a drain while other routers write one of the same worker.
 const WRITES_MAX: usize = 4;
@@ -70,50 +68,24 @@ impl FleetRegistry {
 
     /// Follows the registry until stopped. While the plane is unreachable the last state stands.
     pub(crate) async fn follow(self: Arc<Self>, stop: CancellationToken) {
-        let follow = async {
-            loop {
-                let watches = async {
-                    let workers = self.plane.watch(self.subjects.worker_keys()).await?;
-                    let drains = self.plane.watch(self.subjects.drain_keys()).await?;
-                    Ok::<_, PlaneError>((workers, drains))
-                };
-                match watches.await {
-                    Ok((workers, drains)) => {
-                        self.listen(workers, drains).await;
-                        tracing::warn!("registry watch ended, opened again");
-                    }
-                    Err(error) => tracing::warn!(%error, "cannot watch the registry"),
-                }
-                sleep(RETRY).await;
-            }
-        };
         // Cancel-safe: an event is applied by one synchronous call, and a write that is dropped is
         // repeated by the router that next finds it missing.
         tokio::select! {
             () = stop.cancelled() => {}
-            () = follow => {}
+            () = self.listen() => {}
         }
     }
 
-    /// Applies events until one of the watches ends.
-    async fn listen(
-        &self,
-        mut workers: PlaneStream<RegistryEvent>,
-        mut drains: PlaneStream<RegistryEvent>,
-    ) {
-        let mut listed = Some(BTreeSet::new());
-        let mut repairs = interval(RETRY);
+    async fn listen(&self) {
+        let watch = |prefix| RegistryWatch::new(Arc::clone(&self.plane), prefix);
+        let mut workers = watch(self.subjects.worker_keys());
+        let mut drains = watch(self.subjects.drain_keys());
+        let mut repairs = interval(REPAIR_PERIOD);
         repairs.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                event = workers.next() => match event {
-                    Some(event) => self.worker_event(event),
-                    None => return,
-                },
-                event = drains.next() => match event {
-                    Some(event) => self.drain_event(event, &mut listed),
-                    None => return,
-                },
+                event = workers.next() => self.worker_event(event),
+                event = drains.next() => self.drain_event(event, &drains),
                 _ = repairs.tick() => self.restore_drains().await,
             }
         }
@@ -139,30 +111,24 @@ impl FleetRegistry {
         }
     }
 
-    /// `listed`: the workers with entries, until the watch has sent all that were stored.
-    fn drain_event(&self, event: RegistryEvent, listed: &mut Option<BTreeSet<WorkerId>>) {
+    fn drain_event(&self, event: RegistryEvent, watch: &RegistryWatch) {
         match event {
-            RegistryEvent::Put { key, entry } => {
-                let Some(worker) = self.subjects.key_drained(&key) else {
-                    return;
-                };
-                match codec::decode::<DrainEntry>(&entry.value) {
-                    Ok(found) if found.worker == worker => self.stored(found, entry.revision),
-                    Ok(_) | Err(_) => self.unreadable(&key, "drain entry is unreadable"),
+            RegistryEvent::Put { key, entry } => match codec::decode::<DrainEntry>(&entry.value) {
+                Ok(found) if self.subjects.drain_key(&found.worker) == key => {
+                    self.stored(found, entry.revision);
                 }
-                if let Some(listed) = listed {
-                    listed.insert(worker);
-                }
-            }
+                Ok(_) | Err(_) => self.unreadable(&key, "drain entry is unreadable"),
+            },
             RegistryEvent::Gone { key } => {
                 if let Some(worker) = self.subjects.key_drained(&key) {
                     self.fleet.state().drains.absent(&worker);
                 }
             }
             RegistryEvent::Current => {
-                if let Some(listed) = listed.take() {
-                    self.fleet.state().drains.listed(&listed);
-                }
+                let listed = watch
+                    .keys()
+                    .filter_map(|key| self.subjects.key_drained(key));
+                self.fleet.state().drains.listed(&listed.collect());
                 self.drains_read.store(true, Ordering::Relaxed);
                 self.ready.drains_read();
             }

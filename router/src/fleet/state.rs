@@ -56,7 +56,7 @@ pub(crate) enum FleetChange {
 #[derive(Default)]
 pub(crate) struct FleetState {
     workers: BTreeMap<WorkerId, FleetWorker>,
-    /// Of registered workers and others: a drain outlives its worker's registration.
+    /// Outlive the registration of their workers.
     pub drains: DrainTable,
 }
 

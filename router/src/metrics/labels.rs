@@ -79,5 +79,7 @@ label! {
         Broken = "broken",
         /// The engine answered 502 or 503.
         Status = "status",
+        /// The engine closed a reused connection: sent again on a new one.
+        StaleConnection = "stale_connection",
     }
 }

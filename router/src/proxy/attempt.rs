@@ -1,9 +1,9 @@
-//! One attempt: a request on its way to one engine, until that begins to answer.
+//! One attempt: a request on its way to one engine, until the engine's answer begins.
 //!
-//! While the request may still be moved (see [`crate::route::moves`]) the answer's head is kept back
+//! While the request may still be moved (see [`crate::route::moves`]) the answer's head is held back
 //! until the first byte of its body is there or the time for moving is over, a few milliseconds at
-//! most: engines send heads long before their first token, and a client that got a head cannot be served
-//! by another engine.
+//! most. Engines send heads long before their first token, and a client that has a head cannot be
+//! served by another engine.
 
 use std::time::Duration;
 
@@ -11,175 +11,169 @@ use axum::http::StatusCode;
 use bytes::Bytes;
 
 use super::App;
-use super::forward::{Outgoing, Wish, request};
-use crate::error::ApiError;
-use crate::metrics::CancelPhase;
+use super::forward::{ForwardedRequest, Routing};
+use crate::metrics::{CancelPhase, Metrics};
 use crate::route::{Admitted, Decision, RouteRequest};
 use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
 
-/// Where a request is.
-pub(super) struct Placed {
+/// Where a request is sent.
+pub(super) struct Placement {
     pub decision: Decision,
     pub slot: SlotHold,
-    /// It may still be moved.
+    /// Present while the request may be moved.
     pub watch: Option<MoveWatch>,
-    /// Where it was first, if it was moved.
-    pub left: Option<Box<Decision>>,
+    /// The first choice, if the request was moved.
+    pub moved_from: Option<Box<Decision>>,
 }
 
-/// An engine's head, and what came of its body so far.
-pub(super) struct Begun {
+/// An engine's response head, with the first bytes of its body if they were waited for.
+pub(super) struct EngineHead {
     pub response: reqwest::Response,
     pub early: Option<Bytes>,
 }
 
-/// What an attempt waits for.
 enum Waited {
-    Begun(Result<Begun, reqwest::Error>),
-    Crossed,
+    Head(reqwest::Result<EngineHead>),
+    /// The request has another placement.
+    Moved,
 }
 
 impl App {
-    /// Sends the request where it is placed, or where it is moved to meanwhile.
+    /// Sends the request to its placement, and to the next one if it is moved.
     pub(super) async fn attempt(
         &self,
-        outgoing: &Outgoing,
-        wish: &Wish,
-        placed: &mut Placed,
-    ) -> Result<Result<Begun, reqwest::Error>, ApiError> {
+        request: &ForwardedRequest,
+        routing: &Routing,
+        placement: &mut Placement,
+    ) -> reqwest::Result<EngineHead> {
         loop {
-            let predicted = (!wish.streaming).then_some(placed.decision.predicted_ttft);
-            let sent = self.client.execute(request(outgoing, &placed.decision)?);
-            let waiting = Waiting::new(self);
-            let begun = begin(sent, predicted, placed, |placed| self.moves(wish, placed)).await;
-            waiting.over();
-            match begun {
-                Waited::Begun(result) => return Ok(result),
-                // The connection is closed by now, which tells the engine that it may stop.
-                Waited::Crossed => {}
+            let predicted = (!routing.streaming).then_some(placement.decision.predicted_ttft);
+            let addressed = self.addressed(request, &placement.decision)?;
+            let sent = self.engines.send(addressed);
+            let cancel = CancelCount::armed(&self.metrics);
+            let moves = |placement: &mut Placement| self.moves(routing, placement);
+            let waited = wait_for_head(sent, predicted, placement, moves).await;
+            cancel.disarm();
+            match waited {
+                Waited::Head(head) => return head,
+                // The connection is closed, which aborts the request on the engine.
+                Waited::Moved => {}
             }
         }
     }
 
-    /// Decides again; says whether the request has another place.
-    fn moves(&self, wish: &Wish, placed: &mut Placed) -> bool {
+    /// Decides again. Returns whether the request has another placement.
+    fn moves(&self, routing: &Routing, placement: &mut Placement) -> bool {
         let ask = RouteRequest {
-            model: &wish.model,
-            prompt: &wish.prompt,
+            model: &routing.model,
+            prompt: &routing.prompt,
             exclude: &[],
         };
-        let slot = placed.slot.counter();
-        let Some(moved) = self.desk.reconsider(slot, &ask, wish.index.as_ref()) else {
+        let slot = placement.slot.counter();
+        let moved = self.core.reconsider(slot, &ask, routing.index.as_ref());
+        let Some(Admitted { decision, slot, .. }) = moved else {
             return false;
         };
-        let Admitted { decision, slot, .. } = moved;
-        placed.slot.take_over(slot);
-        tracing::debug!(from = %placed.decision.source, to = %decision.source, "request moved");
-        placed.left = Some(Box::new(std::mem::replace(&mut placed.decision, decision)));
-        placed.watch = None;
+        placement.slot.take_over(slot);
+        let from = std::mem::replace(&mut placement.decision, decision);
+        tracing::debug!(from = %from.source, to = %placement.decision.source, "request moved");
+        placement.moved_from = Some(Box::new(from));
+        placement.watch = None;
         true
     }
 }
 
-/// Waits for the answer's beginning, and takes the prefill as ended when it should be, where nothing
-/// will show it (`predicted`). `moves`: called when the choice was crossed.
-async fn begin(
-    sent: impl Future<Output = Result<reqwest::Response, reqwest::Error>>,
+/// Waits for the answer's beginning. After `predicted` the prefill counts as ended, where no token
+/// will show it. `moves` is called when another router's choice crosses this one.
+async fn wait_for_head(
+    sent: impl Future<Output = reqwest::Result<reqwest::Response>>,
     predicted: Option<Duration>,
-    placed: &mut Placed,
-    mut moves: impl FnMut(&mut Placed) -> bool,
+    placement: &mut Placement,
+    mut moves: impl FnMut(&mut Placement) -> bool,
 ) -> Waited {
-    tokio::pin!(sent);
-    let due = async {
+    let prefill_end = async {
         match predicted {
             Some(after) => tokio::time::sleep(after).await,
             None => std::future::pending().await,
         }
     };
-    tokio::pin!(due);
-    let mut head: Option<reqwest::Response> = None;
-    let mut is_due = false;
+    tokio::pin!(sent, prefill_end);
+    let mut held: Option<reqwest::Response> = None;
+    let mut in_prefill = true;
     loop {
-        let watch = placed.watch.as_ref();
+        let watch = placement.watch.as_ref();
         tokio::select! {
-            // Nothing moves of which a byte is there.
+            // A request is not moved once a byte of its answer is there.
             biased;
-            result = &mut sent, if head.is_none() => match result {
-                Ok(response) if watch.is_some() && may_take_long(&response) => head = Some(response),
-                Ok(response) => return Waited::Begun(Ok(Begun { response, early: None })),
-                Err(error) => return Waited::Begun(Err(error)),
+            result = &mut sent, if held.is_none() => match result {
+                Ok(response) if watch.is_some() && is_stream(&response) => held = Some(response),
+                result => {
+                    let head = result.map(|response| EngineHead { response, early: None });
+                    return Waited::Head(head);
+                }
             },
-            early = first_bytes(head.as_mut()) => {
-                let Some(response) = head.take() else { continue };
-                return Waited::Begun(early.map(|early| Begun { response, early }));
+            early = first_bytes(held.as_mut()) => {
+                let Some(response) = held.take() else { continue };
+                return Waited::Head(early.map(|early| EngineHead { response, early }));
             }
-            crossed = hears(watch) => {
-                if crossed && moves(placed) {
-                    return Waited::Crossed;
-                }
-                if !crossed {
-                    placed.watch = None;
-                    if let Some(response) = head.take() {
-                        return Waited::Begun(Ok(Begun { response, early: None }));
-                    }
-                }
+            signal = next_signal(watch) => match signal {
+                MoveSignal::Crossed if moves(placement) => return Waited::Moved,
+                MoveSignal::Crossed => {}
+                MoveSignal::Expired => placement.watch = None,
+            },
+            () = &mut prefill_end, if in_prefill => {
+                in_prefill = false;
+                placement.watch = None;
+                placement.slot.prefill_predicted();
             }
-            () = &mut due, if !is_due => {
-                is_due = true;
-                // From here on it is taken to be past its prefill.
-                placed.watch = None;
-                placed.slot.prefill_predicted();
-                if let Some(response) = head.take() {
-                    return Waited::Begun(Ok(Begun { response, early: None }));
-                }
-            }
+        }
+        if placement.watch.is_none()
+            && let Some(response) = held.take()
+        {
+            let early = None;
+            return Waited::Head(Ok(EngineHead { response, early }));
         }
     }
 }
 
-/// A stream's head tells nothing yet; every other answer is whole, or as good as.
-fn may_take_long(response: &reqwest::Response) -> bool {
+/// Any other answer is complete, or nearly, when its head comes.
+fn is_stream(response: &reqwest::Response) -> bool {
     response.status() == StatusCode::OK && response.content_length().is_none()
 }
 
-/// Cancel-safe: what came of a body stays with it. Never, without a head.
-async fn first_bytes(
-    head: Option<&mut reqwest::Response>,
-) -> Result<Option<Bytes>, reqwest::Error> {
-    match head {
+/// Pending without a response. Cancel-safe: bytes that came stay with the response.
+async fn first_bytes(response: Option<&mut reqwest::Response>) -> reqwest::Result<Option<Bytes>> {
+    match response {
         Some(response) => response.chunk().await,
         None => std::future::pending().await,
     }
 }
 
-/// Never, without a watch.
-async fn hears(watch: Option<&MoveWatch>) -> bool {
+/// Pending without a watch.
+async fn next_signal(watch: Option<&MoveWatch>) -> MoveSignal {
     match watch {
-        Some(watch) => watch.signal().await == MoveSignal::Crossed,
+        Some(watch) => watch.signal().await,
         None => std::future::pending().await,
     }
 }
 
-/// Dropped while the engine is still asked, the client is gone.
-struct Waiting<'a> {
-    app: &'a App,
-    over: bool,
-}
+/// Counts a cancel when it is dropped armed: the client closed its connection.
+struct CancelCount<'a>(Option<&'a Metrics>);
 
-impl<'a> Waiting<'a> {
-    const fn new(app: &'a App) -> Self {
-        Self { app, over: false }
+impl<'a> CancelCount<'a> {
+    const fn armed(metrics: &'a Metrics) -> Self {
+        Self(Some(metrics))
     }
 
-    fn over(mut self) {
-        self.over = true;
+    fn disarm(mut self) {
+        self.0 = None;
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for CancelCount<'_> {
     fn drop(&mut self) {
-        if !self.over {
-            self.app.metrics.cancelled(CancelPhase::BeforeHead);
+        if let Some(metrics) = self.0 {
+            metrics.cancelled(CancelPhase::BeforeHead);
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Request bodies: read whole (they are hashed, and sent again where a worker fails), but bounded:
-//! each by a limit, all together by a budget of bytes, and in time.
+//! Request bodies: read whole (they are hashed, and sent again after a failure), each up to a limit,
+//! all together up to a budget, and in bounded time.
 //!
-//! A body that is refused is read on and thrown away for a while, in the background: a client that
-//! writes first and reads later would otherwise see a broken connection instead of the answer.
+//! A refused body is read on and discarded in the background for a while: a client that writes all
+//! before it reads would otherwise see a closed connection instead of the answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,23 +17,24 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::error::ApiError;
+use crate::config::Limits;
+use crate::error::ProxyError;
 
-/// Between two pieces of a body; also the longest that a refused one is listened to in silence.
+/// Longest time between two pieces of a body.
 const PIECE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A refused body is thrown away for this long at most.
+/// Longest time for which a refused body is discarded.
 const DISCARD_MAX: Duration = Duration::from_secs(30);
 
-/// Bodies thrown away at once; beyond, the connection is just closed.
+/// Bodies discarded at the same time. Connections of further ones are closed.
 const DISCARDS_MAX: usize = 64;
 
-/// A buffer grows from at most this, however much a `Content-Length` claims.
+/// Largest first allocation, whatever `Content-Length` claims.
 const FIRST_RESERVE: usize = 1 << 20;
 
-/// The bytes of all request bodies held at once.
+/// The budget for the bytes of all request bodies.
 #[derive(Clone)]
-pub(crate) struct Budget {
+pub(crate) struct BodyBudget {
     bytes: Arc<Semaphore>,
     body_max: usize,
     held: IntGauge,
@@ -42,31 +43,32 @@ pub(crate) struct Budget {
     force: CancellationToken,
 }
 
-/// A whole body with its share of the budget.
+/// A whole body and its share of the budget.
 #[derive(Debug)]
-pub(crate) struct Buffered {
+pub(crate) struct BufferedBody {
     pub bytes: Bytes,
-    /// Held as long as the body is.
-    _share: Share,
+    _share: BudgetShare,
 }
 
-/// Bytes of the budget, given back when dropped.
+/// Bytes of the budget, returned when dropped.
 #[derive(Debug)]
-pub(crate) struct Share {
+pub(crate) struct BudgetShare {
     permit: Option<OwnedSemaphorePermit>,
     held: IntGauge,
 }
 
-impl Budget {
+impl BodyBudget {
+    /// `tasks` tracks the reading of discarded bodies, which ends at `force`.
     pub(crate) fn new(
-        (total, body_max): (usize, usize),
+        limits: &Limits,
         held: IntGauge,
         tasks: TaskTracker,
         force: CancellationToken,
     ) -> Self {
+        let total = limits.buffered_bytes.min(Semaphore::MAX_PERMITS);
         Self {
-            bytes: Arc::new(Semaphore::new(total.min(Semaphore::MAX_PERMITS))),
-            body_max,
+            bytes: Arc::new(Semaphore::new(total)),
+            body_max: limits.body_bytes,
             held,
             discards: Arc::new(Semaphore::new(DISCARDS_MAX)),
             tasks,
@@ -74,8 +76,12 @@ impl Budget {
         }
     }
 
-    /// The whole body, or why not.
-    pub(crate) async fn read(&self, headers: &HeaderMap, body: Body) -> Result<Buffered, ApiError> {
+    /// Reads the whole body.
+    pub(crate) async fn read(
+        &self,
+        headers: &HeaderMap,
+        body: Body,
+    ) -> Result<BufferedBody, ProxyError> {
         let mut pieces = body.into_data_stream();
         let read = match content_length(headers) {
             Some(length) if length > self.body_max as u64 => Err(self.too_large()),
@@ -91,21 +97,14 @@ impl Budget {
         &self,
         pieces: &mut BodyDataStream,
         length: Option<u64>,
-    ) -> Result<Buffered, ApiError> {
+    ) -> Result<BufferedBody, ProxyError> {
         let mut share = self.share();
-        let Some(first) = self.next(pieces).await? else {
-            return Ok(Buffered {
-                bytes: Bytes::new(),
-                _share: share,
-            });
-        };
+        let first = self.next(pieces).await?.unwrap_or_default();
         self.take(&mut share, first.len())?;
-        // The usual case: the whole body came in one piece, and is used as it lies there.
+        // The usual case: the whole body comes in one piece, which is used without a copy.
         if length == Some(first.len() as u64) {
-            return Ok(Buffered {
-                bytes: first,
-                _share: share,
-            });
+            let (bytes, _share) = (first, share);
+            return Ok(BufferedBody { bytes, _share });
         }
         let claimed = length.map_or(0, |length| usize::try_from(length).unwrap_or(usize::MAX));
         let mut buffer = BytesMut::with_capacity(claimed.clamp(first.len(), FIRST_RESERVE));
@@ -118,37 +117,35 @@ impl Budget {
             self.take(&mut share, piece.len())?;
             buffer.extend_from_slice(&piece);
         }
-        Ok(Buffered {
-            bytes: buffer.freeze(),
-            _share: share,
-        })
+        let (bytes, _share) = (buffer.freeze(), share);
+        Ok(BufferedBody { bytes, _share })
     }
 
-    async fn next(&self, pieces: &mut BodyDataStream) -> Result<Option<Bytes>, ApiError> {
+    async fn next(&self, pieces: &mut BodyDataStream) -> Result<Option<Bytes>, ProxyError> {
         match timeout(PIECE_TIMEOUT, pieces.next()).await {
             Ok(None) => Ok(None),
             Ok(Some(Ok(piece))) if piece.len() > self.body_max => Err(self.too_large()),
             Ok(Some(Ok(piece))) => Ok(Some(piece)),
-            Ok(Some(Err(error))) => Err(ApiError::Malformed(format!(
+            Ok(Some(Err(error))) => Err(ProxyError::Malformed(format!(
                 "The request body broke off: {error}"
             ))),
-            Err(_) => Err(ApiError::BodyTimeout),
+            Err(_) => Err(ProxyError::BodyTimeout),
         }
     }
 
-    fn share(&self) -> Share {
-        Share {
+    fn share(&self) -> BudgetShare {
+        BudgetShare {
             permit: None,
             held: self.held.clone(),
         }
     }
 
-    /// More bytes for a body. Never waits: those who hold bytes might wait for each other.
-    fn take(&self, share: &mut Share, bytes: usize) -> Result<(), ApiError> {
-        let count = u32::try_from(bytes).map_err(|_| ApiError::BuffersFull)?;
+    /// More bytes for a body. Does not wait: two bodies that hold bytes would wait for each other.
+    fn take(&self, share: &mut BudgetShare, bytes: usize) -> Result<(), ProxyError> {
+        let count = u32::try_from(bytes).map_err(|_| ProxyError::BuffersFull)?;
         let more = Arc::clone(&self.bytes)
             .try_acquire_many_owned(count)
-            .map_err(|_| ApiError::BuffersFull)?;
+            .map_err(|_| ProxyError::BuffersFull)?;
         share.held.add(i64::from(count));
         match &mut share.permit {
             Some(permit) => permit.merge(more),
@@ -157,8 +154,8 @@ impl Budget {
         Ok(())
     }
 
-    const fn too_large(&self) -> ApiError {
-        ApiError::TooLarge { max: self.body_max }
+    const fn too_large(&self) -> ProxyError {
+        ProxyError::TooLarge { max: self.body_max }
     }
 
     fn discard(&self, mut pieces: BodyDataStream) {
@@ -177,7 +174,7 @@ impl Budget {
     }
 }
 
-impl Drop for Share {
+impl Drop for BudgetShare {
     fn drop(&mut self) {
         if let Some(permit) = &self.permit {
             let bytes = i64::try_from(permit.num_permits()).unwrap_or(i64::MAX);
@@ -201,14 +198,16 @@ mod tests {
 
     use super::*;
 
-    fn budget(total: usize, body_max: usize) -> Budget {
+    fn budget(buffered_bytes: usize, body_bytes: usize) -> BodyBudget {
         let held = IntGauge::new("held", "held").unwrap();
-        Budget::new(
-            (total, body_max),
-            held,
-            TaskTracker::new(),
-            CancellationToken::new(),
-        )
+        let limits = Limits {
+            body_bytes,
+            buffered_bytes,
+            connections: 1,
+            connect_timeout: Duration::ZERO,
+            drain_timeout: Duration::ZERO,
+        };
+        BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())
     }
 
     fn pieces(count: usize, bytes: usize) -> Body {
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_in_pieces_comes_whole_and_gives_its_bytes_back() {
+    async fn a_body_in_pieces_is_joined_and_returns_its_bytes() {
         let budget = budget(100, 50);
         let read = budget.read(&HeaderMap::new(), pieces(5, 10)).await.unwrap();
         assert_eq!(read.bytes.len(), 50);
@@ -236,7 +235,7 @@ mod tests {
     async fn a_claim_beyond_the_limit_is_refused_before_a_byte_is_read() {
         let budget = budget(100, 50);
         let error = budget.read(&length(51), pieces(0, 0)).await.unwrap_err();
-        assert_eq!(error, ApiError::TooLarge { max: 50 });
+        assert_eq!(error, ProxyError::TooLarge { max: 50 });
     }
 
     #[tokio::test]
@@ -244,7 +243,7 @@ mod tests {
         let budget = budget(1000, 50);
         let endless = pieces(1_000_000, 10);
         let error = budget.read(&HeaderMap::new(), endless).await.unwrap_err();
-        assert_eq!(error, ApiError::TooLarge { max: 50 });
+        assert_eq!(error, ProxyError::TooLarge { max: 50 });
         assert_eq!(budget.held.get(), 0);
     }
 
@@ -253,7 +252,7 @@ mod tests {
         let budget = budget(60, 50);
         let first = budget.read(&length(40), pieces(1, 40)).await.unwrap();
         let refused = budget.read(&length(40), pieces(1, 40)).await.unwrap_err();
-        assert_eq!(refused, ApiError::BuffersFull);
+        assert_eq!(refused, ProxyError::BuffersFull);
         drop(first);
         assert!(budget.read(&length(40), pieces(1, 40)).await.is_ok());
     }
@@ -263,6 +262,6 @@ mod tests {
         let budget = budget(100, 50);
         let stalled = Body::from_stream(stream::pending::<std::io::Result<Bytes>>());
         let error = budget.read(&length(10), stalled).await.unwrap_err();
-        assert_eq!(error, ApiError::BodyTimeout);
+        assert_eq!(error, ProxyError::BodyTimeout);
     }
 }

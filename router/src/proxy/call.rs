@@ -1,4 +1,4 @@
-//! One client request from its head to its response's last byte, counted exactly once.
+//! One client request from its head to the last byte of its response, counted exactly once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,28 +8,28 @@ use axum::response::{IntoResponse as _, Response};
 use tokio::time::Instant;
 
 use super::headers;
-use crate::error::ApiError;
+use crate::error::ProxyError;
 use crate::metrics::{Metrics, RequestEnd, RouteLabel};
 
-/// Counted when dropped: as the client's going unless something else was said.
+/// Counted when it is dropped, as [`RequestEnd::ClientGone`] unless another end was set.
 pub(super) struct Call {
     route: RouteLabel,
     started: Instant,
     request_id: HeaderValue,
     traces: headers::Traces,
     metrics: Arc<Metrics>,
-    outcome: RequestEnd,
+    end: RequestEnd,
 }
 
 impl Call {
-    pub(super) fn new(route: RouteLabel, headers: &HeaderMap, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(route: RouteLabel, headers: &HeaderMap, metrics: &Arc<Metrics>) -> Self {
         Self {
             route,
             started: Instant::now(),
             request_id: headers::request_id(headers),
             traces: headers::traces(headers),
-            metrics,
-            outcome: RequestEnd::ClientGone,
+            metrics: Arc::clone(metrics),
+            end: RequestEnd::ClientGone,
         }
     }
 
@@ -37,7 +37,7 @@ impl Call {
         &self.request_id
     }
 
-    pub(super) fn age(&self) -> Duration {
+    fn age(&self) -> Duration {
         self.started.elapsed()
     }
 
@@ -45,9 +45,9 @@ impl Call {
         self.metrics.first_byte(self.route, self.age());
     }
 
-    /// The whole answer went to the client.
+    /// The client has the engine's whole answer.
     pub(super) fn answered(&mut self, status: StatusCode) {
-        self.outcome = if status.is_server_error() {
+        self.end = if status.is_server_error() {
             RequestEnd::Engine5xx
         } else if status.is_client_error() {
             RequestEnd::Engine4xx
@@ -56,14 +56,14 @@ impl Call {
         };
     }
 
-    /// The engine broke off.
-    pub(super) const fn broke_off(&mut self) {
-        self.outcome = RequestEnd::Failed;
+    /// The engine closed the connection before the end of its answer.
+    pub(super) const fn broken(&mut self) {
+        self.end = RequestEnd::Failed;
     }
 
-    /// The router answers itself.
-    pub(super) fn refuse(mut self, error: &ApiError) -> Response {
-        self.outcome = match error.status() {
+    /// The router's own error answer.
+    pub(super) fn refuse(mut self, error: &ProxyError) -> Response {
+        self.end = match error.status() {
             StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS => RequestEnd::Shed,
             status if status.is_server_error() => RequestEnd::Failed,
             _ => RequestEnd::Refused,
@@ -74,13 +74,14 @@ impl Call {
         response
     }
 
-    /// The router answered itself, as it should.
+    /// The router's own answer.
     pub(super) fn done(mut self, mut response: Response) -> Response {
-        self.outcome = RequestEnd::Ok;
+        self.end = RequestEnd::Ok;
         self.sign(response.headers_mut());
         response
     }
 
+    /// Adds the ids by which clients follow the request.
     pub(super) fn sign(&self, headers: &mut HeaderMap) {
         headers.insert(headers::REQUEST_ID, self.request_id.clone());
         for (name, value) in headers::TRACES.into_iter().zip(&self.traces) {
@@ -93,7 +94,6 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        self.metrics
-            .request_ended(self.route, self.outcome, self.started.elapsed());
+        self.metrics.request_ended(self.route, self.end, self.age());
     }
 }

@@ -11,20 +11,20 @@ use warmroute_proto::query::IndexAnswer;
 
 use super::App;
 use super::call::Call;
-use super::forward::{Answered, Outgoing, Wish};
+use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
-use super::plan::{Grounds, Plan, plan};
+use super::plan::{Plan, PlanInputs, plan};
 use super::respond::respond;
 use super::stream::OnUsage;
-use crate::audit::Case;
+use crate::audit::AuditCase;
 use crate::clock::civil_now;
-use crate::error::ApiError;
+use crate::error::ProxyError;
 use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
-use crate::route::Policy;
+use crate::route::{Policy, Prompt};
 
-/// Below, reading a body takes about as long as handing it to another thread and back.
-const INLINE_BYTES: usize = 16 << 10;
+/// Bodies above are parsed on another thread; below, the hand-over takes about as long as the parsing.
+const INLINE_BYTES_MAX: usize = 16 << 10;
 
 pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Request) -> Response {
     let (parts, body) = request.into_parts();
@@ -32,37 +32,26 @@ pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Req
         openai::PromptRoute::ChatCompletions => RouteLabel::Chat,
         openai::PromptRoute::Completions => RouteLabel::Completions,
     };
-    let call = Call::new(label, &parts.headers, Arc::clone(&app.metrics));
-    let buffered = match app.budget.read(&parts.headers, body).await {
-        Ok(buffered) => buffered,
+    let call = Call::new(label, &parts.headers, &app.metrics);
+    // Held until the answer begins, and with it the body's share of the budget.
+    let body = match app.bodies.read(&parts.headers, body).await {
+        Ok(body) => body,
         Err(error) => return call.refuse(&error),
     };
-    let asked = Asked {
-        route,
-        body: buffered.bytes.clone(),
-        since: Instant::now(),
-    };
-    match serve(app, &call, asked, parts).await {
-        Ok((answered, on_usage)) => respond(app, call, answered, on_usage),
+    match serve(app, &call, route, parts, body.bytes.clone()).await {
+        Ok((answer, on_usage)) => respond(app, call, answer, on_usage),
         Err(error) => call.refuse(&error),
     }
-}
-
-/// A whole request, before it is understood.
-struct Asked {
-    route: openai::PromptRoute,
-    body: Bytes,
-    /// When the body was whole.
-    since: Instant,
 }
 
 async fn serve(
     app: &App,
     call: &Call,
-    asked: Asked,
+    route: openai::PromptRoute,
     parts: Parts,
-) -> Result<(Answered, Option<OnUsage>), ApiError> {
-    let plan = app.plan(asked.route, asked.body.clone()).await?;
+    body: Bytes,
+) -> Result<(EngineAnswer, Option<OnUsage>), ProxyError> {
+    let complete = Instant::now();
     let Plan {
         model,
         prompt,
@@ -70,79 +59,75 @@ async fn serve(
         single,
         unhashed,
         rewritten,
-    } = plan;
-    let prompt = Arc::new(prompt);
+    } = app.plan(route, body.clone()).await?;
     let index = match unhashed {
-        None => app.ask_index(&prompt).await,
-        Some(why) => {
-            app.metrics.unhashed(why);
+        None => app.query_index(&prompt).await,
+        Some(reason) => {
+            app.metrics.unhashed(reason);
             None
         }
     };
-    let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
-    let outgoing = Outgoing {
-        method: parts.method.clone(),
-        path: path.to_owned(),
-        headers: headers::towards_engine(parts.headers, call.request_id()),
-        body: rewritten.unwrap_or(asked.body),
+    let request = ForwardedRequest {
+        method: parts.method,
+        path: headers::path(&parts.uri),
+        headers: headers::to_engine(parts.headers, call.request_id()),
+        body: rewritten.unwrap_or(body),
     };
-    let wish = Wish {
+    let routing = Routing {
         model,
-        prompt,
+        prompt: Arc::new(prompt),
         index,
         streaming,
         movable: true,
     };
-    app.metrics.decided(asked.since.elapsed());
-    let mut answered = app.forward(call, &outgoing, &wish).await?;
+    app.metrics.decided(complete.elapsed());
+    let mut answer = app.forward(call, &request, &routing).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
-    let decision = &mut answered.decision;
-    let left = answered.left.take();
+    let placement = &mut answer.placement;
+    let moved_from = placement.moved_from.take();
+    let decision = &mut placement.decision;
     let entry = app
         .journal
-        .record((request_id, &wish.model), decision, left);
-    let case = single.then(|| Case {
-        prompt: wish.prompt,
-        decision: answered.decision.clone(),
-        entry,
-    });
-    let on_usage = case.map(|case| -> OnUsage {
-        let auditor = Arc::clone(&app.auditor);
+        .record(request_id, &routing.model, decision, moved_from);
+    let on_usage = single.then(|| -> OnUsage {
+        let case = AuditCase {
+            prompt: routing.prompt,
+            decision: decision.clone(),
+            entry,
+        };
+        let auditor = app.auditor.clone();
         Box::new(move |usage| auditor.reported(case, usage))
     });
-    Ok((answered, on_usage))
+    Ok((answer, on_usage))
 }
 
 impl App {
-    /// Understands a body: short ones at once, long ones where they do not keep others waiting.
-    async fn plan(&self, route: openai::PromptRoute, body: Bytes) -> Result<Plan, ApiError> {
-        let grounds = Grounds {
+    async fn plan(&self, route: openai::PromptRoute, body: Bytes) -> Result<Plan, ProxyError> {
+        let inputs = PlanInputs {
             catalog: self.fleet.catalog(),
             tokenizer: self.tokenizer.clone(),
             now: civil_now(),
         };
         let started = Instant::now();
-        let planned = if body.len() <= INLINE_BYTES {
-            plan(route, &body, &grounds)
+        let planned = if body.len() <= INLINE_BYTES_MAX {
+            plan(route, &body, &inputs)
         } else {
-            let permit = Arc::clone(&self.readers)
-                .acquire_owned()
-                .await
-                .map_err(|_| ApiError::Internal("the readers are gone"))?;
-            let read = move || {
-                let planned = plan(route, &body, &grounds);
+            let permit = Arc::clone(&self.parsers).acquire_owned().await;
+            let permit = permit.map_err(|_| ProxyError::Internal("parsing has ended"))?;
+            let parse = move || {
+                let planned = plan(route, &body, &inputs);
                 drop(permit);
                 planned
             };
-            tokio::task::spawn_blocking(read)
+            tokio::task::spawn_blocking(parse)
                 .await
-                .map_err(|_| ApiError::Internal("reading the request failed"))?
+                .map_err(|_| ProxyError::Internal("parsing the request failed"))?
         };
         self.metrics.step(DecisionStep::Read, started.elapsed());
         planned
     }
 
-    async fn ask_index(&self, prompt: &crate::route::Prompt) -> Option<IndexAnswer> {
+    async fn query_index(&self, prompt: &Prompt) -> Option<IndexAnswer> {
         match self.policy {
             Policy::Kv | Policy::KvOnce => {}
             Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return None,
@@ -153,7 +138,7 @@ impl App {
         answer
             .inspect_err(|error| {
                 self.metrics.index_failed();
-                tracing::debug!(%error, "the index did not answer");
+                tracing::debug!(%error, "index did not answer");
             })
             .ok()
     }

@@ -1,6 +1,6 @@
-//! Which headers pass, and which the router writes itself.
+//! The headers that are passed on, and those that the router writes.
 
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use uuid::Uuid;
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -10,25 +10,25 @@ pub(crate) const OVERLAP: HeaderName = HeaderName::from_static("x-warmroute-over
 pub(crate) const PREDICTED: HeaderName = HeaderName::from_static("x-warmroute-predicted-blocks");
 pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-index-state");
 
-/// The rank that vLLM's front end hands the request to.
+/// The rank to which vLLM's front end dispatches the request.
 pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
-/// What clients and their tools follow a request by, beside its id: passed on, and returned.
+/// Ids by which clients trace a request: passed on, and returned.
 pub(crate) const TRACES: [HeaderName; 2] = [
     HeaderName::from_static("x-correlation-id"),
     HeaderName::from_static("traceparent"),
 ];
 
-/// What one client sent of [`TRACES`], in their order.
+/// The values that a client sent for [`TRACES`].
 pub(crate) type Traces = [Option<HeaderValue>; 2];
 
-/// Bytes of what is returned as it came.
+/// Longest value in bytes that is returned to the client.
 const RETURNED_MAX: usize = 256;
 
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// Of one connection, not of the message: RFC 9110, section 7.6.1.
+/// Headers of a connection, not of a message: RFC 9110, section 7.6.1.
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     KEEP_ALIVE,
@@ -41,7 +41,7 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     header::UPGRADE,
 ];
 
-/// Takes out what ends here: the hop-by-hop headers, and those that `Connection` names.
+/// Removes the hop-by-hop headers and those that `Connection` names.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
@@ -55,9 +55,9 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// A client's headers as an engine gets them. The body was read, perhaps rewritten: its length is
-/// new, and a client's choice of rank or `Expect` ends here.
-pub(crate) fn towards_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> HeaderMap {
+/// A client's headers as an engine gets them. The body was read and may be rewritten, so its length
+/// is set again; a client cannot choose the rank.
+pub(crate) fn to_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> HeaderMap {
     strip_hop_by_hop(&mut headers);
     for ours in [
         header::HOST,
@@ -73,17 +73,19 @@ pub(crate) fn towards_engine(mut headers: HeaderMap, request_id: &HeaderValue) -
 
 /// The client's request id, or a new one.
 pub(crate) fn request_id(headers: &HeaderMap) -> HeaderValue {
-    match returned(headers, &REQUEST_ID) {
-        Some(id) => id,
-        None => {
-            let mut buffer = Uuid::encode_buffer();
-            let id = Uuid::new_v4().hyphenated().encode_lower(&mut buffer);
-            HeaderValue::from_str(id).unwrap_or_else(|_| HeaderValue::from_static("-"))
-        }
-    }
+    returned(headers, &REQUEST_ID).unwrap_or_else(|| {
+        let mut buffer = Uuid::encode_buffer();
+        let id = Uuid::new_v4().hyphenated().encode_lower(&mut buffer);
+        HeaderValue::from_str(id).unwrap_or_else(|_| HeaderValue::from_static("-"))
+    })
 }
 
-/// What the client sent of [`TRACES`], as it came.
+/// Path and query as the client sent them.
+pub(crate) fn path(uri: &Uri) -> String {
+    let path = uri.path_and_query();
+    path.map_or("/", |path| path.as_str()).to_owned()
+}
+
 pub(crate) fn traces(headers: &HeaderMap) -> Traces {
     TRACES.map(|name| returned(headers, &name))
 }
@@ -93,7 +95,7 @@ fn returned(headers: &HeaderMap, name: &HeaderName) -> Option<HeaderValue> {
     headers.get(name).filter(fits).cloned()
 }
 
-/// Text of the operator's as a header value; what cannot stand in one becomes `?`.
+/// An operator's text as a header value. Characters that are not allowed become `?`.
 pub(crate) fn text_value(text: &str) -> HeaderValue {
     HeaderValue::from_str(text).unwrap_or_else(|_| {
         let safe: String = text
@@ -121,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_belongs_to_the_connection_ends_here() {
+    fn hop_by_hop_headers_are_removed() {
         let mut headers = map(&[
             ("connection", "close, X-Mine"),
             ("x-mine", "1"),
@@ -134,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_gets_the_clients_headers_but_for_ours() {
+    fn the_engine_gets_the_clients_headers_except_the_routers() {
         let id = HeaderValue::from_static("r1");
         let headers = map(&[
             ("host", "router"),
@@ -144,7 +146,7 @@ mod tests {
             ("traceparent", "00-1-2-3"),
         ]);
         assert_eq!(
-            towards_engine(headers, &id),
+            to_engine(headers, &id),
             map(&[("traceparent", "00-1-2-3"), ("x-request-id", "r1")])
         );
     }

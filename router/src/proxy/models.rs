@@ -1,26 +1,29 @@
 //! `GET /v1/models`: what the fleet serves, each model once, in OpenAI's form with vLLM's additions.
 
+use std::sync::Arc;
+
+use axum::extract::{Path, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 
 use super::App;
 use super::call::Call;
-use crate::error::ApiError;
+use crate::error::ProxyError;
 use crate::fleet::CatalogModel;
 use crate::metrics::RouteLabel;
 
 #[derive(Serialize)]
-struct List<'a> {
+struct ModelList<'a> {
     object: &'static str,
-    data: Vec<Card<'a>>,
+    data: Vec<ModelCard<'a>>,
 }
 
 #[derive(Serialize)]
-struct Card<'a> {
+struct ModelCard<'a> {
     id: &'a str,
     object: &'static str,
-    /// Engines give their own start time, which differs between workers.
+    /// Zero: engines report their own start times, which differ.
     created: u64,
     owned_by: &'static str,
     root: &'a str,
@@ -28,34 +31,40 @@ struct Card<'a> {
     max_model_len: Option<u32>,
 }
 
-fn card<'a>((name, model): (&'a String, &'a CatalogModel)) -> Card<'a> {
-    Card {
-        id: name,
-        object: "model",
-        created: 0,
-        owned_by: "vllm",
-        root: name,
-        parent: model.parent.as_deref(),
-        max_model_len: model.max_model_len,
+impl<'a> ModelCard<'a> {
+    fn new((name, model): (&'a String, &'a CatalogModel)) -> Self {
+        Self {
+            id: name,
+            object: "model",
+            created: 0,
+            owned_by: "vllm",
+            root: name,
+            parent: model.parent.as_deref(),
+            max_model_len: model.max_model_len,
+        }
     }
 }
 
-pub(super) fn list(app: &App, headers: &HeaderMap) -> Response {
-    let call = Call::new(RouteLabel::Models, headers, app.metrics.clone());
+pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Response {
+    let call = Call::new(RouteLabel::Models, &headers, &app.metrics);
     let catalog = app.fleet.catalog();
-    let list = List {
+    let list = ModelList {
         object: "list",
-        data: catalog.models.iter().map(card).collect(),
+        data: catalog.models.iter().map(ModelCard::new).collect(),
     };
     answer(call, &list)
 }
 
-pub(super) fn one(app: &App, headers: &HeaderMap, name: &str) -> Response {
-    let call = Call::new(RouteLabel::Models, headers, app.metrics.clone());
+pub(super) async fn one(
+    State(app): State<Arc<App>>,
+    Path(name): Path<String>,
+    headers: HeaderMap,
+) -> Response {
+    let call = Call::new(RouteLabel::Models, &headers, &app.metrics);
     let catalog = app.fleet.catalog();
-    match catalog.models.get_key_value(name) {
-        Some(model) => answer(call, &card(model)),
-        None => call.refuse(&ApiError::UnknownModel(name.to_owned())),
+    match catalog.models.get_key_value(&name) {
+        Some(model) => answer(call, &ModelCard::new(model)),
+        None => call.refuse(&ProxyError::UnknownModel(name)),
     }
 }
 
@@ -65,6 +74,6 @@ fn answer(call: Call, body: &impl Serialize) -> Response {
             let kind = [(header::CONTENT_TYPE, "application/json")];
             call.done((StatusCode::OK, kind, json).into_response())
         }
-        Err(_) => call.refuse(&ApiError::Internal("the models cannot be listed")),
+        Err(_) => call.refuse(&ProxyError::Internal("the models cannot be listed")),
     }
 }

@@ -1,5 +1,5 @@
-//! Routes whose bodies the router does not understand: given to the least loaded worker of the model
-//! that the body names, as they are.
+//! Routes whose bodies the router does not understand: sent as they are to the least loaded worker of
+//! the model that the body names.
 
 use std::sync::Arc;
 
@@ -12,76 +12,79 @@ use serde::Deserialize;
 
 use super::App;
 use super::call::Call;
-use super::forward::{Answered, Outgoing, Wish};
+use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
+use super::plan::{self, BYTES_PER_TOKEN};
 use super::respond::respond;
-use crate::error::ApiError;
+use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
 use crate::route::Prompt;
 
-/// A rough size of a text in tokens, for load only.
-const BYTES_PER_TOKEN: usize = 4;
-
 pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let call = Call::new(route, &parts.headers, app.metrics.clone());
-    match attempt(app, &call, parts, body).await {
-        Ok(answered) => respond(app, call, answered, None),
+    let call = Call::new(route, &parts.headers, &app.metrics);
+    match forward(app, &call, parts, body).await {
+        Ok(answer) => respond(app, call, answer, None),
         Err(error) => call.refuse(&error),
     }
 }
 
-async fn attempt(app: &App, call: &Call, parts: Parts, body: Body) -> Result<Answered, ApiError> {
-    let buffered = app.budget.read(&parts.headers, body).await?;
+async fn forward(
+    app: &App,
+    call: &Call,
+    parts: Parts,
+    body: Body,
+) -> Result<EngineAnswer, ProxyError> {
+    let body = app.bodies.read(&parts.headers, body).await?;
     let catalog = app.fleet.catalog();
-    let model = match named_model(&buffered.bytes) {
+    let model = match named_model(&body.bytes) {
         Some(model) => model,
         None => catalog.only_model().map(str::to_owned).ok_or_else(|| {
             if catalog.models.is_empty() {
-                ApiError::NoWorker
+                ProxyError::NoWorker
             } else {
-                ApiError::Malformed("Several models are served: name one in `model`.".to_owned())
+                ProxyError::Malformed("Several models are served: name one in `model`.".to_owned())
             }
         })?,
     };
-    let size = app.block_size(&catalog, &model);
-    // A question about the fleet, not a prompt: it bears no load.
+    let block_size = catalog.models.get(&model);
+    let block_size = block_size.map_or(plan::ASSUMED_BLOCK_SIZE, plan::block_size);
+    // Neither bears load.
     let weightless = parts.method == Method::GET || parts.uri.path().ends_with("tokenize");
     let tokens = if weightless {
         0
     } else {
         app.metrics.unhashed("other_route");
-        u32::try_from(buffered.bytes.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX)
+        u32::try_from(body.bytes.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX)
     };
-    let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
-    let outgoing = Outgoing {
-        method: parts.method.clone(),
-        path: path.to_owned(),
-        headers: headers::towards_engine(parts.headers, call.request_id()),
-        body: buffered.bytes.clone(),
+    let request = ForwardedRequest {
+        method: parts.method,
+        path: headers::path(&parts.uri),
+        headers: headers::to_engine(parts.headers, call.request_id()),
+        body: body.bytes.clone(),
     };
-    let wish = Wish {
+    let routing = Routing {
         model,
-        prompt: Arc::new(Prompt::opaque(tokens, size)),
+        prompt: Arc::new(Prompt::opaque(tokens, block_size)),
         index: None,
         streaming: false,
-        // Whatever it does, it is not to be done by halves.
+        // Such a request may have effects that an abort leaves half done.
         movable: false,
     };
-    app.forward(call, &outgoing, &wish).await
+    app.forward(call, &request, &routing).await
 }
 
-/// The `model` of a JSON body, if it is one that has one.
+/// The `model` of a JSON body, if it has one.
 fn named_model(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
-    struct Named {
+    struct NamedModel {
         #[serde(default)]
         model: Option<String>,
     }
     if body.is_empty() {
         return None;
     }
-    serde_json::from_slice::<Named>(body).ok()?.model
+    serde_json::from_slice::<NamedModel>(body).ok()?.model
 }
 
 #[cfg(test)]

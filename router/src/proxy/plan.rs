@@ -1,5 +1,5 @@
-//! From a body's bytes to a prompt: what is asked, how long it is, and the names of its blocks where
-//! they can be known as the engine will know them. Synchronous; the shell chooses the thread.
+//! From a body's bytes to a prompt: its length, and its block hashes where the router knows the token
+//! ids that the engine will have. Synchronous; the caller chooses the thread.
 
 use std::sync::Arc;
 
@@ -7,50 +7,57 @@ use bytes::Bytes;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, Seed};
 
-use crate::error::ApiError;
+use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog};
 use crate::openai::{self, ParsedRequest, PromptList, PromptRoute, RequestInfo};
 use crate::route::{CacheReads, Prompt};
 use crate::tokenize::{CivilTime, Tokenizer};
 
-/// A rough size of what cannot be tokenized, for load only.
-const BYTES_PER_TOKEN: usize = 4;
+/// A rough size of text that is not tokenized, for load only.
+pub(super) const BYTES_PER_TOKEN: usize = 4;
 
-/// Before any engine told its block size, blocks cannot be compared, only counted: vLLM's default.
-const ASSUMED_BLOCK_TOKENS: u32 = 16;
+/// vLLM's default. Counts blocks until an engine reports its block size.
+pub(super) const ASSUMED_BLOCK_SIZE: BlockSize = match BlockSize::new(16) {
+    Some(size) => size,
+    None => unreachable!(),
+};
 
-/// What a plan is made of, beside the body.
+/// What a plan depends on, besides the body.
 #[derive(Clone)]
-pub(super) struct Grounds {
+pub(super) struct PlanInputs {
     pub catalog: Arc<ModelCatalog>,
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// For chat templates with a date.
     pub now: CivilTime,
 }
 
-/// What a request asks, as far as routing cares.
+/// A request as far as routing needs it.
 pub(super) struct Plan {
     pub model: String,
     pub prompt: Prompt,
     pub streaming: bool,
-    /// The usage is about exactly this prompt.
+    /// It has one prompt, so that the reported usage is that of `prompt`.
     pub single: bool,
     /// Why the prompt has no blocks, if so.
     pub unhashed: Option<&'static str>,
-    /// The body that the engine gets, where it is another.
+    /// The body for the engine, if it differs from the client's.
     pub rewritten: Option<Bytes>,
 }
 
 /// A prompt whose tokens cannot be known here, and why.
 type Unhashed = &'static str;
 
-pub(super) fn plan(route: PromptRoute, body: &[u8], grounds: &Grounds) -> Result<Plan, ApiError> {
+pub(super) fn plan(
+    route: PromptRoute,
+    body: &[u8],
+    inputs: &PlanInputs,
+) -> Result<Plan, ProxyError> {
     let parsed = openai::parse(route, body)?;
-    let model = known(&grounds.catalog, &parsed.info.model)?;
+    let model = known(&inputs.catalog, &parsed.info.model)?;
     let size = block_size(model);
-    let lists = token_lists(&parsed, model, grounds);
+    let lists = token_lists(&parsed, model, inputs);
     let (prompt, single, unhashed) = match lists {
-        // As many tokens as it has, and no names for its blocks yet.
+        // Its length is known, and its blocks are not.
         Ok(lists) if model.block_size.is_none() => {
             let tokens = lists.iter().map(Vec::len).sum::<usize>();
             let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
@@ -78,30 +85,25 @@ pub(super) fn plan(route: PromptRoute, body: &[u8], grounds: &Grounds) -> Result
     })
 }
 
-fn known<'a>(catalog: &'a ModelCatalog, name: &str) -> Result<&'a CatalogModel, ApiError> {
+fn known<'a>(catalog: &'a ModelCatalog, name: &str) -> Result<&'a CatalogModel, ProxyError> {
     match catalog.models.get(name) {
         Some(model) => Ok(model),
-        None if catalog.models.is_empty() => Err(ApiError::NoWorker),
-        None => Err(ApiError::UnknownModel(name.to_owned())),
+        None if catalog.models.is_empty() => Err(ProxyError::NoWorker),
+        None => Err(ProxyError::UnknownModel(name.to_owned())),
     }
 }
 
 pub(super) fn block_size(model: &CatalogModel) -> BlockSize {
-    model.block_size.unwrap_or(ASSUMED)
+    model.block_size.unwrap_or(ASSUMED_BLOCK_SIZE)
 }
 
-pub(super) const ASSUMED: BlockSize = match BlockSize::new(ASSUMED_BLOCK_TOKENS) {
-    Some(size) => size,
-    None => unreachable!(),
-};
-
-/// The token ids of each prompt, as the engine will have them.
+/// The token ids of each prompt, equal to the engine's.
 fn token_lists(
     parsed: &ParsedRequest<'_>,
     model: &CatalogModel,
-    grounds: &Grounds,
+    inputs: &PlanInputs,
 ) -> Result<Vec<Vec<u32>>, Unhashed> {
-    let tokenizer = grounds.tokenizer.as_deref();
+    let tokenizer = inputs.tokenizer.as_deref();
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
     }
@@ -124,7 +126,7 @@ fn token_lists(
                 model.parity.chat
             };
             let tokenizer = trusted(trust, tokenizer)?;
-            let tokens = tokenizer.encode_chat(parts, grounds.now);
+            let tokens = tokenizer.encode_chat(parts, inputs.now);
             vec![tokens.map_err(|_| "template_failed")?]
         }
     };
@@ -145,9 +147,9 @@ fn trusted(trust: bool, tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer, Unh
     }
 }
 
-/// Several prompts go to one worker together: the longest decides what is cached, all of them count
-/// as load. The last block of the longest is cut where a cache could not save it, since the total
-/// length no longer shows that.
+/// Several prompts go to one worker together: the longest decides the overlap, all of them count as
+/// load. The longest loses its last token, as an engine computes that always and the total length does
+/// not show where the prompt ends.
 fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &CatalogModel, size: BlockSize) -> Prompt {
     let lora = model.adapter.then_some(info.model.as_str());
     let seed = Seed::new(lora, info.cache_salt.as_deref());

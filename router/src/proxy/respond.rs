@@ -1,4 +1,4 @@
-//! From an engine's response head to the client's: headers, the watched body, the audit at its end.
+//! From an engine's response head to the client's: headers, the tracked body, the audit at its end.
 
 use std::sync::Arc;
 
@@ -7,26 +7,22 @@ use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, header};
 use axum::response::Response;
 
 use super::App;
+use super::attempt::{EngineHead, Placement};
 use super::call::Call;
-use super::forward::Answered;
+use super::forward::EngineAnswer;
 use super::headers;
-use super::stream::{Flight, OnUsage, Tracked, Watch};
+use super::stream::{BodyWatch, Flight, OnUsage, TrackedBody};
 use crate::openai::StreamObserver;
 use crate::route::Decision;
 
 pub(super) fn respond(
     app: &App,
     call: Call,
-    answered: Answered,
+    answer: EngineAnswer,
     on_usage: Option<OnUsage>,
 ) -> Response {
-    let Answered {
-        response,
-        early,
-        decision,
-        slot,
-        left: _,
-    } = answered;
+    let EngineHead { response, early } = answer.head;
+    let Placement { decision, slot, .. } = answer.placement;
     let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
     let watch = watch(&parts.headers);
@@ -41,35 +37,32 @@ pub(super) fn respond(
         on_usage,
         metrics: Arc::clone(&app.metrics),
     };
-    Response::from_parts(parts, Body::new(Tracked::new(early, body, flight)))
+    Response::from_parts(parts, Body::new(TrackedBody::new(early, body, flight)))
 }
 
-fn watch(headers: &HeaderMap) -> Watch {
-    let kind = headers
-        .get(header::CONTENT_TYPE)
-        .and_then(|kind| kind.to_str().ok())
-        .unwrap_or_default();
+fn watch(headers: &HeaderMap) -> BodyWatch {
+    let kind = headers.get(header::CONTENT_TYPE);
+    let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     if headers.contains_key(header::CONTENT_ENCODING) {
-        Watch::Nothing
+        BodyWatch::Nothing
     } else if kind.starts_with("text/event-stream") {
-        Watch::Events(StreamObserver::default())
+        BodyWatch::Events(StreamObserver::default())
     } else if kind.starts_with("application/json") {
-        Watch::Json(Vec::new())
+        BodyWatch::Json(Vec::new())
     } else {
-        Watch::Nothing
+        BodyWatch::Nothing
     }
 }
 
-/// Why this worker.
+/// Adds why this worker was chosen.
 fn explain(to: &mut HeaderMap, decision: &Decision) {
     let worker = headers::text_value(decision.source.worker.as_str());
     to.insert(headers::WORKER, worker);
-    let numbers = [
+    for (name, number) in [
         (headers::DP_RANK, decision.source.dp_rank.0),
         (headers::OVERLAP, decision.overlap_blocks),
         (headers::PREDICTED, decision.predicted_blocks),
-    ];
-    for (name, number) in numbers {
+    ] {
         to.insert(name, HeaderValue::from(number));
     }
     let state = HeaderValue::from_static(decision.index_state.label());

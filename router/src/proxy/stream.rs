@@ -1,8 +1,8 @@
-//! The response's body on its way from the engine to the client: passed on frame by frame as it
-//! comes, never changed, delayed or copied, and watched for what the accounts need to know.
+//! The response's body on its way from the engine to the client: passed on frame by frame, unchanged
+//! and undelayed, and read along for what the accounts need.
 //!
-//! Dropped before its end, the client is gone: the engine's connection is dropped with it, which is
-//! how an engine learns that it may stop, and the slot is freed by its guard.
+//! A body that is dropped before its end means that the client closed its connection. The engine's
+//! connection is dropped with it, which aborts the request there, and the slot is freed by its guard.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,15 +20,15 @@ use crate::shared_core::SlotHold;
 /// A JSON answer larger than this is not searched for its usage.
 const JSON_BYTES_MAX: usize = 256 << 10;
 
-/// What is watched, by the kind of the body.
-pub(super) enum Watch {
+/// How a body is read along.
+pub(super) enum BodyWatch {
     Events(StreamObserver),
-    /// A JSON answer that is kept until it is whole.
+    /// A JSON answer, kept until it is complete.
     Json(Vec<u8>),
     Nothing,
 }
 
-/// What the engine reported at the end, for whoever audits it.
+/// Takes the usage that the engine reports.
 pub(super) type OnUsage = Box<dyn FnOnce(TokenUsage) + Send>;
 
 /// A request on an engine, from the response head on.
@@ -36,16 +36,15 @@ pub(super) struct Flight {
     pub call: Call,
     pub slot: Option<SlotHold>,
     pub status: StatusCode,
-    pub watch: Watch,
+    pub watch: BodyWatch,
     /// Output tokens that fill a block.
     pub block_tokens: u64,
     pub on_usage: Option<OnUsage>,
     pub metrics: Arc<Metrics>,
 }
 
-/// See the module's documentation.
-pub(super) struct Tracked {
-    /// Came before the head was passed on.
+pub(super) struct TrackedBody {
+    /// Bytes that came before the head was passed on.
     early: Option<Bytes>,
     inner: reqwest::Body,
     flight: Option<Flight>,
@@ -53,7 +52,7 @@ pub(super) struct Tracked {
     grown_blocks: u64,
 }
 
-impl Tracked {
+impl TrackedBody {
     pub(super) fn new(early: Option<Bytes>, inner: reqwest::Body, flight: Flight) -> Self {
         let mut tracked = Self {
             early,
@@ -62,7 +61,7 @@ impl Tracked {
             phase: CancelPhase::BeforeFirstToken,
             grown_blocks: 0,
         };
-        // Nobody polls a body that says it is empty.
+        // An empty body is not polled.
         if tracked.is_end_stream() {
             tracked.end();
         }
@@ -78,13 +77,13 @@ impl Tracked {
             flight.call.first_byte();
         }
         match &mut flight.watch {
-            Watch::Events(watch) => {
+            BodyWatch::Events(watch) => {
                 if watch.push(data) {
                     flight.prefill_ended();
                 }
                 self.grow();
             }
-            Watch::Json(kept) if kept.len() + data.len() <= JSON_BYTES_MAX => {
+            BodyWatch::Json(kept) if kept.len() + data.len() <= JSON_BYTES_MAX => {
                 if self.inner.is_end_stream() && kept.is_empty() {
                     let usage = TokenUsage::from_json(data);
                     flight.audit(usage);
@@ -92,17 +91,17 @@ impl Tracked {
                     kept.extend_from_slice(data);
                 }
             }
-            Watch::Json(_) => flight.watch = Watch::Nothing,
-            Watch::Nothing => {}
+            BodyWatch::Json(_) => flight.watch = BodyWatch::Nothing,
+            BodyWatch::Nothing => {}
         }
     }
 
-    /// Chunks stand for tokens. Engines put several into one only when they are behind.
+    /// Counts each chunk as a token: an engine puts several tokens into one chunk only under load.
     fn grow(&mut self) {
         let Some(flight) = &mut self.flight else {
             return;
         };
-        let Watch::Events(watch) = &flight.watch else {
+        let BodyWatch::Events(watch) = &flight.watch else {
             return;
         };
         let blocks = watch.output_chunks() / flight.block_tokens.max(1);
@@ -113,18 +112,18 @@ impl Tracked {
         }
     }
 
-    /// The body is whole.
+    /// The body is complete.
     fn end(&mut self) {
         let Some(mut flight) = self.flight.take() else {
             return;
         };
         let usage = match &mut flight.watch {
-            Watch::Events(watch) => {
+            BodyWatch::Events(watch) => {
                 watch.finish();
                 watch.usage()
             }
-            Watch::Json(kept) => TokenUsage::from_json(kept),
-            Watch::Nothing => None,
+            BodyWatch::Json(kept) => TokenUsage::from_json(kept),
+            BodyWatch::Nothing => None,
         };
         if let Some(slot) = flight.slot.take() {
             if flight.status.is_success() {
@@ -138,21 +137,21 @@ impl Tracked {
         flight.call.answered(status);
     }
 
-    /// The engine broke off; the client sees its connection end early.
-    fn broke_off(&mut self) {
+    /// The engine closed the connection early. The client's connection ends early too.
+    fn broken(&mut self) {
         if let Some(mut flight) = self.flight.take() {
-            flight.call.broke_off();
+            flight.call.broken();
             if let Some(slot) = flight.slot.take() {
                 slot.fail();
             }
         }
     }
 
-    /// Clients may leave at `[DONE]`, before the transfer's own end.
-    fn seems_whole(&self) -> bool {
+    /// Clients may close at `[DONE]`, before the end of the transfer.
+    fn has_last_event(&self) -> bool {
         match self.flight.as_ref().map(|flight| &flight.watch) {
-            Some(Watch::Events(watch)) => watch.done(),
-            Some(Watch::Json(_) | Watch::Nothing) | None => false,
+            Some(BodyWatch::Events(watch)) => watch.done(),
+            Some(BodyWatch::Json(_) | BodyWatch::Nothing) | None => false,
         }
     }
 }
@@ -173,7 +172,7 @@ impl Flight {
     }
 }
 
-impl Body for Tracked {
+impl Body for TrackedBody {
     type Data = Bytes;
     type Error = reqwest::Error;
 
@@ -190,14 +189,14 @@ impl Body for Tracked {
                 if let Some(data) = frame.data_ref() {
                     self.data(data);
                 }
-                // With a known length nobody polls once more for the end.
+                // A body of known length is not polled again for its end.
                 if self.inner.is_end_stream() {
                     self.end();
                 }
             }
             Poll::Ready(Some(Err(error))) => {
-                tracing::debug!(%error, "an engine broke off in mid-answer");
-                self.broke_off();
+                tracing::debug!(%error, "engine closed the connection before the end of its answer");
+                self.broken();
             }
             Poll::Ready(None) => self.end(),
             Poll::Pending => {}
@@ -221,9 +220,9 @@ impl Body for Tracked {
     }
 }
 
-impl Drop for Tracked {
+impl Drop for TrackedBody {
     fn drop(&mut self) {
-        if self.seems_whole() {
+        if self.has_last_event() {
             self.end();
         } else if let Some(flight) = self.flight.take() {
             flight.metrics.cancelled(self.phase);
@@ -239,23 +238,23 @@ mod tests {
     use super::*;
     use crate::metrics::RouteLabel;
 
-    /// The rest is there already, which makes it no more urgent.
+    /// Even if the rest is there already.
     #[tokio::test]
-    async fn what_came_before_the_head_comes_first() {
+    async fn bytes_from_before_the_head_come_first() {
         let metrics = Arc::new(Metrics::new().unwrap());
         let rest = ["data: 2\n\n", "data: 3\n\n"].map(Ok::<_, std::io::Error>);
         let flight = Flight {
-            call: Call::new(RouteLabel::Chat, &HeaderMap::new(), Arc::clone(&metrics)),
+            call: Call::new(RouteLabel::Chat, &HeaderMap::new(), &metrics),
             slot: None,
             status: StatusCode::OK,
-            watch: Watch::Events(StreamObserver::default()),
+            watch: BodyWatch::Events(StreamObserver::default()),
             block_tokens: 16,
             on_usage: None,
             metrics,
         };
         let early = Bytes::from_static(b"data: 1\n\n");
         let rest = reqwest::Body::wrap_stream(stream::iter(rest));
-        let whole = axum::body::Body::new(Tracked::new(Some(early), rest, flight));
+        let whole = axum::body::Body::new(TrackedBody::new(Some(early), rest, flight));
         let whole = axum::body::to_bytes(whole, usize::MAX).await.unwrap();
         assert_eq!(whole, "data: 1\n\ndata: 2\n\ndata: 3\n\n");
     }

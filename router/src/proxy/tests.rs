@@ -1,5 +1,5 @@
-//! The proxy against small engines of its own, over real sockets. Every wait is for an event; nothing
-//! depends on how long anything takes.
+//! The proxy with small engines, over real sockets. Every wait is for an event; no test depends on
+//! durations.
 
 mod moving;
 mod world;
@@ -14,7 +14,7 @@ use super::*;
 use world::{Engine, World, body, event, in_time, streaming};
 
 #[tokio::test]
-async fn a_request_comes_back_explained_and_leaves_no_slot() {
+async fn an_answer_explains_the_choice_and_leaves_no_slot() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let response = world
@@ -47,7 +47,7 @@ async fn a_request_comes_back_explained_and_leaves_no_slot() {
 }
 
 #[tokio::test]
-async fn the_engine_gets_the_body_as_it_was_but_for_the_report_mode() {
+async fn the_engine_gets_the_body_unchanged_except_the_report_mode() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let odd = "{ \"prompt\":[1,2] ,\t\"model\":\"m\", \"x\": 1.50 }";
@@ -67,7 +67,7 @@ async fn each_event_of_a_stream_passes_before_the_next_is_made() {
     let world = World::with(&[&engine]).await;
     let mut response = world.send("/v1/completions", &streaming()).await;
     for n in 0..3 {
-        // The engine makes the next event only when it is told to, after this one came through.
+        // The engine sends the next event only after the client has this one.
         assert_eq!(engine.release_event(&mut response).await, event(n));
     }
     let source = &world.loads()[0];
@@ -78,7 +78,7 @@ async fn each_event_of_a_stream_passes_before_the_next_is_made() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_in_mid_stream_ends_the_engines_work() {
+async fn a_client_that_closes_in_mid_stream_aborts_the_engines_work() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let mut response = world.send("/v1/completions", &streaming()).await;
@@ -93,7 +93,6 @@ async fn a_client_that_leaves_in_mid_stream_ends_the_engines_work() {
     );
 }
 
-/// What a source generates fills its cache: a block more each sixteen tokens.
 #[tokio::test]
 async fn a_stream_grows_by_a_block_every_sixteen_tokens() {
     let engine = Engine::start().await;
@@ -111,9 +110,9 @@ async fn a_stream_grows_by_a_block_every_sixteen_tokens() {
     world.until_quiet().await;
 }
 
-/// Many clients leave at `[DONE]`, before the transfer's own end: nothing was given up.
+/// Many clients close at `[DONE]`, before the end of the transfer.
 #[tokio::test]
-async fn a_client_that_leaves_at_the_streams_last_event_has_all_of_it() {
+async fn a_client_that_closes_at_the_last_event_has_the_whole_stream() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let mut response = world.send("/v1/completions", &streaming()).await;
@@ -132,12 +131,12 @@ async fn a_client_that_leaves_at_the_streams_last_event_has_all_of_it() {
     ] {
         assert_eq!(world.metric(series), count, "{series}");
     }
-    let freed = world.app.desk.core().counts().freed;
+    let freed = world.app.core.core().counts().freed;
     assert_eq!((freed.completed, freed.aborted), (1, 0));
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_before_the_first_token_ends_the_engines_work() {
+async fn a_client_that_closes_before_the_first_token_aborts_the_engines_work() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let response = world.send("/v1/completions", &streaming()).await;
@@ -151,7 +150,7 @@ async fn a_client_that_leaves_before_the_first_token_ends_the_engines_work() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_in_the_queue_ends_the_engines_work() {
+async fn a_client_that_closes_in_the_queue_aborts_the_engines_work() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let waiting = json!({"model": "m", "prompt": [1, 2, 3], "hold": true});
@@ -169,7 +168,7 @@ async fn a_client_that_leaves_in_the_queue_ends_the_engines_work() {
 }
 
 #[tokio::test]
-async fn an_engine_that_breaks_off_in_mid_stream_is_seen_by_the_client_and_frees_its_slot() {
+async fn an_engine_that_closes_in_mid_stream_breaks_the_answer_and_frees_the_slot() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let mut response = world.send("/v1/completions", &streaming()).await;
@@ -192,7 +191,7 @@ async fn a_refused_connection_goes_to_the_next_worker() {
         assert_eq!(response.status(), 200);
         assert_eq!(response.headers()["x-warmroute-worker"], "w1");
     }
-    // The first one found out; the second was not offered to the dead worker.
+    // The second request was not sent to the dead worker.
     assert_eq!(world.metric("retries_total{reason=\"connect\"}"), 1);
     world.until_quiet().await;
 }
@@ -207,13 +206,13 @@ async fn a_503_goes_to_the_next_worker_and_passes_through_where_there_is_none() 
     alive.answer_with(StatusCode::SERVICE_UNAVAILABLE);
     let response = world.send("/v1/completions", &body(40)).await;
     assert_eq!(response.status(), 503);
-    assert_eq!(response.text().await.unwrap(), "the engine's words");
+    assert_eq!(response.text().await.unwrap(), "the engine's body");
     world.until_quiet().await;
 }
 
-/// A request that two engines may have died of is offered to no third one.
+/// Two engines may have crashed on it.
 #[tokio::test]
-async fn a_request_that_broke_off_twice_is_given_up() {
+async fn a_request_that_was_broken_twice_is_not_repeated() {
     let engines = [
         Engine::mute().await,
         Engine::mute().await,
@@ -230,11 +229,11 @@ async fn a_request_that_broke_off_twice_is_given_up() {
     );
     assert_eq!(world.metric("retries_total{reason=\"broken\"}"), 1);
     world.until_quiet().await;
-    assert_eq!(world.app.desk.core().counts().freed.failed, 2);
+    assert_eq!(world.app.core.core().counts().freed.failed, 2);
 }
 
 #[tokio::test]
-async fn a_request_that_broke_off_once_is_repeated_elsewhere() {
+async fn a_request_that_was_broken_once_is_repeated_elsewhere() {
     let (mute, alive) = (Engine::mute().await, Engine::start().await);
     let world = World::with(&[&mute, &alive]).await;
     let response = world.send("/v1/completions", &body(4)).await;
@@ -243,7 +242,40 @@ async fn a_request_that_broke_off_once_is_repeated_elsewhere() {
     world.until_quiet().await;
 }
 
-/// The ranks of a worker stand behind one door: who is told there that it is closed asks elsewhere.
+/// An engine that closes idle connections when they are used again fails no request.
+#[tokio::test]
+async fn a_stale_connection_is_retried_on_a_new_one() {
+    let engine = Engine::closing_at_reuse().await;
+    let world = World::with(&[&engine]).await;
+    for number in 1..=20 {
+        let response = world.send("/v1/completions", &body(4)).await;
+        assert_eq!(response.status(), 200, "request {number}");
+        response.bytes().await.unwrap();
+        assert_eq!(engine.asked(), number);
+    }
+    world.until_quiet().await;
+    assert!(world.metric("retries_total{reason=\"stale_connection\"}") >= 1);
+    assert_eq!(world.metric("retries_total{reason=\"broken\"}"), 0);
+}
+
+/// The worker's probes pass: two broken requests do not take it out of the choice.
+#[tokio::test]
+async fn two_broken_requests_leave_a_worker_in_service() {
+    let (mute, alive) = (Engine::mute().await, Engine::start().await);
+    let world = World::with(&[&mute, &alive]).await;
+    for number in 1..=8 {
+        let response = world.send("/v1/completions", &body(4)).await;
+        assert_eq!(response.status(), 200);
+        let workers = world.app.fleet.snapshot();
+        assert!(workers[0].health.usable());
+        let expected = mute.asked() >= 5;
+        assert_eq!(workers[0].breaker.is_open(), expected, "request {number}");
+    }
+    assert!(mute.asked() >= 3);
+    world.until_quiet().await;
+}
+
+/// The ranks of a worker share one HTTP server.
 #[tokio::test]
 async fn a_worker_of_several_ranks_that_answers_503_is_asked_once() {
     let (busy, alive) = (Engine::start().await.with_ranks(3), Engine::start().await);
@@ -260,7 +292,6 @@ async fn a_worker_of_several_ranks_that_answers_503_is_asked_once() {
     world.until_quiet().await;
 }
 
-/// Where a client is sent is its own decision.
 #[tokio::test]
 async fn a_redirection_is_passed_on_and_not_followed() {
     let engine = Engine::start().await;
@@ -269,7 +300,7 @@ async fn a_redirection_is_passed_on_and_not_followed() {
     let response = world.send("/v1/completions", &body(4)).await;
     assert_eq!(response.status(), 307);
     assert_eq!(response.headers()["location"], "/elsewhere");
-    assert_eq!(response.text().await.unwrap(), "the engine's words");
+    assert_eq!(response.text().await.unwrap(), "the engine's body");
     assert_eq!(engine.asked(), 1);
     world.until_quiet().await;
 }
@@ -283,7 +314,7 @@ async fn the_engines_own_4xx_is_the_answer() {
     let world = World::with(&[&one, &other]).await;
     let response = world.send("/v1/completions", &body(4)).await;
     assert_eq!(response.status(), 422);
-    assert_eq!(response.text().await.unwrap(), "the engine's words");
+    assert_eq!(response.text().await.unwrap(), "the engine's body");
     assert_eq!(one.asked() + other.asked(), 1);
     world.until_quiet().await;
 }
@@ -302,7 +333,7 @@ async fn all_workers_down_is_a_clear_503() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_refused_in_openais_form() {
+async fn invalid_requests_are_refused_in_openais_form() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let chat = "/v1/chat/completions";
@@ -412,14 +443,13 @@ async fn other_routes_pass_through_by_load() {
         assert_eq!((seen.path.as_str(), seen.body.as_str()), (path, text));
     }
     world.until_quiet().await;
-    // Prompts that no cache is asked for; the tokenizer's texts are none.
+    // `/tokenize` has no prompt.
     let unhashed = "unhashed_requests_total{reason=\"other_route\"}";
     assert_eq!(world.metric(unhashed), 2);
 }
 
-/// Who follows a request through several systems finds it by the names that they gave it.
 #[tokio::test]
-async fn what_a_client_follows_a_request_by_is_kept_and_returned() {
+async fn trace_ids_are_passed_on_and_returned() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -446,14 +476,14 @@ async fn what_a_client_follows_a_request_by_is_kept_and_returned() {
     assert!(!response.headers().contains_key("x-correlation-id"));
     assert!(
         !response.headers().contains_key("traceparent"),
-        "nobody sent one"
+        "the client sent none"
     );
     assert_eq!(engine.last().headers["x-correlation-id"], long);
     world.until_quiet().await;
 }
 
 #[tokio::test]
-async fn what_the_engine_found_cached_is_in_the_journal() {
+async fn reported_cached_tokens_are_in_the_journal() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let response = world
@@ -472,7 +502,7 @@ async fn what_the_engine_found_cached_is_in_the_journal() {
 }
 
 #[tokio::test]
-async fn a_long_prompt_without_a_stream_stops_counting_as_prefill_when_it_should_be_over() {
+async fn a_prompt_without_a_stream_counts_as_prefill_for_the_predicted_time() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let waiting = json!({"model": "m", "prompt": vec![7; 64], "hold": true});
@@ -511,7 +541,7 @@ fn only_plain_paths_reach_engines() {
 }
 
 #[tokio::test]
-async fn the_probes_tell_who_is_ready() {
+async fn the_probes_report_readiness() {
     let world = World::with(&[]).await;
     let ask = async |healthy: u16, ready: u16| {
         for path in ["/health", "/healthz", "/liveness"] {
@@ -529,12 +559,11 @@ async fn the_probes_tell_who_is_ready() {
 }
 
 #[tokio::test]
-async fn a_leaving_router_serves_on_but_each_answer_is_its_connections_last() {
+async fn a_leaving_router_serves_on_and_closes_each_connection_after_the_answer() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let answer = world.send("/v1/completions", &body(20)).await;
     assert!(!answer.headers().contains_key("connection"));
-    // Ready on a connection that was used before, and that its client still holds.
     world.app.ready.drain(tokio::time::Instant::now());
     for path in ["/v1/completions", "/v1/nothing", "/v1/models"] {
         let answer = world.send(path, &body(20)).await;
@@ -546,14 +575,14 @@ async fn a_leaving_router_serves_on_but_each_answer_is_its_connections_last() {
     assert!(!answer.headers().contains_key("connection"));
 }
 
-/// What the system completed before the socket closed is served, though nobody accepted it yet, and
-/// though its request comes later.
+/// Connections that the system completed before the socket closed are served, though they were not
+/// accepted yet and their requests come later.
 #[tokio::test]
-async fn who_is_connected_when_the_socket_closes_is_served() {
+async fn connections_in_the_backlog_are_served_after_the_stop() {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let world = World::with(&[]).await;
     let address = world.url.trim_start_matches("http://");
-    // One thread: nobody accepts them before the stop.
+    // One thread: they are not accepted before the stop.
     let streams: Vec<std::net::TcpStream> = (0..20)
         .map(|_| std::net::TcpStream::connect(address).unwrap())
         .collect();
@@ -578,7 +607,7 @@ async fn who_is_connected_when_the_socket_closes_is_served() {
 }
 
 #[tokio::test]
-async fn a_stop_lets_open_streams_finish_and_a_force_cuts_them() {
+async fn a_stop_lets_open_streams_finish_and_a_force_closes_them() {
     let engine = Engine::start().await;
     let world = World::with(&[&engine]).await;
     let mut response = world.send("/v1/completions", &streaming()).await;
@@ -593,7 +622,7 @@ async fn a_stop_lets_open_streams_finish_and_a_force_cuts_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_head_that_never_ends_is_given_up() {
+async fn a_request_head_that_never_ends_times_out() {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let world = World::with(&[]).await;
     let address = world.url.trim_start_matches("http://");
@@ -608,9 +637,9 @@ async fn a_head_that_never_ends_is_given_up() {
     drop(Arc::clone(&world.app));
 }
 
-/// Why this worker: everything that `/admin/decisions` promises.
+/// All fields that `/admin/decisions` promises.
 #[tokio::test]
-async fn a_decision_is_explained_with_what_the_engine_reported() {
+async fn a_decision_is_shown_with_its_terms_and_the_reported_tokens() {
     let engines = [Engine::start().await, Engine::start().await];
     let world = World::with(&[&engines[0], &engines[1]]).await;
     for (tokens, id) in [(40, "first"), (20, "second")] {
@@ -621,7 +650,7 @@ async fn a_decision_is_explained_with_what_the_engine_reported() {
     world.until_quiet().await;
     let shown = world.newest_decision();
     let [newest] = &shown[..] else {
-        panic!("one, as asked for: {shown:?}");
+        panic!("not one decision: {shown:?}");
     };
     assert_eq!(newest["request_id"], "second");
     assert_eq!(newest["model"], "m");

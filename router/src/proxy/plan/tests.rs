@@ -7,7 +7,7 @@ use crate::fleet::Parity;
 use crate::openai::SpecialTokens;
 use crate::tokenize::CivilTime;
 
-fn grounds() -> Grounds {
+fn inputs() -> PlanInputs {
     let model = CatalogModel {
         parent: None,
         adapter: false,
@@ -32,7 +32,7 @@ fn grounds() -> Grounds {
         models: models.map(|(name, model)| (name.to_owned(), model)).into(),
         usable: true,
     };
-    Grounds {
+    PlanInputs {
         catalog: Arc::new(catalog),
         tokenizer: None,
         now: CivilTime::from_unix(0),
@@ -41,7 +41,7 @@ fn grounds() -> Grounds {
 
 fn completion(body: &serde_json::Value) -> Plan {
     let text = body.to_string();
-    plan(PromptRoute::Completions, text.as_bytes(), &grounds()).unwrap()
+    plan(PromptRoute::Completions, text.as_bytes(), &inputs()).unwrap()
 }
 
 fn tokens(count: u32) -> Vec<u32> {
@@ -62,14 +62,14 @@ fn token_ids_are_hashed_with_adapter_and_salt() {
     assert_eq!(completion(&body).prompt.blocks(), hashes(&tokens(40), seed));
 }
 
-/// What the engine's chat route would make of it, under the adapter's and the salt's own names.
+/// With the token ids of the engine's chat route, and the seed of adapter and salt.
 #[test]
 fn chats_and_texts_are_hashed_with_adapter_and_salt() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
-    let grounds = Grounds {
+    let inputs = PlanInputs {
         tokenizer: Some(Arc::clone(&tokenizer)),
-        ..grounds()
+        ..inputs()
     };
     let text = "A question of several blocks. ".repeat(10);
     let messages = json!([{"role": "user", "content": text}]);
@@ -78,7 +78,7 @@ fn chats_and_texts_are_hashed_with_adapter_and_salt() {
     let openai::PromptSource::Chat(parts) = &request.prompt else {
         panic!("a chat")
     };
-    let chat = tokenizer.encode_chat(parts, grounds.now).unwrap();
+    let chat = tokenizer.encode_chat(parts, inputs.now).unwrap();
     let plain = tokenizer.encode(&text, SpecialTokens::Add).unwrap();
     for (model, lora) in [("m", None), ("a", Some("a"))] {
         for salt in [None, Some("s"), Some("t")] {
@@ -87,23 +87,23 @@ fn chats_and_texts_are_hashed_with_adapter_and_salt() {
             let planned = plan(
                 PromptRoute::ChatCompletions,
                 body.to_string().as_bytes(),
-                &grounds,
+                &inputs,
             );
             assert_eq!(planned.unwrap().prompt.blocks(), hashes(&chat, seed));
             body["prompt"] = json!(text);
             let planned = plan(
                 PromptRoute::Completions,
                 body.to_string().as_bytes(),
-                &grounds,
+                &inputs,
             );
             assert_eq!(planned.unwrap().prompt.blocks(), hashes(&plain, seed));
         }
     }
 }
 
-/// Trust is of one kind: what is known of texts says nothing of chats, nor of chats with tools.
+/// Parity of texts proves nothing for chats, nor for chats with tools.
 #[test]
-fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
+fn prompts_without_proven_parity_are_routed_by_load() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
     let text = "A question of several blocks. ".repeat(10);
@@ -128,11 +128,11 @@ fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
         [false, true, false],
         [false, false, true],
     ] {
-        let mut grounds = Grounds {
+        let mut inputs = PlanInputs {
             tokenizer: Some(Arc::clone(&tokenizer)),
-            ..grounds()
+            ..inputs()
         };
-        let models = &mut Arc::make_mut(&mut grounds.catalog).models;
+        let models = &mut Arc::make_mut(&mut inputs.catalog).models;
         let [text, chat, chat_with_tools] = trusted;
         models.get_mut("m").unwrap().parity = Parity {
             chat,
@@ -140,7 +140,7 @@ fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
             text,
         };
         for ((route, body), trusted) in asked.iter().zip(trusted) {
-            let plan = plan(*route, body.to_string().as_bytes(), &grounds).unwrap();
+            let plan = plan(*route, body.to_string().as_bytes(), &inputs).unwrap();
             let why = (!trusted).then_some("parity");
             assert_eq!(plan.unhashed, why, "{body}");
             assert_eq!(plan.prompt.blocks().is_empty(), !trusted, "{body}");
@@ -149,7 +149,7 @@ fn what_an_engine_did_not_show_to_be_equal_is_routed_by_load() {
 }
 
 #[test]
-fn of_several_prompts_the_longest_decides_and_all_count() {
+fn the_longest_of_several_prompts_decides_and_all_count() {
     let body = json!({"model": "m", "prompt": [tokens(5), tokens(48), tokens(7)]});
     let plan = completion(&body);
     assert_eq!(plan.prompt.tokens(), 60);
@@ -159,7 +159,7 @@ fn of_several_prompts_the_longest_decides_and_all_count() {
 }
 
 #[test]
-fn what_cannot_be_named_is_routed_by_load_and_says_why() {
+fn prompts_that_cannot_be_hashed_are_routed_by_load_with_a_reason() {
     for (body, why) in [
         (json!({"model": "m", "prompt": "text"}), "no_tokenizer"),
         (json!({"model": "blind", "prompt": [1]}), "no_block_size"),
@@ -179,7 +179,7 @@ fn what_cannot_be_named_is_routed_by_load_and_says_why() {
 }
 
 #[test]
-fn a_prompt_whose_logprobs_are_wanted_has_no_credit() {
+fn a_prompt_with_requested_logprobs_has_no_credit() {
     let body = json!({"model": "m", "prompt": tokens(40), "prompt_logprobs": 1});
     assert_eq!(completion(&body).prompt.credit_max(), 0);
 }
@@ -187,12 +187,12 @@ fn a_prompt_whose_logprobs_are_wanted_has_no_credit() {
 #[test]
 fn an_unknown_model_is_not_the_same_as_no_worker() {
     let body = br#"{"model":"none","prompt":[1]}"#;
-    let error = plan(PromptRoute::Completions, body, &grounds()).err();
-    assert_eq!(error, Some(ApiError::UnknownModel("none".to_owned())));
-    let empty = Grounds {
+    let error = plan(PromptRoute::Completions, body, &inputs()).err();
+    assert_eq!(error, Some(ProxyError::UnknownModel("none".to_owned())));
+    let empty = PlanInputs {
         catalog: Arc::default(),
-        ..grounds()
+        ..inputs()
     };
     let error = plan(PromptRoute::Completions, body, &empty).err();
-    assert_eq!(error, Some(ApiError::NoWorker));
+    assert_eq!(error, Some(ProxyError::NoWorker));
 }

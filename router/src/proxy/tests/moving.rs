@@ -1,5 +1,5 @@
-//! Requests that may still be moved: nothing of an answer is lost, repeated or kept back for long. The
-//! clock stands still but where a test turns it.
+//! Requests that may still be moved: no byte of an answer is lost, repeated or held back for long. The
+//! clock advances only where a test advances it.
 
 use tokio::time::advance;
 
@@ -7,9 +7,9 @@ use super::world::{Frozen, event};
 use super::*;
 use crate::route::moves::MOVE_WINDOW_MAX;
 
-/// What the engine said before the head was passed on comes first, and once.
+/// Bytes that came before the head was passed on are sent first, and once.
 #[tokio::test(start_paused = true)]
-async fn a_stream_that_might_have_been_moved_comes_whole() {
+async fn a_stream_that_could_have_been_moved_is_complete() {
     let _frozen = Frozen::new();
     let engine = Engine::start().await;
     let world = World::with_a_peer(&[&engine]).await;
@@ -28,16 +28,16 @@ async fn a_stream_that_might_have_been_moved_comes_whole() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_head_is_kept_back_no_longer_than_its_request_may_be_moved() {
+async fn a_head_is_held_back_only_while_its_request_may_be_moved() {
     let _frozen = Frozen::new();
     let engines = [Engine::start().await, Engine::start().await];
     let world = World::with_a_peer(&[&engines[0], &engines[1]]).await;
     let sent = world.post("/v1/completions", &streaming()).send();
     let client = TaskTracker::new().spawn(sent);
-    let at = who_is_asked(&engines).await;
+    let at = asked_engine(&engines).await;
     assert!(!client.is_finished());
     advance(MOVE_WINDOW_MAX).await;
-    // The engine has not said anything.
+    // The engine has sent no byte of the body.
     let mut response = client.await.unwrap().unwrap();
     world.peer_sends(&format!("w{at}"), 100_000);
     for number in 0..3 {
@@ -46,20 +46,20 @@ async fn a_head_is_kept_back_no_longer_than_its_request_may_be_moved() {
     }
     engines[at].end_stream();
     assert!(response.chunk().await.unwrap().is_none());
-    assert_eq!(world.app.desk.core().counts().moves.moved, 0);
+    assert_eq!(world.app.core.core().counts().moves.moved, 0);
     assert_eq!(engines[1 - at].asked(), 0);
     world.peer_goes();
     world.until_quiet().await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_whose_choice_is_crossed_is_another_engines_and_nobody_elses() {
+async fn a_request_whose_choice_is_crossed_is_served_by_one_other_engine() {
     let _frozen = Frozen::new();
     let engines = [Engine::start().await, Engine::start().await];
     let world = World::with_a_peer(&[&engines[0], &engines[1]]).await;
     let sent = world.post("/v1/completions", &streaming()).send();
     let client = TaskTracker::new().spawn(sent);
-    let at = who_is_asked(&engines).await;
+    let at = asked_engine(&engines).await;
     let (left, taken) = (&engines[at], &engines[1 - at]);
     world.peer_sends(&format!("w{at}"), 100_000);
     left.until_abandoned().await;
@@ -74,7 +74,7 @@ async fn a_request_whose_choice_is_crossed_is_another_engines_and_nobody_elses()
     assert_eq!((left.asked(), taken.asked()), (1, 1));
     world.peer_goes();
     world.until_quiet().await;
-    let counts = world.app.desk.core().counts();
+    let counts = world.app.core.core().counts();
     let freed = counts.freed;
     assert_eq!(
         (counts.moves.moved, freed.aborted, freed.completed),
@@ -86,7 +86,7 @@ async fn a_request_whose_choice_is_crossed_is_another_engines_and_nobody_elses()
     );
 }
 
-async fn who_is_asked(engines: &[Engine; 2]) -> usize {
+async fn asked_engine(engines: &[Engine; 2]) -> usize {
     tokio::select! {
         () = engines[0].until_asked() => 0,
         () = engines[1].until_asked() => 1,

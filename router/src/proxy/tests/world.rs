@@ -1,4 +1,4 @@
-//! A proxy with its accounts and small engines, each on a socket of its own.
+//! A proxy and small engines, each on its own socket.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::StatusCode;
-use axum::response::Response;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse as _, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::stream;
 use serde_json::json;
-use tokio::io::AsyncReadExt as _;
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
@@ -22,25 +22,26 @@ use warmroute_process::server::{Server, Shutdown};
 use warmroute_proto::load::LoadMessage;
 use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{DpRank, Generation, Namespace, RouterId, Source, StreamIdentity, codec};
+use warmroute_proto::{
+    BlockSize, DpRank, Generation, Namespace, RouterId, Source, StreamIdentity, codec,
+};
 
 use super::*;
 use crate::config::Limits;
 use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
 use crate::route::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SourceLoad};
-use crate::run;
 
 /// More than any body here but the one that is too large.
 const BODY_MAX: usize = 1 << 20;
 
-/// Nothing takes that long, on whatever machine: what is broken fails, and does not hang.
+/// A wait that takes longer fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const ROUTER: RouterId = RouterId([1; 16]);
 const PEER: RouterId = RouterId([2; 16]);
 
-/// What is waited for, or a failure.
+/// Waits, for a bounded time.
 pub(super) async fn in_time<T>(what: &str, wait: impl Future<Output = T>) -> T {
     match timeout(PATIENCE, wait).await {
         Ok(waited) => waited,
@@ -48,7 +49,7 @@ pub(super) async fn in_time<T>(what: &str, wait: impl Future<Output = T>) -> T {
     }
 }
 
-/// Holds a paused clock where it is: time passes by itself only where nobody has anything to do.
+/// Keeps a paused clock from advancing: it does only while all tasks wait.
 pub(super) struct Frozen(AbortHandle);
 
 impl Frozen {
@@ -83,7 +84,7 @@ pub(super) async fn assert_error(response: reqwest::Response, code: &str) {
     assert_eq!(json["error"]["code"], code, "{json}");
 }
 
-/// What an engine was asked.
+/// A request that an engine got.
 #[derive(Clone)]
 pub(super) struct Seen {
     pub path: String,
@@ -91,7 +92,7 @@ pub(super) struct Seen {
     pub body: String,
 }
 
-/// The engine's event of a number.
+/// An event of the engine's stream.
 pub(super) fn event(number: usize) -> String {
     format!("data: {{\"n\":{number}}}\n\n")
 }
@@ -100,7 +101,7 @@ pub(super) fn event(number: usize) -> String {
 pub(super) struct Engine {
     url: String,
     ranks: u32,
-    /// Keeps others from an address.
+    /// Reserves an address.
     kept: Option<TcpSocket>,
     inner: Arc<Inner>,
 }
@@ -145,7 +146,7 @@ impl Engine {
         self
     }
 
-    /// An address where nobody listens, nor begins to.
+    /// An address where no process listens.
     pub(super) async fn dead() -> Self {
         let mut engine = Self::start().await;
         let socket = TcpSocket::new_v4().unwrap();
@@ -155,7 +156,7 @@ impl Engine {
         engine
     }
 
-    /// Reads every request to its end and hangs up.
+    /// Reads each request to its end and closes the connection.
     pub(super) async fn mute() -> Self {
         let mut engine = Self::start().await;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -163,11 +164,31 @@ impl Engine {
         let inner = Arc::clone(&engine.inner);
         let serve = async move {
             while let Ok((mut stream, _)) = listener.accept().await {
-                let mut request = BytesMut::new();
-                // One JSON object, without another one inside.
-                while !request.ends_with(b"}") && stream.read_buf(&mut request).await.unwrap() > 0 {
-                }
+                read_request(&mut stream).await;
                 inner.asked.send_modify(|asked| *asked += 1);
+            }
+        };
+        drop(TaskTracker::new().spawn(serve));
+        engine
+    }
+
+    /// Answers each connection's first request, and closes the connection at the second one.
+    pub(super) async fn closing_at_reuse() -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let inner = Arc::clone(&engine.inner);
+        let serve = async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let inner = Arc::clone(&inner);
+                let answer = async move {
+                    read_request(&mut stream).await;
+                    inner.asked.send_modify(|asked| *asked += 1);
+                    let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}";
+                    stream.write_all(answer).await.unwrap();
+                    read_request(&mut stream).await;
+                };
+                drop(TaskTracker::new().spawn(answer));
             }
         };
         drop(TaskTracker::new().spawn(serve));
@@ -195,11 +216,11 @@ impl Engine {
     pub(super) async fn until_abandoned(&self) {
         let mut abandoned = self.inner.abandoned.subscribe();
         let abandoned = abandoned.wait_for(|&count| count > 0);
-        let abandoned = in_time("the engine's work is given up", abandoned);
+        let abandoned = in_time("the engine's work is aborted", abandoned);
         abandoned.await.unwrap();
     }
 
-    /// Makes one event of the open stream, and waits until it came through to the client.
+    /// Sends the next event of the open stream, and waits until the client has it.
     pub(super) async fn release_event(&self, response: &mut reqwest::Response) -> String {
         let number = {
             let mut events = self.inner.events.lock().unwrap();
@@ -209,11 +230,11 @@ impl Engine {
         self.release(&event(number), response).await
     }
 
-    /// The same with another event.
+    /// Sends an event, and waits until the client has it.
     pub(super) async fn release(&self, event: &str, response: &mut reqwest::Response) -> String {
         let event = Bytes::from(event.to_owned());
         self.stream().send(Ok(event)).await.unwrap();
-        let chunk = in_time("the event comes through", response.chunk());
+        let chunk = in_time("the client has the event", response.chunk());
         let chunk = chunk.await.unwrap().unwrap();
         String::from_utf8(chunk.to_vec()).unwrap()
     }
@@ -230,6 +251,12 @@ impl Engine {
     fn stream(&self) -> mpsc::Sender<std::io::Result<Bytes>> {
         self.inner.streams.lock().unwrap().back().unwrap().clone()
     }
+}
+
+/// Reads a request whose body is a JSON object without another one inside.
+async fn read_request(stream: &mut TcpStream) {
+    let mut request = BytesMut::new();
+    while !request.ends_with(b"}") && stream.read_buf(&mut request).await.unwrap() > 0 {}
 }
 
 /// Counted as abandoned unless disarmed.
@@ -263,7 +290,7 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         abandoned.0 = None;
         // Read where the status is that of a redirection.
         let location = (header::LOCATION, "/elsewhere");
-        return (status, [location], "the engine's words").into_response();
+        return (status, [location], "the engine's body").into_response();
     }
     if json["stream"] == true {
         return events(&inner, abandoned, json["ready"].as_u64());
@@ -278,7 +305,7 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     axum::Json(json!({"object": "text_completion", "usage": usage})).into_response()
 }
 
-/// `ready`: all events of the stream, and they are there at once.
+/// `ready`: the stream has that many events, which are there already.
 fn events(inner: &Arc<Inner>, abandoned: Abandoned, ready: Option<u64>) -> Response {
     let (sender, receiver) = mpsc::channel(8);
     match ready {
@@ -323,7 +350,7 @@ impl World {
         Self::in_turn(engines, Some(active_max)).await
     }
 
-    /// A test knows who is asked first.
+    /// Round robin: a test knows which engine is first.
     async fn in_turn(engines: &[&Engine], active_max: Option<u32>) -> Self {
         let knobs = Knobs {
             policy: Policy::RoundRobin,
@@ -333,20 +360,20 @@ impl World {
         Self::start(engines, knobs).await
     }
 
-    /// Requests may be moved: there is another router, far away.
+    /// With another router, so that requests may be moved.
     pub(super) async fn with_a_peer(engines: &[&Engine]) -> Self {
         let world = Self::start(engines, Knobs::default()).await;
-        world.app.desk.core().set_delay(PEER, Some(MOVE_WINDOW_MAX));
+        world.app.core.core().set_delay(PEER, Some(MOVE_WINDOW_MAX));
         world
     }
 
     async fn start(engines: &[&Engine], knobs: Knobs) -> Self {
         let metrics = Arc::new(Metrics::new().unwrap());
-        let desk = SharedCore::new(core(ROUTER, knobs));
-        let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("nobody")));
+        let core = SharedCore::new(core(ROUTER, knobs));
+        let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("t")));
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
-            Arc::clone(&desk),
+            Arc::clone(&core),
             Arc::clone(&journal),
             Arc::clone(&metrics),
             index.clone(),
@@ -354,28 +381,28 @@ impl World {
         let shutdown = Shutdown::default();
         let connections = TaskTracker::new();
         let limits = limits();
-        let budget = Budget::new(
-            (limits.buffered_bytes, limits.body_bytes),
+        let bodies = BodyBudget::new(
+            &limits,
             metrics.buffered_bytes().clone(),
             connections.clone(),
             shutdown.force.clone(),
         );
-        let fleet = Fleet::new(Arc::clone(&desk), None);
+        let fleet = Fleet::new(Arc::clone(&core), None);
         for (number, engine) in (0..).zip(engines) {
             register(&fleet, number, engine);
         }
         let app = Arc::new(App {
-            desk,
+            core,
             fleet,
             index,
-            auditor: Arc::new(auditor),
+            auditor,
             journal,
+            bodies,
+            engines: EngineClient::new(&limits, Arc::clone(&metrics)).unwrap(),
             metrics,
-            budget,
-            client: run::client(&limits).unwrap(),
             tokenizer: None,
             policy: Policy::Kv,
-            readers: Arc::new(Semaphore::new(1)),
+            parsers: Arc::new(Semaphore::new(1)),
             ready: Arc::default(),
         });
         app.ready.registry_read();
@@ -393,7 +420,7 @@ impl World {
         }
     }
 
-    /// What the peer sent to a worker at this moment comes to be known.
+    /// The peer sends a request to a worker, and its message arrives.
     pub(super) fn peer_sends(&self, worker: &str, tokens: u32) {
         let mut peer = core(PEER, Knobs::default());
         let members = self.app.fleet.snapshot().into_iter();
@@ -417,12 +444,12 @@ impl World {
         let admitted = peer.admit(&ask, None, now).unwrap();
         assert_eq!(admitted.decision.source.worker.as_str(), worker);
         let message: LoadMessage = codec::decode(&admitted.message).unwrap();
-        self.app.desk.apply_remote(&message, now);
+        self.app.core.apply_remote(&message, now);
     }
 
-    /// It is gone, with what it had.
+    /// The peer is gone, with its load.
     pub(super) fn peer_goes(&self) {
-        let mut core = self.app.desk.core();
+        let mut core = self.app.core.core();
         core.forget(PEER, Instant::now().into_std());
     }
 
@@ -446,7 +473,7 @@ impl World {
     }
 
     pub(super) fn loads(&self) -> Vec<SourceLoad> {
-        self.app.desk.core().loads()
+        self.app.core.core().loads()
     }
 
     pub(super) async fn until(&self, holds: impl Fn(&[SourceLoad]) -> bool) {
@@ -455,10 +482,10 @@ impl World {
                 tokio::task::yield_now().await;
             }
         };
-        in_time("the load that is waited for", held).await;
+        in_time("the expected load", held).await;
     }
 
-    /// No slot, no byte of a body.
+    /// Waits until no slot is open and no body is held.
     pub(super) async fn until_quiet(&self) {
         let idle = |load: &SourceLoad| {
             (
@@ -473,11 +500,11 @@ impl World {
                 tokio::task::yield_now().await;
             }
         };
-        in_time("no body is held any more", empty).await;
+        in_time("no body is held", empty).await;
     }
 
     pub(super) fn newest_decision(&self) -> Vec<Value> {
-        let names = |ids: &_| self.app.desk.core().sources(ids);
+        let names = |ids: &_| self.app.core.core().sources(ids);
         self.app.journal.newest(1, names)
     }
 
@@ -487,7 +514,7 @@ impl World {
     }
 }
 
-/// What the tests ask with. Sees what the router answers, redirections too.
+/// The clients' HTTP client. Does not follow redirections.
 fn client() -> reqwest::Client {
     reqwest::Client::builder()
         .no_proxy()
@@ -516,7 +543,7 @@ fn core(router: RouterId, knobs: Knobs) -> Core {
     })
 }
 
-/// A plane where nobody answers queries.
+/// A plane without an indexer.
 fn plane() -> Arc<dyn Plane> {
     Arc::new(MemoryPlane::new(MemoryPlaneConfig {
         identity: StreamIdentity {

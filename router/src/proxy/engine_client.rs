@@ -1,0 +1,95 @@
+//! HTTP client for the engines: no redirects, decompression, proxies or total timeout.
+//!
+//! An engine may close an idle connection while the next request is written to it. Such a request is
+//! sent once more, on a new connection, if no byte of the answer came.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use reqwest::{Client, Request, Response};
+use tower::util::MapRequestLayer;
+
+use crate::config::Limits;
+use crate::metrics::{Metrics, RetryReason};
+
+/// Below the 5 s for which uvicorn, vLLM's HTTP server, keeps an idle connection: the side that
+/// writes next should be the one that closes.
+const IDLE_MAX: Duration = Duration::from_secs(4);
+
+tokio::task_local! {
+    /// The connection of the request that the task sends.
+    static CONNECTION: Cell<Connection>;
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Connection {
+    New,
+    /// From the pool: no connection was opened for the request.
+    Reused,
+}
+
+#[derive(Clone)]
+pub(crate) struct EngineClient {
+    pooled: Client,
+    /// Opens a connection for each request.
+    unpooled: Client,
+    metrics: Arc<Metrics>,
+}
+
+impl EngineClient {
+    pub(crate) fn new(limits: &Limits, metrics: Arc<Metrics>) -> reqwest::Result<Self> {
+        let client = |idle_connections_max| {
+            Client::builder()
+                .http1_only()
+                .no_proxy()
+                .redirect(reqwest::redirect::Policy::none())
+                .retry(reqwest::retry::never())
+                .referer(false)
+                .tcp_nodelay(true)
+                .connect_timeout(limits.connect_timeout)
+                .connector_layer(MapRequestLayer::new(note_new_connection))
+                .pool_idle_timeout(IDLE_MAX)
+                .pool_max_idle_per_host(idle_connections_max)
+                .build()
+        };
+        Ok(Self {
+            pooled: client(usize::MAX)?,
+            unpooled: client(0)?,
+            metrics,
+        })
+    }
+
+    /// For requests whose failures are handled elsewhere.
+    pub(crate) const fn plain(&self) -> &Client {
+        &self.pooled
+    }
+
+    /// Sends a request and waits for the head of the answer.
+    pub(super) async fn send(&self, request: Request) -> reqwest::Result<Response> {
+        let copy = request.try_clone();
+        let sent = async {
+            let response = self.pooled.execute(request).await;
+            (response, CONNECTION.with(Cell::get))
+        };
+        match CONNECTION.scope(Cell::new(Connection::Reused), sent).await {
+            (Err(error), Connection::Reused) if !error.is_connect() && !error.is_timeout() => {
+                let Some(copy) = copy else {
+                    return Err(error);
+                };
+                tracing::debug!(%error, "reused connection failed, sending on a new one");
+                self.metrics.retried(RetryReason::StaleConnection);
+                self.unpooled.execute(copy).await
+            }
+            (response, _) => response,
+        }
+    }
+}
+
+/// Runs in the task of the request for which the connection is opened.
+fn note_new_connection<T>(target: T) -> T {
+    // Requests by the plain client are not followed.
+    let note = |connection: &Cell<Connection>| connection.set(Connection::New);
+    CONNECTION.try_with(note).unwrap_or_default();
+    target
+}
