@@ -1,5 +1,5 @@
-//! The admin port: the router's state in metrics and in JSON. An embedded router shows its indexer's
-//! and its shims' too.
+//! The admin port: the router's state in metrics and in JSON. An embedded router shows its
+//! indexer's and its shims' too.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -163,8 +163,8 @@ impl IntoResponse for DrainError {
     }
 }
 
-/// `requests`: all routers' open requests there, as this one counts them. `since`: the time of the last
-/// drain or undrain, in seconds since the Unix epoch.
+/// `requests`: all routers' open requests there, as this one counts them. `since`: the time of the
+/// last drain or undrain, in seconds since the Unix epoch.
 fn shown_drain(worker: &WorkerId, admin: &Admin) -> Value {
     let entry = admin.app.fleet.drain_entry(worker);
     let loads = admin.app.core.core().loads();
@@ -318,8 +318,8 @@ fn event_feeds(worker: &FleetWorker, admin: &Admin) -> Vec<Value> {
         .collect()
 }
 
-/// `router` and `sources` have a fixed form, which scripts rely on. `sync` is what this replica holds
-/// of every router, itself included, and null while no replica runs.
+/// `router` and `sources` have a fixed form, which scripts rely on. `sync` is what this replica
+/// holds of every router, itself included, and null while no replica runs.
 async fn slots(State(admin): SharedAdmin) -> Json<Value> {
     let sync = admin.replicas.snapshot().await;
     let sources = admin.app.core.core().loads();

@@ -1,5 +1,5 @@
-//! The embedded default: plane, indexer and one shim for each worker inside this process. Code above
-//! the plane does not differ: every message is encoded and decoded.
+//! The embedded default: plane, indexer and one shim for each worker inside this process. Code
+//! above the plane does not differ: every message is encoded and decoded.
 
 use std::sync::Arc;
 

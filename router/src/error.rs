@@ -1,7 +1,7 @@
 //! The router's own error answers, in OpenAI's JSON error form.
 //!
-//! The only place where the router's failures become status codes. An engine's answers are passed on
-//! and do not come here.
+//! The only place where the router's failures become status codes. An engine's answers are passed
+//! on and do not come here.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -44,39 +44,34 @@ pub(crate) enum ProxyError {
 const RETRY_AFTER_SECS: u64 = 1;
 
 impl ProxyError {
-    #[must_use]
     pub(crate) fn status(&self) -> StatusCode {
-        match self {
-            Self::Request(error) => {
-                StatusCode::from_u16(error.status()).unwrap_or(StatusCode::BAD_REQUEST)
-            }
-            Self::Malformed(_) => StatusCode::BAD_REQUEST,
-            Self::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
-            Self::UnknownModel(_) | Self::UnknownPath(_) => StatusCode::NOT_FOUND,
-            Self::Method => StatusCode::METHOD_NOT_ALLOWED,
-            Self::NoWorker | Self::BuffersFull => StatusCode::SERVICE_UNAVAILABLE,
-            Self::AllFull => StatusCode::TOO_MANY_REQUESTS,
-            Self::Upstream => StatusCode::BAD_GATEWAY,
-            Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
-        }
+        self.form().0
     }
 
-    fn openai(&self) -> openai::OpenAiError {
-        let (kind, code) = match self {
-            Self::Request(error) => return error.clone(),
-            Self::UnknownModel(model) => return openai::OpenAiError::model_not_found(model),
-            Self::Malformed(_) | Self::BodyTimeout => (ErrorType::InvalidRequest, "malformed"),
-            Self::Method => (ErrorType::InvalidRequest, "method_not_allowed"),
-            Self::TooLarge { .. } => (ErrorType::TooLarge, "request_too_large"),
-            Self::UnknownPath(_) => (ErrorType::NotFound, "unknown_url"),
-            Self::NoWorker => (ErrorType::Unavailable, "no_worker"),
-            Self::AllFull => (ErrorType::RateLimited, "workers_full"),
-            Self::BuffersFull => (ErrorType::Unavailable, "router_full"),
-            Self::Upstream => (ErrorType::Internal, "upstream_failed"),
-            Self::Internal(_) => (ErrorType::Internal, "router_failed"),
+    fn form(&self) -> (StatusCode, openai::OpenAiError) {
+        let (status, kind, code) = match self {
+            Self::Request(error) => {
+                let status = StatusCode::from_u16(error.status());
+                return (status.unwrap_or(StatusCode::BAD_REQUEST), error.clone());
+            }
+            Self::UnknownModel(model) => {
+                let error = openai::OpenAiError::model_not_found(model);
+                return (StatusCode::NOT_FOUND, error);
+            }
+            Self::Malformed(_) => (400, ErrorType::InvalidRequest, "malformed"),
+            Self::BodyTimeout => (408, ErrorType::InvalidRequest, "malformed"),
+            Self::Method => (405, ErrorType::InvalidRequest, "method_not_allowed"),
+            Self::TooLarge { .. } => (413, ErrorType::TooLarge, "request_too_large"),
+            Self::UnknownPath(_) => (404, ErrorType::NotFound, "unknown_url"),
+            Self::NoWorker => (503, ErrorType::Unavailable, "no_worker"),
+            Self::AllFull => (429, ErrorType::RateLimited, "workers_full"),
+            Self::BuffersFull => (503, ErrorType::Unavailable, "router_full"),
+            Self::Upstream => (502, ErrorType::Internal, "upstream_failed"),
+            Self::Internal(_) => (500, ErrorType::Internal, "router_failed"),
         };
-        openai::OpenAiError::new(kind, self.to_string()).with_code(code)
+        let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let error = openai::OpenAiError::new(kind, self.to_string()).with_code(code);
+        (status, error)
     }
 
     const fn is_retryable(&self) -> bool {
@@ -123,7 +118,8 @@ impl From<openai::OpenAiError> for ProxyError {
 impl IntoResponse for ProxyError {
     fn into_response(self) -> Response {
         let json = [(header::CONTENT_TYPE, "application/json")];
-        let mut response = (self.status(), json, self.openai().to_json()).into_response();
+        let (status, error) = self.form();
+        let mut response = (status, json, error.to_json()).into_response();
         let headers = response.headers_mut();
         if self.is_retryable() {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECS));

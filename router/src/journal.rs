@@ -49,8 +49,8 @@ struct JournalEntry {
 }
 
 impl Journal {
-    /// Records a decision and takes the candidates' terms out of it. `moved_from`: the first choice, if
-    /// the request was moved.
+    /// Records a decision and takes the candidates' terms out of it. `moved_from`: the first
+    /// choice, if the request was moved.
     pub(crate) fn record(
         &self,
         request_id: &str,

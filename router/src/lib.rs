@@ -2,12 +2,12 @@
 //!
 //! Pure crates, re-exported: [`openai`] (requests and answers), [`tokenize`] (text to token ids),
 //! [`route`] (the decision), [`sync`] (how replicas agree about load), [`sim`] (the engine model),
-//! [`simulate`] (a trace replayed against it). This crate is their shell: `proxy` (the public port),
-//! `admin` (the admin port), [`fleet`] (the workers), [`index_client`], [`replication`] (the other
-//! replicas), [`run`], `surroundings` and `embedded` (wiring).
+//! [`simulate`] (a trace replayed against it). This crate is their shell: `proxy` (the public
+//! port), `admin` (the admin port), [`fleet`] (the workers), [`index_client`], [`replication`] (the
+//! other replicas), [`run`], `surroundings` and `embedded` (wiring).
 //!
-//! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy of
-//! an engine's cache. Both are behind `warmroute_plane`.
+//! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy
+//! of an engine's cache. Both are behind `warmroute_plane`.
 #![forbid(unsafe_code)]
 
 mod admin;
@@ -27,6 +27,8 @@ pub mod replication;
 pub mod run;
 pub mod shared_core;
 mod surroundings;
+#[cfg(test)]
+mod testing;
 
 pub use warmroute_chat::{openai, tokenize};
 pub use warmroute_route::{self as route, sync};

@@ -1,7 +1,8 @@
 //! Readiness: whether clients should be sent here. Liveness does not depend on it.
 //!
-//! A router that leaves reports not-ready first and serves on: load balancers need a moment to notice,
-//! and no request may fail until then ([`notice`]). A drain by an operator lasts until it is undone.
+//! A router that leaves reports not-ready first and serves on: load balancers need a moment to
+//! notice, and no request may fail until then ([`notice`]). A drain by an operator lasts until it
+//! is undone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,8 +13,8 @@ use axum::response::{IntoResponse as _, Response};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
-/// Time for load balancers to notice that a router is not ready: two failed probes one second apart,
-/// and the spreading of their result, which takes Kubernetes a second or two.
+/// Time for load balancers to notice that a router is not ready: two failed probes one second
+/// apart, and the spreading of their result, which takes Kubernetes a second or two.
 const NOTICE: Duration = Duration::from_secs(5);
 
 /// The other parts of the drain time are for streams.
@@ -87,8 +88,8 @@ impl Ready {
         self.latched.notify_waiters();
     }
 
-    /// Waits, for a bounded time, until all latches are set. Load balancers without a readiness probe
-    /// send requests as soon as the port accepts connections.
+    /// Waits, for a bounded time, until all latches are set. Load balancers without a readiness
+    /// probe send requests as soon as the port accepts connections.
     pub(crate) async fn initialized(&self) {
         if self.missing_latch().is_none() {
             return;

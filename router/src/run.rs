@@ -1,9 +1,9 @@
 //! Wiring: starts a router's tasks from its configuration, and stops them.
 //!
-//! Shutdown has three phases. First the router reports not-ready and serves on, so that load balancers
-//! can notice. Then it accepts no connection, and open requests may finish. After the drain time it
-//! closes what is left. Only then it takes leave of the other routers, which count its load until its
-//! last request has ended. The admin port stays open to the end.
+//! Shutdown has three phases. First the router reports not-ready and serves on, so that load
+//! balancers can notice. Then it accepts no connection, and open requests may finish. After the
+//! drain time it closes what is left. Only then it takes leave of the other routers, which count
+//! its load until its last request has ended. The admin port stays open to the end.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -12,8 +12,8 @@ pub struct WorkerSpec {
     pub id: WorkerId,
     /// `http://host:port[/path]`, without a trailing slash.
     pub url: String,
-    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). `None`: queried
-    /// from the engine's `/kv_event_sources`.
+    /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). `None`:
+    /// queried from the engine's `/kv_event_sources`.
     pub kv: Option<String>,
     /// Where the engine replays its KV events.
     pub replay: Option<String>,

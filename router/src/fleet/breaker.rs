@@ -1,4 +1,5 @@
-//! Circuit breaker of one worker: passes over a worker whose requests break, although its probes pass.
+//! Circuit breaker of one worker: passes over a worker whose requests break, although its probes
+//! pass.
 //!
 //! A client's request is sent to a worker at most once, so each failure is that of another request.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one

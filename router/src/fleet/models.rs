@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use warmroute_proto::BlockSize;
 use warmroute_proto::registry::WorkerEntry;
 
-use super::checks::CheckResult;
+use super::checks::{CheckResult, RegistrationChecks};
 use super::state::FleetWorker;
 
 #[derive(Clone, Debug, Default)]
@@ -26,20 +26,12 @@ pub(crate) struct CatalogModel {
     pub parity: Parity,
 }
 
-/// The prompts that the router tokenizes as the model's engines do: some worker passed the check and
-/// none failed it.
+/// The kinds of prompts that the router tokenizes as the model's engines do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parity {
     pub chat: bool,
     pub chat_with_tools: bool,
     pub text: bool,
-}
-
-/// Results of one check over the workers of a model.
-#[derive(Clone, Copy, Debug, Default)]
-struct Votes {
-    passed: bool,
-    failed: bool,
 }
 
 impl ModelCatalog {
@@ -49,26 +41,22 @@ impl ModelCatalog {
         block_size: Option<BlockSize>,
     ) -> Self {
         let mut catalog = Self::default();
-        let mut votes: BTreeMap<String, [Votes; 3]> = BTreeMap::new();
+        let mut checks: BTreeMap<String, Vec<&RegistrationChecks>> = BTreeMap::new();
         for worker in workers {
             catalog.usable |= worker.serves();
-            let checks = &worker.checks;
             for (name, model) in models(&worker.entry, block_size) {
-                let votes = votes.entry(name.clone()).or_default();
-                let results = [&checks.chat, &checks.chat_with_tools, &checks.text];
-                for (votes, result) in votes.iter_mut().zip(results) {
-                    votes.count(result);
-                }
-                let [chat, chat_with_tools, text] = votes.map(Votes::trusted);
+                checks.entry(name.clone()).or_default().push(&worker.checks);
                 let known = catalog.models.entry(name).or_insert_with(|| model.clone());
                 known.block_size = known.block_size.or(model.block_size);
                 known.max_model_len = known.max_model_len.or(model.max_model_len);
-                known.parity = Parity {
-                    chat,
-                    chat_with_tools,
-                    text,
-                };
             }
+        }
+        for (model, checks) in catalog.models.values_mut().zip(checks.values()) {
+            model.parity = Parity {
+                chat: is_trusted(checks, |checks| &checks.chat),
+                chat_with_tools: is_trusted(checks, |checks| &checks.chat_with_tools),
+                text: is_trusted(checks, |checks| &checks.text),
+            };
         }
         catalog
     }
@@ -83,15 +71,13 @@ impl ModelCatalog {
     }
 }
 
-impl Votes {
-    const fn count(&mut self, result: &CheckResult) {
-        self.passed |= result.passed();
-        self.failed |= result.is_failure();
-    }
-
-    const fn trusted(self) -> bool {
-        self.passed && !self.failed
-    }
+/// Some worker passed the check, and none failed it.
+fn is_trusted(
+    checks: &[&RegistrationChecks],
+    check: fn(&RegistrationChecks) -> &CheckResult,
+) -> bool {
+    let mut results = checks.iter().map(|checks| check(checks));
+    results.clone().any(CheckResult::passed) && !results.any(CheckResult::is_failure)
 }
 
 fn models(

@@ -1,9 +1,9 @@
 //! Checks each worker when it comes, comes back or changes: its `/tokenize` must give the router's
 //! token ids, and its blocks must have the router's size.
 //!
-//! A router that hashes other tokens or blocks than the engine would never find a cached block, without
-//! any error. So a failed check is reported (log, metric, `/workers`), and the prompts concerned are
-//! routed by load only. The comparison is [`crate::tokenize::parity`]'s.
+//! A router that hashes other tokens or blocks than the engine would never find a cached block,
+//! without any error. So a failed check is reported (log, metric, `/workers`), and the prompts
+//! concerned are routed by load only. The comparison is [`crate::tokenize::parity`]'s.
 
 #[cfg(test)]
 mod tests;
@@ -50,13 +50,6 @@ enum TokenizeAnswer {
     Unavailable,
 }
 
-/// The checks that compare token ids.
-struct TokenChecks {
-    text: CheckResult,
-    chat: CheckResult,
-    chat_with_tools: CheckResult,
-}
-
 impl RegistrationChecker {
     pub(crate) async fn run(self, stop: CancellationToken) {
         let mut retries = interval(RETRY);
@@ -78,16 +71,9 @@ impl RegistrationChecker {
     }
 
     async fn check(&self, worker: FleetWorker) {
-        let TokenChecks {
-            text,
-            chat,
-            chat_with_tools,
-        } = self.tokens(&worker).await;
         let checks = RegistrationChecks {
-            text,
-            chat,
-            chat_with_tools,
             block_size: self.block_size(&worker),
+            ..self.tokens(&worker).await
         };
         let name = &worker.entry.worker;
         for (check, result) in checks.named() {
@@ -124,17 +110,17 @@ impl RegistrationChecker {
         }
     }
 
-    /// Checks texts and chats. A difference is confirmed by a second comparison: midnight may pass
-    /// between the two renderings of a template with a date.
-    async fn tokens(&self, worker: &FleetWorker) -> TokenChecks {
+    /// Checks the token ids of texts and chats. A difference is confirmed by a second comparison:
+    /// midnight may pass between the two renderings of a template with a date.
+    async fn tokens(&self, worker: &FleetWorker) -> RegistrationChecks {
         let Some(tokenizer) = &self.tokenizer else {
-            return TokenChecks::all(&CheckResult::skipped("no --tokenizer"));
+            return all(&CheckResult::skipped("no --tokenizer"));
         };
         let Some(model) = worker.entry.models.first() else {
-            return TokenChecks::all(&CheckResult::skipped("it serves no base model"));
+            return all(&CheckResult::skipped("it serves no base model"));
         };
         let first = self.compare(tokenizer, model, worker).await;
-        if first.any_failure() {
+        if first.named().iter().any(|(_, result)| result.is_failure()) {
             return self.compare(tokenizer, model, worker).await;
         }
         first
@@ -145,11 +131,11 @@ impl RegistrationChecker {
         tokenizer: &Arc<Tokenizer>,
         model: &str,
         worker: &FleetWorker,
-    ) -> TokenChecks {
+    ) -> RegistrationChecks {
         let (tokenizer, model) = (Arc::clone(tokenizer), model.to_owned());
         let probes = move || parity::probes(&tokenizer, &model, civil_now());
         let Ok(probes) = tokio::task::spawn_blocking(probes).await else {
-            return TokenChecks::all(&CheckResult::failed("the router's tokenizer failed"));
+            return all(&CheckResult::failed("the router's tokenizer failed"));
         };
         let mut verdicts = Vec::with_capacity(probes.len());
         for probe in probes {
@@ -159,12 +145,12 @@ impl RegistrationChecker {
                     verdicts.push((probe.name, probe.kind, verdict));
                 }
                 TokenizeAnswer::NoRoute => {
-                    return TokenChecks::all(&CheckResult::skipped("it has no /tokenize"));
+                    return all(&CheckResult::skipped("it has no /tokenize"));
                 }
-                TokenizeAnswer::Unavailable => return TokenChecks::all(&CheckResult::Pending),
+                TokenizeAnswer::Unavailable => return all(&CheckResult::Pending),
             }
         }
-        TokenChecks::of(&verdicts)
+        token_checks(&verdicts)
     }
 
     async fn tokenize(&self, worker: &FleetWorker, body: Vec<u8>) -> TokenizeAnswer {
@@ -190,40 +176,41 @@ impl RegistrationChecker {
     }
 }
 
-impl TokenChecks {
-    fn all(result: &CheckResult) -> Self {
-        Self {
-            text: result.clone(),
-            chat: result.clone(),
-            chat_with_tools: result.clone(),
-        }
+/// One result for all checks of token ids.
+fn all(result: &CheckResult) -> RegistrationChecks {
+    RegistrationChecks {
+        text: result.clone(),
+        chat: result.clone(),
+        chat_with_tools: result.clone(),
+        block_size: CheckResult::Pending,
     }
+}
 
-    fn of(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> Self {
-        let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
-        let failed = |kinds: &[ProbeKind]| {
-            let against = verdicts.iter().find(|(_, kind, verdict)| {
-                kinds.contains(kind)
-                    && !matches!(
-                        verdict,
-                        ProbeVerdict::Equal { .. } | ProbeVerdict::BothRefuse
-                    )
-            });
-            match against {
-                Some((name, _, verdict)) => CheckResult::failed(format!("{name}: {verdict}")),
-                None => CheckResult::skipped("neither side renders any of the probes"),
-            }
-        };
-        let passed = |trusted: bool| trusted.then_some(CheckResult::Passed);
-        Self {
-            text: passed(trust.completions).unwrap_or_else(|| failed(&[ProbeKind::Completion])),
-            chat: passed(trust.chat).unwrap_or_else(|| failed(&[ProbeKind::Chat])),
-            chat_with_tools: passed(trust.chat_with_tools)
-                .unwrap_or_else(|| failed(&[ProbeKind::Chat, ProbeKind::ChatWithTools])),
+/// The checks of token ids by the verdicts on named probes.
+fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> RegistrationChecks {
+    let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
+    let failed = |kinds: &[ProbeKind]| {
+        let against = verdicts.iter().find(|(_, kind, verdict)| {
+            kinds.contains(kind)
+                && !matches!(
+                    verdict,
+                    ProbeVerdict::Equal { .. } | ProbeVerdict::BothRefuse
+                )
+        });
+        match against {
+            Some((name, _, verdict)) => CheckResult::failed(format!("{name}: {verdict}")),
+            None => CheckResult::skipped("neither side renders any of the probes"),
         }
+    };
+    let mut checks = all(&CheckResult::Passed);
+    if !trust.completions {
+        checks.text = failed(&[ProbeKind::Completion]);
     }
-
-    const fn any_failure(&self) -> bool {
-        self.text.is_failure() || self.chat.is_failure() || self.chat_with_tools.is_failure()
+    if !trust.chat {
+        checks.chat = failed(&[ProbeKind::Chat]);
     }
+    if !trust.chat_with_tools {
+        checks.chat_with_tools = failed(&[ProbeKind::Chat, ProbeKind::ChatWithTools]);
+    }
+    checks
 }

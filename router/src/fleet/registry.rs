@@ -1,7 +1,7 @@
 //! Follows the workers and the operators' drains in the registry, and writes drains.
 //!
-//! A drain's entry has no lease and a key of its own: it reaches all routers, and outlives restarts of
-//! routers and the registration of its worker.
+//! A drain's entry has no lease and a key of its own: it reaches all routers, and outlives restarts
+//! of routers and the registration of its worker.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,5 @@
-//! The fleet's state machine. Pure: registry events, observations, check results and drains in; what
-//! changed, what to probe and what to check out.
+//! The fleet's state machine. Pure: registry events, observations, check results and drains in;
+//! what changed, what to probe and what to check out.
 //!
 //! Knowledge outlives its source: an expired lease or an unreachable plane removes no worker that
 //! answers. A worker is removed when the registry no longer has it and it has not answered for

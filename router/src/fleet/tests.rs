@@ -1,65 +1,25 @@
 use std::time::Duration;
 
-use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
-use warmroute_proto::registry::{DrainState, Lora};
-use warmroute_proto::{Generation, Namespace, RouterId, StreamIdentity, subject::Subjects};
+use warmroute_plane::Plane;
+use warmroute_proto::registry::DrainState;
 
 use super::checks::{CheckResult, RegistrationChecks};
 use super::health::Observation;
 use super::state::FORGET_AFTER;
 use super::*;
-use crate::route::{Core, CoreConfig, Knobs, RouteRefusal};
+use crate::route::{Knobs, RouteRefusal};
+use crate::testing::{ROUTER, core, plane, subjects, worker_entry as entry};
 
 mod probe;
 mod registry;
 
 pub(super) fn fleet_of(block_size: Option<u32>) -> Arc<Fleet> {
-    let core = Core::new(CoreConfig {
-        knobs: Knobs::default(),
-        router: RouterId([0; 16]),
-        incarnation: Generation(1),
-        seed: 1,
-    });
-    let block_size = block_size.and_then(BlockSize::new);
-    Fleet::new(SharedCore::new(core), block_size)
+    let core = SharedCore::new(core(ROUTER, Knobs::default()));
+    Fleet::new(core, block_size.and_then(BlockSize::new))
 }
 
 fn fleet() -> Arc<Fleet> {
     fleet_of(None)
-}
-
-fn plane() -> Arc<dyn Plane> {
-    Arc::new(MemoryPlane::new(MemoryPlaneConfig {
-        identity: StreamIdentity {
-            created_unix_ns: 1,
-            nonce: 1,
-        },
-        log_bytes_max: 1 << 20,
-        queue_max: 16,
-    }))
-}
-
-fn subjects() -> Subjects {
-    Subjects::new(&Namespace::from("t"))
-}
-
-/// `block_tokens`: 0 where the engine has not reported it.
-pub(super) fn entry(worker: &str, block_tokens: u32) -> WorkerEntry {
-    WorkerEntry {
-        worker: worker.into(),
-        url: format!("http://{worker}:1"),
-        models: vec!["m".to_owned()],
-        loras: vec![Lora {
-            name: "a".to_owned(),
-            parent: Some("m".to_owned()),
-        }],
-        ranks: 1,
-        block_size: BlockSize::new(block_tokens),
-        blocks_per_rank: None,
-        max_model_len: Some(100),
-        main_attention_only: true,
-        version: "0".to_owned(),
-    }
 }
 
 fn checks(chat: CheckResult) -> RegistrationChecks {
@@ -278,8 +238,8 @@ fn a_renewed_lease_changes_nothing() {
     assert!(!fleet.catalog().models["m"].parity.chat);
 }
 
-/// Two broken requests do not change a worker's health, many take it out of the choice, and it is used
-/// where it is the only one.
+/// Two broken requests do not change a worker's health, many take it out of the choice, and it is
+/// used where it is the only one.
 #[tokio::test(start_paused = true)]
 async fn broken_requests_open_a_breaker_and_leave_one_candidate() {
     let fleet = fleet();

@@ -1,5 +1,5 @@
-//! What a scrape copies from the router's state: series that exist only as long as their worker, and
-//! counts that the decision core and the sync core keep themselves.
+//! What a scrape copies from the router's state: series that exist only as long as their worker,
+//! and counts that the decision core and the sync core keep themselves.
 
 use std::fmt::{Display, Write as _};
 

@@ -1,9 +1,9 @@
 //! One attempt: a request on its way to one engine, until the engine's answer begins.
 //!
-//! While the request may still be moved (see [`crate::route::moves`]) the answer's head is held back
-//! until the first byte of its body is there or the time for moving is over, a few milliseconds at
-//! most. Engines send heads long before their first token, and a client that has a head cannot be
-//! served by another engine.
+//! While the request may still be moved (see [`crate::route::moves`]) the answer's head is held
+//! back until the first byte of its body is there or the time for moving is over, a few
+//! milliseconds at most. Engines send heads long before their first token, and a client that has a
+//! head cannot be served by another engine.
 
 use std::time::Duration;
 

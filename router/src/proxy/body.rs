@@ -1,5 +1,5 @@
-//! Request bodies: read whole (they are hashed, and sent again after a failure), each up to a limit,
-//! all together up to a budget, and in bounded time.
+//! Request bodies: read whole (they are hashed, and sent again after a failure), each up to a
+//! limit, all together up to a budget, and in bounded time.
 //!
 //! A refused body is read on and discarded in the background for a while: a client that writes all
 //! before it reads would otherwise see a closed connection instead of the answer.

@@ -1,7 +1,7 @@
 //! HTTP client for the engines: no redirects, decompression, proxies or total timeout.
 //!
-//! An engine may close an idle connection while the next request is written to it. Such a request is
-//! sent once more, on a new connection, if no byte of the answer came.
+//! An engine may close an idle connection while the next request is written to it. Such a request
+//! is sent once more, on a new connection, if no byte of the answer came.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -1,10 +1,10 @@
-//! Forwards one request: choose, account, send; after a failure before the client got a byte, to the
-//! next best worker.
+//! Forwards one request: choose, account, send; after a failure before the client got a byte, to
+//! the next best worker.
 //!
-//! Each attempt has a slot of its own. After a refused connection another worker is always tried: the
-//! engine did not get the request. An engine that got the request and closed the connection may have
-//! crashed on it, so such a request is repeated only once. 502 and 503 come from a server that did not
-//! begin to serve the request. Any other answer of an engine is the answer.
+//! Each attempt has a slot of its own. After a refused connection another worker is always tried:
+//! the engine did not get the request. An engine that got the request and closed the connection may
+//! have crashed on it, so such a request is repeated only once. 502 and 503 come from a server that
+//! did not begin to serve the request. Any other answer of an engine is the answer.
 
 use std::sync::Arc;
 

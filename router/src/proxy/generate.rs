@@ -23,7 +23,8 @@ use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
 use crate::route::{Policy, Prompt};
 
-/// Bodies above are parsed on another thread; below, the hand-over takes about as long as the parsing.
+/// Bodies above are parsed on another thread; below, the hand-over takes about as long as the
+/// parsing.
 const INLINE_BYTES_MAX: usize = 16 << 10;
 
 pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Request) -> Response {

@@ -1,8 +1,8 @@
 //! The public port: OpenAI's routes, and the probes.
 //!
-//! A request's body is read whole ([`body`]), planned ([`plan`]), looked up in the index, forwarded to
-//! a worker ([`forward`]), and the answer is passed on as it comes ([`stream`]). Decisions are made by
-//! pure code elsewhere; this module waits, sends and copies bytes.
+//! A request's body is read whole ([`body`]), planned ([`plan`]), looked up in the index, forwarded
+//! to a worker ([`forward`]), and the answer is passed on as it comes ([`stream`]). Decisions are
+//! made by pure code elsewhere; this module waits, sends and copies bytes.
 
 mod attempt;
 mod body;
@@ -133,8 +133,8 @@ async fn pass_plain(app: State<Arc<App>>, request: Request) -> Response {
 /// Routes that change one engine. An operator calls each engine, not the least loaded one.
 const OPERATOR_ROUTES: [&str; 2] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"];
 
-/// Whether a path under `/v1/` may be sent to an engine as it stands. The HTTP client resolves `..`,
-/// escapes and backslashes, which would leave `/v1/`: only plain segments pass.
+/// Whether a path under `/v1/` may be sent to an engine as it stands. The HTTP client resolves
+/// `..`, escapes and backslashes, which would leave `/v1/`: only plain segments pass.
 fn may_pass(path: &str) -> bool {
     let is_plain = |segment: &str| {
         let mut bytes = segment.bytes();

@@ -1,4 +1,5 @@
-//! `GET /v1/models`: what the fleet serves, each model once, in OpenAI's form with vLLM's additions.
+//! `GET /v1/models`: what the fleet serves, each model once, in OpenAI's form with vLLM's
+//! additions.
 
 use std::sync::Arc;
 

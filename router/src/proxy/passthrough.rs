@@ -1,5 +1,5 @@
-//! Routes whose bodies the router does not understand: sent as they are to the least loaded worker of
-//! the model that the body names.
+//! Routes whose bodies the router does not understand: sent as they are to the least loaded worker
+//! of the model that the body names.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! From a body's bytes to a prompt: its length, and its block hashes where the router knows the token
-//! ids that the engine will have. Synchronous; the caller chooses the thread.
+//! From a body's bytes to a prompt: its length, and its block hashes where the router knows the
+//! token ids that the engine will have. Synchronous; the caller chooses the thread.
 
 use std::sync::Arc;
 
@@ -103,7 +103,7 @@ fn token_lists(
     model: &CatalogModel,
     inputs: &PlanInputs,
 ) -> Result<Vec<Vec<u32>>, Unhashed> {
-    let tokenizer = inputs.tokenizer.as_deref();
+    let tokenizer = || inputs.tokenizer.as_deref().ok_or("no_tokenizer");
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
     }
@@ -111,7 +111,10 @@ fn token_lists(
         openai::PromptSource::Completion(parts) => match &parts.prompts {
             PromptList::Tokens(lists) => lists.clone(),
             PromptList::Texts(texts) => {
-                let tokenizer = trusted(model.parity.text, tokenizer)?;
+                let tokenizer = tokenizer()?;
+                if !model.parity.text {
+                    return Err("parity");
+                }
                 texts
                     .iter()
                     .map(|text| tokenizer.encode(text, parts.special_tokens))
@@ -125,7 +128,10 @@ fn token_lists(
             } else {
                 model.parity.chat
             };
-            let tokenizer = trusted(trust, tokenizer)?;
+            let tokenizer = tokenizer()?;
+            if !trust {
+                return Err("parity");
+            }
             let tokens = tokenizer.encode_chat(parts, inputs.now);
             vec![tokens.map_err(|_| "template_failed")?]
         }
@@ -139,17 +145,9 @@ fn token_lists(
     }
 }
 
-fn trusted(trust: bool, tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer, Unhashed> {
-    match tokenizer {
-        None => Err("no_tokenizer"),
-        Some(_) if !trust => Err("parity"),
-        Some(tokenizer) => Ok(tokenizer),
-    }
-}
-
 /// Several prompts go to one worker together: the longest decides the overlap, all of them count as
-/// load. The longest loses its last token, as an engine computes that always and the total length does
-/// not show where the prompt ends.
+/// load. The longest loses its last token, as an engine computes that always and the total length
+/// does not show where the prompt ends.
 fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &CatalogModel, size: BlockSize) -> Prompt {
     let lora = model.adapter.then_some(info.model.as_str());
     let seed = Seed::new(lora, info.cache_salt.as_deref());

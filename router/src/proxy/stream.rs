@@ -1,8 +1,9 @@
-//! The response's body on its way from the engine to the client: passed on frame by frame, unchanged
-//! and undelayed, and read along for what the accounts need.
+//! The response's body on its way from the engine to the client: passed on frame by frame,
+//! unchanged and undelayed, and read along for what the accounts need.
 //!
 //! A body that is dropped before its end means that the client closed its connection. The engine's
-//! connection is dropped with it, which aborts the request there, and the slot is freed by its guard.
+//! connection is dropped with it, which aborts the request there, and the slot is freed by its
+//! guard.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -421,7 +421,7 @@ async fn the_models_of_all_workers_are_listed_once() {
         .iter()
         .map(|card| card["id"].as_str().unwrap())
         .collect();
-    assert_eq!(names, ["adapter", "m"]);
+    assert_eq!(names, ["a", "m"]);
     assert_eq!(list["data"][0]["parent"], "m");
     let one: Value = world.get("/v1/models/m").await.json().await.unwrap();
     assert_eq!(one["id"], "m");

@@ -1,5 +1,6 @@
-use super::super::tests::{entry, fleet_of};
+use super::super::tests::fleet_of;
 use super::*;
+use crate::testing::worker_entry as entry;
 
 /// `given`: the operator's block size. `workers`: those of the engines, 0 for unknown.
 fn check_blocks(given: Option<u32>, workers: &[u32], expected: &[&str]) {
@@ -48,7 +49,7 @@ fn check(verdicts: &[(ProbeKind, ProbeVerdict)], expected: [&str; 3]) {
         .iter()
         .map(|(kind, verdict)| ("probe", *kind, verdict.clone()))
         .collect();
-    let checks = TokenChecks::of(&named);
+    let checks = token_checks(&named);
     let results = [&checks.text, &checks.chat, &checks.chat_with_tools].map(name);
     assert_eq!(results, expected, "{verdicts:?}");
 }

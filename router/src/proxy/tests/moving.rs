@@ -1,5 +1,5 @@
-//! Requests that may still be moved: no byte of an answer is lost, repeated or held back for long. The
-//! clock advances only where a test advances it.
+//! Requests that may still be moved: no byte of an answer is lost, repeated or held back for long.
+//! The clock advances only where a test advances it.
 
 use tokio::time::advance;
 

@@ -17,20 +17,17 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
-use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_process::server::{Server, Shutdown};
 use warmroute_proto::load::LoadMessage;
-use warmroute_proto::registry::{Lora, WorkerEntry};
-use warmroute_proto::subject::Subjects;
-use warmroute_proto::{
-    BlockSize, DpRank, Generation, Namespace, RouterId, Source, StreamIdentity, codec,
-};
+use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
 
 use super::*;
 use crate::config::Limits;
 use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
-use crate::route::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SourceLoad};
+use crate::route::{Knobs, Prompt, RouteRequest, SourceLoad};
+use crate::testing::{ROUTER, core, plane, subjects, worker_entry};
 
 /// More than any body here but the one that is too large.
 const BODY_MAX: usize = 1 << 20;
@@ -38,7 +35,6 @@ const BODY_MAX: usize = 1 << 20;
 /// A wait that takes longer fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-const ROUTER: RouterId = RouterId([1; 16]);
 const PEER: RouterId = RouterId([2; 16]);
 
 /// Waits, for a bounded time.
@@ -370,7 +366,7 @@ impl World {
     async fn start(engines: &[&Engine], knobs: Knobs) -> Self {
         let metrics = Arc::new(Metrics::new().unwrap());
         let core = SharedCore::new(core(ROUTER, knobs));
-        let index = IndexClient::new(plane(), Subjects::new(&Namespace::from("t")));
+        let index = IndexClient::new(plane(), subjects());
         let journal = Arc::new(Journal::default());
         let (auditor, rechecks) = Auditor::new(
             Arc::clone(&core),
@@ -534,42 +530,11 @@ const fn limits() -> Limits {
     }
 }
 
-fn core(router: RouterId, knobs: Knobs) -> Core {
-    Core::new(CoreConfig {
-        knobs,
-        router,
-        incarnation: Generation(1),
-        seed: 1,
-    })
-}
-
-/// A plane without an indexer.
-fn plane() -> Arc<dyn Plane> {
-    Arc::new(MemoryPlane::new(MemoryPlaneConfig {
-        identity: StreamIdentity {
-            created_unix_ns: 1,
-            nonce: 1,
-        },
-        log_bytes_max: 1 << 20,
-        queue_max: 16,
-    }))
-}
-
 fn register(fleet: &Fleet, number: usize, engine: &Engine) {
     let entry = WorkerEntry {
-        worker: format!("w{number}").into(),
         url: engine.url.clone(),
-        models: vec!["m".to_owned()],
-        loras: vec![Lora {
-            name: "adapter".to_owned(),
-            parent: Some("m".to_owned()),
-        }],
         ranks: engine.ranks,
-        block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
-        main_attention_only: true,
-        version: "0".to_owned(),
+        ..worker_entry(&format!("w{number}"), 16)
     };
     let worker = entry.worker.clone();
     fleet.register(entry);

@@ -1,0 +1,152 @@
+use std::time::Duration;
+
+use futures_util::{FutureExt as _, StreamExt as _};
+use tokio_util::task::TaskTracker;
+use warmroute_plane::Plane;
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
+use warmroute_proto::{
+    BlockSize, DpRank, EngineSeq, Generation, LogPosition, RecordNumber, Seed, Source, Tiers, codec,
+};
+
+use super::*;
+use crate::route::audit::{SETTLE, STRIKES};
+use crate::route::{Health, Knobs, RouteRequest};
+use crate::testing::{LOG, ROUTER, core, plane, subjects, worker_entry};
+
+struct World {
+    plane: Arc<dyn Plane>,
+    index: IndexClient,
+    core: Arc<SharedCore>,
+    journal: Arc<Journal>,
+    metrics: Arc<Metrics>,
+}
+
+impl World {
+    fn new() -> Self {
+        let plane = plane();
+        Self {
+            index: IndexClient::new(Arc::clone(&plane), subjects()),
+            plane,
+            core: SharedCore::new(core(ROUTER, Knobs::default())),
+            journal: Arc::default(),
+            metrics: Arc::new(Metrics::new().unwrap()),
+        }
+    }
+
+    fn auditor(&self) -> (Auditor, Rechecks) {
+        let (core, journal) = (Arc::clone(&self.core), Arc::clone(&self.journal));
+        Auditor::new(core, journal, Arc::clone(&self.metrics), self.index.clone())
+    }
+
+    /// One worker, and an index that credits it two blocks of any prompt, at growing positions.
+    async fn with_a_wrong_index() -> Self {
+        let world = Self::new();
+        world.core.core().set_workers(&[worker_entry("w", 16)]);
+        let worker = "w".into();
+        world.core.core().set_health(&worker, Health::Healthy);
+        let mut questions = world.plane.serve(subjects().query()).await.unwrap();
+        let answers = async move {
+            let mut later = 0..;
+            while let Some(question) = questions.next().await {
+                let answer = codec::encode(&wrong_answer(later.next().unwrap())).unwrap();
+                question.reply.send(answer.into());
+            }
+        };
+        drop(TaskTracker::new().spawn(answers));
+        world
+    }
+
+    /// Routes a request by the index. Returns its credited blocks.
+    async fn route(&self, prompt: &Arc<Prompt>) -> (AuditCase, u32) {
+        let answer = self.index.ask(prompt.blocks()).await.unwrap();
+        let ask = RouteRequest {
+            model: "m",
+            prompt,
+            exclude: &[],
+        };
+        let (mut admitted, _) = self.core.admit(&ask, Some(&answer)).unwrap();
+        let entry = self.journal.record("r", "m", &mut admitted.decision, None);
+        let credited = admitted.decision.claim.blocks;
+        let case = AuditCase {
+            prompt: Arc::clone(prompt),
+            decision: admitted.decision,
+            entry,
+        };
+        (case, credited)
+    }
+
+    fn demotions(&self) -> u64 {
+        self.metrics.value("source_demotions_total")
+    }
+}
+
+fn wrong_answer(later: u64) -> IndexAnswer {
+    let source = Source {
+        worker: "w".into(),
+        dp_rank: DpRank(0),
+    };
+    IndexAnswer::Runs {
+        log: LOG,
+        position: LogPosition(later),
+        sources: vec![SourceAnswer {
+            source,
+            generation: Generation(1),
+            number: Some(RecordNumber(later)),
+            engine_seq: Some(EngineSeq(later)),
+            states: Tiers {
+                gpu: SourceState::Exact,
+                cpu: SourceState::Exact,
+                disk: SourceState::Exact,
+            },
+            reason: None,
+            proof_age_ms: 0,
+            run: Tiers {
+                gpu: 2,
+                cpu: 0,
+                disk: 0,
+            },
+        }],
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_index_that_credits_absent_blocks_loses_its_credit() {
+    let world = World::with_a_wrong_index().await;
+    let (auditor, rechecks) = world.auditor();
+    let stop = CancellationToken::new();
+    let running = TaskTracker::new().spawn(rechecks.run(stop.clone()));
+    let tokens: Vec<u32> = (0..40).collect();
+    let size = BlockSize::new(16).unwrap();
+    let prompt = Arc::new(Prompt::new(&tokens, size, Seed::PLAIN));
+    for strike in 0..STRIKES {
+        assert_eq!(world.demotions(), 0, "after {strike} strikes");
+        let (case, credited) = world.route(&prompt).await;
+        assert_eq!(credited, 2);
+        let usage = TokenUsage {
+            prompt_tokens: 40,
+            completion_tokens: 1,
+            cached_tokens: Some(0),
+        };
+        auditor.reported(case, usage);
+        tokio::time::sleep(SETTLE + Duration::from_millis(100)).await;
+    }
+    assert_eq!(world.demotions(), 1);
+    let (_, credited) = world.route(&prompt).await;
+    assert_eq!(credited, 0);
+    stop.cancel();
+    running.await.unwrap();
+}
+
+#[tokio::test]
+async fn rechecks_outlive_the_proxy_until_stopped() {
+    let (auditor, rechecks) = World::new().auditor();
+    let stop = CancellationToken::new();
+    let mut running = Box::pin(rechecks.run(stop.clone()));
+    drop(auditor);
+    assert!(
+        running.as_mut().now_or_never().is_none(),
+        "ended before the stop"
+    );
+    stop.cancel();
+    running.await;
+}
