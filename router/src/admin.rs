@@ -19,12 +19,12 @@ use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::Status;
 
+use crate::deployment::Deployment;
 use crate::fleet::{FleetRegistry, FleetWorker};
 use crate::metrics::{Scraped, WorkerStatus};
 use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
-use crate::surroundings::Surroundings;
 
 /// Decisions shown if no limit is given.
 const DECISIONS_DEFAULT: usize = 50;
@@ -35,14 +35,14 @@ pub(crate) struct Admin {
     pub app: Arc<App>,
     pub registry: Arc<FleetRegistry>,
     pub replicas: replication::ReplicationHandle,
-    pub surroundings: Arc<Surroundings>,
+    pub deployment: Arc<Deployment>,
 }
 
 type SharedAdmin = State<Arc<Admin>>;
 
 /// The admin port's routes.
 pub(crate) fn router(admin: Arc<Admin>) -> Router {
-    let index = admin.surroundings.index().cloned();
+    let index = admin.deployment.index().cloned();
     let queries = index.map(warmroute_indexer::http::queries);
     Router::new()
         .route("/metrics", get(metrics))
@@ -172,15 +172,10 @@ fn shown_drain(worker: &WorkerId, admin: &Admin) -> Value {
     let requests: u64 = there.map(|load| u64::from(load.active_requests)).sum();
     json!({
         "worker": worker,
-        "state": drain_state(worker, admin).label(),
+        "state": admin.app.fleet.drain(worker).label(),
         "since": entry.map(|entry| entry.set_unix_s),
         "requests": requests,
     })
-}
-
-fn drain_state(worker: &WorkerId, admin: &Admin) -> DrainState {
-    let entry = admin.app.fleet.drain_entry(worker);
-    entry.map_or_else(DrainState::default, |entry| entry.drain)
 }
 
 async fn metrics(State(admin): SharedAdmin) -> Response {
@@ -212,14 +207,14 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
         leaving: admin.app.ready.is_leaving(),
     })?;
     let mut text = own.into_bytes();
-    if let Some(index) = admin.surroundings.index() {
+    if let Some(index) = admin.deployment.index() {
         text.extend_from_slice(&index.metrics_text()?);
     }
     let sources: Vec<_> = statuses(admin).collect();
     if !sources.is_empty() {
         text.extend_from_slice(warmroute_shim::metrics::text(&sources).as_bytes());
     }
-    if let Some(nats) = admin.surroundings.nats() {
+    if let Some(nats) = admin.deployment.nats() {
         text.extend_from_slice(nats.metrics_text().as_bytes());
     }
     Ok(text)
@@ -230,7 +225,7 @@ fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
     WorkerStatus {
         worker: worker.entry.worker.to_string(),
         healthy: worker.health.usable(),
-        draining: drain_state(&worker.entry.worker, admin) == DrainState::Draining,
+        draining: admin.app.fleet.drain(&worker.entry.worker) == DrainState::Draining,
         checks: checks.map(|(name, result)| (name, result.passed())).into(),
         ttft_ratios: ttft_ratios(worker, admin).into_iter().collect(),
     }
@@ -238,7 +233,7 @@ fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
 
 /// `{"workers": […]}`: each with its registration, health, checks, and its sources' states.
 async fn workers(State(admin): SharedAdmin) -> Json<Value> {
-    let index = admin.surroundings.index();
+    let index = admin.deployment.index();
     let index = index.map_or_else(Vec::new, warmroute_indexer::Handle::workers);
     let workers = admin.app.fleet.snapshot();
     let workers = workers
@@ -267,7 +262,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "registered": worker.registered,
         "health": worker.health.label(),
         "circuit_breaker_open": worker.breaker.is_open(),
-        "drain": drain_state(&worker.entry.worker, admin).label(),
+        "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,
         "stalled_ranks": stalled,
         "ttft_ratios": ttft_ratios(worker, admin),
@@ -291,7 +286,7 @@ fn ttft_ratios(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, f64> {
 }
 
 fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {
-    let shims = admin.surroundings.shims().iter();
+    let shims = admin.deployment.shims().iter();
     shims.flat_map(warmroute_shim::Handle::sources)
 }
 

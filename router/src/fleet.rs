@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use warmroute_proto::registry::{DrainEntry, WorkerEntry};
+use warmroute_proto::registry::{DrainEntry, DrainState, WorkerEntry};
 use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::route;
@@ -101,6 +101,10 @@ impl Fleet {
         self.state().drains.entry(worker).cloned()
     }
 
+    pub(crate) fn drain(&self, worker: &WorkerId) -> DrainState {
+        self.state().drains.drain(worker)
+    }
+
     pub(crate) fn snapshot(&self) -> Vec<FleetWorker> {
         self.state().workers().cloned().collect()
     }
@@ -136,7 +140,7 @@ impl Fleet {
         core.set_workers(&entries);
         for worker in state.workers() {
             core.set_drain(&worker.entry.worker, state.drain(worker));
-            core.set_health(&worker.entry.worker, rank(worker));
+            core.set_health(&worker.entry.worker, candidate_health(worker));
         }
         drop(core);
         let catalog = Arc::new(ModelCatalog::of(state.workers(), self.block_size));
@@ -144,8 +148,8 @@ impl Fleet {
     }
 }
 
-/// A worker with an open circuit breaker ranks as an unchecked one: used where none is healthy.
-const fn rank(worker: &FleetWorker) -> route::Health {
+/// A worker with an open circuit breaker counts as unchecked: used where none is healthy.
+const fn candidate_health(worker: &FleetWorker) -> route::Health {
     match worker.health {
         WorkerHealth::Healthy { .. } if worker.breaker.is_open() => route::Health::Unknown,
         WorkerHealth::Healthy { .. } => route::Health::Healthy,

@@ -4,7 +4,7 @@
 //! [`route`] (the decision), [`sync`] (how replicas agree about load), [`sim`] (the engine model),
 //! [`simulate`] (a trace replayed against it). This crate is their shell: `proxy` (the public
 //! port), `admin` (the admin port), [`fleet`] (the workers), [`index_client`], [`replication`] (the
-//! other replicas), [`run`], `surroundings` and `embedded` (wiring).
+//! other replicas), [`run`], `deployment` and `embedded` (wiring).
 //!
 //! What is deliberately absent: anything that knows how the plane carries its bytes, and any copy
 //! of an engine's cache. Both are behind `warmroute_plane`.
@@ -14,6 +14,7 @@ mod admin;
 mod audit;
 mod clock;
 pub mod config;
+mod deployment;
 mod embedded;
 mod error;
 pub mod fleet;
@@ -26,7 +27,6 @@ mod ready;
 pub mod replication;
 pub mod run;
 pub mod shared_core;
-mod surroundings;
 #[cfg(test)]
 mod testing;
 

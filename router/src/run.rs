@@ -28,6 +28,7 @@ use warmroute_proto::{Generation, RouterId};
 use crate::admin::{self, Admin};
 use crate::audit::Auditor;
 use crate::config::Config;
+use crate::deployment::Deployment;
 use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
@@ -37,7 +38,6 @@ use crate::ready::{Ready, notice};
 use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
 use crate::shared_core::SharedCore;
-use crate::surroundings::Surroundings;
 use crate::tokenize::Tokenizer;
 
 /// Lets time pass in the core while no request does.
@@ -115,13 +115,13 @@ impl Running {
         let tasks = Tasks::new(metrics.tasks_failed().clone());
         let engines = EngineClient::new(&config.limits, Arc::clone(&metrics))
             .context("setting up the HTTP client")?;
-        let surroundings = Arc::new(Surroundings::start(&config, &tasks).await?);
+        let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
         let clients = Port::default();
         let services = Services {
             metrics,
             tokenizer,
             engines,
-            surroundings,
+            deployment,
         };
         let (app, admin_state) = services.spawn(&config, &clients, &tasks);
         let running = Self {
@@ -221,13 +221,13 @@ struct Services {
     metrics: Arc<Metrics>,
     tokenizer: Option<Arc<Tokenizer>>,
     engines: EngineClient,
-    surroundings: Arc<Surroundings>,
+    deployment: Arc<Deployment>,
 }
 
 impl Services {
     /// Starts the background tasks. Returns the state of the two ports.
     fn spawn(self, config: &Config, clients: &Port, tasks: &Tasks) -> (Arc<App>, Admin) {
-        let (stop, plane) = (&tasks.stop, self.surroundings.plane());
+        let (stop, plane) = (&tasks.stop, self.deployment.plane());
         let subjects = Subjects::new(&config.namespace);
         let router = RouterId(Uuid::new_v4().into_bytes());
         let core = shared_core(config, router);
@@ -298,7 +298,7 @@ impl Services {
             app: Arc::clone(&app),
             registry,
             replicas,
-            surroundings: self.surroundings,
+            deployment: self.deployment,
         };
         (app, admin)
     }

@@ -151,23 +151,16 @@ fn token_lists(
 fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &CatalogModel, size: BlockSize) -> Prompt {
     let lora = model.adapter.then_some(info.model.as_str());
     let seed = Seed::new(lora, info.cache_salt.as_deref());
-    match lists {
-        [] => Prompt::new(&[], size, seed),
-        [tokens] => Prompt::new(tokens, size, seed),
-        [first, rest @ ..] => {
-            let longest = rest.iter().fold(first, |longest, list| {
-                if list.len() > longest.len() {
-                    list
-                } else {
-                    longest
-                }
-            });
-            let total = lists.iter().map(Vec::len).sum::<usize>();
-            let whole = &longest[..longest.len().saturating_sub(1)];
-            let blocks = local_hashes(whole, size, seed);
-            Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), size, seed, blocks)
-        }
+    // The first one of the longest.
+    let Some(longest) = lists.iter().rev().max_by_key(|list| list.len()) else {
+        return Prompt::new(&[], size, seed);
+    };
+    if lists.len() == 1 {
+        return Prompt::new(longest, size, seed);
     }
+    let total = lists.iter().map(Vec::len).sum::<usize>();
+    let blocks = local_hashes(&longest[..longest.len().saturating_sub(1)], size, seed);
+    Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), size, seed, blocks)
 }
 
 fn opaque(body: &[u8], model: &CatalogModel, size: BlockSize) -> Prompt {

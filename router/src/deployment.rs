@@ -9,12 +9,12 @@ use warmroute_process::tasks::Tasks;
 use crate::config::Config;
 use crate::embedded::Embedded;
 
-pub(crate) enum Surroundings {
+pub(crate) enum Deployment {
     Embedded(Embedded),
     Distributed(Nats),
 }
 
-impl Surroundings {
+impl Deployment {
     pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         Ok(match &config.nats {
             None => Self::Embedded(Embedded::start(config, tasks)?),
