@@ -1,5 +1,5 @@
-//! Replicas over real planes: in memory, and through a nats-server that is killed and comes back.
-//! Times are printed; only their generous caps decide.
+//! Replicas over real planes: in memory, and through a nats-server that is killed and restarted.
+//! Measured times are printed; only generous limits are asserted.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -70,7 +70,7 @@ async fn converses(mut routers: Vec<Router>) {
         tokio::task::yield_now().await;
     }
     agree(&routers, "after a burst").await;
-    // A goodbye frees at once, whatever is open.
+    // A router that leaves frees its slots immediately.
     let gone = routers.remove(0);
     let id = gone.router;
     let since = Instant::now();
@@ -127,7 +127,7 @@ async fn a_killed_routers_load_goes_and_a_joiner_has_the_rest_before_it_is_ready
         joiner.ready.load(Ordering::Relaxed)
     })
     .await;
-    // One that was ready later may have given up waiting, as it should.
+    // A router that was ready later may have reached its time limit.
     let is_patient = since.elapsed() < JOIN_MAX;
     let knows_all = || {
         let mut others = routers.iter();
@@ -168,7 +168,7 @@ async fn a_killed_server_comes_back_and_all_is_equal_again() {
     }
 }
 
-/// Its requests know nothing of it, and nobody counts them twice.
+/// Requests are not affected, and no router counts them twice.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lost_lease_brings_another_incarnation_with_the_same_slots() {
     let mut routers = three_in_memory().await;
@@ -178,7 +178,7 @@ async fn a_lost_lease_brings_another_incarnation_with_the_same_slots() {
         routers[0].incarnation().await,
     );
     let key = Subjects::new(&Namespace::from("t")).router_key(routers[0].router);
-    // A renewal may come in between.
+    // A renewal may happen in between.
     until("the lease is taken away", || async {
         match plane.get(key.clone()).await.unwrap() {
             Some(entry) => plane.delete(key.clone(), entry.revision).await.is_ok(),
@@ -198,7 +198,7 @@ async fn a_lost_lease_brings_another_incarnation_with_the_same_slots() {
     assert!(routers.iter().all(|router| router.left() == 2 * OPEN));
 }
 
-/// 30 % of all broadcasts lost in front of each router, its own included.
+/// Each router loses 30 % of all broadcasts, its own included.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replicas_agree_when_a_lossy_time_ends() {
     let server = NatsServer::start().await;

@@ -26,7 +26,7 @@ use warmroute_route::{Core, CoreConfig, Health, Knobs, Prompt, RouteRequest, Slo
 const SOURCES: u32 = 512;
 const ACTIVE: u32 = 20_000;
 const TOKENS: u32 = 32_000;
-/// Of all requests.
+/// Number of different prompt families.
 const FAMILIES: u32 = 64;
 /// Sources that hold a family's common part.
 const HOLDERS: u32 = 8;

@@ -236,7 +236,7 @@ fn resident() -> f64 {
     pages * 4096.0
 }
 
-/// In a process of its own, so that nobody's freed memory is counted or reused.
+/// Runs in its own process, so that no freed memory is counted or reused.
 fn active(shared: u64) {
     let now = Instant::now();
     let (router, peer) = (RouterId([1; 16]), RouterId([2; 16]));

@@ -1,15 +1,14 @@
-//! Does the engine find cached what the index credited?
+//! Compares the credit of a decision with the cached tokens that the engine reports.
 //!
-//! Every answered request is compared; less than credited is counted. One such request proves nothing:
-//! the engine may have evicted the blocks in the meantime, and said so. Only an `exact` source whose
-//! KV groups are all main attention can be wrong in earnest, and only for a request that may read
-//! the cache. Then the index is asked again for the same prompt, once its answer lies past that
-//! prefill: in the same generation, at a later engine sequence, and [`SETTLE`] after the request
-//! ended. If it still credits the blocks that is a strike; [`STRIKES`] in a row, without a request
-//! between that found what was credited, and the source is to be demoted.
+//! A single shortfall proves nothing: the engine may have evicted the blocks since and reported
+//! that. Only an `exact` source with main attention alone can be proven wrong, and only for a
+//! request that may read the cache. Then the index is queried again for the same prompt, once its
+//! answer covers that prefill: in the same generation, at a later engine sequence, [`SETTLE`] after
+//! the request ended. If it still credits the blocks, the source gets a strike. After [`STRIKES`]
+//! in a row, without a request between that found its credit, the source is demoted.
 //!
-//! Pure: it says when to ask again ([`Recheck`]) and leaves the asking to the shell. At most one
-//! question a source is open.
+//! Pure: [`Recheck`] states when to query again; the shell does it. At most one recheck a source is
+//! open.
 
 use std::time::{Duration, Instant};
 
@@ -21,21 +20,21 @@ use super::index_view::TrustedSource;
 use super::prompt::CacheReads;
 use super::source_table::{PerSource, SourceId};
 
-/// By then everything that the engine published up to the request's end is in the index or known to
-/// be missing: twice the shim's idle poll and heartbeat of 1 s.
+/// After this time the index has, or knows to lack, all that the engine published until the
+/// request's end: twice the shim's idle poll and heartbeat of 1 s.
 pub const SETTLE: Duration = Duration::from_secs(2);
 
-/// A question that nobody came back with is forgotten.
+/// A recheck without result expires.
 const ABANDONED: Duration = Duration::from_secs(30);
 
 pub const STRIKES: u32 = 3;
 
-/// What a decision promised, as far as it can be checked.
+/// The credit of a decision, as far as it can be checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreditClaim {
     pub source: SourceId,
     pub state: SourceState,
-    /// As of the answer that was used; none without one.
+    /// As of the answer that was used; `None` without one.
     pub generation: Option<Generation>,
     pub engine_seq: Option<EngineSeq>,
     /// Capped credit of all tiers.
@@ -50,16 +49,16 @@ pub struct CreditClaim {
 pub enum AuditVerdict {
     /// Nothing was credited.
     NoClaim,
-    /// All that was credited was found, or more.
+    /// The engine found all credited blocks, or more.
     Held,
-    /// This many tokens less than credited were found.
+    /// The engine found this many tokens less than credited.
     Less {
         tokens: u32,
         recheck: Option<Recheck>,
     },
 }
 
-/// A question to ask the index again, not before its time.
+/// A repeated query to the index, not before `not_before`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recheck {
     pub not_before: Instant,
@@ -68,10 +67,10 @@ pub struct Recheck {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecheckVerdict {
-    /// The index lost the blocks too, or nothing can be said: no strike.
+    /// The index no longer credits the blocks, or nothing is proven.
     Cleared,
     Strike,
-    /// The last strike: this source is not to be believed.
+    /// The last strike: distrust the source.
     Demote,
 }
 
@@ -95,7 +94,7 @@ struct SourceStrikes {
 }
 
 impl CreditAudit {
-    /// A request ended; the engine reported this many cached tokens.
+    /// Compares a claim with the cached tokens that the engine reported.
     pub fn compare(
         &mut self,
         claim: &CreditClaim,
@@ -121,7 +120,7 @@ impl CreditAudit {
         }
     }
 
-    /// The index was asked again; `known`: what is believed of the source now.
+    /// Judges a repeated answer of the index about a claim.
     pub fn recheck(
         &mut self,
         recheck: &Recheck,
@@ -167,7 +166,7 @@ impl CreditAudit {
     }
 }
 
-/// Does the index, past the prefill in question, still credit what the engine did not have?
+/// Whether the index, after the prefill in question, still credits the missing blocks.
 fn still_claims(claim: &CreditClaim, known: &TrustedSource) -> bool {
     known.state() == SourceState::Exact
         && Some(known.generation) == claim.generation

@@ -1,11 +1,11 @@
-//! Who could serve a model: a fold of the registry, health checks and operators' marks.
+//! Sources that can serve a model: a fold of the registry, health checks and drains.
 //!
-//! Leases do not matter here: trusted of a worker may be lost while it is healthy, and then it is
-//! chosen by load. A worker that was not checked yet is used only where none is known to be healthy,
-//! so that a start does not wait for a dead one.
+//! Leases do not matter here: a healthy worker without knowledge is routed by load. A worker that
+//! was not checked yet is used only if none is healthy, so that a start does not wait for a dead
+//! worker.
 //!
-//! Lists are built when something changes, not per request. What changes with every request (stalled,
-//! full, tried already) is looked at by the decision.
+//! Candidate lists are rebuilt on changes, not per request. The decision itself checks what changes
+//! per request: stalled, full, tried.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
 
 use super::source_table::{SourceId, SourceTable};
 
-/// What the router's own checks say of a worker's HTTP.
+/// Result of the router's health checks of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Health {
@@ -28,7 +28,7 @@ pub enum Health {
     Unhealthy,
 }
 
-/// Why nobody can take a request.
+/// Why no source can take a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RouteRefusal {
     #[error("the model {0:?} does not exist")]
@@ -52,17 +52,17 @@ pub struct Candidate {
     pub source: Source,
     pub url: Arc<str>,
     pub block_size: Option<BlockSize>,
-    /// All KV groups are main attention, so that a credited block must be a cached one.
+    /// All KV groups are main attention: a credited block must be cached.
     pub main_attention_only: bool,
 }
 
-/// The block sizes of a model's workers.
+/// Block sizes of a model's workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockSizes {
-    /// No engine told it yet.
+    /// No engine has reported one.
     Unknown,
     One(BlockSize),
-    /// Prompts are hashed with one size; workers of the others get no credit.
+    /// Prompts are hashed with one size; workers with another size get no credit.
     Mixed,
 }
 
@@ -70,7 +70,7 @@ pub enum BlockSizes {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServedModel {
     pub name: String,
-    /// The base model, whose tokenizer it has. Its own name if it is none.
+    /// The base model, which determines the tokenizer; its own name for a base model.
     pub base: String,
     pub kind: ModelKind,
     pub block_sizes: BlockSizes,
@@ -83,7 +83,7 @@ pub enum ModelKind {
 }
 
 impl ServedModel {
-    /// What its blocks are hashed with.
+    /// Hash seed of its blocks.
     #[must_use]
     pub fn seed(&self, cache_salt: Option<&str>) -> Seed {
         match self.kind {
@@ -93,7 +93,7 @@ impl ServedModel {
     }
 }
 
-/// Everything known of the workers.
+/// All registered workers and the models that they serve.
 #[derive(Clone, Debug, Default)]
 pub struct WorkerDirectory {
     workers: BTreeMap<WorkerId, WorkerStatus>,
@@ -114,8 +114,8 @@ struct ModelCandidates {
 }
 
 impl WorkerDirectory {
-    /// The registry's content. Of workers that stay the drain is kept, and the health unless their URL
-    /// changed.
+    /// Replaces the registered workers. A worker that stays keeps its drain, and its health unless
+    /// its URL changed.
     pub fn set_workers(&mut self, table: &mut SourceTable, entries: &[WorkerEntry]) {
         let mut old = std::mem::take(&mut self.workers);
         for entry in entries {
@@ -132,7 +132,7 @@ impl WorkerDirectory {
         self.rebuild(table);
     }
 
-    /// Says whether anything changed; a worker that is not registered has no health.
+    /// Returns whether this changed something. Unregistered workers have no health.
     pub fn set_health(
         &mut self,
         table: &mut SourceTable,
@@ -149,7 +149,7 @@ impl WorkerDirectory {
         changed
     }
 
-    /// Says whether anything changed.
+    /// Returns whether this changed something.
     pub fn set_drain(
         &mut self,
         table: &mut SourceTable,
@@ -176,7 +176,7 @@ impl WorkerDirectory {
         self.workers.contains_key(worker)
     }
 
-    /// All model names that some worker serves, healthy or not.
+    /// All served models, healthy or not.
     pub fn models(&self) -> impl Iterator<Item = &ServedModel> {
         self.models.values().map(|served| &served.model)
     }
@@ -203,7 +203,7 @@ impl WorkerDirectory {
 
     fn rebuild(&mut self, table: &mut SourceTable) {
         let mut names: BTreeMap<&str, Vec<&WorkerStatus>> = BTreeMap::new();
-        // Base names first: where a name is both, the workers that have it as a base model serve it.
+        // A name that is both a base model and an adapter is a base model.
         for worker in self.workers.values() {
             for name in &worker.entry.models {
                 names.entry(name).or_default().push(worker);
@@ -258,7 +258,7 @@ fn serve(
     }
 }
 
-/// The adapter's parent, or the worker's own first model where the engine does not tell.
+/// The adapter's parent, or the worker's first model if the engine does not report one.
 fn base_of<'a>(worker: &'a WorkerStatus, adapter: &str) -> Option<&'a str> {
     let entry = &worker.entry;
     let lora = entry.loras.iter().find(|lora| lora.name == adapter)?;
@@ -275,7 +275,7 @@ fn block_sizes(workers: &[&WorkerStatus]) -> BlockSizes {
     }
 }
 
-/// The workers to choose from: the healthy ones, or if there are none those not checked yet.
+/// The healthy workers, or the unchecked ones if none is healthy.
 fn usable<'a>(workers: &[&'a WorkerStatus]) -> Result<Vec<&'a WorkerStatus>, RouteRefusal> {
     let with = |health: Health| -> Vec<&'a WorkerStatus> {
         let all = workers.iter().copied();

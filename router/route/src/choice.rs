@@ -1,26 +1,26 @@
-//! From costs to one choice.
+//! Choice of one candidate by cost.
 //!
-//! Temperature 0 takes the lowest cost; among equal ones each is equally likely. Above 0 it is a
-//! softmax over costs that are divided by the cost of prefilling this prompt from nothing:
-//! `P(i) ∝ exp(−(cost_i − cost_min) / (temperature × scale))`. So temperature 1 means: a source that
-//! is worse by the whole prompt is chosen e times less often.
+//! Temperature 0 takes the lowest cost, and one of several lowest at random. Above 0 it is a
+//! softmax over costs, scaled by the cost of prefilling the whole prompt: `P(i) ∝ exp(−(cost_i −
+//! cost_min) / (temperature × scale))`. At temperature 1 a source that is worse by the whole prompt
+//! is chosen e times less often.
 //!
-//! The scale depends on the request alone, deliberately. Dividing by the range of the costs, as the
-//! widest-used peer does, makes a gap of one block and a gap of ten thousand give the same odds, and
-//! lets one bad candidate change the odds between two good ones.
+//! The scale depends on the request alone. Dividing by the range of the costs would give a gap of
+//! one block and a gap of ten thousand the same odds, and one bad candidate would change the odds
+//! of two good ones.
 
 use fastrand::Rng;
 
-/// How a source is chosen.
+/// Routing policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// By cost: cache and load. Where another router's earlier choice crossed it, again.
+    /// By cost (cache and load), and again after a choice of another router crossed it.
     Kv,
-    /// By the same cost, once and for all.
+    /// By cost, never again.
     KvOnce,
-    /// Each candidate in its turn.
+    /// Candidates in turn.
     RoundRobin,
-    /// The fewest active requests; ties at random.
+    /// Fewest active requests; ties at random.
     LeastLoad,
     Random,
 }
@@ -61,18 +61,18 @@ impl std::str::FromStr for Policy {
     }
 }
 
-/// How likely each cost is to be chosen, all costs being known.
+/// Probabilities of a choice among known costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Odds {
     lowest: f64,
-    /// Of the softmax; 0: the lowest costs share the choice.
+    /// Unit of the softmax; 0 if the lowest costs share the choice.
     unit: f64,
-    /// Of all weights; how many are lowest.
+    /// Sum of all weights.
     sum: f64,
 }
 
 impl Odds {
-    /// As [`choose`] chooses.
+    /// The probabilities with which [`choose`] chooses.
     #[must_use]
     pub fn new(costs: &[f64], temperature: f64, scale: f64) -> Option<Self> {
         let lowest = lowest(costs)?;
@@ -109,15 +109,15 @@ fn lowest(costs: &[f64]) -> Option<f64> {
         .min_by(f64::total_cmp)
 }
 
-/// What a difference of costs is divided by; `None`: only the lowest count.
+/// Divisor of cost differences; `None` if only the lowest cost counts.
 fn unit(lowest: f64, temperature: f64, scale: f64) -> Option<f64> {
     let unit = temperature * scale.max(1.0);
     (unit > 0.0 && unit.is_finite() && lowest.is_finite()).then_some(unit)
 }
 
-/// The index of the chosen cost; `None` for an empty list. `scale`: see the module's text.
+/// Index of the chosen cost; `None` for an empty list. `scale` is the cost of the whole prompt.
 ///
-/// Total: a cost that is no number counts as infinite; infinite ones are chosen only among themselves.
+/// Total: NaN counts as infinite; infinite costs are chosen only among themselves.
 #[must_use]
 pub fn choose(costs: &[f64], temperature: f64, scale: f64, rng: &mut Rng) -> Option<usize> {
     let lowest = lowest(costs)?;
@@ -127,13 +127,12 @@ pub fn choose(costs: &[f64], temperature: f64, scale: f64, rng: &mut Rng) -> Opt
     }
 }
 
-/// Sums of the same terms in the same order are equal to the bit; what remains is the rounding of
-/// terms that were put together differently.
+/// Equal up to rounding: sums of the same terms in another order are ties.
 fn ties(cost: f64, lowest: f64) -> bool {
     cost <= lowest || cost <= lowest + 1e-9 * lowest.abs().max(1.0)
 }
 
-/// One pass: the n-th tie replaces the choice with probability 1/n, which makes all equally likely.
+/// One pass: the n-th tie replaces the choice with probability 1/n, so that all are equally likely.
 fn lowest_at_random(costs: &[f64], lowest: f64, rng: &mut Rng) -> Option<usize> {
     let mut chosen = None;
     let mut seen = 0;
@@ -164,7 +163,7 @@ fn softmax(costs: &[f64], lowest: f64, unit: f64, rng: &mut Rng) -> usize {
             last = index;
         }
     }
-    // Rounding left a remainder: the last one with any weight.
+    // A remainder of rounding: the last candidate with any weight.
     last
 }
 
@@ -176,7 +175,7 @@ fn finite_or_infinite(cost: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// What is told of a choice is what happens.
+    /// The reported probabilities are the frequencies of choices.
     #[test]
     fn the_odds_are_the_shares() {
         const ROUNDS: u32 = 20_000;

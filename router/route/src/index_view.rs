@@ -1,16 +1,16 @@
-//! What the router believes of the index's answers.
+//! The part of the index's answers that the router trusts.
 //!
-//! Any replica may answer, and some lag. Per source the highest (generation, number) seen is kept: an
-//! answer of a lower generation is `stale`; a lower number of the same generation is believed while
-//! every higher one was first seen less than [`LAG_MAX`] ago, afterwards it is `stale`. A source
-//! that was demoted here is `stale` until its next generation, whoever answers. What is lowered is
-//! never raised.
+//! Any index replica may answer, and replicas lag. Per source the view keeps the highest
+//! (generation, number) seen. An answer of a lower generation is `stale`. A lower number of the
+//! same generation is trusted until [`LAG_MAX`] after a higher one was first seen, then it is
+//! `stale`. A source that this router demoted is `stale` until its next generation. A state is only
+//! ever lowered.
 //!
-//! What no answer has shown for [`ANSWER_MEMORY`] is forgotten: whatever counts generations and numbers may
-//! have been lost with the registry and the log, and begun anew. A router that just started knows no
-//! more, and what an answer itself claims was proven within the last 5 s.
+//! The highest number of a source expires after [`ANSWER_MEMORY`] without an answer that reaches
+//! it: registry and log, which count generations and numbers, may have been lost and recreated. A
+//! restarted router knows as little, and each answer itself was proven within 5 s.
 //!
-//! It holds no blocks and asks nothing: an answer comes in, [`TrustedAnswer`] comes out.
+//! The view holds no blocks and sends no queries.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -20,14 +20,14 @@ use warmroute_proto::{EngineSeq, Generation, Tiers};
 
 use super::source_table::{PerSource, SourceId, SourceTable};
 
-/// How far behind the freshest replica one may lag and still be believed.
+/// Longest lag behind the freshest replica at which an answer is trusted.
 pub const LAG_MAX: Duration = Duration::from_millis(500);
 
-/// The highest number of a source that was not shown for so long is not waited for any more.
+/// Time after which the highest number of a source expires.
 pub const ANSWER_MEMORY: Duration = Duration::from_secs(30);
 
-/// Numbers first seen within this time are kept as one, with the oldest's time: bounds the memory to
-/// 51 entries a source, and at worst ends a freshness this much early.
+/// Numbers first seen within this time are kept as one, with the time of the first. Bounds the
+/// memory to 51 entries a source; trust may end this much early.
 const GRAIN: Duration = Duration::from_millis(10);
 
 #[derive(Clone, Debug, Default)]
@@ -38,32 +38,32 @@ pub struct IndexView {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IndexViewCounts {
-    /// Source answers that were `stale` for an old generation or number.
+    /// Source answers that were `stale` because of an old generation or number.
     pub lagging: u64,
-    /// Sources that this router does not believe any more, so far.
+    /// Demotions so far.
     pub demoted: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 struct SourceFreshness {
     generation: Option<Generation>,
-    /// Records applied, and when an answer first showed that many; ascending in both. The first is
-    /// older than [`LAG_MAX`] or the only one.
+    /// Number of applied records, and when an answer first showed it; both ascend. The first entry
+    /// is older than [`LAG_MAX`] or the only one.
     seen: VecDeque<(u64, Instant)>,
-    /// When an answer last showed the highest of them.
+    /// When an answer last showed the highest number.
     shown: Option<Instant>,
     demoted: Option<Generation>,
 }
 
-/// One answer as it is believed, by source.
+/// The trusted part of one answer, by source.
 #[derive(Clone, Debug, Default)]
 pub struct TrustedAnswer {
     sources: PerSource<Option<TrustedSource>>,
-    /// Sources whose generation is newer than ever before: what was expected there is void.
+    /// Sources with a new generation: predictions for them are void.
     pub restarted: Vec<SourceId>,
 }
 
-/// What is believed of one source.
+/// The trusted part of an answer for one source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrustedSource {
     pub generation: Generation,
@@ -74,13 +74,13 @@ pub struct TrustedSource {
 }
 
 impl TrustedAnswer {
-    /// `None`: no answer came, or the index does not know the source.
+    /// Returns `None` without an answer, or if the index does not know the source.
     #[must_use]
     pub fn of(&self, source: SourceId) -> Option<&TrustedSource> {
         self.sources.get(source)?.as_ref()
     }
 
-    /// All that something is believed of.
+    /// All sources of the answer.
     pub fn all(&self) -> impl Iterator<Item = (SourceId, &TrustedSource)> {
         let all = self.sources.iter();
         all.filter_map(|(id, known)| Some((id, known.as_ref()?)))
@@ -88,7 +88,7 @@ impl TrustedAnswer {
 }
 
 impl TrustedSource {
-    /// The source's one-word state.
+    /// The source's overall state.
     #[must_use]
     pub const fn state(&self) -> SourceState {
         self.states.gpu
@@ -123,7 +123,8 @@ impl TrustedSource {
 }
 
 impl IndexView {
-    /// Judges an answer. One from a replica that was behind the asked position says nothing.
+    /// Reduces an answer to what is trusted. An answer of a replica behind the requested position
+    /// contains nothing.
     pub fn judge(
         &mut self,
         table: &mut SourceTable,
@@ -155,7 +156,7 @@ impl IndexView {
         trusted
     }
 
-    /// Stops believing a source until a generation above this one.
+    /// Distrusts a source until a generation above this one.
     pub fn demote(&mut self, source: SourceId, generation: Generation) {
         let freshness = self.sources.get_mut(source);
         if freshness.demoted.is_none_or(|at| at < generation) {
@@ -173,14 +174,14 @@ impl IndexView {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Freshness {
     Fresh,
-    /// A newer generation than any seen; not said of the first one.
+    /// A newer generation than any seen before; not for the first one.
     Restarted,
     Lagging,
 }
 
 impl SourceFreshness {
     fn take_in(&mut self, answer: &SourceAnswer, now: Instant) -> Freshness {
-        // Before the first record of a generation nothing is applied: 0; after number n: n + 1.
+        // 0 before the first record of a generation, n + 1 after number n.
         let applied = answer.number.map_or(0, |number| number.0.saturating_add(1));
         let highest = self.seen.back().map(|(number, _)| *number);
         if (Some(answer.generation), Some(applied)) >= (self.generation, highest) {
@@ -209,7 +210,7 @@ impl SourceFreshness {
             }
         }
         self.first_seen(applied, now);
-        // The higher ones stand behind it, the one seen first in front of them.
+        // Higher numbers follow, the earliest of them first.
         let overtaken = self.seen.iter().find(|(number, _)| *number > applied);
         match overtaken {
             Some((_, since)) if now.saturating_duration_since(*since) >= LAG_MAX => {
@@ -235,7 +236,7 @@ impl SourceFreshness {
             }
         }
         self.seen.push_back((applied, now));
-        // The second one is over the bound as well: it alone decides for everything below it.
+        // The second entry is older than the bound too: it alone decides for all numbers below it.
         while let Some((_, since)) = self.seen.get(1)
             && now.saturating_duration_since(*since) >= LAG_MAX
         {

@@ -1,10 +1,10 @@
-//! What this router says about its own slots: counters, numbers, and the bytes.
+//! Outgoing load messages of this router: slot counters, message numbers and encoded bytes.
 //!
-//! Every change goes out as its own numbered message and comes back decoded from the very bytes that
-//! are sent: whoever applies it knows no more of it than a peer does.
+//! Each change becomes a numbered message and is decoded again from the bytes that are sent: this
+//! router applies exactly what its peers apply.
 //!
-//! The last messages are kept, [`RING_BYTES_MAX`] of them: they wait there to be sent, and for peers
-//! that missed them. What fell off the end a peer learns from the open slots instead.
+//! A ring keeps the last [`RING_BYTES_MAX`] of messages, for sending and for peers that missed
+//! them. For older messages a peer fetches the open slots.
 
 use std::collections::VecDeque;
 
@@ -16,7 +16,7 @@ use warmroute_proto::{Generation, RecordNumber, RouterId, Source};
 /// Two seconds of 1,000 requests a second that generate 500 tokens each.
 pub const RING_BYTES_MAX: usize = 4 << 20;
 
-/// What a kept message takes beside its bytes.
+/// Overhead of a kept message.
 const KEPT_BYTES: usize = 64;
 
 /// Numbers and encodes one router's messages.
@@ -26,17 +26,17 @@ pub struct Ledger {
     incarnation: Generation,
     next_number: RecordNumber,
     next_counter: u64,
-    /// The messages up to `next_number`, without a hole.
+    /// The messages up to `next_number`, without gaps.
     ring: VecDeque<Bytes>,
     ring_bytes: usize,
 }
 
-/// A change as its peers see it.
+/// An encoded message.
 #[derive(Clone, Debug)]
 pub struct LedgerEntry {
-    /// To be broadcast.
+    /// For the peers.
     pub bytes: Bytes,
-    /// To be applied.
+    /// For this router.
     pub message: LoadMessage,
 }
 
@@ -63,8 +63,8 @@ impl Ledger {
         }
     }
 
-    /// Begins another incarnation. `open`: what it begins with. Open slots are stated as number 0,
-    /// which is no message: who wants it has to ask for the state. Counters go on, since slots do.
+    /// Begins another incarnation with `open` slots. Number 0 stands for the open slots and is no
+    /// message: peers fetch them. Counters go on, because slots do.
     pub fn begin(&mut self, incarnation: Generation, open: u64) {
         self.incarnation = incarnation;
         self.next_number = RecordNumber(u64::from(open > 0));
@@ -82,40 +82,40 @@ impl Ledger {
         self.incarnation
     }
 
-    /// The last number written or stated; none before the first.
+    /// The last number written or used for the open slots; `None` before the first.
     #[must_use]
     pub fn last(&self) -> Option<RecordNumber> {
         self.next_number.0.checked_sub(1).map(RecordNumber)
     }
 
-    /// The next number to be written.
+    /// The next number.
     #[must_use]
     pub const fn next(&self) -> RecordNumber {
         self.next_number
     }
 
-    /// The oldest number kept, `next` if none is.
+    /// The oldest number kept, or `next`.
     #[must_use]
     pub fn first_kept(&self) -> RecordNumber {
         let kept = u64::try_from(self.ring.len()).unwrap_or(u64::MAX);
         RecordNumber(self.next_number.0.saturating_sub(kept))
     }
 
-    /// Kept messages from a number on, oldest first; none if that one is not kept.
+    /// Kept messages from a number on, oldest first; empty if that number is not kept.
     pub fn kept(&self, from: RecordNumber) -> impl Iterator<Item = &Bytes> {
         let skip = from.0.checked_sub(self.first_kept().0);
         let skip = skip.and_then(|skip| usize::try_from(skip).ok());
         self.ring.iter().skip(skip.unwrap_or(usize::MAX))
     }
 
-    /// A new slot's counter. Never given twice, whether or not the slot is opened.
+    /// Counter of a new slot. Unique, even if the slot is never opened.
     pub const fn counter(&mut self) -> u64 {
         let counter = self.next_counter;
         self.next_counter += 1;
         counter
     }
 
-    /// The opening of a slot, small enough for one message.
+    /// The change that opens a slot, small enough for one message.
     #[must_use]
     pub fn opening(
         counter: u64,
@@ -133,12 +133,12 @@ impl Ledger {
         }
     }
 
-    /// Writes a change down. On an error nothing was numbered: neither peers nor this router know it.
+    /// Writes one change as a message. On an error no number is used.
     pub fn write(&mut self, change: LoadChange) -> Result<LedgerEntry, LedgerError> {
         self.write_all(vec![change])
     }
 
-    /// Writes changes down that are to be known all or none.
+    /// Writes changes as one message, so that peers apply all or none.
     pub fn write_all(&mut self, changes: Vec<LoadChange>) -> Result<LedgerEntry, LedgerError> {
         let message = LoadMessage {
             router: self.router,

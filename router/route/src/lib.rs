@@ -1,27 +1,26 @@
-//! The decision: which source gets this request, and what every source is believed to hold and bear.
+//! The routing decision: the source of each request, and the load of every source.
 //!
-//! Pure: no IO, no clock, no task; time and randomness are arguments. [`Core`] owns everything and is
-//! meant to stand behind one mutex that is held for one call, never across an await. The other
-//! modules are its parts, each with its own tests.
+//! Pure: no IO, no clock, no tasks; time and randomness are arguments. [`Core`] owns all state and
+//! stands behind one mutex that is held for one call, never across an await. The other modules are
+//! its parts, each with its own tests. [`sync`] replicates the load between routers.
 //!
 //! How the shell drives it:
 //!
 //! ```text
 //! let mut core = Core::new(CoreConfig { knobs, router, incarnation, seed });
 //!
-//! core.set_workers(&entries);                       // at every registry change
-//! core.set_health(&worker, Health::Healthy);        // at every health check; unknown at first
-//! core.set_drain(&worker, DrainState::Draining);         // by an operator
+//! core.set_workers(&entries);                      // at every registry change
+//! core.set_health(&worker, Health::Healthy);       // at every health check; unknown at first
+//! core.set_drain(&worker, DrainState::Draining);   // by an operator
 //!
-//! let model = core.model("my-lora")?;               // RouteRefusal: unknown model, nobody healthy, …
-//! let seed = model.seed(cache_salt);                // carries the LoRA
-//! let prompt = Prompt::new(&tokens, block_size, seed);     // or Prompt::opaque(estimate, size)
-//! let answer = index.query(prompt.blocks()).await;  // Option<Answer>; None: late, or nothing to ask
+//! let model = core.model("my-lora")?;              // RouteRefusal: unknown model, none healthy, …
+//! let seed = model.seed(cache_salt);               // includes the LoRA
+//! let prompt = Prompt::new(&tokens, block_size, seed);   // or Prompt::opaque(estimate, size)
+//! let answer = index.query(prompt.blocks()).await;       // Option<IndexAnswer>
 //!
-//! let ask = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried };
-//! let admitted = core.admit(&ask, answer.as_ref(), now)?;  // decides AND accounts, in one step
-//! // admitted.message: bytes of the AddRequest, applied already, kept in the ledger for the peers
-//! let mut slot = SlotGuard::new(accounts, admitted.slot);  // accounts: Arc<impl SlotSink>
+//! let request = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried };
+//! let admitted = core.admit(&request, answer.as_ref(), now)?;   // decides and opens a slot
+//! let mut slot = SlotGuard::new(sink, admitted.slot);           // sink: Arc<impl SlotSink>
 //!
 //! // forward to admitted.decision.{url, source}; headers from admitted.decision
 //! slot.first_token();                // streaming: at the first byte of content
@@ -31,18 +30,15 @@
 //! // a retry: slot.fail(), push decision.source to `tried`, admit again: a new slot
 //!
 //! core.audit(&admitted.decision, cached_tokens, now);      // -> AuditVerdict, maybe a Recheck
-//! core.tick(now);                    // every quarter of a second or so
-//! core.loads();                      // /v1/slots
-//! core.counts();                     // metrics
+//! core.tick(now);                    // a few times a second
 //! ```
 //!
-//! The shell's [`SlotSink`] is three lines: lock the core, `core.note(event, now)`, tell whoever sends
-//! what the ledger keeps. A router's own changes are applied through the bytes that are sent: what it
-//! believes of itself is what its peers believe of it. [`crate::sync`] decides which message of a peer
-//! goes to `core.apply_remote(&message, now)`.
+//! A [`SlotSink`] locks the core, calls `core.note(event, now)` and wakes the sender of the ledger's
+//! messages. Own changes are applied through the bytes that are sent, so that this router and its
+//! peers agree. [`sync`] decides which message of a peer is passed to `core.apply_remote`.
 //!
-//! What is deliberately absent: retries, time-outs and queues (the shell's), the index (asked before),
-//! and any request content (a prompt is a list of hashes here).
+//! Deliberately absent: retries, timeouts and queues (the shell's), the index, and request content (a
+//! prompt is a list of hashes here).
 
 #![forbid(unsafe_code)]
 

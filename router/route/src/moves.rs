@@ -1,22 +1,22 @@
-//! Which of this router's requests may still go elsewhere, because another router's choice crossed
-//! theirs.
+//! Requests of this router that may move to another source, because a choice of another router
+//! crossed theirs.
 //!
-//! Routers that decide within the delay between them cannot see each other. They choose the same source,
-//! and the later request waits for the prefill of the earlier one. The later one's router hears of it a
-//! moment after it decided, and that is early enough: it decides again
-//! ([`Core::reconsider`](super::Core::reconsider)), and if another source is now cheaper by more than a
-//! margin, the request goes there. It pays the delay, not the prefill.
+//! Routers that decide within the delay between them do not see each other's choices. They choose
+//! the same source, and the later request waits for the prefill of the earlier one. The router of
+//! the later request receives the earlier choice a moment after its own. Then it decides again
+//! ([`Core::reconsider`](super::Core::reconsider)) and moves the request if another source is
+//! cheaper by more than a margin. A move costs the delay instead of the prefill.
 //!
-//! **Who was earlier** needs no common clock: what took `delay` to come was decided `delay` before it
-//! came, and only what was decided before one's own choice makes one reconsider it. Both sides judge
-//! alike as far as their measured delays are right. Where they are not, now and then both requests move
-//! or neither does: either way each has one place, on average no worse a one than without all this.
+//! **Order of choices** needs no common clock: a message that took `delay` was decided `delay`
+//! before its arrival. Only a choice that was made before the own one causes a second decision.
+//! Both routers find the same order if their measured delays are right. If not, both requests move
+//! or none does: each still has one source.
 //!
-//! Bounds: a request moves once at most; only within the longest delay of a peer, [`MOVE_WINDOW_MAX`] at most;
-//! only before anything is known of its answer. At most [`WATCHED_MAX`] requests are watched, what comes
-//! beyond stays where it is. Without peers nothing is watched.
+//! Bounds: a request moves at most once, only within the longest delay of a peer and
+//! [`MOVE_WINDOW_MAX`], and only before its answer begins. At most [`WATCHED_MAX`] requests are
+//! watched; further requests stay. Without peers no request is watched.
 //!
-//! Deliberately absent: asking the others. It is each router's own request, and its own decision.
+//! Deliberately absent: agreement. Each router decides about its own requests.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -26,31 +26,31 @@ use warmroute_proto::RouterId;
 
 use super::source_table::SourceId;
 
-/// After this an idle engine is deep in a prefill, and to stop it saves nobody anything.
+/// After this an idle engine is deep in the prefill, and an abort saves no time.
 pub const MOVE_WINDOW_MAX: Duration = Duration::from_millis(15);
 
 /// Requests watched at once: 200,000 a second for 5 ms.
 pub const WATCHED_MAX: usize = 1_000;
 
-/// What became of own choices that an earlier one of another router crossed.
+/// Own choices that an earlier choice of another router crossed, by result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MoveCounts {
     pub moved: u64,
-    /// Their source was still the best, or as good.
+    /// The source was still the best, or as good.
     pub stayed: u64,
-    /// When they were looked at their answer had begun, or they had ended.
+    /// The answer had begun or the request had ended.
     pub late: u64,
-    /// Requests that were not watched for want of room.
+    /// Requests that were not watched because of [`WATCHED_MAX`].
     pub unwatched: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 pub struct MoveTracker {
-    /// Of the peers: how long their messages are on their way.
+    /// One-way delay of each peer's messages.
     delays: BTreeMap<RouterId, Duration>,
-    /// By slot, and so by time.
+    /// By slot counter, so also by time.
     open: BTreeMap<u64, MovableRequest>,
-    /// Slots whose choice was crossed since somebody asked.
+    /// Slots whose choice was crossed since the last [`Self::take_crossed`].
     crossed: Vec<u64>,
     is_over: bool,
     pub(super) counts: MoveCounts,
@@ -63,7 +63,7 @@ struct MovableRequest {
 }
 
 impl MoveTracker {
-    /// How long a peer's messages are on their way; none: it is gone.
+    /// Sets the one-way delay of a peer's messages; `None` removes the peer.
     pub fn set_delay(&mut self, peer: RouterId, delay: Option<Duration>) {
         match delay {
             Some(delay) => self.delays.insert(peer, delay),
@@ -71,14 +71,15 @@ impl MoveTracker {
         };
     }
 
-    /// From here on nothing moves.
+    /// Disables moves.
     pub fn stop(&mut self) {
         self.is_over = true;
         self.open.clear();
         self.crossed.clear();
     }
 
-    /// A request of this router goes to a source. Until when it may be moved; none: never.
+    /// Registers a request of this router. Returns the deadline for moving it, or `None` if it
+    /// cannot be moved.
     pub fn sent(&mut self, slot: u64, source: SourceId, now: Instant) -> Option<Instant> {
         let longest = *self.delays.values().max().filter(|_| !self.is_over)?;
         self.expire(now);
@@ -90,7 +91,7 @@ impl MoveTracker {
         Some(now + MOVE_WINDOW_MAX.min(longest))
     }
 
-    /// Its answer began, it ended, or it was moved.
+    /// Its answer began, or it ended or was moved: it stays.
     pub fn settle(&mut self, slot: u64) {
         self.open.remove(&slot);
     }
@@ -101,7 +102,7 @@ impl MoveTracker {
         self.open.get(&slot).map(|movable| movable.source)
     }
 
-    /// Another router's request goes to a source. `own`: this router.
+    /// Registers a choice of another router. `own` is this router.
     pub fn peer_chose(&mut self, own: RouterId, peer: RouterId, source: SourceId, now: Instant) {
         let Some(&delay) = self.delays.get(&peer) else {
             return;
@@ -119,7 +120,7 @@ impl MoveTracker {
         }
     }
 
-    /// The slots to be looked at again.
+    /// Takes the slots to decide again.
     pub fn take_crossed(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.crossed)
     }

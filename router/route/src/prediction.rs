@@ -1,13 +1,13 @@
-//! What is expected to be cached soon, because requests that were sent there bring it.
+//! Prompts that will soon be cached at a source because requests with them were sent there.
 //!
-//! The sampled prompt of a slot is expected at its source from the moment it was sent, and for [`KEEP`]
-//! after it completed. It ends earlier with an answer of the index that counts it already (from then
-//! on the index knows better, also when the blocks go again), with a failure or an abort, with the
-//! death of its router, and with a new generation of the source.
+//! The sampled prompt of a slot is expected at its source from sending until [`KEEP`] after its
+//! completion. The expectation ends earlier when an answer of the index credits the prompt (from
+//! then on the index is authoritative, even if the blocks are evicted), on failure or abort, on the
+//! death of its router, and on a new generation of the source.
 //!
-//! Equal prompts at one source are one expectation. Memory is bounded by [`SAMPLES_KEPT_MAX`] hashes
-//! and [`ENDED_KEPT_MAX`] ended prompts: the oldest ended ones go first, and then new prompts are not
-//! expected; both are counted. Call [`Predictions::expire`] before asking.
+//! Equal prompts at one source are one expectation. Memory is bounded by [`SAMPLES_KEPT_MAX`]
+//! hashes and [`ENDED_KEPT_MAX`] ended prompts. At the bound the oldest ended prompts are dropped
+//! first, then new prompts; both are counted. Call [`Predictions::expire`] before reading.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -20,14 +20,14 @@ use super::prompt_tree::{PromptLeaf, PromptTree};
 use super::slots::SlotKey;
 use super::source_table::{PerSource, SourceId};
 
-/// The shim polls an idle engine each second and so finds a lost tail; what the index does not know
-/// after two polls is not cached.
+/// The shim polls an idle engine each second and finds a lost tail. Blocks that the index does not
+/// credit after two polls are not cached.
 pub const KEEP: Duration = Duration::from_secs(2);
 
 /// 16 MiB of hashes.
 pub const SAMPLES_KEPT_MAX: u64 = 2 << 20;
 
-/// 32,000 requests a second that end, for [`KEEP`].
+/// Enough for 32,000 ended requests a second.
 pub const ENDED_KEPT_MAX: usize = 64 << 10;
 
 #[derive(Clone, Debug, Default)]
@@ -46,10 +46,10 @@ struct SourceExpectations {
     entries: FxHashMap<PromptLeaf, ExpectedPrompt>,
 }
 
-/// One expected prompt. It holds one place in the prompts, however many requests bring it.
+/// One expected prompt. It is in the tree once, for any number of requests.
 #[derive(Clone, Copy, Debug)]
 struct ExpectedPrompt {
-    /// Tells an entry from a later one at the same leaf.
+    /// Distinguishes it from a later entry at the same leaf.
     serial: u64,
     active: u32,
     until: Option<Instant>,
@@ -63,7 +63,7 @@ struct PredictionTicket {
 }
 
 impl Predictions {
-    /// A request with this prompt was sent to the source.
+    /// Registers a request with this prompt at the source.
     pub fn sent(
         &mut self,
         router: RouterId,
@@ -88,7 +88,7 @@ impl Predictions {
         self.tickets.insert((router, counter), ticket);
     }
 
-    /// The request ended.
+    /// Registers the end of a request.
     pub fn ended(&mut self, router: RouterId, counter: u64, end: SlotEnd, now: Instant) {
         let Some(ticket) = self.tickets.remove(&(router, counter)) else {
             return;
@@ -106,8 +106,7 @@ impl Predictions {
         }
     }
 
-    /// All requests of this router are gone; so many of them at most are ended now. True: there are
-    /// more.
+    /// Aborts at most `most` requests of this router. Returns true while more may remain.
     pub fn release_step(&mut self, router: RouterId, most: usize, now: Instant) -> bool {
         let open: Vec<u64> = self
             .tickets
@@ -121,8 +120,7 @@ impl Predictions {
         open.len() == most
     }
 
-    /// The index credits this many blocks of this prompt at the source: what is no longer than that
-    /// is no expectation any more.
+    /// Ends expectations along this prompt that are no longer than the index credits.
     pub fn counted(&mut self, source: SourceId, prompt: &SampledPrefix, credited: u32) {
         if self.is_empty(source) {
             return;
@@ -134,19 +132,19 @@ impl Predictions {
         });
     }
 
-    /// The source began a new generation.
+    /// Ends all expectations of a source, which began a new generation.
     pub fn restarted(&mut self, source: SourceId) {
         self.change(source, |expected| *expected = SourceExpectations::default());
     }
 
-    /// Ends what is older than [`KEEP`].
+    /// Ends expectations whose time is over.
     pub fn expire(&mut self, now: Instant) {
         while self.ended.front().is_some_and(|(until, _)| *until <= now) {
             self.drop_oldest();
         }
     }
 
-    /// The blocks from depth 0 of this prompt that are expected at the source.
+    /// Blocks of this prompt, from depth 0, that are expected at the source.
     #[must_use]
     pub fn predicted(&self, source: SourceId, prompt: &SampledPrefix) -> u32 {
         self.sources
@@ -189,19 +187,19 @@ impl Predictions {
             .is_none_or(|expected| expected.entries.is_empty())
     }
 
-    /// Hashes kept.
+    /// Number of hashes kept.
     #[must_use]
     pub const fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// Prompts that were not expected, or not for as long as they should, for want of room.
+    /// Prompts that were dropped at a memory bound.
     #[must_use]
     pub const fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Ends the ended prompt that is nearest to its end anyway. False if there is none.
+    /// Ends the expectation that expires first. Returns false if there is none.
     fn drop_oldest(&mut self) -> bool {
         let Some((until, ticket)) = self.ended.pop_front() else {
             return false;
@@ -210,7 +208,7 @@ impl Predictions {
         true
     }
 
-    /// The one place where the kept hashes are counted.
+    /// Changes a source's expectations and the number of kept hashes with them.
     fn change<T>(
         &mut self,
         source: SourceId,
@@ -266,7 +264,7 @@ impl SourceExpectations {
         }
     }
 
-    /// A time that was granted until `until` is over.
+    /// Ends the time that was granted until `until`.
     fn lapse(&mut self, ticket: PredictionTicket, until: Instant) {
         let Some(entry) = self.entry(ticket) else {
             return;

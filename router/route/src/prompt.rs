@@ -1,19 +1,18 @@
-//! A request's prompt as routing sees it: a number of tokens and the names of its whole blocks.
+//! A request's prompt for routing: its number of tokens and the hashes of its whole blocks.
 
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::load::SampledPrefix;
 use warmroute_proto::{BlockSize, LocalHash, Seed};
 
-/// May the engine answer parts of this prompt from its cache?
+/// Whether the engine may read this prompt's blocks from its cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheReads {
     Allowed,
-    /// The request asks for something that only a computed prompt gives (prompt logprobs), so that
-    /// the engine computes it all, whatever is cached.
+    /// The request needs a computed prompt (prompt logprobs): the engine computes all of it.
     Bypassed,
 }
 
-/// A prompt. Its fields agree with each other by construction; none changes afterwards.
+/// A prompt; immutable, with consistent fields.
 #[derive(Clone, Debug)]
 pub struct Prompt {
     tokens: u32,
@@ -33,7 +32,7 @@ impl Prompt {
         Self::of_blocks(count, block_size, seed, blocks)
     }
 
-    /// A prompt whose whole blocks are hashed already.
+    /// A prompt whose whole blocks are hashed.
     #[must_use]
     pub fn of_blocks(
         tokens: u32,
@@ -52,8 +51,7 @@ impl Prompt {
         }
     }
 
-    /// A prompt that could not be tokenized as the engine does: it has a size, an estimate, and no
-    /// blocks. Routed by load only.
+    /// A prompt without tokens: an estimated size and no blocks. Routed by load only.
     #[must_use]
     pub fn opaque(tokens_estimate: u32, block_size: BlockSize) -> Self {
         Self::of_blocks(tokens_estimate, block_size, Seed::PLAIN, Vec::new())
@@ -80,7 +78,7 @@ impl Prompt {
         self.seed
     }
 
-    /// The whole blocks, from depth 0. Empty: there is nothing to ask an index for.
+    /// The whole blocks, from depth 0. If empty, an index query is useless.
     #[must_use]
     pub fn blocks(&self) -> &[LocalHash] {
         &self.blocks
@@ -96,14 +94,14 @@ impl Prompt {
         self.reads
     }
 
-    /// Blocks that the prompt takes in a cache, the partial last one included.
+    /// Blocks of the prompt in a cache, the partial last one included.
     #[must_use]
     pub fn blocks_taken(&self) -> u32 {
         self.tokens.div_ceil(self.block_tokens())
     }
 
-    /// The most blocks that a cache can save. The engine always computes at least the last token, so
-    /// that a prompt of whole blocks never hits its last block.
+    /// Upper limit of the credit. The engine always computes the last token, so the last block of a
+    /// prompt of whole blocks is never a hit.
     #[must_use]
     pub fn credit_max(&self) -> u32 {
         match self.reads {

@@ -1,19 +1,19 @@
-//! A set of sampled prompts with counts: which prompts begin like this one, and how many different
-//! blocks do they take together?
+//! A multiset of sampled prompts: longest common prefix, and number of distinct blocks.
 //!
-//! A path-compressed tree over sampled prefix hashes. Each distinct hash is kept once (8 bytes), each
-//! prompt costs at most two nodes; adding and removing touch only what is not shared. A [`PromptLeaf`]
-//! names where a prompt ends and stays valid until it is removed as often as it was inserted.
+//! A path-compressed tree over sampled prefix hashes. Each distinct hash is kept once (8 bytes) and
+//! a prompt adds at most two nodes. Inserting and removing touch only what is not shared. A
+//! [`PromptLeaf`] identifies the end of a prompt and is valid until it was removed as often as
+//! inserted.
 //!
-//! Equal prefix hashes mean equal prefixes, so that within a run a binary search finds where two
-//! prompts part. Hashes that break this rule (a hostile message) give wrong counts for themselves,
-//! never a panic and never a leak.
+//! Equal prefix hashes mean equal prefixes, so a binary search in a run finds where two prompts
+//! differ. Hashes that break this rule (a malicious message) give wrong counts for themselves,
+//! never a panic or a leak.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::PrefixHash;
 use warmroute_proto::load::{SAMPLES_MAX, sampled_length};
 
-/// Where a prompt ends.
+/// End of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PromptLeaf(NodeId);
 
@@ -55,7 +55,7 @@ impl PromptNode {
     }
 }
 
-/// How far a walk along a prompt came.
+/// Result of a walk along a prompt.
 struct PromptWalk {
     node: NodeId,
     /// Samples matched in the node's own run.
@@ -77,19 +77,19 @@ impl Default for PromptTree {
 }
 
 impl PromptTree {
-    /// Distinct blocks that the sampled parts of all prompts take.
+    /// Distinct blocks of the sampled parts of all prompts.
     #[must_use]
     pub const fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// Distinct hashes kept.
+    /// Number of distinct hashes.
     #[must_use]
     pub const fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// The blocks of the longest prefix of this prompt that some prompt in the set begins with.
+    /// Blocks of the longest common prefix with any prompt in the set.
     #[must_use]
     pub fn longest(&self, prompt: &[PrefixHash]) -> u32 {
         if self.blocks == 0 {
@@ -121,7 +121,7 @@ impl PromptTree {
         (leaf.0 != ROOT && node.ends == 1 && node.children == 0).then_some(node)
     }
 
-    /// Adds one prompt. The same prompt may be in the set several times.
+    /// Adds one prompt; equal prompts may be in the set several times.
     pub fn insert(&mut self, prompt: &[PrefixHash]) -> PromptLeaf {
         let prompt = clip(prompt);
         let walk = self.walk(prompt);
@@ -136,7 +136,7 @@ impl PromptTree {
         PromptLeaf(at)
     }
 
-    /// Takes one prompt out that ends at this leaf.
+    /// Removes one prompt that ends at this leaf.
     pub fn remove(&mut self, leaf: PromptLeaf) {
         let PromptLeaf(mut at) = leaf;
         let Some(node) = self.nodes.get_mut(at as usize) else {
@@ -216,7 +216,8 @@ impl PromptTree {
         walk
     }
 
-    /// Cuts a node's run after `at` samples. The node keeps its end; a new one takes the beginning.
+    /// Splits a node's run after `at` samples. The node keeps its end; a new node takes the
+    /// beginning.
     fn split(&mut self, id: NodeId, at: usize) -> NodeId {
         let node = self.node_mut(id);
         let upper_run: Box<[PrefixHash]> = node.run[..at].into();
@@ -258,7 +259,7 @@ impl PromptTree {
         id
     }
 
-    /// Takes a childless node away; its parent is next to be looked at.
+    /// Removes a node without children. Returns its parent.
     fn prune(&mut self, id: NodeId) -> NodeId {
         let node = self.vacate(id);
         self.blocks -= node.blocks();
@@ -270,7 +271,7 @@ impl PromptTree {
         node.parent
     }
 
-    /// Joins a node at which nothing ends with its only child, which keeps its id.
+    /// Merges a node without ends into its only child, which keeps its id.
     fn merge(&mut self, id: NodeId) {
         let node = self.vacate(id);
         let child = node.child_ids;
@@ -311,7 +312,7 @@ fn clip(prompt: &[PrefixHash]) -> &[PrefixHash] {
     &prompt[..prompt.len().min(SAMPLES_MAX)]
 }
 
-/// Where two runs that begin with the same hash part.
+/// Length of the common part of two runs with equal first hashes.
 fn common_length(run: &[PrefixHash], prompt: &[PrefixHash]) -> usize {
     let most = run.len().min(prompt.len());
     if run[most - 1] == prompt[most - 1] {

@@ -1,4 +1,4 @@
-//! A slot that cannot leak: whatever happens to the request, dropping the guard frees it once.
+//! A guard that frees its slot exactly once when it is dropped.
 
 use std::sync::Arc;
 
@@ -6,14 +6,14 @@ use warmroute_proto::load::SlotEnd;
 
 use super::slots::PrefillState;
 
-/// What happens to an open slot of this router.
+/// Event of an open slot of this router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotEvent {
-    /// The first token was seen: prefill ended, and how long it took is worth learning.
+    /// The first token arrived: the prefill ended, and its time is measured.
     FirstToken {
         counter: u64,
     },
-    /// Nothing can be seen (not streaming): prefill is taken as ended.
+    /// The answer is not streamed: the prefill is assumed to have ended.
     PrefillPredicted {
         counter: u64,
     },
@@ -28,21 +28,20 @@ pub enum SlotEvent {
 }
 
 impl SlotEvent {
-    /// Whether others' decisions suffer if they hear of it a moment later. A generated block does not
-    /// wait for long either, but by itself it is not worth a message to everybody.
+    /// Whether peers need the event at once. Generated blocks leave with the next frame.
     #[must_use]
     pub const fn is_urgent(&self) -> bool {
         !matches!(self, Self::Grow { .. })
     }
 }
 
-/// Where slots are accounted: locks the core, notes the event, publishes the bytes. Called from drop,
-/// so that it must not block for long, must not panic and cannot fail.
+/// Records slot events: locks the core, applies the event, wakes the sender. Called from `drop`, so
+/// it must be short and cannot fail or panic.
 pub trait SlotSink: Send + Sync {
     fn note(&self, event: SlotEvent);
 }
 
-/// One attempt's open slot. Dropped before its end was told: the client is gone, an abort.
+/// The open slot of one attempt. Dropped without an end it is aborted: the client disconnected.
 #[derive(Debug)]
 pub struct SlotGuard<A: SlotSink> {
     accounts: Arc<A>,
@@ -52,7 +51,7 @@ pub struct SlotGuard<A: SlotSink> {
 }
 
 impl<A: SlotSink> SlotGuard<A> {
-    /// Takes over a slot that is open. `counter`: as the core gave it.
+    /// Guards an open slot.
     #[must_use]
     pub const fn new(accounts: Arc<A>, counter: u64) -> Self {
         Self {
@@ -68,25 +67,24 @@ impl<A: SlotSink> SlotGuard<A> {
         self.counter
     }
 
-    /// The request was moved: the core freed this slot and opened another one, which is guarded from here
-    /// on.
+    /// Guards another slot, after the core moved the request and freed this one.
     pub const fn take_over(&mut self, counter: u64) {
         self.counter = counter;
     }
 
-    /// The first token came. Only the first call, of this or of [`Self::prefill_predicted`], counts.
+    /// Records the first token. Only the first call of this or [`Self::prefill_predicted`] counts.
     pub fn first_token(&mut self) {
         let counter = self.counter;
         self.prefill_done(SlotEvent::FirstToken { counter });
     }
 
-    /// The prefill should be over by now, but nothing shows it.
+    /// Records the assumed end of the prefill.
     pub fn prefill_predicted(&mut self) {
         let counter = self.counter;
         self.prefill_done(SlotEvent::PrefillPredicted { counter });
     }
 
-    /// This many more blocks were generated.
+    /// Records generated blocks.
     pub fn grow(&mut self, blocks: u32) {
         if blocks > 0 {
             let counter = self.counter;
@@ -94,12 +92,12 @@ impl<A: SlotSink> SlotGuard<A> {
         }
     }
 
-    /// The whole answer came.
+    /// Ends the slot after a complete answer.
     pub fn complete(mut self) {
         self.end = SlotEnd::Completed;
     }
 
-    /// The source failed. A retry takes a slot of its own.
+    /// Ends the slot after a failure of the source. A retry opens another slot.
     pub fn fail(mut self) {
         self.end = SlotEnd::Failed;
     }
@@ -135,7 +133,7 @@ mod tests {
         }
     }
 
-    /// The events of slot 4 while `use_it` has its guard.
+    /// Events of slot 4 during `use_it`.
     fn events(use_it: impl FnOnce(SlotGuard<Notes>)) -> Vec<SlotEvent> {
         let notes = Arc::new(Notes::default());
         use_it(SlotGuard::new(Arc::clone(&notes), 4));
@@ -166,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn prefill_ends_once_however_often_it_is_said() {
+    fn prefill_ends_once_for_any_number_of_calls() {
         let found = events(|mut guard| {
             guard.first_token();
             guard.prefill_predicted();

@@ -1,35 +1,35 @@
-//! Which sources are slower than the others: their first tokens against what was predicted of them.
+//! Sources that are slower than the others, by measured time to first token.
 //!
-//! A cost counts blocks, as if each took the same time everywhere. A throttled accelerator, a noisy
-//! neighbour or an older card takes a multiple of it with its health check green. So each first token
-//! teaches how its time compares to what the median of those that could have taken the request would
-//! have needed for as many tokens ahead ([`super::ttft::TtftModel::typical`]).
+//! Costs count blocks as if each took equally long everywhere. A throttled accelerator, a noisy
+//! neighbour or an older card takes a multiple of that while its health check succeeds. Each first
+//! token is therefore compared with the time that the median of all candidates would have needed
+//! for as many tokens ([`super::ttft::TtftModel::typical`]).
 //!
-//! Up to twice that is chance: queues, preemptions and batches make single first tokens late by a factor of
-//! two or three. What was learned decays, so that a source which nobody uses any more is tried again. A
-//! source that gives no first token at all is a stall's matter ([`super::stall`]).
+//! A factor of up to two is noise: queues, preemptions and batches delay single first tokens by a
+//! factor of two or three. The average decays, so that an unused source is tried again. A source
+//! without any first token is a stall ([`super::stall`]).
 
 use std::time::{Duration, Instant};
 
 use super::source_table::{PerSource, SourceId};
 
-/// The weight of a new lesson: the last twenty or so decide.
+/// Weight of a new measurement: the last twenty or so decide.
 const ALPHA: f64 = 0.1;
 
-/// What was learned is half forgotten after this long without a lesson.
+/// Without measurements the average decays by half in this time.
 const HALF_LIFE: Duration = Duration::from_secs(300);
 
-/// Times below this are alike: a step of the engine more or less.
+/// Differences below this are ignored: one step of the engine.
 const ALIKE_SECS: f64 = 0.02;
 
-/// So many times the others' time is not slow yet, and so many counts in full; between them a part.
+/// From this ratio on a source is slow, and from the second on the ratio counts in full.
 const SLOW: f64 = 2.0;
 const SLOW_IN_FULL: f64 = 3.0;
 
 /// The logarithm of [`SLOW`].
 const SLOW_LOG: f64 = std::f64::consts::LN_2;
 
-/// What is slower is a stall.
+/// Slower sources stall.
 const SLOWNESS_MAX: f64 = 10.0;
 
 #[derive(Clone, Debug, Default)]
@@ -37,14 +37,13 @@ pub struct SlownessTracker(PerSource<Option<SourceSlowness>>);
 
 #[derive(Clone, Copy, Debug)]
 struct SourceSlowness {
-    /// The average logarithm of observed over predicted, as of `at`. It begins at none: who is new is like
-    /// the others until shown otherwise.
+    /// Average logarithm of observed over expected time, as of `at`; 0 at first.
     log: f64,
     at: Instant,
 }
 
 impl SlownessTracker {
-    /// A first token came after `elapsed`; of the others, `predicted` was to be expected.
+    /// Records a first token after `elapsed`; a typical source would have needed `predicted`.
     pub fn learn(
         &mut self,
         source: SourceId,
@@ -63,8 +62,9 @@ impl SlownessTracker {
         });
     }
 
-    /// No first token came within `elapsed`, and none will: it would have been later than that. Clients
-    /// that do not wait for a slow source would else keep it from being known as one.
+    /// Records a request that was given up after `elapsed` without a first token. It counts if it
+    /// proves the source slower than known: clients that give up would otherwise hide a slow
+    /// source.
     pub fn gave_up(
         &mut self,
         source: SourceId,
@@ -78,22 +78,22 @@ impl SlownessTracker {
         }
     }
 
-    /// What it taught may not hold any more: the engine restarted.
+    /// Resets a source, whose engine restarted.
     pub fn restarted(&mut self, source: SourceId) {
         *self.0.get_mut(source) = None;
     }
 
-    /// Observed over predicted time to first token, averaged. None: there was none yet.
+    /// Average of observed over expected time to first token; `None` before the first.
     #[must_use]
     pub fn ratio(&self, source: SourceId, now: Instant) -> Option<f64> {
         let pace = self.0.get(source).copied().flatten()?;
         Some(pace.faded(now).exp())
     }
 
-    /// What its cost is multiplied with: 1 unless it is slow.
+    /// Factor of the source's cost: 1 unless it is slow.
     #[must_use]
     pub fn slowness(&self, source: SourceId, now: Instant) -> f64 {
-        // Of most sources nothing has to be computed: what fades comes nearer to none.
+        // The average only decays towards 0, so most sources need no exponential.
         match self.0.get(source) {
             Some(Some(pace)) if pace.log > SLOW_LOG => factor(pace.faded(now).exp()),
             Some(_) | None => 1.0,
@@ -112,7 +112,7 @@ fn ratio(predicted: Duration, elapsed: Duration) -> f64 {
     (elapsed.as_secs_f64() + ALIKE_SECS) / (predicted.as_secs_f64() + ALIKE_SECS)
 }
 
-/// Of a ratio to the others: continuous, so that nothing flaps at a threshold.
+/// Factor for a ratio. Continuous, so that no source flaps at a threshold.
 fn factor(ratio: f64) -> f64 {
     let part = ((ratio - SLOW) / (SLOW_IN_FULL - SLOW)).clamp(0.0, 1.0);
     (1.0 + part * (ratio - 1.0)).min(SLOWNESS_MAX)
@@ -148,7 +148,7 @@ mod tests {
             }
         }
 
-        /// First tokens that took so many times what was predicted.
+        /// Records first tokens that took `times` the expected time.
         fn teach(&mut self, source: usize, lessons: u32, times: f64) {
             for _ in 0..lessons {
                 self.now += Duration::from_millis(100);
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(fleet.slowness(), [1.0; 2]);
         fleet.teach(1, 1, 9.0);
         assert!(fleet.slowness()[1] < 1.5);
-        // Nor are the first few of a new source.
+        // Neither is a new source after few measurements.
         let mut fleet = WorkerDirectory::of(2);
         assert_eq!(
             fleet.slowness_tracker.ratio(fleet.sources[1], fleet.now),
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_source_that_nobody_uses_is_tried_again_and_one_that_is_fast_again_is_soon_forgiven() {
+    fn an_unused_slow_source_is_tried_again_and_a_recovered_one_costs_less_soon() {
         let mut fleet = WorkerDirectory::of(3);
         for (source, times) in [(0, 1.0), (1, 1.0), (2, 5.0)] {
             fleet.teach(source, 50, times);
@@ -211,7 +211,7 @@ mod tests {
         assert!(fleet.slowness()[2] > 4.0);
         fleet.now += 2 * HALF_LIFE;
         assert_eq!(fleet.slowness()[2], 1.0);
-        // A few more late ones, and it is known again.
+        // A few more late first tokens make it slow again.
         fleet.teach(2, 6, 5.0);
         assert!(fleet.slowness()[2] > 1.5, "{:?}", fleet.slowness());
         fleet.teach(2, 10, 1.0);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_given_up_teaches_that_it_is_at_least_so_late() {
+    fn a_request_that_is_given_up_counts_as_at_least_that_late() {
         let mut fleet = WorkerDirectory::of(1);
         let source = fleet.sources[0];
         for times in [0.0, 0.5, 0.9] {
@@ -257,7 +257,7 @@ mod tests {
         }
         let slowness = fleet.slowness()[0];
         assert!((3.5..4.0).contains(&slowness), "{slowness}");
-        // Less patience is no better news.
+        // A shorter wait proves nothing.
         fleet
             .slowness_tracker
             .gave_up(source, PREDICTED, 2 * PREDICTED, fleet.now);

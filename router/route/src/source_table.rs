@@ -1,7 +1,7 @@
-//! Small numbers for sources, so that everything kept per source is a plain vector.
+//! Dense numbers for sources, so that per-source state is a plain vector.
 //!
-//! A number is never given twice: a source that went and came back has its old one. Grows with the
-//! number of different sources that were ever seen, a few dozen bytes each.
+//! Numbers are never reused: a source that returns has its old number. Grows with the number of
+//! different sources ever seen, a few dozen bytes each.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::Source;
@@ -24,7 +24,7 @@ pub struct SourceTable {
 }
 
 impl SourceTable {
-    /// The source's number, given now if it has none.
+    /// Returns the source's number, a new one for an unknown source.
     pub fn intern(&mut self, source: &Source) -> SourceId {
         if let Some(&id) = self.ids.get(source) {
             return id;

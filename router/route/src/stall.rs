@@ -1,21 +1,19 @@
-//! Which sources take requests and give no first token.
+//! Sources that accept requests and return no first token.
 //!
-//! A request whose first token is far later than predicted stalls its source for a while; each stall
-//! that follows without a first token between lasts twice as long. It comes back by itself: when
-//! the time is over one request finds out again, and any first token ends the stall at once. This is
-//! about hung and drowning engines whose health check is still green; a slow one costs more
-//! ([`super::slowness`]).
+//! A request whose first token is far later than predicted stalls its source for a while. Each
+//! further stall without a first token lasts twice as long. After a stall one request probes the
+//! source; any first token ends the stall. This detects hung and overloaded engines whose health
+//! check succeeds. A slow source costs more instead ([`super::slowness`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::source_table::{PerSource, SourceId};
 
-/// Far beyond the prediction: ten times. Predictions are wrong by a factor of two or three when
-/// requests of others are preempted or recomputed.
+/// Predictions are wrong by a factor of two or three when other requests are preempted.
 const FACTOR: u32 = 10;
 
-/// Nothing shorter is a stall: a pause for compilation or weights takes seconds.
+/// Pauses for compilation or weights take seconds.
 const PATIENCE_MIN: Duration = Duration::from_secs(5);
 
 const STALL_FIRST: Duration = Duration::from_secs(5);
@@ -34,7 +32,7 @@ pub struct StallDetector {
 #[derive(Clone, Copy, Debug, Default)]
 struct SourceStall {
     until: Option<Instant>,
-    /// StallDetector since the last first token.
+    /// Stalls since the last first token.
     in_a_row: u32,
 }
 
@@ -45,7 +43,7 @@ struct AwaitedFirstToken {
 }
 
 impl StallDetector {
-    /// A request was sent and its first token is expected after `predicted`.
+    /// Registers a request with its predicted time to first token.
     pub fn sent(&mut self, counter: u64, source: SourceId, predicted: Duration, now: Instant) {
         let patience = predicted.saturating_mul(FACTOR).max(PATIENCE_MIN);
         let Some(deadline) = now.checked_add(patience) else {
@@ -57,29 +55,29 @@ impl StallDetector {
         self.deadlines.insert((deadline, counter));
     }
 
-    /// A first token: whatever was wrong with the source, it is not hung.
+    /// Registers a first token, which ends the stall.
     pub fn first_token(&mut self, counter: u64) {
         if let Some(waiting) = self.forget(counter) {
             self.answered(waiting);
         }
     }
 
-    /// The request ended, or nothing will show its first token.
+    /// The request ended, or its first token will not be seen.
     pub fn ended(&mut self, counter: u64) {
         self.forget(counter);
     }
 
-    /// Looks at the deadlines. To be called before [`Self::is_stalled`], and now and then.
+    /// Processes deadlines. Call it before [`Self::is_stalled`].
     pub fn advance(&mut self, now: Instant) {
         while let Some(&(deadline, counter)) = self.deadlines.first() {
             if deadline > now {
                 return;
             }
             self.deadlines.pop_first();
-            // It stays among the waiting ones: its first token still ends the stall.
+            // It stays in `waiting`: its first token still ends the stall.
             if let Some(waiting) = self.waiting.get(&counter) {
                 let source = self.sources.get_mut(waiting.source);
-                // Requests that were stuck together are one stall.
+                // Requests of one stall count once.
                 if source.until.is_none_or(|until| until <= deadline) {
                     let length = STALL_FIRST * 2_u32.pow(source.in_a_row.min(DOUBLINGS_MAX));
                     source.until = deadline.checked_add(length);
@@ -96,13 +94,13 @@ impl StallDetector {
         stall.until.is_some_and(|until| now < until)
     }
 
-    /// StallDetector so far.
+    /// Number of stalls so far.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count
     }
 
-    /// Requests without a first token.
+    /// Number of requests without a first token.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.waiting.len()
@@ -159,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_token_ends_the_stall_at_once() {
+    fn a_first_token_ends_the_stall() {
         let (start, source) = (start(), source());
         let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
@@ -187,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ended_request_stalls_nobody() {
+    fn an_ended_request_stalls_no_source() {
         let (start, source) = (start(), source());
         let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);

@@ -1,22 +1,22 @@
-//! How long until a source's first token: learned from the first tokens that were seen.
+//! Time to first token of a source, learned from measured first tokens.
 //!
-//! A straight line: `overhead + tokens ahead × seconds per token`, both moving averages. Small prompts
-//! teach the overhead, large ones the rate. A source without a lesson of its own takes the fleet's.
+//! Model: `overhead + tokens ahead × seconds per token`, both moving averages. Small prompts update
+//! the overhead, large ones the rate. A source without measurements uses the fleet's averages.
 
 use std::time::Duration;
 
 use super::source_table::{PerSource, SourceId};
 
-/// Below this many tokens ahead, prefill time drowns in the overhead of a step.
+/// Below this many tokens ahead, the overhead of a step dominates.
 const SMALL_TOKENS: u64 = 256;
 
-/// The weight of a new lesson: the last ten or so decide.
+/// Weight of a new measurement: the last ten or so decide.
 const ALPHA: f64 = 0.2;
 
-/// A lesson longer than this teaches nothing about prefill.
+/// A longer measurement is ignored.
 const LESSON_MAX: Duration = Duration::from_secs(600);
 
-/// Before any lesson: 50 ms and 10,000 tokens/s, a mid-sized model on one current GPU.
+/// Before the first measurement: 50 ms and 10,000 tokens/s, a mid-sized model on one current GPU.
 const OVERHEAD_SECS: f64 = 0.05;
 const SECS_PER_TOKEN: f64 = 1e-4;
 
@@ -33,7 +33,7 @@ struct TtftLine {
 }
 
 impl TtftModel {
-    /// A first token came `elapsed` after its request was sent with `tokens` ahead of it, its own
+    /// Records a first token `elapsed` after sending, with `tokens` to prefill before it, its own
     /// included.
     pub fn learn(&mut self, source: SourceId, tokens: u64, elapsed: Duration) {
         if elapsed > LESSON_MAX {
@@ -46,14 +46,14 @@ impl TtftModel {
         self.fleet.learn(fallback, tokens, elapsed.as_secs_f64());
     }
 
-    /// The time to a first token with this many tokens ahead.
+    /// Expected time to first token with this many tokens to prefill.
     #[must_use]
     pub fn predict(&self, source: SourceId, tokens: u64) -> Duration {
         on(self.line(source), tokens)
     }
 
-    /// The lower median of what these sources would take, so that of two the faster one tells. It does not
-    /// depend on who gets how many requests, as the fleet's line does.
+    /// Lower median of the expected times of these sources: of two, the faster one. Unlike the
+    /// fleet's averages it does not depend on the number of requests that each source gets.
     #[must_use]
     pub fn typical(&self, sources: impl Iterator<Item = SourceId>, tokens: u64) -> Duration {
         let mut each: Vec<Duration> = sources.map(|source| self.predict(source, tokens)).collect();
@@ -74,7 +74,7 @@ impl TtftModel {
     }
 }
 
-/// The point of a line.
+/// Time on a line.
 fn on((overhead, per_token): (f64, f64), tokens: u64) -> Duration {
     let secs = overhead + per_token * tokens as f64;
     Duration::try_from_secs_f64(secs)
@@ -147,7 +147,7 @@ mod tests {
         }
         near(ttft.predict(a, 0), 20);
         near(ttft.predict(a, 20_000), 1020);
-        // The other source has no lesson of its own and takes the fleet's.
+        // The other source has no measurement of its own.
         near(ttft.predict(b, 20_000), 1020);
     }
 
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_the_faster_one_is_typical_whoever_gets_the_requests() {
+    fn the_faster_of_two_sources_is_typical() {
         let (a, b) = sources();
         let mut ttft = TtftModel::default();
         for _ in 0..50 {

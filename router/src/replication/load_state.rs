@@ -15,11 +15,11 @@ use crate::sync::{LoadState, OutgoingMessages, SlotSnapshot, head};
 pub(super) struct SharedLoadState(pub(super) Arc<SharedCore>);
 
 impl LoadState for SharedLoadState {
-    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
-        self.0.core().written(from, bytes_max)
+    fn messages_from(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
+        self.0.core().messages_from(from, bytes_max)
     }
 
-    fn stated(&mut self) -> SlotSnapshot {
+    fn snapshot(&mut self) -> SlotSnapshot {
         let mut builder = SlotSnapshotBuilder::default();
         loop {
             let mut core = self.0.core();
@@ -67,7 +67,7 @@ impl LoadState for SharedLoadState {
         self.0.core().forget(router, now);
     }
 
-    fn delay(&mut self, router: RouterId, delay: Option<Duration>) {
+    fn set_delay(&mut self, router: RouterId, delay: Option<Duration>) {
         self.0.core().set_delay(router, delay);
     }
 }

@@ -1,4 +1,4 @@
-//! Routers without a proxy: a desk with its replica, on any plane.
+//! Routers without a proxy: a core with its replica, on any plane.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -31,7 +31,7 @@ use warmroute_router::route::{
 use warmroute_router::shared_core::SharedCore;
 use warmroute_router::sync::ViewStatus;
 
-/// Only keeps a broken test from waiting for ever.
+/// Timeout of a broken test.
 const SOON: Duration = Duration::from_secs(60);
 
 pub(crate) struct Router {
@@ -121,23 +121,23 @@ impl Router {
         self.handle.snapshot().await.unwrap().incarnation
     }
 
-    /// Requests that it holds of a router.
+    /// Number of a router's requests in this router's view.
     pub(crate) fn held(&self, of: RouterId) -> u64 {
         self.desk.core().digest(of).count
     }
 
-    /// Requests that it holds of all.
+    /// Number of all requests in this router's view.
     pub(crate) fn left(&self) -> usize {
         self.desk.core().counts().open_slots
     }
 
-    /// As SIGTERM does, after the drain.
+    /// Stops like SIGTERM after the drain.
     pub(crate) async fn stop(mut self) {
         self.stop.cancel();
         (&mut self.task).await.unwrap();
     }
 
-    /// As SIGKILL does.
+    /// Stops like SIGKILL.
     pub(crate) fn kill(self) {
         drop(self);
     }

@@ -63,7 +63,7 @@ fn round(
 }
 
 #[test]
-fn less_is_counted_and_told_in_tokens() {
+fn a_shortfall_is_counted_and_reported_in_tokens() {
     let (mut audit, now) = (CreditAudit::default(), start());
     assert_eq!(audit.compare(&claim(), 160, now), AuditVerdict::Held);
     assert_eq!(audit.compare(&claim(), 999, now), AuditVerdict::Held);
@@ -146,7 +146,7 @@ fn only_exact_main_attention_sources_and_reading_requests_are_suspected() {
 }
 
 #[test]
-fn asked_too_early_the_answer_says_nothing() {
+fn an_answer_before_its_time_proves_nothing() {
     let (mut audit, now) = (CreditAudit::default(), start());
     let recheck = recheck_of(audit.compare(&claim(), 0, now)).unwrap();
     let early = recheck.not_before - Duration::from_millis(1);

@@ -69,7 +69,7 @@ fn unchecked_workers_serve_only_while_none_is_healthy() {
 }
 
 #[test]
-fn every_reason_to_refuse_is_told_apart() {
+fn every_reason_to_refuse_is_distinct() {
     assert_eq!(
         Fixture::default().names("base"),
         Err(RouteRefusal::NoWorkers)

@@ -170,7 +170,7 @@ const fn gpu(gpu: u32) -> Tiers<u32> {
 }
 
 #[test]
-fn the_source_that_holds_the_prefix_wins_and_the_decision_says_why() {
+fn the_source_that_holds_the_prefix_wins_and_the_decision_explains_it() {
     let mut fixture = Fixture::of(3);
     fixture.index(&[
         (0, SourceState::Exact, gpu(1)),
@@ -210,7 +210,7 @@ fn load_outweighs_overlap_when_it_is_larger() {
 }
 
 #[test]
-fn a_state_without_credit_credits_nothing_and_is_told() {
+fn a_state_without_credit_credits_nothing_and_is_reported() {
     for state in [
         SourceState::Stale,
         SourceState::CatchingUp,
@@ -341,7 +341,7 @@ fn a_stalled_source_is_left_out_unless_all_are() {
 }
 
 #[test]
-fn when_all_are_full_the_client_is_told_to_come_back() {
+fn when_all_are_full_the_refusal_has_a_retry_time() {
     let mut fixture = Fixture::of(2);
     fixture.knobs.active_max = Some(1);
     fixture.load(0, 0, 1);

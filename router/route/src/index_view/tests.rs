@@ -118,7 +118,7 @@ fn memory_is_bounded_however_fast_records_come() {
 }
 
 #[test]
-fn a_new_generation_starts_its_numbers_anew_and_is_reported_once() {
+fn a_new_generation_restarts_its_numbers_and_is_reported_once() {
     let (mut fixture, start) = (Fixture::default(), start());
     let mut judge = |generation, number| {
         let answer = runs(vec![part(generation, number)]);
@@ -175,7 +175,7 @@ fn what_is_weaker_than_stale_stays_weaker() {
 }
 
 #[test]
-fn a_replica_that_is_behind_says_nothing() {
+fn an_answer_of_a_replica_that_is_behind_is_ignored() {
     let mut fixture = Fixture::default();
     let id = fixture.table.intern(&source());
     let answer = IndexAnswer::Behind {
@@ -213,7 +213,7 @@ proptest! {
 
 /// Registry and log were lost, and generations are counted from 1 again.
 #[test]
-fn what_nobody_shows_any_more_is_forgotten() {
+fn a_number_that_no_answer_reaches_expires() {
     let (mut fixture, start) = (Fixture::default(), start());
     fixture.state(7, Some(40), start);
     fixture

@@ -105,7 +105,7 @@ fn reconsider(core: &mut Core, slot: u64, prompt: &Prompt, now: Instant) -> Opti
 }
 
 #[test]
-fn of_two_blind_choices_the_later_one_moves() {
+fn the_later_of_two_crossed_choices_moves() {
     let Pair {
         mut one,
         mut other,
@@ -125,7 +125,7 @@ fn of_two_blind_choices_the_later_one_moves() {
     assert_ne!(moved.decision.source, first.decision.source);
     assert_eq!(moved.movable_until, None);
     assert_eq!(other.counts().freed.aborted, 1);
-    // One message says both, so that nobody ever counts it twice.
+    // One message contains both changes: no peer counts the request twice.
     tell(&moved, &mut one, now + 2 * DELAY);
     assert_eq!(one.loads(), other.loads());
     assert_eq!(one.digest(id(1)), other.digest(id(1)));
@@ -136,7 +136,7 @@ fn of_two_blind_choices_the_later_one_moves() {
 }
 
 #[test]
-fn who_stays_is_where_it_was_to_the_last_bit() {
+fn a_request_that_stays_changes_nothing() {
     let Pair {
         mut one,
         mut other,
@@ -408,7 +408,7 @@ impl Net {
         }
     }
 
-    /// What everybody holds of everybody is the same, and nothing is left of what ended.
+    /// All routers hold the same load of each router, and nothing of ended requests is left.
     fn check(&self) -> Result<(), TestCaseError> {
         for core in &self.cores {
             for router in 0..self.cores.len() {
@@ -444,7 +444,7 @@ fn arrivals() -> impl Strategy<Value = Vec<(usize, u64, u32, u32)>> {
 
 proptest! {
     #[test]
-    fn everybody_agrees_and_nobody_moves_twice(
+    fn all_routers_agree_and_no_request_moves_twice(
         arrivals in arrivals(),
         routers in 2..4_usize,
         delay in 1..10_u64,

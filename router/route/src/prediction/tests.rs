@@ -85,7 +85,7 @@ fn it_is_expected_for_a_while_after_its_request_completed() {
 }
 
 #[test]
-fn a_failure_and_an_abort_end_it_at_once() {
+fn a_failure_and_an_abort_end_the_expectation() {
     for end in [SlotEnd::Failed, SlotEnd::Aborted] {
         let mut fixture = Fixture::with("abcd");
         fixture.ended(1, end);

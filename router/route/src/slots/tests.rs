@@ -359,7 +359,7 @@ proptest! {
 
     /// Open slots say all that matters of the changes that led to them.
     #[test]
-    fn what_is_stated_is_what_is_restored(steps in prop::collection::vec(step(), 0..60)) {
+    fn open_slots_are_restored_as_reported(steps in prop::collection::vec(step(), 0..60)) {
         let mut fixture = Fixture::default();
         for step in &steps {
             match step {
@@ -386,7 +386,7 @@ proptest! {
         }
     }
 
-    /// The digest tells what is open, not how it came about.
+    /// The digest depends on the open slots, not on their history.
     #[test]
     fn the_digest_depends_on_the_open_slots_only(
         order in Just((0..6_u64).collect::<Vec<_>>()).prop_shuffle(),

@@ -225,8 +225,8 @@ fn an_answer_that_counts_a_prediction_ends_it() {
         [0, 6]
     };
     admit(&mut core, &asked, Some(&answer(1, 1, held)), now);
-    // Evicted at once: the index says so, and nothing brings the expectation of the first back. Only
-    // the second request, which is on its way, is expected where it went.
+    // Evicted immediately: the index reports it, and nothing restores the expectation of the first.
+    // Only the second request, which is in flight, is expected at its source.
     let third = admit(&mut core, &asked, Some(&answer(1, 2, [0, 0])), now);
     let expected = third
         .decision
@@ -339,7 +339,7 @@ fn first_tokens_teach_the_prediction() {
     assert!(after.predicted_ttft > before.predicted_ttft * 10);
 }
 
-/// Each worker is idle whenever a request comes: nothing but its pace tells one from the other.
+/// Each worker is idle at every arrival: only its speed distinguishes it.
 #[test]
 fn a_slow_source_loses_its_share_and_a_restart_clears_its_name() {
     let (mut core, mut now) = (core(1), start());
@@ -499,7 +499,7 @@ fn a_cut_in_steps_is_of_one_moment() {
     peer.restore(router, Generation(1), &slots);
     assert_eq!(peer.digest(router), core.digest(router));
     assert_eq!(peer.loads_of(router), core.loads_of(router));
-    // Nobody watches any more: another cut begins anew.
+    // No snapshot is in progress: another one starts from the beginning.
     assert!(core.touched.is_none());
 }
 

@@ -1,4 +1,4 @@
-//! What happened so far, for metrics and views.
+//! Counters since the start, for metrics and views. Field names are part of the HTTP API.
 
 use serde::Serialize;
 
@@ -8,17 +8,17 @@ pub struct ReplicaCounts {
     pub verdicts: MessageCounts,
     pub mended: RepairCounts,
     pub refused: LimitCounts,
-    /// Routers that fell silent.
+    /// Routers declared dead after silence.
     pub deaths: u64,
-    /// Routers that said goodbye.
+    /// Routers that left.
     pub goodbyes: u64,
-    /// Times that this router did not hear itself.
+    /// Times that this router became isolated.
     pub deafs: u64,
-    /// OwnState incarnations taken.
+    /// Own incarnations.
     pub incarnations: u64,
 }
 
-/// Without one's own, which come back and are left aside.
+/// Broadcasts of this router that come back are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
     pub messages_out: u64,
@@ -31,47 +31,47 @@ pub struct TrafficCounts {
     pub asks_out: u64,
     pub asks_failed: u64,
     pub asks_in: u64,
-    /// Empty questions, which measure the way.
+    /// Empty questions, which measure the delay.
     pub echoes_out: u64,
     pub echoes_in: u64,
 }
 
-/// Messages of peers by what became of them.
+/// Messages of peers by result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MessageCounts {
     pub applied: u64,
     pub duplicate: u64,
     pub old: u64,
-    /// Waited for one before it.
+    /// Received before an earlier message.
     pub ahead: u64,
     pub violation: u64,
     pub malformed: u64,
 }
 
-/// What was found missing or wrong, and what mended it.
+/// Losses found, and repairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RepairCounts {
     pub gaps: u64,
     pub mismatches: u64,
     pub by_numbers: u64,
     pub by_state: u64,
-    /// States whose slots did not add up to their digest.
+    /// States whose slots did not match their digest.
     pub states_wrong: u64,
-    /// States given to others, snapshots taken for them.
+    /// Snapshots taken for peers.
     pub cuts: u64,
 }
 
-/// What met a bound.
+/// Items dropped at a bound.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LimitCounts {
-    /// A router more than can be known.
+    /// Routers above the bound.
     pub peers: u64,
-    /// A message more than may wait.
+    /// Messages that wait for earlier ones.
     pub waiting: u64,
-    /// A state larger than may be taken in.
+    /// States.
     pub states: u64,
-    /// A question more than is answered.
+    /// Questions.
     pub asks: u64,
-    /// OwnState messages that fell off the ring before they were sent.
+    /// Own messages that left the ring unsent.
     pub unsent: u64,
 }

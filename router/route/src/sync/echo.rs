@@ -1,19 +1,19 @@
-//! How long a peer's messages are on their way: half of what an echo takes.
+//! One-way delay to a peer: half of an echo's round-trip time.
 //!
-//! An echo is a question for nothing: the numbers from the next one to the last one. It goes the way of
-//! broadcasts, through the same tasks, and any answer does. The way back is taken to be as long as the
-//! way there. Lost echoes teach nothing.
+//! An echo is an empty question: numbers from the next one to the last one. It takes the way of
+//! broadcasts through the same tasks. Both directions are assumed to take equally long. Lost echoes
+//! are ignored.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Between two echoes of a peer, once there are [`KEPT`].
+/// Time between two echoes of a peer, once there are [`KEPT`] measurements.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Their median counts: one of them may have waited for a busy process.
+/// Measurements kept. The median counts, since a busy process delays single ones.
 const KEPT: usize = 5;
 
-/// An echo that was not answered by then is none.
+/// Time after which an echo is lost.
 const LOST: Duration = Duration::from_millis(400);
 
 pub(super) struct EchoProbe {
@@ -36,7 +36,7 @@ impl EchoProbe {
         self.due <= now && self.outstanding.is_none_or(|(_, asked)| is_lost(asked))
     }
 
-    /// An earlier one that was not answered is lost.
+    /// Registers an echo. An earlier one without an answer is lost.
     pub(super) fn asked(&mut self, id: u64, now: Instant) {
         self.outstanding = Some((id, now));
         if self.took.len() >= KEPT {
@@ -44,7 +44,7 @@ impl EchoProbe {
         }
     }
 
-    /// True: this is the echo's answer, or word that there is none.
+    /// Returns whether `id` is the outstanding echo.
     pub(super) fn answered(&mut self, id: u64, is_there: bool, now: Instant) -> bool {
         let Some((_, asked)) = self.outstanding.filter(|(asked, _)| *asked == id) else {
             return false;
@@ -61,7 +61,7 @@ impl EchoProbe {
         true
     }
 
-    /// One way; none before the first answer.
+    /// One-way delay; `None` before the first answer.
     pub(super) fn delay(&self) -> Option<Duration> {
         let mut took: Vec<Duration> = self.took.iter().copied().collect();
         took.sort_unstable();
@@ -82,7 +82,7 @@ mod tests {
         Duration::from_millis(millis)
     }
 
-    /// The delay after echoes that took so many milliseconds each.
+    /// Delay after echoes that took so many milliseconds.
     fn after(took: &[u64]) -> Option<Duration> {
         let mut now = start();
         let mut echo = EchoProbe::new(now);
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(after(&[]), None);
         assert_eq!(after(&[10]), Some(millis(5)));
         assert_eq!(after(&[10, 180, 10, 12, 8]), Some(millis(5)));
-        // What is long ago does not count.
+        // Old measurements do not count.
         assert_eq!(after(&[90, 90, 90, 90, 90, 2, 2, 2]), Some(millis(1)));
     }
 

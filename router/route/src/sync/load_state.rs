@@ -1,4 +1,4 @@
-//! What the sync core needs of the decision core: one's own messages, everybody's slots.
+//! Access of replication to the routing core: own messages, and the slots of all routers.
 
 use std::time::{Duration, Instant};
 
@@ -8,39 +8,38 @@ use warmroute_proto::{Generation, RecordNumber, RouterId};
 
 use crate::{Core, RouterLoad};
 
-/// How this router stands, all of one moment.
+/// State of this router's messages at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LedgerHead {
     pub incarnation: Generation,
-    /// The last number written.
+    /// The last number.
     pub number: Option<RecordNumber>,
-    /// OwnState open slots as of it.
+    /// Digest of own open slots as of `number`.
     pub digest: LoadDigest,
 }
 
-/// OwnState messages, oldest first.
+/// Own messages, oldest first.
 #[derive(Clone, Debug)]
 pub struct OutgoingMessages {
-    /// The number of the first of them, or the next one to be written. Above what was asked for if
-    /// that is not kept.
+    /// Number of the first message, or the next one. Higher than requested if that one is not kept.
     pub first: RecordNumber,
     pub messages: Vec<Bytes>,
     pub head: LedgerHead,
 }
 
-/// OwnState open slots, all of one moment.
+/// Own open slots at one moment.
 #[derive(Clone, Debug)]
 pub struct SlotSnapshot {
     pub head: LedgerHead,
     pub slots: Vec<OpenSlot>,
 }
 
-/// Each call holds whatever lock there is for short times only.
+/// Implementations hold their lock briefly in each call.
 pub trait LoadState {
-    /// OwnState messages from a number on, at least one if there is one, else at most so many bytes.
-    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages;
-    fn stated(&mut self) -> SlotSnapshot;
-    /// Goes on under another incarnation.
+    /// Own messages from a number on: at most `bytes_max` bytes, but at least one message.
+    fn messages_from(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages;
+    fn snapshot(&mut self) -> SlotSnapshot;
+    /// Continues under another incarnation.
     fn begin(&mut self, incarnation: Generation);
 
     fn digest(&mut self, router: RouterId) -> LoadDigest;
@@ -49,19 +48,19 @@ pub trait LoadState {
     fn release(&mut self, router: RouterId, now: Instant);
     fn restore(&mut self, router: RouterId, incarnation: Generation, slots: &[OpenSlot]);
     fn forget(&mut self, router: RouterId, now: Instant);
-    /// How long this router's messages are on their way; none: it is gone.
-    fn delay(&mut self, router: RouterId, delay: Option<Duration>);
+    /// Sets the one-way delay of a router's messages; `None` removes it.
+    fn set_delay(&mut self, router: RouterId, delay: Option<Duration>);
 }
 
 impl LoadState for Core {
-    fn written(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
+    fn messages_from(&mut self, from: RecordNumber, bytes_max: usize) -> OutgoingMessages {
         let head = head(self);
         let ledger = self.ledger();
         let first = from.max(ledger.first_kept()).min(ledger.next());
         let mut bytes = 0;
         let messages = ledger.kept(first).take_while(|message| {
             let alone = bytes == 0;
-            // As a frame counts: with its length before it.
+            // As in a frame: with its length.
             bytes += message.len() + size_of::<u64>();
             alone || bytes <= bytes_max
         });
@@ -72,7 +71,7 @@ impl LoadState for Core {
         }
     }
 
-    fn stated(&mut self) -> SlotSnapshot {
+    fn snapshot(&mut self) -> SlotSnapshot {
         SlotSnapshot {
             head: head(self),
             slots: self.own_slots(),
@@ -107,12 +106,12 @@ impl LoadState for Core {
         Self::forget(self, router, now);
     }
 
-    fn delay(&mut self, router: RouterId, delay: Option<Duration>) {
+    fn set_delay(&mut self, router: RouterId, delay: Option<Duration>) {
         self.set_delay(router, delay);
     }
 }
 
-/// How a core's router stands now.
+/// The head of a core's messages.
 #[must_use]
 pub fn head(core: &Core) -> LedgerHead {
     let ledger = core.ledger();

@@ -1,27 +1,27 @@
-//! Is this router heard? It hears its own heartbeats, or it does not.
+//! Detects the isolation of this router by the heartbeats that come back to it.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::ISOLATED_AFTER;
 
-/// Heartbeats whose echo may still come: what is older proves nothing that matters.
+/// Heartbeats kept; older ones prove nothing useful.
 const SENT_MAX: usize = 32;
 
 pub(super) struct LoopbackMonitor {
     sent: VecDeque<(u64, Instant)>,
-    /// When the last heartbeat that came back was sent: until then this router was heard.
+    /// When the last heartbeat that came back was sent.
     proven: Instant,
-    is_deaf: bool,
+    is_isolated: bool,
 }
 
-/// A heartbeat came back.
+/// An own heartbeat that came back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LoopbackProof {
-    /// Between this heartbeat and the last one before it that came back.
+    /// Time between this heartbeat and the last one before it that came back.
     pub silent: Duration,
-    /// It ends a deafness.
-    pub ends_deafness: bool,
+    /// It ends an isolation.
+    pub ends_isolation: bool,
 }
 
 impl LoopbackMonitor {
@@ -29,12 +29,12 @@ impl LoopbackMonitor {
         Self {
             sent: VecDeque::new(),
             proven: now,
-            is_deaf: false,
+            is_isolated: false,
         }
     }
 
-    pub(super) const fn is_deaf(&self) -> bool {
-        self.is_deaf
+    pub(super) const fn is_isolated(&self) -> bool {
+        self.is_isolated
     }
 
     pub(super) fn beat(&mut self, beat: u64, now: Instant) {
@@ -44,8 +44,8 @@ impl LoopbackMonitor {
         self.sent.push_back((beat, now));
     }
 
-    /// None for a beat that proves nothing new. An echo says when its heartbeat was SENT: what waited
-    /// in a queue while this router stood still does not prove that it is heard by now.
+    /// Returns `None` for a heartbeat that proves nothing new. A heartbeat proves the connection at
+    /// the time of its sending: it may have waited in a queue while this process was paused.
     pub(super) fn echo(&mut self, beat: u64, now: Instant) -> Option<LoopbackProof> {
         let (_, sent) = *self.sent.iter().find(|(number, _)| *number == beat)?;
         if sent <= self.proven {
@@ -53,24 +53,25 @@ impl LoopbackMonitor {
         }
         let silent = sent.saturating_duration_since(self.proven);
         self.proven = sent;
-        let ends_deafness = self.is_deaf && now.saturating_duration_since(sent) < ISOLATED_AFTER;
-        self.is_deaf &= !ends_deafness;
+        let ends_isolation =
+            self.is_isolated && now.saturating_duration_since(sent) < ISOLATED_AFTER;
+        self.is_isolated &= !ends_isolation;
         Some(LoopbackProof {
             silent,
-            ends_deafness,
+            ends_isolation,
         })
     }
 
-    /// Says whether this router has just become deaf.
+    /// Returns whether this router has just become isolated.
     pub(super) fn check(&mut self, now: Instant) -> bool {
         let late = now.saturating_duration_since(self.proven) >= ISOLATED_AFTER;
-        let newly = late && !self.is_deaf;
-        self.is_deaf |= late;
+        let newly = late && !self.is_isolated;
+        self.is_isolated |= late;
         newly
     }
 
-    /// The connection is down: there is nothing to wait for.
+    /// The connection is down. Returns whether this router was not isolated before.
     pub(super) fn cut(&mut self) -> bool {
-        !std::mem::replace(&mut self.is_deaf, true)
+        !std::mem::replace(&mut self.is_isolated, true)
     }
 }

@@ -1,31 +1,31 @@
-//! How router replicas keep one view of everybody's load. Pure: bytes and time in, effects out.
+//! Replication of load between routers. Pure: bytes and time in, effects out.
 //!
-//! Invariant: a replica that follows a router at number N of incarnation I holds exactly the slots that
-//! the router itself held when it wrote N. Nothing of an incarnation below the fence is ever applied.
+//! Invariant: a replica that follows a router at number N of incarnation I holds exactly the slots
+//! that the router held when it wrote N. Nothing of an incarnation below the fence is applied.
 //!
-//! - **Numbers.** A router's messages obey the sequencing rule. What is missing is asked for at once, of
-//!   its sender: the messages if they are still kept, else all its open slots as of one number, in
-//!   parts. While the slots are on their way the view stands still and messages wait beside it.
-//! - **Heartbeats** show what was lost at the end, and compare digests at equal numbers. A mismatch is
-//!   mended by the open slots.
-//! - **Echoes** tell how long messages are on their way ([`LoadState::delay`]): an empty question a second to
-//!   each peer. Nothing here depends on it; decisions do ([`crate::moves`]).
-//! - **Silence.** A router that was not heard for [`DEAD_AFTER`] is dead: its slots are freed, its incarnation
-//!   stays as fence. What is heard of it later proves that it lives, not what it has: it is followed
-//!   again once it stated its open slots.
-//! - **Nobody is dead to the deaf.** Broadcasts come back to their sender. A router that does not hear
-//!   its own heartbeats is cut off, paused or behind, and judges nobody; what it holds stays as it was.
-//!   When it hears itself again, everybody gets the time anew that one needs to be heard, and more
-//!   ([`RECONNECT_GRACE`]) if it was deaf so long that the others, too, may still be on their way back.
-//! - **Incarnations.** Not heard for [`DEAD_AFTER`], a router takes it that the others freed its slots. It takes
-//!   a new incarnation, which fences what the old one may still have on the way, and begins with its
-//!   open slots as number 0. They are the same slots: their requests know nothing of it.
+//! - **Numbers.** A router's messages obey the sequencing rule. A replica requests missing messages
+//!   from their sender, or all of its open slots as of one number, in parts, if the messages are no
+//!   longer kept. Until the slots are complete, the view stays unchanged and later messages wait.
+//! - **Heartbeats** reveal messages lost at the end, and compare digests at equal numbers. After a
+//!   mismatch the open slots are fetched.
+//! - **Echoes** measure the one-way delay of messages ([`LoadState::set_delay`]): one empty
+//!   question a second to each peer. Decisions use it ([`crate::moves`]); replication does not.
+//! - **Death.** A router without messages for [`DEAD_AFTER`] is dead: its slots are freed and its
+//!   incarnation stays as the fence. A later message proves that it lives, not its load: it is
+//!   followed again after its open slots were fetched.
+//! - **Isolation.** Broadcasts come back to their sender. A router that does not receive its own
+//!   heartbeats is disconnected, paused or behind. It declares no router dead and keeps its views.
+//!   When its heartbeats come back, all peers get a full timeout, and [`RECONNECT_GRACE`] if it was
+//!   isolated so long that peers may be reconnecting too.
+//! - **Incarnations.** A router that was isolated for [`DEAD_AFTER`] assumes that its peers freed
+//!   its slots. It takes a new incarnation, which fences delayed messages of the old one, and
+//!   continues its open slots as number 0. Requests do not notice.
 //!
-//! Without peers nothing is sent but heartbeats. Every buffer is bounded by a constant below, and what
-//! happens at the bound is counted in [`ReplicaCounts`].
+//! Without live peers a router sends only heartbeats. Every buffer is bounded by a constant below;
+//! [`ReplicaCounts`] counts what exceeds it.
 //!
-//! Deliberately absent: sockets and leases (`replication`), what a slot is (`route::slots`, behind
-//! [`LoadState`]), agreement. Replicas do not vote; each router alone says what it has.
+//! Deliberately absent: sockets and leases (the shell's), slots (behind [`LoadState`]), consensus.
+//! Each router alone determines its load.
 
 use std::time::Duration;
 
@@ -44,57 +44,58 @@ pub use load_state::{LedgerHead, LoadState, OutgoingMessages, SlotSnapshot, head
 pub use replica::{AskId, LoadReplica, PlaneLink, ReplicaEffect};
 pub use view::{DigestComparison, ReplicaStatus, RouterView, ViewStatus};
 
-/// Between two heartbeats.
+/// Time between two heartbeats.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A router silent for this long is dead: four heartbeats are lost, the fifth is late.
+/// Silence after which a router is dead: four heartbeats are lost and the fifth is late.
 pub const DEAD_AFTER: Duration = Duration::from_millis(2500);
 
-/// OwnState heartbeats not heard for this long: deaf. Two are lost. Well below [`DEAD_AFTER`] less a heartbeat, so
-/// that a cut is known as one's own before anybody seems dead.
+/// Time without own heartbeats after which a router is isolated: two are lost. Below [`DEAD_AFTER`]
+/// less a heartbeat, so that a router detects its own isolation before a peer seems dead.
 pub const ISOLATED_AFTER: Duration = Duration::from_millis(1250);
 
-/// After one's own long silence, what a peer gets to be heard again: one lease, and more than the longest
-/// pause between two attempts to connect.
+/// Timeout of peers after a long isolation: one lease, and longer than the longest pause between
+/// two attempts to connect.
 pub const RECONNECT_GRACE: Duration = Duration::from_secs(6);
 
-/// A joiner is ready after this, whatever is still missing.
+/// A new router is ready after this time at the latest.
 pub const JOIN_MAX: Duration = Duration::from_millis(2500);
 
-/// How often [`LoadReplica::tick`] wants to be called.
+/// Time between two calls of [`LoadReplica::tick`].
 pub const TICK: Duration = Duration::from_millis(50);
 
-/// Between two frames. Timers fire up to a millisecond late, so that a message waits for one at most.
+/// Time between two frames. Timers fire up to a millisecond late.
 pub const FRAME_PAUSE: Duration = Duration::from_micros(300);
 
-/// What is not urgent ([`SlotEvent::is_urgent`](crate::SlotEvent::is_urgent)) leaves with the
-/// next frame, or after this.
+/// Messages that are not urgent ([`SlotEvent::is_urgent`](crate::SlotEvent::is_urgent)) leave with
+/// the next frame, or after this time.
 pub const LAZY_DELAY: Duration = Duration::from_millis(500);
 
-/// A question that was not answered by now is asked again.
+/// A question is repeated after this time without an answer.
 pub const ASK_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// Pauses between failed questions double from the first to the second.
+/// First and longest pause between failed questions; pauses double.
 const ASK_PAUSE: (Duration, Duration) = (Duration::from_millis(25), Duration::from_millis(200));
 
-/// Pauses between repairs that did not help double from the first to the second.
+/// First and longest pause between repairs without effect; pauses double.
 const REPAIR_PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
 
-/// A dead router's fence is kept for this long.
+/// Time that a dead router's fence is kept.
 const FENCE_KEPT: Duration = Duration::from_secs(60);
 
-/// Routers known, the dead included. A new one takes the place of the longest dead; if all live, it is
-/// not listened to.
+/// Known routers, dead ones included. A new router replaces the longest dead one, or is ignored if
+/// all live.
 pub const PEERS_MAX: usize = 128;
 
-/// Messages that wait for those before them, a peer. Later ones are dropped, and asked for again.
+/// Bytes of messages that wait for earlier ones, per peer. Later messages are dropped and requested
+/// again.
 pub const WAITING_BYTES_MAX: usize = 1 << 20;
 
-/// SlotSnapshot slots that wait for their last part, of all peers together: 50,000 prompts of 8,000 tokens.
-/// Beyond, a repair is given up and tried again later.
+/// Bytes of partial states of all peers: 50,000 prompts of 8,000 tokens. A larger state is dropped
+/// and fetched again later.
 pub const STATE_BYTES_MAX: usize = 64 << 20;
 
-/// Questions answered in one [`TICK`]; more are dropped, and asked again by their senders.
+/// Questions answered per [`TICK`]. Further ones are dropped; their senders repeat them.
 const SERVED_MAX: u32 = 512;
 
 #[cfg(test)]

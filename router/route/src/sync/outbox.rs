@@ -1,7 +1,7 @@
-//! OwnState messages on their way out: how far they are sent, and when the next frame may leave.
+//! Pacing of own messages: how far they are sent, and when the next frame may leave.
 //!
-//! A message on an idle router leaves at once. While messages keep coming, one frame leaves per
-//! [`FRAME_PAUSE`] with all that came since. What nobody announced leaves with them, or after
+//! A message of an idle router leaves immediately. Under load one frame leaves per [`FRAME_PAUSE`]
+//! with all messages since the last one. Messages that are not urgent leave with it, or after
 //! [`LAZY_DELAY`].
 
 use std::time::Instant;
@@ -15,15 +15,15 @@ use super::{FRAME_PAUSE, LAZY_DELAY};
 
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    /// The first number that was not sent.
+    /// The first unsent number.
     pub(super) next: RecordNumber,
     last: Option<Instant>,
     due: Option<Instant>,
-    looked: Option<Instant>,
+    flushed: Option<Instant>,
 }
 
 impl Outbox {
-    /// Something was written. True: it may leave now; else [`Self::due`] says when.
+    /// Registers a new message. Returns whether it may leave now; otherwise [`Self::due`] is set.
     pub(super) fn wrote(&mut self, now: Instant) -> bool {
         let free = self.last.is_none_or(|last| now >= last + FRAME_PAUSE);
         if !free {
@@ -36,23 +36,24 @@ impl Outbox {
         self.due
     }
 
-    /// Time to look at what was written without a word.
+    /// Whether unannounced messages have waited for [`LAZY_DELAY`].
     pub(super) fn is_stale(&self, now: Instant) -> bool {
-        self.looked.is_none_or(|looked| now >= looked + LAZY_DELAY)
+        self.flushed
+            .is_none_or(|flushed| now >= flushed + LAZY_DELAY)
     }
 
-    /// All that was written is looked at.
-    pub(super) const fn looked(&mut self, now: Instant) {
+    /// All messages up to now are sent.
+    pub(super) const fn flushed(&mut self, now: Instant) {
         self.due = None;
-        self.looked = Some(now);
+        self.flushed = Some(now);
     }
 
-    pub(super) const fn left(&mut self, now: Instant) {
+    pub(super) const fn sent(&mut self, now: Instant) {
         self.last = Some(now);
     }
 }
 
-/// Messages as one broadcast.
+/// Encodes messages as one broadcast.
 pub(super) fn frame(messages: &[Bytes]) -> Result<Bytes, EncodeError> {
     if let [alone] = messages {
         return Ok(alone.clone());

@@ -1,7 +1,7 @@
-//! One other router: what it said, what is missing, and how far its slots here are its own.
+//! View of one other router: its messages, what is missing, and the phase of the view.
 //!
-//! `Following` is the invariant of the module's documentation; the other phases make no claim. While
-//! `Lacking`, what the load hold of it is the last that was known, until the state replaces it.
+//! Only `Following` keeps the invariant of this module's parent. In the other phases the load state
+//! holds the last known slots until the fetched state replaces them.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -21,70 +21,70 @@ use super::{ASK_PAUSE, ASK_TIMEOUT, DEAD_AFTER, REPAIR_PAUSE, STATE_BYTES_MAX, W
 
 pub(super) struct Peer {
     pub(super) router: RouterId,
-    /// Nothing below it is ever applied. None for a router that was only heard of.
+    /// Lowest incarnation that is applied. `None` before the first message.
     fence: Option<Generation>,
-    /// When it last gave a sign of life, or when it became our fault that it did not.
-    heard: Instant,
+    /// Time of its last message, or later: the end of a granted timeout.
+    alive_at: Instant,
     phase: PeerPhase,
     waiting: ReorderBuffer,
     pub(super) ask_state: AskState,
     repair: RepairState,
     compared: Option<DigestComparison>,
-    /// By how many requests the view differed from its last heartbeat, at whatever numbers.
+    /// Difference in requests between the view and its last heartbeat, at whatever numbers.
     divergence: u64,
-    /// Once it had said that there was no more. A state may be that of a moment ago, when somebody else
-    /// asked for it.
+    /// It has answered that it has no newer messages. A shared snapshot may be older than the
+    /// question.
     is_settled: bool,
     pub(super) echo: EchoProbe,
 }
 
 enum PeerPhase {
-    /// Silent, or gone for good.
+    /// Silent, or it left.
     Dead,
-    /// Its open slots are needed.
-    Lacking(Option<PartialState>),
+    /// Its open slots must be fetched.
+    Fetching(Option<PartialState>),
     Following(Sequencer),
 }
 
-/// Parts of a state that came so far.
+/// Parts of a state received so far.
 struct PartialState {
     first: StatePart,
     more: Vec<StatePart>,
     bytes: usize,
 }
 
-/// Messages that came before their turn.
+/// Messages received before earlier ones.
 #[derive(Default)]
 struct ReorderBuffer {
     messages: BTreeMap<RecordNumber, (LoadMessage, PayloadInfo)>,
     bytes: usize,
 }
 
-/// What is known of a message's bytes.
+/// Hash and length of a message's bytes.
 #[derive(Clone, Copy)]
 pub(super) struct PayloadInfo {
     pub(super) hash: u64,
     pub(super) len: usize,
 }
 
-/// At most one question is on its way, and failed ones make pauses.
+/// At most one question is outstanding; failures cause pauses.
 pub(super) struct AskState {
     outstanding: Option<(u64, Instant)>,
     failures: u32,
     not_before: Instant,
 }
 
-/// States that did not help make pauses until a heartbeat agrees.
+/// States without effect cause pauses until a heartbeat agrees.
 struct RepairState {
-    vain: u32,
+    attempts: u32,
     not_before: Instant,
 }
 
-/// What a peer's methods work on.
+/// What a peer's methods read and change.
 pub(super) struct PeerContext<'a> {
     pub(super) load: &'a mut dyn LoadState,
     pub(super) counts: &'a mut ReplicaCounts,
-    /// Bytes of states that all peers together have collected.
+    /// Bytes of partial states of all peers.
     pub(super) collected_bytes: usize,
     pub(super) now: Instant,
 }
@@ -94,8 +94,8 @@ impl Peer {
         Self {
             router,
             fence: None,
-            heard: now,
-            phase: PeerPhase::Lacking(None),
+            alive_at: now,
+            phase: PeerPhase::Fetching(None),
             waiting: ReorderBuffer::default(),
             ask_state: AskState {
                 outstanding: None,
@@ -103,7 +103,7 @@ impl Peer {
                 not_before: now,
             },
             repair: RepairState {
-                vain: 0,
+                attempts: 0,
                 not_before: now,
             },
             compared: None,
@@ -117,11 +117,11 @@ impl Peer {
         matches!(self.phase, PeerPhase::Dead)
     }
 
-    /// Its slots as of now are known, or it has none.
+    /// Its current slots are known, or it is dead.
     pub(super) const fn is_known(&self) -> bool {
         match self.phase {
             PeerPhase::Dead => true,
-            PeerPhase::Lacking(_) => false,
+            PeerPhase::Fetching(_) => false,
             PeerPhase::Following(_) => self.is_settled,
         }
     }
@@ -130,8 +130,8 @@ impl Peer {
         self.fence
     }
 
-    pub(super) const fn heard(&self) -> Instant {
-        self.heard
+    pub(super) const fn alive_at(&self) -> Instant {
+        self.alive_at
     }
 
     pub(super) const fn compared(&self) -> Option<DigestComparison> {
@@ -142,85 +142,96 @@ impl Peer {
         self.divergence
     }
 
-    /// The number up to which its slots here are its own.
+    /// The number at which the view holds its slots, if it follows.
     pub(super) const fn followed(&self) -> Option<Option<RecordNumber>> {
         match &self.phase {
             PeerPhase::Following(sequencer) => Some(sequencer.last()),
-            PeerPhase::Dead | PeerPhase::Lacking(_) => None,
+            PeerPhase::Dead | PeerPhase::Fetching(_) => None,
         }
     }
 
     pub(super) fn collected_bytes(&self) -> usize {
         match &self.phase {
-            PeerPhase::Lacking(Some(collected)) => collected.bytes,
-            PeerPhase::Dead | PeerPhase::Lacking(None) | PeerPhase::Following(_) => 0,
+            PeerPhase::Fetching(Some(collected)) => collected.bytes,
+            PeerPhase::Dead | PeerPhase::Fetching(None) | PeerPhase::Following(_) => 0,
         }
     }
 
-    /// It lives. Also what one grants it: a time in the future.
-    pub(super) fn hear(&mut self, at: Instant) {
-        self.heard = self.heard.max(at);
+    /// It is alive until at least this time, which may be in the future.
+    pub(super) fn mark_alive(&mut self, at: Instant) {
+        self.alive_at = self.alive_at.max(at);
     }
 
-    /// The fence. Else the message is of no router that lives.
+    /// The fence: whether this incarnation may be applied.
     fn admits(&self, incarnation: Generation) -> bool {
         self.fence.is_none_or(|fence| incarnation >= fence)
     }
 
-    pub(super) fn heartbeat(&mut self, said: &LoadHeartbeat, context: &mut PeerContext<'_>) {
-        if !self.admits(said.incarnation) {
+    pub(super) fn heartbeat(&mut self, heartbeat: &LoadHeartbeat, context: &mut PeerContext<'_>) {
+        if !self.admits(heartbeat.incarnation) {
             context.counts.verdicts.old += 1;
             return;
         }
-        self.hear(context.now);
-        if said.presence == Presence::Leaving {
+        self.mark_alive(context.now);
+        if heartbeat.presence == Presence::Leaving {
             context.counts.goodbyes += 1;
-            let next = said.incarnation.next().unwrap_or(said.incarnation);
+            let next = heartbeat
+                .incarnation
+                .next()
+                .unwrap_or(heartbeat.incarnation);
             self.end(Some(next), context);
             return;
         }
-        if self.is_newer(said.incarnation) {
-            self.open(said.incarnation);
+        if self.is_newer(heartbeat.incarnation) {
+            self.open(heartbeat.incarnation);
         }
         let view = context.load.digest(self.router);
-        self.divergence = view.count.abs_diff(said.digest.count);
+        self.divergence = view.count.abs_diff(heartbeat.digest.count);
         let standing = match &mut self.phase {
             PeerPhase::Following(sequencer) => {
                 let had_gap = sequencer.has_gap();
-                let standing =
-                    sequencer.observe_heartbeat(context.now, said.incarnation, said.number);
+                let standing = sequencer.observe_heartbeat(
+                    context.now,
+                    heartbeat.incarnation,
+                    heartbeat.number,
+                );
                 context.counts.mended.gaps += u64::from(sequencer.has_gap() && !had_gap);
                 standing
             }
-            PeerPhase::Lacking(_) => SequenceComparison::Behind,
+            PeerPhase::Fetching(_) => SequenceComparison::Behind,
             PeerPhase::Dead => {
-                self.phase = PeerPhase::Lacking(None);
+                self.phase = PeerPhase::Fetching(None);
                 SequenceComparison::Behind
             }
         };
-        if self.followed().is_none() && said.digest == LoadDigest::default() {
-            // Nothing is open as of that number: this is the whole state.
+        if self.followed().is_none() && heartbeat.digest == LoadDigest::default() {
+            // No slot is open at that number: this is the complete state.
             self.is_settled = true;
-            self.replace(&[], said.number, context);
+            self.replace(&[], heartbeat.number, context);
             return;
         }
         if standing == SequenceComparison::Level {
-            self.compare(said, view, context);
+            self.compare(heartbeat, view, context);
         }
     }
 
-    fn compare(&mut self, said: &LoadHeartbeat, view: LoadDigest, context: &mut PeerContext<'_>) {
+    fn compare(
+        &mut self,
+        heartbeat: &LoadHeartbeat,
+        view: LoadDigest,
+        context: &mut PeerContext<'_>,
+    ) {
         self.is_settled = true;
         self.compared = Some(DigestComparison {
-            number: said.number,
-            theirs: said.digest,
+            number: heartbeat.number,
+            theirs: heartbeat.digest,
             ours: view,
         });
-        if view == said.digest {
-            self.repair.vain = 0;
+        if view == heartbeat.digest {
+            self.repair.attempts = 0;
         } else {
             context.counts.mended.mismatches += 1;
-            self.lack_again(context.now);
+            self.fetch_again(context.now);
         }
     }
 
@@ -235,16 +246,16 @@ impl Peer {
             context.counts.verdicts.old += 1;
             return;
         }
-        self.hear(context.now);
+        self.mark_alive(context.now);
         if self.is_newer(incarnation) {
             self.open(incarnation);
             if message.number == RecordNumber(0) {
-                // An incarnation that begins with slots states them as number 0, in no message.
+                // An incarnation with open slots starts at number 1.
                 self.replace(&[], None, context);
             }
         }
         if self.is_dead() {
-            self.phase = PeerPhase::Lacking(None);
+            self.phase = PeerPhase::Fetching(None);
         }
         let PeerPhase::Following(sequencer) = &mut self.phase else {
             self.wait(message, bytes, context);
@@ -264,13 +275,13 @@ impl Peer {
             SequenceVerdict::Duplicate => context.counts.verdicts.duplicate += 1,
             SequenceVerdict::Violation => {
                 context.counts.verdicts.violation += 1;
-                self.lack_again(now);
+                self.fetch_again(now);
             }
             SequenceVerdict::Old => context.counts.verdicts.old += 1,
         }
     }
 
-    /// An answer's part of the state. False if it is of no use.
+    /// Takes a part of the state. Returns false if it is useless.
     pub(super) fn part(
         &mut self,
         part: StatePart,
@@ -281,15 +292,15 @@ impl Peer {
             context.counts.verdicts.old += 1;
             return false;
         }
-        self.hear(context.now);
+        self.mark_alive(context.now);
         if self.is_newer(part.incarnation) {
             self.open(part.incarnation);
         }
         let collected = match &mut self.phase {
-            // The messages came after all.
+            // The missing messages have arrived.
             PeerPhase::Following(sequencer) if !sequencer.has_gap() => return true,
             PeerPhase::Following(_) | PeerPhase::Dead => None,
-            PeerPhase::Lacking(collected) => collected.take(),
+            PeerPhase::Fetching(collected) => collected.take(),
         };
         let collected = match (collected, part.part) {
             (_, 0) => PartialState {
@@ -303,19 +314,19 @@ impl Peer {
                 collected
             }
             (Some(_) | None, _) => {
-                self.phase = PeerPhase::Lacking(None);
+                self.phase = PeerPhase::Fetching(None);
                 return false;
             }
         };
         if context.collected_bytes + len > STATE_BYTES_MAX {
             context.counts.refused.states += 1;
-            self.lack_again(context.now);
+            self.fetch_again(context.now);
             return false;
         }
         if collected.is_whole() {
             self.take_state(collected, context);
         } else {
-            self.phase = PeerPhase::Lacking(Some(collected));
+            self.phase = PeerPhase::Fetching(Some(collected));
         }
         true
     }
@@ -335,31 +346,31 @@ impl Peer {
             self.follow(number, context);
         } else {
             context.counts.mended.states_wrong += 1;
-            self.lack_again(context.now);
+            self.fetch_again(context.now);
         }
     }
 
-    /// Messages that were asked for; did they help?
-    pub(super) fn told(&mut self, before: Option<Option<RecordNumber>>) -> bool {
+    /// Evaluates an answer with messages. Returns whether it helped.
+    pub(super) fn messages_answered(&mut self, before: Option<Option<RecordNumber>>) -> bool {
         let after = self.followed();
         let is_news = !self.is_settled && after.is_some();
         self.is_settled |= after.is_some() && after == before;
         after > before || is_news
     }
 
-    /// What was asked about is no more there.
+    /// The requested state no longer exists.
     pub(super) fn gone(&mut self) {
         if !self.is_dead() {
-            self.phase = PeerPhase::Lacking(None);
+            self.phase = PeerPhase::Fetching(None);
         }
     }
 
-    /// What to ask this router for.
+    /// The next question to this router.
     pub(super) fn want(&self) -> Option<LoadRequestKind> {
         match &self.phase {
             PeerPhase::Dead => None,
-            PeerPhase::Lacking(None) => Some(LoadRequestKind::State),
-            PeerPhase::Lacking(Some(collected)) => Some(LoadRequestKind::Part {
+            PeerPhase::Fetching(None) => Some(LoadRequestKind::State),
+            PeerPhase::Fetching(Some(collected)) => Some(LoadRequestKind::Part {
                 number: collected.first.number,
                 part: collected.parts(),
             }),
@@ -373,7 +384,7 @@ impl Peer {
         }
     }
 
-    /// A question that asks for nothing, for how long it takes. None while there are better ones.
+    /// An empty question for measuring the delay. `None` while another question is needed.
     pub(super) const fn empty_want(&self) -> Option<LoadRequestKind> {
         match &self.phase {
             PeerPhase::Following(sequencer) if !sequencer.has_gap() => match sequencer.last() {
@@ -383,21 +394,21 @@ impl Peer {
                 }),
                 None => None,
             },
-            PeerPhase::Following(_) | PeerPhase::Lacking(_) | PeerPhase::Dead => None,
+            PeerPhase::Following(_) | PeerPhase::Fetching(_) | PeerPhase::Dead => None,
         }
     }
 
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         let mended = match &self.phase {
-            PeerPhase::Lacking(None) => self.repair.not_before <= now,
-            PeerPhase::Dead | PeerPhase::Lacking(Some(_)) | PeerPhase::Following(_) => true,
+            PeerPhase::Fetching(None) => self.repair.not_before <= now,
+            PeerPhase::Dead | PeerPhase::Fetching(Some(_)) | PeerPhase::Following(_) => true,
         };
         mended && self.ask_state.outstanding.is_none() && self.ask_state.not_before <= now
     }
 
-    /// Lets it die of silence.
+    /// Declares it dead after [`DEAD_AFTER`] of silence.
     pub(super) fn check(&mut self, context: &mut PeerContext<'_>) {
-        let silent = context.now.saturating_duration_since(self.heard);
+        let silent = context.now.saturating_duration_since(self.alive_at);
         if !self.is_dead() && silent >= DEAD_AFTER {
             context.counts.deaths += 1;
             self.end(self.fence, context);
@@ -406,7 +417,7 @@ impl Peer {
 
     fn end(&mut self, fence: Option<Generation>, context: &mut PeerContext<'_>) {
         context.load.release(self.router, context.now);
-        context.load.delay(self.router, None);
+        context.load.set_delay(self.router, None);
         self.echo = EchoProbe::new(context.now);
         self.fence = fence;
         self.phase = PeerPhase::Dead;
@@ -421,30 +432,30 @@ impl Peer {
         self.fence.is_none_or(|fence| incarnation > fence)
     }
 
-    /// Another incarnation: what it begins with is not known yet.
+    /// Starts another incarnation, whose slots are unknown.
     fn open(&mut self, incarnation: Generation) {
         if self.fence.replace(incarnation).is_some() {
-            // What was asked of the former incarnation is of no use.
+            // Answers of the former incarnation are useless.
             self.ask_state.outstanding = None;
             self.ask_state.failures = 0;
         }
-        self.phase = PeerPhase::Lacking(None);
+        self.phase = PeerPhase::Fetching(None);
         self.waiting = ReorderBuffer::default();
         self.compared = None;
-        self.repair.vain = 0;
+        self.repair.attempts = 0;
     }
 
-    /// The view proved wrong.
-    fn lack_again(&mut self, now: Instant) {
-        let vain = self.repair.vain;
-        if vain > 0 {
-            self.repair.not_before = now + pause(REPAIR_PAUSE, vain);
+    /// The view is wrong: fetches the state again.
+    fn fetch_again(&mut self, now: Instant) {
+        let attempts = self.repair.attempts;
+        if attempts > 0 {
+            self.repair.not_before = now + pause(REPAIR_PAUSE, attempts);
         }
-        self.repair.vain = vain.saturating_add(1);
-        self.phase = PeerPhase::Lacking(None);
+        self.repair.attempts = attempts.saturating_add(1);
+        self.phase = PeerPhase::Fetching(None);
     }
 
-    /// The state as of this number is known.
+    /// Replaces the view by the state at this number.
     fn replace(
         &mut self,
         parts: &[StatePart],
@@ -468,7 +479,7 @@ impl Peer {
         self.catch_up(context);
     }
 
-    /// Applies what waited for its turn.
+    /// Applies messages that waited for earlier ones.
     fn catch_up(&mut self, context: &mut PeerContext<'_>) {
         let PeerPhase::Following(sequencer) = &mut self.phase else {
             return;
@@ -524,7 +535,7 @@ impl PartialState {
 }
 
 impl ReorderBuffer {
-    /// False if there is no room. What came first stays: it is what can be applied first.
+    /// Returns false if there is no room. Earlier messages stay: they are applied first.
     fn put(&mut self, message: LoadMessage, bytes: PayloadInfo) -> bool {
         if self.bytes + bytes.len > WAITING_BYTES_MAX {
             return false;
@@ -566,7 +577,7 @@ impl AskState {
         self.outstanding = Some((id, now));
     }
 
-    /// False for an answer that nobody waits for any more.
+    /// Returns false for an answer that is no longer expected.
     pub(super) fn answered(&mut self, id: u64) -> bool {
         let expected = self.outstanding.is_some_and(|(asked, _)| asked == id);
         if expected {
@@ -585,7 +596,7 @@ impl AskState {
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// Its answer should be here, or word that there is none.
+    /// Neither an answer nor a failure was reported in time.
     pub(super) fn is_overdue(&self, now: Instant) -> bool {
         self.outstanding
             .is_some_and(|(_, asked)| now.saturating_duration_since(asked) >= 2 * ASK_TIMEOUT)

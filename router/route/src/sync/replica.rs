@@ -1,4 +1,4 @@
-//! One replica's part in the conversation: inputs are calls, outputs are [`ReplicaEffect`]s.
+//! One replica: inputs are method calls, outputs are [`ReplicaEffect`]s.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -23,34 +23,34 @@ use super::{
     DEAD_AFTER, FENCE_KEPT, HEARTBEAT_INTERVAL, JOIN_MAX, PEERS_MAX, RECONNECT_GRACE, SERVED_MAX,
 };
 
-/// What the shell is to do, in this order.
+/// Work for the shell, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReplicaEffect {
-    /// To everybody.
+    /// Broadcast.
     Publish(Bytes),
-    /// To one router; what comes of it goes to [`LoadReplica::answered`].
+    /// Send to one router; pass the result to [`LoadReplica::answered`].
     Ask {
         peer: RouterId,
         id: AskId,
         question: Bytes,
     },
-    /// Write the lease's key; its revision goes to [`LoadReplica::taken`]. Until then all goes on.
+    /// Write the lease's key and pass its revision to [`LoadReplica::taken`].
     TakeIncarnation,
-    /// This replica knows what the others have, or has waited long enough.
+    /// All peers are known, or the time for joining is over.
     Ready,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AskId(u64);
 
-/// What the shell knows of the way to the others.
+/// State of the connection to the plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlaneLink {
     Up,
     Down,
 }
 
-/// See the module's documentation. Every call takes the load that it reads and changes.
+/// A replica of the routers' load. Calls take the load state that they read and change.
 pub struct LoadReplica {
     router: RouterId,
     started: Instant,
@@ -58,7 +58,7 @@ pub struct LoadReplica {
     pub(super) peers: BTreeMap<RouterId, Peer>,
     snapshots: SnapshotCache,
     next_ask: u64,
-    /// Questions that may still be answered in this tick.
+    /// Questions answered in this tick.
     served: u32,
     is_listed: bool,
     is_ready: bool,
@@ -66,12 +66,12 @@ pub struct LoadReplica {
     counts: ReplicaCounts,
 }
 
-/// What this replica says.
+/// Outgoing state of this replica.
 struct OwnState {
     incarnation: Option<Generation>,
     wants_incarnation: bool,
     link: PlaneLink,
-    hearing: LoopbackMonitor,
+    loopback: LoopbackMonitor,
     outbox: Outbox,
     beat: u64,
     beat_due: Instant,
@@ -87,7 +87,7 @@ impl LoadReplica {
                 incarnation: None,
                 wants_incarnation: false,
                 link: PlaneLink::Up,
-                hearing: LoopbackMonitor::new(now),
+                loopback: LoopbackMonitor::new(now),
                 outbox: Outbox::default(),
                 beat: 0,
                 beat_due: now,
@@ -105,7 +105,7 @@ impl LoadReplica {
         replica
     }
 
-    /// The next thing to do. To be drained after every call.
+    /// The next effect. Take all after every call.
     pub fn effect(&mut self) -> Option<ReplicaEffect> {
         self.effects.pop_front()
     }
@@ -117,29 +117,29 @@ impl LoadReplica {
 
     // --- own messages
 
-    /// Something urgent was written to the ledger.
+    /// An urgent message was written to the ledger.
     pub fn wrote(&mut self, load: &mut dyn LoadState, now: Instant) {
         if self.own.outbox.wrote(now) {
             self.flush(load, now);
         }
     }
 
-    /// When [`Self::send_due`] wants to be called.
+    /// When to call [`Self::send_due`].
     #[must_use]
     pub const fn due(&self) -> Option<Instant> {
         self.own.outbox.due()
     }
 
-    /// The pause between two frames is over.
+    /// Sends a frame if the pause is over.
     pub fn send_due(&mut self, load: &mut dyn LoadState, now: Instant) {
         if self.due().is_some_and(|due| due <= now) {
             self.flush(load, now);
         }
     }
 
-    /// The lease was taken, or written again because [`ReplicaEffect::TakeIncarnation`] asked for it.
+    /// The lease was taken or rewritten ([`ReplicaEffect::TakeIncarnation`]).
     pub fn taken(&mut self, revision: Generation, load: &mut dyn LoadState, now: Instant) {
-        // A registry that was lost counts from 1 again. The id is this process's alone.
+        // A recreated registry counts from 1 again. The id belongs to this process alone.
         let above = self.own.incarnation.and_then(Generation::next);
         let incarnation = above.map_or(revision, |above| revision.max(above));
         load.begin(incarnation);
@@ -159,20 +159,20 @@ impl LoadReplica {
     pub fn link(&mut self, link: PlaneLink, now: Instant) {
         self.own.link = link;
         match link {
-            PlaneLink::Down => self.counts.deafs += u64::from(self.own.hearing.cut()),
-            // To be heard as soon as may be.
+            PlaneLink::Down => self.counts.deafs += u64::from(self.own.loopback.cut()),
+            // Peers should receive a heartbeat soon.
             PlaneLink::Up => self.own.beat_due = now,
         }
     }
 
-    /// Says goodbye. Nothing may be written any more.
+    /// Announces that this router leaves. Nothing may be written afterwards.
     pub fn leave(&mut self, load: &mut dyn LoadState, now: Instant) {
         self.beat(Presence::Leaving, load, now);
     }
 
     // --- what comes in
 
-    /// A broadcast, one's own included.
+    /// Receives a broadcast, own ones included.
     pub fn receive(&mut self, payload: &Bytes, load: &mut dyn LoadState, now: Instant) {
         match codec::kind(payload) {
             Some(LoadHeartbeat::KIND) => self.receive_heartbeat(payload, load, now),
@@ -195,7 +195,7 @@ impl LoadReplica {
         }
     }
 
-    /// What became of a question; none if nobody answered in time.
+    /// Takes the result of a question; `None` after a timeout.
     pub fn answered(
         &mut self,
         from: RouterId,
@@ -209,7 +209,7 @@ impl LoadReplica {
         };
         if peer.echo.answered(id.0, answer.is_some(), now) {
             if let Some(delay) = peer.echo.delay() {
-                load.delay(from, Some(delay));
+                load.set_delay(from, Some(delay));
             }
             return;
         }
@@ -226,7 +226,7 @@ impl LoadReplica {
                     return;
                 };
                 self.counts.mended.by_numbers += u64::from(peer.followed() > before);
-                peer.told(before)
+                peer.messages_answered(before)
             }
             Some((len, Ok(LoadAnswer::State(part)))) if part.router == from => self
                 .with_peer(from, load, now, |peer, context| {
@@ -254,7 +254,7 @@ impl LoadReplica {
         self.ask(from, now);
     }
 
-    /// A peer's question. None: not answered.
+    /// Answers a peer's question; `None` if it gets no answer.
     pub fn serve(
         &mut self,
         question: &[u8],
@@ -271,7 +271,7 @@ impl LoadReplica {
         }
         self.served += 1;
         match ask.want {
-            // Asked by whom nobody may hear otherwise: what it says of its slots is what counts.
+            // An echo is no sign of life: the peer's broadcasts may be lost.
             LoadRequestKind::Numbers { from, to } if to.is_some_and(|to| to < from) => {
                 self.counts.traffic.echoes_in += 1;
                 self.with_peer(ask.asker, load, now, |_, _| ());
@@ -280,30 +280,30 @@ impl LoadReplica {
             | LoadRequestKind::State
             | LoadRequestKind::Part { .. } => {
                 self.counts.traffic.asks_in += 1;
-                self.with_peer(ask.asker, load, now, |peer, _| peer.hear(now));
+                self.with_peer(ask.asker, load, now, |peer, _| peer.mark_alive(now));
             }
         }
         let answer = self.answer(&ask, load, now);
         codec::encode(&answer).ok().map(Bytes::from)
     }
 
-    /// The registry tells of a router.
+    /// The registry lists a router.
     pub fn learn(&mut self, router: RouterId, load: &mut dyn LoadState, now: Instant) {
         self.with_peer(router, load, now, |_, _| ());
         self.ask(router, now);
     }
 
-    /// All routers that the registry knows were told.
+    /// All routers in the registry were passed to [`Self::learn`].
     pub const fn listed(&mut self) {
         self.is_listed = true;
     }
 
-    /// Lets time pass: every [`super::TICK`].
+    /// Processes deadlines. Call it every [`super::TICK`].
     pub fn tick(&mut self, load: &mut dyn LoadState, now: Instant) {
         self.served = 0;
         self.snapshots.expire(now);
-        self.counts.deafs += u64::from(self.own.hearing.check(now));
-        if !self.own.hearing.is_deaf() {
+        self.counts.deafs += u64::from(self.own.loopback.check(now));
+        if !self.own.loopback.is_isolated() {
             self.expire_silent(load, now);
         }
         if self.own.beat_due <= now {
@@ -321,7 +321,7 @@ impl LoadReplica {
         self.check_ready(now);
     }
 
-    /// What is known, with every replica's slots.
+    /// State and views, with the slots of all replicas.
     #[must_use]
     pub fn snapshot(&self, load: &mut dyn LoadState, now: Instant) -> ReplicaStatus {
         let live = |peer: &&Peer| !peer.is_dead();
@@ -332,7 +332,7 @@ impl LoadReplica {
             router: self.router,
             incarnation: self.own.incarnation,
             is_ready: self.is_ready,
-            is_deaf: self.own.hearing.is_deaf(),
+            is_deaf: self.own.loopback.is_isolated(),
             peers: self.peers.values().filter(live).count(),
             divergence: self.peers.values().map(Peer::divergence).max().unwrap_or(0),
             counts: self.counts,
@@ -341,8 +341,8 @@ impl LoadReplica {
     }
 
     fn own_view(&self, load: &mut dyn LoadState) -> RouterView {
-        // The head is of one moment; the sources may be a message ahead.
-        let head = load.written(RecordNumber(u64::MAX), 0).head;
+        // The sources may be one message newer than the head.
+        let head = load.messages_from(RecordNumber(u64::MAX), 0).head;
         RouterView {
             router: self.router,
             standing: ViewStatus::Own,
@@ -356,23 +356,23 @@ impl LoadReplica {
     }
 
     fn receive_heartbeat(&mut self, payload: &[u8], load: &mut dyn LoadState, now: Instant) {
-        let Ok(said) = codec::decode::<LoadHeartbeat>(payload) else {
+        let Ok(heartbeat) = codec::decode::<LoadHeartbeat>(payload) else {
             self.counts.verdicts.malformed += 1;
             return;
         };
-        if said.router == self.router {
-            self.own_heartbeat(said.beat, now);
+        if heartbeat.router == self.router {
+            self.own_heartbeat(heartbeat.beat, now);
             return;
         }
         self.counts.traffic.heartbeats_in += 1;
         self.counts.traffic.bytes_in += payload.len() as u64;
-        self.with_peer(said.router, load, now, |peer, context| {
-            peer.heartbeat(&said, context);
+        self.with_peer(heartbeat.router, load, now, |peer, context| {
+            peer.heartbeat(&heartbeat, context);
         });
-        self.ask(said.router, now);
+        self.ask(heartbeat.router, now);
     }
 
-    /// True for a message of somebody else.
+    /// Returns whether the message is another router's.
     fn receive_message(&mut self, payload: &[u8], load: &mut dyn LoadState, now: Instant) -> bool {
         let from = self.take_message(payload, load, now);
         if let Some(from) = from {
@@ -381,7 +381,7 @@ impl LoadReplica {
         from.is_some()
     }
 
-    /// Whose message it was, if it was another router's.
+    /// Takes a message. Returns its sender if that is another router.
     fn take_message(
         &mut self,
         payload: &[u8],
@@ -413,18 +413,18 @@ impl LoadReplica {
     }
 
     fn own_heartbeat(&mut self, beat: u64, now: Instant) {
-        let Some(echo) = self.own.hearing.echo(beat, now) else {
+        let Some(echo) = self.own.loopback.echo(beat, now) else {
             return;
         };
         let was_long = echo.silent >= DEAD_AFTER;
-        if echo.ends_deafness {
+        if echo.ends_isolation {
             let grace = if was_long {
                 RECONNECT_GRACE - DEAD_AFTER
             } else {
                 Duration::ZERO
             };
             for peer in self.peers.values_mut() {
-                peer.hear(now + grace);
+                peer.mark_alive(now + grace);
             }
         }
         if was_long {
@@ -439,9 +439,9 @@ impl LoadReplica {
         }
     }
 
-    /// Sends what was not sent yet. How this router stands then; none if nothing may be sent.
+    /// Sends all unsent messages. Returns the head afterwards; `None` if sending is impossible.
     fn flush(&mut self, load: &mut dyn LoadState, now: Instant) -> Option<LedgerHead> {
-        self.own.outbox.looked(now);
+        self.own.outbox.flushed(now);
         if self.own.link == PlaneLink::Down || self.own.incarnation.is_none() {
             return None;
         }
@@ -451,7 +451,7 @@ impl LoadReplica {
                 first,
                 messages,
                 head,
-            } = load.written(self.own.outbox.next, FRAME_BYTES_MAX);
+            } = load.messages_from(self.own.outbox.next, FRAME_BYTES_MAX);
             let next = head.number.map_or(RecordNumber(0), RecordNumber::next);
             if messages.is_empty() || is_alone {
                 self.own.outbox.next = next;
@@ -463,7 +463,7 @@ impl LoadReplica {
             let Ok(frame) = frame(&messages) else {
                 continue;
             };
-            self.own.outbox.left(now);
+            self.own.outbox.sent(now);
             let traffic = &mut self.counts.traffic;
             traffic.messages_out += messages.len() as u64;
             traffic.frames_out += 1;
@@ -472,7 +472,7 @@ impl LoadReplica {
         }
     }
 
-    /// First what was written, so that whoever hears the heartbeat has its number.
+    /// Sends unsent messages first, so that receivers of the heartbeat have its number.
     fn beat(&mut self, presence: Presence, load: &mut dyn LoadState, now: Instant) {
         self.own.beat_due = now + HEARTBEAT_INTERVAL;
         let Some(head) = self.flush(load, now) else {
@@ -488,7 +488,7 @@ impl LoadReplica {
             presence,
         };
         if let Ok(bytes) = codec::encode(&heartbeat) {
-            self.own.hearing.beat(self.own.beat, now);
+            self.own.loopback.beat(self.own.beat, now);
             self.counts.traffic.bytes_out += bytes.len() as u64;
             self.effects.push_back(ReplicaEffect::Publish(bytes.into()));
         }
@@ -509,7 +509,7 @@ impl LoadReplica {
                 part.map_or(LoadAnswer::Gone, LoadAnswer::State)
             }
             LoadRequestKind::Numbers { from, to } => {
-                let written = load.written(from, ANSWER_BYTES_MAX / 2);
+                let written = load.messages_from(from, ANSWER_BYTES_MAX / 2);
                 if written.first != from {
                     return self.first_part(load, now);
                 }
@@ -526,14 +526,14 @@ impl LoadReplica {
             Some(number) => number,
             None => {
                 self.counts.mended.cuts += 1;
-                self.snapshots.hold(load.stated(), now)
+                self.snapshots.hold(load.snapshot(), now)
             }
         };
         let part = self.snapshots.part(self.router, number, 0, now);
         part.map_or(LoadAnswer::Gone, LoadAnswer::State)
     }
 
-    /// Asks a peer for what is missing of it, if it may be asked now.
+    /// Asks a peer for what is missing, if a question is allowed now.
     fn ask(&mut self, router: RouterId, now: Instant) {
         let Some(peer) = self.peers.get_mut(&router) else {
             return;
@@ -555,7 +555,7 @@ impl LoadReplica {
         }
     }
 
-    /// Finds out how long the way to a peer is, now and then.
+    /// Sends a due echo to a peer.
     fn measure(&mut self, router: RouterId, now: Instant) {
         let Some(peer) = self.peers.get(&router).filter(|peer| peer.echo.is_due(now)) else {
             return;
@@ -591,13 +591,13 @@ impl LoadReplica {
         Some(self.next_ask)
     }
 
-    /// Lets the silent die, and forgets the long dead.
+    /// Declares silent peers dead and forgets peers that are dead for long.
     fn expire_silent(&mut self, load: &mut dyn LoadState, now: Instant) {
         let routers: Vec<RouterId> = self.peers.keys().copied().collect();
         for router in routers {
             let forgotten = self.with_peer(router, load, now, |peer, context| {
                 peer.check(context);
-                let silent = now.saturating_duration_since(peer.heard());
+                let silent = now.saturating_duration_since(peer.alive_at());
                 peer.is_dead() && silent >= FENCE_KEPT
             });
             if forgotten == Some(true) {
@@ -616,7 +616,8 @@ impl LoadReplica {
         }
     }
 
-    /// Works on a peer, known from now on. None if it is this router, or one too many.
+    /// Calls `work` with a peer, which is added if unknown. Returns `None` for this router and
+    /// above the bound.
     fn with_peer<T>(
         &mut self,
         router: RouterId,
@@ -645,13 +646,16 @@ impl LoadReplica {
         Some(work(peer, &mut context))
     }
 
-    /// For one peer more: the longest dead goes.
+    /// Makes room for one more peer: removes the longest dead one.
     fn make_room(&mut self, load: &mut dyn LoadState, now: Instant) -> bool {
         if self.peers.len() < PEERS_MAX {
             return true;
         }
         let dead = self.peers.values().filter(|peer| peer.is_dead());
-        let Some(oldest) = dead.min_by_key(|peer| peer.heard()).map(|peer| peer.router) else {
+        let Some(oldest) = dead
+            .min_by_key(|peer| peer.alive_at())
+            .map(|peer| peer.router)
+        else {
             return false;
         };
         self.peers.remove(&oldest);
@@ -665,9 +669,9 @@ fn peer_view(peer: &Peer, load: &mut dyn LoadState, now: Instant) -> RouterView 
     let standing = match followed {
         Some(_) => ViewStatus::Following,
         None if peer.is_dead() => ViewStatus::Dead,
-        None => ViewStatus::Lacking,
+        None => ViewStatus::Fetching,
     };
-    let silent = now.saturating_duration_since(peer.heard());
+    let silent = now.saturating_duration_since(peer.alive_at());
     RouterView {
         router: peer.router,
         standing,

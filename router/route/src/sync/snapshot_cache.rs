@@ -1,7 +1,7 @@
-//! OwnState open slots as of one number, held while peers fetch them part by part.
+//! Snapshots of own open slots, kept while peers fetch them in parts.
 //!
-//! Peers that ask at about the same time share a cached; two are held at most, each for a short time after
-//! it was last used. A peer whose cached is gone begins anew.
+//! Peers that ask within [`SHARED`] share a snapshot. At most two are kept, each for [`KEPT`] after
+//! its last use. A peer whose snapshot expired starts again.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -13,14 +13,13 @@ use super::load_state::SlotSnapshot;
 
 const HELD_MAX: usize = 2;
 
-/// After the last part that was asked for.
+/// Time that a snapshot is kept after its last use.
 const KEPT: Duration = Duration::from_secs(2);
 
-/// Who asks for the state within this time gets the cached that there is. What is newer than that the
-/// ring has.
+/// Age up to which a snapshot is shared. The ring has all newer messages.
 const SHARED: Duration = Duration::from_millis(100);
 
-/// Version and kind, variant, ids, number, digest, counts: what a part takes beside its slots, and more.
+/// Upper bound of a part's encoding without its slots.
 const PART_BYTES: usize = 128;
 
 #[derive(Default)]
@@ -34,7 +33,7 @@ struct CachedSnapshot {
 }
 
 impl SnapshotCache {
-    /// The newest cached, if it is new enough to be shared.
+    /// The number of the newest snapshot, if it may be shared.
     pub(super) fn newest(&self, now: Instant) -> Option<Option<RecordNumber>> {
         let newest = self.0.last()?;
         let fresh = now.saturating_duration_since(newest.made) < SHARED;
@@ -91,7 +90,7 @@ impl SnapshotCache {
     }
 }
 
-/// Runs of slots that fit into one answer each; one empty run if there are none.
+/// Ranges of slots that fit into one answer each; one empty range without slots.
 fn split(slots: &[OpenSlot]) -> Vec<Range<usize>> {
     let mut parts = Vec::new();
     let (mut start, mut bytes) = (0, PART_BYTES);

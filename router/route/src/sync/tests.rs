@@ -14,16 +14,16 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// What a seed draws: how lossy the network is, and what happens when.
+/// Input of a random run.
 #[derive(Clone, Copy)]
 struct Plan {
     seed: u64,
     mutation: Option<Mutation>,
-    /// The world changes views behind their replicas' backs.
+    /// The world changes views without the replicas' knowledge.
     spoils: bool,
 }
 
-/// Five seconds of faults, then agreement within one second, then nothing left of the dead, then nothing.
+/// Five seconds of faults, agreement within one second, then nothing is left of dead routers.
 fn play(plan: Plan) -> World {
     let mut dice = Rng::with_seed(plan.seed ^ 0x5EED);
     let mut world = World::new(plan.seed, 0);
@@ -47,7 +47,7 @@ fn play(plan: Plan) -> World {
     for at in world.live() {
         world.set(at, State::Up);
     }
-    // The network delivers what it had: stragglers of the lossy time come until the end.
+    // Delayed messages of the lossy time still arrive.
     world.run(ms(950));
     world.works = false;
     world.run(ms(50));
@@ -113,7 +113,7 @@ fn replicas_agree_within_a_second_after_the_losses_end() {
         assert!(world.faults.is_empty(), "seed {seed}: {:#?}", world.faults);
         moves += world.moves;
     }
-    // Requests that went elsewhere meanwhile are among what they agree on.
+    // The runs include moved requests.
     assert!(moves > 100, "{moves}");
 }
 
@@ -151,7 +151,7 @@ fn a_router_that_is_declared_dead_too_early_is_found() {
     assert!(is_found(Mutation::PeersUnread, false));
 }
 
-/// What others hold of a router's requests.
+/// Number of a router's requests in another router's view.
 fn held(world: &World, by: usize, of: usize) -> u64 {
     world.nodes[by].core.digest(world.nodes[of].router).count
 }
@@ -182,7 +182,7 @@ fn a_dead_routers_load_is_gone_after_its_death_and_not_before() {
     assert_eq!(held(&world, 1, 2), 10);
 }
 
-/// Two hours are longer than any timeout: of silence, of leases, of what is kept for a while.
+/// Two hours exceed every timeout.
 #[test]
 fn a_stream_that_lasts_for_hours_keeps_its_load() {
     let mut world = three();
@@ -205,7 +205,7 @@ fn a_stream_that_lasts_for_hours_keeps_its_load() {
 }
 
 #[test]
-fn a_goodbye_frees_at_once() {
+fn a_router_that_leaves_frees_its_slots() {
     let mut world = three();
     world.leave(0);
     world.run(ms(10));
@@ -225,7 +225,7 @@ fn a_router_paused_for_20_seconds_is_freed_and_comes_back_once() {
     world.set(0, State::Paused);
     world.run(ms(20_000));
     assert_eq!(held(&world, 1, 0), 0);
-    // It hears first what waited, and buries nobody for its own silence.
+    // It receives the waiting messages first and declares no router dead.
     world.set(0, State::Up);
     world.run(ms(500));
     assert_eq!(world.nodes[0].replica.counts().deaths, 0);
@@ -234,14 +234,14 @@ fn a_router_paused_for_20_seconds_is_freed_and_comes_back_once() {
         assert_eq!(held(&world, by, 0), 10, "{by}");
     }
     world.check_agreement();
-    // Its requests go on and end as if nothing had been.
+    // Its requests continue and end normally.
     world.end_all(0);
     world.run(ms(500));
     assert_eq!(held(&world, 1, 0), 0);
     assert!(world.faults.is_empty(), "{:?}", world.faults);
 }
 
-/// A router that is cut off for `time` and back; how many it had buried until one second later.
+/// Deaths that a router declares after a cut, until one second after its end.
 fn cut_off(time: Duration, mutation: Option<Mutation>) -> (u64, World) {
     let mut world = three();
     world.mutation = mutation;
@@ -252,7 +252,7 @@ fn cut_off(time: Duration, mutation: Option<Mutation>) -> (u64, World) {
     (world.nodes[0].replica.counts().deaths, world)
 }
 
-/// A router's messages of one incarnation are on their way until it has another.
+/// A router's messages of one incarnation are delayed until it has another.
 fn former_incarnation(seed: u64, mutation: Option<Mutation>) -> World {
     let mut world = World::new(seed, 3);
     world.works = false;
@@ -274,7 +274,7 @@ fn former_incarnation(seed: u64, mutation: Option<Mutation>) -> World {
 }
 
 #[test]
-fn a_former_incarnation_is_not_heard() {
+fn a_former_incarnation_is_not_applied() {
     let mut found = 0;
     for seed in 0..50 {
         let world = former_incarnation(seed, None);
@@ -286,7 +286,7 @@ fn a_former_incarnation_is_not_heard() {
 }
 
 #[test]
-fn nobody_is_dead_to_the_deaf() {
+fn an_isolated_router_declares_no_router_dead() {
     for time in [ms(1000), ms(2000), ms(2600), ms(5000), ms(30_000)] {
         let (deaths, mut world) = cut_off(time, None);
         assert_eq!(deaths, 0, "{time:?}");
@@ -299,7 +299,7 @@ fn nobody_is_dead_to_the_deaf() {
     assert!(deaths > 0, "lost own heartbeats have no effect");
 }
 
-/// The server was away: each comes back when it comes back, and is not buried for it.
+/// All routers lose the server and reconnect one after the other.
 #[test]
 fn routers_that_come_back_seconds_apart_keep_each_others_load() {
     let mut world = three();

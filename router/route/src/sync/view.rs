@@ -1,4 +1,5 @@
-//! What a replica holds of each router, for people and for comparing replicas at equal numbers.
+//! Views of a replica for operators and for comparing replicas. Field names are part of the HTTP
+//! API.
 
 use serde::{Serialize, Serializer};
 use warmroute_proto::load::LoadDigest;
@@ -7,39 +8,39 @@ use warmroute_proto::{Generation, RecordNumber, RouterId};
 use super::counts::ReplicaCounts;
 use crate::RouterLoad;
 
-/// Everything that one replica knows of itself and the others, of one moment.
+/// State of one replica and its views of the others, at one moment.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReplicaStatus {
     #[serde(serialize_with = "shown")]
     pub router: RouterId,
-    /// None before it was taken.
+    /// `None` before the first lease.
     pub incarnation: Option<Generation>,
     pub is_ready: bool,
-    /// It does not hear its own heartbeats.
+    /// This router is isolated.
     pub is_deaf: bool,
-    /// Peers that live.
+    /// Number of live peers.
     pub peers: usize,
-    /// The largest difference in requests between a view and what its router last said it had. Messages
-    /// under way are a part of it.
+    /// Largest difference between a view's number of requests and its router's last heartbeat.
+    /// Includes messages in flight.
     pub divergence: u64,
     pub counts: ReplicaCounts,
-    /// Its own first, then the others in the order of their ids.
+    /// This router first, then the others in the order of their ids.
     pub replicas: Vec<RouterView>,
 }
 
-/// What is held of one router. Of two replicas that both say `own` or `following` with equal
-/// incarnation and number, digest and sources are equal.
+/// View of one router. Two replicas that both report `own` or `following` at equal incarnation and
+/// number hold equal digests and sources.
 #[derive(Clone, Debug, Serialize)]
 pub struct RouterView {
     #[serde(serialize_with = "shown")]
     pub router: RouterId,
     pub standing: ViewStatus,
     pub incarnation: Option<Generation>,
-    /// None before the first, and where no number is claimed.
+    /// `None` before the first number and in a view that claims none.
     pub number: Option<RecordNumber>,
     #[serde(flatten)]
     pub digest: DigestFields,
-    /// The last heartbeat at whose number this view stood.
+    /// The last comparison with a heartbeat at the view's number.
     pub compared: Option<DigestComparison>,
     pub silent_ms: u64,
     pub sources: Vec<RouterLoad>,
@@ -50,12 +51,13 @@ pub struct RouterView {
 pub enum ViewStatus {
     Own,
     Following,
-    /// Its open slots are on their way; what is shown is the last that was known.
-    Lacking,
+    /// Its open slots are being fetched; the view shows the last known load.
+    #[serde(rename = "lacking")]
+    Fetching,
     Dead,
 }
 
-/// A router's digest and the view's, both at this number.
+/// A router's digest and the view's digest, at this number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct DigestComparison {
     pub number: Option<RecordNumber>,

@@ -1,4 +1,4 @@
-//! What an engine is made of.
+//! Configuration of an engine.
 
 use std::sync::Arc;
 
@@ -10,22 +10,22 @@ use super::timing::TimingProfile;
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
     pub block_size: BlockSize,
-    /// Physical blocks, counted as vLLM does: one of them is its null block and never used.
+    /// Physical blocks as vLLM counts them: one is the null block and never used.
     pub num_blocks: u32,
     /// Tokens that one step may compute.
     pub max_num_batched_tokens: usize,
     /// Requests that may run at the same time.
     pub max_num_seqs: usize,
-    /// Prompt and output of one request; capped by what the pool can hold.
+    /// Tokens of prompt and output of one request; also limited by the pool.
     pub max_model_len: usize,
     /// Blocks of the CPU tier; 0 for none.
     pub cpu_blocks: u32,
-    /// The KV-cache groups in the engine's order. Exactly one is full attention, and only that one
-    /// occupies blocks: the others exist in the events alone.
+    /// KV-cache groups in the engine's order. Exactly one is full attention, and only that one
+    /// occupies blocks; the others exist in the events alone.
     pub groups: Vec<GroupKind>,
-    /// Drawn anew at every start of an engine, so that its hashes differ from those before.
+    /// Different at every start of an engine, so that its hashes differ.
     pub life: u64,
-    /// Without, nothing is published, which makes a large simulation faster.
+    /// `Off` makes a large simulation faster.
     pub events: EventMode,
     pub profile: TimingProfile,
     /// The tokens that may be generated.
@@ -39,7 +39,7 @@ pub enum EventMode {
 }
 
 impl EngineConfig {
-    /// vLLM's defaults around a pool of this shape, taking no time.
+    /// vLLM's defaults with a pool of this shape; steps take no time.
     #[must_use]
     pub fn new(block_size: BlockSize, num_blocks: u32) -> Self {
         Self {
@@ -57,7 +57,7 @@ impl EngineConfig {
         }
     }
 
-    /// The longest request that this engine takes.
+    /// Tokens of the longest request that this engine accepts.
     #[must_use]
     pub fn longest_request(&self) -> usize {
         let usable = self.num_blocks.saturating_sub(1) as usize;

@@ -1,4 +1,4 @@
-//! The engine's outside: submit, abort, step, reset, and what it holds.
+//! Interface of the engine model.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub struct EngineModel {
     next_id: u64,
 }
 
-/// Why a request was not taken.
+/// Reason for rejecting a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     #[error("the prompt is empty")]
@@ -35,22 +35,22 @@ pub struct HeldPrefix {
     pub copies: u32,
 }
 
-/// How busy the engine is.
+/// Load of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineLoad {
     pub running: usize,
     pub waiting: usize,
-    /// Blocks in use by requests, of all that are usable.
+    /// Blocks in use by requests.
     pub used_blocks: usize,
     pub usable_blocks: usize,
 }
 
-/// What was counted since the start.
+/// Counters since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineTotals {
-    /// Tokens looked up in the prefix cache when requests were admitted for the first time, …
+    /// Tokens looked up in the prefix cache at first admission.
     pub prefix_queries: u64,
-    /// … and those of them found on the GPU.
+    /// Tokens of these lookups found on the GPU.
     pub prefix_hits: u64,
     pub preemptions: u64,
     pub computed_prompt_tokens: u64,
@@ -71,7 +71,7 @@ impl EngineModel {
         &self.scheduler.config
     }
 
-    /// Puts a request at the end of the waiting queue.
+    /// Appends a request to the waiting queue.
     pub fn submit(&mut self, request: EngineRequest) -> Result<RequestId, SubmitError> {
         if request.prompt.is_empty() {
             return Err(SubmitError::EmptyPrompt);
@@ -91,12 +91,12 @@ impl EngineModel {
         Ok(id)
     }
 
-    /// Drops a request. Its blocks stay cached. `false` if there is none of this name any more.
+    /// Drops a request; its blocks stay cached. Returns false for an unknown request.
     pub fn abort(&mut self, id: RequestId) -> bool {
         self.scheduler.abort(id)
     }
 
-    /// One scheduler step. Without any request it does nothing, takes no time and publishes
+    /// Does one scheduler step. Without requests it does nothing, takes no time and publishes
     /// nothing, not even a reset.
     pub fn step(&mut self) -> StepOutcome {
         let mut outcome = StepOutcome::default();
@@ -104,20 +104,20 @@ impl EngineModel {
         outcome
     }
 
-    /// As [`Self::step`], into an outcome that is cleared and filled again.
+    /// Like [`Self::step`], into a reused outcome.
     pub fn step_into(&mut self, outcome: &mut StepOutcome) {
         self.scheduler.step(outcome);
     }
 
-    /// Empties the GPU's cache; fails while a request uses a block. The event that tells about it
-    /// leaves with the next step that has something to do. The CPU tier stays.
+    /// Clears the GPU's cache; fails while a request uses a block. The event leaves with the next
+    /// step that has work. The CPU tier stays.
     pub fn reset_prefix_cache(&mut self) -> bool {
         self.scheduler.reset_prefix_cache()
     }
 
-    /// Forgets the oldest GPU copy of a prefix even if it is in use, as vLLM does with a block that
-    /// a connector reports as invalid. Full attention alone gives up children before parents, so
-    /// this is how a hole in mid-prefix comes about on the GPU. `false` if there is no copy.
+    /// Evicts the oldest GPU copy of a prefix even if it is in use, as vLLM does with a block that
+    /// a connector reports as invalid. This creates holes: full attention alone evicts children
+    /// before parents. Returns false without a copy.
     pub fn evict(&mut self, prefix: PrefixHash) -> bool {
         self.scheduler.evict(prefix)
     }
@@ -137,7 +137,7 @@ impl EngineModel {
         self.scheduler.totals
     }
 
-    /// Everything that is cached, in order of prefix and tier.
+    /// All cached prefixes, by prefix and tier.
     #[must_use]
     pub fn held(&self) -> Vec<HeldPrefix> {
         let mut copies: BTreeMap<(PrefixHash, Medium), u32> = BTreeMap::new();
@@ -152,7 +152,7 @@ impl EngineModel {
         copies.into_iter().map(held).collect()
     }
 
-    /// The engine's own name of a prefix, in this life.
+    /// The engine's hash of a prefix, in this life.
     #[must_use]
     pub const fn hash_of(&self, prefix: PrefixHash) -> EngineHash {
         engine_hash(self.config().life, prefix)

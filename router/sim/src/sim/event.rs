@@ -1,17 +1,17 @@
-//! What the engine says about its cache, in the order in which vLLM's publisher would say it.
+//! Cache events in the order of vLLM's publisher.
 //!
-//! An engine hash is opaque: it differs between two lives of an engine, and only links an event to
-//! its parent and names what is removed. [`super::EngineModel::held`] tells what a hash stands for.
+//! An engine hash is opaque: it differs between two lives of an engine, links an event to its
+//! parent and identifies removed blocks. [`super::EngineModel::held`] resolves prefixes.
 
 use std::sync::Arc;
 
 use warmroute_proto::{BlockSize, PrefixHash};
 
-/// The engine's own name of a block and everything before it.
+/// The engine's hash of a block and everything before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EngineHash(pub u64);
 
-/// Where a block lies.
+/// Tier of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Medium {
     Gpu,
@@ -19,7 +19,7 @@ pub enum Medium {
 }
 
 impl Medium {
-    /// The word on the wire.
+    /// Name on the wire.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -29,7 +29,7 @@ impl Medium {
     }
 }
 
-/// What kind of layers a KV-cache group serves.
+/// Kind of layers of a KV-cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
     FullAttention,
@@ -48,14 +48,14 @@ impl GroupKind {
     }
 }
 
-/// What besides its tokens a block's hash depends on.
+/// Inputs of a block's hash besides its tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExtraKey {
-    /// Stands in every block of a request with an adapter.
+    /// In every block of a request with an adapter.
     Lora(Arc<str>),
     /// A multimodal item that overlaps the block; it may begin before the block.
     Item { identifier: Arc<str>, offset: i64 },
-    /// Stands in block 0 only.
+    /// In block 0 only.
     Salt(Arc<str>),
 }
 
@@ -64,7 +64,7 @@ pub enum ExtraKey {
 pub struct StoredBlocks {
     /// Fewer than `tokens` covers if the group skips blocks outside its window.
     pub hashes: Vec<EngineHash>,
-    /// What stands before the first covered block; `None` at depth 0.
+    /// Hash before the first covered block; `None` at depth 0.
     pub parent: Option<EngineHash>,
     pub tokens: Vec<u32>,
     pub block_size: BlockSize,
@@ -79,13 +79,13 @@ pub struct StoredBlocks {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     Stored(StoredBlocks),
-    /// One physical copy was given up; another one may stay.
+    /// One physical copy was evicted; another one may remain.
     Removed {
         hash: EngineHash,
         medium: Medium,
         group: u32,
     },
-    /// The GPU pool of every group was cleared.
+    /// The GPU pools of all groups were cleared.
     Cleared,
 }
 

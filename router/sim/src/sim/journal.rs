@@ -1,9 +1,9 @@
 //! Turns cache changes into the events of a step, in vLLM's order.
 //!
-//! The pool's events come as they happen, those of the offload tier behind them, and all of them
-//! leave with the next step. Sliding-window groups are shadows: they occupy no blocks and decide no
-//! hit, but publish stores with masked blocks and their own removals, as a hybrid model does, so
-//! that a reader who does not tell groups apart goes wrong.
+//! The pool's events come as they happen, then those of the CPU tier; all leave with the next step.
+//! Sliding-window groups are shadows: they occupy no blocks and decide no hit, but publish stores
+//! with masked blocks and removals as a hybrid model does. A consumer that ignores groups gets
+//! wrong content.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -1,16 +1,16 @@
-//! The engine model: vLLM v1's block cache and the timing of its steps, without a model in it.
+//! The engine model: vLLM v1's block cache, scheduler and step timing, without a model.
 //!
-//! An [`EngineModel`] is one data-parallel rank. Requests are submitted to it, [`EngineModel::step`] does
-//! what one scheduler step of vLLM does (running requests first, then waiting ones, chunked prefill
-//! under a token budget, preemption when blocks run out) and tells how long that took, which tokens
-//! came out and what was published about the cache. [`EngineModel::held`] is the truth to be found.
+//! An [`EngineModel`] is one data-parallel rank. [`EngineModel::step`] does one scheduler step of
+//! vLLM: running requests first, then waiting ones, chunked prefill under a token budget,
+//! preemption when blocks run out. It returns the step's duration, the generated tokens and the
+//! published cache events. [`EngineModel::held`] returns the true cache content.
 //!
 //! Pure: no clock, no randomness, no IO. Equal inputs give equal outputs. The mock engine, the
-//! simulated world and the `simulate` command are built on it.
+//! simulated world and the `simulate` command use it.
 //!
-//! What is deliberately absent: speculative decoding, priorities, stop tokens (a request generates
-//! exactly what it asks for), and step times that depend on the context's length. Groups other than
-//! full attention exist only in the published events.
+//! Deliberately absent: speculative decoding, priorities, stop tokens, and step times that depend
+//! on the context's length. A request generates exactly `max_tokens`. Groups other than full
+//! attention exist only in the events.
 
 mod config;
 mod engine;

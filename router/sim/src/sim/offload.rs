@@ -1,7 +1,7 @@
-//! The CPU tier behind the GPU's pool, as vLLM's offloading connector keeps it.
+//! The CPU tier of vLLM's offloading connector.
 //!
-//! Every block is copied when it is cached on the GPU, so it may lie in both tiers; the copy least
-//! recently stored or hit gives way. There is one copy of a key at most.
+//! Every block is copied when it is cached on the GPU, so it may be in both tiers. The copy that
+//! was least recently stored or hit is evicted. Each key has at most one copy.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::PrefixHash;
@@ -32,7 +32,7 @@ impl CpuTier {
         self.slots.contains_key(&key)
     }
 
-    /// Copies one block of a sequence, or makes the copy that exists the most recent one.
+    /// Copies one block of a sequence, or makes its copy the most recent one.
     pub(super) fn store(
         &mut self,
         sequence: &EngineSequence,

@@ -1,9 +1,9 @@
-//! The GPU's physical blocks: who uses them, what they hold, and which one is given up next.
+//! Physical blocks of the GPU: users, content, and order of eviction.
 //!
-//! As in vLLM, equal blocks are not merged: one key may have several physical copies. A block whose
-//! last user left keeps its content and waits in the free queue; it is given up only when it is
-//! handed out again, oldest first. PhysicalBlock 0 is vLLM's null block, a placeholder that is never handed
-//! out, so a pool of n blocks can hold n − 1.
+//! As in vLLM, equal blocks are not merged: one key may have several physical copies. A block
+//! without users keeps its content in the free queue and is evicted when it is allocated again,
+//! oldest first. Block 0 is vLLM's null block and never allocated, so a pool of n blocks holds n −
+//! 1.
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::PrefixHash;
@@ -46,7 +46,7 @@ impl BlockPool {
         self.free.len()
     }
 
-    /// Blocks that can be used at all.
+    /// Blocks that can be allocated.
     pub(super) const fn usable_blocks(&self) -> usize {
         self.blocks.len().saturating_sub(1)
     }
@@ -59,12 +59,12 @@ impl BlockPool {
         }
     }
 
-    /// Cached, but used by nobody: counts as free until it is touched.
+    /// Whether no sequence uses this block. Idle blocks count as free.
     pub(super) fn is_idle(&self, block: u32) -> bool {
         self.blocks[block as usize].references == 0
     }
 
-    /// A further sequence uses these cached blocks.
+    /// Adds a user to these cached blocks.
     pub(super) fn touch(&mut self, blocks: &[u32]) {
         for &block in blocks {
             if self.is_idle(block) {
@@ -74,8 +74,8 @@ impl BlockPool {
         }
     }
 
-    /// Appends `count` blocks to `table` and gives up what they held. The caller has checked that
-    /// so many are free.
+    /// Allocates `count` blocks to `table` and evicts their content. The caller has checked that
+    /// enough are free.
     pub(super) fn take(&mut self, count: usize, table: &mut Vec<u32>, journal: &mut EventJournal) {
         assert!(count <= self.free.len(), "more blocks taken than free");
         for _ in 0..count {
@@ -91,7 +91,7 @@ impl BlockPool {
         }
     }
 
-    /// The block now holds all of `key`.
+    /// Registers the key of a filled block.
     pub(super) fn cache(&mut self, block: u32, key: PrefixHash) {
         let slot = &mut self.blocks[block as usize];
         debug_assert!(slot.key.is_none(), "a block is cached once a life");
@@ -102,8 +102,8 @@ impl BlockPool {
             .or_insert(Copies::One(block));
     }
 
-    /// A sequence leaves its blocks. Its tail is given up before its head; what holds no key is
-    /// reused at once.
+    /// Frees the blocks of a sequence. Its tail is evicted before its head; blocks without a key
+    /// are reused first.
     pub(super) fn release(&mut self, table: &mut Vec<u32>) {
         for block in table.drain(..).rev() {
             let slot = &mut self.blocks[block as usize];
@@ -119,7 +119,7 @@ impl BlockPool {
         }
     }
 
-    /// Forgets one copy of a key, whoever uses the block.
+    /// Evicts one copy of a key, in use or not.
     pub(super) fn evict(&mut self, key: PrefixHash, journal: &mut EventJournal) -> bool {
         let Some(block) = self.find(key) else {
             return false;
@@ -130,7 +130,7 @@ impl BlockPool {
         true
     }
 
-    /// Forgets every key, unless a block is in use.
+    /// Evicts all keys, unless a block is in use.
     pub(super) fn reset(&mut self) -> bool {
         if self.free.len() != self.usable_blocks() {
             return false;
@@ -142,7 +142,7 @@ impl BlockPool {
         true
     }
 
-    /// What every physical block that holds something holds.
+    /// Keys of all physical blocks, with duplicates.
     pub(super) fn keys(&self) -> impl Iterator<Item = PrefixHash> {
         self.blocks.iter().filter_map(|block| block.key)
     }

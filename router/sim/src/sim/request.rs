@@ -1,4 +1,4 @@
-//! What is asked of the engine, and the engine's state of one request.
+//! Requests, and the engine's state of each.
 
 use std::sync::Arc;
 
@@ -6,18 +6,18 @@ use warmroute_proto::{BlockSize, LocalHash, PrefixHash, Seed};
 
 use super::event::{ExtraKey, mix};
 
-/// A request's name within one engine, in order of submission.
+/// Request id within one engine, in order of submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
 /// A multimodal item in a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PromptItem {
-    /// The engine's name of the item's content.
+    /// The engine's identifier of the item's content.
     pub identifier: Arc<str>,
-    /// What a block's local hash takes in for it.
+    /// Input of a block's local hash.
     pub hash: u64,
-    /// The first prompt token that stands for it, and how many do.
+    /// First prompt token of the item, and their number.
     pub offset: usize,
     pub length: usize,
 }
@@ -25,18 +25,18 @@ pub struct PromptItem {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EngineRequest {
     pub prompt: Vec<u32>,
-    /// Exactly so many tokens are generated, unless the model's length ends them before.
+    /// Number of generated tokens, unless the model's length ends them before.
     pub max_tokens: usize,
     pub lora_name: Option<Arc<str>>,
     pub cache_salt: Option<Arc<str>>,
     pub items: Vec<PromptItem>,
 }
 
-/// How much of a prompt was found in the cache when it was first scheduled.
+/// Prompt tokens found in the cache when the request was first scheduled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachedTokens {
     pub gpu: usize,
-    /// Behind the GPU run, from the lower tier.
+    /// After the GPU run, in the CPU tier.
     pub cpu: usize,
 }
 
@@ -54,10 +54,10 @@ pub enum FinishReason {
     Length,
 }
 
-/// A request on its way through the scheduler.
+/// A request in the scheduler.
 ///
-/// Invariants: `keys` names every whole block of `tokens`; `table` covers at least `computed`
-/// tokens while running and is empty while waiting; the first `cached_blocks` of it are cached.
+/// Invariants: `keys` has every whole block of `tokens`; `table` covers at least `computed` tokens
+/// while running and is empty while waiting; the first `cached_blocks` of it are cached.
 pub(super) struct EngineSequence {
     pub(super) id: RequestId,
     /// The prompt, then what was generated.
@@ -68,14 +68,14 @@ pub(super) struct EngineSequence {
     pub(super) table: Vec<u32>,
     pub(super) computed: usize,
     pub(super) cached_blocks: usize,
-    /// Tokens that the present step computes for it.
+    /// Tokens that the current step computes for it.
     pub(super) scheduled: usize,
     pub(super) preempted: bool,
     pub(super) origin: Origin,
     random: u64,
 }
 
-/// What a sequence's block hashes depend on besides tokens.
+/// Inputs of a sequence's block hashes besides tokens.
 pub(super) struct Origin {
     pub(super) lora_name: Option<Arc<str>>,
     cache_salt: Option<Arc<str>>,
@@ -115,7 +115,7 @@ impl EngineSequence {
         self.tokens.len() - self.prompt_len
     }
 
-    /// Appends a token that depends on nothing but the prompt and the tokens before it.
+    /// Appends a token that depends only on the prompt and the tokens before it.
     pub(super) fn generate(&mut self, vocabulary: &[u32], block_size: BlockSize) -> u32 {
         self.random = mix(self.random);
         let choices = vocabulary.len().max(1) as u64;

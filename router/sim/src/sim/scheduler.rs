@@ -1,8 +1,8 @@
-//! One step of vLLM's scheduler: who computes how many tokens, with which blocks.
+//! vLLM's scheduler: tokens and blocks of each request per step.
 //!
-//! There is no prefill or decode phase: every sequence has tokens that are not computed yet, and a
-//! step gives out a budget of them, running sequences first. A sequence whose tokens are all
-//! computed at the end of a step gets its next one.
+//! There are no prefill and decode phases: every sequence has tokens to compute, and a step
+//! distributes a token budget, running sequences first. A sequence whose tokens are all computed at
+//! the end of a step gets its next one.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -19,18 +19,18 @@ use super::pool::BlockPool;
 use super::request::{CachedTokens, EngineSequence, FinishReason, RequestId};
 use super::timing::StepWork;
 
-/// What one step did.
+/// Result of one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutcome {
-    /// Everything below becomes visible after so long.
+    /// Time until the results are visible.
     pub duration: Duration,
-    /// One batch for the publisher; nothing is published if it is empty.
+    /// One batch for the publisher; empty batches are not published.
     pub events: Vec<CacheEvent>,
     /// Requests that were scheduled for the first time.
     pub admitted: Vec<Admitted>,
     pub produced: Vec<Produced>,
     pub finished: Vec<Finished>,
-    /// Requests that lost their blocks and wait again.
+    /// Requests that lost their blocks and are queued again.
     pub preempted: Vec<RequestId>,
     pub work: StepWork,
 }
@@ -84,7 +84,7 @@ pub(super) struct StepScheduler {
     running: Vec<EngineSequence>,
 }
 
-/// The tiers and what they publish: lent to a sequence as one while the queues are borrowed.
+/// The tiers and their events: borrowed as one while the queues are borrowed.
 struct Cache {
     pool: BlockPool,
     offload: Option<CpuTier>,
@@ -98,10 +98,10 @@ enum Allocation {
     Short,
 }
 
-/// What the tiers hold of a sequence from its start.
+/// Cached prefix of a sequence.
 struct Hit {
     gpu: Vec<u32>,
-    /// Blocks in the CPU tier behind the GPU run.
+    /// Blocks in the CPU tier after the GPU run.
     cpu: usize,
 }
 
@@ -199,8 +199,8 @@ impl StepScheduler {
         }
     }
 
-    /// The last one that was admitted goes back to the head of the waiting queue, and computes
-    /// everything again that its own blocks in the cache do not save.
+    /// Moves the last admitted sequence to the head of the waiting queue. It computes again what
+    /// the cache does not save.
     fn preempt_last(&mut self, outcome: &mut StepOutcome) {
         let Some(mut sequence) = self.running.pop() else {
             return;
@@ -246,8 +246,8 @@ impl StepScheduler {
         }
     }
 
-    /// The forward pass: what was scheduled is computed, and who has nothing left to compute gets
-    /// a token.
+    /// The forward pass: computes the scheduled tokens; a sequence with nothing left to compute
+    /// gets a token.
     fn sample(&mut self, outcome: &mut StepOutcome) {
         for sequence in &mut self.running {
             let scheduled = std::mem::take(&mut sequence.scheduled);
@@ -309,8 +309,8 @@ impl StepScheduler {
 }
 
 impl Cache {
-    /// The longest cached prefix. At least one token must be computed to have something to sample
-    /// from, so a prompt of whole blocks never hits its last one.
+    /// The longest cached prefix. At least one token is computed, so a prompt of whole blocks never
+    /// hits its last block.
     fn find(&self, sequence: &EngineSequence, config: &EngineConfig) -> Hit {
         let blocks_max = (sequence.tokens.len() - 1) / config.block_size.tokens();
         let keys = &sequence.keys[..blocks_max];
@@ -322,8 +322,8 @@ impl Cache {
         Hit { gpu, cpu }
     }
 
-    /// The first blocks of a sequence that begins to run. It is admitted only if all of its present
-    /// tokens would fit, although only `tokens` of them are computed in this step.
+    /// Allocates the first blocks of a sequence. It is admitted only if all of its present tokens
+    /// fit, although only `tokens` of them are computed in this step.
     fn admit(
         &mut self,
         sequence: &mut EngineSequence,
@@ -351,7 +351,7 @@ impl Cache {
         allocation
     }
 
-    /// Blocks for so many further tokens; those that these tokens fill are cached at once.
+    /// Allocates blocks for `tokens` more tokens. Filled blocks are cached.
     fn extend(
         &mut self,
         sequence: &mut EngineSequence,

@@ -1,9 +1,9 @@
-//! An ordered list of slot numbers in which any slot is found, taken out and put back in O(1).
+//! Ordered list of slot numbers; finding, removing and inserting any slot is O(1).
 //!
-//! Doubly linked through two arrays that are as long as the pool, so that it never allocates after
-//! construction. A slot is in the list at most once.
+//! Doubly linked through an array as long as the pool, so it never allocates after construction. A
+//! slot is in the list at most once.
 
-/// Stands for "no neighbour" and, in a slot's own links, for "not in the list".
+/// No neighbour.
 const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]

@@ -176,7 +176,7 @@ fn equal_requests_of_one_step_share_what_the_first_of_them_caches() {
 }
 
 #[test]
-fn who_was_admitted_last_is_preempted_and_finds_its_own_blocks_again() {
+fn the_last_admitted_request_is_preempted_and_hits_its_own_blocks() {
     let mut engine = engine(8);
     let first = engine.submit(request(0..11, 10)).unwrap();
     let second = engine.submit(request(100..111, 10)).unwrap();
@@ -371,7 +371,7 @@ fn impossible_requests_are_refused() {
 }
 
 #[test]
-fn the_outcome_says_what_was_computed_and_how_long_it_took() {
+fn the_outcome_reports_work_and_duration() {
     let mut engine = EngineModel::new(EngineConfig {
         profile: TimingProfile::GPU_8B,
         max_num_batched_tokens: 64,
@@ -504,7 +504,7 @@ fn step_and_compare(engine: &mut EngineModel, reader: &mut Reader, main: u32) {
 
 proptest! {
     #[test]
-    fn whatever_happens_events_tell_the_truth_and_blocks_are_conserved(
+    fn events_describe_the_cache_and_blocks_are_conserved(
         operations in prop::collection::vec(operation(), 1..120),
         num_blocks in 16..40_u32,
         cpu_blocks in prop_oneof![Just(0_u32), 4..40_u32],

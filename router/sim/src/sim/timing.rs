@@ -1,25 +1,25 @@
-//! How long a step takes: a linear model of prefill and decode, by parameters.
+//! Duration of a step: a linear model of prefill and decode.
 //!
-//! It leaves out what grows with the context's length; a profile stands for typical prompts.
+//! It ignores the context's length; a profile stands for typical prompts.
 
 use std::time::Duration;
 
-/// The cost of one scheduler step. All parameters may be zero: then time stands still.
+/// Parameters of the duration of a scheduler step. All zero: steps take no time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TimingProfile {
-    /// Prompt tokens computed in a second when nothing else runs; 0 means instantly.
+    /// Prompt tokens per second when nothing else runs; 0 means instantly.
     pub prefill_tokens_per_sec: f64,
-    /// The step time of a decode for one sequence.
+    /// Step time of decoding one sequence.
     pub itl: Duration,
-    /// What every further decoding sequence adds to the step.
+    /// Additional step time per further decoding sequence.
     pub itl_per_sequence: Duration,
-    /// What every step costs, whatever is in it.
+    /// Step time of any step.
     pub step_overhead: Duration,
-    /// Tokens copied from a lower tier in a second; 0 means instantly.
+    /// Tokens per second copied from a lower tier; 0 means instantly.
     pub load_tokens_per_sec: f64,
 }
 
-/// What one step computed.
+/// Work of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepWork {
     pub prefill_tokens: usize,
@@ -34,7 +34,7 @@ impl StepWork {
 }
 
 impl TimingProfile {
-    /// Takes no time at all: for tests that drive steps by hand.
+    /// Takes no time: for tests.
     pub const INSTANT: Self = Self {
         prefill_tokens_per_sec: 0.0,
         itl: Duration::ZERO,
@@ -70,7 +70,7 @@ impl TimingProfile {
         load_tokens_per_sec: 1_500_000.0,
     };
 
-    /// The names that `by_name` knows.
+    /// Names for `by_name`.
     pub const NAMES: [&str; 4] = ["instant", "fast", "gpu-8b", "gpu-70b"];
 
     #[must_use]

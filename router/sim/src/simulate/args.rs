@@ -1,4 +1,4 @@
-//! The flags of `simulate`, checked.
+//! Flags of `simulate`, validated.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -100,7 +100,7 @@ pub(super) struct BoundArgs {
     pub(super) itl_bound_ms: f64,
 }
 
-/// What `--sync-ms` says.
+/// Value of `--sync-ms`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum SyncDelay {
     After(Duration),
@@ -151,14 +151,14 @@ pub(super) enum ArgsError {
     Choice(#[from] ChoiceArgsError),
 }
 
-/// What is simulated, all values sensible.
+/// A validated simulation.
 #[derive(Clone, Debug)]
 pub(super) struct SimulationPlan {
     pub(super) setup: FleetSetup,
     pub(super) stretch: TraceSlice,
     pub(super) bounds: LatencyBounds,
     pub(super) load: f64,
-    /// None: to be measured.
+    /// `None` if it is measured.
     pub(super) capacity: Option<f64>,
 }
 

@@ -1,11 +1,11 @@
-//! When requests begin: a stretch of the trace at a pace.
+//! Arrival times: a slice of the trace at a rate.
 //!
-//! An open trace keeps its pattern in time and is stretched or squeezed to a rate. Requests with the
-//! same time stamp are spread over the time up to the next one: traces are published with clocks of
-//! seconds, and nobody means that ten requests came in the same instant.
+//! An open trace keeps its pattern and is scaled to the rate. Requests with equal time stamps are
+//! spread up to the next time stamp, since published traces have a resolution of seconds.
 //!
-//! Sessions keep their delays; the pace is how many are open at once. When one ends the next begins.
-//! The first ones begin one after the other, so that their cold prompts do not all come at once.
+//! Sessions keep their delays; the rate is the number of open sessions. When one ends the next
+//! starts. The first ones start one after the other, so that their cold prompts do not arrive
+//! together.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -15,32 +15,31 @@ use fastrand::Rng;
 
 use super::trace::Trace;
 
-/// Which requests, and what is drawn.
+/// Selected requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TraceSlice {
-    /// The trace from its beginning, or so many requests from a place that the seed chooses; sessions
-    /// are taken whole.
+    /// The whole trace, or so many requests from a random place; sessions are taken whole.
     pub(super) requests: Option<usize>,
     pub(super) seed: u64,
 }
 
-/// How fast they come.
+/// Rate of arrivals.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum ArrivalRate {
     /// Requests a second.
     Rate(f64),
-    /// Sessions at once, and the time between the beginnings of the first ones.
+    /// Open sessions, and the time between the starts of the first ones.
     Sessions { open: usize, apart: Duration },
 }
 
-/// A request's time, by its place in the trace.
+/// Arrival of a request, by its index in the trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Arrival {
     pub(super) at: Duration,
     pub(super) request: usize,
 }
 
-/// What is still to come.
+/// Future arrivals.
 #[derive(Clone, Debug)]
 pub(super) struct Arrivals {
     /// Known from the start.
@@ -77,7 +76,7 @@ impl Arrivals {
         }
     }
 
-    /// The request that comes because this one ended: the session's next, or another session's first.
+    /// The request that follows an ended one: the session's next, or the first of another session.
     pub(super) fn after(&mut self, trace: &Trace, ended: usize, at: Duration) -> Option<Arrival> {
         if !self.has_sessions {
             return None;

@@ -1,9 +1,9 @@
-//! What a fleet can take of a trace: the measure that `--load` is a share of.
+//! Capacity of a fleet for a trace: the unit of `--load`.
 //!
-//! Capacity is the highest pace at which one router of policy `kv` with the default knobs gives
-//! [`GOOD_SHARE`] of the whole trace's requests a good answer. It depends on the trace, the workers
-//! and the bounds alone, so that all policies, knobs, router counts and seeds are compared at the
-//! same pace. Found by bisection, with coarse blocks, which make it fast and change little.
+//! Capacity is the highest rate at which one `kv` router with default knobs answers [`GOOD_SHARE`]
+//! of the trace's requests within the bounds. It depends on trace, workers and bounds only, so that
+//! all policies, knobs, router counts and seeds are compared at one rate. A bisection with coarse
+//! blocks finds it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,16 +19,16 @@ use super::world::{self, FleetSetup, SlowWorker};
 use crate::sim::{EngineConfig, TimingProfile};
 use warmroute_route::Knobs;
 
-/// See the module's text.
+/// Share of good answers that defines capacity.
 const GOOD_SHARE: f64 = 0.9;
 
-/// Ends the bisection: the bracket's upper end against its lower one.
+/// Ratio of the bracket's ends at which the bisection stops.
 const PRECISION: f64 = 1.02;
 
-/// Of the blocks that capacity is measured with.
+/// Block size of the measurement.
 const COARSE_TOKENS: u32 = 128;
 
-/// An engine of this many tokens of cache.
+/// An engine with this many tokens of cache.
 pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: TimingProfile) -> EngineConfig {
     let blocks = cache_tokens as usize / size.tokens();
     EngineConfig {
@@ -63,7 +63,7 @@ pub(super) fn measure(
     let mut low = guess.min(most);
     while !serves(low)? {
         low /= 2.0;
-        // One after the other and still late: any pace is as good.
+        // Late even one after the other: any rate is as good.
         if low * 1024.0 < guess.min(1.0) {
             return Ok(low);
         }
@@ -87,7 +87,7 @@ pub(super) fn measure(
     Ok(low)
 }
 
-/// The pace at this rate: requests a second, or sessions at once.
+/// Arrivals at this rate: requests a second, or open sessions.
 pub(super) fn pace(trace: &Trace, setup: &FleetSetup, rate: f64) -> ArrivalRate {
     if !trace.has_sessions() {
         return ArrivalRate::Rate(rate);
@@ -99,7 +99,7 @@ pub(super) fn pace(trace: &Trace, setup: &FleetSetup, rate: f64) -> ArrivalRate 
     let tokens: f64 = firsts.map(|first| f64::from(first.input_tokens)).sum();
     let mean = tokens / trace.sessions.len() as f64;
     let speed = setup.engine.profile.prefill_tokens_per_sec * setup.workers as f64;
-    // Half as fast as the fleet could prefill these prompts.
+    // Half of the rate at which the fleet could prefill these prompts.
     let apart = if speed > 0.0 { 2.0 * mean / speed } else { 0.0 };
     ArrivalRate::Sessions {
         open: rate.round().max(1.0) as usize,
@@ -129,7 +129,7 @@ fn reference(setup: &FleetSetup) -> FleetSetup {
     }
 }
 
-/// A fleet that finds nothing cached and does nothing but prefill.
+/// Rate of a fleet without cache hits and without decoding.
 fn first_guess(trace: &Trace, setup: &FleetSetup) -> f64 {
     if trace.has_sessions() {
         return setup.workers as f64;
@@ -143,8 +143,8 @@ fn first_guess(trace: &Trace, setup: &FleetSetup) -> f64 {
     setup.workers as f64 * setup.engine.profile.prefill_tokens_per_sec.max(1.0) / mean
 }
 
-/// All sessions at once are the most that a trace has; and a trace so short that a thousand times the
-/// guess does not fill the fleet has all its requests at once.
+/// Upper limit: all sessions at once. A trace that is too short to fill the fleet at a thousand
+/// times the guess has all its requests at once.
 fn most(trace: &Trace, guess: f64) -> f64 {
     match trace.sessions.len() {
         0 => guess * 1024.0,

@@ -1,10 +1,9 @@
-//! The index as routers see it: what the engines published, folded into the indexer's tree.
+//! The simulated index: engine events folded into the indexer's tree.
 //!
-//! [`EngineMirror`] does for the engine model what the shim does for an engine: it counts physical copies,
-//! translates engine hashes and says what became held and what ceased to be. The engine model
-//! publishes one full-attention group and loses nothing, so that no more than this is needed; the
-//! log's numbering and proofs stand for themselves, and every source is `exact`. What counts is that
-//! the answers lag behind the engines.
+//! [`EngineMirror`] does the shim's work for the engine model: it counts physical copies,
+//! translates engine hashes and emits net changes. The engine model publishes one full-attention
+//! group and loses no event, so numbering and proofs are not simulated and every source is `exact`.
+//! Answers lag behind the engines.
 
 use rustc_hash::FxHashMap;
 use warmroute_index::tree::{ChangeError, SourceNumber, Tree};
@@ -17,7 +16,7 @@ use warmroute_proto::{
 
 use crate::sim::{CacheEvent, EngineHash, StoredBlocks};
 
-/// What one engine holds, by its own hashes.
+/// Blocks of one engine, by its hashes.
 #[derive(Default)]
 pub(super) struct EngineMirror {
     held: FxHashMap<EngineHash, HeldCopies>,
@@ -28,7 +27,7 @@ struct HeldCopies {
     copies: u32,
 }
 
-/// An engine's event that its mirror or the tree contradicts: a fault of the engine model.
+/// An event that contradicts mirror or tree: a defect of the engine model.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub(super) enum Contradiction {
     #[error("{0:?} is not held and removed or built upon")]
@@ -40,7 +39,7 @@ pub(super) enum Contradiction {
 }
 
 impl EngineMirror {
-    /// What a step's events change.
+    /// Net changes of a step's events.
     pub(super) fn take(&mut self, events: &[CacheEvent]) -> Result<Vec<Change>, Contradiction> {
         let mut changes = Vec::new();
         for event in events {
@@ -53,7 +52,7 @@ impl EngineMirror {
         Ok(changes)
     }
 
-    /// Blocks that are held already change nothing and part the others into runs.
+    /// Held blocks change nothing and split the others into runs.
     fn store(
         &mut self,
         stored: &StoredBlocks,
@@ -116,7 +115,7 @@ fn stored_run((parent, blocks): (Option<PrefixHash>, Vec<LocalHash>)) -> Change 
     }
 }
 
-/// All engines' blocks in one tree, and answers from it.
+/// All engines' blocks in one tree.
 pub(super) struct SimIndex {
     tree: Tree,
     sources: Vec<(Source, SourceNumber)>,
@@ -146,7 +145,7 @@ impl SimIndex {
         }
     }
 
-    /// The next record of a source, by its place in the list of sources.
+    /// Applies the next record of a source, by its index.
     pub(super) fn apply(&mut self, at: usize, changes: &[Change]) -> Result<(), Contradiction> {
         for change in changes {
             self.tree.apply(self.sources[at].1, change)?;
@@ -178,7 +177,7 @@ impl SimIndex {
         }
     }
 
-    /// Everything that a source is said to hold, sorted.
+    /// All prefixes of a source, sorted.
     #[cfg(test)]
     pub(super) fn held(&self, at: usize) -> Vec<PrefixHash> {
         let held = self.tree.held(self.sources[at].1);
@@ -203,7 +202,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever runs: after each step the index holds what the engine holds, copies or not.
+        /// After each step the index holds what the engine holds.
         #[test]
         fn the_index_is_the_engines_cache(
             prompts in proptest::collection::vec((0_u32..3, 1_usize..40, 1_usize..9), 1..40),

@@ -1,15 +1,14 @@
-//! `warmroute-router simulate`: what a choice of routing would do to a trace of requests.
+//! `warmroute-router simulate`: replays a trace of requests against a simulated fleet.
 //!
-//! A discrete-event simulation in virtual time around the served parts: the decision core
-//! ([`warmroute_route`]) once a router, the engine model ([`crate::sim`]) once a worker, the indexer's
-//! tree between them. Nothing of them is written anew here; this module only moves their messages,
-//! with delays.
+//! A discrete-event simulation in virtual time around production code: a routing core per router
+//! ([`warmroute_route`]), an engine model per worker ([`crate::sim`]) and the indexer's tree. This
+//! module only delivers their messages, with delays.
 //!
-//! Pure: equal flags and an equal trace give equal bytes. What the load and the other figures mean, and
-//! what was found with it, is in docs/SIMULATION.md.
+//! Pure: equal flags and traces give equal bytes. docs/SIMULATION.md defines the figures and has
+//! results.
 //!
-//! Not simulated: networks but for three constant delays, tokenization, failures (the failure world
-//! is for these), retries, prompts of several models.
+//! Not simulated: networks besides three constant delays, tokenization, failures (see the simulated
+//! world in `tests`), retries, several models.
 
 mod args;
 mod arrivals;
@@ -29,7 +28,7 @@ use warmroute_proto::codec::DecodeError;
 use index::Contradiction;
 use warmroute_route::ledger::LedgerError;
 
-/// Parts that do not fit together: no input can cause it.
+/// An inconsistency between parts, which no input can cause.
 #[derive(Debug, thiserror::Error)]
 enum SimulationError {
     #[error("the index contradicts an engine: {0}")]

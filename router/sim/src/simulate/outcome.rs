@@ -1,4 +1,4 @@
-//! What came of a run: samples and sums, and the figures from them.
+//! Outcome of a run: samples, sums and figures.
 
 use std::time::Duration;
 
@@ -6,9 +6,8 @@ use serde::Serialize;
 
 use super::trace::TraceRequest;
 use crate::sim::EngineTotals;
-use warmroute_route::{Decision, DecisionBasis};
 
-/// A request that got its whole answer.
+/// A completed request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CompletedRequest {
     pub(super) ttft: Duration,
@@ -39,21 +38,19 @@ pub(super) struct RunOutcome {
     pub(super) stalls: u64,
     /// Slots that some router still believed open at the end.
     pub(super) open_slots: usize,
-    pub(super) rungs: [u64; 3],
-    pub(super) told: u64,
-    pub(super) told_bytes: u64,
-    /// Requests that were decided again and went elsewhere.
+    pub(super) sent: u64,
+    pub(super) sent_bytes: u64,
+    /// Moved requests.
     pub(super) moved: u64,
-    pub(super) busy: Duration,
     /// Virtual time until the last event.
     pub(super) took: Duration,
     pub(super) loads: Vec<EngineTotals>,
-    /// Answers to requests that came while the first worker was slow, and later.
+    /// Answers to requests that arrived while the first worker was slow, and later.
     pub(super) slow: SlowShare,
     pub(super) later: SlowShare,
 }
 
-/// One worker's part of all answers.
+/// The first worker's part of all answers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SlowShare {
     pub(super) of_first: u64,
@@ -67,38 +64,38 @@ impl SlowShare {
     }
 }
 
-/// The figures. Times in milliseconds; percentiles are exact (nearest rank).
+/// Figures of a run. Times in milliseconds; percentiles are exact (nearest rank).
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Figures {
     pub(super) requests: usize,
     pub(super) refused: usize,
-    /// Prompt tokens that the engines found cached, of all that came.
+    /// Cached prompt tokens over all prompt tokens.
     pub(super) hit_rate: f64,
     pub(super) ttft_mean_ms: f64,
     pub(super) ttft_p50_ms: f64,
     pub(super) ttft_p90_ms: f64,
     pub(super) ttft_p99_ms: f64,
-    /// Over all gaps between tokens.
+    /// Mean of all gaps between tokens.
     pub(super) itl_mean_ms: f64,
     pub(super) e2e_mean_ms: f64,
-    /// Good answers, of all requests that came.
+    /// Good answers over all requests.
     pub(super) goodput: f64,
     /// Requests a second until the last one ended.
     pub(super) throughput_rps: f64,
-    /// What the index credited to the engines that answered, of all prompt tokens.
+    /// Credited tokens over all prompt tokens.
     pub(super) credited_rate: f64,
-    /// The busiest worker's computed tokens against the mean.
+    /// Computed tokens of the busiest worker over the mean.
     pub(super) busiest_worker: f64,
     pub(super) preemptions: u64,
     pub(super) stalls: u64,
-    /// Messages between routers for each request, and their bytes.
+    /// Messages between routers per request, and their bytes.
     pub(super) sync_messages_per_request: f64,
     pub(super) sync_bytes_per_request: f64,
-    /// Went elsewhere because another router's choice crossed theirs, of all requests. None: none did.
+    /// Moved requests over all requests; `None` if none was moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) moved_share: Option<f64>,
-    /// The slow worker's answers to what came while it was slow, and to what came later, against a worker's
-    /// mean. None: none was slow, or nothing came then.
+    /// Answers of the slow worker to requests that arrived while it was slow, over a worker's mean;
+    /// `later_share` for later arrivals. `None` without a slow worker or arrivals.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) slow_worker_share: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -109,15 +106,6 @@ impl RunOutcome {
     pub(super) fn arrived(&mut self, request: &TraceRequest) {
         self.requests += 1;
         self.prompt_tokens += u64::from(request.input_tokens);
-    }
-
-    pub(super) fn decided(&mut self, decision: &Decision) {
-        let rung = match decision.basis() {
-            DecisionBasis::Index => 0,
-            DecisionBasis::Prediction => 1,
-            DecisionBasis::LoadOnly => 2,
-        };
-        self.rungs[rung] += 1;
     }
 
     pub(super) fn finished(&mut self, done: CompletedRequest) {
@@ -171,8 +159,8 @@ impl RunOutcome {
             busiest_worker: share(busiest, mean),
             preemptions: self.preemptions,
             stalls: self.stalls,
-            sync_messages_per_request: share(self.told as f64, requests),
-            sync_bytes_per_request: share(self.told_bytes as f64, requests),
+            sync_messages_per_request: share(self.sent as f64, requests),
+            sync_bytes_per_request: share(self.sent_bytes as f64, requests),
             slow_worker_share: self.slow.of(self.loads.len()),
             later_share: self.later.of(self.loads.len()),
             moved_share: (self.moved > 0).then(|| share(self.moved as f64, requests)),
@@ -187,7 +175,7 @@ impl CompletedRequest {
     }
 }
 
-/// The smallest sample that so many percent of all do not exceed.
+/// Smallest sample that `percent` of all samples do not exceed.
 fn percentile(sorted: &[Duration], percent: usize) -> Duration {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied().unwrap_or_default()

@@ -1,7 +1,7 @@
-//! The routers: N decision cores behind a plain balancer, which tell each other of their load.
+//! The simulated routers: N routing cores behind a simple balancer.
 //!
-//! A message that one core wrote is decoded from its bytes and comes to all others after the sync
-//! delay, or never. Nothing is lost or reordered here: the failure world tests that.
+//! Each message of a core is decoded from its bytes and reaches all others after the sync delay, or
+//! never. No message is lost or reordered; the simulated world in `tests` covers that.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use warmroute_route::{
     SlotEvent,
 };
 
-/// How requests come to routers.
+/// Balancing of requests over routers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum BalancePolicy {
     RoundRobin,
@@ -28,22 +28,22 @@ pub(super) enum BalancePolicy {
 #[derive(Clone, Debug)]
 pub(super) struct RouterSetup {
     pub(super) routers: usize,
-    /// None: they do not tell each other.
+    /// `None` if routers do not exchange load.
     pub(super) sync_delay: Option<Duration>,
     pub(super) balance: BalancePolicy,
-    /// Of what the cores leave to chance.
+    /// Seed of the cores' random choices.
     pub(super) draw: u64,
     pub(super) knobs: Knobs,
 }
 
-/// What one router told the others.
+/// A load message of one router.
 #[derive(Debug)]
 pub(super) struct LoadBroadcast {
     pub(super) from: usize,
     message: LoadMessage,
 }
 
-/// A request's place at a router.
+/// A request's slot at a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SlotPlace {
     pub(super) router: usize,
@@ -56,8 +56,8 @@ pub(super) struct SimRouters {
     sync_delay: Option<Duration>,
     rng: Rng,
     turn: usize,
-    told_bytes: u64,
-    told: u64,
+    sent_bytes: u64,
+    sent: u64,
 }
 
 const MODEL: &str = "model";
@@ -69,7 +69,7 @@ const fn router_id(number: usize) -> RouterId {
 impl SimRouters {
     #[must_use]
     pub(super) fn new(setup: &RouterSetup, sources: &[Source], size: BlockSize, seed: u64) -> Self {
-        // An odd factor: no two draws of one seed are the same.
+        // An odd factor, so that all draws of a seed differ.
         let chance = seed.wrapping_add(setup.draw.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let mut rng = Rng::with_seed(chance ^ 0x0072_6F75_7465_7273);
         let entries: Vec<WorkerEntry> = sources
@@ -99,12 +99,12 @@ impl SimRouters {
             sync_delay: setup.sync_delay,
             rng: Rng::with_seed(seed ^ 0x0062_616C_616E_6365),
             turn: 0,
-            told_bytes: 0,
-            told: 0,
+            sent_bytes: 0,
+            sent: 0,
         }
     }
 
-    /// The router that gets the next request.
+    /// Router of the next request.
     pub(super) fn next(&mut self) -> usize {
         match self.balance {
             BalancePolicy::Random => self.rng.usize(..self.cores.len()),
@@ -116,7 +116,7 @@ impl SimRouters {
         }
     }
 
-    /// A router decides; what it tells the others comes beside it.
+    /// Routes a request. Returns the message for the other routers too.
     pub(super) fn admit(
         &mut self,
         router: usize,
@@ -130,11 +130,11 @@ impl SimRouters {
             exclude: &[],
         };
         let admitted = self.cores[router].admit(&ask, Some(answer), now)?;
-        let told = self.tell(router, &admitted.message)?;
-        Ok((admitted, told))
+        let broadcast = self.broadcast(router, &admitted.message)?;
+        Ok((admitted, broadcast))
     }
 
-    /// Something happened to a request of a router's.
+    /// Records an event of a request.
     pub(super) fn note(
         &mut self,
         router: usize,
@@ -144,15 +144,15 @@ impl SimRouters {
         let message = self.cores[router]
             .note(event, now)
             .map_err(SimulationError::Ledger)?;
-        self.tell(router, &message)
+        self.broadcast(router, &message)
     }
 
-    /// The others hear of it: the requests of theirs that they have to think over.
-    pub(super) fn hear(&mut self, told: &LoadBroadcast, now: Instant) -> Vec<SlotPlace> {
+    /// Delivers a message to the other routers. Returns requests to decide again.
+    pub(super) fn deliver(&mut self, broadcast: &LoadBroadcast, now: Instant) -> Vec<SlotPlace> {
         let mut crossed = Vec::new();
         for (router, core) in self.cores.iter_mut().enumerate() {
-            if router != told.from {
-                core.apply_remote(&told.message, now);
+            if router != broadcast.from {
+                core.apply_remote(&broadcast.message, now);
                 let slots = core.take_crossed();
                 crossed.extend(slots.into_iter().map(|slot| SlotPlace { router, slot }));
             }
@@ -160,7 +160,7 @@ impl SimRouters {
         crossed
     }
 
-    /// A router decides again. Some: another place; what it tells the others comes beside it.
+    /// Decides again. Returns the new slot, if the request moves, and the message for the others.
     pub(super) fn reconsider(
         &mut self,
         place: SlotPlace,
@@ -178,11 +178,11 @@ impl SimRouters {
         let Some(admitted) = moved.map_err(SimulationError::Ledger)? else {
             return Ok(None);
         };
-        let told = self.tell(place.router, &admitted.message)?;
-        Ok(Some((admitted, told)))
+        let broadcast = self.broadcast(place.router, &admitted.message)?;
+        Ok(Some((admitted, broadcast)))
     }
 
-    /// How long they take to hear; none if they never do.
+    /// Delay of messages; `None` if routers do not exchange load.
     #[must_use]
     pub(super) const fn sync_delay(&self) -> Option<Duration> {
         self.sync_delay
@@ -192,13 +192,13 @@ impl SimRouters {
         self.cores.iter().map(Core::counts)
     }
 
-    /// Messages that left a router, and their bytes.
+    /// Number of messages, and their bytes.
     #[must_use]
-    pub(super) const fn told(&self) -> (u64, u64) {
-        (self.told, self.told_bytes)
+    pub(super) const fn sent(&self) -> (u64, u64) {
+        (self.sent, self.sent_bytes)
     }
 
-    fn tell(
+    fn broadcast(
         &mut self,
         from: usize,
         bytes: &[u8],
@@ -206,14 +206,14 @@ impl SimRouters {
         if self.sync_delay.is_none() || self.cores.len() == 1 {
             return Ok(None);
         }
-        self.told += 1;
-        self.told_bytes += bytes.len() as u64;
+        self.sent += 1;
+        self.sent_bytes += bytes.len() as u64;
         let message = codec::decode(bytes).map_err(SimulationError::Decode)?;
         Ok(Some(LoadBroadcast { from, message }))
     }
 }
 
-/// Why a request has no place.
+/// Reason why a request was not routed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AdmissionFailed {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! From flags to a line of JSON or a table.
+//! Runs a simulation and formats its report.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -13,17 +13,17 @@ use super::outcome::Figures;
 use super::trace::Trace;
 use super::world;
 
-/// One run: what was asked, and what came of it.
+/// Parameters and figures of one run.
 #[derive(Clone, Debug, Serialize)]
 struct SimulationReport<'a> {
     policy: &'a str,
     workers: usize,
     load: f64,
-    /// Requests a second, or sessions at once.
+    /// In requests a second, or open sessions.
     capacity: f64,
     rate: f64,
     routers: usize,
-    /// None: off.
+    /// `None` if off.
     sync_ms: Option<f64>,
     balance: String,
     overlap_score_weight: f64,
@@ -35,8 +35,8 @@ struct SimulationReport<'a> {
     figures: Figures,
 }
 
-/// Replays the text of a trace as the flags say; what came of it, in lines. `epoch` names the beginning of
-/// the virtual time: only differences to it are used.
+/// Replays a trace. Returns the report. `epoch` is the start of virtual time; only differences to
+/// it are used.
 pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Result<String> {
     let plan = SimulationPlan::try_from(args)?;
     let trace = Trace::parse(text).with_context(|| format!("the trace {:?}", args.trace))?;
@@ -77,7 +77,7 @@ pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Resu
     }
 }
 
-/// The same, a line a figure.
+/// Formats the report with one figure per line.
 fn table(report: &SimulationReport<'_>) -> anyhow::Result<String> {
     let value = serde_json::to_value(report).context("writing the report")?;
     let mut table = String::new();

@@ -60,7 +60,7 @@ fn another_seed_is_another_sample() {
     }
 }
 
-/// What must be as it was is seen where nothing is left to chance.
+/// Without random choices, another draw changes nothing.
 #[test]
 fn another_draw_is_the_same_sample_decided_by_other_ties() {
     for trace in [TOOLS, AGENT] {
@@ -107,9 +107,9 @@ fn choosing_by_cache_finds_more_in_it_than_chance() {
     }
 }
 
-/// What routers tell each other makes their answers no later; alone, each believes itself alone.
+/// Exchanging load must not delay answers.
 #[test]
-fn routers_that_tell_each_other_are_no_worse_than_deaf_ones() {
+fn routers_that_exchange_load_are_no_worse_than_isolated_ones() {
     let ttft = |sync| {
         mean(
             TOOLS,
@@ -123,8 +123,8 @@ fn routers_that_tell_each_other_are_no_worse_than_deaf_ones() {
     assert!(told < 1.15 * one, "{told} ms by four, {one} ms by one");
 }
 
-/// Bursts of eight requests with one prefix each, all of a burst within less than the delay: every router
-/// decides blindly. What one router spreads is spread by eight as well, once later choices have moved.
+/// Bursts of eight requests with one prefix, within less than the delay: every router decides
+/// without the others' choices. After moves, eight routers spread a burst as one does.
 #[test]
 fn a_burst_of_one_prefix_within_the_delay_is_spread_as_one_router_would() {
     let request = |number: u32| {
@@ -143,13 +143,13 @@ fn a_burst_of_one_prefix_within_the_delay_is_spread_as_one_router_would() {
     let [one, eight] = [1, 8].map(|routers| found(routers, "ttft_mean_ms"));
     let busiest = [1, 8].map(|routers| found(routers, "busiest_worker"));
     println!("{one} ms by one, {eight} ms by eight; the busiest worker's part {busiest:?}");
-    // They were blind, and found out.
+    // Choices crossed and requests moved.
     assert!(found(8, "moved_share") > 0.1);
     assert!(eight < 1.05 * one, "{eight} ms by eight, {one} ms by one");
     assert!(busiest.iter().all(|&part| part < 1.1), "{busiest:?}");
 }
 
-/// Backlogs alone leave it a third of a worker's share here; and later it is a worker like the others.
+/// Backlogs alone leave it a third of a worker's share here; later it is a normal worker.
 #[test]
 fn a_slow_worker_loses_its_share_and_gets_it_back() {
     let flags = "--capacity 10 --load 1";
@@ -157,21 +157,21 @@ fn a_slow_worker_loses_its_share_and_gets_it_back() {
     let share = mean(TOOLS, &slow, "slow_worker_share");
     assert!(share < 0.24, "{share}");
     assert!(figures(TOOLS, &slow).get("later_share").is_none());
-    // A quarter of the time.
+    // A quarter of the run.
     let later = mean(TOOLS, &format!("{slow} --slow-secs 10"), "later_share");
     assert!(later > 0.6, "{later}");
     assert_eq!(figures(TOOLS, flags).get("slow_worker_share"), None);
 }
 
 #[test]
-fn one_router_does_not_mind_how_fast_it_tells_nobody() {
+fn the_sync_delay_does_not_affect_a_single_router() {
     let with = |flags: &str| figure(TOOLS, flags, "ttft_mean_ms");
     assert_eq!(with("--sync-ms off"), with("--sync-ms 50"));
     assert_eq!(figure(TOOLS, "", "sync_messages_per_request"), 0.0);
     assert!(figure(TOOLS, "--routers 2", "sync_messages_per_request") > 2.0);
 }
 
-/// Prefill alone at a known speed: time stands for tokens.
+/// Prefill at a known speed: time stands for tokens.
 #[test]
 fn a_lone_request_takes_as_long_as_its_work() {
     let ids: Vec<u64> = (0..15).collect();
@@ -188,7 +188,7 @@ fn a_lone_request_takes_as_long_as_its_work() {
     assert_eq!(found["credited_rate"], found["hit_rate"]);
 }
 
-/// LatencyBounds that nobody can miss, or keep, give a pace all the same.
+/// A capacity exists for bounds that all answers or none keep.
 #[test]
 fn a_capacity_is_found_whatever_the_bounds() {
     for trace in [TOOLS, AGENT] {

@@ -1,41 +1,41 @@
-//! A trace of requests: one JSON object a line, prompts named by the ids of their 512-token pieces.
+//! A trace of requests: one JSON object a line; `hash_ids` identify a prompt's pieces of 512
+//! tokens.
 //!
-//! Equal ids from the start are equal tokens. The last piece may be cut short; what a prompt has
-//! beyond its last id belongs to that request alone. Expansion to tokens is deterministic and
-//! depends on the ids only.
+//! Equal leading ids are equal tokens. The last piece may be shorter; tokens after the last id
+//! belong to that request alone. The expansion to tokens depends on the ids only.
 //!
-//! Two kinds, which do not mix: open (`timestamp`) and sessions (`session_id`, `delay` after the
-//! answer before).
+//! A trace is either open (`timestamp`) or made of sessions (`session_id`, and `delay` after the
+//! previous answer).
 
 use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 use serde::Deserialize;
 
-/// Tokens that one id stands for.
+/// Tokens of one id.
 const PIECE_TOKENS: u32 = 512;
 
-/// Every piece of 512 tokens has its own range of token ids.
+/// Every piece has its own range of token ids.
 const PIECES_MAX: usize = (u32::MAX / PIECE_TOKENS) as usize;
 
-/// No delay or time stamp reaches a year.
+/// Delays and time stamps are below a year.
 const MILLIS_MAX: f64 = 365.0 * 86_400_000.0;
 
-/// A whole trace, in the order in which requests or sessions begin.
+/// A trace, in the order in which requests or sessions start.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Trace {
     pub(super) requests: Vec<TraceRequest>,
-    /// The requests of each session, one after the other; empty for an open trace.
+    /// Requests of each session; empty for an open trace.
     pub(super) sessions: Vec<Range<usize>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct TraceRequest {
-    /// Since the trace began; in a session, after the answer before.
+    /// Since the trace began; in a session, since the previous answer.
     pub(super) millis: f64,
     pub(super) input_tokens: u32,
     pub(super) output_tokens: u32,
-    /// PieceNumbers by number; the last one is the request's own.
+    /// Piece numbers; the last piece may be the request's own.
     pieces: Box<[u32]>,
 }
 
@@ -65,7 +65,7 @@ enum TraceKind {
     Sessions,
 }
 
-/// Numbers pieces in the order in which they are first named.
+/// Numbers pieces in the order of their first use.
 #[derive(Default)]
 struct PieceNumbers {
     numbers: FxHashMap<u64, u32>,
@@ -73,7 +73,7 @@ struct PieceNumbers {
 }
 
 impl Trace {
-    /// Reads a trace. Blank lines are none.
+    /// Parses a trace. Blank lines are ignored.
     pub(super) fn parse(text: &str) -> Result<Self, TraceError> {
         let mut pieces = PieceNumbers::default();
         let mut kind = None;
@@ -193,7 +193,8 @@ impl PieceNumbers {
 }
 
 impl TraceRequest {
-    /// The prompt. Each piece counts up from a token of its own, so that no two pieces share a block.
+    /// The prompt's tokens. Each piece counts up from its own first token, so that no two pieces
+    /// share a block.
     #[must_use]
     pub(super) fn prompt(&self) -> Vec<u32> {
         let tokens = self.input_tokens as usize;

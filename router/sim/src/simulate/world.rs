@@ -1,10 +1,10 @@
-//! The simulated fleet: engines, routers and the index, driven by one queue of events in virtual time.
+//! The simulated fleet: engines, routers and index, driven by one event queue in virtual time.
 //!
-//! A request's way is the served one: its router hashes the prompt, asks the index, decides and
-//! accounts in one step; the engine takes it; its first token, every further block and its end are
-//! noted where they were accounted. Routing itself takes no time.
+//! A request takes the path of production: its router hashes the prompt, queries the index, decides
+//! and opens a slot; the engine runs it; first token, generated blocks and end are recorded at its
+//! router. Routing itself takes no time.
 //!
-//! Everything is ordered by (time, sequence number), so that equal inputs give equal outcomes.
+//! Events are ordered by (time, sequence number): equal inputs give equal outcomes.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -25,20 +25,20 @@ use crate::sim::{EngineConfig, EngineModel, EngineRequest, RequestId, StepOutcom
 use warmroute_route::sync::LAZY_DELAY;
 use warmroute_route::{AdmitError, Decision, Prompt, SlotEvent};
 
-/// A fleet and those who route to it.
+/// A fleet and its routers.
 #[derive(Clone, Debug)]
 pub(super) struct FleetSetup {
     pub(super) workers: usize,
     pub(super) engine: EngineConfig,
-    /// What the first worker's steps take longer by, and until when.
+    /// Slowness of the first worker.
     pub(super) slow: SlowWorker,
     pub(super) replicas: RouterSetup,
-    /// From the end of a step until the index has its events.
+    /// Time from the end of a step until the index has its events.
     pub(super) event_delay: Duration,
     pub(super) seed: u64,
 }
 
-/// A worker that is slower than the others, for a while.
+/// Factor of the first worker's step times, until a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SlowWorker {
     pub(super) times: f64,
@@ -60,7 +60,7 @@ enum SimEvent {
         worker: usize,
     },
     Broadcast(Box<LoadBroadcast>),
-    /// What a router did not tell at once has waited long enough.
+    /// Messages that are not urgent are due.
     LazyDue {
         router: usize,
     },
@@ -96,7 +96,7 @@ impl Ord for QueuedEvent {
     }
 }
 
-/// What is to come, soonest first; what was put in first comes first.
+/// Future events, earliest first; equal times in order of insertion.
 #[derive(Default)]
 struct EventQueue {
     heap: BinaryHeap<Reverse<QueuedEvent>>,
@@ -116,11 +116,11 @@ impl EventQueue {
     }
 }
 
-/// One engine, its mirror, and its requests.
+/// One engine with its mirror and requests.
 struct SimWorker {
     engine: EngineModel,
     mirror: EngineMirror,
-    /// What the step under way will have done.
+    /// Result of the step in progress.
     step: StepOutcome,
     is_stepping: bool,
     flights: FxHashMap<RequestId, InFlight>,
@@ -132,13 +132,13 @@ struct InFlight {
     request: usize,
     arrived: Duration,
     first_token: Duration,
-    /// What the index credited to this engine.
+    /// Tokens that the index credited to this engine.
     credited_tokens: u64,
-    /// What the engine found cached when it first scheduled the request.
+    /// Tokens that the engine found cached at first.
     cached_tokens: Option<u64>,
 }
 
-/// What a request is decided by, and where it is, for as long as it may be decided again.
+/// Inputs of a decision and the request's engine, while the request may be moved.
 struct MovableFlight {
     until: Duration,
     prompt: Prompt,
@@ -155,19 +155,19 @@ struct SimWorld<'a> {
     queue: EventQueue,
     arrivals: Arrivals,
     workers: Vec<SimWorker>,
-    /// The workers' names, in order.
+    /// Names of the workers, in order.
     sources: Vec<Source>,
     index: SimIndex,
     replicas: SimRouters,
-    /// By router: what goes with its next message.
+    /// By router: messages that leave with the next urgent one.
     held: Vec<Vec<LoadBroadcast>>,
-    /// Requests that may still go elsewhere.
+    /// Requests that may be moved.
     movable: BTreeMap<SlotPlace, MovableFlight>,
     outcome: RunOutcome,
 }
 
-/// Plays all arrivals to their end. `epoch` names the virtual time's beginning; only differences
-/// matter.
+/// Runs all arrivals to their end. `epoch` is the start of virtual time; only differences to it are
+/// used.
 pub(super) fn run(
     trace: &Trace,
     mut arrivals: Arrivals,
@@ -231,7 +231,7 @@ impl SimWorld<'_> {
         match event {
             SimEvent::Arrival { request } => self.arrive(request)?,
             SimEvent::StepEnds { worker } => self.step_ends(worker)?,
-            SimEvent::Broadcast(told) => self.hear(&told)?,
+            SimEvent::Broadcast(broadcast) => self.receive(&broadcast)?,
             SimEvent::LazyDue { router } => self.release(router),
             SimEvent::Indexed { worker, changes } => self.index.apply(worker, &changes)?,
         }
@@ -246,7 +246,7 @@ impl SimWorld<'_> {
         let answer = self.index.answer(prompt.blocks());
         let instant = self.epoch + self.now;
         self.outcome.arrived(asked);
-        let (admitted, told) = match self.replicas.admit(router, &prompt, &answer, instant) {
+        let (admitted, broadcast) = match self.replicas.admit(router, &prompt, &answer, instant) {
             Ok(admitted) => admitted,
             Err(AdmissionFailed::Router(AdmitError::Refused(_))) => {
                 return self.refuse(request);
@@ -256,8 +256,7 @@ impl SimWorld<'_> {
             }
             Err(AdmissionFailed::Simulation(fault)) => return Err(fault),
         };
-        self.tell(told);
-        self.outcome.decided(&admitted.decision);
+        self.send(broadcast);
         let place = SlotPlace {
             router,
             slot: admitted.slot,
@@ -288,7 +287,7 @@ impl SimWorld<'_> {
         Ok(())
     }
 
-    /// A request comes to the engine of its source; none if that does not take it.
+    /// Submits a request to its engine; `None` if the engine rejects it.
     fn submit(
         &mut self,
         source: &Source,
@@ -313,15 +312,15 @@ impl SimWorld<'_> {
         Ok(Some((worker, id)))
     }
 
-    fn hear(&mut self, told: &LoadBroadcast) -> Result<(), SimulationError> {
-        for place in self.replicas.hear(told, self.epoch + self.now) {
+    fn receive(&mut self, broadcast: &LoadBroadcast) -> Result<(), SimulationError> {
+        for place in self.replicas.deliver(broadcast, self.epoch + self.now) {
             self.reconsider(place)?;
         }
         Ok(())
     }
 
-    /// A router knows more than when it decided. The engine that has the request drops it at once, with
-    /// what a step under way does for it; the step takes no shorter for that.
+    /// Decides again. The old engine drops the request at once; a step in progress takes no
+    /// shorter.
     fn reconsider(&mut self, place: SlotPlace) -> Result<(), SimulationError> {
         let Some(movable) = self.movable.get(&place) else {
             return Ok(());
@@ -329,10 +328,10 @@ impl SimWorld<'_> {
         let (prompt, answer) = (&movable.prompt, &movable.answer);
         let now = self.epoch + self.now;
         let moved = self.replicas.reconsider(place, prompt, answer, now)?;
-        let Some((admitted, told)) = moved else {
+        let Some((admitted, broadcast)) = moved else {
             return Ok(());
         };
-        self.tell(told);
+        self.send(broadcast);
         let Some(MovableFlight { worker, id, .. }) = self.movable.remove(&place) else {
             return Ok(());
         };
@@ -363,7 +362,7 @@ impl SimWorld<'_> {
         Ok(())
     }
 
-    /// Lets an idle engine that has something to do begin.
+    /// Starts a step of an idle engine that has requests.
     fn begin_step(&mut self, worker: usize) {
         let at = &mut self.workers[worker];
         if at.is_stepping || !at.engine.has_requests() {
@@ -377,7 +376,6 @@ impl SimWorld<'_> {
         } else {
             at.step.duration
         };
-        self.outcome.busy += takes;
         let ends = self.now + takes;
         self.queue.push(ends, SimEvent::StepEnds { worker });
     }
@@ -393,7 +391,7 @@ impl SimWorld<'_> {
         }
         self.outcome.preemptions += step.preempted.len() as u64;
         for admitted in &step.admitted {
-            // Not those that went elsewhere meanwhile.
+            // Moved requests are skipped.
             if let Some(flight) = self.workers[worker].flights.get_mut(&admitted.id) {
                 let cached = admitted.cached.total() as u64;
                 flight.cached_tokens.get_or_insert(cached);
@@ -464,30 +462,30 @@ impl SimWorld<'_> {
     }
 
     fn note(&mut self, place: SlotPlace, event: SlotEvent) -> Result<(), SimulationError> {
-        let told = self
+        let broadcast = self
             .replicas
             .note(place.router, event, self.epoch + self.now)?;
-        match told {
-            Some(told) if !event.is_urgent() => self.hold(told),
-            told => self.tell(told),
+        match broadcast {
+            Some(broadcast) if !event.is_urgent() => self.hold(broadcast),
+            broadcast => self.send(broadcast),
         }
         Ok(())
     }
 
-    fn hold(&mut self, told: LoadBroadcast) {
-        let router = told.from;
+    fn hold(&mut self, broadcast: LoadBroadcast) {
+        let router = broadcast.from;
         if self.held[router].is_empty() {
             let due = self.now + LAZY_DELAY;
             self.queue.push(due, SimEvent::LazyDue { router });
         }
-        self.held[router].push(told);
+        self.held[router].push(broadcast);
     }
 
-    /// Behind what was held.
-    fn tell(&mut self, told: Option<LoadBroadcast>) {
-        if let Some(told) = told {
-            let router = told.from;
-            self.held[router].push(told);
+    /// Sends a message after the held ones.
+    fn send(&mut self, broadcast: Option<LoadBroadcast>) {
+        if let Some(broadcast) = broadcast {
+            let router = broadcast.from;
+            self.held[router].push(broadcast);
             self.release(router);
         }
     }
@@ -496,9 +494,10 @@ impl SimWorld<'_> {
         let Some(delay) = self.replicas.sync_delay() else {
             return;
         };
-        for told in std::mem::take(&mut self.held[router]) {
-            let heard = self.now + delay;
-            self.queue.push(heard, SimEvent::Broadcast(Box::new(told)));
+        for broadcast in std::mem::take(&mut self.held[router]) {
+            let received = self.now + delay;
+            self.queue
+                .push(received, SimEvent::Broadcast(Box::new(broadcast)));
         }
     }
 
@@ -510,7 +509,7 @@ impl SimWorld<'_> {
             self.outcome.stalls += counts.stalls;
             self.outcome.open_slots += counts.open_slots;
         }
-        (self.outcome.told, self.outcome.told_bytes) = self.replicas.told();
+        (self.outcome.sent, self.outcome.sent_bytes) = self.replicas.sent();
         self.outcome.took = self.now;
         self.outcome
     }

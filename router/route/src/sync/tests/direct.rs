@@ -1,4 +1,4 @@
-//! Replicas that talk to each other without a network between them: bounds, parts, frames.
+//! Replicas without a network between them: bounds, parts, frames.
 
 use std::time::Instant;
 
@@ -75,7 +75,7 @@ impl Side {
         self.settle();
     }
 
-    pub(super) fn hear(&mut self, payload: &Bytes, now: Instant) {
+    pub(super) fn receive(&mut self, payload: &Bytes, now: Instant) {
         self.replica.receive(payload, &mut self.core, now);
         self.settle();
     }
@@ -85,15 +85,15 @@ impl Side {
         self.settle();
     }
 
-    /// A tick, and its own heartbeat comes back.
+    /// A tick after which its own heartbeat comes back.
     pub(super) fn live(&mut self, now: Instant) {
         self.tick(now);
         for payload in std::mem::take(&mut self.published) {
-            self.hear(&payload, now);
+            self.receive(&payload, now);
         }
     }
 
-    /// To what was asked last.
+    /// Answers the last question.
     pub(super) fn answer(&mut self, answer: Option<&Bytes>, now: Instant) {
         if let Some((peer, id, _)) = self.asked.pop() {
             self.replica.answered(peer, id, answer, &mut self.core, now);
@@ -107,10 +107,10 @@ fn is_echo(question: &[u8]) -> bool {
     matches!(ask.want, LoadRequestKind::Numbers { from, to: Some(to) } if to < from)
 }
 
-/// Carries all that one side said, and answers what the other asks, until it asks no more.
+/// Delivers all broadcasts of one side and answers all questions of the other.
 fn carry(from: &mut Side, to: &mut Side, now: Instant) {
     for payload in std::mem::take(&mut from.published) {
-        to.hear(&payload, now);
+        to.receive(&payload, now);
     }
     while let Some((_, id, question)) = to.asked.pop() {
         let answer = from.replica.serve(&question, &mut from.core, now);
@@ -137,7 +137,7 @@ fn agree(a: &Side, b: &Side) {
 }
 
 #[test]
-fn a_message_of_an_idle_router_leaves_at_once_and_those_behind_it_together() {
+fn a_message_of_an_idle_router_leaves_immediately_and_later_ones_together() {
     let now = start();
     let (mut a, mut b) = pair(now);
     let counter = a.admit(0, 9, now);
@@ -162,7 +162,7 @@ fn a_message_of_an_idle_router_leaves_at_once_and_those_behind_it_together() {
     assert_eq!(a.replica.due(), None);
 }
 
-/// Nobody is told of a generated block at once: it goes with what is, or after a while by itself.
+/// A generated block leaves with the next frame or after a while by itself.
 #[test]
 fn what_is_not_urgent_leaves_with_the_next_frame_or_by_the_clock() {
     let now = start();
@@ -192,7 +192,7 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     let now = start();
     let mut a = Side::new(1, now);
     let counters: Vec<u64> = (0..600).map(|family| a.admit(family, 700, now)).collect();
-    // Nobody hears it.
+    // No peer receives it.
     a.wrote(now);
     let mut b = Side::new(2, now);
     carry(&mut b, &mut a, now);
@@ -203,7 +203,7 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     while let Some((_, id, question)) = b.asked.pop() {
         let answer = a.replica.serve(&question, &mut a.core, now).unwrap();
         parts += 1;
-        // Meanwhile slots grow and end.
+        // Slots grow and end between the parts.
         a.grow(counters[parts], now);
         let counter = counters[parts + 100];
         let end = warmroute_proto::load::SlotEnd::Completed;
@@ -225,8 +225,8 @@ fn a_large_state_comes_in_parts_of_one_cut_while_the_router_goes_on() {
     assert_eq!(b.replica.counts().mended.mismatches, 0);
 }
 
-/// Those who ask within a moment share a cut; what came since the joiner asks for before it calls itself
-/// ready, though no message and no heartbeat told it that there is any.
+/// Peers that ask within a moment share a snapshot; a new router fetches newer messages before it
+/// is ready.
 #[test]
 fn a_shared_cut_is_followed_by_what_came_since() {
     let now = start();
@@ -256,7 +256,7 @@ fn what_fell_off_the_ring_comes_as_state() {
     let counter = a.admit(0, 9, now);
     a.wrote(now);
     carry(&mut a, &mut b, now);
-    // The connection is down while more is written than is kept.
+    // More is written without a connection than the ring keeps.
     a.replica.link(PlaneLink::Down, now);
     for _ in 0..60_000 {
         a.grow(counter, now);
@@ -285,7 +285,7 @@ fn a_gap_is_asked_for_once_and_filled_from_the_ring() {
     // The first is lost.
     a.published.remove(0);
     for payload in std::mem::take(&mut a.published) {
-        b.hear(&payload, now);
+        b.receive(&payload, now);
     }
     assert_eq!(b.asked.len(), 1);
     carry(&mut a, &mut b, now);
@@ -309,19 +309,19 @@ fn message(router: u8, incarnation: u64, number: u64) -> Bytes {
 fn nothing_of_a_former_incarnation_is_applied() {
     let now = start();
     let mut side = Side::new(1, now);
-    side.hear(&message(2, 5, 0), now);
+    side.receive(&message(2, 5, 0), now);
     assert_eq!(side.replica.counts().verdicts.applied, 1);
     for number in [0, 1, 2] {
-        side.hear(&message(2, 4, number), now);
+        side.receive(&message(2, 4, number), now);
     }
     let verdicts = side.replica.counts().verdicts;
     assert_eq!((verdicts.applied, verdicts.old), (1, 3));
-    side.hear(&message(2, 5, 1), now);
+    side.receive(&message(2, 5, 1), now);
     assert_eq!(side.replica.counts().verdicts.applied, 2);
 }
 
 #[test]
-fn a_router_that_said_goodbye_says_nothing_more() {
+fn late_messages_of_a_router_that_left_are_ignored() {
     let now = start();
     let (mut a, mut b) = pair(now);
     a.admit(0, 9, now);
@@ -332,9 +332,9 @@ fn a_router_that_said_goodbye_says_nothing_more() {
     let goodbye: LoadHeartbeat = codec::decode(a.published.last().unwrap()).unwrap();
     assert_eq!(goodbye.presence, Presence::Leaving);
     for payload in std::mem::take(&mut a.published) {
-        b.hear(&payload, now);
+        b.receive(&payload, now);
     }
-    b.hear(&late, now);
+    b.receive(&late, now);
     assert_eq!(b.core.digest(a.router).count, 0);
     assert!(b.asked.is_empty());
     assert_eq!(b.replica.counts().verdicts.old, 1);
@@ -360,7 +360,7 @@ fn what_is_no_message_is_counted() {
         codec::encode(&long).unwrap().into(),
     ];
     for payload in &broken {
-        side.hear(payload, now);
+        side.receive(payload, now);
     }
     assert_eq!(side.replica.counts().verdicts.malformed, 7);
     assert_eq!(side.replica.serve(&[1, 11], &mut side.core, now), None);
@@ -371,15 +371,15 @@ fn what_is_no_message_is_counted() {
 fn a_message_too_many_a_router_too_many_and_a_question_too_many_are_refused() {
     let now = start();
     let mut side = Side::new(255, now);
-    // Without its beginning nothing of it can be applied: it waits.
+    // Messages wait for the first one.
     let one = message(2, 5, 1).len();
     let room = u64::try_from(WAITING_BYTES_MAX / one).unwrap();
     for number in 1..=room + 10 {
-        side.hear(&message(2, 5, number), now);
+        side.receive(&message(2, 5, number), now);
     }
     assert_eq!(side.replica.counts().refused.waiting, 10);
     for router in 1..=u8::try_from(PEERS_MAX).unwrap() + 4 {
-        side.hear(&message(router, 5, 0), now);
+        side.receive(&message(router, 5, 0), now);
     }
     assert_eq!(side.replica.peers.len(), PEERS_MAX);
     assert_eq!(side.replica.counts().refused.peers, 4);
@@ -390,7 +390,7 @@ fn a_message_too_many_a_router_too_many_and_a_question_too_many_are_refused() {
         side.live(now + HEARTBEAT_INTERVAL * step);
     }
     assert_eq!(side.replica.counts().deaths, PEERS_MAX as u64);
-    side.hear(&message(200, 5, 0), later);
+    side.receive(&message(200, 5, 0), later);
     assert_eq!(side.replica.peers.len(), PEERS_MAX);
 
     let (.., question) = side.asked.first().cloned().unwrap();
@@ -415,13 +415,13 @@ fn a_message_too_many_a_router_too_many_and_a_question_too_many_are_refused() {
 }
 
 #[test]
-fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
+fn a_state_with_a_wrong_digest_is_fetched_again_after_a_pause() {
     let now = start();
     let (mut a, mut b) = pair(now);
     a.admit(0, 9, now);
     a.wrote(now);
     carry(&mut a, &mut b, now);
-    // What b holds of a goes wrong, and what a states is spoilt on its way.
+    // The view of b is spoiled, and so is the state that a sends.
     b.core.release(a.router, now);
     let mut at = now;
     let mut asked = Vec::new();
@@ -429,7 +429,7 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
         at = now + Duration::from_millis(100) * step;
         a.tick(at);
         for payload in std::mem::take(&mut a.published) {
-            b.hear(&payload, at);
+            b.receive(&payload, at);
         }
         b.tick(at);
         while let Some((_, id, question)) = b.asked.pop() {
@@ -446,7 +446,7 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
     }
     assert!((4..20).contains(&asked.len()), "{}", asked.len());
     assert_eq!(b.replica.counts().mended.states_wrong, asked.len() as u64);
-    // The truth gets through in the end.
+    // Agreement follows in the end.
     for _ in 0..400 {
         at += Duration::from_millis(100);
         a.tick(at);
@@ -457,8 +457,7 @@ fn a_state_that_does_not_add_up_is_asked_for_again_but_not_at_once() {
     agree(&a, &b);
 }
 
-/// Its broadcasts do not come, its questions do: what it holds is not known, however often it asks how far
-/// away one is.
+/// Without a router's broadcasts its load is unknown, however many echoes it sends.
 #[test]
 fn echoes_are_no_sign_of_life() {
     let mut now = start();
@@ -480,13 +479,13 @@ fn echoes_are_no_sign_of_life() {
                 .answered(peer, id, answer.as_ref(), &mut b.core, now);
         }
         a.tick(now);
-        // Broadcasts come back to their sender: nobody is deaf.
+        // Broadcasts come back to their sender: no router is isolated.
         for payload in a.published.clone() {
-            a.hear(&payload, now);
+            a.receive(&payload, now);
         }
         carry(&mut a, &mut b, now);
         for payload in std::mem::take(&mut b.published) {
-            b.hear(&payload, now);
+            b.receive(&payload, now);
         }
     }
     assert!(a.replica.counts().traffic.echoes_in > 1);
@@ -515,7 +514,7 @@ fn a_peer_is_half_an_echo_away() {
     assert_eq!(peer, b.router);
     let at = now + Duration::from_millis(502);
     let answer = b.replica.serve(&question, &mut b.core, at).unwrap();
-    // Nothing is in it, whatever was written meanwhile.
+    // An echo's answer is empty.
     let whole: LoadAnswer = codec::decode(&answer).unwrap();
     assert_eq!(whole, LoadAnswer::Messages(Vec::new()));
     assert_eq!(b.replica.counts().traffic.echoes_in, 1);
@@ -523,7 +522,7 @@ fn a_peer_is_half_an_echo_away() {
     a.replica
         .answered(peer, id, Some(&answer), &mut a.core, heard);
     assert_eq!(is_watched(&mut a), Some(now + Duration::from_millis(4)));
-    // Gone, it is no peer to wait for.
+    // A router that left is no peer.
     b.replica.leave(&mut b.core, heard);
     b.settle();
     carry(&mut b, &mut a, heard);

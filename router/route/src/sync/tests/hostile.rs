@@ -1,4 +1,4 @@
-//! Any bytes from anybody: nothing panics, no fence goes back, and what was taken in goes again.
+//! Any bytes from any sender: no panic, no fence goes back, and all slots are freed in the end.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use super::world::start;
 #[derive(Clone, Debug)]
 enum Input {
     Broadcast(Vec<u8>),
-    /// To whatever was asked last.
+    /// Answers the last question.
     Answer(Option<Vec<u8>>),
     Ask(Vec<u8>),
     Time(u64),
@@ -188,7 +188,7 @@ proptest! {
         let mut fences: BTreeMap<RouterId, Generation> = BTreeMap::new();
         for input in inputs {
             match input {
-                Input::Broadcast(payload) => side.hear(&payload.into(), now),
+                Input::Broadcast(payload) => side.receive(&payload.into(), now),
                 Input::Answer(answer) => side.answer(answer.map(Bytes::from).as_ref(), now),
                 Input::Ask(question) => {
                     side.replica.serve(&question, &mut side.core, now);
@@ -205,10 +205,10 @@ proptest! {
                     prop_assert!(before.is_none_or(|before| before <= fence));
                 }
             }
-            // The second fence, of the slots themselves, has nothing to do.
+            // The fence of the slots never has to act.
             prop_assert_eq!(side.core.counts().ignored.old_incarnation, 0);
         }
-        // They all fall silent, while this one hears itself.
+        // All peers are silent, and the router receives its own heartbeats.
         for _ in 0..20 {
             now += HEARTBEAT_INTERVAL;
             side.live(now);

@@ -1,6 +1,6 @@
 //! A small world: routers over a network that drops, repeats, delays and reorders; crashes, pauses,
-//! snapshots, joins, leavings. A seed is the whole input. After every step each view is compared with the
-//! history of what its router itself held at that number.
+//! cuts, joins and leaves. A seed is the whole input. After every step each view is compared with
+//! the slots that its router held at that number.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher as _;
@@ -20,13 +20,13 @@ use crate::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SlotEvent};
 
 type Number = Option<RecordNumber>;
 
-/// What the network does to a broadcast, a question, an answer.
+/// Faults of the network for broadcasts, questions and answers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Net {
     pub drop: f64,
     pub twice: f64,
     pub delay_max: Duration,
-    /// Comes seconds late.
+    /// Share of messages that arrive seconds late.
     pub straggle: f64,
 }
 
@@ -57,9 +57,9 @@ impl Net {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Up,
-    /// Stands still; what comes waits in its sockets.
+    /// Paused; messages wait in its sockets.
     Paused,
-    /// Runs; nothing comes or goes.
+    /// Runs without a connection.
     Cut,
     Gone,
 }
@@ -70,7 +70,7 @@ pub(super) struct Node {
     pub replica: LoadReplica,
     pub state: State,
     pub open: Vec<u64>,
-    /// Of open slots without a first token.
+    /// Prompts of open slots without a first token.
     movable: BTreeMap<u64, Prompt>,
     pub ready: Option<Instant>,
     waits: Vec<Event>,
@@ -79,7 +79,7 @@ pub(super) struct Node {
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// Of this router's incarnation.
+    /// Sender and its incarnation.
     Broadcast(RouterId, Generation, Bytes),
     Asked(RouterId, AskId, Bytes),
     Answered(RouterId, AskId, Option<Bytes>),
@@ -96,16 +96,16 @@ pub(super) struct World {
     pub net: Net,
     pub nodes: Vec<Node>,
     pub works: bool,
-    /// Requests that went elsewhere.
+    /// Moved requests.
     pub moves: u64,
     pub faults: Vec<String>,
     pub mutation: Option<Mutation>,
     queue: BTreeMap<(Instant, u64), (usize, Event)>,
     next_event: u64,
     revision: u64,
-    /// What each router held when it wrote each number.
+    /// Digest of each router at each of its numbers.
     truth: BTreeMap<(RouterId, Generation, Number), LoadDigest>,
-    /// Views that the world itself spoilt.
+    /// Views that the world spoiled.
     pub spoilt: BTreeSet<(RouterId, RouterId)>,
     pub spoils: bool,
     trace: FxHasher,
@@ -142,7 +142,7 @@ pub(super) fn core(router: RouterId, seed: u64) -> Core {
     core
 }
 
-/// A prompt of so many blocks; those of one family begin alike.
+/// A prompt of so many blocks; prompts of a family share a prefix.
 pub(super) fn prompt(family: u32, blocks: u32) -> Prompt {
     let tokens: Vec<u32> = (0..blocks * 16 + 5).map(|at| family << 20 | at).collect();
     Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
@@ -175,7 +175,7 @@ impl World {
         world
     }
 
-    /// A router starts, and learns from the registry who else is there.
+    /// Starts a router, which learns the others from the registry.
     pub(super) fn join(&mut self) -> usize {
         let at = self.nodes.len();
         let number = u8::try_from(at + 1).unwrap();
@@ -310,16 +310,16 @@ impl World {
         self.check(at, &dead_before);
     }
 
-    /// What this router holds of itself at its last number.
+    /// Records a router's own digest at its last number.
     fn write_down(&mut self, at: usize) {
         let node = &mut self.nodes[at];
-        let head = node.core.written(RecordNumber(u64::MAX), 0).head;
+        let head = node.core.messages_from(RecordNumber(u64::MAX), 0).head;
         self.trace.write_u64(head.digest.sum);
         let key = (node.router, head.incarnation, head.number);
         self.truth.insert(key, head.digest);
     }
 
-    /// Often several routers work at the same moment: then they choose without seeing each other.
+    /// Often several routers work at the same moment and cannot see each other's choices.
     fn pause_between_work(&mut self) -> Duration {
         if self.rng.u32(..4) == 0 {
             return Duration::from_millis(self.rng.u64(10..150));
@@ -376,7 +376,7 @@ impl World {
         self.write_down(at);
     }
 
-    /// What was crossed by another router's choice is decided again.
+    /// Decides crossed choices again.
     fn think_again(&mut self, at: usize) {
         let now = self.now;
         for slot in self.nodes[at].core.take_crossed() {
@@ -408,7 +408,7 @@ impl World {
         self.note(at, SlotEvent::End { counter, end });
     }
 
-    /// Every open request has generated one more block.
+    /// Every open request generates one more block.
     pub(super) fn grow_all(&mut self, at: usize) {
         for counter in self.nodes[at].open.clone() {
             self.note(at, SlotEvent::Grow { counter, blocks: 1 });
@@ -438,7 +438,7 @@ impl World {
                     }
                 }
                 ReplicaEffect::Ask { peer, id, question } => {
-                    // Whoever loses question or answer hears of it at the time-out.
+                    // A lost question or answer is a timeout.
                     self.later(at, ASK_TIMEOUT, Event::Answered(peer, id, None));
                     if let Some(to) = self.index(peer) {
                         self.send(at, to, &Event::Asked(router, id, question));
@@ -517,7 +517,7 @@ impl World {
     pub(super) fn set(&mut self, at: usize, state: State) {
         let now = self.now;
         let was = std::mem::replace(&mut self.nodes[at].state, state);
-        // Some snapshots are seen by the client, some are silent.
+        // Only some cuts are visible to the client.
         let is_silent = self.mutation == Some(Mutation::LoopbackKept);
         if at.is_multiple_of(2) && was != state && !is_silent {
             let link = if state == State::Cut {
@@ -530,7 +530,7 @@ impl World {
         }
         if was == State::Paused && state == State::Up {
             let mut waits = std::mem::take(&mut self.nodes[at].waits);
-            // Its timer may be looked at before its sockets, or after them.
+            // Timers and sockets are polled in any order.
             if self.rng.bool() {
                 waits.reverse();
             }
@@ -540,7 +540,7 @@ impl World {
         }
     }
 
-    /// Changes a view behind its replica's back.
+    /// Changes a view without its replica's knowledge.
     pub(super) fn spoil(&mut self, at: usize) {
         let now = self.now;
         let routers: Vec<RouterId> = self.nodes.iter().map(|node| node.router).collect();
@@ -551,7 +551,7 @@ impl World {
         }
     }
 
-    /// What was spoilt is mended by now; but of those that are gone nobody hears any more.
+    /// Spoiled views are repaired by now, except those of routers that are gone.
     pub(super) fn forgive_no_more(&mut self) {
         let live: Vec<RouterId> = self
             .live()
@@ -626,7 +626,7 @@ impl World {
         self.truth.get(&key).copied().or(before_all)
     }
 
-    /// Every two that live agree, at equal numbers, with what is true.
+    /// All live routers agree with each other and with the truth.
     pub(super) fn check_agreement(&mut self) {
         let mut faults = Vec::new();
         for &at in &self.live() {
@@ -650,7 +650,7 @@ impl World {
         self.faults.extend(faults);
     }
 
-    /// Nothing is left of those that are gone.
+    /// Nothing is left of routers that are gone.
     pub(super) fn check_freed(&mut self) {
         let mut faults = Vec::new();
         for &at in &self.live() {
