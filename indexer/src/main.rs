@@ -50,7 +50,7 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
     let namespace = &config.nats.namespace;
     let wait = Duration::from_secs(sizes.wait_secs);
     let started = Instant::now();
-    let before = nats::within(wait, async || NatsPlane::connect(nats.clone()).await);
+    let before = nats::retry_unreachable(wait, async || NatsPlane::connect(nats.clone()).await);
     match before.await {
         Err(NatsError::Mismatch(differences)) => {
             for difference in differences {
@@ -66,7 +66,7 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
     // A cluster may have no leader for a while: a retry verifies what exists already.
     let left = wait.saturating_sub(started.elapsed());
     let sizes = InitConfig::from(sizes);
-    nats::within(left, async || NatsPlane::init(nats.clone(), sizes).await).await?;
+    nats::retry_unreachable(left, async || NatsPlane::init(nats.clone(), sizes).await).await?;
     announce(format_args!("now: namespace {namespace} is set up"));
     Ok(ExitCode::SUCCESS)
 }
@@ -79,7 +79,7 @@ async fn open_plane(
     let nats = nats::config(&config.nats, "warmroute-doctor")?;
     let wait = Duration::from_secs(wait_secs);
     let inspect = async || NatsPlane::inspect(nats.clone(), unix_ns).await;
-    let (plane, setup) = nats::within(wait, inspect).await?;
+    let (plane, setup) = nats::retry_unreachable(wait, inspect).await?;
     let look = PlaneReader::new(Arc::new(plane.clone()), &config.indexer.namespace);
     Ok((plane, look, setup))
 }

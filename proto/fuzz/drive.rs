@@ -13,9 +13,9 @@ use warmroute_proto::subject::{decode_name, encode_name};
 use warmroute_proto::view::{ViewPage, ViewPageRequest};
 use warmroute_proto::{Heartbeat, Record};
 
-/// Gives bytes to every decoder: an error, or a message that encodes to the same bytes, so that no two
-/// byte strings mean one message of a version. A second time with a checksum, which lets the bytes
-/// pass as far as the body.
+/// Gives bytes to every decoder: an error, or a message that encodes to the same bytes, so that no
+/// two byte strings mean one message of a version. A second time with a checksum, which lets the
+/// bytes pass as far as the body.
 pub(crate) fn codec(data: &[u8]) {
     messages(data);
     let mut sealed = data.to_vec();

@@ -1,7 +1,7 @@
 //! Bytes of all messages: a version byte, a kind byte, bincode, a checksum.
 //!
-//! The checksum is XXH3-64 of all bytes before it. It covers what a record's digest does not, such as
-//! its engine sequence and states. It detects accidents, not forgery.
+//! The checksum is XXH3-64 of all bytes before it. It covers what a record's digest does not, such
+//! as its engine sequence and states. It detects accidents, not forgery.
 //!
 //! bincode 2.0.1 is frozen upstream, which suits a wire format; only this module uses it. Integers
 //! have a fixed width and are little-endian (hashes are random, a variable width would make them

@@ -1,14 +1,14 @@
 //! Names of blocks: local hashes over tokens, prefix hashes over local hashes.
 //!
 //! A local hash is XXH3-64 over the block's tokens (little-endian `u32`), then the sorted 64-bit
-//! hashes of the multimodal items that lie in it; the seed carries LoRA and salt. This is the scheme
-//! of dynamo-kv-router, so that hashes can be exchanged with it.
+//! hashes of the multimodal items that lie in it; the seed carries LoRA and salt. This is the
+//! scheme of dynamo-kv-router, so that hashes can be exchanged with it.
 //!
 //! A prefix hash is a chain over local hashes. Each step is one 64 × 64 → 128 bit multiplication
-//! whose halves are folded together, as wyhash does (Wang Yi, <https://github.com/wangyi-fudan/wyhash>):
-//! five or six cycles of latency, which overlap with the hashing of the next block's tokens, where a
-//! chain of XXH3 steps would double the cost. Local hashes are well mixed, so that one folded
-//! multiplication a step mixes fully.
+//! whose halves are folded together, as wyhash does (Wang Yi,
+//! <https://github.com/wangyi-fudan/wyhash>): five or six cycles of latency, which overlap with the
+//! hashing of the next block's tokens, where a chain of XXH3 steps would double the cost. Local
+//! hashes are well mixed, so that one folded multiplication a step mixes fully.
 //!
 //! Both are wire values, which never change; the tests hold their vectors.
 
@@ -70,8 +70,8 @@ impl Seed {
         self.plus(xxh3_64_with_seed(salt.as_bytes(), SALT_SEED))
     }
 
-    /// The seed of blocks whose engine key a router cannot reproduce: no request has it. `key` is the
-    /// raw key as the engine sent it.
+    /// The seed of blocks whose engine key a router cannot reproduce: no request has it. `key` is
+    /// the raw key as the engine sent it.
     #[must_use]
     pub fn with_opaque(self, key: &[u8]) -> Self {
         self.plus(xxh3_64_with_seed(key, OPAQUE_SEED) | 1)

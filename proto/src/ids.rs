@@ -55,16 +55,16 @@ number! {
 }
 
 number! {
-    /// Nanoseconds since the Unix epoch by the clock that stamps the log's messages, as its user read
-    /// it last. Only differences are meaningful, and only while that clock does not jump.
+    /// Nanoseconds since the Unix epoch by the clock that stamps the log's messages, as its user
+    /// read it last. Only differences are meaningful, and only while that clock does not jump.
     LogTime
 }
 
 counts!(EngineSeq RecordNumber LogPosition);
 
 impl Generation {
-    /// No honest generation is so far above a known one: generations are taken one at a time, each by a
-    /// write to the registry, and at a thousand a second this takes fifty days.
+    /// No honest generation is so far above a known one: generations are taken one at a time, each
+    /// by a write to the registry, and at a thousand a second this takes fifty days.
     const JUMP_MAX: u64 = 1 << 32;
 
     /// The following generation, or `None` at the last: one that is given twice fences nothing.
@@ -76,8 +76,8 @@ impl Generation {
         }
     }
 
-    /// Whether a source whose `known` generation is this may have come to it. A reader that accepts any
-    /// number could be led to the last one by a single message, and no generation could follow.
+    /// Whether a source whose `known` generation is this may have come to it. A reader that accepts
+    /// any number could be led to the last one by a single message, and no generation could follow.
     #[must_use]
     pub const fn is_plausible_after(self, known: Self) -> bool {
         self.0 <= known.0.saturating_add(Self::JUMP_MAX)
@@ -122,7 +122,8 @@ macro_rules! name {
 }
 
 name! {
-    /// One vLLM server, whatever its number of ranks. Chosen by the operator; unique in a namespace.
+    /// One vLLM server, whatever its number of ranks. Chosen by the operator; unique in a
+    /// namespace.
     WorkerId
 }
 name! {

@@ -80,10 +80,10 @@ pub struct LoadHeartbeat {
     pub incarnation: Generation,
     /// The last number written; `None` before an incarnation's first.
     pub number: Option<RecordNumber>,
-    /// Of its own open slots as of that number.
+    /// Digest of its own open slots as of that number.
     pub digest: LoadDigest,
-    /// Number of this heartbeat within its process. The sender receives it too, and so knows when it
-    /// was last received.
+    /// Number of this heartbeat within its process. The sender receives it too, and so knows when
+    /// it was last received.
     pub beat: u64,
     pub presence: Presence,
 }
@@ -140,7 +140,7 @@ pub struct StatePart {
     pub router: RouterId,
     pub incarnation: Generation,
     pub number: Option<RecordNumber>,
-    /// Of the slots of all parts.
+    /// Digest of the slots of all parts.
     pub digest: LoadDigest,
     /// From 0.
     pub part: u32,
@@ -197,8 +197,8 @@ pub const ANSWER_BYTES_MAX: usize = 256 << 10;
 /// Most samples of a prompt: they cover 262,144 blocks in 3.5 KiB.
 pub const SAMPLES_MAX: usize = 448;
 
-/// Up to this many blocks every depth is sampled; beyond, the stride doubles with the depth, so that
-/// each doubling takes [`OCTAVE_SAMPLES`].
+/// Up to this many blocks every depth is sampled; beyond, the stride doubles with the depth, so
+/// that each doubling takes [`OCTAVE_SAMPLES`].
 const DENSE_BLOCKS: u32 = 2 * OCTAVE_SAMPLES;
 const OCTAVE_SAMPLES: u32 = 32;
 
@@ -294,8 +294,8 @@ pub struct SlotMark(u64);
 pub struct SlotIdentity(u64);
 
 impl SlotIdentity {
-    /// Stable: XXH3-64 over counter, rank, blocks, the length of the worker's name and the name, then
-    /// the hashes, all little-endian at their width on the wire.
+    /// Stable: XXH3-64 over counter, rank, blocks, the length of the worker's name and the name,
+    /// then the hashes, all little-endian at their width on the wire.
     #[must_use]
     pub fn of(counter: u64, source: &Source, blocks: u32, prompt: &SampledPrefix) -> Self {
         let mut hasher = Xxh3::with_seed(0);

@@ -50,8 +50,8 @@ impl fmt::Display for Tier {
     }
 }
 
-/// What a shim can vouch for in a tier. Ordered from the strongest to the weakest; the weakest wins.
-/// Numbers are wire values: stable.
+/// What a shim can vouch for in a tier. Ordered from the strongest to the weakest; the weakest
+/// wins. Numbers are wire values: stable.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Encode, Decode,
 )]
@@ -162,7 +162,7 @@ pub struct Record {
     pub engine_seq: Option<EngineSeq>,
     pub changes: Vec<Change>,
     pub states: TierStates,
-    /// Of the pairs held once the record is applied.
+    /// Digest of the pairs held once the record is applied.
     pub after: Digest,
     /// The log's clock when the record was made: it proves its content as of then.
     pub sent_at: Option<LogTime>,

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 use crate::{BlockSize, Generation, LogPosition, Source, StreamIdentity, WorkerId};
 
-/// More data-parallel ranks than any server has. Readers create one source for each, so that an entry
-/// with more ranks, or with none, does not decode.
+/// More data-parallel ranks than any server has. Readers create one source for each, so that an
+/// entry with more ranks, or with none, does not decode.
 pub const RANKS_MAX: u32 = 1024;
 
 /// One worker as its shim registers it. Together with the engine's health it decides whether the
@@ -62,8 +62,8 @@ impl DrainState {
     }
 }
 
-/// An operator's setting of a worker. It holds until the next one, across restarts of everything: no
-/// lease, never deleted.
+/// An operator's setting of a worker. It holds until the next one, across restarts of everything:
+/// no lease, never deleted.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct DrainEntry {
     pub worker: WorkerId,

@@ -3,17 +3,17 @@
 //! One rule for log → indexer and router → router. It is deterministic, idempotent and total: every
 //! input has a verdict, and no input panics.
 //!
-//! Invariant: while [`Sequencer::is_complete`], the reader has applied exactly the numbers `0..next`
-//! of the fenced generation, each once and in order, and knows of no later one. A lost tail shows
-//! only in a heartbeat ([`Sequencer::observe_heartbeat`]).
+//! Invariant: while [`Sequencer::is_complete`], the reader has applied exactly the numbers
+//! `0..next` of the fenced generation, each once and in order, and knows of no later one. A lost
+//! tail shows only in a heartbeat ([`Sequencer::observe_heartbeat`]).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::{Generation, RecordNumber};
 
-/// Applied messages whose payload hashes are kept, to distinguish a duplicate from a violation. Well
-/// above the publisher's window of 64, which bounds what it sends again.
+/// Applied messages whose payload hashes are kept, to distinguish a duplicate from a violation.
+/// Well above the publisher's window of 64, which bounds what it sends again.
 const RECENT_PAYLOADS: usize = 256;
 
 /// What a message does to its reader.
@@ -23,7 +23,7 @@ pub enum SequenceVerdict {
     Apply,
     /// First of a newer generation: forget the source, then apply it.
     Start,
-    /// Of a newer generation whose beginning is missing: forget the source, do not apply it.
+    /// In a newer generation whose beginning is missing: forget the source, do not apply it.
     StartBehind,
     /// An earlier number is missing: do not apply it; it is sent again.
     Ahead,
@@ -31,7 +31,7 @@ pub enum SequenceVerdict {
     Duplicate,
     /// Its number was applied before with other bytes: one of the two is wrong.
     Violation,
-    /// Of a generation below the fence: drop it.
+    /// In a generation below the fence: drop it.
     Old,
 }
 

@@ -1,8 +1,9 @@
-//! A snapshot's head, and the pointer to the newest snapshots, which spare a starting indexer most of
-//! the log.
+//! A snapshot's head, and the pointer to the newest snapshots, which spare a starting indexer most
+//! of the log.
 //!
-//! The head names the log, the last record and the state of each source; the tree's image follows it
-//! in the blob (`indexer/index/src/snapshot/format.rs`). Nothing in it depends on the writer's clock.
+//! The head names the log, the last record and the state of each source; the tree's image follows
+//! it in the blob (`indexer/index/src/snapshot/format.rs`). Nothing in it depends on the writer's
+//! clock.
 
 use bincode::{Decode, Encode};
 
@@ -26,8 +27,8 @@ pub struct SnapshotHead {
     pub log: StreamIdentity,
     /// The last record contained.
     pub at: RecordMark,
-    /// Every source with a generation, in their order. The image names the folded ones by their index
-    /// among the folded ones.
+    /// Every source with a generation, in their order. The image names the folded ones by their
+    /// index among the folded ones.
     pub sources: Vec<SnapshotSource>,
     pub image_bytes: u64,
 }

@@ -464,7 +464,8 @@ fn golden_samples() {
     );
 }
 
-/// Readers make up a source for each rank: four thousand million of them would be the end of every reader.
+/// Readers make up a source for each rank: four thousand million of them would be the end of every
+/// reader.
 #[test]
 fn a_worker_of_impossibly_many_ranks_is_no_message() {
     for (ranks, is_possible) in [
@@ -480,7 +481,8 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
     }
 }
 
-/// The next version must read what this one wrote, of every kind, and this one what the first wrote.
+/// The next version must read what this one wrote, of every kind, and this one what the first
+/// wrote.
 #[test]
 fn every_kind_has_a_golden_sample_of_every_version() {
     const KINDS: std::ops::RangeInclusive<u8> = 1..=DrainEntry::KIND;

@@ -4,8 +4,8 @@
 //! long as it is polled: it acquires, renews, retries, and treats the lease as expired by its own
 //! clock. When to write and when a lease expires is decided by [`LeaseTiming`], which is pure.
 //!
-//! Invariant: a key that was written may be ours although the answer was lost. The writer recognises
-//! it by its value, so the values of two holders must never be equal.
+//! Invariant: a key that was written may be ours although the answer was lost. The writer
+//! recognises it by its value, so the values of two holders must never be equal.
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -1,14 +1,14 @@
-//! The plane: everything through which the parts meet, behind one trait.
+//! The plane: the transport between shims, indexers and routers, behind one trait.
 //!
-//! [`Plane`] has five faces: the log (ordered, bounded, positions), the registry (keys with
-//! revisions and leases), the snapshots (immutable blobs), request/reply and broadcast. Above it
-//! nobody knows what carries the bytes; [`MemoryPlane`] carries them within one process,
-//! [`NatsPlane`] through a NATS JetStream server.
+//! [`Plane`] has five parts: the log (ordered, bounded, positions), the registry (keys with
+//! revisions and leases), the snapshots (immutable blobs), request/reply and broadcast.
+//! [`MemoryPlane`] implements it within one process, [`NatsPlane`] over a NATS JetStream server.
+//! [`LeaseHolder`] and [`RegistryWatch`] work over any plane, with all retries.
 //!
-//! Every payload is bytes: a message is encoded and decoded in process exactly as it would be
-//! between processes. What the trait does not promise, on purpose: that a broadcast arrives, that a
-//! lease's end is seen at once, or that the log keeps what it acknowledged. Its users hold their own
-//! positions, numbers and digests.
+//! Every payload is bytes: a message is encoded and decoded within a process exactly as between
+//! processes. Not promised, on purpose: that a broadcast arrives, that the end of a lease is seen
+//! immediately, or that the log keeps what it acknowledged. Users keep their own positions, numbers
+//! and digests.
 #![forbid(unsafe_code)]
 
 #[cfg(test)]
@@ -48,13 +48,13 @@ pub type PlaneStream<T> = Pin<Box<dyn Stream<Item = T> + Send>>;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlaneError {
-    /// Not now: cut off, timed out, or nobody answers. The effect of a write is unknown.
+    /// Disconnected, timed out, or not served. The effect of a write is unknown.
     #[error("the plane is unavailable: {0}")]
     Unavailable(String),
     /// The condition of a write did not hold; nothing was written.
-    #[error("somebody else was first")]
+    #[error("another writer was first")]
     Conflict,
-    /// More bytes than the plane takes at once.
+    /// More bytes than a message may have.
     #[error("{bytes} bytes exceed the plane's limit of {max}")]
     TooLarge { bytes: usize, max: usize },
 }
@@ -78,29 +78,29 @@ pub enum PutIf {
     Revision(Revision),
 }
 
-/// What a watcher sees: first all present values, then [`RegistryEvent::Current`], then changes.
+/// An event of a watch: first all present values, then [`RegistryEvent::Current`], then changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RegistryEvent {
     Put {
         key: String,
         entry: RegistryEntry,
     },
-    /// Deleted, or its lease ran out.
+    /// Deleted or expired.
     Gone {
         key: String,
     },
-    /// Everything that was there when the watch began has been told.
+    /// All values that were present when the watch began have been reported.
     Current,
 }
 
-/// A request that a service has to answer; dropped unanswered, its sender waits for its time-out.
+/// A request to answer. If it is dropped, the requester gets an error or times out.
 #[derive(Debug)]
 pub struct ServiceRequest {
     pub payload: Bytes,
     pub reply: Reply,
 }
 
-/// The way back to whoever asked.
+/// Sends the answer to a request.
 #[derive(Debug)]
 pub struct Reply(oneshot::Sender<Bytes>);
 
@@ -110,59 +110,60 @@ impl Reply {
         Self(to)
     }
 
-    /// Answers. An asker that gave up in the meantime is no error.
+    /// Answers. A requester that has given up is no error.
     pub fn send(self, payload: Bytes) {
         drop(self.0.send(payload));
     }
 }
 
-/// Is the plane within reach?
+/// State of the connection to the plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Connection {
     Up,
     Down,
 }
 
-/// See the module's documentation.
+/// A transport with log, registry, snapshots, request/reply and broadcast.
 pub trait Plane: Send + Sync + 'static {
-    /// The connection's state; its receiver sees every change of it, if not every flicker.
+    /// The connection's state. A receiver may miss short changes.
     fn connection(&self) -> watch::Receiver<Connection>;
 
     // --- log
 
     fn log_status(&self) -> PlaneFuture<'_, LogStatus>;
 
-    /// Hands a message to the log. The outer future ends when its place behind earlier ones is
-    /// fixed, the inner one with the acknowledgement: appends can be pipelined in order. One
-    /// that cannot go out because too many are without an answer fails; answered ones do not count,
-    /// looked at or not.
+    /// Appends a message to the log. The outer future ends when its order after earlier ones is
+    /// fixed, the inner one with the acknowledgement, so that appends can be pipelined in order.
+    /// Fails while too many appends are unacknowledged; whether their inner futures are polled does
+    /// not matter.
     fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended>;
 
-    /// The newest message on a subject that the log still has. Where the log has several copies, one
-    /// that is a moment behind may answer: a surprise is a reason to ask again, not yet a proof. The
-    /// same holds for [`Plane::at`] and [`Plane::get`].
+    /// The newest message on a subject that the log still has. A copy of the log that lags may
+    /// answer: an unexpected answer is a reason to ask again, not a proof. [`Plane::at`] and
+    /// [`Plane::get`] have this limit too.
     fn last_on(&self, subject: String) -> PlaneFuture<'_, Option<LogMessage>>;
 
     /// The message at a position, if the log has it.
     fn at(&self, position: LogPosition) -> PlaneFuture<'_, Option<LogMessage>>;
 
-    /// Everything behind `after`, in order, in batches of at least one and at most `batch_max`, across
-    /// disconnects and restarts. Starts at the oldest kept message if `after` fell off the end:
+    /// All messages after a position, in order, in batches of at least one and at most `batch_max`,
+    /// across disconnects and restarts. Starts at the oldest kept message if later than `after`:
     /// compare positions.
     ///
-    /// The tail follows the log that is there when this returns, and ends when that log is no more:
-    /// when another one has taken its place, when its newest position is below the tail's, or when
-    /// the message at the tail's position is another one. Ask [`Plane::log_status`] after opening a
-    /// tail, not before, to know which log it follows, and again when it ended. What was lost and
-    /// refilled before the tail was opened only its user can see, by [`Plane::at`].
+    /// The tail follows the log that exists when this returns. It ends when another log has taken
+    /// its place, when the log's newest position is below the tail's, or when another message is at
+    /// the tail's position. Call [`Plane::log_status`] after opening a tail, not before, to know
+    /// which log it follows, and again after its end. A log that was lost and refilled before the
+    /// tail was opened shows only by [`Plane::at`].
     fn tail(&self, after: LogPosition, batch_max: usize) -> PlaneFuture<'_, LogTail>;
 
     // --- registry
 
     fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>>;
 
-    /// Writes a key. With a lease it ends after that time, which a plane may round up to whole
-    /// seconds, unless it is written again. [`PlaneError::Conflict`] if the condition does not hold.
+    /// Writes a key. With a lease it expires after that time, which a plane may round up to whole
+    /// seconds, unless it is written again. [`PlaneError::Conflict`] if the condition does not
+    /// hold.
     fn put(
         &self,
         key: String,
@@ -174,18 +175,18 @@ pub trait Plane: Send + Sync + 'static {
     /// Deletes a key, if it still has this revision. [`PlaneError::Conflict`] if not.
     fn delete(&self, key: String, revision: Revision) -> PlaneFuture<'_, ()>;
 
-    /// Follows all keys with this prefix, across disconnects and restarts. Of several changes of a
-    /// key its last one is told.
+    /// Follows all keys with this prefix, across disconnects and restarts. Reports the last of
+    /// several changes of a key. [`RegistryWatch`] adds the retries.
     fn watch(&self, prefix: String) -> PlaneFuture<'_, PlaneStream<RegistryEvent>>;
 
     // --- snapshots
 
-    /// Stores a blob under a name that was never used before. [`PlaneError::Conflict`] if it was.
+    /// Stores a blob under a new name. [`PlaneError::Conflict`] if the name is used.
     fn put_snapshot(&self, name: String, blob: Bytes) -> PlaneFuture<'_, ()>;
 
     fn get_snapshot(&self, name: String) -> PlaneFuture<'_, Option<Bytes>>;
 
-    /// Deletes a blob; one that is not there is no error.
+    /// Deletes a blob; a missing one is no error.
     fn delete_snapshot(&self, name: String) -> PlaneFuture<'_, ()>;
 
     /// All names, in ascending order.
@@ -193,8 +194,8 @@ pub trait Plane: Send + Sync + 'static {
 
     // --- request/reply
 
-    /// Asks one of those that serve the subject. [`PlaneError::Unavailable`] at once if nobody does,
-    /// [`PlaneError::TooLarge`] if question or answer do not fit.
+    /// Sends a request to one of the subject's servers. [`PlaneError::Unavailable`] immediately if
+    /// there is none, [`PlaneError::TooLarge`] if request or answer do not fit.
     fn request(
         &self,
         subject: String,
@@ -202,15 +203,16 @@ pub trait Plane: Send + Sync + 'static {
         deadline: Duration,
     ) -> PlaneFuture<'_, Bytes>;
 
-    /// Serves a subject, together with whoever else does, until the stream is dropped.
+    /// Serves a subject until the stream is dropped. Several servers share the requests.
     fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>>;
 
     // --- broadcast
 
-    /// Tells everybody who listens now. Lossy: a listener that does not keep up misses messages.
+    /// Sends a broadcast to the present subscribers. Lossy: a slow subscriber misses messages.
     fn publish(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, ()>;
 
-    /// Listens to a subject, or to all that a trailing `>` stands for. Own messages come too.
+    /// Subscribes to a subject, or to all that a trailing `>` stands for. Receives own messages
+    /// too.
     fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>>;
 }
 

@@ -123,8 +123,8 @@ async fn up(plane: &NatsPlane) {
     timeout(SOON, up).await.expect("in time").unwrap();
 }
 
-/// Reads the numbers of a tail until this one, by the sequencing rule: what came before is dropped, and
-/// so is what is ahead. A window that was cut off in front comes again from where it was cut.
+/// Reads the numbers of a tail until this one, by the sequencing rule: what came before is dropped,
+/// and so is what is ahead. A window that was cut off in front comes again from where it was cut.
 async fn numbers_until(tail: &mut LogTail, last: u64) -> Vec<u64> {
     let mut numbers: Vec<u64> = Vec::new();
     let mut position = LogPosition(0);
@@ -436,7 +436,8 @@ async fn only_init_sets_up_and_nobody_repairs() {
     );
 }
 
-/// What lies in the store may be damaged: it is no reason to run out of memory, nor to miss the others.
+/// What lies in the store may be damaged: it is no reason to run out of memory, nor to miss the
+/// others.
 #[tokio::test]
 async fn a_damaged_description_of_a_snapshot_stands_in_nobodys_way() {
     let Nats { plane, server } = nats().await;
@@ -482,7 +483,7 @@ async fn a_damaged_description_of_a_snapshot_stands_in_nobodys_way() {
 
 /// Three servers that know each other.
 async fn cluster() -> [NatsServer; 3] {
-    // Routes have to be named before anybody listens; the ports were free a moment ago.
+    // Routes are named before the servers listen; the ports were free a moment ago.
     let ports = [(); 3].map(|()| {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         socket.local_addr().unwrap().port()
@@ -566,7 +567,7 @@ struct Shipped {
 
 impl Shipped {
     async fn start() -> Self {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/nats/nats.conf");
         let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
         let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
         let environment: Vec<(&str, &str)> = names.iter().map(|name| (&**name, "pw")).collect();

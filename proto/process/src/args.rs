@@ -11,14 +11,14 @@ use warmroute_proto::Namespace;
 use crate::logs::Logs;
 use crate::nats;
 
-/// Where the plane is. Its flags may stand before or behind a sub-command.
+/// Connection to the plane. The flags may stand before or after a sub-command.
 #[derive(Clone, Args)]
 #[command(next_help_heading = "NATS")]
 pub struct NatsArgs {
     /// NATS servers, separated by commas: `nats://USER:PASSWORD@HOST:4222`, or `tls://` for TLS.
     #[arg(long, global = true, env = "WARMROUTE_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
-    /// Keeps fleets apart: part of every subject and of every stream's name.
+    /// Separates fleets: part of every subject and of every stream's name.
     #[arg(
         long,
         global = true,
@@ -26,24 +26,24 @@ pub struct NatsArgs {
         default_value = "default"
     )]
     pub namespace: String,
-    /// File with what lets us in: a .creds file, an nkey seed, `USER:PASSWORD` or a token. Keeps
+    /// File with credentials: a .creds file, an nkey seed, `USER:PASSWORD` or a token. Keeps
     /// secrets out of URLs and process lists.
     #[arg(long, global = true, env = "WARMROUTE_NATS_CREDS", value_name = "FILE")]
     pub nats_creds: Option<PathBuf>,
-    /// TLS: ca=FILE[,cert=FILE,key=FILE] in PEM, where the system's authorities do not do.
+    /// TLS: ca=FILE[,cert=FILE,key=FILE] in PEM, instead of the system's authorities.
     #[arg(long, global = true, env = "WARMROUTE_NATS_TLS", value_name = "SPEC")]
     pub nats_tls: Option<TlsSpec>,
-    /// Create the streams and buckets that are missing. For tries; in production run
-    /// `warmroute-indexer init` once.
+    /// Create missing streams and buckets. For trials; in production run `warmroute-indexer init`
+    /// once.
     #[arg(long, global = true, env = "WARMROUTE_INIT")]
     pub init: bool,
 }
 
-/// Secrets stay out of logs.
+/// Shows no secrets.
 impl fmt::Debug for NatsArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NatsArgs")
-            .field("nats_url", &self.nats_url.as_deref().map(nats::shown))
+            .field("nats_url", &self.nats_url.as_deref().map(nats::redacted))
             .field("namespace", &self.namespace)
             .field("nats_creds", &self.nats_creds)
             .field("nats_tls", &self.nats_tls)
@@ -53,14 +53,14 @@ impl fmt::Debug for NatsArgs {
 }
 
 impl NatsArgs {
-    /// The namespace; none if it is empty.
+    /// The namespace, or `None` if it is empty.
     #[must_use]
     pub fn namespace(&self) -> Option<Namespace> {
         (!self.namespace.is_empty()).then(|| Namespace::from(self.namespace.as_str()))
     }
 }
 
-/// What `--nats-tls` says.
+/// The value of `--nats-tls`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsSpec {
     pub authority: Option<PathBuf>,
@@ -116,7 +116,7 @@ impl FromStr for TlsSpec {
     }
 }
 
-/// What is logged, and how. Its flags may stand before or behind a sub-command.
+/// Configuration of the logs. The flags may stand before or after a sub-command.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Logs")]
 pub struct LogArgs {

@@ -1,7 +1,7 @@
 //! Blocking work away from the threads that run tasks.
 //!
-//! A runtime with one thread runs the work inline: it has no other thread that the work could delay, and
-//! the order of events stays the same in every run, which the simulation needs.
+//! A runtime with one thread runs the work inline: it has no other thread that the work could
+//! delay, and the order of events stays the same in every run, which the simulation needs.
 
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{JoinError, spawn_blocking};

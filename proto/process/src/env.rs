@@ -1,16 +1,16 @@
-//! Which `WARMROUTE_*` names of the environment nobody knows: a typing error must not pass for a
-//! default.
+//! Refuses unknown `WARMROUTE_*` names in the environment: a misspelt name must not silently leave
+//! a default in place.
 
 use std::collections::BTreeSet;
 
 use clap::Command;
 
-/// How our names begin.
+/// The prefix of all names.
 pub const PREFIX: &str = "WARMROUTE_";
 
-/// The flags of all our binaries, without [`PREFIX`]. They may share an environment (a pod, a compose
-/// file), so that a name which another one reads is no typing error. Tests hold the binaries' flags
-/// against this, both ways.
+/// The flags of all binaries, without [`PREFIX`]. Binaries may share an environment (a pod, a
+/// compose file), so that a name which another binary reads is valid. Tests compare the binaries'
+/// flags with this list, both ways.
 pub const OURS: &[&str] = &[
     "ADMIN_HOST",
     "ADMIN_PORT",
@@ -61,12 +61,12 @@ pub const OURS: &[&str] = &[
     "WORKER_URL",
 ];
 
-/// Names of the environment that start like ours and that nobody reads.
+/// Names in the environment with [`PREFIX`] that no binary reads.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown environment variables: {}", .0.join(", "))]
 pub struct UnknownNames(pub Vec<String>);
 
-/// Refuses the process's environment if it has such names.
+/// Checks the process's environment.
 pub fn check(command: &Command) -> Result<(), UnknownNames> {
     let present = std::env::vars_os().map(|(name, value)| {
         (
@@ -81,14 +81,14 @@ pub fn check(command: &Command) -> Result<(), UnknownNames> {
     Err(UnknownNames(unknown))
 }
 
-/// Does some binary of ours read this name?
+/// Whether a binary reads this name.
 #[must_use]
 pub fn is_ours(name: &str) -> bool {
     name.strip_prefix(PREFIX)
         .is_some_and(|rest| OURS.contains(&rest))
 }
 
-/// The names among `present` (name, value) that start like ours and that no binary of ours reads.
+/// The names among `present` (name, value) with [`PREFIX`] that no binary reads.
 pub fn unknown_names(
     command: &Command,
     present: impl IntoIterator<Item = (String, String)>,
@@ -109,9 +109,9 @@ pub fn unknown_names(
     unknown
 }
 
-/// Kubernetes tells each pod of each service `<S>_SERVICE_HOST`, `<S>_SERVICE_PORT[_<NAME>]`,
+/// Kubernetes sets in each pod for each service `<S>_SERVICE_HOST`, `<S>_SERVICE_PORT[_<NAME>]`,
 /// `<S>_PORT` and `<S>_PORT_<N>_<TCP|UDP|SCTP>[_<PROTO|PORT|ADDR>]`. A misspelt port of ours looks
-/// like the fourth, but for its value: theirs is a URL.
+/// like the third, but its value is not a URL.
 fn is_service_link(name: &str, value: &str) -> bool {
     let is_number = || value.parse::<u16>().is_ok();
     if name.ends_with("_SERVICE_HOST") {

@@ -1,4 +1,4 @@
-//! A process around its tasks: serves their HTTP until a signal comes or a task ends early.
+//! The life cycle of a process: serves HTTP until a signal or the early end of a task.
 
 use anyhow::{Context as _, ensure};
 use axum::Router;
@@ -11,14 +11,14 @@ use crate::server::{Server, Shutdown};
 use crate::signals::Signals;
 use crate::tasks::Tasks;
 
-/// Operators, scrapers and probes; routers ask through the plane.
+/// Operators, scrapers and probes; routers use the plane.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// What tasks get to end in, and after them open HTTP answers.
+/// Time for tasks to end, and after them for open HTTP answers.
 const END: Duration = Duration::from_secs(4);
 const CONNECTIONS_END: Duration = Duration::from_secs(1);
 
-/// Serves until the process is told to end, and then ends its tasks.
+/// Serves until a signal or the early end of a task, then stops the tasks.
 pub async fn run(
     listener: TcpListener,
     router: Router,
@@ -34,10 +34,10 @@ pub async fn run(
         connections: IntGauge::new("connections", "Open connections")
             .context("counting connections")?,
     };
-    let (told, stop) = (shutdown.clone(), tasks.stop.clone());
+    let (server_shutdown, stop) = (shutdown.clone(), tasks.stop.clone());
     let open = connections.clone();
     tasks.spawn("http", async move {
-        server.run(told, open).await;
+        server.run(server_shutdown, open).await;
         stop.cancelled().await;
     });
     tokio::select! {
@@ -47,7 +47,7 @@ pub async fn run(
     let failed = tasks.down.is_cancelled();
     shutdown.stop.cancel();
     if timeout(END, tasks.end()).await.is_err() {
-        tracing::error!("some tasks do not end");
+        tracing::error!("some tasks do not end in time");
     }
     connections.close();
     if timeout(CONNECTIONS_END, connections.wait()).await.is_err() {

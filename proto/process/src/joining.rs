@@ -1,5 +1,5 @@
-//! A plane on NATS before its server was reached for the first time: everything is unavailable, as it
-//! is after a disconnect. From then on it is that plane.
+//! A plane on NATS whose server may not be reached yet. Until then it is unavailable, as after a
+//! disconnect; afterwards it forwards every call.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use warmroute_plane::{
 };
 use warmroute_proto::LogPosition;
 
-pub(crate) struct Joining {
+pub(crate) struct JoiningPlane {
     plane: OnceLock<NatsPlane>,
     connection: watch::Sender<Connection>,
 }
 
-impl Joining {
+impl JoiningPlane {
     pub(crate) fn new() -> Self {
         Self {
             plane: OnceLock::new(),
@@ -29,7 +29,7 @@ impl Joining {
         self.plane.get()
     }
 
-    /// The server was reached. The first one counts.
+    /// Sets the plane once its server is reached. Later calls have no effect.
     pub(crate) fn reached(&self, plane: NatsPlane) {
         let state = *plane.connection().borrow();
         if self.plane.set(plane).is_ok() {
@@ -37,8 +37,8 @@ impl Joining {
         }
     }
 
-    /// Tells on the states of the connection that was reached, until its plane is gone.
-    pub(crate) async fn follow(&self) {
+    /// Forwards the state of the plane's connection until the plane ends.
+    pub(crate) async fn forward_connection(&self) {
         let Some(plane) = self.plane.get() else {
             return;
         };
@@ -53,19 +53,19 @@ impl Joining {
     }
 
     fn joined(&self) -> Result<&NatsPlane, PlaneError> {
-        let missing = || PlaneError::Unavailable("the server was not reached yet".to_owned());
+        let missing = || PlaneError::Unavailable("no server was reached yet".to_owned());
         self.plane.get().ok_or_else(missing)
     }
 }
 
-/// The same call on the plane that was reached.
+/// Forwards a call to the plane.
 macro_rules! forward {
     ($self:ident.$call:ident($($argument:expr),*)) => {
         Box::pin(async move { $self.joined()?.$call($($argument),*).await })
     };
 }
 
-impl Plane for Joining {
+impl Plane for JoiningPlane {
     fn connection(&self) -> watch::Receiver<Connection> {
         self.connection.subscribe()
     }
@@ -156,7 +156,7 @@ mod tests {
 
     #[tokio::test]
     async fn until_the_server_is_reached_nothing_is_available_and_nothing_waits() {
-        let joining = Joining::new();
+        let joining = JoiningPlane::new();
         assert_eq!(*joining.connection().borrow(), Connection::Down);
         assert!(matches!(
             joining.log_status().await,

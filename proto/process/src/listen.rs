@@ -1,4 +1,4 @@
-//! Addresses to listen on, as operators and Kubernetes say them.
+//! Addresses to listen on, as operators and Kubernetes write them.
 
 use std::net::{IpAddr, SocketAddr};
 use std::num::ParseIntError;
@@ -13,7 +13,7 @@ pub struct HostError {
     pub value: String,
 }
 
-/// A host as an operator writes it: an address, with or without brackets, or `localhost`.
+/// The socket address of a host: an IP address, with or without brackets, or `localhost`.
 pub fn address(flag: &'static str, host: &str, port: u16) -> Result<SocketAddr, HostError> {
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     let ip = match bare {
@@ -27,8 +27,8 @@ pub fn address(flag: &'static str, host: &str, port: u16) -> Result<SocketAddr, 
         })
 }
 
-/// A port's value parser. Kubernetes sets `WARMROUTE_PORT=tcp://…` beside a service of the name
-/// `warmroute`. That is not meant for us, so the default holds.
+/// Parses a port. Kubernetes sets `WARMROUTE_PORT=tcp://…` beside a service named `warmroute`,
+/// which is no port of ours: the default holds.
 pub fn port(text: &str, default: u16) -> Result<u16, ParseIntError> {
     if text.starts_with("tcp://") || text.starts_with("udp://") {
         return Ok(default);

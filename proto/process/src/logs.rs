@@ -1,14 +1,14 @@
-//! Logs: to stderr, as text or JSON lines, filtered as the operator says.
+//! Logs to stderr, as text or JSON lines.
 
 use std::io::IsTerminal as _;
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt;
 
-/// What an operator wants of the logs.
+/// Configuration of the logs.
 #[derive(Clone, Debug)]
 pub struct Logs {
-    /// Checked: it parses.
+    /// A filter that parses.
     pub filter: String,
     pub json: bool,
 }
@@ -21,7 +21,7 @@ pub enum LogsError {
     Installed(String),
 }
 
-/// Installs the process's logger. Once.
+/// Installs the process's logger. Fails the second time.
 pub fn install(logs: &Logs) -> Result<(), LogsError> {
     let builder = fmt()
         .with_env_filter(EnvFilter::try_new(&logs.filter)?)

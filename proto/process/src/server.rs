@@ -1,10 +1,9 @@
-//! The accept loop: TCP connections in, HTTP/1.1 served by an axum router.
+//! The accept loop: serves HTTP/1.1 connections with an axum router.
 //!
-//! Our own instead of `axum::serve`, for three things it has no knob for: a limit on the time a
-//! client takes for its request head (also the time an idle connection is kept), a bound on open
-//! connections, and a shutdown in two phases that breaks no request: who was connected by the system
-//! before the socket closed is served, and a young connection gets to say what it came for. HTTP/2 is
-//! not offered: telling the two apart reads a preface without a time limit.
+//! `axum::serve` lacks three things: a time limit for request heads, which also ends idle
+//! connections; a bound on open connections; and a shutdown in two phases that breaks no request,
+//! so that connections in the system's backlog are served, and new connections may send their first
+//! request. HTTP/2 is not offered: its detection reads a preface without a time limit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,26 +23,26 @@ use tokio_util::task::TaskTracker;
 /// A request head that takes longer is an attack or a broken client. Also ends idle connections.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A request head that is not whole within this is refused with 431; the read that completes it may bring as
-/// much again, so that none is longer than twice this. Bearer tokens and traces fit many times.
+/// A longer request head is refused with 431. The read that completes it may add as much again, so
+/// that no head is longer than twice this. Bearer tokens and traces fit many times.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 
 const HEADERS_MAX: usize = 128;
 
-/// After a failed accept (out of file descriptors, mostly) others need time to close.
+/// Delay after a failed accept, mostly for lack of file descriptors, so that connections can close.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// What a connection gets, from its beginning on, until its first request is here. One that a shutdown
-/// finds younger is not closed as idle before: its client is writing.
+/// Time from a connection's beginning in which its first request may arrive: a shutdown does not
+/// close a younger connection as idle.
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
 
-/// Asked whether the process lives. The first is the name that is written about.
+/// Liveness probes. The first name is the documented one.
 const HEALTH_PATHS: [&str; 3] = ["/health", "/healthz", "/liveness"];
 
-/// Asked whether it is to be given work.
+/// Readiness probes.
 const READY_PATHS: [&str; 2] = ["/readyz", "/readiness"];
 
-/// The two probes, under each name by which somebody's tools ask.
+/// Routes of the two probes, under all their names.
 pub fn probes<S>(health: MethodRouter<S>, ready: MethodRouter<S>) -> Router<S>
 where
     S: Clone + Send + Sync + 'static,
@@ -56,16 +55,16 @@ where
     add(router, &READY_PATHS, &ready)
 }
 
-/// How a server ends: first nothing new, then nothing at all.
+/// The two phases of a shutdown.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
-    /// Accept nothing, finish what is open.
+    /// Accept no connections, finish open requests.
     pub stop: CancellationToken,
-    /// Cut what is open.
+    /// Cut open connections.
     pub force: CancellationToken,
 }
 
-/// One listening socket and what it serves.
+/// A listening socket and its router.
 pub struct Server {
     pub listener: TcpListener,
     pub router: Router,
@@ -84,8 +83,13 @@ impl Server {
         } = self;
         let permits = Arc::new(Semaphore::new(connections_max));
         let begin = |stream, permit| {
-            let open = Open::new(permit, connections.clone());
-            tasks.spawn(serve(stream, router.clone(), shutdown.clone(), open));
+            let open = OpenConnection::new(permit, connections.clone());
+            tasks.spawn(serve_connection(
+                stream,
+                router.clone(),
+                shutdown.clone(),
+                open,
+            ));
         };
         loop {
             let accepted = tokio::select! {
@@ -97,8 +101,8 @@ impl Server {
                 None => tokio::time::sleep(ACCEPT_PAUSE).await,
             }
         }
-        for stream in last(listener) {
-            // More than may be open are refused, as they will be from now on.
+        for stream in backlog(listener) {
+            // Beyond the bound they are refused.
             match Arc::clone(&permits).try_acquire_owned() {
                 Ok(permit) => begin(stream, permit),
                 Err(_) => return,
@@ -107,9 +111,9 @@ impl Server {
     }
 }
 
-/// The connections that the system completed and nobody accepted yet: to close their socket now would
-/// break them off. Asks the system itself, because the runtime may not have heard of them.
-fn last(listener: TcpListener) -> impl Iterator<Item = TcpStream> {
+/// The connections in the system's backlog, which closing the socket would break. Read from the
+/// system directly, because the runtime may not have their event yet.
+fn backlog(listener: TcpListener) -> impl Iterator<Item = TcpStream> {
     let listener = listener.into_std().ok();
     let accepted = move || {
         let (stream, _) = listener.as_ref()?.accept().ok()?;
@@ -119,7 +123,7 @@ fn last(listener: TcpListener) -> impl Iterator<Item = TcpStream> {
     std::iter::from_fn(accepted)
 }
 
-/// An accepted connection with its place among those allowed; `None` if accepting failed.
+/// An accepted connection with its permit; `None` if accepting failed.
 async fn accept(
     listener: &TcpListener,
     permits: &Arc<Semaphore>,
@@ -128,19 +132,19 @@ async fn accept(
     match listener.accept().await {
         Ok((stream, _)) => Some((stream, permit)),
         Err(error) => {
-            tracing::warn!(%error, "accepting a connection failed");
+            tracing::warn!(%error, "connection not accepted");
             None
         }
     }
 }
 
-/// A connection counts as open as long as this lives.
-struct Open {
+/// Counts a connection as open while it lives.
+struct OpenConnection {
     _permit: OwnedSemaphorePermit,
     gauge: IntGauge,
 }
 
-impl Open {
+impl OpenConnection {
     fn new(permit: OwnedSemaphorePermit, gauge: IntGauge) -> Self {
         gauge.inc();
         Self {
@@ -150,16 +154,21 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.gauge.dec();
     }
 }
 
-async fn serve(stream: TcpStream, router: Router, shutdown: Shutdown, open: Open) {
-    // Tokens are small and must not wait for each other.
+async fn serve_connection(
+    stream: TcpStream,
+    router: Router,
+    shutdown: Shutdown,
+    open: OpenConnection,
+) {
+    // Small writes of tokens must not wait for each other.
     if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "a connection was gone at once");
+        tracing::debug!(%error, "connection closed immediately");
         return;
     }
     let service = TowerToHyperService::new(router);
@@ -180,7 +189,7 @@ async fn serve(stream: TcpStream, router: Router, shutdown: Shutdown, open: Open
         tokio::select! {
             ended = &mut connection => {
                 if let Err(error) = ended {
-                    tracing::trace!(%error, "a connection broke off");
+                    tracing::trace!(%error, "connection broke");
                 }
                 break;
             }
@@ -195,96 +204,4 @@ async fn serve(stream: TcpStream, router: Router, shutdown: Shutdown, open: Open
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::SocketAddr;
-
-    use axum::routing::get;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::time::timeout;
-
-    use super::*;
-
-    /// Whatever is waited for; only a defect takes so long.
-    const PATIENCE: Duration = Duration::from_secs(30);
-
-    async fn serve(connections_max: usize) -> (SocketAddr, IntGauge, Shutdown) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (connections, shutdown) = (IntGauge::new("n", "n").unwrap(), Shutdown::default());
-        let server = Server {
-            listener,
-            router: Router::new().route("/", get(|| async { "served" })),
-            connections_max,
-            connections: connections.clone(),
-        };
-        let tasks = TaskTracker::new();
-        tasks.spawn(server.run(shutdown.clone(), tasks.clone()));
-        (address, connections, shutdown)
-    }
-
-    /// `headers` and no more of them: a head of so many.
-    async fn ask(stream: &mut TcpStream, headers: &[(String, String)]) -> String {
-        let mut head = "GET / HTTP/1.1\r\n".to_owned();
-        for (name, value) in headers {
-            head.push_str(&format!("{name}: {value}\r\n"));
-        }
-        head.push_str("\r\n");
-        // A server that has read enough may have closed before it was sent all.
-        drop(stream.write_all(head.as_bytes()).await);
-        let mut answer = vec![0; 1024];
-        let read = timeout(PATIENCE, stream.read(&mut answer)).await;
-        let read = read.expect("an answer").unwrap_or(0);
-        String::from_utf8_lossy(&answer[..read]).into_owned()
-    }
-
-    fn status(answer: &str) -> Option<u16> {
-        answer.split(' ').nth(1)?.parse().ok()
-    }
-
-    #[tokio::test]
-    async fn heads_of_too_many_headers_or_bytes_are_refused() {
-        let (address, _, shutdown) = serve(8).await;
-        let header = |number: usize, bytes: usize| (format!("h{number}"), "v".repeat(bytes));
-        let many = |count: usize| (0..count).map(|number| header(number, 1)).collect();
-        let long = |bytes: usize| vec![header(0, bytes)];
-        let heads: [Vec<(String, String)>; 4] = [
-            many(HEADERS_MAX),
-            many(HEADERS_MAX + 1),
-            long(HEAD_BYTES_MAX / 2),
-            long(2 * HEAD_BYTES_MAX),
-        ];
-        let mut found = Vec::new();
-        for headers in heads {
-            let mut stream = TcpStream::connect(address).await.unwrap();
-            found.push(status(&ask(&mut stream, &headers).await));
-        }
-        assert_eq!(found, [200, 431, 200, 431].map(Some));
-        shutdown.force.cancel();
-        shutdown.stop.cancel();
-    }
-
-    #[tokio::test]
-    async fn who_comes_when_all_places_are_taken_waits_until_one_is_free() {
-        let (address, connections, shutdown) = serve(1).await;
-        let mut first = TcpStream::connect(address).await.unwrap();
-        assert_eq!(status(&ask(&mut first, &[]).await), Some(200));
-        let mut second = TcpStream::connect(address).await.unwrap();
-        second.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
-        // The first is served again and again meanwhile, and the second is not.
-        for _ in 0..50 {
-            assert_eq!(status(&ask(&mut first, &[]).await), Some(200));
-            assert_eq!(connections.get(), 1);
-            let mut none = [0; 1];
-            let looked = timeout(Duration::from_millis(1), second.read(&mut none)).await;
-            assert!(looked.is_err(), "the second is served: {looked:?}");
-        }
-        drop(first);
-        let mut answer = [0; 1024];
-        let read = timeout(PATIENCE, second.read(&mut answer)).await;
-        let read = read.expect("its turn").unwrap();
-        let answer = String::from_utf8_lossy(&answer[..read]);
-        assert_eq!(status(&answer), Some(200), "{answer}");
-        shutdown.force.cancel();
-        shutdown.stop.cancel();
-    }
-}
+mod tests;

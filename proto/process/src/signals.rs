@@ -1,13 +1,13 @@
-//! What asks a process to end.
+//! Signals that stop a process.
 
 use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The name of the signal that comes from a terminal.
+/// The signal of a terminal's interrupt key.
 pub const INTERRUPT: &str = "SIGINT";
 
-/// SIGTERM, SIGINT and SIGHUP: all of them ask for an orderly end.
+/// SIGTERM, SIGINT and SIGHUP, which all stop a process in order.
 pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -15,7 +15,7 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// From now on none of them ends the process by itself.
+    /// Installs the handlers: from now on no such signal kills the process.
     pub fn listen() -> io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -24,7 +24,7 @@ impl Signals {
         })
     }
 
-    /// The name of the first that comes.
+    /// The name of the next signal.
     pub async fn received(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",

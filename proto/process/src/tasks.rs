@@ -1,5 +1,5 @@
-//! Named tasks under one tracker. A task that ends before it was told to takes the process down:
-//! half a router looks healthy and is not.
+//! Named tasks under one tracker. A task that ends early takes the process down: a process that
+//! lacks a task looks healthy and is not.
 
 use std::future::Future;
 
@@ -12,9 +12,9 @@ use tokio_util::task::TaskTracker;
 pub struct Tasks {
     tracker: TaskTracker,
     failures: IntCounter,
-    /// Tells the tasks to end.
+    /// Cancelled to stop the tasks.
     pub stop: CancellationToken,
-    /// A task ended without being told.
+    /// Cancelled when a task ends before `stop`.
     pub down: CancellationToken,
 }
 
@@ -29,18 +29,18 @@ impl Tasks {
     }
 
     pub fn spawn(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
-        let watched = Watched {
+        let guard = TaskGuard {
             name,
             tasks: self.clone(),
         };
         self.tracker.spawn(async move {
             // Dropped at the task's end, by return and by panic.
-            let _watched = watched;
+            let _guard = guard;
             task.await;
         });
     }
 
-    /// Tells all to end, and waits until they did.
+    /// Stops all tasks and waits for their end.
     pub async fn end(&self) {
         self.stop.cancel();
         self.tracker.close();
@@ -48,15 +48,15 @@ impl Tasks {
     }
 }
 
-struct Watched {
+struct TaskGuard {
     name: &'static str,
     tasks: Tasks,
 }
 
-impl Drop for Watched {
+impl Drop for TaskGuard {
     fn drop(&mut self) {
         if !self.tasks.stop.is_cancelled() {
-            tracing::error!(task = self.name, "a task ended early");
+            tracing::error!(task = self.name, "task ended early");
             self.tasks.failures.inc();
             self.tasks.down.cancel();
         }
@@ -79,10 +79,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_end_that_was_told_does_not() {
+    async fn an_end_after_stop_does_not() {
         let tasks = tasks();
         let stop = tasks.stop.clone();
-        tasks.spawn("obedient", async move { stop.cancelled().await });
+        tasks.spawn("stopped", async move { stop.cancelled().await });
         tasks.end().await;
         assert!(!tasks.down.is_cancelled());
     }

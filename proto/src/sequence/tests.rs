@@ -174,7 +174,8 @@ fn read(log: &[(u64, u64)]) -> (Sequencer, Vec<(u64, u64)>) {
 }
 
 proptest! {
-    /// Whatever happens on the way, the reader ends in the clean log's state or says that it does not.
+    /// Whatever happens on the way, the reader ends in the clean log's state or says that it does
+    /// not.
     #[test]
     fn any_interleaving_ends_clean_or_says_so(
         log in log(),

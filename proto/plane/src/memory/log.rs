@@ -1,4 +1,4 @@
-//! An append-only log in memory, bounded by bytes, the oldest going first.
+//! An append-only log in memory, bounded by bytes. Drops the oldest messages first.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -7,17 +7,17 @@ use bytes::Bytes;
 use crate::{LogMessage, LogStatus};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
-pub(super) struct Log {
+pub(super) struct MemoryLog {
     identity: StreamIdentity,
     bytes_max: usize,
     bytes: usize,
     messages: VecDeque<LogMessage>,
     last: LogPosition,
-    /// The newest position of each subject; it may have fallen off the end.
+    /// The newest position of each subject, which may have been dropped.
     newest: BTreeMap<String, LogPosition>,
 }
 
-impl Log {
+impl MemoryLog {
     pub(super) const fn new(identity: StreamIdentity, bytes_max: usize) -> Self {
         Self {
             identity,
@@ -29,7 +29,7 @@ impl Log {
         }
     }
 
-    /// Another log of the same size, empty.
+    /// An empty log of this size.
     pub(super) const fn replaced_by(&self, identity: StreamIdentity) -> Self {
         Self::new(identity, self.bytes_max)
     }
@@ -51,7 +51,7 @@ impl Log {
             position: self.last,
             subject,
             payload,
-            // Positions are never given twice here, so that they can stand for the time.
+            // Positions are never reused here, so that they can stand for the time.
             stored_unix_ns: self.identity.created_unix_ns.wrapping_add(self.last.0),
         });
         while self.bytes > self.bytes_max && self.messages.len() > 1 {
@@ -85,7 +85,7 @@ impl Log {
     }
 }
 
-/// What a message takes, its bookkeeping included.
+/// A message's bytes in memory.
 fn cost(subject: &str, payload: &Bytes) -> usize {
     subject.len() + payload.len() + size_of::<LogMessage>()
 }

@@ -1,8 +1,7 @@
-//! The plane within one process: same bytes, same bounds, no network.
+//! The plane within one process: equal bytes and bounds, no network.
 //!
-//! One mutex guards the state and is held for single synchronous steps; waiting is done on
-//! notifications. Leases need no task of their own: whoever reads or watches the registry expires
-//! what has run out first.
+//! One mutex guards the state and is held for single synchronous steps; waits use notifications.
+//! Leases need no task: every read of the registry first removes the expired keys.
 
 mod log;
 mod registry;
@@ -21,56 +20,56 @@ use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneError,
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Reply, Revision, ServiceRequest,
 };
-use log::Log;
-use registry::Registry;
-use subjects::Subjects;
+use log::MemoryLog;
+use registry::MemoryRegistry;
+use subjects::SubjectQueues;
 use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 use warmroute_proto::{LogPosition, StreamIdentity};
 
-/// What bounds a [`MemoryPlane`].
+/// Bounds and identity of a [`MemoryPlane`].
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryPlaneConfig {
-    /// The plane's log has an identity like any other; its caller knows clock and chance.
+    /// The log's identity. The caller has the clock and the random numbers.
     pub identity: StreamIdentity,
-    /// Payload bytes that the log keeps; beyond, the oldest messages go.
+    /// Bytes that the log keeps; beyond, the oldest messages are dropped.
     pub log_bytes_max: usize,
     /// Messages that wait for one subscriber or server; beyond, the newest are dropped.
     pub queue_max: usize,
 }
 
-/// See the module's documentation. Clones are the same plane.
+/// A plane within one process. Clones share it.
 #[derive(Clone)]
 pub struct MemoryPlane {
-    shared: Arc<Shared>,
+    shared: Arc<MemoryShared>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct MemoryShared {
+    state: Mutex<MemoryState>,
     appended: Notify,
     registry_changed: Notify,
     connection: watch::Sender<Connection>,
 }
 
-struct State {
-    log: Log,
-    registry: Registry,
+struct MemoryState {
+    log: MemoryLog,
+    registry: MemoryRegistry,
     snapshots: BTreeMap<String, Bytes>,
-    listeners: Subjects<Broadcast>,
-    servers: Subjects<ServiceRequest>,
+    listeners: SubjectQueues<Broadcast>,
+    servers: SubjectQueues<ServiceRequest>,
 }
 
 impl MemoryPlane {
     #[must_use]
     pub fn new(config: MemoryPlaneConfig) -> Self {
-        let state = State {
-            log: Log::new(config.identity, config.log_bytes_max),
-            registry: Registry::default(),
+        let state = MemoryState {
+            log: MemoryLog::new(config.identity, config.log_bytes_max),
+            registry: MemoryRegistry::default(),
             snapshots: BTreeMap::new(),
-            listeners: Subjects::new(config.queue_max),
-            servers: Subjects::new(config.queue_max),
+            listeners: SubjectQueues::new(config.queue_max),
+            servers: SubjectQueues::new(config.queue_max),
         };
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(MemoryShared {
                 state: Mutex::new(state),
                 appended: Notify::new(),
                 registry_changed: Notify::new(),
@@ -79,7 +78,7 @@ impl MemoryPlane {
         }
     }
 
-    /// What an operator's mistake does to a log: it is gone, and another one begins in its place.
+    /// Replaces the log by an empty one, as an operator's mistake may do.
     pub fn recreate_log(&self, identity: StreamIdentity) {
         let log = &mut self.shared.state().log;
         *log = log.replaced_by(identity);
@@ -93,9 +92,9 @@ impl MemoryPlane {
     }
 }
 
-impl Shared {
-    /// A panic while the lock was held cannot leave a step half done: every step is one call.
-    fn state(&self) -> MutexGuard<'_, State> {
+impl MemoryShared {
+    /// A panic under the lock cannot leave a step half done: every step is one call.
+    fn state(&self) -> MutexGuard<'_, MemoryState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -243,7 +242,7 @@ impl Plane for MemoryPlane {
             .send_one(&subject, request)
             .is_err()
         {
-            return ready(Err(unavailable("nobody serves this subject")));
+            return ready(Err(unavailable("no server for this subject")));
         }
         Box::pin(async move {
             match tokio::time::timeout(deadline, answer).await {
@@ -279,9 +278,9 @@ fn unavailable(why: &str) -> PlaneError {
     PlaneError::Unavailable(why.to_owned())
 }
 
-/// Waits until the log has something behind `after`; none if it is not the log that it was.
+/// The next messages after a position, or `None` if the log was replaced.
 async fn next_batch(
-    shared: &Shared,
+    shared: &MemoryShared,
     identity: StreamIdentity,
     after: LogPosition,
     max: usize,
@@ -305,8 +304,8 @@ async fn next_batch(
     }
 }
 
-/// Waits until the registry has something for this watcher, or a lease runs out.
-async fn next_event(shared: &Shared, watch: &mut registry::KeyWatch) -> RegistryEvent {
+/// The watcher's next event. Wakes at every change, and when a lease expires.
+async fn next_event(shared: &MemoryShared, watch: &mut registry::KeyWatch) -> RegistryEvent {
     loop {
         let changed = shared.registry_changed.notified();
         tokio::pin!(changed);

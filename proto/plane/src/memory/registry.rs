@@ -9,7 +9,7 @@ use crate::registry_watch::RegistryImage;
 use crate::{PlaneError, PutIf, RegistryEntry, RegistryEvent, Revision};
 
 #[derive(Default)]
-pub(super) struct Registry {
+pub(super) struct MemoryRegistry {
     keys: BTreeMap<String, LeasedEntry>,
     revision: u64,
 }
@@ -19,7 +19,7 @@ struct LeasedEntry {
     expiry: Option<Instant>,
 }
 
-impl Registry {
+impl MemoryRegistry {
     pub(super) fn get(&mut self, now: Instant, key: &str) -> Option<RegistryEntry> {
         self.expire(now);
         self.keys.get(key).map(|held| held.entry.clone())
@@ -89,7 +89,11 @@ impl KeyWatch {
         Self { prefix, image }
     }
 
-    pub(super) fn next(&mut self, now: Instant, registry: &mut Registry) -> Option<RegistryEvent> {
+    pub(super) fn next(
+        &mut self,
+        now: Instant,
+        registry: &mut MemoryRegistry,
+    ) -> Option<RegistryEvent> {
         self.image.next().or_else(|| {
             registry.expire(now);
             self.compare(registry);
@@ -97,7 +101,7 @@ impl KeyWatch {
         })
     }
 
-    fn compare(&mut self, registry: &Registry) {
+    fn compare(&mut self, registry: &MemoryRegistry) {
         self.image.begin_listing();
         let keys = registry.keys.range(self.prefix.clone()..);
         for (key, held) in keys.take_while(|(key, _)| key.starts_with(&self.prefix)) {

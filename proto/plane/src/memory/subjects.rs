@@ -1,4 +1,4 @@
-//! Who listens to which subject. Queues are bounded; what a full one cannot take is counted.
+//! Bounded queues of messages by subject filter. Messages that a full queue drops are counted.
 
 use futures_util::stream;
 use tokio::sync::mpsc;
@@ -6,40 +6,40 @@ use tokio::sync::mpsc;
 use crate::PlaneStream;
 use warmroute_proto::subject::matches;
 
-pub(super) struct Subjects<T> {
+pub(super) struct SubjectQueues<T> {
     queue_max: usize,
     open: Vec<(String, mpsc::Sender<T>)>,
-    /// Whose turn it is, so that servers of one subject share the work.
-    turn: usize,
+    /// Index of the next receiver, so that servers of one subject share the work.
+    next: usize,
     dropped: u64,
 }
 
-/// Nobody takes this subject.
-pub(super) struct Nobody;
+/// No receiver with room matches the subject.
+pub(super) struct NoReceiver;
 
-impl<T: Send + 'static> Subjects<T> {
+impl<T: Send + 'static> SubjectQueues<T> {
     pub(super) const fn new(queue_max: usize) -> Self {
         Self {
             queue_max,
             open: Vec::new(),
-            turn: 0,
+            next: 0,
             dropped: 0,
         }
     }
 
     pub(super) fn open(&mut self, filter: String) -> mpsc::Receiver<T> {
-        self.forget_closed();
+        self.remove_closed();
         let (sender, receiver) = mpsc::channel(self.queue_max);
         self.open.push((filter, sender));
         receiver
     }
 
-    /// To every listener whose filter matches.
+    /// Sends to every receiver whose filter matches.
     pub(super) fn send_all(&mut self, subject: &str, message: &T)
     where
         T: Clone,
     {
-        self.forget_closed();
+        self.remove_closed();
         for (filter, sender) in &self.open {
             if matches(filter, subject) && sender.try_send(message.clone()).is_err() {
                 self.dropped += 1;
@@ -47,12 +47,12 @@ impl<T: Send + 'static> Subjects<T> {
         }
     }
 
-    /// To one listener that has room, in turn.
-    pub(super) fn send_one(&mut self, subject: &str, message: T) -> Result<(), Nobody> {
-        self.forget_closed();
+    /// Sends to one matching receiver that has room, in turn.
+    pub(super) fn send_one(&mut self, subject: &str, message: T) -> Result<(), NoReceiver> {
+        self.remove_closed();
         let mut message = message;
         for offset in 0..self.open.len() {
-            let index = (self.turn + offset) % self.open.len();
+            let index = (self.next + offset) % self.open.len();
             let Some((filter, sender)) = self.open.get(index) else {
                 continue;
             };
@@ -61,21 +61,21 @@ impl<T: Send + 'static> Subjects<T> {
             }
             match sender.try_send(message) {
                 Ok(()) => {
-                    self.turn = index + 1;
+                    self.next = index + 1;
                     return Ok(());
                 }
                 Err(error) => message = error.into_inner(),
             }
         }
         self.dropped += 1;
-        Err(Nobody)
+        Err(NoReceiver)
     }
 
     pub(super) const fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    fn forget_closed(&mut self) {
+    fn remove_closed(&mut self) {
         self.open.retain(|(_, sender)| !sender.is_closed());
     }
 }

@@ -1,4 +1,4 @@
-//! What a process says about its NATS: where, who, which namespace. Nothing here opens a socket.
+//! Configuration and errors of a connection to NATS. Nothing here opens a socket.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -13,19 +13,19 @@ pub struct NatsConfig {
     /// One server or several, separated by commas: `nats://host:4222` or `tls://host:4222`.
     pub url: String,
     pub namespace: Namespace,
-    /// Shown by the server's monitoring.
+    /// Name of the connection in the server's monitoring.
     pub name: String,
     pub auth: NatsAuth,
     pub tls: NatsTls,
-    /// Answers come in under `<inbox>.>`, the one subject space that a user's permissions have to open
-    /// for subscribing beside what it listens to.
+    /// Answers arrive under `<inbox>.>`. A user needs permission to subscribe there, beside the
+    /// subjects that it uses.
     pub inbox: String,
-    /// Messages that wait for one subscription; beyond, the newest are dropped and counted.
+    /// Bound on the messages that wait for one subscription; further ones are dropped and counted.
     pub queue_max: usize,
 }
 
 impl NatsConfig {
-    /// No credentials, an inbox named after the process.
+    /// A configuration without credentials, and with an inbox named after the process.
     #[must_use]
     pub fn new(url: impl Into<String>, namespace: Namespace, name: impl Into<String>) -> Self {
         let name = name.into();
@@ -41,7 +41,7 @@ impl NatsConfig {
     }
 }
 
-/// Who we are to the server.
+/// Credentials.
 #[derive(Clone)]
 pub enum NatsAuth {
     None,
@@ -56,7 +56,7 @@ pub enum NatsAuth {
     Credentials(String),
 }
 
-/// Secrets stay out of logs.
+/// Shows no secrets.
 impl fmt::Debug for NatsAuth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -71,28 +71,28 @@ impl fmt::Debug for NatsAuth {
 
 #[derive(Clone, Debug, Default)]
 pub struct NatsTls {
-    /// Without it TLS is used where the URL or the server asks for it.
+    /// If false, TLS is used where the URL or the server requires it.
     pub required: bool,
-    /// Instead of the system's certificate authorities.
+    /// Replaces the system's certificate authorities.
     pub authority: Option<PathBuf>,
-    /// Our certificate and its key, where the server wants to see one.
+    /// Client certificate and its key.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
-/// Sizes that `init` gives to what it creates.
+/// Sizes of the streams that `init` creates.
 #[derive(Clone, Copy, Debug)]
 pub struct InitConfig {
     /// Copies of every stream: 1 on one node, 3 in a cluster.
     pub replicas: usize,
-    /// The log's bytes on each node; beyond, the oldest records go. One of less than four times what all
-    /// sources' images take could lose an image before its readers have it: of a fleet at work one can tell.
+    /// The log's bytes on each node; beyond, the oldest records are dropped. A log of less than
+    /// four times the images of all sources could drop an image before it is read.
     pub max_bytes: u64,
-    /// Records older than this go.
+    /// Records older than this are dropped.
     pub max_age: Duration,
-    /// All snapshots together, on each node. When it is full no new one is taken.
+    /// Bytes of all snapshots on each node. A full store accepts no new one.
     pub snapshots_max_bytes: u64,
-    /// Snapshots older than this go, and with them what a writer left behind when it died. An indexer
-    /// has to write a new one sooner than that.
+    /// Snapshots older than this are dropped, and so are the remains of writers that died. Indexers
+    /// must write a new one within this time.
     pub snapshots_max_age: Duration,
 }
 
@@ -110,24 +110,24 @@ impl Default for InitConfig {
     }
 }
 
-/// Why there is no plane.
+/// Why a plane cannot be joined.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NatsError {
-    /// Can never work: fix the flags.
-    #[error("cannot work: {0}")]
+    /// The configuration can never work.
+    #[error("invalid configuration: {0}")]
     Invalid(String),
-    /// Nobody answers there yet: try again.
-    #[error("no server within reach: {0}")]
+    /// No server answers: try again.
+    #[error("no server is reachable: {0}")]
     Unreachable(String),
-    /// The server does not let us in, or not to what we need.
+    /// The server denies the login or a permission.
     #[error("refused by the server: {0}")]
     Refused(String),
-    /// What is there is not what we need. Only `init` creates it, and nothing repairs it silently.
+    /// The set-up is wrong. Only `init` creates it, and nothing repairs it silently.
     #[error("the server is not set up for this namespace: {}", join(.0))]
     Mismatch(Vec<SetupDifference>),
 }
 
-/// One thing that is not as it must be.
+/// One field of the set-up that differs from what is required.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SetupDifference {
     /// The server, or a stream by its name.

@@ -1,8 +1,9 @@
-//! Asking the server: one inbox for all answers, the JetStream API, direct reads, acknowledged writes.
+//! Requests to the server: one inbox for all answers, the JetStream API, direct reads, acknowledged
+//! writes.
 //!
-//! The client's own request multiplexer keeps an entry for every answer that never came and fails
-//! nothing at a disconnect; ours does both right. While the connection is down nothing is queued:
-//! what would be sent after a reconnect, long after its sender gave up, is worse than an error.
+//! The client's own request multiplexer keeps an entry for every answer that never arrives and
+//! fails no request at a disconnect; this one does both. While the connection is down nothing is
+//! queued: a message that is sent long after its sender gave up is worse than an error.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,42 +25,42 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
 use super::layout::Layout;
-use super::link::{LOOK, Link, count};
+use super::link::{NatsLink, POLL, count};
 use crate::PlaneError;
 use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
-/// An acknowledgement or an answer of the API that has not come by now will not come.
+/// Time-out of acknowledgements and of answers of the API.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Answers awaited at once; beyond, askers wait for their turn.
+/// Bound on pending answers; further requests wait.
 const IN_FLIGHT_MAX: usize = 4096;
 
-/// Replies that carry an error instead of a payload say so here.
+/// Header of replies with an error instead of a payload.
 pub(super) const ERROR_HEADER: &str = "Warmroute-Error";
 
-pub(super) struct Core {
+pub(super) struct NatsCore {
     pub(super) client: Client,
-    pub(super) link: Arc<Link>,
+    pub(super) link: Arc<NatsLink>,
     pub(super) layout: Layout,
     pub(super) queue_max: usize,
-    /// `<inbox>.<unique>.`, before the token of each question.
+    /// `<inbox>.<unique>.`, before the token of each request.
     inbox: String,
     tokens: AtomicU64,
     in_flight: Arc<Semaphore>,
     tasks: TaskTracker,
     runtime: Handle,
-    /// Ends the tasks with the last user of the plane.
+    /// Stops the tasks with the last user of the plane.
     _stop: DropGuard,
 }
 
-/// What goes out.
-pub(super) struct Outgoing {
+/// A message to send.
+pub(super) struct OutgoingMessage {
     pub(super) subject: String,
     pub(super) headers: Option<HeaderMap>,
     pub(super) payload: Bytes,
 }
 
-impl Outgoing {
+impl OutgoingMessage {
     pub(super) const fn new(subject: String, payload: Bytes) -> Self {
         Self {
             subject,
@@ -69,35 +70,35 @@ impl Outgoing {
     }
 }
 
-/// Why the JetStream API did not do it.
+/// Why a call of the JetStream API failed.
 #[derive(Debug)]
-pub(super) enum ApiError {
+pub(super) enum JetStreamError {
     Plane(PlaneError),
-    Server(Fault),
+    Server(ServerFault),
 }
 
-/// The server's own words.
+/// An error of the JetStream API.
 #[derive(Clone, Debug, Deserialize)]
-pub(super) struct Fault {
+pub(super) struct ServerFault {
     #[serde(default)]
     pub(super) err_code: u64,
     #[serde(default)]
     pub(super) description: String,
 }
 
-impl Fault {
+impl ServerFault {
     const STREAM_NOT_FOUND: u64 = 10059;
     const NAME_IN_USE: u64 = 10058;
     const WRONG_LAST_SEQUENCE: [u64; 2] = [10071, 10164];
-    /// A cluster answers incompletely, is not available, or is asked at a node that does not lead.
+    /// Incomplete results, cluster not available, node is not the leader.
     const NO_LEADER: [u64; 3] = [10004, 10008, 10009];
 
     pub(super) const fn is_stream_missing(&self) -> bool {
         self.err_code == Self::STREAM_NOT_FOUND
     }
 
-    /// A cluster has no leader at this moment: asking again helps.
-    pub(super) fn is_passing(&self) -> bool {
+    /// Whether the cluster only lacks a leader: a retry helps.
+    pub(super) fn is_transient(&self) -> bool {
         Self::NO_LEADER.contains(&self.err_code)
     }
 
@@ -106,11 +107,11 @@ impl Fault {
     }
 }
 
-impl From<ApiError> for PlaneError {
-    fn from(error: ApiError) -> Self {
+impl From<JetStreamError> for PlaneError {
+    fn from(error: JetStreamError) -> Self {
         match error {
-            ApiError::Plane(error) => error,
-            ApiError::Server(Fault {
+            JetStreamError::Plane(error) => error,
+            JetStreamError::Server(ServerFault {
                 err_code,
                 description,
             }) => Self::Unavailable(format!("{description} ({err_code})")),
@@ -122,10 +123,10 @@ pub(super) fn unavailable(why: impl ToString) -> PlaneError {
     PlaneError::Unavailable(why.to_string())
 }
 
-impl Core {
+impl NatsCore {
     pub(super) async fn start(
         client: Client,
-        link: Arc<Link>,
+        link: Arc<NatsLink>,
         layout: Layout,
         queue_max: usize,
     ) -> Result<Arc<Self>, PlaneError> {
@@ -148,14 +149,14 @@ impl Core {
             _stop: stop.clone().drop_guard(),
             inbox,
         };
-        let sort = sort_answers(answers, core.inbox.len(), Arc::clone(&link));
-        core.spawn(stop.clone().run_until_cancelled_owned(sort));
-        core.spawn(stop.run_until_cancelled_owned(look(client, link)));
+        let dispatch = dispatch_answers(answers, core.inbox.len(), Arc::clone(&link));
+        core.spawn(stop.clone().run_until_cancelled_owned(dispatch));
+        core.spawn(stop.run_until_cancelled_owned(poll_state(client, link)));
         Ok(Arc::new(core))
     }
 
-    /// Runs something short or cancelled with the plane. Works where there is no runtime around, as
-    /// in a destructor.
+    /// Runs a task that is short or ends with the plane. Works outside a runtime, as in a
+    /// destructor.
     pub(super) fn spawn(&self, task: impl Future<Output: Send> + Send + 'static) {
         self.tasks.spawn_on(
             async {
@@ -172,7 +173,7 @@ impl Core {
         Err(unavailable("not connected"))
     }
 
-    /// The most that one message may carry.
+    /// Most bytes of a payload.
     pub(super) fn payload_max(&self) -> usize {
         self.client.max_payload().min(MESSAGE_BYTES_MAX)
     }
@@ -186,15 +187,15 @@ impl Core {
         Ok(())
     }
 
-    /// Sends without waiting for anything.
+    /// Sends a message that has no answer.
     pub(super) async fn send(
         &self,
-        message: Outgoing,
+        message: OutgoingMessage,
         reply: Option<String>,
     ) -> Result<(), PlaneError> {
         self.check_size(&message.payload)?;
         let bytes = message.payload.len();
-        let Outgoing {
+        let OutgoingMessage {
             subject,
             headers,
             payload,
@@ -219,22 +220,22 @@ impl Core {
         })
     }
 
-    /// Sends something that is answered. When this returns, its place behind earlier messages is
-    /// fixed; the time runs from now on, whenever the answer is asked for.
+    /// Sends a message that has an answer. When this returns, its order after earlier messages is
+    /// fixed. The time-out begins now, not when the answer is awaited.
     pub(super) async fn ask(
         &self,
-        message: Outgoing,
-        patience: Duration,
-    ) -> Result<Awaited, PlaneError> {
+        message: OutgoingMessage,
+        time_out: Duration,
+    ) -> Result<PendingReply, PlaneError> {
         self.check_up()?;
         self.check_size(&message.payload)?;
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + time_out;
         let late = |_| unavailable("the connection does not keep up");
         let permit = Arc::clone(&self.in_flight).acquire_owned();
         let permit = timeout_at(deadline, permit).await.map_err(late)?;
         let permit = permit.map_err(unavailable)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
-        let awaited = Awaited {
+        let awaited = PendingReply {
             answer: self.link.await_answer(token, permit),
             link: Arc::clone(&self.link),
             token,
@@ -251,49 +252,56 @@ impl Core {
         &self,
         subject: &str,
         body: &serde_json::Value,
-    ) -> Result<T, ApiError> {
+    ) -> Result<T, JetStreamError> {
         decode(&self.api_answer(subject, body).await?)
     }
 
-    async fn api_answer(&self, subject: &str, body: &serde_json::Value) -> Result<Bytes, ApiError> {
+    async fn api_answer(
+        &self,
+        subject: &str,
+        body: &serde_json::Value,
+    ) -> Result<Bytes, JetStreamError> {
         let payload = if body.is_null() {
             Bytes::new()
         } else {
             Bytes::from(body.to_string())
         };
-        let message = Outgoing::new(format!("$JS.API.{subject}"), payload);
+        let message = OutgoingMessage::new(format!("$JS.API.{subject}"), payload);
         let answer = async { self.ask(message, ANSWER_TIMEOUT).await?.answer().await };
-        let answer = answer.await.map_err(ApiError::Plane)?;
+        let answer = answer.await.map_err(JetStreamError::Plane)?;
         Ok(answer.payload)
     }
 
-    pub(super) async fn stream_info(&self, stream: &str) -> Result<Info, ApiError> {
+    pub(super) async fn stream_info(&self, stream: &str) -> Result<Info, JetStreamError> {
         Ok(self.stream_info_and_time(stream).await?.0)
     }
 
-    /// The stream's leader answers, and says what its clock shows, in nanoseconds since the Unix epoch;
-    /// 0 if it does not.
-    pub(super) async fn stream_info_and_time(&self, stream: &str) -> Result<(Info, u64), ApiError> {
+    /// Stream info with the clock of the stream's leader, in nanoseconds since the Unix epoch, or 0
+    /// if the server does not report it.
+    pub(super) async fn stream_info_and_time(
+        &self,
+        stream: &str,
+    ) -> Result<(Info, u64), JetStreamError> {
         #[derive(Deserialize)]
-        struct Asked {
+        struct Timed {
             #[serde(default)]
             ts: String,
         }
         let subject = format!("STREAM.INFO.{stream}");
         let answer = self.api_answer(&subject, &serde_json::Value::Null).await?;
-        let Asked { ts } = decode(&answer)?;
+        let Timed { ts } = decode(&answer)?;
         let time = parse_rfc3339(&ts).map_or(0, |time| time.unix_timestamp_nanos());
         Ok((decode(&answer)?, u64::try_from(time).unwrap_or(0)))
     }
 
-    /// The newest message on a subject, from whichever copy of the stream answers.
+    /// The newest message on a subject, from any copy of the stream.
     pub(super) async fn newest(
         &self,
         stream: &str,
         subject: &str,
     ) -> Result<Option<StreamMessage>, PlaneError> {
         let api = format!("$JS.API.DIRECT.GET.{stream}.{subject}");
-        self.direct(Outgoing::new(api, Bytes::new())).await
+        self.direct(OutgoingMessage::new(api, Bytes::new())).await
     }
 
     pub(super) async fn message_at(
@@ -303,10 +311,11 @@ impl Core {
     ) -> Result<Option<StreamMessage>, PlaneError> {
         let api = format!("$JS.API.DIRECT.GET.{stream}");
         let body = serde_json::json!({ "seq": sequence }).to_string();
-        self.direct(Outgoing::new(api, Bytes::from(body))).await
+        self.direct(OutgoingMessage::new(api, Bytes::from(body)))
+            .await
     }
 
-    async fn direct(&self, question: Outgoing) -> Result<Option<StreamMessage>, PlaneError> {
+    async fn direct(&self, question: OutgoingMessage) -> Result<Option<StreamMessage>, PlaneError> {
         let answer = self.ask(question, ANSWER_TIMEOUT).await?.answer().await?;
         match answer.status {
             None | Some(StatusCode::OK) => StreamMessage::try_from(answer)
@@ -320,32 +329,32 @@ impl Core {
         }
     }
 
-    /// Writes to a stream.
-    pub(super) async fn store(&self, message: Outgoing) -> Result<Stored, PlaneError> {
+    /// Writes a message to a stream.
+    pub(super) async fn store(&self, message: OutgoingMessage) -> Result<PendingWrite, PlaneError> {
         let awaited = self.ask(message, ANSWER_TIMEOUT).await?;
-        Ok(Stored { awaited })
+        Ok(PendingWrite { awaited })
     }
 
-    /// Everything sent before this has reached the server.
+    /// Returns once all messages sent before have reached the server.
     pub(super) async fn round_trip(&self) -> Result<(), PlaneError> {
         self.stream_info(&self.layout.log()).await?;
         Ok(())
     }
 }
 
-/// An answer to come.
-pub(super) struct Awaited {
-    link: Arc<Link>,
+/// A pending answer.
+pub(super) struct PendingReply {
+    link: Arc<NatsLink>,
     token: u64,
     answer: oneshot::Receiver<Message>,
     deadline: Instant,
 }
 
-impl Awaited {
+impl PendingReply {
     pub(super) async fn answer(mut self) -> Result<Message, PlaneError> {
         match timeout_at(self.deadline, &mut self.answer).await {
             Ok(Ok(message)) if message.status == Some(StatusCode::NO_RESPONDERS) => {
-                Err(unavailable("nobody serves this subject"))
+                Err(unavailable("no server for this subject"))
             }
             Ok(Ok(message)) => Ok(message),
             Ok(Err(_)) => Err(unavailable("the connection was lost")),
@@ -357,15 +366,15 @@ impl Awaited {
     }
 }
 
-impl Drop for Awaited {
+impl Drop for PendingReply {
     fn drop(&mut self) {
         self.link.forget(self.token);
     }
 }
 
-/// A write whose acknowledgement is to come.
-pub(super) struct Stored {
-    awaited: Awaited,
+/// A write whose acknowledgement is pending.
+pub(super) struct PendingWrite {
+    awaited: PendingReply,
 }
 
 #[derive(Deserialize)]
@@ -374,15 +383,15 @@ struct Ack {
     seq: u64,
 }
 
-impl Stored {
-    /// The sequence that the write got. [`PlaneError::Conflict`] if its condition did not hold.
+impl PendingWrite {
+    /// The sequence of the write. [`PlaneError::Conflict`] if its condition did not hold.
     pub(super) async fn acknowledged(self, stream: &str) -> Result<u64, PlaneError> {
         let answer = self.awaited.answer().await?;
         match decode::<Ack>(&answer.payload) {
             Ok(ack) if ack.stream == stream => Ok(ack.seq),
             Ok(ack) => Err(unavailable(format!("stored by {} instead", ack.stream))),
-            Err(ApiError::Server(fault))
-                if Fault::WRONG_LAST_SEQUENCE.contains(&fault.err_code) =>
+            Err(JetStreamError::Server(fault))
+                if ServerFault::WRONG_LAST_SEQUENCE.contains(&fault.err_code) =>
             {
                 Err(PlaneError::Conflict)
             }
@@ -391,21 +400,21 @@ impl Stored {
     }
 }
 
-fn decode<T: DeserializeOwned>(payload: &[u8]) -> Result<T, ApiError> {
+fn decode<T: DeserializeOwned>(payload: &[u8]) -> Result<T, JetStreamError> {
     #[derive(Deserialize)]
     struct Failed {
-        error: Fault,
+        error: ServerFault,
     }
     if let Ok(Failed { error }) = serde_json::from_slice(payload) {
-        return Err(ApiError::Server(error));
+        return Err(JetStreamError::Server(error));
     }
     serde_json::from_slice(payload).map_err(|error| {
-        let why = format!("an answer that makes no sense: {error}");
-        ApiError::Plane(PlaneError::Unavailable(why))
+        let why = format!("unreadable answer: {error}");
+        JetStreamError::Plane(PlaneError::Unavailable(why))
     })
 }
 
-async fn sort_answers(mut answers: Subscriber, prefix: usize, link: Arc<Link>) {
+async fn dispatch_answers(mut answers: Subscriber, prefix: usize, link: Arc<NatsLink>) {
     while let Some(message) = answers.next().await {
         let token = message.subject.get(prefix..).and_then(|t| t.parse().ok());
         if let Some(token) = token {
@@ -414,10 +423,10 @@ async fn sort_answers(mut answers: Subscriber, prefix: usize, link: Arc<Link>) {
     }
 }
 
-async fn look(client: Client, link: Arc<Link>) {
-    let mut ticks = tokio::time::interval(LOOK);
+async fn poll_state(client: Client, link: Arc<NatsLink>) {
+    let mut ticks = tokio::time::interval(POLL);
     loop {
         ticks.tick().await;
-        link.look(client.connection_state());
+        link.poll(client.connection_state());
     }
 }

@@ -1,4 +1,4 @@
-//! What a namespace's streams are and hold, told without refusing or changing anything.
+//! Reports a namespace's streams without refusing or changing them.
 
 use std::time::Duration;
 
@@ -8,34 +8,34 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::config::{InitConfig, NatsError, SetupDifference};
-use super::core::{ApiError, Core};
+use super::core::{JetStreamError, NatsCore};
 use super::layout::{self, Sizes};
 use super::setup;
 
-/// See [`super::NatsPlane::inspect`].
+/// The set-up of a namespace, see [`super::NatsPlane::inspect`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceSetup {
     pub server_version: String,
-    /// None if the server did not tell its time.
+    /// `None` if the server does not report its time.
     pub clock: Option<ClockOffset>,
-    /// What keeps parts from starting: missing, or not as `init` makes it.
+    /// Differences that prevent processes from starting.
     pub differences: Vec<SetupDifference>,
-    /// Sizes that are not those that `init` gave.
+    /// Sizes that differ from those of `init`.
     pub resized: Vec<SetupDifference>,
-    /// Those that are there.
+    /// The streams that exist.
     pub streams: Vec<StreamUsage>,
 }
 
-/// The server's clock against this machine's.
+/// Offset of the server's clock to this machine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockOffset {
-    /// By how much the server's clock is ahead; negative if it is behind.
+    /// Positive if the server's clock is ahead.
     pub ahead_ms: i64,
-    /// Half the time that the question took: it may be that much more or less.
+    /// Error bound: half of the request's round trip.
     pub within_ms: u64,
 }
 
-/// What a stream is for.
+/// A stream's purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamRole {
     Log,
@@ -43,25 +43,25 @@ pub enum StreamRole {
     Snapshots,
 }
 
-/// One stream: its bounds, and how much of them is used.
+/// A stream's bounds and use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StreamUsage {
     pub role: StreamRole,
     pub name: String,
     pub messages: u64,
     pub bytes: u64,
-    /// None if there is no bound.
+    /// `None` without a bound.
     pub bytes_max: Option<u64>,
     pub age_max: Option<Duration>,
-    /// When the oldest message was stored; none if there is no message.
+    /// When the oldest message was stored; `None` without messages.
     pub oldest_unix_ns: Option<u64>,
     pub replicas: usize,
-    /// Servers that should have a copy, and do not have it up to date.
+    /// Servers whose copy is missing or behind.
     pub copies_away: Vec<String>,
 }
 
 pub(super) async fn inspect(
-    core: &Core,
+    core: &NatsCore,
     unix_ns: fn() -> u64,
 ) -> Result<NamespaceSetup, NatsError> {
     let mut setup = NamespaceSetup {
@@ -105,26 +105,26 @@ fn used(role: StreamRole, info: &Info) -> StreamUsage {
     }
 }
 
-/// What the server's API says of the time.
+/// The time in an answer of the JetStream API.
 #[derive(Deserialize)]
-struct Told {
+struct ServerTime {
     ts: String,
 }
 
-async fn clock(core: &Core, unix_ns: fn() -> u64) -> Option<ClockOffset> {
+async fn clock(core: &NatsCore, unix_ns: fn() -> u64) -> Option<ClockOffset> {
     let asked = unix_ns();
     let api = format!("STREAM.INFO.{}", core.layout.log());
-    let told: Result<Told, ApiError> = core.api(&api, &Value::Null).await;
+    let time: Result<ServerTime, JetStreamError> = core.api(&api, &Value::Null).await;
     let answered = unix_ns();
-    let told = parse_rfc3339(&told.ok()?.ts).ok()?;
-    offset(asked, told.unix_timestamp_nanos(), answered)
+    let time = parse_rfc3339(&time.ok()?.ts).ok()?;
+    offset(asked, time.unix_timestamp_nanos(), answered)
 }
 
-fn offset(asked: u64, told: i128, answered: u64) -> Option<ClockOffset> {
+fn offset(asked: u64, server: i128, answered: u64) -> Option<ClockOffset> {
     const MS: i128 = 1_000_000;
     let half = i128::from(answered.saturating_sub(asked)) / 2;
     Some(ClockOffset {
-        ahead_ms: i64::try_from((told - i128::from(asked) - half) / MS).ok()?,
+        ahead_ms: i64::try_from((server - i128::from(asked) - half) / MS).ok()?,
         within_ms: u64::try_from(half / MS + 1).ok()?,
     })
 }
@@ -134,10 +134,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clocks_are_compared_at_the_middle_of_the_question() {
+    fn clocks_are_compared_at_the_middle_of_the_round_trip() {
         const MS: u64 = 1_000_000;
-        let check = |asked: u64, told: u64, answered: u64, ahead_ms: i64, within_ms: u64| {
-            let found = offset(asked * MS, i128::from(told * MS), answered * MS);
+        let check = |asked: u64, server: u64, answered: u64, ahead_ms: i64, within_ms: u64| {
+            let found = offset(asked * MS, i128::from(server * MS), answered * MS);
             let wanted = ClockOffset {
                 ahead_ms,
                 within_ms,

@@ -1,4 +1,4 @@
-//! The three streams of a namespace: names, wanted configuration, and the difference to what is there.
+//! The three streams of a namespace: names, required configuration, and differences to it.
 //!
 //! Pure. The registry has the layout of a NATS key-value bucket and the snapshots that of an object
 //! store, so that NATS' own tools show them.
@@ -18,21 +18,21 @@ use warmroute_proto::{Namespace, StreamIdentity};
 /// Metadata: the random half of a log's identity, 16 hex digits.
 const NONCE: &str = "warmroute-nonce";
 
-/// Metadata: the sizes that `init` gave, so that a change by another hand can be told.
+/// Metadata: the sizes that `init` set, to detect later changes.
 const MADE_REPLICAS: &str = "warmroute-replicas";
 const MADE_MAX_BYTES: &str = "warmroute-max-bytes";
 const MADE_MAX_AGE_SECS: &str = "warmroute-max-age-secs";
 
-/// The shortest that the server takes; nothing here carries a message id.
+/// The shortest that the server accepts. No message has an id.
 const DUPLICATE_WINDOW: Duration = Duration::from_millis(100);
 
-/// How long a key's end stays visible to watchers that were away.
+/// How long a key's end stays visible to disconnected watchers.
 pub(super) const MARKER_TTL: Duration = Duration::from_secs(60);
 
 /// Entries are a few hundred bytes each.
 const REGISTRY_BYTES: i64 = 64 << 20;
 
-/// The first release with per-message TTL on every layer that we use.
+/// The first release with per-message TTL on every layer.
 const SERVER_MIN: (u64, u64) = (2, 11);
 
 #[derive(Clone, Debug)]
@@ -41,10 +41,10 @@ pub(super) struct Layout {
     bucket: String,
 }
 
-/// How exact sizes have to be.
+/// How sizes are compared.
 #[derive(Clone, Copy)]
 pub(super) enum Sizes<'a> {
-    /// The operator's choice, as long as there is a bound.
+    /// Any size, but bounded.
     Bounded,
     Of(&'a InitConfig),
 }
@@ -74,7 +74,7 @@ impl Layout {
         &self.bucket
     }
 
-    /// Before every key.
+    /// Prefix of every key's subject.
     pub(super) fn key_prefix(&self) -> String {
         format!("$KV.{}.", self.bucket)
     }
@@ -85,7 +85,7 @@ impl Layout {
             self.wanted_registry(init),
             self.wanted_snapshots(init),
         ]
-        .map(noted)
+        .map(with_sizes)
     }
 
     fn wanted_log(&self, init: &InitConfig, nonce: u64) -> Config {
@@ -144,14 +144,14 @@ fn common(name: String, init: &InitConfig) -> Config {
     }
 }
 
-/// With its sizes in its metadata.
-fn noted(mut config: Config) -> Config {
+/// Adds the sizes to the metadata.
+fn with_sizes(mut config: Config) -> Config {
     let sizes = sizes(&config).map(|(name, _, value)| (name.to_owned(), value));
     config.metadata.extend(sizes);
     config
 }
 
-/// By the metadata's name and the field's.
+/// Sizes by the metadata's name and the field's.
 fn sizes(config: &Config) -> [(&'static str, &'static str, String); 3] {
     [
         (
@@ -168,9 +168,9 @@ fn sizes(config: &Config) -> [(&'static str, &'static str, String); 3] {
     ]
 }
 
-/// The sizes that are not as `init` made them. Streams that were made without such notes have none.
+/// The sizes that differ from those of `init`. Streams without this metadata have none.
 pub(super) fn resized(is: &Config) -> Vec<SetupDifference> {
-    let mut faults = Faults::of(&is.name);
+    let mut faults = Differences::of(&is.name);
     for (name, field, value) in sizes(is) {
         if let Some(made) = is.metadata.get(name)
             && *made != value
@@ -181,7 +181,7 @@ pub(super) fn resized(is: &Config) -> Vec<SetupDifference> {
     faults.list
 }
 
-/// Names of buckets allow less than our tokens; two tokens never make the same one.
+/// Names of buckets allow fewer characters than tokens. The mapping is injective.
 fn bucket(token: &str) -> String {
     if !token.contains('=') {
         return format!("wr_{token}");
@@ -194,7 +194,7 @@ fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// A log by its creation time and random number; `None` if nobody gave it one.
+/// A log's creation time and random number; `None` if `init` did not create it.
 pub(super) fn identity(info: &Info) -> Option<StreamIdentity> {
     let nonce = u64::from_str_radix(info.config.metadata.get(NONCE)?, 16).ok()?;
     let created_unix_ns = u64::try_from(info.created.unix_timestamp_nanos()).ok()?;
@@ -204,13 +204,13 @@ pub(super) fn identity(info: &Info) -> Option<StreamIdentity> {
     })
 }
 
-/// Every way in which a stream is not as it must be.
+/// All differences of a stream to the required configuration.
 pub(super) fn stream_differences(
     is: &Config,
     wanted: &Config,
     sizes: Sizes,
 ) -> Vec<SetupDifference> {
-    let mut faults = Faults::of(&is.name);
+    let mut faults = Differences::of(&is.name);
     faults.equal("subjects", &is.subjects, &wanted.subjects);
     faults.equal("retention", &is.retention, &wanted.retention);
     faults.equal("discard", &is.discard, &wanted.discard);
@@ -249,9 +249,9 @@ pub(super) fn stream_differences(
     faults.list
 }
 
-/// What the server itself must be able to do.
+/// Differences of the server to the required version and limits.
 pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<SetupDifference> {
-    let mut faults = Faults::of("server");
+    let mut faults = Differences::of("server");
     let mut numbers = version.split('.').map_while(|part| part.parse().ok());
     let release = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     if release < SERVER_MIN {
@@ -264,9 +264,9 @@ pub(super) fn server_differences(version: &str, max_payload: usize) -> Vec<Setup
     faults.list
 }
 
-/// What no `init` may create.
+/// Sizes that `init` refuses to create.
 pub(super) fn init_differences(init: &InitConfig) -> Vec<SetupDifference> {
-    let mut faults = Faults::of("init");
+    let mut faults = Differences::of("init");
     if init.max_bytes == 0 {
         faults.add("max_bytes", 0, "positive");
     }
@@ -295,12 +295,12 @@ pub(super) fn missing(stream: &str) -> SetupDifference {
     }
 }
 
-struct Faults {
+struct Differences {
     of: String,
     list: Vec<SetupDifference>,
 }
 
-impl Faults {
+impl Differences {
     fn of(of: &str) -> Self {
         Self {
             of: of.to_owned(),
@@ -330,7 +330,7 @@ impl Faults {
                 if is.max_bytes <= 0 {
                     self.add("max_bytes", is.max_bytes, "bounded");
                 }
-                // The registry is the one part without an age.
+                // Only the registry has no age.
                 if wanted.max_age.is_zero() != is.max_age.is_zero() {
                     let must_be = if wanted.max_age.is_zero() {
                         "unbounded"

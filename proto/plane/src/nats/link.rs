@@ -1,9 +1,8 @@
-//! The connection as everybody here sees it: up or down, its epoch, what waits for an answer, counts.
+//! State of the connection: up or down, its epoch, the pending answers, counts.
 //!
-//! The client reconnects for ever by itself, and tells of it by events through a queue of 128 that
-//! drops when it is full (every message that a slow subscription loses is one event). So events are
-//! believed when they come, and the client's own counters are looked at besides, every
-//! [`LOOK`].
+//! The client reconnects forever by itself and reports it by events, through a queue of 128 that
+//! drops events when it is full (every message that a slow subscription loses is one event).
+//! Therefore the client's own counters are polled besides, every [`POLL`].
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,29 +15,30 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 use crate::Connection;
 
-pub(super) const LOOK: Duration = Duration::from_millis(250);
+pub(super) const POLL: Duration = Duration::from_millis(250);
 
-pub(super) struct Link {
+pub(super) struct NatsLink {
     connection: watch::Sender<Connection>,
-    /// Connections made so far. Whoever follows something starts again when it grows.
+    /// Number of connections so far. Consumers are opened again when it grows.
     epoch: watch::Sender<u64>,
-    /// Who waits for which answer. Emptied at a disconnect: those answers went with the old socket.
-    waiting: Mutex<HashMap<u64, Waiting>>,
+    /// Pending answers by token. Cleared at a disconnect: their answers are lost with the old
+    /// socket.
+    pending: Mutex<HashMap<u64, PendingAnswer>>,
     statistics: OnceLock<Arc<Statistics>>,
-    pub(super) counters: Counters,
-    /// The server's last complaint: the only trace of a permission that is missing.
-    complaint: Mutex<String>,
+    pub(super) counters: NatsCounters,
+    /// The only trace of a missing permission.
+    last_server_error: Mutex<String>,
 }
 
-/// Its place is free as soon as the answer is here, whenever the asker looks at it: one that asks on
-/// before it looks would otherwise wait for itself.
-struct Waiting {
+/// Its permit is released with the answer, not when the requester reads it: a requester that sends
+/// more before it reads would otherwise wait for itself.
+struct PendingAnswer {
     answer: oneshot::Sender<Message>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 #[derive(Default)]
-pub(super) struct Counters {
+pub(super) struct NatsCounters {
     pub(super) disconnects: AtomicU64,
     pub(super) slow_consumers: AtomicU64,
     pub(super) lame_ducks: AtomicU64,
@@ -57,24 +57,24 @@ pub(super) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-impl Link {
+impl NatsLink {
     pub(super) fn new() -> Self {
         Self {
             connection: watch::Sender::new(Connection::Down),
             epoch: watch::Sender::new(0),
-            waiting: Mutex::default(),
+            pending: Mutex::default(),
             statistics: OnceLock::new(),
-            counters: Counters::default(),
-            complaint: Mutex::default(),
+            counters: NatsCounters::default(),
+            last_server_error: Mutex::default(),
         }
     }
 
-    /// The first connection stands.
+    /// The first connection is up.
     pub(super) fn begin(&self, statistics: Arc<Statistics>) {
         self.epoch
             .send_replace(statistics.connects.load(Ordering::Relaxed));
-        // Set once, here.
-        drop(self.statistics.set(statistics));
+        let is_first = self.statistics.set(statistics).is_ok();
+        assert!(is_first, "a link begins once");
         self.set(Connection::Up);
     }
 
@@ -99,9 +99,9 @@ impl Link {
             Event::SlowConsumer(_) => count(&counters.slow_consumers),
             Event::ServerError(error) => {
                 count(&counters.server_errors);
-                *lock(&self.complaint) = match error {
+                *lock(&self.last_server_error) = match error {
                     ServerError::AuthorizationViolation => "authorization violation".to_owned(),
-                    ServerError::SlowConsumer(_) => "we read too slowly".to_owned(),
+                    ServerError::SlowConsumer(_) => "this client reads too slowly".to_owned(),
                     ServerError::Other(text) => text,
                 };
             }
@@ -111,8 +111,8 @@ impl Link {
         }
     }
 
-    /// Finds what no event told.
-    pub(super) fn look(&self, state: State) {
+    /// Detects changes whose event was dropped.
+    pub(super) fn poll(&self, state: State) {
         self.follow_epoch();
         let connection = match state {
             State::Connected => Connection::Up,
@@ -138,7 +138,7 @@ impl Link {
         }
     }
 
-    /// Did this change it?
+    /// Returns whether this is a change.
     fn set(&self, connection: Connection) -> bool {
         self.connection.send_if_modified(|is| {
             let changed = *is != connection;
@@ -148,8 +148,8 @@ impl Link {
     }
 
     fn cut_off(&self) {
-        let waiting = std::mem::take(&mut *lock(&self.waiting));
-        let cut_off = u64::try_from(waiting.len()).unwrap_or(u64::MAX);
+        let pending = std::mem::take(&mut *lock(&self.pending));
+        let cut_off = u64::try_from(pending.len()).unwrap_or(u64::MAX);
         self.counters
             .answers_cut_off
             .fetch_add(cut_off, Ordering::Relaxed);
@@ -168,7 +168,7 @@ impl Link {
     }
 
     pub(super) fn last_server_error(&self) -> String {
-        lock(&self.complaint).clone()
+        lock(&self.last_server_error).clone()
     }
 
     pub(super) fn statistics(&self) -> Option<&Arc<Statistics>> {
@@ -178,31 +178,30 @@ impl Link {
     pub(super) fn await_answer(
         &self,
         token: u64,
-        place: OwnedSemaphorePermit,
+        permit: OwnedSemaphorePermit,
     ) -> oneshot::Receiver<Message> {
         let (answer, receiver) = oneshot::channel();
-        let waiting = Waiting {
+        let pending = PendingAnswer {
             answer,
-            _place: place,
+            _permit: permit,
         };
-        lock(&self.waiting).insert(token, waiting);
+        lock(&self.pending).insert(token, pending);
         receiver
     }
 
-    /// An answer that nobody waits for any more is dropped.
+    /// Delivers an answer. One whose requester has given up is dropped.
     pub(super) fn answered(&self, token: u64, message: Message) {
-        let waiting = lock(&self.waiting).remove(&token);
-        if let Some(Waiting { answer, _place }) = waiting {
-            drop(answer.send(message));
+        if let Some(pending) = lock(&self.pending).remove(&token) {
+            drop(pending.answer.send(message));
         }
     }
 
     pub(super) fn forget(&self, token: u64) {
-        lock(&self.waiting).remove(&token);
+        lock(&self.pending).remove(&token);
     }
 }
 
-/// Every step under these locks is one call that leaves nothing half done.
+/// A panic under these locks cannot leave a step half done: every step is one call.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -211,13 +210,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    fn place() -> OwnedSemaphorePermit {
-        let places = Arc::new(tokio::sync::Semaphore::new(1));
-        places.try_acquire_owned().expect("a free place")
+    fn permit() -> OwnedSemaphorePermit {
+        let permits = Arc::new(tokio::sync::Semaphore::new(1));
+        permits.try_acquire_owned().expect("a free permit")
     }
 
-    fn connected() -> (Link, Arc<Statistics>) {
-        let link = Link::new();
+    fn connected() -> (NatsLink, Arc<Statistics>) {
+        let link = NatsLink::new();
         let statistics = Arc::new(Statistics::default());
         statistics.connects.store(1, Ordering::Relaxed);
         link.begin(Arc::clone(&statistics));
@@ -227,7 +226,7 @@ mod tests {
     #[test]
     fn a_disconnect_fails_what_is_in_flight() {
         let (link, statistics) = connected();
-        let mut answer = link.await_answer(7, place());
+        let mut answer = link.await_answer(7, permit());
         link.observe(Event::Disconnected);
         assert!(!link.is_up());
         assert!(answer.try_recv().is_err());
@@ -242,18 +241,14 @@ mod tests {
     #[test]
     fn a_reconnect_without_events_is_seen() {
         let (link, statistics) = connected();
-        let mut answer = link.await_answer(7, place());
+        let mut answer = link.await_answer(7, permit());
         let epochs = link.epochs();
         statistics.connects.store(2, Ordering::Relaxed);
-        link.look(State::Connected);
-        assert_eq!(
-            epochs.has_changed().ok(),
-            Some(true),
-            "who follows is woken"
-        );
+        link.poll(State::Connected);
+        assert_eq!(epochs.has_changed().ok(), Some(true), "consumers are woken");
         assert_eq!(*epochs.borrow(), 2);
         assert!(answer.try_recv().is_err());
-        link.look(State::Disconnected);
+        link.poll(State::Disconnected);
         assert!(!link.is_up());
     }
 

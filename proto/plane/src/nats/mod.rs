@@ -1,13 +1,13 @@
-//! The plane on NATS JetStream: the same five faces between processes and across restarts.
+//! The plane on NATS JetStream.
 //!
-//! [`NatsPlane::connect`] verifies what it finds and refuses a wrong set-up; [`NatsPlane::init`]
-//! creates it. The log is one stream, the registry a key-value bucket, the snapshots an object store
-//! (their names and configuration: `layout`). Request/reply and broadcast are core NATS.
+//! [`NatsPlane::connect`] verifies the set-up of the namespace; [`NatsPlane::init`] creates it. The
+//! log is one stream, the registry a key-value bucket, the snapshots an object store (`layout` has
+//! their names and configuration). Request/reply and broadcast are core NATS.
 //!
-//! What a server may do to us (restart, lose its end, be replaced) and what the client hides of it is
-//! met here: positions are ours, consumers are thrown away (`pull`, `tail`, `watch`), and what was in
-//! flight at a disconnect fails at once (`link`, `core`). Sending again is the user's business: only
-//! it knows its order.
+//! A server may restart, lose the end of its log, or be replaced, and the client hides some of it.
+//! Therefore positions are kept here, consumers are short-lived (`pull`, `tail`, `watch`), and
+//! requests in flight fail immediately at a disconnect (`link`, `core`). Users repeat them, because
+//! only they know the order.
 
 mod config;
 mod core;
@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use self::core::{Core, Outgoing};
+use self::core::{NatsCore, OutgoingMessage};
 use self::layout::Sizes;
 use super::{
     Appended, Broadcast, Connection, LogMessage, LogStatus, LogTail, Plane, PlaneFuture,
@@ -39,10 +39,10 @@ use warmroute_proto::LogPosition;
 pub use config::{InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference};
 pub use inspect::{ClockOffset, NamespaceSetup, StreamRole, StreamUsage};
 
-/// See the module's documentation. Clones are the same plane.
+/// A plane on NATS. Clones share the connection.
 #[derive(Clone)]
 pub struct NatsPlane {
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
 }
 
 impl NatsPlane {
@@ -53,16 +53,16 @@ impl NatsPlane {
         Ok(Self { core })
     }
 
-    /// The same, after it created what was missing. Nothing that is there is changed or destroyed; if
-    /// it is not what was asked for, the error says in what it differs.
+    /// Like [`NatsPlane::connect`], but creates what is missing first. Changes nothing that exists;
+    /// the error lists the differences to `init`.
     pub async fn init(config: NatsConfig, init: InitConfig) -> Result<Self, NatsError> {
         let core = setup::connect(config).await?;
         setup::init(&core, &init).await?;
         Ok(Self { core })
     }
 
-    /// Connects without refusing anything, and tells what is there: for tools that only look.
-    /// `unix_ns` is this machine's clock.
+    /// Connects and reports the set-up without refusing it, for tools that only read. `unix_ns` is
+    /// this machine's clock.
     pub async fn inspect(
         config: NatsConfig,
         unix_ns: fn() -> u64,
@@ -72,7 +72,7 @@ impl NatsPlane {
         Ok((Self { core }, setup))
     }
 
-    /// Counts since the start, for metrics.
+    /// Counts since the start.
     #[must_use]
     pub fn stats(&self) -> NatsStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -92,7 +92,6 @@ impl NatsPlane {
             snapshots_torn: of(&counters.snapshots_torn),
             ..NatsStats::default()
         };
-        // The client's counters are of a type of their own.
         if let Some(statistics) = self.core.link.statistics() {
             stats.connects = statistics.connects.load(Ordering::Relaxed);
             stats.in_messages = statistics.in_messages.load(Ordering::Relaxed);
@@ -103,15 +102,15 @@ impl NatsPlane {
         stats
     }
 
-    /// The server's last complaint, if there was one: a permission that is missing shows nowhere else.
+    /// The last error that the server reported, if any. A missing permission shows nowhere else.
     #[must_use]
     pub fn last_server_error(&self) -> Option<String> {
-        Some(self.core.link.last_server_error()).filter(|complaint| !complaint.is_empty())
+        Some(self.core.link.last_server_error()).filter(|error| !error.is_empty())
     }
 }
 
-/// What the connection went through. Events can be lost when they come in floods, so that their
-/// counts are lower bounds; `connects` is exact.
+/// Counts of a connection. The client drops events under load, so that most counts are lower
+/// bounds; `connects` is exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NatsStats {
     pub connects: u64,
@@ -122,17 +121,17 @@ pub struct NatsStats {
     pub closed: u64,
     pub server_errors: u64,
     pub client_errors: u64,
-    /// Acknowledgements and answers that did not come in time.
+    /// Acknowledgements and answers that timed out.
     pub answers_late: u64,
-    /// Those that a disconnect took along.
+    /// Acknowledgements and answers that a disconnect cut off.
     pub answers_cut_off: u64,
     /// Consumers opened for tails, the first ones too.
     pub tails_reopened: u64,
-    /// The same for watches.
+    /// Consumers opened for watches, the first ones too.
     pub watches_reopened: u64,
-    /// Messages behind the last one that a tail delivered.
+    /// Messages after the last one that a tail delivered.
     pub tail_lag: u64,
-    /// Snapshots met that could not be read: chunks are missing, or what describes them is damaged.
+    /// Reads of snapshots whose chunks are missing or whose description is damaged.
     pub snapshots_torn: u64,
     pub in_messages: u64,
     pub out_messages: u64,
@@ -151,7 +150,10 @@ impl Plane for NatsPlane {
 
     fn append(&self, subject: String, payload: Bytes) -> PlaneFuture<'_, Appended> {
         Box::pin(async move {
-            let stored = self.core.store(Outgoing::new(subject, payload)).await?;
+            let stored = self
+                .core
+                .store(OutgoingMessage::new(subject, payload))
+                .await?;
             let log = self.core.layout.log();
             let acknowledged: Appended =
                 Box::pin(async move { stored.acknowledged(&log).await.map(LogPosition) });

@@ -1,10 +1,9 @@
-//! One consumer of a stream, short-lived and nobody's memory: our position is ours.
+//! A short-lived consumer of a stream. Its user keeps the position.
 //!
-//! Ephemeral, without acknowledgements, in the memory of the server. It delivers until something is
-//! odd (an error, silence beyond two heartbeats, a delivery that is missing), then it is
-//! [`Pulled::Broken`] and whoever uses it opens another at its own position. Not the client's own
-//! ordered consumer: that one is silent for seconds after a reconnect, and goes on in another stream
-//! of the same name without a word.
+//! Ephemeral, without acknowledgements, in the memory of the server. After an error, silence beyond
+//! two heartbeats or a missing delivery it is [`Pulled::Broken`], and its user opens another one at
+//! its own position. The client's own ordered consumer does not do: it is silent for seconds after
+//! a reconnect, and continues silently in another stream of that name.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,49 +15,49 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until};
 
-use super::core::{ApiError, Core, Outgoing, unavailable};
+use super::core::{JetStreamError, NatsCore, OutgoingMessage, unavailable};
 use crate::PlaneError;
 
 const HEARTBEAT: Duration = Duration::from_secs(2);
 
-/// Two heartbeats and a bit.
+/// Two heartbeats and a margin.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 
-/// A request for messages is asked again after this.
+/// A request for messages expires after this and is repeated.
 const EXPIRES: Duration = Duration::from_secs(30);
 
-/// The server forgets a consumer that nobody asks for this long.
+/// The server deletes a consumer without requests after this.
 const INACTIVE: Duration = Duration::from_secs(60);
 
 const BATCH_MAX: usize = 1000;
 
-/// Where to begin.
+/// First message of a consumer.
 #[derive(Clone, Copy)]
 pub(super) enum Start {
     First,
     At(u64),
-    /// The newest message of every subject, then whatever comes.
+    /// The newest message of every subject, then new ones.
     LastPerSubject,
 }
 
 pub(super) struct Pull {
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     stream: String,
     name: String,
     inbox: String,
     deliveries: Subscriber,
     batch: usize,
-    /// Asked for and not delivered yet.
+    /// Requested and not delivered yet.
     outstanding: usize,
     count: DeliveryCount,
     silent_at: Instant,
-    /// What the stream had for us when the consumer was made.
+    /// Messages for this consumer when it was created.
     pub(super) pending_at_start: u64,
 }
 
 pub(super) enum Pulled {
     Message(Delivery),
-    /// The server lives and has nothing.
+    /// The server is alive and has no message.
     Idle,
     Broken,
 }
@@ -69,26 +68,26 @@ pub(super) struct Delivery {
     pub(super) payload: Bytes,
     pub(super) sequence: u64,
     pub(super) stored_unix_ns: u64,
-    /// How many more there are behind it.
+    /// Messages after this one.
     pub(super) pending: u64,
 }
 
 impl Pull {
     pub(super) async fn open(
-        core: &Arc<Core>,
+        core: &Arc<NatsCore>,
         stream: String,
         filter: Option<&str>,
         start: Start,
-    ) -> Result<Self, ApiError> {
+    ) -> Result<Self, JetStreamError> {
         #[derive(Deserialize)]
         struct Created {
             #[serde(default)]
             num_pending: u64,
         }
-        core.check_up().map_err(ApiError::Plane)?;
+        core.check_up().map_err(JetStreamError::Plane)?;
         let inbox = core.client.new_inbox();
         let subscribed = core.client.subscribe(inbox.clone()).await;
-        let deliveries = subscribed.map_err(|error| ApiError::Plane(unavailable(error)))?;
+        let deliveries = subscribed.map_err(|error| JetStreamError::Plane(unavailable(error)))?;
         let name = unique(&inbox);
         let mut api = format!("CONSUMER.CREATE.{stream}.{name}");
         if let Some(filter) = filter {
@@ -121,7 +120,7 @@ impl Pull {
                 return Pulled::Broken;
             }
             let message = tokio::select! {
-                // What is there counts before the silence that a busy reader only imagined.
+                // A message that waits refutes the silence, which a busy reader only assumed.
                 biased;
                 message = self.deliveries.next() => message,
                 () = sleep_until(self.silent_at) => None,
@@ -135,7 +134,7 @@ impl Pull {
         }
     }
 
-    /// What can be had without waiting.
+    /// A message that is already here.
     pub(super) fn next_ready(&mut self) -> Option<Pulled> {
         let message = self.deliveries.next().now_or_never()??;
         Some(self.take(message).unwrap_or(Pulled::Idle))
@@ -149,13 +148,13 @@ impl Pull {
         });
         let (stream, name) = (&self.stream, &self.name);
         let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}");
-        let request = Outgoing::new(subject, Bytes::from(body.to_string()));
+        let request = OutgoingMessage::new(subject, Bytes::from(body.to_string()));
         self.core.send(request, Some(self.inbox.clone())).await?;
         self.outstanding += self.batch;
         Ok(())
     }
 
-    /// `None`: nothing that anybody has to know.
+    /// `None` for messages that the user need not know.
     fn take(&mut self, message: Message) -> Option<Pulled> {
         self.silent_at = Instant::now() + SILENCE_MAX;
         match message.status {
@@ -164,7 +163,7 @@ impl Pull {
                 Some(self.deliver(message))
             }
             Some(StatusCode::IDLE_HEARTBEAT) => Some(Pulled::Idle),
-            // A request ran out; what it did not deliver is asked for again.
+            // A request expired; what it did not deliver is requested again.
             Some(StatusCode::NOT_FOUND | StatusCode::TIMEOUT) => {
                 let rest = message.headers.as_ref();
                 let rest = rest.and_then(|headers| headers.get("Nats-Pending-Messages"));
@@ -193,7 +192,7 @@ impl Pull {
     }
 }
 
-/// The server would forget it anyway, a minute later.
+/// Deletes the consumer, which the server would do a minute later.
 impl Drop for Pull {
     fn drop(&mut self) {
         if self.core.link.is_up() {
@@ -238,7 +237,7 @@ pub(super) fn unique(inbox: &str) -> String {
     inbox.rsplit('.').next().unwrap_or(inbox).to_owned()
 }
 
-/// What a delivery's reply subject tells:
+/// Metadata in a delivery's reply subject:
 /// `$JS.ACK.<stream>.<consumer>.<tries>.<sequence>.<delivery>.<time>.<pending>`, or with
 /// `<domain>.<account>` before the stream and perhaps a token at the end.
 #[derive(Debug, PartialEq, Eq)]
@@ -249,8 +248,8 @@ struct Origin {
     pending: u64,
 }
 
-/// The consumer's own count of deliveries. A hole in it is one that our queue dropped; a hole in the
-/// stream's sequence alone is what fell off the log's end, and the reader's to see.
+/// The consumer's own count of deliveries. A gap in it is a message that our queue dropped; a gap
+/// in the stream's sequence alone is a message that the log dropped, which its reader detects.
 struct DeliveryCount(u64);
 
 impl DeliveryCount {

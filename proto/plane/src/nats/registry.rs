@@ -1,9 +1,9 @@
 //! Keys with revisions and leases, by raw writes to a key-value bucket.
 //!
-//! Raw, because the client's `create_with_ttl` on a key whose time has run out makes it again without
-//! a time: a lock taken twice would never end. A key's revision is its sequence in the bucket's
-//! stream. A key that ended leaves a marker for a while, which counts as nothing and whose sequence
-//! is what the next writer has to name.
+//! Raw, because the client's `create_with_ttl` creates a key that has expired again without a TTL:
+//! a lease that is acquired twice would never expire. A key's revision is its sequence in the
+//! bucket's stream. A key that ended leaves a marker for a while, which counts as absent, and whose
+//! sequence the next writer has to name.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use async_nats::HeaderMap;
 use async_nats::jetstream::message::StreamMessage;
 use bytes::Bytes;
 
-use super::core::{Core, Outgoing, unavailable};
+use super::core::{NatsCore, OutgoingMessage, unavailable};
 use super::layout::MARKER_TTL;
 use crate::{PlaneError, PutIf, RegistryEntry, Revision};
 
@@ -20,10 +20,11 @@ const OPERATION: &str = "KV-Operation";
 const MARKER: &str = "Nats-Marker-Reason";
 const TTL: &str = "Nats-TTL";
 
-/// Between looking for a marker and naming it somebody else may write.
+/// Attempts to create a key, because other writers may write between reading a marker and naming
+/// it.
 const TRIES: usize = 4;
 
-/// Is this the end of a key instead of a value?
+/// Whether a message is the end of a key instead of a value.
 pub(super) fn is_end(headers: Option<&HeaderMap>) -> bool {
     headers.is_some_and(|headers| {
         let operation = headers.get(OPERATION).map(async_nats::HeaderValue::as_str);
@@ -31,7 +32,7 @@ pub(super) fn is_end(headers: Option<&HeaderMap>) -> bool {
     })
 }
 
-pub(super) async fn get(core: &Core, key: &str) -> Result<Option<RegistryEntry>, PlaneError> {
+pub(super) async fn get(core: &NatsCore, key: &str) -> Result<Option<RegistryEntry>, PlaneError> {
     let newest = newest(core, key).await?;
     let value = newest.filter(|message| !is_end(Some(&message.headers)));
     Ok(value.map(|message| RegistryEntry {
@@ -40,13 +41,13 @@ pub(super) async fn get(core: &Core, key: &str) -> Result<Option<RegistryEntry>,
     }))
 }
 
-async fn newest(core: &Core, key: &str) -> Result<Option<StreamMessage>, PlaneError> {
+async fn newest(core: &NatsCore, key: &str) -> Result<Option<StreamMessage>, PlaneError> {
     let subject = format!("{}{key}", core.layout.key_prefix());
     core.newest(&core.layout.registry(), &subject).await
 }
 
 pub(super) async fn put(
-    core: &Core,
+    core: &NatsCore,
     key: &str,
     value: Bytes,
     condition: PutIf,
@@ -67,7 +68,7 @@ pub(super) async fn put(
 }
 
 async fn create(
-    core: &Core,
+    core: &NatsCore,
     key: &str,
     value: Bytes,
     mut headers: HeaderMap,
@@ -88,7 +89,11 @@ async fn create(
     Err(unavailable("the key keeps changing"))
 }
 
-pub(super) async fn delete(core: &Core, key: &str, revision: Revision) -> Result<(), PlaneError> {
+pub(super) async fn delete(
+    core: &NatsCore,
+    key: &str,
+    revision: Revision,
+) -> Result<(), PlaneError> {
     let mut headers = HeaderMap::new();
     headers.insert(OPERATION, "DEL");
     headers.insert(EXPECTED, revision.0.to_string());
@@ -98,12 +103,12 @@ pub(super) async fn delete(core: &Core, key: &str, revision: Revision) -> Result
 }
 
 async fn write(
-    core: &Core,
+    core: &NatsCore,
     key: &str,
     value: Bytes,
     headers: HeaderMap,
 ) -> Result<Revision, PlaneError> {
-    let message = Outgoing {
+    let message = OutgoingMessage {
         subject: format!("{}{key}", core.layout.key_prefix()),
         headers: (!headers.is_empty()).then_some(headers),
         payload: value,
@@ -113,7 +118,7 @@ async fn write(
     Ok(Revision(sequence))
 }
 
-/// The server knows no shorter time, and rounding down would end a lease early.
+/// Rounds up to the server's unit: rounding down would end a lease early.
 fn whole_seconds(duration: Duration) -> String {
     let seconds = duration.as_secs() + u64::from(duration.subsec_nanos() > 0);
     seconds.max(1).to_string()

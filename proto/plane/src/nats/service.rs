@@ -1,7 +1,8 @@
 //! Request/reply and broadcast over core NATS.
 //!
-//! Servers of one subject form one queue group. An answer that cannot be given (nobody wants to, or it
-//! is too large) is answered with a header that says so, so that its asker need not wait.
+//! Servers of one subject form one queue group. A request without an answer, because it was dropped
+//! or its answer is too large, is answered with an error header, so that the requester need not
+//! wait.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
 
-use super::core::{Core, ERROR_HEADER, Outgoing, unavailable};
+use super::core::{ERROR_HEADER, NatsCore, OutgoingMessage, unavailable};
 use crate::{Broadcast, PlaneError, PlaneStream, Reply, ServiceRequest};
 
 const QUEUE_GROUP: &str = "wr";
@@ -19,12 +20,14 @@ const DROPPED: &str = "dropped";
 const TOO_LARGE: &str = "too-large";
 
 pub(super) async fn request(
-    core: &Core,
+    core: &NatsCore,
     subject: String,
     payload: Bytes,
     deadline: Duration,
 ) -> Result<Bytes, PlaneError> {
-    let awaited = core.ask(Outgoing::new(subject, payload), deadline).await?;
+    let awaited = core
+        .ask(OutgoingMessage::new(subject, payload), deadline)
+        .await?;
     let answer = awaited.answer().await?;
     let error = answer.headers.as_ref().and_then(|h| h.get(ERROR_HEADER));
     match error {
@@ -43,7 +46,7 @@ fn parse_error(text: &str) -> PlaneError {
 }
 
 pub(super) async fn serve(
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     subject: String,
 ) -> Result<PlaneStream<ServiceRequest>, PlaneError> {
     core.check_up()?;
@@ -62,7 +65,7 @@ pub(super) async fn serve(
 }
 
 struct Served {
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     requests: Option<Subscriber>,
 }
 
@@ -83,7 +86,7 @@ impl Served {
     }
 }
 
-/// Who asked us in the last moment hears that we are gone, and can ask another.
+/// Refuses requests that arrive in the last moment, so that the requester can ask another server.
 impl Drop for Served {
     fn drop(&mut self) {
         let Some(mut requests) = self.requests.take() else {
@@ -103,21 +106,23 @@ impl Drop for Served {
     }
 }
 
-async fn answer_with(core: Arc<Core>, to: String, answer: oneshot::Receiver<Bytes>) {
+async fn answer_with(core: Arc<NatsCore>, to: String, answer: oneshot::Receiver<Bytes>) {
     let Ok(payload) = answer.await else {
         return refuse(&core, to, DROPPED.to_owned()).await;
     };
-    let sent = core.send(Outgoing::new(to.clone(), payload), None).await;
+    let sent = core
+        .send(OutgoingMessage::new(to.clone(), payload), None)
+        .await;
     if let Err(PlaneError::TooLarge { bytes, max }) = sent {
         refuse(&core, to, format!("{TOO_LARGE} {bytes} {max}")).await;
     }
 }
 
-/// A refusal that does not arrive is a time-out at the asker's.
-async fn refuse(core: &Core, to: String, why: String) {
+/// Sends a refusal. If it is lost, the requester times out.
+async fn refuse(core: &NatsCore, to: String, why: String) {
     let mut headers = HeaderMap::new();
     headers.insert(ERROR_HEADER, why);
-    let refusal = Outgoing {
+    let refusal = OutgoingMessage {
         subject: to,
         headers: Some(headers),
         payload: Bytes::new(),
@@ -126,23 +131,24 @@ async fn refuse(core: &Core, to: String, why: String) {
 }
 
 pub(super) async fn publish(
-    core: &Core,
+    core: &NatsCore,
     subject: String,
     payload: Bytes,
 ) -> Result<(), PlaneError> {
     core.check_up()?;
-    core.send(Outgoing::new(subject, payload), None).await
+    core.send(OutgoingMessage::new(subject, payload), None)
+        .await
 }
 
 pub(super) async fn subscribe(
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     subject: String,
 ) -> Result<PlaneStream<Broadcast>, PlaneError> {
     core.check_up()?;
     let subscribed = core.client.subscribe(subject).await;
     let messages = subscribed.map_err(unavailable)?;
     core.round_trip().await?;
-    // The plane lives as long as somebody listens.
+    // The stream keeps the plane alive.
     let start = (core, messages);
     Ok(Box::pin(stream::unfold(
         start,

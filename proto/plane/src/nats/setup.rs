@@ -1,8 +1,7 @@
-//! Connecting, and what has to be there before anything else: the streams as `init` makes them.
+//! Connects, and verifies or creates the streams of a namespace.
 //!
-//! `connect` tries once and says why it failed, instead of the client's `retry_on_initial_connect`,
-//! which hides a wrong password behind silence; whoever wants to wait for a server calls again. From
-//! then on the client reconnects for ever.
+//! `connect` tries once and reports why it failed: the client's `retry_on_initial_connect` would
+//! hide a wrong password. After the first connection the client reconnects forever.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,19 +11,19 @@ use async_nats::{Client, ConnectError, ConnectErrorKind, ConnectOptions, ServerA
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::config::{InitConfig, NatsAuth, NatsConfig, NatsError, SetupDifference};
-use super::core::{ApiError, Core, Fault};
+use super::core::{JetStreamError, NatsCore, ServerFault};
 use super::layout::{self, Layout, Sizes};
-use super::link::Link;
+use super::link::NatsLink;
 use crate::PlaneError;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A connection that died silently is found after three of these.
+/// A connection that died silently is detected after three of these.
 const PING: Duration = Duration::from_secs(2);
 
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-pub(super) async fn connect(config: NatsConfig) -> Result<Arc<Core>, NatsError> {
+pub(super) async fn connect(config: NatsConfig) -> Result<Arc<NatsCore>, NatsError> {
     let core = connect_to_any(config).await?;
     let differences = server_differences(&core);
     if !differences.is_empty() {
@@ -33,21 +32,21 @@ pub(super) async fn connect(config: NatsConfig) -> Result<Arc<Core>, NatsError> 
     Ok(core)
 }
 
-/// The same, whatever the server is able to do.
-pub(super) async fn connect_to_any(config: NatsConfig) -> Result<Arc<Core>, NatsError> {
+/// Connects without a check of the server's version and limits.
+pub(super) async fn connect_to_any(config: NatsConfig) -> Result<Arc<NatsCore>, NatsError> {
     let layout = Layout::new(&config.namespace);
-    let link = Arc::new(Link::new());
+    let link = Arc::new(NatsLink::new());
     let client = open(&config, &link).await?;
-    let core = Core::start(client, Arc::clone(&link), layout, config.queue_max).await;
+    let core = NatsCore::start(client, Arc::clone(&link), layout, config.queue_max).await;
     core.map_err(|error| failed(&error, &link))
 }
 
-pub(super) fn server_differences(core: &Core) -> Vec<SetupDifference> {
+pub(super) fn server_differences(core: &NatsCore) -> Vec<SetupDifference> {
     let version = core.client.server_info().version;
     layout::server_differences(&version, core.client.max_payload())
 }
 
-async fn open(config: &NatsConfig, link: &Arc<Link>) -> Result<Client, NatsError> {
+async fn open(config: &NatsConfig, link: &Arc<NatsLink>) -> Result<Client, NatsError> {
     let invalid = |error: std::io::Error| NatsError::Invalid(format!("{}: {error}", config.url));
     let servers: Vec<ServerAddr> = config
         .url
@@ -99,7 +98,7 @@ fn refused(error: ConnectError) -> NatsError {
     }
 }
 
-/// At once, then twice as long each time.
+/// None for the first attempt, then doubling.
 fn reconnect_delay(attempts: usize) -> Duration {
     let doublings = u32::try_from(attempts.saturating_sub(1).min(10)).unwrap_or(10);
     let delay = Duration::from_millis(10) * 2_u32.pow(doublings);
@@ -110,8 +109,8 @@ fn reconnect_delay(attempts: usize) -> Duration {
     }
 }
 
-/// Refuses what is not as it must be.
-pub(super) async fn verify(core: &Core, sizes: Sizes<'_>) -> Result<(), NatsError> {
+/// Compares the set-up with what is required.
+pub(super) async fn verify(core: &NatsCore, sizes: Sizes<'_>) -> Result<(), NatsError> {
     let any = InitConfig::default();
     let wanted = match sizes {
         Sizes::Bounded => &any,
@@ -132,8 +131,8 @@ pub(super) async fn verify(core: &Core, sizes: Sizes<'_>) -> Result<(), NatsErro
     Err(NatsError::Mismatch(differences))
 }
 
-/// Creates what is missing, changes nothing that is there, and verifies all of it.
-pub(super) async fn init(core: &Core, init: &InitConfig) -> Result<(), NatsError> {
+/// Creates missing streams, changes no existing one, and verifies all.
+pub(super) async fn init(core: &NatsCore, init: &InitConfig) -> Result<(), NatsError> {
     let differences: Vec<SetupDifference> = layout::init_differences(init);
     if !differences.is_empty() {
         return Err(NatsError::Mismatch(differences));
@@ -148,26 +147,26 @@ pub(super) async fn init(core: &Core, init: &InitConfig) -> Result<(), NatsError
     verify(core, Sizes::Of(init)).await
 }
 
-pub(super) async fn find(core: &Core, stream: &str) -> Result<Option<Info>, NatsError> {
+pub(super) async fn find(core: &NatsCore, stream: &str) -> Result<Option<Info>, NatsError> {
     match core.stream_info(stream).await {
         Ok(info) => Ok(Some(info)),
-        Err(ApiError::Server(fault)) if fault.is_stream_missing() => Ok(None),
+        Err(JetStreamError::Server(fault)) if fault.is_stream_missing() => Ok(None),
         Err(error) => Err(failed(&error.into(), &core.link)),
     }
 }
 
-async fn create(core: &Core, wanted: &Config) -> Result<(), NatsError> {
+async fn create(core: &NatsCore, wanted: &Config) -> Result<(), NatsError> {
     let body = serde_json::to_value(wanted)
         .map_err(|error| NatsError::Invalid(format!("{}: {error}", wanted.name)))?;
     let api = format!("STREAM.CREATE.{}", wanted.name);
     match core.api::<Info>(&api, &body).await {
         Ok(_) => Ok(()),
-        // Somebody else was faster: `verify` says whether it is what we want.
-        Err(ApiError::Server(fault)) if fault.is_name_in_use() => Ok(()),
-        Err(ApiError::Server(fault)) if fault.is_passing() => {
+        // Another process created it: `verify` compares it.
+        Err(JetStreamError::Server(fault)) if fault.is_name_in_use() => Ok(()),
+        Err(JetStreamError::Server(fault)) if fault.is_transient() => {
             Err(NatsError::Unreachable(fault.description))
         }
-        Err(ApiError::Server(Fault {
+        Err(JetStreamError::Server(ServerFault {
             err_code,
             description,
         })) => {
@@ -175,17 +174,17 @@ async fn create(core: &Core, wanted: &Config) -> Result<(), NatsError> {
             let why = format!("{stream}: {description} ({err_code})");
             Err(NatsError::Refused(why))
         }
-        Err(ApiError::Plane(error)) => Err(failed(&error, &core.link)),
+        Err(JetStreamError::Plane(error)) => Err(failed(&error, &core.link)),
     }
 }
 
-/// A question that the server does not permit is never answered; its complaint comes beside it.
-pub(super) fn failed(error: &PlaneError, link: &Link) -> NatsError {
-    let complaint = link.last_server_error();
-    if complaint.is_empty() {
+/// A request without permission is never answered; the server reports the error separately.
+pub(super) fn failed(error: &PlaneError, link: &NatsLink) -> NatsError {
+    let server_error = link.last_server_error();
+    if server_error.is_empty() {
         NatsError::Unreachable(error.to_string())
     } else {
-        NatsError::Refused(complaint)
+        NatsError::Refused(server_error)
     }
 }
 
@@ -203,12 +202,17 @@ mod tests {
 
     #[test]
     fn a_cluster_without_a_leader_is_asked_again() {
-        let fault = |err_code| Fault {
+        let fault = |err_code| ServerFault {
             err_code,
             description: String::new(),
         };
-        // As nats-server 2.15 numbers them: not available now; no such stream; no more streams allowed.
-        assert!(fault(10008).is_passing());
-        assert!([10059, 10027].iter().all(|&code| !fault(code).is_passing()));
+        // As nats-server 2.15 numbers them: not available now; no such stream; no more streams
+        // allowed.
+        assert!(fault(10008).is_transient());
+        assert!(
+            [10059, 10027]
+                .iter()
+                .all(|&code| !fault(code).is_transient())
+        );
     }
 }

@@ -1,10 +1,10 @@
-//! Immutable blobs in the layout of a NATS object store: chunks under a random name, then one message
-//! that names them.
+//! Immutable blobs in the layout of a NATS object store: chunks under a random name, then one
+//! message that names them.
 //!
-//! That message is written only where none is, so that of two writers of a name one loses; until it
-//! is there nobody sees the chunks. Deleting purges both and leaves nothing: a tombstone for every
-//! snapshot ever taken would make listing slower for ever. Chunks of a writer that died in between
-//! go by the bucket's age.
+//! That message is written only if there is none, so that one of two writers of a name loses;
+//! before it the chunks are not visible. A deletion purges both without a tombstone, which would
+//! make listings slower with every snapshot ever taken. Chunks of a writer that died expire with
+//! the bucket's age.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,19 +19,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::time::timeout;
 
-use super::core::{Core, Outgoing, Stored, unavailable};
+use super::core::{NatsCore, OutgoingMessage, PendingWrite, unavailable};
 use super::link::count;
 use super::pull::{Pull, Pulled, Start, unique};
 use crate::PlaneError;
 
-/// Of one chunk, at most: large enough that acknowledgements do not count; smaller where the server takes
-/// less.
+/// Most bytes of a chunk, so that acknowledgements cost little. Smaller if the server's limit is.
 const CHUNK_BYTES: usize = 512 << 10;
 
-/// Chunks on their way: 4 MiB at most.
+/// Unacknowledged chunks: 4 MiB at most.
 const WINDOW: usize = 8;
 
-/// A blob that does not move for this long is given up.
+/// A read without progress for this long fails.
 const STALL: Duration = Duration::from_secs(10);
 
 /// The message that names the chunks, as NATS' tools write it.
@@ -48,20 +47,20 @@ struct Object {
     deleted: bool,
 }
 
-/// What lies under a name.
-enum Found {
-    Nothing,
-    Object(Object),
+/// The content under a name.
+enum StoredObject {
+    Absent,
+    Present(Object),
     Unreadable,
 }
 
-struct Bucket {
-    core: Arc<Core>,
+struct SnapshotBucket {
+    core: Arc<NatsCore>,
     stream: String,
 }
 
-impl Bucket {
-    fn new(core: &Arc<Core>) -> Self {
+impl SnapshotBucket {
+    fn new(core: &Arc<NatsCore>) -> Self {
         Self {
             core: Arc::clone(core),
             stream: core.layout.snapshots(),
@@ -77,19 +76,21 @@ impl Bucket {
         format!("$O.{}.C.{nuid}", self.core.layout.bucket())
     }
 
-    async fn find(&self, name: &str) -> Result<Found, PlaneError> {
+    async fn find(&self, name: &str) -> Result<StoredObject, PlaneError> {
         let newest = self.core.newest(&self.stream, &self.object(name)).await?;
-        Ok(newest.map_or(Found::Nothing, |message| self.read_object(&message.payload)))
+        Ok(newest.map_or(StoredObject::Absent, |message| {
+            self.read_object(&message.payload)
+        }))
     }
 
-    /// One that cannot be read is as good as none: it must not stand in the way of others.
-    fn read_object(&self, payload: &[u8]) -> Found {
+    /// An unreadable description must not hide other snapshots.
+    fn read_object(&self, payload: &[u8]) -> StoredObject {
         match serde_json::from_slice::<Object>(payload) {
-            Ok(object) if object.deleted => Found::Nothing,
-            Ok(object) => Found::Object(object),
+            Ok(object) if object.deleted => StoredObject::Absent,
+            Ok(object) => StoredObject::Present(object),
             Err(_) => {
                 count(&self.core.link.counters.snapshots_torn);
-                Found::Unreadable
+                StoredObject::Unreadable
             }
         }
     }
@@ -103,7 +104,7 @@ impl Bucket {
 
     async fn put_chunks(&self, subject: &str, blob: &Bytes) -> Result<usize, PlaneError> {
         let chunk_bytes = CHUNK_BYTES.min(self.core.payload_max());
-        let mut window: VecDeque<Stored> = VecDeque::with_capacity(WINDOW);
+        let mut window: VecDeque<PendingWrite> = VecDeque::with_capacity(WINDOW);
         let mut chunks = 0;
         while chunks * chunk_bytes < blob.len() {
             if window.len() == WINDOW
@@ -113,7 +114,7 @@ impl Bucket {
             }
             let start = chunks * chunk_bytes;
             let chunk = blob.slice(start..blob.len().min(start + chunk_bytes));
-            let message = Outgoing::new(subject.to_owned(), chunk);
+            let message = OutgoingMessage::new(subject.to_owned(), chunk);
             window.push_back(self.core.store(message).await?);
             chunks += 1;
         }
@@ -127,7 +128,7 @@ impl Bucket {
         let mut headers = HeaderMap::new();
         headers.insert("Nats-Rollup", "sub");
         headers.insert("Nats-Expected-Last-Subject-Sequence", "0");
-        let message = Outgoing {
+        let message = OutgoingMessage {
             subject: self.object(&object.name),
             headers: Some(headers),
             payload: serde_json::to_vec(object).map_err(unavailable)?.into(),
@@ -141,7 +142,7 @@ impl Bucket {
         let subject = self.chunks(&object.nuid);
         let filter = Some(subject.as_str());
         let mut pull = Pull::open(&self.core, self.stream.clone(), filter, Start::First).await?;
-        // What the description says is believed as far as the store bears it out.
+        // The description is checked against what the store has.
         let is_whole = pull.pending_at_start == object.chunks as u64;
         if !is_whole || object.size > object.chunks.saturating_mul(CHUNK_BYTES) {
             return Ok(None);
@@ -161,27 +162,27 @@ impl Bucket {
                         break;
                     }
                 }
-                // A server that has nothing more to say has not got it.
+                // The server has no further chunk.
                 Pulled::Idle => break,
-                Pulled::Broken => return Err(unavailable("the snapshot broke off")),
+                Pulled::Broken => return Err(unavailable("reading the snapshot was interrupted")),
             }
         }
         Ok((chunks == object.chunks && blob.len() == object.size).then(|| Bytes::from(blob)))
     }
 }
 
-pub(super) async fn put(core: &Arc<Core>, name: String, blob: Bytes) -> Result<(), PlaneError> {
-    let bucket = Bucket::new(core);
+pub(super) async fn put(core: &Arc<NatsCore>, name: String, blob: Bytes) -> Result<(), PlaneError> {
+    let bucket = SnapshotBucket::new(core);
     match bucket.find(&name).await? {
-        Found::Nothing => {}
-        Found::Object(_) | Found::Unreadable => return Err(PlaneError::Conflict),
+        StoredObject::Absent => {}
+        StoredObject::Present(_) | StoredObject::Unreadable => return Err(PlaneError::Conflict),
     }
     let nuid = unique(&core.client.new_inbox());
     let subject = bucket.chunks(&nuid);
     let chunks = match bucket.put_chunks(&subject, &blob).await {
         Ok(chunks) => chunks,
         Err(error) => {
-            // Best effort: what stays goes by age.
+            // Best effort: the rest expires by age.
             drop(bucket.purge(subject).await);
             return Err(error);
         }
@@ -203,9 +204,9 @@ pub(super) async fn put(core: &Arc<Core>, name: String, blob: Bytes) -> Result<(
     put
 }
 
-pub(super) async fn get(core: &Arc<Core>, name: &str) -> Result<Option<Bytes>, PlaneError> {
-    let bucket = Bucket::new(core);
-    let Found::Object(object) = bucket.find(name).await? else {
+pub(super) async fn get(core: &Arc<NatsCore>, name: &str) -> Result<Option<Bytes>, PlaneError> {
+    let bucket = SnapshotBucket::new(core);
+    let StoredObject::Present(object) = bucket.find(name).await? else {
         return Ok(None);
     };
     let blob = bucket.read(&object).await?;
@@ -215,22 +216,22 @@ pub(super) async fn get(core: &Arc<Core>, name: &str) -> Result<Option<Bytes>, P
     Ok(blob)
 }
 
-/// The name first: a reader must not find one whose chunks are gone.
-pub(super) async fn delete(core: &Arc<Core>, name: &str) -> Result<(), PlaneError> {
-    let bucket = Bucket::new(core);
+/// Purges the name first: a reader must not find one without its chunks.
+pub(super) async fn delete(core: &Arc<NatsCore>, name: &str) -> Result<(), PlaneError> {
+    let bucket = SnapshotBucket::new(core);
     match bucket.find(name).await? {
-        Found::Nothing => Ok(()),
-        Found::Object(object) => {
+        StoredObject::Absent => Ok(()),
+        StoredObject::Present(object) => {
             bucket.purge(bucket.object(name)).await?;
             bucket.purge(bucket.chunks(&object.nuid)).await
         }
-        // Its chunks go by age.
-        Found::Unreadable => bucket.purge(bucket.object(name)).await,
+        // Its chunks expire by age.
+        StoredObject::Unreadable => bucket.purge(bucket.object(name)).await,
     }
 }
 
-pub(super) async fn list(core: &Arc<Core>) -> Result<Vec<String>, PlaneError> {
-    let bucket = Bucket::new(core);
+pub(super) async fn list(core: &Arc<NatsCore>) -> Result<Vec<String>, PlaneError> {
+    let bucket = SnapshotBucket::new(core);
     let filter = format!("$O.{}.M.>", core.layout.bucket());
     let start = Start::LastPerSubject;
     let mut pull = Pull::open(core, bucket.stream.clone(), Some(&filter), start).await?;
@@ -241,12 +242,12 @@ pub(super) async fn list(core: &Arc<Core>) -> Result<Vec<String>, PlaneError> {
             Pulled::Message(message) => {
                 more = message.pending > 0;
                 match bucket.read_object(&message.payload) {
-                    Found::Object(object) => names.push(object.name),
-                    Found::Nothing | Found::Unreadable => {}
+                    StoredObject::Present(object) => names.push(object.name),
+                    StoredObject::Absent | StoredObject::Unreadable => {}
                 }
             }
             Pulled::Idle => more = false,
-            Pulled::Broken => return Err(unavailable("the list broke off")),
+            Pulled::Broken => return Err(unavailable("listing the snapshots was interrupted")),
         }
     }
     names.sort_unstable();

@@ -1,10 +1,9 @@
-//! Following the log: a supervised consumer at our own position, and the proof that it is our log.
+//! Tails the log by consumers at a position of its own, and checks that the log is still the same.
 //!
-//! A consumer cannot be trusted across anything: a stream that was deleted and made again, rolled
-//! back or refilled continues without an error. So after every opening, every reconnect and every
-//! [`CHECK`] the tail compares the log's identity, its last position, and when the message at its own
-//! position was stored. If one of them shows another log the tail ends; if the server only cannot be
-//! asked, it tries again.
+//! A stream that was deleted and created again, rolled back or refilled continues without an error.
+//! So after every opening, every reconnect and every [`CHECK`] the tail compares the log's
+//! identity, its last position, and when the message at the tail's position was stored. If one of
+//! them shows another log, the tail ends; if the server does not answer, the check is repeated.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +12,7 @@ use futures_util::stream;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::core::{ApiError, Core};
+use super::core::{JetStreamError, NatsCore};
 use super::layout;
 use super::link::count;
 use super::pull::{Delivery, Pull, Pulled, Start};
@@ -21,13 +20,14 @@ use crate::{LogMessage, LogStatus, LogTail, PlaneError};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
 const CHECK: Duration = Duration::from_secs(5);
-const RETRY: Duration = Duration::from_millis(200);
+/// Delay before a consumer that could not be created is tried again.
+const REOPEN_DELAY: Duration = Duration::from_millis(200);
 
 struct Tail {
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     identity: StreamIdentity,
     position: LogPosition,
-    /// When the message at `position` was stored, once we know.
+    /// When the message at `position` was stored, once known.
     stored_unix_ns: Option<u64>,
     batch_max: usize,
     pull: Option<Pull>,
@@ -35,14 +35,14 @@ struct Tail {
     epochs: watch::Receiver<u64>,
 }
 
-enum Verdict {
+enum LogCheck {
     Same,
     Another,
     Unknown,
 }
 
 pub(super) async fn tail(
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     after: LogPosition,
     batch_max: usize,
 ) -> Result<LogTail, PlaneError> {
@@ -63,14 +63,14 @@ pub(super) async fn tail(
     })))
 }
 
-pub(super) async fn status(core: &Core) -> Result<LogStatus, PlaneError> {
+pub(super) async fn status(core: &NatsCore) -> Result<LogStatus, PlaneError> {
     let name = core.layout.log();
     let asked = core.stream_info_and_time(&name).await;
     let (info, now_unix_ns) = asked.map_err(|error| match error {
-        ApiError::Server(fault) if fault.is_stream_missing() => {
+        JetStreamError::Server(fault) if fault.is_stream_missing() => {
             PlaneError::Unavailable(format!("there is no stream {name}"))
         }
-        ApiError::Server(_) | ApiError::Plane(_) => error.into(),
+        JetStreamError::Server(_) | JetStreamError::Plane(_) => error.into(),
     })?;
     let identity = layout::identity(&info)
         .ok_or_else(|| PlaneError::Unavailable(format!("stream {name} has no identity")))?;
@@ -88,10 +88,10 @@ pub(super) async fn status(core: &Core) -> Result<LogStatus, PlaneError> {
 }
 
 pub(super) async fn at(
-    core: &Core,
+    core: &NatsCore,
     position: LogPosition,
 ) -> Result<Option<LogMessage>, PlaneError> {
-    // The server takes 0 for "not given" and calls the question malformed.
+    // The server reads 0 as "not given" and calls the request malformed.
     if position == LogPosition(0) {
         return Ok(None);
     }
@@ -99,7 +99,10 @@ pub(super) async fn at(
     Ok(message.map(read))
 }
 
-pub(super) async fn last_on(core: &Core, subject: &str) -> Result<Option<LogMessage>, PlaneError> {
+pub(super) async fn last_on(
+    core: &NatsCore,
+    subject: &str,
+) -> Result<Option<LogMessage>, PlaneError> {
     let message = core.newest(&core.layout.log(), subject).await?;
     Ok(message.map(read))
 }
@@ -114,7 +117,7 @@ fn read(message: async_nats::jetstream::message::StreamMessage) -> LogMessage {
 }
 
 impl Tail {
-    /// The next messages; none when this log is no more.
+    /// The next messages, or `None` once this log no longer exists.
     async fn next(&mut self) -> Option<Vec<LogMessage>> {
         loop {
             if self.epochs.has_changed().unwrap_or(false) {
@@ -122,19 +125,19 @@ impl Tail {
             }
             if self.pull.is_none() {
                 match self.open().await {
-                    Verdict::Same => {}
-                    Verdict::Another => return None,
-                    Verdict::Unknown => {
+                    LogCheck::Same => {}
+                    LogCheck::Another => return None,
+                    LogCheck::Unknown => {
                         self.reopen();
-                        sleep(RETRY).await;
+                        sleep(REOPEN_DELAY).await;
                     }
                 }
                 continue;
             }
             if self.check_at <= Instant::now() {
                 match self.check().await {
-                    Verdict::Same | Verdict::Unknown => self.check_at = Instant::now() + CHECK,
-                    Verdict::Another => return None,
+                    LogCheck::Same | LogCheck::Unknown => self.check_at = Instant::now() + CHECK,
+                    LogCheck::Another => return None,
                 }
             }
             if let Some(batch) = self.wait().await {
@@ -143,11 +146,11 @@ impl Tail {
         }
     }
 
-    /// Waits for whatever comes first; the loop looks again at the rest.
+    /// Waits for messages, a reconnect or the next check, whichever is first.
     async fn wait(&mut self) -> Option<Vec<LogMessage>> {
         let pull = self.pull.as_mut()?;
         let pulled = tokio::select! {
-            // After a reconnect nothing of the old consumer is believed.
+            // After a reconnect the old consumer is not read.
             biased;
             _ = self.epochs.changed() => Pulled::Broken,
             pulled = pull.next() => pulled,
@@ -193,16 +196,16 @@ impl Tail {
         self.pull = None;
     }
 
-    /// A new consumer first, then the proof: made the other way round, the log could change between.
-    async fn open(&mut self) -> Verdict {
+    /// Opens a consumer, then checks the log: in the other order the log could change in between.
+    async fn open(&mut self) -> LogCheck {
         self.epochs.borrow_and_update();
         let start = Start::At(self.position.next().0);
         let log = self.core.layout.log();
         let Ok(pull) = Pull::open(&self.core, log, None, start).await else {
-            // Perhaps there is another log already, which does not let us in.
+            // Another log may have replaced this one and deny the consumer.
             return match self.check().await {
-                Verdict::Another => Verdict::Another,
-                Verdict::Same | Verdict::Unknown => Verdict::Unknown,
+                LogCheck::Another => LogCheck::Another,
+                LogCheck::Same | LogCheck::Unknown => LogCheck::Unknown,
             };
         };
         count(&self.core.link.counters.tails_reopened);
@@ -212,25 +215,25 @@ impl Tail {
         verdict
     }
 
-    async fn check(&mut self) -> Verdict {
+    async fn check(&mut self) -> LogCheck {
         let Ok(status) = status(&self.core).await else {
-            return Verdict::Unknown;
+            return LogCheck::Unknown;
         };
         if status.identity != self.identity || status.last < self.position {
-            return Verdict::Another;
+            return LogCheck::Another;
         }
         let Ok(message) = at(&self.core, self.position).await else {
-            return Verdict::Unknown;
+            return LogCheck::Unknown;
         };
-        // None proves nothing: it may have fallen off the end, or a slow copy of the log answered.
+        // A missing message proves nothing: the log may have dropped it, or a slow copy answered.
         let Some(message) = message else {
-            return Verdict::Same;
+            return LogCheck::Same;
         };
         match self.stored_unix_ns {
-            Some(stored) if stored != message.stored_unix_ns => Verdict::Another,
+            Some(stored) if stored != message.stored_unix_ns => LogCheck::Another,
             Some(_) | None => {
                 self.stored_unix_ns = Some(message.stored_unix_ns);
-                Verdict::Same
+                LogCheck::Same
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Watches registry keys across reconnects and server restarts.
 //!
-//! Whenever its consumer breaks, a watch lists all keys again and reports the difference: a key that
-//! expired during an outage, or a bucket that was lost, is reported like any other change.
+//! Whenever its consumer breaks, a watch lists all keys again and reports the difference: a key
+//! that expired during an outage, or a bucket that was lost, is reported like any other change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use futures_util::stream;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use super::core::Core;
+use super::core::NatsCore;
 use super::link::count;
 use super::pull::{Delivery, Pull, Pulled, Start};
 use super::registry::is_end;
@@ -21,7 +21,7 @@ use crate::{PlaneError, PlaneStream, RegistryEntry, RegistryEvent, Revision};
 const REOPEN_DELAY: Duration = Duration::from_millis(200);
 
 struct BucketWatch {
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     /// Keys that do not begin with it are skipped.
     prefix: String,
     key_prefix: String,
@@ -32,7 +32,7 @@ struct BucketWatch {
 }
 
 pub(super) async fn watch(
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     prefix: String,
 ) -> Result<PlaneStream<RegistryEvent>, PlaneError> {
     let key_prefix = core.layout.key_prefix();

@@ -1,5 +1,5 @@
-//! What every [`Plane`] has to do. `suite!(name, factory)` makes one test of each check; the factory
-//! gives a fresh [`Fixture`] whose log keeps about [`LOG_BYTES`].
+//! What every [`Plane`] has to do. `suite!(name, factory)` makes one test of each check; the
+//! factory gives a fresh [`Fixture`] whose log keeps about [`LOG_BYTES`].
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ macro_rules! suite {
 
             conformance::suite!(@each $factory;
                 appends_are_ordered_and_acknowledged,
-                appends_need_nobody_who_looks_at_their_answers,
+                appends_do_not_wait_for_their_answers_to_be_read,
                 tail_continues_behind_a_position,
                 tail_waits_and_wakes,
                 tail_survives_a_dropped_wait,
@@ -51,11 +51,11 @@ macro_rules! suite {
                 registry_writes_are_conditional,
                 a_lease_runs_out_unless_renewed,
                 a_lease_has_one_holder,
-                watch_tells_present_then_changes,
+                watch_reports_present_keys_then_changes,
                 watch_sees_a_lease_end,
                 watch_compares_whole_prefixes,
                 snapshots_are_immutable,
-                of_two_snapshots_of_a_name_one_wins,
+                one_of_two_writers_of_a_snapshot_name_wins,
                 requests_are_answered_by_one_server,
                 unserved_requests_fail,
                 broadcast_reaches_all_listeners,
@@ -138,7 +138,7 @@ pub(crate) mod check {
     }
 
     /// More than any bound of what is in flight.
-    pub(crate) async fn appends_need_nobody_who_looks_at_their_answers(plane: Arc<dyn Plane>) {
+    pub(crate) async fn appends_do_not_wait_for_their_answers_to_be_read(plane: Arc<dyn Plane>) {
         let mut appended = Vec::new();
         for _ in 0..10_000 {
             let append = plane.append("wr.t.kv.a.0".into(), bytes("x"));
@@ -308,17 +308,17 @@ pub(crate) mod check {
                 .await
                 .unwrap()
         };
-        let one = acquire("one").await.expect("nobody had it");
+        let one = acquire("one").await.expect("the key is free");
         assert!(acquire("two").await.is_none());
         drop(one);
         let one = acquire("one").await.expect("it finds its own value");
         one.release().await.unwrap();
-        let mut two = acquire("two").await.expect("given back");
+        let mut two = acquire("two").await.expect("it was released");
         let written = two.write(bytes("two")).await.unwrap();
         assert!(matches!(written, LeaseWrite::Held(_)));
     }
 
-    pub(crate) async fn watch_tells_present_then_changes(plane: Arc<dyn Plane>) {
+    pub(crate) async fn watch_reports_present_keys_then_changes(plane: Arc<dyn Plane>) {
         let put = async |key: &str, value: &str| {
             let put = plane.put(key.into(), bytes(value), PutIf::Always, None);
             put.await.unwrap()
@@ -327,14 +327,14 @@ pub(crate) mod check {
         put("wr.t.other.a", "1").await;
         let mut watch = plane.watch("wr.t.worker.".into()).await.unwrap();
         assert_eq!(
-            told(soon(&mut watch).await),
+            key_and_value(soon(&mut watch).await),
             ("wr.t.worker.a".into(), "1".into())
         );
         assert_eq!(soon(&mut watch).await, RegistryEvent::Current);
         let revision = put("wr.t.worker.b", "2").await;
         put("wr.t.other.b", "2").await;
         assert_eq!(
-            told(soon(&mut watch).await),
+            key_and_value(soon(&mut watch).await),
             ("wr.t.worker.b".into(), "2".into())
         );
         plane
@@ -342,12 +342,12 @@ pub(crate) mod check {
             .await
             .unwrap();
         assert_eq!(
-            told(soon(&mut watch).await),
+            key_and_value(soon(&mut watch).await),
             ("wr.t.worker.b".into(), "gone".into())
         );
         put("wr.t.worker.b", "3").await;
         assert_eq!(
-            told(soon(&mut watch).await),
+            key_and_value(soon(&mut watch).await),
             ("wr.t.worker.b".into(), "3".into())
         );
     }
@@ -359,9 +359,12 @@ pub(crate) mod check {
         let put = plane.put("wr.t.l".into(), bytes("x"), PutIf::Absent, lease);
         let revision: Revision = put.await.unwrap();
         assert!(revision > Revision(0));
-        assert_eq!(told(soon(&mut watch).await), ("wr.t.l".into(), "x".into()));
         assert_eq!(
-            told(soon(&mut watch).await),
+            key_and_value(soon(&mut watch).await),
+            ("wr.t.l".into(), "x".into())
+        );
+        assert_eq!(
+            key_and_value(soon(&mut watch).await),
             ("wr.t.l".into(), "gone".into())
         );
     }
@@ -376,11 +379,14 @@ pub(crate) mod check {
         put("wr.t.worker.a").await;
         for key in ["wr.t.worker.abc", "wr.t.worker.ab", "wr.t.worker.ab.c"] {
             put(key).await;
-            assert_eq!(told(soon(&mut watch).await), (key.into(), "1".into()));
+            assert_eq!(
+                key_and_value(soon(&mut watch).await),
+                (key.into(), "1".into())
+            );
         }
     }
 
-    fn told(event: RegistryEvent) -> (String, String) {
+    fn key_and_value(event: RegistryEvent) -> (String, String) {
         match event {
             RegistryEvent::Put { key, entry } => {
                 (key, String::from_utf8(entry.value.to_vec()).unwrap())
@@ -410,7 +416,7 @@ pub(crate) mod check {
         assert_eq!(plane.snapshots().await.unwrap(), ["s-1"]);
     }
 
-    pub(crate) async fn of_two_snapshots_of_a_name_one_wins(plane: Arc<dyn Plane>) {
+    pub(crate) async fn one_of_two_writers_of_a_snapshot_name_wins(plane: Arc<dyn Plane>) {
         let put = async |text: &str| plane.put_snapshot("s".into(), bytes(text)).await;
         let (one, two) = tokio::join!(put("one"), put("two"));
         let kept = match (one, two) {
@@ -426,7 +432,7 @@ pub(crate) mod check {
         let mut one = plane.serve("wr.t.query".into()).await.unwrap();
         let two = plane.serve("wr.t.query".into()).await.unwrap();
         drop(two);
-        // A request on its way to a server that just went fails at once; whoever asks, asks again.
+        // A request to a server that has just ended fails immediately and is sent again.
         let ask = async |payload: &str| loop {
             let request = plane.request("wr.t.query".into(), bytes(payload), SOON);
             if let Ok(answer) = timeout(SOON, request).await.expect("in time") {
@@ -473,16 +479,16 @@ pub(crate) mod check {
         publish("wr.t.hb.b.0", "b").await;
         publish("wr.t.hb.a.0", "a").await;
         publish("wr.t.load", "no").await;
-        let said = |subject: &str, payload: &str| Broadcast {
+        let broadcast = |subject: &str, payload: &str| Broadcast {
             subject: subject.into(),
             payload: bytes(payload),
         };
-        assert_eq!(soon(&mut exact).await, said("wr.t.hb.a.0", "a"));
-        assert_eq!(soon(&mut all).await, said("wr.t.hb.b.0", "b"));
-        assert_eq!(soon(&mut all).await, said("wr.t.hb.a.0", "a"));
+        assert_eq!(soon(&mut exact).await, broadcast("wr.t.hb.a.0", "a"));
+        assert_eq!(soon(&mut all).await, broadcast("wr.t.hb.b.0", "b"));
+        assert_eq!(soon(&mut all).await, broadcast("wr.t.hb.a.0", "a"));
     }
 
-    /// At once: a time-out would tell nobody why.
+    /// Immediately: a time-out would not show the reason.
     pub(crate) async fn oversized_payloads_are_refused(plane: Arc<dyn Plane>) {
         let huge = Bytes::from(vec![0; (4 << 20) + 1]);
         let put = plane.put("wr.t.k".into(), huge.clone(), PutIf::Always, None);

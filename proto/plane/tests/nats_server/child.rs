@@ -9,8 +9,8 @@ use std::time::Duration;
 /// For what takes a moment; only a defect takes so long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Kills a child if the test's process dies without a word: its standard input ends then. To be ended
-/// before the child is waited for, so that it cannot meet another process of that number.
+/// Kills a child if the test's process dies without a word: its standard input ends then. To be
+/// ended before the child is waited for, so that it cannot meet another process of that number.
 pub(crate) struct Watchdog(Child);
 
 impl Watchdog {

@@ -1,4 +1,5 @@
-//! A real nats-server of one test: its own port and directory, killed with SIGKILL, gone with the test.
+//! A real nats-server of one test: its own port and directory, killed with SIGKILL, gone with the
+//! test.
 
 pub(crate) mod child;
 
@@ -79,7 +80,7 @@ impl NatsServer {
         self.dir.join("store")
     }
 
-    /// Of the server that runs.
+    /// Process id of the running server.
     pub(crate) fn pid(&self) -> u32 {
         self.running
             .as_ref()
@@ -158,7 +159,7 @@ impl NatsServer {
 impl Drop for NatsServer {
     fn drop(&mut self) {
         self.kill();
-        // A file that stays behind harms nobody.
+        // A file that stays behind is harmless.
         drop(fs::remove_dir_all(&self.dir));
     }
 }
