@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 #[cfg(test)]
+#[path = "tests/faulty.rs"]
 mod faulty;
 mod lease;
 mod memory;

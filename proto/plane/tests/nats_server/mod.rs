@@ -33,9 +33,10 @@ fn binary() -> PathBuf {
     if let Some(path) = env::var_os("NATS_SERVER") {
         return path.into();
     }
-    let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.venv/bin/nats-server");
-    if venv.exists() {
-        return venv;
+    let folders = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+    let mut binaries = folders.map(|folder| folder.join(".venv/bin/nats-server"));
+    if let Some(binary) = binaries.find(|binary| binary.exists()) {
+        return binary;
     }
     let on_path = Command::new("nats-server").arg("--version").output();
     assert!(
