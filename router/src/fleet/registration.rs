@@ -80,7 +80,7 @@ impl RegistrationChecker {
             match result {
                 CheckResult::Failed { why } => {
                     self.metrics.check_failed(check);
-                    tracing::error!(worker = %name, check, why, "check failed, routed by load only");
+                    tracing::error!(worker = %name, check, why, "check failed");
                 }
                 CheckResult::Skipped { why } => {
                     tracing::warn!(worker = %name, check, why, "check skipped");

@@ -159,7 +159,7 @@ impl Page {
         );
         self.counters(
             "moves_total",
-            "Requests whose choice another router's earlier one crossed; `unwatched` for want of room",
+            "Requests whose choice another router's crossed; `unwatched` for want of room",
             "outcome",
             &[
                 ("moved", moves.moved),

@@ -196,7 +196,7 @@ impl Body for TrackedBody {
                 }
             }
             Poll::Ready(Some(Err(error))) => {
-                tracing::debug!(%error, "engine closed the connection before the end of its answer");
+                tracing::debug!(%error, "engine closed the connection in mid-answer");
                 self.broken();
             }
             Poll::Ready(None) => self.end(),
