@@ -17,7 +17,7 @@ use warmroute_plane::PlaneError;
 use warmroute_process::server::probes;
 use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
-use warmroute_shim::source::Status;
+use warmroute_shim::source::SourceStatus;
 
 use crate::deployment::Deployment;
 use crate::fleet::{FleetRegistry, FleetWorker};
@@ -285,7 +285,7 @@ fn ttft_ratios(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, f64> {
     ranks_of(worker).filter_map(known).collect()
 }
 
-fn statuses(admin: &Admin) -> impl Iterator<Item = Status> {
+fn statuses(admin: &Admin) -> impl Iterator<Item = SourceStatus> {
     let shims = admin.deployment.shims().iter();
     shims.flat_map(warmroute_shim::Handle::sources)
 }

@@ -12,8 +12,8 @@ use tracing::{info, warn};
 use warmroute_process::blocking;
 use warmroute_proto::Source;
 
-use crate::checkpoint::{self, Checkpoint, Pace, Restored};
-use crate::source::{CheckpointStatus, Config, SourceCore};
+use crate::checkpoint::{self, Checkpoint, CheckpointSchedule, Restored};
+use crate::source::{CheckpointStatus, SourceConfig, SourceCore};
 use crate::state_dir::CheckpointStore;
 
 /// The longest wait of a clean stop for its last checkpoint.
@@ -27,7 +27,7 @@ type Writing = Pin<Box<dyn Future<Output = WriteResult> + Send>>;
 pub(super) struct CheckpointWriter {
     store: Arc<dyn CheckpointStore>,
     source: Source,
-    pace: Pace,
+    schedule: CheckpointSchedule,
     writing: Option<Writing>,
     /// When the current write began.
     begun: Instant,
@@ -39,14 +39,14 @@ impl CheckpointWriter {
     /// Reads the stored checkpoint, and resumes from it if it is usable.
     pub(super) async fn open(
         store: Arc<dyn CheckpointStore>,
-        config: Config,
+        config: SourceConfig,
     ) -> (SourceCore, Self) {
         let source = config.source.clone();
         let now = Instant::now();
         let mut writer = Self {
             store: Arc::clone(&store),
             source: source.clone(),
-            pace: Pace::new(now.into_std()),
+            schedule: CheckpointSchedule::new(now.into_std()),
             writing: None,
             begun: now,
             written_at: None,
@@ -73,7 +73,7 @@ impl CheckpointWriter {
         (core, writer)
     }
 
-    fn refuse(&mut self, config: Config, why: &str) -> SourceCore {
+    fn refuse(&mut self, config: SourceConfig, why: &str) -> SourceCore {
         self.status.refused += 1;
         warn!(source = %self.source, why, "checkpoint refused");
         SourceCore::new(config)
@@ -83,9 +83,9 @@ impl CheckpointWriter {
     pub(super) fn write_if_due(&mut self, core: &SourceCore) {
         let now = Instant::now();
         let (batches, generation) = (core.batches(), core.generation());
-        let is_due = self.pace.is_due(now.into_std(), batches, generation);
+        let is_due = self.schedule.is_due(now.into_std(), batches, generation);
         if self.writing.is_none() && is_due {
-            self.pace.taken(now.into_std(), batches, generation);
+            self.schedule.taken(now.into_std(), batches, generation);
             if let Some(checkpoint) = core.checkpoint() {
                 self.status.cut = now.elapsed();
                 self.begun = now;
@@ -167,7 +167,7 @@ impl CheckpointWriter {
 fn read(
     store: &dyn CheckpointStore,
     source: &Source,
-    mirror: crate::mirror::Config,
+    mirror: crate::mirror::MirrorConfig,
 ) -> Result<Option<Restored>, String> {
     let Some(bytes) = store.load(source).map_err(|error| error.to_string())? else {
         return Ok(None);

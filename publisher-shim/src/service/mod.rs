@@ -27,7 +27,7 @@ use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineInfo, EngineLink, InfoError, VllmEngine};
 use crate::mirror;
-use crate::source::{Config, Status};
+use crate::source::{SourceConfig, SourceStatus};
 use lease::{Leadership, WorkerLease};
 use log_clock::ClockReading;
 use rank::{RankConfig, RankInputs, RankTask};
@@ -59,7 +59,7 @@ pub struct TaskFailed;
 /// The published view of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct RankView {
-    pub(crate) status: Status,
+    pub(crate) status: SourceStatus,
     pub(crate) block_size: Option<BlockSize>,
     pub(crate) main_attention_only: bool,
 }
@@ -113,7 +113,7 @@ pub struct Handle {
 impl Handle {
     /// The status of every source, by rank.
     #[must_use]
-    pub fn sources(&self) -> Vec<Status> {
+    pub fn sources(&self) -> Vec<SourceStatus> {
         let views = self.shared.views();
         views.into_iter().map(|view| view.status).collect()
     }
@@ -267,22 +267,22 @@ impl<E: EngineLink> Service<E> {
         RankTask::run(engine, config, shared, inputs, stop)
     }
 
-    fn source_config(&self, rank: DpRank, endpoints: &Endpoints) -> Config {
+    fn source_config(&self, rank: DpRank, endpoints: &Endpoints) -> SourceConfig {
         let source = Source {
             worker: self.config.worker.clone(),
             dp_rank: rank,
         };
-        let mut config = Config::new(source, endpoints.replay.is_some());
+        let mut config = SourceConfig::new(source, endpoints.replay.is_some());
         config.topic.clone_from(&self.config.topic);
         config.outbox_bytes_max = self.config.outbox_bytes_max;
         config.buffer_bytes_max = self.config.buffer_bytes_max;
         config.seed = fastrand::u64(..);
         // A single rank needs no filter, and engines may number it otherwise.
         config.rank = (self.config.ranks > 1).then_some(rank.0);
-        config.mirror = mirror::Config {
+        config.mirror = mirror::MirrorConfig {
             block_size: self.config.block_size,
             assume: self.config.assume,
-            ..mirror::Config::default()
+            ..mirror::MirrorConfig::default()
         };
         config
     }

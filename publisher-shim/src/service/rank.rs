@@ -23,7 +23,7 @@ use super::rank_plane::{PlaneAnswer, RankPlane};
 use super::{RankView, ShimState};
 use crate::config::Endpoints;
 use crate::engine::{BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink};
-use crate::source::{AppendId, Config, Effect, Notice, SourceCore};
+use crate::source::{AppendId, Effect, Notice, SourceConfig, SourceCore};
 use crate::state_dir::CheckpointStore;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
@@ -34,7 +34,7 @@ const ANSWERS_MAX: usize = 256;
 
 /// A rank's configuration.
 pub(super) struct RankConfig {
-    pub(super) source: Config,
+    pub(super) source: SourceConfig,
     pub(super) endpoints: Endpoints,
     pub(super) checkpoints: Option<Arc<dyn CheckpointStore>>,
 }
@@ -301,7 +301,7 @@ impl<F: EngineFeed> RankTask<F> {
             checkpoints.write_if_due(&self.core);
         }
         self.shared.set_view(RankView {
-            status: crate::source::Status {
+            status: crate::source::SourceStatus {
                 checkpoint: self.checkpoints.as_ref().map(CheckpointWriter::status),
                 ..self.core.status(now())
             },

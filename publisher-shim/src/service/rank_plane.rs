@@ -17,7 +17,7 @@ use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source};
 
-use crate::source::{AppendId, Seen, Tail, next_generation};
+use crate::source::{AppendId, LogTail, RegistryReading, Tail, next_generation};
 
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -177,10 +177,10 @@ impl RankPlane {
         &self,
         is_thorough: bool,
         last_append: Option<LogPosition>,
-    ) -> Result<Seen, PlaneError> {
+    ) -> Result<LogTail, PlaneError> {
         let subject = self.subjects.records(&self.source);
         let last = self.plane.last_on(subject).await?;
-        let mut seen = Seen::default();
+        let mut seen = LogTail::default();
         if is_thorough || last.is_none() {
             let status = self.plane.log_status().await?;
             seen.log = Some(status.identity);
@@ -190,7 +190,8 @@ impl RankPlane {
         if is_thorough {
             let key = self.subjects.generation_key(&self.source);
             let entry = self.plane.get(key).await?;
-            seen.registered = Some(entry.and_then(|entry| self.generation_in(&entry.value)));
+            let generation = entry.and_then(|entry| self.generation_in(&entry.value));
+            seen.registered = RegistryReading::Read(generation);
         }
         seen.last = last
             .and_then(|message| self.decoder.decode::<Record>(&message.payload))

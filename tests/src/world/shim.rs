@@ -7,9 +7,10 @@ use bytes::Bytes;
 use warmroute_plane::{LogMessage, PutIf, Revision};
 use warmroute_proto::registry::{GenerationEntry, ResyncRequest, ShimEntry, WorkerEntry};
 use warmroute_proto::{EngineHealth, EngineSeq, Generation, LogPosition, Record, Source, codec};
-use warmroute_shim::checkpoint::{self, Pace};
+use warmroute_shim::checkpoint::{self, CheckpointSchedule};
 use warmroute_shim::source::{
-    AppendId, Config, Effect, ReplayId, Seen, SourceCore, Tail, next_generation,
+    AppendId, Effect, LogTail, RegistryReading, ReplayId, SourceConfig, SourceCore, Tail,
+    next_generation,
 };
 
 use super::host::{Event, Input, ReplayEnd, Then, Timer, Zmq};
@@ -32,7 +33,7 @@ pub(super) enum ShimThen {
     ClaimPut(Generation),
     TailLast(u64, bool),
     TailStatus(u64, bool, Option<LogMessage>),
-    TailGet(u64, Seen),
+    TailGet(u64, LogTail),
     Renewed(Instant, u32),
     RenewFound(Instant),
     Acquired(Instant),
@@ -80,7 +81,7 @@ pub(super) struct Shim {
 
 pub(super) struct Run {
     pub(super) core: SourceCore,
-    pace: Pace,
+    schedule: CheckpointSchedule,
     is_saving: bool,
     lease: Option<Revision>,
     own: Bytes,
@@ -95,9 +96,9 @@ pub(super) struct Run {
 }
 
 impl World {
-    pub(super) fn shim_config(&mut self, at: usize) -> Config {
+    pub(super) fn shim_config(&mut self, at: usize) -> SourceConfig {
         let source = self.engines[self.shims[at].worker].source.clone();
-        let mut config = Config::new(source, true);
+        let mut config = SourceConfig::new(source, true);
         config.outbox_bytes_max = self.rates.outbox_bytes_max;
         config.buffer_bytes_max = self.rates.held_bytes_max;
         config.seed = self.rng.u64(..);
@@ -125,7 +126,7 @@ impl World {
         });
         let mut run = Run {
             core,
-            pace: Pace::new(now),
+            schedule: CheckpointSchedule::new(now),
             is_saving: false,
             lease: None,
             own: own.unwrap().into(),
@@ -314,8 +315,8 @@ impl World {
         let now = self.local(host);
         let (batches, generation) = (run.core.batches(), run.core.generation());
         let keeps = self.shims[at].keeps_state;
-        if keeps && !run.is_saving && run.pace.is_due(now, batches, generation) {
-            run.pace.taken(now, batches, generation);
+        if keeps && !run.is_saving && run.schedule.is_due(now, batches, generation) {
+            run.schedule.taken(now, batches, generation);
             if let Some(checkpoint) = run.core.checkpoint() {
                 run.is_saving = true;
                 let bytes = checkpoint::encode(&checkpoint);
@@ -430,20 +431,20 @@ impl World {
                     self.shim_call(host, Op::Status, then);
                 } else {
                     let last = last.and_then(|last| point(&last));
-                    let seen = Seen {
+                    let seen = LogTail {
                         last,
-                        ..Seen::default()
+                        ..LogTail::default()
                     };
                     run.core.log_tail(now, id, Tail::Seen(seen));
                 }
             }
             (ShimThen::TailStatus(id, is_thorough, last), Reply::Status(status)) => {
                 let was_dropped = run.last_append.is_none_or(|at| at < status.first);
-                let seen = Seen {
+                let seen = LogTail {
                     log: Some(status.identity),
                     is_trimmed: last.is_none() && was_dropped,
                     last: last.and_then(|last| point(&last)),
-                    registered: None,
+                    registered: RegistryReading::NotRequested,
                 };
                 if is_thorough {
                     let key = self.subjects.generation_key(&source);
@@ -453,7 +454,8 @@ impl World {
                 }
             }
             (ShimThen::TailGet(id, mut seen), Reply::Entry(entry)) => {
-                seen.registered = Some(entry.and_then(|entry| generation(&entry.value)));
+                seen.registered =
+                    RegistryReading::Read(entry.and_then(|entry| generation(&entry.value)));
                 run.core.log_tail(now, id, Tail::Seen(seen));
             }
             (ShimThen::TailLast(id, _) | ShimThen::TailStatus(id, ..), _)

@@ -15,7 +15,9 @@ use warmroute_proto::{
     DpRank, EngineHealth, EngineSeq, Generation, LocalHash, LogPosition, Namespace, RecordNumber,
     Source, StreamIdentity, Tiers, WorkerId, codec,
 };
-use warmroute_shim::source::{Config, Effect, Notice, ReplayId, Seen, SourceCore, Tail};
+use warmroute_shim::source::{
+    Effect, LogTail, Notice, RegistryReading, ReplayId, SourceConfig, SourceCore, Tail,
+};
 
 use crate::world::{Claim, Consumer, pairs};
 
@@ -93,7 +95,7 @@ impl Pipeline {
             worker: WorkerId::from("w"),
             dp_rank,
         };
-        let mut config = Config::new(source.clone(), true);
+        let mut config = SourceConfig::new(source.clone(), true);
         // The log has no clock.
         config.waits_for_clock = false;
         config.rank = Some(dp_rank.0);
@@ -139,10 +141,14 @@ impl Pipeline {
                     self.core.acknowledged(now, id);
                 }
                 Effect::ReadTail { id, is_thorough } => {
-                    let seen = Seen {
+                    let seen = LogTail {
                         last: self.last,
-                        registered: is_thorough.then_some(Some(self.generation)),
-                        ..Seen::default()
+                        registered: if is_thorough {
+                            RegistryReading::Read(Some(self.generation))
+                        } else {
+                            RegistryReading::NotRequested
+                        },
+                        ..LogTail::default()
                     };
                     self.core.log_tail(now, id, Tail::Seen(seen));
                 }

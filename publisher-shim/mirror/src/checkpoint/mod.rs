@@ -17,13 +17,10 @@ mod schedule;
 use warmroute_proto::{BlockSize, DpRank, EngineSeq, Generation, Source, WorkerId};
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::mirror::{self, Mirror, MirrorConfig, MirrorSnapshot};
 pub use fields::Malformed;
 pub(crate) use fields::{Field, FieldReader, write_length};
 pub use schedule::CheckpointSchedule;
-// Until the shell uses the new name.
-pub use schedule::CheckpointSchedule as Pace;
-
-use crate::mirror::{self, Mirror, MirrorConfig, MirrorSnapshot};
 
 const MAGIC: [u8; 8] = *b"WRSHIMCP";
 /// Incremented with each change of the encoding behind it.

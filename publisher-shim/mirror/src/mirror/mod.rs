@@ -46,9 +46,6 @@ pub struct MirrorConfig {
     pub assume: Assumptions,
 }
 
-// Until the shell uses the new name.
-pub use MirrorConfig as Config;
-
 impl Default for MirrorConfig {
     fn default() -> Self {
         Self {

@@ -1,5 +1,7 @@
-//! How long to wait after a failure: twice as long each time, within bounds, and never the same for
-//! two sources, so that a fleet that lost its log together does not come back together.
+//! Exponential backoff with jitter.
+//!
+//! The jitter differs between processes, so that a fleet that lost its log does not return to it in
+//! one moment.
 
 use std::time::Duration;
 
@@ -10,7 +12,7 @@ const MAX: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Backoff {
-    /// Chance comes from here: a different one for each process.
+    /// Seed of the jitter; differs between processes.
     seed: u64,
     drawn: u64,
     failures: u32,
@@ -29,7 +31,7 @@ impl Backoff {
         self.failures = 0;
     }
 
-    /// After one more failure: between half and the whole of what is due.
+    /// The delay after one more failure: 50 to 100 % of the exponential one.
     pub(super) fn next(&mut self) -> Duration {
         let doubled = FIRST.saturating_mul(1 << self.failures.min(10));
         self.failures = self.failures.saturating_add(1);
@@ -37,7 +39,7 @@ impl Backoff {
         whole / 2 + self.part_of(whole / 2)
     }
 
-    /// Before a first try that many may make at once.
+    /// The delay before a first try that many processes may make in one moment.
     pub(super) fn first(&mut self) -> Duration {
         self.part_of(FIRST)
     }

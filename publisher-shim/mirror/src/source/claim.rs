@@ -1,22 +1,23 @@
-//! Which generation is the next one, of all that are known.
+//! The number of the next generation.
 
 use warmroute_proto::Generation;
 
-/// 1 + the highest of what this shim knows by itself, the registry's and the log's. What nobody can have
-/// come to is left out, lowest first: a damaged or malicious value must not use up the numbers. None if none
-/// is left.
+/// 1 + the highest of `above`, the registry's generation and the log's. Implausible values are left
+/// out, lowest first: a damaged or malicious one must not use up the numbers. `None` if no number is
+/// left.
 #[must_use]
 pub fn next_generation(
     above: Generation,
     registered: Option<Generation>,
     last: Option<Generation>,
 ) -> Option<Generation> {
-    let mut told: Vec<Generation> = registered.into_iter().chain(last).collect();
-    told.sort_unstable();
-    let highest = told.into_iter().fold(above, |highest, told| {
-        match told.is_plausible_after(highest) {
-            true => highest.max(told),
-            false => highest,
+    let mut others: Vec<Generation> = registered.into_iter().chain(last).collect();
+    others.sort_unstable();
+    let highest = others.into_iter().fold(above, |highest, other| {
+        if other.is_plausible_after(highest) {
+            highest.max(other)
+        } else {
+            highest
         }
     });
     highest.next()
@@ -60,7 +61,7 @@ mod tests {
         }
     }
 
-    /// At the end nothing is said any more: the last number again would fence nobody.
+    /// Behind the last number nothing is claimed: the same one would fence no reader.
     #[test]
     fn no_number_is_given_twice() {
         assert_eq!(next(END - 1, Some(END - 1), None), Some(END));

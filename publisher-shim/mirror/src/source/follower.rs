@@ -1,11 +1,11 @@
 //! The engine's side of a source: which batches are applied, and what proves that none is missing.
 //!
-//! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise
-//! it speaks of another life of the engine. After a disconnect, and at every gap, nothing is
-//! applied but what a replay brings until that verify has passed; live batches that arrive meanwhile
-//! are held, within a bound. A hole in a replay is filled from them if they have what is missing, and
-//! asked for again; one that stays cannot be filled, and what the engine holds is then unknown. The
-//! same replay, each idle second, is the proof that nothing was lost before a lease_lost.
+//! Every replay starts at the last applied batch, inclusive, and must return its bytes; otherwise it
+//! is of another life of the engine. After a disconnect, and at every gap, only replayed batches
+//! are applied until that check has passed; live batches are buffered, within a bound. A hole in a
+//! replay is filled from the buffer, or requested again. If it persists, the engine's contents are
+//! unknown. Such a replay after each idle second proves that nothing was lost before the
+//! silence.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -18,33 +18,33 @@ use super::{Effect, GenerationReason, ReplayId, STALL_MIN, SourceConfig, SourceC
 use crate::mirror::Start;
 use crate::wire::{self, Batch};
 
-/// Silence after which a replay asks whether something was lost.
+/// Silence after which a replay checks for lost batches.
 const POLL_EVERY: Duration = Duration::from_secs(1);
-/// Silence within a replay after which no more is expected of it.
+/// Silence within a replay after which it has failed.
 const REPLAY_PATIENCE: Duration = Duration::from_millis(1500);
-/// A hole is asked for so often in all.
-const TRIES: u32 = 3;
+/// Replays in all that try to fill a hole.
+const HOLE_TRIES_MAX: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FollowState {
     Down,
-    /// What the engine's life is, or what is missing, is being asked.
+    /// A replay checks the engine's life, or brings missing batches.
     Checking,
     Following,
 }
 
-/// A replay under way.
+/// A replay in flight.
 #[derive(Clone, Copy, Debug)]
 struct Replay {
     id: ReplayId,
     from: EngineSeq,
     started: Instant,
     deadline: Instant,
-    /// The batch at its start was returned, byte for byte, or there is none to compare with.
+    /// The batch at its start was returned byte for byte, or there is none to compare.
     is_same_life: bool,
     has_answers: bool,
     made_progress: bool,
-    /// Live batches were applied meanwhile.
+    /// Live batches were applied since its request.
     is_overtaken: bool,
     /// The first batch behind a hole. Nothing behind it is applied.
     behind_hole: Option<EngineSeq>,
@@ -53,7 +53,7 @@ struct Replay {
 /// A live batch that waits for a replay.
 #[derive(Debug)]
 struct BufferedBatch {
-    came: Instant,
+    arrived: Instant,
     seq: EngineSeq,
     payload: Bytes,
 }
@@ -67,18 +67,17 @@ pub(super) struct EngineFollower {
     was_connected: bool,
     state: FollowState,
     applied: BatchHistory,
-    /// The mirror is from a checkpoint, and no replay has shown yet that the engine still is the one
-    /// that it mirrored.
+    /// The mirror is from a checkpoint, and no replay has proven the engine's life yet.
     is_unproven: bool,
-    /// Where to begin when nothing of this life is applied: 0, or behind a hole.
+    /// The first batch to request while nothing of this life is applied: 0, or behind a hole.
     resume_from: EngineSeq,
     replay: Option<Replay>,
     replays: u64,
     tries: u32,
     next_replay: Option<Instant>,
-    held: VecDeque<BufferedBatch>,
+    buffer: VecDeque<BufferedBatch>,
     buffered_bytes: usize,
-    /// Live batches are known to be lost.
+    /// Live batches were lost since the last request.
     has_loss: bool,
     proof: Option<Instant>,
     last_event: Option<Instant>,
@@ -99,7 +98,7 @@ impl EngineFollower {
             replays: 0,
             tries: 0,
             next_replay: None,
-            held: VecDeque::new(),
+            buffer: VecDeque::new(),
             buffered_bytes: 0,
             has_loss: false,
             proof: None,
@@ -115,13 +114,13 @@ impl EngineFollower {
         self.applied.last()
     }
 
-    /// Starts from a checkpoint's batch.
+    /// Resumes at a checkpoint's batch.
     pub(super) fn resume(&mut self, seq: EngineSeq, hash: u64) {
         self.applied.restart_at(seq, hash);
         self.is_unproven = true;
     }
 
-    /// The last batch and its hash, if a replay from it can show that nothing was missed.
+    /// The last batch and its hash, if a replay from it can prove the mirror.
     pub(super) fn provable_last(&self) -> Option<(EngineSeq, u64)> {
         if self.is_unproven || !self.can_verify() {
             return None;
@@ -138,7 +137,7 @@ impl EngineFollower {
         self.is_connected
     }
 
-    /// A lost tail cannot be seen.
+    /// The loss of the last batches is not detectable.
     pub(super) const fn is_unverified(&self) -> bool {
         !self.can_verify()
     }
@@ -155,20 +154,20 @@ impl EngineFollower {
         self.has_replay && !self.is_unsequenced
     }
 
-    fn hold(&mut self, held: BufferedBatch, bytes_max: usize) -> bool {
-        let bytes = size_of::<BufferedBatch>() + held.payload.len();
+    fn buffer(&mut self, batch: BufferedBatch, bytes_max: usize) -> bool {
+        let bytes = size_of::<BufferedBatch>() + batch.payload.len();
         if self.buffered_bytes + bytes > bytes_max {
             self.has_loss = true;
             return false;
         }
         self.buffered_bytes += bytes;
-        self.held.push_back(held);
+        self.buffer.push_back(batch);
         true
     }
 
     fn take_buffered(&mut self) -> VecDeque<BufferedBatch> {
         self.buffered_bytes = 0;
-        std::mem::take(&mut self.held)
+        std::mem::take(&mut self.buffer)
     }
 }
 
@@ -190,7 +189,7 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// The engine turned out to have a replay endpoint, or to have none.
+    /// The engine was found to have a replay endpoint, or to have none.
     pub fn replay_available(&mut self, now: Instant, has_replay: bool) {
         if self.engine.has_replay != has_replay {
             self.engine.has_replay = has_replay;
@@ -205,7 +204,7 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// The live socket lost its connection: the engine may be another one when it is back.
+    /// The live socket lost its connection: the next one may reach another life of the engine.
     pub fn disconnected(&mut self, now: Instant) {
         self.engine.is_connected = false;
         self.engine.state = FollowState::Down;
@@ -214,19 +213,19 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// After a standstill nothing that comes is fresh before a replay, asked for now, has shown that it is.
-    pub(super) fn wake(&mut self, now: Instant) {
+    /// Records an input. After a stall no live batch is applied before a new replay has passed.
+    pub(super) fn note_input(&mut self, now: Instant) {
         let before = self.awake.replace(now);
-        let has_slept =
+        let has_stalled =
             before.is_some_and(|before| now.saturating_duration_since(before) >= STALL_MIN);
-        if has_slept && self.engine.state == FollowState::Following && self.engine.can_verify() {
+        if has_stalled && self.engine.state == FollowState::Following && self.engine.can_verify() {
             self.verify(now);
         }
     }
 
     /// A live message.
     pub fn live(&mut self, now: Instant, topic: &[u8], seq: Option<EngineSeq>, payload: Bytes) {
-        self.wake(now);
+        self.note_input(now);
         if let Some(wanted) = &self.config.topic
             && wanted.as_bytes() != topic
         {
@@ -239,7 +238,7 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// Live messages were lost before they got here, or could not be read.
+    /// Live messages were lost, or did not decode.
     pub fn live_lost(&mut self, now: Instant) {
         if self.engine.can_verify() {
             self.engine.has_loss = true;
@@ -252,7 +251,7 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// A message of a replay's answer, in the order of arrival.
+    /// A message of a replay, in the order of arrival.
     pub fn replay_batch(&mut self, now: Instant, id: ReplayId, seq: EngineSeq, payload: &[u8]) {
         let Some(mut replay) = self.engine.replay.filter(|replay| replay.id == id) else {
             return;
@@ -277,23 +276,23 @@ impl SourceCore {
             if !replay.has_answers && self.engine.last().is_none() {
                 self.nothing_published(now, replay);
             } else {
-                self.same_life(now, Some(replay.started));
+                self.confirm_life(now, Some(replay.started));
             }
         } else if !self.is_superseded(replay) {
-            self.engine_restarted(now);
+            self.begin_life(now);
         }
         self.settle(now);
     }
 
-    /// A replay could not be asked for, or its answer broke off.
+    /// A replay could not be requested, or ended early.
     pub fn replay_failed(&mut self, now: Instant, id: ReplayId) {
         let Some(replay) = self.engine.replay.take_if(|replay| replay.id == id) else {
             return;
         };
         match replay.behind_hole {
             Some(behind) => self.hole(now, replay, behind),
-            // Without its end it shows what was published, and not that nothing else was.
-            None if replay.has_answers && replay.is_same_life => self.same_life(now, None),
+            // Without its end marker it proves the life, and not that no batch is missing.
+            None if replay.has_answers && replay.is_same_life => self.confirm_life(now, None),
             None => self.counters.replays_unanswered += 1,
         }
         self.settle(now);
@@ -324,9 +323,13 @@ impl SourceCore {
         };
         match self.engine.state {
             FollowState::Down | FollowState::Checking => {
-                let came = now;
-                let held = BufferedBatch { came, seq, payload };
-                if !self.engine.hold(held, self.config.buffer_bytes_max) {
+                let arrived = now;
+                let batch = BufferedBatch {
+                    arrived,
+                    seq,
+                    payload,
+                };
+                if !self.engine.buffer(batch, self.config.buffer_bytes_max) {
                     self.counters.buffered_dropped += 1;
                 }
             }
@@ -344,8 +347,8 @@ impl SourceCore {
         self.apply(now, payload);
     }
 
-    /// A live batch that `came` now or before, while everything before it should be applied.
-    fn in_order(&mut self, now: Instant, came: Instant, seq: EngineSeq, payload: &[u8]) {
+    /// A live batch while every earlier one should be applied. It `arrived` now or before.
+    fn in_order(&mut self, now: Instant, arrived: Instant, seq: EngineSeq, payload: &[u8]) {
         let can_verify = self.engine.can_verify();
         let Some(last) = self.engine.last() else {
             if seq == EngineSeq(0) && self.engine.resume_from == EngineSeq(0) {
@@ -355,12 +358,12 @@ impl SourceCore {
                 return;
             }
             self.apply_next(now, seq, payload);
-            self.engine.proof = self.engine.proof.max(Some(came));
+            self.engine.proof = self.engine.proof.max(Some(arrived));
             return;
         };
         if seq == last.next() {
             self.apply_next(now, seq, payload);
-            self.engine.proof = self.engine.proof.max(Some(came));
+            self.engine.proof = self.engine.proof.max(Some(arrived));
             self.engine.next_replay = Some(now + POLL_EVERY);
             if let Some(poll) = &mut self.engine.replay {
                 poll.is_overtaken = true;
@@ -375,9 +378,9 @@ impl SourceCore {
                 BatchMatch::Same => self.counters.duplicates += 1,
                 BatchMatch::TooOld if can_verify => self.verify(now),
                 BatchMatch::Different | BatchMatch::TooOld => {
-                    self.engine_restarted(now);
+                    self.begin_life(now);
                     if !can_verify {
-                        self.in_order(now, came, seq, payload);
+                        self.in_order(now, arrived, seq, payload);
                     }
                 }
             }
@@ -394,7 +397,7 @@ impl SourceCore {
         }
     }
 
-    /// What came from a checkpoint can never be proven here.
+    /// Drops a mirror from a checkpoint that no replay can prove.
     fn give_up_unproven(&mut self, now: Instant) {
         if self.engine.is_unproven {
             self.engine.forget_life();
@@ -403,7 +406,7 @@ impl SourceCore {
         }
     }
 
-    /// Something may have been lost, and nothing can tell.
+    /// Empties the mirror after a possible loss that is not detectable.
     fn unseen_loss(&mut self, now: Instant) {
         self.engine.forget_life();
         self.mirror.begin(Start::Unknown);
@@ -418,8 +421,8 @@ impl SourceCore {
         self.new_generation(now, reason);
     }
 
-    /// The engine is not the one that was followed.
-    fn engine_restarted(&mut self, now: Instant) {
+    /// The engine is in another life.
+    fn begin_life(&mut self, now: Instant) {
         self.counters.restarts += 1;
         self.engine.forget_life();
         self.engine.resume_from = EngineSeq(0);
@@ -433,14 +436,14 @@ impl SourceCore {
         }
     }
 
-    /// Stops applying live batches until a replay has come to its end.
+    /// Applies no live batches until a replay has ended.
     fn verify(&mut self, now: Instant) {
         self.engine.state = FollowState::Checking;
         self.request_replay(now);
     }
 
     fn request_replay(&mut self, now: Instant) {
-        // What waits was published before this request: its answer has it, or comes after another one.
+        // Buffered batches were published before this request, so that its answer contains them.
         self.engine.take_buffered();
         self.engine.has_loss = false;
         self.engine.replays += 1;
@@ -468,8 +471,7 @@ impl SourceCore {
     fn replayed(&mut self, now: Instant, mut replay: Replay, seq: EngineSeq, payload: &[u8]) {
         match self.engine.last() {
             None => {
-                // Nothing of this life is applied: the mirror is empty, and what came before this
-                // batch, if anything, is not to be had.
+                // The first batch of this life to be applied. Earlier ones, if any, are unavailable.
                 let is_first = seq == EngineSeq(0);
                 self.mirror.begin(if is_first {
                     Start::Empty
@@ -482,7 +484,7 @@ impl SourceCore {
             Some(last) if seq <= last => match self.engine.applied.compare(seq, payload) {
                 BatchMatch::Same => replay.is_same_life |= seq == replay.from,
                 BatchMatch::Different => {
-                    self.engine_restarted(now);
+                    self.begin_life(now);
                     return;
                 }
                 BatchMatch::TooOld => {}
@@ -503,27 +505,27 @@ impl SourceCore {
         self.engine.replay = Some(replay);
     }
 
-    /// A poll asks whether something was lost before a lease_lost. That is over: what the answer lacks may be
-    /// on its way, and the batch that it was to begin with may have left the engine's buffer.
+    /// Live batches ended the silence that a poll was about. What its answer lacks may be in flight,
+    /// and its first batch may have left the engine's buffer.
     fn is_superseded(&self, poll: Replay) -> bool {
         self.engine.state == FollowState::Following && poll.is_overtaken
     }
 
-    /// The engine lives and has published nothing from the place asked for on.
+    /// The engine answered a replay and has published nothing from its start on.
     fn nothing_published(&mut self, now: Instant, replay: Replay) {
         if replay.from == EngineSeq(0) {
             if self.mirror.digest().count == 0 {
                 self.mirror.begin(Start::Empty);
             }
-            self.same_life(now, Some(replay.started));
+            self.confirm_life(now, Some(replay.started));
         } else {
-            // The batch behind a hole was there before: its buffer is another one.
-            self.engine_restarted(now);
+            // The batch behind a hole existed before: this is another life.
+            self.begin_life(now);
         }
     }
 
-    /// The engine is the one that was followed. `proof`: as of when it is known that nothing is missing.
-    fn same_life(&mut self, now: Instant, proof: Option<Instant>) {
+    /// The engine is in the same life. No batch before the time `proof` is missing.
+    fn confirm_life(&mut self, now: Instant, proof: Option<Instant>) {
         self.engine.tries = 0;
         self.engine.is_unproven = false;
         self.engine.state = FollowState::Following;
@@ -532,44 +534,45 @@ impl SourceCore {
             self.verify(now);
             return;
         }
-        for held in self.engine.take_buffered() {
-            // A gap among them asks for a replay, which then brings the rest.
+        for batch in self.engine.take_buffered() {
+            // A gap among them requests a replay, which brings the rest.
             if self.engine.state == FollowState::Following {
-                self.in_order(now, held.came, held.seq, &held.payload);
+                self.in_order(now, batch.arrived, batch.seq, &batch.payload);
             }
         }
-        // Else the answer lacked its end, though not the end's marker.
+        // Otherwise the answer lacked its last batches, though not the end marker.
         if self.engine.state == FollowState::Following {
             self.engine.proof = self.engine.proof.max(proof);
         }
     }
 
-    /// Applies what was held and follows the last batch. It proves nothing: more may be missing behind it.
+    /// Applies the buffered batches that follow the last one. Proves nothing: later ones may be missing.
+    /// Returns whether any was applied.
     fn apply_buffered(&mut self, now: Instant) -> bool {
         let before = self.engine.last();
-        for held in self.engine.take_buffered() {
+        for batch in self.engine.take_buffered() {
             if self
                 .engine
                 .last()
-                .is_some_and(|last| held.seq == last.next())
+                .is_some_and(|last| batch.seq == last.next())
             {
-                self.apply_next(now, held.seq, &held.payload);
+                self.apply_next(now, batch.seq, &batch.payload);
             }
         }
         self.engine.last() > before
     }
 
     fn hole(&mut self, now: Instant, replay: Replay, behind: EngineSeq) {
-        // An engine's replay socket drops what is more than it can queue, 1,000 messages as a rule.
+        // The engine's replay socket drops messages beyond its queue, 1,000 by default.
         let is_shorter = replay.is_same_life && self.apply_buffered(now);
         if replay.made_progress || is_shorter {
             self.engine.tries = 0;
         }
         self.engine.tries += 1;
-        if self.engine.tries >= TRIES {
+        if self.engine.tries >= HOLE_TRIES_MAX {
             self.engine.tries = 0;
             self.counters.gaps_unfilled += 1;
-            // If even the life could not be checked, the new one is asked for from its beginning.
+            // If the life was not checked either, the next replay starts at the first batch.
             self.engine.resume_from = if replay.is_same_life {
                 behind
             } else {
@@ -598,11 +601,13 @@ impl SourceCore {
                 if !self.publisher.add(now, changes) {
                     self.new_generation(now, GenerationReason::OutboxFull);
                 }
-                // So that a long replay fills records as it goes.
-                let present = self.present(now);
-                self.publisher.pump(now, present, &mut self.effects);
+                // A long replay fills records as it goes.
+                let context = self.record_context(now);
+                self.publisher.pump(now, context, &mut self.effects);
             }
-            Err(sign) => self.new_generation(now, GenerationReason::Mirror(sign)),
+            Err(inconsistency) => {
+                self.new_generation(now, GenerationReason::Mirror(inconsistency));
+            }
         }
     }
 }

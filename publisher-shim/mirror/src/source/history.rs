@@ -1,11 +1,11 @@
-//! What was applied last, by the hash of its bytes: tells a duplicate from another life's batch.
+//! Hashes of the last batches applied: distinguish a duplicate from a batch of another life.
 
 use std::collections::VecDeque;
 
 use warmroute_proto::EngineSeq;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How far back a live duplicate can be told. What lies behind is settled by a replay.
+/// Number of batches that a live duplicate is recognised among. A replay settles older ones.
 const LEN_MAX: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl BatchHistory {
         self.hashes.back().copied()
     }
 
-    /// Knows one batch only, by its hash.
+    /// Restarts with one batch, by its hash.
     pub(super) fn restart_at(&mut self, seq: EngineSeq, hash: u64) {
         self.hashes.clear();
         self.hashes.push_back(hash);
@@ -50,7 +50,7 @@ impl BatchHistory {
         self.last = None;
     }
 
-    /// Takes the batch behind the last one, or the first one.
+    /// Adds the batch behind the last one, or the first one.
     pub(super) fn push(&mut self, seq: EngineSeq, payload: &[u8]) {
         if self.hashes.len() == LEN_MAX {
             self.hashes.pop_front();
@@ -59,7 +59,7 @@ impl BatchHistory {
         self.last = Some(seq);
     }
 
-    /// How a payload compares with what was applied under its number, which is not above the last.
+    /// Compares a payload with the batch of the same number, which is not above the last.
     pub(super) fn compare(&self, seq: EngineSeq, payload: &[u8]) -> BatchMatch {
         let hash = self
             .last

@@ -1,16 +1,17 @@
-//! One rank's state machine: what may be believed, what goes to the log, what may be claimed.
+//! The state machine of one rank: which batches are applied, which records go to the log, and which
+//! state may be claimed.
 //!
-//! [`SourceCore`] is pure. Whoever drives it feeds what happens (`connected`, `live`,
-//! `replay_batch`, `tick`, `acknowledged`, …) together with the present time, and then takes
-//! [`Effect`]s until none is left. `engine` decides which batches are applied: in order, without a
-//! gap, and of one life of the engine; `publisher` turns their changes into generations and
-//! records.
+//! [`SourceCore`] is pure. Its driver passes in what happens (`connected`, `live`, `replay_batch`,
+//! `tick`, `acknowledged`, …) with the present time, and then takes [`Effect`]s until none is left.
+//! `follower` decides which batches are applied: in order, without a gap, and of one life of the
+//! engine. `publisher` turns their changes into generations and records. `tail` checks that the log
+//! still ends with them.
 //!
-//! Invariant: a credited state leaves this module only while its own proof is fresh, only for what
-//! the log has acknowledged or what the same record carries, and only while no unacknowledged
-//! change is older than [`BACKLOG_AGE_MAX`].
+//! Invariant: a credited state leaves this module only while its proof is fresh, only for what the
+//! log has acknowledged or what the same record carries, and only while no unacknowledged change
+//! is older than [`BACKLOG_AGE_MAX`].
 //!
-//! Not here: sockets, HTTP, the registry and the clock (`service`).
+//! Sockets, HTTP, the registry and the clock are in the shell's `service`.
 
 mod backoff;
 mod claim;
@@ -38,39 +39,38 @@ use clock::LogClock;
 use follower::EngineFollower;
 pub use publisher::RecordState;
 use publisher::{Publisher, RecordContext};
-use tail::TailMonitor;
-pub use tail::{LogTail, Tail};
+pub use tail::{LogTail, RegistryReading, Tail};
+use tail::{TailCheck, TailMonitor};
 
-/// A shim's own proof counts this long: with a poll each second two may fail.
+/// Age up to which a proof counts: two of the polls, one a second, may fail.
 const PROOF_MAX: Duration = Duration::from_secs(3);
 /// Age of the oldest unacknowledged change up to which the acknowledged state is credited.
 const BACKLOG_AGE_MAX: Duration = Duration::from_secs(3);
-/// Ticks come ten times a second. After so long without any input this process stood still, and what
-/// waited for it meanwhile may be of an engine that is no more.
+/// A pause without input, while ticks are due ten times a second, that shows the process to have
+/// stalled: what is queued since may be of an engine that ended.
 const STALL_MIN: Duration = Duration::from_secs(1);
 const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
-/// A generation so young answers everybody who asked for one above an older fence.
+/// Age up to which a generation satisfies all requests for one above an older fence.
 const RESYNC_COALESCE: Duration = Duration::from_secs(3);
 
-/// How one source is set up.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
     pub source: Source,
     pub mirror: mirror::MirrorConfig,
-    /// The engine has a replay endpoint and it is known.
+    /// The engine's replay endpoint is known.
     pub has_replay: bool,
     /// Messages of other topics are dropped.
     pub topic: Option<String>,
     /// Batches of other ranks are dropped.
     pub rank: Option<u32>,
-    /// Bytes of records that may wait for the log.
+    /// Bound of the records that wait for the log.
     pub outbox_bytes_max: usize,
-    /// Bytes of live batches that may wait for a replay's end.
+    /// Bound of the live batches that wait for a replay's end.
     pub buffer_bytes_max: usize,
-    /// Spreads retries; another one for each process.
+    /// Spreads retries; differs between processes.
     pub seed: u64,
-    /// Nothing is claimed before the log told what its clock shows, or that it does not tell: whoever reads
-    /// a claim that does not say when it was made cannot know how long it was on its way.
+    /// Claims nothing before the first answer about the log's clock: readers cannot judge the age of
+    /// a claim without a time.
     pub waits_for_clock: bool,
 }
 
@@ -91,34 +91,29 @@ impl SourceConfig {
     }
 }
 
-// Until the shell uses the new names.
-pub use LogTail as Seen;
-pub use SourceConfig as Config;
-pub use SourceStatus as Status;
-
-/// One append, so that its answer finds it.
+/// Identifies one append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AppendId {
     pub generation: Generation,
     pub number: RecordNumber,
-    /// Answers of an earlier round of sending are ignored.
+    /// Answers to an earlier attempt are ignored.
     pub attempt: u32,
 }
 
-/// A replay under way; answers to an earlier one are ignored.
+/// Identifies a replay; answers to an earlier one are ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ReplayId(pub u64);
 
-/// What is to be done outside.
+/// An action for the shell.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
-    /// Ask the engine for every batch from `from` on, inclusive. Ends an earlier replay.
+    /// Request every batch from `from` on, inclusive, from the engine. Ends an earlier replay.
     Replay {
         id: ReplayId,
         from: EngineSeq,
     },
-    /// Write the next generation by compare-and-set: 1 + the highest of the registry's, that of the
-    /// last record on the subject, and `above`.
+    /// Write the next generation by compare-and-set: 1 + the highest of `above`, the registry's and
+    /// the last record's ([`next_generation`]).
     ClaimGeneration {
         above: Generation,
     },
@@ -127,8 +122,8 @@ pub enum Effect {
         id: AppendId,
         payload: Bytes,
     },
-    /// Read the last record on the source's subject; thoroughly: also which log it is, and the
-    /// registry's generation. Answered by [`SourceCore::log_tail`], always.
+    /// Read the last record on the source's subject; if thorough, the log's identity and the
+    /// registry's generation as well. Always answered by [`SourceCore::log_tail`].
     ReadTail {
         id: u64,
         is_thorough: bool,
@@ -137,11 +132,11 @@ pub enum Effect {
     Notice(Notice),
 }
 
-/// What an operator may want to know. Said once, when it happens.
+/// An event for the operator's log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
     NewGeneration(GenerationReason),
-    /// What may be claimed about GPU memory changed.
+    /// The state that may be claimed about GPU memory changed.
     State(TierState),
 }
 
@@ -151,20 +146,20 @@ pub enum GenerationReason {
     LeaseTaken,
     EngineRestarted,
     GapUnfilled,
-    /// Without replays or sequence numbers a loss could not be repaired or even seen.
+    /// A loss may have occurred where replays or sequence numbers are missing to detect it.
     LossUnseen,
     Mirror(Inconsistency),
     OutboxFull,
     Resync(ResyncReason),
     /// The log does not end with what it acknowledged.
     LogLost,
-    /// The registry does not know the generation in use.
+    /// The registry does not have the generation in use.
     RegistryLost,
-    /// Somebody else took a generation in the meantime.
+    /// Another shim took a generation.
     Overtaken,
     /// The log takes smaller records only.
     RecordTooLarge,
-    /// A checkpoint was read whose truth nothing can show.
+    /// A checkpoint was read, and no replay can prove it.
     Unprovable,
 }
 
@@ -187,7 +182,7 @@ impl GenerationReason {
         }
     }
 
-    /// Every one, in a fixed order: the closed set of a metric's label.
+    /// All reasons in a fixed order: the closed set of a metric's label.
     pub const ALL: [Self; 17] = [
         Self::LeaseTaken,
         Self::EngineRestarted,
@@ -209,32 +204,26 @@ impl GenerationReason {
     ];
 }
 
-/// How often a generation began, by reason.
+/// Number of generations begun, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GenerationCounts([u64; GenerationReason::ALL.len()]);
 
 impl GenerationCounts {
     #[must_use]
     pub fn of(&self, reason: GenerationReason) -> u64 {
-        let at = GenerationReason::ALL
-            .iter()
-            .position(|&known| known == reason);
-        at.and_then(|at| self.0.get(at))
-            .copied()
-            .unwrap_or_default()
+        let mut counts = GenerationReason::ALL.iter().zip(self.0);
+        let found = counts.find(|&(&known, _)| known == reason);
+        found.map_or(0, |(_, count)| count)
     }
 
     fn count(&mut self, reason: GenerationReason) {
-        let at = GenerationReason::ALL
-            .iter()
-            .position(|&known| known == reason);
-        if let Some(count) = at.and_then(|at| self.0.get_mut(at)) {
-            *count += 1;
+        for (known, count) in GenerationReason::ALL.iter().zip(&mut self.0) {
+            *count += u64::from(*known == reason);
         }
     }
 }
 
-/// What happened so far.
+/// Counts since the start of the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SourceCounters {
     pub batches: u64,
@@ -251,21 +240,21 @@ pub struct SourceCounters {
     pub generations: u64,
     pub reasons: GenerationCounts,
     pub appends_failed: u64,
-    /// Records that are to be sent again because the log went out of reach, or may not be ours.
+    /// Pauses of publishing: the log was unreachable, or the lease lapsed.
     pub pauses: u64,
     pub tails_unexpected: u64,
-    /// Requests for a generation above one that nobody can have come to.
+    /// Requests for a generation above an implausible one.
     pub generations_refused: u64,
 }
 
-/// What the source is now.
+/// The source's present state, for probes and metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SourceStatus {
     pub source: Source,
     pub generation: Option<Generation>,
     /// As of the last acknowledged record.
     pub acknowledged: Option<RecordState>,
-    /// As it may be claimed now, of the last acknowledged record.
+    /// The states that may be claimed now about the last acknowledged record.
     pub states: TierStates,
     /// The last batch applied to the mirror.
     pub engine_seq: Option<EngineSeq>,
@@ -277,31 +266,31 @@ pub struct SourceStatus {
     pub waiting_bytes: usize,
     pub prefixes: usize,
     pub orphans: usize,
-    /// The present generation's image is acknowledged.
+    /// The log acknowledged the image of the generation in use.
     pub is_image_acknowledged: bool,
     pub counters: SourceCounters,
     pub mirror: mirror::MirrorCounters,
-    /// None where no checkpoints are kept.
+    /// `None` without a state directory.
     pub checkpoint: Option<CheckpointStatus>,
 }
 
-/// How a source's checkpoints are doing.
+/// The status of a source's checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckpointStatus {
-    /// Of what the last one written holds; none before the first.
+    /// Age of the state in the last one written; `None` before the first.
     pub age: Option<Duration>,
     pub bytes: usize,
-    /// How long the last one held up the source.
+    /// Time for which the last snapshot blocked the source.
     pub cut: Duration,
-    /// From its cut until it was safe.
+    /// Time from that snapshot to its durable file.
     pub took: Duration,
     pub written: u64,
     pub failed: u64,
-    /// Found at the start and not used.
+    /// Number found at the start and refused.
     pub refused: u64,
 }
 
-/// See the module's documentation.
+/// One rank's follower, mirror and publisher.
 #[derive(Debug)]
 pub struct SourceCore {
     config: SourceConfig,
@@ -310,17 +299,17 @@ pub struct SourceCore {
     publisher: Publisher,
     tail: TailMonitor,
     clock: LogClock,
-    /// The plane is within reach, as far as is known.
+    /// The plane is reachable, as far as is known.
     is_reachable: bool,
-    /// The lease ran out, and nobody is known to have taken it.
+    /// The lease lapsed, and no other holder is known.
     has_lapsed: bool,
     health: EngineHealth,
     next_heartbeat: Option<Instant>,
-    /// The last live message or tick.
+    /// Time of the last live message or tick.
     awake: Option<Instant>,
-    /// When the present generation began.
+    /// Time at which the generation in use began.
     opened: Option<Instant>,
-    /// What the last heartbeat claimed, to say at once when it is no longer so.
+    /// The states in the last heartbeat. A change sends the next one without delay.
     sent_states: Option<TierStates>,
     counters: SourceCounters,
     effects: VecDeque<Effect>,
@@ -348,8 +337,8 @@ impl SourceCore {
         }
     }
 
-    /// Begins where a checkpoint stands. Nothing of it is believed before the engine's replay has
-    /// proven that it is the same life.
+    /// Resumes from a checkpoint. Nothing of it is credited before a replay has proven that the
+    /// engine is still in the same life.
     #[must_use]
     pub fn resume(config: SourceConfig, restored: Restored) -> Self {
         let mut core = Self::new(config);
@@ -360,7 +349,7 @@ impl SourceCore {
         core
     }
 
-    /// What [`SourceCore::resume`] needs, as of the last batch. `None` if nothing could prove it.
+    /// A checkpoint as of the last batch. `None` if no replay could prove it.
     #[must_use]
     pub fn checkpoint(&self) -> Option<Checkpoint> {
         let (engine_seq, payload_hash) = self.engine.provable_last()?;
@@ -376,25 +365,25 @@ impl SourceCore {
         })
     }
 
-    /// Batches applied since the start of this process.
+    /// Number of batches applied since the start of this process.
     #[must_use]
     pub const fn batches(&self) -> u64 {
         self.counters.batches
     }
 
-    /// The generation in use or last used; none before the first.
+    /// The generation in use or last used; `None` before the first.
     #[must_use]
     pub fn generation(&self) -> Option<Generation> {
         self.publisher.generation()
     }
 
-    /// Appends of another attempt than this one are not to be made any more.
+    /// The current attempt: appends of another one are void.
     #[must_use]
     pub const fn attempt(&self) -> u32 {
         self.publisher.attempt()
     }
 
-    /// The next thing to do. Take all of them after every input.
+    /// The next effect. Take all of them after every input.
     pub fn poll_effect(&mut self) -> Option<Effect> {
         self.effects.pop_front()
     }
@@ -404,7 +393,7 @@ impl SourceCore {
         &self.mirror
     }
 
-    /// What the engine tells of itself: a provisional block size, and its number of KV blocks.
+    /// Takes the engine's own facts: a provisional block size, and its number of KV blocks.
     pub fn learn(&mut self, block_size: Option<BlockSize>, blocks_max: Option<u64>) {
         self.mirror.set_blocks_max(blocks_max);
         if let Some(block_size) = block_size {
@@ -414,8 +403,8 @@ impl SourceCore {
 
     // --- the plane's side
 
-    /// This shim may publish from now on. A new generation begins, unless the lease had only lapsed
-    /// and nobody else wrote meanwhile.
+    /// This shim may publish. A new generation begins unless the lease had only lapsed and no other
+    /// shim wrote.
     pub fn lease_taken(&mut self, now: Instant) {
         if self.publisher.lacks_lease() {
             self.publisher.lease_taken(now);
@@ -426,14 +415,14 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// The lease ran out, or its key is gone, and nobody is known to have it: not another word, but
-    /// what is told meanwhile is kept, within the outbox's bound.
+    /// The lease expired or its key is gone, and no other holder is known. Publishing pauses; records
+    /// are kept within the outbox's bound.
     pub fn lease_lapsed(&mut self) {
         self.has_lapsed = true;
         self.pause();
     }
 
-    /// Somebody else may publish: not another word.
+    /// Another shim may publish. Publishing stops.
     pub fn lease_lost(&mut self) {
         self.publisher.lease_lost();
         self.tail.forget();
@@ -442,23 +431,23 @@ impl SourceCore {
             .retain(|effect| matches!(effect, Effect::Replay { .. } | Effect::Notice(_)));
     }
 
-    /// The plane is out of reach. What was under way may be written or not.
+    /// The plane is unreachable. Appends in flight may be written or not.
     pub fn plane_lost(&mut self) {
         self.is_reachable = false;
         self.pause();
     }
 
-    /// It is back. The log may be another one, or may have lost its end.
+    /// The plane is reachable again. The log may be another one, or may have lost its end.
     pub fn plane_back(&mut self, now: Instant) {
         self.is_reachable = true;
         self.try_unpause(now);
         self.settle(now);
     }
 
-    /// Asked at the first moment and answered at the second, the log's clock showed so many nanoseconds since
-    /// the Unix epoch, or 0 if it does not tell. Every few seconds: the clock may be another server's.
+    /// Takes a reading of the log's clock: Unix nanoseconds, or 0 if the log has none, at some time
+    /// between `asked` and `answered`. Call it every few seconds: another server may take over.
     pub fn log_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
-        self.clock.learn(asked, answered, unix_ns);
+        self.clock.set(asked, answered, unix_ns);
     }
 
     fn pause(&mut self) {
@@ -474,13 +463,13 @@ impl SourceCore {
             .retain(|effect| !matches!(effect, Effect::Append { .. } | Effect::Heartbeat(_)));
     }
 
-    /// Speaks again when nothing stands against it.
+    /// Ends a pause once the plane is reachable, the lease held and the log's end as expected.
     fn try_unpause(&mut self, now: Instant) {
         if !self.publisher.is_paused() || !self.is_reachable || self.has_lapsed {
             return;
         }
         if self.tail.is_required() && self.publisher.is_open() {
-            self.tail_tick(now, false);
+            self.check_tail(now, TailCheck::IfRequired);
         } else {
             self.tail.forget();
             self.publisher.unpause(now);
@@ -490,8 +479,8 @@ impl SourceCore {
     pub fn generation_claimed(&mut self, now: Instant, generation: Generation) {
         if self.publisher.claimed(now, generation) {
             self.opened = Some(now);
-            let present = self.present(now);
-            self.publisher.open(now, self.mirror.image(), present);
+            let context = self.record_context(now);
+            self.publisher.open(now, self.mirror.image(), context);
             if self.publisher.is_paused() {
                 self.tail.require();
             }
@@ -505,8 +494,8 @@ impl SourceCore {
     }
 
     pub fn acknowledged(&mut self, now: Instant, id: AppendId) {
-        let present = self.present(now);
-        self.publisher.acknowledge(now, id, present);
+        let context = self.record_context(now);
+        self.publisher.acknowledge(now, id, context);
         self.settle(now);
     }
 
@@ -516,8 +505,8 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// A reader cannot follow any more. Ignored while an image above its fence is under way, or was
-    /// just sent: that is the answer. Ignored also with a fence that nobody can have come to.
+    /// A reader cannot follow the log and requests a generation above its fence. Ignored if an image
+    /// above the fence is in flight or was just sent, and if the fence is implausible.
     pub fn resync(&mut self, now: Instant, above: Generation, reason: ResyncReason) {
         if !above.is_plausible_after(self.publisher.fence()) {
             self.counters.generations_refused += 1;
@@ -540,7 +529,7 @@ impl SourceCore {
         self.settle(now);
     }
 
-    /// The log does not take a record of this size at once.
+    /// The log refused a record as larger than `bytes_max`.
     pub fn append_too_large(&mut self, now: Instant, id: AppendId, bytes_max: usize) {
         self.counters.appends_failed += 1;
         if self.publisher.limit_records(bytes_max) {
@@ -551,7 +540,7 @@ impl SourceCore {
         self.settle(now);
     }
 
-    // --- the engine's side; see `engine` for the rest
+    // --- the engine's side; the rest is in `follower`
 
     pub fn health(&mut self, now: Instant, health: EngineHealth) {
         self.health = health;
@@ -563,7 +552,7 @@ impl SourceCore {
 
     /// Call at least ten times a second.
     pub fn tick(&mut self, now: Instant) {
-        self.wake(now);
+        self.note_input(now);
         self.engine_tick(now);
         self.try_unpause(now);
         self.settle(now);
@@ -572,7 +561,12 @@ impl SourceCore {
             self.next_heartbeat = Some(now + HEARTBEAT_EVERY);
             self.heartbeat(now);
         }
-        self.tail_tick(now, is_heartbeat);
+        let check = if is_heartbeat {
+            TailCheck::WithHeartbeat
+        } else {
+            TailCheck::IfRequired
+        };
+        self.check_tail(now, check);
     }
 
     #[must_use]
@@ -614,12 +608,12 @@ impl SourceCore {
             .push_back(Effect::Notice(Notice::NewGeneration(reason)));
     }
 
-    /// After every input: records that are due, and a word at once if a claim does not hold.
+    /// Runs after every input: sends due records, and a heartbeat if the claimable states changed.
     fn settle(&mut self, now: Instant) {
-        let present = self.present(now);
-        self.publisher.pump(now, present, &mut self.effects);
+        let context = self.record_context(now);
+        self.publisher.pump(now, context, &mut self.effects);
         let states = self.heartbeat_states(now);
-        if self.sent_states.is_some_and(|told| told != states) {
+        if self.sent_states.is_some_and(|sent| sent != states) {
             self.heartbeat(now);
         }
     }
@@ -632,7 +626,7 @@ impl SourceCore {
             return;
         }
         let states = self.heartbeat_states(now);
-        let gpu = self.sent_states.map(|told| told.gpu);
+        let gpu = self.sent_states.map(|sent| sent.gpu);
         if gpu != Some(states.gpu) {
             self.effects
                 .push_back(Effect::Notice(Notice::State(states.gpu)));
@@ -656,13 +650,13 @@ impl SourceCore {
         }));
     }
 
-    /// What may be claimed now about the last acknowledged record.
+    /// The states that may be claimed now about the last acknowledged record.
     fn heartbeat_states(&self, now: Instant) -> TierStates {
         let Some(point) = self.publisher.acknowledged_point() else {
             return TierStates::all(TierState::CatchingUp);
         };
         if !self.publisher.is_open() {
-            // What the log says is about to be replaced, and may be wrong.
+            // The records are about to be replaced, and may be wrong.
             return lower(point.states, TierState::Stale);
         }
         // The acknowledged state is true only until the next change; a change that cannot reach
@@ -670,28 +664,28 @@ impl SourceCore {
         if self.publisher.backlog_age(now) > BACKLOG_AGE_MAX {
             return lower(point.states, TierState::Stale);
         }
-        self.claim_of(now, point.states)
+        self.claimable(now, point.states)
     }
 
-    fn present(&self, now: Instant) -> RecordContext {
-        let sound = if self.engine.is_unverified() {
+    fn record_context(&self, now: Instant) -> RecordContext {
+        let states = if self.engine.is_unverified() {
             lower(self.mirror.states(), TierState::Unverified)
         } else {
             self.mirror.states()
         };
         RecordContext {
             engine_seq: self.engine.last(),
-            sound,
-            claimed: self.claim_of(now, sound),
+            states,
+            claimed_states: self.claimable(now, states),
             sent_at: self.clock.read(now),
         }
     }
 
-    fn claim_of(&self, now: Instant, sound: TierStates) -> TierStates {
+    fn claimable(&self, now: Instant, states: TierStates) -> TierStates {
         if self.clock.is_settled() && self.is_proven(now) {
-            sound
+            states
         } else {
-            lower(sound, TierState::Stale)
+            lower(states, TierState::Stale)
         }
     }
 

@@ -1,11 +1,11 @@
-//! Changes into records: split below the log's bound, each with the digest that it leads to.
+//! Splits changes into records below the log's size limit, each with the digest after it.
 
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, Digest, LocalHash, PrefixHash, Tier, Tiers};
 
-/// Bytes of a record beside its source's name and its changes, generously.
+/// Upper bound of a record's bytes beside its source's name and its changes.
 const RECORD_HEAD_BYTES: usize = 128;
-/// Bytes of a change beside its hashes, generously.
+/// Upper bound of a change's bytes beside its hashes.
 const CHANGE_HEAD_BYTES: usize = 40;
 const HASH_BYTES: usize = 8;
 
@@ -16,7 +16,7 @@ pub(super) struct RecordPart {
     pub(super) after: Digest,
 }
 
-/// Roughly what a change takes in a record, never less than it does.
+/// Upper bound of a change's bytes in a record.
 pub(super) const fn change_bytes(change: &Change) -> usize {
     CHANGE_HEAD_BYTES
         + match change {
@@ -26,8 +26,8 @@ pub(super) const fn change_bytes(change: &Change) -> usize {
         }
 }
 
-/// At least one part, even for no change; each has room in so many bytes beside its source's name.
-/// `digests` move along.
+/// Splits changes into parts of at most `bytes_max` bytes beside the source's name, and folds them into
+/// `digests`. Returns at least one part, even without changes.
 pub(super) fn split(
     changes: Vec<Change>,
     bytes_max: usize,
@@ -109,7 +109,7 @@ impl Splitter<'_> {
         }
     }
 
-    /// How many of `wanted` hashes go into the present part; cuts it if not even one does.
+    /// The number of `wanted` hashes that fit into the present part, which is cut if none does.
     fn hashes_that_fit(&mut self, wanted: usize) -> usize {
         let least = CHANGE_HEAD_BYTES + HASH_BYTES;
         if self.used + least > self.room {

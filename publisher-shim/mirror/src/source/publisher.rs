@@ -1,9 +1,9 @@
-//! From changes to the log: generations, records, and the window of those not acknowledged.
+//! Generations, records, and the window of records in flight.
 //!
-//! Pure. A generation is first claimed, then opened with an image; while it is being claimed
-//! changes are not kept, as the image will have them. One ordered window; a failed append sends it
-//! and everything behind it again, byte for byte. Bytes are bounded: when too many wait, all of
-//! them are dropped and one new generation replaces them.
+//! Pure. A generation is first claimed, then opened with an image. Changes that arrive during the
+//! claim are not kept, as the image has them. The window is ordered: a failed append resends its
+//! record and all behind it, byte for byte. Its bytes are bounded: beyond, all waiting records are
+//! dropped and one new generation replaces them.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -19,12 +19,12 @@ use super::backoff::Backoff;
 use super::pack;
 use super::{AppendId, Effect};
 
-/// Records under way at once: below what a sequencing reader remembers.
+/// Records in flight; below what a sequencing reader remembers.
 const WINDOW_MAX: usize = 64;
-/// A log answers in the order in which it was told. If a later record's answer is here for so long, an
-/// earlier one's is lost, with its record or without.
+/// A log answers in the order of appends. If a later record is acknowledged for this long, the answer
+/// to an earlier one is lost, with its record or without.
 const OVERTAKEN_MAX: Duration = Duration::from_millis(500);
-/// No log takes less at once; a record with one change fits.
+/// Lower bound of the record size; a record with one change fits.
 const RECORD_BYTES_MIN: usize = 1024;
 
 /// The source as of one record.
@@ -32,28 +32,28 @@ const RECORD_BYTES_MIN: usize = 1024;
 pub struct RecordState {
     pub number: RecordNumber,
     pub engine_seq: Option<EngineSeq>,
-    /// What could be vouched for, whatever the age of the proof.
+    /// The states that the mirror supports, whatever the age of the proof.
     pub states: TierStates,
     pub after: Digest,
 }
 
-/// What the source is when records are cut.
+/// The facts that a record carries beside its changes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RecordContext {
     pub(super) engine_seq: Option<EngineSeq>,
-    /// Whatever the age of the proof.
-    pub(super) sound: TierStates,
-    /// As it may be claimed now.
-    pub(super) claimed: TierStates,
-    /// Now, by the log's clock.
+    /// The states that the mirror supports, whatever the age of the proof.
+    pub(super) states: TierStates,
+    /// The states that may be claimed now.
+    pub(super) claimed_states: TierStates,
+    /// Present time of the log's clock.
     pub(super) sent_at: Option<LogTime>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PublishPhase {
-    /// Somebody else may hold the lease: say nothing.
+    /// Another shim may hold the lease. Nothing is published.
     NoLease,
-    /// Wants a generation; the time at which to ask, or none while the answer is awaited.
+    /// Needs a generation; the time of the next claim, or `None` while one is in flight.
     Claiming(Option<Instant>),
     Open,
 }
@@ -74,32 +74,30 @@ pub(super) struct Publisher {
     bytes_max: usize,
     record_bytes_max: usize,
     phase: PublishPhase,
-    /// What is told is kept and nothing goes out: the log is out of reach, or it is not known
-    /// whether it may be written to.
+    /// Records are kept and not sent: the log is unreachable, or its end or the lease unconfirmed.
     is_paused: bool,
     generation: Generation,
     /// No generation up to here may be used again.
     fence: Generation,
     next: RecordNumber,
     window: VecDeque<OutboxRecord>,
-    /// How many of the window's first were handed out.
+    /// Number of the window's first records that were sent.
     sent: usize,
-    /// Counts failures, so that late answers of an earlier round are told apart.
+    /// Incremented with each resend, to ignore answers to an earlier attempt.
     attempt: u32,
     retry: Option<Instant>,
     backoff: Backoff,
-    /// Since when a later record than the window's first is acknowledged, and that one is not.
+    /// Time since which a record behind the window's first is acknowledged, and the first is not.
     overtaken: Option<Instant>,
-    /// Bytes in the window that are no image, and those that wait to be cut.
+    /// Bytes of the window's records, images left out.
     waiting_bytes: usize,
     pending: Vec<Change>,
     pending_bytes: usize,
-    /// When the oldest pending change was folded.
+    /// Time at which the oldest pending change was folded.
     pending_since: Option<Instant>,
-    /// After everything that was cut.
+    /// The digests after the last record cut.
     digests: Tiers<Digest>,
-    /// States and sequence of the last record cut.
-    told: Option<RecordState>,
+    last_cut: Option<RecordState>,
     acknowledged: Option<RecordState>,
 }
 
@@ -125,7 +123,7 @@ impl Publisher {
             pending_bytes: 0,
             pending_since: None,
             digests: Tiers::default(),
-            told: None,
+            last_cut: None,
             acknowledged: None,
         }
     }
@@ -138,7 +136,7 @@ impl Publisher {
         matches!(self.phase, PublishPhase::NoLease)
     }
 
-    /// The generation in use or last used; none before the first.
+    /// The generation in use or last used; `None` before the first.
     pub(super) fn generation(&self) -> Option<Generation> {
         (self.generation > Generation(0)).then_some(self.generation)
     }
@@ -147,7 +145,7 @@ impl Publisher {
         self.acknowledged
     }
 
-    /// Everything that was told is acknowledged.
+    /// All changes are acknowledged.
     pub(super) fn is_idle(&self) -> bool {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
@@ -163,7 +161,7 @@ impl Publisher {
         self.waiting_bytes + self.pending_bytes
     }
 
-    /// The first records of the generation are still under way.
+    /// The records of the generation's image are not all acknowledged.
     pub(super) fn has_image_under_way(&self) -> bool {
         !self.is_open() || self.window.iter().any(|record| record.is_image)
     }
@@ -172,17 +170,17 @@ impl Publisher {
         self.is_paused
     }
 
-    /// Appends of any other round are not awaited any more.
+    /// Appends of any other attempt are void.
     pub(super) const fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// The highest number that may be in the log, if any.
-    pub(super) fn last_cut(&self) -> Option<RecordNumber> {
+    /// The highest number that may be in the log.
+    pub(super) fn last_number(&self) -> Option<RecordNumber> {
         self.next.0.checked_sub(1).map(RecordNumber)
     }
 
-    /// Keeps everything and says nothing. What was under way is unknown: it goes again.
+    /// Stops sending and keeps the records. Those in flight are resent later.
     pub(super) fn pause(&mut self) {
         if !self.is_paused {
             self.is_paused = true;
@@ -194,13 +192,13 @@ impl Publisher {
         if std::mem::take(&mut self.is_paused) {
             self.retry = None;
             if let PublishPhase::Claiming(Some(_)) = self.phase {
-                // Whoever was cut off with us comes back at the same moment.
+                // Other shims lost the plane as well and return in the same moment.
                 self.phase = PublishPhase::Claiming(Some(now + self.backoff.first()));
             }
         }
     }
 
-    /// The log takes no larger record. `false` if that was known.
+    /// Lowers the size limit of a record. `false` if it is not lower than the known one.
     pub(super) fn limit_records(&mut self, bytes_max: usize) -> bool {
         let bytes_max = bytes_max.max(RECORD_BYTES_MIN);
         let is_new = bytes_max < self.record_bytes_max;
@@ -213,7 +211,7 @@ impl Publisher {
         self.drop_everything();
     }
 
-    /// A new generation above everything known. Its image is asked for once it is claimed.
+    /// Drops all records and begins a new generation, opened once it is claimed.
     pub(super) fn claim(&mut self, now: Instant) {
         self.drop_everything();
         if self.phase == PublishPhase::Open {
@@ -221,7 +219,7 @@ impl Publisher {
         }
     }
 
-    /// The lease is ours.
+    /// This shim has the lease: claims a generation.
     pub(super) fn lease_taken(&mut self, now: Instant) {
         if self.lacks_lease() {
             self.phase = PublishPhase::Claiming(Some(now));
@@ -236,8 +234,8 @@ impl Publisher {
         self.fence
     }
 
-    /// The registry gave a generation. `false` if it cannot be used: it is not above the fence, or
-    /// nobody waits for it any more.
+    /// A generation was claimed. `false` if it is not usable: it is not above the fence, or no claim
+    /// is pending.
     pub(super) fn claimed(&mut self, now: Instant, generation: Generation) -> bool {
         let is_new = generation > self.fence;
         self.raise_fence(generation);
@@ -254,7 +252,7 @@ impl Publisher {
         self.generation = generation;
         self.next = RecordNumber(0);
         self.digests = Tiers::default();
-        self.told = None;
+        self.last_cut = None;
         self.acknowledged = None;
         self.attempt = self.attempt.wrapping_add(1);
         true
@@ -266,12 +264,12 @@ impl Publisher {
         }
     }
 
-    /// The whole mirror, right after the generation was claimed.
-    pub(super) fn open(&mut self, now: Instant, image: Vec<Change>, present: RecordContext) {
-        self.cut(now, image, present, true);
+    /// Cuts the image of the mirror, right after the generation was claimed.
+    pub(super) fn open(&mut self, now: Instant, image: Vec<Change>, context: RecordContext) {
+        self.cut(now, image, context, true);
     }
 
-    /// Adds the net changes of a batch. `false` if they do not fit: a new generation is needed.
+    /// Adds the net changes of a batch. `false` if they exceed the bound: a new generation is needed.
     pub(super) fn add(&mut self, now: Instant, changes: Vec<Change>) -> bool {
         if !self.is_open() {
             return true;
@@ -284,11 +282,11 @@ impl Publisher {
         self.waiting_bytes() <= self.bytes_max
     }
 
-    /// Cuts what is due, and hands out what the window has room for.
+    /// Cuts the pending changes if due, and sends what the window has room for.
     pub(super) fn pump(
         &mut self,
         now: Instant,
-        present: RecordContext,
+        context: RecordContext,
         effects: &mut VecDeque<Effect>,
     ) {
         if self.is_paused {
@@ -306,11 +304,13 @@ impl Publisher {
             }
             PublishPhase::Open => {}
         }
-        let has_news =
-            !self.pending.is_empty() || self.told.is_none_or(|told| told.states != present.sound);
+        let has_news = !self.pending.is_empty()
+            || self
+                .last_cut
+                .is_none_or(|last_cut| last_cut.states != context.states);
         let is_full = self.pending_bytes + 1024 >= self.record_bytes_max;
         if has_news && (self.window.is_empty() || is_full) {
-            self.cut_pending(now, present);
+            self.cut_pending(now, context);
         }
         let is_overtaken = |since: Instant| now.saturating_duration_since(since) >= OVERTAKEN_MAX;
         if self.overtaken.is_some_and(is_overtaken) {
@@ -335,8 +335,8 @@ impl Publisher {
         }
     }
 
-    /// The log took a record. Answers may come in any order.
-    pub(super) fn acknowledge(&mut self, now: Instant, id: AppendId, present: RecordContext) {
+    /// The log acknowledged a record. Answers may come in any order.
+    pub(super) fn acknowledge(&mut self, now: Instant, id: AppendId, context: RecordContext) {
         if !self.is_current(id) {
             return;
         }
@@ -360,11 +360,11 @@ impl Publisher {
             self.overtaken.get_or_insert(now);
         }
         if !self.pending.is_empty() {
-            self.cut_pending(now, present);
+            self.cut_pending(now, context);
         }
     }
 
-    /// The log did not take a record, or nobody knows: it and all behind it go again.
+    /// An append failed or has an unknown result: resends its record and all behind it.
     pub(super) fn fail(&mut self, now: Instant, id: AppendId) {
         if !self.is_current(id) {
             return;
@@ -386,38 +386,38 @@ impl Publisher {
         self.is_open() && id.generation == self.generation && id.attempt == self.attempt
     }
 
-    fn cut_pending(&mut self, now: Instant, present: RecordContext) {
+    fn cut_pending(&mut self, now: Instant, context: RecordContext) {
         let changes = std::mem::take(&mut self.pending);
         self.pending_bytes = 0;
-        // Without changes a record carries new states, which are of now.
+        // A record without changes carries the present states.
         let since = self.pending_since.take().unwrap_or(now);
-        self.cut(since, changes, present, false);
+        self.cut(since, changes, context, false);
     }
 
     fn cut(
         &mut self,
         since: Instant,
         changes: Vec<Change>,
-        present: RecordContext,
+        context: RecordContext,
         is_image: bool,
     ) {
         let name = self.source.worker.as_str().len();
         let room = self.record_bytes_max.saturating_sub(name);
         let parts = pack::split(changes, room, &mut self.digests);
         let last = parts.len() - 1;
-        let before = self.told.and_then(|told| told.engine_seq);
+        let before = self.last_cut.and_then(|last_cut| last_cut.engine_seq);
         for (index, part) in parts.into_iter().enumerate() {
             let is_last = index == last;
             let under_way = TierStates::all(TierState::CatchingUp);
-            let (engine_seq, sound, states) = if is_last {
-                (present.engine_seq, present.sound, present.claimed)
+            let (engine_seq, states, claimed_states) = if is_last {
+                (context.engine_seq, context.states, context.claimed_states)
             } else {
                 (before, under_way, under_way)
             };
             let point = RecordState {
                 number: self.next,
                 engine_seq,
-                states: sound,
+                states,
                 after: part.after,
             };
             let record = Record {
@@ -426,19 +426,18 @@ impl Publisher {
                 number: self.next,
                 engine_seq,
                 changes: part.changes,
-                states,
+                states: claimed_states,
                 after: part.after,
-                sent_at: present.sent_at,
+                sent_at: context.sent_at,
             };
-            // Encoding into memory does not fail; if it did, readers would find the record
-            // undecodable and say so.
+            // Encoding into memory does not fail. Readers would count an empty record as undecodable.
             let payload = Bytes::from(codec::encode(&record).unwrap_or_default());
             debug_assert!(payload.len() <= RECORD_BYTES_MAX, "a record is too large");
             if !is_image {
                 self.waiting_bytes += payload.len();
             }
             self.next = self.next.next();
-            self.told = Some(point);
+            self.last_cut = Some(point);
             self.window.push_back(OutboxRecord {
                 payload,
                 point,

@@ -1,10 +1,10 @@
-//! Is the end of the log still what this shim last wrote there?
+//! Check that the log still ends with the records that this shim wrote.
 //!
-//! Asked at every heartbeat, and thoroughly (with the registry's generation and the log's identity)
-//! before anything is said again after the log was out of reach or the lease had lapsed. A log that
-//! lost records, or was written by somebody else, is answered with a new generation. A copy of the
-//! log that is a moment behind answers like one that lost records: such a surprise counts only when
-//! it comes several times in a row. A generation that nobody can have come to is as good as none.
+//! The check runs with every heartbeat. After the log was unreachable or the lease had lapsed, a
+//! thorough one, with the registry's generation and the log's identity, runs before publishing goes
+//! on. A log that lost records or has those of another writer gets a new generation. A replica of
+//! the log that lags looks like one that lost records: such a mismatch counts only if it occurs
+//! several times in a row. An implausible generation counts as none.
 
 use std::time::{Duration, Instant};
 
@@ -13,46 +13,65 @@ use warmroute_proto::{Generation, RecordNumber, StreamIdentity};
 use super::publisher::Publisher;
 use super::{Effect, GenerationReason, SourceCore};
 
-/// So many times in a row, or it was only a copy that lagged.
+/// Mismatches in a row that show records to be lost; fewer may be a replica that lags.
 const MISMATCHES_MAX: u32 = 3;
 const RETRY_AFTER: Duration = Duration::from_millis(300);
 
-/// What the log and the registry have of a source.
+/// The answer to [`Effect::ReadTail`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tail {
-    /// Nobody could tell.
+    /// The log or the registry did not answer.
     Unanswered,
     Seen(LogTail),
 }
 
+/// What the log and the registry have of a source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogTail {
-    /// The last record on the source's subject, if it is one.
+    /// The last record on the source's subject, if there is one that decodes.
     pub last: Option<(Generation, RecordNumber)>,
-    /// There is none, and older records than ours were dropped from the log on purpose.
+    /// The subject is empty, and the log dropped this shim's records by its age or size limit.
     pub is_trimmed: bool,
-    /// Which log it is, if that was asked.
+    /// The log's identity, if it was requested.
     pub log: Option<StreamIdentity>,
-    /// The generation in the registry, if that was asked.
-    pub registered: Option<Option<Generation>>,
+    pub registered: RegistryReading,
 }
 
-/// A request under way.
+/// The source's generation in the registry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RegistryReading {
+    #[default]
+    NotRequested,
+    /// `None` if the registry has none.
+    Read(Option<Generation>),
+}
+
+/// When [`SourceCore::check_tail`] begins a check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TailCheck {
+    /// If one is required before publishing goes on, or a repeated one is due.
+    IfRequired,
+    /// In any case, once a record is acknowledged.
+    WithHeartbeat,
+}
+
+/// A check in flight.
 #[derive(Clone, Copy, Debug)]
 struct TailRequest {
     id: u64,
     generation: Generation,
-    /// What was acknowledged when it was asked.
+    /// The last record acknowledged when it was sent.
     at_least: Option<RecordNumber>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct TailMonitor {
-    asked: u64,
+    /// Number of requests sent.
+    requests: u64,
     request: Option<TailRequest>,
-    /// Nothing is said before an answer was as expected.
+    /// Publishing pauses until an answer is as expected.
     is_required: bool,
-    again: Option<Instant>,
+    retry: Option<Instant>,
     mismatches: u32,
     log: Option<StreamIdentity>,
 }
@@ -60,11 +79,11 @@ pub(super) struct TailMonitor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TailVerdict {
     AsExpected,
-    /// Lost, or a copy that lags.
+    /// Records are lost, or a replica lags.
     Behind,
-    /// The registry does not know the generation; likewise.
+    /// The registry does not have the generation, or a replica lags.
     Unregistered,
-    /// Somebody else wrote, with this generation.
+    /// Another shim wrote, with this generation.
     Overtaken(Generation),
     OtherLog,
 }
@@ -74,15 +93,15 @@ impl TailMonitor {
         self.is_required
     }
 
-    /// Nothing is said before the log's end was looked at.
+    /// Pauses publishing until the log's end is as expected.
     pub(super) const fn require(&mut self) {
         self.is_required = true;
     }
 
-    /// What is known of the end is about another generation from now on.
+    /// Drops the checks of the generation before.
     pub(super) fn forget(&mut self) {
         *self = Self {
-            asked: self.asked,
+            requests: self.requests,
             log: self.log,
             ..Self::default()
         };
@@ -92,7 +111,10 @@ impl TailMonitor {
         let own = request.generation;
         let plausible = |generation: &Generation| generation.is_plausible_after(own);
         let last = seen.last.filter(|(last, _)| plausible(last));
-        let registered = seen.registered.map(|known| known.filter(plausible));
+        let registered = match seen.registered {
+            RegistryReading::NotRequested => None,
+            RegistryReading::Read(registered) => Some(registered.filter(plausible)),
+        };
         if let Some(log) = seen.log
             && self.log.replace(log).is_some_and(|known| known != log)
         {
@@ -108,7 +130,7 @@ impl TailMonitor {
                 return TailVerdict::Overtaken(generation);
             }
             (Some((generation, number)), _)
-                if generation == own && Some(number) > publisher.last_cut() =>
+                if generation == own && Some(number) > publisher.last_number() =>
             {
                 return TailVerdict::Overtaken(generation);
             }
@@ -127,7 +149,7 @@ impl TailMonitor {
 }
 
 impl SourceCore {
-    /// The answer to [`Effect::ReadTail`]. Every request must be answered.
+    /// The answer to [`Effect::ReadTail`]. Every one must be answered.
     pub fn log_tail(&mut self, now: Instant, id: u64, tail: Tail) {
         let Some(request) = self.tail.request.take_if(|request| request.id == id) else {
             return;
@@ -136,10 +158,10 @@ impl SourceCore {
             self.publisher.is_open() && self.publisher.generation() == Some(request.generation);
         if is_current {
             match tail {
-                Tail::Unanswered => self.tail.again = Some(now + RETRY_AFTER),
+                Tail::Unanswered => self.tail.retry = Some(now + RETRY_AFTER),
                 Tail::Seen(seen) => {
                     let verdict = self.tail.judge(request, &self.publisher, seen);
-                    self.act_on(now, verdict);
+                    self.apply_verdict(now, verdict);
                 }
             }
         }
@@ -147,24 +169,22 @@ impl SourceCore {
         self.settle(now);
     }
 
-    fn act_on(&mut self, now: Instant, verdict: TailVerdict) {
+    fn apply_verdict(&mut self, now: Instant, verdict: TailVerdict) {
         match verdict {
             TailVerdict::AsExpected => {
                 self.tail.mismatches = 0;
-                self.tail.again = None;
+                self.tail.retry = None;
                 self.tail.is_required = false;
             }
             TailVerdict::Behind | TailVerdict::Unregistered => {
                 self.counters.tails_unexpected += 1;
                 self.tail.mismatches += 1;
-                self.tail.again = Some(now + RETRY_AFTER);
+                self.tail.retry = Some(now + RETRY_AFTER);
                 if self.tail.mismatches >= MISMATCHES_MAX {
-                    let reason = match verdict {
-                        TailVerdict::Unregistered => GenerationReason::RegistryLost,
-                        TailVerdict::AsExpected
-                        | TailVerdict::Behind
-                        | TailVerdict::Overtaken(_)
-                        | TailVerdict::OtherLog => GenerationReason::LogLost,
+                    let reason = if verdict == TailVerdict::Unregistered {
+                        GenerationReason::RegistryLost
+                    } else {
+                        GenerationReason::LogLost
                     };
                     self.new_generation(now, reason);
                 }
@@ -177,31 +197,32 @@ impl SourceCore {
         }
     }
 
-    /// Asks when it is time to: with each heartbeat, soon after a surprise, and at once before the
-    /// first word.
-    pub(super) fn tail_tick(&mut self, now: Instant, is_heartbeat: bool) {
-        let may_ask = self.is_reachable && !self.has_lapsed && self.publisher.is_open();
-        let is_due = match self.tail.again {
+    /// Begins a check if one is due and possible.
+    pub(super) fn check_tail(&mut self, now: Instant, check: TailCheck) {
+        let is_possible = self.is_reachable && !self.has_lapsed && self.publisher.is_open();
+        let is_due = match self.tail.retry {
             Some(due) => due <= now,
             None if self.tail.is_required => true,
-            None => is_heartbeat && self.publisher.acknowledged_point().is_some(),
+            None => {
+                check == TailCheck::WithHeartbeat && self.publisher.acknowledged_point().is_some()
+            }
         };
-        if may_ask && is_due {
-            self.ask_for_tail();
+        if is_possible && is_due {
+            self.request_tail();
         }
     }
 
-    fn ask_for_tail(&mut self) {
+    fn request_tail(&mut self) {
         let Some(generation) = self.publisher.generation() else {
             return;
         };
         if self.tail.request.is_some() {
             return;
         }
-        self.tail.asked += 1;
-        self.tail.again = None;
+        self.tail.requests += 1;
+        self.tail.retry = None;
         self.tail.request = Some(TailRequest {
-            id: self.tail.asked,
+            id: self.tail.requests,
             generation,
             at_least: self
                 .publisher
@@ -209,7 +230,7 @@ impl SourceCore {
                 .map(|point| point.number),
         });
         self.effects.push_back(Effect::ReadTail {
-            id: self.tail.asked,
+            id: self.tail.requests,
             is_thorough: self.tail.is_required
                 || self.tail.mismatches > 0
                 || self.tail.log.is_none(),

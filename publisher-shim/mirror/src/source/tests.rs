@@ -290,7 +290,11 @@ impl World {
             last: last.map(|record| (record.generation, record.number)),
             is_trimmed: false,
             log: is_thorough.then_some(self.log),
-            registered: is_thorough.then(|| self.has_registry.then_some(self.generation)),
+            registered: if is_thorough {
+                RegistryReading::Read(self.has_registry.then_some(self.generation))
+            } else {
+                RegistryReading::NotRequested
+            },
         })
     }
 

@@ -27,7 +27,7 @@ fn row_1_engine_killed_and_restarted_in_place() {
         world.heartbeats.last().unwrap().states.gpu,
         TierState::Stale
     );
-    // A batch that slips in before the verify is not applied to the dead life's mirror.
+    // A batch that slips in before the check is not applied to the dead life's mirror.
     let (seq, payload) = world.engine.publish(&[store(None, &[7])]);
     world.deliver(seq, payload);
     assert_eq!(world.held(), 2);
@@ -362,7 +362,7 @@ fn a_poll_that_live_batches_overtook_is_no_restart() {
     world.answer_late();
     assert_eq!(world.core.status(world.now).counters.restarts, 0);
     assert_eq!((world.held(), world.gpu()), (4, GPU));
-    // After a lease_lost it would be one.
+    // After a silence it would be one.
     world.engine.oldest = 4;
     world.tick_ms(1100);
     assert_eq!(world.core.status(world.now).counters.restarts, 1);
