@@ -13,7 +13,7 @@
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use warmroute_indexer::tree::{SourceNumber, Tree};
+use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;

@@ -39,12 +39,12 @@ struct Step {
     waiting_again: BTreeSet<u64>,
     finished: Vec<u64>,
     cached: BTreeMap<String, usize>,
-    events: Vec<Told>,
+    events: Vec<RecordedEvent>,
 }
 
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
-enum Told {
+enum RecordedEvent {
     StoredBlocks {
         stored: Vec<usize>,
         parent: Option<usize>,
@@ -65,13 +65,13 @@ enum Told {
 struct Names(BTreeMap<EngineHash, usize>);
 
 impl Names {
-    fn told(&mut self, event: &CacheEvent) -> Told {
+    fn record(&mut self, event: &CacheEvent) -> RecordedEvent {
         match event {
-            CacheEvent::Cleared => Told::Cleared { cleared: true },
-            CacheEvent::Removed { hash, .. } => Told::Removed {
+            CacheEvent::Cleared => RecordedEvent::Cleared { cleared: true },
+            CacheEvent::Removed { hash, .. } => RecordedEvent::Removed {
                 removed: vec![self.0[hash]],
             },
-            CacheEvent::Stored(stored) => Told::StoredBlocks {
+            CacheEvent::Stored(stored) => RecordedEvent::StoredBlocks {
                 parent: stored.parent.map(|hash| self.0[&hash]),
                 stored: stored.hashes.iter().map(|&hash| self.name(hash)).collect(),
                 tokens: stored.tokens.clone(),
@@ -156,10 +156,10 @@ fn replay(scenario: Scenario) {
 }
 
 fn compare(outcome: &StepOutcome, expected: &Step, names: &mut Names, place: &str) {
-    let events: Vec<Told> = outcome
+    let events: Vec<RecordedEvent> = outcome
         .events
         .iter()
-        .map(|event| names.told(event))
+        .map(|event| names.record(event))
         .collect();
     assert_eq!(events, expected.events, "{place}");
     let mut finished: Vec<u64> = outcome.finished.iter().map(|f| f.id.0).collect();

@@ -117,10 +117,13 @@ fn routers_that_exchange_load_are_no_worse_than_isolated_ones() {
             "ttft_mean_ms",
         )
     };
-    let (told, deaf) = (ttft("1"), ttft("off"));
-    assert!(told <= deaf, "{told} ms told, {deaf} ms deaf");
+    let (synced, isolated) = (ttft("1"), ttft("off"));
+    assert!(
+        synced <= isolated,
+        "{synced} ms with sync, {isolated} ms without"
+    );
     let one = mean(TOOLS, "--load 0.9", "ttft_mean_ms");
-    assert!(told < 1.15 * one, "{told} ms by four, {one} ms by one");
+    assert!(synced < 1.15 * one, "{synced} ms by four, {one} ms by one");
 }
 
 /// Bursts of eight requests with one prefix, within less than the delay: every router decides

@@ -613,7 +613,10 @@ impl World {
                 ignored.prefilled_twice,
             ) != (0, 0, 0)
         {
-            faults.push(format!("{} was told nonsense: {ignored:?}", node.router));
+            faults.push(format!("{} ignored changes: {ignored:?}", node.router));
+        }
+        if node.core.counts().slot_underflows > 0 {
+            faults.push(format!("{} has a load below zero", node.router));
         }
         for what in faults {
             self.fault(what);
