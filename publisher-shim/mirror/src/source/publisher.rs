@@ -58,11 +58,42 @@ enum PublishPhase {
     Open,
 }
 
+/// Whether a record is a part of its generation's image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RecordOrigin {
+    Image,
+    /// Counts towards the bound of waiting bytes.
+    Changes,
+}
+
+/// Folded changes that are in no record yet.
+#[derive(Debug, Default)]
+struct PendingChanges {
+    changes: Vec<Change>,
+    bytes: usize,
+    /// Time at which the oldest change was folded.
+    since: Option<Instant>,
+}
+
+impl PendingChanges {
+    fn add(&mut self, now: Instant, changes: Vec<Change>) {
+        if !changes.is_empty() {
+            self.since.get_or_insert(now);
+        }
+        self.bytes += changes.iter().map(pack::change_bytes).sum::<usize>();
+        self.changes.extend(changes);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.changes.is_empty()
+    }
+}
+
 #[derive(Debug)]
 struct OutboxRecord {
     payload: Bytes,
     point: RecordState,
-    is_image: bool,
+    origin: RecordOrigin,
     is_acknowledged: bool,
     /// When the oldest change in it was folded.
     since: Instant,
@@ -91,10 +122,7 @@ pub(super) struct Publisher {
     overtaken: Option<Instant>,
     /// Bytes of the window's records, images left out.
     waiting_bytes: usize,
-    pending: Vec<Change>,
-    pending_bytes: usize,
-    /// Time at which the oldest pending change was folded.
-    pending_since: Option<Instant>,
+    pending: PendingChanges,
     /// The digests after the last record cut.
     digests: Tiers<Digest>,
     last_cut: Option<RecordState>,
@@ -119,9 +147,7 @@ impl Publisher {
             backoff: Backoff::new(seed),
             overtaken: None,
             waiting_bytes: 0,
-            pending: Vec::new(),
-            pending_bytes: 0,
-            pending_since: None,
+            pending: PendingChanges::default(),
             digests: Tiers::default(),
             last_cut: None,
             acknowledged: None,
@@ -153,17 +179,18 @@ impl Publisher {
     /// Age of the oldest change that the log has not acknowledged; zero without one.
     pub(super) fn backlog_age(&self, now: Instant) -> Duration {
         let in_window = self.window.front().map(|record| record.since);
-        let oldest = in_window.or(self.pending_since);
+        let oldest = in_window.or(self.pending.since);
         oldest.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
     pub(super) fn waiting_bytes(&self) -> usize {
-        self.waiting_bytes + self.pending_bytes
+        self.waiting_bytes + self.pending.bytes
     }
 
     /// The records of the generation's image are not all acknowledged.
     pub(super) fn has_image_under_way(&self) -> bool {
-        !self.is_open() || self.window.iter().any(|record| record.is_image)
+        let mut origins = self.window.iter().map(|record| record.origin);
+        !self.is_open() || origins.any(|origin| origin == RecordOrigin::Image)
     }
 
     pub(super) const fn is_paused(&self) -> bool {
@@ -266,7 +293,7 @@ impl Publisher {
 
     /// Cuts the image of the mirror, right after the generation was claimed.
     pub(super) fn open(&mut self, now: Instant, image: Vec<Change>, context: RecordContext) {
-        self.cut(now, image, context, true);
+        self.cut(now, image, context, RecordOrigin::Image);
     }
 
     /// Adds the net changes of a batch. `false` if they exceed the bound: a new generation is needed.
@@ -274,11 +301,7 @@ impl Publisher {
         if !self.is_open() {
             return true;
         }
-        if !changes.is_empty() {
-            self.pending_since.get_or_insert(now);
-        }
-        self.pending_bytes += changes.iter().map(pack::change_bytes).sum::<usize>();
-        self.pending.extend(changes);
+        self.pending.add(now, changes);
         self.waiting_bytes() <= self.bytes_max
     }
 
@@ -308,7 +331,7 @@ impl Publisher {
             || self
                 .last_cut
                 .is_none_or(|last_cut| last_cut.states != context.states);
-        let is_full = self.pending_bytes + 1024 >= self.record_bytes_max;
+        let is_full = self.pending.bytes + 1024 >= self.record_bytes_max;
         if has_news && (self.window.is_empty() || is_full) {
             self.cut_pending(now, context);
         }
@@ -352,7 +375,7 @@ impl Publisher {
             self.backoff.reset();
             self.overtaken = None;
             self.acknowledged = Some(record.point);
-            if !record.is_image {
+            if record.origin == RecordOrigin::Changes {
                 self.waiting_bytes -= record.payload.len();
             }
         }
@@ -387,11 +410,10 @@ impl Publisher {
     }
 
     fn cut_pending(&mut self, now: Instant, context: RecordContext) {
-        let changes = std::mem::take(&mut self.pending);
-        self.pending_bytes = 0;
+        let pending = std::mem::take(&mut self.pending);
         // A record without changes carries the present states.
-        let since = self.pending_since.take().unwrap_or(now);
-        self.cut(since, changes, context, false);
+        let since = pending.since.unwrap_or(now);
+        self.cut(since, pending.changes, context, RecordOrigin::Changes);
     }
 
     fn cut(
@@ -399,7 +421,7 @@ impl Publisher {
         since: Instant,
         changes: Vec<Change>,
         context: RecordContext,
-        is_image: bool,
+        origin: RecordOrigin,
     ) {
         let name = self.source.worker.as_str().len();
         let room = self.record_bytes_max.saturating_sub(name);
@@ -433,7 +455,7 @@ impl Publisher {
             // Encoding into memory does not fail. Readers would count an empty record as undecodable.
             let payload = Bytes::from(codec::encode(&record).unwrap_or_default());
             debug_assert!(payload.len() <= RECORD_BYTES_MAX, "a record is too large");
-            if !is_image {
+            if origin == RecordOrigin::Changes {
                 self.waiting_bytes += payload.len();
             }
             self.next = self.next.next();
@@ -441,7 +463,7 @@ impl Publisher {
             self.window.push_back(OutboxRecord {
                 payload,
                 point,
-                is_image,
+                origin,
                 is_acknowledged: false,
                 since,
             });
@@ -450,13 +472,11 @@ impl Publisher {
 
     fn drop_everything(&mut self) {
         self.window.clear();
-        self.pending.clear();
+        self.pending = PendingChanges::default();
         self.sent = 0;
         self.retry = None;
         self.overtaken = None;
         self.waiting_bytes = 0;
-        self.pending_bytes = 0;
-        self.pending_since = None;
         self.attempt = self.attempt.wrapping_add(1);
     }
 }
