@@ -127,7 +127,7 @@ pub(crate) async fn load(
 ) -> Result<Json<Value>, Error> {
     let load =
         Load::deserialize(parse(&body)?).map_err(|error| Error::bad_request(error.to_string()))?;
-    server.pace.set(load.blocks_per_sec);
+    server.rate.set(load.blocks_per_sec);
     Ok(Json(json!({"ok": true})))
 }
 

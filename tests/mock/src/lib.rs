@@ -37,8 +37,8 @@ use tracing::warn;
 pub use args::{Args, EngineArgs, EventArgs, HashMode};
 use history::History;
 pub use history::{BlockName, HistoryBatch, PairChange};
-use load::Pace;
-pub use publisher::{Delivery, Options, Publisher};
+use load::LoadRate;
+pub use publisher::{Delivery, Publisher, PublisherOptions};
 use rank::Rank;
 use server::{Server, routes};
 use text::Text;
@@ -96,12 +96,12 @@ impl Mock {
         for rank in &ranks {
             tasks.spawn(Arc::clone(rank).run(stop.clone()));
         }
-        let pace = Pace::default();
+        let rate = LoadRate::default();
         for rank in &ranks {
             let block = config.block_size.tokens();
             tasks.spawn(load::run(
                 Arc::clone(rank),
-                pace.clone(),
+                rate.clone(),
                 block,
                 stop.clone(),
             ));
@@ -117,7 +117,7 @@ impl Mock {
             started_unix: rank::unix_seconds() as u64,
             health: AtomicU16::new(200),
             requests: AtomicU64::new(0),
-            pace,
+            rate,
         });
         tasks.spawn(serve(listener, server, stop.clone()));
         tasks.close();
@@ -183,7 +183,7 @@ async fn serve(listener: TcpListener, server: Arc<Server>, stop: CancellationTok
     }
 }
 
-fn publisher_options(args: &Args, rank: u32) -> anyhow::Result<Options> {
+fn publisher_options(args: &Args, rank: u32) -> anyhow::Result<PublisherOptions> {
     let offset = u16::try_from(rank).context("too many ranks")?;
     let port = |first: u16| match first {
         0 => Ok(0),
@@ -191,7 +191,7 @@ fn publisher_options(args: &Args, rank: u32) -> anyhow::Result<Options> {
             .checked_add(offset)
             .context("a rank's port is above 65535"),
     };
-    Ok(Options {
+    Ok(PublisherOptions {
         bind: args.host,
         kv_port: port(args.events.kv_port)?,
         replay_port: args.events.replay_port.map(port).transpose()?,

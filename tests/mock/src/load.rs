@@ -19,9 +19,9 @@ use crate::rank::Rank;
 
 /// New blocks a second on each rank.
 #[derive(Clone, Default)]
-pub(crate) struct Pace(Arc<AtomicU32>);
+pub(crate) struct LoadRate(Arc<AtomicU32>);
 
-impl Pace {
+impl LoadRate {
     pub(crate) fn set(&self, blocks_per_sec: u32) {
         self.0.store(blocks_per_sec, Ordering::Relaxed);
     }
@@ -39,7 +39,7 @@ const RECENT: usize = 48;
 const NEW_BLOCKS: std::ops::RangeInclusive<usize> = 4..=48;
 const DEPTH_MAX: usize = 128;
 
-pub(crate) async fn run(rank: Arc<Rank>, pace: Pace, block: usize, stop: CancellationToken) {
+pub(crate) async fn run(rank: Arc<Rank>, pace: LoadRate, block: usize, stop: CancellationToken) {
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut prompts = Prompts {

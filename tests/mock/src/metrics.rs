@@ -16,7 +16,7 @@ pub(crate) async fn metrics(State(server): State<Arc<Server>>) -> Response {
 }
 
 fn render(server: &Server) -> String {
-    let mut text = Text::default();
+    let mut text = MetricsPage::default();
     let args = &server.args.engine;
     text.head("cache_config_info", "gauge");
     for rank in &server.ranks {
@@ -53,9 +53,9 @@ fn render(server: &Server) -> String {
 }
 
 #[derive(Default)]
-struct Text(String);
+struct MetricsPage(String);
 
-impl Text {
+impl MetricsPage {
     fn series(&mut self, server: &Server, name: &str, kind: &str, value: fn(&Rank) -> f64) {
         self.head(name, kind);
         for rank in &server.ranks {

@@ -13,7 +13,7 @@ use anyhow::Context as _;
 use tracing::warn;
 
 /// Addresses and bounds of one rank's publisher.
-pub struct Options {
+pub struct PublisherOptions {
     pub bind: IpAddr,
     pub kv_port: u16,
     pub replay_port: Option<u16>,
@@ -47,7 +47,7 @@ const STOP: &[u8] = b"stop";
 const END_OF_REPLAY: [u8; 8] = [0xFF; 8];
 
 impl Publisher {
-    pub fn start(options: Options) -> anyhow::Result<Self> {
+    pub fn start(options: PublisherOptions) -> anyhow::Result<Self> {
         let context = zmq::Context::new();
         let incoming = context.socket(zmq::PULL)?;
         incoming.set_rcvhwm(QUEUE_MAX)?;

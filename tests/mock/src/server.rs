@@ -15,7 +15,7 @@ use crate::answer::Shape;
 use crate::args::Args;
 use crate::error::Error;
 use crate::generate::{chat_completions, completions, parse};
-use crate::load::Pace;
+use crate::load::LoadRate;
 use crate::rank::Rank;
 use crate::text::{Text, special_tokens};
 use crate::{debug, metrics};
@@ -36,7 +36,7 @@ pub(crate) struct Server {
     pub(crate) health: AtomicU16,
     pub(crate) requests: AtomicU64,
     /// Rate of the load that the engine generates itself.
-    pub(crate) pace: Pace,
+    pub(crate) rate: LoadRate,
 }
 
 impl Server {

@@ -46,20 +46,22 @@ impl Engine {
     }
 
     async fn get(&self, path: &str) -> Value {
-        let url = format!("{}{path}", self.url);
-        self.client
-            .get(url)
-            .send()
-            .await
-            .unwrap()
-            .json()
-            .await
-            .unwrap()
+        serde_json::from_str(&self.get_text(path).await).unwrap()
+    }
+
+    async fn get_text(&self, path: &str) -> String {
+        let request = self.client.get(format!("{}{path}", self.url));
+        request.send().await.unwrap().text().await.unwrap()
     }
 
     async fn post(&self, path: &str, body: Value) -> Response {
         let url = format!("{}{path}", self.url);
         self.client.post(url).json(&body).send().await.unwrap()
+    }
+
+    /// The answer's body, whatever its status.
+    async fn answer(&self, path: &str, body: Value) -> Value {
+        self.post(path, body).await.json().await.unwrap()
     }
 
     async fn on_rank(&self, rank: &str, body: Value) -> Response {
@@ -150,7 +152,7 @@ fn sse(body: &str) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_repeated_prompt_is_cached_and_the_blocks_are_told() {
+async fn a_repeated_prompt_is_cached_and_its_blocks_are_published() {
     let engine = Engine::start(&["--block-size=4", "--topic=kv-events"]);
     let tokens: Vec<u32> = (0..18).collect();
     let body = json!({"prompt": tokens, "max_tokens": 1, "return_token_ids": true});
@@ -222,18 +224,13 @@ async fn a_stream_has_the_form_of_vllm() {
     // Without a stream the tokens are equal; `/tokenize` returns the same prompt.
     let mut whole = body.clone();
     whole["stream"] = json!(false);
-    let whole: Value = engine
-        .post("/v1/chat/completions", whole)
-        .await
-        .json()
-        .await
-        .unwrap();
+    let whole = engine.answer("/v1/chat/completions", whole).await;
     let content: String = chunks[1..4]
         .iter()
         .map(|chunk| chunk["choices"][0]["delta"]["content"].as_str().unwrap())
         .collect();
     assert_eq!(whole["choices"][0]["message"]["content"], json!(content));
-    let tokenized: Value = engine.post("/tokenize", body).await.json().await.unwrap();
+    let tokenized = engine.answer("/tokenize", body).await;
     assert_eq!(tokenized["tokens"], chunks[0]["prompt_token_ids"]);
     assert_eq!(tokenized["count"], prompt);
 }
@@ -247,7 +244,7 @@ async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
     );
     let engine = Engine::start(&[fixture]);
     let tokenize = async |body| {
-        let answer: Value = engine.post("/tokenize", body).await.json().await.unwrap();
+        let answer = engine.answer("/tokenize", body).await;
         answer["tokens"].as_array().unwrap().clone()
     };
     let text = json!({"prompt": "What is a cache?"});
@@ -256,8 +253,7 @@ async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "What is a cache?"}]}],
         "max_tokens": 4, "return_token_ids": true,
     });
-    let answer = engine.post("/v1/chat/completions", chat.clone()).await;
-    let answer: Value = answer.json().await.unwrap();
+    let answer = engine.answer("/v1/chat/completions", chat.clone()).await;
     let rendered = "<|im_start|>system\nYou answer briefly.<|im_end|>\n<|im_start|>user\n\
                     What is a cache?<|im_end|>\n<|im_start|>assistant\n";
     let expected = tokenize(json!({"prompt": rendered, "add_special_tokens": false})).await;
@@ -342,10 +338,8 @@ async fn a_chat_s_options_decide_about_its_tokens() {
             });
             let fields = body.as_object_mut().unwrap();
             fields.extend(option.as_object().unwrap().clone());
-            let tokenized = engine.post("/tokenize", body.clone()).await;
-            let tokenized: Value = tokenized.json().await.unwrap();
-            let answer = engine.post("/v1/chat/completions", body).await;
-            let answer: Value = answer.json().await.unwrap();
+            let tokenized = engine.answer("/tokenize", body.clone()).await;
+            let answer = engine.answer("/v1/chat/completions", body).await;
             assert!(tokenized["tokens"].is_array(), "{option}: {tokenized}");
             assert_eq!(answer["prompt_token_ids"], tokenized["tokens"], "{option}");
             seen.insert(tokenized["tokens"].to_string());
@@ -368,12 +362,8 @@ async fn lists_of_prompts_have_one_choice_each() {
         assert_eq!(whole["choices"].as_array().unwrap().len(), 2);
         assert_eq!(whole["usage"]["prompt_tokens"], 4);
         body["stream"] = json!(true);
-        let text = engine
-            .post("/v1/completions", body)
-            .await
-            .text()
-            .await
-            .unwrap();
+        let streamed = engine.post("/v1/completions", body).await;
+        let text = streamed.text().await.unwrap();
         let mut streamed = [String::new(), String::new()];
         for data in sse(&text) {
             if data != "[DONE]" {
@@ -389,7 +379,7 @@ async fn lists_of_prompts_have_one_choice_each() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_aborts_its_request() {
+async fn a_client_that_disconnects_aborts_its_request() {
     let engine = Engine::start(&["--itl-ms=5", "--num-blocks=1000"]);
     let endless = json!({"prompt": "abc", "max_tokens": 10_000, "stream": true});
     // In mid-stream …
@@ -459,7 +449,7 @@ async fn the_client_chooses_the_rank_and_adapters_are_models() {
 }
 
 #[tokio::test]
-async fn a_reset_is_told_with_the_next_batch_and_lost_batches_can_be_replayed() {
+async fn a_reset_is_published_with_the_next_batch_and_lost_batches_can_be_replayed() {
     let engine = Engine::start(&["--block-size=2", "--topic=kv-events", "--itl-ms=1"]);
     let context = zmq::Context::new();
     let sub = context.socket(zmq::SUB).unwrap();
@@ -481,24 +471,16 @@ async fn a_reset_is_told_with_the_next_batch_and_lost_batches_can_be_replayed() 
     assert_eq!(types(&payload), ["BlockStored"]);
     let last = u64::from_be_bytes(sequence.try_into().unwrap());
 
-    let reset = engine.post("/reset_prefix_cache", json!({})).await;
-    assert_eq!(
-        reset.json::<Value>().await.unwrap(),
-        json!({"success": true})
-    );
-    assert_eq!(
-        engine.get("/debug/blocks").await["ranks"][0]["blocks"],
-        json!([])
-    );
-    engine
-        .post("/debug/fault", json!({"drop_batches": 1}))
-        .await;
-    engine
-        .complete(json!({"prompt": [1, 2, 3], "max_tokens": 1}))
-        .await;
-    engine
-        .complete(json!({"prompt": [4, 5, 6], "max_tokens": 1}))
-        .await;
+    let reset = engine.answer("/reset_prefix_cache", json!({})).await;
+    assert_eq!(reset, json!({"success": true}));
+    let blocks = engine.get("/debug/blocks").await;
+    assert_eq!(blocks["ranks"][0]["blocks"], json!([]));
+    let drop_one = json!({"drop_batches": 1});
+    engine.post("/debug/fault", drop_one).await;
+    for prompt in [[1, 2, 3], [4, 5, 6]] {
+        let request = json!({"prompt": prompt, "max_tokens": 1});
+        engine.complete(request).await;
+    }
     sub.set_rcvtimeo(timeout_ms()).unwrap();
     let live = sub.recv_multipart(0).unwrap();
     let live = u64::from_be_bytes(live[1].as_slice().try_into().unwrap());
@@ -547,30 +529,18 @@ async fn a_request_in_flight_forbids_a_reset() {
     let endless = json!({"prompt": "abc", "max_tokens": 10_000, "stream": true});
     let mut response = engine.post("/v1/completions", endless).await;
     assert!(response.chunk().await.unwrap().is_some());
-    let reset = engine.post("/reset_prefix_cache", json!({})).await;
-    assert_eq!(
-        reset.json::<Value>().await.unwrap(),
-        json!({"success": false})
-    );
+    let reset = engine.answer("/reset_prefix_cache", json!({})).await;
+    assert_eq!(reset, json!({"success": false}));
 }
 
 #[tokio::test]
-async fn operators_find_what_vllm_tells_them() {
+async fn operator_pages_have_the_form_of_vllm() {
     let engine = Engine::start(&["--ranks=2", "--num-blocks=77", "--topic=t"]);
     let sources = engine.get("/kv_event_sources").await;
     let expected = format!("tcp://*:{}", engine.ports["kv"][1]);
     assert_eq!(sources["1"]["endpoint"], json!(expected));
     assert_eq!(sources["0"]["topic"], "t");
-    let url = format!("{}/metrics", engine.url);
-    let metrics = engine
-        .client
-        .get(url)
-        .send()
-        .await
-        .unwrap()
-        .text()
-        .await
-        .unwrap();
+    let metrics = engine.get_text("/metrics").await;
     assert!(metrics.contains("num_gpu_blocks=\"77\""));
     assert!(
         metrics.contains("vllm:num_requests_running{engine=\"1\",model_name=\"mock-model\"} 0")
