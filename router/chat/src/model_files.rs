@@ -94,7 +94,7 @@ fn named_list(list: &[Value]) -> Option<BTreeMap<String, String>> {
         .collect()
 }
 
-/// The `*.jinja` files of a directory, by name; none if it does not exist.
+/// The `*.jinja` files of a directory, by name; empty if it does not exist.
 fn additional_templates(directory: &Path) -> Result<BTreeMap<String, String>, ModelFileError> {
     let mut named = BTreeMap::new();
     if !directory.is_dir() {

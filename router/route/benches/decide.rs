@@ -1,8 +1,9 @@
-//! What one decision costs among 512 sources with 20,000 active requests, for a prompt of 32,000 tokens of
-//! which nine tenths are cached at some: hashing, the index's lookup, and the decision with its
-//! accounting. `cargo bench -p warmroute-route --bench decide`.
+//! What one decision costs among 512 sources with 20,000 active requests, for a prompt of 32,000
+//! tokens of which nine tenths are cached at some: hashing, the index's lookup, and the decision
+//! with its accounting. `cargo bench -p warmroute-route --bench decide`.
 //!
-//! One thread, everything in one process, no encoding and no task: the pure parts of a request's way.
+//! One thread, everything in one process, no encoding and no task: the pure parts of a request's
+//! way.
 #![expect(
     clippy::disallowed_methods,
     clippy::print_stdout,

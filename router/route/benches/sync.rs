@@ -1,6 +1,6 @@
-//! What keeping replicas in step costs: processor time and bytes a request with 2, 4 and 8 replicas, the
-//! memory of 20,000 active requests on 512 sources, and how long one hold of the lock lasts while a state
-//! is cut or taken in. `cargo bench -p warmroute-route --bench sync`.
+//! What keeping replicas in step costs: processor time and bytes a request with 2, 4 and 8
+//! replicas, the memory of 20,000 active requests on 512 sources, and how long one hold of the lock
+//! lasts while a state is cut or taken in. `cargo bench -p warmroute-route --bench sync`.
 //!
 //! Pure cores, every message encoded and decoded; what the plane's client takes beside it is not in
 //! these figures. All replicas agree at the end, or it stops.

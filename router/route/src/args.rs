@@ -39,7 +39,7 @@ pub struct ChoiceArgs {
         default_value = "cpu=0.8,disk=0.3"
     )]
     pub tier_credits: TierCredits,
-    /// Requests on one rank at once; when all ranks are full, 429. Unbounded where it is not given:
+    /// Concurrent requests on one rank; when all ranks are full, 429. Unbounded where it is not given:
     /// engines queue.
     #[arg(long, env = "WARMROUTE_MAX_ACTIVE_REQUESTS", value_name = "REQUESTS")]
     pub max_active_requests: Option<u32>,

@@ -1,11 +1,11 @@
 //! One decision: the cost terms of every candidate, then the choice of one.
 //!
-//! The basis of a candidate's cost, from best to least: the index credits blocks there; no credit, but
-//! blocks are predicted there; neither, so that load alone counts. The basis of the chosen candidate is
-//! part of the [`Decision`] and counted.
+//! The basis of a candidate's cost, from best to least: the index credits blocks there; no credit,
+//! but blocks are predicted there; neither, so that load alone counts. The basis of the chosen
+//! candidate is part of the [`Decision`] and counted.
 //!
-//! A stalled source is left out unless all are stalled. A full source and a source that was tried for
-//! this request are always left out.
+//! A stalled source is left out unless all are stalled. A full source and a source that was tried
+//! for this request are always left out.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -29,7 +29,7 @@ use super::source_table::SourceId;
 /// After this an idle engine is deep in the prefill, and an abort saves no time.
 pub const MOVE_WINDOW_MAX: Duration = Duration::from_millis(15);
 
-/// Requests watched at once: 200,000 a second for 5 ms.
+/// Upper limit of watched requests: 200,000 a second for 5 ms.
 pub const WATCHED_MAX: usize = 1_000;
 
 /// Own choices that an earlier choice of another router crossed, by result.

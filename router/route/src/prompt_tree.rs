@@ -115,7 +115,8 @@ impl PromptTree {
         self.only_of(leaf).map_or(0, PromptNode::blocks)
     }
 
-    /// The node whose run belongs to a single prompt: the leaf, if no other prompt ends or goes on there.
+    /// The node whose run belongs to a single prompt: the leaf, if no other prompt ends or goes on
+    /// there.
     fn only_of(&self, leaf: PromptLeaf) -> Option<&PromptNode> {
         let node = self.nodes.get(leaf.0 as usize)?;
         (leaf.0 != ROOT && node.ends == 1 && node.children == 0).then_some(node)

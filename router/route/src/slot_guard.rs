@@ -28,7 +28,7 @@ pub enum SlotEvent {
 }
 
 impl SlotEvent {
-    /// Whether peers need the event at once. Generated blocks leave with the next frame.
+    /// Whether peers need the event immediately. Generated blocks leave with the next frame.
     #[must_use]
     pub const fn is_urgent(&self) -> bool {
         !matches!(self, Self::Grow { .. })

@@ -222,8 +222,8 @@ impl Core {
         self.fleet.model(name)
     }
 
-    /// Decides and opens the slot in one step, so that the next decision counts this request. Without an
-    /// answer of the index (`None`) it decides by predictions and load.
+    /// Decides and opens the slot in one step, so that the next decision counts this request.
+    /// Without an answer of the index (`None`) it decides by predictions and load.
     pub fn admit(
         &mut self,
         request: &RouteRequest<'_>,
@@ -332,8 +332,8 @@ impl Core {
         while self.release_step(router, now) {}
     }
 
-    /// Like `release`, but does one bounded step. Returns true while work remains. The first step takes
-    /// the router's requests out of all counts.
+    /// Like `release`, but does one bounded step. Returns true while work remains. The first step
+    /// takes the router's requests out of all counts.
     pub fn release_step(&mut self, router: RouterId, now: Instant) -> bool {
         let slots_left = self.slots.release_step(router);
         let predictions_left = self.predictions.release_step(router, STEP_SLOTS, now);
@@ -382,8 +382,8 @@ impl Core {
             .open_slots_from(&self.table, router, 0, usize::MAX)
     }
 
-    /// Does one bounded step of a snapshot of this router's open slots. Returns true when it is complete:
-    /// then all slots are as of this call. A new builder ends the snapshot before.
+    /// Does one bounded step of a snapshot of this router's open slots. Returns true when it is
+    /// complete: then all slots are as of this call. A new builder ends the snapshot before.
     ///
     /// Slots that change between two steps are read again at the end.
     pub fn snapshot_step(&mut self, snapshot: &mut SlotSnapshotBuilder) -> bool {
@@ -435,8 +435,8 @@ impl Core {
         self.audit.compare(&decision.claim, cached_tokens, now)
     }
 
-    /// Judges a repeated answer of the index about the same prompt, not before the recheck's time. A
-    /// demoted source is `stale` until its next generation.
+    /// Judges a repeated answer of the index about the same prompt, not before the recheck's time.
+    /// A demoted source is `stale` until its next generation.
     pub fn recheck(
         &mut self,
         recheck: &Recheck,
@@ -533,8 +533,8 @@ impl Core {
         trusted
     }
 
-    /// Ends predictions of a prompt at a source whose credited blocks cover all of them. Uncapped: the
-    /// index holds a prompt's last whole block, which is never credited.
+    /// Ends predictions of a prompt at a source whose credited blocks cover all of them. Uncapped:
+    /// the index holds a prompt's last whole block, which is never credited.
     fn end_counted(
         &mut self,
         source: SourceId,
@@ -549,8 +549,8 @@ impl Core {
         }
     }
 
-    /// Opens a slot, and frees the slot that it replaces in the same message: no peer ever counts the
-    /// request twice or not at all.
+    /// Opens a slot, and frees the slot that it replaces in the same message: no peer ever counts
+    /// the request twice or not at all.
     fn open(
         &mut self,
         prompt: &Prompt,

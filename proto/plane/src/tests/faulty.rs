@@ -111,54 +111,54 @@ impl Plane for FaultyPlane {
     }
 
     fn log_status(&self) -> PlaneFuture<'_, LogStatus> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn append(&self, _: String, _: Bytes) -> PlaneFuture<'_, Appended> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn last_on(&self, _: String) -> PlaneFuture<'_, Option<LogMessage>> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn at(&self, _: LogPosition) -> PlaneFuture<'_, Option<LogMessage>> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn tail(&self, _: LogPosition, _: usize) -> PlaneFuture<'_, LogTail> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn put_snapshot(&self, _: String, _: Bytes) -> PlaneFuture<'_, ()> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn get_snapshot(&self, _: String) -> PlaneFuture<'_, Option<Bytes>> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn delete_snapshot(&self, _: String) -> PlaneFuture<'_, ()> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn snapshots(&self) -> PlaneFuture<'_, Vec<String>> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn request(&self, _: String, _: Bytes, _: Duration) -> PlaneFuture<'_, Bytes> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn serve(&self, _: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn publish(&self, _: String, _: Bytes) -> PlaneFuture<'_, ()> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 
     fn subscribe(&self, _: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
-        unimplemented!()
+        unreachable!("these tests use the registry only")
     }
 }

@@ -26,9 +26,9 @@ impl Core {
         self.moves.stop();
     }
 
-    /// Decides again for a request without an answer yet, as if it had no slot. If another source is
-    /// better, frees the slot as aborted and returns the new one; the caller must cancel the request at
-    /// the old source. Returns `None` if the request stays.
+    /// Decides again for a request without an answer yet, as if it had no slot. If another source
+    /// is better, frees the slot as aborted and returns the new one; the caller must cancel the
+    /// request at the old source. Returns `None` if the request stays.
     pub fn reconsider(
         &mut self,
         slot: u64,

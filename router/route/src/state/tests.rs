@@ -269,7 +269,7 @@ fn an_old_replicas_ghosts_are_not_credited() {
     let ghost = admit(&mut core, &asked, Some(&answer(1, 50, [6, 6])), now);
     assert_eq!(ghost.decision.overlap_blocks, 0);
     assert_eq!(ghost.decision.index_state, SourceState::Stale);
-    // The same generation, but overtaken for too long.
+    // An equal generation, but overtaken for too long.
     admit(
         &mut core,
         &prompt(100, 9000),

@@ -13,7 +13,8 @@ use super::world::{FleetSetup, SlowWorker};
 use crate::sim::{EngineConfig, TimingProfile};
 use warmroute_route::args::{ChoiceArgs, ChoiceArgsError};
 
-/// Replay a trace of requests against a simulated fleet, in virtual time, and print what came of it.
+/// Replay a trace of requests against a simulated fleet, in virtual time, and print what came of
+/// it.
 #[derive(Clone, Debug, Args)]
 pub struct SimulateArgs {
     /// The trace: a JSON object a line with `input_length`, `output_length`, `hash_ids` (an id for
@@ -23,7 +24,7 @@ pub struct SimulateArgs {
     /// Offered load, as a share of the fleet's capacity; see docs/SIMULATION.md.
     #[arg(long, default_value_t = 0.8)]
     pub(super) load: f64,
-    /// Take this capacity instead of measuring it: requests a second, or sessions at once.
+    /// Take this capacity instead of measuring it: requests a second, or concurrent sessions.
     #[arg(long, value_name = "RATE")]
     pub(super) capacity: Option<f64>,
     /// Replay only so many requests, from a place in the trace that the seed chooses.
@@ -32,8 +33,8 @@ pub struct SimulateArgs {
     /// Another seed is another sample: ties, spread of arrivals, balancing, place in the trace.
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
-    /// Another draw of what routers leave to chance, ties and temperature, with everything else that
-    /// the seed says as it was: runs that differ by their draw alone differ by chance alone.
+    /// Another draw of what routers leave to chance, ties and temperature, with everything else
+    /// that the seed says as it was: runs that differ by their draw alone differ by chance alone.
     #[arg(long, default_value_t = 0)]
     pub(super) draw: u64,
     /// Print one JSON object instead of a table.

@@ -42,7 +42,7 @@ pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: TimingProfile)
     }
 }
 
-/// The capacity: requests a second, or sessions at once.
+/// The capacity: requests a second, or concurrent sessions.
 pub(super) fn measure(
     trace: &Trace,
     plan: &SimulationPlan,
@@ -143,7 +143,7 @@ fn first_guess(trace: &Trace, setup: &FleetSetup) -> f64 {
     setup.workers as f64 * setup.engine.profile.prefill_tokens_per_sec.max(1.0) / mean
 }
 
-/// Upper limit: all sessions at once. A trace that is too short to fill the fleet at a thousand
+/// Upper limit: all sessions concurrently. A trace that is too short to fill the fleet at a thousand
 /// times the guess has all its requests at once.
 fn most(trace: &Trace, guess: f64) -> f64 {
     match trace.sessions.len() {

@@ -319,7 +319,7 @@ impl SimWorld<'_> {
         Ok(())
     }
 
-    /// Decides again. The old engine drops the request at once; a step in progress takes no
+    /// Decides again. The old engine drops the request immediately; a step in progress takes no
     /// shorter.
     fn reconsider(&mut self, place: SlotPlace) -> Result<(), SimulationError> {
         let Some(movable) = self.movable.get(&place) else {
