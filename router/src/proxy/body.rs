@@ -13,7 +13,7 @@ use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt as _;
 use prometheus::IntGauge;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -22,6 +22,22 @@ use crate::error::ProxyError;
 
 /// Longest time between two pieces of a body.
 const PIECE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Longest time for a whole body. The largest body by default, 64 MiB, takes 107 s at 5 Mbit/s.
+const BODY_TIME_MAX: Duration = Duration::from_secs(120);
+
+/// A body up to this size may use the reserve, and need not keep the minimum rate. A chat of 10,000
+/// tokens fits.
+const SMALL_BYTES_MAX: usize = 64 << 10;
+
+/// A larger body must bring [`PACE_BYTES_MIN`] in each such window: 32 KiB/s, below any uplink that
+/// sends large prompts. A body that stops after many bytes holds them for one window.
+const PACE_WINDOW: Duration = Duration::from_secs(10);
+
+const PACE_BYTES_MIN: usize = 10 * (32 << 10);
+
+/// Share of the budget that is reserved for small bodies: of 512 MiB, 64 MiB or 1,000 such bodies.
+const RESERVE_DIVISOR: usize = 8;
 
 /// Longest time for which a refused body is discarded.
 const DISCARD_MAX: Duration = Duration::from_secs(30);
@@ -32,10 +48,12 @@ const DISCARDS_MAX: usize = 64;
 /// Largest first allocation, whatever `Content-Length` claims.
 const FIRST_RESERVE: usize = 1 << 20;
 
-/// The budget for the bytes of all request bodies.
+/// The budget for the bytes of all request bodies, charged as they arrive.
 #[derive(Clone)]
 pub(crate) struct BodyBudget {
-    bytes: Arc<Semaphore>,
+    common: Arc<Semaphore>,
+    /// For small bodies while the common part is used up.
+    reserve: Arc<Semaphore>,
     body_max: usize,
     held: IntGauge,
     discards: Arc<Semaphore>,
@@ -53,8 +71,24 @@ pub(crate) struct BufferedBody {
 /// Bytes of the budget, returned when dropped.
 #[derive(Debug)]
 pub(crate) struct BudgetShare {
-    permit: Option<OwnedSemaphorePermit>,
+    common: Option<OwnedSemaphorePermit>,
+    reserved: Option<OwnedSemaphorePermit>,
+    size: BodySize,
     held: IntGauge,
+}
+
+/// The size of a body by its `Content-Length` and its bytes so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BodySize {
+    Small,
+    Large,
+}
+
+/// The arrival of one body.
+struct BodyPace {
+    body_end: Instant,
+    window_end: Instant,
+    window_bytes: usize,
 }
 
 impl BodyBudget {
@@ -66,8 +100,12 @@ impl BodyBudget {
         force: CancellationToken,
     ) -> Self {
         let total = limits.buffered_bytes.min(Semaphore::MAX_PERMITS);
+        // The largest body fits into the common part.
+        let spare = total.saturating_sub(limits.body_bytes);
+        let reserve = (total / RESERVE_DIVISOR).min(spare);
         Self {
-            bytes: Arc::new(Semaphore::new(total)),
+            common: Arc::new(Semaphore::new(total - reserve)),
+            reserve: Arc::new(Semaphore::new(reserve)),
             body_max: limits.body_bytes,
             held,
             discards: Arc::new(Semaphore::new(DISCARDS_MAX)),
@@ -87,8 +125,11 @@ impl BodyBudget {
             Some(length) if length > self.body_max as u64 => Err(self.too_large()),
             length => self.collect(&mut pieces, length).await,
         };
-        if read.is_err() && !headers.contains_key(header::EXPECT) {
-            self.discard(pieces);
+        match &read {
+            // Such a client may never end its body.
+            Ok(_) | Err(ProxyError::BodyTimeout) => {}
+            Err(_) if headers.contains_key(header::EXPECT) => {}
+            Err(_) => self.discard(pieces),
         }
         read
     }
@@ -98,19 +139,21 @@ impl BodyBudget {
         pieces: &mut BodyDataStream,
         length: Option<u64>,
     ) -> Result<BufferedBody, ProxyError> {
-        let mut share = self.share();
-        let first = self.next(pieces).await?.unwrap_or_default();
+        let claimed = length.map_or(0, |length| usize::try_from(length).unwrap_or(usize::MAX));
+        let mut share = self.share(claimed);
+        let mut pace = BodyPace::new(Instant::now());
+        let first = self.next(pieces, &mut pace, &share).await?;
+        let first = first.unwrap_or_default();
         self.take(&mut share, first.len())?;
         // The usual case: the whole body comes in one piece, which is used without a copy.
         if length == Some(first.len() as u64) {
             let (bytes, _share) = (first, share);
             return Ok(BufferedBody { bytes, _share });
         }
-        let claimed = length.map_or(0, |length| usize::try_from(length).unwrap_or(usize::MAX));
-        let mut buffer = BytesMut::with_capacity(claimed.clamp(first.len(), FIRST_RESERVE));
+        let mut buffer = BytesMut::with_capacity(claimed.min(FIRST_RESERVE).max(first.len()));
         buffer.extend_from_slice(&first);
         drop(first);
-        while let Some(piece) = self.next(pieces).await? {
+        while let Some(piece) = self.next(pieces, &mut pace, &share).await? {
             if buffer.len() + piece.len() > self.body_max {
                 return Err(self.too_large());
             }
@@ -121,36 +164,69 @@ impl BodyBudget {
         Ok(BufferedBody { bytes, _share })
     }
 
-    async fn next(&self, pieces: &mut BodyDataStream) -> Result<Option<Bytes>, ProxyError> {
-        match timeout(PIECE_TIMEOUT, pieces.next()).await {
-            Ok(None) => Ok(None),
-            Ok(Some(Ok(piece))) if piece.len() > self.body_max => Err(self.too_large()),
-            Ok(Some(Ok(piece))) => Ok(Some(piece)),
-            Ok(Some(Err(error))) => Err(ProxyError::Malformed(format!(
-                "The request body broke off: {error}"
-            ))),
-            Err(_) => Err(ProxyError::BodyTimeout),
+    async fn next(
+        &self,
+        pieces: &mut BodyDataStream,
+        pace: &mut BodyPace,
+        share: &BudgetShare,
+    ) -> Result<Option<Bytes>, ProxyError> {
+        let piece_end = Instant::now() + PIECE_TIMEOUT;
+        loop {
+            let deadline = piece_end.min(pace.body_end).min(pace.window_end);
+            let piece = match timeout_at(deadline, pieces.next()).await {
+                Ok(None) => return Ok(None),
+                Ok(Some(Ok(piece))) if piece.len() > self.body_max => return Err(self.too_large()),
+                Ok(Some(Ok(piece))) => Some(piece),
+                Ok(Some(Err(error))) => {
+                    let why = format!("The request body broke off: {error}");
+                    return Err(ProxyError::Malformed(why));
+                }
+                Err(_) => None,
+            };
+            let now = Instant::now();
+            let bytes = piece.as_ref().map_or(0, Bytes::len);
+            let in_time = pace.keeps(share.held_bytes(), bytes, now);
+            match piece {
+                _ if !in_time => return Err(ProxyError::BodyTimeout),
+                None if now >= piece_end => return Err(ProxyError::BodyTimeout),
+                None => {}
+                Some(piece) => return Ok(Some(piece)),
+            }
         }
     }
 
-    fn share(&self) -> BudgetShare {
+    fn share(&self, claimed: usize) -> BudgetShare {
+        let size = if claimed > SMALL_BYTES_MAX {
+            BodySize::Large
+        } else {
+            BodySize::Small
+        };
         BudgetShare {
-            permit: None,
+            common: None,
+            reserved: None,
+            size,
             held: self.held.clone(),
         }
     }
 
     /// More bytes for a body. Does not wait: two bodies that hold bytes would wait for each other.
     fn take(&self, share: &mut BudgetShare, bytes: usize) -> Result<(), ProxyError> {
-        let count = u32::try_from(bytes).map_err(|_| ProxyError::BuffersFull)?;
-        let more = Arc::clone(&self.bytes)
-            .try_acquire_many_owned(count)
-            .map_err(|_| ProxyError::BuffersFull)?;
-        share.held.add(i64::from(count));
-        match &mut share.permit {
-            Some(permit) => permit.merge(more),
-            None => share.permit = Some(more),
+        if share.held_bytes() + bytes > SMALL_BYTES_MAX {
+            share.size = BodySize::Large;
         }
+        match share.size {
+            BodySize::Large => {
+                let reserved = share.reserved.as_ref().map_or(0, |p| p.num_permits());
+                let more = acquire(&self.common, reserved + bytes)?;
+                merge(&mut share.common, more);
+                share.reserved = None;
+            }
+            BodySize::Small => match acquire(&self.common, bytes) {
+                Ok(more) => merge(&mut share.common, more),
+                Err(_) => merge(&mut share.reserved, acquire(&self.reserve, bytes)?),
+            },
+        }
+        share.held.add(i64::try_from(bytes).unwrap_or(i64::MAX));
         Ok(())
     }
 
@@ -174,12 +250,53 @@ impl BodyBudget {
     }
 }
 
+impl BudgetShare {
+    fn held_bytes(&self) -> usize {
+        let permits = [&self.common, &self.reserved].into_iter().flatten();
+        permits.map(OwnedSemaphorePermit::num_permits).sum()
+    }
+}
+
 impl Drop for BudgetShare {
     fn drop(&mut self) {
-        if let Some(permit) = &self.permit {
-            let bytes = i64::try_from(permit.num_permits()).unwrap_or(i64::MAX);
-            self.held.sub(bytes);
+        let bytes = i64::try_from(self.held_bytes()).unwrap_or(i64::MAX);
+        self.held.sub(bytes);
+    }
+}
+
+impl BodyPace {
+    fn new(now: Instant) -> Self {
+        Self {
+            body_end: now + BODY_TIME_MAX,
+            window_end: now + PACE_WINDOW,
+            window_bytes: 0,
         }
+    }
+
+    /// Counts bytes of a body that held `held` before. Returns whether the body is in time.
+    fn keeps(&mut self, held: usize, bytes: usize, now: Instant) -> bool {
+        self.window_bytes += bytes;
+        let is_slow = now >= self.window_end && self.window_bytes < PACE_BYTES_MIN;
+        // The first window begins when the body becomes large.
+        let is_small = held <= SMALL_BYTES_MAX;
+        if is_small || now >= self.window_end {
+            self.window_end = now + PACE_WINDOW;
+            self.window_bytes = 0;
+        }
+        now < self.body_end && (is_small || !is_slow)
+    }
+}
+
+fn acquire(from: &Arc<Semaphore>, bytes: usize) -> Result<OwnedSemaphorePermit, ProxyError> {
+    let count = u32::try_from(bytes).map_err(|_| ProxyError::BuffersFull)?;
+    let permit = Arc::clone(from).try_acquire_many_owned(count);
+    permit.map_err(|_| ProxyError::BuffersFull)
+}
+
+fn merge(permit: &mut Option<OwnedSemaphorePermit>, more: OwnedSemaphorePermit) {
+    match permit {
+        Some(permit) => permit.merge(more),
+        None => *permit = Some(more),
     }
 }
 
@@ -193,75 +310,4 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use futures_util::stream;
-
-    use super::*;
-
-    fn budget(buffered_bytes: usize, body_bytes: usize) -> BodyBudget {
-        let held = IntGauge::new("held", "held").unwrap();
-        let limits = Limits {
-            body_bytes,
-            buffered_bytes,
-            connections: 1,
-            connect_timeout: Duration::ZERO,
-            drain_timeout: Duration::ZERO,
-        };
-        BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())
-    }
-
-    fn pieces(count: usize, bytes: usize) -> Body {
-        let piece = Bytes::from(vec![b'x'; bytes]);
-        let pieces = (0..count).map(move |_| Ok::<_, std::io::Error>(piece.clone()));
-        Body::from_stream(stream::iter(pieces))
-    }
-
-    fn length(bytes: u64) -> HeaderMap {
-        HeaderMap::from_iter([(header::CONTENT_LENGTH, bytes.into())])
-    }
-
-    #[tokio::test]
-    async fn a_body_in_pieces_is_joined_and_returns_its_bytes() {
-        let budget = budget(100, 50);
-        let read = budget.read(&HeaderMap::new(), pieces(5, 10)).await.unwrap();
-        assert_eq!(read.bytes.len(), 50);
-        assert_eq!(budget.held.get(), 50);
-        drop(read);
-        assert_eq!(budget.held.get(), 0);
-        assert_eq!(budget.bytes.available_permits(), 100);
-    }
-
-    #[tokio::test]
-    async fn a_claim_beyond_the_limit_is_refused_before_a_byte_is_read() {
-        let budget = budget(100, 50);
-        let error = budget.read(&length(51), pieces(0, 0)).await.unwrap_err();
-        assert_eq!(error, ProxyError::TooLarge { max: 50 });
-    }
-
-    #[tokio::test]
-    async fn a_body_without_a_length_is_refused_where_it_passes_the_limit() {
-        let budget = budget(1000, 50);
-        let endless = pieces(1_000_000, 10);
-        let error = budget.read(&HeaderMap::new(), endless).await.unwrap_err();
-        assert_eq!(error, ProxyError::TooLarge { max: 50 });
-        assert_eq!(budget.held.get(), 0);
-    }
-
-    #[tokio::test]
-    async fn bodies_together_are_bounded() {
-        let budget = budget(60, 50);
-        let first = budget.read(&length(40), pieces(1, 40)).await.unwrap();
-        let refused = budget.read(&length(40), pieces(1, 40)).await.unwrap_err();
-        assert_eq!(refused, ProxyError::BuffersFull);
-        drop(first);
-        assert!(budget.read(&length(40), pieces(1, 40)).await.is_ok());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_body_that_stalls_is_given_up() {
-        let budget = budget(100, 50);
-        let stalled = Body::from_stream(stream::pending::<std::io::Result<Bytes>>());
-        let error = budget.read(&length(10), stalled).await.unwrap_err();
-        assert_eq!(error, ProxyError::BodyTimeout);
-    }
-}
+mod tests;

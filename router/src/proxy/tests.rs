@@ -637,6 +637,23 @@ async fn a_request_head_that_never_ends_times_out() {
     drop(Arc::clone(&world.app));
 }
 
+/// The answer is in OpenAI's form, and the connection is closed.
+#[tokio::test(start_paused = true)]
+async fn a_body_that_never_ends_is_a_408() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let world = World::with(&[]).await;
+    let address = world.url.trim_start_matches("http://");
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    let head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-length: 90\r\n\r\n{";
+    stream.write_all(head).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+    assert!(answer.contains("connection: close"), "{answer}");
+    assert!(answer.contains("{\"error\":{"), "{answer}");
+    world.until_quiet().await;
+}
+
 /// All fields that `/admin/decisions` promises.
 #[tokio::test]
 async fn a_decision_is_shown_with_its_terms_and_the_reported_tokens() {

@@ -1,0 +1,159 @@
+use futures_util::stream;
+
+use super::*;
+
+fn budget(buffered_bytes: usize, body_bytes: usize) -> BodyBudget {
+    let held = IntGauge::new("held", "held").unwrap();
+    let limits = Limits {
+        body_bytes,
+        buffered_bytes,
+        connections: 1,
+        connect_timeout: Duration::ZERO,
+        drain_timeout: Duration::ZERO,
+    };
+    BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())
+}
+
+fn pieces(count: usize, bytes: usize) -> Body {
+    let piece = Bytes::from(vec![b'x'; bytes]);
+    let pieces = (0..count).map(move |_| Ok::<_, std::io::Error>(piece.clone()));
+    Body::from_stream(stream::iter(pieces))
+}
+
+fn length(bytes: u64) -> HeaderMap {
+    HeaderMap::from_iter([(header::CONTENT_LENGTH, bytes.into())])
+}
+
+#[tokio::test]
+async fn a_body_in_pieces_is_joined_and_returns_its_bytes() {
+    let budget = budget(100, 50);
+    let read = budget.read(&HeaderMap::new(), pieces(5, 10)).await.unwrap();
+    assert_eq!(read.bytes.len(), 50);
+    assert_eq!(budget.held.get(), 50);
+    drop(read);
+    assert_eq!(budget.held.get(), 0);
+    let left = budget.common.available_permits() + budget.reserve.available_permits();
+    assert_eq!(left, 100);
+}
+
+#[tokio::test]
+async fn a_claim_beyond_the_limit_is_refused_before_a_byte_is_read() {
+    let budget = budget(100, 50);
+    let error = budget.read(&length(51), pieces(0, 0)).await.unwrap_err();
+    assert_eq!(error, ProxyError::TooLarge { max: 50 });
+}
+
+#[tokio::test]
+async fn a_body_without_a_length_is_refused_where_it_passes_the_limit() {
+    let budget = budget(1000, 50);
+    let endless = pieces(1_000_000, 10);
+    let error = budget.read(&HeaderMap::new(), endless).await.unwrap_err();
+    assert_eq!(error, ProxyError::TooLarge { max: 50 });
+    assert_eq!(budget.held.get(), 0);
+}
+
+#[tokio::test]
+async fn bodies_together_are_bounded() {
+    let budget = budget(60, 50);
+    let first = budget.read(&length(40), pieces(1, 40)).await.unwrap();
+    let refused = budget.read(&length(40), pieces(1, 40)).await.unwrap_err();
+    assert_eq!(refused, ProxyError::BuffersFull);
+    drop(first);
+    assert!(budget.read(&length(40), pieces(1, 40)).await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_stalls_is_given_up() {
+    let budget = budget(100, 50);
+    let stalled = Body::from_stream(stream::pending::<std::io::Result<Bytes>>());
+    let error = budget.read(&length(10), stalled).await.unwrap_err();
+    assert_eq!(error, ProxyError::BodyTimeout);
+}
+
+/// `first` bytes immediately, then `bytes` every `gap`, without an end.
+fn trickle(first: usize, bytes: usize, gap: Duration) -> Body {
+    let pieces = stream::unfold(Some(first), move |first| async move {
+        let bytes = match first {
+            Some(first) => first,
+            None => {
+                tokio::time::sleep(gap).await;
+                bytes
+            }
+        };
+        Some((
+            Ok::<_, std::io::Error>(Bytes::from(vec![b'x'; bytes])),
+            None,
+        ))
+    });
+    Body::from_stream(pieces)
+}
+
+async fn time_of_refusal(budget: &BodyBudget, body: Body) -> Duration {
+    let started = Instant::now();
+    let error = budget.read(&HeaderMap::new(), body).await.unwrap_err();
+    assert_eq!(error, ProxyError::BodyTimeout);
+    assert_eq!(budget.held.get(), 0);
+    started.elapsed()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_large_body_that_trickles_is_refused_after_one_window() {
+    let budget = budget(64 << 20, 32 << 20);
+    let slow = trickle(20 << 20, 1, Duration::from_secs(1));
+    let refused = time_of_refusal(&budget, slow).await;
+    assert!(refused <= 2 * PACE_WINDOW, "{refused:?}");
+    let slow = trickle(20 << 20, PACE_BYTES_MIN / 20, Duration::from_secs(1));
+    let refused = time_of_refusal(&budget, slow).await;
+    assert!(refused <= 2 * PACE_WINDOW, "{refused:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_body_ends_after_the_total_time() {
+    let budget = budget(64 << 20, 32 << 20);
+    for (first, bytes) in [(10, 1), (1 << 20, PACE_BYTES_MIN / 5)] {
+        let endless = trickle(first, bytes, Duration::from_secs(1));
+        assert_eq!(time_of_refusal(&budget, endless).await, BODY_TIME_MAX);
+    }
+}
+
+/// Eight large bodies that arrive slowly use up the common part, not the reserve.
+#[tokio::test(start_paused = true)]
+async fn large_bodies_that_fill_the_budget_leave_a_reserve_for_small_ones() {
+    let budget = budget(8 << 20, 1 << 20);
+    let mut large = Vec::new();
+    while let Ok(body) = budget.read(&length(1 << 20), pieces(1, 1 << 20)).await {
+        large.push(body);
+    }
+    assert_eq!(large.len(), 7);
+    let small = budget.read(&length(1000), pieces(1, 1000)).await.unwrap();
+    let unannounced = budget.read(&HeaderMap::new(), pieces(4, 1000)).await;
+    assert_eq!(unannounced.unwrap().bytes.len(), 4000);
+    for (headers, pieces) in [
+        (length(80_000), pieces(8, 10_000)),
+        (HeaderMap::new(), pieces(8, 10_000)),
+    ] {
+        let refused = budget.read(&headers, pieces).await.unwrap_err();
+        assert_eq!(refused, ProxyError::BuffersFull);
+    }
+    drop((large, small));
+    assert_eq!(budget.held.get(), 0);
+    assert_eq!(budget.reserve.available_permits(), 1 << 20);
+}
+
+/// A body that outgrows the reserve returns what it took from it.
+#[tokio::test]
+async fn a_body_that_becomes_large_moves_to_the_common_part() {
+    let budget = budget(8 << 20, 1 << 20);
+    let mut share = budget.share(0);
+    let used_up = acquire(&budget.common, 7 << 20).unwrap();
+    budget.take(&mut share, SMALL_BYTES_MAX).unwrap();
+    assert!(budget.take(&mut share, 1).is_err());
+    drop(used_up);
+    budget.take(&mut share, 1).unwrap();
+    assert_eq!(budget.reserve.available_permits(), 1 << 20);
+    assert_eq!(share.held_bytes(), SMALL_BYTES_MAX + 1);
+    assert_eq!(
+        budget.held.get(),
+        i64::try_from(SMALL_BYTES_MAX + 1).unwrap()
+    );
+}
