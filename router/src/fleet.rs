@@ -34,7 +34,7 @@ use state::{FleetChange, FleetState, ProbeTarget};
 pub(crate) use breaker::RequestResult;
 #[cfg(test)]
 pub(crate) use models::Parity;
-pub(crate) use models::{CatalogModel, ModelCatalog};
+pub(crate) use models::{CatalogModel, ModelCatalog, PromptTrust};
 pub(crate) use probe::HealthProber;
 pub(crate) use registration::RegistrationChecker;
 pub(crate) use registry::FleetRegistry;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use warmroute_proto::BlockSize;
 use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::{BlockSize, WorkerId};
 
 use super::checks::{CheckResult, RegistrationChecks};
 use super::state::FleetWorker;
@@ -26,12 +26,21 @@ pub(crate) struct CatalogModel {
     pub parity: Parity,
 }
 
-/// The kinds of prompts that the router tokenizes as the model's engines do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// For each kind of prompts, whether the router tokenizes as the model's engines do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parity {
-    pub chat: bool,
-    pub chat_with_tools: bool,
-    pub text: bool,
+    pub chat: PromptTrust,
+    pub chat_with_tools: PromptTrust,
+    pub text: PromptTrust,
+}
+
+/// The check results of a model's workers for one kind of prompts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PromptTrust {
+    /// Some worker passed the check.
+    pub proven: bool,
+    /// The workers that failed it. They get such prompts by load only.
+    pub mismatched: Vec<WorkerId>,
 }
 
 impl ModelCatalog {
@@ -41,21 +50,21 @@ impl ModelCatalog {
         block_size: Option<BlockSize>,
     ) -> Self {
         let mut catalog = Self::default();
-        let mut checks: BTreeMap<String, Vec<&RegistrationChecks>> = BTreeMap::new();
+        let mut checked: BTreeMap<String, Vec<&FleetWorker>> = BTreeMap::new();
         for worker in workers {
             catalog.usable |= worker.serves();
             for (name, model) in models(&worker.entry, block_size) {
-                checks.entry(name.clone()).or_default().push(&worker.checks);
+                checked.entry(name.clone()).or_default().push(worker);
                 let known = catalog.models.entry(name).or_insert_with(|| model.clone());
                 known.block_size = known.block_size.or(model.block_size);
                 known.max_model_len = known.max_model_len.or(model.max_model_len);
             }
         }
-        for (model, checks) in catalog.models.values_mut().zip(checks.values()) {
+        for (model, workers) in catalog.models.values_mut().zip(checked.values()) {
             model.parity = Parity {
-                chat: is_trusted(checks, |checks| &checks.chat),
-                chat_with_tools: is_trusted(checks, |checks| &checks.chat_with_tools),
-                text: is_trusted(checks, |checks| &checks.text),
+                chat: PromptTrust::of(workers, |checks| &checks.chat),
+                chat_with_tools: PromptTrust::of(workers, |checks| &checks.chat_with_tools),
+                text: PromptTrust::of(workers, |checks| &checks.text),
             };
         }
         catalog
@@ -71,13 +80,16 @@ impl ModelCatalog {
     }
 }
 
-/// Some worker passed the check, and none failed it.
-fn is_trusted(
-    checks: &[&RegistrationChecks],
-    check: fn(&RegistrationChecks) -> &CheckResult,
-) -> bool {
-    let mut results = checks.iter().map(|checks| check(checks));
-    results.clone().any(CheckResult::passed) && !results.any(CheckResult::is_failure)
+impl PromptTrust {
+    fn of(workers: &[&FleetWorker], check: fn(&RegistrationChecks) -> &CheckResult) -> Self {
+        let failed = workers
+            .iter()
+            .filter(|worker| check(&worker.checks).is_failure());
+        Self {
+            proven: workers.iter().any(|worker| check(&worker.checks).passed()),
+            mismatched: failed.map(|worker| worker.entry.worker.clone()).collect(),
+        }
+    }
 }
 
 fn models(

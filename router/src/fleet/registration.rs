@@ -2,19 +2,22 @@
 //! token ids, and its blocks must have the router's size.
 //!
 //! A router that hashes other tokens or blocks than the engine would never find a cached block,
-//! without any error. So a failed check is reported (log, metric, `/workers`), and the prompts
-//! concerned are routed by load only. The comparison is [`crate::tokenize::parity`]'s.
+//! without any error. So a failed check is reported (log, metric, `/workers`), and the worker gets
+//! the prompts concerned by load only. A probe without an answer proves nothing: it is repeated, and
+//! the model's other workers are not affected. The comparison is [`crate::tokenize::parity`]'s.
 
 #[cfg(test)]
 mod tests;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{StatusCode, header};
 use futures_util::{StreamExt as _, stream};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
+use warmroute_proto::WorkerId;
 
 use super::checks::{CheckResult, RegistrationChecks};
 use super::{Fleet, FleetWorker};
@@ -27,8 +30,11 @@ use crate::tokenize::parity::{self, ProbeKind, ProbeVerdict};
 /// Workers checked at the same time.
 const CONCURRENT_MAX: usize = 8;
 
-/// Between two attempts to check a worker that does not answer.
+/// First pause before another attempt to check a worker that does not answer. Doubles.
 const RETRY: Duration = Duration::from_secs(5);
+
+/// Longest such pause. An engine whose `/tokenize` requires a key costs a request a minute.
+const RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// A busy engine answers late.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
@@ -46,14 +52,50 @@ enum TokenizeAnswer {
     Tokens(parity::ProbeAnswer),
     /// The engine has no such route.
     NoRoute,
-    /// The engine does not answer now.
+    /// No usable answer: 401, 403, 429, 5xx, other JSON, or no connection.
     Unavailable,
+}
+
+/// When to check the unchecked workers again.
+#[derive(Default)]
+struct CheckBackoff(BTreeMap<WorkerId, CheckRetry>);
+
+struct CheckRetry {
+    epoch: u64,
+    pause: Duration,
+    due: Instant,
+}
+
+impl CheckBackoff {
+    /// The workers that are due of all unchecked ones, which are counted as attempted.
+    fn due(&mut self, mut unchecked: Vec<FleetWorker>, now: Instant) -> Vec<FleetWorker> {
+        let names: BTreeSet<_> = unchecked.iter().map(|w| w.entry.worker.clone()).collect();
+        self.0.retain(|worker, _| names.contains(worker));
+        unchecked.retain(|worker| {
+            let known = self.0.get(&worker.entry.worker);
+            let known = known.filter(|retry| retry.epoch == worker.epoch);
+            let pause = match known {
+                Some(retry) if now < retry.due => return false,
+                Some(retry) => (retry.pause * 2).min(RETRY_MAX),
+                None => RETRY,
+            };
+            let retry = CheckRetry {
+                epoch: worker.epoch,
+                pause,
+                due: now + pause,
+            };
+            self.0.insert(worker.entry.worker.clone(), retry);
+            true
+        });
+        unchecked
+    }
 }
 
 impl RegistrationChecker {
     pub(crate) async fn run(self, stop: CancellationToken) {
         let mut retries = interval(RETRY);
         retries.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut backoff = CheckBackoff::default();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -61,7 +103,7 @@ impl RegistrationChecker {
                 _ = retries.tick() => {}
             }
             let unchecked: Vec<_> = self.fleet.state().unchecked().cloned().collect();
-            let round = stream::iter(unchecked)
+            let round = stream::iter(backoff.due(unchecked, Instant::now()))
                 .for_each_concurrent(CONCURRENT_MAX, |worker| self.check(worker));
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -168,10 +210,17 @@ impl RegistrationChecker {
             Ok((StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED, _)) => {
                 TokenizeAnswer::NoRoute
             }
-            Ok((status, body)) if !status.is_server_error() => {
-                TokenizeAnswer::Tokens(parity::read_answer(status.as_u16(), &body))
-            }
-            Ok(_) | Err(_) => TokenizeAnswer::Unavailable,
+            Ok((status, body)) => match parity::read_answer(status.as_u16(), &body) {
+                parity::ProbeAnswer::Unusable => {
+                    let worker = &worker.entry.worker;
+                    tracing::warn!(%worker, %status, "no usable answer of /tokenize, check pending");
+                    TokenizeAnswer::Unavailable
+                }
+                answer @ (parity::ProbeAnswer::Tokens(_) | parity::ProbeAnswer::Refused) => {
+                    TokenizeAnswer::Tokens(answer)
+                }
+            },
+            Err(_) => TokenizeAnswer::Unavailable,
         }
     }
 }

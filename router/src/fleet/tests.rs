@@ -158,7 +158,7 @@ fn a_registered_worker_is_never_forgotten() {
 }
 
 #[test]
-fn a_model_is_trusted_while_one_worker_passed_and_none_failed() {
+fn a_worker_that_fails_its_checks_leaves_the_model_trusted() {
     let fleet = fleet();
     for worker in ["v", "w"] {
         fleet.register(entry(worker, 16));
@@ -167,19 +167,23 @@ fn a_model_is_trusted_while_one_worker_passed_and_none_failed() {
     let trusted = || {
         let catalog = fleet.catalog();
         (
-            catalog.models["m"].parity.chat,
-            catalog.models["a"].parity.text,
+            catalog.models["m"].parity.chat.clone(),
+            catalog.models["a"].parity.text.proven,
         )
     };
-    assert_eq!(trusted(), (false, false));
+    let proven = |mismatched: &[&str]| PromptTrust {
+        proven: true,
+        mismatched: mismatched.iter().map(|&worker| worker.into()).collect(),
+    };
+    assert_eq!(trusted(), (PromptTrust::default(), false));
     fleet.pass("v", CheckResult::Passed);
-    assert_eq!(trusted(), (true, true));
+    assert_eq!(trusted(), (proven(&[]), true), "the other is pending");
     fleet.pass("w", CheckResult::failed("differs"));
-    assert_eq!(trusted(), (false, true));
+    assert_eq!(trusted(), (proven(&["w"]), true));
     // A new epoch: its earlier result is void.
     observe(&fleet, "w", Observation::ConnectRefused);
     observe(&fleet, "w", Observation::ProbePassed);
-    assert_eq!(trusted(), (true, true));
+    assert_eq!(trusted(), (proven(&[]), true));
     assert_eq!(fleet.state().unchecked().count(), 1);
 }
 
@@ -210,7 +214,7 @@ fn a_check_of_an_earlier_epoch_is_void() {
     observe(&fleet, "w", Observation::ConnectRefused);
     observe(&fleet, "w", Observation::ProbePassed);
     fleet.update(|state| state.checked(&"w".into(), epoch, checks(CheckResult::Passed)));
-    assert!(!fleet.catalog().models["m"].parity.chat);
+    assert!(!fleet.catalog().models["m"].parity.chat.proven);
 }
 
 #[test]
@@ -233,9 +237,9 @@ fn a_renewed_lease_changes_nothing() {
     observe(&fleet, "w", Observation::ProbePassed);
     fleet.pass("w", CheckResult::Passed);
     fleet.register(entry("w", 16));
-    assert!(fleet.catalog().models["m"].parity.chat);
+    assert!(fleet.catalog().models["m"].parity.chat.proven);
     fleet.register(entry("w", 32));
-    assert!(!fleet.catalog().models["m"].parity.chat);
+    assert!(!fleet.catalog().models["m"].parity.chat.proven);
 }
 
 /// Two broken requests do not change a worker's health, many take it out of the choice, and it is

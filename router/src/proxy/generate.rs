@@ -8,6 +8,7 @@ use axum::response::Response;
 use bytes::Bytes;
 use tokio::time::Instant;
 use warmroute_proto::query::IndexAnswer;
+use warmroute_proto::{Tiers, WorkerId};
 
 use super::App;
 use super::call::Call;
@@ -59,10 +60,14 @@ async fn serve(
         streaming,
         single,
         unhashed,
+        mismatched,
         rewritten,
     } = app.plan(route, body.clone()).await?;
     let index = match unhashed {
-        None => app.query_index(&prompt).await,
+        None => {
+            let answer = app.query_index(&prompt).await;
+            answer.map(|answer| without_credit(answer, &mismatched))
+        }
         Some(reason) => {
             app.metrics.unhashed(reason);
             None
@@ -100,6 +105,18 @@ async fn serve(
         Box::new(move |usage| auditor.reported(case, usage))
     });
     Ok((answer, on_usage))
+}
+
+/// The answer without the caches of `mismatched` workers: their blocks have other tokens.
+fn without_credit(mut answer: IndexAnswer, mismatched: &[WorkerId]) -> IndexAnswer {
+    if let IndexAnswer::Runs { sources, .. } = &mut answer {
+        for source in sources {
+            if mismatched.contains(&source.source.worker) {
+                source.run = Tiers::default();
+            }
+        }
+    }
+    answer
 }
 
 impl App {

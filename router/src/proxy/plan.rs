@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::{BlockSize, Seed};
+use warmroute_proto::{BlockSize, Seed, WorkerId};
 
 use crate::error::ProxyError;
-use crate::fleet::{CatalogModel, ModelCatalog};
+use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
 use crate::openai::{self, ParsedRequest, PromptList, PromptRoute, RequestInfo};
 use crate::route::{CacheReads, Prompt};
 use crate::tokenize::{CivilTime, Tokenizer};
@@ -40,6 +40,8 @@ pub(super) struct Plan {
     pub single: bool,
     /// Why the prompt has no blocks, if so.
     pub unhashed: Option<&'static str>,
+    /// Workers that tokenize such a prompt differently: their caches do not count.
+    pub mismatched: Vec<WorkerId>,
     /// The body for the engine, if it differs from the client's.
     pub rewritten: Option<Bytes>,
 }
@@ -55,7 +57,8 @@ pub(super) fn plan(
     let parsed = openai::parse(route, body)?;
     let model = known(&inputs.catalog, &parsed.info.model)?;
     let size = block_size(model);
-    let lists = token_lists(&parsed, model, inputs);
+    let trust = prompt_trust(&parsed, model);
+    let lists = token_lists(&parsed, trust, model, inputs);
     let (prompt, single, unhashed) = match lists {
         // Its length is known, and its blocks are not.
         Ok(lists) if model.block_size.is_none() => {
@@ -81,6 +84,7 @@ pub(super) fn plan(
         streaming: parsed.info.stream,
         single,
         unhashed,
+        mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
         rewritten: parsed.rewritten.map(Bytes::from),
     })
 }
@@ -97,13 +101,37 @@ pub(super) fn block_size(model: &CatalogModel) -> BlockSize {
     model.block_size.unwrap_or(ASSUMED_BLOCK_SIZE)
 }
 
-/// The token ids of each prompt, equal to the engine's.
+/// The trust in the router's tokens of such a prompt; `None` where the client sent the token ids.
+fn prompt_trust<'a>(
+    parsed: &ParsedRequest<'_>,
+    model: &'a CatalogModel,
+) -> Option<&'a PromptTrust> {
+    match &parsed.prompt {
+        openai::PromptSource::Completion(parts) => match &parts.prompts {
+            PromptList::Tokens(_) => None,
+            PromptList::Texts(_) => Some(&model.parity.text),
+        },
+        openai::PromptSource::Chat(parts) if parts.tools.is_some() => {
+            Some(&model.parity.chat_with_tools)
+        }
+        openai::PromptSource::Chat(_) => Some(&model.parity.chat),
+    }
+}
+
+/// The token ids of each prompt, equal to those of the engines that are not mismatched.
 fn token_lists(
     parsed: &ParsedRequest<'_>,
+    trust: Option<&PromptTrust>,
     model: &CatalogModel,
     inputs: &PlanInputs,
 ) -> Result<Vec<Vec<u32>>, Unhashed> {
-    let tokenizer = || inputs.tokenizer.as_deref().ok_or("no_tokenizer");
+    let tokenizer = || {
+        let tokenizer = inputs.tokenizer.as_deref().ok_or("no_tokenizer")?;
+        match trust {
+            Some(trust) if !trust.proven => Err("parity"),
+            Some(_) | None => Ok(tokenizer),
+        }
+    };
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
     }
@@ -112,9 +140,6 @@ fn token_lists(
             PromptList::Tokens(lists) => lists.clone(),
             PromptList::Texts(texts) => {
                 let tokenizer = tokenizer()?;
-                if !model.parity.text {
-                    return Err("parity");
-                }
                 texts
                     .iter()
                     .map(|text| tokenizer.encode(text, parts.special_tokens))
@@ -123,16 +148,7 @@ fn token_lists(
             }
         },
         openai::PromptSource::Chat(parts) => {
-            let trust = if parts.tools.is_some() {
-                model.parity.chat_with_tools
-            } else {
-                model.parity.chat
-            };
-            let tokenizer = tokenizer()?;
-            if !trust {
-                return Err("parity");
-            }
-            let tokens = tokenizer.encode_chat(parts, inputs.now);
+            let tokens = tokenizer()?.encode_chat(parts, inputs.now);
             vec![tokens.map_err(|_| "template_failed")?]
         }
     };

@@ -1,3 +1,7 @@
+use std::path::Path;
+
+use tokio::net::TcpListener;
+
 use super::super::tests::fleet_of;
 use super::*;
 use crate::testing::worker_entry as entry;
@@ -87,4 +91,64 @@ fn a_difference_fails_its_kind_and_what_rests_on_it() {
         ["failed", "passed", "skipped"],
     );
     check(&[], ["skipped", "skipped", "skipped"]);
+}
+
+/// A worker whose probe proves nothing is pending, whatever its status.
+#[tokio::test]
+async fn a_worker_whose_tokenize_answers_403_is_pending() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
+    for (status, expected) in [
+        (401, "pending"),
+        (403, "pending"),
+        (429, "pending"),
+        (500, "pending"),
+        (200, "pending"),
+        (404, "skipped"),
+    ] {
+        let status = StatusCode::from_u16(status).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let router = axum::Router::new().fallback(move || async move { (status, "{}") });
+        let server = async move { axum::serve(listener, router).await.unwrap() };
+        let server = tokio_util::task::TaskTracker::new().spawn(server);
+        let fleet = fleet_of(None);
+        fleet.register(warmroute_proto::registry::WorkerEntry {
+            url,
+            ..entry("w", 16)
+        });
+        let checker = RegistrationChecker {
+            fleet: Arc::clone(&fleet),
+            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            tokenizer: Some(Arc::clone(&tokenizer)),
+            metrics: Arc::new(Metrics::new().unwrap()),
+            ready: Arc::default(),
+        };
+        checker.check(fleet.snapshot().remove(0)).await;
+        let checks = fleet.snapshot().remove(0).checks;
+        assert_eq!(name(&checks.chat), expected, "{status}");
+        assert_eq!(checks.complete(), expected == "skipped");
+        server.abort();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unanswered_check_is_repeated_after_growing_pauses() {
+    let fleet = fleet_of(None);
+    fleet.register(entry("w", 16));
+    let (mut backoff, started) = (CheckBackoff::default(), Instant::now());
+    let mut checked = Vec::new();
+    for second in 0..200 {
+        let now = started + Duration::from_secs(second);
+        if !backoff.due(fleet.snapshot(), now).is_empty() {
+            checked.push(second);
+        }
+    }
+    assert_eq!(checked, [0, 5, 15, 35, 75, 135, 195]);
+    // A worker that comes back is checked immediately.
+    let mut workers = fleet.snapshot();
+    workers[0].epoch += 1;
+    let now = started + Duration::from_secs(200);
+    assert_eq!(backoff.due(workers, now).len(), 1);
+    assert!(backoff.due(Vec::new(), now).is_empty() && backoff.0.is_empty());
 }

@@ -7,6 +7,13 @@ use crate::fleet::Parity;
 use crate::openai::SpecialTokens;
 use crate::tokenize::CivilTime;
 
+fn trust(proven: bool) -> PromptTrust {
+    PromptTrust {
+        proven,
+        mismatched: Vec::new(),
+    }
+}
+
 fn inputs() -> PlanInputs {
     let model = CatalogModel {
         parent: None,
@@ -14,9 +21,9 @@ fn inputs() -> PlanInputs {
         max_model_len: Some(1000),
         block_size: BlockSize::new(16),
         parity: Parity {
-            chat: true,
-            chat_with_tools: true,
-            text: true,
+            chat: trust(true),
+            chat_with_tools: trust(true),
+            text: trust(true),
         },
     };
     let adapter = CatalogModel {
@@ -135,9 +142,9 @@ fn prompts_without_proven_parity_are_routed_by_load() {
         let models = &mut Arc::make_mut(&mut inputs.catalog).models;
         let [text, chat, chat_with_tools] = trusted;
         models.get_mut("m").unwrap().parity = Parity {
-            chat,
-            chat_with_tools,
-            text,
+            chat: trust(chat),
+            chat_with_tools: trust(chat_with_tools),
+            text: trust(text),
         };
         for ((route, body), trusted) in asked.iter().zip(trusted) {
             let plan = plan(*route, body.to_string().as_bytes(), &inputs).unwrap();
@@ -146,6 +153,30 @@ fn prompts_without_proven_parity_are_routed_by_load() {
             assert_eq!(plan.prompt.blocks().is_empty(), !trusted, "{body}");
         }
     }
+}
+
+/// One worker with another template does not end cache routing for its model.
+#[test]
+fn a_mismatched_worker_is_named_and_the_prompt_is_hashed() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let mut inputs = PlanInputs {
+        tokenizer: Some(Arc::new(Tokenizer::load(&fixture).unwrap())),
+        ..inputs()
+    };
+    let models = &mut Arc::make_mut(&mut inputs.catalog).models;
+    models.get_mut("m").unwrap().parity.text.mismatched = vec!["odd".into()];
+    let planned = |body: serde_json::Value| {
+        let body = body.to_string();
+        plan(PromptRoute::Completions, body.as_bytes(), &inputs).unwrap()
+    };
+    let text = planned(json!({"model": "m", "prompt": "Several words. ".repeat(20)}));
+    assert_eq!(text.unhashed, None);
+    assert_eq!(text.mismatched, ["odd".into()]);
+    let tokens = planned(json!({"model": "m", "prompt": tokens(40)}));
+    assert!(
+        tokens.mismatched.is_empty(),
+        "the client's token ids are the engine's"
+    );
 }
 
 #[test]
