@@ -348,6 +348,7 @@ rows! {
     ], forgets;
     row_05_all_blocks_cleared: [EngineReset(0), EngineReset(0), EngineReset(0)];
     row_06_shim_killed: [ShimCrash(0), ShimCrash(0)];
+    row_06_shim_stopped: [ShimStop(0), ShimStop(0)];
     row_06_shim_killed_without_its_state: [LoseState(0), ShimCrash(0)];
     row_06_shim_killed_whose_engine_replays_little: ShortReplay [LoseState(0), ShimCrash(0)], forgets;
     row_06_shim_killed_with_a_torn_state: [CorruptState(0), ShimCrash(0)];
@@ -361,6 +362,7 @@ rows! {
     row_10_stream_recreated: [Recreate];
     row_11_leader_killed_in_a_cluster: [LeaderChange, LeaderChange, LeaderChange];
     row_12_indexer_killed_around_snapshots: [IndexerCrash(0), IndexerCrash(0), IndexerCrash(0)];
+    row_12_indexer_stopped: [IndexerStop(0), IndexerStop(0)];
     row_14_indexer_joins_a_trimmed_log: [Trim, LoseSnapshots, IndexerCrash(0)];
     row_15_indexer_falls_off_the_end: [PauseIndexer(0), Trim];
     row_16_fresh_and_lagging_indexer: Routers [PauseIndexer(0), CutIndexer(1), PauseIndexer(1)];

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
-use warmroute_plane::{Broadcast, PlaneStream};
+use warmroute_plane::{Broadcast, PlaneStream, RegistryWatch};
 
 use super::*;
 use crate::fold::{NoSnapshot, ParsedMessage, ReaderStall, SnapshotCut};
@@ -79,7 +79,8 @@ impl Worker {
         self.open_log().await?;
         let mut heartbeats = self.plane.subscribe(self.subjects.all_heartbeats()).await?;
         let mut stall = ReaderStall::new(now());
-        let mut registry = self.plane.watch(self.subjects.worker_keys()).await?;
+        let plane = Arc::clone(&self.plane);
+        let mut registry = RegistryWatch::new(plane, self.subjects.worker_keys());
         self.shared.write().watch_begins();
         let position = self.shared.read().position();
         info!(%position, "following the log");
@@ -106,7 +107,7 @@ impl Worker {
                     self.looked_again(look)?;
                 }
                 _ = ticks.tick() => self.tick().await?,
-                event = registry.next() => self.registry(event.ok_or_else(ended)?),
+                event = registry.next() => self.registry(event),
                 heartbeat = heartbeats.next() => {
                     self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
                 }

@@ -1,49 +1,26 @@
-//! This replica's entry in the registry, under a lease: for operators, and for who looks for its HTTP.
+//! This replica's entry in the registry, under a lease: for operators and for clients of its HTTP.
 
-use warmroute_plane::Lease;
+use warmroute_plane::LeaseHolder;
 use warmroute_proto::registry::IndexerEntry;
 
 use super::*;
 
-const LEASE: Duration = Duration::from_secs(6);
-const RENEW: Duration = Duration::from_secs(2);
-
 impl Worker {
-    /// Keeps the entry there for as long as it runs; takes it away at the end.
+    /// Keeps the entry until `stop`, then removes it.
     pub(super) async fn register(self, replica: Replica, stop: CancellationToken) {
-        let mut lease = None;
+        let key = self.subjects.indexer_key(&replica.id);
+        let mut holder = LeaseHolder::new(Arc::clone(&self.plane), key);
+        // Encoding into memory does not fail.
+        let value =
+            || codec::encode(&self.entry(&replica)).map_or_else(|_| Bytes::new(), Bytes::from);
         loop {
-            if let Err(error) = self.renew(&replica, &mut lease).await {
-                debug!(%error, "this replica cannot be registered now");
-            }
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
-                () = sleep(RENEW) => {}
+                _event = holder.next(value) => {}
             }
         }
-        if let Some(lease) = lease
-            && let Err(error) = lease.release().await
-        {
-            debug!(%error, "this replica's entry runs out by itself");
-        }
-    }
-
-    async fn renew(&self, replica: &Replica, lease: &mut Option<Lease>) -> Result<(), PlaneError> {
-        let value = codec::encode(&self.entry(replica));
-        let value: Bytes = match value {
-            Ok(value) => value.into(),
-            Err(error) => return Err(PlaneError::Unavailable(error.to_string())),
-        };
-        if let Some(held) = lease
-            && held.renew(value.clone()).await?.is_ok()
-        {
-            return Ok(());
-        }
-        let key = self.subjects.indexer_key(&replica.id);
-        let plane = Arc::clone(&self.plane);
-        *lease = Lease::acquire(plane, key, value, LEASE).await?;
-        Ok(())
+        holder.release().await;
     }
 
     fn entry(&self, replica: &Replica) -> IndexerEntry {

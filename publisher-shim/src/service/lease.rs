@@ -4,23 +4,27 @@
 //! cannot renew treats the lease as expired one TTL after it sent the last confirmed renewal. Only the
 //! holder writes the registration, which fences nothing.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
-use warmroute_plane::{Lease, PlaneError, PutIf, Revision};
+use warmroute_plane::{
+    LEASE_RENEWAL, LEASE_TTL, LeaseEvent, LeaseHolder, PlaneError, PutIf, Revision,
+};
 use warmroute_proto::codec;
 use warmroute_proto::registry::{ShimEntry, WorkerEntry};
 
 use super::ShimState;
 use crate::config::ShimConfig;
 
-const LEASE_TTL: Duration = Duration::from_secs(6);
-const LEASE_RENEW: Duration = Duration::from_secs(2);
 const RELEASE_MAX: Duration = Duration::from_secs(1);
+
+/// A registration that is being written; `None` if the plane did not take it.
+type Writing = Pin<Box<dyn Future<Output = Option<Revision>> + Send>>;
 
 /// Whether this shim may publish, as far as it knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,14 +42,13 @@ pub(crate) enum Leadership {
 pub(super) struct WorkerLease {
     shared: Arc<ShimState>,
     config: ShimConfig,
+    holder: LeaseHolder,
     /// The lease's value, unique to this process.
-    own: Bytes,
-    lease: Option<Lease>,
-    /// When the last confirmed renewal was sent.
-    renewed: Instant,
+    value: Bytes,
     leadership: Leadership,
     terms: u64,
     registration: Option<Revision>,
+    writing: Option<Writing>,
 }
 
 impl WorkerLease {
@@ -57,132 +60,95 @@ impl WorkerLease {
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
         // Encoding into memory does not fail; if it did, the random bytes alone are unique.
-        let own = codec::encode(&entry).unwrap_or_else(|_| instance.to_vec());
+        let value = codec::encode(&entry).unwrap_or_else(|_| instance.to_vec());
+        let key = shared.subjects.shim_key(&config.worker);
         Self {
+            holder: LeaseHolder::new(Arc::clone(&shared.plane), key),
             shared,
             config,
-            own: Bytes::from(own),
-            lease: None,
-            renewed: Instant::now(),
+            value: Bytes::from(value),
             leadership: Leadership::Unknown,
             terms: 0,
             registration: None,
+            writing: None,
         }
     }
 
     pub(super) async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = interval(LEASE_RENEW);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut info = self.shared.info.subscribe();
         let mut connection = self.shared.plane.connection();
         loop {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
-                _ = ticks.tick() => {}
-                Ok(()) = info.changed() => {}
-                Ok(()) = connection.changed() => {}
-            }
-            tokio::select! {
-                biased;
-                // A write without an awaited answer expires by itself.
-                () = stop.cancelled() => break,
-                () = self.keep() => {}
+                Ok(()) = connection.changed() => self.holder.renew_now(),
+                () = self.shared.facts_changed.notified() => self.register(),
+                revision = written(&mut self.writing) => {
+                    self.writing = None;
+                    self.registration = revision;
+                }
+                event = self.holder.next(|| self.value.clone()) => self.apply(event),
             }
         }
         self.release().await;
     }
 
-    async fn keep(&mut self) {
-        let before = self.leadership;
-        self.keep_lease().await;
-        if self.leadership != before {
-            match self.leadership {
-                Leadership::Leads { .. } => {
-                    info!(worker = %self.config.worker, "this shim serves the worker");
-                }
-                Leadership::Yields => {
-                    warn!(worker = %self.config.worker, "another shim serves this worker");
-                }
-                Leadership::Lapsed => {
-                    warn!(worker = %self.config.worker, "the worker's lease lapsed");
-                }
-                Leadership::Unknown => {}
-            }
-            self.shared.leadership.send_replace(self.leadership);
-        }
-        if matches!(self.leadership, Leadership::Leads { .. }) {
-            self.keep_registration().await;
-        }
-    }
-
-    async fn keep_lease(&mut self) {
-        let asked = Instant::now();
-        if let Some(lease) = &mut self.lease {
-            match timeout(LEASE_RENEW, lease.renew(self.own.clone())).await {
-                Ok(Ok(Ok(()))) => {
-                    self.renewed = asked;
-                    return;
-                }
-                // The key is gone, or another holder's.
-                Ok(Ok(Err(_lost))) => self.lapse(),
-                Ok(Err(_)) | Err(_) if self.renewed.elapsed() < LEASE_TTL => return,
-                // It expired: another shim may hold it now.
-                Ok(Err(_)) | Err(_) => self.lapse(),
-            }
-        }
-        let key = self.shared.subjects.shim_key(&self.config.worker);
-        let plane = Arc::clone(&self.shared.plane);
-        let acquire = Lease::acquire(plane, key, self.own.clone(), LEASE_TTL);
-        match timeout(LEASE_RENEW, acquire).await {
-            Ok(Ok(Some(lease))) => {
-                self.lease = Some(lease);
-                self.renewed = asked;
+    fn apply(&mut self, event: LeaseEvent) {
+        let worker = &self.config.worker;
+        let leadership = match event {
+            LeaseEvent::Acquired(_) => {
+                info!(%worker, "this shim serves the worker");
                 self.terms += 1;
-                self.leadership = Leadership::Leads { term: self.terms };
+                Leadership::Leads { term: self.terms }
             }
-            Ok(Ok(None)) => self.leadership = Leadership::Yields,
-            Ok(Err(_)) | Err(_) => {}
+            LeaseEvent::Renewed(_) => self.leadership,
+            LeaseEvent::Lost => {
+                warn!(%worker, "the worker's lease is lost");
+                Leadership::Lapsed
+            }
+            LeaseEvent::HeldElsewhere => Leadership::Yields,
+        };
+        if leadership != self.leadership {
+            if leadership == Leadership::Yields {
+                warn!(%worker, "another shim serves this worker");
+            }
+            self.leadership = leadership;
+            self.shared.leadership.send_replace(leadership);
         }
+        self.register();
     }
 
-    fn lapse(&mut self) {
-        self.lease = None;
-        self.leadership = Leadership::Lapsed;
-    }
-
-    /// Replaces any registration of this worker: the lease decides which shim writes it.
-    async fn keep_registration(&mut self) {
-        let Ok(value) = codec::encode(&self.entry()) else {
+    /// Writes the registration if this shim leads and the engine listed its models: routers answer 404
+    /// for models that no registration lists. The lease decides which shim writes, so any other
+    /// registration is replaced.
+    fn register(&mut self) {
+        let entry = self.entry();
+        let leads = matches!(self.leadership, Leadership::Leads { .. });
+        if !leads || entry.models.is_empty() {
+            return;
+        }
+        let Ok(value) = codec::encode(&entry) else {
             return;
         };
         let key = self.shared.subjects.worker_key(&self.config.worker);
-        let plane = &self.shared.plane;
-        let put = plane.put(key, Bytes::from(value), PutIf::Always, Some(LEASE_TTL));
-        if let Ok(Ok(revision)) = timeout(LEASE_RENEW, put).await {
-            self.registration = Some(revision);
-        }
+        let plane = Arc::clone(&self.shared.plane);
+        self.writing = Some(Box::pin(async move {
+            let put = plane.put(key, Bytes::from(value), PutIf::Always, Some(LEASE_TTL));
+            timeout(LEASE_RENEWAL, put).await.ok()?.ok()
+        }));
     }
 
     /// Deregisters and releases the lease, so that the next shim starts without a wait.
-    async fn release(self) {
-        let deregister = async {
-            if let Some(revision) = self.registration {
-                let key = self.shared.subjects.worker_key(&self.config.worker);
-                match self.shared.plane.delete(key, revision).await {
-                    Ok(()) | Err(PlaneError::Conflict) => {}
-                    Err(error) => debug!(%error, "the registration expires by itself"),
-                }
+    async fn release(mut self) {
+        if let Some(revision) = self.registration {
+            let key = self.shared.subjects.worker_key(&self.config.worker);
+            let delete = self.shared.plane.delete(key, revision);
+            match timeout(RELEASE_MAX, delete).await {
+                Ok(Ok(()) | Err(PlaneError::Conflict)) => {}
+                Ok(Err(error)) => debug!(%error, "the registration expires by itself"),
+                Err(_) => debug!("the registration expires by itself"),
             }
-            if let Some(lease) = self.lease
-                && let Err(error) = lease.release().await
-            {
-                debug!(%error, "the lease expires by itself");
-            }
-        };
-        if timeout(RELEASE_MAX, deregister).await.is_err() {
-            debug!("lease and registration expire by themselves");
         }
+        self.holder.release().await;
     }
 
     fn entry(&self) -> WorkerEntry {
@@ -204,6 +170,13 @@ impl WorkerLease {
             ),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         }
+    }
+}
+
+async fn written(writing: &mut Option<Writing>) -> Option<Revision> {
+    match writing {
+        Some(writing) => writing.await,
+        None => std::future::pending().await,
     }
 }
 

@@ -70,6 +70,8 @@ pub(crate) struct ShimState {
     pub(crate) subjects: Subjects,
     /// Requests a read of the engine's facts.
     pub(crate) refresh: Notify,
+    /// The engine's facts are new, and so is the registration.
+    facts_changed: Notify,
     pub(crate) decoder: CountingDecoder,
     views: RwLock<BTreeMap<DpRank, RankView>>,
     leadership: watch::Sender<Leadership>,
@@ -192,6 +194,7 @@ impl<E: EngineLink> Service<E> {
             plane,
             subjects: Subjects::new(&config.namespace),
             refresh: Notify::new(),
+            facts_changed: Notify::new(),
             decoder: CountingDecoder::default(),
             views: RwLock::new(BTreeMap::new()),
             leadership: watch::Sender::new(Leadership::Unknown),
@@ -349,11 +352,14 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         };
         warning = RepeatedWarning::default();
         since_info = 0;
-        shared.info.send_if_modified(|known| {
+        let is_new = shared.info.send_if_modified(|known| {
             let is_new = **known != info;
             *known = Arc::new(info);
             is_new
         });
+        if is_new {
+            shared.facts_changed.notify_one();
+        }
         let is_unverified = shared.views().iter().any(|view| view.status.is_unverified);
         if is_unverified && !was_warned {
             was_warned = true;

@@ -2,34 +2,81 @@
 //! does nothing. Without a breakage everything goes through unchanged.
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
-use std::time::Instant;
+use std::collections::{BTreeMap, BTreeSet};
 
-use warmroute_indexer::fold::{Fold, SnapshotCut, SourceStatus};
-use warmroute_indexer::same_log::{self, LogMatch};
+use bytes::Bytes;
+use warmroute_indexer::same_log;
+use warmroute_indexer::snapshot::{Name, format};
 use warmroute_plane::{Broadcast, LogMessage, LogStatus};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer, SnapshotSource};
+use warmroute_proto::view::SourceView;
 use warmroute_proto::{
-    Change, Digest, Generation, Heartbeat, PrefixHash, Record, Source, Tier, codec,
+    Change, Digest, Generation, Heartbeat, LogPosition, PrefixHash, Record, Source, Tier, codec,
 };
 
-use super::indexer::IndexRun;
+use super::host::Kind;
+use super::plane::{Op, Reply};
 use super::{Breakage, World};
 
 type Pairs = BTreeSet<(PrefixHash, Tier)>;
 
+/// What an indexer's process was given in place of what is there.
+#[derive(Default)]
+pub(super) struct Bent {
+    /// Messages by position, as it read them.
+    read: BTreeMap<LogPosition, LogMessage>,
+    /// The sources of its last snapshot.
+    former: Vec<SnapshotSource>,
+    /// Names of snapshots, and what they became.
+    renamed: BTreeMap<String, (String, warmroute_proto::snapshot::RecordMark)>,
+}
+
 impl World {
-    /// A record as the fold gets to see it.
-    pub(super) fn record_as_read(
+    pub(super) const fn bends_records(&self) -> bool {
+        matches!(self.broken, Some(Breakage::NoFence | Breakage::NoDigest))
+    }
+
+    /// One message at a time where what a process holds decides what it reads next.
+    pub(super) fn batches_as_read(
         &self,
-        fold: &Fold,
-        now: Instant,
-        mut message: LogMessage,
-    ) -> LogMessage {
-        let is_bent = matches!(self.broken, Some(Breakage::NoFence | Breakage::NoDigest));
-        if is_bent && let Ok(mut record) = codec::decode::<Record>(&message.payload) {
-            let standing = standing(fold, &record.source, now);
+        host: usize,
+        batch: Vec<LogMessage>,
+    ) -> Vec<Vec<LogMessage>> {
+        let is_indexer = matches!(self.hosts[host].kind, Kind::Indexer(_));
+        if is_indexer && self.bends_records() {
+            batch.into_iter().map(|message| vec![message]).collect()
+        } else {
+            vec![batch]
+        }
+    }
+
+    /// A batch as the fold gets to see it.
+    pub(super) fn batch_as_read(&mut self, host: usize, batch: Vec<LogMessage>) -> Vec<LogMessage> {
+        let Kind::Indexer(at) = self.hosts[host].kind else {
+            return batch;
+        };
+        let keeps = self.bends_records() || self.broken == Some(Breakage::RefillUnseen);
+        if !keeps {
+            return batch;
+        }
+        let batch: Vec<LogMessage> = batch
+            .into_iter()
+            .map(|message| self.record_as_read(at, message))
+            .collect();
+        let read = batch
+            .iter()
+            .map(|message| (message.position, message.clone()));
+        self.indexers[at].bent.read.extend(read);
+        batch
+    }
+
+    fn record_as_read(&self, at: usize, mut message: LogMessage) -> LogMessage {
+        if self.bends_records()
+            && let Ok(mut record) = codec::decode::<Record>(&message.payload)
+        {
+            let standing = self.standing(at, &record.source);
             let present = standing.as_ref().and_then(|standing| standing.generation);
             let is_old = present.is_some_and(|present| record.generation < present);
             if self.broken == Some(Breakage::NoFence) {
@@ -41,7 +88,7 @@ impl World {
                 record.number = last.map_or_else(Default::default, |last| last.next());
             }
             let is_first = present.is_none_or(|present| record.generation > present);
-            let mut held: Pairs = fold.held(&record.source).collect();
+            let mut held = self.pairs(at, &record.source);
             if is_first {
                 held.clear();
             }
@@ -52,21 +99,25 @@ impl World {
         message
     }
 
-    pub(super) fn heartbeat_as_read(
-        &self,
-        fold: &Fold,
-        now: Instant,
-        mut message: Broadcast,
-    ) -> Broadcast {
+    fn pairs(&self, at: usize, source: &Source) -> Pairs {
+        self.read_index(at, |handle| handle.held(source))
+            .unwrap_or_default()
+    }
+
+    fn standing(&self, at: usize, source: &Source) -> Option<SourceView> {
+        let mut standings = self.standings(at).into_iter();
+        standings.find(|standing| standing.source == *source)
+    }
+
+    pub(super) fn heartbeat_as_read(&self, at: usize, mut message: Broadcast) -> Broadcast {
         if self.broken == Some(Breakage::SubjectIgnored)
             && let Ok(heartbeat) = codec::decode::<Heartbeat>(&message.payload)
         {
             message.subject = self.subjects.heartbeat(&heartbeat.source);
         }
-        let is_bent = matches!(self.broken, Some(Breakage::NoFence | Breakage::NoDigest));
-        if is_bent
+        if self.bends_records()
             && let Ok(mut heartbeat) = codec::decode::<Heartbeat>(&message.payload)
-            && let Some(standing) = standing(fold, &heartbeat.source, now)
+            && let Some(standing) = self.standing(at, &heartbeat.source)
             && let Some(digest) = standing.digest
         {
             heartbeat.after = digest;
@@ -92,45 +143,110 @@ impl World {
         Some(answer)
     }
 
-    /// What the log's clock shows, or nothing: then no message has an age.
-    pub(super) fn clock_as_seen(&self, status: &LogStatus) -> u64 {
-        match self.broken {
-            Some(Breakage::AgeIgnored) => 0,
-            _ => status.now_unix_ns,
+    /// What the server does of a call, and answers, as the process gets to see it.
+    pub(super) fn answer_bent(&mut self, host: usize, op: Op) -> Reply {
+        let kind = self.hosts[host].kind;
+        let op = match kind {
+            Kind::Indexer(at) => self.op_as_done(at, op),
+            Kind::Shim(_) | Kind::Router(_) => op,
+        };
+        if let Op::PutBlob(_, blob) = &op {
+            self.checks.snapshots += 1;
+            self.check_snapshot(blob);
+        }
+        let position = match op {
+            Op::At(position) => Some(position),
+            _ => None,
+        };
+        let reads_last = matches!(op, Op::LastOn(_));
+        match (kind, self.plane.answer(self.now, op)) {
+            (Kind::Shim(at), Reply::Message(found)) if reads_last => {
+                Reply::Message(self.last_record_as_read(at, found))
+            }
+            // Without the log's clock no message has an age.
+            (Kind::Indexer(_), Reply::Status(status))
+                if self.broken == Some(Breakage::AgeIgnored) =>
+            {
+                Reply::Status(LogStatus {
+                    now_unix_ns: 0,
+                    ..status
+                })
+            }
+            (Kind::Indexer(at), Reply::Message(found)) => {
+                let read = position.and_then(|at_| self.indexers[at].bent.read.get(&at_));
+                Reply::Message(found.map(|found| read.cloned().unwrap_or(found)))
+            }
+            (_, reply) => reply,
         }
     }
 
-    /// What a look at the log says, or would without the record at the position.
-    pub(super) fn fit_as_seen(&self, fit: LogMatch) -> LogMatch {
-        match fit {
-            LogMatch::OtherRecord if self.broken == Some(Breakage::RefillUnseen) => LogMatch::Same,
-            other => other,
-        }
-    }
-
-    pub(super) fn bend_cut(&self, run: &mut IndexRun, cut: &mut SnapshotCut) {
-        match self.broken {
-            Some(Breakage::SnapshotWithoutPosition) => {
+    fn op_as_done(&mut self, at: usize, op: Op) -> Op {
+        match (self.broken, op) {
+            (Some(Breakage::SnapshotWithoutPosition), Op::PutBlob(name, blob)) => {
                 let last = self.plane.log.status().last;
-                if let Some(last) = self.plane.log.at(last) {
-                    cut.head.at = same_log::mark(last);
+                let mark = self.plane.log.at(last).map(same_log::mark);
+                let (Some(mark), Some(parsed)) = (mark, Name::parse(&name)) else {
+                    return Op::PutBlob(name, blob);
+                };
+                let renamed = Name {
+                    position: mark.position,
+                    ..parsed
+                };
+                let renamed = renamed.to_string();
+                let bent = &mut self.indexers[at].bent.renamed;
+                bent.insert(name, (renamed.clone(), mark));
+                Op::PutBlob(renamed, with_head(&blob, |head| head.at = mark))
+            }
+            (
+                Some(Breakage::SnapshotWithoutPosition),
+                Op::Put {
+                    key,
+                    value,
+                    condition,
+                    lease,
+                },
+            ) => {
+                let value = self.pointer_as_put(at, &key, value);
+                Op::Put {
+                    key,
+                    value,
+                    condition,
+                    lease,
                 }
             }
-            Some(Breakage::ImageNotACut) => {
-                if let Some(head) = run.former_head.take()
-                    && head.sources.len() == cut.head.sources.len()
-                {
-                    cut.head.sources = head.sources;
-                }
+            (Some(Breakage::ImageNotACut), Op::PutBlob(name, blob)) => {
+                let bent = &mut self.indexers[at].bent;
+                let blob = with_head(&blob, |head| {
+                    let former = std::mem::replace(&mut bent.former, head.sources.clone());
+                    if former.len() == head.sources.len() {
+                        head.sources = former;
+                    }
+                });
+                Op::PutBlob(name, blob)
             }
-            _ => {}
+            (_, op) => op,
         }
+    }
+
+    fn pointer_as_put(&self, at: usize, key: &str, value: Bytes) -> Bytes {
+        if key != self.subjects.snapshot_pointer_key() {
+            return value;
+        }
+        let mut pointer: SnapshotPointer = codec::decode(&value).unwrap();
+        let renamed = &self.indexers[at].bent.renamed;
+        for named in std::iter::once(&mut pointer.newest).chain(&mut pointer.older) {
+            if let Some((name, mark)) = renamed.get(&named.name) {
+                named.name.clone_from(name);
+                named.at = *mark;
+            }
+        }
+        codec::encode(&pointer).unwrap().into()
     }
 
     /// A run of held blocks as it would be credited.
     pub(super) fn run_as_read(
         &self,
-        fold: &Fold,
+        at: usize,
         source: &Source,
         query: &IndexQuery,
         run: usize,
@@ -138,17 +254,18 @@ impl World {
         if self.broken != Some(Breakage::JumpOverHole) {
             return run;
         }
-        let held: Pairs = fold.held(source).collect();
+        let held = self.pairs(at, source);
         let all = prefix_hashes(None, &query.blocks);
         all.filter(|prefix| held.contains(&(*prefix, Tier::Gpu)))
             .count()
     }
 }
 
-fn standing(fold: &Fold, source: &Source, now: Instant) -> Option<SourceStatus> {
-    let mut standings = fold.statuses(now);
-    let found = standings.find(|(of, _)| *of == source)?;
-    Some(found.1)
+/// A snapshot's blob with another head.
+fn with_head(blob: &Bytes, change: impl FnOnce(&mut SnapshotHead)) -> Bytes {
+    let (mut head, image) = format::open(blob).unwrap();
+    change(&mut head);
+    format::encode(&head, image).unwrap().into()
 }
 
 /// Applies a change; says whether it could be.

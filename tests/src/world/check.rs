@@ -2,17 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
-use warmroute_indexer::fold::{Fold, RecordVerdict, SourceStatus};
-use warmroute_indexer::query;
+use warmroute_indexer::Handle;
+use warmroute_indexer::fold::RecordVerdict;
 use warmroute_indexer::snapshot::Restored;
 use warmroute_plane::LogMessage;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason};
-use warmroute_proto::registry::ResyncRequest;
-use warmroute_proto::snapshot::SnapshotHead;
+use warmroute_proto::view::SourceView;
 use warmroute_proto::{
     Digest, EngineSeq, Generation, Heartbeat, LogPosition, LogTime, Record, RecordNumber, Source,
     Tier, TierStates, codec,
@@ -22,12 +21,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::World;
 use super::engine::EngineNode;
 use super::faults::Fault;
-use super::host::Event;
-use super::indexer::{IndexRun, Phase};
+use super::host::{Event, ProcessId};
 use super::model::Pair;
 use super::plane::At;
 use super::replica::Written;
-use super::shim::Standing;
 
 /// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the indexer's,
 /// and what clocks, ticks and pauses that nobody notices add. How long messages are on their way between
@@ -43,6 +40,10 @@ const EVENT_LATE: Duration = Duration::from_secs(2);
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
 /// And stay so.
 const STAYS: Duration = Duration::from_secs(4);
+/// A registration that came or went is seen by an undisturbed indexer within this time.
+const SEEN_WITHIN: Duration = Duration::from_secs(6);
+/// So long after the storm no renewal of the storm is on its way.
+const LEASES_SETTLE: Duration = Duration::from_secs(9);
 /// An engine whose history nobody can know any more is emptied after so long.
 const RESET_AFTER: Duration = Duration::from_secs(15);
 
@@ -54,11 +55,11 @@ type Key = (Source, Generation, RecordNumber);
 pub(super) struct Verdicts([u64; RecordVerdict::ALL.len()]);
 
 impl Verdicts {
-    pub(super) fn count(&mut self, verdict: RecordVerdict) {
+    pub(super) fn count(&mut self, verdict: RecordVerdict, times: u64) {
         let at = RecordVerdict::ALL
             .iter()
             .position(|&known| known == verdict);
-        self.0[at.unwrap()] += 1;
+        self.0[at.unwrap()] += times;
     }
 }
 
@@ -103,6 +104,10 @@ pub(super) struct Checks {
     /// The payload of each record ever appended; none if there were two.
     records: BTreeMap<Key, Option<u64>>,
     digests: BTreeMap<Key, Digest>,
+    /// The process that wrote each leased key last.
+    pub(super) lease_writers: BTreeMap<String, ProcessId>,
+    /// When each worker's registration came or went.
+    pub(super) registered: BTreeMap<String, (At, bool)>,
     healed_since: Option<At>,
     healed_after: Option<Duration>,
 }
@@ -222,7 +227,7 @@ impl Checks {
         }
     }
 
-    pub(super) fn resync(&mut self, now: At, _request: &ResyncRequest) {
+    pub(super) fn resync(&mut self, now: At) {
         self.resyncs += 1;
         self.last_resync = now;
     }
@@ -254,10 +259,14 @@ impl World {
     }
 
     /// A snapshot can be read, and holds all that the log has up to its position.
-    pub(super) fn check_snapshot(&mut self, head: &SnapshotHead, blob: &[u8]) {
-        if let Err(why) = Restored::read(blob) {
-            self.fail(format!("a snapshot is written that cannot be read: {why}"));
-        }
+    pub(super) fn check_snapshot(&mut self, blob: &[u8]) {
+        let head = match Restored::read(blob) {
+            Ok(restored) => restored.head,
+            Err(why) => {
+                self.fail(format!("a snapshot is written that cannot be read: {why}"));
+                return;
+            }
+        };
         if self.checks.history_lost {
             return;
         }
@@ -319,11 +328,11 @@ impl World {
     // --- always
 
     /// Two replicas at one number of a generation have one digest.
-    pub(super) fn check_position(&mut self, at: usize, run: &IndexRun) {
-        let now = self.local(self.indexers[at].host);
+    pub(super) fn check_position(&mut self, at: usize) {
         let mut differing = None;
-        for (source, standing) in run.fold.statuses(now) {
-            let SourceStatus {
+        for standing in self.standings(at) {
+            let SourceView {
+                source,
                 generation: Some(generation),
                 number: Some(number),
                 digest: Some(digest),
@@ -332,20 +341,20 @@ impl World {
             else {
                 continue;
             };
-            let key = (source.clone(), generation, number);
+            let key = (source, generation, number);
             if self.checks.records.get(&key) == Some(&None) {
                 continue;
             }
-            let known = self.checks.digests.entry(key).or_insert(digest);
+            let known = self.checks.digests.entry(key.clone()).or_insert(digest);
             if *known != digest {
-                differing = Some((source.clone(), generation, number));
+                differing = Some(key);
             }
         }
         if let Some(key) = differing {
             self.fail(format!("indexer {at} has another digest at {key:?}"));
         }
         if self.rng.u8(0..4) == 0 {
-            self.check_index(at, run);
+            self.check_index(at);
         }
     }
 
@@ -354,12 +363,10 @@ impl World {
         self.plan(after, Event::Look);
         for at in 0..self.indexers.len() {
             let host = self.indexers[at].host;
-            if self.hosts[host].is_paused {
-                continue;
-            }
-            if let Some(run) = self.indexers[at].run.take() {
-                self.check_index(at, &run);
-                self.indexers[at].run = Some(run);
+            if !self.hosts[host].is_paused {
+                self.step(host);
+                self.check_index(at);
+                self.check_registrations(at);
             }
         }
         if self.rates.is_calm && self.is_dark() {
@@ -379,15 +386,62 @@ impl World {
         }
     }
 
+    /// An indexer shows a worker as registered if and only if it is.
+    fn check_registrations(&mut self, at: usize) {
+        let host = &self.hosts[self.indexers[at].host];
+        let is_lossy = self.rates.call_lost > 0 || self.rates.late > 0 || self.was_late;
+        let undisturbed = host.disturbed_at.max(host.stalled_until);
+        if host.is_cut || is_lossy || undisturbed + SEEN_WITHIN > self.now {
+            return;
+        }
+        let Some(shown) = self.read_index(at, Handle::workers) else {
+            return;
+        };
+        for worker in 0..self.engines.len() {
+            let worker = &self.engines[worker].source.worker;
+            let key = self.subjects.worker_key(worker);
+            let changed = self.checks.registered.get(&key).map(|(at, _)| *at);
+            if changed.unwrap_or_default() + SEEN_WITHIN > self.now {
+                continue;
+            }
+            let is_there = self.plane.keys.contains_key(&key);
+            let is_shown = shown
+                .iter()
+                .any(|view| view.instance_id == *worker && view.registered);
+            if is_there != is_shown {
+                let why = format!(
+                    "indexer {at} shows the registration of {worker} as {is_shown}, it is {is_there}"
+                );
+                self.fail(why);
+                return;
+            }
+        }
+    }
+
+    /// A lease ran out. After the storm every process that has one renews it.
+    pub(super) fn check_expiry(&mut self, key: &str) {
+        let is_settled = self
+            .calm_since
+            .is_some_and(|since| since + LEASES_SETTLE < self.now);
+        let Some(&(host, life)) = self.checks.lease_writers.get(key) else {
+            return;
+        };
+        let node = &self.hosts[host];
+        let runs = node.is_up && node.life == life;
+        if is_settled && runs && key != self.subjects.snapshot_lease_key() {
+            self.fail(format!("host {host} let its lease of {key} run out"));
+        }
+    }
+
     /// Some indexer gives some source no credit.
     fn is_dark(&self) -> bool {
-        self.indexers.iter().any(|indexer| {
-            let now = self.local(indexer.host);
+        (0..self.indexers.len()).any(|at| {
+            let standings = self.standings(at);
             let is_lit = |engine: &EngineNode| {
-                let mut standings = indexer.run.iter().flat_map(|run| run.fold.statuses(now));
-                standings.any(|(source, standing)| {
+                standings.iter().any(|standing| {
                     let is_aside = standing.reason == Some(UnknownReason::Memory);
-                    *source == engine.source && (is_aside || standing.states.gpu.gives_credit())
+                    let is_credited = is_aside || standing.states.gpu.gives_credit();
+                    standing.source == engine.source && is_credited
                 })
             };
             !self.engines.iter().all(is_lit)
@@ -395,27 +449,20 @@ impl World {
     }
 
     /// Every credited tier is the truth, and a prompt's run ends where it does.
-    pub(super) fn check_index(&mut self, at: usize, run: &IndexRun) {
-        let now = self.local(self.indexers[at].host);
+    pub(super) fn check_index(&mut self, at: usize) {
         let age_max = self.age_max();
-        let standings: Vec<_> = run
-            .fold
-            .statuses(now)
-            .map(|(source, standing)| (source.clone(), standing))
-            .collect();
-        for (source, standing) in standings {
-            let Some(worker) = self.worker(&source) else {
+        for standing in self.standings(at) {
+            let Some(worker) = self.worker(&standing.source) else {
                 continue;
             };
             let is_credited = Tier::ALL
                 .iter()
                 .any(|&tier| standing.states.get(tier).gives_credit());
-            if !is_credited {
-                continue;
-            }
-            let of = (worker, &source);
-            if let Err(why) = self.check_source(of, &run.fold, &standing, (now, age_max)) {
-                self.fail(format!("indexer {at}: {source} {why}; {standing:?}"));
+            if is_credited && let Err(why) = self.check_source(at, worker, &standing, age_max) {
+                self.fail(format!(
+                    "indexer {at}: {} {why}; {standing:?}",
+                    standing.source
+                ));
             }
         }
     }
@@ -455,13 +502,16 @@ impl World {
 
     fn check_source(
         &mut self,
-        (worker, source): (usize, &Source),
-        fold: &Fold,
-        standing: &SourceStatus,
-        (now, age_max): (Instant, Duration),
+        at: usize,
+        worker: usize,
+        standing: &SourceView,
+        age_max: Duration,
     ) -> Result<(), String> {
-        let held: BTreeSet<Pair> = fold
-            .held(source)
+        let source = &standing.source;
+        let held = self.read_index(at, |handle| handle.held(source));
+        let held: BTreeSet<Pair> = held
+            .into_iter()
+            .flatten()
             .map(|(prefix, tier)| (prefix.0, tier.number()))
             .collect();
         if !self.vouched.is_vouched(self.now, source) {
@@ -475,7 +525,7 @@ impl World {
                     self.checks.compared += compared;
                     self.checks.exact += exact;
                     let truth = Rc::clone(truth);
-                    return self.check_run((worker, source), fold, standing, &truth, now);
+                    return self.check_run(at, worker, standing, &truth);
                 }
                 Err(differs) => why = differs,
             }
@@ -486,11 +536,10 @@ impl World {
     /// A prompt's credit is the run from its first block, and ends at the first hole.
     fn check_run(
         &mut self,
-        (worker, source): (usize, &Source),
-        fold: &Fold,
-        standing: &SourceStatus,
+        at: usize,
+        worker: usize,
+        standing: &SourceView,
         truth: &BTreeSet<Pair>,
-        now: Instant,
     ) -> Result<(), String> {
         if standing.states.gpu != SourceState::Exact {
             return Ok(());
@@ -506,13 +555,15 @@ impl World {
             blocks,
             at_least: None,
         };
-        let IndexAnswer::Runs { sources, .. } = query::answer(fold, &query, now) else {
+        let answer = self.read_index(at, |handle| handle.query(&query));
+        let Some(IndexAnswer::Runs { sources, .. }) = answer else {
             return Ok(());
         };
+        let source = &standing.source;
         let Some(own) = sources.iter().find(|own| own.source == *source) else {
             return Err("is not in the answer".to_owned());
         };
-        let run = self.run_as_read(fold, source, &query, own.run.gpu as usize);
+        let run = self.run_as_read(at, source, &query, own.run.gpu as usize);
         if run != expected {
             return Err(format!(
                 "credits {run} blocks, {expected} are held in a row"
@@ -554,14 +605,9 @@ impl World {
                 continue;
             }
             let source = self.engines[worker].source.clone();
-            let is_partial = self.indexers.iter().any(|indexer| {
-                let now = self.local(indexer.host);
-                let Some(run) = &indexer.run else {
-                    return false;
-                };
-                let mut standings = run.fold.statuses(now);
-                standings.any(|(of, standing)| {
-                    *of == source && standing.states.gpu == SourceState::Partial
+            let is_partial = (0..self.indexers.len()).any(|at| {
+                self.standings(at).iter().any(|standing| {
+                    standing.source == source && standing.states.gpu == SourceState::Partial
                 })
             });
             if is_partial {
@@ -593,35 +639,32 @@ impl World {
                 return Some(format!("engine {worker} works"));
             }
             let leads = |shim: &&super::shim::Shim| {
-                let standing = shim.run.as_ref().map(|run| run.standing);
-                shim.worker == worker && matches!(standing, Some(Standing::Leads(_)))
+                let handle = shim.handle.as_ref();
+                shim.worker == worker && handle.is_some_and(warmroute_shim::Handle::leads)
             };
             let leading = self.shims.iter().filter(leads).count();
             if leading != 1 {
                 return Some(format!("{leading} shims lead worker {worker}"));
             }
         }
-        let mut all = self.indexers.iter().enumerate();
-        all.find_map(|(at, indexer)| match &indexer.run {
-            None => Some(format!("indexer {at} is down")),
-            Some(run) => self.is_index_ill(at, run),
-        })
+        (0..self.indexers.len()).find_map(|at| self.is_index_ill(at))
     }
 
-    fn is_index_ill(&self, at: usize, run: &IndexRun) -> Option<String> {
-        let now = self.local(self.indexers[at].host);
+    fn is_index_ill(&self, at: usize) -> Option<String> {
         let last = self.plane.log.status().last;
-        if run.phase != Phase::Following || run.fold.position() != last {
-            let position = run.fold.position();
+        let read = |handle: &Handle| (handle.is_ready(), handle.position());
+        let Some((is_ready, position)) = self.read_index(at, read) else {
+            return Some(format!("indexer {at} is down"));
+        };
+        if !is_ready || position != last {
             return Some(format!(
-                "indexer {at} {:?} at {position} of {last}",
-                run.phase
+                "indexer {at} ready {is_ready} at {position} of {last}"
             ));
         }
+        let standings = self.standings(at);
         for (worker, engine) in self.engines.iter().enumerate() {
             let source = &engine.source;
-            let mut standings = run.fold.statuses(now);
-            let Some((_, standing)) = standings.find(|(of, _)| *of == source) else {
+            let Some(standing) = standings.iter().find(|of| of.source == *source) else {
                 return Some(format!("indexer {at} does not know worker {worker}"));
             };
             if standing.reason == Some(UnknownReason::Memory) {
@@ -630,9 +673,8 @@ impl World {
             let last = (engine.life.truth.len() as u64).checked_sub(1);
             let is_exact = standing.states.gpu == SourceState::Exact;
             if !is_exact || standing.engine_seq.map(|seq| seq.0) != last {
-                let status = self.shims[2 * worker].run.as_ref();
-                let status =
-                    status.map(|run| run.core.status(self.local(self.shims[2 * worker].host)));
+                let shim = self.shims[2 * worker].handle.as_ref();
+                let status = shim.map(warmroute_shim::Handle::sources);
                 return Some(format!(
                     "indexer {at}: {source} of {last:?}: {standing:?}; {status:?}"
                 ));
@@ -644,7 +686,7 @@ impl World {
 
 /// How many tiers were compared, and how many of them were exact; or what is wrong.
 fn compare(
-    standing: &SourceStatus,
+    standing: &SourceView,
     held: &BTreeSet<Pair>,
     truth: &BTreeSet<Pair>,
 ) -> Result<(u64, u64), String> {

@@ -6,16 +6,17 @@ use std::time::Duration;
 use fastrand::Rng;
 use warmroute_proto::{EngineSeq, Source};
 use warmroute_router::sim::{EngineRequest, RequestId};
+use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
 
 use super::faults::Rates;
-use super::host::{Event, Http, Input, Process, ReplayEnd, Zmq};
+use super::host::{Event, Http, Input, ProcessId};
 use super::life::{Life, Told, Truth, draw_config};
 use super::plane::At;
 use super::{World, shim};
 use warmroute_mock_engine::HashMode;
 
-/// Batches that one message of a replay stands for here.
+/// Batches of a replay that come together.
 const REPLAY_CHUNK: usize = 16;
 /// Engines work so long into the calm.
 const WORKS_ON: Duration = Duration::from_secs(3);
@@ -45,7 +46,7 @@ pub(super) struct EngineNode {
 
 /// Whose request it is.
 pub(super) struct Guest {
-    pub(super) from: Process,
+    pub(super) from: ProcessId,
     pub(super) no: u64,
     /// One stream keeps its order.
     sent_until: At,
@@ -120,16 +121,17 @@ impl World {
         match stepped {
             Err(why) => self.fail(why),
             Ok(None) => {}
-            Ok(Some(seq)) => self.publish(at, seq),
+            Ok(Some(seq)) => self.publish_batch(at, seq),
         }
     }
 
-    fn publish(&mut self, at: usize, seq: u64) {
+    fn publish_batch(&mut self, at: usize, seq: u64) {
         let payload = self.engines[at].life.batches[seq as usize].clone();
         self.note(|| format!("engine {at}: batch {seq}"));
         for shim in [2 * at, 2 * at + 1] {
             if self.shims[shim].is_joined && !self.strikes(self.rates.zmq_lost) {
-                self.send_zmq(shim, Zmq::Live(EngineSeq(seq), payload.clone()));
+                let frames = shim::message(EngineSeq(seq), &payload);
+                self.send_engine_event(shim, EngineEvent::Live(frames));
             }
         }
     }
@@ -155,25 +157,26 @@ impl World {
         }
         let mut after = self.delay();
         for chunk in kept.chunks(REPLAY_CHUNK) {
-            let batches = Zmq::Replayed(id, chunk.to_vec(), ReplayEnd::Open);
-            self.send_host(host, after, Input::Zmq(batches));
+            for (seq, payload) in chunk {
+                let batch = EngineEvent::Replay(id, shim::message(*seq, payload));
+                self.send_host(host, after, Input::Engine(batch));
+            }
             after += self.delay();
         }
         let end = if is_broken {
-            ReplayEnd::Failed
+            shim::broken_replay(id)
         } else {
-            ReplayEnd::End
+            shim::end_of_replay(id)
         };
         // Broken off, it may also just say nothing more.
         if !is_broken || self.rng.bool() {
-            let end = Zmq::Replayed(id, Vec::new(), end);
-            self.send_host(host, after, Input::Zmq(end));
+            self.send_host(host, after, Input::Engine(end));
         }
     }
 
     // --- requests of routers
 
-    pub(super) fn serve(&mut self, at: usize, from: Process, no: u64, request: EngineRequest) {
+    pub(super) fn serve(&mut self, at: usize, from: ProcessId, no: u64, request: EngineRequest) {
         let engine = &mut self.engines[at];
         let answer = if !engine.is_up {
             Http::Refused
@@ -192,7 +195,7 @@ impl World {
         self.send_process(from, after, Input::Http(no, answer));
     }
 
-    pub(super) fn hang_up(&mut self, at: usize, from: Process, no: Option<u64>) {
+    pub(super) fn hang_up(&mut self, at: usize, from: ProcessId, no: Option<u64>) {
         let engine = &mut self.engines[at];
         let is_its = |guest: &Guest| guest.from == from && no.is_none_or(|no| guest.no == no);
         let gone = engine.guests.extract_if(.., |_, guest| is_its(guest));

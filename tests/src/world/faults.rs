@@ -9,8 +9,14 @@ use warmroute_proto::{BlockSize, LogPosition, StreamIdentity};
 use warmroute_router::sim::EngineConfig;
 
 use super::World;
-use super::host::{Event, Kind, Zmq};
-use super::snapshots::SCHEDULE;
+use super::host::{Event, Kind};
+use super::shim;
+
+/// Often enough that a short world sees several snapshots.
+const SCHEDULE: Schedule = Schedule {
+    bytes: 8 << 10,
+    every: Duration::from_secs(5),
+};
 
 /// One thing that goes wrong. Numbers are engines, shims and indexers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +28,9 @@ pub enum Fault {
     ZmqLost(usize),
     ZmqDisconnect(usize),
     ShimCrash(usize),
+    /// SIGTERM: the process ends by itself.
+    ShimStop(usize),
+    IndexerStop(usize),
     /// A second shim for the same worker.
     SecondShim(usize),
     CorruptState(usize),
@@ -80,6 +89,8 @@ impl Fault {
             Self::ZmqLost(worker),
             Self::ZmqDisconnect(worker),
             Self::ShimCrash(2 * worker),
+            Self::ShimStop(2 * worker),
+            Self::IndexerStop(indexer),
             Self::SecondShim(worker),
             Self::CorruptState(2 * worker),
             Self::IndexerCrash(indexer),
@@ -384,8 +395,8 @@ impl World {
                 self.engines[at].life.evict(&mut self.rng) && self.engines[at].is_up
             }
             Fault::ZmqLost(at) => {
-                self.send_zmq(2 * at, Zmq::Lost);
-                self.shims[2 * at].run.is_some()
+                self.send_engine_event(2 * at, shim::unreadable_message());
+                self.shims[2 * at].handle.is_some()
             }
             Fault::ZmqDisconnect(at) => {
                 let was_joined = self.disconnect_zmq(2 * at);
@@ -395,6 +406,8 @@ impl World {
                 was_joined
             }
             Fault::ShimCrash(at) => self.crash(self.shims[at].host),
+            Fault::ShimStop(at) => self.stop_process(self.shims[at].host),
+            Fault::IndexerStop(at) => self.stop_process(self.indexers[at].host),
             Fault::SecondShim(at) => {
                 let host = self.shims[2 * at + 1].host;
                 if self.hosts[host].is_up {
@@ -468,6 +481,7 @@ impl World {
         self.fault_lasts(after);
         let node = &mut self.hosts[host];
         node.stalled_until = node.stalled_until.max(self.now + after);
+        node.disturbed_at = node.disturbed_at.max(node.stalled_until);
         node.is_up
     }
 
@@ -553,8 +567,9 @@ impl World {
         }
         for at in 0..self.indexers.len() {
             let after = self.millis(0..5_000);
-            if let Some(run) = &mut self.indexers[at].run {
-                run.tailing.check_at = self.now + after;
+            let host = &mut self.hosts[self.indexers[at].host];
+            for tail in host.running.iter_mut().flat_map(|it| &mut it.streams.tails) {
+                tail.check_at = self.now + after;
             }
         }
     }
@@ -655,6 +670,7 @@ impl World {
             return;
         }
         self.hosts[host].life += 1;
+        self.disturb(host);
         self.hosts[host].seems_up = !self.hosts[host].is_cut;
         match self.hosts[host].kind {
             Kind::Shim(at) => self.start_shim(at),
@@ -663,7 +679,12 @@ impl World {
         }
     }
 
-    fn crash(&mut self, host: usize) -> bool {
+    pub(super) fn disturb(&mut self, host: usize) {
+        let node = &mut self.hosts[host];
+        node.disturbed_at = node.disturbed_at.max(self.now);
+    }
+
+    pub(super) fn crash(&mut self, host: usize) -> bool {
         let did_run = self.crash_for_good(host);
         let after = self.millis(1..9_000);
         self.fault_lasts(after);
@@ -681,12 +702,11 @@ impl World {
         node.waiting.clear();
         // The next process has a connection of its own; what is on its way in this one comes.
         node.stalled_until = self.now;
-        match node.kind {
-            Kind::Shim(at) => {
-                self.shims[at].run = None;
-                self.shims[at].is_joined = false;
-            }
-            Kind::Indexer(at) => self.indexers[at].run = None,
+        let kind = node.kind;
+        self.kill_process(host);
+        match kind {
+            Kind::Shim(at) => self.shim_is_gone(at),
+            Kind::Indexer(at) => self.indexer_is_gone(at),
             Kind::Router(at) => self.router_is_gone(at, life),
         }
         did_run
@@ -726,22 +746,24 @@ impl World {
         true
     }
 
-    /// What waited comes at once, in its order.
+    /// What waited is there at once, and every timer is late.
     pub(super) fn resume(&mut self, host: usize) {
         if std::mem::replace(&mut self.hosts[host].is_paused, false) {
             self.hosts[host].stood_until = self.now;
+            self.disturb(host);
         }
         let life = self.hosts[host].life;
-        for input in std::mem::take(&mut self.hosts[host].waiting) {
-            self.deliver(host, life, input);
-            // Queries come in between.
-            if let Kind::Indexer(at) = self.hosts[host].kind
-                && let Some(run) = self.indexers[at].run.take()
-            {
-                self.check_index(at, &run);
-                self.indexers[at].run = Some(run);
+        let waiting = std::mem::take(&mut self.hosts[host].waiting);
+        if let Kind::Router(_) = self.hosts[host].kind {
+            for input in waiting {
+                self.deliver(host, life, input);
             }
+            return;
         }
+        for input in waiting {
+            self.accept(host, input);
+        }
+        self.end_standstill(host);
     }
 
     /// The storm is over: everything that can be up is up.

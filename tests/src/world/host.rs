@@ -5,19 +5,23 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Broadcast, LogMessage, RegistryEvent};
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::{EngineHealth, EngineSeq, RouterId};
 use warmroute_router::fleet::health::Observation;
 use warmroute_router::sim::EngineRequest;
 use warmroute_router::sync::AskId;
+use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
 
 use super::faults::Fault;
-use super::indexer::IndexThen;
 use super::lease::LeaseThen;
 use super::plane::{At, Op, Reply};
-use super::shim::ShimThen;
+use super::process::Process;
+use super::sim_plane::{ConnectionState, InfoAnswer, Outbox};
+use super::streams::Streams;
 
 /// A machine's own time: it begins anywhere and runs a little fast or slow.
 #[derive(Clone, Copy)]
@@ -31,6 +35,11 @@ pub(super) struct Clock {
 impl Clock {
     pub(super) fn read(&self, at: At) -> Instant {
         self.origin + self.offset + scaled(at, 1_000_000 + self.drift, 1_000_000)
+    }
+
+    /// What this clock measures from one moment to another.
+    pub(super) fn measured(&self, from: At, to: At) -> Duration {
+        scaled(to.saturating_sub(from), 1_000_000 + self.drift, 1_000_000)
     }
 
     /// How long the world takes for so much of this clock's time.
@@ -57,6 +66,10 @@ pub(super) struct Host {
     pub(super) life: u64,
     pub(super) is_up: bool,
     pub(super) is_paused: bool,
+    /// It started, was cut off, or stood still.
+    pub(super) disturbed_at: At,
+    /// A running shim or indexer.
+    pub(super) running: Option<Box<Running>>,
     /// It stood still up to this moment.
     pub(super) stood_until: At,
     /// What came meanwhile.
@@ -74,6 +87,17 @@ pub(super) struct Host {
     pub(super) stalled_until: At,
 }
 
+/// A product's process, and what the world holds of it.
+pub(super) struct Running {
+    pub(super) process: Process,
+    pub(super) outbox: Outbox,
+    pub(super) connection: ConnectionState,
+    pub(super) streams: Streams,
+    pub(super) stop: CancellationToken,
+    /// When it was asked to end.
+    pub(super) ends_since: Option<At>,
+}
+
 /// Something that comes to a process.
 #[derive(Debug)]
 pub(super) enum Input {
@@ -81,23 +105,24 @@ pub(super) enum Input {
     /// The client library tells that the plane is within reach, or not.
     Connection(bool),
     Reply(Then, Reply),
-    Heartbeat(Broadcast),
-    Resync(Bytes),
-    Health(EngineHealth),
-    Zmq(Zmq),
+    Broadcast(Broadcast),
+    Health(oneshot::Sender<EngineHealth>, EngineHealth),
+    Info(oneshot::Sender<InfoAnswer>, InfoAnswer),
+    Engine(EngineEvent),
     /// A checkpoint is on the disk.
     Saved(Bytes),
-    /// Of a session and a connection.
-    Tail((u64, u64), Vec<LogMessage>),
+    /// Of a stream, over its connection of this number.
+    Tail(u64, u64, Vec<LogMessage>),
     TailEnded(u64),
+    /// Of a stream.
     Registry(u64, RegistryEvent),
     /// A router's broadcast.
     Load(Bytes),
     /// A router's question to another one, and what came of it.
-    Asked(Process, AskId, Bytes),
+    Asked(ProcessId, AskId, Bytes),
     Answered(RouterId, AskId, Option<Bytes>),
     /// A router's question to an indexer, and its answer.
-    Query(Process, u64, Rc<IndexQuery>),
+    Query(ProcessId, u64, Rc<IndexQuery>),
     Answer(u64, usize, Rc<IndexAnswer>),
     /// An engine's health, as a router saw it.
     Sight(usize, Observation),
@@ -106,7 +131,7 @@ pub(super) enum Input {
 }
 
 /// A host's process: what comes for another one of the same host is lost.
-pub(super) type Process = (usize, u64);
+pub(super) type ProcessId = (usize, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Http {
@@ -125,13 +150,8 @@ pub(super) enum Http {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Timer {
     Tick,
-    Keep,
-    Clock,
     Health,
     Open(u64),
-    Look(u64),
-    Again(u64),
-    Snapshot,
     Lease(u64),
     Due,
     Arrive,
@@ -143,28 +163,10 @@ pub(super) enum Timer {
     Probe,
 }
 
-#[derive(Debug)]
-pub(super) enum Zmq {
-    Connected,
-    Disconnected,
-    Live(EngineSeq, Bytes),
-    Lost,
-    Replayed(ReplayId, Vec<(EngineSeq, Bytes)>, ReplayEnd),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ReplayEnd {
-    /// More is coming, or nothing ever.
-    Open,
-    End,
-    Failed,
-}
-
 /// What a process goes on with once it is answered.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) enum Then {
-    Shim(ShimThen),
-    Index(IndexThen),
+    Process(oneshot::Sender<Reply>),
     Lease(LeaseThen),
     Nothing,
 }
@@ -184,7 +186,10 @@ pub(super) enum Event {
         then: Then,
         give_up: At,
     },
-    Pump(usize),
+    /// Of a host, and one of its tails.
+    Pump(usize, u64),
+    /// Every process runs up to now.
+    Beat,
     Expire(String),
     Engine(usize),
     Connect {
@@ -201,20 +206,20 @@ pub(super) enum Event {
     /// A request reaches an engine.
     Submit {
         engine: usize,
-        from: Process,
+        from: ProcessId,
         no: u64,
         request: Box<EngineRequest>,
     },
     /// A client of an engine is gone, with one request or all.
     HangUp {
         engine: usize,
-        from: Process,
+        from: ProcessId,
         no: Option<u64>,
     },
     /// A router looks at an engine's health.
     LookAt {
         engine: usize,
-        from: Process,
+        from: ProcessId,
     },
     Start(usize),
     Resume(usize),

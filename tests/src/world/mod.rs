@@ -1,15 +1,15 @@
 //! A small deterministic world: engines, shims, indexers and routers around one plane, under faults.
 //!
-//! The cores are the products' own: `SourceCore` with its checkpoints, `Fold` with snapshots and the
-//! judge of logs, the router's `Core`, `Replica`, health and choice of indexers, the engine model with
-//! vLLM's wire format. Their thin shells are mirrored here as drivers (`shim`, `indexer`, `snapshots`,
-//! `router`, `requests`, `replica`, `lease`) that decide nothing. Around them: virtual
-//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut, rolled
-//! back and made anew, a registry with leases.
+//! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime whose
+//! clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`, `shells`,
+//! `streams`). Routers are the product's pure cores behind drivers (`router`, `requests`, `replica`,
+//! `lease`). Engines are the engine model with vLLM's wire format. Around them: virtual time, clocks that
+//! drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut, rolled back and
+//! recreated, a registry with leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
-//! the storm all faults stop, and the world has a bounded time to be right again. `check` says what
-//! has to hold always and what in the end.
+//! the storm all faults stop, and the world must be right again within a bounded time. `check` has the
+//! rules that hold always and those that hold in the end.
 //!
 //! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Half of the
 //! worlds have routers; replicas alone have a world of their own (`router/route/src/sync/tests/world.rs`).
@@ -31,12 +31,15 @@ mod lease;
 pub mod life;
 pub mod model;
 mod plane;
+mod process;
 mod replica;
 mod requests;
 mod router;
+mod shells;
 mod shim;
-mod snapshots;
+mod sim_plane;
 mod stranger;
+mod streams;
 mod wire;
 
 use std::collections::BinaryHeap;
@@ -173,8 +176,13 @@ pub struct World {
 /// Runs one plan to its end.
 #[must_use]
 pub fn run(plan: &Plan) -> Outcome {
+    // What the shells draw is the thread's.
+    fastrand::seed(plan.seed);
     let mut world = World::new(plan);
     world.run(plan);
+    for at in 0..world.indexers.len() {
+        world.harvest(at);
+    }
     Outcome {
         report: world.checks.report(),
         broken: world.checks.broken.take(),
@@ -245,8 +253,12 @@ impl World {
                 worker: at / 2,
                 keeps_state: self.rng.u8(0..3) > 0,
                 disk: None,
-                run: None,
+                handle: None,
+                feed: None,
                 is_joined: false,
+                last_read: None,
+                replay_begins: None,
+                heard: Vec::new(),
             };
             self.shims.push(shim);
             if at % 2 == 0 {
@@ -255,11 +267,7 @@ impl World {
         }
         for at in 0..self.rates.indexers {
             let host = self.add_host(origin, Kind::Indexer(at));
-            self.indexers.push(Indexer {
-                host,
-                run: None,
-                runs: 0,
-            });
+            self.indexers.push(Indexer::new(host));
             self.start_soon(host);
         }
         self.build_routers(origin);
@@ -284,6 +292,8 @@ impl World {
             life: 0,
             is_up: false,
             is_paused: false,
+            disturbed_at: Duration::ZERO,
+            running: None,
             stood_until: Duration::ZERO,
             waiting: Vec::new(),
             clock,
@@ -304,6 +314,7 @@ impl World {
         self.plan(Duration::from_secs(1), Event::Strike);
         self.plan(Duration::from_secs(1), Event::Look);
         self.plan(Duration::from_secs(1), Event::StallSome);
+        self.plan(shells::BEAT, Event::Beat);
         while self.checks.broken.is_none()
             && let Some(Planned { at, event, .. }) = self.queue.pop()
         {
@@ -331,9 +342,12 @@ impl World {
                 then,
                 give_up,
             } => self.ask_plane((host, life), op, then, give_up),
-            Event::Pump(host) => self.pump(host),
+            Event::Pump(host, tail) => self.pump(host, tail),
+            Event::Beat => self.beat(),
             Event::Expire(key) => {
-                self.plane.expire(self.now, &key);
+                if self.plane.expire(self.now, &key) {
+                    self.check_expiry(&key);
+                }
                 self.tell_watchers();
             }
             Event::Engine(engine) => self.engine_works(engine),

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warmroute_plane::{LogMessage, LogStatus, PutIf, RegistryEntry, Revision};
+use tokio::sync::mpsc;
+use warmroute_plane::{LogMessage, LogStatus, PutIf, RegistryEntry, RegistryEvent, Revision};
 use warmroute_proto::{LogPosition, StreamIdentity};
 
 /// Since the world began.
@@ -32,6 +33,28 @@ pub(super) enum Op {
     Blob(String),
     PutBlob(String, Bytes),
     DeleteBlob(String),
+    Tail(LogPosition, usize, mpsc::Sender<Vec<LogMessage>>),
+    Watch(String, mpsc::Sender<RegistryEvent>),
+}
+
+impl Op {
+    pub(super) const fn label(&self) -> &'static str {
+        match self {
+            Self::Append { .. } => "append",
+            Self::Status => "log status",
+            Self::LastOn(_) => "last record",
+            Self::At(_) => "record",
+            Self::Get(_) => "get",
+            Self::Put { .. } => "put",
+            Self::Delete(..) => "delete",
+            Self::Blobs => "snapshots",
+            Self::Blob(_) => "snapshot",
+            Self::PutBlob(..) => "put snapshot",
+            Self::DeleteBlob(_) => "delete snapshot",
+            Self::Tail(..) => "tail",
+            Self::Watch(..) => "watch",
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -225,6 +248,8 @@ impl Plane {
                 self.blobs.remove(&name);
                 Reply::Done
             }
+            // The world holds the streams.
+            Op::Tail(..) | Op::Watch(..) => Reply::Done,
         }
     }
 
@@ -283,12 +308,14 @@ impl Plane {
         Reply::Revision(revision)
     }
 
-    /// Keys whose time is over go, unless they were written again.
-    pub(super) fn expire(&mut self, now: At, key: &str) {
+    /// Removes a key whose time is over, unless it was written again. Was it removed?
+    pub(super) fn expire(&mut self, now: At, key: &str) -> bool {
         let is_over = |entry: &Entry| entry.expires.is_some_and(|expires| expires <= now);
-        if self.keys.get(key).is_some_and(is_over) {
+        let expires = self.keys.get(key).is_some_and(is_over);
+        if expires {
             self.remove(key);
         }
+        expires
     }
 
     pub(super) fn remove(&mut self, key: &str) {

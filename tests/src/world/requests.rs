@@ -272,27 +272,18 @@ impl World {
         self.place(at, run, no);
     }
 
-    /// The indexer's side. Checks what it says, as of the moment at which it is said.
-    pub(super) fn answer_query(
-        &mut self,
-        at: usize,
-        run: &super::indexer::IndexRun,
-        (from, no, query): (super::host::Process, u64, Rc<IndexQuery>),
-    ) {
-        let host = self.indexers[at].host;
-        let now = self.local(host);
-        let answer = warmroute_indexer::query::answer(&run.fold, &query, now);
-        if let IndexAnswer::Runs { sources, .. } = &answer {
-            let age_max = self.age_max();
-            let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
-            for part in sources {
-                if let Err(why) = self.check_answer(part, &chain, age_max) {
-                    self.fail(format!("indexer {at} answers of {}: {why}", part.source));
-                }
+    /// What an indexer says, as of the moment at which it says it.
+    pub(super) fn check_answers(&mut self, at: usize, query: &IndexQuery, answer: &IndexAnswer) {
+        let IndexAnswer::Runs { sources, .. } = answer else {
+            return;
+        };
+        let age_max = self.age_max();
+        let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
+        for part in sources {
+            if let Err(why) = self.check_answer(part, &chain, age_max) {
+                self.fail(format!("indexer {at} answers of {}: {why}", part.source));
             }
         }
-        let answer = Input::Answer(no, at, Rc::new(answer));
-        self.answer_process(host, from, answer);
     }
 
     fn check_answer(

@@ -16,7 +16,7 @@ use warmroute_router::route::{self, Core, CoreConfig, Knobs};
 use warmroute_router::sync::{LoadReplica, PlaneLink};
 
 use super::engine::EngineNode;
-use super::host::{Event, Input, Process, Then, Timer};
+use super::host::{Event, Input, ProcessId, Then, Timer};
 use super::lease::Keeper;
 use super::plane::{At, Changed};
 use super::replica::TICK;
@@ -189,7 +189,7 @@ impl World {
     }
 
     /// By the plane, if it gets there.
-    pub(super) fn answer_process(&mut self, host: usize, to: Process, answer: Input) {
+    pub(super) fn answer_process(&mut self, host: usize, to: ProcessId, answer: Input) {
         let is_lost = self.strikes(self.rates.call_lost);
         let after = self.delay();
         if !self.hosts[host].is_cut && !is_lost {
@@ -307,7 +307,9 @@ impl World {
                     let member = Member { entry, health };
                     let worker = &member.entry.worker;
                     let is_it = |node: &EngineNode| node.source.worker == *worker;
-                    if let Some(engine) = self.engines.iter().position(is_it) {
+                    // Its shim knows what it serves.
+                    let serves = !member.entry.models.is_empty();
+                    if serves && let Some(engine) = self.engines.iter().position(is_it) {
                         run.met.entry(engine).or_insert(self.now);
                     }
                     run.fleet.insert(member.entry.worker.clone(), member);
@@ -340,12 +342,12 @@ impl World {
         }
     }
 
-    pub(super) fn process(&self, host: usize) -> Process {
+    pub(super) fn process(&self, host: usize) -> ProcessId {
         (host, self.hosts[host].life)
     }
 
     /// A question for its health reaches an engine.
-    pub(super) fn look_at(&mut self, engine: usize, from: Process) {
+    pub(super) fn look_at(&mut self, engine: usize, from: ProcessId) {
         let sight = if self.engines[engine].is_up {
             Observation::ProbePassed
         } else {

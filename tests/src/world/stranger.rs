@@ -77,8 +77,8 @@ impl World {
         };
         for at in 0..self.indexers.len() {
             let host = self.indexers[at].host;
-            let after = self.clock_delay();
-            self.send_host(host, after, Input::Heartbeat(message.clone()));
+            let after = self.delay();
+            self.send_host(host, after, Input::Broadcast(message.clone()));
         }
     }
 }

@@ -1,20 +1,16 @@
-//! Between hosts: who hears what, when, if at all.
+//! Between hosts: what goes through the network, when it arrives, and whether it does.
 
 use std::time::{Duration, Instant};
 
-use warmroute_plane::{Broadcast, RegistryEvent};
-use warmroute_proto::{Heartbeat, codec};
+use warmroute_plane::{Broadcast, Connection, RegistryEvent};
 
-use super::host::{Event, Input, Kind, Planned, Process, Then, Timer, Zmq};
-use super::indexer::{IndexRun, Phase};
+use super::host::{Event, Input, Kind, Planned, ProcessId, Then, Timer};
 use super::plane::{At, Changed, Op, Reply};
-use super::shim::ShimThen;
+use super::streams::{Reached, Tail, Watch};
 use super::{Breakage, World};
 
 /// How often a tail proves that its log is still there.
 const TAIL_CHECK: Duration = Duration::from_secs(5);
-/// So long a shim waits for what the log's clock shows.
-const CLOCK_DEADLINE: Duration = Duration::from_secs(1);
 
 impl World {
     pub(super) fn plan(&mut self, after: Duration, event: Event) {
@@ -61,7 +57,7 @@ impl World {
         self.plan(after, Event::Host { host, life, input });
     }
 
-    pub(super) fn send_process(&mut self, (host, life): Process, after: Duration, input: Input) {
+    pub(super) fn send_process(&mut self, (host, life): ProcessId, after: Duration, input: Input) {
         self.plan(after, Event::Host { host, life, input });
     }
 
@@ -77,9 +73,7 @@ impl World {
         let kind = node.kind;
         if node.is_cut {
             match input {
-                Input::Heartbeat(_) | Input::Resync(_) | Input::Tail(..) | Input::Registry(..) => {
-                    return;
-                }
+                Input::Broadcast(_) | Input::Tail(..) | Input::Registry(..) => return,
                 Input::Load(_) | Input::Asked(..) | Input::Query(..) | Input::Answer(..) => return,
                 // Its time-out tells.
                 Input::Answered(_, _, Some(_)) => return,
@@ -92,9 +86,11 @@ impl World {
             }
         }
         match kind {
-            Kind::Shim(at) => self.shim_input(at, input),
-            Kind::Indexer(at) => self.indexer_input(at, input),
             Kind::Router(at) => self.router_input(at, input),
+            Kind::Shim(_) | Kind::Indexer(_) => {
+                self.accept(host, input);
+                self.step(host);
+            }
         }
     }
 
@@ -107,16 +103,14 @@ impl World {
             // What a client library kept may be sent when the connection is back.
             if matches!(op, Op::Append { .. }) && self.rng.bool() {
                 let after = self.millis(1..8_000);
-                let then = Then::Nothing;
-                let give_up = Duration::ZERO;
                 self.plan(
                     after,
                     Event::Plane {
                         host,
                         life,
                         op,
-                        then,
-                        give_up,
+                        then: Then::Nothing,
+                        give_up: Duration::ZERO,
                     },
                 );
             }
@@ -140,29 +134,8 @@ impl World {
         );
     }
 
-    /// The same, after a pause of the asker.
-    pub(super) fn call_later(&mut self, host: usize, after: Duration, op: Op, then: Then) {
-        let life = self.hosts[host].life;
-        let give_up = self.now + after + Duration::from_secs(1);
-        let after = after + self.delay();
-        self.plan(
-            after,
-            Event::Plane {
-                host,
-                life,
-                op,
-                then,
-                give_up,
-            },
-        );
-    }
-
-    pub(super) fn ask_plane(&mut self, from: (usize, u64), op: Op, then: Then, give_up: At) {
+    pub(super) fn ask_plane(&mut self, from: ProcessId, op: Op, then: Then, give_up: At) {
         let (host, life) = from;
-        if matches!(then, Then::Shim(ShimThen::Clock(_))) {
-            self.answer_clock(from, then, give_up);
-            return;
-        }
         if self.hosts[host].is_cut {
             let is_asked = !matches!(then, Then::Nothing);
             if is_asked {
@@ -171,23 +144,7 @@ impl World {
             }
             return;
         }
-        let is_append = matches!(op, Op::Append { .. });
-        let key = match &op {
-            Op::Put { key, lease, .. } if lease.is_some() => Some((key.clone(), *lease)),
-            _ => None,
-        };
-        if let Op::Append { payload, .. } = &op {
-            self.checks.appended(payload);
-            self.report_append(payload);
-        }
-        let reply = self.plane.answer(self.now, op);
-        if let (Some((key, Some(lease))), Reply::Revision(_)) = (key, &reply) {
-            self.plan(lease, Event::Expire(key));
-        }
-        if is_append {
-            self.pump_all();
-        }
-        self.tell_watchers();
+        let reply = self.answer(from, op);
         if matches!(then, Then::Nothing) {
             return;
         }
@@ -203,71 +160,143 @@ impl World {
         self.plan_at(at, Event::Host { host, life, input });
     }
 
+    /// What the server does and answers.
+    fn answer(&mut self, (host, life): ProcessId, op: Op) -> Reply {
+        let is_append = matches!(op, Op::Append { .. });
+        let leased = match &op {
+            Op::Put { key, lease, .. } => lease.map(|lease| (key.clone(), lease)),
+            _ => None,
+        };
+        if let Op::Append { payload, .. } = &op {
+            self.checks.appended(payload);
+            self.report_append(payload);
+        }
+        let is_there = self.hosts[host].life == life;
+        let reply = match op {
+            Op::Tail(after, batch_max, to) if is_there => {
+                let mut tail = Tail {
+                    id: 0,
+                    to,
+                    batch_max,
+                    log: self.plane.log.identity,
+                    connection: 0,
+                    sent: Reached {
+                        position: after,
+                        stored: None,
+                    },
+                    delivered: Reached {
+                        position: after,
+                        stored: None,
+                    },
+                    check_at: self.now,
+                    is_pumping: false,
+                };
+                if let Some(running) = &mut self.hosts[host].running {
+                    tail.id = running.streams.next_id();
+                    running.streams.tails.push(tail);
+                }
+                self.pump_all();
+                Reply::Done
+            }
+            Op::Watch(prefix, to) if is_there => {
+                if let Some(running) = &mut self.hosts[host].running {
+                    let id = running.streams.next_id();
+                    let watch = Watch {
+                        id,
+                        to,
+                        prefix,
+                        seen: Default::default(),
+                        is_current: false,
+                    };
+                    running.streams.watches.push(watch);
+                    self.begin_watch(host, id);
+                }
+                Reply::Done
+            }
+            op => self.answer_bent(host, op),
+        };
+        if let (Some((key, lease)), Reply::Revision(_)) = (leased, &reply) {
+            self.checks.lease_writers.insert(key.clone(), (host, life));
+            self.plan(lease, Event::Expire(key));
+        }
+        if is_append {
+            self.pump_all();
+        }
+        self.tell_watchers();
+        reply
+    }
+
     // --- the log's readers
 
     pub(super) fn pump_all(&mut self) {
-        for at in 0..self.indexers.len() {
-            let host = self.indexers[at].host;
-            if let Some(mut run) = self.indexers[at].run.take() {
-                self.pump_soon(host, &mut run);
-                self.indexers[at].run = Some(run);
+        for host in 0..self.hosts.len() {
+            let Some(running) = &self.hosts[host].running else {
+                continue;
+            };
+            let tails: Vec<u64> = running.streams.tails.iter().map(|tail| tail.id).collect();
+            for tail in tails {
+                self.pump_soon(host, tail);
             }
         }
     }
 
-    pub(super) fn pump_soon(&mut self, host: usize, run: &mut IndexRun) {
-        if run.tailing.is_open && !std::mem::replace(&mut run.tailing.is_pumping, true) {
+    fn tail(&mut self, host: usize, id: u64) -> Option<&mut Tail> {
+        self.hosts[host].running.as_mut()?.streams.tail(id)
+    }
+
+    fn pump_soon(&mut self, host: usize, id: u64) {
+        let Some(tail) = self.tail(host, id) else {
+            return;
+        };
+        if !tail.to.is_closed() && !std::mem::replace(&mut tail.is_pumping, true) {
             let after = self.delay();
-            self.plan(after, Event::Pump(host));
+            self.plan(after, Event::Pump(host, id));
         }
     }
 
-    pub(super) fn pump(&mut self, host: usize) {
-        let Kind::Indexer(at) = self.hosts[host].kind else {
+    pub(super) fn pump(&mut self, host: usize, id: u64) {
+        let is_cut = self.hosts[host].is_cut;
+        let (now, broken) = (self.now, self.broken);
+        let status = self.plane.log.status();
+        let Some(tail) = self.hosts[host]
+            .running
+            .as_mut()
+            .and_then(|running| running.streams.tail(id))
+        else {
             return;
         };
-        let Some(mut run) = self.indexers[at].run.take() else {
+        tail.is_pumping = false;
+        if is_cut || tail.to.is_closed() {
             return;
-        };
-        run.tailing.is_pumping = false;
-        if run.tailing.is_open && !self.hosts[host].is_cut {
-            self.pump_open(host, &mut run);
         }
-        self.indexers[at].run = Some(run);
-    }
-
-    fn pump_open(&mut self, host: usize, run: &mut IndexRun) {
-        let tailing = &mut run.tailing;
-        if tailing.check_at <= self.now {
-            tailing.check_at = self.now + TAIL_CHECK;
-            let status = self.plane.log.status();
-            let there = self.plane.log.at(tailing.sent).map(|at| at.stored_unix_ns);
+        if tail.check_at <= now {
+            tail.check_at = now + TAIL_CHECK;
+            let there = self.plane.log.at(tail.sent.position);
+            let there = there.map(|at| at.stored_unix_ns);
             let differs = there.is_some()
-                && tailing.stored.is_some()
-                && there != tailing.stored
-                && self.broken != Some(Breakage::RefillUnseen);
-            if status.identity != tailing.log || status.last < tailing.sent || differs {
-                tailing.is_open = false;
-                let session = run.session;
-                self.in_order(host, Input::TailEnded(session));
+                && tail.sent.stored.is_some()
+                && there != tail.sent.stored
+                && broken != Some(Breakage::RefillUnseen);
+            if status.identity != tail.log || status.last < tail.sent.position || differs {
+                self.in_order(host, Input::TailEnded(id));
                 return;
             }
-            if tailing.stored.is_none() {
-                tailing.stored = there;
-            }
+            tail.sent.stored = tail.sent.stored.or(there);
         }
-        let max = self.rng.usize(1..64);
-        let batch = self.plane.log.after(run.tailing.sent, max);
+        let max = self.rng.usize(1..64).min(tail.batch_max);
+        let batch = self.plane.log.after(tail.sent.position, max);
         if let Some(last) = batch.last() {
-            run.tailing.sent = last.position;
-            run.tailing.stored = Some(last.stored_unix_ns);
-            let of = (run.session, run.tailing.connection);
+            tail.sent = Reached {
+                position: last.position,
+                stored: Some(last.stored_unix_ns),
+            };
+            let connection = tail.connection;
             // One message again now and then.
             if self.strikes(self.rates.twice) {
-                self.in_order(host, Input::Tail(of, batch.clone()));
+                self.in_order(host, Input::Tail(id, connection, batch.clone()));
             }
-            self.in_order(host, Input::Tail(of, batch));
-            self.pump_soon(host, run);
+            self.in_order(host, Input::Tail(id, connection, batch));
+            self.pump_soon(host, id);
         }
     }
 
@@ -282,44 +311,65 @@ impl World {
 
     // --- the registry's watchers
 
-    pub(super) fn begin_watch(&mut self, at: usize, run: &mut IndexRun) {
-        let host = self.indexers[at].host;
-        let prefix = self.subjects.worker_keys();
-        let present: Vec<_> = self
-            .plane
-            .keys
-            .iter()
-            .filter(|(key, _)| key.starts_with(&prefix))
-            .map(|(key, entry)| (key.clone(), entry.entry.clone()))
-            .collect();
-        for (key, entry) in present {
-            let event = RegistryEvent::Put { key, entry };
-            self.in_order(host, Input::Registry(run.session, event));
+    fn begin_watch(&mut self, host: usize, id: u64) {
+        let events = self.news_of(host, id);
+        for event in events {
+            self.in_order(host, Input::Registry(id, event));
         }
-        let current = Input::Registry(run.session, RegistryEvent::Current);
-        self.in_order(host, current);
+        self.in_order(host, Input::Registry(id, RegistryEvent::Current));
+    }
+
+    /// What a watch has not seen of the registry as it is.
+    fn news_of(&self, host: usize, id: u64) -> Vec<RegistryEvent> {
+        let streams = self.hosts[host].running.as_ref().map(|it| &it.streams);
+        let watches = streams.into_iter().flat_map(|streams| &streams.watches);
+        let Some(watch) = watches.into_iter().find(|watch| watch.id == id) else {
+            return Vec::new();
+        };
+        let gone = watch
+            .seen
+            .keys()
+            .filter(|key| !self.plane.keys.contains_key(*key));
+        let mut events: Vec<_> = gone
+            .map(|key| RegistryEvent::Gone { key: key.clone() })
+            .collect();
+        for (key, entry) in &self.plane.keys {
+            let is_new = watch.seen.get(key) != Some(&entry.entry.revision);
+            if is_new && key.starts_with(&watch.prefix) {
+                events.push(RegistryEvent::Put {
+                    key: key.clone(),
+                    entry: entry.entry.clone(),
+                });
+            }
+        }
+        events
     }
 
     pub(super) fn tell_watchers(&mut self) {
-        let prefix = self.subjects.worker_keys();
         let changes = std::mem::take(&mut self.plane.changed);
         self.tell_routers(&changes);
         for Changed { key, entry } in changes {
-            if !key.starts_with(&prefix) {
-                continue;
+            let known = self.checks.registered.get(&key);
+            if known.is_some_and(|(_, was_there)| *was_there) != entry.is_some() {
+                let presence = (self.now, entry.is_some());
+                self.checks.registered.insert(key.clone(), presence);
             }
-            let event = match entry {
-                Some(entry) => RegistryEvent::Put { key, entry },
-                None => RegistryEvent::Gone { key },
-            };
-            for at in 0..self.indexers.len() {
-                let host = self.indexers[at].host;
-                let session = self.indexers[at].run.as_ref().and_then(|run| {
-                    let is_watching = run.is_subscribed && !self.hosts[host].is_cut;
-                    is_watching.then_some(run.session)
-                });
-                if let Some(session) = session {
-                    self.in_order(host, Input::Registry(session, event.clone()));
+            for host in 0..self.hosts.len() {
+                let Some(running) = self.hosts[host].running.as_ref() else {
+                    continue;
+                };
+                let watches = running.streams.watches.iter();
+                let told: Vec<u64> = watches
+                    .filter(|watch| key.starts_with(&watch.prefix) && !self.hosts[host].is_cut)
+                    .map(|watch| watch.id)
+                    .collect();
+                for watch in told {
+                    let key = key.clone();
+                    let event = match entry.clone() {
+                        Some(entry) => RegistryEvent::Put { key, entry },
+                        None => RegistryEvent::Gone { key },
+                    };
+                    self.in_order(host, Input::Registry(watch, event));
                 }
             }
         }
@@ -327,15 +377,13 @@ impl World {
 
     // --- broadcasts
 
-    pub(super) fn broadcast_heartbeat(&mut self, from: usize, heartbeat: &Heartbeat) {
-        self.check_heartbeat(heartbeat);
-        let message = Broadcast {
-            subject: self.subjects.heartbeat(&heartbeat.source),
-            payload: codec::encode(heartbeat).unwrap().into(),
-        };
-        for at in 0..self.indexers.len() {
-            let to = self.indexers[at].host;
-            self.broadcast(from, to, Input::Heartbeat(message.clone()));
+    /// To every process that listens now.
+    pub(super) fn publish(&mut self, from: usize, message: &Broadcast) {
+        for to in 0..self.hosts.len() {
+            let running = self.hosts[to].running.as_ref();
+            if running.is_some_and(|running| running.streams.listens_to(&message.subject)) {
+                self.broadcast(from, to, Input::Broadcast(message.clone()));
+            }
         }
     }
 
@@ -361,55 +409,6 @@ impl World {
         until.saturating_sub(self.now)
     }
 
-    /// Asks for the log's clock. By the dice of connections: a world is the same whether anybody asks or not.
-    pub(super) fn ask_clock(&mut self, host: usize) {
-        let asked = self.local(host);
-        let life = self.hosts[host].life;
-        let give_up = self.now + self.hosts[host].clock.span(CLOCK_DEADLINE);
-        let arrives = (self.now + self.clock_delay()).max(self.hosts[host].stalled_until);
-        let then = Then::Shim(ShimThen::Clock(asked));
-        let op = Op::Status;
-        let event = Event::Plane {
-            host,
-            life,
-            op,
-            then,
-            give_up,
-        };
-        self.plan_at(arrives, event);
-    }
-
-    fn answer_clock(&mut self, (host, life): Process, then: Then, give_up: At) {
-        let reply = self.plane.answer(self.now, Op::Status);
-        let at = (self.now + self.clock_delay()).max(self.hosts[host].stalled_until);
-        let is_lost = self.dice.u16(0..1000) < self.rates.call_lost;
-        if !is_lost && at <= give_up && !self.hosts[host].is_cut {
-            let input = Input::Reply(then, reply);
-            self.plan_at(at, Event::Host { host, life, input });
-        }
-    }
-
-    pub(super) fn clock_delay(&mut self) -> Duration {
-        let is_late = self.dice.u16(0..1000) < self.rates.late;
-        let max = if is_late {
-            CLOCK_DEADLINE
-        } else {
-            self.rates.delay_max
-        };
-        let max = u64::try_from(max.as_micros()).unwrap();
-        Duration::from_micros(self.dice.u64(50..max.max(51)))
-    }
-
-    /// The engine's socket keeps its order.
-    pub(super) fn send_zmq(&mut self, shim: usize, zmq: Zmq) {
-        let host = self.shims[shim].host;
-        let at = (self.now + self.delay()).max(self.hosts[host].zmq_until);
-        self.hosts[host].zmq_until = at;
-        let life = self.hosts[host].life;
-        let input = Input::Zmq(zmq);
-        self.plan_at(at, Event::Host { host, life, input });
-    }
-
     // --- links
 
     pub(super) fn link(&mut self, host: usize, is_up: bool) {
@@ -418,6 +417,7 @@ impl World {
             return;
         }
         node.is_cut = !is_up;
+        self.disturb(host);
         if !is_up {
             // Noticed by what does not come, if it lasts.
             let noticed = self.rng.bool() || self.rates.is_calm;
@@ -432,53 +432,51 @@ impl World {
             // A flicker that was not seen as one is told as up again.
             self.send_host(host, Duration::ZERO, Input::Connection(true));
         }
-        if let Kind::Indexer(at) = self.hosts[host].kind
-            && let Some(mut run) = self.indexers[at].run.take()
-        {
-            // What was on its way in the one before is gone with it.
-            run.tailing.connection += 1;
-            run.tailing.sent = run.tailing.sent.min(run.fold.position());
-            run.tailing.stored = run.fold.mark().map(|mark| mark.stored_unix_ns);
-            run.tailing.check_at = self.now;
-            self.pump_soon(host, &mut run);
-            if run.is_subscribed && run.phase != Phase::Waiting {
-                self.watch_again(host, &run);
-            }
-            self.indexers[at].run = Some(run);
-        }
+        self.reconnect_streams(host);
         if let Kind::Router(at) = self.hosts[host].kind {
             self.router_watches_again(at);
         }
     }
 
-    /// Of what changed meanwhile the last is told.
-    fn watch_again(&mut self, host: usize, run: &IndexRun) {
-        let prefix = self.subjects.worker_keys();
-        let mut events = Vec::new();
-        for key in run.seen.keys() {
-            if !self.plane.keys.contains_key(key) {
-                events.push(RegistryEvent::Gone { key: key.clone() });
+    fn reconnect_streams(&mut self, host: usize) {
+        let now = self.now;
+        let Some(running) = &mut self.hosts[host].running else {
+            return;
+        };
+        for tail in &mut running.streams.tails {
+            // What was on its way in the connection before is gone with it.
+            tail.connection += 1;
+            tail.sent = tail.delivered;
+            tail.check_at = now;
+        }
+        let tails: Vec<u64> = running.streams.tails.iter().map(|tail| tail.id).collect();
+        let watches = running.streams.watches.iter();
+        let watches: Vec<(u64, bool)> = watches.map(|watch| (watch.id, watch.is_current)).collect();
+        for tail in tails {
+            self.pump_soon(host, tail);
+        }
+        for (watch, is_current) in watches {
+            for event in self.news_of(host, watch) {
+                self.in_order(host, Input::Registry(watch, event));
+            }
+            if !is_current {
+                self.in_order(host, Input::Registry(watch, RegistryEvent::Current));
             }
         }
-        for (key, entry) in &self.plane.keys {
-            let is_new = run.seen.get(key) != Some(&entry.entry.revision);
-            if is_new && key.starts_with(&prefix) {
-                events.push(RegistryEvent::Put {
-                    key: key.clone(),
-                    entry: entry.entry.clone(),
-                });
-            }
-        }
-        for event in events {
-            self.in_order(host, Input::Registry(run.session, event));
-        }
+    }
+}
+
+pub(super) const fn connection(is_up: bool) -> Connection {
+    if is_up {
+        Connection::Up
+    } else {
+        Connection::Down
     }
 }
 
 fn again(input: &Input) -> Option<Input> {
     match input {
-        Input::Heartbeat(message) => Some(Input::Heartbeat(message.clone())),
-        Input::Resync(payload) => Some(Input::Resync(payload.clone())),
+        Input::Broadcast(message) => Some(Input::Broadcast(message.clone())),
         Input::Load(payload) => Some(Input::Load(payload.clone())),
         _ => None,
     }

@@ -1,0 +1,356 @@
+//! Runs the product's shells: gives their processes what comes, and the world what they send.
+//!
+//! A process runs whenever something comes to it, and every [`BEAT`] for its own timers. What it sends
+//! leaves at the moment at which it ran, so up to a beat later than its timer.
+
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use warmroute_plane::Broadcast;
+use warmroute_proto::registry::ResyncRequest;
+use warmroute_proto::{EngineHealth, Heartbeat, Record, codec};
+
+use super::host::{Event, Input, Kind, Running, Then};
+use super::plane::Op;
+use super::process::Process;
+use super::sim_plane::{ConnectionState, Outbox, Sent, SimPlane};
+use super::streams::{Reached, Streams};
+use super::wire::connection;
+use super::{Breakage, World};
+
+/// How often every process runs.
+pub(super) const BEAT: Duration = Duration::from_millis(10);
+/// A client gives up a call to the plane after so long.
+const CALL_DEADLINE: Duration = Duration::from_secs(5);
+/// Looks at a process while it works off what waited during a standstill.
+const LOOKS: u32 = 16;
+
+/// A process that is asked to end does so within this time, unless it stands still.
+const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// What the plane takes at once, if nothing else is set.
+const MESSAGE_BYTES_MAX: usize = codec::MESSAGE_BYTES_MAX;
+
+impl World {
+    /// Starts a host's process. `main` builds the product's service around this plane.
+    pub(super) fn run_process<F>(
+        &mut self,
+        host: usize,
+        main: impl FnOnce(SimPlane, Outbox, CancellationToken) -> F,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let stop = CancellationToken::new();
+        let outbox = Outbox::default();
+        let connection = ConnectionState::new(connection(self.hosts[host].seems_up));
+        let bytes_max = self.rates.set.record_bytes_max.unwrap_or(MESSAGE_BYTES_MAX);
+        let plane = SimPlane::new(outbox.clone(), connection.clone(), bytes_max);
+        let process = Process::start(self.now, || main(plane, outbox.clone(), stop.clone()));
+        self.hosts[host].running = Some(Box::new(Running {
+            process,
+            outbox,
+            connection,
+            streams: Streams::default(),
+            stop,
+            ends_since: None,
+        }));
+        self.step(host);
+    }
+
+    pub(super) fn kill_process(&mut self, host: usize) {
+        if let Kind::Indexer(at) = self.hosts[host].kind {
+            self.harvest(at);
+        }
+        self.hosts[host].running = None;
+    }
+
+    pub(super) fn beat(&mut self) {
+        self.plan(BEAT, Event::Beat);
+        for host in 0..self.hosts.len() {
+            self.step(host);
+        }
+    }
+
+    /// The process's own time since its start.
+    fn local_age(&self, host: usize) -> Duration {
+        let node = &self.hosts[host];
+        let started = node.running.as_ref().map(|it| it.process.started());
+        node.clock.measured(started.unwrap_or(self.now), self.now)
+    }
+
+    /// A process runs until it has nothing left to do now.
+    pub(super) fn step(&mut self, host: usize) {
+        let age = self.local_age(host);
+        let node = &mut self.hosts[host];
+        let Some(running) = node.running.as_mut().filter(|_| !node.is_paused) else {
+            return;
+        };
+        running.process.run_until(age);
+        self.stepped(host);
+    }
+
+    /// Everything that waited is there at once. Readers look in between.
+    pub(super) fn end_standstill(&mut self, host: usize) {
+        let age = self.local_age(host);
+        if let Some(running) = &mut self.hosts[host].running {
+            running.process.stand_until(age);
+        }
+        for _ in 0..LOOKS {
+            if let Some(running) = &mut self.hosts[host].running {
+                running.process.run_some();
+                self.stepped(host);
+            }
+            if let Kind::Indexer(at) = self.hosts[host].kind {
+                self.check_index(at);
+            }
+        }
+        self.step(host);
+    }
+
+    fn stepped(&mut self, host: usize) {
+        self.perform(host);
+        if let Kind::Indexer(at) = self.hosts[host].kind {
+            self.indexer_ran(at);
+        }
+        let Some(running) = &self.hosts[host].running else {
+            return;
+        };
+        let since = running.ends_since;
+        match (running.process.has_ended(), since) {
+            (false, None) => {}
+            (false, Some(since)) if self.now < since + ENDS_WITHIN => {}
+            (false, Some(_)) => self.fail(format!("host {host} was asked to end, and did not")),
+            (true, None) => self.fail(format!("host {host}: its service ended by itself")),
+            (true, Some(_)) => {
+                self.crash(host);
+            }
+        }
+    }
+
+    /// Asks a process to end. Was there one?
+    pub(super) fn stop_process(&mut self, host: usize) -> bool {
+        let Some(running) = &mut self.hosts[host].running else {
+            return false;
+        };
+        running.stop.cancel();
+        running.ends_since.get_or_insert(self.now);
+        self.step(host);
+        true
+    }
+
+    /// Something comes to a process, which runs later.
+    pub(super) fn accept(&mut self, host: usize, input: Input) {
+        match input {
+            Input::Broadcast(message) => self.accept_broadcast(host, message),
+            Input::Tail(tail, connection, batch) => self.accept_tail(host, tail, connection, batch),
+            Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
+            Input::Reply(Then::Process(to), reply) => {
+                self.note(|| format!("host {host}: answered {}", reply.label()));
+                drop(to.send(reply));
+            }
+            Input::Connection(is_up) => {
+                if let Some(running) = &self.hosts[host].running {
+                    running.connection.set(connection(is_up));
+                }
+            }
+            Input::TailEnded(id) => {
+                if let Some(running) = &mut self.hosts[host].running {
+                    running.streams.tails.retain(|tail| tail.id != id);
+                }
+            }
+            Input::Registry(id, event) => self.accept_registry(host, id, event),
+            Input::Health(to, health) => drop(to.send(health)),
+            Input::Info(to, info) => drop(to.send(info)),
+            Input::Engine(event) => self.accept_engine_event(host, event),
+            Input::Saved(bytes) => {
+                if let Kind::Shim(at) = self.hosts[host].kind {
+                    self.shims[at].disk = Some(bytes);
+                }
+            }
+            other => panic!("a process is sent {other:?}"),
+        }
+    }
+
+    fn accept_broadcast(&mut self, host: usize, message: Broadcast) {
+        let message = match self.hosts[host].kind {
+            Kind::Indexer(at) => self.heartbeat_as_read(at, message),
+            Kind::Shim(_) | Kind::Router(_) => message,
+        };
+        if let Some(running) = &self.hosts[host].running {
+            for listener in running.streams.listeners(&message.subject) {
+                // A full queue loses it.
+                drop(listener.try_send(message.clone()));
+            }
+        }
+    }
+
+    fn accept_tail(
+        &mut self,
+        host: usize,
+        id: u64,
+        connection: u64,
+        batch: Vec<warmroute_plane::LogMessage>,
+    ) {
+        let is_open = |running: &mut Box<Running>| {
+            let tail = running.streams.tail(id);
+            tail.is_some_and(|tail| tail.connection == connection && !tail.to.is_closed())
+        };
+        if !self.hosts[host].running.as_mut().is_some_and(is_open) {
+            return;
+        }
+        for batch in self.batches_as_read(host, batch) {
+            let batch = self.batch_as_read(host, batch);
+            let running = self.hosts[host].running.as_mut();
+            let Some(tail) = running.and_then(|running| running.streams.tail(id)) else {
+                return;
+            };
+            if let Some(last) = batch.last() {
+                tail.delivered = Reached {
+                    position: last.position,
+                    stored: Some(last.stored_unix_ns),
+                };
+            }
+            drop(tail.to.try_send(batch));
+            if self.bends_records() {
+                self.step(host);
+            }
+        }
+    }
+
+    fn accept_registry(&mut self, host: usize, id: u64, event: warmroute_plane::RegistryEvent) {
+        use warmroute_plane::RegistryEvent;
+        let Some(running) = &mut self.hosts[host].running else {
+            return;
+        };
+        let mut watches = running.streams.watches.iter_mut();
+        let Some(watch) = watches.find(|watch| watch.id == id) else {
+            return;
+        };
+        match &event {
+            RegistryEvent::Put { key, entry } => {
+                watch.seen.insert(key.clone(), entry.revision);
+            }
+            RegistryEvent::Gone { key } => {
+                watch.seen.remove(key);
+            }
+            RegistryEvent::Current => watch.is_current = true,
+        }
+        drop(watch.to.try_send(event));
+    }
+
+    // --- what a process sends
+
+    fn perform(&mut self, host: usize) {
+        let Some(running) = &self.hosts[host].running else {
+            return;
+        };
+        for sent in running.outbox.take() {
+            self.perform_one(host, sent);
+        }
+    }
+
+    fn perform_one(&mut self, host: usize, sent: Sent) {
+        match sent {
+            Sent::Call(op, reply) => {
+                self.note(|| format!("host {host}: {}", op.label()));
+                let then = match self.before_call(host, &op) {
+                    Some(early) => {
+                        drop(reply.send(early));
+                        Then::Nothing
+                    }
+                    None => Then::Process(reply),
+                };
+                self.call(host, op, then, CALL_DEADLINE);
+            }
+            Sent::Publish(message) => {
+                self.observe_publish(&message);
+                self.publish(host, &message);
+            }
+            Sent::Subscribe(subject, to) => {
+                if let Some(running) = &mut self.hosts[host].running {
+                    running.streams.subscribe(subject, to);
+                }
+            }
+            Sent::Serve(subject, to) => {
+                if let Some(running) = &mut self.hosts[host].running {
+                    running.streams.services.push((subject, to));
+                }
+            }
+            other => self.perform_for_shim(host, other),
+        }
+    }
+
+    fn perform_for_shim(&mut self, host: usize, sent: Sent) {
+        let Kind::Shim(at) = self.hosts[host].kind else {
+            panic!("host {host} sends {sent:?}");
+        };
+        match sent {
+            Sent::OpenFeed(to) => {
+                self.shims[at].feed = Some(to);
+                self.plan_connect(at);
+            }
+            Sent::RequestReplay(id, from) => {
+                self.shims[at].replay_begins = Some(id);
+                let after = self.delay();
+                let life = self.hosts[host].life;
+                let event = Event::Replay {
+                    shim: at,
+                    life,
+                    id,
+                    from,
+                };
+                self.plan(after, event);
+            }
+            Sent::CheckHealth(to) => {
+                let health = if self.engines[self.shims[at].worker].is_up {
+                    EngineHealth::Healthy
+                } else {
+                    EngineHealth::Unhealthy
+                };
+                let after = self.millis(0..50);
+                self.send_host(host, after, Input::Health(to, health));
+            }
+            Sent::ReadInfo(to) => {
+                let info = self.engine_info(self.shims[at].worker);
+                let after = self.millis(0..50);
+                self.send_host(host, after, Input::Info(to, info));
+            }
+            Sent::SaveCheckpoint(bytes) => {
+                let after = self.millis(1..300);
+                self.send_host(host, after, Input::Saved(bytes));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Notes what a call claims. With a breakage that answers it at once: the answer.
+    fn before_call(&mut self, host: usize, op: &Op) -> Option<super::plane::Reply> {
+        match (self.hosts[host].kind, op) {
+            (Kind::Shim(_), Op::Append { payload, .. }) => {
+                if let Ok(record) = codec::decode::<Record>(payload) {
+                    let (now, source) = (self.now, &record.source);
+                    self.vouched
+                        .said(now, source, &record.states, record.sent_at);
+                }
+                let early = self.broken == Some(Breakage::AckBeforeApply);
+                let position = self.plane.log.status().last.next();
+                early.then_some(super::plane::Reply::Position(position))
+            }
+            (Kind::Shim(at), Op::Put { key, value, .. }) => {
+                self.check_claim(at, key, value);
+                None
+            }
+            _ => None,
+        }
+    }
+
+    fn observe_publish(&mut self, message: &Broadcast) {
+        if let Ok(heartbeat) = codec::decode::<Heartbeat>(&message.payload) {
+            self.vouched.heartbeat(self.now, &heartbeat);
+            self.check_heartbeat(&heartbeat);
+        } else if let Ok(request) = codec::decode::<ResyncRequest>(&message.payload) {
+            self.note(|| format!("resync requested: {request:?}"));
+            self.checks.resync(self.now);
+        }
+    }
+}
