@@ -313,8 +313,8 @@ async fn an_engine_that_asks_for_a_key_is_registered_with_its_models_and_without
     };
     let said = || fs::read_to_string(&log).unwrap();
     let shim = start("guess\n");
-    let is_said = || said().contains("the engine does not list its models");
-    until(is_said, said).await;
+    let is_reported = || said().contains("cannot list the engine's models");
+    until(is_reported, said).await;
     assert!(said().contains("401"), "{}", said());
     assert!(!said().contains("guess"), "{}", said());
     assert!(world.models().await.is_empty());
