@@ -64,9 +64,6 @@ pub enum Command {
     /// advice, and the status of the rest. Exit code 0: healthy; 1: action needed; 2: the plane
     /// could not be read.
     Doctor(DoctorArgs),
-    /// Compares the holdings of indexers, shims and engines, and prints sources that differ. Exit
-    /// codes as of `doctor`.
-    Verify(VerifyArgs),
 }
 
 impl Command {
@@ -75,7 +72,7 @@ impl Command {
     pub const fn failed(self) -> u8 {
         match self {
             Self::Init(_) => 1,
-            Self::Doctor(_) | Self::Verify(_) => 2,
+            Self::Doctor(_) => 2,
         }
     }
 }
@@ -89,29 +86,10 @@ pub struct DoctorArgs {
     /// s leaves no trace.
     #[arg(long, env = "WARMROUTE_EXPECT_INDEXERS", value_name = "N")]
     pub expect_indexers: Option<usize>,
-    /// Seconds to wait for an unreachable NATS server.
-    #[arg(
-        long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,
-        value_parser = clap::value_parser!(u64).range(..=3600)
-    )]
-    pub wait_secs: u64,
-}
-
-#[derive(Clone, Copy, Debug, clap::Args)]
-pub struct VerifyArgs {
-    /// One JSON object instead of a page.
-    #[arg(long, env = "WARMROUTE_JSON")]
-    pub json: bool,
-    /// Sends each engine's ranks two requests of four blocks and a token with max_tokens 1, for
-    /// each indexer, and compares the engine's cached tokens with the index's credit.
+    /// Sends each rank of each exact source two requests of four blocks and a token with max_tokens
+    /// 1, for each indexer, and compares the engine's cached tokens with the index's credit.
     #[arg(long, env = "WARMROUTE_PROBE")]
     pub probe: bool,
-    /// Seconds for meeting every source at equal numbers; busier ones are reported as not compared.
-    #[arg(
-        long, env = "WARMROUTE_WITHIN_SECS", value_name = "SECS", default_value_t = 20,
-        value_parser = clap::value_parser!(u64).range(1..=3600)
-    )]
-    pub within_secs: u64,
     /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,

@@ -12,7 +12,6 @@ pub mod doctor;
 pub mod http;
 mod metrics;
 mod service;
-pub mod verify;
 
 pub use metrics::unix_ns;
 pub use service::{

@@ -10,13 +10,11 @@ use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
 use tokio::time::Instant;
 use uuid::Uuid;
-use warmroute_indexer::args::{
-    Command, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig, VerifyArgs,
-};
+use warmroute_indexer::args::{Command, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig};
 use warmroute_indexer::doctor::collect::PlaneReader;
-use warmroute_indexer::doctor::{Report, diagnose};
-use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns, verify};
-use warmroute_plane::{InitConfig, NamespaceSetup, NatsError, NatsPlane};
+use warmroute_indexer::doctor::diagnose;
+use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns};
+use warmroute_plane::{InitConfig, NatsError, NatsPlane};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
@@ -39,7 +37,6 @@ fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
     match command {
         Some(Command::Init(sizes)) => runtime.block_on(init(config, sizes)),
         Some(Command::Doctor(how)) => runtime.block_on(doctor(config, how)),
-        Some(Command::Verify(how)) => runtime.block_on(compare(config, how)),
         None => runtime.block_on(run(config)),
     }
 }
@@ -71,45 +68,25 @@ async fn init(config: ProcessConfig, sizes: InitArgs) -> anyhow::Result<ExitCode
     Ok(ExitCode::SUCCESS)
 }
 
-/// Connects to a plane that may be in any state.
-async fn open_plane(
-    config: &ProcessConfig,
-    wait_secs: u64,
-) -> anyhow::Result<(NatsPlane, PlaneReader, NamespaceSetup)> {
+/// Diagnoses a plane that may be in any state.
+async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCode> {
     let nats = nats::config(&config.nats, "warmroute-doctor")?;
-    let wait = Duration::from_secs(wait_secs);
+    let wait = Duration::from_secs(how.wait_secs);
     let inspect = async || NatsPlane::inspect(nats.clone(), unix_ns).await;
     let (plane, setup) = nats::retry_unreachable(wait, inspect).await?;
     let look = PlaneReader::new(Arc::new(plane.clone()), &config.indexer.namespace);
-    Ok((plane, look, setup))
-}
-
-async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCode> {
-    let (plane, look, setup) = open_plane(&config, how.wait_secs).await?;
     let mut state = look.read(setup).await.context("reading the plane")?;
+    if how.probe {
+        state.probes = Some(look.probe(&state).await.context("probing engines")?);
+    }
     state.complaint = plane.last_server_error();
     state.indexers_expected = how.expect_indexers;
-    Ok(print_report(&diagnose(&state), how.json))
-}
-
-async fn compare(config: ProcessConfig, how: VerifyArgs) -> anyhow::Result<ExitCode> {
-    let (_, look, setup) = open_plane(&config, how.wait_secs).await?;
-    let options = verify::VerifyOptions {
-        within: Duration::from_secs(how.within_secs),
-        probe: how.probe,
-    };
-    let report = verify::run(&look, options, setup.server_version);
-    let report = report.await.context("comparing what is held")?;
-    Ok(print_report(&report, how.json))
-}
-
-/// Prints a report. Returns its exit code.
-fn print_report(report: &Report, json: bool) -> ExitCode {
-    match json {
+    let report = diagnose(&state);
+    match how.json {
         true => announce(format_args!("{}", report.json())),
         false => announce(format_args!("{report}")),
     }
-    ExitCode::from(u8::from(report.needs_action()))
+    Ok(ExitCode::from(u8::from(report.needs_action())))
 }
 
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {

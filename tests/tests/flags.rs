@@ -67,7 +67,7 @@ fn the_documented_tables_are_the_real_ones() {
     }
 }
 
-/// `docs/OPERATIONS.md` names every finding of `doctor` and `verify` with its severity.
+/// `docs/OPERATIONS.md` names every finding of `doctor` with its severity.
 #[test]
 fn the_documented_findings_are_the_real_ones() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/OPERATIONS.md");

@@ -1,4 +1,4 @@
-//! Reads a plane without writing: the input of `doctor` and `verify`.
+//! Reads a plane without writing: the input of `doctor`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,9 +8,7 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, timeout, timeout_at};
-use warmroute_plane::{
-    Broadcast, LogStatus, NamespaceSetup, Plane, PlaneError, PlaneStream, RegistryEvent,
-};
+use warmroute_plane::{LogStatus, NamespaceSetup, Plane, PlaneError, RegistryEvent};
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::snapshot::SnapshotRef;
 use warmroute_proto::subject::Subjects;
@@ -101,6 +99,7 @@ impl PlaneReader {
             pointer: registry.pointer.clone(),
             snapshots,
             complaint: None,
+            probes: None,
             unix_ns: unix_ns(),
             indexers_expected: None,
             registry_read: true,
@@ -124,7 +123,7 @@ impl PlaneReader {
     }
 
     /// The present registry.
-    pub(crate) async fn registry(&self) -> Result<Registry, PlaneError> {
+    async fn registry(&self) -> Result<Registry, PlaneError> {
         let mut registry = Registry::default();
         let read = async {
             let mut events = self.plane.watch(self.subjects.all_keys()).await?;
@@ -144,13 +143,8 @@ impl PlaneReader {
         Ok(registry)
     }
 
-    /// Stream of all shims' heartbeats.
-    pub(crate) async fn heartbeats(&self) -> Result<PlaneStream<Broadcast>, PlaneError> {
-        self.plane.subscribe(self.subjects.all_heartbeats()).await
-    }
-
     /// Queries one replica.
-    pub(crate) async fn query(
+    pub(super) async fn query(
         &self,
         id: &str,
         blocks: Vec<LocalHash>,
@@ -165,16 +159,6 @@ impl PlaneReader {
         codec::decode(&answer).map_err(unreadable)
     }
 
-    #[must_use]
-    pub(crate) const fn namespace(&self) -> &Namespace {
-        &self.namespace
-    }
-
-    /// Decodes a heartbeat whose subject names its source.
-    pub(crate) fn heartbeat(&self, message: &Broadcast) -> Result<Heartbeat, HeartbeatVerdict> {
-        fold::heartbeat(&self.subjects, message)
-    }
-
     /// Collects heartbeats for some time. Returns them by source, and the number of foreign ones by
     /// subject.
     async fn listen(
@@ -182,10 +166,11 @@ impl PlaneReader {
         time: Duration,
     ) -> Result<(BTreeMap<Source, ShimHeartbeats>, BTreeMap<String, u64>), PlaneError> {
         let end = Instant::now() + time;
-        let mut messages = self.heartbeats().await?;
+        let all = self.subjects.all_heartbeats();
+        let mut messages = self.plane.subscribe(all).await?;
         let (mut heartbeats, mut foreign) = (BTreeMap::new(), BTreeMap::new());
         while let Ok(Some(message)) = timeout_at(end, messages.next()).await {
-            match self.heartbeat(&message) {
+            match fold::heartbeat(&self.subjects, &message) {
                 Ok(heartbeat) => add_heartbeat(&mut heartbeats, heartbeat),
                 // A newer version: its shim counts as silent.
                 Err(HeartbeatVerdict::Undecodable) => {}
@@ -199,7 +184,7 @@ impl PlaneReader {
     }
 
     /// Views of these replicas.
-    pub(crate) async fn views(
+    async fn views(
         &self,
         ids: impl Iterator<Item = String>,
     ) -> BTreeMap<String, Result<ViewPage, String>> {
@@ -211,7 +196,7 @@ impl PlaneReader {
     }
 
     /// All pages of a replica's view as one. Position, lag and state are of the first page.
-    pub(crate) async fn view(&self, id: &str) -> Result<ViewPage, PlaneError> {
+    async fn view(&self, id: &str) -> Result<ViewPage, PlaneError> {
         let mut view = self.page(id, None).await?;
         for _ in 0..PAGES_MAX {
             if !view.more {

@@ -68,14 +68,10 @@ codes! {
     StreamDiffers = "stream_differs", Grave,
         "no part starts on it: set it back with NATS's own tools, or delete it and run `init`";
     IndexersDiffer = "indexers_differ", Grave,
-        "one of them is wrong: keep their logs, run `verify`, restart the one that differs from \
-         the shim";
+        "one of them is wrong: keep their logs, restart the one that differs from the shim";
     MirrorDiffers = "mirror_differs", Grave,
         "the indexer should ask for a new generation within seconds; if it stays, restart it and \
          keep its log";
-    EngineDiffers = "engine_differs", Grave,
-        "shim or index folded the engine's events wrongly: keep the shim's log, restart it (a new \
-         generation)";
     ProbeShort = "probe_short", Grave,
         "the engine has less than is credited: run it again; if it stays, keep the shim's log and \
          restart it";
@@ -152,8 +148,7 @@ codes! {
     ProbeSilent = "probe_silent", Warning,
         "the engine could not be probed from here";
     NotCompared = "not_compared", Warning,
-        "too busy, or a part is silent or does not hold the source: run it again with a larger \
-         --within-secs, and `doctor`";
+        "the indexer is ready and does not know a registered source: restart it if this lasts";
     RegistryUnreadable = "registry_unreadable", Warning,
         "a newer version wrote it, or it is damaged: upgrade this tool, or restart the key's owner";
     PermissionMissing = "permission_missing", Warning,

@@ -1,9 +1,9 @@
 //! Judges the replicas: presence, log, lag, and agreement.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use warmroute_proto::view::ViewPage;
+use warmroute_proto::view::{PAGE_SOURCES_MAX, SourceView, ViewPage};
 use warmroute_proto::{Digest, Generation, RecordNumber, Source};
 
 use super::page::duration;
@@ -42,11 +42,9 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         }
         Some(_) | None => {}
     }
-    let compared = agreement(state, findings);
-    rest.push((
-        "agreement",
-        format!("{compared} comparisons at equal numbers"),
-    ));
+    unlisted(state, findings);
+    positions(state, findings);
+    rest.push(("agreement", agreement(state, findings)));
 }
 
 fn judge_replica(
@@ -77,9 +75,60 @@ fn judge_replica(
     }
 }
 
-/// Compares digests of shims and indexers at equal generation and number. Returns the number of
-/// comparisons.
-fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
+/// A ready replica lists every source that was registered all the time and sent heartbeats.
+fn unlisted(state: &PlaneState, findings: &mut Findings) {
+    let was_there = |source: &&Source| {
+        let registries = [&state.before, &state.registry];
+        registries.map(|then| then.workers.contains_key(&source.worker)) == [true, true]
+    };
+    for (id, view) in state.answers().filter(|(_, view)| view.ready) {
+        let listed: BTreeSet<&Source> = view.sources.iter().map(|one| &one.source).collect();
+        let sources = state.heartbeats.keys().filter(was_there);
+        for source in sources.filter(|source| !listed.contains(source)) {
+            findings.add(Code::NotCompared, format!("{source}: not at indexer {id}"));
+        }
+    }
+}
+
+/// At one position of one log, replicas have applied the same record of each source. Views of more
+/// than one page are of several moments, and not compared.
+fn positions(state: &PlaneState, findings: &mut Findings) {
+    let is_one_page = |view: &ViewPage| view.sources.len() <= PAGE_SOURCES_MAX as usize;
+    let mut views = state.answers().filter(|(_, view)| is_one_page(view));
+    let Some((first_id, first)) = views.next() else {
+        return;
+    };
+    let numbers = |view: &ViewPage| -> BTreeMap<Source, (Generation, RecordNumber)> {
+        let credited = view
+            .sources
+            .iter()
+            .filter(|one| one.states.gpu.gives_credit());
+        let point = |one: &SourceView| Some((one.source.clone(), one.generation.zip(one.number)?));
+        credited.filter_map(point).collect()
+    };
+    let own = numbers(first);
+    let is_there = |view: &ViewPage| (view.log, view.position) == (first.log, first.position);
+    for (id, view) in views.filter(|(_, view)| is_there(view)) {
+        for (source, (generation, number)) in numbers(view) {
+            let Some(known) = own
+                .get(&source)
+                .filter(|known| **known != (generation, number))
+            else {
+                continue;
+            };
+            let about = format!(
+                "{source} at position {}: number {} of generation {} at {first_id}, {number} of \
+                 {generation} at {id}",
+                first.position, known.1, known.0
+            );
+            findings.add(Code::IndexersDiffer, about);
+        }
+    }
+}
+
+/// Compares digests of shims and indexers at equal generation and number. Returns the status line:
+/// a busy source may have no equal number.
+fn agreement(state: &PlaneState, findings: &mut Findings) -> String {
     let mut digests: DigestsAt<'_> = BTreeMap::new();
     for (id, view) in state.answers() {
         for source in &view.sources {
@@ -90,13 +139,15 @@ fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
             }
         }
     }
-    let mut compared = 0;
+    let sources: BTreeSet<&Source> = digests.keys().map(|point| point.0).collect();
+    let (mut compared, mut met) = (0, BTreeSet::new());
     for (&(source, generation, number), held) in &digests {
         let at = format!("{source} at generation {generation}, number {number}");
         let Some((first, rest)) = held.split_first() else {
             continue;
         };
         compared += rest.len();
+        met.extend(rest.first().map(|_| source));
         for other in rest.iter().filter(|other| other.1 != first.1) {
             let about = format!(
                 "{at}: {} at {}, {} at {}",
@@ -111,6 +162,7 @@ fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
         let shim = shim.filter(|shim| (shim.generation, shim.number) == (generation, Some(number)));
         if let Some(shim) = shim {
             compared += held.len();
+            met.insert(source);
             for (id, digest) in held.iter().filter(|(_, digest)| *digest != shim.after) {
                 let about = format!(
                     "{at}: {} at {id}, {} at its shim",
@@ -121,7 +173,8 @@ fn agreement(state: &PlaneState, findings: &mut Findings) -> usize {
             }
         }
     }
-    compared
+    let (met, all) = (met.len(), sources.len());
+    format!("{compared} comparisons at equal numbers, of {met} of {all} sources")
 }
 
 fn digest_text(digest: Digest) -> String {

@@ -12,6 +12,7 @@ pub mod collect;
 mod finding;
 mod indexers;
 mod page;
+mod probe;
 mod registry;
 mod shims;
 mod snapshots;
@@ -28,6 +29,7 @@ use warmroute_proto::{Generation, Heartbeat, LogPosition, RecordNumber, Source};
 
 pub use finding::{Code, Finding, Severity};
 pub use page::Report;
+pub use probe::{EngineProbe, ProbeOutcome};
 pub use registry::Registry;
 
 use crate::same_log::LogMatch;
@@ -64,6 +66,8 @@ pub struct PlaneState {
     pub snapshots: Vec<SnapshotSeen>,
     /// The last operation that the server refused.
     pub complaint: Option<String>,
+    /// Probes of engines, if any were asked for.
+    pub probes: Option<Vec<EngineProbe>>,
     /// Local clock.
     pub unix_ns: u64,
     /// Expected number of indexers, if configured.
@@ -113,6 +117,7 @@ pub fn diagnose(state: &PlaneState) -> Report {
         shims::judge(state, &mut findings, &mut rest);
         sources::judge(state, &mut findings, &mut rest);
         snapshots::judge(state, &mut findings, &mut rest);
+        probe::judge(state, &mut findings, &mut rest);
     }
     Report {
         namespace: state.namespace.clone(),

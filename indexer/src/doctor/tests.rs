@@ -210,6 +210,7 @@ fn healthy() -> PlaneState {
             outdated_unix_ns: Some(NOW - 5 * SECOND),
         }],
         complaint: None,
+        probes: None,
         unix_ns: NOW,
         indexers_expected: Some(2),
         registry,
@@ -369,12 +370,66 @@ fn indexers_are_judged() {
     let mut state = healthy();
     state.views.insert("c".to_owned(), Err("late".to_owned()));
     assert_eq!(codes(&diagnose(&state)), []);
-    // Other numbers are not compared.
+    // Digests of different numbers are not compared.
     let moved = |view: &mut ViewPage| {
+        view.position = LogPosition(99);
         view.sources[0].number = Some(RecordNumber(6));
         view.sources[0].digest = Some(digest(2));
     };
     view(&mut state, "a", moved);
+    assert_eq!(codes(&diagnose(&state)), []);
+}
+
+#[test]
+fn replicas_at_one_position_have_equal_numbers_of_all_registered_sources() {
+    check(Code::IndexersDiffer, |state| {
+        view(state, "a", |view| {
+            view.sources[0].number = Some(RecordNumber(6));
+        });
+    });
+    let unlisted = |state: &mut PlaneState| view(state, "a", |view| drop(view.sources.pop()));
+    check(Code::NotCompared, unlisted);
+    // A replica that starts, or a source that registered in between, is not judged.
+    let mut state = healthy();
+    unlisted(&mut state);
+    state.before.workers.clear();
+    assert_eq!(codes(&diagnose(&state)), []);
+    let mut state = healthy();
+    unlisted(&mut state);
+    view(&mut state, "a", |view| view.ready = false);
+    assert_eq!(codes(&diagnose(&state)), [Code::IndexerNotReady]);
+    let page = diagnose(&state).to_string();
+    assert!(
+        page.contains("4 comparisons at equal numbers, of 2 of 2 sources"),
+        "{page}"
+    );
+}
+
+#[test]
+fn probes_are_judged() {
+    let probed = |outcome| {
+        move |state: &mut PlaneState| {
+            let (source, indexer) = (source("w/0"), "a".to_owned());
+            state.probes = Some(vec![EngineProbe {
+                source,
+                indexer,
+                outcome,
+            }]);
+        }
+    };
+    check(
+        Code::ProbeUncredited,
+        probed(ProbeOutcome::Uncredited { blocks: 3 }),
+    );
+    let (credited, cached) = (64, 48);
+    check(
+        Code::ProbeShort,
+        probed(ProbeOutcome::Short { credited, cached }),
+    );
+    let reason = "it serves no model".to_owned();
+    check(Code::ProbeSilent, probed(ProbeOutcome::Failed { reason }));
+    let mut state = healthy();
+    probed(ProbeOutcome::Equal)(&mut state);
     assert_eq!(codes(&diagnose(&state)), []);
 }
 

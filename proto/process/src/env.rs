@@ -55,7 +55,6 @@ pub const OURS: &[&str] = &[
     "TIER_CREDITS",
     "TOKENIZER",
     "WAIT_SECS",
-    "WITHIN_SECS",
     "WORKER",
     "WORKER_ID",
     "WORKER_URL",
