@@ -473,7 +473,8 @@ async fn the_whole_process_keeps_to_its_bound() {
         indexer.metric("sources_set_aside").await,
     );
     eprintln!(
-        "bound {BOUND}, resident at most {most}, {empty} of these when empty, {aside} of 8 set aside"
+        "bound {BOUND}, resident at most {most}, {empty} of these when empty, \
+         {aside} of 8 set aside"
     );
     assert!(most <= BOUND + BESIDES, "the bound is one of the process");
     assert!((1..8).contains(&aside), "some are folded, some are not");

@@ -13,8 +13,9 @@ use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::snapshot::SnapshotRef;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{PAGE_SOURCES_MAX, ViewPage, ViewPageRequest};
-use warmroute_proto::{DpRank, Heartbeat, LocalHash, Namespace, Record, Source, codec};
+use warmroute_proto::{Heartbeat, LocalHash, Namespace, Record, Source, codec};
 
+use super::registry::sources;
 use super::{LastRecord, PlaneState, Registry, ShimHeartbeats, SnapshotSeen};
 use crate::fold::{self, HeartbeatVerdict};
 use crate::metrics::unix_ns;
@@ -222,13 +223,7 @@ impl PlaneReader {
     }
 
     async fn last_records(&self, registry: &Registry) -> BTreeMap<Source, LastRecord> {
-        let sources = registry.workers.values().flat_map(|entry| {
-            (0..entry.ranks).map(|rank| Source {
-                worker: entry.worker.clone(),
-                dp_rank: DpRank(rank),
-            })
-        });
-        let sources: Vec<Source> = sources.collect();
+        let sources: Vec<Source> = registry.workers.values().flat_map(sources).collect();
         let reads = stream::iter(sources).map(|source| async {
             let subject = self.subjects.records(&source);
             let message = self.plane.last_on(subject).await.ok()??;

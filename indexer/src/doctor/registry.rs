@@ -7,7 +7,7 @@ use warmroute_proto::registry::{
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{Generation, RouterId, Source, WorkerId, codec, load::RouterEntry};
+use warmroute_proto::{DpRank, Generation, RouterId, Source, WorkerId, codec, load::RouterEntry};
 
 use super::{Code, Findings, PlaneState, StatusLine};
 
@@ -80,6 +80,14 @@ impl Registry {
         }
         versions
     }
+}
+
+/// A worker's sources.
+pub(super) fn sources(entry: &WorkerEntry) -> impl Iterator<Item = Source> {
+    (0..entry.ranks).map(|rank| Source {
+        worker: entry.worker.clone(),
+        dp_rank: DpRank(rank),
+    })
 }
 
 pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {

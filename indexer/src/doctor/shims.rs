@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use warmroute_proto::{DpRank, EngineHealth, Source, WorkerId};
+use warmroute_proto::{EngineHealth, WorkerId};
 
 use super::page::duration;
-use super::{Code, Findings, PlaneState, StatusLine};
+use super::{Code, Findings, PlaneState, StatusLine, registry::sources};
 
 /// Minimum listening time to call a shim silent: heartbeats come each second.
 const LISTENED_MIN: Duration = Duration::from_millis(2500);
@@ -13,13 +13,9 @@ const LISTENED_MIN: Duration = Duration::from_millis(2500);
 pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
     let registry = &state.registry;
     for (worker, entry) in &registry.workers {
-        let ranks = (0..entry.ranks).map(|rank| Source {
-            worker: worker.clone(),
-            dp_rank: DpRank(rank),
-        });
         // A worker that registered in between may have sent no heartbeat.
         let was_there = state.before.workers.contains_key(worker);
-        for source in ranks.filter(|_| was_there && state.listened >= LISTENED_MIN) {
+        for source in sources(entry).filter(|_| was_there && state.listened >= LISTENED_MIN) {
             if !state.heartbeats.contains_key(&source) {
                 let about = format!("{source}: nothing within {}", duration(state.listened));
                 findings.add(Code::ShimSilent, about);

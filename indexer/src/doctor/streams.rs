@@ -1,20 +1,21 @@
-//! The server, its streams, their bounds and what they hold.
+//! Judges the server and its streams: settings, bounds, usage, copies and clock.
 
 use std::time::Duration;
 
-use warmroute_plane::{StreamRole, StreamUsage};
+use warmroute_plane::{SetupDifference, StreamRole, StreamUsage};
+use warmroute_proto::view::ViewPage;
 
 use super::page::{bytes, duration};
 use super::{Code, Findings, PlaneState, StatusLine};
 
-/// A clock that is off by more makes figures wrong that people look at.
+/// Tolerated offset of a clock: beyond it, published ages are misleading.
 const SKEW_MAX_MS: u64 = 1000;
 
-/// What one block takes in an image, at most, and how many images the log must hold.
+/// Maximum bytes of a block in an image, and images that the log must hold.
 const BLOCK_BYTES: u64 = 16;
 const IMAGES: u64 = 4;
 
-/// A store that refuses what is new is nearly full from here on.
+/// Usage from which on a store counts as nearly full: a full one refuses new entries.
 const FULL_PERCENT: u64 = 90;
 
 pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>) {
@@ -26,7 +27,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         findings.add(code, difference.to_string());
     }
     for difference in &state.setup.resized {
-        let warmroute_plane::SetupDifference {
+        let SetupDifference {
             of,
             field,
             is,
@@ -74,9 +75,9 @@ fn judge_stream(state: &PlaneState, stream: &StreamUsage, findings: &mut Finding
     }
 }
 
-/// What one image of every source takes, as far as the indexers know them.
+/// Bytes of one image of every source, as far as the indexers know them.
 fn images_bytes(state: &PlaneState) -> u64 {
-    let pairs = |view: &warmroute_proto::view::ViewPage| {
+    let pairs = |view: &ViewPage| {
         let digests = view.sources.iter().filter_map(|source| source.digest);
         digests.map(|digest| digest.count).sum::<u64>()
     };
@@ -124,7 +125,7 @@ fn clock(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<StatusLine>
     let text = format!("nats-server is {ahead} ms ahead, ± {} ms", clock.within_ms);
     rest.push(("clock", text));
     for (id, view) in state.answers() {
-        // Views were asked for within the look, which took this long at most.
+        // A view is at most as old as the deadline of its request.
         let slack = Duration::from_millis(SKEW_MAX_MS) + Duration::from_secs(2);
         let off = view.unix_ns.abs_diff(state.unix_ns);
         if Duration::from_nanos(off) > slack {

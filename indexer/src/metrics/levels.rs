@@ -45,28 +45,7 @@ pub(crate) struct MemoryLevels {
     pub(crate) forgotten: u64,
 }
 
-#[derive(Clone, Debug)]
-pub(crate) struct SourceLevel {
-    pub(crate) source: Source,
-    /// State of the GPU tier.
-    pub(crate) state: SourceState,
-    /// Not folded because of the memory bound.
-    pub(crate) is_set_aside: bool,
-    pub(crate) generation: Option<u64>,
-    pub(crate) number: Option<u64>,
-    pub(crate) blocks: Option<u64>,
-    pub(crate) proof_age: Option<Duration>,
-    pub(crate) engine_seq: Option<u64>,
-    /// Age of its last record.
-    pub(crate) record_age: Option<Duration>,
-    /// Delay of its last heartbeat.
-    pub(crate) heartbeat_delay: Option<Duration>,
-    /// Time in its state.
-    pub(crate) state_age: Duration,
-    /// Generations begun within the last ten minutes.
-    pub(crate) begun_lately: u8,
-    pub(crate) doubt: Option<SourceFault>,
-}
+type SourceLevel = (Source, SourceStatus);
 
 /// Maximum sources with series of their own, eleven each. Above it only sources that are not exact
 /// have series, the worst first. The counts by state include all sources.
@@ -76,10 +55,10 @@ const SOURCES_SHOWN_MAX: usize = 1000;
 fn shown(sources: &[SourceLevel]) -> Vec<&SourceLevel> {
     let mut shown: Vec<&SourceLevel> = sources.iter().collect();
     if shown.len() > SOURCES_SHOWN_MAX {
-        shown.retain(|level| level.state != SourceState::Exact);
-        shown.sort_by_key(|level| std::cmp::Reverse(level.state));
+        shown.retain(|(_, status)| status.states.gpu != SourceState::Exact);
+        shown.sort_by_key(|(_, status)| std::cmp::Reverse(status.states.gpu));
         shown.truncate(SOURCES_SHOWN_MAX);
-        shown.sort_by_key(|level| &level.source);
+        shown.sort_by_key(|(source, _)| source);
     }
     shown
 }
@@ -116,14 +95,13 @@ impl Scrape {
         name: &str,
         help: &str,
         shown: &[&SourceLevel],
-        of: impl Fn(&SourceLevel) -> Option<u64>,
+        of: impl Fn(&SourceStatus) -> Option<u64>,
     ) -> Result<(), prometheus::Error> {
         let gauges = IntGaugeVec::new(options(name, help), &SOURCE)?;
-        for level in shown {
-            if let Some(value) = of(level) {
-                gauges
-                    .with_label_values(&labels(&level.source))
-                    .set(gauge(value));
+        for (source, status) in shown {
+            if let Some(value) = of(status) {
+                let gauge_of = gauges.with_label_values(&labels(source));
+                gauge_of.set(gauge(value));
             }
         }
         self.0.register(Box::new(gauges))
@@ -134,13 +112,13 @@ impl Scrape {
         name: &str,
         help: &str,
         shown: &[&SourceLevel],
-        of: impl Fn(&SourceLevel) -> Option<Duration>,
+        of: impl Fn(&SourceStatus) -> Option<Duration>,
     ) -> Result<(), prometheus::Error> {
         let ages = GaugeVec::new(options(name, help), &SOURCE)?;
-        for level in shown {
-            if let Some(age) = of(level) {
-                ages.with_label_values(&labels(&level.source))
-                    .set(age.as_secs_f64());
+        for (source, status) in shown {
+            if let Some(age) = of(status) {
+                let gauge_of = ages.with_label_values(&labels(source));
+                gauge_of.set(age.as_secs_f64());
             }
         }
         self.0.register(Box::new(ages))
@@ -151,12 +129,12 @@ impl Scrape {
         &self,
         (name, help, label): (&str, &str, &str),
         shown: &[&SourceLevel],
-        of: impl Fn(&SourceLevel) -> Option<&'static str>,
+        of: impl Fn(&SourceStatus) -> Option<&'static str>,
     ) -> Result<(), prometheus::Error> {
         let words = IntGaugeVec::new(options(name, help), &["worker", "dp_rank", label])?;
-        for level in shown {
-            if let Some(word) = of(level) {
-                let [worker, rank] = labels(&level.source);
+        for (source, status) in shown {
+            if let Some(word) = of(status) {
+                let [worker, rank] = labels(source);
                 words
                     .with_label_values(&[worker, rank, word.to_owned()])
                     .set(1);
@@ -168,10 +146,10 @@ impl Scrape {
     fn states(&self, levels: &Levels) -> Result<(), prometheus::Error> {
         let counts = IntGaugeVec::new(options("sources", "Sources by state."), &["state"])?;
         for state in STATES {
-            let of = levels.sources.iter().filter(|level| level.state == state);
-            counts
-                .with_label_values(&[state.label()])
-                .set(gauge(of.count()));
+            let sources = levels.sources.iter();
+            let of = sources.filter(|(_, status)| status.states.gpu == state);
+            let count = counts.with_label_values(&[state.label()]);
+            count.set(gauge(of.count()));
         }
         self.0.register(Box::new(counts))
     }
@@ -182,24 +160,18 @@ impl Scrape {
             "Sources without series of their own: exact ones, where there are more than 1,000.";
         let hidden = levels.sources.len() - shown.len();
         self.gauge("sources_not_shown", help, hidden)?;
-        let state = (
-            "source_state",
-            "1 for the state that the source is in.",
-            "state",
-        );
-        self.words(state, shown, |of| Some(of.state.label()))?;
-        let doubt = (
-            "source_doubt",
-            "1 for what this replica found wrong with the source.",
-            "doubt",
-        );
-        self.words(doubt, shown, |of| of.doubt.map(SourceFault::label))?;
-        self.ages(
-            "source_state_age_seconds",
-            "Since it is in its state.",
-            shown,
-            |of| Some(of.state_age),
-        )?;
+        let help = "1 for the state that the source is in.";
+        self.words(("source_state", help, "state"), shown, |of| {
+            Some(of.states.gpu.label())
+        })?;
+        let help = "1 for what this replica found wrong with the source.";
+        self.words(("source_doubt", help, "doubt"), shown, |of| {
+            of.fault.map(SourceFault::label)
+        })?;
+        let help = "Since it is in its state.";
+        self.ages("source_state_age_seconds", help, shown, |of| {
+            Some(of.state_age)
+        })?;
         let help = "Since a record or heartbeat proved the source; absent if none did.";
         self.ages("source_proof_age_seconds", help, shown, |of| of.proof_age)?;
         let help = "Since its last record; absent if none came while it was followed.";
@@ -208,16 +180,22 @@ impl Scrape {
         self.ages("source_heartbeat_way_seconds", help, shown, |of| {
             of.heartbeat_delay
         })?;
-        self.per_source("source_generation", "Its fence.", shown, |of| of.generation)?;
+        self.per_source("source_generation", "Its fence.", shown, |of| {
+            of.generation.map(|generation| generation.0)
+        })?;
         let help = "Generations that began within the last ten minutes.";
         self.per_source("source_generations_lately", help, shown, |of| {
-            Some(of.begun_lately.into())
+            Some(of.generations_lately.into())
         })?;
-        self.per_source("source_number", "Its last record.", shown, |of| of.number)?;
+        self.per_source("source_number", "Its last record.", shown, |of| {
+            of.number.map(|number| number.0)
+        })?;
         let help = "The engine's batch that it is as of.";
-        self.per_source("source_engine_seq", help, shown, |of| of.engine_seq)?;
+        self.per_source("source_engine_seq", help, shown, |of| {
+            of.engine_seq.map(|seq| seq.0)
+        })?;
         self.per_source("source_blocks", "Pairs that it holds.", shown, |of| {
-            of.blocks
+            of.digest.map(|digest| digest.count)
         })
     }
 
@@ -231,7 +209,8 @@ impl Scrape {
         if let Some(bytes) = resident_bytes() {
             self.gauge("resident_bytes", "Memory of the process.", bytes)?;
         }
-        let aside = levels.sources.iter().filter(|level| level.is_set_aside);
+        let sources = levels.sources.iter();
+        let aside = sources.filter(|(_, of)| of.reason == Some(UnknownReason::Memory));
         let help = "Sources that are not folded for want of memory.";
         self.gauge("sources_set_aside", help, aside.count())?;
         for (name, help, value) in [
@@ -263,23 +242,11 @@ fn labels(source: &Source) -> [String; 2] {
 
 /// The levels of the fold.
 pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
-    let level = |(source, status): (&Source, SourceStatus)| SourceLevel {
-        source: source.clone(),
-        state: status.states.gpu,
-        is_set_aside: status.reason == Some(UnknownReason::Memory),
-        generation: status.generation.map(|generation| generation.0),
-        number: status.number.map(|number| number.0),
-        blocks: status.digest.map(|digest| digest.count),
-        proof_age: status.proof_age,
-        engine_seq: status.engine_seq.map(|seq| seq.0),
-        record_age: status.record_age,
-        heartbeat_delay: status.heartbeat_delay,
-        state_age: status.state_age,
-        begun_lately: status.generations_lately,
-        doubt: status.fault,
-    };
+    let sources = fold.statuses(now);
     Levels {
-        sources: fold.statuses(now).map(level).collect(),
+        sources: sources
+            .map(|(source, status)| (source.clone(), status))
+            .collect(),
         nodes: fold.tree().nodes(),
         bytes: fold.tree().bytes(),
         memory: MemoryLevels {
@@ -313,8 +280,8 @@ pub(super) fn gather(levels: &Levels) -> Result<Vec<MetricFamily>, prometheus::E
     )?;
     let help = "Messages between the position and the log's end.";
     scrape.gauge("log_lag_messages", help, levels.lag)?;
-    let help = "Since the log was in up to its end, as it is looked up twice a second; -1 if that is \
-                longer ago than 8 s.";
+    let help = "Since the log was in up to its end, as it is looked up twice a second; -1 if that \
+                is longer ago than 8 s.";
     let lag = levels.lag_age.map_or(-1.0, |age| age.as_secs_f64());
     scrape.seconds("log_lag_seconds", help, lag)?;
     let help = "Times the log went on elsewhere than it ended.";
@@ -335,29 +302,33 @@ fn resident_bytes() -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use warmroute_proto::{DpRank, WorkerId};
+    use warmroute_proto::{
+        Digest, DpRank, EngineHealth, EngineSeq, Generation, RecordNumber, Tiers, WorkerId,
+    };
 
     use super::*;
 
     fn level(rank: u32, state: SourceState) -> SourceLevel {
-        SourceLevel {
-            source: Source {
-                worker: WorkerId::from("w"),
-                dp_rank: DpRank(rank),
-            },
-            state,
-            is_set_aside: false,
-            generation: Some(1),
-            number: Some(2),
-            blocks: Some(3),
+        let source = Source {
+            worker: WorkerId::from("w"),
+            dp_rank: DpRank(rank),
+        };
+        let status = SourceStatus {
+            generation: Some(Generation(1)),
+            number: Some(RecordNumber(2)),
+            engine_seq: Some(EngineSeq(4)),
+            states: Tiers::all(state),
+            reason: None,
             proof_age: Some(Duration::from_secs(1)),
-            engine_seq: Some(4),
+            digest: Some(Digest::default()),
+            health: EngineHealth::Healthy,
+            fault: Some(SourceFault::Gap),
+            state_age: Duration::from_secs(1),
+            generations_lately: 1,
             record_age: Some(Duration::from_secs(1)),
             heartbeat_delay: Some(Duration::from_millis(1)),
-            state_age: Duration::from_secs(1),
-            begun_lately: 1,
-            doubt: Some(SourceFault::Gap),
-        }
+        };
+        (source, status)
     }
 
     fn series(sources: Vec<SourceLevel>) -> (usize, f64, f64) {
@@ -395,11 +366,11 @@ mod tests {
         let mut sources: Vec<_> = (0..2000)
             .map(|rank| level(rank, SourceState::Exact))
             .collect();
-        sources[1500].state = SourceState::Unknown;
-        sources[3].state = SourceState::Partial;
+        sources[1500].1.states.gpu = SourceState::Unknown;
+        sources[3].1.states.gpu = SourceState::Partial;
         let ranks = |sources: &[SourceLevel]| -> Vec<u32> {
             let shown = shown(sources);
-            shown.iter().map(|level| level.source.dp_rank.0).collect()
+            shown.iter().map(|(source, _)| source.dp_rank.0).collect()
         };
         assert_eq!(ranks(&sources), [3, 1500]);
         sources.truncate(1000);

@@ -152,7 +152,9 @@ proptest! {
         batch in 1..8_usize,
     ) {
         let subjects = Subjects::new(&namespace());
-        let log: Vec<_> = log(&events).iter().map(|message| ParsedMessage::of(&subjects, message)).collect();
+        let log = log(&events);
+        let parsed = log.iter().map(|message| ParsedMessage::of(&subjects, message));
+        let log: Vec<_> = parsed.collect();
         let (one, now) = empty();
         let (other, _) = empty();
         for messages in log.chunks(batch) {

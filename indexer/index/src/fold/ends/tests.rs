@@ -1,0 +1,101 @@
+use std::time::Duration;
+
+use super::*;
+
+#[test]
+fn record_is_as_old_as_the_last_end_before_it() {
+    let start = crate::tests_support::some_instant();
+    let mut ends = LogEnds::default();
+    assert_eq!(ends.stored_after(LogPosition(1), 0), None);
+    let later = start + Duration::from_secs(1);
+    ends.observe(start, LogPosition(10), 1000);
+    ends.observe(later, LogPosition(20), 2000);
+    assert_eq!(ends.stored_after(LogPosition(10), 900), None, "backlog");
+    assert_eq!(ends.stored_after(LogPosition(15), 1500), Some(start));
+    assert_eq!(ends.stored_after(LogPosition(21), 2001), Some(later));
+    assert_eq!(
+        ends.stored_after(LogPosition(21), 1999),
+        Some(start),
+        "put back, or proposed before the look and stored after it"
+    );
+    assert_eq!(ends.stored_after(LogPosition(21), 999), None);
+    assert_eq!(ends.reached(LogPosition(9)), None);
+    assert_eq!(ends.reached(LogPosition(19)), Some(start));
+    assert_eq!(ends.reached(LogPosition(20)), Some(later));
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// The log's clock showed 100 s at the start of ours.
+fn asked_at_the_start() -> (Instant, LogEnds) {
+    let start = crate::tests_support::some_instant();
+    let mut ends = LogEnds::default();
+    ends.observe(start, LogPosition(1), 100_000_000_000);
+    (start, ends)
+}
+
+const fn log_time(secs: u64) -> Option<LogTime> {
+    Some(LogTime(secs * 1_000_000_000))
+}
+
+#[test]
+fn what_was_on_its_way_is_as_old_as_it_says() {
+    let (start, ends) = asked_at_the_start();
+    let now = start + 20 * SECOND;
+    let fresh = ends.sent_at(now, now, log_time(120));
+    assert_eq!(fresh, Some(now));
+    let kept = ends.sent_at(now, now, log_time(113));
+    assert_eq!(kept, Some(now - 7 * SECOND));
+    let waited_here_too = ends.sent_at(now, now - 9 * SECOND, log_time(113));
+    assert_eq!(waited_here_too, Some(now - 9 * SECOND));
+}
+
+#[test]
+fn nothing_proves_more_for_what_it_says() {
+    let (start, mut ends) = asked_at_the_start();
+    let now = start + 20 * SECOND;
+    let nothing_said = ends.sent_at(now, now, None);
+    assert_eq!(
+        nothing_said,
+        Some(now),
+        "an older shim, or one without the log's clock"
+    );
+    for from_the_future in [121, 130, 10_000_000_000] {
+        assert_eq!(ends.sent_at(now, now, log_time(from_the_future)), Some(now));
+    }
+    // The next leader's clock is a minute behind: messages from before are no older.
+    ends.observe(now, LogPosition(2), 60_000_000_000);
+    assert_eq!(ends.sent_at(now, now, log_time(119)), Some(now));
+    // A new observation of the clock is trusted.
+    let later = now + 2 * SECOND;
+    let kept = ends.sent_at(later, later, log_time(61));
+    assert_eq!(kept, Some(later - SECOND));
+    assert_eq!(
+        ends.sent_at(later, later, Some(LogTime(u64::MAX))),
+        Some(later)
+    );
+    assert_eq!(
+        ends.sent_at(later, later, Some(LogTime(0))),
+        Some(later - 62 * SECOND)
+    );
+}
+
+/// Whatever our clock does against the log's, no source is without proof for good.
+#[test]
+fn a_clock_that_was_not_observed_for_long_is_ignored() {
+    let (start, mut ends) = asked_at_the_start();
+    let now = start + 61 * SECOND;
+    assert_eq!(ends.sent_at(now, now, log_time(100)), Some(now));
+    ends.observe(now, LogPosition(2), 0);
+    assert_eq!(
+        ends.sent_at(now, now, log_time(100)),
+        Some(now),
+        "does not tell"
+    );
+    ends.clear();
+    assert_eq!(
+        ends.sent_at(now, now, log_time(100)),
+        Some(now),
+        "never asked"
+    );
+}
