@@ -4,13 +4,23 @@
 //! connections; a bound on open connections; and a shutdown in two phases that breaks no request,
 //! so that connections in the system's backlog are served, and new connections may send their first
 //! request. HTTP/2 is not offered: its detection reads a preface without a time limit.
+//!
+//! At the bound the connection that is idle longest is closed for a new one. While every connection
+//! has a request in flight, further ones get answers to probes only, and 503 otherwise.
 
+mod idle;
+
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderValue, Request, Response, StatusCode, header};
 use axum::routing::MethodRouter;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use prometheus::IntGauge;
@@ -19,6 +29,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+
+use idle::{ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
 
 /// A request head that takes longer is an attack or a broken client. Also ends idle connections.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -41,6 +53,16 @@ const HEALTH_PATHS: [&str; 3] = ["/health", "/healthz", "/liveness"];
 
 /// Readiness probes.
 const READY_PATHS: [&str; 2] = ["/readyz", "/readiness"];
+
+/// Connections beyond the bound that get answers to probes: kubelet, balancers and operators open
+/// few at a time.
+const PROBE_CONNECTIONS_MAX: usize = 16;
+
+/// The answer to other requests on such a connection, in the form of OpenAI's errors.
+const FULL: &str = concat!(
+    r#"{"error":{"message":"All connections of this server are in use.","#,
+    r#""type":"service_unavailable_error","param":null,"code":"connections_full"}}"#,
+);
 
 /// Routes of the two probes, under all their names.
 pub fn probes<S>(health: MethodRouter<S>, ready: MethodRouter<S>) -> Router<S>
@@ -72,6 +94,57 @@ pub struct Server {
     pub connections: IntGauge,
 }
 
+/// The requests that a connection may send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ConnectionRole {
+    Regular,
+    /// Beyond the bound.
+    ProbesOnly,
+}
+
+/// A bounded number of connections of one role.
+struct ConnectionSlots {
+    role: ConnectionRole,
+    permits: Arc<Semaphore>,
+    idle: Arc<IdleConnections>,
+}
+
+/// The right of one connection to be open.
+struct ConnectionSlot {
+    role: ConnectionRole,
+    permit: OwnedSemaphorePermit,
+    idle: Arc<IdleConnections>,
+}
+
+impl ConnectionSlots {
+    fn new(role: ConnectionRole, connections_max: usize) -> Self {
+        Self {
+            role,
+            permits: Arc::new(Semaphore::new(connections_max)),
+            idle: Arc::default(),
+        }
+    }
+
+    fn try_take(&self) -> Option<ConnectionSlot> {
+        let permit = Arc::clone(&self.permits).try_acquire_owned().ok()?;
+        Some(self.slot(permit))
+    }
+
+    /// Waits for a slot, which an evicted connection frees soon.
+    async fn take(&self) -> Option<ConnectionSlot> {
+        let permit = Arc::clone(&self.permits).acquire_owned().await.ok()?;
+        Some(self.slot(permit))
+    }
+
+    fn slot(&self, permit: OwnedSemaphorePermit) -> ConnectionSlot {
+        ConnectionSlot {
+            role: self.role,
+            permit,
+            idle: Arc::clone(&self.idle),
+        }
+    }
+}
+
 impl Server {
     /// Serves until `shutdown.stop`. Connections live on in `tasks`.
     pub async fn run(self, shutdown: Shutdown, tasks: TaskTracker) {
@@ -81,9 +154,10 @@ impl Server {
             connections_max,
             connections,
         } = self;
-        let permits = Arc::new(Semaphore::new(connections_max));
-        let begin = |stream, permit| {
-            let open = OpenConnection::new(permit, connections.clone());
+        let regular = ConnectionSlots::new(ConnectionRole::Regular, connections_max);
+        let probes = ConnectionSlots::new(ConnectionRole::ProbesOnly, PROBE_CONNECTIONS_MAX);
+        let begin = |stream, slot| {
+            let open = OpenConnection::new(slot, connections.clone());
             tasks.spawn(serve_connection(
                 stream,
                 router.clone(),
@@ -94,18 +168,18 @@ impl Server {
         loop {
             let accepted = tokio::select! {
                 () = shutdown.stop.cancelled() => break,
-                accepted = accept(&listener, &permits) => accepted,
+                accepted = accept(&listener, &regular, &probes) => accepted,
             };
             match accepted {
-                Some((stream, permit)) => begin(stream, permit),
+                Some((stream, slot)) => begin(stream, slot),
                 None => tokio::time::sleep(ACCEPT_PAUSE).await,
             }
         }
         for stream in backlog(listener) {
             // Beyond the bound they are refused.
-            match Arc::clone(&permits).try_acquire_owned() {
-                Ok(permit) => begin(stream, permit),
-                Err(_) => return,
+            match regular.try_take() {
+                Some(slot) => begin(stream, slot),
+                None => return,
             }
         }
     }
@@ -123,32 +197,48 @@ fn backlog(listener: TcpListener) -> impl Iterator<Item = TcpStream> {
     std::iter::from_fn(accepted)
 }
 
-/// An accepted connection with its permit; `None` if accepting failed.
+/// An accepted connection with its slot; `None` if accepting failed.
 async fn accept(
     listener: &TcpListener,
-    permits: &Arc<Semaphore>,
-) -> Option<(TcpStream, OwnedSemaphorePermit)> {
-    let permit = Arc::clone(permits).acquire_owned().await.ok()?;
-    match listener.accept().await {
-        Ok((stream, _)) => Some((stream, permit)),
+    regular: &ConnectionSlots,
+    probes: &ConnectionSlots,
+) -> Option<(TcpStream, ConnectionSlot)> {
+    let stream = match listener.accept().await {
+        Ok((stream, _)) => stream,
         Err(error) => {
             tracing::warn!(%error, "connection not accepted");
-            None
+            return None;
         }
-    }
+    };
+    let slot = match regular.try_take() {
+        Some(slot) => slot,
+        None if regular.idle.evict() => regular.take().await?,
+        None => match probes.try_take() {
+            Some(slot) => slot,
+            None => {
+                probes.idle.evict();
+                probes.take().await?
+            }
+        },
+    };
+    Some((stream, slot))
 }
 
 /// Counts a connection as open while it lives.
 struct OpenConnection {
+    role: ConnectionRole,
+    activity: Arc<ConnectionActivity>,
     _permit: OwnedSemaphorePermit,
     gauge: IntGauge,
 }
 
 impl OpenConnection {
-    fn new(permit: OwnedSemaphorePermit, gauge: IntGauge) -> Self {
+    fn new(slot: ConnectionSlot, gauge: IntGauge) -> Self {
         gauge.inc();
         Self {
-            _permit: permit,
+            role: slot.role,
+            activity: ConnectionActivity::new(slot.idle),
+            _permit: slot.permit,
             gauge,
         }
     }
@@ -171,7 +261,31 @@ async fn serve_connection(
         tracing::debug!(%error, "connection closed immediately");
         return;
     }
-    let service = TowerToHyperService::new(router);
+    let (role, activity) = (open.role, Arc::clone(&open.activity));
+    let stream = ObservedStream {
+        stream,
+        activity: Arc::clone(&activity),
+    };
+    let router = TowerToHyperService::new(router);
+    let service = service_fn(move |request: Request<Incoming>| {
+        let in_flight = activity.begin();
+        let path = request.uri().path();
+        let is_probe = HEALTH_PATHS.contains(&path) || READY_PATHS.contains(&path);
+        let served = match role {
+            ConnectionRole::ProbesOnly if !is_probe => None,
+            ConnectionRole::Regular | ConnectionRole::ProbesOnly => Some(router.call(request)),
+        };
+        async move {
+            let response = match served {
+                Some(served) => served.await?,
+                None => full(),
+            };
+            Ok::<_, Infallible>(response.map(|body| InFlightBody {
+                body,
+                _request: in_flight,
+            }))
+        }
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
@@ -198,9 +312,25 @@ async fn serve_connection(
                 connection.as_mut().graceful_shutdown();
             }
             () = shutdown.force.cancelled() => break,
+            () = open.activity.evicted() => break,
         }
     }
     drop(open);
+}
+
+/// The answer where only probes are served.
+fn full() -> Response<Body> {
+    let mut response = Response::new(Body::from(FULL));
+    *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+    for (name, value) in [
+        (header::CONTENT_TYPE, "application/json"),
+        (header::RETRY_AFTER, "1"),
+        (header::CONNECTION, "close"),
+    ] {
+        let value = HeaderValue::from_static(value);
+        response.headers_mut().insert(name, value);
+    }
+    response
 }
 
 #[cfg(test)]

@@ -15,13 +15,34 @@ async fn serve(connections_max: usize) -> (SocketAddr, IntGauge, Shutdown) {
     let (connections, shutdown) = (IntGauge::new("n", "n").unwrap(), Shutdown::default());
     let server = Server {
         listener,
-        router: Router::new().route("/", get(|| async { "served" })),
+        router: probes(get(|| async {}), get(|| async {}))
+            .route("/", get(|| async { "served" }))
+            .route("/slow", get(endless)),
         connections_max,
         connections: connections.clone(),
     };
     let tasks = TaskTracker::new();
     tasks.spawn(server.run(shutdown.clone(), tasks.clone()));
     (address, connections, shutdown)
+}
+
+/// An answer whose head is there and whose body never comes.
+async fn endless() -> Body {
+    Body::new(NeverBody)
+}
+
+struct NeverBody;
+
+impl hyper::body::Body for NeverBody {
+    type Data = bytes::Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: std::pin::Pin<&mut Self>,
+        _context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<hyper::body::Frame<bytes::Bytes>, Infallible>>> {
+        std::task::Poll::Pending
+    }
 }
 
 /// Sends a request with exactly these headers.
@@ -65,27 +86,89 @@ async fn heads_of_too_many_headers_or_bytes_are_refused() {
     shutdown.stop.cancel();
 }
 
+/// Opens a connection and has one request answered on it.
+async fn connected(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    assert_eq!(status(&ask(&mut stream, &[]).await), Some(200));
+    stream
+}
+
+async fn is_closed(stream: &mut TcpStream) -> bool {
+    let read = timeout(PATIENCE, stream.read(&mut [0; 1])).await;
+    read.expect("closed").is_ok_and(|bytes| bytes == 0)
+}
+
 #[tokio::test]
-async fn a_connection_beyond_the_bound_waits_for_a_permit() {
-    let (address, connections, shutdown) = serve(1).await;
-    let mut first = TcpStream::connect(address).await.unwrap();
-    assert_eq!(status(&ask(&mut first, &[]).await), Some(200));
-    let mut second = TcpStream::connect(address).await.unwrap();
-    second.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
-    // The first is served repeatedly, the second is not.
-    for _ in 0..50 {
-        assert_eq!(status(&ask(&mut first, &[]).await), Some(200));
-        assert_eq!(connections.get(), 1);
-        let mut none = [0; 1];
-        let looked = timeout(Duration::from_millis(1), second.read(&mut none)).await;
-        assert!(looked.is_err(), "the second is served: {looked:?}");
+async fn at_the_bound_the_connection_idle_longest_is_closed() {
+    let (address, connections, shutdown) = serve(3).await;
+    // One never sends a request, one was used later than it was opened.
+    let mut silent = TcpStream::connect(address).await.unwrap();
+    while connections.get() < 1 {
+        tokio::task::yield_now().await;
     }
-    drop(first);
-    let mut answer = [0; 1024];
-    let read = timeout(PATIENCE, second.read(&mut answer)).await;
-    let read = read.expect("the permit").unwrap();
-    let answer = String::from_utf8_lossy(&answer[..read]);
-    assert_eq!(status(&answer), Some(200), "{answer}");
+    let mut used = connected(address).await;
+    let mut idle = connected(address).await;
+    assert_eq!(status(&ask(&mut used, &[]).await), Some(200));
+    let mut kept = vec![connected(address).await];
+    assert!(is_closed(&mut silent).await);
+    kept.push(connected(address).await);
+    assert!(is_closed(&mut idle).await);
+    assert_eq!(status(&ask(&mut used, &[]).await), Some(200));
+    assert!(connections.get() <= 3);
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+/// A flood of idle connections keeps no client and no probe out.
+#[tokio::test]
+async fn idle_connections_do_not_keep_probes_out() {
+    let (address, connections, shutdown) = serve(8).await;
+    let mut flood = Vec::new();
+    for _ in 0..100 {
+        flood.push(TcpStream::connect(address).await.unwrap());
+    }
+    for _ in 0..20 {
+        connected(address).await;
+        assert!(connections.get() <= 9);
+    }
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+/// No request in flight is cut for a new connection.
+#[tokio::test]
+async fn while_all_requests_are_in_flight_only_probes_are_answered() {
+    let (address, connections, shutdown) = serve(2).await;
+    let mut slow = Vec::new();
+    for _ in 0..2 {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = b"GET /slow HTTP/1.1\r\nhost: s\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        let mut first = [0; 1024];
+        let read = timeout(PATIENCE, stream.read(&mut first)).await;
+        assert!(read.expect("the head").unwrap() > 0);
+        slow.push(stream);
+    }
+    // More than the reserve: idle ones in it are closed too.
+    let mut silent = Vec::new();
+    for _ in 0..2 * PROBE_CONNECTIONS_MAX {
+        silent.push(TcpStream::connect(address).await.unwrap());
+    }
+    for (path, expected) in [("/health", 200), ("/readyz", 200), ("/", 503)] {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        let read = timeout(PATIENCE, stream.read_to_string(&mut answer)).await;
+        read.expect("an answer").unwrap();
+        assert_eq!(status(&answer), Some(expected), "{path}: {answer}");
+    }
+    assert!(connections.get() <= 2 + i64::try_from(PROBE_CONNECTIONS_MAX).unwrap());
+    // Still in flight.
+    for stream in &mut slow {
+        let looked = timeout(Duration::from_millis(1), stream.read(&mut [0; 1])).await;
+        assert!(looked.is_err(), "closed: {looked:?}");
+    }
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }

@@ -1,0 +1,199 @@
+//! The idle connections of a server, so that a full server can close the one idle longest.
+//!
+//! A connection is idle from its beginning or the last byte of an answer to the end of the next
+//! request head. The table holds one entry for each idle connection and is bounded by their number.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use axum::body::Body;
+use bytes::Bytes;
+use hyper::body::{Body as HttpBody, Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_util::sync::CancellationToken;
+
+/// Idle connections in the order in which they became idle.
+#[derive(Default)]
+pub(super) struct IdleConnections(Mutex<IdleTable>);
+
+#[derive(Default)]
+struct IdleTable {
+    next: u64,
+    connections: BTreeMap<u64, CancellationToken>,
+}
+
+/// One connection's place in [`IdleConnections`].
+pub(super) struct ConnectionActivity {
+    idle: Arc<IdleConnections>,
+    evicted: CancellationToken,
+    state: Mutex<ActivityState>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ActivityState {
+    /// With the number in the table.
+    Idle(u64),
+    InFlight,
+    /// The answer's body is complete and not yet written.
+    Flushing,
+}
+
+/// A request in flight, until it is dropped.
+pub(super) struct InFlightRequest(Arc<ConnectionActivity>);
+
+impl IdleConnections {
+    /// Closes the connection that is idle longest. Returns whether there is one.
+    pub(super) fn evict(&self) -> bool {
+        let evicted = self.table().connections.pop_first();
+        evicted.inspect(|(_, token)| token.cancel()).is_some()
+    }
+
+    fn add(&self, connection: &CancellationToken) -> u64 {
+        let mut table = self.table();
+        let number = table.next;
+        table.next += 1;
+        table.connections.insert(number, connection.clone());
+        number
+    }
+
+    fn remove(&self, number: u64) {
+        self.table().connections.remove(&number);
+    }
+
+    fn table(&self) -> MutexGuard<'_, IdleTable> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ConnectionActivity {
+    pub(super) fn new(idle: Arc<IdleConnections>) -> Arc<Self> {
+        let evicted = CancellationToken::new();
+        let state = ActivityState::Idle(idle.add(&evicted));
+        Arc::new(Self {
+            idle,
+            evicted,
+            state: Mutex::new(state),
+        })
+    }
+
+    /// Returns when the connection is to be closed.
+    pub(super) async fn evicted(&self) {
+        self.evicted.cancelled().await;
+    }
+
+    pub(super) fn begin(self: &Arc<Self>) -> InFlightRequest {
+        let mut state = self.state();
+        if let ActivityState::Idle(number) = *state {
+            self.idle.remove(number);
+        }
+        *state = ActivityState::InFlight;
+        InFlightRequest(Arc::clone(self))
+    }
+
+    /// All bytes that were to be written are written.
+    fn flushed(&self) {
+        let mut state = self.state();
+        if *state == ActivityState::Flushing {
+            *state = ActivityState::Idle(self.idle.add(&self.evicted));
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, ActivityState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for ConnectionActivity {
+    fn drop(&mut self) {
+        if let ActivityState::Idle(number) = *self.state() {
+            self.idle.remove(number);
+        }
+    }
+}
+
+impl Drop for InFlightRequest {
+    fn drop(&mut self) {
+        *self.0.state() = ActivityState::Flushing;
+    }
+}
+
+/// An answer's body, which keeps its request in flight.
+pub(super) struct InFlightBody {
+    pub body: Body,
+    pub _request: InFlightRequest,
+}
+
+impl HttpBody for InFlightBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// A socket that reports when its writes are complete.
+pub(super) struct ObservedStream {
+    pub stream: TcpStream,
+    pub activity: Arc<ConnectionActivity>,
+}
+
+impl AsyncRead for ObservedStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for ObservedStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    /// The HTTP server flushes only when its own buffer is empty.
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        if flushed.is_ready() {
+            self.activity.flushed();
+        }
+        flushed
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
