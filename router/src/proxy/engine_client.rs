@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reqwest::{Client, Request, Response};
-use tower::util::MapRequestLayer;
+use tower::util::MapResponseLayer;
 
 use crate::config::Limits;
 use crate::metrics::{Metrics, RetryReason};
@@ -25,7 +25,7 @@ tokio::task_local! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Connection {
     New,
-    /// From the pool: no connection was opened for the request.
+    /// From the pool: no connection was opened for the request, or a pooled one was free first.
     Reused,
 }
 
@@ -48,7 +48,7 @@ impl EngineClient {
                 .referer(false)
                 .tcp_nodelay(true)
                 .connect_timeout(limits.connect_timeout)
-                .connector_layer(MapRequestLayer::new(note_new_connection))
+                .connector_layer(MapResponseLayer::new(note_new_connection))
                 .pool_idle_timeout(IDLE_MAX)
                 .pool_max_idle_per_host(idle_connections_max)
                 .build()
@@ -86,10 +86,11 @@ impl EngineClient {
     }
 }
 
-/// Runs in the task of the request for which the connection is opened.
-fn note_new_connection<T>(target: T) -> T {
+/// Runs when a connection is open: in the task of its request, or in another task if the request
+/// was sent on a pooled connection first.
+fn note_new_connection<T>(connected: T) -> T {
     // Requests by the plain client are not followed.
     let note = |connection: &Cell<Connection>| connection.set(Connection::New);
     CONNECTION.try_with(note).unwrap_or_default();
-    target
+    connected
 }

@@ -84,6 +84,12 @@ impl App {
             history.attempts += 1;
             let source = placement.decision.source.clone();
             let reason = match result {
+                Ok(head) if headers::has_two_lengths(head.response.headers()) => {
+                    let worker = &source.worker;
+                    tracing::warn!(%worker, "answer with a length and chunks, not passed on");
+                    placement.slot.fail();
+                    return Err(ProxyError::Upstream);
+                }
                 Ok(head) => {
                     let url = &placement.decision.url;
                     let answered = RequestResult::Answered;

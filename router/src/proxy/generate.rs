@@ -22,7 +22,7 @@ use crate::clock::civil_now;
 use crate::error::ProxyError;
 use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
-use crate::route::{Policy, Prompt};
+use crate::route::Prompt;
 
 /// Bodies above are parsed on another thread; below, the hand-over takes about as long as the
 /// parsing.
@@ -124,6 +124,7 @@ impl App {
         let inputs = PlanInputs {
             catalog: self.fleet.catalog(),
             tokenizer: self.tokenizer.clone(),
+            policy: self.policy,
             now: civil_now(),
         };
         let started = Instant::now();
@@ -146,10 +147,6 @@ impl App {
     }
 
     async fn query_index(&self, prompt: &Prompt) -> Option<IndexAnswer> {
-        match self.policy {
-            Policy::Kv | Policy::KvOnce => {}
-            Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return None,
-        }
         let started = Instant::now();
         let answer = self.index.ask(prompt.blocks()).await;
         self.metrics.step(DecisionStep::Index, started.elapsed());

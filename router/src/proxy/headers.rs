@@ -55,6 +55,12 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
+/// Both framings of a body: RFC 9112, section 6.3, treats such a message as an attack.
+pub(crate) fn has_two_lengths(headers: &HeaderMap) -> bool {
+    let length = headers.contains_key(header::CONTENT_LENGTH);
+    length && headers.contains_key(header::TRANSFER_ENCODING)
+}
+
 /// A client's headers as an engine gets them. The body was read and may be rewritten, so its length
 /// is set again; a client cannot choose the rank.
 pub(crate) fn to_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> HeaderMap {

@@ -10,7 +10,7 @@ use warmroute_proto::{BlockSize, Seed, WorkerId};
 use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
 use crate::openai::{self, ParsedRequest, PromptList, PromptRoute, RequestInfo};
-use crate::route::{CacheReads, Prompt};
+use crate::route::{CacheReads, Policy, Prompt};
 use crate::tokenize::{CivilTime, Tokenizer};
 
 /// A rough size of text that is not tokenized, for load only.
@@ -27,6 +27,7 @@ pub(super) const ASSUMED_BLOCK_SIZE: BlockSize = match BlockSize::new(16) {
 pub(super) struct PlanInputs {
     pub catalog: Arc<ModelCatalog>,
     pub tokenizer: Option<Arc<Tokenizer>>,
+    pub policy: Policy,
     /// For chat templates with a date.
     pub now: CivilTime,
 }
@@ -132,6 +133,10 @@ fn token_lists(
             Some(_) | None => Ok(tokenizer),
         }
     };
+    match inputs.policy {
+        Policy::Kv | Policy::KvOnce => {}
+        Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return Err("policy"),
+    }
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
     }

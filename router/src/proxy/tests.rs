@@ -258,6 +258,17 @@ async fn a_stale_connection_is_retried_on_a_new_one() {
     assert_eq!(world.metric("retries_total{reason=\"broken\"}"), 0);
 }
 
+/// A client behind the router must not see two framings of one body.
+#[tokio::test]
+async fn an_answer_with_a_length_and_chunks_is_a_502() {
+    let engine = Engine::with_two_lengths().await;
+    let world = World::with(&[&engine]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 502);
+    world::assert_error(response, "upstream_failed").await;
+    world.until_quiet().await;
+}
+
 /// The worker's probes pass: two broken requests do not take it out of the choice.
 #[tokio::test]
 async fn two_broken_requests_leave_a_worker_in_service() {

@@ -42,6 +42,7 @@ fn inputs() -> PlanInputs {
     PlanInputs {
         catalog: Arc::new(catalog),
         tokenizer: None,
+        policy: Policy::Kv,
         now: CivilTime::from_unix(0),
     }
 }
@@ -206,6 +207,20 @@ fn prompts_that_cannot_be_hashed_are_routed_by_load_with_a_reason() {
         let plan = completion(&body);
         assert_eq!(plan.unhashed, Some(why), "{body}");
         assert!(plan.prompt.blocks().is_empty());
+    }
+}
+
+/// No tokens, no hashes, and so no index query.
+#[test]
+fn policies_that_use_no_caches_do_not_tokenize() {
+    for policy in [Policy::RoundRobin, Policy::LeastLoad, Policy::Random] {
+        let inputs = PlanInputs { policy, ..inputs() };
+        for prompt in [json!("text"), json!(tokens(40))] {
+            let body = json!({"model": "m", "prompt": prompt}).to_string();
+            let plan = plan(PromptRoute::Completions, body.as_bytes(), &inputs).unwrap();
+            assert_eq!(plan.unhashed, Some("policy"));
+            assert!(plan.prompt.blocks().is_empty());
+        }
     }
 }
 

@@ -191,6 +191,23 @@ impl Engine {
         engine
     }
 
+    /// Answers with `Content-Length` and chunks.
+    pub(super) async fn with_two_lengths() -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let serve = async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                read_request(&mut stream).await;
+                let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\
+                    transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n";
+                stream.write_all(answer).await.unwrap();
+            }
+        };
+        drop(TaskTracker::new().spawn(serve));
+        engine
+    }
+
     pub(super) fn answer_with(&self, status: StatusCode) {
         *self.inner.status.lock().unwrap() = status;
     }
