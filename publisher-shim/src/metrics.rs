@@ -37,7 +37,7 @@ const SERIES: [(&str, &str, &str, Value); 37] = [
         flag(s.is_connected)
     }),
     ("unverified", "Losses cannot be seen.", "gauge", |s| {
-        flag(s.is_unverified)
+        flag(s.unverified.is_some())
     }),
     (
         "proof_age_seconds",

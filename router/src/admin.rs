@@ -299,7 +299,7 @@ fn event_feeds(worker: &FleetWorker, admin: &Admin) -> Vec<Value> {
                 "dp_rank": status.source.dp_rank,
                 "connected": status.is_connected,
                 // Losses cannot be seen without replays or sequence numbers.
-                "losses_visible": !status.is_unverified,
+                "losses_visible": status.unverified.is_none(),
                 "engine_seq": status.engine_seq,
                 "proof_age_ms": status.proof_age.map(|age| age.as_millis()),
                 "orphans": status.orphans,

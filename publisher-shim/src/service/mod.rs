@@ -27,7 +27,7 @@ use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
 use crate::engine::{EngineInfo, EngineLink, InfoError, VllmEngine};
 use crate::mirror;
-use crate::source::{SourceConfig, SourceStatus};
+use crate::source::{SourceConfig, SourceStatus, UnverifiedCause};
 use lease::{Leadership, WorkerLease};
 use log_clock::ClockReading;
 use rank::{RankConfig, RankInputs, RankTask};
@@ -360,8 +360,9 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         if is_new {
             shared.facts_changed.notify_one();
         }
-        let is_unverified = shared.views().iter().any(|view| view.status.is_unverified);
-        if is_unverified && !was_warned {
+        let lacks_replay =
+            |view: &RankView| view.status.unverified == Some(UnverifiedCause::NoReplay);
+        if !was_warned && shared.views().iter().any(lacks_replay) {
             was_warned = true;
             warn!(
                 "the engine has no replay endpoint: losses cannot be seen and its sources are \

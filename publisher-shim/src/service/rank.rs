@@ -11,7 +11,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::info;
+use tracing::{info, warn};
 use warmroute_plane::Connection;
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, LogPosition};
@@ -23,7 +23,7 @@ use super::rank_plane::{PlaneAnswer, RankPlane};
 use super::{RankView, ShimState};
 use crate::config::Endpoints;
 use crate::engine::{BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink};
-use crate::source::{AppendId, Effect, Notice, SourceConfig, SourceCore};
+use crate::source::{AppendId, Effect, Notice, ReplaySupport, SourceConfig, SourceCore};
 use crate::state_dir::CheckpointStore;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
@@ -265,10 +265,13 @@ impl<F: EngineFeed> RankTask<F> {
         // A starting engine reports nothing: the known endpoints stay.
         let is_known = endpoints.live.is_some() && !info.models.is_empty();
         if is_known && endpoints != self.endpoints {
-            let has_replay = endpoints.replay.is_some();
+            let support = match endpoints.replay {
+                Some(_) => ReplaySupport::Available,
+                None => ReplaySupport::Missing,
+            };
             self.feed.reconnect(endpoints.clone());
             self.endpoints = endpoints;
-            self.core.replay_available(now(), has_replay);
+            self.core.set_replay_support(now(), support);
         }
     }
 
@@ -315,6 +318,9 @@ impl<F: EngineFeed> RankTask<F> {
         match notice {
             Notice::NewGeneration(reason) => {
                 info!(%source, reason = reason.label(), "a new generation begins");
+            }
+            Notice::Warning(warning) => {
+                warn!(%source, engine = %warning, "the engine's events cost this source credit");
             }
             Notice::State(state) => info!(%source, ?state, "the source's state changed"),
         }

@@ -1,7 +1,8 @@
 //! The engine's KV-cache groups that count, learned from its stores.
 //!
 //! Only main-attention groups count: positions in the others are unknown. Old engines send no kind
-//! or no index; a group without a kind is taken for main attention.
+//! or no index; a group without a kind is taken for main attention. So is a group of an unknown
+//! kind: if it is one, its blocks are needed; if not, fewer blocks are held than could be.
 
 use warmroute_proto::{Tier, Tiers};
 
@@ -9,7 +10,7 @@ use super::references::GroupSlot;
 use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
 use crate::wire::{BlockGroup, GroupKind};
 
-/// More groups than any model has; the stores of further ones have an unknown role.
+/// More groups than any model has; further ones are not tracked.
 const GROUPS_MAX: usize = 64;
 
 /// What the mirror does with a group's events.
@@ -19,8 +20,8 @@ pub(super) enum GroupRole {
     Main(GroupSlot),
     /// Ignores them.
     Masked,
-    /// Ignores them and doubts the tier: the group's kind is unknown.
-    Unknown,
+    /// Ignores them and doubts the tier: there are too many groups.
+    Untracked,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -33,8 +34,8 @@ pub(super) struct Groups {
 struct KnownGroup {
     index: Option<u32>,
     role: GroupRole,
-    /// The engine sent its kind.
-    has_kind: bool,
+    /// `None` if the engine did not send it.
+    kind: Option<GroupKind>,
 }
 
 impl Groups {
@@ -45,21 +46,20 @@ impl Groups {
         }
         let groups = self.tiers.get_mut(tier);
         if groups.len() >= GROUPS_MAX {
-            return GroupRole::Unknown;
+            return GroupRole::Untracked;
         }
         let role = match group.kind {
-            Some(GroupKind::Main) | None => {
+            Some(GroupKind::Main | GroupKind::Unknown) | None => {
                 let main_count = self.main_count.get_mut(tier);
                 *main_count += 1;
                 GroupRole::Main(*main_count - 1)
             }
             Some(GroupKind::Masked) => GroupRole::Masked,
-            Some(GroupKind::Unknown) => GroupRole::Unknown,
         };
         groups.push(KnownGroup {
             index: group.index,
             role,
-            has_kind: group.kind.is_some(),
+            kind: group.kind,
         });
         role
     }
@@ -79,14 +79,14 @@ impl Groups {
     /// The tier has several groups, and the engine did not send the kinds of all.
     pub(super) fn lacks_kinds(&self, tier: Tier) -> bool {
         let groups = self.tiers.get(tier);
-        groups.len() > 1 && groups.iter().any(|group| !group.has_kind)
+        groups.len() > 1 && groups.iter().any(|group| group.kind.is_none())
     }
 
-    /// No group seen so far has another role than main attention.
+    /// No group seen so far has another kind than main attention.
     pub(super) fn is_main_attention_only(&self) -> bool {
         Tier::ALL.iter().all(|&tier| {
             let mut groups = self.tiers.get(tier).iter();
-            groups.all(|group| matches!(group.role, GroupRole::Main(_)))
+            groups.all(|group| matches!(group.kind, Some(GroupKind::Main) | None))
         })
     }
 
@@ -97,13 +97,13 @@ impl Groups {
             for group in groups {
                 group.index.is_some().write(to);
                 group.index.unwrap_or_default().write(to);
-                let role: u8 = match group.role {
-                    GroupRole::Main(_) => 0,
-                    GroupRole::Masked => 1,
-                    GroupRole::Unknown => 2,
+                let kind: u8 = match group.kind {
+                    Some(GroupKind::Main) | None => 0,
+                    Some(GroupKind::Masked) => 1,
+                    Some(GroupKind::Unknown) => 2,
                 };
-                role.write(to);
-                group.has_kind.write(to);
+                kind.write(to);
+                group.kind.is_some().write(to);
             }
         }
     }
@@ -119,20 +119,17 @@ impl Groups {
             for _ in 0..length {
                 let has_index = from.read()?;
                 let index = Some(from.read()?).filter(|_| has_index);
-                let kind = match from.read::<u8>()? {
-                    0 => GroupKind::Main,
-                    1 => GroupKind::Masked,
-                    2 => GroupKind::Unknown,
-                    _ => return Err(Malformed("a group's role")),
+                let kind = match (from.read::<u8>()?, from.read()?) {
+                    (0, true) => Some(GroupKind::Main),
+                    (0, false) => None,
+                    (1, true) => Some(GroupKind::Masked),
+                    (2, true) => Some(GroupKind::Unknown),
+                    _ => return Err(Malformed("a group's kind")),
                 };
                 if groups.role(tier, index).is_some() {
                     return Err(Malformed("a duplicate group"));
                 }
-                let kind = Some(kind);
                 groups.learn(tier, BlockGroup { index, kind });
-                if let Some(group) = groups.tiers.get_mut(tier).last_mut() {
-                    group.has_kind = from.read()?;
-                }
             }
         }
         Ok(groups)

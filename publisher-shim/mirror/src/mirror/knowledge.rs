@@ -151,10 +151,6 @@ impl Knowledge {
         self.tiers.get_mut(tier).doubt = true;
     }
 
-    pub(super) fn doubt_all(&mut self) {
-        Tier::ALL.iter().for_each(|&tier| self.doubt(tier));
-    }
-
     /// Every store was counted, so that a removal of an unknown block is a contradiction.
     pub(super) const fn is_whole(&self, tier: Tier) -> bool {
         let known = self.tiers.get(tier);

@@ -7,7 +7,7 @@
 //! engine hashes.
 //!
 //! The mirror also tracks how much it knows ([`Mirror::states`]): whether it saw everything since the
-//! engine was empty, whether an event did not decode, and whether the events have all fields that
+//! engine was empty, whether a store did not decode, and whether the events have all fields that
 //! distinguish blocks. An [`Inconsistency`] empties it.
 //!
 //! Sequence numbers, replays and time are in `source`. Pure: no IO, no clock.
@@ -25,7 +25,9 @@ use warmroute_proto::{
     BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierStates, Tiers,
 };
 
-use crate::wire::{Batch, BlockKeys, CacheEvent, EngineHash, LoraRef, RemovedBlocks, StoredBlocks};
+use crate::wire::{
+    Batch, BlockKeys, CacheEvent, EngineHash, GroupKind, LoraRef, RemovedBlocks, StoredBlocks,
+};
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
@@ -57,8 +59,8 @@ impl Default for MirrorConfig {
     }
 }
 
-/// A contradiction that shows the mirror to be wrong. The mirror is then empty and partial, and its
-/// readers need a new generation.
+/// A sign that the mirror may hold blocks which the engine does not. The mirror is then empty and
+/// partial, and its readers need a new generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Inconsistency {
     /// A block was removed that is not held, though everything was seen from the start.
@@ -67,6 +69,8 @@ pub enum Inconsistency {
     TwoPrefixes,
     /// More references than the engine has blocks.
     TooMany,
+    /// An event or a payload did not decode: it may have removed any block.
+    Undecodable,
 }
 
 impl Inconsistency {
@@ -77,6 +81,18 @@ impl Inconsistency {
             Self::BelowZero => "below_zero",
             Self::TwoPrefixes => "two_prefixes",
             Self::TooMany => "too_many",
+            Self::Undecodable => "undecodable",
+        }
+    }
+
+    /// What the engine did, for the operator's log.
+    #[must_use]
+    pub const fn cause(self) -> &'static str {
+        match self {
+            Self::BelowZero => "removed a block that it did not store",
+            Self::TwoPrefixes => "gave one block hash to two prefixes; its hashes have no position",
+            Self::TooMany => "stored more blocks than it has",
+            Self::Undecodable => "sent an event that this version does not know",
         }
     }
 }
@@ -184,10 +200,11 @@ impl Mirror {
         }
     }
 
-    /// A batch did not decode: its events are unknown.
-    pub fn doubt(&mut self) {
+    /// Empties the mirror: a payload did not decode, so its events are unknown.
+    pub fn reject_payload(&mut self) -> Inconsistency {
         self.counters.events_not_understood += 1;
-        self.knowledge.doubt_all();
+        self.forget();
+        Inconsistency::Undecodable
     }
 
     /// The states that the mirror supports, whatever the age of the source's proof.
@@ -285,7 +302,7 @@ impl Mirror {
             self.knowledge.miss_all();
         }
         if skipped.others > 0 {
-            self.knowledge.doubt_all();
+            return Err(Inconsistency::Undecodable);
         }
         match self.config.blocks_max {
             Some(max) if self.engine_hashes.gpu_references() > max => Err(Inconsistency::TooMany),
@@ -318,11 +335,14 @@ impl Mirror {
         let slot = match self.groups.learn(tier, stored.group) {
             GroupRole::Main(slot) => slot,
             GroupRole::Masked => return Ok(()),
-            GroupRole::Unknown => {
+            GroupRole::Untracked => {
                 self.knowledge.doubt(tier);
                 return Ok(());
             }
         };
+        if stored.group.kind == Some(GroupKind::Unknown) {
+            self.knowledge.miss(tier);
+        }
         if main_count > 0 && self.groups.main_count(tier) > main_count {
             // The new group holds nothing: no block is held by all groups any more.
             self.touch_all();
@@ -380,8 +400,9 @@ impl Mirror {
             .checked_mul(stored.tokens_per_position as usize)?;
         let is_whole = per_block.checked_mul(stored.hashes.len())? == stored.tokens.len();
         let is_gpu = stored.medium.tier() == Tier::Gpu;
+        let is_known_kind = stored.group.kind != Some(GroupKind::Unknown);
         let may_decide = self.config.block_size.is_none() && !self.block_size_is_confirmed;
-        if is_whole && is_gpu && may_decide {
+        if is_whole && is_gpu && is_known_kind && may_decide {
             self.block_size = Some(size);
         }
         if !is_whole || self.block_size != Some(size) {
@@ -551,11 +572,7 @@ impl Mirror {
         let slot = match self.groups.role(tier, removed.group) {
             Some(GroupRole::Main(slot)) => Some(slot),
             Some(GroupRole::Masked) => return Ok(()),
-            Some(GroupRole::Unknown) => {
-                self.knowledge.doubt(tier);
-                return Ok(());
-            }
-            None => None,
+            Some(GroupRole::Untracked) | None => None,
         };
         self.knowledge.saw_removal(tier);
         for &hash in &removed.hashes {

@@ -442,12 +442,54 @@ fn what_cannot_be_understood_ends_complete() {
     assert_eq!(mirror.states().gpu, TierState::Complete);
     mirror.apply(&skip(1, 0)).unwrap();
     assert_eq!(mirror.states().gpu, TierState::Partial);
-    mirror.apply(&skip(0, 1)).unwrap();
-    assert_eq!(mirror.states().gpu, TierState::Stale);
-    mirror.apply(&batch(vec![CacheEvent::Cleared])).unwrap();
-    assert_eq!(mirror.states().gpu, TierState::Complete);
-    mirror.doubt();
-    assert_eq!(mirror.states().gpu, TierState::Stale);
+    for is_payload in [false, true] {
+        mirror.apply(&batch(vec![CacheEvent::Cleared])).unwrap();
+        assert_eq!(mirror.states().gpu, TierState::Complete);
+        // The store is in the batch of the unknown event, which may follow it.
+        let mut undecodable = skip(0, 1);
+        undecodable.events = vec![stored(None, &[1, 2])];
+        let sign = if is_payload {
+            mirror.apply(&batch(undecodable.events)).unwrap();
+            mirror.reject_payload()
+        } else {
+            mirror.apply(&undecodable).unwrap_err()
+        };
+        assert_eq!(sign, Inconsistency::Undecodable);
+        assert_eq!(mirror.held(), []);
+        assert_eq!(mirror.states().gpu, TierState::Partial);
+        mirror
+            .apply(&batch(vec![removed(1), stored(None, &[7])]))
+            .unwrap();
+        assert_eq!(mirror.held(), [(prefix(&[7]), Tier::Gpu)]);
+        assert_eq!(mirror.states().gpu, TierState::Partial);
+    }
+}
+
+#[test]
+fn a_group_of_an_unknown_kind_lowers_the_state_to_partial() {
+    let mut follower = Follower::new(Start::Empty);
+    let of_unknown_kind = |parent, tokens: &[u32]| {
+        let mut run = run(parent, tokens);
+        run.group = BlockGroup {
+            index: Some(7),
+            kind: Some(GroupKind::Unknown),
+        };
+        CacheEvent::Stored(Box::new(run))
+    };
+    follower.apply(vec![stored(None, &[1, 2])]);
+    assert_eq!(follower.gpu(), TierState::Complete);
+    // Only blocks that the unknown group holds as well may be credited.
+    follower.apply(vec![of_unknown_kind(None, &[1])]);
+    assert!(follower.holds(&[1]) && !follower.holds(&[1, 2]));
+    assert_eq!(follower.gpu(), TierState::Partial);
+    assert!(!follower.mirror.main_attention_only());
+    follower.apply(vec![removed_from(1, Medium::Gpu, 7)]);
+    assert!(!follower.holds(&[1]));
+    follower.apply(vec![CacheEvent::Cleared, stored(None, &[3])]);
+    assert!(!follower.holds(&[3]));
+    follower.apply(vec![of_unknown_kind(None, &[3])]);
+    assert!(follower.holds(&[3]));
+    assert_eq!(follower.gpu(), TierState::Partial);
 }
 
 /// vLLM's offloading connector tells tokens but no extra keys: a salted block looks like a plain one.

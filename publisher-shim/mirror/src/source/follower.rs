@@ -14,9 +14,11 @@ use bytes::Bytes;
 use warmroute_proto::EngineSeq;
 
 use super::history::{BatchHistory, BatchMatch};
-use super::{Effect, GenerationReason, ReplayId, STALL_MIN, SourceConfig, SourceCore};
-use crate::mirror::Start;
-use crate::wire::{self, Batch};
+use super::{
+    Effect, EngineWarning, GenerationReason, ReplayId, STALL_MIN, SourceConfig, SourceCore,
+};
+use crate::mirror::{Inconsistency, Start};
+use crate::wire::{self, Batch, NotUnderstood};
 
 /// Silence after which a replay checks for lost batches.
 const POLL_EVERY: Duration = Duration::from_secs(1);
@@ -24,6 +26,22 @@ const POLL_EVERY: Duration = Duration::from_secs(1);
 const REPLAY_PATIENCE: Duration = Duration::from_millis(1500);
 /// Replays in all that try to fill a hole.
 const HOLE_TRIES_MAX: u32 = 3;
+
+/// Whether the engine has a replay endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplaySupport {
+    Available,
+    Missing,
+}
+
+/// Why the loss of an engine's last batches is not detectable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnverifiedCause {
+    /// The engine has no replay endpoint.
+    NoReplay,
+    /// Its last message had no sequence number.
+    NoSequence,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FollowState {
@@ -61,7 +79,7 @@ struct BufferedBatch {
 #[derive(Debug)]
 pub(super) struct EngineFollower {
     has_replay: bool,
-    /// A message without a sequence number was seen.
+    /// The last message had no sequence number.
     is_unsequenced: bool,
     is_connected: bool,
     was_connected: bool,
@@ -137,9 +155,14 @@ impl EngineFollower {
         self.is_connected
     }
 
-    /// The loss of the last batches is not detectable.
-    pub(super) const fn is_unverified(&self) -> bool {
-        !self.can_verify()
+    pub(super) const fn unverified(&self) -> Option<UnverifiedCause> {
+        if self.is_unsequenced {
+            Some(UnverifiedCause::NoSequence)
+        } else if self.has_replay {
+            None
+        } else {
+            Some(UnverifiedCause::NoReplay)
+        }
     }
 
     pub(super) fn proof_age(&self, now: Instant) -> Option<Duration> {
@@ -151,7 +174,7 @@ impl EngineFollower {
     }
 
     const fn can_verify(&self) -> bool {
-        self.has_replay && !self.is_unsequenced
+        self.unverified().is_none()
     }
 
     fn buffer(&mut self, batch: BufferedBatch, bytes_max: usize) -> bool {
@@ -190,7 +213,8 @@ impl SourceCore {
     }
 
     /// The engine was found to have a replay endpoint, or to have none.
-    pub fn replay_available(&mut self, now: Instant, has_replay: bool) {
+    pub fn set_replay_support(&mut self, now: Instant, support: ReplaySupport) {
+        let has_replay = support == ReplaySupport::Available;
         if self.engine.has_replay != has_replay {
             self.engine.has_replay = has_replay;
             self.engine.replay = None;
@@ -321,6 +345,10 @@ impl SourceCore {
             self.unsequenced(now, &payload);
             return;
         };
+        if self.engine.is_unsequenced && !self.resume_sequence(now) {
+            self.apply(now, &payload);
+            return;
+        }
         match self.engine.state {
             FollowState::Down | FollowState::Checking => {
                 let arrived = now;
@@ -339,12 +367,28 @@ impl SourceCore {
 
     fn unsequenced(&mut self, now: Instant, payload: &[u8]) {
         if !self.engine.is_unsequenced {
+            self.warn(now, EngineWarning::NoSequence);
             self.engine.is_unsequenced = true;
             self.engine.replay = None;
             self.engine.state = FollowState::Following;
             self.unseen_loss(now);
         }
         self.apply(now, payload);
+    }
+
+    /// A sequence number came after messages without one: follows the sequence again, from unknown
+    /// contents. `false` if the last replay is too young: an engine may send both in turn.
+    fn resume_sequence(&mut self, now: Instant) -> bool {
+        let is_due = self.engine.next_replay.is_none_or(|due| due <= now);
+        if !self.engine.is_connected || !is_due {
+            return false;
+        }
+        self.engine.is_unsequenced = false;
+        self.unseen_loss(now);
+        if self.engine.can_verify() {
+            self.verify(now);
+        }
+        true
     }
 
     /// A live batch while every earlier one should be applied. It `arrived` now or before.
@@ -591,12 +635,21 @@ impl SourceCore {
     fn apply(&mut self, now: Instant, payload: &[u8]) {
         self.counters.batches += 1;
         self.engine.last_event = Some(now);
-        let Ok(batch) = Batch::decode(payload) else {
-            self.counters.payloads_malformed += 1;
-            self.mirror.doubt();
-            return;
+        let applied = match Batch::decode(payload) {
+            Ok(batch) => {
+                let applied = self.mirror.apply(&batch);
+                for part in batch.not_understood {
+                    self.warn(now, EngineWarning::NotUnderstood(part));
+                }
+                applied
+            }
+            Err(_) => {
+                self.counters.payloads_malformed += 1;
+                self.warn(now, EngineWarning::NotUnderstood(NotUnderstood::Payload));
+                Err(self.mirror.reject_payload())
+            }
         };
-        match self.mirror.apply(&batch) {
+        match applied {
             Ok(changes) => {
                 if !self.publisher.add(now, changes) {
                     self.new_generation(now, GenerationReason::OutboxFull);
@@ -606,6 +659,9 @@ impl SourceCore {
                 self.publisher.pump(now, context, &mut self.effects);
             }
             Err(inconsistency) => {
+                if inconsistency != Inconsistency::Undecodable {
+                    self.warn(now, EngineWarning::Inconsistent(inconsistency));
+                }
                 self.new_generation(now, GenerationReason::Mirror(inconsistency));
             }
         }

@@ -18,11 +18,13 @@ mod claim;
 mod clock;
 mod follower;
 mod history;
+mod limits;
 mod pack;
 mod publisher;
 mod tail;
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -34,9 +36,12 @@ use warmroute_proto::{
 
 use crate::checkpoint::{self, Checkpoint, Restored};
 use crate::mirror::{self, Inconsistency, Mirror, Start};
+use crate::wire::NotUnderstood;
 pub use claim::next_generation;
 use clock::LogClock;
 use follower::EngineFollower;
+pub use follower::{ReplaySupport, UnverifiedCause};
+use limits::{GenerationLimiter, WarningLimiter};
 pub use publisher::RecordState;
 use publisher::{Publisher, RecordContext};
 pub use tail::{LogTail, RegistryReading, Tail};
@@ -133,11 +138,31 @@ pub enum Effect {
 }
 
 /// An event for the operator's log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
     NewGeneration(GenerationReason),
     /// The state that may be claimed about GPU memory changed.
     State(TierState),
+    /// Sent once a minute at most.
+    Warning(EngineWarning),
+}
+
+/// A behaviour of the engine that costs credit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EngineWarning {
+    NotUnderstood(NotUnderstood),
+    Inconsistent(Inconsistency),
+    NoSequence,
+}
+
+impl fmt::Display for EngineWarning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotUnderstood(part) => write!(f, "sent an unknown {part}"),
+            Self::Inconsistent(inconsistency) => f.write_str(inconsistency.cause()),
+            Self::NoSequence => f.write_str("sent a message without a sequence number"),
+        }
+    }
 }
 
 /// Why a generation begins.
@@ -183,7 +208,7 @@ impl GenerationReason {
     }
 
     /// All reasons in a fixed order: the closed set of a metric's label.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::LeaseTaken,
         Self::EngineRestarted,
         Self::GapUnfilled,
@@ -191,6 +216,7 @@ impl GenerationReason {
         Self::Mirror(Inconsistency::BelowZero),
         Self::Mirror(Inconsistency::TwoPrefixes),
         Self::Mirror(Inconsistency::TooMany),
+        Self::Mirror(Inconsistency::Undecodable),
         Self::OutboxFull,
         Self::Resync(ResyncReason::Gap),
         Self::Resync(ResyncReason::Mismatch),
@@ -261,7 +287,8 @@ pub struct SourceStatus {
     pub proof_age: Option<Duration>,
     /// Since the last batch was applied.
     pub event_age: Option<Duration>,
-    pub is_unverified: bool,
+    /// Why the loss of the last batches is not detectable; `None` if it is.
+    pub unverified: Option<UnverifiedCause>,
     pub is_connected: bool,
     pub waiting_bytes: usize,
     pub prefixes: usize,
@@ -299,6 +326,8 @@ pub struct SourceCore {
     publisher: Publisher,
     tail: TailMonitor,
     clock: LogClock,
+    generation_limiter: GenerationLimiter,
+    warning_limiter: WarningLimiter,
     /// The plane is reachable, as far as is known.
     is_reachable: bool,
     /// The lease lapsed, and no other holder is known.
@@ -324,6 +353,8 @@ impl SourceCore {
             publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max, config.seed),
             tail: TailMonitor::default(),
             clock: LogClock::new(config.waits_for_clock),
+            generation_limiter: GenerationLimiter::default(),
+            warning_limiter: WarningLimiter::default(),
             is_reachable: true,
             has_lapsed: false,
             health: EngineHealth::Unknown,
@@ -407,8 +438,7 @@ impl SourceCore {
     /// shim wrote.
     pub fn lease_taken(&mut self, now: Instant) {
         if self.publisher.lacks_lease() {
-            self.publisher.lease_taken(now);
-            self.note_generation(GenerationReason::LeaseTaken);
+            self.claim(now, GenerationReason::LeaseTaken);
         }
         self.has_lapsed = false;
         self.try_unpause(now);
@@ -582,7 +612,7 @@ impl SourceCore {
                 .engine
                 .last_event()
                 .map(|at| now.saturating_duration_since(at)),
-            is_unverified: self.engine.is_unverified(),
+            unverified: self.engine.unverified(),
             is_connected: self.engine.is_connected(),
             waiting_bytes: self.publisher.waiting_bytes(),
             prefixes: self.mirror.prefixes(),
@@ -595,17 +625,30 @@ impl SourceCore {
         }
     }
 
+    /// Replaces the generation in use. If there is none, the claim that is pending or follows the
+    /// lease serves this need as well.
     fn new_generation(&mut self, now: Instant, reason: GenerationReason) {
-        self.publisher.claim(now);
         self.tail.forget();
-        self.note_generation(reason);
+        if self.publisher.is_open() {
+            self.claim(now, reason);
+        }
     }
 
-    fn note_generation(&mut self, reason: GenerationReason) {
+    /// Claims a generation as soon as its reason's rate allows. Until then the source is stale.
+    fn claim(&mut self, now: Instant, reason: GenerationReason) {
+        let due = self.generation_limiter.reserve(now, reason);
+        self.publisher.claim(due);
         self.counters.generations += 1;
         self.counters.reasons.count(reason);
         self.effects
             .push_back(Effect::Notice(Notice::NewGeneration(reason)));
+    }
+
+    fn warn(&mut self, now: Instant, warning: EngineWarning) {
+        if self.warning_limiter.is_due(now, &warning) {
+            self.effects
+                .push_back(Effect::Notice(Notice::Warning(warning)));
+        }
     }
 
     /// Runs after every input: sends due records, and a heartbeat if the claimable states changed.
@@ -668,7 +711,7 @@ impl SourceCore {
     }
 
     fn record_context(&self, now: Instant) -> RecordContext {
-        let states = if self.engine.is_unverified() {
+        let states = if self.engine.unverified().is_some() {
             lower(self.mirror.states(), TierState::Unverified)
         } else {
             self.mirror.states()
@@ -693,7 +736,7 @@ impl SourceCore {
         if !self.engine.is_connected() || self.health == EngineHealth::Unhealthy {
             return false;
         }
-        if self.engine.is_unverified() {
+        if self.engine.unverified().is_some() {
             return self.health == EngineHealth::Healthy;
         }
         self.engine

@@ -218,9 +218,10 @@ impl Publisher {
     pub(super) fn unpause(&mut self, now: Instant) {
         if std::mem::take(&mut self.is_paused) {
             self.retry = None;
-            if let PublishPhase::Claiming(Some(_)) = self.phase {
+            if let PublishPhase::Claiming(Some(due)) = self.phase {
                 // Other shims lost the plane as well and return in the same moment.
-                self.phase = PublishPhase::Claiming(Some(now + self.backoff.first()));
+                let due = due.max(now + self.backoff.first());
+                self.phase = PublishPhase::Claiming(Some(due));
             }
         }
     }
@@ -238,19 +239,10 @@ impl Publisher {
         self.drop_everything();
     }
 
-    /// Drops all records and begins a new generation, opened once it is claimed.
-    pub(super) fn claim(&mut self, now: Instant) {
+    /// Drops all records and claims a generation, at `due` or later.
+    pub(super) fn claim(&mut self, due: Instant) {
         self.drop_everything();
-        if self.phase == PublishPhase::Open {
-            self.phase = PublishPhase::Claiming(Some(now));
-        }
-    }
-
-    /// This shim has the lease: claims a generation.
-    pub(super) fn lease_taken(&mut self, now: Instant) {
-        if self.lacks_lease() {
-            self.phase = PublishPhase::Claiming(Some(now));
-        }
+        self.phase = PublishPhase::Claiming(Some(due));
     }
 
     pub(super) fn raise_fence(&mut self, above: Generation) {

@@ -9,21 +9,24 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::keys::{self, EventKeys, KeyContext};
 use super::msgpack::{Cursor, ValueKind, WireError};
 use super::{
-    BlockGroup, CacheEvent, EngineHash, GroupKind, LoraRef, Medium, RemovedBlocks, StoredBlocks,
+    BlockGroup, CacheEvent, EngineHash, EngineName, GroupKind, LoraRef, Medium, RemovedBlocks,
+    StoredBlocks,
 };
 
 /// An event that decoded.
 pub(super) enum Decoded {
     Event(CacheEvent),
+    /// A store in a group of a kind with this name.
+    OfUnknownKind(CacheEvent, EngineName),
     /// It concerns memory that is not tracked.
     Untracked,
 }
 
-/// The type of an event that does not decode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NotUnderstood {
-    Stored,
-    Other,
+/// An event that does not decode, with its type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Undecoded {
+    Stored(EngineName),
+    Other(EngineName),
 }
 
 /// A field's raw value, decoded after all fields are found.
@@ -52,13 +55,18 @@ struct Fields<'a> {
 }
 
 /// Decodes the event whose bytes are exactly `raw`.
-pub(super) fn decode(raw: &[u8]) -> Result<Decoded, NotUnderstood> {
-    let fields = Fields::read(raw).map_err(|_| NotUnderstood::Other)?;
-    match fields.tag {
-        "BlockStored" => fields.stored().map_err(|_| NotUnderstood::Stored),
-        "BlockRemoved" => fields.removed().map_err(|_| NotUnderstood::Other),
+pub(super) fn decode(raw: &[u8]) -> Result<Decoded, Undecoded> {
+    let other = |tag| Undecoded::Other(EngineName::new(tag));
+    let fields = Fields::read(raw).map_err(|_| other(""))?;
+    let tag = fields.tag;
+    match tag {
+        "BlockStored" => {
+            let stored = fields.stored();
+            stored.map_err(|_| Undecoded::Stored(EngineName::new(tag)))
+        }
+        "BlockRemoved" => fields.removed().map_err(|_| other(tag)),
         "AllBlocksCleared" => Ok(Decoded::Event(CacheEvent::Cleared)),
-        _ => Err(NotUnderstood::Other),
+        _ => Err(other(tag)),
     }
 }
 
@@ -174,7 +182,8 @@ impl<'a> Fields<'a> {
         }
         let tokens = tokens(self.tokens)?;
         let salt = text(self.cache_salt)?.map(str::to_owned).or(keys.salt);
-        Ok(Decoded::Event(CacheEvent::Stored(Box::new(StoredBlocks {
+        let group = self.group()?;
+        let event = CacheEvent::Stored(Box::new(StoredBlocks {
             hashes,
             parent,
             tokens: tokens.values,
@@ -188,8 +197,14 @@ impl<'a> Fields<'a> {
             keys: keys.blocks.into_iter().collect(),
             reports_extra_keys: self.reports_extra_keys(medium),
             medium,
-            group: self.group()?,
-        }))))
+            group,
+        }));
+        Ok(match (group.kind, text(self.kind)?) {
+            (Some(GroupKind::Unknown), Some(kind)) => {
+                Decoded::OfUnknownKind(event, EngineName::new(kind))
+            }
+            _ => Decoded::Event(event),
+        })
     }
 
     /// GPU stores list extra keys in every version that has a field for them. Offloading

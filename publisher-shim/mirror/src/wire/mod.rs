@@ -10,14 +10,16 @@ mod event;
 mod frames;
 mod keys;
 mod msgpack;
+mod unknown;
 
 pub use frames::{LiveFrames, ReplayFrames, live_frames, replay_frames, replay_request};
 pub use keys::BlockKeys;
 pub use msgpack::WireError;
+pub use unknown::{EngineName, NotUnderstood};
 
 use warmroute_proto::Tier;
 
-use event::{Decoded, NotUnderstood};
+use event::{Decoded, Undecoded};
 use msgpack::Cursor;
 
 /// Bound of a payload. A batch of 128 k-token prompts on every slot of a large engine is far below.
@@ -36,6 +38,8 @@ pub struct Batch {
     /// `None` in the oldest envelopes.
     pub dp_rank: Option<u32>,
     pub skipped: SkippedEvents,
+    /// The first few different parts that this version does not understand.
+    pub not_understood: Vec<NotUnderstood>,
 }
 
 /// Counts of a batch's events that are not in its list.
@@ -107,7 +111,7 @@ pub enum GroupKind {
     Main,
     /// Masks part of the blocks (sliding window, state space, …): positions are unknown.
     Masked,
-    /// A kind that this version does not know.
+    /// A kind that this version does not know: a block counts only if this group holds it as well.
     Unknown,
 }
 
@@ -176,8 +180,18 @@ impl Batch {
             match event::decode(cursor.skip()?) {
                 Ok(Decoded::Event(event)) => batch.events.push(event),
                 Ok(Decoded::Untracked) => batch.skipped.untracked += 1,
-                Err(NotUnderstood::Stored) => batch.skipped.stores += 1,
-                Err(NotUnderstood::Other) => batch.skipped.others += 1,
+                Ok(Decoded::OfUnknownKind(event, kind)) => {
+                    batch.events.push(event);
+                    unknown::note(&mut batch.not_understood, NotUnderstood::GroupKind(kind));
+                }
+                Err(Undecoded::Stored(name)) => {
+                    batch.skipped.stores += 1;
+                    unknown::note(&mut batch.not_understood, NotUnderstood::Event(name));
+                }
+                Err(Undecoded::Other(name)) => {
+                    batch.skipped.others += 1;
+                    unknown::note(&mut batch.not_understood, NotUnderstood::Event(name));
+                }
             }
         }
         if len > 2 && !cursor.nil()? {

@@ -324,6 +324,22 @@ fn events_that_are_not_understood_are_told_apart() {
         untracked: 0,
     };
     assert_eq!(batch.skipped, skipped);
+    let names = ["BlockStored", "BlockRemoved", "BlocksMoved", ""];
+    let named = names.map(|name| NotUnderstood::Event(EngineName::new(name)));
+    assert_eq!(batch.not_understood, named);
+}
+
+#[test]
+fn an_unknown_group_kind_is_named() {
+    let event = json!({
+        "type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1,
+        "medium": "GPU", "group_idx": 0, "kv_cache_spec_kind": "ring_attention",
+    });
+    let batch = Batch::decode(&payload(&event)).unwrap();
+    assert_eq!(batch.events.len(), 1);
+    let text = batch.not_understood.iter().map(ToString::to_string);
+    let text: Vec<_> = text.collect();
+    assert_eq!(text, ["kv_cache_spec_kind \"ring_attention\""]);
 }
 
 #[test]

@@ -118,7 +118,9 @@ fn a_replay_endpoint_that_turns_out_later_proves_it() {
     let mut world = with_old_blocks();
     world.core.config.has_replay = false;
     world.restart_shim();
-    world.core.replay_available(world.now, true);
+    world
+        .core
+        .set_replay_support(world.now, ReplaySupport::Available);
     world.start();
     assert_eq!(world.gpu(), GPU);
     assert_eq!(world.held(), 3);

@@ -272,6 +272,28 @@ fn without_sequence_numbers_a_source_is_unverified() {
 }
 
 #[test]
+fn a_sequence_number_after_messages_without_verifies_the_source() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    let (_, stray) = FakeEngine::default().publish(&[store(None, &[7])]);
+    world.core.live(world.now, b"", None, stray);
+    world.drive();
+    let unverified = |world: &World| world.core.status(world.now).unverified;
+    assert_eq!(unverified(&world), Some(UnverifiedCause::NoSequence));
+    assert!(world.holds(&[7]));
+    // One replay a second at most, if an engine sends both in turn.
+    let replays = world.replays_asked.len();
+    world.publish(&[store(None, &[2])]);
+    assert_eq!(world.replays_asked.len(), replays);
+    assert_eq!(world.gpu(), TierState::Unverified);
+    world.tick_ms(1000);
+    world.publish(&[store(None, &[3])]);
+    assert_eq!(unverified(&world), None);
+    assert_eq!((world.held(), world.gpu()), (3, GPU));
+    assert!(!world.holds(&[7]));
+}
+
+#[test]
 fn messages_lost_before_the_core_force_a_check() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
@@ -473,15 +495,82 @@ fn a_sign_starts_a_new_generation_empty_and_partial() {
     assert!(world.notices.contains(&reason));
 }
 
+fn unknown_event() -> Value {
+    json!({"type": "BlocksMoved", "block_hashes": [1]})
+}
+
+fn warnings(world: &World) -> Vec<String> {
+    let warnings = world.notices.iter().filter_map(|notice| match notice {
+        Notice::Warning(warning) => Some(warning.to_string()),
+        Notice::NewGeneration(_) | Notice::State(_) => None,
+    });
+    warnings.collect()
+}
+
 #[test]
-fn a_payload_that_is_no_batch_makes_the_source_stale() {
+fn a_payload_that_is_no_batch_starts_a_generation() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
     world.engine.batches.push(Bytes::from_static(b"\xc1"));
     world.deliver(EngineSeq(1), Bytes::from_static(b"\xc1"));
-    assert_eq!(world.gpu(), TierState::Stale);
+    assert_eq!(world.held(), 0);
+    assert_eq!(world.last_generation(), 6);
+    assert_eq!(world.gpu(), TierState::Partial);
+    assert_eq!(
+        warnings(&world),
+        ["sent an unknown payload that is no batch"]
+    );
     world.publish(&[clear()]);
     assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn an_unknown_event_costs_what_it_may_have_removed_and_no_more() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.publish(&[store(None, &[2]), unknown_event()]);
+    assert_eq!((world.held(), world.last_generation()), (0, 6));
+    world.publish(&[store(None, &[3])]);
+    assert!(world.holds(&[3]));
+    assert_eq!(world.gpu(), TierState::Partial);
+    let reason = GenerationReason::Mirror(Inconsistency::Undecodable);
+    assert!(world.notices.contains(&Notice::NewGeneration(reason)));
+    assert_eq!(
+        warnings(&world),
+        ["sent an unknown event type \"BlocksMoved\""]
+    );
+}
+
+#[test]
+fn generations_of_one_reason_are_limited_in_rate() {
+    let of_two_prefixes = |token: u32| {
+        let mut other = store(None, &[token]);
+        other["token_ids"] = json!([token + 1000]);
+        vec![store(None, &[token]), other]
+    };
+    let of_unknown_event = |token: u32| vec![store(None, &[token]), unknown_event()];
+    let causes: [&dyn Fn(u32) -> Vec<Value>; 2] = [&of_two_prefixes, &of_unknown_event];
+    for events in causes {
+        let mut world = World::started(true);
+        let first = world.last_generation();
+        let mut was_stale = false;
+        for token in 1..=100 {
+            world.publish(&events(token));
+            assert_eq!(world.core.mirror().held(), []);
+            was_stale |= world.gpu() == TierState::Stale;
+            world.tick_ms(100);
+        }
+        // The burst, and one each 5 s of the 10 s.
+        let begun = world.last_generation() - first;
+        assert!((4..=5).contains(&begun), "{begun}");
+        assert!(was_stale);
+        assert_eq!(warnings(&world).len(), 1);
+        // What is stored after the last event is in the generation that was waited for.
+        world.publish(&[store(None, &[7])]);
+        world.tick_ms(5000);
+        assert!(world.holds(&[7]));
+        assert_eq!(world.gpu(), TierState::Partial);
+    }
 }
 
 /// A shim that was stopped for long hears first what the engine said before it was killed.
