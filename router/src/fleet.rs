@@ -72,6 +72,14 @@ impl Fleet {
         self.update(|state| state.observe(worker, url, observation, now));
     }
 
+    /// A request is sent to the worker at `url`. Takes no lock while no circuit breaker counts.
+    pub(crate) fn request_began(&self, worker: &WorkerId, url: &str) {
+        if self.counts_requests.load(Ordering::Relaxed) {
+            let now = Instant::now().into_std();
+            self.update(|state| state.request_began(worker, url, now));
+        }
+    }
+
     /// The result of a request that was sent to the worker at `url`. Takes no lock for an answer
     /// while no circuit breaker counts.
     pub(crate) fn request_ended(&self, worker: &WorkerId, url: &str, result: RequestResult) {
@@ -148,10 +156,10 @@ impl Fleet {
     }
 }
 
-/// A worker with an open circuit breaker counts as unchecked: used where none is healthy.
+/// A worker whose circuit breaker passes it over counts as unchecked: used where none is healthy.
 const fn candidate_health(worker: &FleetWorker) -> route::Health {
     match worker.health {
-        WorkerHealth::Healthy { .. } if worker.breaker.is_open() => route::Health::Unknown,
+        WorkerHealth::Healthy { .. } if worker.breaker.passes_over() => route::Health::Unknown,
         WorkerHealth::Healthy { .. } => route::Health::Healthy,
         WorkerHealth::Unchecked => route::Health::Unknown,
         WorkerHealth::Unhealthy => route::Health::Unhealthy,

@@ -3,8 +3,8 @@
 //!
 //! A client's request is sent to a worker at most once, so each failure is that of another request.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
-//! [`WINDOW`]. After a pause it is half-open: the next answer closes it, the next failure opens it
-//! for twice as long. An open breaker lowers a worker's rank and does not exclude it: the worker is
+//! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time: the next answer
+//! closes it, the next failure opens it for twice as long. An open breaker lowers a worker's rank and does not exclude it: the worker is
 //! used where no other one is healthy.
 
 use std::time::{Duration, Instant};
@@ -21,6 +21,9 @@ const PAUSE: Duration = Duration::from_secs(2);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(32);
 
+/// Longest time for a trial's answer. A request that its client cancels has no result.
+const TRIAL_MAX: Duration = Duration::from_secs(32);
+
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Breaker {
     state: BreakerState,
@@ -35,7 +38,10 @@ enum BreakerState {
     Open {
         until: Instant,
     },
-    HalfOpen,
+    HalfOpen {
+        /// The end of the trial in flight.
+        trial_until: Option<Instant>,
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -63,6 +69,22 @@ impl Default for BreakerState {
 impl Breaker {
     pub(crate) const fn is_open(&self) -> bool {
         matches!(self.state, BreakerState::Open { .. })
+    }
+
+    /// Further requests are for other workers: it is open, or its trial is in flight.
+    pub(crate) const fn passes_over(&self) -> bool {
+        match &self.state {
+            BreakerState::Open { .. } => true,
+            BreakerState::HalfOpen { trial_until } => trial_until.is_some(),
+            BreakerState::Closed(_) => false,
+        }
+    }
+
+    /// A request is sent to the worker: a half-open breaker's trial, if none is in flight.
+    pub(crate) fn begin(&mut self, now: Instant) {
+        if let BreakerState::HalfOpen { trial_until } = &mut self.state {
+            trial_until.get_or_insert(now + TRIAL_MAX);
+        }
     }
 
     /// Results of answered requests matter: failures are being counted.
@@ -94,8 +116,8 @@ impl Breaker {
                     self.open(now);
                 }
             }
-            (BreakerState::HalfOpen, RequestResult::Answered) => *self = Self::default(),
-            (BreakerState::HalfOpen, RequestResult::Broken) => self.open(now),
+            (BreakerState::HalfOpen { .. }, RequestResult::Answered) => *self = Self::default(),
+            (BreakerState::HalfOpen { .. }, RequestResult::Broken) => self.open(now),
             // A request that was sent before.
             (BreakerState::Open { .. }, _) => {}
         }
@@ -104,11 +126,17 @@ impl Breaker {
     /// Lets time pass.
     pub(crate) fn tick(&mut self, now: Instant) {
         match &self.state {
-            BreakerState::Open { until } if now >= *until => self.state = BreakerState::HalfOpen,
+            BreakerState::Open { until } if now >= *until => {
+                self.state = BreakerState::HalfOpen { trial_until: None };
+            }
+            BreakerState::HalfOpen {
+                trial_until: Some(until),
+            } if now >= *until => self.state = BreakerState::HalfOpen { trial_until: None },
             BreakerState::Closed(Some(window)) if now >= window.start + WINDOW => {
                 self.state = BreakerState::Closed(None);
             }
-            BreakerState::Open { .. } | BreakerState::Closed(_) | BreakerState::HalfOpen => {}
+            BreakerState::Open { .. } | BreakerState::Closed(_) | BreakerState::HalfOpen { .. } => {
+            }
         }
     }
 

@@ -142,22 +142,36 @@ impl FleetState {
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
-        let was_open = known.breaker.is_open();
+        let (was_open, passed_over) = (known.breaker.is_open(), known.breaker.passes_over());
         known.breaker.record(result, now);
-        if was_open == known.breaker.is_open() {
-            return FleetChange::None;
+        if known.breaker.is_open() && !was_open {
+            tracing::warn!(%worker, "circuit breaker opened, requests break");
         }
-        tracing::warn!(%worker, "circuit breaker opened, requests break");
-        FleetChange::Published
+        known.breaker_change(passed_over)
+    }
+
+    /// A request is sent to `url`.
+    pub(crate) fn request_began(
+        &mut self,
+        worker: &WorkerId,
+        url: &str,
+        now: Instant,
+    ) -> FleetChange {
+        let Some(known) = self.at(worker, url) else {
+            return FleetChange::None;
+        };
+        let passed_over = known.breaker.passes_over();
+        known.breaker.begin(now);
+        known.breaker_change(passed_over)
     }
 
     /// Lets time pass for the circuit breakers.
     pub(crate) fn tick(&mut self, now: Instant) -> FleetChange {
         let mut change = FleetChange::None;
         for (worker, known) in &mut self.workers {
-            let was_open = known.breaker.is_open();
+            let passed_over = known.breaker.passes_over();
             known.breaker.tick(now);
-            if was_open && !known.breaker.is_open() {
+            if known.breaker_change(passed_over) != FleetChange::None {
                 tracing::info!(%worker, "circuit breaker half open");
                 change = FleetChange::Published;
             }
@@ -259,6 +273,15 @@ impl FleetWorker {
     /// Healthy, and has reported its models: a worker may register before its engine lists them.
     pub(crate) const fn serves(&self) -> bool {
         self.health.usable() && !self.entry.models.is_empty()
+    }
+
+    /// What a change of the breaker means for requests.
+    fn breaker_change(&self, passed_over: bool) -> FleetChange {
+        if passed_over == self.breaker.passes_over() {
+            FleetChange::None
+        } else {
+            FleetChange::Published
+        }
     }
 
     fn begin_epoch(&mut self) {

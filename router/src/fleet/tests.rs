@@ -271,3 +271,37 @@ async fn broken_requests_open_a_breaker_and_leave_one_candidate() {
     broken("w", 1);
     assert_eq!(candidates(&fleet), Ok(1), "half open, one failure opens it");
 }
+
+/// A half-open breaker admits the next request only after the result of the first, or its time.
+#[tokio::test(start_paused = true)]
+async fn a_half_open_breaker_admits_one_trial_at_a_time() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
+    }
+    for _ in 0..5 {
+        fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Broken);
+    }
+    let half_open = async || {
+        tokio::time::advance(Duration::from_secs(60)).await;
+        fleet.update(|state| state.tick(Instant::now().into_std()));
+        assert_eq!(candidates(&fleet), Ok(2));
+    };
+    let began = || fleet.request_began(&"v".into(), "http://v:1");
+    half_open().await;
+    began();
+    assert_eq!(candidates(&fleet), Ok(1), "its trial is in flight");
+    began();
+    // The client of the trial cancelled it.
+    half_open().await;
+    began();
+    fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Broken);
+    assert_eq!(candidates(&fleet), Ok(1), "open again");
+    half_open().await;
+    began();
+    fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Answered);
+    assert_eq!(candidates(&fleet), Ok(2), "closed");
+    began();
+    assert_eq!(candidates(&fleet), Ok(2));
+}

@@ -137,6 +137,8 @@ impl App {
         let Admitted { decision, slot, .. } = admitted;
         // Before anything else, so that the slot is freed on every path.
         let slot = SlotHold::new(Arc::clone(&self.core), slot);
+        self.fleet
+            .request_began(&decision.source.worker, &decision.url);
         self.metrics.ladder(decision.basis().label());
         tracing::debug!(
             request_id = ?call.request_id(),
