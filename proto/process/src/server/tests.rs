@@ -172,3 +172,21 @@ async fn while_all_requests_are_in_flight_only_probes_are_answered() {
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }
+
+/// Of answers that need no other process. See docs/FRONT.md for the others.
+#[tokio::test]
+async fn a_client_that_ends_its_sending_side_gets_an_immediate_answer() {
+    let (address, _, shutdown) = serve(2).await;
+    for _ in 0..20 {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = b"GET /health HTTP/1.1\r\nhost: s\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        stream.shutdown().await.unwrap();
+        let mut answer = String::new();
+        let read = timeout(PATIENCE, stream.read_to_string(&mut answer)).await;
+        read.expect("an answer").unwrap();
+        assert_eq!(status(&answer), Some(200), "{answer}");
+    }
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
