@@ -4,8 +4,8 @@
 //! A client's request is sent to a worker at most once, so each failure is that of another request.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
 //! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time: the next answer
-//! closes it, the next failure opens it for twice as long. An open breaker lowers a worker's rank and does not exclude it: the worker is
-//! used where no other one is healthy.
+//! closes it, the next failure opens it for twice as long. An open breaker lowers a worker's rank
+//! and does not exclude it: the worker is used where no other one is healthy.
 
 use std::time::{Duration, Instant};
 
