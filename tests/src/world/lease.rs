@@ -26,7 +26,7 @@ pub(super) enum LeaseThen {
     RenewFound(Revision),
 }
 
-/// See the module's documentation.
+/// A router's lease, renewed by timers of the world.
 pub(super) struct Keeper {
     key: String,
     value: Bytes,

@@ -29,7 +29,7 @@ pub enum Told {
     Twice,
 }
 
-/// See the module's documentation.
+/// One life of an engine after the other, with the truth after each batch.
 pub struct Life {
     pub config: EngineConfig,
     engine: EngineModel,

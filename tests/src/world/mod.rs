@@ -146,7 +146,7 @@ pub struct Outcome {
     pub trace: Vec<String>,
 }
 
-/// See the module's documentation.
+/// One simulated world and its event queue.
 pub struct World {
     now: At,
     queue: BinaryHeap<Planned>,
