@@ -63,6 +63,22 @@ impl Verdicts {
     }
 }
 
+/// Recovery after the faults.
+#[derive(Default)]
+struct Healed {
+    since: Option<At>,
+    after: Option<Duration>,
+}
+
+/// What the registry's keys were written with.
+#[derive(Default)]
+pub(super) struct RegistryChecks {
+    /// The last writer of each leased key.
+    pub(super) lease_writers: BTreeMap<String, ProcessId>,
+    /// When each worker's registration was last written or removed, and which of both.
+    pub(super) registered: BTreeMap<String, (At, bool)>,
+}
+
 /// What was seen of the routers.
 #[derive(Default)]
 pub(super) struct RouterChecks {
@@ -104,12 +120,8 @@ pub(super) struct Checks {
     /// The payload of each record ever appended; none if there were two.
     records: BTreeMap<Key, Option<u64>>,
     digests: BTreeMap<Key, Digest>,
-    /// The process that wrote each leased key last.
-    pub(super) lease_writers: BTreeMap<String, ProcessId>,
-    /// When each worker's registration came or went.
-    pub(super) registered: BTreeMap<String, (At, bool)>,
-    healed_since: Option<At>,
-    healed_after: Option<Duration>,
+    pub(super) registry: RegistryChecks,
+    healed: Healed,
 }
 
 /// What shims vouched for.
@@ -205,7 +217,7 @@ impl Checks {
             views: self.routers.views,
             set_aside: self.set_aside,
             dark_for: self.dark_until.saturating_sub(self.faults_end),
-            healed_after: self.healed_after,
+            healed_after: self.healed.after,
             verdicts: self.verdicts.0.to_vec(),
         }
     }
@@ -400,7 +412,7 @@ impl World {
         for worker in 0..self.engines.len() {
             let worker = &self.engines[worker].source.worker;
             let key = self.subjects.worker_key(worker);
-            let changed = self.checks.registered.get(&key).map(|(at, _)| *at);
+            let changed = self.checks.registry.registered.get(&key).map(|(at, _)| *at);
             if changed.unwrap_or_default() + SEEN_WITHIN > self.now {
                 continue;
             }
@@ -423,7 +435,7 @@ impl World {
         let is_settled = self
             .calm_since
             .is_some_and(|since| since + LEASES_SETTLE < self.now);
-        let Some(&(host, life)) = self.checks.lease_writers.get(key) else {
+        let Some(&(host, life)) = self.checks.registry.lease_writers.get(key) else {
             return;
         };
         let node = &self.hosts[host];
@@ -575,7 +587,7 @@ impl World {
     // --- in the end
 
     pub(super) const fn is_over(&self, _since: At) -> bool {
-        self.checks.healed_after.is_some()
+        self.checks.healed.after.is_some()
     }
 
     fn look_for_health(&mut self, since: At) {
@@ -584,13 +596,13 @@ impl World {
         }
         match self.is_ill() {
             None => {
-                let healed = *self.checks.healed_since.get_or_insert(self.now);
+                let healed = *self.checks.healed.since.get_or_insert(self.now);
                 if self.now > healed + STAYS {
-                    self.checks.healed_after = Some(healed.saturating_sub(since));
+                    self.checks.healed.after = Some(healed.saturating_sub(since));
                 }
             }
             Some(why) => {
-                self.checks.healed_since = None;
+                self.checks.healed.since = None;
                 if self.now > since + HEALED_WITHIN {
                     self.fail(format!("not healed: {why}"));
                 }

@@ -216,7 +216,10 @@ impl World {
             op => self.answer_bent(host, op),
         };
         if let (Some((key, lease)), Reply::Revision(_)) = (leased, &reply) {
-            self.checks.lease_writers.insert(key.clone(), (host, life));
+            self.checks
+                .registry
+                .lease_writers
+                .insert(key.clone(), (host, life));
             self.plan(lease, Event::Expire(key));
         }
         if is_append {
@@ -349,10 +352,13 @@ impl World {
         let changes = std::mem::take(&mut self.plane.changed);
         self.tell_routers(&changes);
         for Changed { key, entry } in changes {
-            let known = self.checks.registered.get(&key);
+            let known = self.checks.registry.registered.get(&key);
             if known.is_some_and(|(_, was_there)| *was_there) != entry.is_some() {
                 let presence = (self.now, entry.is_some());
-                self.checks.registered.insert(key.clone(), presence);
+                self.checks
+                    .registry
+                    .registered
+                    .insert(key.clone(), presence);
             }
             for host in 0..self.hosts.len() {
                 let Some(running) = self.hosts[host].running.as_ref() else {
