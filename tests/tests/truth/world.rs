@@ -63,6 +63,8 @@ struct Faults {
 
 pub(crate) struct World {
     rng: Rng,
+    /// Draws the prompts of checks, so that what a consumer claims changes no later fault.
+    prompt_rng: Rng,
     faults: Faults,
     engine: Life,
     is_connected: bool,
@@ -109,6 +111,7 @@ impl World {
         let mut engine = Life::new(config, hash_mode, Told::Twice);
         engine.buffer = buffer;
         Self {
+            prompt_rng: rng.fork(),
             rng,
             faults,
             engine,
@@ -296,7 +299,7 @@ impl World {
 
     /// A prompt's credit is the run from its first block, and ends at the first hole.
     fn check_run(&mut self, consumer: &dyn Consumer, truth: &BTreeSet<Pair>) -> Result<(), String> {
-        let Some(blocks) = self.engine.some_prompt(&mut self.rng) else {
+        let Some(blocks) = self.engine.some_prompt(&mut self.prompt_rng) else {
             return Ok(());
         };
         let mut parent = None;
