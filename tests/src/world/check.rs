@@ -40,8 +40,9 @@ const EVENT_LATE: Duration = Duration::from_secs(2);
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
 /// And stay so.
 const STAYS: Duration = Duration::from_secs(4);
-/// A registration that came or went is seen by an undisturbed indexer within this time.
-const SEEN_WITHIN: Duration = Duration::from_secs(6);
+/// A registration that came or went is seen by an undisturbed indexer within this time: a call from
+/// before may take its 5 s to fail, and the session after it as long to begin.
+const SEEN_WITHIN: Duration = Duration::from_secs(10);
 /// So long after the storm no renewal of the storm is on its way.
 const LEASES_SETTLE: Duration = Duration::from_secs(9);
 /// An engine whose history nobody can know any more is emptied after so long.
