@@ -290,7 +290,7 @@ fn declared_type(line: &str) -> Option<&str> {
     let kinds = ["struct ", "enum ", "trait "].iter();
     let named = kinds.copied().find_map(|kind| code.strip_prefix(kind));
     let alias = (!line.starts_with(' ')).then(|| code.strip_prefix("type "));
-    let name = named.or(alias.flatten())?;
+    let name = named.or_else(|| alias.flatten())?;
     let end = name.find(|c: char| !c.is_alphanumeric() && c != '_');
     let name = &name[..end.unwrap_or(name.len())];
     // A macro's types have no name yet.

@@ -36,7 +36,7 @@ const RECENT_TURNS: u32 = 256;
 #[repr(C)]
 pub struct FairRwLock<T> {
     readers_waiting: AtomicU32,
-    /// FairRwLock until the last reader is forgotten. A hint: it orders nothing, and may miss one.
+    /// Writer turns until the last reader is forgotten. A hint: it orders nothing and may miss one.
     recent_turns: AtomicU32,
     value: RwLock<T>,
 }

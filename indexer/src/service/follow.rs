@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
-use warmroute_plane::{Broadcast, PlaneStream, RegistryWatch};
+use warmroute_plane::{Broadcast, LogTail, PlaneStream, RegistryWatch};
 
 use super::*;
 use crate::fold::{NoSnapshot, ParsedMessage, ReaderStall, SnapshotCut};
@@ -48,6 +48,39 @@ pub(super) struct Look {
 enum Compare {
     Record,
     EndOnly,
+}
+
+/// Which of the two frequent inputs is taken if both have a message.
+#[derive(Clone, Copy)]
+enum Preferred {
+    Log,
+    Heartbeats,
+}
+
+/// A message of one of the two frequent inputs; `None` at its end.
+enum Followed {
+    Batch(Option<Vec<LogMessage>>),
+    Heartbeat(Option<Broadcast>),
+}
+
+/// The next message of the log or of a heartbeat. Cancel-safe, as both streams are.
+async fn next_followed(
+    log: &mut LogTail,
+    heartbeats: &mut PlaneStream<Broadcast>,
+    preferred: Preferred,
+) -> Followed {
+    match preferred {
+        Preferred::Log => tokio::select! {
+            biased;
+            batch = log.next() => Followed::Batch(batch),
+            heartbeat = heartbeats.next() => Followed::Heartbeat(heartbeat),
+        },
+        Preferred::Heartbeats => tokio::select! {
+            biased;
+            heartbeat = heartbeats.next() => Followed::Heartbeat(heartbeat),
+            batch = log.next() => Followed::Batch(batch),
+        },
+    }
 }
 
 impl Worker {
@@ -92,10 +125,11 @@ impl Worker {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let until_compared = AtomicU32::new(0);
         let mut looks = Box::pin(self.looks(&until_compared));
+        let mut preferred = Preferred::Log;
         loop {
             stall.turn(now());
             tokio::select! {
-                // The rare inputs first, the log last: no input starves another.
+                // The rare inputs first; log and heartbeats take turns. No input starves another.
                 biased;
                 Ok(()) = connection.changed() => {
                     self.see_connection(*connection.borrow_and_update());
@@ -108,10 +142,16 @@ impl Worker {
                 }
                 _ = ticks.tick() => self.tick().await?,
                 event = registry.next() => self.registry(event),
-                heartbeat = heartbeats.next() => {
-                    self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
-                }
-                batch = log.next() => self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?,
+                followed = next_followed(&mut log, &mut heartbeats, preferred) => match followed {
+                    Followed::Heartbeat(heartbeat) => {
+                        preferred = Preferred::Log;
+                        self.heartbeat(&mut stall, &heartbeat.ok_or_else(ended)?);
+                    }
+                    Followed::Batch(batch) => {
+                        preferred = Preferred::Heartbeats;
+                        self.fold_batch(&batch.ok_or_else(ended)?, live_from).await?;
+                    }
+                },
             }
         }
     }
@@ -287,7 +327,7 @@ impl Worker {
             fits
         });
         let (now_taken, rest) = batch.split_at(taken.count());
-        // ReadProgress them takes longer than folding them: it is done before the lock.
+        // Parsing takes longer than folding; it is done before the lock is taken.
         let parsed: Vec<ParsedMessage> = now_taken
             .iter()
             .map(|message| ParsedMessage::of(&self.subjects, message))

@@ -84,7 +84,8 @@ impl WorkerLease {
                 () = self.shared.facts_changed.notified() => self.register(),
                 revision = written(&mut self.writing) => {
                     self.writing = None;
-                    self.registration = revision;
+                    // A failed write leaves the entry of the last one, which a stop deletes.
+                    self.registration = revision.or(self.registration);
                 }
                 event = self.holder.next(|| self.value.clone()) => self.apply(event),
             }

@@ -387,13 +387,14 @@ impl Slots {
                 shared_blocks: load.prompts.longest(&prompt.hashes),
             };
         };
-        // Never below zero: the slot is in these totals.
+        // The slot is in these totals; a total that was clamped stays at zero.
         CandidateLoad {
-            active_requests: load.totals.requests - 1,
-            prefill_tokens: load.totals.prefill_tokens - u64::from(slot.prefill_tokens),
-            decode_blocks: load.decode_blocks()
-                - slot.unshared_blocks()
-                - load.prompts.blocks_only_of(slot.leaf),
+            active_requests: load.totals.requests.saturating_sub(1),
+            prefill_tokens: (load.totals.prefill_tokens)
+                .saturating_sub(u64::from(slot.prefill_tokens)),
+            decode_blocks: (load.decode_blocks())
+                .saturating_sub(slot.unshared_blocks())
+                .saturating_sub(load.prompts.blocks_only_of(slot.leaf)),
             shared_blocks: load.prompts.longest_without(&prompt.hashes, slot.leaf),
         }
     }
@@ -402,7 +403,7 @@ impl Slots {
     #[must_use]
     pub fn active_requests(&self, source: SourceId, except: Option<SlotKey>) -> u32 {
         let requests = self.load(source).map_or(0, |load| load.totals.requests);
-        requests - u32::from(self.slot_on(source, except).is_some())
+        requests.saturating_sub(u32::from(self.slot_on(source, except).is_some()))
     }
 
     fn slot_on(&self, source: SourceId, key: Option<SlotKey>) -> Option<&Slot> {

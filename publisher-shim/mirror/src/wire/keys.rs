@@ -60,7 +60,7 @@ pub(super) fn classify(raw: &[u8], context: KeyContext<'_>) -> Result<EventKeys,
     Ok(keys)
 }
 
-/// TokenIds behind the block that the engine hashed in: a router's local hash does not have them.
+/// Tokens behind the block that the engine hashed in: a router's local hash does not have them.
 pub(super) fn add_lookahead(
     keys: &mut EventKeys,
     raw: &[u8],

@@ -87,7 +87,7 @@ fn every_corrupt_byte_and_every_cut_is_refused() {
 /// Snapshots of every version are read by all later ones. `REWRITE_GOLDEN=1` writes one if there is
 /// none.
 #[test]
-fn a_snapshot_of_every_version_has_recent_readers() {
+fn a_snapshot_of_every_version_is_read() {
     let world = rich();
     for version in 1..=codec::VERSION {
         let blob = golden_snapshot(version, &world);

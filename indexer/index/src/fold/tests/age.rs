@@ -137,7 +137,7 @@ fn what_was_taken_back_does_not_come_back_with_a_late_word() {
 
 /// Shims of version 1, or without the log's clock.
 #[test]
-fn who_says_no_time_is_believed_as_of_when_it_has_recent_readers() {
+fn a_message_without_a_time_counts_from_when_it_is_read() {
     let mut late = Late::new();
     let mut kept = late.record("b");
     kept.sent_at = None;
