@@ -62,7 +62,7 @@ fn metrics_text(connection: Connection, stats: &NatsStats) -> String {
 
 /// Name, help and value of each counter. The lag of a tail is reported by its reader.
 #[rustfmt::skip]
-const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 16] {
+const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 17] {
     [
         ("connects_total", "Connections made.", stats.connects),
         ("disconnects_total", "Connections lost.", stats.disconnects),
@@ -72,6 +72,7 @@ const fn counters(stats: &NatsStats) -> [(&'static str, &'static str, u64); 16] 
         ("server_errors_total", "Errors of the server; the log has them.", stats.server_errors),
         ("client_errors_total", "Errors of the client.", stats.client_errors),
         ("answers_late_total", "Answers that timed out.", stats.answers_late),
+        ("forced_reconnects_total", "Reconnects for lost subscriptions.", stats.forced_reconnects),
         ("answers_cut_off_total", "Answers cut off by a disconnect.", stats.answers_cut_off),
         ("tails_reopened_total", "Log consumers, the first ones too.", stats.tails_reopened),
         ("watches_reopened_total", "Registry consumers, as above.", stats.watches_reopened),

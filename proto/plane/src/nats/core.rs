@@ -5,8 +5,8 @@
 //! fails no request at a disconnect; this one does both. While the connection is down nothing is
 //! queued: a message that is sent long after its sender gave up is worse than an error.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_nats::client::PublishErrorKind;
@@ -20,7 +20,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
@@ -31,6 +31,12 @@ use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
 /// Time-out of acknowledgements and of answers of the API.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Period without an answer after which the inbox is probed by a request.
+const INBOX_PROBE: Duration = Duration::from_secs(2);
+
+/// Probes without an answer in a row that show a dead inbox.
+const UNANSWERED_MAX: u32 = 2;
 
 /// Bound on pending answers; further requests wait.
 const IN_FLIGHT_MAX: usize = 4096;
@@ -151,8 +157,12 @@ impl NatsCore {
         };
         let dispatch = dispatch_answers(answers, core.inbox.len(), Arc::clone(&link));
         core.spawn(stop.clone().run_until_cancelled_owned(dispatch));
-        core.spawn(stop.run_until_cancelled_owned(poll_state(client, link)));
-        Ok(Arc::new(core))
+        let poll = poll_state(client, link);
+        core.spawn(stop.clone().run_until_cancelled_owned(poll));
+        let core = Arc::new(core);
+        let probe = probe_inbox(Arc::downgrade(&core));
+        core.spawn(stop.run_until_cancelled_owned(probe));
+        Ok(core)
     }
 
     /// Runs a task that is short or ends with the plane. Works outside a runtime, as in a
@@ -427,6 +437,39 @@ async fn poll_state(client: Client, link: Arc<NatsLink>) {
     let mut ticks = tokio::time::interval(POLL);
     loop {
         ticks.tick().await;
-        link.poll(client.connection_state());
+        if link.poll(client.connection_state()) {
+            count(&link.counters.forced_reconnects);
+            tracing::info!("reconnecting to make missing subscriptions again");
+            if client.force_reconnect().await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Detects an inbox that receives nothing: the client drops error events under load.
+async fn probe_inbox(core: Weak<NatsCore>) {
+    let mut received = 0;
+    let mut unanswered = 0;
+    loop {
+        sleep(INBOX_PROBE).await;
+        let Some(core) = core.upgrade() else {
+            return;
+        };
+        let link = &core.link;
+        if link.is_up() && link.inbox_messages() == received {
+            // An error is an answer, too; only the inbox counts.
+            drop(core.round_trip().await);
+        }
+        let latest = link.inbox_messages();
+        let probe = format!("$JS.API.STREAM.INFO.{}", core.layout.log());
+        if latest != received || link.is_publish_refused(&probe) {
+            unanswered = 0;
+            link.set_unanswered(false);
+        } else if link.is_up() && unanswered < UNANSWERED_MAX {
+            unanswered += 1;
+            link.set_unanswered(unanswered == UNANSWERED_MAX);
+        }
+        received = latest;
     }
 }

@@ -1,4 +1,4 @@
-//! State of the connection: up or down, its epoch, the pending answers, counts.
+//! State of the connection: up or down, its epoch, pending answers, refused permissions, counts.
 //!
 //! The client reconnects forever by itself and reports it by events, through a queue of 128 that
 //! drops events when it is full (every message that a slow subscription loses is one event).
@@ -12,13 +12,19 @@ use std::time::Duration;
 use async_nats::connection::State;
 use async_nats::{ClientError, Event, Message, ServerError, Statistics};
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
+use tokio::time::Instant;
 
+use super::permissions::{PermissionViolation, RefusedPermissions};
 use crate::Connection;
 
 pub(super) const POLL: Duration = Duration::from_millis(250);
 
 pub(super) struct NatsLink {
-    connection: watch::Sender<Connection>,
+    /// Whether the server is connected.
+    socket: watch::Sender<Connection>,
+    /// Up if the server is connected and no subscription is missing.
+    usable: watch::Sender<Connection>,
+    permissions: Mutex<RefusedPermissions>,
     /// Number of connections so far. Consumers are opened again when it grows.
     epoch: watch::Sender<u64>,
     /// Pending answers by token. Cleared at a disconnect: their answers are lost with the old
@@ -26,6 +32,8 @@ pub(super) struct NatsLink {
     pending: Mutex<HashMap<u64, PendingAnswer>>,
     statistics: OnceLock<Arc<Statistics>>,
     pub(super) counters: NatsCounters,
+    /// Messages that arrived in the inbox.
+    inbox_messages: AtomicU64,
     /// The only trace of a missing permission.
     last_server_error: Mutex<String>,
 }
@@ -40,6 +48,7 @@ struct PendingAnswer {
 #[derive(Default)]
 pub(super) struct NatsCounters {
     pub(super) disconnects: AtomicU64,
+    pub(super) forced_reconnects: AtomicU64,
     pub(super) slow_consumers: AtomicU64,
     pub(super) lame_ducks: AtomicU64,
     pub(super) closed: AtomicU64,
@@ -60,11 +69,14 @@ pub(super) fn count(counter: &AtomicU64) {
 impl NatsLink {
     pub(super) fn new() -> Self {
         Self {
-            connection: watch::Sender::new(Connection::Down),
+            socket: watch::Sender::new(Connection::Down),
+            usable: watch::Sender::new(Connection::Down),
+            permissions: Mutex::new(RefusedPermissions::new(Instant::now())),
             epoch: watch::Sender::new(0),
             pending: Mutex::default(),
             statistics: OnceLock::new(),
             counters: NatsCounters::default(),
+            inbox_messages: AtomicU64::new(0),
             last_server_error: Mutex::default(),
         }
     }
@@ -99,11 +111,15 @@ impl NatsLink {
             Event::SlowConsumer(_) => count(&counters.slow_consumers),
             Event::ServerError(error) => {
                 count(&counters.server_errors);
-                *lock(&self.last_server_error) = match error {
+                let text = match error {
                     ServerError::AuthorizationViolation => "authorization violation".to_owned(),
                     ServerError::SlowConsumer(_) => "this client reads too slowly".to_owned(),
                     ServerError::Other(text) => text,
                 };
+                if let Some(violation) = PermissionViolation::parse(&text) {
+                    self.refused(&violation);
+                }
+                *lock(&self.last_server_error) = text;
             }
             Event::ClientError(ClientError::Other(_))
             | Event::ClientError(ClientError::MaxReconnects)
@@ -111,8 +127,8 @@ impl NatsLink {
         }
     }
 
-    /// Detects changes whose event was dropped.
-    pub(super) fn poll(&self, state: State) {
+    /// Detects changes whose event was dropped. Returns whether to force a reconnect.
+    pub(super) fn poll(&self, state: State) -> bool {
         self.follow_epoch();
         let connection = match state {
             State::Connected => Connection::Up,
@@ -121,13 +137,55 @@ impl NatsLink {
         if self.set(connection) && connection == Connection::Down {
             self.cut_off();
         }
+        let reconnect = lock(&self.permissions).poll(Instant::now(), self.connects());
+        self.publish_usable();
+        reconnect && self.is_up()
+    }
+
+    /// A publish permission needs no reconnect: the server checks it at each message.
+    fn refused(&self, violation: &PermissionViolation) {
+        let epoch = self.connects();
+        let is_new = lock(&self.permissions).refused(violation, Instant::now(), epoch);
+        self.publish_usable();
+        if is_new {
+            tracing::warn!(
+                operation = violation.operation.as_str(),
+                subject = violation.subject,
+                grant = violation.grant(),
+                "the server refuses a permission, grant it to this user"
+            );
+        }
+    }
+
+    /// Records whether requests are answered while the connection is up.
+    pub(super) fn set_unanswered(&self, is_unanswered: bool) {
+        lock(&self.permissions).set_unanswered(is_unanswered, Instant::now());
+        self.publish_usable();
+    }
+
+    pub(super) fn is_publish_refused(&self, subject: &str) -> bool {
+        lock(&self.permissions).is_publish_refused(subject)
+    }
+
+    fn publish_usable(&self) {
+        // Under the lock, so that the last writer has seen the last change.
+        let permissions = lock(&self.permissions);
+        let usable = if self.is_up() && !permissions.is_deaf() {
+            Connection::Up
+        } else {
+            Connection::Down
+        };
+        self.usable
+            .send_if_modified(|is| std::mem::replace(is, usable) != usable);
+    }
+
+    fn connects(&self) -> u64 {
+        let statistics = self.statistics.get();
+        statistics.map_or(0, |statistics| statistics.connects.load(Ordering::Relaxed))
     }
 
     fn follow_epoch(&self) {
-        let Some(statistics) = self.statistics.get() else {
-            return;
-        };
-        let connects = statistics.connects.load(Ordering::Relaxed);
+        let connects = self.connects();
         let grown = self.epoch.send_if_modified(|epoch| {
             let grown = connects > *epoch;
             *epoch = connects;
@@ -140,11 +198,11 @@ impl NatsLink {
 
     /// Returns whether this is a change.
     fn set(&self, connection: Connection) -> bool {
-        self.connection.send_if_modified(|is| {
-            let changed = *is != connection;
-            *is = connection;
-            changed
-        })
+        let is_changed = self
+            .socket
+            .send_if_modified(|is| std::mem::replace(is, connection) != connection);
+        self.publish_usable();
+        is_changed
     }
 
     fn cut_off(&self) {
@@ -155,12 +213,18 @@ impl NatsLink {
             .fetch_add(cut_off, Ordering::Relaxed);
     }
 
+    /// Whether the server is connected; a subscription may be missing.
     pub(super) fn is_up(&self) -> bool {
-        *self.connection.borrow() == Connection::Up
+        *self.socket.borrow() == Connection::Up
     }
 
+    /// Up while the server is connected and no subscription is missing.
     pub(super) fn connection(&self) -> watch::Receiver<Connection> {
-        self.connection.subscribe()
+        self.usable.subscribe()
+    }
+
+    pub(super) fn inbox_messages(&self) -> u64 {
+        self.inbox_messages.load(Ordering::Relaxed)
     }
 
     pub(super) fn epochs(&self) -> watch::Receiver<u64> {
@@ -191,6 +255,7 @@ impl NatsLink {
 
     /// Delivers an answer. One whose requester has given up is dropped.
     pub(super) fn answered(&self, token: u64, message: Message) {
+        count(&self.inbox_messages);
         if let Some(pending) = lock(&self.pending).remove(&token) {
             drop(pending.answer.send(message));
         }

@@ -14,6 +14,7 @@ mod core;
 mod inspect;
 mod layout;
 mod link;
+mod permissions;
 mod pull;
 mod registry;
 mod service;
@@ -79,6 +80,7 @@ impl NatsPlane {
         let counters = &self.core.link.counters;
         let mut stats = NatsStats {
             disconnects: of(&counters.disconnects),
+            forced_reconnects: of(&counters.forced_reconnects),
             slow_consumers: of(&counters.slow_consumers),
             lame_ducks: of(&counters.lame_ducks),
             closed: of(&counters.closed),
@@ -115,6 +117,8 @@ impl NatsPlane {
 pub struct NatsStats {
     pub connects: u64,
     pub disconnects: u64,
+    /// Reconnects forced because a subscription was missing.
+    pub forced_reconnects: u64,
     /// Messages that a full subscription dropped.
     pub slow_consumers: u64,
     pub lame_ducks: u64,

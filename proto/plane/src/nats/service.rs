@@ -11,11 +11,17 @@ use async_nats::{HeaderMap, Message, Subscriber};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 use super::core::{ERROR_HEADER, NatsCore, OutgoingMessage, unavailable};
 use crate::{Broadcast, PlaneError, PlaneStream, Reply, ServiceRequest};
 
 const QUEUE_GROUP: &str = "wr";
+
+/// Silence after which a subscription is made again. A server that removed it sends an error, which
+/// the client may drop; it then sends one again.
+const SILENCE_MAX: Duration = Duration::from_secs(15);
+
 const DROPPED: &str = "dropped";
 const TOO_LARGE: &str = "too-large";
 
@@ -50,9 +56,7 @@ pub(super) async fn serve(
     subject: String,
 ) -> Result<PlaneStream<ServiceRequest>, PlaneError> {
     core.check_up()?;
-    let group = QUEUE_GROUP.to_owned();
-    let subscribed = core.client.queue_subscribe(subject, group).await;
-    let requests = subscribed.map_err(unavailable)?;
+    let requests = Subscription::open(&core, subject, SubscriptionMode::QueueGroup).await?;
     core.round_trip().await?;
     let served = Served {
         core,
@@ -64,15 +68,64 @@ pub(super) async fn serve(
     })))
 }
 
+/// Whether all subscribers of a subject receive a message, or one of the group.
+#[derive(Clone, Copy)]
+enum SubscriptionMode {
+    Broadcast,
+    QueueGroup,
+}
+
+/// A subscription that is made again after a silence.
+struct Subscription {
+    subject: String,
+    mode: SubscriptionMode,
+    subscriber: Subscriber,
+}
+
+impl Subscription {
+    async fn open(
+        core: &NatsCore,
+        subject: String,
+        mode: SubscriptionMode,
+    ) -> Result<Self, PlaneError> {
+        let to = subject.clone();
+        let subscribed = match mode {
+            SubscriptionMode::Broadcast => core.client.subscribe(to).await,
+            SubscriptionMode::QueueGroup => {
+                let group = QUEUE_GROUP.to_owned();
+                core.client.queue_subscribe(to, group).await
+            }
+        };
+        Ok(Self {
+            subject,
+            mode,
+            subscriber: subscribed.map_err(unavailable)?,
+        })
+    }
+
+    /// The next message. `None` at the end of the connection.
+    async fn next(&mut self, core: &NatsCore) -> Option<Message> {
+        loop {
+            if let Ok(message) = timeout(SILENCE_MAX, self.subscriber.next()).await {
+                return message;
+            }
+            if core.link.is_up() {
+                let again = Self::open(core, self.subject.clone(), self.mode).await;
+                *self = again.ok()?;
+            }
+        }
+    }
+}
+
 struct Served {
     core: Arc<NatsCore>,
-    requests: Option<Subscriber>,
+    requests: Option<Subscription>,
 }
 
 impl Served {
     async fn next(&mut self) -> Option<ServiceRequest> {
         loop {
-            let message = self.requests.as_mut()?.next().await?;
+            let message = self.requests.as_mut()?.next(&self.core).await?;
             let Message { reply, payload, .. } = message;
             let Some(to) = reply else {
                 continue;
@@ -89,9 +142,10 @@ impl Served {
 /// Refuses requests that arrive in the last moment, so that the requester can ask another server.
 impl Drop for Served {
     fn drop(&mut self) {
-        let Some(mut requests) = self.requests.take() else {
+        let Some(requests) = self.requests.take() else {
             return;
         };
+        let mut requests = requests.subscriber;
         let core = Arc::clone(&self.core);
         self.core.spawn(async move {
             if requests.drain().await.is_err() {
@@ -145,8 +199,7 @@ pub(super) async fn subscribe(
     subject: String,
 ) -> Result<PlaneStream<Broadcast>, PlaneError> {
     core.check_up()?;
-    let subscribed = core.client.subscribe(subject).await;
-    let messages = subscribed.map_err(unavailable)?;
+    let messages = Subscription::open(&core, subject, SubscriptionMode::Broadcast).await?;
     core.round_trip().await?;
     // The stream keeps the plane alive.
     let start = (core, messages);
@@ -155,7 +208,7 @@ pub(super) async fn subscribe(
         |(core, mut messages)| async move {
             let Message {
                 subject, payload, ..
-            } = messages.next().await?;
+            } = messages.next(&core).await?;
             let subject = subject.into_string();
             Some((Broadcast { subject, payload }, (core, messages)))
         },

@@ -12,7 +12,7 @@ use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
     Access, Company, Engines, Fleet, INDEXER, Links, Proxy, ROUTER, SHIM, TOKENIZER, cluster,
-    endpoint, router_ports, strings, worker_name,
+    endpoint, router_ports, signal, strings, worker_name,
 };
 use crate::nats_server::NatsServer;
 
@@ -135,6 +135,15 @@ impl Fleet {
 
     pub(crate) fn parts(&self) -> &Distributed {
         self.distributed.as_ref().expect("a fleet over NATS")
+    }
+
+    /// Replaces a text in the server's configuration, which has it once, and reloads the server.
+    pub(crate) async fn reload_nats(&self, from: &str, to: &str) {
+        let file = self.place.path("nats.conf");
+        let text = std::fs::read_to_string(&file).expect("the server's configuration");
+        assert_eq!(text.matches(from).count(), 1, "{from}");
+        std::fs::write(&file, text.replace(from, to)).expect("a file");
+        signal(self.parts().server.lock().await.pid(), "HUP");
     }
 
     /// One shim's link to the plane.

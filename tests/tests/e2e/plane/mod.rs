@@ -16,6 +16,7 @@ mod leak;
 mod least_privilege;
 mod load;
 mod moves;
+mod permissions;
 mod rolling;
 mod router_restart;
 mod server_restart;

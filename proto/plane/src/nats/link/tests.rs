@@ -59,3 +59,30 @@ fn every_event_is_counted() {
     assert_eq!(of(&counters.closed), 1);
     assert_eq!(link.last_server_error(), "no");
 }
+
+#[test]
+fn a_connection_without_a_subscription_is_down_and_reconnects() {
+    let (link, statistics) = connected();
+    let connection = link.connection();
+    let violation = r#"Permissions Violation for Subscription to "a" (sid "1")"#;
+    link.observe(Event::ServerError(ServerError::Other(violation.into())));
+    assert!(link.is_up(), "requests are still sent");
+    assert_eq!(*connection.borrow(), Connection::Down);
+    assert!(!link.poll(State::Connected), "after a delay");
+    statistics.connects.store(2, Ordering::Relaxed);
+    link.observe(Event::Connected);
+    assert_eq!(*connection.borrow(), Connection::Down, "not settled");
+    let publish = r#"Permissions Violation for Publish to "b""#;
+    link.observe(Event::ServerError(ServerError::Other(publish.into())));
+    assert!(link.is_publish_refused("b"));
+}
+
+#[test]
+fn unanswered_requests_take_the_connection_down() {
+    let (link, _) = connected();
+    let connection = link.connection();
+    link.set_unanswered(true);
+    assert_eq!(*connection.borrow(), Connection::Down);
+    link.set_unanswered(false);
+    assert_eq!(*connection.borrow(), Connection::Up);
+}

@@ -1,0 +1,129 @@
+//! Permissions that the server takes away from a running process and gives back.
+//!
+//! The server reloads its configuration, removes subscriptions and keeps the connections.
+
+use std::time::Duration;
+
+use super::equality::until_equal;
+use crate::fleet::traffic::{request, serve};
+use crate::fleet::{Access, Company, Engines, Flags, Fleet, Mode, worker_name};
+
+const ENGINES: Engines = Engines {
+    count: 1,
+    ranks: 1,
+    blocks: 400,
+    flags: &["--profile", "instant"],
+};
+const MODE: Mode = Mode::Nats {
+    indexers: 1,
+    routers: 1,
+};
+
+const RECORDS: &str = r#""wr.prod.kv.worker-0.*", "wr.prod.hb.worker-0.*""#;
+const NO_RECORDS: &str = r#""wr.prod.hb.worker-0.*""#;
+
+const HEARTBEATS: &str = r#""wr.prod.query", "wr.prod.query.*", "wr.prod.hb.>"]"#;
+const NO_HEARTBEATS: &str = r#""wr.prod.query", "wr.prod.query.*"]"#;
+
+const INBOX: &str = r#""_INBOX.shim-worker-0.>", "wr.prod.resync.worker-0""#;
+const NO_INBOX: &str = r#""wr.prod.resync.worker-0""#;
+
+async fn start() -> Fleet {
+    let flags = Flags {
+        init: &["--max-bytes", "64MiB"],
+        access: Access::LeastPrivilege,
+        company: Company::Another,
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(MODE, ENGINES, flags).await;
+    change_engine(&fleet).await;
+    fleet.until_indexed().await;
+    fleet
+}
+
+/// Sends requests that change the engine's blocks.
+async fn change_engine(fleet: &Fleet) {
+    let mut rng = fastrand::Rng::new();
+    for _ in 0..5 {
+        let (path, body) = request(&mut rng);
+        serve(fleet, path, &body).await;
+    }
+}
+
+/// Whether the indexer credits the source.
+async fn is_exact(fleet: &Fleet) -> bool {
+    let sources = fleet.positions(&fleet.indexes()[0]).await;
+    let source = sources.get(&(worker_name(0), 0));
+    source.is_some_and(|(state, _)| state == "exact")
+}
+
+/// Warnings in a process's log about this missing permission.
+fn warnings(fleet: &Fleet, log: &str, grant: &str) -> usize {
+    let text = std::fs::read_to_string(fleet.file(log)).unwrap();
+    let is_warning = |line: &&str| {
+        line.contains("the server refuses a permission") && line.contains(&format!("{grant:?}"))
+    };
+    text.lines().filter(is_warning).count()
+}
+
+async fn forced_reconnects(fleet: &Fleet, base: &str) -> f64 {
+    let name = "warmroute_nats_forced_reconnects_total";
+    fleet.metric_at(format!("{base}/metrics"), name).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shim_whose_records_are_refused_is_not_credited() {
+    let fleet = start().await;
+    fleet.reload_nats(RECORDS, NO_RECORDS).await;
+    let refused = async |fleet: &Fleet| {
+        change_engine(fleet).await;
+        warnings(fleet, "shim-0.log", "wr.prod.kv.worker-0.0") > 0
+    };
+    fleet.until("the records are refused", refused).await;
+    let most = Duration::from_secs(8);
+    let uncredited = async |fleet: &Fleet| !is_exact(fleet).await;
+    fleet
+        .until_within(most, "the source is not credited", uncredited)
+        .await;
+    change_engine(&fleet).await;
+    fleet.reload_nats(NO_RECORDS, RECORDS).await;
+    until_equal(&fleet).await;
+    let warned = warnings(&fleet, "shim-0.log", "wr.prod.kv.worker-0.0");
+    assert_eq!(warned, 1, "warnings");
+    let base = fleet.parts().shims[0].base();
+    assert!(forced_reconnects(&fleet, &base).await < 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_indexer_that_lost_its_heartbeats_credits_again() {
+    let fleet = start().await;
+    let index = &fleet.indexes()[0];
+    fleet.reload_nats(HEARTBEATS, NO_HEARTBEATS).await;
+    let unready = async |fleet: &Fleet| !fleet.is_ready(index).await && !is_exact(fleet).await;
+    fleet.until("the indexer is not ready", unready).await;
+    fleet.reload_nats(NO_HEARTBEATS, HEARTBEATS).await;
+    // The source is idle: only heartbeats credit it.
+    let credits = async |fleet: &Fleet| fleet.is_ready(index).await && is_exact(fleet).await;
+    fleet.until("the indexer credits again", credits).await;
+    assert!(forced_reconnects(&fleet, index).await >= 1.0);
+    assert_eq!(warnings(&fleet, "indexer-0.log", "wr.prod.hb.>"), 1);
+    change_engine(&fleet).await;
+    until_equal(&fleet).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shim_that_lost_its_inbox_renews_its_lease_again() {
+    let fleet = start().await;
+    let shim = fleet.parts().shims[0].base();
+    fleet.reload_nats(INBOX, NO_INBOX).await;
+    let unready = async |fleet: &Fleet| !fleet.is_ready(&shim).await && !is_exact(fleet).await;
+    fleet.until("the shim is not ready", unready).await;
+    fleet.reload_nats(NO_INBOX, INBOX).await;
+    let ready = async |fleet: &Fleet| fleet.is_ready(&shim).await && is_exact(fleet).await;
+    fleet.until("the shim serves its worker again", ready).await;
+    assert!(forced_reconnects(&fleet, &shim).await >= 1.0);
+    let inbox = "_INBOX.shim-worker-0.>";
+    assert_eq!(warnings(&fleet, "shim-0.log", inbox), 1);
+    change_engine(&fleet).await;
+    until_equal(&fleet).await;
+}
