@@ -84,7 +84,7 @@ pub enum UnknownReason {
     ShimGone = 2,
 }
 
-/// An indexer's answer to a [`Query`].
+/// An indexer's answer to a [`IndexQuery`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum IndexAnswer {
     Runs {

@@ -1,9 +1,9 @@
 //! The fleet: which workers there are, whether they are usable, trusted and in service.
 //!
-//! [`state`] is the pure state machine. [`Fleet`] holds it and publishes each change to the
-//! decision core and, as an immutable [`ModelCatalog`], to requests. Three tasks feed it:
-//! [`FleetRegistry`] (workers and drains in the registry), [`HealthProber`] and
-//! [`RegistrationChecker`].
+//! `state` is the pure state machine. `Fleet` holds it and publishes each change to the
+//! decision core and, as an immutable `ModelCatalog`, to requests. Three tasks feed it:
+//! `FleetRegistry` (workers and drains in the registry), `HealthProber` and
+//! `RegistrationChecker`.
 
 mod breaker;
 mod checks;

@@ -76,18 +76,30 @@ fn a_seed_is_the_whole_input() {
 /// Something is compared, and the faults leave traces: a world in which nothing happens proves nothing.
 #[test]
 fn worlds_are_worth_running() {
-    let reports: Vec<_> = (0..40).map(|seed| run(&Plan::of(seed)).report).collect();
+    const WORLDS: u64 = 80;
+    let reports: Vec<_> = (0..WORLDS)
+        .map(|seed| run(&Plan::of(seed)).report)
+        .collect();
     let sum = |of: fn(&Report) -> u64| reports.iter().map(of).sum::<u64>();
-    assert!(sum(|report| report.exact) > 40 * 200, "exact claims");
-    assert!(sum(|report| report.snapshots) > 40, "snapshots");
-    assert!(sum(|report| report.resyncs) > 10, "resyncs");
-    assert!(sum(|report| report.faults.len() as u64) > 40 * 4, "faults");
+    assert!(sum(|report| report.exact) > WORLDS * 200, "exact claims");
+    assert!(sum(|report| report.snapshots) > WORLDS, "snapshots");
+    assert!(sum(|report| report.resyncs) > 20, "resyncs");
     assert!(
-        sum(|report| report.decisions) > 40 * 20,
+        sum(|report| report.faults.len() as u64) > WORLDS * 4,
+        "faults"
+    );
+    assert!(
+        sum(|report| report.decisions) > WORLDS * 20,
         "decisions of routers"
     );
-    assert!(sum(|report| report.answers) > 40 * 20, "answers to routers");
-    assert!(sum(|report| report.views) > 40 * 100, "views of each other");
+    assert!(
+        sum(|report| report.answers) > WORLDS * 20,
+        "answers to routers"
+    );
+    assert!(
+        sum(|report| report.views) > WORLDS * 100,
+        "views of each other"
+    );
     let moves = sum(|report| report.moves);
     assert!(moves > 10, "requests that were moved: {moves}");
 }

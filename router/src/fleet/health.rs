@@ -2,7 +2,7 @@
 //!
 //! Two failed probes in a row make a worker unusable (an engine's event loop stalls under load),
 //! one refused connection does (no process listens), one passed probe makes it usable. Requests
-//! that break after they were sent are [`super::breaker`]'s.
+//! that break after they were sent are `breaker`'s.
 
 /// Failed probes in a row that make a worker unusable.
 const FAILURES_MAX: u32 = 2;

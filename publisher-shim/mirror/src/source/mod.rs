@@ -9,7 +9,7 @@
 //!
 //! Invariant: a credited state leaves this module only while its proof is fresh, only for what the
 //! log has acknowledged or what the same record carries, and only while no unacknowledged change
-//! is older than [`BACKLOG_AGE_MAX`].
+//! is older than `BACKLOG_AGE_MAX`.
 //!
 //! Sockets, HTTP, the registry and the clock are in the shell's `service`.
 
