@@ -28,6 +28,7 @@ use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::route;
 use crate::shared_core::SharedCore;
+use breaker::RequestTimes;
 use health::{Observation, WorkerHealth};
 use state::{FleetChange, FleetState, ProbeTarget};
 
@@ -73,20 +74,17 @@ impl Fleet {
     }
 
     /// A request is sent to the worker at `url`. Takes no lock while no circuit breaker counts.
-    pub(crate) fn request_began(&self, worker: &WorkerId, url: &str) {
+    pub(crate) fn request_began(self: &Arc<Self>, worker: &WorkerId, url: &str) -> TrackedRequest {
+        let began = Instant::now().into_std();
         if self.counts_requests.load(Ordering::Relaxed) {
-            let now = Instant::now().into_std();
-            self.update(|state| state.request_began(worker, url, now));
+            self.update(|state| state.request_began(worker, url, began));
         }
-    }
-
-    /// The result of a request that was sent to the worker at `url`. Takes no lock for an answer
-    /// while no circuit breaker counts.
-    pub(crate) fn request_ended(&self, worker: &WorkerId, url: &str, result: RequestResult) {
-        let counts = self.counts_requests.load(Ordering::Relaxed);
-        if counts || result == RequestResult::Broken {
-            let now = Instant::now().into_std();
-            self.update(|state| state.request_ended(worker, url, result, now));
+        TrackedRequest {
+            fleet: Arc::clone(self),
+            worker: worker.clone(),
+            url: url.to_owned(),
+            began,
+            reported: false,
         }
     }
 
@@ -136,8 +134,10 @@ impl Fleet {
             self.publish(&state);
         }
         drop(state);
-        if change == FleetChange::WorkDue {
+        if matches!(change, FleetChange::ChecksDue | FleetChange::WorkDue) {
             self.check_due.notify_one();
+        }
+        if change == FleetChange::WorkDue {
             self.probe_due.notify_one();
         }
     }
@@ -153,6 +153,42 @@ impl Fleet {
         drop(core);
         let catalog = Arc::new(ModelCatalog::of(state.workers(), self.block_size));
         *self.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog;
+    }
+}
+
+/// A request that was sent to one worker. Dropped without a result it has none: it was cancelled,
+/// moved, or not sent.
+pub(crate) struct TrackedRequest {
+    fleet: Arc<Fleet>,
+    worker: WorkerId,
+    url: String,
+    began: std::time::Instant,
+    reported: bool,
+}
+
+impl TrackedRequest {
+    /// Reports a result to the circuit breaker. An answer may still break later. Takes no lock for
+    /// an answer while no circuit breaker counts.
+    pub(crate) fn report(&mut self, result: RequestResult) {
+        self.reported = true;
+        let counts = self.fleet.counts_requests.load(Ordering::Relaxed);
+        if counts || result == RequestResult::Broken {
+            let Self {
+                worker, url, began, ..
+            } = &*self;
+            let now = Instant::now().into_std();
+            self.fleet.update(|state| {
+                state.request_ended(worker, url, result, RequestTimes { began: *began, now })
+            });
+        }
+    }
+}
+
+impl Drop for TrackedRequest {
+    fn drop(&mut self) {
+        if !self.reported {
+            self.report(RequestResult::Unknown);
+        }
     }
 }
 

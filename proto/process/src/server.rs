@@ -6,7 +6,8 @@
 //! request. HTTP/2 is not offered: its detection reads a preface without a time limit.
 //!
 //! At the bound the connection that is idle longest is closed for a new one. While every connection
-//! has a request in flight, further ones get answers to probes only, and 503 otherwise.
+//! has a request in flight, further ones get answers to probes only, and 503 otherwise; beyond
+//! [`PROBE_CONNECTIONS_MAX`] probes in flight they are closed.
 
 mod idle;
 
@@ -203,25 +204,26 @@ async fn accept(
     regular: &ConnectionSlots,
     probes: &ConnectionSlots,
 ) -> Option<(TcpStream, ConnectionSlot)> {
-    let stream = match listener.accept().await {
-        Ok((stream, _)) => stream,
-        Err(error) => {
-            tracing::warn!(%error, "connection not accepted");
-            return None;
-        }
-    };
-    let slot = match regular.try_take() {
-        Some(slot) => slot,
-        None if regular.idle.evict() => regular.take().await?,
-        None => match probes.try_take() {
-            Some(slot) => slot,
-            None => {
-                probes.idle.evict();
-                probes.take().await?
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "connection not accepted");
+                return None;
             }
-        },
-    };
-    Some((stream, slot))
+        };
+        let slot = match regular.try_take() {
+            Some(slot) => slot,
+            None if regular.idle.evict() => regular.take().await?,
+            None => match probes.try_take() {
+                Some(slot) => slot,
+                None if probes.idle.evict() => probes.take().await?,
+                // Each of them has a probe in flight: waiting would stop accepting.
+                None => continue,
+            },
+        };
+        return Some((stream, slot));
+    }
 }
 
 /// Counts a connection as open while it lives.

@@ -181,10 +181,11 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
 fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
     let (id, prompt, knobs) = (candidate.id, input.prompt, input.knobs);
     let known = input.trusted.of(id);
-    // Hashes of another block size say nothing about this prompt.
+    // Hashes of another block size or of other tokens say nothing about this prompt.
     let is_comparable = candidate
         .block_size
-        .is_none_or(|size| size == prompt.block_size());
+        .is_none_or(|size| size == prompt.block_size())
+        && prompt.is_tokenized_by(&candidate.source.worker);
     let credit_max = if is_comparable {
         prompt.credit_max()
     } else {

@@ -2,7 +2,7 @@
 
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::load::SampledPrefix;
-use warmroute_proto::{BlockSize, LocalHash, Seed};
+use warmroute_proto::{BlockSize, LocalHash, Seed, WorkerId};
 
 /// Whether the engine may read this prompt's blocks from its cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +21,8 @@ pub struct Prompt {
     blocks: Vec<LocalHash>,
     sampled: SampledPrefix,
     reads: CacheReads,
+    /// Workers that tokenize it differently.
+    mismatched: Vec<WorkerId>,
 }
 
 impl Prompt {
@@ -48,6 +50,7 @@ impl Prompt {
             blocks,
             sampled,
             reads: CacheReads::Allowed,
+            mismatched: Vec::new(),
         }
     }
 
@@ -61,6 +64,18 @@ impl Prompt {
     pub const fn with_reads(mut self, reads: CacheReads) -> Self {
         self.reads = reads;
         self
+    }
+
+    #[must_use]
+    pub fn with_mismatched(mut self, mismatched: Vec<WorkerId>) -> Self {
+        self.mismatched = mismatched;
+        self
+    }
+
+    /// Whether the worker has the prompt's tokens, so that its blocks can be compared.
+    #[must_use]
+    pub fn is_tokenized_by(&self, worker: &WorkerId) -> bool {
+        !self.mismatched.contains(worker)
     }
 
     #[must_use]

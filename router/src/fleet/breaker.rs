@@ -1,7 +1,8 @@
 //! Circuit breaker of one worker: passes over a worker whose requests break, although its probes
 //! pass.
 //!
-//! A client's request is sent to a worker at most once, so each failure is that of another request.
+//! A request counts at most one failure of a worker, also where it was sent to the worker again on a
+//! new connection, so each failure is that of another request.
 //! The breaker opens at [`FAILURES_MIN`] failures that are at least half of what ended in one
 //! [`WINDOW`]. After a pause it is half-open and admits one trial request at a time: the next answer
 //! closes it, the next failure opens it for twice as long. An open breaker lowers a worker's rank
@@ -21,12 +22,14 @@ const PAUSE: Duration = Duration::from_secs(2);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(32);
 
-/// Longest time for a trial's answer. A request that its client cancels has no result.
+/// Longest time for a trial's answer.
 const TRIAL_MAX: Duration = Duration::from_secs(32);
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Breaker {
     state: BreakerState,
+    /// When it opened or was reset last. Requests that began before have no say in what is now.
+    opened: Option<Instant>,
     /// The last pause; zero if there was none since the breaker closed.
     pause: Duration,
 }
@@ -39,8 +42,8 @@ enum BreakerState {
         until: Instant,
     },
     HalfOpen {
-        /// The end of the trial in flight.
-        trial_until: Option<Instant>,
+        /// The beginning of the trial in flight.
+        trial: Option<Instant>,
     },
 }
 
@@ -56,8 +59,17 @@ struct Window {
 pub(crate) enum RequestResult {
     /// The engine answered, with whatever status.
     Answered,
-    /// The engine closed the connection before it answered.
+    /// The engine closed the connection before the end of its answer, or its answer is invalid.
     Broken,
+    /// The request was cancelled, moved to another worker, or not sent.
+    Unknown,
+}
+
+/// The times of a request and of its result.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestTimes {
+    pub began: Instant,
+    pub now: Instant,
 }
 
 impl Default for BreakerState {
@@ -67,6 +79,14 @@ impl Default for BreakerState {
 }
 
 impl Breaker {
+    /// Closed, for an engine that came back: results of requests that began before are void.
+    pub(crate) fn reset(now: Instant) -> Self {
+        Self {
+            opened: Some(now),
+            ..Self::default()
+        }
+    }
+
     pub(crate) const fn is_open(&self) -> bool {
         matches!(self.state, BreakerState::Open { .. })
     }
@@ -75,15 +95,15 @@ impl Breaker {
     pub(crate) const fn passes_over(&self) -> bool {
         match &self.state {
             BreakerState::Open { .. } => true,
-            BreakerState::HalfOpen { trial_until } => trial_until.is_some(),
+            BreakerState::HalfOpen { trial } => trial.is_some(),
             BreakerState::Closed(_) => false,
         }
     }
 
     /// A request is sent to the worker: a half-open breaker's trial, if none is in flight.
     pub(crate) fn begin(&mut self, now: Instant) {
-        if let BreakerState::HalfOpen { trial_until } = &mut self.state {
-            trial_until.get_or_insert(now + TRIAL_MAX);
+        if let BreakerState::HalfOpen { trial } = &mut self.state {
+            trial.get_or_insert(now);
         }
     }
 
@@ -93,8 +113,16 @@ impl Breaker {
     }
 
     /// Takes in one request's result.
-    pub(crate) fn record(&mut self, result: RequestResult, now: Instant) {
+    pub(crate) fn record(&mut self, result: RequestResult, times: RequestTimes) {
+        let RequestTimes { began, now } = times;
+        if self.opened.is_some_and(|opened| began < opened) {
+            return;
+        }
         match (&mut self.state, result) {
+            (BreakerState::HalfOpen { trial }, RequestResult::Unknown) => {
+                trial.take_if(|trial| *trial == began);
+            }
+            (BreakerState::Closed(_), RequestResult::Unknown) => {}
             (BreakerState::Closed(window), _) => {
                 if window
                     .as_ref()
@@ -116,9 +144,13 @@ impl Breaker {
                     self.open(now);
                 }
             }
-            (BreakerState::HalfOpen { .. }, RequestResult::Answered) => *self = Self::default(),
+            (BreakerState::HalfOpen { .. }, RequestResult::Answered) => {
+                *self = Self {
+                    opened: self.opened,
+                    ..Self::default()
+                };
+            }
             (BreakerState::HalfOpen { .. }, RequestResult::Broken) => self.open(now),
-            // A request that was sent before.
             (BreakerState::Open { .. }, _) => {}
         }
     }
@@ -127,11 +159,11 @@ impl Breaker {
     pub(crate) fn tick(&mut self, now: Instant) {
         match &self.state {
             BreakerState::Open { until } if now >= *until => {
-                self.state = BreakerState::HalfOpen { trial_until: None };
+                self.state = BreakerState::HalfOpen { trial: None };
             }
-            BreakerState::HalfOpen {
-                trial_until: Some(until),
-            } if now >= *until => self.state = BreakerState::HalfOpen { trial_until: None },
+            BreakerState::HalfOpen { trial: Some(began) } if now >= *began + TRIAL_MAX => {
+                self.state = BreakerState::HalfOpen { trial: None };
+            }
             BreakerState::Closed(Some(window)) if now >= window.start + WINDOW => {
                 self.state = BreakerState::Closed(None);
             }
@@ -141,6 +173,7 @@ impl Breaker {
     }
 
     fn open(&mut self, now: Instant) {
+        self.opened = Some(now);
         self.pause = (self.pause * 2).clamp(PAUSE, PAUSE_MAX);
         let until = now + self.pause;
         self.state = BreakerState::Open { until };
@@ -153,6 +186,7 @@ impl Window {
         match result {
             RequestResult::Answered => self.answered += 1,
             RequestResult::Broken => self.failed += 1,
+            RequestResult::Unknown => {}
         }
         self.failed >= FAILURES_MIN && self.failed >= self.answered
     }
@@ -169,7 +203,7 @@ mod tests {
 
     fn record(breaker: &mut Breaker, result: RequestResult, times: u32, now: Instant) {
         for _ in 0..times {
-            breaker.record(result, now);
+            breaker.record(result, RequestTimes { began: now, now });
         }
     }
 

@@ -118,7 +118,12 @@ impl RegistrationChecker {
             ..self.tokens(&worker).await
         };
         let name = &worker.entry.worker;
-        for (check, result) in checks.named() {
+        for ((check, result), (_, before)) in checks.named().into_iter().zip(worker.checks.named())
+        {
+            // A retry counts and logs what it changed.
+            if result == before {
+                continue;
+            }
             match result {
                 CheckResult::Failed { why } => {
                     self.metrics.check_failed(check);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::{DrainState, WorkerEntry};
 
-use super::breaker::{Breaker, RequestResult};
+use super::breaker::{Breaker, RequestResult, RequestTimes};
 use super::checks::RegistrationChecks;
 use super::drain_table::DrainTable;
 use super::health::{HealthChange, Observation, WorkerHealth};
@@ -49,7 +49,9 @@ pub(crate) enum FleetChange {
     None,
     /// Something that requests see.
     Published,
-    /// That, and a worker is to be probed and checked.
+    /// That, and a worker is to be checked.
+    ChecksDue,
+    /// That, and a worker is to be probed.
     WorkDue,
 }
 
@@ -117,7 +119,10 @@ impl FleetState {
         match known.health.observe(observation) {
             HealthChange::Up => {
                 known.begin_epoch();
+                // What broke before was the engine that went down.
+                known.breaker = Breaker::reset(now);
                 tracing::info!(%worker, "worker is healthy");
+                return FleetChange::ChecksDue;
             }
             HealthChange::Down => {
                 tracing::warn!(%worker, ?observation, "worker is unhealthy, not used");
@@ -128,7 +133,7 @@ impl FleetState {
             }
             HealthChange::None => return FleetChange::None,
         }
-        FleetChange::WorkDue
+        FleetChange::Published
     }
 
     /// The result of a request that was sent to `url`.
@@ -137,13 +142,13 @@ impl FleetState {
         worker: &WorkerId,
         url: &str,
         result: RequestResult,
-        now: Instant,
+        times: RequestTimes,
     ) -> FleetChange {
         let Some(known) = self.at(worker, url) else {
             return FleetChange::None;
         };
         let (was_open, passed_over) = (known.breaker.is_open(), known.breaker.passes_over());
-        known.breaker.record(result, now);
+        known.breaker.record(result, times);
         if known.breaker.is_open() && !was_open {
             tracing::warn!(%worker, "circuit breaker opened, requests break");
         }

@@ -52,6 +52,14 @@ fn observe(fleet: &Fleet, worker: &str, observation: Observation) {
     fleet.observe(&worker.into(), &url, observation);
 }
 
+fn began(fleet: &Arc<Fleet>, worker: &str) -> TrackedRequest {
+    fleet.request_began(&worker.into(), &format!("http://{worker}:1"))
+}
+
+fn ended(fleet: &Arc<Fleet>, worker: &str, result: RequestResult) {
+    began(fleet, worker).report(result);
+}
+
 fn observe_at(fleet: &Fleet, url: &str, observation: Observation, now: std::time::Instant) {
     fleet.update(|state| state.observe(&"w".into(), url, observation, now));
 }
@@ -253,8 +261,7 @@ async fn broken_requests_open_a_breaker_and_leave_one_candidate() {
     }
     let broken = |worker: &str, times: u32| {
         for _ in 0..times {
-            let url = format!("http://{worker}:1");
-            fleet.request_ended(&worker.into(), &url, RequestResult::Broken);
+            ended(&fleet, worker, RequestResult::Broken);
         }
     };
     broken("v", 2);
@@ -267,7 +274,7 @@ async fn broken_requests_open_a_breaker_and_leave_one_candidate() {
     tokio::time::advance(Duration::from_secs(60)).await;
     let now = Instant::now().into_std();
     fleet.update(|state| state.tick(now));
-    fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Answered);
+    ended(&fleet, "v", RequestResult::Answered);
     broken("w", 1);
     assert_eq!(candidates(&fleet), Ok(1), "half open, one failure opens it");
 }
@@ -281,27 +288,62 @@ async fn a_half_open_breaker_admits_one_trial_at_a_time() {
         observe(&fleet, worker, Observation::ProbePassed);
     }
     for _ in 0..5 {
-        fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Broken);
+        ended(&fleet, "v", RequestResult::Broken);
     }
     let half_open = async || {
         tokio::time::advance(Duration::from_secs(60)).await;
         fleet.update(|state| state.tick(Instant::now().into_std()));
         assert_eq!(candidates(&fleet), Ok(2));
     };
-    let began = || fleet.request_began(&"v".into(), "http://v:1");
     half_open().await;
-    began();
+    let mut trial = began(&fleet, "v");
     assert_eq!(candidates(&fleet), Ok(1), "its trial is in flight");
-    began();
-    // The client of the trial cancelled it.
-    half_open().await;
-    began();
-    fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Broken);
+    tokio::time::advance(Duration::from_millis(1)).await;
+    drop(began(&fleet, "v"));
+    assert_eq!(candidates(&fleet), Ok(1), "another request has ended");
+    trial.report(RequestResult::Broken);
     assert_eq!(candidates(&fleet), Ok(1), "open again");
     half_open().await;
-    began();
-    fleet.request_ended(&"v".into(), "http://v:1", RequestResult::Answered);
+    // Begun before the breaker opened.
+    trial.report(RequestResult::Answered);
+    let cancelled = began(&fleet, "v");
+    assert_eq!(candidates(&fleet), Ok(1));
+    drop(cancelled);
+    assert_eq!(candidates(&fleet), Ok(2), "the trial is returned");
+    ended(&fleet, "v", RequestResult::Answered);
     assert_eq!(candidates(&fleet), Ok(2), "closed");
-    began();
+    let _first = began(&fleet, "v");
     assert_eq!(candidates(&fleet), Ok(2));
+}
+
+#[test]
+fn a_worker_that_comes_back_has_a_closed_breaker() {
+    let fleet = fleet();
+    for worker in ["v", "w"] {
+        fleet.register(entry(worker, 16));
+        observe(&fleet, worker, Observation::ProbePassed);
+    }
+    for _ in 0..5 {
+        ended(&fleet, "v", RequestResult::Broken);
+    }
+    observe(&fleet, "v", Observation::ConnectRefused);
+    observe(&fleet, "v", Observation::ProbePassed);
+    assert!(!fleet.snapshot()[0].breaker.is_counting());
+    assert_eq!(candidates(&fleet), Ok(2));
+}
+
+/// Otherwise each worker of a fleet that starts would have all others probed.
+#[test]
+fn a_registration_has_the_fleet_probed_and_an_observation_does_not() {
+    let mut state = FleetState::default();
+    let now = Instant::now().into_std();
+    assert_eq!(state.register(entry("w", 16), now), FleetChange::WorkDue);
+    for (observation, change) in [
+        (Observation::ProbePassed, FleetChange::ChecksDue),
+        (Observation::ConnectRefused, FleetChange::Published),
+        (Observation::ProbePassed, FleetChange::ChecksDue),
+    ] {
+        let observed = state.observe(&"w".into(), "http://w:1", observation, now);
+        assert_eq!(observed, change, "{observation:?}");
+    }
 }

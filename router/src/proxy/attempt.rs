@@ -7,11 +7,13 @@
 
 use std::time::Duration;
 
-use axum::http::StatusCode;
+use axum::http::{Method, StatusCode};
 use bytes::Bytes;
 
 use super::App;
+use super::engine_client::Resend;
 use super::forward::{ForwardedRequest, Routing};
+use crate::fleet::TrackedRequest;
 use crate::metrics::{CancelPhase, Metrics};
 use crate::route::{Admitted, Decision, RouteRequest};
 use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
@@ -20,6 +22,7 @@ use crate::shared_core::{MoveSignal, MoveWatch, SlotHold};
 pub(super) struct Placement {
     pub decision: Decision,
     pub slot: SlotHold,
+    pub tracked: TrackedRequest,
     /// Present while the request may be moved.
     pub watch: Option<MoveWatch>,
     /// The first choice, if the request was moved.
@@ -46,10 +49,16 @@ impl App {
         routing: &Routing,
         placement: &mut Placement,
     ) -> reqwest::Result<EngineHead> {
+        // Any other request may have effects that are not to be had twice.
+        let resend = match request.method {
+            Method::GET | Method::HEAD => Resend::Allowed,
+            _ if routing.movable => Resend::Allowed,
+            _ => Resend::Never,
+        };
         loop {
             let predicted = (!routing.streaming).then_some(placement.decision.predicted_ttft);
             let addressed = self.addressed(request, &placement.decision)?;
-            let sent = self.engines.send(addressed);
+            let sent = self.engines.send(addressed, resend);
             let cancel = CancelCount::armed(&self.metrics);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
             let waited = wait_for_head(sent, predicted, placement, moves).await;
@@ -76,6 +85,9 @@ impl App {
         };
         placement.slot.take_over(slot);
         let from = std::mem::replace(&mut placement.decision, decision);
+        placement.tracked = self
+            .fleet
+            .request_began(&placement.decision.source.worker, &placement.decision.url);
         tracing::debug!(from = %from.source, to = %placement.decision.source, "request moved");
         placement.moved_from = Some(Box::new(from));
         placement.watch = None;

@@ -1,13 +1,19 @@
 //! HTTP client for the engines: no redirects, decompression, proxies or total timeout.
 //!
 //! An engine may close an idle connection while the next request is written to it. Such a request
-//! is sent once more, on a new connection, if no byte of the answer came.
+//! is sent once more, on a new connection, if a reused connection closed before the answer's head
+//! and within [`STALE_MAX`]. An engine that crashes on the request looks alike for so long, so
+//! such a request may reach one engine twice; a failure of the second sending is reported as that
+//! of the first.
 
 use std::cell::Cell;
+use std::error::Error;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use reqwest::{Client, Request, Response};
+use tokio::time::Instant;
 use tower::util::MapResponseLayer;
 
 use crate::config::Limits;
@@ -16,6 +22,9 @@ use crate::metrics::{Metrics, RetryReason};
 /// Below the 5 s for which uvicorn, vLLM's HTTP server, keeps an idle connection: the side that
 /// writes next should be the one that closes.
 const IDLE_MAX: Duration = Duration::from_secs(4);
+
+/// Longest time from sending a request to the end of a connection that the engine had closed.
+const STALE_MAX: Duration = Duration::from_millis(100);
 
 tokio::task_local! {
     /// The connection of the request that the task sends.
@@ -27,6 +36,13 @@ enum Connection {
     New,
     /// From the pool: no connection was opened for the request, or a pooled one was free first.
     Reused,
+}
+
+/// Whether a request may reach an engine twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Resend {
+    Allowed,
+    Never,
 }
 
 #[derive(Clone)]
@@ -66,24 +82,55 @@ impl EngineClient {
     }
 
     /// Sends a request and waits for the head of the answer.
-    pub(super) async fn send(&self, request: Request) -> reqwest::Result<Response> {
-        let copy = request.try_clone();
+    pub(super) async fn send(&self, request: Request, resend: Resend) -> reqwest::Result<Response> {
+        let copy = match resend {
+            Resend::Allowed => request.try_clone(),
+            Resend::Never => None,
+        };
+        let began = Instant::now();
         let sent = async {
             let response = self.pooled.execute(request).await;
             (response, CONNECTION.with(Cell::get))
         };
         match CONNECTION.scope(Cell::new(Connection::Reused), sent).await {
-            (Err(error), Connection::Reused) if !error.is_connect() && !error.is_timeout() => {
+            (Err(error), Connection::Reused)
+                if began.elapsed() <= STALE_MAX && is_closed(&error) =>
+            {
                 let Some(copy) = copy else {
                     return Err(error);
                 };
                 tracing::debug!(%error, "reused connection failed, sending on a new one");
                 self.metrics.retried(RetryReason::StaleConnection);
-                self.unpooled.execute(copy).await
+                let second = self.unpooled.execute(copy).await;
+                // The engine may have crashed on the first sending: no connection to it now.
+                second.map_err(|second| {
+                    tracing::debug!(error = %second, "new connection failed too");
+                    error
+                })
             }
             (response, _) => response,
         }
     }
+}
+
+/// The connection closed before the answer's head was complete.
+fn is_closed(error: &reqwest::Error) -> bool {
+    let mut next = error.source();
+    let mut causes = std::iter::from_fn(|| {
+        let cause = next?;
+        next = cause.source();
+        Some(cause)
+    });
+    let is_close = |cause: &(dyn Error + 'static)| {
+        let hyper = cause.downcast_ref::<hyper::Error>();
+        let system = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+        hyper.is_some_and(hyper::Error::is_incomplete_message)
+            || matches!(
+                system,
+                Some(io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+            )
+    };
+    !error.is_connect() && causes.any(is_close)
 }
 
 /// Runs when a connection is open: in the task of its request, or in another task if the request

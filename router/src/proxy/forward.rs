@@ -87,13 +87,12 @@ impl App {
                 Ok(head) if headers::has_two_lengths(head.response.headers()) => {
                     let worker = &source.worker;
                     tracing::warn!(%worker, "answer with a length and chunks, not passed on");
+                    placement.tracked.report(RequestResult::Broken);
                     placement.slot.fail();
                     return Err(ProxyError::Upstream);
                 }
                 Ok(head) => {
-                    let url = &placement.decision.url;
-                    let answered = RequestResult::Answered;
-                    self.fleet.request_ended(&source.worker, url, answered);
+                    placement.tracked.report(RequestResult::Answered);
                     placement.watch = None;
                     let status = head.response.status();
                     let answer = EngineAnswer { head, placement };
@@ -107,11 +106,11 @@ impl App {
                     return Err(ProxyError::Internal("a worker's URL does not parse"));
                 }
                 Err(error) => {
-                    let reason = self.failed(&placement.decision, &error);
+                    let reason = self.failed(&mut placement, &error);
                     placement.slot.fail();
                     history.broken += usize::from(reason == RetryReason::Broken);
                     if history.attempts == ATTEMPTS_MAX || history.broken == BROKEN_MAX {
-                        return Err(history.exhausted());
+                        return history.exhausted();
                     }
                     reason
                 }
@@ -137,7 +136,8 @@ impl App {
         let Admitted { decision, slot, .. } = admitted;
         // Before anything else, so that the slot is freed on every path.
         let slot = SlotHold::new(Arc::clone(&self.core), slot);
-        self.fleet
+        let tracked = self
+            .fleet
             .request_began(&decision.source.worker, &decision.url);
         self.metrics.ladder(decision.basis().label());
         tracing::debug!(
@@ -150,6 +150,7 @@ impl App {
         Ok(Placement {
             decision,
             slot,
+            tracked,
             watch: watch.filter(|_| routing.movable),
             moved_from: None,
         })
@@ -174,15 +175,15 @@ impl App {
     }
 
     /// Reports a failure to the fleet.
-    fn failed(&self, decision: &Decision, error: &reqwest::Error) -> RetryReason {
+    fn failed(&self, placement: &mut Placement, error: &reqwest::Error) -> RetryReason {
+        let decision = &placement.decision;
         let (worker, url) = (&decision.source.worker, &decision.url);
         tracing::warn!(%worker, %error, "worker did not answer");
         if error.is_connect() {
             self.fleet.observe(worker, url, Observation::ConnectRefused);
             RetryReason::Connect
         } else {
-            let broken = RequestResult::Broken;
-            self.fleet.request_ended(worker, url, broken);
+            placement.tracked.report(RequestResult::Broken);
             RetryReason::Broken
         }
     }
@@ -200,19 +201,20 @@ impl AttemptHistory {
 
     /// No further worker takes the request.
     fn refused(self, error: AdmitError) -> Result<EngineAnswer, ProxyError> {
-        match self.fallback {
-            Some(answer) => Ok(answer),
-            None if self.broken > 0 => Err(self.exhausted()),
-            None => Err(ProxyError::from(error)),
+        if self.fallback.is_none() && self.broken == 0 {
+            return Err(ProxyError::from(error));
         }
+        self.exhausted()
     }
 
-    const fn exhausted(&self) -> ProxyError {
-        if self.broken > 0 {
+    /// No further attempt is made.
+    fn exhausted(self) -> Result<EngineAnswer, ProxyError> {
+        let error = if self.broken > 0 {
             ProxyError::Upstream
         } else {
             ProxyError::NoWorker
-        }
+        };
+        self.fallback.ok_or(error)
     }
 }
 

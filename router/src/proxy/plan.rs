@@ -74,6 +74,7 @@ pub(super) fn plan(
         ),
         Err(why) => (opaque(body, model, size), true, Some(why)),
     };
+    let mismatched = trust.map_or_else(Vec::new, |trust| trust.mismatched.clone());
     let reads = if parsed.info.reads_cache {
         CacheReads::Allowed
     } else {
@@ -81,11 +82,11 @@ pub(super) fn plan(
     };
     Ok(Plan {
         model: parsed.info.model.clone(),
-        prompt: prompt.with_reads(reads),
+        prompt: prompt.with_reads(reads).with_mismatched(mismatched.clone()),
         streaming: parsed.info.stream,
         single,
         unhashed,
-        mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
+        mismatched,
         rewritten: parsed.rewritten.map(Bytes::from),
     })
 }

@@ -22,7 +22,12 @@ pub(super) fn respond(
     on_usage: Option<OnUsage>,
 ) -> Response {
     let EngineHead { response, early } = answer.head;
-    let Placement { decision, slot, .. } = answer.placement;
+    let Placement {
+        decision,
+        slot,
+        tracked,
+        ..
+    } = answer.placement;
     let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
     let watch = watch(&parts.headers);
@@ -31,6 +36,7 @@ pub(super) fn respond(
     let flight = Flight {
         call,
         slot: Some(slot),
+        tracked: Some(tracked),
         status: parts.status,
         watch,
         block_tokens: decision.claim.block_tokens.into(),

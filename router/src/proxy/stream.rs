@@ -14,6 +14,7 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
 use super::call::Call;
+use crate::fleet::{RequestResult, TrackedRequest};
 use crate::metrics::{CancelPhase, Metrics};
 use crate::openai::{StreamObserver, TokenUsage};
 use crate::shared_core::SlotHold;
@@ -36,6 +37,7 @@ pub(super) type OnUsage = Box<dyn FnOnce(TokenUsage) + Send>;
 pub(super) struct Flight {
     pub call: Call,
     pub slot: Option<SlotHold>,
+    pub tracked: Option<TrackedRequest>,
     pub status: StatusCode,
     pub watch: BodyWatch,
     /// Output tokens that fill a block.
@@ -142,6 +144,9 @@ impl TrackedBody {
     fn broken(&mut self) {
         if let Some(mut flight) = self.flight.take() {
             flight.call.broken();
+            if let Some(tracked) = &mut flight.tracked {
+                tracked.report(RequestResult::Broken);
+            }
             if let Some(slot) = flight.slot.take() {
                 slot.fail();
             }
@@ -247,6 +252,7 @@ mod tests {
         let flight = Flight {
             call: Call::new(RouteLabel::Chat, &HeaderMap::new(), &metrics),
             slot: None,
+            tracked: None,
             status: StatusCode::OK,
             watch: BodyWatch::Events(StreamObserver::default()),
             block_tokens: 16,

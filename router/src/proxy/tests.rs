@@ -176,6 +176,7 @@ async fn an_engine_that_closes_in_mid_stream_breaks_the_answer_and_frees_the_slo
     engine.break_stream();
     assert!(response.chunk().await.is_err());
     world.until_quiet().await;
+    assert_eq!(counting(&world), 1);
     assert_eq!(
         world.metric("requests_total{outcome=\"failed\",route=\"completions\"}"),
         1
@@ -258,6 +259,70 @@ async fn a_stale_connection_is_retried_on_a_new_one() {
     assert_eq!(world.metric("retries_total{reason=\"broken\"}"), 0);
 }
 
+/// The crash on a pooled connection looks like a stale connection.
+#[tokio::test]
+async fn a_request_that_crashes_engines_on_pooled_connections_reaches_two() {
+    let engines = [
+        Engine::crashing_at_reuse().await,
+        Engine::crashing_at_reuse().await,
+        Engine::crashing_at_reuse().await,
+    ];
+    let world = World::with(&[&engines[0], &engines[1], &engines[2]]).await;
+    for engine in &engines {
+        engine.connect(world.app.engines.plain()).await;
+    }
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 502);
+    world::assert_error(response, "upstream_failed").await;
+    let asked: usize = engines.iter().map(Engine::asked).sum();
+    assert_eq!(asked, 2);
+    assert_eq!(
+        world.metric("retries_total{reason=\"stale_connection\"}"),
+        2
+    );
+    assert_eq!(world.metric("retries_total{reason=\"broken\"}"), 1);
+    assert_eq!(counting(&world), 2);
+    world.until_quiet().await;
+}
+
+/// It may have effects.
+#[tokio::test]
+async fn a_post_to_another_route_is_not_sent_to_an_engine_twice() {
+    let engine = Engine::closing_at_reuse().await;
+    let world = World::with(&[&engine]).await;
+    engine.connect(world.app.engines.plain()).await;
+    let json = json!({"model": "m", "input": "x"});
+    let response = world.send("/v1/embeddings", &json).await;
+    assert_eq!(response.status(), 502);
+    assert_eq!(
+        world.metric("retries_total{reason=\"stale_connection\"}"),
+        0
+    );
+    assert_eq!(engine.asked(), 1, "the connection was made before");
+    world.until_quiet().await;
+}
+
+/// Workers whose circuit breakers count requests.
+fn counting(world: &World) -> usize {
+    let workers = world.app.fleet.snapshot().into_iter();
+    workers
+        .filter(|worker| worker.breaker.is_counting())
+        .count()
+}
+
+#[tokio::test]
+async fn a_503_is_the_answer_where_all_later_attempts_break() {
+    let (busy, mute) = (Engine::start().await, Engine::mute().await);
+    busy.answer_with(StatusCode::SERVICE_UNAVAILABLE);
+    let other = Engine::mute().await;
+    let world = World::with(&[&busy, &mute, &other]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(response.text().await.unwrap(), "the engine's body");
+    assert_eq!((busy.asked(), mute.asked(), other.asked()), (1, 1, 1));
+    world.until_quiet().await;
+}
+
 /// A client behind the router must not see two framings of one body.
 #[tokio::test]
 async fn an_answer_with_a_length_and_chunks_is_a_502() {
@@ -266,6 +331,7 @@ async fn an_answer_with_a_length_and_chunks_is_a_502() {
     let response = world.send("/v1/completions", &body(4)).await;
     assert_eq!(response.status(), 502);
     world::assert_error(response, "upstream_failed").await;
+    assert_eq!(counting(&world), 1);
     world.until_quiet().await;
 }
 

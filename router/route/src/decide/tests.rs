@@ -300,6 +300,23 @@ fn blocks_of_another_size_are_not_comparable() {
 }
 
 #[test]
+fn predicted_blocks_of_other_tokens_are_not_comparable() {
+    let mut fixture = Fixture::of(2);
+    let matched = prompt(1600);
+    fixture.expect(0, &matched);
+    assert_eq!(fixture.decide(&matched).source, source(0));
+    let mismatched = matched.with_mismatched(vec![source(0).worker]);
+    let decision = fixture.decide(&mismatched);
+    assert!(
+        decision
+            .weighed
+            .iter()
+            .all(|terms| terms.predicted_blocks == 0)
+    );
+    assert_eq!(decision.basis(), DecisionBasis::LoadOnly);
+}
+
+#[test]
 fn equal_sources_share_requests_at_random() {
     let fixture = Fixture::of(4);
     let mut rng = Rng::with_seed(3);

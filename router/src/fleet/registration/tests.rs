@@ -39,6 +39,25 @@ fn a_worker_whose_blocks_are_of_another_size_fails() {
     check_blocks(None, &[0, 32], &["skipped", "passed"]);
 }
 
+#[tokio::test]
+async fn a_failed_check_is_counted_once_in_an_epoch() {
+    let fleet = fleet_of(Some(16));
+    fleet.register(entry("w", 32));
+    let metrics = Arc::new(Metrics::new().unwrap());
+    let checker = RegistrationChecker {
+        fleet: Arc::clone(&fleet),
+        client: reqwest::Client::new(),
+        tokenizer: None,
+        metrics: Arc::clone(&metrics),
+        ready: Arc::default(),
+    };
+    let failures = || metrics.value("worker_check_failures_total{check=\"block_size\"}");
+    for _ in 0..2 {
+        checker.check(fleet.snapshot().remove(0)).await;
+        assert_eq!(failures(), 1);
+    }
+}
+
 const fn name(check: &CheckResult) -> &'static str {
     match check {
         CheckResult::Pending => "pending",

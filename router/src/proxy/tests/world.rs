@@ -191,6 +191,35 @@ impl Engine {
         engine
     }
 
+    /// Answers each connection's first request. Reads the second one to its end, and no process
+    /// listens or answers any more.
+    pub(super) async fn crashing_at_reuse() -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let inner = Arc::clone(&engine.inner);
+        let serve = async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            read_request(&mut stream).await;
+            let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}";
+            stream.write_all(answer).await.unwrap();
+            read_request(&mut stream).await;
+            inner.asked.send_modify(|asked| *asked += 1);
+            drop(listener);
+        };
+        drop(TaskTracker::new().spawn(serve));
+        engine
+    }
+
+    /// Leaves an idle connection to the engine in the client's pool.
+    pub(super) async fn connect(&self, client: &reqwest::Client) {
+        let answer = client.post(&self.url).body("{}").send().await.unwrap();
+        answer.bytes().await.unwrap();
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+    }
+
     /// Answers with `Content-Length` and chunks.
     pub(super) async fn with_two_lengths() -> Self {
         let mut engine = Self::start().await;
