@@ -32,7 +32,7 @@ pub struct IndexerArgs {
     pub port: u16,
     /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more.
     /// Beyond it, sources are set aside, the largest first, and answered as unknown; such a replica
-    /// writes no snapshots. Without it: as much as the fleet's blocks take, about 50 bytes each
+    /// writes no snapshots. Without it: as much as the fleet's blocks take, about 55 bytes each
     /// with a snapshot.
     #[arg(long, env = "WARMROUTE_MAX_MEMORY", value_name = "BYTES", value_parser = bytes)]
     pub max_memory: Option<u64>,

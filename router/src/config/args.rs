@@ -96,7 +96,7 @@ pub struct LimitArgs {
     /// Bytes of all request bodies held at a time; above, 503. Bounds the router's memory.
     #[arg(long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20)]
     pub max_buffered_bytes: u64,
-    /// Concurrent client connections; further ones wait to be accepted.
+    /// Concurrent client connections. Above, the one idle longest is closed.
     #[arg(long, env = "WARMROUTE_MAX_CONNECTIONS", default_value_t = 8192)]
     pub max_connections: u32,
     /// Milliseconds after which connecting to a worker fails and the next best is tried.

@@ -1,5 +1,5 @@
-//! Rules broken on purpose, at the edge of the real cores: what they are told is bent so that the rule
-//! does nothing. Without a breakage everything goes through unchanged.
+//! Rules broken on purpose at the simulated plane: it alters what a process reads or writes, so that
+//! the rule has no effect. Without a breakage everything passes unchanged.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};

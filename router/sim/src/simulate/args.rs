@@ -91,7 +91,7 @@ pub(super) struct RouterArgs {
 }
 
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "LatencyBounds of a good answer")]
+#[command(next_help_heading = "Latency bounds of a good answer")]
 pub(super) struct BoundArgs {
     /// Milliseconds to the first token.
     #[arg(long, default_value_t = 5000.0, value_name = "MS")]
