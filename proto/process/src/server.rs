@@ -7,7 +7,7 @@
 //!
 //! At the bound the connection that is idle longest is closed for a new one. While every connection
 //! has a request in flight, further ones get answers to probes only, and 503 otherwise; beyond
-//! [`PROBE_CONNECTIONS_MAX`] probes in flight they are closed.
+//! `PROBE_CONNECTIONS_MAX` probes in flight they are closed.
 
 mod idle;
 
