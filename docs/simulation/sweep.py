@@ -424,7 +424,7 @@ def write(options, results):
     parts = ["<!-- Written by simulation/sweep.py. Differences are in percent of one router of policy kv with "
              f"default knobs, the geometric mean of {ROUND} paired seeds and its 95 % confidence interval; of N "
              f"routers in step {ROUND} to {SEEDS_MAX} seeds, more where chance is larger. Chance: the standard "
-             "deviation of one run, if nothing but its ties is drawn anew. -->\n"]
+             "deviation of one run, if nothing but its ties is drawn again. -->\n"]
     fleets = {"": usual(), f"{WORKERS[1]} workers of profile {SLOW}:\n": slow()}
     fleets = {title: rows_of for title, rows_of in fleets.items() if any(found.values("rate", **rows_of[0]))}
 

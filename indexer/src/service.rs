@@ -1,7 +1,8 @@
-//! The shell: tails the log, hears heartbeats, watches the registry, serves queries, keeps snapshots.
+//! The shell: tails the log, hears heartbeats, watches the registry, serves queries, keeps
+//! snapshots.
 //!
 //! One task owns the fold and writes to it, in bounded synchronous steps under a lock that is never
-//! held across an await; everybody else reads. Whatever the plane does, the service goes on: it
+//! held across an await; all others read. Whatever the plane does, the service goes on: it
 //! takes up the log again where it was. It decides nothing about sources, [`Fold`] does.
 //!
 //! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
@@ -49,8 +50,8 @@ use crate::snapshot::policy::ReadProgress;
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
 
-/// Payload bytes after which others have their turn: about 500 blocks, some 20 µs. A record larger than
-/// that is folded whole, so that nobody sees half of one.
+/// Payload bytes after which others have their turn: about 500 blocks, some 20 µs. A record larger
+/// than that is folded whole, so that no reader sees half of one.
 const LOCKED_BYTES_MAX: usize = 4 << 10;
 
 /// How often patience is checked, and the log's end looked up. Short against the 5 s of a proof,
@@ -91,7 +92,7 @@ pub struct Replica {
 
 type MetricsText = Box<dyn Fn() -> String + Send + Sync>;
 
-/// A task of the service ended before it was told to.
+/// A task of the service ended before the service was stopped.
 #[derive(Debug, thiserror::Error)]
 #[error("a task of the indexer failed")]
 pub struct TaskFailed;
@@ -102,7 +103,7 @@ pub struct Service {
     replica: Option<Replica>,
 }
 
-/// Everybody's view of the indexer. Clones are the same view.
+/// A view of the indexer. Clones share it.
 #[derive(Clone)]
 pub struct Handle {
     shared: Arc<Shared>,
@@ -133,7 +134,8 @@ struct Worker {
 }
 
 impl Service {
-    /// Without snapshots, registration, and metrics of NATS: what an indexer inside another process needs.
+    /// Without snapshots, registration, and metrics of NATS: what an indexer inside another process
+    /// needs.
     pub fn new(config: IndexerConfig, plane: Arc<dyn Plane>) -> Result<Self, prometheus::Error> {
         let IndexerConfig {
             namespace,
@@ -193,7 +195,7 @@ impl Service {
         }
     }
 
-    /// Runs until it is told to stop.
+    /// Runs until `stop` is cancelled.
     pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
         let Self { worker, replica } = self;
         let stop = stop.child_token();
@@ -218,7 +220,7 @@ impl Service {
             all.push(tasks.spawn(worker.register(replica, stop.clone())));
         }
         tasks.close();
-        // They end only when told to; whatever ends early takes the others along.
+        // They end only when stopped; a task that ends early ends the others.
         all.next().await;
         let told = stop.is_cancelled();
         stop.cancel();
@@ -263,7 +265,7 @@ impl Handle {
         view::workers(&self.shared.read(), now())
     }
 
-    /// One source's image; none if it was never heard of.
+    /// One source's image; `None` for an unknown source.
     #[must_use]
     pub fn dump(&self, source: &Source) -> Option<SourceDump> {
         view::dump(&self.shared.read(), source, now())
@@ -287,8 +289,8 @@ impl Handle {
         self.shared.position.subscribe()
     }
 
-    /// The plane is within reach, it is decided what to start from, and registry and log are read, up to
-    /// a small lag.
+    /// The plane is within reach, it is decided what to start from, and registry and log are read,
+    /// up to a small lag.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let connected = *self.shared.connection.borrow() == Connection::Up;
@@ -319,7 +321,7 @@ impl Shared {
         }
     }
 
-    /// The fold does not panic; if it did, its next comparison would tell.
+    /// The fold does not panic; if it did, its next comparison would fail.
     fn read(&self) -> RwLockReadGuard<'_, Fold> {
         self.fold.read()
     }

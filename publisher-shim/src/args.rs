@@ -29,12 +29,12 @@ pub struct Args {
     /// given here.
     #[arg(long, env = "WARMROUTE_ADVERTISE_URL", value_name = "URL")]
     pub advertise_url: Option<String>,
-    /// File with the key that the engine asks for (vLLM's --api-key). Without it such an engine does not
-    /// say which models it serves, and gets no requests.
+    /// File with the key that the engine asks for (vLLM's --api-key). Without it such an engine
+    /// does not say which models it serves, and gets no requests.
     #[arg(long, env = "WARMROUTE_ENGINE_KEY_FILE", value_name = "FILE")]
     pub engine_key_file: Option<PathBuf>,
-    /// The engine's event socket, rank 0; rank r is r ports further. Asked of the engine where it is
-    /// not given.
+    /// The engine's event socket, rank 0; rank r is r ports further. Asked of the engine where it
+    /// is not given.
     #[arg(long, env = "WARMROUTE_KV_ENDPOINT", value_name = "tcp://H:P")]
     pub kv_endpoint: Option<String>,
     /// The engine's replay socket, likewise. Without one lost events cannot be seen.
@@ -43,8 +43,8 @@ pub struct Args {
     /// Data-parallel ranks of the engine.
     #[arg(long, env = "WARMROUTE_RANKS", default_value_t = 1)]
     pub ranks: u32,
-    /// Where the mirror is kept across restarts of this shim. Without it a restarted shim knows what
-    /// the engine's replay buffer still has.
+    /// Where the mirror is kept across restarts of this shim. Without it a restarted shim knows
+    /// what the engine's replay buffer still has.
     #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
     /// Take events of this topic only, where several publishers share a socket.
@@ -53,7 +53,7 @@ pub struct Args {
     /// Tokens a block that the engine's events must have; learned from them if absent.
     #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<u32>,
-    /// What the engine is known not to use, where its events cannot tell.
+    /// What the engine is known not to use, where its events do not show it.
     #[arg(
         long,
         env = "WARMROUTE_ASSUME",
@@ -62,7 +62,8 @@ pub struct Args {
         value_name = "WHAT,…"
     )]
     pub assume: Vec<Assumed>,
-    /// Bytes of records of one rank that wait for NATS. Beyond, one image of the cache replaces them.
+    /// Bytes of records of one rank that wait for NATS. Beyond, one image of the cache replaces
+    /// them.
     #[arg(long, env = "WARMROUTE_OUTBOX_BYTES", default_value_t = OUTBOX_BYTES_MAX)]
     pub outbox_bytes: usize,
     /// Address of the probes, metrics and digests.
@@ -102,7 +103,7 @@ pub struct Config {
     pub listen: SocketAddr,
     pub nats: NatsArgs,
     pub shim: ShimConfig,
-    /// Opened once the logs can tell of it.
+    /// Opened after the logs, so that a failure is logged.
     pub state_dir: Option<PathBuf>,
     /// Read likewise.
     pub engine_key_file: Option<PathBuf>,

@@ -1,4 +1,4 @@
-//! The metrics of one shim or of several in one process, read off their sources when somebody asks.
+//! The metrics of one shim or of several in one process, read off their sources at each scrape.
 //! Label sets are closed.
 
 use std::fmt::Write as _;

@@ -270,7 +270,7 @@ async fn the_worker_is_registered_and_resyncs_are_heard() {
     world.end().await;
 }
 
-/// On one thread everybody else waits for the rank's turn to end.
+/// On one thread all other tasks wait for the rank's turn to end.
 #[tokio::test]
 async fn a_rank_with_much_to_do_lets_others_have_their_turn() {
     const BATCHES: u32 = 3_000;

@@ -73,7 +73,8 @@ fn a_seed_is_the_whole_input() {
     }
 }
 
-/// Something is compared, and the faults leave traces: a world in which nothing happens proves nothing.
+/// Something is compared, and the faults leave traces: a world in which nothing happens proves
+/// nothing.
 #[test]
 fn worlds_are_worth_running() {
     const WORLDS: u64 = 80;
@@ -176,8 +177,8 @@ fn age_that_nobody_heeds_is_found() {
     broken_rule_is_found(Breakage::AgeIgnored);
 }
 
-/// What seed 40433 was before messages said when they were said: a shim's record waited in its connection
-/// for 6.4 s, meanwhile the shim died and its engine was restarted, and the life before was credited when
+/// Seed 40433 before messages carried their time: a shim's record waited in its connection
+/// for 6.4 s, the shim died, its engine restarted, and the former life was credited when
 /// it came.
 #[test]
 fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
@@ -200,7 +201,7 @@ fn seed_40433_a_record_kept_on_its_way_brings_no_former_life_back() {
     println!("found by world {at}");
 }
 
-/// A machine dies, and whoever may speak for another worker goes on in its name.
+/// A machine dies, and another worker's shim sends messages in its name.
 #[test]
 fn heartbeats_of_the_dead_on_a_foreign_subject_prove_nothing() {
     let mut faults = vec![(0, MachineDown(0))];
@@ -237,9 +238,9 @@ fn leaked_slot_is_found() {
     broken_rule_is_found(Breakage::SlotLeaked);
 }
 
-/// Whoever did not compare the record at the position would be slower to notice, and not wrong: numbers
-/// have gaps, heartbeats name what is not there, and every record and heartbeat carries a digest of all
-/// that is held.
+/// An indexer that did not compare the record at the position would notice later, and not be wrong:
+/// numbers have gaps, heartbeats name what is not there, and every record and heartbeat carries a
+/// digest of all that is held.
 #[test]
 fn refill_that_the_record_comparison_misses_is_healed_all_the_same() {
     let plans: Vec<Plan> = (0..10 * WORLDS)
@@ -293,7 +294,7 @@ impl Healed {
         self.calm.iter().map(count).sum()
     }
 
-    /// Engines that had to be emptied in the calm worlds, because nobody could know what they held.
+    /// Engines that had to be emptied in the calm worlds, because their content could not be known.
     fn resets(&self) -> u64 {
         self.calm.iter().map(|report| report.resets).sum()
     }
@@ -329,8 +330,8 @@ fn heals(name: &str, setting: Option<Setting>, faults: &[Fault]) -> Healed {
     Healed { all, calm }
 }
 
-/// A row with verdicts has each of them in its calm worlds. Where `forgets` stands, some of what engines hold
-/// cannot be known until they are emptied; nowhere else.
+/// A row with verdicts has each of them in its calm worlds. Where `forgets` stands, some of what
+/// engines hold cannot be known until they are emptied; nowhere else.
 macro_rules! rows {
     ($($(#[$doc:meta])* $name:ident: $($setting:ident)? [$($fault:expr),+ $(,)?]
         $(=> $($verdict:ident)+)? $(, $forgets:ident)?;)+) => {
@@ -383,9 +384,10 @@ rows! {
     row_16c_registry_lost: [LoseRegistry];
     row_16c_snapshots_lost: [LoseSnapshots, IndexerCrash(0)];
     row_16c_all_leases_lost_at_once: Routers [LoseLeases];
-    /// Everything that knew of a generation but one indexer is lost, and the generation is given again.
+    /// Everything that knew of a generation but one indexer is lost, and the generation is given
+    /// again.
     row_16c_generation_given_twice: [LoseState(0), ShimCrash(0), TrimAll, LoseRegistry];
-    /// Routers remember generations of which nobody else knows any more.
+    /// Routers remember generations that no other part knows any more.
     row_16c_all_lost_but_the_routers: Routers [
         LoseState(0), ShimCrash(0), IndexerCrash(0), IndexerCrash(1), LoseSnapshots, Recreate, LoseRegistry,
     ];
@@ -421,7 +423,7 @@ rows! {
     field_05_dead_reader_holds_nothing_back: ShortLog [PauseIndexer(0)];
     field_10_nobody_reads: ShortLog [IndexerCrash(0), IndexerCrash(0), IndexerCrash(0)];
     field_11_events_of_the_old_life: [EngineRestartPlausible(0), EngineRestart(0)];
-    /// Whoever is gone is not credited, whether or not there are snapshots.
+    /// A source that is gone is not credited, with and without snapshots.
     field_12_the_dead_go_without_a_snapshot: [LoseSnapshots, EngineRestart(0), LoseSnapshots];
     field_14_batch_larger_than_a_message: SmallMessages [ShimCrash(0), ShimCrash(0)];
     /// The lease that keeps them apart is lost while they write.

@@ -1,9 +1,9 @@
 //! The one writer: follows log, heartbeats and registry, and folds them in.
 //!
-//! A *session* is one log and one tail of it. It begins by asking whether the log is still the one that
-//! was read, and ends when that is in doubt; the next one asks again and acts on it. In between a second
-//! look is taken every [`TICK`], and at the applied record every [`COMPARE_EVERY`] of them and after a
-//! reconnect, without holding up the folding.
+//! A *session* is one log and one tail of it. It begins by asking whether the log is still the one
+//! that was read, and ends when that is in doubt; the next one asks again and acts on it. In
+//! between a second look is taken every [`TICK`], and at the applied record every [`COMPARE_EVERY`]
+//! of them and after a reconnect, without holding up the folding.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,7 +23,8 @@ const COMPARE_EVERY: u32 = 6;
 /// More than a subscription keeps.
 const WAITING_MAX: usize = 1 << 16;
 
-/// A verdict that throws away what was read is asked for twice: one server of a cluster may be behind.
+/// A verdict that throws away what was read is asked for twice: one server of a cluster may be
+/// behind.
 const SECOND_OPINION: Duration = Duration::from_millis(300);
 
 /// A cut, or why there is none, and how long it took.
@@ -36,9 +37,9 @@ pub(super) struct CutMade {
 /// A buffer for the image, and where the cut is wanted.
 pub(super) type CutRequest = (Vec<u8>, oneshot::Sender<CutMade>);
 
-/// What the log said of itself.
+/// The log's answer about itself.
 pub(super) struct Look {
-    /// It said so at or after this moment.
+    /// The log answered at or after this time.
     at: std::time::Instant,
     pub(super) status: LogStatus,
     fit: LogMatch,
@@ -445,7 +446,7 @@ impl Worker {
         }
     }
 
-    /// Cuts while nobody writes: the writer is here, and waits. Readers go on beside it.
+    /// Cuts while the writer waits here. Readers go on beside it.
     async fn cut(&self, (buffer, request): CutRequest) {
         let shared = Arc::clone(&self.shared);
         let made = blocking::run(move || {
@@ -458,7 +459,7 @@ impl Worker {
             }
         });
         match made.await {
-            // Whoever asked may have given up.
+            // The requester may have given up.
             Ok(made) => drop(request.send(made)),
             Err(error) => error!(%error, "cutting a snapshot failed"),
         }

@@ -1,9 +1,9 @@
-//! Answers queries and questions for views that come through the plane, several at once: a long one holds
-//! nobody up.
+//! Answers queries and view requests of the plane, several concurrently: a long one does not delay
+//! the others.
 //!
 //! As many are worked at as there are processors, and a few more; the others wait in the plane's
-//! queue, which is bounded and drops (and counts) what is beyond. A query or answer that does not fit
-//! into a message is refused by the plane on the asker's side.
+//! queue, which is bounded and drops (and counts) what is beyond. A query or answer that does not
+//! fit into a message is refused by the plane on the asker's side.
 
 use tokio::sync::Semaphore;
 use warmroute_proto::codec::Message as _;
@@ -55,8 +55,8 @@ impl Worker {
         }
     }
 
-    /// A query that cannot be read is counted and not answered: there is no honest answer to it. The
-    /// plane tells its sender that it was dropped.
+    /// A query that cannot be read is counted and not answered: there is no honest answer to it.
+    /// The plane reports to its sender that it was dropped.
     fn answer(&self, request: ServiceRequest) {
         let handle = Handle {
             shared: Arc::clone(&self.shared),

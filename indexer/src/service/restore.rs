@@ -1,5 +1,5 @@
-//! Loads the newest snapshot that fits the log: at the start, after falling off the log's end, and when
-//! a source diverged here.
+//! Loads the newest snapshot that fits the log: at the start, after falling off the log's end, and
+//! when a source diverged here.
 //!
 //! Every snapshot that does not fit is skipped with an error and counted, and the next older one is
 //! tried. The pointer is a hint: the store's list is what is there, so that a lost registry costs
@@ -137,7 +137,7 @@ impl Worker {
         Ok(names)
     }
 
-    /// Reads one snapshot; none if it is not what it should be.
+    /// Reads one snapshot; `None` if it is not valid.
     async fn load(&self, text: &str, name: &Name) -> Result<Option<Restored>, PlaneError> {
         let Some(blob) = self.plane.get_snapshot(text.to_owned()).await? else {
             self.skip(text, Skipped::Torn, &"it is gone or torn");

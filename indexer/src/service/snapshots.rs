@@ -215,7 +215,7 @@ impl Snapshots {
         }
     }
 
-    /// The pointer's entry; the pointer is none if nobody can read it.
+    /// The pointer's entry; the pointer is `None` if it cannot be decoded.
     async fn pointer(
         &self,
     ) -> Result<Option<(RegistryEntry, Option<SnapshotPointer>)>, PlaneError> {
@@ -238,7 +238,7 @@ impl Snapshots {
         Ok(fit.is_broken())
     }
 
-    /// Makes the pointer name the new one; none if it names a better one already.
+    /// Makes the pointer name the new snapshot; `None` if it names a better one already.
     async fn move_pointer(&self, new: SnapshotRef) -> Result<Option<SnapshotPointer>, PlaneError> {
         for _ in 0..POINTER_TRIES {
             let present = self.pointer().await?;

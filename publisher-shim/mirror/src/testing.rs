@@ -17,7 +17,7 @@ pub(crate) fn start() -> Instant {
 #[derive(Debug, Default)]
 pub(crate) struct LogReader {
     held: BTreeMap<(PrefixHash, Tier), ()>,
-    /// Every prefix ever told, with its parent.
+    /// Every prefix ever stored, with its parent.
     parents: BTreeMap<PrefixHash, Option<PrefixHash>>,
     digest: Digest,
 }

@@ -24,7 +24,7 @@ pub(crate) enum Order {
     Move(Sender<(String, String)>),
     /// The replay buffer keeps so many batches.
     Trim(usize),
-    /// Tells when everything before it is done.
+    /// Marks the end of everything before it.
     Tell(Sender<()>),
 }
 
@@ -163,7 +163,7 @@ pub(crate) struct Pages {
 
 pub(crate) type Http = Arc<Mutex<Pages>>;
 
-/// Where events are, as the engine binds and tells it.
+/// Where events are, as the engine binds and reports it.
 pub(crate) fn sources((live, replay): &(String, String)) -> Option<Value> {
     let any = |endpoint: &str| endpoint.replace("127.0.0.1", "*");
     Some(json!({"0": {

@@ -178,12 +178,12 @@ async fn row_6_killed_and_back_with_its_state_it_is_exact_and_without_it_says_pa
     let shim = Shim::start(&world, Some(&state));
     shim.until_equal(&world, "exact").await;
     shim.kill();
-    // Without the directory: only what the replay buffer has, and said so.
+    // Without the directory: only what the replay buffer has, and labelled so.
     trim(&world, 1);
     let shim = Shim::start(&world, None);
     shim.until_page("/v1/digest", "\"partial\"").await;
     shim.kill();
-    // The engine restarted meanwhile: nothing of its old life comes back.
+    // The engine restarted in between: nothing of its old life comes back.
     world.restart_engine();
     world.store(7);
     let shim = Shim::start(&world, Some(&state));

@@ -1,4 +1,4 @@
-//! Many seeds of the simulated world, or one of them told line by line.
+//! Many seeds of the simulated world, or the trace of one seed.
 
 use std::io::Write as _;
 use std::ops::Range;
@@ -17,7 +17,7 @@ struct Args {
     /// Seeds to run: `100` is 0..100, `100..200` goes on from there.
     #[arg(long, value_parser = range, default_value = "1000")]
     seeds: Range<u64>,
-    /// Tell one seed's story instead.
+    /// Print the trace of one seed instead.
     #[arg(long)]
     trace: Option<u64>,
     /// Threads; as many as there are processors by default.

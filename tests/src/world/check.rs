@@ -26,15 +26,16 @@ use super::model::Pair;
 use super::plane::At;
 use super::replica::Written;
 
-/// A life that ended longer ago is nobody's truth any more: 3 s of the shim's proof, 5 s of the indexer's,
-/// and what clocks, ticks and pauses that nobody notices add. How long messages are on their way between
-/// the two adds nothing: they say when they were said.
+/// A life that ended longer ago must not be credited: 3 s of the shim's proof, 5 s of the
+/// indexer's, and what clocks, ticks and unnoticed pauses add. The time that messages are on their
+/// way between the two adds nothing: they carry their time of sending.
 const GHOST_MAX: Duration = Duration::from_secs(9);
-/// Credit rests on what a shim said within the last 5 s; clocks add a little.
+/// Credit rests on what a shim sent within the last 5 s; clocks add a little.
 const VOUCHED_MAX: Duration = Duration::from_millis(5_500);
-/// A shim that was not told the log's clock, or was told another one, says less of when it spoke.
+/// A shim without the log's clock, or with another one's, sends a less exact time.
 const CLOCK_UNSURE: Duration = Duration::from_secs(20);
-/// What an engine says to its shim does not: so long it may be on its way, where single messages wait.
+/// What an engine says to its shim does not: so long it may be on its way, where single messages
+/// wait.
 const EVENT_LATE: Duration = Duration::from_secs(2);
 /// So long after the storm all must be right.
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
@@ -45,7 +46,7 @@ const STAYS: Duration = Duration::from_secs(4);
 const SEEN_WITHIN: Duration = Duration::from_secs(10);
 /// So long after the storm no renewal of the storm is on its way.
 const LEASES_SETTLE: Duration = Duration::from_secs(9);
-/// An engine whose history nobody can know any more is emptied after so long.
+/// An engine whose history cannot be known any more is emptied after this time.
 const RESET_AFTER: Duration = Duration::from_secs(15);
 
 /// One number of one generation of one source.
@@ -84,9 +85,9 @@ pub(super) struct RegistryChecks {
 #[derive(Default)]
 pub(super) struct RouterChecks {
     pub(super) decisions: u64,
-    /// Of them, those that moved a request.
+    /// Decisions that moved a request.
     pub(super) moves: u64,
-    /// Requests that nobody could take.
+    /// Requests that no worker could take.
     pub(super) refused: u64,
     /// Credited sources in answers to routers, compared with the engines.
     pub(super) answers: u64,
@@ -118,7 +119,7 @@ pub(super) struct Checks {
     pub(super) history_lost: bool,
     pub(super) verdicts: Verdicts,
     last_resync: At,
-    /// The payload of each record ever appended; none if there were two.
+    /// Hash of the payload of each record ever appended; `None` if there were two.
     records: BTreeMap<Key, Option<u64>>,
     digests: BTreeMap<Key, Digest>,
     pub(super) registry: RegistryChecks,
@@ -160,7 +161,7 @@ impl Vouched {
         self.last.insert(source.clone(), heartbeat.clone());
     }
 
-    /// Did the source's shim give credit lately, as far as that can be known?
+    /// Whether the source's shim gave credit recently, as far as that can be known.
     fn is_vouched(&self, now: At, source: &Source) -> bool {
         let is_unsure = |at: Option<At>| at.is_some_and(|at| now < at + CLOCK_UNSURE);
         let (vouched, unstamped) = self.said.get(source).copied().unwrap_or_default();
@@ -181,9 +182,9 @@ pub struct Report {
     /// Snapshots that were found unusable.
     pub skipped: u64,
     pub resyncs: u64,
-    /// Engines that had to be emptied, because nobody could know what they held.
+    /// Engines that had to be emptied, because their content could not be known.
     pub resets: u64,
-    /// Decisions of routers, and requests that nobody could take.
+    /// Decisions of routers, and requests that no worker could take.
     pub decisions: u64,
     pub moves: u64,
     pub refused: u64,
@@ -305,8 +306,8 @@ impl World {
                 *after = After::TheNext;
             }
         }
-        // A record may be written again and again, until those before it are there too: the last that is in
-        // was applied when it was written for the last time, or before.
+        // A record may be written again and again, until those before it are there too: the last
+        // that is in was applied when it was written for the last time, or before.
         let lacking = written.iter().find(|(_, after)| **after == After::TheNext);
         if let Some((source, _)) = lacking {
             let position = head.at.position;
@@ -493,7 +494,8 @@ impl World {
         self.engines.iter().position(|node| node.source == *source)
     }
 
-    /// What may be the truth at a sequence: the present life's, or that of one that only just ended.
+    /// What may be the truth at a sequence: the present life's, or that of one that only just
+    /// ended.
     pub(super) fn truths(
         &self,
         worker: usize,
@@ -611,7 +613,7 @@ impl World {
         }
     }
 
-    /// What a replay no longer reaches nobody can know, until the engine clears its cache.
+    /// What a replay no longer reaches stays unknown until the engine clears its cache.
     fn reset_unknowable(&mut self) {
         for worker in 0..self.engines.len() {
             if self.engines[worker].is_reset || self.engines[worker].life.has_requests() {

@@ -38,13 +38,13 @@ pub(super) struct EngineNode {
     pub(super) is_up: bool,
     pub(super) up_since: At,
     pub(super) past: Vec<Past>,
-    /// A request in the calm, to tell of a reset.
+    /// A request in the calm, with which the engine publishes a reset.
     pub(super) is_reset: bool,
     /// Requests that came from routers.
     pub(super) guests: BTreeMap<RequestId, Guest>,
 }
 
-/// Whose request it is.
+/// The owner of the request.
 pub(super) struct Guest {
     pub(super) from: ProcessId,
     pub(super) no: u64,
@@ -280,7 +280,7 @@ impl World {
         }
     }
 
-    /// Restarted at once, and past its former sequence before anybody listens.
+    /// Restarted immediately, and past its former sequence before a shim listens.
     pub(super) fn restart_plausibly(&mut self, at: usize) -> bool {
         let reached = self.engines[at].life.batches.len();
         let did_run = self.kill_engine(at);
@@ -303,7 +303,7 @@ impl World {
         let engine = &mut self.engines[at];
         engine.is_reset = true;
         engine.life.reset();
-        // It tells of it with the next request, and not every one fits.
+        // It publishes the reset with the next request, and not every request fits.
         for _ in 0..100 {
             if engine.life.has_requests() {
                 break;

@@ -61,18 +61,18 @@ pub enum Fault {
     LoseState(usize),
     /// Everything that the log has is trimmed.
     TrimAll,
-    /// Nobody answers for a moment, then reads come from a copy that lags.
+    /// No answers for a moment, then reads come from a copy that lags.
     LeaderChange,
     /// Another server leads, whose clock is ahead or behind.
     ClockJump,
     /// What goes to and from it waits in its connection for seconds, and comes after all.
     StallShim(usize),
     StallIndexer(usize),
-    /// An engine and its shim die at once. The engine is back first, by far.
+    /// An engine and its shim die together. The engine is back long before the shim.
     MachineDown(usize),
-    /// Whoever may speak for another worker speaks for this one.
+    /// A shim of another worker sends messages for this one.
     ForeignHeartbeat(usize),
-    /// Whoever may speak for the worker names the highest generation there is.
+    /// A shim of the worker names the highest generation there is.
     LastGeneration(usize),
 }
 
@@ -156,7 +156,7 @@ pub struct Rates {
     pub(super) outbox_bytes_max: usize,
     pub(super) held_bytes_max: usize,
     pub(super) set: Set,
-    /// Of clocks, at most, in parts per million.
+    /// Upper limit of clock drift, in parts per million.
     pub(super) drift: i64,
     pub(super) schedule: Schedule,
     pub(super) flags: Flags,
@@ -172,7 +172,7 @@ pub enum Setting {
     /// The first indexer has room for a part only.
     LittleMemory,
     ShortLog,
-    /// The plane takes a kibibyte at once.
+    /// The plane's limit of a message is one kibibyte.
     SmallMessages,
     Routers,
     /// Routers, and engines with blocks of different sizes.
@@ -187,15 +187,15 @@ const LITTLE_MEMORY: usize = 40 << 10;
 /// What is the same everywhere, where it is set.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Set {
-    /// Of all engines' blocks.
+    /// Block size of all engines.
     pub(super) block_size: Option<BlockSize>,
     /// KV groups of every engine.
     groups: Option<usize>,
     /// Batches that every engine's replay reaches back.
     pub(super) replay_buffer: Option<usize>,
-    /// Of the first indexer.
+    /// The first indexer's bound.
     pub(super) indexer_bytes_max: Option<usize>,
-    /// What the plane takes at once.
+    /// The plane's limit of a message.
     pub(super) record_bytes_max: Option<usize>,
     /// Connections stall so often, on average.
     stall_every: Option<Duration>,
@@ -559,7 +559,7 @@ impl World {
         is_done
     }
 
-    /// Everybody is cut off for a moment, or hardly notices.
+    /// All connections are cut for a moment, noticed or not.
     fn server_restarts(&mut self) {
         self.checks.history_lost = true;
         if self.rng.bool() {
@@ -746,7 +746,7 @@ impl World {
         true
     }
 
-    /// What waited is there at once, and every timer is late.
+    /// All waiting inputs arrive together, and every timer is late.
     pub(super) fn resume(&mut self, host: usize) {
         if std::mem::replace(&mut self.hosts[host].is_paused, false) {
             self.hosts[host].stood_until = self.now;

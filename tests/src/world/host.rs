@@ -72,7 +72,7 @@ pub(super) struct Host {
     pub(super) running: Option<Box<Running>>,
     /// It stood still up to this moment.
     pub(super) stood_until: At,
-    /// What came meanwhile.
+    /// Inputs that arrived while it did not run.
     pub(super) waiting: Vec<Input>,
     pub(super) clock: Clock,
     /// Nothing comes or goes between it and the plane.
@@ -102,7 +102,7 @@ pub(super) struct Running {
 #[derive(Debug)]
 pub(super) enum Input {
     Timer(Timer),
-    /// The client library tells that the plane is within reach, or not.
+    /// The client library reports the plane as reachable or not.
     Connection(bool),
     Reply(Then, Reply),
     Broadcast(Broadcast),
@@ -111,10 +111,10 @@ pub(super) enum Input {
     Engine(EngineEvent),
     /// A checkpoint is on the disk.
     Saved(Bytes),
-    /// Of a stream, over its connection of this number.
+    /// Messages of a tail, over its connection of this number.
     Tail(u64, u64, Vec<LogMessage>),
     TailEnded(u64),
-    /// Of a stream.
+    /// An event of a registry watch.
     Registry(u64, RegistryEvent),
     /// A router's broadcast.
     Load(Bytes),
@@ -135,7 +135,7 @@ pub(super) type ProcessId = (usize, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Http {
-    /// Nobody listens.
+    /// The connection is refused.
     Refused,
     /// The request is not to its liking.
     Rejected,
@@ -155,7 +155,7 @@ pub(super) enum Timer {
     Lease(u64),
     Due,
     Arrive,
-    /// Of a request: a second indexer is asked, none is waited for any more, its client goes.
+    /// For a request: query a second indexer, stop waiting, or its client leaves.
     Hedge(u64),
     Late(u64),
     Leave(u64),
@@ -186,7 +186,7 @@ pub(super) enum Event {
         then: Then,
         give_up: At,
     },
-    /// Of a host, and one of its tails.
+    /// For a host, and one of its tails.
     Pump(usize, u64),
     /// Every process runs up to now.
     Beat,
@@ -227,7 +227,7 @@ pub(super) enum Event {
     EngineStart(usize),
     Fault(Fault),
     Strike,
-    /// Of connections.
+    /// Stalls some connections.
     StallSome,
     Look,
 }

@@ -179,7 +179,7 @@ impl World {
                     self.checks.verdicts.count(*verdict.unwrap(), value);
                 }
                 "set_asides_total" => self.checks.set_aside += value,
-                // Those of another log are none that anybody would expect.
+                // Positions of another log are not expected.
                 "snapshots_skipped_total" if !label.contains("another_log") => {
                     self.checks.skipped += value;
                 }

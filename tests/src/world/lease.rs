@@ -21,7 +21,7 @@ const DEADLINE: Duration = Duration::from_secs(2);
 pub(super) enum LeaseThen {
     Acquired,
     AcquireFound,
-    /// None: it is the second try.
+    /// `None` on the second try.
     Renewed(Option<Revision>),
     RenewFound(Revision),
 }
@@ -129,7 +129,7 @@ impl World {
                 run.replica.lease_lost();
             }
             (then, _) => {
-                // Nobody knows: an earlier lease may still be ours.
+                // Unknown: an earlier lease may still be ours.
                 keeper.lease = match then {
                     LeaseThen::Renewed(lease) => lease,
                     LeaseThen::RenewFound(lease) => Some(lease),

@@ -20,7 +20,7 @@ use warmroute_mock_engine::{Encoder, HashMode};
 /// What a life held after each of its batches.
 pub type Truth = Vec<Rc<BTreeSet<Pair>>>;
 
-/// Who tells the truth after a batch.
+/// The engine's true state after a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
     /// The engine.
@@ -45,7 +45,7 @@ pub struct Life {
     /// What the last step did; its events are with the batch.
     pub outcome: StepOutcome,
     pub prompts: Vec<(Vec<u32>, Seed)>,
-    /// The engine did something that it tells with its next batch.
+    /// The engine did something that it publishes with its next batch.
     pub is_untold: bool,
 }
 
@@ -94,7 +94,7 @@ impl Life {
         }
     }
 
-    /// A request of somebody else. None: it does not fit.
+    /// A request of another client; `None` if it does not fit.
     pub fn take(&mut self, request: EngineRequest) -> Option<RequestId> {
         let (lora, salt) = (request.lora_name.clone(), request.cache_salt.clone());
         let prompt = request.prompt.clone();
@@ -105,7 +105,7 @@ impl Life {
         Some(id)
     }
 
-    /// Whoever asked does not want it any more.
+    /// The client has left.
     pub fn drop_request(&mut self, id: RequestId) {
         self.running.retain(|running| *running != id);
         self.engine.abort(id);
@@ -200,7 +200,7 @@ impl Life {
     }
 }
 
-/// A request that has something in common with others; none if it would be too long.
+/// A request that shares a prefix with others; `None` if it would be too long.
 pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Option<EngineRequest> {
     let size = block_size.tokens();
     let family = rng.u32(0..4);

@@ -1,18 +1,21 @@
-//! A small deterministic world: engines, shims, indexers and routers around one plane, under faults.
+//! A small deterministic world: engines, shims, indexers and routers around one plane, under
+//! faults.
 //!
-//! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime whose
-//! clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`, `shells`,
-//! `streams`). Routers are the product's pure cores behind drivers (`router`, `requests`, `replica`,
-//! `lease`). Engines are the engine model with vLLM's wire format. Around them: virtual time, clocks that
-//! drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut, rolled back and
-//! recreated, a registry with leases. Why it is built so: `docs/adr/0014-simulated-shells.md`.
+//! Shims and indexers are the product's own services, tasks and all: each runs in a tokio runtime
+//! whose clock the world moves (`process`), on a simulated plane, engine and disk (`sim_plane`,
+//! `shells`, `streams`). Routers are the product's pure cores behind drivers (`router`, `requests`,
+//! `replica`, `lease`). Engines are the engine model with vLLM's wire format. Around them: virtual
+//! time, clocks that drift, links that delay, lose, repeat and reorder, a log that is trimmed, cut,
+//! rolled back and recreated, a registry with leases. Why it is built so:
+//! `docs/adr/0014-simulated-shells.md`.
 //!
 //! A seed is the whole input: it draws the fleet, the rates of the faults and their moments. After
-//! the storm all faults stop, and the world must be right again within a bounded time. `check` has the
-//! rules that hold always and those that hold in the end.
+//! the storm all faults stop, and the world must be right again within a bounded time. `check` has
+//! the rules that hold always and those that hold in the end.
 //!
-//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Half of the
-//! worlds have routers; replicas alone have a world of their own (`router/route/src/sync/tests/world.rs`).
+//! Not here: sockets, threads, HTTP, NATS itself; the tests with real processes have those. Half of
+//! the worlds have routers; replicas alone have a world of their own
+//! (`router/route/src/sync/tests/world.rs`).
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -68,7 +71,7 @@ pub enum Breakage {
     GenerationRolledBack,
     /// Records of older generations are taken as if they were of the present one.
     NoFence,
-    /// Nobody compares digests.
+    /// Digests are not compared.
     NoDigest,
     /// A run goes on behind a block that is not held.
     JumpOverHole,
@@ -78,7 +81,7 @@ pub enum Breakage {
     SnapshotWithoutPosition,
     /// A snapshot's blocks are of another moment than its numbers.
     ImageNotACut,
-    /// Routers forget a worker at once when its lease is gone.
+    /// Routers forget a worker immediately when its lease is gone.
     LeasesActedUpon,
     /// Routers do not look at what health checks say.
     HealthIgnored,
@@ -90,7 +93,7 @@ pub enum Breakage {
     AgeIgnored,
     /// A heartbeat speaks for whomever it names, whatever its subject.
     SubjectIgnored,
-    /// Nobody looks whether the record at the position is still the one that was read.
+    /// The record at the position is not compared with the one that was read.
     RefillUnseen,
 }
 
@@ -152,7 +155,7 @@ pub struct World {
     queue: BinaryHeap<Planned>,
     planned: u64,
     rng: Rng,
-    /// Of what was added later: the worlds of the seeds before remain what they were.
+    /// A generator for later additions, so that the worlds of earlier seeds remain.
     dice: Rng,
     rates: Rates,
     broken: Option<Breakage>,
@@ -194,7 +197,7 @@ impl World {
     fn new(plan: &Plan) -> Self {
         let mut rng = Rng::with_seed(plan.seed);
         let mut rates = Rates::draw(&mut rng, plan.is_calm);
-        // Of their own dice, so that a seed without routers is the same world as ever.
+        // From a generator of their own, so that a seed without routers gives an unchanged world.
         rates.draw_routers(plan.seed);
         let mut dice = Rng::with_seed(plan.seed ^ 0x057A_1175);
         rates.draw_stalls(&mut dice);

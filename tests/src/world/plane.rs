@@ -68,7 +68,7 @@ pub(super) enum Reply {
     Blob(Option<Bytes>),
     Done,
     Conflict,
-    /// Nobody answered in time; what was asked may have been done.
+    /// No answer in time; the effect of the call is unknown.
     Unavailable,
 }
 
@@ -171,11 +171,11 @@ pub(super) struct Entry {
     pub(super) expires: Option<At>,
 }
 
-/// A change that watchers are to be told.
+/// A change that is sent to watchers.
 #[derive(Clone, Debug)]
 pub(super) struct Changed {
     pub(super) key: String,
-    /// None: gone.
+    /// The new value; `None` if the key is gone.
     pub(super) entry: Option<RegistryEntry>,
 }
 
@@ -190,7 +190,7 @@ pub(super) struct Plane {
     /// A copy of the log that answers half of the reads, until then.
     lag: Option<(Log, At)>,
     lagging_turn: bool,
-    /// Of the server that leads.
+    /// How far the leading server's clock is ahead.
     clock_ahead: Duration,
     pub(super) changed: Vec<Changed>,
 }

@@ -1,5 +1,5 @@
-//! What routers say to each other: `replication` without tasks, around the real [`LoadReplica`], and what
-//! has to hold of it.
+//! What routers say to each other: `replication` without tasks, around the real [`LoadReplica`],
+//! and what has to hold of it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::host::{Input, Timer};
 use super::plane::At;
 use super::router::RouterRun;
 
-/// So many requests at once no test has: a count below zero looks like more.
+/// No test has so many concurrent requests: a count below zero looks like more.
 const REQUESTS_MAX: u64 = 1_000_000;
 
 /// What a router held when it wrote a number.

@@ -1,10 +1,11 @@
-//! Requests on their way through a router: `index_client` and `proxy::forward` without tasks, and what
-//! has to hold of every decision.
+//! Requests on their way through a router: `index_client` and `proxy::forward` without tasks, and
+//! what has to hold of every decision.
 //!
 //! A worker is *gone* when its engine does not run. A router can know it from its own look at the
-//! engine's HTTP, each second: at the latest after one such interval and three ways through the network
-//! (an earlier look's answer, the next look, and its answer), as long as the router itself runs. From then
-//! on it must not choose it. Before, it may, and is told by the refused connection.
+//! engine's HTTP, each second: at the latest after one such interval and three ways through the
+//! network (an earlier look's answer, the next look, and its answer), as long as the router itself
+//! runs. From then on it must not choose it. Before, it may, and learns it from the refused
+//! connection.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -89,7 +90,7 @@ impl Shown {
 
 /// Arrivals that happen together are whole multiples of this apart.
 const TOGETHER_MS: u64 = 100;
-/// Of prompts, until one fits.
+/// Attempts to draw a prompt that fits.
 const PROBE_DRAWS: u32 = 1_000;
 
 impl World {
@@ -149,7 +150,8 @@ impl World {
         let Some(size) = sizes.into_iter().next() else {
             return;
         };
-        // Where one engine's blocks are large and another one's cache is small, most prompts fit nowhere.
+        // Where one engine's blocks are large and another one's cache is small, most prompts fit
+        // nowhere.
         let draws = if is_probe { PROBE_DRAWS } else { 1 };
         let Some(request) = (0..draws).find_map(|_| self.some_request(size)) else {
             return;
@@ -354,8 +356,8 @@ impl World {
         self.send(at, run, no, admitted);
     }
 
-    /// `SharedCore::reconsider`: what was decided blindly is decided again. A request that moves has another
-    /// number, since its connection is another one.
+    /// `SharedCore::reconsider`: what was decided blindly is decided again. A request that moves
+    /// has another number, since its connection is another one.
     pub(super) fn think_again(&mut self, at: usize, run: &mut RouterRun) {
         for slot in run.core.take_crossed() {
             let is_it = |open: &Open| open.slot == Some(slot) && !open.is_prefilled;
@@ -568,7 +570,7 @@ impl World {
         Ok(())
     }
 
-    /// See the module's documentation.
+    /// Whether this router must know that the engine is gone.
     fn is_known_gone(&self, at: usize, run: &RouterRun, engine: usize) -> bool {
         let down_since = self.engines[engine].past.last().map(|past| past.ended);
         !self.engines[engine].is_up && self.has_learnt(at, run, engine, down_since)

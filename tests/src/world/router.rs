@@ -1,8 +1,8 @@
 //! Routers: processes, what they know of the fleet, and what comes to them.
 //!
-//! `fleet`, `workers` and `replication` of the router's shell without tasks, around the real `Core` and
-//! `LoadReplica`. Which indexers there are, a router knows from the start: the registry's entries of them
-//! only order who is asked first.
+//! `fleet`, `workers` and `replication` of the router's shell without tasks, around the real `Core`
+//! and `LoadReplica`. Which indexers there are, a router knows from the start: the registry's
+//! entries of them only order who is asked first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -48,7 +48,7 @@ pub(super) struct RouterRun {
     pub(super) due: Option<Instant>,
     pub(super) requests: BTreeMap<u64, Open>,
     pub(super) next_request: u64,
-    /// When each engine's worker was first heard of.
+    /// When each engine's worker was first seen.
     pub(super) met: BTreeMap<usize, At>,
     /// What answers showed of each source, for the checks.
     pub(super) shown: BTreeMap<usize, Shown>,
@@ -144,7 +144,7 @@ impl World {
         self.routers[at].run = Some(run);
     }
 
-    /// What the replica is told; the rest comes back.
+    /// The messages for the replica; the others are returned.
     fn conversation(&mut self, at: usize, run: &mut RouterRun, input: Input) -> Option<Input> {
         let host = self.routers[at].host;
         let now = self.local(host);
@@ -248,7 +248,7 @@ impl World {
         }
     }
 
-    /// Of what changed while it was cut off the last is told.
+    /// Only the last change of the time without connection is delivered.
     pub(super) fn router_watches_again(&mut self, at: usize) {
         let host = self.routers[at].host;
         let Some(run) = self.routers[at].run.as_ref().filter(|run| run.is_open) else {
@@ -317,7 +317,7 @@ impl World {
                     self.look_at_workers(at, run);
                 }
             }
-            // Knowledge outlives the registration; a router's silence tells, not its lease.
+            // Knowledge outlives the registration; a router's silence counts, not its lease.
             RegistryEvent::Gone { key } => {
                 run.seen.remove(&key);
                 if self.broken == Some(Breakage::LeasesActedUpon)

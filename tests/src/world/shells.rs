@@ -1,7 +1,7 @@
 //! Runs the product's shells: gives their processes what comes, and the world what they send.
 //!
-//! A process runs whenever something comes to it, and every [`BEAT`] for its own timers. What it sends
-//! leaves at the moment at which it ran, so up to a beat later than its timer.
+//! A process runs whenever something comes to it, and every [`BEAT`] for its own timers. What it
+//! sends leaves at the moment at which it ran, so up to a beat later than its timer.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ const LOOKS: u32 = 16;
 /// A process that is asked to end does so within this time, unless it stands still.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
 
-/// What the plane takes at once, if nothing else is set.
+/// The plane's limit of a message, unless set otherwise.
 const MESSAGE_BYTES_MAX: usize = codec::MESSAGE_BYTES_MAX;
 
 impl World {
@@ -89,7 +89,7 @@ impl World {
         self.stepped(host);
     }
 
-    /// Everything that waited is there at once. Readers look in between.
+    /// All waiting inputs arrive together. Readers look in between.
     pub(super) fn end_standstill(&mut self, host: usize) {
         let age = self.local_age(host);
         if let Some(running) = &mut self.hosts[host].running {
@@ -323,7 +323,7 @@ impl World {
         }
     }
 
-    /// Notes what a call claims. With a breakage that answers it at once: the answer.
+    /// Notes what a call claims. Returns the answer if a breakage gives one.
     fn before_call(&mut self, host: usize, op: &Op) -> Option<super::plane::Reply> {
         match (self.hosts[host].kind, op) {
             (Kind::Shim(_), Op::Append { payload, .. }) => {

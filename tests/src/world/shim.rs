@@ -15,7 +15,7 @@ use super::host::{Event, Input, Kind};
 use super::sim_plane::{InfoAnswer, SimDisk, SimEngine};
 use super::{Breakage, World};
 
-/// Of a replay's end: −1 as the engine writes it.
+/// The sequence of a replay's end: −1 as the engine writes it.
 const END_OF_REPLAY: u64 = u64::MAX;
 
 pub(super) struct Shim {
@@ -140,7 +140,7 @@ impl World {
         }
     }
 
-    /// A shim that believes any replay sees in it what it heard before.
+    /// A shim that accepts any replay finds in it what it received before.
     fn engine_event_as_read(&mut self, at: usize, event: EngineEvent) -> EngineEvent {
         if self.broken != Some(Breakage::PlausibleRestart) {
             return event;
@@ -187,7 +187,7 @@ impl World {
         }
     }
 
-    /// The last record that a shim reads; none for one that takes the next generation from the key alone.
+    /// The last record that a shim reads; `None` if it takes the generation from the key alone.
     pub(super) fn last_record_as_read(
         &mut self,
         at: usize,
@@ -209,7 +209,7 @@ pub(super) fn end_of_replay(id: ReplayId) -> EngineEvent {
     EngineEvent::Replay(id, message(EngineSeq(END_OF_REPLAY), &[]))
 }
 
-/// A live message whose loss is seen at once.
+/// A live message whose loss is seen immediately.
 pub(super) fn unreadable_message() -> EngineEvent {
     EngineEvent::Live(Vec::new())
 }

@@ -1,5 +1,5 @@
-//! A process's side of the simulation: the plane, the engine and the disk as the product's shells see
-//! them. Every call goes into the process's [`Outbox`]; the world takes it from there.
+//! A process's side of the simulation: the plane, the engine and the disk as the product's shells
+//! see them. Every call goes into the process's [`Outbox`]; the world takes it from there.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -57,7 +57,8 @@ impl Outbox {
 
 /// The connection as a process's client sees it. Clones are the same connection.
 ///
-/// Every receiver has a channel of its own: tokio wakes several receivers of one channel in random order.
+/// Every receiver has a channel of its own: tokio wakes several receivers of one channel in random
+/// order.
 #[derive(Clone)]
 pub(super) struct ConnectionState(Arc<Mutex<(Connection, Vec<watch::Sender<Connection>>)>>);
 
@@ -87,7 +88,7 @@ impl ConnectionState {
 pub(super) struct SimPlane {
     outbox: Outbox,
     connection: ConnectionState,
-    /// The plane takes so many bytes at once.
+    /// The plane's limit of a message, in bytes.
     bytes_max: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Somebody who may publish what a shim may, and says what no shim does.
+//! A client with a shim's permissions that sends what no shim sends.
 
 use bytes::Bytes;
 use warmroute_plane::Broadcast;
@@ -11,7 +11,7 @@ use super::World;
 use super::host::Input;
 
 impl World {
-    /// The worker's last heartbeat once more, as if it were of now, on the subject of another one.
+    /// The worker's last heartbeat again, with the present time, on the subject of another one.
     pub(super) fn speak_for_another(&mut self, worker: usize) -> bool {
         let Some(last) = self.last_heartbeat(worker) else {
             return false;
@@ -27,7 +27,7 @@ impl World {
         true
     }
 
-    /// The highest generation there is: said by a heartbeat, or in the log, or in the registry.
+    /// The highest generation there is, in a heartbeat, the log or the registry.
     pub(super) fn claim_the_last_generation(&mut self, worker: usize) -> bool {
         let Some(last) = self.last_heartbeat(worker) else {
             return false;

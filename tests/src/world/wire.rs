@@ -75,7 +75,7 @@ impl World {
             match input {
                 Input::Broadcast(_) | Input::Tail(..) | Input::Registry(..) => return,
                 Input::Load(_) | Input::Asked(..) | Input::Query(..) | Input::Answer(..) => return,
-                // Its time-out tells.
+                // Its time-out reports it.
                 Input::Answered(_, _, Some(_)) => return,
                 Input::Reply(then, reply) if !matches!(reply, Reply::Unavailable) => {
                     let again = Input::Reply(then, Reply::Unavailable);
@@ -435,7 +435,7 @@ impl World {
         }
         let noticed = !std::mem::replace(&mut self.hosts[host].seems_up, true);
         if noticed || self.rng.bool() {
-            // A flicker that was not seen as one is told as up again.
+            // A short interruption that was not reported is reported as up.
             self.send_host(host, Duration::ZERO, Input::Connection(true));
         }
         self.reconnect_streams(host);

@@ -392,7 +392,7 @@ async fn who_falls_off_the_log_takes_a_newer_snapshot() {
     snapshotted(&plane, running.handle.position()).await;
     let subject = running.subjects.resync(&source(W).worker);
     let mut requests = plane.subscribe(subject).await.unwrap();
-    // Nobody else runs between these: the log goes on without its reader.
+    // No other task runs between these: the log goes on without its reader.
     let mut other = Fold::new(&tests_support::namespace(), None);
     other.follow(IDENTITY);
     for position in 1.. {

@@ -173,7 +173,7 @@ async fn while_all_requests_are_in_flight_only_probes_are_answered() {
     shutdown.stop.cancel();
 }
 
-/// Of answers that need no other process. See docs/FRONT.md for the others.
+/// Covers answers that need no other process. docs/FRONT.md describes the others.
 #[tokio::test]
 async fn a_client_that_ends_its_sending_side_gets_an_immediate_answer() {
     let (address, _, shutdown) = serve(2).await;

@@ -76,7 +76,7 @@ fn seeded_prefix(tokens: &[u32], seed: Seed) -> PrefixHash {
     last.unwrap()
 }
 
-/// Applies batches, and checks the told changes against the mirror after each.
+/// Applies batches, and checks the emitted changes against the mirror after each.
 struct Follower {
     mirror: Mirror,
     reader: LogReader,
@@ -492,7 +492,8 @@ fn a_group_of_an_unknown_kind_lowers_the_state_to_partial() {
     assert_eq!(follower.gpu(), TierState::Partial);
 }
 
-/// vLLM's offloading connector tells tokens but no extra keys: a salted block looks like a plain one.
+/// vLLM's offloading connector sends tokens but no extra keys: a salted block looks like a plain
+/// one.
 #[test]
 fn a_lower_tiers_store_without_keys_counts_for_known_blocks_only() {
     let mut salted = run(None, &[1]);
@@ -610,7 +611,7 @@ struct Naive {
     counts: BTreeMap<(Key, u32, Tier), u32>,
     /// Blocks whose position is known; the others are orphans.
     named: BTreeSet<Key>,
-    /// Told blocks without a position that are counted, or lead to such a one.
+    /// Stored blocks without a position that are counted, or lead to such a block.
     orphans: BTreeSet<Key>,
     groups: BTreeSet<(Tier, u32)>,
     is_cleared: bool,

@@ -77,7 +77,7 @@ struct World {
     engine: FakeEngine,
     now: Instant,
     generation: Generation,
-    /// Sequences that replays lose, as often as said.
+    /// Sequences that replays lose, with the number of times.
     holes: BTreeMap<u64, u32>,
     replays_asked: Vec<u64>,
     engine_answers: bool,
@@ -298,7 +298,7 @@ impl World {
         })
     }
 
-    /// The log forgets its last records, and whoever read them is told.
+    /// The log loses its last records, and its readers notice it.
     fn lose_records(&mut self, count: usize) {
         self.records.truncate(self.records.len() - count);
         self.has_lost |= count > 0;

@@ -25,7 +25,7 @@ fn is_sglang(sample: &Value, version: &str) -> bool {
     sample["engine"] == "sglang" && sample["version"] == version
 }
 
-/// A store as this version tells it, before its case adds anything.
+/// A store as this version sends it, before its case adds anything.
 fn plain(sample: &Value) -> StoredBlocks {
     let (hashes, reports_extra_keys) = match vllm_minor(sample) {
         Some(minor) => (vec![1, 9_223_372_036_854_775_813], minor >= 17),

@@ -538,7 +538,7 @@ fn every_slot_is_freed_once_and_counted_by_its_end() {
     for how in [SlotEnd::Completed, SlotEnd::Failed, SlotEnd::Aborted] {
         let slot = admit(&mut core, &prompt(100, 0), None, now).slot;
         end(&mut core, slot, how, now);
-        // Told twice, it counts once.
+        // Reported twice, it counts once.
         end(&mut core, slot, SlotEnd::Completed, now);
     }
     let counts = core.counts();

@@ -143,8 +143,8 @@ fn first_guess(trace: &Trace, setup: &FleetSetup) -> f64 {
     setup.workers as f64 * setup.engine.profile.prefill_tokens_per_sec.max(1.0) / mean
 }
 
-/// Upper limit: all sessions concurrently. A trace that is too short to fill the fleet at a thousand
-/// times the guess has all its requests at once.
+/// Upper limit: all sessions concurrently. A trace that is too short to fill the fleet at a
+/// thousand times the guess has all its requests concurrently.
 fn most(trace: &Trace, guess: f64) -> f64 {
     match trace.sessions.len() {
         0 => guess * 1024.0,

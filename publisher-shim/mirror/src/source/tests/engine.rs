@@ -249,7 +249,7 @@ fn without_replays_a_source_is_unverified() {
     assert_eq!(world.held(), 1);
     assert!(world.holds(&[3]));
     assert_eq!(world.last_generation(), 6);
-    // After a disconnect nothing can tell whether it is the same engine.
+    // After a disconnect nothing shows whether it is the same engine.
     world.reconnect();
     assert_eq!(world.held(), 0);
     world.tick_ms(10_000);
@@ -323,7 +323,8 @@ fn held_batches_are_bounded_and_not_missed() {
     assert_eq!(world.gpu(), GPU);
 }
 
-/// A replay of which the engine drops all but the first is not repeated for what came live meanwhile.
+/// A replay of which the engine drops all but the first is not repeated for batches that arrived
+/// live.
 #[test]
 fn a_hole_in_a_replay_is_filled_from_what_was_held() {
     let mut world = World::started(true);
@@ -573,7 +574,7 @@ fn generations_of_one_reason_are_limited_in_rate() {
     }
 }
 
-/// A shim that was stopped for long hears first what the engine said before it was killed.
+/// A shim that was stopped for long first receives what the engine sent before it was killed.
 #[test]
 fn what_waited_during_a_standstill_proves_nothing() {
     let mut world = World::started(true);

@@ -32,7 +32,7 @@ enum Beyond {
     /// The connection to the log breaks, or is back.
     PlaneUp(bool),
     LogLosesItsEnd,
-    /// The lease runs out; somebody else may have written meanwhile; it is taken again.
+    /// The lease expires, another shim may write, and the lease is taken again.
     Lapse {
         rival: bool,
     },

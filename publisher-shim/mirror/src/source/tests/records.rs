@@ -132,7 +132,7 @@ fn a_generation_starts_with_an_image_that_is_catching_up_until_its_end() {
     world.acknowledge_all();
     assert_eq!(world.held(), 20_000);
     assert_eq!(world.last_generation(), above.0 + 1);
-    // Once it is told, a request by somebody who still cannot follow is served.
+    // After the image, a request of a reader that still cannot follow is served.
     world.now += Duration::from_secs(10);
     world
         .core
@@ -205,7 +205,7 @@ fn a_lost_acknowledgement_holds_the_later_ones_back_for_half_a_second_only() {
     assert_eq!(world.core.status(world.now).counters.generations, 1);
 }
 
-/// By the log's clock, as of when it was said: sending it again makes it no younger.
+/// The log's time of the first sending: sending again makes a record no younger.
 #[test]
 fn what_is_said_says_when() {
     let mut world = World::started(true);

@@ -1,4 +1,4 @@
-//! The log's end, the lease, and what is said after either was lost.
+//! The log's end, the lease, and what is sent after either was lost.
 
 use super::*;
 
