@@ -395,7 +395,7 @@ async fn assert_pages(fleet: &Fleet) {
     let reasons = shim
         .lines()
         .filter(|line| line.starts_with("warmroute_shim_resyncs_total{"));
-    assert_eq!(reasons.count(), 2 * 17, "each reason of each source");
+    assert_eq!(reasons.count(), 2 * 18, "each reason of each source");
     for page in [&index, &shim, &page(fleet, fleet.admin(0, "")).await] {
         let described = page.lines().filter(|line| line.starts_with("# TYPE "));
         let mut described: Vec<&str> = described.collect();
