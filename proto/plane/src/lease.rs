@@ -52,11 +52,6 @@ pub enum LeaseWrite {
     HeldElsewhere,
 }
 
-/// The lease is lost. Goes with the last user of [`Lease::renew`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the lease is lost")]
-pub struct LeaseLost;
-
 impl Lease {
     /// A lease that is not held yet.
     #[must_use]
@@ -105,20 +100,6 @@ impl Lease {
             }),
             Err(error) => Err(error),
         }
-    }
-
-    /// Renews the lease. Goes with its last user: use [`Lease::write`].
-    pub async fn renew(&mut self, value: Bytes) -> Result<Result<(), LeaseLost>, PlaneError> {
-        self.write(value).await.map(|written| match written {
-            LeaseWrite::Held(_) => Ok(()),
-            LeaseWrite::Lost | LeaseWrite::HeldElsewhere => Err(LeaseLost),
-        })
-    }
-
-    /// The key's revision. Goes with its last user.
-    #[must_use]
-    pub fn revision(&self) -> Revision {
-        self.revision.unwrap_or(Revision(0))
     }
 
     /// Deletes the key if it is still ours.

@@ -27,7 +27,7 @@ use bytes::Bytes;
 use futures_util::Stream;
 use tokio::sync::{oneshot, watch};
 
-pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseLost, LeaseWrite};
+pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseWrite};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
     ClockOffset, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats,
