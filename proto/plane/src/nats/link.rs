@@ -185,10 +185,15 @@ impl NatsLink {
     }
 
     fn follow_epoch(&self) {
-        let connects = self.connects();
+        self.raise_epoch(self.connects());
+    }
+
+    /// The epoch never falls: an event that is observed while the link begins reads a count of
+    /// zero, and may act on it after [`Self::begin`].
+    fn raise_epoch(&self, connects: u64) {
         let grown = self.epoch.send_if_modified(|epoch| {
             let grown = connects > *epoch;
-            *epoch = connects;
+            *epoch = connects.max(*epoch);
             grown
         });
         if grown {

@@ -43,6 +43,17 @@ fn a_reconnect_without_events_is_seen() {
 }
 
 #[test]
+fn an_event_that_read_the_count_before_the_link_began_cuts_nothing_off() {
+    let (link, _) = connected();
+    let mut answer = link.await_answer(7, permit());
+    link.raise_epoch(0);
+    link.poll(State::Connected);
+    assert_eq!(*link.epochs().borrow(), 1);
+    let pending = answer.try_recv().expect_err("no answer arrived");
+    assert_eq!(pending, oneshot::error::TryRecvError::Empty);
+}
+
+#[test]
 fn every_event_is_counted() {
     let (link, _) = connected();
     link.observe(Event::SlowConsumer(1));
