@@ -163,6 +163,30 @@ pub fn seal(bytes: &mut Vec<u8>) {
 
 /// Decodes bytes that are exactly one message of this kind.
 pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
+    let (version, body) = body(bytes, M::KIND)?;
+    let (message, taken) = match version {
+        VERSION_1 => M::of_version_1(body)?,
+        _ => read(body)?,
+    };
+    match (body.len() - taken, message.impossible()) {
+        (0, None) => Ok(message),
+        (0, Some(what)) => Err(DecodeError::Impossible(what)),
+        (more, _) => Err(DecodeError::Trailing(more)),
+    }
+}
+
+/// The messages of an encoded [`LoadFrame`], without a copy.
+pub fn frame_messages(bytes: &[u8]) -> Result<Vec<&[u8]>, DecodeError> {
+    let (_, body) = body(bytes, LoadFrame::KIND)?;
+    let (messages, taken) = bincode::borrow_decode_from_slice(body, CONFIG)?;
+    match body.len() - taken {
+        0 => Ok(messages),
+        more => Err(DecodeError::Trailing(more)),
+    }
+}
+
+/// The version and the body of a message of this kind.
+fn body(bytes: &[u8], expected: u8) -> Result<(u8, &[u8]), DecodeError> {
     if bytes.len() > MESSAGE_BYTES_MAX {
         return Err(DecodeError::TooLong(bytes.len()));
     }
@@ -174,22 +198,13 @@ pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, DecodeError> {
         VERSION_1 => bytes,
         other => return Err(DecodeError::Version(other)),
     };
-    if kind != M::KIND {
+    if kind != expected {
         return Err(DecodeError::Kind {
-            expected: M::KIND,
+            expected,
             found: kind,
         });
     }
-    let body = whole.get(2..).unwrap_or_default();
-    let (message, taken) = match version {
-        VERSION_1 => M::of_version_1(body)?,
-        _ => read(body)?,
-    };
-    match (body.len() - taken, message.impossible()) {
-        (0, None) => Ok(message),
-        (0, Some(what)) => Err(DecodeError::Impossible(what)),
-        (more, _) => Err(DecodeError::Trailing(more)),
-    }
+    Ok((version, whole.get(2..).unwrap_or_default()))
 }
 
 /// The bytes before the checksum, if it is correct.

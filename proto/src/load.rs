@@ -40,6 +40,15 @@ pub struct LoadMessage {
     pub changes: Vec<LoadChange>,
 }
 
+impl LoadMessage {
+    /// The sender in the bytes of an encoded message, unchecked: for readers that skip their own.
+    #[must_use]
+    pub fn sender(bytes: &[u8]) -> Option<RouterId> {
+        // After the version and the kind.
+        bytes.get(2..)?.first_chunk().copied().map(RouterId)
+    }
+}
+
 /// Variant numbers are wire values: stable.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum LoadChange {

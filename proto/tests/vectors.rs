@@ -273,6 +273,22 @@ fn golden_samples_of_replicas() {
     );
 }
 
+#[test]
+fn a_message_and_a_frame_are_read_in_part() {
+    let message = load();
+    let bytes = codec::encode(&message).unwrap();
+    assert_eq!(LoadMessage::sender(&bytes), Some(message.router));
+    assert_eq!(LoadMessage::sender(&bytes[..17]), None);
+    let frame = LoadFrame {
+        messages: vec![bytes.clone(), Vec::new(), vec![7]],
+    };
+    let encoded = codec::encode(&frame).unwrap();
+    let messages = codec::frame_messages(&encoded).unwrap();
+    assert_eq!(messages, frame.messages);
+    assert!(codec::frame_messages(&encoded[..encoded.len() - 1]).is_err());
+    assert!(codec::frame_messages(&bytes).is_err());
+}
+
 /// What parts are filled by is what they take.
 #[test]
 fn an_open_slot_takes_what_it_says() {

@@ -318,8 +318,9 @@ impl Slots {
                 self.ignored.old_incarnation += 1;
                 return false;
             }
-            Some(known) if incarnation > known => self.release(router),
-            Some(_) | None => {}
+            Some(known) if incarnation == known => return true,
+            Some(_) => self.release(router),
+            None => {}
         }
         self.routers.entry(router).or_default().incarnation = incarnation;
         true

@@ -84,8 +84,6 @@ struct RepairState {
 pub(super) struct PeerContext<'a> {
     pub(super) load: &'a mut dyn LoadState,
     pub(super) counts: &'a mut ReplicaCounts,
-    /// Bytes of partial states of all peers.
-    pub(super) collected_bytes: usize,
     pub(super) now: Instant,
 }
 
@@ -281,11 +279,13 @@ impl Peer {
         }
     }
 
-    /// Takes a part of the state. Returns false if it is useless.
+    /// Takes a part of the state. Returns false if it is useless. `collected_bytes` are those of the
+    /// partial states of all peers.
     pub(super) fn part(
         &mut self,
         part: StatePart,
         len: usize,
+        collected_bytes: usize,
         context: &mut PeerContext<'_>,
     ) -> bool {
         if !self.admits(part.incarnation) {
@@ -318,7 +318,7 @@ impl Peer {
                 return false;
             }
         };
-        if context.collected_bytes + len > STATE_BYTES_MAX {
+        if collected_bytes + len > STATE_BYTES_MAX {
             context.counts.refused.states += 1;
             self.fetch_again(context.now);
             return false;

@@ -177,10 +177,10 @@ impl LoadReplica {
         match codec::kind(payload) {
             Some(LoadHeartbeat::KIND) => self.receive_heartbeat(payload, load, now),
             Some(LoadFrame::KIND) if payload.len() <= 2 * FRAME_BYTES_MAX => {
-                match codec::decode::<LoadFrame>(payload) {
-                    Ok(frame) => {
+                match codec::frame_messages(payload) {
+                    Ok(messages) => {
                         let mut others = 0;
-                        for message in &frame.messages {
+                        for message in messages {
                             others += u64::from(self.receive_message(message, load, now));
                         }
                         self.counts.traffic.frames_in += u64::from(others > 0);
@@ -228,11 +228,13 @@ impl LoadReplica {
                 self.counts.mended.by_numbers += u64::from(peer.followed() > before);
                 peer.messages_answered(before)
             }
-            Some((len, Ok(LoadAnswer::State(part)))) if part.router == from => self
-                .with_peer(from, load, now, |peer, context| {
-                    peer.part(part, len, context)
+            Some((len, Ok(LoadAnswer::State(part)))) if part.router == from => {
+                let collected = self.peers.values().map(Peer::collected_bytes).sum();
+                self.with_peer(from, load, now, |peer, context| {
+                    peer.part(part, len, collected, context)
                 })
-                .unwrap_or(false),
+                .unwrap_or(false)
+            }
             Some((_, Ok(LoadAnswer::Gone))) => {
                 peer.gone();
                 false
@@ -388,6 +390,10 @@ impl LoadReplica {
         load: &mut dyn LoadState,
         now: Instant,
     ) -> Option<RouterId> {
+        // Every router receives its own messages too.
+        if LoadMessage::sender(payload) == Some(self.router) {
+            return None;
+        }
         let decoded = match payload.len() {
             0..=LOAD_BYTES_MAX => codec::decode::<LoadMessage>(payload).ok(),
             _ => None,
@@ -396,9 +402,6 @@ impl LoadReplica {
             self.counts.verdicts.malformed += 1;
             return None;
         };
-        if message.router == self.router {
-            return None;
-        }
         self.counts.traffic.messages_in += 1;
         self.counts.traffic.bytes_in += payload.len() as u64;
         let received = PayloadInfo {
@@ -632,7 +635,6 @@ impl LoadReplica {
             self.counts.refused.peers += 1;
             return None;
         }
-        let collected_bytes = self.peers.values().map(Peer::collected_bytes).sum();
         let peer = self
             .peers
             .entry(router)
@@ -640,7 +642,6 @@ impl LoadReplica {
         let mut context = PeerContext {
             load,
             counts: &mut self.counts,
-            collected_bytes,
             now,
         };
         Some(work(peer, &mut context))
