@@ -7,13 +7,14 @@ mod http;
 mod zmq_feed;
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 
 use reqwest::StatusCode;
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, EngineSeq};
 
 use crate::config::Endpoints;
-use crate::source::ReplayId;
+use crate::source::{FlushResult, ReplayId};
 use http::EngineHttp;
 pub use http::{EngineKey, EngineKeyError};
 pub use zmq_feed::ZmqFeed;
@@ -48,6 +49,20 @@ pub trait EngineLink: Send + Sync + 'static {
     fn health(&self) -> impl Future<Output = EngineHealth> + Send;
 
     fn info(&self) -> impl Future<Output = Result<EngineInfo, InfoError>> + Send;
+
+    /// Calls so far that can reset the prefix cache; `None` if they are not readable.
+    fn reset_calls(&self) -> impl Future<Output = Option<u64>> + Send;
+
+    /// Lets the engine generate one token, unless it sleeps.
+    fn flush(&self, request: FlushRequest) -> impl Future<Output = FlushResult> + Send;
+}
+
+/// A request for one token.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlushRequest {
+    pub model: String,
+    /// `None` for an engine of one rank.
+    pub rank: Option<DpRank>,
 }
 
 /// The event sockets of one rank.
@@ -69,10 +84,38 @@ pub struct EngineInfo {
     pub loras: Vec<Lora>,
     pub max_model_len: Option<u32>,
     pub block_size: Option<BlockSize>,
-    pub blocks: Option<u64>,
+    pub blocks: Option<BlockCount>,
     pub version: Option<String>,
+    pub resets: ResetRoutes,
+    /// Calls so far that can reset the prefix cache; `None` if they are not readable.
+    pub reset_calls: Option<u64>,
     /// By rank, if the engine reports them.
     pub endpoints: BTreeMap<DpRank, Endpoints>,
+}
+
+/// Whether the engine's HTTP has routes that reset the prefix cache: vLLM's development mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ResetRoutes {
+    Present,
+    #[default]
+    Absent,
+}
+
+/// KV blocks of all ranks that one engine server reports. vLLM shows no count for each rank, and
+/// ranks may differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCount {
+    /// Sum over the ranks: no rank has more.
+    pub sum: u64,
+    pub ranks: NonZeroU64,
+}
+
+impl BlockCount {
+    /// Mean over the ranks, rounded down.
+    #[must_use]
+    pub const fn per_rank(self) -> u64 {
+        self.sum / self.ranks.get()
+    }
 }
 
 /// Why the engine's facts are unknown.
@@ -116,5 +159,13 @@ impl EngineLink for VllmEngine {
 
     async fn info(&self) -> Result<EngineInfo, InfoError> {
         self.http.info().await
+    }
+
+    async fn reset_calls(&self) -> Option<u64> {
+        self.http.reset_calls().await
+    }
+
+    async fn flush(&self, request: FlushRequest) -> FlushResult {
+        self.http.flush(&request).await
     }
 }

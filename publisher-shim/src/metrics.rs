@@ -11,7 +11,7 @@ use crate::source::{CheckpointStatus, GenerationReason, SourceStatus};
 type Value = fn(&SourceStatus) -> f64;
 
 /// Name without the prefix, help, type, value.
-const SERIES: [(&str, &str, &str, Value); 37] = [
+const SERIES: [(&str, &str, &str, Value); 38] = [
     ("generation", "Generation in use.", "gauge", |s| {
         number(s.generation.map_or(0, |g| g.0))
     }),
@@ -170,6 +170,12 @@ const SERIES: [(&str, &str, &str, Value); 37] = [
         "Requests for a generation above one that nobody can have come to.",
         "counter",
         |s| number(s.counters.generations_refused),
+    ),
+    (
+        "resets_pending_total",
+        "Rises of the engine's count of cache resets.",
+        "counter",
+        |s| number(s.counters.resets_pending),
     ),
     (
         "checkpoint_age_seconds",

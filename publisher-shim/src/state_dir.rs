@@ -1,18 +1,26 @@
-//! Checkpoint storage: one file per source, replaced atomically, under a lock per worker.
+//! Checkpoint storage: one file per source in a directory per worker, replaced atomically, under a
+//! lock.
 //!
-//! The kernel releases the lock when the process ends, however it ends. Only the owner can read the
-//! files: orphans carry token ids. All calls block; callers keep them off the hot path.
+//! Invariant: no file is read or written through a symbolic link, or in a directory that another
+//! user may write. Only the owner can read the files: orphans carry token ids. The kernel releases
+//! the lock when the process ends, however it ends. All calls block; callers keep them off the hot
+//! path.
 
 use std::fmt;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::{Path, PathBuf};
 
 use warmroute_proto::subject::encode_name;
 use warmroute_proto::{Source, WorkerId};
 
 use crate::checkpoint::BYTES_MAX;
+
+const DIR_MODE: u32 = 0o700;
+const FILE_MODE: u32 = 0o600;
 
 /// Stores the checkpoints of one worker's sources. Its calls block.
 pub trait CheckpointStore: fmt::Debug + Send + Sync + 'static {
@@ -23,9 +31,10 @@ pub trait CheckpointStore: fmt::Debug + Send + Sync + 'static {
     fn save(&self, source: &Source, bytes: &[u8]) -> io::Result<()>;
 }
 
-/// A directory of checkpoint files, locked for one worker.
+/// One worker's directory of checkpoint files, locked.
 #[derive(Debug)]
 pub struct StateDir {
+    /// `STATE_DIR/WORKER`.
     dir: PathBuf,
     /// The lock lasts as long as the file is open.
     _lock: File,
@@ -41,17 +50,30 @@ pub enum StateDirError {
 }
 
 impl StateDir {
-    /// Creates the directory if needed, and locks it for this worker.
-    pub fn open(dir: &Path, worker: &WorkerId) -> Result<Self, StateDirError> {
+    /// Creates the worker's directory in `state` if needed, and locks it.
+    ///
+    /// `state` itself may be a symbolic link or belong to another user, as systemd and container
+    /// volumes have it: the operator named it. The worker's directory may not.
+    pub fn open(state: &Path, worker: &WorkerId) -> Result<Self, StateDirError> {
+        let dir = state.join(encode_name(worker.as_str()));
         let failed = |error| StateDirError::Io {
-            dir: dir.to_owned(),
+            dir: dir.clone(),
             error,
         };
-        fs::create_dir_all(dir).map_err(failed)?;
-        let path = dir.join(format!("{}.lock", encode_name(worker.as_str())));
-        let mut lock = private_file()
+        DirBuilder::new()
+            .recursive(true)
+            .mode(DIR_MODE)
+            .create(state)
+            .map_err(failed)?;
+        make_private(&dir).map_err(failed)?;
+        let path = dir.join("lock");
+        refuse_link(&path).map_err(failed)?;
+        let mut lock = OpenOptions::new()
             .read(true)
+            .write(true)
+            .create(true)
             .truncate(false)
+            .mode(FILE_MODE)
             .open(path)
             .map_err(failed)?;
         match lock.try_lock() {
@@ -63,28 +85,25 @@ impl StateDir {
                     Ok(1..) => format!(" (pid {})", holder.trim()),
                     Ok(0) | Err(_) => String::new(),
                 };
-                let dir = dir.to_owned();
                 return Err(StateDirError::Held { dir, by });
             }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
         lock.set_len(0).map_err(failed)?;
         writeln!(lock, "{}", std::process::id()).map_err(failed)?;
-        Ok(Self {
-            dir: dir.to_owned(),
-            _lock: lock,
-        })
+        Ok(Self { dir, _lock: lock })
     }
 
     fn path(&self, source: &Source, what: &str) -> PathBuf {
-        let worker = encode_name(source.worker.as_str());
-        self.dir.join(format!("{worker}.{}.{what}", source.dp_rank))
+        self.dir.join(format!("{}.{what}", source.dp_rank))
     }
 }
 
 impl CheckpointStore for StateDir {
     fn load(&self, source: &Source) -> io::Result<Option<Vec<u8>>> {
-        let file = match File::open(self.path(source, "checkpoint")) {
+        let path = self.path(source, "checkpoint");
+        refuse_link(&path)?;
+        let file = match File::open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
@@ -100,7 +119,7 @@ impl CheckpointStore for StateDir {
 
     fn save(&self, source: &Source, bytes: &[u8]) -> io::Result<()> {
         let new = self.path(source, "new");
-        let mut file = private_file().truncate(true).open(&new)?;
+        let mut file = create_file(&new)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(new, self.path(source, "checkpoint"))?;
@@ -108,14 +127,56 @@ impl CheckpointStore for StateDir {
     }
 }
 
-fn private_file() -> OpenOptions {
+/// Creates a directory that only this user can use. Refuses a symbolic link and a directory of
+/// another user; takes the access of others to an own one away.
+fn make_private(dir: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(DIR_MODE).create(dir) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        created => return created,
+    }
+    let named = fs::symlink_metadata(dir)?;
+    if !named.is_dir() {
+        return Err(io::Error::other("it is not a directory"));
+    }
+    let open = File::open(dir)?;
+    let found = open.metadata()?;
+    let probe = dir.join("owner");
+    let own = create_file(&probe)?.metadata()?.uid();
+    fs::remove_file(probe)?;
+    // The inode differs if a link replaced the directory since.
+    if found.uid() != own || found.ino() != named.ino() {
+        return Err(io::Error::other("it belongs to another user"));
+    }
+    open.set_permissions(Permissions::from_mode(DIR_MODE))
+}
+
+/// Creates a file, replacing an older one. Follows no symbolic link: the name is new.
+fn create_file(path: &Path) -> io::Result<File> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        Ok(()) | Err(_) => {}
+    }
     let mut options = OpenOptions::new();
-    options.write(true).create(true).mode(0o600);
-    options
+    options.write(true).create_new(true).mode(FILE_MODE);
+    options.open(path)
+}
+
+fn refuse_link(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if !found.is_file() => Err(io::Error::other(format!(
+            "{} is not a regular file",
+            path.display()
+        ))),
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use warmroute_proto::DpRank;
 
     use super::*;
@@ -152,8 +213,66 @@ mod tests {
         assert_eq!(dir.load(&source).unwrap().unwrap(), b"one");
         dir.save(&source, b"2").unwrap();
         assert_eq!(dir.load(&source).unwrap().unwrap(), b"2");
-        let names = fs::read_dir(&scratch.0).unwrap();
+        let names = fs::read_dir(&dir.dir).unwrap();
         assert_eq!(names.count(), 2, "a lock and a checkpoint");
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o777
+    }
+
+    #[test]
+    fn only_the_owner_can_use_directory_and_files() {
+        let scratch = scratch("mode");
+        let (worker, source) = (WorkerId::from("w"), source("w"));
+        let dir = StateDir::open(&scratch.0, &worker).unwrap();
+        dir.save(&source, b"one").unwrap();
+        assert_eq!(mode(&scratch.0), 0o700);
+        assert_eq!(mode(&dir.dir), 0o700);
+        assert_eq!(mode(&dir.path(&source, "checkpoint")), 0o600);
+        let own = dir.dir.clone();
+        drop(dir);
+        // A directory of the operator keeps its mode; the worker's does not.
+        for dir in [&scratch.0, &own] {
+            fs::set_permissions(dir, Permissions::from_mode(0o755)).unwrap();
+        }
+        let dir = StateDir::open(&scratch.0, &worker).unwrap();
+        assert_eq!((mode(&scratch.0), mode(&own)), (0o755, 0o700));
+        assert_eq!(dir.load(&source).unwrap().unwrap(), b"one");
+    }
+
+    #[test]
+    fn symbolic_links_are_not_followed() {
+        let scratch = scratch("links");
+        let (worker, source) = (WorkerId::from("w"), source("w"));
+        let elsewhere = scratch.0.join("elsewhere");
+        fs::create_dir_all(&elsewhere).unwrap();
+        let victim = elsewhere.join("victim");
+        fs::write(&victim, b"keep").unwrap();
+        let is_intact = || fs::read(&victim).unwrap() == b"keep";
+        let named = scratch.0.join("w");
+        symlink(&elsewhere, &named).unwrap();
+        let refused = StateDir::open(&scratch.0, &worker).unwrap_err();
+        assert!(refused.to_string().contains("not a directory"), "{refused}");
+        fs::remove_file(&named).unwrap();
+
+        let dir = StateDir::open(&scratch.0, &worker).unwrap();
+        symlink(&victim, dir.path(&source, "new")).unwrap();
+        symlink(&victim, dir.path(&source, "checkpoint")).unwrap();
+        assert!(dir.load(&source).is_err());
+        dir.save(&source, b"one").unwrap();
+        assert_eq!(dir.load(&source).unwrap().unwrap(), b"one");
+        assert!(is_intact());
+        drop(dir);
+        let lock = named.join("lock");
+        fs::remove_file(&lock).unwrap();
+        symlink(&victim, lock).unwrap();
+        assert!(StateDir::open(&scratch.0, &worker).is_err());
+        assert!(is_intact());
+        // The operator may place the state directory behind a link.
+        let linked = scratch.0.join("linked");
+        symlink(&elsewhere, &linked).unwrap();
+        assert!(StateDir::open(&linked, &worker).is_ok());
     }
 
     #[test]

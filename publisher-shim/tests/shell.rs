@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use bytes::Bytes;
-use engine::{FakeEngine, Http, Order, Pages, http, remove, sources, store};
+use engine::{FakeEngine, Http, Order, Pages, clear, http, remove, sources, store};
 use futures_util::StreamExt as _;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -267,6 +267,37 @@ async fn the_worker_is_registered_and_resyncs_are_heard() {
     world
         .heartbeat(|h| h.states.gpu == TierState::Unverified)
         .await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn row_30_a_reset_of_an_idle_engine_is_seen_and_flushed() {
+    let mut world = start(true).await;
+    world.say(|pages| pages.resets = Some(0));
+    world.engine.publish(store(1));
+    world
+        .heartbeat(|h| h.states.gpu == TierState::Complete && h.after.count == 1)
+        .await;
+    // An engine that sleeps is not asked to compute.
+    world.say(|pages| (pages.resets, pages.is_sleeping) = (Some(1), true));
+    world
+        .heartbeat(|h| h.states.gpu == TierState::Unverified)
+        .await;
+    world.say(|pages| {
+        assert_eq!(pages.completions, 0);
+        pages.is_sleeping = false;
+    });
+    let flushed = async {
+        while world.http.lock().unwrap().completions == 0 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(DEADLINE, flushed).await.expect("no flush");
+    world.engine.publish(clear());
+    world
+        .heartbeat(|h| h.states.gpu == TierState::Complete && h.after.count == 0)
+        .await;
+    assert_eq!(world.http.lock().unwrap().completions, 1);
     world.end().await;
 }
 

@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use warmroute_proto::Source;
+use warmroute_proto::query::SourceState;
+use warmroute_proto::{Source, Tiers};
 
 use crate::route::{Decision, SourceId, Terms};
 
@@ -142,6 +143,7 @@ impl JournalEntry {
             "dp_rank": decision.source.dp_rank,
             "rung": decision.basis().label(),
             "index_state": decision.index_state.label(),
+            "tier_states": tiers(&decision.tier_states),
             "overlap_blocks": decision.overlap_blocks,
             "predicted_blocks": decision.predicted_blocks,
             "block_size": decision.claim.block_tokens,
@@ -155,6 +157,12 @@ impl JournalEntry {
             "moved_from": moved_from,
         })
     }
+}
+
+fn tiers(states: &Tiers<SourceState>) -> Value {
+    json!({
+        "gpu": states.gpu.label(), "cpu": states.cpu.label(), "disk": states.disk.label(),
+    })
 }
 
 fn cheapest(mut weighed: Vec<Terms>) -> Vec<Terms> {

@@ -155,7 +155,7 @@ codes! {
         "give this user what deploy/nats/nats.conf gives its user `doctor`";
     SourceUnverified = "source_unverified", Note,
         "credited, but losses cannot be seen: give the engine a replay_endpoint in \
-         --kv-events-config";
+         --kv-events-config. For seconds after a reset of the engine's cache no action is needed";
     SourceGone = "source_gone", Note,
         "its shim ended more than ten minutes ago; nothing to do if the worker was taken out";
     OneIndexer = "one_indexer", Note,

@@ -3,7 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use warmroute_mirror::source::{Effect, ReplayId, SourceConfig, SourceCore, Tail, next_generation};
+use warmroute_mirror::source::{
+    Effect, FlushResult, ReplayId, SourceConfig, SourceCore, Tail, next_generation,
+};
 use warmroute_mirror::wire::Batch;
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, Generation, Source, WorkerId};
 
@@ -83,6 +85,9 @@ impl World {
                 Some(Effect::Append { id, .. }) => self.core.acknowledged(self.now, id),
                 Some(Effect::ReadTail { id, .. }) => {
                     self.core.log_tail(self.now, id, Tail::Unanswered);
+                }
+                Some(Effect::Flush(id)) => {
+                    self.core.flushed(self.now, id, FlushResult::Answered);
                 }
                 Some(Effect::Heartbeat(_) | Effect::Notice(_)) => {}
                 None => return,

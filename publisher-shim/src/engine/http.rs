@@ -2,22 +2,31 @@
 //!
 //! Every answer is optional: engines differ by version and set-up. Parsing is pure and tolerant.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::time::Duration;
 
 use reqwest::StatusCode;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde::Deserialize;
+use serde_json::json;
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
 
-use super::{EngineInfo, InfoError};
+use super::{BlockCount, EngineInfo, FlushRequest, InfoError, ResetRoutes};
 use crate::config::{Endpoints, reachable};
+use crate::source::FlushResult;
 
 const DEADLINE: Duration = Duration::from_secs(2);
+/// A busy engine queues the request; its other batches then show that nothing is pending.
+const FLUSH_DEADLINE: Duration = Duration::from_secs(10);
+const RESET_ROUTE: &str = "/reset_prefix_cache";
+/// Routes whose calls can reset the prefix cache.
+const RESET_ROUTES: [&str; 4] = [RESET_ROUTE, "/sleep", "/release_kv_cache_memory", "/pause"];
+const RANK_HEADER: &str = "X-data-parallel-rank";
 /// More than any `/metrics` or model list.
 const BODY_BYTES_MAX: usize = 8 << 20;
 
@@ -85,7 +94,14 @@ impl EngineHttp {
         let models = self.get("/v1/models").await?;
         info.read_models(&models).ok_or(InfoError::Unreadable)?;
         if let Ok(metrics) = self.get("/metrics").await {
-            info.read_metrics(&String::from_utf8_lossy(&metrics));
+            let metrics = String::from_utf8_lossy(&metrics);
+            info.read_metrics(&metrics);
+            info.reset_calls = Some(reset_calls(&metrics));
+        }
+        // Its method is POST: a GET changes nothing.
+        let reset = self.get(RESET_ROUTE).await;
+        if reset == Err(InfoError::Status(StatusCode::METHOD_NOT_ALLOWED)) {
+            info.resets = ResetRoutes::Present;
         }
         if let Ok(sources) = self.get("/kv_event_sources").await {
             info.read_sources(&sources, &self.url);
@@ -96,6 +112,33 @@ impl EngineHttp {
                 .map(|version| version.version);
         }
         Ok(info)
+    }
+
+    pub(super) async fn reset_calls(&self) -> Option<u64> {
+        let metrics = self.get("/metrics").await.ok()?;
+        Some(reset_calls(&String::from_utf8_lossy(&metrics)))
+    }
+
+    /// Requests one token for a prompt of one, which fills no block. Old engines crash if they compute
+    /// while they sleep.
+    pub(super) async fn flush(&self, request: &FlushRequest) -> FlushResult {
+        let asleep = self.get("/is_sleeping").await;
+        let asleep = asleep.map(|body| serde_json::from_slice::<Asleep>(&body));
+        match asleep {
+            Ok(Ok(Asleep { is_sleeping: false })) | Err(InfoError::Status(_)) => {}
+            Ok(_) | Err(_) => return FlushResult::Failed,
+        }
+        let body = json!({
+            "model": request.model, "prompt": [1], "max_tokens": 1, "temperature": 0, "stream": false,
+        });
+        let mut post = self.http.post(format!("{}/v1/completions", self.url));
+        if let Some(rank) = request.rank {
+            post = post.header(RANK_HEADER, rank.to_string());
+        }
+        match post.timeout(FLUSH_DEADLINE).json(&body).send().await {
+            Ok(answer) if answer.status().is_success() => FlushResult::Answered,
+            Ok(_) | Err(_) => FlushResult::Failed,
+        }
     }
 
     async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
@@ -117,6 +160,11 @@ impl EngineHttp {
         }
         Ok(body)
     }
+}
+
+#[derive(Deserialize)]
+struct Asleep {
+    is_sleeping: bool,
 }
 
 #[derive(Deserialize)]
@@ -164,22 +212,22 @@ impl EngineInfo {
         Some(())
     }
 
-    /// `vllm:cache_config_info{block_size="16",num_gpu_blocks="4096",…} 1.0`
+    /// Reads `vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="8192",…} 1.0`: a line
+    /// for each rank, each with the sum of the blocks of all ranks.
     fn read_metrics(&mut self, text: &str) {
-        let Some(line) = text
-            .lines()
-            .find(|line| line.starts_with("vllm:cache_config_info{"))
-        else {
+        let is_config = |line: &&str| line.starts_with("vllm:cache_config_info{");
+        let Some(line) = text.lines().find(is_config) else {
             return;
         };
-        let label = |name: &str| {
-            let (_, rest) = line.split_once(&format!("{name}=\""))?;
-            rest.split_once('"').map(|(value, _)| value)
-        };
-        self.block_size = label("{block_size")
-            .or_else(|| label(",block_size"))
-            .and_then(|value| BlockSize::new(value.parse().ok()?));
-        self.blocks = label("num_gpu_blocks").and_then(|value| value.parse().ok());
+        self.block_size =
+            label(line, "block_size").and_then(|size| BlockSize::new(size.parse().ok()?));
+        let lines = text.lines().filter(is_config);
+        let engines: BTreeSet<_> = lines.map(|line| label(line, "engine")).collect();
+        let blocks = label(line, "num_gpu_blocks").and_then(|blocks| blocks.parse().ok());
+        let ranks = NonZeroU64::new(engines.len() as u64);
+        self.blocks = blocks
+            .zip(ranks)
+            .map(|(sum, ranks)| BlockCount { sum, ranks });
     }
 
     fn read_sources(&mut self, body: &[u8], url: &str) {
@@ -201,6 +249,37 @@ impl EngineInfo {
             self.endpoints.insert(rank, endpoints);
         }
     }
+}
+
+/// Calls so far that can reset the prefix cache, also those that failed. A call of newer versions
+/// may be counted twice; only a rise is of interest.
+fn reset_calls(metrics: &str) -> u64 {
+    let is_call = |line: &&str| {
+        let is_route = |route| RESET_ROUTES.contains(&route);
+        let is_request = line.starts_with("http_requests_total{")
+            && label(line, "method") == Some("POST")
+            && label(line, "handler").is_some_and(is_route);
+        is_request || line.starts_with("vllm:sleep_mode_operation_duration_seconds_count")
+    };
+    let value = |line: &str| line.rsplit_once(' ')?.1.parse::<f64>().ok();
+    let calls = metrics.lines().filter(is_call).filter_map(value);
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "counts of calls"
+    )]
+    let sum = calls.sum::<f64>() as u64;
+    sum
+}
+
+/// The value of a label in a line of Prometheus' text format.
+fn label<'a>(line: &'a str, name: &str) -> Option<&'a str> {
+    let mut places = line.match_indices(name);
+    let (at, _) = places.find(|&(at, _)| {
+        line[..at].ends_with(['{', ',']) && line[at + name.len()..].starts_with("=\"")
+    })?;
+    let value = &line[at + name.len() + 2..];
+    value.split_once('"').map(|(value, _)| value)
 }
 
 #[cfg(test)]
@@ -248,11 +327,37 @@ mod tests {
              num_cpu_blocks=\"None\",num_gpu_blocks=\"65\"} 1.0\n",
         );
         assert_eq!(info.block_size, BlockSize::new(32));
-        assert_eq!(info.blocks, Some(65));
+        assert_eq!(info.blocks.map(BlockCount::per_rank), Some(65));
         let mut other_order = EngineInfo::default();
         other_order.read_metrics("vllm:cache_config_info{a=\"1\",block_size=\"16\"} 1.0");
         assert_eq!(other_order.block_size, BlockSize::new(16));
         assert_eq!(other_order.blocks, None);
+    }
+
+    #[test]
+    fn blocks_are_summed_over_ranks_by_the_engine() {
+        let line = |engine| {
+            format!("vllm:cache_config_info{{engine=\"{engine}\",num_gpu_blocks=\"130\"}} 1.0\n")
+        };
+        let mut info = EngineInfo::default();
+        info.read_metrics(&(line(0) + &line(1)));
+        let blocks = info.blocks.unwrap();
+        assert_eq!((blocks.sum, blocks.per_rank()), (130, 65));
+    }
+
+    #[test]
+    fn calls_that_reset_the_cache_are_counted() {
+        let metrics = r#"# TYPE http_requests_total counter
+http_requests_total{handler="/reset_prefix_cache",method="POST",status="2xx"} 2.0
+http_requests_total{handler="/reset_prefix_cache",method="POST",status="5xx"} 1.0
+http_requests_total{handler="/reset_prefix_cache",method="GET",status="4xx"} 9.0
+http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 9.0
+http_request_duration_seconds_count{handler="/reset_prefix_cache",method="POST"} 9.0
+vllm:sleep_mode_operation_duration_seconds_sum{operation="sleep"} 9.0
+vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"} 4.0
+"#;
+        assert_eq!(reset_calls(metrics), 7);
+        assert_eq!(reset_calls(""), 0);
     }
 
     #[test]

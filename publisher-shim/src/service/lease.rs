@@ -20,6 +20,7 @@ use warmroute_proto::registry::{ShimEntry, WorkerEntry};
 
 use super::ShimState;
 use crate::config::ShimConfig;
+use crate::engine::BlockCount;
 
 const RELEASE_MAX: Duration = Duration::from_secs(1);
 
@@ -163,7 +164,7 @@ impl WorkerLease {
             loras: info.loras.clone(),
             ranks: self.config.ranks,
             block_size: reported.or(self.config.block_size).or(info.block_size),
-            blocks_per_rank: info.blocks,
+            blocks_per_rank: info.blocks.map(BlockCount::per_rank),
             max_model_len: info.max_model_len,
             main_attention_only: all_true(
                 self.config.ranks,

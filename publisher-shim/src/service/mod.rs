@@ -25,7 +25,7 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
 
 use crate::config::{Endpoints, ShimConfig, endpoint_of_rank};
-use crate::engine::{EngineInfo, EngineLink, InfoError, VllmEngine};
+use crate::engine::{EngineInfo, EngineLink, InfoError, ResetRoutes, VllmEngine};
 use crate::mirror;
 use crate::source::{SourceConfig, SourceStatus, UnverifiedCause};
 use lease::{Leadership, WorkerLease};
@@ -68,6 +68,8 @@ pub(crate) struct RankView {
 pub(crate) struct ShimState {
     pub(crate) plane: Arc<dyn Plane>,
     pub(crate) subjects: Subjects,
+    /// Data-parallel ranks of the engine.
+    pub(crate) ranks: u32,
     /// Requests a read of the engine's facts.
     pub(crate) refresh: Notify,
     /// The engine's facts are new, and so is the registration.
@@ -193,6 +195,7 @@ impl<E: EngineLink> Service<E> {
         let shared = ShimState {
             plane,
             subjects: Subjects::new(&config.namespace),
+            ranks: config.ranks,
             refresh: Notify::new(),
             facts_changed: Notify::new(),
             decoder: CountingDecoder::default(),
@@ -322,7 +325,7 @@ async fn until(stop: CancellationToken, task: impl Future<Output = ()>) {
     }
 }
 
-/// Reads the engine's health each second, and its other facts every ten seconds.
+/// Reads the engine's health and resets each second, and its other facts every ten seconds.
 async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     let mut ticks = interval(HEALTH_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -338,7 +341,11 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         let health = engine.health().await;
         let was_healthy = *shared.health.borrow() == EngineHealth::Healthy;
         shared.health.send_replace(health);
-        if health != EngineHealth::Healthy || (was_healthy && since_info < INFO_EVERY) {
+        if health != EngineHealth::Healthy {
+            continue;
+        }
+        if was_healthy && since_info < INFO_EVERY {
+            read_resets(&shared, &*engine).await;
             continue;
         }
         let info = match engine.info().await {
@@ -370,6 +377,23 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
             );
         }
     }
+}
+
+/// Reads the engine's count of resets, if it can have one.
+async fn read_resets<E: EngineLink>(shared: &ShimState, engine: &E) {
+    if shared.info.borrow().resets == ResetRoutes::Absent {
+        return;
+    }
+    let Some(calls) = engine.reset_calls().await else {
+        return;
+    };
+    shared.info.send_if_modified(|known| {
+        let is_new = known.reset_calls != Some(calls);
+        if is_new {
+            Arc::make_mut(known).reset_calls = Some(calls);
+        }
+        is_new
+    });
 }
 
 /// Limits equal warnings to one per [`WARN_EVERY`].

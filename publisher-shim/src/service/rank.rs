@@ -22,8 +22,12 @@ use super::log_clock::ClockReading;
 use super::rank_plane::{PlaneAnswer, RankPlane};
 use super::{RankView, ShimState};
 use crate::config::Endpoints;
-use crate::engine::{BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink};
-use crate::source::{AppendId, Effect, Notice, ReplaySupport, SourceConfig, SourceCore};
+use crate::engine::{
+    BURST_MAX, EngineEvent, EngineFeed as _, EngineInfo, EngineLink, FlushRequest,
+};
+use crate::source::{
+    AppendId, Effect, FlushId, FlushResult, Notice, ReplaySupport, SourceConfig, SourceCore,
+};
 use crate::state_dir::CheckpointStore;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
 
@@ -48,10 +52,11 @@ pub(super) struct RankInputs {
     pub(super) resyncs: mpsc::Receiver<ResyncRequest>,
 }
 
-pub(super) struct RankTask<F> {
+pub(super) struct RankTask<E: EngineLink> {
+    engine: Arc<E>,
     core: SourceCore,
     checkpoints: Option<CheckpointWriter>,
-    feed: F,
+    feed: E::Feed,
     /// From the flags; the engine reports the others.
     configured: Endpoints,
     endpoints: Endpoints,
@@ -63,9 +68,9 @@ pub(super) struct RankTask<F> {
     term: Option<u64>,
 }
 
-impl<F: EngineFeed> RankTask<F> {
+impl<E: EngineLink> RankTask<E> {
     /// Runs one rank until `stop`.
-    pub(super) async fn run<E: EngineLink<Feed = F>>(
+    pub(super) async fn run(
         engine: Arc<E>,
         config: RankConfig,
         shared: Arc<ShimState>,
@@ -110,6 +115,7 @@ impl<F: EngineFeed> RankTask<F> {
             }
         });
         let mut rank = Self {
+            engine,
             core,
             checkpoints,
             feed,
@@ -236,6 +242,7 @@ impl<F: EngineFeed> RankTask<F> {
             PlaneAnswer::Claimed(Some(generation)) => self.core.generation_claimed(now, generation),
             PlaneAnswer::Claimed(None) => self.core.claim_failed(now),
             PlaneAnswer::Tail(id, tail) => self.core.log_tail(now, id, tail),
+            PlaneAnswer::Flushed(id, result) => self.core.flushed(now, id, result),
         }
     }
 
@@ -255,7 +262,12 @@ impl<F: EngineFeed> RankTask<F> {
     }
 
     fn apply_info(&mut self, info: &EngineInfo) {
-        self.core.learn(info.block_size, info.blocks);
+        // The sum bounds every rank, also if ranks differ.
+        let blocks_max = info.blocks.map(|blocks| blocks.sum);
+        self.core.learn(info.block_size, blocks_max);
+        if let Some(calls) = info.reset_calls {
+            self.core.reset_calls(now(), calls);
+        }
         let reported = info.endpoints.get(&self.plane.source.dp_rank);
         let reported = reported.cloned().unwrap_or_default();
         let endpoints = Endpoints {
@@ -297,6 +309,7 @@ impl<F: EngineFeed> RankTask<F> {
                     self.plane.read_tail(id, is_thorough, self.last_append);
                 }
                 Effect::Heartbeat(heartbeat) => self.plane.heartbeat(&heartbeat),
+                Effect::Flush(id) => self.flush(id),
                 Effect::Notice(notice) => self.notice(notice),
             }
         }
@@ -310,6 +323,29 @@ impl<F: EngineFeed> RankTask<F> {
             },
             block_size: self.core.mirror().block_size(),
             main_attention_only: self.core.mirror().main_attention_only(),
+        });
+    }
+
+    fn flush(&self, id: FlushId) {
+        let (engine, answers) = (Arc::clone(&self.engine), self.plane.answers.clone());
+        let rank = self.plane.source.dp_rank;
+        let request = self
+            .shared
+            .info
+            .borrow()
+            .models
+            .first()
+            .map(|model| FlushRequest {
+                model: model.clone(),
+                rank: (self.shared.ranks > 1).then_some(rank),
+            });
+        self.plane.tasks.spawn(async move {
+            let result = match request {
+                Some(request) => engine.flush(request).await,
+                None => FlushResult::Failed,
+            };
+            // A closed channel means that the rank ended.
+            drop(answers.send(PlaneAnswer::Flushed(id, result)).await);
         });
     }
 

@@ -17,7 +17,9 @@ use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, Heartbeat, LogPosition, Record, Source};
 
-use crate::source::{AppendId, LogTail, RegistryReading, Tail, next_generation};
+use crate::source::{
+    AppendId, FlushId, FlushResult, LogTail, RegistryReading, Tail, next_generation,
+};
 
 const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -25,7 +27,7 @@ const PLANE_DEADLINE: Duration = Duration::from_secs(5);
 /// missing record.
 const ACK_DEADLINE: Duration = Duration::from_secs(2);
 
-/// An answer of the plane.
+/// An answer of the plane or the engine.
 pub(super) enum PlaneAnswer {
     Appended(AppendId, LogPosition),
     NotAppended(AppendId),
@@ -33,6 +35,8 @@ pub(super) enum PlaneAnswer {
     TooLarge(AppendId, usize),
     Claimed(Option<Generation>),
     Tail(u64, Tail),
+    /// The engine's answer, in the same queue.
+    Flushed(FlushId, FlushResult),
 }
 
 /// Decodes messages of the plane and counts failures: a newer version, or torn bytes.

@@ -158,6 +158,11 @@ pub(crate) struct Pages {
     pub(crate) key: Option<&'static str>,
     /// `/kv_event_sources`; 404 without.
     pub(crate) sources: Option<Value>,
+    /// Calls of `/reset_prefix_cache`; `None` without development routes.
+    pub(crate) resets: Option<u64>,
+    pub(crate) is_sleeping: bool,
+    /// Requests for one token.
+    pub(crate) completions: u32,
     blocks: u32,
 }
 
@@ -171,7 +176,7 @@ pub(crate) fn sources((live, replay): &(String, String)) -> Option<Value> {
     }}))
 }
 
-fn page(pages: &Pages, path: &str, key: Option<&HeaderValue>) -> (StatusCode, String) {
+fn page(pages: &mut Pages, path: &str, key: Option<&HeaderValue>) -> (StatusCode, String) {
     let is_let_in = pages
         .key
         .is_none_or(|wanted| key.is_some_and(|key| key == wanted));
@@ -189,7 +194,22 @@ fn page(pages: &Pages, path: &str, key: Option<&HeaderValue>) -> (StatusCode, St
         }
         "/metrics" => {
             let labels = format!("block_size=\"1\",num_gpu_blocks=\"{}\"", pages.blocks);
-            Some(format!("vllm:cache_config_info{{{labels}}} 1.0\n"))
+            let mut page = format!("vllm:cache_config_info{{{labels}}} 1.0\n");
+            if let Some(resets) = pages.resets {
+                page += "http_requests_total{handler=\"/reset_prefix_cache\",method=\"POST\"} ";
+                page += &format!("{resets}.0\n");
+            }
+            Some(page)
+        }
+        "/reset_prefix_cache" if pages.resets.is_some() => {
+            return (StatusCode::METHOD_NOT_ALLOWED, String::new());
+        }
+        "/is_sleeping" if pages.resets.is_some() => {
+            Some(json!({"is_sleeping": pages.is_sleeping}).to_string())
+        }
+        "/v1/completions" => {
+            pages.completions += 1;
+            Some("{}".to_owned())
         }
         "/kv_event_sources" => pages.sources.as_ref().map(Value::to_string),
         _ => None,
@@ -209,12 +229,15 @@ pub(crate) async fn http(
         health: StatusCode::OK,
         key: None,
         sources: None,
+        resets: None,
+        is_sleeping: false,
+        completions: 0,
         blocks,
     }));
     let shown = Arc::clone(&pages);
     let app = Router::new().fallback(move |uri: Uri, headers: HeaderMap| async move {
         page(
-            &shown.lock().unwrap(),
+            &mut shown.lock().unwrap(),
             uri.path(),
             headers.get(AUTHORIZATION),
         )
@@ -232,4 +255,8 @@ pub(crate) async fn http(
 
 pub(crate) fn remove(token: u32) -> Value {
     json!({"type": "BlockRemoved", "block_hashes": [token], "medium": "GPU", "group_idx": 0})
+}
+
+pub(crate) fn clear() -> Value {
+    json!({"type": "AllBlocksCleared"})
 }

@@ -21,7 +21,7 @@ struct Shim {
 }
 
 /// The checkpoint of the one source here.
-const FILE: &str = "w=2E1.0.checkpoint";
+const FILE: &str = "w=2E1/0.checkpoint";
 
 struct Scratch(PathBuf);
 

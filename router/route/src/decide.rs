@@ -102,6 +102,8 @@ pub struct Decision {
     pub url: Arc<str>,
     /// `x-warmroute-index-state`.
     pub index_state: SourceState,
+    /// `x-warmroute-tier-states`.
+    pub tier_states: Tiers<SourceState>,
     /// `x-warmroute-overlap-blocks`: the capped credit of all tiers.
     pub overlap_blocks: u32,
     /// `x-warmroute-predicted-blocks`: predicted beyond the credit.
@@ -293,6 +295,7 @@ fn explain(
         source: candidate.source.clone(),
         url: Arc::clone(&candidate.url),
         index_state: chosen.state,
+        tier_states: known.map_or(Tiers::all(SourceState::Unknown), |known| known.states),
         overlap_blocks,
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,

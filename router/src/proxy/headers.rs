@@ -9,6 +9,7 @@ pub(crate) const DP_RANK: HeaderName = HeaderName::from_static("x-warmroute-dp-r
 pub(crate) const OVERLAP: HeaderName = HeaderName::from_static("x-warmroute-overlap-blocks");
 pub(crate) const PREDICTED: HeaderName = HeaderName::from_static("x-warmroute-predicted-blocks");
 pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-index-state");
+pub(crate) const TIER_STATES: HeaderName = HeaderName::from_static("x-warmroute-tier-states");
 
 /// The rank to which vLLM's front end dispatches the request.
 pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, header};
 use axum::response::Response;
+use warmroute_proto::Tiers;
 
 use super::App;
 use super::attempt::{EngineHead, Placement};
@@ -73,4 +74,7 @@ fn explain(to: &mut HeaderMap, decision: &Decision) {
     }
     let state = HeaderValue::from_static(decision.index_state.label());
     to.insert(headers::INDEX_STATE, state);
+    let Tiers { gpu, cpu, disk } = decision.tier_states.map(|state| state.label());
+    let tiers = format!("gpu={gpu}, cpu={cpu}, disk={disk}");
+    to.insert(headers::TIER_STATES, headers::text_value(&tiers));
 }

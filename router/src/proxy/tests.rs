@@ -33,6 +33,10 @@ async fn an_answer_explains_the_choice_and_leaves_no_slot() {
     assert_eq!(headers["x-warmroute-overlap-blocks"], "0");
     assert_eq!(headers["x-warmroute-predicted-blocks"], "0");
     assert_eq!(headers["x-warmroute-index-state"], "unknown");
+    assert_eq!(
+        headers["x-warmroute-tier-states"],
+        "gpu=unknown, cpu=unknown, disk=unknown"
+    );
     let json: Value = response.json().await.unwrap();
     assert_eq!(json["usage"]["prompt_tokens"], 40);
     let seen = engine.last();

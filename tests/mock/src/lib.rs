@@ -40,7 +40,7 @@ pub use history::{BlockName, HistoryBatch, PairChange};
 use load::LoadRate;
 pub use publisher::{Delivery, Publisher, PublisherOptions};
 use rank::Rank;
-use server::{Server, routes};
+use server::{CallCounts, Server, routes};
 use text::Text;
 pub use wire::Encoder;
 
@@ -118,6 +118,7 @@ impl Mock {
             health: AtomicU16::new(200),
             requests: AtomicU64::new(0),
             rate,
+            calls: CallCounts::default(),
         });
         tasks.spawn(serve(listener, server, stop.clone()));
         tasks.close();

@@ -19,11 +19,13 @@ fn render(server: &Server) -> String {
     let mut text = MetricsPage::default();
     let args = &server.args.engine;
     text.head("cache_config_info", "gauge");
+    // vLLM sums the blocks of all ranks, in every rank's line.
+    let blocks = u64::from(args.num_blocks) * server.ranks.len() as u64;
     for rank in &server.ranks {
         let labels = format!(
             "block_size=\"{}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"{}\",\
-             num_gpu_blocks=\"{}\"",
-            args.block_size, rank.number, args.num_blocks,
+             num_gpu_blocks=\"{blocks}\"",
+            args.block_size, rank.number,
         );
         text.line("cache_config_info", &labels, 1.0);
     }
@@ -49,6 +51,17 @@ fn render(server: &Server) -> String {
     text.series(server, "generation_tokens_total", "counter", |rank| {
         float(rank.totals().generated_tokens)
     });
+    text.0.push_str("# TYPE http_requests_total counter\n");
+    for ((route, method, class), count) in server.calls.requests() {
+        text.write(format_args!(
+            "http_requests_total{{handler=\"{route}\",method=\"{method}\",status=\"{class}\"}} {count}.0\n"
+        ));
+    }
+    text.head("sleep_mode_operation_duration_seconds", "histogram");
+    for (operation, count) in server.calls.sleep_operations() {
+        let name = "sleep_mode_operation_duration_seconds_count";
+        text.line(name, &format!("operation=\"{operation}\""), float(count));
+    }
     text.0
 }
 

@@ -39,6 +39,7 @@ struct State {
     history: Option<History>,
     faults: Faults,
     stopped: bool,
+    asleep: bool,
     /// A step has begun and is not visible yet.
     in_flight: bool,
     askers: Vec<oneshot::Sender<Snapshot>>,
@@ -114,6 +115,7 @@ impl Rank {
             published: Published::default(),
             faults: Faults::default(),
             stopped: false,
+            asleep: false,
             in_flight: false,
             askers: Vec::new(),
         };
@@ -187,6 +189,25 @@ impl Rank {
         self.lock().engine.reset_prefix_cache()
     }
 
+    /// Aborts all requests and steps no more until it is woken. Takes requests.
+    pub(crate) fn sleep(&self) {
+        let mut state = self.lock();
+        state.asleep = true;
+        for id in std::mem::take(&mut state.clients).into_keys() {
+            state.engine.abort(id);
+            state.counters.aborted += 1;
+        }
+    }
+
+    pub(crate) fn wake_up(&self) {
+        self.lock().asleep = false;
+        self.wake.notify_one();
+    }
+
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.lock().asleep
+    }
+
     pub(crate) fn set_faults(&self, change: impl FnOnce(&mut Faults)) {
         change(&mut self.lock().faults);
         self.wake.notify_one();
@@ -233,7 +254,7 @@ impl Rank {
 
     fn begin_step(&self) -> Option<StepOutcome> {
         let mut state = self.lock();
-        if state.faults.hang || !state.engine.has_requests() {
+        if state.faults.hang || state.asleep || !state.engine.has_requests() {
             return None;
         }
         state.in_flight = true;

@@ -1,14 +1,17 @@
 //! The HTTP side: routes, and what they share.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::{DefaultBodyLimit, Query, Request, State};
 use axum::http::StatusCode;
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::answer::Shape;
@@ -37,6 +40,33 @@ pub(crate) struct Server {
     pub(crate) requests: AtomicU64,
     /// Rate of the load that the engine generates itself.
     pub(crate) rate: LoadRate,
+    pub(crate) calls: CallCounts,
+}
+
+/// Requests by route, method and class of status, and sleep-mode operations, as `/metrics` shows
+/// them.
+#[derive(Default)]
+pub(crate) struct CallCounts {
+    requests: Mutex<BTreeMap<(String, String, String), u64>>,
+    sleep_operations: Mutex<BTreeMap<&'static str, u64>>,
+}
+
+impl CallCounts {
+    pub(crate) fn requests(&self) -> BTreeMap<(String, String, String), u64> {
+        let requests = self.requests.lock();
+        requests.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn sleep_operations(&self) -> BTreeMap<&'static str, u64> {
+        let operations = self.sleep_operations.lock();
+        operations.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn slept(&self, operation: &'static str) {
+        let operations = self.sleep_operations.lock();
+        let mut operations = operations.unwrap_or_else(PoisonError::into_inner);
+        *operations.entry(operation).or_default() += 1;
+    }
 }
 
 impl Server {
@@ -72,13 +102,35 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
         .route("/metrics", get(metrics::metrics))
         .route("/kv_event_sources", get(kv_event_sources))
         .route("/reset_prefix_cache", post(reset_prefix_cache))
+        .route("/sleep", post(sleep))
+        .route("/wake_up", post(wake_up))
+        .route("/is_sleeping", get(is_sleeping))
         .route("/debug/blocks", get(debug::blocks))
         .route("/debug/counters", get(debug::counters))
         .route("/debug/fault", post(debug::fault))
         .route("/debug/history", get(debug::history))
         .route("/debug/load", post(debug::load))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .route_layer(from_fn_with_state(Arc::clone(&server), count_call))
         .with_state(server)
+}
+
+/// Counts a request after its answer, as vLLM does, which leaves these routes out.
+async fn count_call(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+    const UNCOUNTED: [&str; 4] = ["/metrics", "/health", "/load", "/version"];
+    // No route has a parameter.
+    let (route, method) = (
+        request.uri().path().to_owned(),
+        request.method().to_string(),
+    );
+    let answer = next.run(request).await;
+    if !UNCOUNTED.contains(&&*route) {
+        let class = format!("{}xx", answer.status().as_u16() / 100);
+        let requests = server.calls.requests.lock();
+        let mut requests = requests.unwrap_or_else(PoisonError::into_inner);
+        *requests.entry((route, method, class)).or_default() += 1;
+    }
+    answer
 }
 
 async fn health(State(server): State<Arc<Server>>) -> StatusCode {
@@ -157,4 +209,36 @@ async fn reset_prefix_cache(State(server): State<Arc<Server>>) -> Response {
         success &= rank.reset_prefix_cache();
     }
     Json(json!({"success": success})).into_response()
+}
+
+#[derive(Deserialize)]
+struct SleepLevel {
+    level: Option<u8>,
+}
+
+/// Aborts all requests and, from level 1 on, clears the caches.
+async fn sleep(
+    State(server): State<Arc<Server>>,
+    Query(SleepLevel { level }): Query<SleepLevel>,
+) -> Json<Value> {
+    let level = level.unwrap_or(1);
+    for rank in &server.ranks {
+        rank.sleep();
+        if level > 0 {
+            rank.reset_prefix_cache();
+        }
+    }
+    server.calls.slept("sleep");
+    Json(json!({"status": "sleeping", "level": level}))
+}
+
+async fn wake_up(State(server): State<Arc<Server>>) -> Json<Value> {
+    server.ranks.iter().for_each(|rank| rank.wake_up());
+    server.calls.slept("wake");
+    Json(json!({"status": "awake"}))
+}
+
+async fn is_sleeping(State(server): State<Arc<Server>>) -> Json<Value> {
+    let is_sleeping = server.ranks.iter().any(|rank| rank.is_asleep());
+    Json(json!({"is_sleeping": is_sleeping}))
 }

@@ -541,7 +541,10 @@ async fn operator_pages_have_the_form_of_vllm() {
     assert_eq!(sources["1"]["endpoint"], json!(expected));
     assert_eq!(sources["0"]["topic"], "t");
     let metrics = engine.get_text("/metrics").await;
-    assert!(metrics.contains("num_gpu_blocks=\"77\""));
+    assert!(
+        metrics.contains("num_gpu_blocks=\"154\""),
+        "the sum over the ranks"
+    );
     assert!(
         metrics.contains("vllm:num_requests_running{engine=\"1\",model_name=\"mock-model\"} 0")
     );

@@ -1,5 +1,6 @@
 //! Shims: the product's service around a simulated plane, engine and disk.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -7,7 +8,7 @@ use tokio::sync::mpsc;
 use warmroute_plane::LogMessage;
 use warmroute_proto::registry::GenerationEntry;
 use warmroute_proto::{DpRank, EngineSeq, Generation, Record, Source, codec};
-use warmroute_shim::engine::{EngineEvent, EngineInfo, Frames, InfoError};
+use warmroute_shim::engine::{BlockCount, EngineEvent, EngineInfo, Frames, InfoError};
 use warmroute_shim::source::ReplayId;
 use warmroute_shim::{CheckpointStore, Handle, Service, ShimConfig};
 
@@ -81,7 +82,10 @@ impl World {
         Ok(EngineInfo {
             models: vec!["m".to_owned()],
             block_size: Some(config.block_size),
-            blocks: Some(config.num_blocks.into()),
+            blocks: Some(BlockCount {
+                sum: config.num_blocks.into(),
+                ranks: NonZeroU64::MIN,
+            }),
             ..EngineInfo::default()
         })
     }

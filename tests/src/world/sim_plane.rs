@@ -14,9 +14,10 @@ use warmroute_plane::{
 };
 use warmroute_proto::{DpRank, EngineHealth, EngineSeq, LogPosition, Source};
 use warmroute_shim::engine::{
-    BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink, InfoError, ReplayNotSent,
+    BURST_MAX, EngineEvent, EngineFeed, EngineInfo, EngineLink, FlushRequest, InfoError,
+    ReplayNotSent,
 };
-use warmroute_shim::source::ReplayId;
+use warmroute_shim::source::{FlushResult, ReplayId};
 use warmroute_shim::wire::{ReplayFrames, replay_frames};
 use warmroute_shim::{CheckpointStore, Endpoints};
 
@@ -301,6 +302,14 @@ impl EngineLink for SimEngine {
         let (answer, answered) = oneshot::channel();
         self.0.push(Sent::ReadInfo(answer));
         answered.await.unwrap_or(Err(InfoError::Silence))
+    }
+
+    async fn reset_calls(&self) -> Option<u64> {
+        None
+    }
+
+    async fn flush(&self, _request: FlushRequest) -> FlushResult {
+        FlushResult::Failed
     }
 }
 

@@ -16,7 +16,7 @@ use warmroute_proto::{
     Source, StreamIdentity, Tiers, WorkerId, codec,
 };
 use warmroute_shim::source::{
-    Effect, LogTail, Notice, RegistryReading, ReplayId, SourceConfig, SourceCore, Tail,
+    Effect, FlushResult, LogTail, Notice, RegistryReading, ReplayId, SourceConfig, SourceCore, Tail,
 };
 
 use crate::world::{Claim, Consumer, pairs};
@@ -152,6 +152,7 @@ impl Pipeline {
                     };
                     self.core.log_tail(now, id, Tail::Seen(seen));
                 }
+                Effect::Flush(id) => self.core.flushed(now, id, FlushResult::Answered),
                 Effect::Heartbeat(heartbeat) => {
                     let message = Broadcast {
                         subject: self.heartbeats.clone(),

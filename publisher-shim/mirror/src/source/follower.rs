@@ -34,13 +34,15 @@ pub enum ReplaySupport {
     Missing,
 }
 
-/// Why the loss of an engine's last batches is not detectable.
+/// Why a mirror may lack the engine's last changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnverifiedCause {
     /// The engine has no replay endpoint.
     NoReplay,
     /// Its last message had no sequence number.
     NoSequence,
+    /// The engine may have reset its cache and not published it.
+    PendingReset,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -402,12 +404,12 @@ impl SourceCore {
                 return;
             }
             self.apply_next(now, seq, payload);
-            self.engine.proof = self.engine.proof.max(Some(arrived));
+            self.note_live(arrived);
             return;
         };
         if seq == last.next() {
             self.apply_next(now, seq, payload);
-            self.engine.proof = self.engine.proof.max(Some(arrived));
+            self.note_live(arrived);
             self.engine.next_replay = Some(now + POLL_EVERY);
             if let Some(poll) = &mut self.engine.replay {
                 poll.is_overtaken = true;
@@ -429,6 +431,12 @@ impl SourceCore {
                 }
             }
         }
+    }
+
+    /// A live batch that arrived then is applied, and so is every earlier one.
+    fn note_live(&mut self, arrived: Instant) {
+        self.engine.proof = self.engine.proof.max(Some(arrived));
+        self.resets.batch_arrived(arrived);
     }
 
     fn gap(&mut self, now: Instant) {
@@ -587,6 +595,9 @@ impl SourceCore {
         // Otherwise the answer lacked its last batches, though not the end marker.
         if self.engine.state == FollowState::Following {
             self.engine.proof = self.engine.proof.max(proof);
+            if let Some(requested) = proof {
+                self.resets.replay_passed(requested);
+            }
         }
     }
 

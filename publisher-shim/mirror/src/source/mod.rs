@@ -21,6 +21,7 @@ mod history;
 mod limits;
 mod pack;
 mod publisher;
+mod reset;
 mod tail;
 
 use std::collections::VecDeque;
@@ -44,6 +45,8 @@ pub use follower::{ReplaySupport, UnverifiedCause};
 use limits::{GenerationLimiter, WarningLimiter};
 pub use publisher::RecordState;
 use publisher::{Publisher, RecordContext};
+use reset::ResetMonitor;
+pub use reset::{FlushId, FlushResult};
 pub use tail::{LogTail, RegistryReading, Tail};
 use tail::{TailCheck, TailMonitor};
 
@@ -134,6 +137,9 @@ pub enum Effect {
         is_thorough: bool,
     },
     Heartbeat(Heartbeat),
+    /// Request one token of the rank, so that the engine publishes a pending reset. Always answered
+    /// by [`SourceCore::flushed`].
+    Flush(FlushId),
     Notice(Notice),
 }
 
@@ -271,6 +277,8 @@ pub struct SourceCounters {
     pub tails_unexpected: u64,
     /// Requests for a generation above an implausible one.
     pub generations_refused: u64,
+    /// Rises of the engine's count of calls that can reset its cache.
+    pub resets_pending: u64,
 }
 
 /// The source's present state, for probes and metrics.
@@ -287,7 +295,7 @@ pub struct SourceStatus {
     pub proof_age: Option<Duration>,
     /// Since the last batch was applied.
     pub event_age: Option<Duration>,
-    /// Why the loss of the last batches is not detectable; `None` if it is.
+    /// Why the mirror may lack the engine's last changes; `None` if it does not.
     pub unverified: Option<UnverifiedCause>,
     pub is_connected: bool,
     pub waiting_bytes: usize,
@@ -325,6 +333,7 @@ pub struct SourceCore {
     engine: EngineFollower,
     publisher: Publisher,
     tail: TailMonitor,
+    resets: ResetMonitor,
     clock: LogClock,
     generation_limiter: GenerationLimiter,
     warning_limiter: WarningLimiter,
@@ -352,6 +361,7 @@ impl SourceCore {
             engine: EngineFollower::new(&config),
             publisher: Publisher::new(config.source.clone(), config.outbox_bytes_max, config.seed),
             tail: TailMonitor::default(),
+            resets: ResetMonitor::default(),
             clock: LogClock::new(config.waits_for_clock),
             generation_limiter: GenerationLimiter::default(),
             warning_limiter: WarningLimiter::default(),
@@ -457,8 +467,12 @@ impl SourceCore {
         self.publisher.lease_lost();
         self.tail.forget();
         self.has_lapsed = false;
-        self.effects
-            .retain(|effect| matches!(effect, Effect::Replay { .. } | Effect::Notice(_)));
+        self.effects.retain(|effect| {
+            matches!(
+                effect,
+                Effect::Replay { .. } | Effect::Flush(_) | Effect::Notice(_)
+            )
+        });
     }
 
     /// The plane is unreachable. Appends in flight may be written or not.
@@ -580,6 +594,20 @@ impl SourceCore {
         self.settle(now);
     }
 
+    /// Takes a reading of the number of calls that can reset the engine's cache.
+    pub fn reset_calls(&mut self, now: Instant, calls: u64) {
+        if self.resets.count(now, calls) {
+            self.counters.resets_pending += 1;
+        }
+        self.settle(now);
+    }
+
+    /// The answer to [`Effect::Flush`].
+    pub fn flushed(&mut self, now: Instant, id: FlushId, result: FlushResult) {
+        self.resets.flushed(now, id, result);
+        self.settle(now);
+    }
+
     /// Call at least ten times a second.
     pub fn tick(&mut self, now: Instant) {
         self.note_input(now);
@@ -612,7 +640,7 @@ impl SourceCore {
                 .engine
                 .last_event()
                 .map(|at| now.saturating_duration_since(at)),
-            unverified: self.engine.unverified(),
+            unverified: self.unverified(),
             is_connected: self.engine.is_connected(),
             waiting_bytes: self.publisher.waiting_bytes(),
             prefixes: self.mirror.prefixes(),
@@ -653,6 +681,9 @@ impl SourceCore {
 
     /// Runs after every input: sends due records, and a heartbeat if the claimable states changed.
     fn settle(&mut self, now: Instant) {
+        if let Some(id) = self.resets.next_flush(now) {
+            self.effects.push_back(Effect::Flush(id));
+        }
         let context = self.record_context(now);
         self.publisher.pump(now, context, &mut self.effects);
         let states = self.heartbeat_states(now);
@@ -724,9 +755,19 @@ impl SourceCore {
         }
     }
 
+    fn unverified(&self) -> Option<UnverifiedCause> {
+        let pending = self.resets.is_pending();
+        let pending = pending.then_some(UnverifiedCause::PendingReset);
+        self.engine.unverified().or(pending)
+    }
+
     fn claimable(&self, now: Instant, states: TierStates) -> TierStates {
         if self.clock.is_settled() && self.is_proven(now) {
-            states
+            if self.resets.is_pending() {
+                lower(states, TierState::Unverified)
+            } else {
+                states
+            }
         } else {
             lower(states, TierState::Stale)
         }

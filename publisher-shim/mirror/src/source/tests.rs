@@ -5,6 +5,7 @@ mod checkpoints;
 mod engine;
 mod random;
 mod records;
+mod resets;
 mod tails;
 
 use std::collections::BTreeMap;
@@ -98,6 +99,8 @@ struct World {
     reader: LogReader,
     heartbeats: Vec<Heartbeat>,
     notices: Vec<Notice>,
+    /// Requested and not answered.
+    flushes: Vec<FlushId>,
 }
 
 impl World {
@@ -137,6 +140,7 @@ impl World {
             reader: LogReader::default(),
             heartbeats: Vec::new(),
             notices: Vec::new(),
+            flushes: Vec::new(),
         }
     }
 
@@ -207,6 +211,7 @@ impl World {
                     let tail = self.tail(is_thorough);
                     self.core.log_tail(self.now, id, tail);
                 }
+                Effect::Flush(id) => self.flushes.push(id),
                 Effect::Heartbeat(heartbeat) => self.heartbeats.push(heartbeat),
                 Effect::Notice(notice) => self.notices.push(notice),
             }

@@ -17,6 +17,7 @@ mod least_privilege;
 mod load;
 mod moves;
 mod permissions;
+mod reset;
 mod rolling;
 mod router_restart;
 mod server_restart;

@@ -36,7 +36,7 @@ async fn a_killed_shim_comes_back_as_its_state_allows() {
     let fleet = Fleet::start(MODE, engines, flags).await;
     sequential(&fleet, 6, 40).await;
     let checkpoint = |worker| {
-        let file = format!("PLACE/state/worker-{worker}.0.checkpoint");
+        let file = format!("PLACE/state/worker-{worker}/0.checkpoint");
         fleet.placed(&[&file]).remove(0)
     };
     let index = fleet.indexes().remove(0);
