@@ -83,6 +83,10 @@ impl Seed {
 }
 
 impl LocalHash {
+    /// The root of the resume points of an engine whose hits need more than an unbroken run of
+    /// blocks: no block has this hash. Stable.
+    pub const RESUME_ROOT: Self = Self(0x7265_7375_6d65_3a31);
+
     /// The hash of one whole block. `items` are the hashes of multimodal items in it, in any order.
     #[must_use]
     pub fn of_block(tokens: &[u32], items: &[u64], seed: Seed) -> Self {

@@ -48,6 +48,7 @@ fn prefix_chain() {
         })
         .to_vec();
     assert_eq!(chain, PREFIX_CHAIN);
+    assert_eq!(LocalHash::RESUME_ROOT.0, 0x7265_7375_6d65_3a31);
 }
 
 const PREFIX_CHAIN: [u64; 4] = [

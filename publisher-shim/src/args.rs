@@ -95,6 +95,8 @@ pub enum Assumed {
     NoLora,
     /// All KV groups are main attention.
     MainAttentionOnly,
+    /// No EAGLE or MTP drafts, and no KV connector beside state-space layers.
+    PlainLookup,
 }
 
 /// A valid configuration.
@@ -181,6 +183,7 @@ impl TryFrom<Args> for Config {
                     no_extra_keys: is_assumed(Assumed::NoExtraKeys),
                     no_lora: is_assumed(Assumed::NoLora),
                     main_attention_only: is_assumed(Assumed::MainAttentionOnly),
+                    plain_lookup: is_assumed(Assumed::PlainLookup),
                 },
                 outbox_bytes_max: args.outbox_bytes,
                 ..ShimConfig::new(namespace, WorkerId::from(args.worker_id), worker_url)

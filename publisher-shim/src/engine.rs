@@ -85,6 +85,8 @@ pub struct EngineInfo {
     pub max_model_len: Option<u32>,
     pub block_size: Option<BlockSize>,
     pub blocks: Option<BlockCount>,
+    /// It decodes speculatively; `None` if its metrics are not known.
+    pub speculates: Option<bool>,
     pub version: Option<String>,
     pub resets: ResetRoutes,
     /// Calls so far that can reset the prefix cache; `None` if they are not readable.

@@ -36,7 +36,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     ("connected", "The live socket is connected.", "gauge", |s| {
         flag(s.is_connected)
     }),
-    ("unverified", "Losses cannot be seen.", "gauge", |s| {
+    ("unverified", "`unverified` at best.", "gauge", |s| {
         flag(s.unverified.is_some())
     }),
     (

@@ -17,7 +17,7 @@ use warmroute_plane::PlaneError;
 use warmroute_process::server::probes;
 use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
-use warmroute_shim::source::SourceStatus;
+use warmroute_shim::source::{SourceStatus, UnverifiedCause};
 
 use crate::deployment::Deployment;
 use crate::fleet::{FleetRegistry, FleetWorker};
@@ -299,7 +299,11 @@ fn event_feeds(worker: &FleetWorker, admin: &Admin) -> Vec<Value> {
                 "dp_rank": status.source.dp_rank,
                 "connected": status.is_connected,
                 // Losses cannot be seen without replays or sequence numbers.
-                "losses_visible": status.unverified.is_none(),
+                "losses_visible": !matches!(
+                    status.unverified,
+                    Some(UnverifiedCause::NoReplay | UnverifiedCause::NoSequence)
+                ),
+                "unverified_because": status.unverified.map(UnverifiedCause::label),
                 "engine_seq": status.engine_seq,
                 "proof_age_ms": status.proof_age.map(|age| age.as_millis()),
                 "orphans": status.orphans,

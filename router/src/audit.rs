@@ -125,7 +125,7 @@ impl Rechecks {
 
     async fn recheck(&self, pending: &PendingRecheck) {
         let PendingRecheck { recheck, prompt } = pending;
-        let answer = match self.index.ask(prompt.blocks()).await {
+        let answer = match self.index.ask(prompt.hit_blocks()).await {
             Ok(answer) => answer,
             Err(error) => {
                 tracing::debug!(%error, "recheck not answered");

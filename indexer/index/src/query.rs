@@ -4,13 +4,14 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer};
-use warmroute_proto::{LogPosition, PrefixHash, Source, Tiers};
+use warmroute_proto::{LocalHash, LogPosition, PrefixHash, Source, Tiers};
 
 use crate::fold::{Fold, SourceStatus};
 use crate::tree::{SourceNumber, TierMask};
 
 /// A query with its prefix chain, computed before the lock is taken.
 pub struct PreparedQuery {
+    blocks: Vec<LocalHash>,
     chain: Vec<PrefixHash>,
     at_least: Option<LogPosition>,
 }
@@ -25,6 +26,7 @@ impl PreparedQuery {
     #[must_use]
     pub fn of(query: &IndexQuery) -> Self {
         Self {
+            blocks: query.blocks.clone(),
             chain: prefix_hashes(None, &query.blocks).collect(),
             at_least: query.at_least,
         }
@@ -52,7 +54,12 @@ impl PreparedQuery {
             }));
             sources.push(answer);
         }
-        let runs = fold.tree().lookup_chain(&self.chain, &allowed);
+        let mut runs = fold.tree().lookup_chain(&self.chain, &allowed);
+        let resume_depths = fold.tree().resume_depths(&self.blocks, &allowed);
+        for (run, depth) in runs.iter_mut().zip(resume_depths) {
+            // A source has either runs or resume points.
+            run.gpu = run.gpu.max(depth);
+        }
         for (answer, place) in sources.iter_mut().zip(places) {
             answer.run = place
                 .and_then(|place| runs.get(place).copied())

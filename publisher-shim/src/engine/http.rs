@@ -228,6 +228,8 @@ impl EngineInfo {
         self.blocks = blocks
             .zip(ranks)
             .map(|(sum, ranks)| BlockCount { sum, ranks });
+        let mut lines = text.lines();
+        self.speculates = Some(lines.any(|line| line.starts_with("vllm:spec_decode_")));
     }
 
     fn read_sources(&mut self, body: &[u8], url: &str) {
@@ -328,6 +330,13 @@ mod tests {
         );
         assert_eq!(info.block_size, BlockSize::new(32));
         assert_eq!(info.blocks.map(BlockCount::per_rank), Some(65));
+        assert_eq!(info.speculates, Some(false));
+        let mut speculating = EngineInfo::default();
+        speculating.read_metrics(
+            "vllm:spec_decode_num_drafts_total{engine=\"0\"} 0.0\n\
+             vllm:cache_config_info{block_size=\"32\"} 1.0\n",
+        );
+        assert_eq!(speculating.speculates, Some(true));
         let mut other_order = EngineInfo::default();
         other_order.read_metrics("vllm:cache_config_info{a=\"1\",block_size=\"16\"} 1.0");
         assert_eq!(other_order.block_size, BlockSize::new(16));

@@ -330,7 +330,7 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
     let mut ticks = interval(HEALTH_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut since_info = INFO_EVERY;
-    let mut was_warned = false;
+    let mut warned = Vec::new();
     let mut warning = RepeatedWarning::default();
     loop {
         tokio::select! {
@@ -367,14 +367,12 @@ async fn watch_engine<E: EngineLink>(shared: Arc<ShimState>, engine: Arc<E>) {
         if is_new {
             shared.facts_changed.notify_one();
         }
-        let lacks_replay =
-            |view: &RankView| view.status.unverified == Some(UnverifiedCause::NoReplay);
-        if !was_warned && shared.views().iter().any(lacks_replay) {
-            was_warned = true;
-            warn!(
-                "the engine has no replay endpoint: losses cannot be seen and its sources are \
-                 unverified; set replay_endpoint in vLLM's --kv-events-config"
-            );
+        let views = shared.views();
+        for cause in views.iter().filter_map(|view| view.status.unverified) {
+            if !warned.contains(&cause) {
+                warned.push(cause);
+                warn_of(cause);
+            }
         }
     }
 }
@@ -394,6 +392,21 @@ async fn read_resets<E: EngineLink>(shared: &ShimState, engine: &E) {
         }
         is_new
     });
+}
+
+fn warn_of(cause: UnverifiedCause) {
+    match cause {
+        UnverifiedCause::NoReplay => warn!(
+            "the engine has no replay endpoint: losses cannot be seen and its sources are \
+             unverified; set replay_endpoint in vLLM's --kv-events-config"
+        ),
+        UnverifiedCause::Lookup(doubt) => warn!(
+            because = doubt.label(),
+            "the engine's prefix hits may be shorter than what is held, and its sources are \
+             unverified; if they are not, declare it by --assume plain-lookup"
+        ),
+        UnverifiedCause::NoSequence | UnverifiedCause::PendingReset => {}
+    }
 }
 
 /// Limits equal warnings to one per [`WARN_EVERY`].

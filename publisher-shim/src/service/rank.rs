@@ -26,7 +26,8 @@ use crate::engine::{
     BURST_MAX, EngineEvent, EngineFeed as _, EngineInfo, EngineLink, FlushRequest,
 };
 use crate::source::{
-    AppendId, Effect, FlushId, FlushResult, Notice, ReplaySupport, SourceConfig, SourceCore,
+    AppendId, Effect, EngineFacts, FlushId, FlushResult, Notice, ReplaySupport, SourceConfig,
+    SourceCore,
 };
 use crate::state_dir::CheckpointStore;
 use crate::wire::{ReplayFrames, live_frames, replay_frames};
@@ -262,9 +263,12 @@ impl<E: EngineLink> RankTask<E> {
     }
 
     fn apply_info(&mut self, info: &EngineInfo) {
-        // The sum bounds every rank, also if ranks differ.
-        let blocks_max = info.blocks.map(|blocks| blocks.sum);
-        self.core.learn(info.block_size, blocks_max);
+        self.core.learn(EngineFacts {
+            block_size: info.block_size,
+            // The sum bounds every rank, also if ranks differ.
+            blocks_max: info.blocks.map(|blocks| blocks.sum),
+            speculates: info.speculates,
+        });
         if let Some(calls) = info.reset_calls {
             self.core.reset_calls(now(), calls);
         }

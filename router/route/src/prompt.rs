@@ -99,6 +99,15 @@ impl Prompt {
         &self.blocks
     }
 
+    /// The blocks that a hit can have, from depth 0: all but that of the last token. A longer query
+    /// would find resume points that the engine does not look at.
+    #[must_use]
+    pub fn hit_blocks(&self) -> &[LocalHash] {
+        let by_tokens = self.tokens.saturating_sub(1) / self.block_tokens();
+        let blocks = usize::try_from(by_tokens).unwrap_or(usize::MAX);
+        &self.blocks[..blocks.min(self.blocks.len())]
+    }
+
     #[must_use]
     pub const fn sampled(&self) -> &SampledPrefix {
         &self.sampled
@@ -120,10 +129,7 @@ impl Prompt {
     #[must_use]
     pub fn credit_max(&self) -> u32 {
         match self.reads {
-            CacheReads::Allowed => {
-                let by_tokens = self.tokens.saturating_sub(1) / self.block_tokens();
-                by_tokens.min(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX))
-            }
+            CacheReads::Allowed => u32::try_from(self.hit_blocks().len()).unwrap_or(u32::MAX),
             CacheReads::Bypassed => 0,
         }
     }

@@ -148,7 +148,7 @@ impl App {
 
     async fn query_index(&self, prompt: &Prompt) -> Option<IndexAnswer> {
         let started = Instant::now();
-        let answer = self.index.ask(prompt.blocks()).await;
+        let answer = self.index.ask(prompt.hit_blocks()).await;
         self.metrics.step(DecisionStep::Index, started.elapsed());
         answer
             .inspect_err(|error| {

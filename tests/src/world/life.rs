@@ -11,7 +11,7 @@ use serde_json::Value;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, LocalHash, Seed, Tier};
 use warmroute_router::sim::{
-    CacheEvent, EngineConfig, EngineModel, EngineRequest, GroupKind, Medium, RequestId, StepOutcome,
+    CacheEvent, EngineConfig, EngineModel, EngineRequest, Medium, RequestId, StepOutcome,
 };
 
 use super::model::{Model, Pair, Rules};
@@ -234,11 +234,8 @@ pub fn draw_config(rng: &mut Rng) -> EngineConfig {
     config.max_num_batched_tokens = [16, 64, 8192][rng.usize(0..3)];
     config.max_num_seqs = rng.usize(1..8);
     config.cpu_blocks = if rng.bool() { 0 } else { rng.u32(4..40) };
-    if rng.u8(0..4) == 0 {
-        let window = u32::try_from(2 * size.tokens()).unwrap();
-        let sliding = GroupKind::SlidingWindow(window);
-        config.groups = vec![sliding, sliding, GroupKind::FullAttention];
-    }
+    // The engine model decides its hits without windows: no hybrid ones. Keeps the seeds' draws.
+    rng.u8(0..4);
     config
 }
 

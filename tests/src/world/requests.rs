@@ -159,7 +159,7 @@ impl World {
         let (lora, salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
         let prompt = Prompt::new(&request.prompt, size, Seed::new(lora, salt));
         let query = Rc::new(IndexQuery {
-            blocks: prompt.blocks().to_vec(),
+            blocks: prompt.hit_blocks().to_vec(),
             at_least: None,
         });
         let no = run.next_request;

@@ -86,6 +86,7 @@ impl World {
                 sum: config.num_blocks.into(),
                 ranks: NonZeroU64::MIN,
             }),
+            speculates: Some(false),
             ..EngineInfo::default()
         })
     }

@@ -62,6 +62,36 @@ pub(super) fn all(
     }
 }
 
+/// Depth of the deepest block of the chain that each source of `allowed` holds on the GPU, with or
+/// without those above it; 0 if it holds none below the first.
+pub(super) fn deepest(
+    tree: &Tree,
+    chain: &[PrefixHash],
+    allowed: &[(SourceNumber, TierMask)],
+) -> Vec<u32> {
+    let mut depths = vec![None; tree.sources.len()];
+    for (number, tiers) in allowed {
+        if let Some(depth) = depths.get_mut(number.index()) {
+            *depth = tiers.has(Tier::Gpu).then_some(0);
+        }
+    }
+    for stage in tree.way(chain) {
+        let run = tree.run(stage.run);
+        for (at, lead) in run.leads.iter().enumerate() {
+            if let Some(depth) = &mut depths[lead.source.index()]
+                && *depth == 0
+                && let Some(offset) = run.last_with(at, stage.matched, Tier::Gpu)
+            {
+                *depth = run.start + offset;
+            }
+        }
+    }
+    let numbers = allowed.iter().map(|(number, _)| number.index());
+    numbers
+        .map(|number| depths.get(number).copied().flatten().unwrap_or(0))
+        .collect()
+}
+
 /// Continues every walk that reached the run. Returns true if one passes through it.
 fn advance(run: &Run, matched: u32, allowed: &[TierMask], runs: &mut [Tiers<u32>]) -> bool {
     let mut through = false;

@@ -314,6 +314,23 @@ impl Tree {
         lookup::of_some(self, chain, allowed)
     }
 
+    /// Per source of `allowed`, in that order: the number of blocks before its deepest resume point
+    /// on the way through `blocks`; 0 if there is none ([`LocalHash::RESUME_ROOT`]).
+    #[must_use]
+    pub fn resume_depths(
+        &self,
+        blocks: &[LocalHash],
+        allowed: &[(SourceNumber, TierMask)],
+    ) -> Vec<u32> {
+        let root = PrefixHash::after(None, LocalHash::RESUME_ROOT);
+        if self.locate(root).is_none() {
+            return vec![0; allowed.len()];
+        }
+        let below = prefix_hashes(Some(root), blocks);
+        let chain: Vec<_> = std::iter::once(root).chain(below).collect();
+        lookup::deepest(self, &chain, allowed)
+    }
+
     /// [`Self::lookup`] by prefix hashes from depth 0, for every source, indexed by its number.
     /// Closed sources hold nothing.
     #[must_use]

@@ -188,6 +188,16 @@ impl Run {
         }
     }
 
+    /// The last block before `to`, which is not 0, that the holder holds on `tier`.
+    pub(super) fn last_with(&self, at: usize, to: u32, tier: Tier) -> Option<u32> {
+        let spans = &self.holds[at].spans;
+        if !spans.is_empty() {
+            return spans.last_with(to, tier);
+        }
+        let held = self.leads[at].blocks().min(to);
+        held.checked_sub(1).filter(|_| tier == Tier::Gpu)
+    }
+
     /// Returns true if the holder holds every block of a range on `tier`.
     pub(super) fn covers(&self, at: usize, from: u32, to: u32, tier: Tier) -> bool {
         let spans = &self.holds[at].spans;

@@ -70,6 +70,14 @@ impl Spans {
             .map(|(start, _, _)| start)
     }
 
+    /// The last block before `to` that is held on `tier`.
+    pub(super) fn last_with(&self, to: u32, tier: Tier) -> Option<u32> {
+        let pieces = self.0.partition_point(|&span| end_of(span) < to) + 1;
+        let pieces = &self.0[..pieces.min(self.0.len())];
+        let at = pieces.iter().rposition(|&span| tiers_of(span).has(tier))?;
+        Some(end_of(pieces[at]).min(to) - 1)
+    }
+
     /// Returns true if every block of a range is held on `tier`.
     pub(super) fn covers(&self, from: u32, to: u32, tier: Tier) -> bool {
         self.end() >= to
@@ -202,6 +210,8 @@ mod tests {
                 let range = &model[from as usize..to as usize];
                 let first = range.iter().position(held).map(|at| from + at as u32);
                 prop_assert_eq!(spans.first_with(from, to, tier), first);
+                let last = model[..to as usize].iter().rposition(held).map(|at| at as u32);
+                prop_assert_eq!(spans.last_with(to, tier), last);
                 prop_assert_eq!(spans.covers(from, to, tier), range.iter().all(held));
                 let change = |tiers: TierMask| match add {
                     true => tiers.with(tier),

@@ -163,6 +163,35 @@ fn lower_tiers_continue_where_the_gpu_ends_and_the_gpu_does_not_come_back() {
 }
 
 #[test]
+fn deepest_resume_point_is_found_below_its_root_only() {
+    const ROOT: u64 = LocalHash::RESUME_ROOT.0;
+    let mut tree = Tree::new();
+    let (points, runs) = (tree.open(), tree.open());
+    let allowed = [(runs, TierMask::ALL), (points, TierMask::ALL)];
+    assert_eq!(tree.resume_depths(&locals(&[1, 2]), &allowed), [0, 0]);
+    tree.apply(points, &stored(&[], &[ROOT, 1, 2, 3, 4], Tier::Gpu))
+        .unwrap();
+    let ancestors: [&[u64]; 3] = [&[ROOT], &[ROOT, 1], &[ROOT, 1, 2, 3]];
+    tree.apply(points, &removed(&ancestors, Tier::Gpu)).unwrap();
+    tree.apply(runs, &stored(&[], &[1, 2, 3], Tier::Gpu))
+        .unwrap();
+    for (names, depth) in [
+        (&[1, 2, 3, 4, 5][..], 4),
+        (&[1, 2, 3, 4], 4),
+        (&[1, 2, 3], 2),
+        (&[1, 2, 9], 2),
+        (&[1], 0),
+        (&[], 0),
+    ] {
+        assert_eq!(tree.resume_depths(&locals(names), &allowed), [0, depth]);
+        // A reader without the rule finds nothing.
+        assert_eq!(run(&tree, points, names), (0, 0, 0));
+    }
+    let unknown = [(points, TierMask::NONE)];
+    assert_eq!(tree.resume_depths(&locals(&[1, 2]), &unknown), [0]);
+}
+
+#[test]
 fn tier_that_is_not_allowed_holds_nothing() {
     let mut tree = Tree::new();
     let w = tree.open();
@@ -695,6 +724,9 @@ proptest! {
                 for (number, held) in numbers.iter().zip(&held) {
                     let run = chain.iter().take_while(|at| held.contains(*at)).count();
                     prop_assert_eq!(runs[number.index()].gpu as usize, run);
+                    let deepest = lookup::deepest(&tree, &chain, &[(*number, TierMask::ALL)]);
+                    let last = chain.iter().rposition(|at| held.contains(at)).unwrap_or(0);
+                    prop_assert_eq!(deepest[0] as usize, last);
                 }
             }
         }

@@ -24,7 +24,7 @@ pub use schedule::CheckpointSchedule;
 
 const MAGIC: [u8; 8] = *b"WRSHIMCP";
 /// Incremented with each change of the encoding behind it.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const CHECKSUM_BYTES: usize = 16;
 
 /// Bound of a checkpoint; ten million blocks take a third of it.
@@ -166,7 +166,7 @@ pub fn decode(
     Ok(Restored { header, mirror })
 }
 
-const FINGERPRINT_BYTES: usize = 7;
+const FINGERPRINT_BYTES: usize = 8;
 
 /// The options that change how events are folded into a mirror.
 fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
@@ -174,17 +174,20 @@ fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
         block_size,
         blocks_max: _,
         orphans_max: _,
+        speculates: _,
         assume,
     } = config;
     let mirror::Assumptions {
         no_extra_keys,
         no_lora,
         main_attention_only,
+        plain_lookup,
     } = *assume;
     let tokens = block_size.map_or(0, BlockSize::tokens) as u64;
     let [a, b, c, d, ..] = tokens.to_le_bytes();
-    let [e, f, g] = [no_extra_keys, no_lora, main_attention_only].map(u8::from);
-    [a, b, c, d, e, f, g]
+    let flags = [no_extra_keys, no_lora, main_attention_only, plain_lookup];
+    let [e, f, g, h] = flags.map(u8::from);
+    [a, b, c, d, e, f, g, h]
 }
 
 #[cfg(test)]

@@ -63,6 +63,7 @@ impl ChangeWriter {
 impl Mirror {
     /// Returns the net change since the last call, and frees the nodes that nothing needs.
     pub(super) fn settle(&mut self) -> Vec<Change> {
+        self.update_resume_points();
         let touched = std::mem::take(&mut self.touched);
         let mut writer = ChangeWriter::default();
         for tier in Tier::ALL {
@@ -73,7 +74,7 @@ impl Mirror {
         self.cleared = TierSet::default();
         let mut transient = Vec::new();
         for tier in Tier::ALL {
-            if self.groups.main_count(tier) == 0 {
+            if self.groups.slots(tier) == 0 {
                 continue; // It holds nothing, and never did.
             }
             for &id in &touched {
@@ -81,7 +82,7 @@ impl Mirror {
             }
         }
         for tier in Tier::ALL {
-            if self.groups.main_count(tier) == 0 {
+            if self.groups.slots(tier) == 0 {
                 continue;
             }
             let mut gone = Vec::new();
@@ -186,7 +187,21 @@ impl Mirror {
     }
 
     fn is_held(&self, id: NodeId, tier: Tier) -> bool {
-        self.nodes.is_held(id, tier, self.groups.main_count(tier))
+        match &self.resume {
+            None => self.nodes.is_held(id, tier, self.groups.slots(tier)),
+            Some(points) => tier == Tier::Gpu && points.contains(id),
+        }
+    }
+
+    fn update_resume_points(&mut self) {
+        if let Some(mut points) = self.resume.take() {
+            let due = self.touched.clone();
+            // Through the slab: the nodes are borrowed by the update.
+            let mut changed = Vec::new();
+            points.update(&self.nodes, due, |id| changed.push(id));
+            changed.into_iter().for_each(|id| self.touch(id));
+            self.resume = Some(points);
+        }
     }
 
     /// Marks a block as held in the log. Keeps the digest and the count of visible children.

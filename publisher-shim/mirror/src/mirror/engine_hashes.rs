@@ -78,18 +78,18 @@ impl EngineHashes {
         Some(entry.node)
     }
 
-    /// All references of a hash, given the number of main groups by tier.
+    /// All references of a hash, given the number of counted groups by tier.
     pub(super) fn references(
         &self,
         hash: EngineHash,
-        main_count: impl Fn(Tier) -> GroupSlot,
+        slots: impl Fn(Tier) -> GroupSlot,
     ) -> References {
         let mut references = Vec::with_capacity(1);
         let Some(entry) = self.entries.get(&hash) else {
             return references;
         };
         for tier in Tier::ALL {
-            for slot in 0..main_count(tier) {
+            for slot in 0..slots(tier) {
                 let at = GroupTier { slot, tier };
                 let count = self.further.get(hash, &entry.first_group, at);
                 if count > 0 {

@@ -23,6 +23,8 @@ pub struct Assumptions {
     pub no_lora: bool,
     /// All KV groups are main attention.
     pub main_attention_only: bool,
+    /// Prefix hits lose no block to speculative decoding, and no KV connector is used.
+    pub plain_lookup: bool,
 }
 
 /// What is known of the engine's cache when a mirror begins.

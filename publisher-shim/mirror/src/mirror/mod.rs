@@ -1,10 +1,10 @@
 //! An exact copy of what one rank's engine holds, by content.
 //!
-//! [`Mirror`] folds decoded batches. It counts references per engine hash, main-attention group and
-//! tier, because an engine holds a block in several physical copies; it translates engine hashes to
+//! [`Mirror`] folds decoded batches. It counts references per engine hash, attention group and tier,
+//! because an engine holds a block in several physical copies; it translates engine hashes to
 //! prefix hashes; and it returns, batch by batch, which (prefix, tier) pairs became held or ceased
 //! to be held. A pair is held if every main group of the tier holds it, summed over copies and
-//! engine hashes.
+//! engine hashes; for engines with windows see `resume`.
 //!
 //! The mirror also tracks how much it knows ([`Mirror::states`]): whether it saw everything since the
 //! engine was empty, whether a store did not decode, and whether the events have all fields that
@@ -19,10 +19,12 @@ mod knowledge;
 mod nodes;
 mod orphans;
 mod references;
+mod resume;
 mod save;
+mod windowed;
 
 use warmroute_proto::{
-    BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierStates, Tiers,
+    BlockSize, Change, Digest, LocalHash, PrefixHash, Seed, Tier, TierState, TierStates, Tiers,
 };
 
 use crate::wire::{
@@ -35,7 +37,9 @@ pub use knowledge::{Assumptions, Start};
 use nodes::{NewNode, NodeId, Nodes, TierSet};
 use orphans::{BlockContent, Orphans};
 use references::{GroupTier, References};
+use resume::ResumePoints;
 pub use save::MirrorSnapshot;
+pub use windowed::LookupDoubt;
 
 #[derive(Clone, Copy, Debug)]
 pub struct MirrorConfig {
@@ -45,6 +49,8 @@ pub struct MirrorConfig {
     pub blocks_max: Option<u64>,
     /// Bound of the orphans kept.
     pub orphans_max: usize,
+    /// Whether the engine decodes speculatively; `None` if its metrics are not known.
+    pub speculates: Option<bool>,
     pub assume: Assumptions,
 }
 
@@ -54,6 +60,7 @@ impl Default for MirrorConfig {
             block_size: None,
             blocks_max: None,
             orphans_max: 1 << 16,
+            speculates: None,
             assume: Assumptions::default(),
         }
     }
@@ -120,6 +127,8 @@ pub struct Mirror {
     engine_hashes: EngineHashes,
     orphans: Orphans,
     groups: Groups,
+    /// What is held, if an engine's hits need more than an unbroken run; `None` otherwise.
+    resume: Option<ResumePoints>,
     knowledge: Knowledge,
     digests: Tiers<Digest>,
     counters: MirrorCounters,
@@ -163,6 +172,7 @@ impl Mirror {
             engine_hashes: EngineHashes::default(),
             orphans: Orphans::new(config.orphans_max),
             groups: Groups::default(),
+            resume: None,
             knowledge: Knowledge::new(start),
             digests: Tiers::default(),
             counters: MirrorCounters::default(),
@@ -210,11 +220,15 @@ impl Mirror {
     /// The states that the mirror supports, whatever the age of the source's proof.
     #[must_use]
     pub fn states(&self) -> TierStates {
-        self.knowledge.states(
+        let states = self.knowledge.states(
             self.config.assume,
             |tier| self.orphans.references(tier) > 0,
             |tier| self.groups.lacks_kinds(tier),
-        )
+        );
+        match self.lookup_doubt() {
+            Some(_) => states.map(|state| state.weakest(TierState::Unverified)),
+            None => states,
+        }
     }
 
     #[must_use]
@@ -253,6 +267,10 @@ impl Mirror {
         self.config.blocks_max = blocks;
     }
 
+    pub const fn set_speculation(&mut self, speculates: Option<bool>) {
+        self.config.speculates = speculates;
+    }
+
     /// No group seen so far has another kind than main attention.
     #[must_use]
     pub fn main_attention_only(&self) -> bool {
@@ -287,11 +305,21 @@ impl Mirror {
     }
 
     fn fold(&mut self, batch: &Batch) -> Result<(), Inconsistency> {
-        for event in &batch.events {
-            match event {
-                CacheEvent::Stored(stored) => self.store(stored)?,
-                CacheEvent::Removed(removed) => self.remove(removed)?,
-                CacheEvent::Cleared => self.clear(),
+        self.learn_groups(&batch.events)?;
+        let is_clear = |event: &CacheEvent| matches!(event, CacheEvent::Cleared);
+        for events in batch.events.split_inclusive(is_clear) {
+            for event in events {
+                match event {
+                    CacheEvent::Stored(stored) => self.store(stored)?,
+                    CacheEvent::Removed(removed)
+                        if self.is_placed_by_others(removed.medium.tier(), removed.group) => {}
+                    CacheEvent::Removed(removed) => self.remove(removed)?,
+                    CacheEvent::Cleared => self.clear(),
+                }
+            }
+            // What a clear ends needs no place.
+            if self.resume.is_some() && !events.last().is_some_and(is_clear) {
+                self.fold_placed_by_others(events)?;
             }
         }
         let skipped = batch.skipped;
@@ -323,6 +351,9 @@ impl Mirror {
             }
         }
         self.nodes = Nodes::default();
+        if self.resume.is_some() {
+            self.nodes.keep_children();
+        }
         self.engine_hashes = EngineHashes::default();
         self.orphans = Orphans::new(self.config.orphans_max);
         self.digests = Tiers::default();
@@ -331,11 +362,10 @@ impl Mirror {
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
         let tier = stored.medium.tier();
-        let main_count = self.groups.main_count(tier);
-        let slot = match self.groups.learn(tier, stored.group) {
-            GroupRole::Main(slot) => slot,
-            GroupRole::Masked => return Ok(()),
-            GroupRole::Untracked => {
+        let slot = match self.groups.role(tier, stored.group.index) {
+            Some(GroupRole::Counted(slot)) => slot,
+            Some(GroupRole::Ignored) => return Ok(()),
+            Some(GroupRole::Untracked) | None => {
                 self.knowledge.doubt(tier);
                 return Ok(());
             }
@@ -343,14 +373,19 @@ impl Mirror {
         if stored.group.kind == Some(GroupKind::Unknown) {
             self.knowledge.miss(tier);
         }
-        if main_count > 0 && self.groups.main_count(tier) > main_count {
-            // The new group holds nothing: no block is held by all groups any more.
-            self.touch_all();
-        }
-        if stored.hashes.is_empty() && stored.tokens.is_empty() {
+        if stored.hashes.is_empty() && (stored.tokens.is_empty() || self.resume.is_some()) {
             return Ok(());
         }
         self.knowledge.saw_store(tier, stored);
+        if self.resume.is_some() && tier != Tier::Gpu {
+            // No connector publishes what a hit with windows needs of a lower tier.
+            self.counters.stores_not_indexable += 1;
+            self.knowledge.miss(tier);
+            return Ok(());
+        }
+        if self.is_placed_by_others(tier, stored.group.index) {
+            return Ok(());
+        }
         let at = GroupTier { slot, tier };
         let identifies_blocks = !stored.tokens.is_empty()
             && (stored.reports_extra_keys || self.config.assume.no_extra_keys);
@@ -363,7 +398,7 @@ impl Mirror {
             self.knowledge.miss(tier);
             return Ok(());
         };
-        let mut position = self.start_of(stored);
+        let mut position = self.start_of(stored)?;
         let mut keys = stored.keys.iter().peekable();
         let blocks = stored.tokens.chunks_exact(block_tokens);
         for (index, (&hash, tokens)) in stored.hashes.iter().zip(blocks).enumerate() {
@@ -412,15 +447,20 @@ impl Mirror {
         Some(per_block)
     }
 
-    fn start_of(&self, stored: &StoredBlocks) -> RunPosition {
-        match stored.parent {
-            Some(parent) => self.after_hash(parent),
-            None => RunPosition::After(Predecessor {
+    fn start_of(&mut self, stored: &StoredBlocks) -> Result<RunPosition, Inconsistency> {
+        let root = match stored.parent {
+            Some(parent) => return Ok(self.after_hash(parent)),
+            None if self.resume.is_some() => self.resume_root()?,
+            None => Predecessor {
                 node: NodeId::NONE,
                 prefix: None,
-                seed: root_seed(stored),
-            }),
-        }
+                seed: Seed::PLAIN,
+            },
+        };
+        Ok(RunPosition::After(Predecessor {
+            seed: root_seed(stored),
+            ..root
+        }))
     }
 
     /// The position after an engine hash.
@@ -570,8 +610,10 @@ impl Mirror {
     fn remove(&mut self, removed: &RemovedBlocks) -> Result<(), Inconsistency> {
         let tier = removed.medium.tier();
         let slot = match self.groups.role(tier, removed.group) {
-            Some(GroupRole::Main(slot)) => Some(slot),
-            Some(GroupRole::Masked) => return Ok(()),
+            Some(GroupRole::Ignored) => return Ok(()),
+            // Nothing is counted there.
+            Some(_) | None if self.resume.is_some() && tier != Tier::Gpu => return Ok(()),
+            Some(GroupRole::Counted(slot)) => Some(slot),
             Some(GroupRole::Untracked) | None => None,
         };
         self.knowledge.saw_removal(tier);

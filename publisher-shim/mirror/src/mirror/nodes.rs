@@ -4,6 +4,7 @@
 //! references is freed, so that every node has a held block at or below it: memory is bounded by
 //! what the engine holds, ancestors included.
 
+mod family;
 mod load;
 
 use std::collections::hash_map::Entry;
@@ -13,6 +14,7 @@ use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
 
 use super::references::{FirstGroup, FurtherGroups, GroupSlot, GroupTier};
 use crate::wire::EngineHash;
+use family::Family;
 pub(super) use load::SavedNode;
 
 /// An index into the slab of nodes.
@@ -117,6 +119,8 @@ pub(super) struct Nodes {
     by_prefix: FxHashMap<PrefixHash, NodeId>,
     further: FurtherGroups<NodeId>,
     aliases: FxHashMap<NodeId, Vec<EngineHash>>,
+    /// `None` unless resume points are kept.
+    family: Option<Family>,
 }
 
 impl Nodes {
@@ -178,7 +182,26 @@ impl Nodes {
         if let Some(parent) = self.get_mut(new.parent) {
             parent.children += 1;
         }
+        if let Some(family) = &mut self.family {
+            family.add(id, new.parent);
+        }
         Some(id)
+    }
+
+    /// Lists the children of each node from now on.
+    pub(super) fn keep_children(&mut self) {
+        let mut family = Family::default();
+        for id in self.ids() {
+            if let Some(node) = self.get(id) {
+                family.add(id, node.parent);
+            }
+        }
+        self.family = Some(family);
+    }
+
+    pub(super) fn children(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        let family = self.family.iter();
+        family.flat_map(move |family| family.children(id))
     }
 
     pub(super) fn add_references(&mut self, id: NodeId, at: GroupTier, count: u32) {
@@ -203,16 +226,14 @@ impl Nodes {
         node.references -= 1;
     }
 
-    /// Whether all of a tier's `main_count` groups hold the block.
-    pub(super) fn is_held(&self, id: NodeId, tier: Tier, main_count: GroupSlot) -> bool {
-        let Some(node) = self.get(id) else {
-            return false;
-        };
-        let holds = |slot| {
-            let at = GroupTier { slot, tier };
-            self.further.get(id, &node.first_group, at) > 0
-        };
-        main_count > 0 && (0..main_count).all(holds)
+    pub(super) fn has_reference(&self, id: NodeId, at: GroupTier) -> bool {
+        let node = self.get(id);
+        node.is_some_and(|node| self.further.get(id, &node.first_group, at) > 0)
+    }
+
+    /// Whether all of a tier's groups hold the block.
+    pub(super) fn is_held(&self, id: NodeId, tier: Tier, slots: GroupSlot) -> bool {
+        slots > 0 && (0..slots).all(|slot| self.has_reference(id, GroupTier { slot, tier }))
     }
 
     /// Whether the log's readers see the block held.
@@ -232,6 +253,9 @@ impl Nodes {
             forgotten(node.engine);
             if let Some(aliases) = self.aliases.remove(&id) {
                 aliases.into_iter().for_each(&mut forgotten);
+            }
+            if let Some(family) = &mut self.family {
+                family.remove(id, node.parent);
             }
             id = node.parent;
             if let Some(parent) = self.get_mut(id) {

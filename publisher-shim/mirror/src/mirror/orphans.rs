@@ -67,20 +67,26 @@ impl Orphans {
         at: GroupTier,
         content: impl FnOnce() -> BlockContent,
     ) -> bool {
-        if let Some(orphan) = self.orphans.get_mut(&hash) {
-            match orphan.references.iter_mut().find(|(known, _)| *known == at) {
-                Some((_, count)) => *count = count.saturating_add(1),
-                None => orphan.references.push((at, 1)),
-            }
-            *self.references.get_mut(at.tier) += 1;
-            return true;
+        self.add_reference(hash, at)
+            || self.insert(|| Orphan {
+                hash,
+                parent,
+                content: content(),
+                references: vec![(at, 1)],
+            })
+    }
+
+    /// Adds a reference to a known orphan. `false` if there is none.
+    pub(super) fn add_reference(&mut self, hash: EngineHash, at: GroupTier) -> bool {
+        let Some(orphan) = self.orphans.get_mut(&hash) else {
+            return false;
+        };
+        match orphan.references.iter_mut().find(|(known, _)| *known == at) {
+            Some((_, count)) => *count = count.saturating_add(1),
+            None => orphan.references.push((at, 1)),
         }
-        self.insert(|| Orphan {
-            hash,
-            parent,
-            content: content(),
-            references: vec![(at, 1)],
-        })
+        *self.references.get_mut(at.tier) += 1;
+        true
     }
 
     /// Restores a saved orphan. `false` if it is there already or does not fit.

@@ -1,4 +1,4 @@
-//! Reference counts by main-attention group and tier.
+//! Reference counts by group and tier.
 //!
 //! An engine holds a block in several physical copies, each with a store and a removal of its own.
 
@@ -10,7 +10,7 @@ use warmroute_proto::Tier;
 
 use crate::checkpoint::{Field, FieldReader, Malformed};
 
-/// The index of a main-attention group among those of its tier.
+/// The index of a counted group among those of its tier.
 pub(super) type GroupSlot = u8;
 
 /// The memory of one group in one tier.

@@ -14,6 +14,7 @@ use super::knowledge::Knowledge;
 use super::nodes::{NodeId, Nodes, SavedNode};
 use super::orphans::{BlockContent, Orphan, Orphans};
 use super::references::References;
+use super::resume::ResumePoints;
 use super::{Mirror, MirrorConfig, Start};
 use crate::checkpoint::{Field, FieldReader, Malformed, write_length};
 use crate::wire::EngineHash;
@@ -41,6 +42,7 @@ impl Mirror {
             knowledge: self.knowledge.clone(),
             touched: Vec::new(),
             path: Vec::new(),
+            resume: None,
             ..*self
         })
     }
@@ -105,7 +107,16 @@ impl Mirror {
             }
         }
         let order = nodes.rebuild_prefixes().ok_or(Malformed("not a forest"))?;
-        let held = nodes.rebuild_held(&order, |tier| self.groups.main_count(tier));
+        if self.groups.is_windowed() {
+            nodes.keep_children();
+            let mut points = ResumePoints::new(&self.groups);
+            points.rebuild(&nodes, &order);
+            self.resume = Some(points);
+        }
+        let held = nodes.rebuild_held(&order, |nodes, id, tier| match &self.resume {
+            None => nodes.is_held(id, tier, self.groups.slots(tier)),
+            Some(points) => tier == Tier::Gpu && points.contains(id),
+        });
         self.digests = held.ok_or(Malformed("a block that nothing needs"))?;
         self.nodes = nodes;
         Ok(())
@@ -115,7 +126,7 @@ impl Mirror {
         let references: References = from.read()?;
         for (index, &(at, count)) in references.iter().enumerate() {
             let is_known = references[..index].iter().any(|&(known, _)| known == at);
-            if is_known || count == 0 || at.slot >= self.groups.main_count(at.tier) {
+            if is_known || count == 0 || at.slot >= self.groups.slots(at.tier) {
                 return Err(Malformed("a reference"));
             }
         }
@@ -185,8 +196,8 @@ impl MirrorSnapshot {
             write_length(1 + aliases.len(), to);
             for &engine in std::iter::once(&node.engine).chain(aliases) {
                 engine.0.write(to);
-                let main_count = |tier| mirror.groups.main_count(tier);
-                let references = mirror.engine_hashes.references(engine, main_count);
+                let slots = |tier| mirror.groups.slots(tier);
+                let references = mirror.engine_hashes.references(engine, slots);
                 references.write(to);
             }
         }

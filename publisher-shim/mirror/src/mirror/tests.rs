@@ -1,3 +1,4 @@
+mod resume;
 mod save;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -178,10 +179,6 @@ fn a_pair_is_held_when_every_main_group_holds_it() {
     follower.apply(vec![in_group(None, &[1], 2, GroupKind::Main)]);
     assert!(follower.holds(&[1]) && !follower.holds(&[1, 2]));
     assert!(follower.mirror.main_attention_only());
-    follower.apply(vec![in_group(None, &[1, 2, 3], 1, GroupKind::Masked)]);
-    follower.apply(vec![removed_from(1, Medium::Gpu, 1)]);
-    assert!(follower.holds(&[1]));
-    assert!(!follower.mirror.main_attention_only());
     follower.apply(vec![removed_from(1, Medium::Gpu, 2)]);
     assert!(!follower.holds(&[1]));
     assert_eq!(follower.gpu(), TierState::Complete);
@@ -189,17 +186,6 @@ fn a_pair_is_held_when_every_main_group_holds_it() {
     follower.apply(vec![removed(2), stored(Some(1), &[5])]);
     follower.apply(vec![in_group(Some(1), &[5], 2, GroupKind::Main)]);
     assert!(follower.holds(&[1, 5]) && !follower.holds(&[1]));
-}
-
-#[test]
-fn masked_stores_may_mismatch_and_count_nothing() {
-    let mut follower = Follower::new(Start::Empty);
-    let mut masked = run(None, &[1, 2, 3]);
-    masked.group.kind = Some(GroupKind::Masked);
-    masked.hashes.truncate(1);
-    follower.apply(vec![CacheEvent::Stored(Box::new(masked))]);
-    assert_eq!(follower.gpu(), TierState::Complete);
-    assert_eq!(follower.mirror.held(), []);
 }
 
 #[test]
@@ -542,7 +528,7 @@ fn events_that_lack_a_field_are_never_complete_unless_it_is_said_to_be_unused() 
             Assumptions {
                 no_extra_keys: true,
                 main_attention_only: true,
-                no_lora: false,
+                ..Assumptions::default()
             },
             TierState::Complete,
         ),

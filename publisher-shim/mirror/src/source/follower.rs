@@ -17,7 +17,7 @@ use super::history::{BatchHistory, BatchMatch};
 use super::{
     Effect, EngineWarning, GenerationReason, ReplayId, STALL_MIN, SourceConfig, SourceCore,
 };
-use crate::mirror::{Inconsistency, Start};
+use crate::mirror::{Inconsistency, LookupDoubt, Start};
 use crate::wire::{self, Batch, NotUnderstood};
 
 /// Silence after which a replay checks for lost batches.
@@ -34,7 +34,7 @@ pub enum ReplaySupport {
     Missing,
 }
 
-/// Why a mirror may lack the engine's last changes.
+/// Why a source is `unverified`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnverifiedCause {
     /// The engine has no replay endpoint.
@@ -43,6 +43,20 @@ pub enum UnverifiedCause {
     NoSequence,
     /// The engine may have reset its cache and not published it.
     PendingReset,
+    /// Its hits may be shorter than what is credited.
+    Lookup(LookupDoubt),
+}
+
+impl UnverifiedCause {
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::NoReplay => "no replay endpoint",
+            Self::NoSequence => "no sequence numbers",
+            Self::PendingReset => "a reset that is not published",
+            Self::Lookup(doubt) => doubt.label(),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

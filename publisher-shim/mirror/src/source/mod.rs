@@ -16,6 +16,7 @@
 mod backoff;
 mod claim;
 mod clock;
+mod facts;
 mod follower;
 mod history;
 mod limits;
@@ -31,8 +32,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{
-    BlockSize, EngineHealth, EngineSeq, Generation, Heartbeat, RecordNumber, Source, TierState,
-    TierStates,
+    EngineHealth, EngineSeq, Generation, Heartbeat, RecordNumber, Source, TierState, TierStates,
 };
 
 use crate::checkpoint::{self, Checkpoint, Restored};
@@ -40,6 +40,7 @@ use crate::mirror::{self, Inconsistency, Mirror, Start};
 use crate::wire::NotUnderstood;
 pub use claim::next_generation;
 use clock::LogClock;
+pub use facts::EngineFacts;
 use follower::EngineFollower;
 pub use follower::{ReplaySupport, UnverifiedCause};
 use limits::{GenerationLimiter, WarningLimiter};
@@ -295,7 +296,7 @@ pub struct SourceStatus {
     pub proof_age: Option<Duration>,
     /// Since the last batch was applied.
     pub event_age: Option<Duration>,
-    /// Why the mirror may lack the engine's last changes; `None` if it does not.
+    /// Why it is `unverified` at best; `None` if it is not.
     pub unverified: Option<UnverifiedCause>,
     pub is_connected: bool,
     pub waiting_bytes: usize,
@@ -432,14 +433,6 @@ impl SourceCore {
     #[must_use]
     pub const fn mirror(&self) -> &Mirror {
         &self.mirror
-    }
-
-    /// Takes the engine's own facts: a provisional block size, and its number of KV blocks.
-    pub fn learn(&mut self, block_size: Option<BlockSize>, blocks_max: Option<u64>) {
-        self.mirror.set_blocks_max(blocks_max);
-        if let Some(block_size) = block_size {
-            self.mirror.suggest_block_size(block_size);
-        }
     }
 
     // --- the plane's side
@@ -758,7 +751,8 @@ impl SourceCore {
     fn unverified(&self) -> Option<UnverifiedCause> {
         let pending = self.resets.is_pending();
         let pending = pending.then_some(UnverifiedCause::PendingReset);
-        self.engine.unverified().or(pending)
+        let lookup = self.mirror.lookup_doubt().map(UnverifiedCause::Lookup);
+        self.engine.unverified().or(pending).or(lookup)
     }
 
     fn claimable(&self, now: Instant, states: TierStates) -> TierStates {

@@ -50,6 +50,7 @@ struct Fields<'a> {
     cache_salt: Raw<'a>,
     group: Raw<'a>,
     kind: Raw<'a>,
+    window: Raw<'a>,
     locality: Raw<'a>,
     lookahead: Raw<'a>,
 }
@@ -114,6 +115,7 @@ impl<'a> Fields<'a> {
                 "cache_salt" => fields.cache_salt = value,
                 "group_idx" => fields.group = value,
                 "kv_cache_spec_kind" => fields.kind = value,
+                "kv_cache_spec_sliding_window" => fields.window = value,
                 "locality" => fields.locality = value,
                 "lookahead_token_ids" => fields.lookahead = value,
                 _ => {}
@@ -151,6 +153,7 @@ impl<'a> Fields<'a> {
                 (8, false) => fields.extra_keys = value,
                 (9, false) => fields.group = value,
                 (10, false) => fields.kind = value,
+                (11, false) => fields.window = value,
                 _ => {}
             }
         }
@@ -254,7 +257,11 @@ impl<'a> Fields<'a> {
             Some(raw) => optional(raw, Cursor::u32)?,
             None => None,
         };
-        let kind = text(self.kind)?.map(GroupKind::of_name);
+        let window = match self.window {
+            Some(raw) => optional(raw, Cursor::u32)?,
+            None => None,
+        };
+        let kind = text(self.kind)?.map(|name| GroupKind::of_name(name, window));
         Ok(BlockGroup { index, kind })
     }
 

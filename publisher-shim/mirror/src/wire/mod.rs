@@ -17,6 +17,8 @@ pub use keys::BlockKeys;
 pub use msgpack::WireError;
 pub use unknown::{EngineName, NotUnderstood};
 
+use std::num::NonZeroU32;
+
 use warmroute_proto::Tier;
 
 use event::{Decoded, Undecoded};
@@ -107,24 +109,26 @@ pub struct BlockGroup {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// Keeps the keys and values of all tokens: each block held is usable.
+    /// A hit needs every block of the prefix.
     Main,
-    /// Masks part of the blocks (sliding window, state space, …): positions are unknown.
-    Masked,
-    /// A kind that this version does not know: a block counts only if this group holds it as well.
+    /// A hit needs the blocks of the last tokens only, as many as the window has.
+    Sliding(NonZeroU32),
+    /// A hit needs the state at its end only.
+    State,
+    /// A kind whose rule is not known, or whose length the events do not carry: a block counts only
+    /// if this group holds it as well.
     Unknown,
 }
 
 impl GroupKind {
-    fn of_name(name: &str) -> Self {
+    fn of_name(name: &str, window: Option<u32>) -> Self {
         match name {
             "full_attention" | "mla_attention" | "sink_full_attention" => Self::Main,
-            "sliding_window"
-            | "sliding_window_mla"
-            | "mamba"
-            | "chunked_local_attention"
-            | "encoder_only_attention"
-            | "cross_attention" => Self::Masked,
+            "sliding_window" | "sliding_window_mla" => {
+                let window = window.and_then(NonZeroU32::new);
+                window.map_or(Self::Unknown, Self::Sliding)
+            }
+            "mamba" => Self::State,
             _ => Self::Unknown,
         }
     }

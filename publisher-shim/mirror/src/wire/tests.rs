@@ -1,4 +1,5 @@
 use std::fmt::Write as _;
+use std::num::NonZeroU32;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -77,7 +78,8 @@ fn rich(sample: &Value) -> StoredBlocks {
                     add_lookahead_of_sample(&mut stored.keys);
                 }
             }
-            stored.group.kind = (minor >= 22).then_some(GroupKind::Masked);
+            stored.group.kind =
+                (minor >= 22).then_some(GroupKind::Sliding(NonZeroU32::new(64).unwrap()));
         }
     }
     stored

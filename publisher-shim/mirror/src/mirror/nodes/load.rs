@@ -5,7 +5,7 @@
 
 use warmroute_proto::{Digest, LocalHash, PrefixHash, Seed, Tier, Tiers};
 
-use super::{GroupSlot, NewNode, Node, NodeId, Nodes, TierSet};
+use super::{NewNode, Node, NodeId, Nodes, TierSet};
 use crate::wire::EngineHash;
 
 /// The saved fields of a node.
@@ -112,18 +112,33 @@ impl Nodes {
         Some(order)
     }
 
-    /// Computes from the references which nodes are held, given the number of main groups by tier.
-    /// Returns the digests; `None` if nothing needs one of the nodes.
+    /// Puts all nodes without a parent below `root`, another such node, and recomputes the prefixes.
+    /// No node is held then. Returns the ids, parents first.
+    pub(in crate::mirror) fn put_below(&mut self, root: NodeId) -> Option<Vec<NodeId>> {
+        for id in self.ids().collect::<Vec<_>>() {
+            let node = self.get_mut(id)?;
+            node.children = 0;
+            node.visible_children = 0;
+            node.held = TierSet::default();
+            if id != root && node.parent == NodeId::NONE {
+                node.parent = root;
+            }
+        }
+        self.by_prefix.clear();
+        self.rebuild_prefixes()
+    }
+
+    /// Sets which nodes are held. Returns the digests; `None` if nothing needs one of the nodes.
     pub(in crate::mirror) fn rebuild_held(
         &mut self,
         parents_first: &[NodeId],
-        main_count: impl Fn(Tier) -> GroupSlot,
+        is_held: impl Fn(&Self, NodeId, Tier) -> bool,
     ) -> Option<Tiers<Digest>> {
         let mut digests = Tiers::<Digest>::default();
         for &id in parents_first.iter().rev() {
             let mut held = TierSet::default();
             for tier in Tier::ALL {
-                if self.is_held(id, tier, main_count(tier)) {
+                if is_held(self, id, tier) {
                     held = held.with(tier);
                     digests.get_mut(tier).insert(self.get(id)?.prefix, tier);
                 }

@@ -30,6 +30,14 @@ fn assert_same(lived: &Mirror, loaded: &Mirror) {
     assert_eq!(bytes_of(loaded), bytes_of(lived));
 }
 
+/// The mirror after a save and a load.
+pub(super) fn reloaded(lived: &Mirror) -> Mirror {
+    let bytes = bytes_of(lived);
+    let loaded = Mirror::read(lived.config, &mut FieldReader::new(&bytes)).unwrap();
+    assert_same(lived, &loaded);
+    loaded
+}
+
 #[test]
 fn copies_tiers_seeds_orphans_and_knowledge_come_back() {
     let mut lived = mirror(Start::Empty);

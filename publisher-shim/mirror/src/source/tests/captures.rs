@@ -30,6 +30,7 @@ fn capture(name: &str) -> Vec<Vec<Vec<u8>>> {
 fn play(name: &str, rank: u32, mut each: impl FnMut(&World, EngineSeq)) -> World {
     let mut config = World::new(true).core.config;
     config.rank = Some(rank);
+    config.mirror.speculates = Some(false);
     let mut world = World::with(config);
     let messages = capture(name);
     let mut live = messages

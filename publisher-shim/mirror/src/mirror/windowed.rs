@@ -1,0 +1,175 @@
+//! Engines with sliding-window or state-space layers: which of their events are counted, and where.
+//!
+//! Such a group's stores name only the blocks that can serve a hit, without their positions. Their
+//! hashes are those of the full-attention group's event for the same tokens, which is in the same
+//! batch: so these events are folded behind the others of their batch.
+
+use warmroute_proto::{LocalHash, PrefixHash, Seed, Tier};
+
+use super::groups::{GroupRole, HitNeed};
+use super::nodes::NodeId;
+use super::references::GroupTier;
+use super::resume::ResumePoints;
+use super::{Inconsistency, Mirror, Predecessor};
+use crate::wire::{CacheEvent, EngineHash, StoredBlocks};
+
+/// What the events do not show of an engine's prefix lookup. Its hits may be shorter than what
+/// is credited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LookupDoubt {
+    /// It decodes speculatively: with EAGLE or MTP a hit loses its last block.
+    Speculation,
+    /// It has state-space layers: with a KV connector a hit follows another rule.
+    StateSpace,
+    /// Its metrics, which would show speculation, are not known.
+    NoMetrics,
+}
+
+impl LookupDoubt {
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Speculation => "speculative decoding",
+            Self::StateSpace => "state-space layers",
+            Self::NoMetrics => "no /metrics, and layers with windows",
+        }
+    }
+}
+
+impl Mirror {
+    /// Why hits may be shorter than what is credited; `None` if nothing of this is known, or if the
+    /// operator declared a plain lookup.
+    #[must_use]
+    pub fn lookup_doubt(&self) -> Option<LookupDoubt> {
+        if self.config.assume.plain_lookup {
+            return None;
+        }
+        match self.config.speculates {
+            Some(true) => Some(LookupDoubt::Speculation),
+            _ if self.groups.has_state() => Some(LookupDoubt::StateSpace),
+            None if self.groups.is_windowed() => Some(LookupDoubt::NoMetrics),
+            Some(false) | None => None,
+        }
+    }
+
+    /// Learns the groups of a batch before its events are folded.
+    pub(super) fn learn_groups(&mut self, events: &[CacheEvent]) -> Result<(), Inconsistency> {
+        let mut has_new = false;
+        for event in events {
+            if let CacheEvent::Stored(stored) = event {
+                let tier = stored.medium.tier();
+                has_new |= self.groups.learn(tier, stored.group, stored.block_size);
+            }
+        }
+        if !has_new {
+            return Ok(());
+        }
+        if self.groups.is_windowed() {
+            self.renew_resume_points()?;
+        }
+        // The new group holds nothing: no block is held by all groups any more.
+        self.touch_all();
+        Ok(())
+    }
+
+    /// Makes resume points of what is held, or counts them by the groups now known.
+    fn renew_resume_points(&mut self) -> Result<(), Inconsistency> {
+        let is_first = self.resume.is_none();
+        self.resume = Some(ResumePoints::new(&self.groups));
+        if is_first && self.nodes.len() > 0 {
+            for tier in Tier::ALL {
+                if self.digests.get(tier).count > 0 {
+                    self.cleared = self.cleared.with(tier);
+                }
+            }
+            self.digests = warmroute_proto::Tiers::default();
+            if let Some(root) = self.resume_root()?.node.some() {
+                self.nodes.put_below(root);
+            }
+        }
+        if is_first {
+            self.nodes.keep_children();
+        }
+        Ok(())
+    }
+
+    /// The position above all resume points.
+    pub(super) fn resume_root(&mut self) -> Result<Predecessor, Inconsistency> {
+        /// No engine names a block so.
+        const ENGINE_HASH: EngineHash = EngineHash(LocalHash::RESUME_ROOT.0);
+        let above = Predecessor {
+            node: NodeId::NONE,
+            prefix: None,
+            seed: Seed::PLAIN,
+        };
+        let local = LocalHash::RESUME_ROOT;
+        let node = self.attach(ENGINE_HASH, None, above, local, Seed::PLAIN)?;
+        let node = node.unwrap_or(NodeId::NONE);
+        // Without a block below it is freed when the batch is settled.
+        self.touch(node);
+        Ok(Predecessor {
+            node,
+            prefix: Some(PrefixHash::after(None, local)),
+            seed: Seed::PLAIN,
+        })
+    }
+
+    /// The blocks of this group's events are placed by those of another one.
+    pub(super) fn is_placed_by_others(&self, tier: Tier, index: Option<u32>) -> bool {
+        if tier != Tier::Gpu || self.resume.is_none() || !self.groups.has_runs() {
+            return false;
+        }
+        match self.groups.role(tier, index) {
+            Some(GroupRole::Counted(slot)) => {
+                let need = self.groups.needs(tier).get(usize::from(slot));
+                matches!(need, Some(HitNeed::Window(_)))
+            }
+            Some(GroupRole::Ignored | GroupRole::Untracked) | None => false,
+        }
+    }
+
+    /// Folds the events that others of the same batch place.
+    pub(super) fn fold_placed_by_others(
+        &mut self,
+        events: &[CacheEvent],
+    ) -> Result<(), Inconsistency> {
+        for event in events {
+            match event {
+                CacheEvent::Stored(stored) => {
+                    let tier = stored.medium.tier();
+                    if self.is_placed_by_others(tier, stored.group.index) {
+                        self.store_by_hash_at_its_place(stored);
+                    }
+                }
+                CacheEvent::Removed(removed) => {
+                    if self.is_placed_by_others(removed.medium.tier(), removed.group) {
+                        self.remove(removed)?;
+                    }
+                }
+                CacheEvent::Cleared => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn store_by_hash_at_its_place(&mut self, stored: &StoredBlocks) {
+        let tier = stored.medium.tier();
+        let Some(GroupRole::Counted(slot)) = self.groups.role(tier, stored.group.index) else {
+            return;
+        };
+        let at = GroupTier { slot, tier };
+        let size = self.block_size.map(warmroute_proto::BlockSize::tokens);
+        let is_of_other_size = size != usize::try_from(stored.block_size).ok();
+        for &hash in &stored.hashes {
+            let node = self.engine_hashes.node(hash).filter(|_| !is_of_other_size);
+            match node {
+                Some(node) => self.add_references(hash, node, at, 1),
+                None if !is_of_other_size && self.orphans.add_reference(hash, at) => {}
+                None => {
+                    self.counters.stores_not_indexable += 1;
+                    self.knowledge.miss(tier);
+                }
+            }
+        }
+    }
+}
