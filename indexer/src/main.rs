@@ -15,7 +15,7 @@ use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::diagnose;
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
-use warmroute_process::signals::Signals;
+use warmroute_process::signals::{Hangup, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 
@@ -90,7 +90,7 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
 }
 
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
-    let signals = Signals::listen().context("listening for signals")?;
+    let signals = Signals::listen(Hangup::Stops).context("listening for signals")?;
     tracing::info!(?config, "starting");
     let listener = listen::bind(config.listen).await?;
     let address = listener.local_addr().context("the address")?;

@@ -33,7 +33,7 @@ pub(crate) enum ProxyError {
     AllFull,
     #[error("The router holds too many request bodies at the moment.")]
     BuffersFull,
-    #[error("Every worker tried closed the connection before it answered.")]
+    #[error("Every worker tried closed the connection or sent nothing before it answered.")]
     Upstream,
     #[error("The router failed: {0}")]
     Internal(&'static str),

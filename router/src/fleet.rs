@@ -21,10 +21,10 @@ mod tests;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use warmroute_proto::registry::{DrainEntry, DrainState, WorkerEntry};
-use warmroute_proto::{BlockSize, WorkerId};
+use warmroute_proto::{BlockSize, DpRank, Source, WorkerId};
 
 use crate::route;
 use crate::shared_core::SharedCore;
@@ -52,6 +52,8 @@ pub(crate) struct Fleet {
     counts_requests: AtomicBool,
     check_due: Notify,
     probe_due: Notify,
+    /// Sends with each publication.
+    changes: watch::Sender<()>,
 }
 
 impl Fleet {
@@ -64,6 +66,7 @@ impl Fleet {
             counts_requests: AtomicBool::default(),
             check_due: Notify::new(),
             probe_due: Notify::new(),
+            changes: watch::Sender::new(()),
         })
     }
 
@@ -111,6 +114,39 @@ impl Fleet {
         self.state().drains.drain(worker)
     }
 
+    /// Notified of what is published from now on.
+    pub(crate) fn changes(&self) -> watch::Receiver<()> {
+        self.changes.subscribe()
+    }
+
+    /// At most `max` workers that can answer.
+    pub(crate) fn serving(&self, max: usize) -> Vec<WorkerId> {
+        let state = self.state();
+        let serving = state.workers().filter(|worker| worker.serves());
+        let ids = serving.map(|worker| worker.entry.worker.clone());
+        ids.take(max).collect()
+    }
+
+    /// A model that the worker serves.
+    pub(crate) fn model_of(&self, worker: &WorkerId) -> Option<String> {
+        self.state().get(worker)?.entry.models.first().cloned()
+    }
+
+    /// The sources of all other workers.
+    pub(crate) fn other_sources(&self, worker: &WorkerId) -> Vec<Source> {
+        let state = self.state();
+        let others = state
+            .workers()
+            .filter(|other| other.entry.worker != *worker);
+        let sources = others.flat_map(|other| {
+            (0..other.entry.ranks).map(|rank| Source {
+                worker: other.entry.worker.clone(),
+                dp_rank: DpRank(rank),
+            })
+        });
+        sources.collect()
+    }
+
     pub(crate) fn snapshot(&self) -> Vec<FleetWorker> {
         self.state().workers().cloned().collect()
     }
@@ -153,6 +189,7 @@ impl Fleet {
         drop(core);
         let catalog = Arc::new(ModelCatalog::of(state.workers(), self.block_size));
         *self.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog;
+        self.changes.send_replace(());
     }
 }
 

@@ -26,6 +26,7 @@ mod proxy;
 mod ready;
 pub mod replication;
 pub mod run;
+pub mod settings;
 pub mod shared_core;
 #[cfg(test)]
 mod testing;

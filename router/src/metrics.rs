@@ -13,8 +13,11 @@ use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     Opts, Registry, TextEncoder,
 };
+use warmroute_process::server::ConnectionMetrics;
 
-pub(crate) use labels::{CancelPhase, DecisionStep, RequestEnd, RetryReason, RouteLabel};
+pub(crate) use labels::{
+    CancelPhase, DecisionStep, ReloadResult, RequestEnd, RetryReason, RouteLabel,
+};
 use page::Page;
 pub(crate) use page::{Scraped, WorkerStatus};
 
@@ -39,19 +42,26 @@ pub(crate) struct Metrics {
     retries: IntCounterVec,
     cancels: IntCounterVec,
     buffered_bytes: IntGauge,
-    connections: IntGauge,
+    connections: ConnectionMetrics,
+    waiting: IntGauge,
     tasks_failed: IntCounter,
     bad_entries: IntCounter,
+    settings_reloads: IntCounterVec,
     check_failures: IntCounterVec,
     step_seconds: HistogramVec,
     decision_seconds: Histogram,
     ladder: IntCounterVec,
     unhashed: IntCounterVec,
     index_failures: IntCounter,
+    overlap: OverlapMetrics,
+    demotions: IntCounter,
+}
+
+/// Credited overlaps against the reported ones.
+struct OverlapMetrics {
     credited_tokens: IntCounter,
     reported_tokens: IntCounter,
     short_requests: IntCounter,
-    demotions: IntCounter,
 }
 
 impl Metrics {
@@ -96,11 +106,23 @@ impl Metrics {
                 &["phase"],
             )?,
             buffered_bytes: gauge("buffered_bytes", "Bytes of request bodies held now")?,
-            connections: gauge("connections", "Client connections open now")?,
+            connections: ConnectionMetrics {
+                open: gauge("connections", "Client connections open now")?,
+                evicted: counter(
+                    "connections_evicted_total",
+                    "Idle connections closed for new ones at the bound",
+                )?,
+            },
+            waiting: gauge("waiting_requests", "Requests that wait for a worker now")?,
             tasks_failed: counter("tasks_failed_total", "Tasks that ended early")?,
             bad_entries: counter(
                 "bad_registry_entries_total",
                 "Unreadable entries of workers and indexers",
+            )?,
+            settings_reloads: counters(
+                "settings_reloads_total",
+                "Changes of the settings file, by whether they apply",
+                &["outcome"],
             )?,
             check_failures: counters(
                 "worker_check_failures_total",
@@ -128,18 +150,20 @@ impl Metrics {
                 &["reason"],
             )?,
             index_failures: counter("index_failures_total", "Index queries not answered")?,
-            credited_tokens: counter(
-                "overlap_credited_tokens_total",
-                "Prompt tokens expected to be cached, of requests whose usage reports them",
-            )?,
-            reported_tokens: counter(
-                "overlap_reported_tokens_total",
-                "Prompt tokens that engines reported as cached, of the same requests",
-            )?,
-            short_requests: counter(
-                "overlap_short_requests_total",
-                "Requests with fewer cached tokens than credited",
-            )?,
+            overlap: OverlapMetrics {
+                credited_tokens: counter(
+                    "overlap_credited_tokens_total",
+                    "Prompt tokens expected to be cached, of requests whose usage reports them",
+                )?,
+                reported_tokens: counter(
+                    "overlap_reported_tokens_total",
+                    "Prompt tokens that engines reported as cached, of the same requests",
+                )?,
+                short_requests: counter(
+                    "overlap_short_requests_total",
+                    "Requests with fewer cached tokens than credited",
+                )?,
+            },
             demotions: counter(
                 "source_demotions_total",
                 "Sources without credit until their next generation",
@@ -180,10 +204,10 @@ impl Metrics {
 
     /// An engine reported its cached prompt tokens, where `credited` were expected.
     pub(crate) fn overlap(&self, credited: u64, reported: u64) {
-        self.credited_tokens.inc_by(credited);
-        self.reported_tokens.inc_by(reported);
+        self.overlap.credited_tokens.inc_by(credited);
+        self.overlap.reported_tokens.inc_by(reported);
         if reported < credited {
-            self.short_requests.inc();
+            self.overlap.short_requests.inc();
         }
     }
 
@@ -203,6 +227,10 @@ impl Metrics {
         count(&self.check_failures, &[check]);
     }
 
+    pub(crate) fn reloaded(&self, result: ReloadResult) {
+        count(&self.settings_reloads, &[result.label()]);
+    }
+
     pub(crate) const fn tasks_failed(&self) -> &IntCounter {
         &self.tasks_failed
     }
@@ -216,7 +244,11 @@ impl Metrics {
         &self.buffered_bytes
     }
 
-    pub(crate) const fn connections(&self) -> &IntGauge {
+    pub(crate) const fn waiting(&self) -> &IntGauge {
+        &self.waiting
+    }
+
+    pub(crate) const fn connections(&self) -> &ConnectionMetrics {
         &self.connections
     }
 

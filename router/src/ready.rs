@@ -88,10 +88,15 @@ impl Ready {
         self.latched.notify_waiters();
     }
 
+    /// All latches are set.
+    pub(crate) fn is_initialized(&self) -> bool {
+        self.missing_latch().is_none()
+    }
+
     /// Waits, for a bounded time, until all latches are set. Load balancers without a readiness
     /// probe send requests as soon as the port accepts connections.
     pub(crate) async fn initialized(&self) {
-        if self.missing_latch().is_none() {
+        if self.is_initialized() {
             return;
         }
         let initialized = async {

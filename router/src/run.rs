@@ -19,8 +19,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_process::listen::bind;
-use warmroute_process::server::{Server, Shutdown};
-use warmroute_process::signals::{self, Signals};
+use warmroute_process::server::{ClientRules, Http2, Server, Shutdown};
+use warmroute_process::signals::{self, Hangup, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
@@ -33,10 +33,11 @@ use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
-use crate::proxy::{self, App, BodyBudget, EngineClient};
+use crate::proxy::{self, App, BodyBudget, EngineClient, HeldRequests, StoredResponses};
 use crate::ready::{Ready, notice};
 use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
+use crate::settings::{LiveSettings, SettingsWatcher};
 use crate::shared_core::SharedCore;
 use crate::tokenize::Tokenizer;
 
@@ -84,7 +85,11 @@ enum Leave {
 
 /// Runs until a signal or until a task fails. A second signal closes open connections.
 pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
-    let mut signals = Signals::listen().context("listening for signals")?;
+    let hangup = match config.settings {
+        Some(_) => Hangup::Reloads,
+        None => Hangup::Stops,
+    };
+    let mut signals = Signals::listen(hangup).context("listening for signals")?;
     let running = Running::start(config).await?;
     announce(running.addresses);
     let leave = tokio::select! {
@@ -104,21 +109,26 @@ pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Re
 impl Running {
     /// Binds, loads and spawns. A failure before the tasks start leaves nothing behind.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
+        let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
+        let tasks = Tasks::new(metrics.tasks_failed().clone());
+        let (settings, watcher) = live_settings(&config, &metrics)?;
         let public = bind(config.public).await?;
         let admin = bind(config.admin).await?;
         let addresses = Addresses {
             public: public.local_addr().context("the public address")?,
             admin: admin.local_addr().context("the admin address")?,
         };
-        let metrics = Arc::new(Metrics::new().context("setting up the metrics")?);
         let tokenizer = load_tokenizer(&config).await?;
-        let tasks = Tasks::new(metrics.tasks_failed().clone());
         let engines = EngineClient::new(&config.limits, Arc::clone(&metrics))
             .context("setting up the HTTP client")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
+        if let Some(watcher) = watcher {
+            tasks.spawn("settings", watcher.run(tasks.stop.clone()));
+        }
         let clients = Port::default();
         let services = Services {
             metrics,
+            settings,
             tokenizer,
             engines,
             deployment,
@@ -133,12 +143,31 @@ impl Running {
             drain_timeout: config.limits.drain_timeout,
         };
         let connections_max = config.limits.connections;
+        let settings = Arc::clone(&app.settings);
+        let public_rules = ClientRules {
+            http2: Http2::Offered,
+            half_closed: Arc::new(move || settings.current().half_closed_clients()),
+        };
         let public_router = proxy::router(app);
         let port = &running.clients;
-        running.serve("public", port, public, public_router, connections_max);
+        running.serve(
+            "public",
+            port,
+            public,
+            public_router,
+            connections_max,
+            public_rules,
+        );
         let admin_router = admin::router(Arc::new(admin_state));
         let port = &running.operators;
-        running.serve("admin", port, admin, admin_router, ADMIN_CONNECTIONS_MAX);
+        running.serve(
+            "admin",
+            port,
+            admin,
+            admin_router,
+            ADMIN_CONNECTIONS_MAX,
+            ClientRules::default(),
+        );
         Ok(running)
     }
 
@@ -150,6 +179,7 @@ impl Running {
         listener: TcpListener,
         router: Router,
         connections_max: usize,
+        clients: ClientRules,
     ) {
         let port = port.clone();
         let server = Server {
@@ -157,6 +187,7 @@ impl Running {
             router,
             connections_max,
             connections: self.app.metrics.connections().clone(),
+            clients,
         };
         let stop = self.tasks.stop.clone();
         self.tasks.spawn(name, async move {
@@ -219,6 +250,7 @@ impl Port {
 /// What the tasks are made from.
 struct Services {
     metrics: Arc<Metrics>,
+    settings: Arc<LiveSettings>,
     tokenizer: Option<Arc<Tokenizer>>,
     engines: EngineClient,
     deployment: Arc<Deployment>,
@@ -272,25 +304,24 @@ impl Services {
         tasks.spawn("registry", followed.follow(stop.clone()));
         self.watch_engines(&fleet, &ready, config, tasks);
 
-        let bodies = BodyBudget::new(
-            &config.limits,
-            self.metrics.buffered_bytes().clone(),
-            clients.connections.clone(),
-            clients.shutdown.force.clone(),
-        );
-        let cores = available_parallelism().map_or(1, usize::from);
+        let bodies = body_budget(config, &self.metrics, clients);
         let app = Arc::new(App {
             core,
             fleet,
             index,
             auditor,
             journal,
+            held: HeldRequests::new(self.metrics.waiting().clone()),
             metrics: self.metrics,
             bodies,
+            stored: StoredResponses::default(),
             engines: self.engines,
             tokenizer: self.tokenizer,
             policy: config.knobs.policy,
-            parsers: Arc::new(Semaphore::new(cores)),
+            settings: self.settings,
+            parsers: Arc::new(Semaphore::new(
+                available_parallelism().map_or(1, usize::from),
+            )),
             ready,
         });
         let admin = Admin {
@@ -327,6 +358,30 @@ impl Services {
         };
         tasks.spawn("checks", checker.run(tasks.stop.clone()));
     }
+}
+
+fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget {
+    BodyBudget::new(
+        &config.limits,
+        metrics.buffered_bytes().clone(),
+        clients.connections.clone(),
+        clients.shutdown.force.clone(),
+    )
+}
+
+/// The settings in force, and the watcher of their file if there is one. From now on SIGHUP does
+/// not end the process.
+fn live_settings(
+    config: &Config,
+    metrics: &Arc<Metrics>,
+) -> anyhow::Result<(Arc<LiveSettings>, Option<SettingsWatcher>)> {
+    let Some(file) = config.settings.clone() else {
+        return Ok(Default::default());
+    };
+    let live = LiveSettings::new(file.settings.clone());
+    let watcher = SettingsWatcher::new(file, Arc::clone(&live), Arc::clone(metrics))
+        .context("listening for SIGHUP")?;
+    Ok((live, Some(watcher)))
 }
 
 fn shared_core(config: &Config, router: RouterId) -> Arc<SharedCore> {

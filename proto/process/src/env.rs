@@ -17,6 +17,7 @@ pub const OURS: &[&str] = &[
     "ADVERTISE_URL",
     "ASSUME",
     "BLOCK_SIZE",
+    "CONFIG",
     "CONNECT_TIMEOUT_MS",
     "DRAIN_TIMEOUT_SECS",
     "ENGINE_KEY_FILE",

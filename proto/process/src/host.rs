@@ -2,12 +2,11 @@
 
 use anyhow::{Context as _, ensure};
 use axum::Router;
-use prometheus::IntGauge;
 use tokio::net::TcpListener;
 use tokio::time::{Duration, timeout};
 use tokio_util::task::TaskTracker;
 
-use crate::server::{Server, Shutdown};
+use crate::server::{ClientRules, ConnectionMetrics, Server, Shutdown};
 use crate::signals::Signals;
 use crate::tasks::Tasks;
 
@@ -31,8 +30,8 @@ pub async fn run(
         listener,
         router,
         connections_max: CONNECTIONS_MAX,
-        connections: IntGauge::new("connections", "Open connections")
-            .context("counting connections")?,
+        connections: ConnectionMetrics::hidden().context("counting connections")?,
+        clients: ClientRules::default(),
     };
     let (server_shutdown, stop) = (shutdown.clone(), tasks.stop.clone());
     let open = connections.clone();

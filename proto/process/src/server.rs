@@ -1,37 +1,40 @@
-//! The accept loop: serves HTTP/1.1 connections with an axum router.
+//! The accept loop: serves connections of HTTP/1.1, and of HTTP/2 without TLS where it is offered,
+//! with an axum router.
 //!
 //! `axum::serve` lacks three things: a time limit for request heads, which also ends idle
 //! connections; a bound on open connections; and a shutdown in two phases that breaks no request,
 //! so that connections in the system's backlog are served, and new connections may send their first
-//! request. HTTP/2 is not offered: its detection reads a preface without a time limit.
+//! request. A client that speaks HTTP/2 is known by its preface (`protocol`).
 //!
 //! At the bound the connection that is idle longest is closed for a new one. While every connection
 //! has a request in flight, further ones get answers to probes only, and 503 otherwise; beyond
 //! `PROBE_CONNECTIONS_MAX` probes in flight they are closed.
 
 mod idle;
+mod protocol;
 
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::http::{HeaderValue, Request, Response, StatusCode, header};
+use axum::http::{HeaderValue, Request, Response, StatusCode, Version, header};
 use axum::routing::MethodRouter;
+use bytes::Bytes;
 use hyper::body::Incoming;
-use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use prometheus::IntGauge;
+use prometheus::{IntCounter, IntGauge};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use idle::{ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
+use protocol::Protocol;
 
 /// A request head that takes longer is an attack or a broken client. Also ends idle connections.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -65,6 +68,12 @@ const FULL: &str = concat!(
     r#""type":"service_unavailable_error","param":null,"code":"connections_full"}}"#,
 );
 
+/// Whether the path is one of a probe.
+#[must_use]
+pub fn is_probe(path: &str) -> bool {
+    HEALTH_PATHS.contains(&path) || READY_PATHS.contains(&path)
+}
+
 /// Routes of the two probes, under all their names.
 pub fn probes<S>(health: MethodRouter<S>, ready: MethodRouter<S>) -> Router<S>
 where
@@ -92,7 +101,60 @@ pub struct Server {
     pub listener: TcpListener,
     pub router: Router,
     pub connections_max: usize,
-    pub connections: IntGauge,
+    pub connections: ConnectionMetrics,
+    pub clients: ClientRules,
+}
+
+/// What a server counts of its connections.
+#[derive(Clone, Debug)]
+pub struct ConnectionMetrics {
+    pub open: IntGauge,
+    /// Closed while idle, because a new connection needed their place.
+    pub evicted: IntCounter,
+}
+
+impl ConnectionMetrics {
+    /// Metrics that are not shown.
+    pub fn hidden() -> prometheus::Result<Self> {
+        Ok(Self {
+            open: IntGauge::new("open", "open")?,
+            evicted: IntCounter::new("evicted", "evicted")?,
+        })
+    }
+}
+
+/// What clients may do.
+#[derive(Clone)]
+pub struct ClientRules {
+    pub http2: Http2,
+    /// Asked once for each connection.
+    pub half_closed: Arc<dyn Fn() -> HalfClosed + Send + Sync>,
+}
+
+impl Default for ClientRules {
+    fn default() -> Self {
+        Self {
+            http2: Http2::Refused,
+            half_closed: Arc::new(|| HalfClosed::Abort),
+        }
+    }
+}
+
+/// Whether HTTP/2 without TLS is spoken to clients that begin with its preface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Http2 {
+    Offered,
+    Refused,
+}
+
+/// What becomes of the request of a client that ended its sending side.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HalfClosed {
+    /// The client counts as gone.
+    #[default]
+    Abort,
+    /// The client gets its answer. One that is gone is noticed when a write to it fails.
+    Serve,
 }
 
 /// The requests that a connection may send.
@@ -154,22 +216,25 @@ impl Server {
             router,
             connections_max,
             connections,
+            clients,
         } = self;
         let regular = ConnectionSlots::new(ConnectionRole::Regular, connections_max);
         let probes = ConnectionSlots::new(ConnectionRole::ProbesOnly, PROBE_CONNECTIONS_MAX);
         let begin = |stream, slot| {
-            let open = OpenConnection::new(slot, connections.clone());
-            tasks.spawn(serve_connection(
-                stream,
-                router.clone(),
-                shutdown.clone(),
+            let open = OpenConnection::new(slot, connections.open.clone());
+            let served = ServedConnection {
                 open,
-            ));
+                router: router.clone(),
+                shutdown: shutdown.clone(),
+                clients: clients.clone(),
+                tasks: tasks.clone(),
+            };
+            tasks.spawn(served.run(stream));
         };
         loop {
             let accepted = tokio::select! {
                 () = shutdown.stop.cancelled() => break,
-                accepted = accept(&listener, &regular, &probes) => accepted,
+                accepted = accept(&listener, &regular, &probes, &connections.evicted) => accepted,
             };
             match accepted {
                 Some((stream, slot)) => begin(stream, slot),
@@ -203,6 +268,7 @@ async fn accept(
     listener: &TcpListener,
     regular: &ConnectionSlots,
     probes: &ConnectionSlots,
+    evicted: &IntCounter,
 ) -> Option<(TcpStream, ConnectionSlot)> {
     loop {
         let stream = match listener.accept().await {
@@ -214,10 +280,16 @@ async fn accept(
         };
         let slot = match regular.try_take() {
             Some(slot) => slot,
-            None if regular.idle.evict() => regular.take().await?,
+            None if regular.idle.evict() => {
+                evicted.inc();
+                regular.take().await?
+            }
             None => match probes.try_take() {
                 Some(slot) => slot,
-                None if probes.idle.evict() => probes.take().await?,
+                None if probes.idle.evict() => {
+                    evicted.inc();
+                    probes.take().await?
+                }
                 // Each of them has a probe in flight: waiting would stop accepting.
                 None => continue,
             },
@@ -252,72 +324,133 @@ impl Drop for OpenConnection {
     }
 }
 
-async fn serve_connection(
-    stream: TcpStream,
+/// A connection and what serves it.
+struct ServedConnection {
+    open: OpenConnection,
     router: Router,
     shutdown: Shutdown,
-    open: OpenConnection,
-) {
-    // Small writes of tokens must not wait for each other.
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "connection closed immediately");
-        return;
-    }
-    let (role, activity) = (open.role, Arc::clone(&open.activity));
-    let stream = ObservedStream {
-        stream,
-        activity: Arc::clone(&activity),
-    };
-    let router = TowerToHyperService::new(router);
-    let service = service_fn(move |request: Request<Incoming>| {
-        let in_flight = activity.begin();
-        let path = request.uri().path();
-        let is_probe = HEALTH_PATHS.contains(&path) || READY_PATHS.contains(&path);
-        let served = match role {
-            ConnectionRole::ProbesOnly if !is_probe => None,
-            ConnectionRole::Regular | ConnectionRole::ProbesOnly => Some(router.call(request)),
+    clients: ClientRules,
+    tasks: TaskTracker,
+}
+
+impl ServedConnection {
+    async fn run(self, mut stream: TcpStream) {
+        // Small writes of tokens must not wait for each other.
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "connection closed immediately");
+            return;
+        }
+        let first_request = Instant::now() + FIRST_REQUEST;
+        let stopped = async {
+            self.shutdown.stop.cancelled().await;
+            sleep_until(first_request).await;
         };
-        async move {
-            let response = match served {
-                Some(served) => served.await?,
-                None => full(),
-            };
-            Ok::<_, Infallible>(response.map(|body| InFlightBody {
-                body,
-                _request: in_flight,
-            }))
-        }
-    });
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIMEOUT)
-        .max_buf_size(HEAD_BYTES_MAX)
-        .max_headers(HEADERS_MAX)
-        .serve_connection(TokioIo::new(stream), service);
-    let first_request = Instant::now() + FIRST_REQUEST;
-    let stopped = async {
-        shutdown.stop.cancelled().await;
-        sleep_until(first_request).await;
-    };
-    tokio::pin!(connection, stopped);
-    let mut stopping = false;
-    loop {
-        tokio::select! {
-            ended = &mut connection => {
-                if let Err(error) = ended {
-                    tracing::trace!(%error, "connection broke");
+        tokio::pin!(stopped);
+        let detected = match self.clients.http2 {
+            Http2::Refused => Ok((Protocol::Http1, Bytes::new())),
+            Http2::Offered => tokio::select! {
+                detected = timeout(HEAD_TIMEOUT, protocol::detect(&mut stream)) => {
+                    detected.unwrap_or_else(|late| Err(late.into()))
                 }
-                break;
+                () = &mut stopped => return,
+                () = self.ended() => return,
+            },
+        };
+        let (protocol, begun) = match detected {
+            Ok(detected) => detected,
+            Err(error) => {
+                tracing::trace!(%error, "connection broke before its first request");
+                return;
             }
-            () = &mut stopped, if !stopping => {
-                stopping = true;
-                connection.as_mut().graceful_shutdown();
+        };
+        let stream = ObservedStream {
+            begun,
+            stream,
+            activity: Arc::clone(&self.open.activity),
+        };
+        let router = TowerToHyperService::new(self.router.clone());
+        let (activity, role) = (Arc::clone(&self.open.activity), self.open.role);
+        let service = service_fn(move |request| serve_request(&activity, role, &router, request));
+        match protocol {
+            Protocol::Http1 => {
+                let half_closed = (self.clients.half_closed)();
+                let connection = protocol::http1(stream, half_closed, service);
+                self.drive(connection, |open| open.graceful_shutdown(), stopped)
+                    .await;
             }
-            () = shutdown.force.cancelled() => break,
-            () = open.activity.evicted() => break,
+            Protocol::Http2 => {
+                let connection = protocol::http2(stream, self.tasks.clone(), service);
+                self.drive(connection, |open| open.graceful_shutdown(), stopped)
+                    .await;
+            }
         }
     }
-    drop(open);
+
+    /// The connection is to be cut.
+    async fn ended(&self) {
+        tokio::select! {
+            () = self.shutdown.force.cancelled() => {}
+            () = self.open.activity.evicted() => {}
+        }
+    }
+
+    /// Serves a connection to its end. `finish` ends it after its requests in flight.
+    async fn drive<C>(
+        &self,
+        connection: C,
+        finish: impl Fn(Pin<&mut C>),
+        mut stopped: Pin<&mut impl Future<Output = ()>>,
+    ) where
+        C: Future<Output = hyper::Result<()>>,
+    {
+        tokio::pin!(connection);
+        let ended = self.ended();
+        tokio::pin!(ended);
+        let mut stopping = false;
+        loop {
+            tokio::select! {
+                ended = &mut connection => {
+                    if let Err(error) = ended {
+                        tracing::trace!(%error, "connection broke");
+                    }
+                    return;
+                }
+                () = &mut stopped, if !stopping => {
+                    stopping = true;
+                    finish(connection.as_mut());
+                }
+                () = &mut ended => return,
+            }
+        }
+    }
+}
+
+fn serve_request(
+    activity: &Arc<ConnectionActivity>,
+    role: ConnectionRole,
+    router: &TowerToHyperService<Router>,
+    request: Request<Incoming>,
+) -> impl Future<Output = Result<Response<InFlightBody>, Infallible>> + Send + 'static + use<> {
+    let in_flight = activity.begin();
+    let version = request.version();
+    let served = match role {
+        ConnectionRole::ProbesOnly if !is_probe(request.uri().path()) => None,
+        ConnectionRole::Regular | ConnectionRole::ProbesOnly => Some(router.call(request)),
+    };
+    async move {
+        let mut response = match served {
+            Some(served) => served.await?,
+            None => full(),
+        };
+        if version == Version::HTTP_2 {
+            // RFC 9113, section 8.2.2, forbids it.
+            response.headers_mut().remove(header::CONNECTION);
+        }
+        Ok(response.map(|body| InFlightBody {
+            body,
+            _request: in_flight,
+        }))
+    }
 }
 
 /// The answer where only probes are served.

@@ -24,6 +24,9 @@ pub struct RouterArgs {
     /// Without a command the router serves.
     #[command(subcommand)]
     pub command: Option<RouterCommand>,
+    /// TOML file of further settings, read again on SIGHUP and when it changes.
+    #[arg(long, env = "WARMROUTE_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
     #[command(flatten)]
     pub listen: ListenArgs,
     #[command(flatten)]

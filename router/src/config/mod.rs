@@ -21,6 +21,7 @@ use warmroute_proto::{BlockSize, Namespace, WorkerId};
 
 use crate::route::Knobs;
 use crate::route::args::ChoiceArgsError;
+use crate::settings::{SettingsError, SettingsFile};
 
 pub use args::{RouterArgs, RouterCommand};
 pub use worker::{WorkerSpec, WorkerSpecError};
@@ -40,6 +41,8 @@ pub struct Config {
     pub knobs: Knobs,
     pub limits: Limits,
     pub health_interval: Duration,
+    /// `--config`.
+    pub settings: Option<SettingsFile>,
     pub logs: Logs,
 }
 
@@ -88,6 +91,11 @@ pub enum RouterConfigError {
     },
     #[error("--max-buffered-bytes {buffered} is less than --max-body-bytes {body}")]
     Buffered { buffered: u64, body: u64 },
+    #[error("--config {path:?}: {error}")]
+    Settings {
+        path: PathBuf,
+        error: Box<SettingsError>,
+    },
     #[error(transparent)]
     LogFilter(#[from] LogFilterError),
 }
@@ -101,6 +109,7 @@ impl TryFrom<RouterArgs> for Config {
     fn try_from(args: RouterArgs) -> Result<Self, RouterConfigError> {
         let RouterArgs {
             command: _,
+            config,
             listen,
             fleet,
             nats,
@@ -137,6 +146,7 @@ impl TryFrom<RouterArgs> for Config {
             knobs: choice.try_into()?,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
+            settings: config.map(settings).transpose()?,
             logs: Logs::try_from(logs)?,
         })
     }
@@ -193,6 +203,13 @@ fn block_size(tokens: u32) -> Result<BlockSize, RouterConfigError> {
     BlockSize::new(tokens)
         .filter(|_| tokens <= BLOCK_TOKENS_MAX)
         .ok_or(RouterConfigError::BlockSize(tokens))
+}
+
+fn settings(path: PathBuf) -> Result<SettingsFile, RouterConfigError> {
+    SettingsFile::load(&path).map_err(|error| RouterConfigError::Settings {
+        path,
+        error: Box::new(error),
+    })
 }
 
 const fn range(

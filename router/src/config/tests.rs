@@ -3,6 +3,7 @@ use warmroute_proto::Tiers;
 
 use super::*;
 use crate::route::Policy;
+use crate::settings::Settings;
 
 fn config(flags: &[&str]) -> Result<Config, RouterConfigError> {
     let flags = std::iter::once("warmroute-router").chain(flags.iter().copied());
@@ -40,6 +41,11 @@ fn each_flag_sets_its_field() {
         "--router-temperature=0.25",
         "--tier-credits=cpu=0.6,disk=0.2",
         "--max-active-requests=1006",
+        concat!(
+            "--config=",
+            env!("CARGO_MANIFEST_DIR"),
+            "/../deploy/router.toml"
+        ),
         "--log=warn",
         "--log-json",
     ]);
@@ -55,6 +61,7 @@ fn each_flag_sets_its_field() {
         knobs,
         limits: _,
         health_interval,
+        settings,
         logs,
     } = config.unwrap();
     assert_eq!(public.to_string(), "127.0.0.3:1003");
@@ -85,6 +92,8 @@ fn each_flag_sets_its_field() {
     };
     assert_eq!(knobs, expected);
     assert_eq!(health_interval, Duration::from_millis(1005));
+    // The example holds the defaults.
+    assert_eq!(settings.unwrap().settings, Settings::default());
     assert_eq!((logs.filter.as_str(), logs.json), ("warn", true));
 }
 

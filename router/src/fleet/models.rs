@@ -13,6 +13,8 @@ pub(crate) struct ModelCatalog {
     pub models: BTreeMap<String, CatalogModel>,
     /// Some worker is healthy and has reported its models.
     pub usable: bool,
+    /// Some worker has not reported its models.
+    pub incomplete: bool,
 }
 
 /// One model name, base model or adapter.
@@ -53,6 +55,7 @@ impl ModelCatalog {
         let mut checked: BTreeMap<String, Vec<&FleetWorker>> = BTreeMap::new();
         for worker in workers {
             catalog.usable |= worker.serves();
+            catalog.incomplete |= worker.entry.models.is_empty();
             for (name, model) in models(&worker.entry, block_size) {
                 checked.entry(name.clone()).or_default().push(worker);
                 let known = catalog.models.entry(name).or_insert_with(|| model.clone());

@@ -51,6 +51,14 @@ label! {
 }
 
 label! {
+    /// What became of a changed settings file.
+    ReloadResult {
+        Loaded = "loaded",
+        Refused = "refused",
+    }
+}
+
+label! {
     /// A step on the way to a decision.
     DecisionStep {
         /// Parse, render, tokenize, hash.
@@ -77,6 +85,8 @@ label! {
         Connect = "connect",
         /// The engine closed the connection before it answered.
         Broken = "broken",
+        /// The engine sent no output within `first_token_timeout_secs`.
+        Silent = "silent",
         /// The engine answered 502 or 503.
         Status = "status",
         /// The engine closed a reused connection: sent again on a new one.

@@ -3,7 +3,8 @@
 //! While the request may still be moved (see [`crate::route::moves`]) the answer's head is held
 //! back until the first byte of its body is there or the time for moving is over, a few
 //! milliseconds at most. Engines send heads long before their first token, and a client that has a
-//! head cannot be served by another engine.
+//! head cannot be served by another engine. With `first_token_timeout_secs` the head of a stream is
+//! held back for the same reason until its first byte or that time.
 
 use std::time::Duration;
 
@@ -35,8 +36,25 @@ pub(super) struct EngineHead {
     pub early: Option<Bytes>,
 }
 
+/// Why an attempt has no answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum AttemptError {
+    #[error(transparent)]
+    Http(#[from] reqwest::Error),
+    #[error("no output within {0:?}")]
+    Silent(Duration),
+}
+
+/// What the wait for an answer's beginning depends on.
+struct HeadWait {
+    /// After so long the prefill counts as ended, where no token will show it.
+    predicted: Option<Duration>,
+    /// Longest time to the first byte of a stream's body, which is waited for.
+    first_token_max: Option<Duration>,
+}
+
 enum Waited {
-    Head(reqwest::Result<EngineHead>),
+    Head(Result<EngineHead, AttemptError>),
     /// The request has another placement.
     Moved,
 }
@@ -48,7 +66,7 @@ impl App {
         request: &ForwardedRequest,
         routing: &Routing,
         placement: &mut Placement,
-    ) -> reqwest::Result<EngineHead> {
+    ) -> Result<EngineHead, AttemptError> {
         // Any other request may have effects that are not to be had twice.
         let resend = match request.method {
             Method::GET | Method::HEAD => Resend::Allowed,
@@ -56,12 +74,17 @@ impl App {
             _ => Resend::Never,
         };
         loop {
-            let predicted = (!routing.streaming).then_some(placement.decision.predicted_ttft);
+            let predicted = placement.decision.predicted_ttft;
+            let first_token_max = self.settings.current().first_token_timeout();
+            let limits = HeadWait {
+                predicted: (!routing.streaming).then_some(predicted),
+                first_token_max: first_token_max.filter(|_| routing.streaming),
+            };
             let addressed = self.addressed(request, &placement.decision)?;
             let sent = self.engines.send(addressed, resend);
             let cancel = CancelCount::armed(&self.metrics);
             let moves = |placement: &mut Placement| self.moves(routing, placement);
-            let waited = wait_for_head(sent, predicted, placement, moves).await;
+            let waited = wait_for_head(sent, limits, placement, moves).await;
             cancel.disarm();
             match waited {
                 Waited::Head(head) => return head,
@@ -76,7 +99,7 @@ impl App {
         let ask = RouteRequest {
             model: &routing.model,
             prompt: &routing.prompt,
-            exclude: &[],
+            exclude: &routing.exclude,
         };
         let slot = placement.slot.counter();
         let moved = self.core.reconsider(slot, &ask, routing.index.as_ref());
@@ -95,21 +118,16 @@ impl App {
     }
 }
 
-/// Waits for the answer's beginning. After `predicted` the prefill counts as ended, where no token
-/// will show it. `moves` is called when another router's choice crosses this one.
+/// Waits for the answer's beginning. `moves` is called when another router's choice crosses this
+/// one.
 async fn wait_for_head(
     sent: impl Future<Output = reqwest::Result<reqwest::Response>>,
-    predicted: Option<Duration>,
+    limits: HeadWait,
     placement: &mut Placement,
     mut moves: impl FnMut(&mut Placement) -> bool,
 ) -> Waited {
-    let prefill_end = async {
-        match predicted {
-            Some(after) => tokio::time::sleep(after).await,
-            None => std::future::pending().await,
-        }
-    };
-    tokio::pin!(sent, prefill_end);
+    let (prefill_end, silent) = (pause(limits.predicted), pause(limits.first_token_max));
+    tokio::pin!(sent, prefill_end, silent);
     let mut held: Option<reqwest::Response> = None;
     let mut in_prefill = true;
     loop {
@@ -118,33 +136,52 @@ async fn wait_for_head(
             // A request is not moved once a byte of its answer is there.
             biased;
             result = &mut sent, if held.is_none() => match result {
-                Ok(response) if watch.is_some() && is_stream(&response) => held = Some(response),
+                Ok(response)
+                    if (watch.is_some() || limits.first_token_max.is_some())
+                        && is_stream(&response) =>
+                {
+                    held = Some(response);
+                }
                 result => {
                     let head = result.map(|response| EngineHead { response, early: None });
-                    return Waited::Head(head);
+                    return Waited::Head(head.map_err(AttemptError::from));
                 }
             },
             early = first_bytes(held.as_mut()) => {
                 let Some(response) = held.take() else { continue };
-                return Waited::Head(early.map(|early| EngineHead { response, early }));
+                let head = early.map(|early| EngineHead { response, early });
+                return Waited::Head(head.map_err(AttemptError::from));
             }
             signal = next_signal(watch) => match signal {
                 MoveSignal::Crossed if moves(placement) => return Waited::Moved,
                 MoveSignal::Crossed => {}
                 MoveSignal::Expired => placement.watch = None,
             },
-            () = &mut prefill_end, if in_prefill => {
+            _ = &mut prefill_end, if in_prefill => {
                 in_prefill = false;
                 placement.watch = None;
                 placement.slot.prefill_predicted();
             }
+            after = &mut silent => return Waited::Head(Err(AttemptError::Silent(after))),
         }
         if placement.watch.is_none()
+            && limits.first_token_max.is_none()
             && let Some(response) = held.take()
         {
             let early = None;
             return Waited::Head(Ok(EngineHead { response, early }));
         }
+    }
+}
+
+/// Pending without a duration; returns it after it.
+async fn pause(duration: Option<Duration>) -> Duration {
+    match duration {
+        Some(duration) => {
+            tokio::time::sleep(duration).await;
+            duration
+        }
+        None => std::future::pending().await,
     }
 }
 

@@ -14,9 +14,10 @@ use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{DpRank, Source};
 
 use super::App;
-use super::attempt::{EngineHead, Placement};
+use super::attempt::{AttemptError, EngineHead, Placement};
 use super::call::Call;
 use super::headers;
+use super::waiting::WorkerWait;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestResult};
@@ -48,6 +49,8 @@ pub(super) struct Routing {
     pub streaming: bool,
     /// The request may be aborted on one worker and sent to another.
     pub movable: bool,
+    /// Sources that must not get the request.
+    pub exclude: Vec<Source>,
 }
 
 /// An engine's response head, with the slot that is still open.
@@ -67,14 +70,32 @@ struct AttemptHistory {
 }
 
 impl App {
-    /// The answer of the best worker that has one.
+    /// The answer of the best worker that has one, after a wait where none is ready.
     pub(super) async fn forward(
         &self,
         call: &Call,
         request: &ForwardedRequest,
         routing: &Routing,
+        wait: &mut WorkerWait,
     ) -> Result<EngineAnswer, ProxyError> {
-        let mut history = AttemptHistory::default();
+        loop {
+            match self.try_workers(call, request, routing).await {
+                Err(error) if wait.before_retry(self, &error).await => {}
+                result => return result,
+            }
+        }
+    }
+
+    async fn try_workers(
+        &self,
+        call: &Call,
+        request: &ForwardedRequest,
+        routing: &Routing,
+    ) -> Result<EngineAnswer, ProxyError> {
+        let mut history = AttemptHistory {
+            tried: routing.exclude.clone(),
+            ..AttemptHistory::default()
+        };
         loop {
             let mut placement = match self.admit(routing, &history.tried, call) {
                 Ok(placement) => placement,
@@ -102,13 +123,13 @@ impl App {
                     history.fallback = Some(answer);
                     RetryReason::Status
                 }
-                Err(error) if error.is_builder() => {
+                Err(AttemptError::Http(error)) if error.is_builder() => {
                     return Err(ProxyError::Internal("a worker's URL does not parse"));
                 }
                 Err(error) => {
                     let reason = self.failed(&mut placement, &error);
                     placement.slot.fail();
-                    history.broken += usize::from(reason == RetryReason::Broken);
+                    history.broken += usize::from(reason != RetryReason::Connect);
                     if history.attempts == ATTEMPTS_MAX || history.broken == BROKEN_MAX {
                         return history.exhausted();
                     }
@@ -175,17 +196,20 @@ impl App {
     }
 
     /// Reports a failure to the fleet.
-    fn failed(&self, placement: &mut Placement, error: &reqwest::Error) -> RetryReason {
+    fn failed(&self, placement: &mut Placement, error: &AttemptError) -> RetryReason {
         let decision = &placement.decision;
         let (worker, url) = (&decision.source.worker, &decision.url);
         tracing::warn!(%worker, %error, "worker did not answer");
-        if error.is_connect() {
-            self.fleet.observe(worker, url, Observation::ConnectRefused);
-            RetryReason::Connect
-        } else {
-            placement.tracked.report(RequestResult::Broken);
-            RetryReason::Broken
-        }
+        let reason = match error {
+            AttemptError::Http(error) if error.is_connect() => {
+                self.fleet.observe(worker, url, Observation::ConnectRefused);
+                return RetryReason::Connect;
+            }
+            AttemptError::Http(_) => RetryReason::Broken,
+            AttemptError::Silent(_) => RetryReason::Silent,
+        };
+        placement.tracked.report(RequestResult::Broken);
+        reason
     }
 }
 

@@ -15,8 +15,9 @@ use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
 use super::plan::{Plan, PlanInputs, plan};
-use super::respond::respond;
+use super::respond::{AnswerReaders, respond};
 use super::stream::OnUsage;
+use super::waiting::WorkerWait;
 use crate::audit::AuditCase;
 use crate::clock::civil_now;
 use crate::error::ProxyError;
@@ -41,7 +42,13 @@ pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Req
         Err(error) => return call.refuse(&error),
     };
     match serve(app, &call, route, parts, body.bytes.clone()).await {
-        Ok((answer, on_usage)) => respond(app, call, answer, on_usage),
+        Ok((answer, on_usage)) => {
+            let readers = AnswerReaders {
+                on_usage,
+                on_beginning: None,
+            };
+            respond(app, call, answer, readers)
+        }
         Err(error) => call.refuse(&error),
     }
 }
@@ -54,6 +61,14 @@ async fn serve(
     body: Bytes,
 ) -> Result<(EngineAnswer, Option<OnUsage>), ProxyError> {
     let complete = Instant::now();
+    let mut wait = WorkerWait::default();
+    let plan = loop {
+        match app.plan(route, body.clone()).await {
+            Ok(plan) => break plan,
+            Err(error) if wait.before_retry(app, &error).await => {}
+            Err(error) => return Err(error),
+        }
+    };
     let Plan {
         model,
         prompt,
@@ -62,7 +77,7 @@ async fn serve(
         unhashed,
         mismatched,
         rewritten,
-    } = app.plan(route, body.clone()).await?;
+    } = plan;
     let index = match unhashed {
         None => {
             let answer = app.query_index(&prompt).await;
@@ -85,9 +100,10 @@ async fn serve(
         index,
         streaming,
         movable: true,
+        exclude: Vec::new(),
     };
     app.metrics.decided(complete.elapsed());
-    let mut answer = app.forward(call, &request, &routing).await?;
+    let mut answer = app.forward(call, &request, &routing, &mut wait).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();

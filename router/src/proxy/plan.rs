@@ -9,7 +9,7 @@ use warmroute_proto::{BlockSize, Seed, WorkerId};
 
 use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
-use crate::openai::{self, ParsedRequest, PromptList, PromptRoute, RequestInfo};
+use crate::openai::{self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo};
 use crate::route::{CacheReads, Policy, Prompt};
 use crate::tokenize::{CivilTime, Tokenizer};
 
@@ -56,8 +56,9 @@ pub(super) fn plan(
     inputs: &PlanInputs,
 ) -> Result<Plan, ProxyError> {
     let parsed = openai::parse(route, body)?;
-    let model = known(&inputs.catalog, &parsed.info.model)?;
+    let (name, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
     let size = block_size(model);
+    let lora = model.adapter.then_some(name);
     let trust = prompt_trust(&parsed, model);
     let lists = token_lists(&parsed, trust, model, inputs);
     let (prompt, single, unhashed) = match lists {
@@ -68,7 +69,7 @@ pub(super) fn plan(
             (Prompt::opaque(tokens, size), true, Some("no_block_size"))
         }
         Ok(lists) => (
-            hashed(&lists, &parsed.info, model, size),
+            hashed(&lists, &parsed.info, lora, size),
             lists.len() == 1,
             None,
         ),
@@ -81,7 +82,7 @@ pub(super) fn plan(
         CacheReads::Bypassed
     };
     Ok(Plan {
-        model: parsed.info.model.clone(),
+        model: name.to_owned(),
         prompt: prompt.with_reads(reads).with_mismatched(mismatched.clone()),
         streaming: parsed.info.stream,
         single,
@@ -91,12 +92,19 @@ pub(super) fn plan(
     })
 }
 
-fn known<'a>(catalog: &'a ModelCatalog, name: &str) -> Result<&'a CatalogModel, ProxyError> {
-    match catalog.models.get(name) {
-        Some(model) => Ok(model),
-        None if catalog.models.is_empty() => Err(ProxyError::NoWorker),
-        None => Err(ProxyError::UnknownModel(name.to_owned())),
+/// The model with its name. Without a name it is the only base model.
+fn known<'a>(
+    catalog: &'a ModelCatalog,
+    name: Option<&str>,
+) -> Result<(&'a str, &'a CatalogModel), ProxyError> {
+    if catalog.models.is_empty() {
+        return Err(ProxyError::NoWorker);
     }
+    let name = name.or_else(|| catalog.only_model());
+    let name = name.ok_or_else(OpenAiError::missing_model)?;
+    let known = catalog.models.get_key_value(name);
+    let (name, model) = known.ok_or_else(|| ProxyError::UnknownModel(name.to_owned()))?;
+    Ok((name, model))
 }
 
 pub(super) fn block_size(model: &CatalogModel) -> BlockSize {
@@ -170,8 +178,7 @@ fn token_lists(
 /// Several prompts go to one worker together: the longest decides the overlap, all of them count as
 /// load. The longest loses its last token, as an engine computes that always and the total length
 /// does not show where the prompt ends.
-fn hashed(lists: &[Vec<u32>], info: &RequestInfo, model: &CatalogModel, size: BlockSize) -> Prompt {
-    let lora = model.adapter.then_some(info.model.as_str());
+fn hashed(lists: &[Vec<u32>], info: &RequestInfo, lora: Option<&str>, size: BlockSize) -> Prompt {
     let seed = Seed::new(lora, info.cache_salt.as_deref());
     // The first one of the longest.
     let Some(longest) = lists.iter().rev().max_by_key(|list| list.len()) else {

@@ -16,11 +16,21 @@ use super::stream::{BodyWatch, Flight, OnUsage, TrackedBody};
 use crate::openai::StreamObserver;
 use crate::route::Decision;
 
+/// Takes the first bytes of an answer's body.
+pub(super) type OnBeginning = Box<dyn FnOnce(&[u8]) + Send>;
+
+/// What is read of an answer, besides what the accounts need.
+#[derive(Default)]
+pub(super) struct AnswerReaders {
+    pub on_usage: Option<OnUsage>,
+    pub on_beginning: Option<OnBeginning>,
+}
+
 pub(super) fn respond(
     app: &App,
     call: Call,
     answer: EngineAnswer,
-    on_usage: Option<OnUsage>,
+    readers: AnswerReaders,
 ) -> Response {
     let EngineHead { response, early } = answer.head;
     let Placement {
@@ -41,7 +51,7 @@ pub(super) fn respond(
         status: parts.status,
         watch,
         block_tokens: decision.claim.block_tokens.into(),
-        on_usage,
+        readers,
         metrics: Arc::clone(&app.metrics),
     };
     Response::from_parts(parts, Body::new(TrackedBody::new(early, body, flight)))

@@ -8,12 +8,15 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::http::StatusCode;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use tokio::time::{Sleep, sleep};
 
 use super::call::Call;
+use super::respond::AnswerReaders;
 use crate::fleet::{RequestResult, TrackedRequest};
 use crate::metrics::{CancelPhase, Metrics};
 use crate::openai::{StreamObserver, TokenUsage};
@@ -21,6 +24,10 @@ use crate::shared_core::SlotHold;
 
 /// A JSON answer larger than this is not searched for its usage.
 const JSON_BYTES_MAX: usize = 256 << 10;
+
+/// Longest time for the body of an error, from its head. Engines write errors as a whole; a hung
+/// one must not hold the client.
+const ERROR_BODY_MAX: Duration = Duration::from_secs(30);
 
 /// How a body is read along.
 pub(super) enum BodyWatch {
@@ -42,7 +49,7 @@ pub(super) struct Flight {
     pub watch: BodyWatch,
     /// Output tokens that fill a block.
     pub block_tokens: u64,
-    pub on_usage: Option<OnUsage>,
+    pub readers: AnswerReaders,
     pub metrics: Arc<Metrics>,
 }
 
@@ -53,11 +60,24 @@ pub(super) struct TrackedBody {
     flight: Option<Flight>,
     phase: CancelPhase,
     grown_blocks: u64,
+    /// The end of the time for the body of an error.
+    error_end: Option<Pin<Box<Sleep>>>,
+}
+
+/// Why a body ends early.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum BodyError {
+    #[error(transparent)]
+    Http(#[from] reqwest::Error),
+    #[error("the body of an error is not complete after {ERROR_BODY_MAX:?}")]
+    ErrorTimeout,
 }
 
 impl TrackedBody {
     pub(super) fn new(early: Option<Bytes>, inner: reqwest::Body, flight: Flight) -> Self {
+        let is_error = flight.status.is_client_error() || flight.status.is_server_error();
         let mut tracked = Self {
+            error_end: is_error.then(|| Box::pin(sleep(ERROR_BODY_MAX))),
             early,
             inner,
             flight: Some(flight),
@@ -78,6 +98,9 @@ impl TrackedBody {
         if self.phase != CancelPhase::Stream {
             self.phase = CancelPhase::Stream;
             flight.call.first_byte();
+            if let Some(on_beginning) = flight.readers.on_beginning.take() {
+                on_beginning(data);
+            }
         }
         match &mut flight.watch {
             BodyWatch::Events(watch) => {
@@ -171,7 +194,7 @@ impl Flight {
 
     fn audit(&mut self, usage: Option<TokenUsage>) {
         if let (true, Some(usage)) = (self.status.is_success(), usage)
-            && let Some(on_usage) = self.on_usage.take()
+            && let Some(on_usage) = self.readers.on_usage.take()
         {
             on_usage(usage);
         }
@@ -180,16 +203,25 @@ impl Flight {
 
 impl Body for TrackedBody {
     type Data = Bytes;
-    type Error = reqwest::Error;
+    type Error = BodyError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, reqwest::Error>>> {
-        let polled = match self.early.take() {
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let mut polled = match self.early.take() {
             Some(early) => Poll::Ready(Some(Ok(Frame::data(early)))),
-            None => Pin::new(&mut self.inner).poll_frame(context),
+            None => {
+                let polled = Pin::new(&mut self.inner).poll_frame(context);
+                polled.map_err(BodyError::from)
+            }
         };
+        if polled.is_pending()
+            && let Some(error_end) = &mut self.error_end
+            && error_end.as_mut().poll(context).is_ready()
+        {
+            polled = Poll::Ready(Some(Err(BodyError::ErrorTimeout)));
+        }
         match &polled {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
@@ -256,7 +288,7 @@ mod tests {
             status: StatusCode::OK,
             watch: BodyWatch::Events(StreamObserver::default()),
             block_tokens: 16,
-            on_usage: None,
+            readers: AnswerReaders::default(),
             metrics,
         };
         let early = Bytes::from_static(b"data: 1\n\n");

@@ -37,7 +37,8 @@ pub(super) struct ConnectionActivity {
 enum ActivityState {
     /// With the number in the table.
     Idle(u64),
-    InFlight,
+    /// So many requests; HTTP/1.1 has one at a time.
+    InFlight(usize),
     /// The answer's body is complete and not yet written.
     Flushing,
 }
@@ -87,10 +88,14 @@ impl ConnectionActivity {
 
     pub(super) fn begin(self: &Arc<Self>) -> InFlightRequest {
         let mut state = self.state();
-        if let ActivityState::Idle(number) = *state {
-            self.idle.remove(number);
-        }
-        *state = ActivityState::InFlight;
+        *state = match *state {
+            ActivityState::Idle(number) => {
+                self.idle.remove(number);
+                ActivityState::InFlight(1)
+            }
+            ActivityState::InFlight(requests) => ActivityState::InFlight(requests + 1),
+            ActivityState::Flushing => ActivityState::InFlight(1),
+        };
         InFlightRequest(Arc::clone(self))
     }
 
@@ -117,7 +122,15 @@ impl Drop for ConnectionActivity {
 
 impl Drop for InFlightRequest {
     fn drop(&mut self) {
-        *self.0.state() = ActivityState::Flushing;
+        let mut state = self.0.state();
+        *state = match *state {
+            ActivityState::InFlight(requests) if requests > 1 => {
+                ActivityState::InFlight(requests - 1)
+            }
+            ActivityState::InFlight(_) | ActivityState::Idle(_) | ActivityState::Flushing => {
+                ActivityState::Flushing
+            }
+        };
     }
 }
 
@@ -149,6 +162,8 @@ impl HttpBody for InFlightBody {
 
 /// A socket that reports when its writes are complete.
 pub(super) struct ObservedStream {
+    /// Bytes that were read already.
+    pub begun: Bytes,
     pub stream: TcpStream,
     pub activity: Arc<ConnectionActivity>,
 }
@@ -159,6 +174,11 @@ impl AsyncRead for ObservedStream {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if !self.begun.is_empty() {
+            let length = self.begun.len().min(buffer.remaining());
+            buffer.put_slice(&self.begun.split_to(length));
+            return Poll::Ready(Ok(()));
+        }
         Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }

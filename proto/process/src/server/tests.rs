@@ -7,19 +7,32 @@ use tokio::time::timeout;
 use super::*;
 
 /// Bound of every wait; only a defect takes so long.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(90);
 
 async fn serve(connections_max: usize) -> (SocketAddr, IntGauge, Shutdown) {
+    let (address, metrics, shutdown) = serve_clients(connections_max, HalfClosed::Abort).await;
+    (address, metrics.open, shutdown)
+}
+
+async fn serve_clients(
+    connections_max: usize,
+    half_closed: HalfClosed,
+) -> (SocketAddr, ConnectionMetrics, Shutdown) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let (connections, shutdown) = (IntGauge::new("n", "n").unwrap(), Shutdown::default());
+    let (connections, shutdown) = (ConnectionMetrics::hidden().unwrap(), Shutdown::default());
     let server = Server {
         listener,
         router: probes(get(|| async {}), get(|| async {}))
             .route("/", get(|| async { "served" }))
-            .route("/slow", get(endless)),
+            .route("/slow", get(endless))
+            .route("/late", get(late)),
         connections_max,
         connections: connections.clone(),
+        clients: ClientRules {
+            http2: Http2::Offered,
+            half_closed: Arc::new(move || half_closed),
+        },
     };
     let tasks = TaskTracker::new();
     tasks.spawn(server.run(shutdown.clone(), tasks.clone()));
@@ -34,13 +47,13 @@ async fn endless() -> Body {
 struct NeverBody;
 
 impl hyper::body::Body for NeverBody {
-    type Data = bytes::Bytes;
+    type Data = Bytes;
     type Error = Infallible;
 
     fn poll_frame(
-        self: std::pin::Pin<&mut Self>,
+        self: Pin<&mut Self>,
         _context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Result<hyper::body::Frame<bytes::Bytes>, Infallible>>> {
+    ) -> std::task::Poll<Option<Result<hyper::body::Frame<Bytes>, Infallible>>> {
         std::task::Poll::Pending
     }
 }
@@ -173,7 +186,7 @@ async fn while_all_requests_are_in_flight_only_probes_are_answered() {
     shutdown.stop.cancel();
 }
 
-/// Covers answers that need no other process. docs/FRONT.md describes the others.
+/// Covers answers that need no other process: the next test has one that waits.
 #[tokio::test]
 async fn a_client_that_ends_its_sending_side_gets_an_immediate_answer() {
     let (address, _, shutdown) = serve(2).await;
@@ -187,6 +200,111 @@ async fn a_client_that_ends_its_sending_side_gets_an_immediate_answer() {
         read.expect("an answer").unwrap();
         assert_eq!(status(&answer), Some(200), "{answer}");
     }
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+/// The answer comes after the client's end of sending.
+async fn late() -> &'static str {
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    "late"
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_half_closed_client_gets_a_late_answer_where_the_operator_wants_it() {
+    for (half_closed, expected) in [(HalfClosed::Abort, None), (HalfClosed::Serve, Some(200))] {
+        let (address, _, shutdown) = serve_clients(2, half_closed).await;
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = b"GET /late HTTP/1.1\r\nhost: s\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        stream.shutdown().await.unwrap();
+        let mut answer = String::new();
+        let read = timeout(PATIENCE, stream.read_to_string(&mut answer)).await;
+        read.expect("an answer or an end").unwrap();
+        assert_eq!(status(&answer), expected, "{answer}");
+        shutdown.force.cancel();
+        shutdown.stop.cancel();
+    }
+}
+
+type Http2Client = hyper::client::conn::http2::SendRequest<String>;
+
+async fn http2_client(address: SocketAddr) -> Http2Client {
+    let stream = TcpStream::connect(address).await.unwrap();
+    let executor = hyper_util::rt::TokioExecutor::new();
+    let stream = hyper_util::rt::TokioIo::new(stream);
+    let (client, connection) = hyper::client::conn::http2::handshake(executor, stream)
+        .await
+        .unwrap();
+    drop(TaskTracker::new().spawn(connection));
+    client
+}
+
+async fn http2_status(client: &mut Http2Client, path: &str) -> Option<u16> {
+    let uri = format!("http://s{path}");
+    let request = Request::builder().uri(uri).body(String::new()).unwrap();
+    let answered = timeout(PATIENCE, client.send_request(request)).await;
+    Some(answered.expect("an answer").ok()?.status().as_u16())
+}
+
+/// Answers in flight on one connection do not wait for each other; the shutdown ends it in order.
+#[tokio::test]
+async fn clients_may_speak_http2_without_tls() {
+    let (address, metrics, shutdown) = serve_clients(2, HalfClosed::Abort).await;
+    let mut client = http2_client(address).await;
+    let request = Request::builder()
+        .uri("http://s/slow")
+        .body(String::new())
+        .unwrap();
+    let slow = client.send_request(request).await.unwrap();
+    assert_eq!(slow.status(), 200);
+    assert_eq!(http2_status(&mut client, "/").await, Some(200));
+    // Not idle while one answer is in flight.
+    let mut other = TcpStream::connect(address).await.unwrap();
+    assert_eq!(status(&ask(&mut other, &[]).await), Some(200));
+    let mut third = TcpStream::connect(address).await.unwrap();
+    assert_eq!(status(&ask(&mut third, &[]).await), Some(200));
+    assert!(is_closed(&mut other).await);
+    assert_eq!(http2_status(&mut client, "/").await, Some(200));
+    drop(slow);
+    shutdown.stop.cancel();
+    while metrics.open.get() > 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(metrics.evicted.get(), 1);
+}
+
+/// The first bytes may come one by one, and be of another protocol.
+#[tokio::test]
+async fn slow_and_wrong_prefaces_are_http1() {
+    let (address, _, shutdown) = serve_clients(4, HalfClosed::Abort).await;
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    for byte in b"PUT / HTTP/1.1\r\nhost: s\r\n\r\n" {
+        stream.write_all(&[*byte]).await.unwrap();
+        tokio::task::yield_now().await;
+    }
+    let mut answer = vec![0; 1024];
+    let read = timeout(PATIENCE, stream.read(&mut answer)).await;
+    let read = read.expect("an answer").unwrap();
+    assert_eq!(status(&String::from_utf8_lossy(&answer[..read])), Some(405));
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream
+        .write_all(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n")
+        .await
+        .unwrap();
+    let read = timeout(PATIENCE, stream.read(&mut answer)).await;
+    let read = read.expect("an answer").unwrap();
+    assert_eq!(status(&String::from_utf8_lossy(&answer[..read])), Some(400));
+    shutdown.force.cancel();
+    shutdown.stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_preface_that_never_ends_times_out() {
+    let (address, _, shutdown) = serve_clients(4, HalfClosed::Abort).await;
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(b"PRI * HT").await.unwrap();
+    assert!(is_closed(&mut stream).await);
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }

@@ -77,6 +77,12 @@ impl OpenAiError {
         }
     }
 
+    /// The request names no model, and there are several.
+    pub fn missing_model() -> Self {
+        let message = "Several models are served: name one in `model`.";
+        Self::invalid("model", message).with_code("missing_model")
+    }
+
     pub fn model_not_found(model: &str) -> Self {
         // The name has any length; the error repeats its first 128 characters.
         let shown: String = model.chars().take(128).collect();

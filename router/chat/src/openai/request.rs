@@ -18,7 +18,8 @@ pub enum PromptRoute {
 /// The options of a request, owned so that they outlive the body.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestInfo {
-    pub model: String,
+    /// `None` where it is left out, null or empty: the engine takes its only model.
+    pub model: Option<String>,
     pub cache_salt: Option<String>,
     pub stream: bool,
     /// Tokens of the prompt that the engine keeps; -1 means up to the model's maximum.
@@ -93,13 +94,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
         PromptRoute::Completions => completion::FIELDS,
     };
     let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
-    let model = fields
-        .text("model")?
-        .filter(|model| !model.is_empty())
-        .ok_or_else(|| {
-            OpenAiError::invalid("model", "You must provide a model parameter.")
-                .with_code("missing_model")
-        })?;
+    let model = fields.text("model")?.filter(|model| !model.is_empty());
     let mut opaque = FirstOpaque::default();
     let prompt = match route {
         PromptRoute::ChatCompletions => PromptSource::Chat(chat::read(&fields, &mut opaque)?),
@@ -113,7 +108,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
         opaque.set(OpaqueReason::TransferredTokens);
     }
     let info = RequestInfo {
-        model: model.into_owned(),
+        model: model.map(Cow::into_owned),
         cache_salt: fields.text("cache_salt")?.map(Cow::into_owned),
         stream,
         truncate_prompt,

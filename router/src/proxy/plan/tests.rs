@@ -36,6 +36,7 @@ fn inputs() -> PlanInputs {
     };
     let models = [("m", model), ("a", adapter), ("blind", blind)];
     let catalog = ModelCatalog {
+        incomplete: false,
         models: models.map(|(name, model)| (name.to_owned(), model)).into(),
         usable: true,
     };

@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use bytes::{Bytes, BytesMut};
 use futures_util::stream;
@@ -17,7 +18,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
-use warmroute_process::server::{Server, Shutdown};
+use warmroute_process::server::{ClientRules, Server, Shutdown};
 use warmroute_proto::load::LoadMessage;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
@@ -27,6 +28,7 @@ use crate::config::Limits;
 use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
 use crate::route::{Knobs, Prompt, RouteRequest, SourceLoad};
+use crate::settings::Settings;
 use crate::testing::{ROUTER, core, plane, subjects, worker_entry};
 
 /// More than any body here but the one that is too large.
@@ -110,6 +112,8 @@ struct Inner {
     abandoned: watch::Sender<usize>,
     streams: Mutex<VecDeque<mpsc::Sender<std::io::Result<Bytes>>>>,
     events: Mutex<usize>,
+    /// Ids of `/v1/responses`.
+    stored: Mutex<Vec<String>>,
 }
 
 impl Engine {
@@ -121,6 +125,7 @@ impl Engine {
             abandoned: watch::Sender::new(0),
             streams: Mutex::default(),
             events: Mutex::default(),
+            stored: Mutex::default(),
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -237,8 +242,36 @@ impl Engine {
         engine
     }
 
+    /// Sends the head of an error and a part of its body.
+    pub(super) async fn hanging_in_an_error() -> Self {
+        Self::scripted(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 70\r\n\r\n{").await
+    }
+
+    /// Answers each request with these bytes and keeps the connection open.
+    pub(super) async fn scripted(answer: &'static [u8]) -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let inner = Arc::clone(&engine.inner);
+        let serve = async move {
+            let mut open = Vec::new();
+            while let Ok((mut stream, _)) = listener.accept().await {
+                read_request(&mut stream).await;
+                inner.asked.send_modify(|asked| *asked += 1);
+                stream.write_all(answer).await.unwrap();
+                open.push(stream);
+            }
+        };
+        drop(TaskTracker::new().spawn(serve));
+        engine
+    }
+
     pub(super) fn answer_with(&self, status: StatusCode) {
         *self.inner.status.lock().unwrap() = status;
+    }
+
+    pub(super) fn stores(&self, id: &str) {
+        self.inner.stored.lock().unwrap().push(id.to_owned());
     }
 
     pub(super) fn last(&self) -> Seen {
@@ -317,6 +350,13 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
     let text = String::from_utf8(body.to_vec()).unwrap();
     let json: Value = serde_json::from_str(&text).unwrap_or_default();
+    if let Some(id) = json["store_as"].as_str() {
+        inner.stored.lock().unwrap().push(id.to_owned());
+    }
+    let asked_id = parts.uri.path().strip_prefix("/v1/responses/");
+    let asked_id = asked_id.map(|rest| rest.trim_end_matches("/cancel").to_owned());
+    let has_id = |id: &String| inner.stored.lock().unwrap().contains(id);
+    let is_missing = asked_id.is_some_and(|id| !has_id(&id));
     inner.seen.lock().unwrap().push(Seen {
         path: parts.uri.path_and_query().unwrap().to_string(),
         headers: parts.headers,
@@ -327,7 +367,10 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
     if json["hold"] == true {
         std::future::pending::<()>().await;
     }
-    let status = *inner.status.lock().unwrap();
+    let status = match is_missing {
+        true => StatusCode::NOT_FOUND,
+        false => *inner.status.lock().unwrap(),
+    };
     if status != StatusCode::OK {
         abandoned.0 = None;
         // Read where the status is that of a redirection.
@@ -344,7 +387,8 @@ async fn answer(State(inner): State<Arc<Inner>>, request: Request) -> Response {
         "completion_tokens": 1,
         "prompt_tokens_details": {"cached_tokens": tokens / 16 * 16},
     });
-    axum::Json(json!({"object": "text_completion", "usage": usage})).into_response()
+    let id = &json["store_as"];
+    axum::Json(json!({"id": id, "object": "text_completion", "usage": usage})).into_response()
 }
 
 /// `ready`: the stream has that many events, which are there already.
@@ -441,9 +485,12 @@ impl World {
             journal,
             bodies,
             engines: EngineClient::new(&limits, Arc::clone(&metrics)).unwrap(),
+            held: HeldRequests::new(metrics.waiting().clone()),
+            stored: StoredResponses::default(),
             metrics,
             tokenizer: None,
             policy: Policy::Kv,
+            settings: Arc::default(),
             parsers: Arc::new(Semaphore::new(1)),
             ready: Arc::default(),
         });
@@ -460,6 +507,39 @@ impl World {
             client: client(),
             _rechecks: rechecks,
         }
+    }
+
+    /// Applies a settings file.
+    pub(super) fn set(&self, toml: &str) {
+        self.app.settings.replace(Settings::parse(toml).unwrap());
+    }
+
+    /// Registers a further engine.
+    pub(super) fn add(&self, number: usize, engine: &Engine) {
+        self.add_serving(number, engine, "m");
+    }
+
+    /// Registers a further engine of this model, or of none yet.
+    pub(super) fn add_serving(&self, number: usize, engine: &Engine, model: &str) {
+        let mut entry = entry(number, engine);
+        entry.models = vec![model.to_owned()];
+        entry.models.retain(|model| !model.is_empty());
+        let (worker, url) = (entry.worker.clone(), entry.url.clone());
+        self.app.fleet.register(entry);
+        self.app
+            .fleet
+            .observe(&worker, &url, Observation::ProbePassed);
+    }
+
+    /// The engine's probe failed so often that it is not used.
+    pub(super) fn set_down(&self, number: usize, engine: &Engine) {
+        let worker = format!("w{number}").as_str().into();
+        let fleet = &self.app.fleet;
+        fleet.observe(&worker, &engine.url, Observation::ConnectRefused);
+    }
+
+    pub(super) fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
+        self.client.request(method, format!("{}{path}", self.url))
     }
 
     /// The peer sends a request to a worker, and its message arrives.
@@ -576,12 +656,16 @@ const fn limits() -> Limits {
     }
 }
 
-fn register(fleet: &Fleet, number: usize, engine: &Engine) {
-    let entry = WorkerEntry {
+fn entry(number: usize, engine: &Engine) -> WorkerEntry {
+    WorkerEntry {
         url: engine.url.clone(),
         ranks: engine.ranks,
         ..worker_entry(&format!("w{number}"), 16)
-    };
+    }
+}
+
+fn register(fleet: &Fleet, number: usize, engine: &Engine) {
+    let entry = entry(number, engine);
     let worker = entry.worker.clone();
     fleet.register(entry);
     fleet.observe(&worker, &engine.url, Observation::ProbePassed);
@@ -595,6 +679,7 @@ async fn serve(app: &Arc<App>, shutdown: &Shutdown, connections: &TaskTracker) -
         router: router(Arc::clone(app)),
         connections_max: limits().connections,
         connections: app.metrics.connections().clone(),
+        clients: ClientRules::default(),
     };
     drop(TaskTracker::new().spawn(server.run(shutdown.clone(), connections.clone())));
     url

@@ -33,7 +33,7 @@ fn a_chat_with_everything_is_read_in_place() {
         "add_special_tokens":true,"truncate_prompt_tokens":100,"temperature":0.5}"#;
     let request = chat(body);
     let info = &request.info;
-    assert_eq!(info.model, "m/lora");
+    assert_eq!(info.model.as_deref(), Some("m/lora"));
     assert_eq!(info.cache_salt.as_deref(), Some("t"));
     assert!(info.stream && info.reads_cache);
     assert_eq!((info.truncate_prompt, info.opaque), (Some(100), None));
@@ -159,6 +159,18 @@ fn prompt_log_probabilities_stop_the_engine_from_reading_its_cache() {
     );
 }
 
+/// The engine takes its only model.
+#[test]
+fn a_model_may_be_left_out() {
+    for body in [
+        r#"{"messages":[]}"#,
+        r#"{"model":"","messages":[]}"#,
+        r#"{"model":null,"messages":[]}"#,
+    ] {
+        assert_eq!(chat(body).info.model, None, "{body}");
+    }
+}
+
 #[test]
 fn truncation_is_only_known_for_prompts_below_it() {
     let keeps = |truncate_prompt, tokens, max| {
@@ -210,13 +222,6 @@ fn what_no_engine_accepts_is_refused_with_the_field_at_fault() {
     for (route, body, param, code) in [
         (Chat, &b"{\"model\":\"m\""[..], None, "invalid_json"),
         (Chat, b"null", None, "wrong_type"),
-        (Chat, b"{\"messages\":[]}", Some("model"), "missing_model"),
-        (
-            Chat,
-            b"{\"model\":\"\",\"messages\":[]}",
-            Some("model"),
-            "missing_model",
-        ),
         (
             Chat,
             b"{\"model\":5,\"messages\":[]}",

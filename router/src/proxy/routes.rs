@@ -1,0 +1,196 @@
+//! The public port's routes, and what applies to all of them: early requests, web pages of other
+//! origins, and the end of connections to a router that leaves.
+//!
+//! Only the routes listed here, and those that an operator adds, reach an engine. Engines have
+//! others that change them for all clients, such as those that load adapters.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{MethodRouter, any, get, post};
+use warmroute_process::server::probes;
+
+use super::App;
+use super::call::Call;
+use super::{generate, models, passthrough, stored};
+use crate::error::ProxyError;
+use crate::metrics::RouteLabel;
+use crate::openai;
+use crate::settings::is_plain_path;
+
+/// Forwarded to a worker as they are. `POST` only.
+const FORWARDED: [&str; 25] = [
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/audio/speech",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/moderations",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/pooling",
+    "/classify",
+    "/tokenize",
+    "/detokenize",
+];
+
+/// Headers of the router that web pages may read.
+const EXPOSED: &str = "x-request-id, x-correlation-id, retry-after, x-warmroute-worker, \
+    x-warmroute-dp-rank, x-warmroute-overlap-blocks, x-warmroute-predicted-blocks, \
+    x-warmroute-index-state";
+
+/// Seconds for which a browser keeps the answer to a preflight request.
+const PREFLIGHT_SECS: u64 = 600;
+
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let only = |methods: MethodRouter<Arc<App>>| methods.fallback(wrong_method);
+    let forwarded = FORWARDED.into_iter().fold(Router::new(), |router, path| {
+        router.route(path, only(post(pass)))
+    });
+    forwarded
+        .route("/v1/chat/completions", only(post(chat)))
+        .route("/v1/completions", only(post(completions)))
+        .route("/v1/models", only(get(models::list)))
+        .route("/v1/models/{*name}", only(get(models::one)))
+        .route("/v1/responses/{id}", only(get(stored::find)))
+        .route("/v1/responses/{id}/cancel", only(post(stored::find)))
+        .route("/version", only(get(pass)))
+        .route("/ping", only(get(alive).post(alive)))
+        .route("/v1/{*path}", any(pass_added))
+        .merge(probes(get(alive), get(readyz)))
+        .fallback(unknown_path)
+        .layer(from_fn_with_state(Arc::clone(&app), front))
+        .with_state(app)
+}
+
+/// Holds a request that arrives before the router has its initial state, answers preflight requests
+/// and completes the headers of answers. A router that leaves closes each connection after the
+/// answer, so that clients open the next one to another router.
+async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let origin = request.headers().get(header::ORIGIN).cloned();
+    let is_http1 = request.version() <= Version::HTTP_11;
+    let mut response = match origin.as_ref().and_then(|_| preflight(&app, &request)) {
+        Some(answer) => answer,
+        None => {
+            if !app.ready.is_initialized() && !is_probe(request.uri().path()) {
+                app.ready.initialized().await;
+            }
+            next.run(request).await
+        }
+    };
+    if let Some(origin) = origin {
+        allow_origin(&app, response.headers_mut(), origin);
+    }
+    if is_http1 && app.ready.is_leaving() {
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(header::CONNECTION, close);
+    }
+    response
+}
+
+/// Whether the path is served without any worker or peer.
+fn is_probe(path: &str) -> bool {
+    path == "/ping" || warmroute_process::server::is_probe(path)
+}
+
+/// The answer to a browser that asks whether a page may send a request.
+fn preflight(app: &App, request: &Request) -> Option<Response> {
+    let headers = request.headers();
+    let asks = request.method() == Method::OPTIONS
+        && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let origin = headers.get(header::ORIGIN)?;
+    if !asks || !app.settings.current().allows_origin(origin) {
+        return None;
+    }
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let answer = response.headers_mut();
+    let methods = HeaderValue::from_static("GET, POST");
+    answer.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
+    let seconds = HeaderValue::from(PREFLIGHT_SECS);
+    answer.insert(header::ACCESS_CONTROL_MAX_AGE, seconds);
+    if let Some(wanted) = headers.get(header::ACCESS_CONTROL_REQUEST_HEADERS) {
+        answer.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, wanted.clone());
+    }
+    Some(response)
+}
+
+/// Where the operator names origins, the router decides and not the engine.
+fn allow_origin(app: &App, answer: &mut HeaderMap, origin: HeaderValue) {
+    let settings = app.settings.current();
+    if settings.cors_origins.is_empty() {
+        return;
+    }
+    answer.remove(header::ACCESS_CONTROL_ALLOW_CREDENTIALS);
+    answer.append(header::VARY, HeaderValue::from_static("origin"));
+    if settings.allows_origin(&origin) {
+        answer.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        let exposed = HeaderValue::from_static(EXPOSED);
+        answer.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
+    } else {
+        answer.remove(header::ACCESS_CONTROL_ALLOW_ORIGIN);
+    }
+}
+
+async fn chat(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::PromptRoute::ChatCompletions, request).await
+}
+
+async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::PromptRoute::Completions, request).await
+}
+
+async fn pass(State(app): State<Arc<App>>, request: Request) -> Response {
+    let route = match request.uri().path() {
+        "/v1/embeddings" => RouteLabel::Embeddings,
+        "/tokenize" | "/detokenize" => RouteLabel::Tokenize,
+        _ => RouteLabel::Other,
+    };
+    passthrough::pass(&app, route, request).await
+}
+
+/// The routes of `extra_routes`.
+async fn pass_added(app: State<Arc<App>>, request: Request) -> Response {
+    let path = request.uri().path();
+    if !is_plain_path(path) || !app.settings.current().adds_route(path) {
+        unknown_path(app, request).await
+    } else if [Method::GET, Method::POST].contains(request.method()) {
+        pass(app, request).await
+    } else {
+        wrong_method(app, request).await
+    }
+}
+
+async fn alive() -> StatusCode {
+    StatusCode::OK
+}
+
+async fn readyz(State(app): State<Arc<App>>) -> Response {
+    app.ready.probe()
+}
+
+async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response {
+    Call::new(RouteLabel::Other, request.headers(), &app.metrics).refuse(&ProxyError::Method)
+}
+
+async fn unknown_path(State(app): State<Arc<App>>, request: Request) -> Response {
+    let call = Call::new(RouteLabel::Other, request.headers(), &app.metrics);
+    let path = request.uri().path().chars().take(128).collect();
+    call.refuse(&ProxyError::UnknownPath(path))
+}

@@ -1,0 +1,163 @@
+//! Answers that engines store: `/v1/responses/{id}` and its cancel go to the worker that has them.
+//!
+//! The router learns the worker of an id from the beginning of each answer to `/v1/responses`. An
+//! id that it does not know (from before a restart, or of another router) is asked for at one
+//! worker after the other, up to [`WORKERS_ASKED_MAX`].
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use warmroute_proto::WorkerId;
+
+use super::App;
+use super::call::Call;
+use super::passthrough::{self, Target};
+use super::respond::{AnswerReaders, respond};
+use crate::error::ProxyError;
+use crate::metrics::RouteLabel;
+
+/// Ids that are kept, about 100 bytes each; the oldest go first.
+const IDS_MAX: usize = 16_384;
+
+/// Longest id that is kept, in bytes. Engines make ids of about 40.
+const ID_BYTES_MAX: usize = 128;
+
+/// Bytes of an answer that are searched for its id, which is its first field.
+const SEARCHED_BYTES: usize = 512;
+
+/// Workers that are asked for an unknown id.
+const WORKERS_ASKED_MAX: usize = 64;
+
+/// The worker that has each answer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StoredResponses(Arc<Mutex<OwnerTable>>);
+
+#[derive(Debug, Default)]
+struct OwnerTable {
+    owners: HashMap<Arc<str>, WorkerId>,
+    oldest: VecDeque<Arc<str>>,
+}
+
+impl StoredResponses {
+    pub(super) fn owner(&self, id: &str) -> Option<WorkerId> {
+        self.table().owners.get(id).cloned()
+    }
+
+    /// Takes the beginning of the answer of `worker` to `/v1/responses`.
+    pub(super) fn learn(&self, worker: WorkerId, beginning: &[u8]) {
+        let Some(id) = response_id(beginning) else {
+            return;
+        };
+        let id: Arc<str> = id.into();
+        let mut table = self.table();
+        if table.owners.insert(Arc::clone(&id), worker).is_none() {
+            table.oldest.push_back(id);
+        }
+        if table.oldest.len() > IDS_MAX
+            && let Some(oldest) = table.oldest.pop_front()
+        {
+            table.owners.remove(&oldest);
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, OwnerTable> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The value of the first `"id"`, of the JSON object or of the stream's first event.
+fn response_id(beginning: &[u8]) -> Option<&str> {
+    let searched = &beginning[..beginning.len().min(SEARCHED_BYTES)];
+    let key = br#""id":"#;
+    let at = searched.windows(key.len()).position(|bytes| bytes == key)?;
+    let value = searched[at + key.len()..].trim_ascii_start();
+    let value = value.strip_prefix(b"\"")?;
+    let end = value.iter().position(|byte| *byte == b'"')?;
+    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
+    let id = &value[..end];
+    if id.is_empty() || id.len() > ID_BYTES_MAX || !id.iter().all(is_plain) {
+        return None;
+    }
+    std::str::from_utf8(id).ok()
+}
+
+/// `GET /v1/responses/{id}` and `POST /v1/responses/{id}/cancel`.
+pub(super) async fn find(State(app): State<Arc<App>>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let call = Call::new(RouteLabel::Other, &parts.headers, &app.metrics);
+    if !crate::settings::is_plain_path(parts.uri.path()) {
+        let path = parts.uri.path().chars().take(128).collect();
+        return call.refuse(&ProxyError::UnknownPath(path));
+    }
+    let body = match app.bodies.read(&parts.headers, body).await {
+        Ok(body) => body,
+        Err(error) => return call.refuse(&error),
+    };
+    let id = parts.uri.path().split('/').nth(3).unwrap_or_default();
+    let workers = match app.stored.owner(id) {
+        Some(owner) => vec![owner],
+        None => app.fleet.serving(WORKERS_ASKED_MAX),
+    };
+    let mut not_found = None;
+    for worker in workers {
+        let target = Target::Only(worker);
+        match passthrough::forward(&app, &call, &parts, &body.bytes, target).await {
+            Ok(answer) if answer.head.response.status() == StatusCode::NOT_FOUND => {
+                not_found = Some(answer);
+            }
+            Ok(answer) => return respond(&app, call, answer, AnswerReaders::default()),
+            // The worker has left, or has no other usable source.
+            Err(ProxyError::NoWorker) => {}
+            Err(error) => return call.refuse(&error),
+        }
+    }
+    match not_found {
+        Some(answer) => respond(&app, call, answer, AnswerReaders::default()),
+        None => call.refuse(&ProxyError::NoWorker),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_id_of_an_answer_or_of_a_first_event_is_found() {
+        for (beginning, id) in [
+            (
+                &br#"{"id":"resp_1a","object":"response"}"#[..],
+                Some("resp_1a"),
+            ),
+            (br#"{"id": "resp_2"}"#, Some("resp_2")),
+            (
+                b"event: response.created\ndata: {\"response\":{\"id\":\"resp_3\",",
+                Some("resp_3"),
+            ),
+            (br#"{"id":7}"#, None),
+            (br#"{"id":""}"#, None),
+            (br#"{"id":"a/../b"}"#, None),
+            (br#"{"id":"resp_"#, None),
+            (b"", None),
+        ] {
+            let shown = String::from_utf8_lossy(beginning).into_owned();
+            assert_eq!(response_id(beginning), id, "{shown}");
+        }
+    }
+
+    #[test]
+    fn the_oldest_ids_are_forgotten() {
+        let stored = StoredResponses::default();
+        for number in 0..=IDS_MAX {
+            let beginning = format!("{{\"id\":\"resp_{number}\"}}");
+            stored.learn("w".into(), beginning.as_bytes());
+            stored.learn("w".into(), beginning.as_bytes());
+        }
+        assert_eq!(stored.owner("resp_0"), None);
+        assert_eq!(stored.owner("resp_1"), Some("w".into()));
+        assert_eq!(stored.table().owners.len(), IDS_MAX);
+        assert_eq!(stored.table().oldest.len(), IDS_MAX);
+    }
+}

@@ -1,0 +1,167 @@
+//! Which requests reach an engine, and which engine.
+
+use axum::http::Method;
+
+use super::*;
+
+#[tokio::test]
+async fn listed_routes_reach_an_engine_and_no_others_do() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    for path in [
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/score",
+        "/v1/score",
+        "/pooling",
+        "/classify",
+        "/v1/messages",
+        "/v1/audio/transcriptions",
+    ] {
+        let response = world.send(path, &json!({"model": "m", "x": 1})).await;
+        assert_eq!((response.status().as_u16(), path), (200, path));
+        assert_eq!(engine.last().path, path);
+    }
+    assert_eq!(world.get("/version").await.status(), 200);
+    assert_eq!(engine.last().path, "/version");
+    let asked = engine.asked();
+    for (path, status) in [
+        ("/v1/load_lora_adapter", 404),
+        ("/v1/unload_lora_adapter", 404),
+        ("/v1/anything", 404),
+        ("/v1/%65mbeddings", 404),
+        ("/v1/embeddings/", 404),
+        ("/v1//embeddings", 404),
+        ("/v1/x%2f..%2fmetrics", 404),
+        ("/v1/a;b", 404),
+        ("/metrics", 404),
+        ("/reset_prefix_cache", 404),
+        ("/v1/models", 405),
+        ("/version", 405),
+    ] {
+        let response = world.send(path, &json!({"model": "m"})).await;
+        assert_eq!((response.status().as_u16(), path), (status, path));
+    }
+    assert_eq!(world.get("/v1/embeddings").await.status(), 405);
+    assert_eq!(world.get("/ping").await.status(), 200);
+    assert_eq!(world.send("/ping", &json!({})).await.status(), 200);
+    assert_eq!(engine.asked(), asked);
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn an_operator_adds_routes() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world.set("extra_routes = [\"/v1/voices\", \"/v1/batches/\"]");
+    for (method, path, status) in [
+        (Method::GET, "/v1/voices", 200),
+        (Method::POST, "/v1/batches/b1/cancel", 200),
+        (Method::DELETE, "/v1/voices", 405),
+        (Method::GET, "/v1/voices/x", 404),
+        (Method::GET, "/v1/batches", 404),
+        (Method::GET, "/v1/batches/%2e%2e/load_lora_adapter", 404),
+    ] {
+        let response = world.request(method, path).send().await.unwrap();
+        assert_eq!((response.status().as_u16(), path), (status, path));
+    }
+    world.until_quiet().await;
+}
+
+/// The engine takes its only model.
+#[tokio::test]
+async fn the_only_model_need_not_be_named() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    for body in ["{\"prompt\":[1]}", "{\"prompt\":[1],\"model\":null}"] {
+        let response = world.raw("/v1/completions", body).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(engine.last().body, body);
+    }
+    let repeated = "{\"model\":\"none\",\"model\":\"m\"}";
+    assert_eq!(world.raw("/v1/embeddings", repeated).await.status(), 200);
+    let other = Engine::start().await;
+    world.add_serving(1, &other, "other");
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        let response = world.raw(path, "{\"prompt\":[1]}").await;
+        assert_eq!(response.status(), 400, "{path}");
+        world::assert_error(response, "missing_model").await;
+    }
+    world.until_quiet().await;
+}
+
+#[tokio::test]
+async fn web_pages_of_named_origins_may_call() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    let preflight = async |origin: &str| {
+        let request = world.request(Method::OPTIONS, "/v1/completions");
+        let request = request
+            .header("origin", origin)
+            .header("access-control-request-method", "POST")
+            .header(
+                "access-control-request-headers",
+                "authorization, content-type",
+            );
+        request.send().await.unwrap()
+    };
+    assert_eq!(preflight("https://a.example").await.status(), 405);
+    world.set("cors_origins = [\"https://a.example\"]");
+    let answer = preflight("https://a.example").await;
+    assert_eq!(answer.status(), 204);
+    for (name, value) in [
+        ("access-control-allow-origin", "https://a.example"),
+        ("access-control-allow-methods", "GET, POST"),
+        (
+            "access-control-allow-headers",
+            "authorization, content-type",
+        ),
+        ("vary", "origin"),
+    ] {
+        assert_eq!(answer.headers()[name], value);
+    }
+    assert_eq!(preflight("https://b.example").await.status(), 405);
+    for (origin, allowed) in [("https://a.example", true), ("https://b.example", false)] {
+        let request = world.post("/v1/completions", &body(4));
+        let answer = request.header("origin", origin).send().await.unwrap();
+        assert_eq!(answer.status(), 200);
+        let named = answer.headers().get("access-control-allow-origin");
+        assert_eq!(named.is_some(), allowed, "{origin}");
+    }
+    world.until_quiet().await;
+}
+
+/// Only one worker has a stored answer.
+#[tokio::test]
+async fn a_stored_response_is_asked_of_the_worker_that_has_it() {
+    let engines = [Engine::start().await, Engine::start().await];
+    let world = World::with(&[&engines[0], &engines[1]]).await;
+    for (number, engine) in engines.iter().enumerate() {
+        let sent = json!({"model": "m", "store_as": format!("resp_{number}")});
+        let response = world.send("/v1/responses", &sent).await;
+        assert_eq!(response.status(), 200);
+        response.bytes().await.unwrap();
+        assert_eq!(engine.asked(), 1);
+    }
+    for (number, engine) in engines.iter().enumerate().rev() {
+        let path = format!("/v1/responses/resp_{number}");
+        for _ in 0..2 {
+            assert_eq!(world.get(&path).await.status(), 200);
+            assert_eq!(engine.last().path, path);
+        }
+        let cancel = format!("{path}/cancel");
+        assert_eq!(world.send(&cancel, &json!({})).await.status(), 200);
+        assert_eq!(engine.last().path, cancel);
+        let next = json!({"model": "m", "previous_response_id": format!("resp_{number}")});
+        assert_eq!(world.send("/v1/responses", &next).await.status(), 200);
+        assert_eq!(engine.asked(), 5);
+    }
+    // Known to an engine, not to this router.
+    engines[1].stores("resp_x");
+    assert_eq!(world.get("/v1/responses/resp_x").await.status(), 200);
+    assert_eq!(engines[1].last().path, "/v1/responses/resp_x");
+    assert_eq!(world.get("/v1/responses/resp_none").await.status(), 404);
+    assert_eq!(world.get("/v1/responses/a%2fb").await.status(), 404);
+    world.until_quiet().await;
+}

@@ -1,0 +1,115 @@
+//! Requests that wait: for a worker, for a first token, for the body of an error.
+
+use std::time::Duration;
+
+use super::*;
+
+async fn until_waiting(world: &World, count: i64) {
+    let waiting = async {
+        while world.app.metrics.waiting().get() != count {
+            tokio::task::yield_now().await;
+        }
+    };
+    in_time("requests wait", waiting).await;
+}
+
+const WAIT: &str = "engine_wait_timeout_secs = 40";
+
+/// Before the engine is known, before it has reported its models, and while it is down.
+#[tokio::test]
+async fn requests_wait_for_a_worker_of_their_model() {
+    let engine = Engine::start().await;
+    let world = World::with(&[]).await;
+    world.set(WAIT);
+    let tasks = TaskTracker::new();
+    let sent = [
+        ("/v1/completions", body(4)),
+        ("/v1/embeddings", json!({"model": "m", "input": "x"})),
+    ];
+    let clients = sent.map(|(path, json)| tasks.spawn(world.post(path, &json).send()));
+    until_waiting(&world, 2).await;
+    world.add_serving(0, &engine, "");
+    until_waiting(&world, 2).await;
+    assert_eq!(engine.asked(), 0);
+    world.add(0, &engine);
+    for client in clients {
+        let response = in_time("an answer", client).await.unwrap().unwrap();
+        assert_eq!(response.status(), 200);
+    }
+    until_waiting(&world, 0).await;
+    world.set_down(0, &engine);
+    let client = tasks.spawn(world.post("/v1/completions", &body(4)).send());
+    until_waiting(&world, 1).await;
+    world.add(1, &engine);
+    let response = in_time("an answer", client).await.unwrap().unwrap();
+    assert_eq!(response.status(), 200);
+    world.until_quiet().await;
+}
+
+/// Its engine is loaded again after the connection was refused.
+#[tokio::test]
+async fn a_request_waits_while_its_only_worker_restarts() {
+    let (dead, engine) = (Engine::dead().await, Engine::start().await);
+    let world = World::with(&[&dead]).await;
+    world.set(WAIT);
+    let client = TaskTracker::new().spawn(world.post("/v1/completions", &body(4)).send());
+    until_waiting(&world, 1).await;
+    world.add(0, &engine);
+    let response = in_time("an answer", client).await.unwrap().unwrap();
+    assert_eq!(response.status(), 200);
+    world.until_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_ends_with_its_time_or_its_client() {
+    let engine = Engine::start().await;
+    let world = World::with(&[]).await;
+    world.set(WAIT);
+    let client = TaskTracker::new().spawn(world.post("/v1/completions", &body(4)).send());
+    until_waiting(&world, 1).await;
+    client.abort();
+    until_waiting(&world, 0).await;
+    world.until_quiet().await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 503);
+    world::assert_error(response, "no_worker").await;
+    // An unknown model is not waited for where all engines have reported theirs.
+    world.add(0, &engine);
+    let began = tokio::time::Instant::now();
+    let other = json!({"model": "none", "prompt": [1]});
+    assert_eq!(world.send("/v1/completions", &other).await.status(), 404);
+    assert!(began.elapsed() < Duration::from_secs(40));
+    world.until_quiet().await;
+}
+
+/// The engine accepts requests, sends their heads and hangs.
+#[tokio::test(start_paused = true)]
+async fn a_stream_without_a_first_token_goes_to_another_worker() {
+    let (hung, alive) = (Engine::start().await, Engine::start().await);
+    let world = World::with(&[&hung, &alive]).await;
+    world.set("first_token_timeout_secs = 5");
+    let ready = json!({"model": "m", "prompt": [1], "stream": true, "ready": 2});
+    let first = world.post("/v1/completions", &streaming()).send();
+    let first = TaskTracker::new().spawn(first);
+    hung.until_asked().await;
+    in_time("the second worker is asked", alive.until_asked()).await;
+    hung.until_abandoned().await;
+    assert_eq!(world.metric("retries_total{reason=\"silent\"}"), 1);
+    assert_eq!(counting(&world), 1);
+    first.abort();
+    let second = world.send("/v1/completions", &ready).await;
+    let whole = second.bytes().await.unwrap();
+    assert_eq!(whole, format!("{}{}", event(0), event(1)));
+    world.until_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_body_of_an_error_ends_in_bounded_time() {
+    let engine = Engine::hanging_in_an_error().await;
+    let world = World::with(&[&engine]).await;
+    let response = world.send("/v1/completions", &body(4)).await;
+    assert_eq!(response.status(), 400);
+    assert!(response.bytes().await.is_err());
+    assert_eq!(counting(&world), 1);
+    world.until_quiet().await;
+}

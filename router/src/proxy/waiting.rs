@@ -1,0 +1,85 @@
+//! Requests that wait for a worker of their model, while an engine starts or loads a model.
+//!
+//! A waiting request holds its body (bounded by `--max-buffered-bytes`), and [`WAITING_MAX`] bounds
+//! their number. Each change of the fleet lets all of them try again. A client that closes its
+//! connection ends its wait.
+
+use std::sync::Arc;
+
+use prometheus::IntGauge;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::{Instant, timeout_at};
+
+use super::App;
+use crate::error::ProxyError;
+
+/// Requests that wait at a time. More get the answer that they would get without a wait.
+const WAITING_MAX: usize = 1024;
+
+/// The places of waiting requests.
+pub(crate) struct HeldRequests {
+    places: Arc<Semaphore>,
+    count: IntGauge,
+}
+
+/// One request's wait, which begins at the first refusal.
+#[derive(Default)]
+pub(super) struct WorkerWait(Option<BegunWait>);
+
+struct BegunWait {
+    until: Instant,
+    changes: watch::Receiver<()>,
+    count: IntGauge,
+    _place: OwnedSemaphorePermit,
+}
+
+impl HeldRequests {
+    pub(crate) fn new(count: IntGauge) -> Self {
+        Self {
+            places: Arc::new(Semaphore::new(WAITING_MAX)),
+            count,
+        }
+    }
+}
+
+impl WorkerWait {
+    /// Waits until another attempt may succeed. Returns false if `error` is the answer.
+    pub(super) async fn before_retry(&mut self, app: &App, error: &ProxyError) -> bool {
+        // An engine that has not reported its models may have this one.
+        let may_come =
+            matches!(error, ProxyError::UnknownModel(_)) && app.fleet.catalog().incomplete;
+        if !may_come && *error != ProxyError::NoWorker {
+            return false;
+        }
+        let Some(wait) = &mut self.0 else {
+            self.0 = BegunWait::begin(app);
+            // The fleet may have changed since the refusal.
+            return self.0.is_some();
+        };
+        let changed = timeout_at(wait.until, wait.changes.changed()).await;
+        changed.is_ok_and(|changed| changed.is_ok())
+    }
+}
+
+impl BegunWait {
+    fn begin(app: &App) -> Option<Self> {
+        let longest = app.settings.current().engine_wait_timeout();
+        if longest.is_zero() {
+            return None;
+        }
+        let place = Arc::clone(&app.held.places).try_acquire_owned().ok()?;
+        app.held.count.inc();
+        Some(Self {
+            until: Instant::now() + longest,
+            changes: app.fleet.changes(),
+            count: app.held.count.clone(),
+            _place: place,
+        })
+    }
+}
+
+impl Drop for BegunWait {
+    fn drop(&mut self) {
+        self.count.dec();
+    }
+}

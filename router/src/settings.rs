@@ -1,0 +1,138 @@
+//! The settings of the file that `--config` names, and its reload.
+//!
+//! The file is TOML. An unknown key or an impossible value is an error that names the line. At the
+//! start such an error ends the process; later the router keeps its settings and logs the error
+//! once. The file is read again on SIGHUP and when its content changes, which the router checks
+//! every [`CHECK_PERIOD`].
+
+mod file;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::spawn_blocking;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+use crate::metrics::{Metrics, ReloadResult};
+
+pub(crate) use file::is_plain_path;
+pub use file::{Settings, SettingsError};
+
+/// Time between two looks at the file. Needs no notification by the file system, which network and
+/// overlay file systems do not have.
+const CHECK_PERIOD: Duration = Duration::from_secs(2);
+
+/// The settings in force. Requests take them once, when they begin.
+#[derive(Debug, Default)]
+pub struct LiveSettings(RwLock<Arc<Settings>>);
+
+impl LiveSettings {
+    pub(crate) fn new(settings: Settings) -> Arc<Self> {
+        Arc::new(Self(RwLock::new(Arc::new(settings))))
+    }
+
+    pub(crate) fn current(&self) -> Arc<Settings> {
+        Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn replace(&self, settings: Settings) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(settings);
+    }
+}
+
+/// A file of settings as it was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SettingsFile {
+    pub path: PathBuf,
+    pub settings: Settings,
+}
+
+impl SettingsFile {
+    /// Reads and parses the file.
+    pub fn load(path: &Path) -> Result<Self, SettingsError> {
+        Ok(Self {
+            path: path.to_owned(),
+            settings: Settings::load(path)?,
+        })
+    }
+}
+
+/// Reads the file again when it changes.
+pub(crate) struct SettingsWatcher {
+    path: PathBuf,
+    live: Arc<LiveSettings>,
+    metrics: Arc<Metrics>,
+    /// The file's last content, or why there was none.
+    judged: Result<Settings, String>,
+    hangup: Signal,
+}
+
+/// Why the file is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ReloadCause {
+    Period,
+    Signal,
+}
+
+impl SettingsWatcher {
+    pub(crate) fn new(
+        file: SettingsFile,
+        live: Arc<LiveSettings>,
+        metrics: Arc<Metrics>,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            path: file.path,
+            live,
+            metrics,
+            judged: Ok(file.settings),
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let mut ticks = interval(CHECK_PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let cause = tokio::select! {
+                () = stop.cancelled() => return,
+                _ = ticks.tick() => ReloadCause::Period,
+                received = self.hangup.recv() => match received {
+                    Some(()) => ReloadCause::Signal,
+                    None => continue,
+                },
+            };
+            self.reload(cause).await;
+        }
+    }
+
+    /// Applies the file if its content changed or an operator asks.
+    async fn reload(&mut self, cause: ReloadCause) {
+        let path = self.path.clone();
+        let Ok(read) = spawn_blocking(move || Settings::load(&path)).await else {
+            return;
+        };
+        let judged = read.map_err(|error| error.to_string());
+        if judged == self.judged && cause == ReloadCause::Period {
+            return;
+        }
+        match &judged {
+            Ok(settings) => {
+                tracing::info!(?settings, path = ?self.path, "settings loaded");
+                self.live.replace(settings.clone());
+                self.metrics.reloaded(ReloadResult::Loaded);
+            }
+            Err(error) => {
+                tracing::error!(error, path = ?self.path, "settings not loaded, old ones kept");
+                self.metrics.reloaded(ReloadResult::Refused);
+            }
+        }
+        self.judged = judged;
+    }
+}

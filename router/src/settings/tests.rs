@@ -1,0 +1,178 @@
+use std::fs;
+
+use axum::http::HeaderValue;
+use tokio::time::sleep;
+use uuid::Uuid;
+use warmroute_process::server::HalfClosed;
+
+use super::*;
+
+fn refused(text: &str) -> String {
+    Settings::parse(text).unwrap_err().to_string()
+}
+
+#[test]
+fn each_key_sets_its_value() {
+    let text = r#"
+        cors_origins = ["https://chat.example.org", "http://localhost:3000"]
+        extra_routes = ["/v1/voices", "/v1/batches/"]
+        engine_wait_timeout_secs = 300
+        first_token_timeout_secs = 60
+        half_closed_clients = "serve"
+    "#;
+    let settings = Settings::parse(text).unwrap();
+    assert_eq!(settings.engine_wait_timeout(), Duration::from_secs(300));
+    assert_eq!(
+        settings.first_token_timeout(),
+        Some(Duration::from_secs(60))
+    );
+    assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
+    for (origin, allowed) in [
+        ("https://chat.example.org", true),
+        ("http://localhost:3000", true),
+        ("http://chat.example.org", false),
+        ("null", false),
+    ] {
+        let origin = HeaderValue::from_static(origin);
+        assert_eq!(settings.allows_origin(&origin), allowed, "{origin:?}");
+    }
+    for (path, added) in [
+        ("/v1/voices", true),
+        ("/v1/voices/x", false),
+        ("/v1/batches", false),
+        ("/v1/batches/b1", true),
+        ("/v1/batches/b1/cancel", true),
+        ("/v1/batchesx", false),
+    ] {
+        assert_eq!(settings.adds_route(path), added, "{path}");
+    }
+}
+
+/// `docs/CONFIGURATION.md` has a row with the default for each key of the example, which has all.
+#[test]
+fn the_documented_settings_are_the_real_ones() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    let example = fs::read_to_string(format!("{root}/deploy/router.toml")).unwrap();
+    let page = fs::read_to_string(format!("{root}/docs/CONFIGURATION.md")).unwrap();
+    let keys = example.lines().filter(|line| !line.starts_with('#'));
+    let mut rows: Vec<String> = keys
+        .filter_map(|line| line.split_once(" = "))
+        .map(|(key, value)| format!("| `{key}` | `{value}` |"))
+        .collect();
+    let section = page
+        .split("\n### ")
+        .find(|text| text.starts_with("Settings file"));
+    let documented = section
+        .unwrap()
+        .lines()
+        .filter(|line| line.starts_with("| `"));
+    let mut documented: Vec<&str> = documented.collect();
+    rows.sort();
+    documented.sort_unstable();
+    assert_eq!(rows.len(), documented.len());
+    for (row, line) in rows.iter().zip(documented) {
+        assert!(line.starts_with(row.as_str()), "{row}: {line}");
+    }
+    let unknown = refused("x = 1");
+    for key in rows.iter().filter_map(|row| row.split('`').nth(1)) {
+        assert!(unknown.contains(&format!("`{key}`")), "{key}: {unknown}");
+    }
+    assert_eq!(
+        unknown.matches('`').count(),
+        2 * (rows.len() + 1),
+        "{unknown}"
+    );
+}
+
+#[test]
+fn an_empty_file_sets_the_defaults() {
+    let settings = Settings::parse("").unwrap();
+    assert_eq!(settings, Settings::default());
+    assert_eq!(settings.engine_wait_timeout(), Duration::ZERO);
+    assert_eq!(settings.first_token_timeout(), None);
+    assert_eq!(settings.half_closed_clients(), HalfClosed::Abort);
+    assert!(!settings.allows_origin(&HeaderValue::from_static("https://a")));
+}
+
+/// An operator finds the fault without a search.
+#[test]
+fn a_refused_file_names_the_line_and_the_fault() {
+    for (line, fault) in [
+        (
+            "engine_wait_timeout = 3",
+            "unknown field `engine_wait_timeout`",
+        ),
+        (
+            "engine_wait_timeout_secs = 86401",
+            "not between 0 and 86400",
+        ),
+        (
+            "first_token_timeout_secs = -1",
+            "invalid value: integer `-1`",
+        ),
+        (
+            "first_token_timeout_secs = 1.5",
+            "invalid type: floating point",
+        ),
+        ("half_closed_clients = \"maybe\"", "unknown variant `maybe`"),
+        ("cors_origins = [\"example.org\"]", "not an origin"),
+        ("cors_origins = [\"https://a/b\"]", "not an origin"),
+        (
+            "extra_routes = [\"/metrics\"]",
+            "not a plain path below /v1/",
+        ),
+        (
+            "extra_routes = [\"/v1/../x\"]",
+            "not a plain path below /v1/",
+        ),
+        ("extra_routes = [\"/v1/\"]", "not a plain path below /v1/"),
+        ("[http]", "unknown field `http`"),
+        ("x", "expected"),
+    ] {
+        let error = refused(&format!("# the first line\n{line}\n"));
+        assert!(error.contains("line 2"), "{line}: {error}");
+        assert!(error.contains(fault), "{line}: {error}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_changed_file_applies_and_a_bad_one_keeps_the_settings() {
+    let path = std::env::temp_dir().join(format!("wr-settings-{}", Uuid::new_v4()));
+    fs::write(&path, "engine_wait_timeout_secs = 1\n").unwrap();
+    let file = SettingsFile::load(&path).unwrap();
+    let live = LiveSettings::new(file.settings.clone());
+    let metrics = Arc::new(Metrics::new().unwrap());
+    let watched = (Arc::clone(&live), Arc::clone(&metrics));
+    let watcher = SettingsWatcher::new(file, watched.0, watched.1).unwrap();
+    let stop = CancellationToken::new();
+    let tasks = tokio_util::task::TaskTracker::new();
+    tasks.spawn(watcher.run(stop.clone()));
+    let reloads = |outcome: &str| {
+        let series = format!("settings_reloads_total{{outcome=\"{outcome}\"}}");
+        metrics.value(&series)
+    };
+    for (text, secs, loaded, refused) in [
+        ("engine_wait_timeout_secs = 1\n", 1, 0, 0),
+        ("engine_wait_timeout_secs = 2\n", 2, 1, 0),
+        ("engine_wait_timeout_secs = x\n", 2, 1, 1),
+        ("engine_wait_timeout_secs = x\n", 2, 1, 1),
+        ("engine_wait_timeout_secs = 3\n", 3, 2, 1),
+    ] {
+        fs::write(&path, text).unwrap();
+        sleep(3 * CHECK_PERIOD).await;
+        let wait = live.current().engine_wait_timeout();
+        assert_eq!(wait, Duration::from_secs(secs), "{text}");
+        assert_eq!(
+            (reloads("loaded"), reloads("refused")),
+            (loaded, refused),
+            "{text}"
+        );
+    }
+    fs::remove_file(&path).unwrap();
+    sleep(3 * CHECK_PERIOD).await;
+    assert_eq!(live.current().engine_wait_timeout(), Duration::from_secs(3));
+    assert_eq!(reloads("refused"), 2);
+    stop.cancel();
+    tasks.close();
+    tasks.wait().await;
+}
