@@ -1,59 +1,58 @@
-//! The command line: every knob with its environment name, default, unit and reason to change it.
+//! The command line: each flag with its environment name, default and unit.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
+use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size, is_endpoint};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
+use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
-use warmroute_proto::{BlockSize, WorkerId};
 
 use crate::mirror::Assumptions;
 use crate::{OUTBOX_BYTES_MAX, ShimConfig};
 
-/// Stands beside one vLLM server, and writes what its KV cache holds to the log.
+/// Runs beside one vLLM server and writes the changes of its KV cache to the log.
 ///
-/// Every flag can also be given as `WARMROUTE_<FLAG>`. A flag wins over the environment.
+/// Every flag can also be set as `WARMROUTE_<FLAG>`. A flag takes precedence over the environment.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "warmroute-shim", version, max_term_width = 100)]
 pub struct Args {
-    /// The worker's name, one in the namespace. Routers and metrics call it so.
+    /// The worker's name, unique in the namespace.
     #[arg(long, env = "WARMROUTE_WORKER_ID", value_name = "NAME")]
     pub worker_id: String,
-    /// Where this shim reaches the engine's HTTP: http://HOST:PORT.
+    /// The engine's HTTP address as seen by this shim: http://HOST:PORT.
     #[arg(long, env = "WARMROUTE_WORKER_URL", value_name = "URL")]
     pub worker_url: String,
-    /// Where routers reach it, if that is elsewhere. A loopback URL is advertised only if it is
-    /// given here.
+    /// The engine's HTTP address as seen by routers, if it differs. Required to advertise a loopback
+    /// address.
     #[arg(long, env = "WARMROUTE_ADVERTISE_URL", value_name = "URL")]
     pub advertise_url: Option<String>,
-    /// File with the key that the engine asks for (vLLM's --api-key). Without it such an engine
-    /// does not say which models it serves, and gets no requests.
+    /// File with the engine's API key (vLLM's --api-key). Without it, an engine that requires a key
+    /// does not list its models and gets no requests.
     #[arg(long, env = "WARMROUTE_ENGINE_KEY_FILE", value_name = "FILE")]
     pub engine_key_file: Option<PathBuf>,
-    /// The engine's event socket, rank 0; rank r is r ports further. Asked of the engine where it
-    /// is not given.
+    /// The event socket of rank 0; rank r is r ports higher. By default the engine reports it.
     #[arg(long, env = "WARMROUTE_KV_ENDPOINT", value_name = "tcp://H:P")]
     pub kv_endpoint: Option<String>,
-    /// The engine's replay socket, likewise. Without one lost events cannot be seen.
+    /// The replay socket, likewise. Without one, lost events cannot be detected.
     #[arg(long, env = "WARMROUTE_KV_REPLAY_ENDPOINT", value_name = "tcp://H:P")]
     pub kv_replay_endpoint: Option<String>,
     /// Data-parallel ranks of the engine.
     #[arg(long, env = "WARMROUTE_RANKS", default_value_t = 1)]
     pub ranks: u32,
-    /// Where the mirror is kept across restarts of this shim. Without it a restarted shim knows
-    /// what the engine's replay buffer still has.
+    /// Directory of checkpoints. Without it, a restarted shim has only the engine's replay buffer.
     #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
-    /// Take events of this topic only, where several publishers share a socket.
+    /// Accept events of this topic only, if several publishers share a socket.
     #[arg(long, env = "WARMROUTE_KV_TOPIC", value_name = "TOPIC")]
     pub kv_topic: Option<String>,
-    /// Tokens a block that the engine's events must have; learned from them if absent.
+    /// Tokens per block that the engine's events must have. By default learned from them.
     #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<u32>,
-    /// What the engine is known not to use, where its events do not show it.
+    /// Facts about the engine that its events do not show.
     #[arg(
         long,
         env = "WARMROUTE_ASSUME",
@@ -62,14 +61,14 @@ pub struct Args {
         value_name = "WHAT,…"
     )]
     pub assume: Vec<Assumed>,
-    /// Bytes of records of one rank that wait for NATS. Beyond, one image of the cache replaces
+    /// Bytes of records of one rank that may wait for NATS. Above, one image of the cache replaces
     /// them.
     #[arg(long, env = "WARMROUTE_OUTBOX_BYTES", default_value_t = OUTBOX_BYTES_MAX)]
     pub outbox_bytes: usize,
     /// Address of the probes, metrics and digests.
     #[arg(long, env = "WARMROUTE_HOST", default_value = "0.0.0.0")]
     pub host: String,
-    /// TCP port of the same; 0 lets the system choose.
+    /// TCP port of the probes, metrics and digests; 0: the system chooses.
     #[arg(
         long, env = "WARMROUTE_PORT", default_value = "8091",
         value_parser = |text: &str| listen::port(text, PORT)
@@ -83,10 +82,10 @@ pub struct Args {
 
 const PORT: u16 = 8091;
 
-/// Less than this would be full at every hiccup.
+/// A smaller outbox overflows at each short pause of NATS.
 const OUTBOX_BYTES_MIN: usize = 1 << 20;
 
-/// See [`Assumptions`].
+/// A fact about the engine ([`Assumptions`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Assumed {
     /// No salts, multimodal items or prompt embeddings.
@@ -97,6 +96,8 @@ pub enum Assumed {
     MainAttentionOnly,
     /// No EAGLE or MTP drafts, and no KV connector beside state-space layers.
     PlainLookup,
+    /// Connectors publish what they remove from CPU memory and storage.
+    Removals,
 }
 
 /// A valid configuration.
@@ -107,7 +108,7 @@ pub struct Config {
     pub shim: ShimConfig,
     /// Opened after the logs, so that a failure is logged.
     pub state_dir: Option<PathBuf>,
-    /// Read likewise.
+    /// Read after the logs are set up, so that a failure is logged.
     pub engine_key_file: Option<PathBuf>,
     pub logs: Logs,
 }
@@ -124,18 +125,18 @@ pub enum ConfigError {
     EmptyWorker,
     #[error("--ranks {0} is not 1 to {RANKS_MAX}")]
     Ranks(u32),
-    #[error("--block-size 0 holds no token")]
-    BlockSize,
+    #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
+    BlockSize(u32),
     #[error("--outbox-bytes {0} is less than {OUTBOX_BYTES_MIN}")]
     Outbox(usize),
-    #[error("--{flag} {endpoint:?} is not tcp://HOST:PORT")]
+    #[error("--{flag} {endpoint:?} is not tcp://HOST:PORT or ipc://PATH")]
     Endpoint {
         flag: &'static str,
         endpoint: String,
     },
     #[error("--{flag} {url:?} is not http://HOST:PORT")]
     Url { flag: &'static str, url: String },
-    #[error("{0} is this machine only: say with --advertise-url where routers reach the engine")]
+    #[error("{0} is a loopback address: set --advertise-url to the address that routers use")]
     Loopback(String),
     #[error(transparent)]
     LogFilter(#[from] LogFilterError),
@@ -165,7 +166,7 @@ impl TryFrom<Args> for Config {
             return Err(ConfigError::Outbox(args.outbox_bytes));
         }
         let block_size = match args.block_size {
-            Some(tokens) => Some(BlockSize::new(tokens).ok_or(ConfigError::BlockSize)?),
+            Some(tokens) => Some(block_size(tokens).ok_or(ConfigError::BlockSize(tokens))?),
             None => None,
         };
         let is_assumed = |what| args.assume.contains(&what);
@@ -184,6 +185,7 @@ impl TryFrom<Args> for Config {
                     no_lora: is_assumed(Assumed::NoLora),
                     main_attention_only: is_assumed(Assumed::MainAttentionOnly),
                     plain_lookup: is_assumed(Assumed::PlainLookup),
+                    removals: is_assumed(Assumed::Removals),
                 },
                 outbox_bytes_max: args.outbox_bytes,
                 ..ShimConfig::new(namespace, WorkerId::from(args.worker_id), worker_url)
@@ -195,16 +197,9 @@ impl TryFrom<Args> for Config {
     }
 }
 
-/// `ipc://` and `inproc://` are the engine's other kinds; those have no ports to check.
 fn endpoint(flag: &'static str, endpoint: Option<String>) -> Result<Option<String>, ConfigError> {
-    let is_plain = |endpoint: &str| match endpoint.strip_prefix("tcp://") {
-        Some(rest) => rest
-            .rsplit_once(':')
-            .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()),
-        None => endpoint.starts_with("ipc://") || endpoint.starts_with("inproc://"),
-    };
     match endpoint {
-        Some(endpoint) if !is_plain(&endpoint) => Err(ConfigError::Endpoint { flag, endpoint }),
+        Some(endpoint) if !is_endpoint(&endpoint) => Err(ConfigError::Endpoint { flag, endpoint }),
         endpoint => Ok(endpoint),
     }
 }
@@ -237,6 +232,7 @@ fn is_loopback(url: &str) -> bool {
 mod tests {
     use clap::CommandFactory as _;
     use warmroute_process::env;
+    use warmroute_proto::BlockSize;
 
     use super::*;
 
@@ -262,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_arrives() {
+    fn flags_are_converted() {
         let config = config(&[
             "--assume=no-lora,main-attention-only",
             "--block-size=16",
@@ -286,25 +282,25 @@ mod tests {
     }
 
     #[test]
-    fn a_loopback_url_is_advertised_only_if_it_is_said() {
+    fn a_loopback_url_is_advertised_only_on_request() {
         for loopback in ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"] {
             let worker = format!("--worker-url={loopback}");
             let args = ["warmroute-shim", "--nats-url=n", "--worker-id=w", &worker];
             let refused = Config::try_from(Args::parse_from(args)).unwrap_err();
             assert!(matches!(refused, ConfigError::Loopback(_)), "{refused}");
             let advertise = format!("--advertise-url={loopback}");
-            let said = Config::try_from(Args::parse_from(args.iter().chain([&&*advertise])));
-            assert_eq!(said.unwrap().shim.advertise_url, loopback);
+            let given = Config::try_from(Args::parse_from(args.iter().chain([&&*advertise])));
+            assert_eq!(given.unwrap().shim.advertise_url, loopback);
         }
     }
 
     #[test]
-    fn what_cannot_work_is_refused_by_the_name_of_its_flag() {
+    fn invalid_values_are_refused_with_the_flags_name() {
         for (flag, name) in [
             ("--worker-url=https://h", "--worker-url"),
             ("--advertise-url=h:1", "--advertise-url"),
             ("--kv-endpoint=h:1", "--kv-endpoint"),
-            ("--kv-replay-endpoint=tcp://h", "--kv-replay-endpoint"),
+            ("--kv-replay-endpoint=tcp://*:1", "--kv-replay-endpoint"),
             ("--ranks=0", "--ranks"),
             ("--block-size=0", "--block-size"),
             ("--outbox-bytes=1", "--outbox-bytes"),

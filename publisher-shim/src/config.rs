@@ -8,29 +8,28 @@ use crate::engine::EngineKey;
 use crate::mirror::Assumptions;
 use crate::state_dir::CheckpointStore;
 
-/// One shim, one vLLM server, all its ranks.
+/// One shim's configuration: one vLLM server with all its ranks.
 #[derive(Clone, Debug)]
 pub struct ShimConfig {
     pub namespace: Namespace,
     pub worker: WorkerId,
-    /// Where the shim reaches the engine's HTTP, without a trailing slash.
+    /// The engine's HTTP address as seen by the shim, without a trailing slash.
     pub worker_url: String,
-    /// Where routers reach it.
+    /// The engine's HTTP address as seen by routers.
     pub advertise_url: String,
     /// Sent with every request to the engine.
     pub engine_key: Option<EngineKey>,
-    /// The live endpoint of rank 0; rank r is r ports further. Unset: the engine's own report.
+    /// The live endpoint of rank 0; rank r is r ports higher. `None`: the engine reports it.
     pub kv_endpoint: Option<String>,
-    /// Likewise the replay endpoint.
+    /// The replay endpoint, likewise.
     pub kv_replay_endpoint: Option<String>,
     pub ranks: u32,
     /// Live messages of other topics are dropped.
     pub topic: Option<String>,
-    /// The block size that events must have. Unset: the size that events report.
+    /// The block size that events must have. `None`: the size that events report.
     pub block_size: Option<BlockSize>,
     pub assume: Assumptions,
-    /// Bytes of records of one rank that may wait for the log; beyond, one new generation replaces
-    /// them.
+    /// Bytes of records of one rank that may wait for the log. Above, a new generation replaces them.
     pub outbox_bytes_max: usize,
     /// Bytes of live batches of one rank that may wait for a replay's end.
     pub buffer_bytes_max: usize,
@@ -74,13 +73,10 @@ pub struct Endpoints {
     pub replay: Option<String>,
 }
 
-/// A rank's endpoint as vLLM derives it from rank 0's: so many TCP ports further, or a suffix.
+/// A rank's endpoint as vLLM derives it from rank 0's: its port plus the rank.
 pub(crate) fn endpoint_of_rank(template: &str, rank: DpRank) -> Option<String> {
     if rank.0 == 0 {
         return Some(template.to_owned());
-    }
-    if template.starts_with("inproc://") {
-        return Some(format!("{template}_dp{rank}"));
     }
     let (host, port) = template.strip_prefix("tcp://")?.rsplit_once(':')?;
     let port = u32::from(port.parse::<u16>().ok()?) + rank.0;
@@ -118,18 +114,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_are_ports_further() {
+    fn a_rank_adds_to_the_port() {
         let of = |template, rank| endpoint_of_rank(template, DpRank(rank));
         assert_eq!(of("tcp://h:5557", 0).as_deref(), Some("tcp://h:5557"));
         assert_eq!(of("tcp://h:5557", 3).as_deref(), Some("tcp://h:5560"));
         assert_eq!(of("tcp://[::1]:7", 1).as_deref(), Some("tcp://[::1]:8"));
-        assert_eq!(of("inproc://x", 1).as_deref(), Some("inproc://x_dp1"));
         assert_eq!(of("tcp://h:65535", 1), None);
         assert_eq!(of("ipc:///x", 1), None);
     }
 
     #[test]
-    fn a_wildcard_host_is_the_engines() {
+    fn a_wildcard_host_becomes_the_engines() {
         let of = |endpoint, url| reachable(endpoint, url);
         assert_eq!(
             of("tcp://*:5557", "http://engine:8000/v1").as_deref(),

@@ -1,4 +1,4 @@
-//! The shim's own HTTP: probes, metrics, and the digest to compare an indexer's with.
+//! The shim's HTTP: probes, metrics, and a digest that can be compared with an indexer's.
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -15,7 +15,7 @@ use crate::service::Handle;
 use crate::source::SourceStatus;
 
 impl Handle {
-    /// `/v1/digest`: of each source what its last acknowledged record made of it.
+    /// `/v1/digest`: each source as of its last acknowledged record.
     #[must_use]
     pub fn digest(&self) -> DigestView {
         DigestView {
@@ -31,7 +31,6 @@ fn source_digest(status: &SourceStatus) -> SourceDigest {
     SourceDigest {
         worker: status.source.worker.clone(),
         dp_rank: status.source.dp_rank,
-        // What a shim calls complete is exact at an indexer.
         state: SourceState::from(status.states.gpu),
         reason: None,
         generation: status.generation,
@@ -42,14 +41,14 @@ fn source_digest(status: &SourceStatus) -> SourceDigest {
     }
 }
 
-/// What the pages are about.
+/// State of the routes.
 #[derive(Clone)]
 struct Shown {
     handle: Handle,
     nats: Option<Nats>,
 }
 
-/// Everything that a shim serves; where it is on NATS, that connection's metrics too.
+/// All routes of a shim. With `nats`, the metrics include those of that connection.
 pub fn router(handle: Handle, nats: Option<Nats>) -> Router {
     server::probes(get(|| async { "ok" }), get(ready))
         .route("/metrics", get(show_metrics))

@@ -15,7 +15,7 @@ use warmroute_proto::WorkerId;
 use warmroute_shim::args::{Args, Config};
 use warmroute_shim::{EngineKey, Service, StateDir, StateDirError, http};
 
-/// A shim that is being replaced has so long to end before its successor gives up.
+/// Time for which a shim waits for its predecessor to release the state directory.
 const STATE_DIR_WAIT: Duration = Duration::from_secs(10);
 
 fn main() -> ExitCode {
@@ -68,14 +68,14 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     host::run(listener, http::router(handle, Some(nats)), signals, tasks).await
 }
 
-/// Waits a while for a predecessor that is just ending.
+/// Opens the state directory. Waits for a predecessor that is ending.
 async fn open_state(dir: &Path, worker: &WorkerId) -> Result<StateDir, StateDirError> {
     let deadline = Instant::now() + STATE_DIR_WAIT;
-    let mut is_told = false;
+    let mut is_logged = false;
     loop {
         match StateDir::open(dir, worker) {
             Err(StateDirError::Held { dir, by }) if Instant::now() < deadline => {
-                if !std::mem::replace(&mut is_told, true) {
+                if !std::mem::replace(&mut is_logged, true) {
                     let dir = dir.display();
                     tracing::warn!(%dir, "waiting: another process{by} keeps this worker's state");
                 }

@@ -1,4 +1,4 @@
-//! The metrics of one shim or of several in one process, read off their sources at each scrape.
+//! The metrics of one or several shims in one process, computed from their sources at each scrape.
 //! Label sets are closed.
 
 use std::fmt::Write as _;
@@ -56,7 +56,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     }),
     (
         "gaps_unfilled_total",
-        "Gaps no replay filled.",
+        "Gaps that no replay filled.",
         "counter",
         |s| number(s.counters.gaps_unfilled),
     ),
@@ -66,7 +66,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
         "counter",
         |s| number(s.counters.restarts),
     ),
-    ("replays_total", "Replays asked for.", "counter", |s| {
+    ("replays_total", "Replays requested.", "counter", |s| {
         number(s.counters.replays)
     }),
     (
@@ -77,7 +77,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     ),
     (
         "payloads_malformed_total",
-        "Payloads that are no batch.",
+        "Payloads that did not decode.",
         "counter",
         |s| number(s.counters.payloads_malformed),
     ),
@@ -107,13 +107,13 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     ),
     (
         "orphans_dropped_total",
-        "Blocks without a parent that there was no room for.",
+        "Blocks without a parent that exceeded the bound.",
         "counter",
         |s| number(s.mirror.orphans_dropped),
     ),
     (
         "events_elsewhere_total",
-        "Events of media and groups that are not indexed.",
+        "Events of memory that is not indexed.",
         "counter",
         |s| number(s.mirror.events_untracked),
     ),
@@ -122,7 +122,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     }),
     (
         "held_dropped_total",
-        "Live batches that were not kept while a replay was under way.",
+        "Live batches dropped during a replay.",
         "counter",
         |s| number(s.counters.buffered_dropped),
     ),
@@ -155,19 +155,19 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     ),
     (
         "pauses_total",
-        "Times that the log or the lease was away.",
+        "Pauses of publishing: the log or the lease was unavailable.",
         "counter",
         |s| number(s.counters.pauses),
     ),
     (
         "tails_unexpected_total",
-        "Looks at the log's end that did not find the last record.",
+        "Checks of the log's end that did not find the last record.",
         "counter",
         |s| number(s.counters.tails_unexpected),
     ),
     (
         "generations_refused_total",
-        "Requests for a generation above one that nobody can have come to.",
+        "Requests for a generation above an implausible one.",
         "counter",
         |s| number(s.counters.generations_refused),
     ),
@@ -179,7 +179,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     ),
     (
         "checkpoint_age_seconds",
-        "Age of what the last checkpoint holds; -1 without one.",
+        "Age of the state in the last checkpoint; -1 without one.",
         "gauge",
         |s| checkpoint(s).age.map_or(-1.0, |age| age.as_secs_f64()),
     ),
@@ -203,7 +203,7 @@ const SERIES: [(&str, &str, &str, Value); 38] = [
     ),
     (
         "checkpoints_refused_total",
-        "Checkpoints found at the start and not used.",
+        "Checkpoints refused at start.",
         "counter",
         |s| number(checkpoint(s).refused),
     ),
@@ -213,7 +213,7 @@ fn checkpoint(status: &SourceStatus) -> CheckpointStatus {
     status.checkpoint.unwrap_or_default()
 }
 
-/// What the shim itself is.
+/// Adds the metrics of the shim itself.
 pub fn add_shim(text: &mut String, handle: &Handle) {
     let gauges = [
         (
@@ -221,7 +221,7 @@ pub fn add_shim(text: &mut String, handle: &Handle) {
             "This shim holds the worker's lease.",
             handle.leads(),
         ),
-        ("ready", "What `/readyz` says.", handle.is_ready()),
+        ("ready", "`/readyz` is 200.", handle.is_ready()),
         (
             "engine_healthy",
             "The engine's HTTP answers.",
@@ -236,13 +236,13 @@ pub fn add_shim(text: &mut String, handle: &Handle) {
     head(
         text,
         name,
-        "Records, entries and requests on the plane that could not be read.",
+        "Messages and registry entries that could not be decoded.",
         "counter",
     );
     line(text, &format!("{name} {}", handle.unread()));
 }
 
-/// Prometheus' text format: each metric is described once, with a series for each source.
+/// Renders Prometheus' text format: each metric once, with a series for each source.
 #[must_use]
 pub fn text(sources: &[SourceStatus]) -> String {
     let mut text = String::new();
@@ -298,8 +298,8 @@ fn labels(source: &SourceStatus) -> String {
 }
 
 fn head(text: &mut String, name: &str, help: &str, kind: &str) {
-    for (what, said) in [("HELP", help), ("TYPE", kind)] {
-        if writeln!(text, "# {what} warmroute_shim_{name} {said}").is_err() {
+    for (field, value) in [("HELP", help), ("TYPE", kind)] {
+        if writeln!(text, "# {field} warmroute_shim_{name} {value}").is_err() {
             return;
         }
     }
@@ -363,7 +363,7 @@ mod tests {
             let (name, value) = line.rsplit_once(' ').unwrap();
             assert!(value.parse::<f64>().is_ok(), "{line}");
             assert_eq!(name.split('{').next(), Some(current), "out of its group");
-            assert!(series.insert(name), "told twice: {line}");
+            assert!(series.insert(name), "a duplicate series: {line}");
         }
         assert_eq!(described.len(), 2 * (SERIES.len() + 2));
         assert_eq!(

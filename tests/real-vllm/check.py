@@ -262,13 +262,19 @@ class Checker:
         def succeeded():
             return call(engine.port, "POST", "/reset_prefix_cache")[0] == 200
 
+        def doubted():
+            return self.router.sources().get(engine.name, {}).get("state") == "unverified"
+
         wait_for("the reset", succeeded)
-        # vLLM publishes a reset with its next batch.
+        # vLLM publishes a reset with its next batch: the shim sees the call, and makes the engine do a step.
+        wait_for("the shim sees the reset", doubted)
+        source = self.settle()[engine.name]
+        check(source["blocks"] == 0, f"{source['blocks']} blocks after a reset of the idle engine")
+        check(self.credit(engine, old) == 0, "credit for what was reset")
+        print("unverified, then empty, without a client's request")
         self.directly(engine, self.ids(BLOCK_TOKENS + 5))
         source = self.settle()[engine.name]
         check(source["blocks"] == 1, f"{source['blocks']} blocks after a reset and a block")
-        check(self.credit(engine, old) == 0, "credit for what was reset")
-        print("empty but for the block cached since")
         for _ in range(3):
             self.completion(old)
         self.report()

@@ -115,6 +115,8 @@ codes! {
     SourceCatchingUp = "source_catching_up", Warning,
         "not credited while its image is under way: if this lasts, look at the shim's outbox and \
          at NATS's disk";
+    TierUncredited = "tier_uncredited", Warning,
+        "its GPU tier is credited and this tier is not: the shim's log names the reason once";
     SourceBeginsAgain = "source_begins_again", Warning,
         "resyncs go in circles: the shim's metric warmroute_shim_resyncs_total names the reason";
     SourcePartial = "source_partial", Warning,
@@ -156,6 +158,9 @@ codes! {
     SourceUnverified = "source_unverified", Note,
         "credited, but losses cannot be seen: give the engine a replay_endpoint in \
          --kv-events-config. For seconds after a reset of the engine's cache no action is needed";
+    TierUnverified = "tier_unverified", Note,
+        "credited, but its connector is not known to publish removals: the shim's log names what \
+         to assume";
     SourceGone = "source_gone", Note,
         "its shim ended more than ten minutes ago; nothing to do if the worker was taken out";
     OneIndexer = "one_indexer", Note,

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use warmroute_proto::Tier;
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::view::SourceView;
 
@@ -26,6 +27,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
             if let Some(code) = code(source) {
                 findings.add(code, about(id, source));
             }
+            judge_tiers(id, source, findings);
             if source.begun_lately >= BEGUN_MAX {
                 let about = format!(
                     "{}: {} generations within ten minutes",
@@ -40,6 +42,23 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         .map(|(word, sources)| format!("{} {word}", sources.len()));
     let counts: Vec<String> = counts.collect();
     rest.push(("sources", counts.join(", ")));
+}
+
+/// Names the lower tiers that are weaker than the GPU's, which the source's state hides.
+fn judge_tiers(id: &str, source: &SourceView, findings: &mut Findings) {
+    let gpu = source.states.gpu;
+    for tier in [Tier::Cpu, Tier::Disk] {
+        let state = *source.states.get(tier);
+        let code = match state {
+            SourceState::Unverified => Code::TierUnverified,
+            _ if !state.gives_credit() => Code::TierUncredited,
+            _ => continue,
+        };
+        if gpu.gives_credit() && state > gpu {
+            let label = state.label();
+            findings.add(code, format!("{}: {tier} {label}, at {id}", source.source));
+        }
+    }
 }
 
 fn code(source: &SourceView) -> Option<Code> {

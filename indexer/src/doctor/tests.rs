@@ -469,6 +469,14 @@ fn sources_are_judged() {
     check(Code::SourcePartial, |state| {
         sources(state, state_is(SourceState::Partial));
     });
+    for (code, word) in [
+        (Code::TierUncredited, SourceState::Stale),
+        (Code::TierUnverified, SourceState::Unverified),
+    ] {
+        check(code, |state| {
+            sources(state, |source| source.states.cpu = word)
+        });
+    }
     check(Code::SourceUnverified, |state| {
         sources(state, state_is(SourceState::Unverified));
     });

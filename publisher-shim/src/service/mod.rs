@@ -296,13 +296,14 @@ impl<E: EngineLink> Service<E> {
 
 fn configured_endpoints(config: &ShimConfig, rank: DpRank) -> Result<Endpoints, Error> {
     let of = |template: &Option<String>| match template {
-        Some(endpoint) => endpoint_of_rank(endpoint, rank)
-            .filter(|endpoint| !endpoint.contains('\0'))
-            .map(Some)
-            .ok_or_else(|| Error::Endpoint {
-                rank,
-                endpoint: endpoint.clone(),
-            }),
+        Some(endpoint) => {
+            endpoint_of_rank(endpoint, rank)
+                .map(Some)
+                .ok_or_else(|| Error::Endpoint {
+                    rank,
+                    endpoint: endpoint.clone(),
+                })
+        }
         None => Ok(None),
     };
     Ok(Endpoints {

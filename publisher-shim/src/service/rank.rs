@@ -362,6 +362,7 @@ impl<E: EngineLink> RankTask<E> {
             Notice::Warning(warning) => {
                 warn!(%source, engine = %warning, "the engine's events cost this source credit");
             }
+            Notice::Tier(tier, limit) => warn!(%source, %tier, "{}", limit.cause()),
             Notice::State(state) => info!(%source, ?state, "the source's state changed"),
         }
     }

@@ -168,10 +168,11 @@ impl CreditAudit {
 
 /// Whether the index, after the prefill in question, still credits the missing blocks.
 fn still_claims(claim: &CreditClaim, known: &TrustedSource) -> bool {
-    known.state() == SourceState::Exact
+    let overlap = capped(known.run, claim.credit_max);
+    known.credit_state(&overlap) == SourceState::Exact
         && Some(known.generation) == claim.generation
         && known.engine_seq > claim.engine_seq
-        && overlap_blocks(capped(known.run, claim.credit_max)) >= claim.blocks
+        && overlap_blocks(overlap) >= claim.blocks
 }
 
 #[cfg(test)]

@@ -100,7 +100,7 @@ pub struct Terms {
 pub struct Decision {
     pub source: Source,
     pub url: Arc<str>,
-    /// `x-warmroute-index-state`.
+    /// `x-warmroute-index-state`: the weakest state that the credit rests on.
     pub index_state: SourceState,
     /// `x-warmroute-tier-states`.
     pub tier_states: Tiers<SourceState>,
@@ -221,7 +221,7 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
     };
     Terms {
         source: id,
-        state: known.map_or(SourceState::Unknown, |known| known.state()),
+        state: known.map_or(SourceState::Unknown, |known| known.credit_state(&overlap)),
         basis,
         overlap,
         expected_blocks,

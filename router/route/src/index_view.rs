@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
-use warmroute_proto::{EngineSeq, Generation, Tiers};
+use warmroute_proto::{EngineSeq, Generation, Tier, Tiers};
 
 use super::source_table::{PerSource, SourceId, SourceTable};
 
@@ -92,6 +92,17 @@ impl TrustedSource {
     #[must_use]
     pub const fn state(&self) -> SourceState {
         self.states.gpu
+    }
+
+    /// The weakest state that a credit of these blocks rests on: the GPU tier's, and those of the
+    /// lower tiers that contribute.
+    #[must_use]
+    pub fn credit_state(&self, overlap: &Tiers<u32>) -> SourceState {
+        let contributes = |tier: &Tier| *overlap.get(*tier) > 0;
+        let tiers = Tier::ALL.into_iter().filter(contributes);
+        tiers.fold(self.states.gpu, |state, tier| {
+            state.weakest(*self.states.get(tier))
+        })
     }
 
     #[must_use]

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use warmroute_process::args::{LogFilterError, NatsArgs};
+use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size};
 use warmroute_process::listen::{HostError, address};
 use warmroute_process::logs::Logs;
 use warmroute_proto::{BlockSize, Namespace, WorkerId};
@@ -100,9 +101,6 @@ pub enum RouterConfigError {
     LogFilter(#[from] LogFilterError),
 }
 
-/// Hybrid models have blocks of a few thousand tokens.
-const BLOCK_TOKENS_MAX: u32 = 65_536;
-
 impl TryFrom<RouterArgs> for Config {
     type Error = RouterConfigError;
 
@@ -142,7 +140,12 @@ impl TryFrom<RouterArgs> for Config {
             nats,
             workers,
             tokenizer: fleet.tokenizer,
-            block_size: fleet.block_size.map(block_size).transpose()?,
+            block_size: match fleet.block_size {
+                Some(tokens) => {
+                    Some(block_size(tokens).ok_or(RouterConfigError::BlockSize(tokens))?)
+                }
+                None => None,
+            },
             knobs: choice.try_into()?,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
@@ -197,12 +200,6 @@ fn distinct(workers: &[WorkerSpec]) -> Result<(), RouterConfigError> {
         }
     }
     Ok(())
-}
-
-fn block_size(tokens: u32) -> Result<BlockSize, RouterConfigError> {
-    BlockSize::new(tokens)
-        .filter(|_| tokens <= BLOCK_TOKENS_MAX)
-        .ok_or(RouterConfigError::BlockSize(tokens))
 }
 
 fn settings(path: PathBuf) -> Result<SettingsFile, RouterConfigError> {

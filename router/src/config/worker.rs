@@ -3,6 +3,7 @@
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
+use warmroute_process::engine_args::is_endpoint;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
 
@@ -98,20 +99,12 @@ fn worker_url(text: &str) -> Option<String> {
 }
 
 fn endpoint(key: &'static str, value: &str) -> Result<String, WorkerSpecError> {
-    let fits = match value.split_once("://") {
-        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
-            !host.is_empty() && host != "*" && port.parse::<u16>().is_ok_and(|port| port > 0)
-        }),
-        Some(("ipc", path)) => !path.is_empty(),
-        Some(_) | None => false,
-    };
-    if fits {
-        return Ok(value.to_owned());
+    let value = value.to_owned();
+    if is_endpoint(&value) {
+        Ok(value)
+    } else {
+        Err(WorkerSpecError::Endpoint { key, value })
     }
-    Err(WorkerSpecError::Endpoint {
-        key,
-        value: value.to_owned(),
-    })
 }
 
 fn rank_count(value: &str) -> Result<NonZeroU32, WorkerSpecError> {

@@ -166,7 +166,7 @@ pub fn decode(
     Ok(Restored { header, mirror })
 }
 
-const FINGERPRINT_BYTES: usize = 8;
+const FINGERPRINT_BYTES: usize = 9;
 
 /// The options that change how events are folded into a mirror.
 fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
@@ -182,12 +182,19 @@ fn fingerprint(config: &MirrorConfig) -> [u8; FINGERPRINT_BYTES] {
         no_lora,
         main_attention_only,
         plain_lookup,
+        removals,
     } = *assume;
     let tokens = block_size.map_or(0, BlockSize::tokens) as u64;
     let [a, b, c, d, ..] = tokens.to_le_bytes();
-    let flags = [no_extra_keys, no_lora, main_attention_only, plain_lookup];
-    let [e, f, g, h] = flags.map(u8::from);
-    [a, b, c, d, e, f, g, h]
+    let flags = [
+        no_extra_keys,
+        no_lora,
+        main_attention_only,
+        plain_lookup,
+        removals,
+    ];
+    let [e, f, g, h, i] = flags.map(u8::from);
+    [a, b, c, d, e, f, g, h, i]
 }
 
 #[cfg(test)]

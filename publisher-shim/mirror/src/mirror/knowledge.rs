@@ -6,10 +6,11 @@
 //! If an engine's events lack a field that distinguishes equal tokens, the state depends on what can
 //! go wrong. Without extra keys a salted or multimodal block looks like a plain one: `stale`.
 //! Without kinds for several groups a masked group may count: `stale`. Without the LoRA's name its
-//! blocks are opaque and only not found: `partial`, from the first such block on. An operator who
-//! knows that a feature is unused can declare it ([`Assumptions`]).
+//! blocks are opaque and only not found: `partial`, from the first such block on. A connector that is
+//! not known to publish removals may hold less than it stored: `unverified` until its first removal.
+//! An operator who knows better can declare it ([`Assumptions`]).
 
-use warmroute_proto::{Tier, TierState, TierStates, Tiers};
+use warmroute_proto::{Tier, TierState, Tiers};
 
 use crate::checkpoint::{Field, FieldReader, Malformed};
 use crate::wire::{LoraRef, StoredBlocks};
@@ -25,6 +26,64 @@ pub struct Assumptions {
     pub main_attention_only: bool,
     /// Prefix hits lose no block to speculative decoding, and no KV connector is used.
     pub plain_lookup: bool,
+    /// Connectors publish what they remove from CPU memory and storage.
+    pub removals: bool,
+}
+
+/// Why a tier's state is not complete, the gravest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum TierLimit {
+    /// More KV groups than are tracked.
+    Groups,
+    /// Stores have no field for extra keys.
+    NoExtraKeys,
+    /// Several KV groups, some without a kind.
+    NoGroupKinds,
+    /// The connector is not known to publish removals.
+    NoRemovals,
+    /// Stores do not identify their blocks.
+    Unidentified,
+    /// Blocks of an adapter without a name.
+    UnnamedLora,
+    /// Blocks may be missing: from before the mirror began, without a known parent, or undecodable.
+    History,
+}
+
+impl TierLimit {
+    #[must_use]
+    pub const fn state(self) -> TierState {
+        match self {
+            Self::Groups | Self::NoExtraKeys | Self::NoGroupKinds => TierState::Stale,
+            Self::NoRemovals => TierState::Unverified,
+            Self::Unidentified | Self::UnnamedLora | Self::History => TierState::Partial,
+        }
+    }
+
+    /// The reason and what helps, for the operator's log.
+    #[must_use]
+    pub const fn cause(self) -> &'static str {
+        match self {
+            Self::Groups => "no credit: it has more KV groups than are tracked",
+            Self::NoExtraKeys => {
+                "no credit: its events do not carry salts and multimodal items; if none are used, \
+                 set --assume no-extra-keys"
+            }
+            Self::NoGroupKinds => {
+                "no credit: its events do not carry the kinds of its KV groups; if all are main \
+                 attention, set --assume main-attention-only"
+            }
+            Self::NoRemovals => {
+                "its connector is not known to publish removals: credit is unverified until the \
+                 first one; if it does, set --assume removals"
+            }
+            Self::Unidentified => {
+                "some stored blocks get no credit: GPU memory did not hold them then, or a hit needs \
+                 more than the events carry"
+            }
+            Self::UnnamedLora => "blocks of LoRA adapters get no credit: events do not name them",
+            Self::History => "blocks that it held before get no credit",
+        }
+    }
 }
 
 /// What is known of the engine's cache when a mirror begins.
@@ -51,6 +110,8 @@ struct TierKnowledge {
     unnamed_lora: bool,
     /// Blocks of an event without a field for extra keys were stored.
     lacks_extra_keys: bool,
+    /// Blocks were stored that the event does not identify.
+    unidentified: bool,
     stored: bool,
     /// Its connector sends removals; stays true for the engine's life.
     removes: bool,
@@ -80,6 +141,7 @@ impl Knowledge {
                 doubt,
                 unnamed_lora,
                 lacks_extra_keys,
+                unidentified,
                 stored,
                 removes,
             } = self.tiers.get(tier);
@@ -89,6 +151,7 @@ impl Knowledge {
                 doubt,
                 unnamed_lora,
                 lacks_extra_keys,
+                unidentified,
                 stored,
                 removes,
             ];
@@ -105,6 +168,7 @@ impl Knowledge {
                 doubt: from.read()?,
                 unnamed_lora: from.read()?,
                 lacks_extra_keys: from.read()?,
+                unidentified: from.read()?,
                 stored: from.read()?,
                 removes: from.read()?,
             };
@@ -134,11 +198,24 @@ impl Knowledge {
         known.stored = true;
         // In lower tiers a store without the field counts only for blocks known by their hash.
         known.lacks_extra_keys |= tier == Tier::Gpu && !stored.reports_extra_keys;
+        known.removes |= stored.reports_removals;
         known.unnamed_lora |= matches!(stored.lora, LoraRef::Unnamed(_));
     }
 
     pub(super) const fn saw_removal(&mut self, tier: Tier) {
         self.tiers.get_mut(tier).removes = true;
+    }
+
+    /// A store did not identify its block.
+    pub(super) const fn miss_unidentified(&mut self, tier: Tier) {
+        let known = self.tiers.get_mut(tier);
+        known.missing = true;
+        known.unidentified = true;
+    }
+
+    /// Removals of the tier are published, as far as is known.
+    pub(super) const fn sees_removals(&self, tier: Tier, assume: Assumptions) -> bool {
+        assume.removals || self.tiers.get(tier).removes
     }
 
     pub(super) const fn miss(&mut self, tier: Tier) {
@@ -159,33 +236,33 @@ impl Knowledge {
         known.from_start && !known.missing && !known.doubt
     }
 
-    pub(super) fn states(
+    /// The gravest reason why a tier is not complete.
+    pub(super) fn limit(
         &self,
+        tier: Tier,
         assume: Assumptions,
-        has_orphans: impl Fn(Tier) -> bool,
-        lacks_kinds: impl Fn(Tier) -> bool,
-    ) -> TierStates {
-        let state = |tier| {
-            let known = self.tiers.get(tier);
-            let doubt = known.doubt
-                || (known.lacks_extra_keys && !assume.no_extra_keys)
-                || (lacks_kinds(tier) && !assume.main_attention_only)
-                || (known.stored && !known.removes);
-            let missing = !self.is_whole(tier)
-                || has_orphans(tier)
-                || (known.unnamed_lora && !assume.no_lora);
-            if doubt {
-                TierState::Stale
-            } else if missing {
-                TierState::Partial
-            } else {
-                TierState::Complete
-            }
-        };
-        TierStates {
-            gpu: state(Tier::Gpu),
-            cpu: state(Tier::Cpu),
-            disk: state(Tier::Disk),
+        has_orphans: bool,
+        lacks_kinds: bool,
+    ) -> Option<TierLimit> {
+        let known = self.tiers.get(tier);
+        // Stores in lower tiers are identified by those in GPU memory.
+        let lacks_extra_keys = known.stored && self.tiers.gpu.lacks_extra_keys;
+        if known.doubt {
+            Some(TierLimit::Groups)
+        } else if lacks_extra_keys && !assume.no_extra_keys {
+            Some(TierLimit::NoExtraKeys)
+        } else if lacks_kinds && !assume.main_attention_only {
+            Some(TierLimit::NoGroupKinds)
+        } else if known.stored && !self.sees_removals(tier, assume) {
+            Some(TierLimit::NoRemovals)
+        } else if known.unidentified {
+            Some(TierLimit::Unidentified)
+        } else if known.unnamed_lora && !assume.no_lora {
+            Some(TierLimit::UnnamedLora)
+        } else if !self.is_whole(tier) || has_orphans {
+            Some(TierLimit::History)
+        } else {
+            None
         }
     }
 }

@@ -33,7 +33,7 @@ use crate::wire::{
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
-pub use knowledge::{Assumptions, Start};
+pub use knowledge::{Assumptions, Start, TierLimit};
 use nodes::{NewNode, NodeId, Nodes, TierSet};
 use orphans::{BlockContent, Orphans};
 use references::{GroupTier, References};
@@ -158,6 +158,9 @@ struct Predecessor {
     seed: Seed,
 }
 
+/// Blocks kept of a tier whose removals are not published: nothing else bounds them.
+const UNREMOVED_MAX: u64 = 1 << 20;
+
 /// Makes blocks opaque that the engine publishes in token pairs, which no router hashes.
 const PAIRS: u64 = 0x7061_6972_735f_6f66;
 
@@ -220,14 +223,27 @@ impl Mirror {
     /// The states that the mirror supports, whatever the age of the source's proof.
     #[must_use]
     pub fn states(&self) -> TierStates {
-        let states = self.knowledge.states(
-            self.config.assume,
-            |tier| self.orphans.references(tier) > 0,
-            |tier| self.groups.lacks_kinds(tier),
-        );
+        let limits = self.limits();
+        let states = limits.map(|limit| limit.map_or(TierState::Complete, TierLimit::state));
         match self.lookup_doubt() {
             Some(_) => states.map(|state| state.weakest(TierState::Unverified)),
             None => states,
+        }
+    }
+
+    /// Why each tier is not complete.
+    #[must_use]
+    pub fn limits(&self) -> Tiers<Option<TierLimit>> {
+        let limit = |tier| {
+            let has_orphans = self.orphans.references(tier) > 0;
+            let lacks_kinds = self.groups.lacks_kinds(tier);
+            self.knowledge
+                .limit(tier, self.config.assume, has_orphans, lacks_kinds)
+        };
+        Tiers {
+            gpu: limit(Tier::Gpu),
+            cpu: limit(Tier::Cpu),
+            disk: limit(Tier::Disk),
         }
     }
 
@@ -377,10 +393,15 @@ impl Mirror {
             return Ok(());
         }
         self.knowledge.saw_store(tier, stored);
+        let sees_removals = self.knowledge.sees_removals(tier, self.config.assume);
+        if !sees_removals && self.digests.get(tier).count >= UNREMOVED_MAX {
+            self.knowledge.miss(tier);
+            return Ok(());
+        }
         if self.resume.is_some() && tier != Tier::Gpu {
             // No connector publishes what a hit with windows needs of a lower tier.
             self.counters.stores_not_indexable += 1;
-            self.knowledge.miss(tier);
+            self.knowledge.miss_unidentified(tier);
             return Ok(());
         }
         if self.is_placed_by_others(tier, stored.group.index) {
@@ -395,7 +416,7 @@ impl Mirror {
         }
         let Some(block_tokens) = self.block_tokens(stored) else {
             self.counters.stores_not_indexable += 1;
-            self.knowledge.miss(tier);
+            self.knowledge.miss_unidentified(tier);
             return Ok(());
         };
         let mut position = self.start_of(stored)?;
@@ -421,7 +442,7 @@ impl Mirror {
                 Some(node) => self.add_references(hash, node, at, 1),
                 None => {
                     self.counters.stores_not_indexable += 1;
-                    self.knowledge.miss(at.tier);
+                    self.knowledge.miss_unidentified(at.tier);
                 }
             }
         }

@@ -35,6 +35,7 @@ fn run(parent: Option<u64>, tokens: &[u32]) -> StoredBlocks {
         salt: None,
         keys: Vec::new(),
         reports_extra_keys: true,
+        reports_removals: false,
         medium: Medium::Gpu,
         group: group(0),
     }
@@ -329,17 +330,58 @@ fn a_clear_empties_gpu_memory_and_forgets_the_rest() {
 }
 
 #[test]
-fn a_tier_that_never_removes_is_stale() {
-    let mut follower = Follower::new(Start::Empty);
-    let mut cpu = run(None, &[1]);
-    cpu.medium = Medium::Cpu;
-    follower.apply(vec![stored(None, &[1])]);
-    assert_eq!(follower.mirror.states().cpu, TierState::Complete);
-    follower.apply(vec![CacheEvent::Stored(Box::new(cpu))]);
-    assert_eq!(follower.mirror.states().cpu, TierState::Stale);
-    assert_eq!(follower.gpu(), TierState::Complete);
-    follower.apply(vec![removed_from(1, Medium::Cpu, 0)]);
-    assert_eq!(follower.mirror.states().cpu, TierState::Complete);
+fn a_tier_is_credited_from_its_first_store_and_unverified_without_known_removals() {
+    let cpu = |reports_removals| StoredBlocks {
+        medium: Medium::Cpu,
+        reports_removals,
+        ..run(None, &[1])
+    };
+    let store = |assume, reports_removals| {
+        let config = MirrorConfig {
+            assume,
+            ..MirrorConfig::default()
+        };
+        let mut mirror = Mirror::new(config, Start::Empty);
+        let lower = CacheEvent::Stored(Box::new(cpu(reports_removals)));
+        let events = vec![stored(None, &[1]), lower];
+        mirror.apply(&batch(events)).unwrap();
+        assert_eq!(mirror.states().gpu, TierState::Complete);
+        assert_eq!(mirror.held().len(), 2);
+        mirror
+    };
+    let assumed = Assumptions {
+        removals: true,
+        ..Assumptions::default()
+    };
+    let known = store(Assumptions::default(), true);
+    assert_eq!(known.states().cpu, TierState::Complete);
+    assert_eq!(store(assumed, false).states().cpu, TierState::Complete);
+    let mut unknown = store(Assumptions::default(), false);
+    assert_eq!(unknown.limits().cpu, Some(TierLimit::NoRemovals));
+    assert_eq!(unknown.states().cpu, TierState::Unverified);
+    let removal = vec![removed_from(1, Medium::Cpu, 0)];
+    unknown.apply(&batch(removal)).unwrap();
+    assert_eq!(unknown.states().cpu, TierState::Complete);
+}
+
+/// Salted blocks of an engine that sends no extra keys look plain in GPU memory, and so below.
+#[test]
+fn a_lower_tier_is_no_better_identified_than_gpu_memory() {
+    let plain = StoredBlocks {
+        reports_extra_keys: false,
+        ..run(None, &[1])
+    };
+    let lower = StoredBlocks {
+        medium: Medium::Cpu,
+        reports_removals: true,
+        ..plain.clone()
+    };
+    let mut mirror = mirror(Start::Empty);
+    let events = [plain, lower].map(|stored| CacheEvent::Stored(Box::new(stored)));
+    mirror.apply(&batch(events.to_vec())).unwrap();
+    assert_eq!(mirror.limits().cpu, Some(TierLimit::NoExtraKeys));
+    assert_eq!(mirror.states().cpu, TierState::Stale);
+    assert_eq!(mirror.states().disk, TierState::Complete, "it is not used");
 }
 
 #[test]

@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use warmroute_proto::Tier;
+
 use super::{EngineWarning, GenerationReason};
+use crate::mirror::TierLimit;
 
 /// Generations that may begin for one reason without a pause.
 const BURST: u32 = 3;
@@ -48,6 +51,22 @@ impl WarningLimiter {
         }
         self.recent.push((warning.clone(), now));
         true
+    }
+}
+
+/// The limits of tiers that were reported in this process, each once.
+#[derive(Debug, Default)]
+pub(super) struct ReportedLimits(Vec<(Tier, TierLimit)>);
+
+impl ReportedLimits {
+    /// A limit of this tier that was not reported before. Blocks from before are normal.
+    pub(super) fn next(&mut self, tier: Tier, limit: Option<TierLimit>) -> Option<TierLimit> {
+        let limit = limit.filter(|&limit| limit != TierLimit::History)?;
+        if self.0.contains(&(tier, limit)) {
+            return None;
+        }
+        self.0.push((tier, limit));
+        Some(limit)
     }
 }
 

@@ -22,6 +22,7 @@ mod history;
 mod limits;
 mod pack;
 mod publisher;
+mod reason;
 mod reset;
 mod tail;
 
@@ -32,20 +33,22 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{
-    EngineHealth, EngineSeq, Generation, Heartbeat, RecordNumber, Source, TierState, TierStates,
+    EngineHealth, EngineSeq, Generation, Heartbeat, RecordNumber, Source, Tier, TierState,
+    TierStates,
 };
 
 use crate::checkpoint::{self, Checkpoint, Restored};
-use crate::mirror::{self, Inconsistency, Mirror, Start};
+use crate::mirror::{self, Inconsistency, Mirror, Start, TierLimit};
 use crate::wire::NotUnderstood;
 pub use claim::next_generation;
 use clock::LogClock;
 pub use facts::EngineFacts;
 use follower::EngineFollower;
 pub use follower::{ReplaySupport, UnverifiedCause};
-use limits::{GenerationLimiter, WarningLimiter};
+use limits::{GenerationLimiter, ReportedLimits, WarningLimiter};
 pub use publisher::RecordState;
 use publisher::{Publisher, RecordContext};
+pub use reason::{GenerationCounts, GenerationReason};
 use reset::ResetMonitor;
 pub use reset::{FlushId, FlushResult};
 pub use tail::{LogTail, RegistryReading, Tail};
@@ -150,6 +153,8 @@ pub enum Notice {
     NewGeneration(GenerationReason),
     /// The state that may be claimed about GPU memory changed.
     State(TierState),
+    /// Why a tier has less credit than it could. Sent once for each tier and reason.
+    Tier(Tier, TierLimit),
     /// Sent once a minute at most.
     Warning(EngineWarning),
 }
@@ -168,90 +173,6 @@ impl fmt::Display for EngineWarning {
             Self::NotUnderstood(part) => write!(f, "sent an unknown {part}"),
             Self::Inconsistent(inconsistency) => f.write_str(inconsistency.cause()),
             Self::NoSequence => f.write_str("sent a message without a sequence number"),
-        }
-    }
-}
-
-/// Why a generation begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum GenerationReason {
-    LeaseTaken,
-    EngineRestarted,
-    GapUnfilled,
-    /// A loss may have occurred where replays or sequence numbers are missing to detect it.
-    LossUnseen,
-    Mirror(Inconsistency),
-    OutboxFull,
-    Resync(ResyncReason),
-    /// The log does not end with what it acknowledged.
-    LogLost,
-    /// The registry does not have the generation in use.
-    RegistryLost,
-    /// Another shim took a generation.
-    Overtaken,
-    /// The log takes smaller records only.
-    RecordTooLarge,
-    /// A checkpoint was read, and no replay can prove it.
-    Unprovable,
-}
-
-impl GenerationReason {
-    #[must_use]
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::LeaseTaken => "lease_taken",
-            Self::EngineRestarted => "engine_restarted",
-            Self::GapUnfilled => "gap_unfilled",
-            Self::LossUnseen => "loss_unseen",
-            Self::Mirror(inconsistency) => inconsistency.label(),
-            Self::OutboxFull => "outbox_full",
-            Self::Resync(reason) => reason.label(),
-            Self::LogLost => "log_lost_records",
-            Self::RegistryLost => "registry_lost",
-            Self::Overtaken => "overtaken",
-            Self::RecordTooLarge => "record_too_large",
-            Self::Unprovable => "unprovable",
-        }
-    }
-
-    /// All reasons in a fixed order: the closed set of a metric's label.
-    pub const ALL: [Self; 18] = [
-        Self::LeaseTaken,
-        Self::EngineRestarted,
-        Self::GapUnfilled,
-        Self::LossUnseen,
-        Self::Mirror(Inconsistency::BelowZero),
-        Self::Mirror(Inconsistency::TwoPrefixes),
-        Self::Mirror(Inconsistency::TooMany),
-        Self::Mirror(Inconsistency::Undecodable),
-        Self::OutboxFull,
-        Self::Resync(ResyncReason::Gap),
-        Self::Resync(ResyncReason::Mismatch),
-        Self::Resync(ResyncReason::Fenced),
-        Self::Resync(ResyncReason::LogLost),
-        Self::LogLost,
-        Self::RegistryLost,
-        Self::Overtaken,
-        Self::RecordTooLarge,
-        Self::Unprovable,
-    ];
-}
-
-/// Number of generations begun, by reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GenerationCounts([u64; GenerationReason::ALL.len()]);
-
-impl GenerationCounts {
-    #[must_use]
-    pub fn of(&self, reason: GenerationReason) -> u64 {
-        let mut counts = GenerationReason::ALL.iter().zip(self.0);
-        let found = counts.find(|&(&known, _)| known == reason);
-        found.map_or(0, |(_, count)| count)
-    }
-
-    fn count(&mut self, reason: GenerationReason) {
-        for (known, count) in GenerationReason::ALL.iter().zip(&mut self.0) {
-            *count += u64::from(*known == reason);
         }
     }
 }
@@ -338,6 +259,7 @@ pub struct SourceCore {
     clock: LogClock,
     generation_limiter: GenerationLimiter,
     warning_limiter: WarningLimiter,
+    reported_limits: ReportedLimits,
     /// The plane is reachable, as far as is known.
     is_reachable: bool,
     /// The lease lapsed, and no other holder is known.
@@ -366,6 +288,7 @@ impl SourceCore {
             clock: LogClock::new(config.waits_for_clock),
             generation_limiter: GenerationLimiter::default(),
             warning_limiter: WarningLimiter::default(),
+            reported_limits: ReportedLimits::default(),
             is_reachable: true,
             has_lapsed: false,
             health: EngineHealth::Unknown,
@@ -699,6 +622,7 @@ impl SourceCore {
                 .push_back(Effect::Notice(Notice::State(states.gpu)));
         }
         self.sent_states = Some(states);
+        self.report_limits();
         let point = self.publisher.acknowledged_point();
         let engine_seq = if self.publisher.is_idle() {
             self.engine.last()
@@ -715,6 +639,16 @@ impl SourceCore {
             health: self.health,
             sent_at: self.clock.read(now),
         }));
+    }
+
+    fn report_limits(&mut self) {
+        let limits = self.mirror.limits();
+        for tier in Tier::ALL {
+            if let Some(limit) = self.reported_limits.next(tier, *limits.get(tier)) {
+                self.effects
+                    .push_back(Effect::Notice(Notice::Tier(tier, limit)));
+            }
+        }
     }
 
     /// The states that may be claimed now about the last acknowledged record.

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 use warmroute_proto::codec;
-use warmroute_proto::{DpRank, LogTime, PrefixHash, Record, StreamIdentity, Tier, WorkerId};
+use warmroute_proto::{BlockSize, DpRank, LogTime, PrefixHash, Record, StreamIdentity, WorkerId};
 
 use super::*;
 use crate::testing::{LogReader, start};
@@ -26,6 +26,8 @@ struct FakeEngine {
     oldest: usize,
     life: u32,
     unanswered: Option<(ReplayId, EngineSeq)>,
+    /// Requested and not answered.
+    flushes: Vec<FlushId>,
 }
 
 fn store(parent: Option<u64>, tokens: &[u32]) -> Value {
@@ -99,8 +101,6 @@ struct World {
     reader: LogReader,
     heartbeats: Vec<Heartbeat>,
     notices: Vec<Notice>,
-    /// Requested and not answered.
-    flushes: Vec<FlushId>,
 }
 
 impl World {
@@ -140,7 +140,6 @@ impl World {
             reader: LogReader::default(),
             heartbeats: Vec::new(),
             notices: Vec::new(),
-            flushes: Vec::new(),
         }
     }
 
@@ -211,7 +210,7 @@ impl World {
                     let tail = self.tail(is_thorough);
                     self.core.log_tail(self.now, id, tail);
                 }
-                Effect::Flush(id) => self.flushes.push(id),
+                Effect::Flush(id) => self.engine.flushes.push(id),
                 Effect::Heartbeat(heartbeat) => self.heartbeats.push(heartbeat),
                 Effect::Notice(notice) => self.notices.push(notice),
             }

@@ -199,6 +199,7 @@ impl<'a> Fields<'a> {
             salt,
             keys: keys.blocks.into_iter().collect(),
             reports_extra_keys: self.reports_extra_keys(medium),
+            reports_removals: self.reports_removals()?,
             medium,
             group,
         }));
@@ -218,6 +219,13 @@ impl<'a> Fields<'a> {
             Medium::Cpu | Medium::Disk => self.extra_keys.is_some(),
         };
         has_field || self.cache_salt.is_some()
+    }
+
+    /// The engine itself, and those offloading connectors of vLLM that name their medium `CPU`.
+    /// Mooncake's and LMCache's write `cpu`; removals from storage are not assured.
+    fn reports_removals(&self) -> Result<bool, WireError> {
+        let medium = text(self.medium)?;
+        Ok(medium.is_none_or(|name| name == "CPU" || Medium::of_name(name) == Some(Medium::Gpu)))
     }
 
     fn removed(&self) -> Result<Decoded, WireError> {

@@ -80,6 +80,8 @@ pub struct StoredBlocks {
     pub keys: Vec<(usize, BlockKeys)>,
     /// The event has a field for extra keys. Without it the tokens alone do not identify a block.
     pub reports_extra_keys: bool,
+    /// The sender is known to publish the removal of every block that it stores.
+    pub reports_removals: bool,
     pub medium: Medium,
     pub group: BlockGroup,
 }

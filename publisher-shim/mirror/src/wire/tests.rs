@@ -45,6 +45,7 @@ fn plain(sample: &Value) -> StoredBlocks {
         salt: None,
         keys: Vec::new(),
         reports_extra_keys,
+        reports_removals: true,
         medium: Medium::Gpu,
         group: BlockGroup {
             index: since(sample, 20).then_some(0),
@@ -294,6 +295,21 @@ fn media_are_compared_without_case() {
         assert_eq!(store(&json!({"medium": word})).medium, medium, "{word}");
     }
     assert_eq!(store(&json!({"medium": null})).medium, Medium::Gpu);
+}
+
+#[test]
+fn the_writing_of_a_medium_tells_connectors_apart() {
+    for (word, reports_removals) in [
+        ("GPU", true),
+        ("gpu", true),
+        ("CPU", true),
+        ("cpu", false),
+        ("CPU_PINNED", false),
+        ("STORAGE", false),
+    ] {
+        let stored = store(&json!({"medium": word}));
+        assert_eq!(stored.reports_removals, reports_removals, "{word}");
+    }
 }
 
 #[test]

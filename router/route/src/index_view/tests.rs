@@ -166,6 +166,19 @@ fn a_stale_tier_gives_no_credit_and_the_others_keep_theirs() {
 }
 
 #[test]
+fn a_credit_is_as_weak_as_the_tiers_that_it_rests_on() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    let mut answer = part(5, Some(1));
+    answer.states.cpu = SourceState::Unverified;
+    answer.states.disk = SourceState::Stale;
+    let known = fixture.judge(answer, start);
+    let of = |gpu, cpu| known.credit_state(&Tiers { gpu, cpu, disk: 0 });
+    assert_eq!(of(7, 0), SourceState::Exact);
+    assert_eq!(of(7, 1), SourceState::Unverified);
+    assert_eq!(of(0, 1), SourceState::Unverified);
+}
+
+#[test]
 fn what_is_weaker_than_stale_stays_weaker() {
     let (mut fixture, start) = (Fixture::default(), start());
     fixture.state(5, Some(1), start);

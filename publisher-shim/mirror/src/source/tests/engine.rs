@@ -503,7 +503,7 @@ fn unknown_event() -> Value {
 fn warnings(world: &World) -> Vec<String> {
     let warnings = world.notices.iter().filter_map(|notice| match notice {
         Notice::Warning(warning) => Some(warning.to_string()),
-        Notice::NewGeneration(_) | Notice::State(_) => None,
+        Notice::NewGeneration(_) | Notice::State(_) | Notice::Tier(..) => None,
     });
     warnings.collect()
 }
@@ -591,4 +591,22 @@ fn what_waited_during_a_standstill_proves_nothing() {
     let generation = world.generation;
     world.tick_ms(3000);
     assert!(world.generation > generation, "another life is found");
+}
+
+#[test]
+fn the_limit_of_a_tier_is_reported_once_and_leaves_the_others_alone() {
+    let mut world = World::started(true);
+    let mut offloaded = store(None, &[1]);
+    offloaded["medium"] = json!("cpu");
+    offloaded["extra_keys"] = json!([null]);
+    world.publish(&[store(None, &[1]), offloaded]);
+    world.tick_ms(5000);
+    let states = world.heartbeats.last().unwrap().states;
+    assert_eq!((states.gpu, states.cpu), (GPU, TierState::Unverified));
+    let limits = world.notices.iter().filter_map(|notice| match notice {
+        Notice::Tier(tier, limit) => Some((*tier, *limit)),
+        Notice::NewGeneration(_) | Notice::State(_) | Notice::Warning(_) => None,
+    });
+    let limits: Vec<_> = limits.collect();
+    assert_eq!(limits, [(Tier::Cpu, TierLimit::NoRemovals)]);
 }

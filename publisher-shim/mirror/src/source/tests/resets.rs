@@ -12,7 +12,7 @@ fn reset() -> World {
     world.publish(&[store(None, &[1])]);
     world.tick_ms(1500);
     assert_eq!(world.gpu(), GPU);
-    assert_eq!(world.flushes, []);
+    assert_eq!(world.engine.flushes, []);
     count(&mut world, 1);
     world
 }
@@ -23,7 +23,7 @@ fn count(world: &mut World, calls: u64) {
 }
 
 fn answer(world: &mut World, result: FlushResult) {
-    let id = world.flushes.pop().unwrap();
+    let id = world.engine.flushes.pop().unwrap();
     world.core.flushed(world.now, id, result);
     world.drive();
 }
@@ -33,7 +33,7 @@ fn a_rise_makes_the_source_unverified_until_the_flush_is_replayed() {
     let mut world = reset();
     let heartbeat = world.heartbeats.last().unwrap();
     assert_eq!(heartbeat.states.gpu, UNVERIFIED, "without a delay");
-    assert_eq!(world.flushes.len(), 1);
+    assert_eq!(world.engine.flushes.len(), 1);
     world.tick_ms(3000);
     assert_eq!(world.gpu(), UNVERIFIED, "replays alone show nothing");
     answer(&mut world, FlushResult::Answered);
@@ -44,7 +44,7 @@ fn a_rise_makes_the_source_unverified_until_the_flush_is_replayed() {
     assert_eq!(world.held(), 0);
     world.tick_ms(2500);
     assert_eq!(world.gpu(), GPU);
-    assert_eq!(world.flushes, []);
+    assert_eq!(world.engine.flushes, []);
     count(&mut world, 1);
     assert_eq!(world.gpu(), GPU, "no rise");
 }
@@ -62,18 +62,18 @@ fn a_busy_engine_shows_by_its_batches_that_no_reset_is_pending() {
 #[test]
 fn an_engine_that_does_not_answer_is_flushed_again_and_late_answers_are_ignored() {
     let mut world = reset();
-    let late = world.flushes[0];
+    let late = world.engine.flushes[0];
     answer(&mut world, FlushResult::Failed);
     world.tick_ms(4500);
-    assert_eq!(world.flushes, []);
+    assert_eq!(world.engine.flushes, []);
     world.tick_ms(1000);
-    assert_eq!(world.flushes.len(), 1);
+    assert_eq!(world.engine.flushes.len(), 1);
     world.core.flushed(world.now, late, FlushResult::Answered);
     world.tick_ms(4000);
     assert_eq!(world.gpu(), UNVERIFIED);
     // A second reset voids the first one's flush.
     count(&mut world, 2);
-    let second = world.flushes.pop().unwrap();
+    let second = world.engine.flushes.pop().unwrap();
     answer(&mut world, FlushResult::Answered);
     world.tick_ms(4000);
     assert_eq!(world.gpu(), UNVERIFIED);
@@ -100,5 +100,5 @@ fn a_shim_without_the_lease_is_not_left_without_an_answer() {
     world.core.reset_calls(world.now, 1);
     world.core.lease_lost();
     world.drive();
-    assert_eq!(world.flushes.len(), 1);
+    assert_eq!(world.engine.flushes.len(), 1);
 }

@@ -1,0 +1,62 @@
+//! Checks of what operators state about an engine: its event endpoints and its block size.
+
+use warmroute_proto::BlockSize;
+
+/// Most tokens of a block. Hybrid models have blocks of a few thousand.
+pub const BLOCK_TOKENS_MAX: u32 = 65_536;
+
+/// Whether a ZMQ endpoint can be connected to: `tcp://HOST:PORT` or `ipc://PATH`. A wildcard host is
+/// what an engine binds, and `inproc://` ends at its process.
+#[must_use]
+pub fn is_endpoint(endpoint: &str) -> bool {
+    if endpoint.contains('\0') {
+        return false;
+    }
+    match endpoint.split_once("://") {
+        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
+            !host.is_empty() && host != "*" && port.parse::<u16>().is_ok_and(|port| port > 0)
+        }),
+        Some(("ipc", path)) => !path.is_empty(),
+        Some(_) | None => false,
+    }
+}
+
+/// A block size of 1 to [`BLOCK_TOKENS_MAX`] tokens.
+#[must_use]
+pub fn block_size(tokens: u32) -> Option<BlockSize> {
+    BlockSize::new(tokens).filter(|_| tokens <= BLOCK_TOKENS_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_those_that_can_be_connected_to() {
+        for good in ["tcp://h:5557", "tcp://[::1]:1", "ipc:///run/x"] {
+            assert!(is_endpoint(good), "{good}");
+        }
+        for bad in [
+            "",
+            "h:1",
+            "tcp://h",
+            "tcp://:1",
+            "tcp://*:5557",
+            "tcp://h:0",
+            "tcp://h:65536",
+            "ipc://",
+            "ipc:///a\0b",
+            "inproc://x",
+            "http://h:1",
+        ] {
+            assert!(!is_endpoint(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn block_sizes_are_bounded() {
+        assert_eq!(block_size(0), None);
+        assert_eq!(block_size(BLOCK_TOKENS_MAX + 1), None);
+        assert_eq!(block_size(16), BlockSize::new(16));
+    }
+}
