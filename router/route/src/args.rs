@@ -9,28 +9,30 @@ use crate::cost::Knobs;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Choice")]
 pub struct ChoiceArgs {
-    /// How a worker is chosen: `kv` weighs cache overlap against load, again if another router's
-    /// choice crossed it; `kv-once` never again; `round-robin`, `least-load` and `random` ignore
-    /// the cache, to compare.
-    #[arg(long, env = "WARMROUTE_POLICY", default_value = "kv")]
-    pub policy: Policy,
+    /// How a worker is chosen: `time` by predicted time, learned for each worker; `kv` weighs cache
+    /// overlap against load by the two flags below. Both decide again if another router's choice
+    /// crossed theirs; `kv-once` never does. `round-robin`, `least-load` and `random` ignore the
+    /// cache, to compare. [default: time; kv if one of the two flags below is set]
+    #[arg(long, env = "WARMROUTE_POLICY")]
+    pub policy: Option<Policy>,
     /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first
-    /// token, lower favours even decoding.
+    /// token, lower favours even decoding. [default: 1]
     #[arg(
         long,
         env = "WARMROUTE_OVERLAP_SCORE_WEIGHT",
-        default_value_t = 1.0,
+        value_name = "WEIGHT",
         allow_negative_numbers = true
     )]
-    pub overlap_score_weight: f64,
+    pub overlap_score_weight: Option<f64>,
     /// Randomness of the choice, ≥ 0: 0 takes the lowest cost, higher spreads over near ones.
+    /// [default: 0]
     #[arg(
         long,
         env = "WARMROUTE_ROUTER_TEMPERATURE",
-        default_value_t = 0.0,
+        value_name = "TEMPERATURE",
         allow_negative_numbers = true
     )]
-    pub router_temperature: f64,
+    pub router_temperature: Option<f64>,
     /// What a cached block is worth that is not on the GPU, against one that is: 0 to 1. Lower where
     /// loading it is slow.
     #[arg(
@@ -52,6 +54,8 @@ pub enum ChoiceArgsError {
     Negative { flag: &'static str, value: f64 },
     #[error("--max-active-requests 0 is not between 1 and {max}", max = u32::MAX)]
     NoRequests,
+    #[error("--policy time has neither --overlap-score-weight nor --router-temperature")]
+    Unweighed,
 }
 
 impl TryFrom<ChoiceArgs> for Knobs {
@@ -61,17 +65,27 @@ impl TryFrom<ChoiceArgs> for Knobs {
         if args.max_active_requests == Some(0) {
             return Err(ChoiceArgsError::NoRequests);
         }
+        let is_weighed = args.overlap_score_weight.is_some() || args.router_temperature.is_some();
+        let implied = if is_weighed { Policy::Kv } else { Policy::Time };
+        let policy = args.policy.unwrap_or(implied);
+        if policy == Policy::Time && is_weighed {
+            return Err(ChoiceArgsError::Unweighed);
+        }
+        let default = Self::default();
+        let overlap_score_weight =
+            (args.overlap_score_weight).unwrap_or(default.overlap_score_weight);
+        let temperature = args.router_temperature.unwrap_or(default.temperature);
         Ok(Self {
-            policy: args.policy,
-            overlap_score_weight: weight("overlap-score-weight", args.overlap_score_weight)?,
-            temperature: weight("router-temperature", args.router_temperature)?,
+            policy,
+            overlap_score_weight: weight("overlap-score-weight", overlap_score_weight)?,
+            temperature: weight("router-temperature", temperature)?,
             tier_weights: Tiers {
                 gpu: 1.0,
                 cpu: args.tier_credits.cpu,
                 disk: args.tier_credits.disk,
             },
             active_max: args.max_active_requests,
-            ..Self::default()
+            ..default
         })
     }
 }

@@ -14,9 +14,11 @@ use fastrand::Rng;
 /// Routing policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// By cost (cache and load), and again after a choice of another router crossed it.
+    /// By predicted time, and again after a choice of another router crossed it.
+    Time,
+    /// By cost in blocks (cache and load), and again like `Time`.
     Kv,
-    /// By cost, never again.
+    /// By cost in blocks, never again.
     KvOnce,
     /// Candidates in turn.
     RoundRobin,
@@ -26,7 +28,8 @@ pub enum Policy {
 }
 
 impl Policy {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
+        Self::Time,
         Self::Kv,
         Self::KvOnce,
         Self::RoundRobin,
@@ -37,6 +40,7 @@ impl Policy {
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
+            Self::Time => "time",
             Self::Kv => "kv",
             Self::KvOnce => "kv-once",
             Self::RoundRobin => "round-robin",
@@ -47,7 +51,7 @@ impl Policy {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown policy {0:?}; known are kv, kv-once, round-robin, least-load and random")]
+#[error("unknown policy {0:?}; known are time, kv, kv-once, round-robin, least-load and random")]
 pub struct UnknownPolicy(String);
 
 impl std::str::FromStr for Policy {

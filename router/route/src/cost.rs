@@ -1,5 +1,7 @@
 //! Cost of sending a prompt to a source: one function for each term.
 //!
+//! # Policy `kv`
+//!
 //! `cost = overlap_score_weight × max(0, prefill_blocks − prediction_blocks) + decode_blocks`, in
 //! blocks; the lowest cost wins.
 //!
@@ -11,6 +13,14 @@
 //!   adds.
 //!
 //! A slow source's cost is multiplied by its slowness ([`super::slowness`]).
+//!
+//! # Policy `time`
+//!
+//! `cost = queue + prefill + RUNNING × (prefill × active requests + decode)`, in seconds
+//! ([`TimeTerms::total`]). The coefficients of each source are learned ([`super::ttft`],
+//! [`super::itl`]), so that a slow source needs no factor.
+//!
+//! # Credit
 //!
 //! [`capped`] limits the credit once, before anything else: header, cost and audit use one number.
 
@@ -39,6 +49,16 @@ pub struct Knobs {
     pub move_margin_tokens: u32,
 }
 
+/// The default parameters under another policy.
+impl From<Policy> for Knobs {
+    fn from(policy: Policy) -> Self {
+        Self {
+            policy,
+            ..Self::default()
+        }
+    }
+}
+
 impl Default for Knobs {
     fn default() -> Self {
         Self {
@@ -49,7 +69,7 @@ impl Default for Knobs {
                 cpu: 0.8,
                 disk: 0.3,
             },
-            policy: Policy::Kv,
+            policy: Policy::Time,
             active_max: None,
             // What an accelerator computes in the 10 ms that a move may cost at both ends.
             move_margin_tokens: 256,
@@ -117,6 +137,42 @@ pub fn decode_blocks(active: u64, prompt: &Prompt, shared: u32) -> f64 {
 #[must_use]
 pub fn total(weight: f64, prefill_blocks: f64, prediction_blocks: f64, decode_blocks: f64) -> f64 {
     weight * (prefill_blocks - prediction_blocks).max(0.0) + decode_blocks
+}
+
+/// Weight of a second that running requests lose against a second until this first token.
+const RUNNING: f64 = 0.1;
+
+/// Terms of the policy `time`, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TimeTerms {
+    /// Until the source has computed the prompts that it accepted before.
+    pub queue: f64,
+    /// Prefill of this prompt, less what is credited and predicted.
+    pub prefill: f64,
+    /// From the first token to the end of a typical answer.
+    pub decode: f64,
+}
+
+impl TimeTerms {
+    /// The cost. The prefill delays each running request by as much as it takes.
+    #[must_use]
+    pub fn total(&self, active_requests: u32) -> f64 {
+        let running = self.prefill * f64::from(active_requests) + self.decode;
+        self.queue + self.prefill + RUNNING * running
+    }
+}
+
+/// Predicted times that differ by less are equal: a share, and seconds.
+const NEAR_SHARE: f64 = 0.02;
+const NEAR_SECS: f64 = 0.002;
+
+/// Makes times near the lowest equal, so that noise in what was learned prefers no source.
+pub fn level_near_times(costs: &mut [f64]) {
+    let lowest = costs.iter().copied().fold(f64::INFINITY, f64::min);
+    let near = lowest * (1.0 + NEAR_SHARE) + NEAR_SECS;
+    for cost in costs {
+        *cost = cost.max(near);
+    }
 }
 
 /// Tokens that this request adds to the source's outstanding prefill: its prompt less credited and

@@ -16,10 +16,12 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tiers};
 
 use super::audit::CreditClaim;
+use super::backlog::PrefillBacklog;
 use super::candidates::{Candidate, RouteRefusal};
 use super::choice::{Odds, Policy, choose};
-use super::cost::{self, Knobs};
+use super::cost::{self, Knobs, TimeTerms};
 use super::index_view::TrustedAnswer;
+use super::itl::ItlModel;
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::slots::{SlotKey, Slots};
@@ -47,6 +49,8 @@ pub struct DecisionInput<'a> {
     pub predictions: &'a Predictions,
     pub stalls: &'a StallDetector,
     pub ttft: &'a TtftModel,
+    pub itl: &'a ItlModel,
+    pub backlog: &'a PrefillBacklog,
     pub slowness: &'a SlownessTracker,
     pub knobs: &'a Knobs,
     pub now: Instant,
@@ -72,7 +76,7 @@ impl DecisionBasis {
     }
 }
 
-/// One candidate's cost terms, in blocks.
+/// One candidate's cost terms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Terms {
     pub source: SourceId,
@@ -90,8 +94,10 @@ pub struct Terms {
     pub active_requests: u32,
     /// Prompt tokens of the source's requests without a first token.
     pub queued_tokens: u64,
-    /// Factor of a slow source, else 1.
+    pub time: TimeTerms,
+    /// Factor of a slow source under `kv`, else 1.
     pub slowness: f64,
+    /// In seconds under `time`, else in blocks.
     pub cost: f64,
 }
 
@@ -110,6 +116,8 @@ pub struct Decision {
     pub predicted_blocks: u32,
     /// Tokens that this request adds to the source's outstanding prefill.
     pub prefill_tokens: u32,
+    /// Tokens to prefill before the first token, this prompt's included.
+    pub tokens_ahead: u64,
     /// Expected time from sending to the first token.
     pub predicted_ttft: Duration,
     /// For the audit.
@@ -129,7 +137,7 @@ impl Decision {
     pub fn probability(&self, of: &Terms) -> f64 {
         match self.policy {
             Policy::RoundRobin => f64::from(u8::from(of.source == self.chosen.source)),
-            Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
+            Policy::Time | Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
                 self.odds.of(compared_value(self.policy, of))
             }
         }
@@ -213,7 +221,23 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
     let prefill_blocks = cost::prefill_blocks(load.prefill_tokens, prompt, overlap_value);
     let decode_blocks = cost::decode_blocks(load.decode_blocks, prompt, load.shared_blocks);
 
-    let slowness = input.slowness.slowness(id, input.now);
+    let line = input.ttft.line(id);
+    let outstanding = load.prefill_tokens as f64 * line.secs_each;
+    let own = cost::own_prefill_tokens(prompt, overlap_value, prediction_blocks);
+    let time = TimeTerms {
+        queue: input.backlog.secs(id, outstanding, input.now),
+        prefill: f64::from(own) * line.secs_each,
+        decode: input.itl.decode_secs(id, load.active_requests + 1),
+    };
+    let (slowness, cost) = match knobs.policy {
+        Policy::Time => (1.0, time.total(load.active_requests)),
+        Policy::Kv | Policy::KvOnce | Policy::RoundRobin | Policy::LeastLoad | Policy::Random => {
+            let slowness = input.slowness.slowness(id, input.now);
+            let weight = knobs.overlap_score_weight;
+            let blocks = cost::total(weight, prefill_blocks, prediction_blocks, decode_blocks);
+            (slowness, slowness * blocks)
+        }
+    };
     let basis = match known {
         Some(known) if is_comparable && known.gives_credit() => DecisionBasis::Index,
         Some(_) | None if predicted_blocks > 0 => DecisionBasis::Prediction,
@@ -232,33 +256,31 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
         active_requests: load.active_requests,
         queued_tokens: load.prefill_tokens,
         slowness,
-        cost: slowness
-            * cost::total(
-                knobs.overlap_score_weight,
-                prefill_blocks,
-                prediction_blocks,
-                decode_blocks,
-            ),
+        time,
+        cost,
     }
 }
 
 /// Index of the chosen candidate, and the odds of all.
 fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(usize, Odds)> {
     let knobs = input.knobs;
-    let costs: Vec<f64> = weighed
+    let mut costs: Vec<f64> = weighed
         .iter()
         .map(|terms| compared_value(knobs.policy, terms))
         .collect();
+    if knobs.policy == Policy::Time {
+        cost::level_near_times(&mut costs);
+    }
     let (temperature, scale) = match knobs.policy {
         Policy::Kv | Policy::KvOnce => {
             let blocks = f64::from(input.prompt.blocks_taken());
             (knobs.temperature, knobs.overlap_score_weight * blocks)
         }
-        Policy::LeastLoad | Policy::Random | Policy::RoundRobin => (0.0, 1.0),
+        Policy::Time | Policy::LeastLoad | Policy::Random | Policy::RoundRobin => (0.0, 1.0),
     };
     let odds = Odds::new(&costs, temperature, scale)?;
     let index = match knobs.policy {
-        Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
+        Policy::Time | Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
             choose(&costs, temperature, scale, rng)?
         }
         Policy::RoundRobin => {
@@ -272,7 +294,7 @@ fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(
 /// The value that a policy minimises.
 fn compared_value(policy: Policy, terms: &Terms) -> f64 {
     match policy {
-        Policy::Kv | Policy::KvOnce => terms.cost,
+        Policy::Time | Policy::Kv | Policy::KvOnce => terms.cost,
         Policy::LeastLoad => f64::from(terms.active_requests),
         Policy::Random | Policy::RoundRobin => 0.0,
     }
@@ -289,7 +311,9 @@ fn explain(
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
-    let tokens_ahead = chosen.queued_tokens + u64::from(prefill_tokens);
+    let queued = chosen.time.queue / input.ttft.line(candidate.id).secs_each;
+    // A saturating cast of a number of at least 0.
+    let tokens_ahead = u64::from(prefill_tokens).saturating_add(queued as u64);
     let known = input.trusted.of(candidate.id);
     Decision {
         source: candidate.source.clone(),
@@ -299,6 +323,7 @@ fn explain(
         overlap_blocks,
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,
+        tokens_ahead,
         predicted_ttft: input.ttft.predict(candidate.id, tokens_ahead),
         claim: CreditClaim {
             source: candidate.id,

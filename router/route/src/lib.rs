@@ -44,11 +44,14 @@
 
 pub mod args;
 pub mod audit;
+pub mod backlog;
 pub mod candidates;
 pub mod choice;
 pub mod cost;
 pub mod decide;
+pub mod fit;
 pub mod index_view;
+pub mod itl;
 pub mod ledger;
 pub mod moves;
 pub mod prediction;

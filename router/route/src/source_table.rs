@@ -76,6 +76,10 @@ impl<T: Default> PerSource<T> {
         &mut self.0[index]
     }
 
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.0.iter_mut()
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = (SourceId, &T)> {
         (0..).map(SourceId).zip(&self.0)
     }

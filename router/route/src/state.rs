@@ -12,11 +12,13 @@ use warmroute_proto::registry::{DrainState, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{AuditCounts, AuditVerdict, CreditAudit, Recheck, RecheckVerdict};
+use super::backlog::PrefillBacklog;
 use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
 use super::decide::{Decision, DecisionBasis, DecisionInput, decide};
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
+use super::itl::{AnswerTiming, ItlModel};
 use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, MoveTracker};
 use super::prediction::Predictions;
@@ -113,9 +115,23 @@ struct PendingPrefill {
     source: SourceId,
     sent: Instant,
     tokens_ahead: u64,
+    block_tokens: u32,
     /// Time that the median of all candidates would need.
     typical: Duration,
 }
+
+/// An answer of this router that began: measures the time between tokens.
+struct PendingAnswer {
+    source: SourceId,
+    since: Instant,
+    active_requests: u32,
+    block_tokens: u32,
+    tokens: u64,
+}
+
+/// How often what was learned of an unused source fades, and how much of it stays: half in 10 s.
+const FADE_EVERY: Duration = Duration::from_secs(5);
+const FADE_KEEP: f64 = 0.707;
 
 pub struct Core {
     knobs: Knobs,
@@ -129,9 +145,14 @@ pub struct Core {
     audit: CreditAudit,
     stalls: StallDetector,
     ttft: TtftModel,
+    itl: ItlModel,
+    backlog: PrefillBacklog,
+    faded_at: Option<Instant>,
     slowness: SlownessTracker,
     /// By slot counter.
     pending: BTreeMap<u64, PendingPrefill>,
+    /// By slot counter.
+    answers: BTreeMap<u64, PendingAnswer>,
     /// Own slots that changed since a snapshot was begun.
     touched: Option<BTreeSet<u64>>,
     moves: MoveTracker,
@@ -187,8 +208,12 @@ impl Core {
             audit: CreditAudit::default(),
             stalls: StallDetector::default(),
             ttft: TtftModel::default(),
+            itl: ItlModel::default(),
+            backlog: PrefillBacklog::default(),
+            faded_at: None,
             slowness: SlownessTracker::default(),
             pending: BTreeMap::new(),
+            answers: BTreeMap::new(),
             touched: None,
             moves: MoveTracker::default(),
             bases: BasisCounts::default(),
@@ -249,7 +274,7 @@ impl Core {
         }
         let mut admitted = self.open(request.prompt, decision, None, now)?;
         // Retries are not moved, and only policies with costs can compare.
-        if request.exclude.is_empty() && self.knobs.policy == Policy::Kv {
+        if request.exclude.is_empty() && matches!(self.knobs.policy, Policy::Time | Policy::Kv) {
             let source = admitted.decision.claim.source;
             admitted.movable_until = self.moves.sent(admitted.slot, source, now);
         }
@@ -278,6 +303,8 @@ impl Core {
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
+            itl: &self.itl,
+            backlog: &self.backlog,
             slowness: &self.slowness,
             knobs: &self.knobs,
             now,
@@ -295,6 +322,7 @@ impl Core {
                     let elapsed = now.saturating_duration_since(sent.sent);
                     self.slowness.learn(sent.source, sent.typical, elapsed, now);
                     self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
+                    self.answer_begins(counter, &sent, now);
                 }
                 self.stalls.first_token(counter);
                 LoadChange::MarkPrefillCompleted { counter }
@@ -305,10 +333,19 @@ impl Core {
                 self.stalls.ended(counter);
                 LoadChange::MarkPrefillCompleted { counter }
             }
-            SlotEvent::Grow { counter, blocks } => LoadChange::Grow { counter, blocks },
+            SlotEvent::Grow { counter, blocks } => {
+                if let Some(answer) = self.answers.get_mut(&counter) {
+                    answer.tokens += u64::from(blocks) * u64::from(answer.block_tokens);
+                }
+                LoadChange::Grow { counter, blocks }
+            }
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
                 let sent = self.pending.remove(&counter);
+                let answer = self.answers.remove(&counter);
+                if let Some(answer) = answer.filter(|_| end == SlotEnd::Completed) {
+                    self.answer_completed(&answer, now);
+                }
                 // A complete answer without a first token is no measurement of the first token.
                 if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
                     let elapsed = now.saturating_duration_since(sent.sent);
@@ -460,6 +497,12 @@ impl Core {
     pub fn tick(&mut self, now: Instant) {
         self.predictions.expire(now);
         self.stalls.advance(now);
+        let faded_at = *self.faded_at.get_or_insert(now);
+        if now.saturating_duration_since(faded_at) >= FADE_EVERY {
+            self.faded_at = Some(now);
+            self.ttft.fade(FADE_KEEP);
+            self.itl.fade(FADE_KEEP);
+        }
     }
 
     /// Rows of `/v1/slots`: every registered source, and every other source with load.
@@ -529,6 +572,8 @@ impl Core {
         for &source in &trusted.restarted {
             self.predictions.restarted(source);
             self.slowness.restarted(source);
+            self.ttft.restarted(source);
+            self.itl.restarted(source);
         }
         trusted
     }
@@ -574,11 +619,12 @@ impl Core {
         self.apply(&entry.message, now);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
         let weighed = decision.weighed.iter().map(|terms| terms.source);
-        let tokens_ahead = decision.chosen.queued_tokens + u64::from(decision.prefill_tokens);
+        let tokens_ahead = decision.tokens_ahead;
         let pending = PendingPrefill {
             source,
             sent: now,
             tokens_ahead,
+            block_tokens: prompt.block_tokens(),
             typical: self.ttft.typical(weighed, tokens_ahead),
         };
         self.pending.insert(slot, pending);
@@ -609,20 +655,57 @@ impl Core {
                 (
                     Applied::Added(source),
                     LoadChange::AddRequest {
-                        counter, prompt, ..
+                        counter,
+                        prompt,
+                        prefill_tokens,
+                        ..
                     },
                 ) => {
+                    let secs = f64::from(*prefill_tokens) * self.ttft.line(source).secs_each;
+                    self.backlog.added(source, secs, now);
                     self.predictions.sent(router, *counter, source, prompt);
                     if router != own {
                         self.moves.peer_chose(own, router, source, now);
                     }
                 }
-                (Applied::Freed(..), LoadChange::Free { counter, end }) => {
+                (Applied::Freed(source, _), LoadChange::Free { counter, end }) => {
+                    self.shorten_backlog(source, now);
                     self.predictions.ended(router, *counter, *end, now);
                 }
+                (Applied::PrefillCompleted(source), _) => self.shorten_backlog(source, now),
                 _ => {}
             }
         }
+    }
+
+    fn shorten_backlog(&mut self, source: SourceId, now: Instant) {
+        let tokens = self
+            .slots
+            .load(source)
+            .map_or(0, ActiveLoad::prefill_tokens);
+        let secs = tokens as f64 * self.ttft.line(source).secs_each;
+        self.backlog.shortened(source, secs, now);
+    }
+
+    fn answer_begins(&mut self, counter: u64, sent: &PendingPrefill, now: Instant) {
+        let answer = PendingAnswer {
+            source: sent.source,
+            since: now,
+            active_requests: self.slots.active_requests(sent.source, None),
+            block_tokens: sent.block_tokens,
+            tokens: 0,
+        };
+        self.answers.insert(counter, answer);
+    }
+
+    fn answer_completed(&mut self, answer: &PendingAnswer, now: Instant) {
+        let ends_with = self.slots.active_requests(answer.source, None);
+        let timing = AnswerTiming {
+            tokens: answer.tokens,
+            decode: now.saturating_duration_since(answer.since),
+            active_requests: answer.active_requests.midpoint(ends_with),
+        };
+        self.itl.learn(answer.source, timing);
     }
 
     /// Counts a change of an own slot.

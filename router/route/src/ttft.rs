@@ -1,35 +1,38 @@
 //! Time to first token of a source, learned from measured first tokens.
 //!
-//! Model: `overhead + tokens ahead × seconds per token`, both moving averages. Small prompts update
-//! the overhead, large ones the rate. A source without measurements uses the fleet's averages.
+//! Model: `overhead + tokens ahead × seconds per token` ([`super::fit`]). The prior of a source is
+//! the fleet's line, and the prior of the fleet a mid-sized model on one current GPU.
 
 use std::time::Duration;
 
+use super::fit::{DecayingFit, Line};
 use super::source_table::{PerSource, SourceId};
-
-/// Below this many tokens ahead, the overhead of a step dominates.
-const SMALL_TOKENS: u64 = 256;
-
-/// Weight of a new measurement: the last ten or so decide.
-const ALPHA: f64 = 0.2;
 
 /// A longer measurement is ignored.
 const LESSON_MAX: Duration = Duration::from_secs(600);
 
-/// Before the first measurement: 50 ms and 10,000 tokens/s, a mid-sized model on one current GPU.
-const OVERHEAD_SECS: f64 = 0.05;
-const SECS_PER_TOKEN: f64 = 1e-4;
+/// Below this many tokens ahead, the overhead of a step dominates.
+const SCATTER_TOKENS: f64 = 1024.0;
 
-#[derive(Clone, Debug, Default)]
+/// Before the first measurement: 50 ms and 10,000 tokens/s.
+const PRIOR: Line = Line {
+    base_secs: 0.05,
+    secs_each: 1e-4,
+};
+
+#[derive(Clone, Debug)]
 pub struct TtftModel {
-    fleet: TtftLine,
-    sources: PerSource<TtftLine>,
+    fleet: DecayingFit,
+    sources: PerSource<Option<DecayingFit>>,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct TtftLine {
-    overhead_secs: Option<f64>,
-    secs_per_token: Option<f64>,
+impl Default for TtftModel {
+    fn default() -> Self {
+        Self {
+            fleet: DecayingFit::new(PRIOR, SCATTER_TOKENS),
+            sources: PerSource::default(),
+        }
+    }
 }
 
 impl TtftModel {
@@ -39,73 +42,55 @@ impl TtftModel {
         if elapsed > LESSON_MAX {
             return;
         }
-        let fallback = self.line(source);
-        self.sources
-            .get_mut(source)
-            .learn(fallback, tokens, elapsed.as_secs_f64());
-        self.fleet.learn(fallback, tokens, elapsed.as_secs_f64());
+        let (tokens, secs) = (tokens as f64, elapsed.as_secs_f64());
+        let fleet = self.fleet.line();
+        let own = self.sources.get_mut(source);
+        own.get_or_insert_with(|| DecayingFit::new(fleet, SCATTER_TOKENS))
+            .learn(fleet, tokens, secs);
+        self.fleet.learn(PRIOR, tokens, secs);
+    }
+
+    /// Lets measurements of single sources lose weight: a source that was slow is tried again.
+    pub fn fade(&mut self, keep: f64) {
+        let fleet = self.fleet.line();
+        for fit in self.sources.iter_mut().flatten() {
+            fit.fade(fleet, keep);
+        }
+    }
+
+    /// Resets a source, whose engine restarted.
+    pub fn restarted(&mut self, source: SourceId) {
+        *self.sources.get_mut(source) = None;
     }
 
     /// Expected time to first token with this many tokens to prefill.
     #[must_use]
     pub fn predict(&self, source: SourceId, tokens: u64) -> Duration {
-        on(self.line(source), tokens)
+        let secs = self.line(source).at(tokens as f64);
+        Duration::try_from_secs_f64(secs)
+            .unwrap_or(LESSON_MAX)
+            .min(LESSON_MAX)
     }
 
     /// Lower median of the expected times of these sources: of two, the faster one. Unlike the
-    /// fleet's averages it does not depend on the number of requests that each source gets.
+    /// fleet's line it does not depend on the number of requests that each source gets. With no
+    /// source the result is [`LESSON_MAX`].
     #[must_use]
     pub fn typical(&self, sources: impl Iterator<Item = SourceId>, tokens: u64) -> Duration {
         let mut each: Vec<Duration> = sources.map(|source| self.predict(source, tokens)).collect();
         let Some(middle) = each.len().checked_sub(1).map(|last| last / 2) else {
-            return on(self.fleet.or_default(), tokens);
+            return LESSON_MAX;
         };
         let (_, median, _) = each.select_nth_unstable(middle);
         *median
     }
 
-    fn line(&self, source: SourceId) -> (f64, f64) {
-        let own = self.sources.get(source).copied().unwrap_or_default();
-        let (overhead, per_token) = self.fleet.or_default();
-        (
-            own.overhead_secs.unwrap_or(overhead),
-            own.secs_per_token.unwrap_or(per_token),
-        )
+    /// What the source's times to first token are fitted to, over tokens ahead.
+    #[must_use]
+    pub fn line(&self, source: SourceId) -> Line {
+        let own = self.sources.get(source).and_then(Option::as_ref);
+        own.map_or_else(|| self.fleet.line(), DecayingFit::line)
     }
-}
-
-/// Time on a line.
-fn on((overhead, per_token): (f64, f64), tokens: u64) -> Duration {
-    let secs = overhead + per_token * tokens as f64;
-    Duration::try_from_secs_f64(secs)
-        .unwrap_or(LESSON_MAX)
-        .min(LESSON_MAX)
-}
-
-impl TtftLine {
-    fn or_default(self) -> (f64, f64) {
-        (
-            self.overhead_secs.unwrap_or(OVERHEAD_SECS),
-            self.secs_per_token.unwrap_or(SECS_PER_TOKEN),
-        )
-    }
-
-    fn learn(&mut self, (overhead, per_token): (f64, f64), tokens: u64, secs: f64) {
-        let tokens_f = tokens as f64;
-        if tokens < SMALL_TOKENS {
-            blend(&mut self.overhead_secs, secs - per_token * tokens_f);
-        } else {
-            blend(&mut self.secs_per_token, (secs - overhead) / tokens_f);
-        }
-    }
-}
-
-fn blend(average: &mut Option<f64>, lesson: f64) {
-    let lesson = lesson.max(0.0);
-    *average = Some(match *average {
-        Some(old) => old + ALPHA * (lesson - old),
-        None => lesson,
-    });
 }
 
 #[cfg(test)]
@@ -128,7 +113,7 @@ mod tests {
     fn near(found: Duration, expected_ms: u64) {
         let expected = Duration::from_millis(expected_ms);
         let off = found.abs_diff(expected);
-        assert!(off < expected / 50, "{found:?} for {expected:?}");
+        assert!(off < expected / 20, "{found:?} for {expected:?}");
     }
 
     #[test]
@@ -141,7 +126,7 @@ mod tests {
     fn overhead_and_rate_are_learned_apart() {
         let (a, b) = sources();
         let mut ttft = TtftModel::default();
-        for _ in 0..50 {
+        for _ in 0..200 {
             ttft.learn(a, 0, Duration::from_millis(20));
             ttft.learn(a, 4000, Duration::from_millis(220));
         }
@@ -155,7 +140,7 @@ mod tests {
     fn a_slow_source_is_learned_apart_from_the_fleet() {
         let (a, b) = sources();
         let mut ttft = TtftModel::default();
-        for _ in 0..50 {
+        for _ in 0..200 {
             ttft.learn(a, 0, Duration::ZERO);
             ttft.learn(b, 0, Duration::ZERO);
             ttft.learn(a, 1000, Duration::from_millis(100));
@@ -169,15 +154,14 @@ mod tests {
     fn the_faster_of_two_sources_is_typical() {
         let (a, b) = sources();
         let mut ttft = TtftModel::default();
-        for _ in 0..50 {
+        for _ in 0..200 {
             ttft.learn(a, 1000, Duration::from_millis(150));
         }
-        for _ in 0..50 {
+        for _ in 0..200 {
             ttft.learn(b, 1000, Duration::from_millis(1050));
         }
         near(ttft.typical([a, b].into_iter(), 1000), 150);
         near(ttft.typical([b].into_iter(), 1000), 1050);
-        near(TtftModel::default().typical([].into_iter(), 10_000), 1050);
     }
 
     #[test]

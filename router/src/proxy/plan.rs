@@ -143,7 +143,7 @@ fn token_lists(
         }
     };
     match inputs.policy {
-        Policy::Kv | Policy::KvOnce => {}
+        Policy::Time | Policy::Kv | Policy::KvOnce => {}
         Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return Err("policy"),
     }
     if let Some(opaque) = parsed.info.opaque {

@@ -41,6 +41,8 @@ struct Fixture {
     stalls: StallDetector,
     ttft: TtftModel,
     slowness: SlownessTracker,
+    itl: ItlModel,
+    backlog: PrefillBacklog,
     knobs: Knobs,
     exclude: Vec<Source>,
     next: u64,
@@ -68,7 +70,9 @@ impl Fixture {
             stalls: StallDetector::default(),
             ttft: TtftModel::default(),
             slowness: SlownessTracker::default(),
-            knobs: Knobs::default(),
+            itl: ItlModel::default(),
+            backlog: PrefillBacklog::default(),
+            knobs: Policy::Kv.into(),
             exclude: Vec::new(),
             next: 0,
             now: start(),
@@ -118,6 +122,9 @@ impl Fixture {
         let incarnation = Generation(1);
         self.slots
             .apply(&mut self.table, ROUTER, incarnation, &change);
+        let id = self.id(number);
+        let secs = f64::from(prefill_tokens) * self.ttft.line(id).secs_each;
+        self.backlog.added(id, secs, self.now);
     }
 
     fn expect(&mut self, number: u32, prompt: &Prompt) {
@@ -144,6 +151,8 @@ impl Fixture {
             predictions: &self.predictions,
             stalls: &self.stalls,
             ttft: &self.ttft,
+            itl: &self.itl,
+            backlog: &self.backlog,
             slowness: &self.slowness,
             knobs: &self.knobs,
             now: self.now,
@@ -427,4 +436,43 @@ fn the_first_tokens_time_counts_what_waits_there() {
     fixture.load(0, 100_000, 1);
     let busy = fixture.decide(&prompt(1000)).predicted_ttft;
     assert!(busy > idle + Duration::from_secs(5), "{idle:?}, {busy:?}");
+}
+
+#[test]
+fn under_time_a_cached_prefix_outweighs_a_short_queue_and_not_a_long_one() {
+    let prompt = prompt(8_000);
+    let mut fixture = Fixture::of(2);
+    fixture.knobs = Policy::Time.into();
+    fixture.index(&[
+        (0, SourceState::Exact, gpu(490)),
+        (1, SourceState::Exact, gpu(0)),
+    ]);
+    assert_eq!(fixture.decide(&prompt).source, source(0));
+    fixture.load(0, 4_000, 10);
+    assert_eq!(fixture.decide(&prompt).source, source(0));
+    fixture.load(0, 20_000, 10);
+    assert_eq!(fixture.decide(&prompt).source, source(1));
+    // The queue drains while nothing is reported.
+    fixture.now += Duration::from_secs(2);
+    assert_eq!(fixture.decide(&prompt).source, source(0));
+}
+
+#[test]
+fn under_time_a_slow_source_takes_what_it_computes_as_fast() {
+    let prompt = prompt(8_000);
+    let mut fixture = Fixture::of(2);
+    fixture.knobs = Policy::Time.into();
+    for tokens in (0..200).map(|lesson| lesson * 100) {
+        for (number, micros) in [(0, 50), (1, 500)] {
+            let id = fixture.id(number);
+            let elapsed = Duration::from_micros(20_000 + micros * tokens);
+            fixture.ttft.learn(id, tokens, elapsed);
+        }
+    }
+    assert_eq!(fixture.decide(&prompt).source, source(0));
+    // Five times the tokens here still end before the slow source's.
+    fixture.load(0, 40_000, 10);
+    assert_eq!(fixture.decide(&prompt).source, source(0));
+    fixture.load(0, 80_000, 10);
+    assert_eq!(fixture.decide(&prompt).source, source(1));
 }

@@ -7,7 +7,7 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, DpRank, Generation, RouterId, Seed, Source, codec};
 
 use super::*;
-use crate::{Admitted, Core, CoreConfig, Knobs, Policy, Prompt, RouteRequest, SlotEvent};
+use crate::{Admitted, Core, CoreConfig, Policy, Prompt, RouteRequest, SlotEvent};
 
 const DELAY: Duration = Duration::from_millis(5);
 
@@ -41,10 +41,7 @@ fn entry(name: &str) -> WorkerEntry {
 
 fn core(router: usize, workers: &[&str], policy: Policy) -> Core {
     let mut core = Core::new(CoreConfig {
-        knobs: Knobs {
-            policy,
-            ..Knobs::default()
-        },
+        knobs: policy.into(),
         router: id(router),
         incarnation: Generation(1),
         seed: 7 + router as u64,

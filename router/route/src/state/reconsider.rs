@@ -6,8 +6,10 @@ use warmroute_proto::RouterId;
 use warmroute_proto::query::IndexAnswer;
 
 use super::{Admitted, Core, RouteRequest};
+use crate::choice::Policy;
 use crate::ledger::LedgerError;
 use crate::slots::SlotKey;
+use crate::source_table::SourceId;
 
 impl Core {
     /// Takes this router's slots whose choice an earlier choice of another router crossed. Call
@@ -47,7 +49,7 @@ impl Core {
         };
         let decision = self.decide(request, answer, Some(key), now).ok();
         let better = decision.filter(|(decision, _)| {
-            let margin = self.move_margin(request);
+            let margin = self.move_margin(request, source);
             // A source that is left out has a reason, which another request will find out.
             let stay = decision.weighed.iter().find(|terms| terms.source == source);
             stay.is_some_and(|stay| stay.cost - decision.chosen.cost > margin)
@@ -65,9 +67,12 @@ impl Core {
     }
 
     /// Cost that a move must save.
-    fn move_margin(&self, request: &RouteRequest<'_>) -> f64 {
-        let block_tokens = f64::from(request.prompt.block_tokens());
-        let margin_blocks = f64::from(self.knobs.move_margin_tokens) / block_tokens;
-        self.knobs.overlap_score_weight * margin_blocks
+    fn move_margin(&self, request: &RouteRequest<'_>, source: SourceId) -> f64 {
+        let tokens = f64::from(self.knobs.move_margin_tokens);
+        if self.knobs.policy == Policy::Time {
+            return tokens * self.ttft.line(source).secs_each;
+        }
+        let blocks = tokens / f64::from(request.prompt.block_tokens());
+        self.knobs.overlap_score_weight * blocks
     }
 }

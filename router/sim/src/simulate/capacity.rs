@@ -1,6 +1,6 @@
 //! Capacity of a fleet for a trace: the unit of `--load`.
 //!
-//! Capacity is the highest rate at which one `kv` router with default knobs answers [`GOOD_SHARE`]
+//! Capacity is the highest rate at which one `kv` router with weight 1 answers [`GOOD_SHARE`]
 //! of the trace's requests within the bounds. It depends on trace, workers and bounds only, so that
 //! all policies, knobs, router counts and seeds are compared at one rate. A bisection with coarse
 //! blocks finds it.
@@ -17,7 +17,7 @@ use super::replicas::{BalancePolicy, RouterSetup};
 use super::trace::Trace;
 use super::world::{self, FleetSetup, SlowWorker};
 use crate::sim::{EngineConfig, TimingProfile};
-use warmroute_route::Knobs;
+use warmroute_route::Policy;
 
 /// Share of good answers that defines capacity.
 const GOOD_SHARE: f64 = 0.9;
@@ -121,7 +121,7 @@ fn reference(setup: &FleetSetup) -> FleetSetup {
             sync_delay: None,
             balance: BalancePolicy::RoundRobin,
             draw: 0,
-            knobs: Knobs::default(),
+            knobs: Policy::Kv.into(),
         },
         slow: SlowWorker::NONE,
         event_delay: Duration::from_millis(1),

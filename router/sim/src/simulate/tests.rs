@@ -70,7 +70,7 @@ fn another_draw_is_the_same_sample_decided_by_other_ties() {
             found["draw"] = 0.into();
             found
         };
-        assert_ne!(run("--draw 0"), run("--draw 1"));
+        assert_ne!(run("--policy kv --draw 0"), run("--policy kv --draw 1"));
         let spread = "--routers 3 --sync-ms off --balance random --policy round-robin";
         let draws = ["--draw 0", "--draw 1"].map(|draw| run(&format!("{spread} {draw}")));
         assert_eq!(draws[0], draws[1]);
@@ -155,7 +155,7 @@ fn a_burst_of_one_prefix_within_the_delay_is_spread_as_one_router_would() {
 /// Backlogs alone leave it a third of a worker's share here; later it is a normal worker.
 #[test]
 fn a_slow_worker_loses_its_share_and_gets_it_back() {
-    let flags = "--capacity 10 --load 1";
+    let flags = "--capacity 10 --load 1 --policy kv";
     let slow = format!("{flags} --slow-worker 5");
     let share = mean(TOOLS, &slow, "slow_worker_share");
     assert!(share < 0.24, "{share}");
@@ -164,6 +164,9 @@ fn a_slow_worker_loses_its_share_and_gets_it_back() {
     let later = mean(TOOLS, &format!("{slow} --slow-secs 10"), "later_share");
     assert!(later > 0.6, "{later}");
     assert_eq!(figures(TOOLS, flags).get("slow_worker_share"), None);
+    let learned = "--capacity 10 --load 1 --policy time --slow-worker 5";
+    let share = mean(TOOLS, learned, "slow_worker_share");
+    assert!(share < 0.24, "{share}");
 }
 
 #[test]
