@@ -105,7 +105,7 @@ def place_of(cell):
 def simulate(options, cell, more=()):
     file, _, block = TRACES[cell["trace"]]
     path = pathlib.Path(options.traces) / file
-    flags = [f"--{key}={value}" for key, value in cell.items() if key != "trace"]
+    flags = [f"--{key}={value}" for key, value in {"policy": "kv", **cell}.items() if key != "trace"]
     command = [options.binary, "simulate", "--json", f"--trace={path}", *flags, *more]
     command += [f"--block-size={options.block_size or block}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -266,6 +266,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "checks": worker.checks,
         "stalled_ranks": stalled,
         "ttft_ratios": ttft_ratios(worker, admin),
+        "learned": learned(worker, admin),
         "sources": view.map(|view| &view.sources),
         "event_feeds": event_feeds(worker, admin),
     })
@@ -283,6 +284,22 @@ fn ttft_ratios(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, f64> {
     let core = admin.app.core.core();
     let known = |(rank, source)| Some((rank, core.ttft_ratio(&source, now)?));
     ranks_of(worker).filter_map(known).collect()
+}
+
+/// What this router learned of each rank's speed.
+fn learned(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, Value> {
+    let core = admin.app.core.core();
+    let show = |(rank, source)| {
+        let speed = core.speed(&source)?;
+        let learned = json!({
+            "overhead_ms": speed.ttft.base_secs * 1e3,
+            "prefill_tokens_per_sec": speed.ttft.secs_each.recip(),
+            "itl_ms": speed.itl.base_secs * 1e3,
+            "itl_ms_per_active_request": speed.itl.secs_each * 1e3,
+        });
+        Some((rank, learned))
+    };
+    ranks_of(worker).filter_map(show).collect()
 }
 
 fn statuses(admin: &Admin) -> impl Iterator<Item = SourceStatus> {

@@ -197,6 +197,11 @@ fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
         "decode_blocks": terms.decode_blocks,
         "active_requests": terms.active_requests,
         "slowness": terms.slowness,
+        "time_ms": {
+            "queue": terms.time.queue * 1e3,
+            "prefill": terms.time.prefill * 1e3,
+            "decode": terms.time.decode * 1e3,
+        },
         "cost": terms.cost,
         "probability": probability,
     })

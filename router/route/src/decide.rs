@@ -16,19 +16,17 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tiers};
 
 use super::audit::CreditClaim;
-use super::backlog::PrefillBacklog;
 use super::candidates::{Candidate, RouteRefusal};
 use super::choice::{Odds, Policy, choose};
 use super::cost::{self, Knobs, TimeTerms};
 use super::index_view::TrustedAnswer;
-use super::itl::ItlModel;
 use super::prediction::Predictions;
 use super::prompt::Prompt;
 use super::slots::{SlotKey, Slots};
 use super::slowness::SlownessTracker;
 use super::source_table::SourceId;
+use super::speed::SpeedTracker;
 use super::stall::StallDetector;
-use super::ttft::TtftModel;
 
 /// `Retry-After` when all sources are full: about the time until some request ends.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -48,9 +46,7 @@ pub struct DecisionInput<'a> {
     pub slots: &'a Slots,
     pub predictions: &'a Predictions,
     pub stalls: &'a StallDetector,
-    pub ttft: &'a TtftModel,
-    pub itl: &'a ItlModel,
-    pub backlog: &'a PrefillBacklog,
+    pub speed: &'a SpeedTracker,
     pub slowness: &'a SlownessTracker,
     pub knobs: &'a Knobs,
     pub now: Instant,
@@ -221,13 +217,12 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
     let prefill_blocks = cost::prefill_blocks(load.prefill_tokens, prompt, overlap_value);
     let decode_blocks = cost::decode_blocks(load.decode_blocks, prompt, load.shared_blocks);
 
-    let line = input.ttft.line(id);
-    let outstanding = load.prefill_tokens as f64 * line.secs_each;
     let own = cost::own_prefill_tokens(prompt, overlap_value, prediction_blocks);
+    let speed = input.speed;
     let time = TimeTerms {
-        queue: input.backlog.secs(id, outstanding, input.now),
-        prefill: f64::from(own) * line.secs_each,
-        decode: input.itl.decode_secs(id, load.active_requests + 1),
+        queue: speed.queue_secs(id, load.prefill_tokens, input.now),
+        prefill: speed.prefill_secs(id, own.into()),
+        decode: speed.itl.decode_secs(id, load.active_requests + 1),
     };
     let (slowness, cost) = match knobs.policy {
         Policy::Time => (1.0, time.total(load.active_requests)),
@@ -311,7 +306,7 @@ fn explain(
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
-    let queued = chosen.time.queue / input.ttft.line(candidate.id).secs_each;
+    let queued = chosen.time.queue / input.speed.ttft.line(candidate.id).secs_each;
     // A saturating cast of a number of at least 0.
     let tokens_ahead = u64::from(prefill_tokens).saturating_add(queued as u64);
     let known = input.trusted.of(candidate.id);
@@ -324,7 +319,7 @@ fn explain(
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,
         tokens_ahead,
-        predicted_ttft: input.ttft.predict(candidate.id, tokens_ahead),
+        predicted_ttft: input.speed.ttft.predict(candidate.id, tokens_ahead),
         claim: CreditClaim {
             source: candidate.id,
             state: chosen.state,

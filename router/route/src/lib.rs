@@ -61,6 +61,7 @@ pub mod slot_guard;
 pub mod slots;
 pub mod slowness;
 pub mod source_table;
+pub mod speed;
 pub mod stall;
 mod state;
 pub mod sync;

@@ -12,13 +12,11 @@ use warmroute_proto::registry::{DrainState, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
 use super::audit::{AuditCounts, AuditVerdict, CreditAudit, Recheck, RecheckVerdict};
-use super::backlog::PrefillBacklog;
 use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
 use super::decide::{Decision, DecisionBasis, DecisionInput, decide};
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
-use super::itl::{AnswerTiming, ItlModel};
 use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, MoveTracker};
 use super::prediction::Predictions;
@@ -29,8 +27,8 @@ use super::slots::{
 };
 use super::slowness::SlownessTracker;
 use super::source_table::{SourceId, SourceTable};
+use super::speed::{AnswerInProgress, SourceSpeed, SpeedTracker};
 use super::stall::StallDetector;
-use super::ttft::TtftModel;
 
 mod reconsider;
 
@@ -120,19 +118,6 @@ struct PendingPrefill {
     typical: Duration,
 }
 
-/// An answer of this router that began: measures the time between tokens.
-struct PendingAnswer {
-    source: SourceId,
-    since: Instant,
-    active_requests: u32,
-    block_tokens: u32,
-    tokens: u64,
-}
-
-/// How often what was learned of an unused source fades, and how much of it stays: half in 10 s.
-const FADE_EVERY: Duration = Duration::from_secs(5);
-const FADE_KEEP: f64 = 0.707;
-
 pub struct Core {
     knobs: Knobs,
     rng: Rng,
@@ -144,15 +129,10 @@ pub struct Core {
     view: IndexView,
     audit: CreditAudit,
     stalls: StallDetector,
-    ttft: TtftModel,
-    itl: ItlModel,
-    backlog: PrefillBacklog,
-    faded_at: Option<Instant>,
+    speed: SpeedTracker,
     slowness: SlownessTracker,
     /// By slot counter.
     pending: BTreeMap<u64, PendingPrefill>,
-    /// By slot counter.
-    answers: BTreeMap<u64, PendingAnswer>,
     /// Own slots that changed since a snapshot was begun.
     touched: Option<BTreeSet<u64>>,
     moves: MoveTracker,
@@ -207,13 +187,9 @@ impl Core {
             view: IndexView::default(),
             audit: CreditAudit::default(),
             stalls: StallDetector::default(),
-            ttft: TtftModel::default(),
-            itl: ItlModel::default(),
-            backlog: PrefillBacklog::default(),
-            faded_at: None,
+            speed: SpeedTracker::default(),
             slowness: SlownessTracker::default(),
             pending: BTreeMap::new(),
-            answers: BTreeMap::new(),
             touched: None,
             moves: MoveTracker::default(),
             bases: BasisCounts::default(),
@@ -302,9 +278,7 @@ impl Core {
             slots: &self.slots,
             predictions: &self.predictions,
             stalls: &self.stalls,
-            ttft: &self.ttft,
-            itl: &self.itl,
-            backlog: &self.backlog,
+            speed: &self.speed,
             slowness: &self.slowness,
             knobs: &self.knobs,
             now,
@@ -321,7 +295,9 @@ impl Core {
                 if let Some(sent) = self.pending.remove(&counter) {
                     let elapsed = now.saturating_duration_since(sent.sent);
                     self.slowness.learn(sent.source, sent.typical, elapsed, now);
-                    self.ttft.learn(sent.source, sent.tokens_ahead, elapsed);
+                    self.speed
+                        .ttft
+                        .learn(sent.source, sent.tokens_ahead, elapsed);
                     self.answer_begins(counter, &sent, now);
                 }
                 self.stalls.first_token(counter);
@@ -334,17 +310,16 @@ impl Core {
                 LoadChange::MarkPrefillCompleted { counter }
             }
             SlotEvent::Grow { counter, blocks } => {
-                if let Some(answer) = self.answers.get_mut(&counter) {
-                    answer.tokens += u64::from(blocks) * u64::from(answer.block_tokens);
-                }
+                self.speed.answer_grew(counter, blocks);
                 LoadChange::Grow { counter, blocks }
             }
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
                 let sent = self.pending.remove(&counter);
-                let answer = self.answers.remove(&counter);
+                let answer = self.speed.answer_ended(counter);
                 if let Some(answer) = answer.filter(|_| end == SlotEnd::Completed) {
-                    self.answer_completed(&answer, now);
+                    let active_requests = self.slots.active_requests(answer.source, None);
+                    self.speed.learn_answer(&answer, active_requests, now);
                 }
                 // A complete answer without a first token is no measurement of the first token.
                 if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
@@ -497,12 +472,7 @@ impl Core {
     pub fn tick(&mut self, now: Instant) {
         self.predictions.expire(now);
         self.stalls.advance(now);
-        let faded_at = *self.faded_at.get_or_insert(now);
-        if now.saturating_duration_since(faded_at) >= FADE_EVERY {
-            self.faded_at = Some(now);
-            self.ttft.fade(FADE_KEEP);
-            self.itl.fade(FADE_KEEP);
-        }
+        self.speed.tick(now);
     }
 
     /// Rows of `/v1/slots`: every registered source, and every other source with load.
@@ -535,6 +505,13 @@ impl Core {
     pub fn ttft_ratio(&self, source: &Source, now: Instant) -> Option<f64> {
         let id = self.table.id(source)?;
         self.slowness.ratio(id, now)
+    }
+
+    /// What was learned of the source's speed, or of the fleet's before its first answer.
+    #[must_use]
+    pub fn speed(&self, source: &Source) -> Option<SourceSpeed> {
+        let id = self.table.id(source)?;
+        Some(self.speed.of(id))
     }
 
     #[must_use]
@@ -572,8 +549,7 @@ impl Core {
         for &source in &trusted.restarted {
             self.predictions.restarted(source);
             self.slowness.restarted(source);
-            self.ttft.restarted(source);
-            self.itl.restarted(source);
+            self.speed.restarted(source);
         }
         trusted
     }
@@ -625,7 +601,7 @@ impl Core {
             sent: now,
             tokens_ahead,
             block_tokens: prompt.block_tokens(),
-            typical: self.ttft.typical(weighed, tokens_ahead),
+            typical: self.speed.ttft.typical(weighed, tokens_ahead),
         };
         self.pending.insert(slot, pending);
         Ok(Admitted {
@@ -661,51 +637,39 @@ impl Core {
                         ..
                     },
                 ) => {
-                    let secs = f64::from(*prefill_tokens) * self.ttft.line(source).secs_each;
-                    self.backlog.added(source, secs, now);
+                    self.speed.accepted(source, *prefill_tokens, now);
                     self.predictions.sent(router, *counter, source, prompt);
                     if router != own {
                         self.moves.peer_chose(own, router, source, now);
                     }
                 }
                 (Applied::Freed(source, _), LoadChange::Free { counter, end }) => {
-                    self.shorten_backlog(source, now);
+                    self.end_prefill(source, now);
                     self.predictions.ended(router, *counter, *end, now);
                 }
-                (Applied::PrefillCompleted(source), _) => self.shorten_backlog(source, now),
+                (Applied::PrefillCompleted(source), _) => self.end_prefill(source, now),
                 _ => {}
             }
         }
     }
 
-    fn shorten_backlog(&mut self, source: SourceId, now: Instant) {
+    fn end_prefill(&mut self, source: SourceId, now: Instant) {
         let tokens = self
             .slots
             .load(source)
             .map_or(0, ActiveLoad::prefill_tokens);
-        let secs = tokens as f64 * self.ttft.line(source).secs_each;
-        self.backlog.shortened(source, secs, now);
+        self.speed.prefilled(source, tokens, now);
     }
 
     fn answer_begins(&mut self, counter: u64, sent: &PendingPrefill, now: Instant) {
-        let answer = PendingAnswer {
+        let answer = AnswerInProgress {
             source: sent.source,
             since: now,
             active_requests: self.slots.active_requests(sent.source, None),
             block_tokens: sent.block_tokens,
             tokens: 0,
         };
-        self.answers.insert(counter, answer);
-    }
-
-    fn answer_completed(&mut self, answer: &PendingAnswer, now: Instant) {
-        let ends_with = self.slots.active_requests(answer.source, None);
-        let timing = AnswerTiming {
-            tokens: answer.tokens,
-            decode: now.saturating_duration_since(answer.since),
-            active_requests: answer.active_requests.midpoint(ends_with),
-        };
-        self.itl.learn(answer.source, timing);
+        self.speed.answer_began(counter, answer);
     }
 
     /// Counts a change of an own slot.

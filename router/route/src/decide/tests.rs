@@ -39,10 +39,8 @@ struct Fixture {
     slots: Slots,
     predictions: Predictions,
     stalls: StallDetector,
-    ttft: TtftModel,
+    speed: SpeedTracker,
     slowness: SlownessTracker,
-    itl: ItlModel,
-    backlog: PrefillBacklog,
     knobs: Knobs,
     exclude: Vec<Source>,
     next: u64,
@@ -68,10 +66,8 @@ impl Fixture {
             slots: Slots::default(),
             predictions: Predictions::default(),
             stalls: StallDetector::default(),
-            ttft: TtftModel::default(),
+            speed: SpeedTracker::default(),
             slowness: SlownessTracker::default(),
-            itl: ItlModel::default(),
-            backlog: PrefillBacklog::default(),
             knobs: Policy::Kv.into(),
             exclude: Vec::new(),
             next: 0,
@@ -123,8 +119,7 @@ impl Fixture {
         self.slots
             .apply(&mut self.table, ROUTER, incarnation, &change);
         let id = self.id(number);
-        let secs = f64::from(prefill_tokens) * self.ttft.line(id).secs_each;
-        self.backlog.added(id, secs, self.now);
+        self.speed.accepted(id, prefill_tokens, self.now);
     }
 
     fn expect(&mut self, number: u32, prompt: &Prompt) {
@@ -150,9 +145,7 @@ impl Fixture {
             slots: &self.slots,
             predictions: &self.predictions,
             stalls: &self.stalls,
-            ttft: &self.ttft,
-            itl: &self.itl,
-            backlog: &self.backlog,
+            speed: &self.speed,
             slowness: &self.slowness,
             knobs: &self.knobs,
             now: self.now,
@@ -466,7 +459,7 @@ fn under_time_a_slow_source_takes_what_it_computes_as_fast() {
         for (number, micros) in [(0, 50), (1, 500)] {
             let id = fixture.id(number);
             let elapsed = Duration::from_micros(20_000 + micros * tokens);
-            fixture.ttft.learn(id, tokens, elapsed);
+            fixture.speed.ttft.learn(id, tokens, elapsed);
         }
     }
     assert_eq!(fixture.decide(&prompt).source, source(0));

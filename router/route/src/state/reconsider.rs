@@ -70,7 +70,7 @@ impl Core {
     fn move_margin(&self, request: &RouteRequest<'_>, source: SourceId) -> f64 {
         let tokens = f64::from(self.knobs.move_margin_tokens);
         if self.knobs.policy == Policy::Time {
-            return tokens * self.ttft.line(source).secs_each;
+            return tokens * self.speed.of(source).ttft.secs_each;
         }
         let blocks = tokens / f64::from(request.prompt.block_tokens());
         self.knobs.overlap_score_weight * blocks
