@@ -244,8 +244,11 @@ impl Mirror {
             }
         }
         for &id in touched {
-            let engine_hashes = &mut self.engine_hashes;
-            self.nodes.release(id, |hash| engine_hashes.forget(hash));
+            let (engine_hashes, chain) = (&mut self.engine_hashes, &mut self.block_chain);
+            self.nodes.release(id, |hash| {
+                engine_hashes.forget(hash);
+                chain.forget(hash);
+            });
         }
     }
 }

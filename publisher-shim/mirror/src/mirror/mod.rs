@@ -12,6 +12,7 @@
 //!
 //! Sequence numbers, replays and time are in `source`. Pure: no IO, no clock.
 
+mod block_chain;
 mod emit;
 mod engine_hashes;
 mod groups;
@@ -30,6 +31,7 @@ use warmroute_proto::{
 use crate::wire::{
     Batch, BlockKeys, CacheEvent, EngineHash, GroupKind, LoraRef, RemovedBlocks, StoredBlocks,
 };
+use block_chain::BlockChain;
 use engine_hashes::EngineHashes;
 use groups::{GroupRole, Groups};
 use knowledge::Knowledge;
@@ -129,6 +131,8 @@ pub struct Mirror {
     groups: Groups,
     /// What is held, if an engine's hits need more than an unbroken run; `None` otherwise.
     resume: Option<ResumePoints>,
+    /// Empty unless no group of the engine has full attention.
+    block_chain: BlockChain,
     knowledge: Knowledge,
     digests: Tiers<Digest>,
     counters: MirrorCounters,
@@ -176,6 +180,7 @@ impl Mirror {
             orphans: Orphans::new(config.orphans_max),
             groups: Groups::default(),
             resume: None,
+            block_chain: BlockChain::default(),
             knowledge: Knowledge::new(start),
             digests: Tiers::default(),
             counters: MirrorCounters::default(),
@@ -371,6 +376,7 @@ impl Mirror {
             self.nodes.keep_children();
         }
         self.engine_hashes = EngineHashes::default();
+        self.block_chain.clear();
         self.orphans = Orphans::new(self.config.orphans_max);
         self.digests = Tiers::default();
         self.touched.clear();
@@ -419,6 +425,9 @@ impl Mirror {
             self.knowledge.miss_unidentified(tier);
             return Ok(());
         };
+        if self.has_windows_only(tier) {
+            return self.store_by_chain(stored, block_tokens, at);
+        }
         let mut position = self.start_of(stored)?;
         let mut keys = stored.keys.iter().peekable();
         let blocks = stored.tokens.chunks_exact(block_tokens);
@@ -448,14 +457,20 @@ impl Mirror {
         }
     }
 
-    /// Numbers per block, if the store has the source's block size and all its tokens.
+    /// Numbers per block, if the store has the source's block size and the tokens of all its blocks.
     fn block_tokens(&mut self, stored: &StoredBlocks) -> Option<usize> {
         let size = BlockSize::new(stored.block_size)?;
         let per_block = size
             .tokens()
             .checked_mul(stored.tokens_per_position as usize)?;
-        let is_whole = per_block.checked_mul(stored.hashes.len())? == stored.tokens.len();
-        let is_gpu = stored.medium.tier() == Tier::Gpu;
+        let tier = stored.medium.tier();
+        let named = per_block.checked_mul(stored.hashes.len())?;
+        let is_whole = if self.has_windows_only(tier) {
+            named <= stored.tokens.len() && stored.tokens.len().is_multiple_of(per_block)
+        } else {
+            named == stored.tokens.len()
+        };
+        let is_gpu = tier == Tier::Gpu;
         let is_known_kind = stored.group.kind != Some(GroupKind::Unknown);
         let may_decide = self.config.block_size.is_none() && !self.block_size_is_confirmed;
         if is_whole && is_gpu && is_known_kind && may_decide {

@@ -9,6 +9,7 @@
 
 use warmroute_proto::{BlockSize, Digest, LocalHash, Seed, Tier};
 
+use super::block_chain::BlockChain;
 use super::groups::Groups;
 use super::knowledge::Knowledge;
 use super::nodes::{NodeId, Nodes, SavedNode};
@@ -43,6 +44,7 @@ impl Mirror {
             touched: Vec::new(),
             path: Vec::new(),
             resume: None,
+            block_chain: self.block_chain.clone(),
             ..*self
         })
     }
@@ -59,6 +61,7 @@ impl Mirror {
         mirror.groups = Groups::read(from)?;
         mirror.read_nodes(from)?;
         mirror.read_orphans(from)?;
+        mirror.block_chain = BlockChain::read(from)?;
         for tier in Tier::ALL {
             let saved = Digest {
                 count: from.read()?,
@@ -169,6 +172,7 @@ impl MirrorSnapshot {
         mirror.groups.write(to);
         self.write_nodes(to);
         self.write_orphans(to);
+        mirror.block_chain.write(to);
         for tier in Tier::ALL {
             let digest = mirror.digests.get(tier);
             digest.count.write(to);

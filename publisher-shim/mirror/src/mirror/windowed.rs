@@ -10,7 +10,7 @@ use super::groups::{GroupRole, HitNeed};
 use super::nodes::NodeId;
 use super::references::GroupTier;
 use super::resume::ResumePoints;
-use super::{Inconsistency, Mirror, Predecessor};
+use super::{Inconsistency, Mirror, Predecessor, RunPosition, StoreBlock};
 use crate::wire::{CacheEvent, EngineHash, StoredBlocks};
 
 /// What the events do not show of an engine's prefix lookup. Its hits may be shorter than what
@@ -150,6 +150,75 @@ impl Mirror {
             }
         }
         Ok(())
+    }
+
+    /// No group places the blocks of the others: their own events have to.
+    pub(super) fn has_windows_only(&self, tier: Tier) -> bool {
+        tier == Tier::Gpu && self.resume.is_some() && !self.groups.has_runs()
+    }
+
+    /// Stores the blocks of a range that the event names, placed by their hashes unless it names
+    /// all.
+    pub(super) fn store_by_chain(
+        &mut self,
+        stored: &StoredBlocks,
+        block_tokens: usize,
+        at: GroupTier,
+    ) -> Result<(), Inconsistency> {
+        let digests = self.block_chain.of_range(stored, block_tokens);
+        let digests = digests.unwrap_or_default();
+        let computed = digests.iter().map(|digest| EngineHash::of_bytes(digest));
+        let mut names: Vec<EngineHash> = computed.collect();
+        let is_named_whole = stored.hashes.len() == stored.tokens.len() / block_tokens;
+        let mut unplaced = stored.hashes.iter().peekable();
+        for name in &names {
+            unplaced.next_if_eq(&name);
+        }
+        let is_proven = unplaced.peek().is_none();
+        if is_named_whole {
+            names.clone_from(&stored.hashes);
+        } else if !is_proven {
+            self.counters.stores_not_indexable += 1;
+            self.knowledge.miss(at.tier);
+            return Ok(());
+        }
+        let mut position = self.start_of(stored)?;
+        let mut due = stored.hashes.iter().peekable();
+        let mut keys = stored.keys.iter().peekable();
+        let blocks = names.iter().zip(stored.tokens.chunks_exact(block_tokens));
+        for (index, (&hash, tokens)) in blocks.enumerate() {
+            if due.peek().is_none() {
+                break;
+            }
+            let block = StoreBlock {
+                hash,
+                tokens,
+                keys: keys.next_if(|(of, _)| *of == index).map(|(_, keys)| keys),
+                is_pairs: stored.tokens_per_position > 1,
+            };
+            position = match due.next_if_eq(&&hash) {
+                Some(_) => self.store_block(&block, position, at)?,
+                None => self.pass_block(&block, position)?,
+            };
+            if is_proven && let Some(&digest) = digests.get(index) {
+                self.block_chain.insert(digest);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the node of a block that is named by none and precedes one that is.
+    fn pass_block(
+        &mut self,
+        block: &StoreBlock<'_>,
+        position: RunPosition,
+    ) -> Result<RunPosition, Inconsistency> {
+        if let RunPosition::After(above) = position {
+            let local = LocalHash::of_block(block.tokens, &[], above.seed);
+            let node = self.attach(block.hash, None, above, local, above.seed)?;
+            self.touch(node.unwrap_or(NodeId::NONE));
+        }
+        Ok(self.after_hash(block.hash))
     }
 
     fn store_by_hash_at_its_place(&mut self, stored: &StoredBlocks) {

@@ -345,7 +345,7 @@ fn engine_hash(cursor: &mut Cursor<'_>) -> Result<EngineHash, WireError> {
 
 impl EngineHash {
     /// The last eight bytes, big endian: the integer that the engine's other mode sends.
-    fn of_bytes(digest: &[u8]) -> Self {
+    pub(crate) fn of_bytes(digest: &[u8]) -> Self {
         match digest.last_chunk::<8>() {
             Some(last) => Self(u64::from_be_bytes(*last)),
             None => Self(xxh3_64(digest)),

@@ -160,6 +160,31 @@ fn what_cannot_be_placed_is_missing() {
     assert_eq!(follower.gpu(), TierState::Complete);
 }
 
+#[test]
+fn a_model_without_full_attention_places_its_blocks_by_vllms_hashes() {
+    let names: Vec<EngineHash> = (1..=5).map(|end| Engine::name(&PROMPT[..end])).collect();
+    let of = |from: usize, to: usize, named: &[usize]| {
+        let parent = from.checked_sub(1).map(|last| names[last].0);
+        let mut stored = store_in(0, sliding(3), parent, &PROMPT[from..to]);
+        stored.hashes = named.iter().map(|&block| names[block]).collect();
+        stored
+    };
+    let mut follower = whole(Start::Empty);
+    follower.apply(vec![event(of(0, 4, &[2, 3]))]);
+    assert_eq!(credit(&follower.mirror, &PROMPT, 5), 4);
+    follower.mirror = save::reloaded(&follower.mirror);
+    follower.apply(vec![event(of(4, 5, &[4]))]);
+    assert_eq!(credit(&follower.mirror, &PROMPT, 5), 5);
+    assert_eq!(follower.gpu(), TierState::Complete);
+    // With a key that the event does not show, the hash is another one.
+    let mut salted = of(0, 4, &[]);
+    salted.hashes = vec![EngineHash(77)];
+    follower.apply(vec![event(salted)]);
+    assert_eq!(follower.gpu(), TierState::Partial);
+}
+
+const PROMPT: [u32; 5] = [1, 2, 3, 4, 5];
+
 // --- against vLLM's own rule
 
 const KINDS: [&[Need]; 7] = [
@@ -250,7 +275,8 @@ impl Engine {
     }
 
     fn name(path: &[u32]) -> EngineHash {
-        EngineHash(path.iter().fold(7, |sum, &t| sum * 10 + u64::from(t)))
+        let range = BlockChain::default().of_range(&run(None, path), 1);
+        EngineHash::of_bytes(range.unwrap().last().unwrap())
     }
 
     /// The events of a request's newly computed blocks: of each group those that `keeps` names.
@@ -258,7 +284,6 @@ impl Engine {
         if from == path.len() {
             return Vec::new();
         }
-        let has_full = self.groups.contains(&Need::Full);
         let mut events = Vec::new();
         for (group, &need) in self.groups.iter().enumerate() {
             let index = u32::try_from(group).unwrap();
@@ -267,7 +292,7 @@ impl Engine {
             stored.hashes.clear();
             for depth in from..path.len() {
                 let is_kept = keeps >> (group * 8 + depth) & 1 == 1;
-                if need == Need::Full || !has_full || is_kept {
+                if need == Need::Full || is_kept {
                     let path = path[..=depth].to_vec();
                     stored.hashes.push(Self::name(&path));
                     *self.counts.entry((group, path)).or_default() += 1;
