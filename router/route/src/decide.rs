@@ -314,7 +314,7 @@ fn explain(
         source: candidate.source.clone(),
         url: Arc::clone(&candidate.url),
         index_state: chosen.state,
-        tier_states: known.map_or(Tiers::all(SourceState::Unknown), |known| known.states),
+        tier_states: known.map_or_else(|| Tiers::all(SourceState::Unknown), |known| known.states),
         overlap_blocks,
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,
