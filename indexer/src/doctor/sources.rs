@@ -49,10 +49,12 @@ fn judge_tiers(id: &str, source: &SourceView, findings: &mut Findings) {
     let gpu = source.states.gpu;
     for tier in [Tier::Cpu, Tier::Disk] {
         let state = *source.states.get(tier);
-        let code = match state {
-            SourceState::Unverified => Code::TierUnverified,
-            _ if !state.gives_credit() => Code::TierUncredited,
-            _ => continue,
+        let code = if state == SourceState::Unverified {
+            Code::TierUnverified
+        } else if state.gives_credit() {
+            continue;
+        } else {
+            Code::TierUncredited
         };
         if gpu.gives_credit() && state > gpu {
             let label = state.label();
