@@ -33,7 +33,7 @@ use warmroute_plane::{
     Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, ServiceRequest,
 };
 use warmroute_process::blocking;
-use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
@@ -240,6 +240,14 @@ impl Handle {
             IndexAnswer::Runs { .. } => QueryOutcome::Answered,
             IndexAnswer::Behind { .. } => QueryOutcome::Behind,
         });
+        answer
+    }
+
+    /// Answers a query about one block of one source, of one moment.
+    #[must_use]
+    pub fn hold(&self, query: &HoldQuery) -> HoldAnswer {
+        let answer = query::hold_answer(&self.shared.read(), query, now());
+        self.shared.metrics.query(QueryOutcome::Answered);
         answer
     }
 

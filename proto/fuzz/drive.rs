@@ -4,9 +4,10 @@ use warmroute_proto::codec::{Message, VERSION, decode, encode, seal};
 use warmroute_proto::load::{
     LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry,
 };
-use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
-    DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
+    DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry,
+    SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
@@ -50,6 +51,9 @@ fn messages(data: &[u8]) {
     canonical::<ViewPageRequest>(data);
     canonical::<ViewPage>(data);
     canonical::<DrainEntry>(data);
+    canonical::<HoldQuery>(data);
+    canonical::<HoldAnswer>(data);
+    canonical::<DemotionEntry>(data);
 }
 
 fn canonical<M: Message>(data: &[u8]) {

@@ -18,10 +18,10 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::load::{LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry};
-use crate::query::{IndexAnswer, IndexQuery};
+use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
-    DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry, SnapshotLease,
-    WorkerEntry,
+    DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry,
+    SnapshotLease, WorkerEntry,
 };
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::view::{ViewPage, ViewPageRequest};
@@ -115,6 +115,9 @@ kinds! {
     ViewPageRequest = 19,
     ViewPage = 20,
     DrainEntry = 21,
+    HoldQuery = 22,
+    HoldAnswer = 23,
+    DemotionEntry = 24,
 }
 
 #[derive(Debug, thiserror::Error)]

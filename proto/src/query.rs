@@ -1,11 +1,11 @@
-//! The query that routers send to indexers, and the answer.
+//! The queries that routers send to indexers, and the answers.
 
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    EngineSeq, Generation, LocalHash, LogPosition, RecordNumber, Source, StreamIdentity, TierState,
-    Tiers,
+    EngineSeq, Generation, LocalHash, LogPosition, PrefixHash, RecordNumber, Source,
+    StreamIdentity, Tier, TierState, Tiers,
 };
 
 /// Asks what each source holds of a prompt.
@@ -113,4 +113,42 @@ pub struct SourceAnswer {
     /// Credited blocks per tier: on the GPU the run from depth 0, in the lower tiers the run that
     /// follows the GPU's. A tier without credit holds nothing.
     pub run: Tiers<u32>,
+}
+
+/// Asks whether a source has held one block without interruption since a record. An indexer of an
+/// earlier version does not answer.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct HoldQuery {
+    pub source: Source,
+    pub generation: Generation,
+    pub since: RecordNumber,
+    pub block: PrefixHash,
+    pub tier: Tier,
+}
+
+/// The answer to a [`HoldQuery`].
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct HoldAnswer {
+    /// `None` for a source without records.
+    pub generation: Option<Generation>,
+    pub engine_seq: Option<EngineSeq>,
+    /// State of the queried tier.
+    pub state: SourceState,
+    /// Milliseconds since the last record or heartbeat that proved this.
+    pub proof_age_ms: u32,
+    pub span: HoldSpan,
+}
+
+/// How long a block is held. Numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
+#[serde(rename_all = "snake_case")]
+pub enum HoldSpan {
+    /// Held now, and after every record since the queried one.
+    Held = 0,
+    /// Not held now.
+    Absent = 1,
+    /// Held now, and removed in between; rarely another block was.
+    Interrupted = 2,
+    /// This replica's list of removals does not reach back to the queried record.
+    Uncovered = 3,
 }

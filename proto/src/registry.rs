@@ -3,7 +3,7 @@
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
-use crate::{BlockSize, Generation, LogPosition, Source, StreamIdentity, WorkerId};
+use crate::{BlockSize, Generation, LogPosition, RouterId, Source, StreamIdentity, WorkerId};
 
 /// More data-parallel ranks than any server has. Readers create one source for each, so that an
 /// entry with more ranks, or with none, does not decode.
@@ -73,6 +73,28 @@ pub struct DrainEntry {
     /// By the clock of the router that received it, for operators.
     pub set_unix_s: u64,
 }
+
+/// The sources that one router demoted, for operators' tools. It expires with its router.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct DemotionEntry {
+    pub router: RouterId,
+    /// Number of demoted sources.
+    pub total: u32,
+    /// The first [`DEMOTIONS_SHOWN_MAX`] of them.
+    pub sources: Vec<DemotedSource>,
+}
+
+/// A source whose index credit a router ignores until its engine agrees with it again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
+pub struct DemotedSource {
+    pub source: Source,
+    pub generation: Generation,
+    /// Consecutive requests since then that found all blocks that the index credits.
+    pub agreements: u32,
+}
+
+/// Most sources in a [`DemotionEntry`].
+pub const DEMOTIONS_SHOWN_MAX: usize = 256;
 
 /// The value of the lease under which one shim serves a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]

@@ -10,6 +10,7 @@ use crate::registry::RANKS_MAX;
 use crate::{DpRank, Namespace, RouterId, Source, WorkerId};
 
 const ROOT: &str = "wr";
+const DEMOTED: &str = "demoted";
 
 /// One name as one subject token. The empty name is `=`.
 #[must_use]
@@ -154,6 +155,18 @@ impl Subjects {
         let bits = u128::from_str_radix(hex, 16).ok()?;
         let router = RouterId(bits.to_be_bytes());
         (router.to_string() == hex).then_some(router)
+    }
+
+    /// Registry: the sources that a router demoted. Below the router's own key, where it may write.
+    #[must_use]
+    pub fn demotion_key(&self, router: RouterId) -> String {
+        format!("{}.{DEMOTED}", self.router_key(router))
+    }
+
+    /// The router whose demoted sources this key names.
+    #[must_use]
+    pub fn key_demotion(&self, key: &str) -> Option<RouterId> {
+        self.key_router(key.strip_suffix(DEMOTED)?.strip_suffix('.')?)
     }
 
     /// Registry: the prefix of all keys.

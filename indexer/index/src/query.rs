@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::hash::prefix_hashes;
-use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer};
+use warmroute_proto::query::{
+    HoldAnswer, HoldQuery, HoldSpan, IndexAnswer, IndexQuery, SourceAnswer, SourceState,
+};
 use warmroute_proto::{LocalHash, LogPosition, PrefixHash, Source, Tiers};
 
 use crate::fold::{Fold, SourceStatus};
@@ -70,6 +72,31 @@ impl PreparedQuery {
             position,
             sources,
         }
+    }
+}
+
+/// Answers a query about one block of one source.
+#[must_use]
+pub fn hold_answer(fold: &Fold, query: &HoldQuery, now: Instant) -> HoldAnswer {
+    let Some(status) = fold.status(&query.source, now) else {
+        return HoldAnswer {
+            generation: None,
+            engine_seq: None,
+            state: SourceState::Unknown,
+            proof_age_ms: u32::MAX,
+            span: HoldSpan::Uncovered,
+        };
+    };
+    let is_comparable = status.generation == Some(query.generation);
+    HoldAnswer {
+        generation: status.generation,
+        engine_seq: status.engine_seq,
+        state: *status.states.get(query.tier),
+        proof_age_ms: milliseconds(status.proof_age),
+        span: match is_comparable && status.number >= Some(query.since) {
+            true => fold.hold_span(&query.source, query.block, query.tier, query.since),
+            false => HoldSpan::Uncovered,
+        },
     }
 }
 

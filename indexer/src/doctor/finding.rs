@@ -106,6 +106,9 @@ codes! {
         "two processes have this --worker-id: stop one of them";
     EngineUnhealthy = "engine_unhealthy", Warning,
         "the engine's /health fails: routers leave it out; look at the engine";
+    SourceDemoted = "source_demoted", Warning,
+        "this router ignores the index's credit there, because the engine contradicted it three \
+         times: compare with --probe, keep the shim's log, restart the shim if this lasts";
     SourceUnknown = "source_unknown", Warning,
         "not credited. no_proof: see the shim; shim_gone: start it; memory: raise --max-memory on \
          every replica";

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
-    DrainEntry, DrainState, GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease, WorkerEntry,
+    DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease,
+    WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -19,6 +20,8 @@ pub struct Registry {
     pub generations: BTreeMap<Source, Generation>,
     pub indexers: BTreeMap<String, IndexerEntry>,
     pub routers: BTreeMap<RouterId, RouterEntry>,
+    /// Sources that routers demoted.
+    pub demotions: BTreeMap<RouterId, DemotionEntry>,
     pub pointer: Option<SnapshotPointer>,
     pub writer: Option<SnapshotLease>,
     /// Workers that an operator drained.
@@ -59,6 +62,8 @@ impl Registry {
             self.indexers.insert(id, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_router(key) {
             self.routers.insert(router, codec::decode(value).ok()?);
+        } else if let Some(router) = subjects.key_demotion(key) {
+            self.demotions.insert(router, codec::decode(value).ok()?);
         } else if key == subjects.snapshot_pointer_key() {
             self.pointer = Some(codec::decode(value).ok()?);
         } else if key == subjects.snapshot_lease_key() {
@@ -96,6 +101,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
         findings.add(Code::RegistryUnreadable, key);
     }
     generations(state, findings);
+    demotions(registry, findings);
     let versions = registry.versions();
     if versions.len() > 1 {
         let about = versions
@@ -118,6 +124,24 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     if !registry.drained.is_empty() {
         let drained: Vec<&str> = registry.drained.iter().map(WorkerId::as_str).collect();
         rest.push(("drained", drained.join(", ")));
+    }
+}
+
+/// Lists what routers found wrong with the index by their engines' reports.
+fn demotions(registry: &Registry, findings: &mut Findings) {
+    for (router, entry) in &registry.demotions {
+        for demoted in &entry.sources {
+            let (source, generation) = (&demoted.source, demoted.generation);
+            let about = format!("{source}: generation {generation}, by router {router}");
+            findings.add(Code::SourceDemoted, about);
+        }
+        let unshown = entry.total as usize - entry.sources.len().min(entry.total as usize);
+        if unshown > 0 {
+            findings.add(
+                Code::SourceDemoted,
+                format!("{unshown} more, by router {router}"),
+            );
+        }
     }
 }
 

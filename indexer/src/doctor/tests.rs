@@ -2,7 +2,9 @@ use std::time::Duration;
 
 use warmroute_plane::{ClockOffset, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
-use warmroute_proto::registry::{IndexerEntry, ShimEntry, WorkerEntry};
+use warmroute_proto::registry::{
+    DemotedSource, DemotionEntry, IndexerEntry, ShimEntry, WorkerEntry,
+};
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{SourceFault, SourceView};
@@ -477,6 +479,23 @@ fn sources_are_judged() {
             sources(state, |source| source.states.cpu = word)
         });
     }
+    check(Code::SourceDemoted, |state| {
+        let router = RouterId([2; 16]);
+        let demoted = DemotedSource {
+            source: source("w/0"),
+            generation: Generation(1),
+            agreements: 0,
+        };
+        let entry = DemotionEntry {
+            router,
+            total: 1,
+            sources: vec![demoted],
+        };
+        let subjects = Subjects::new(&namespace());
+        let value = codec::encode(&entry).unwrap();
+        let key = subjects.demotion_key(router);
+        state.registry.put(&subjects, &key, &value);
+    });
     check(Code::SourceUnverified, |state| {
         sources(state, state_is(SourceState::Unverified));
     });

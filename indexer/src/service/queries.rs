@@ -61,12 +61,15 @@ impl Worker {
         let handle = Handle {
             shared: Arc::clone(&self.shared),
         };
-        let answer = if codec::kind(&request.payload) == Some(ViewPageRequest::KIND) {
-            codec::decode::<ViewPageRequest>(&request.payload)
-                .map(|ask| codec::encode(&handle.view(&ask)))
-        } else {
-            codec::decode::<IndexQuery>(&request.payload)
-                .map(|query| codec::encode(&handle.query(&query)))
+        let payload = &request.payload;
+        let answer = match codec::kind(payload) {
+            Some(ViewPageRequest::KIND) => codec::decode::<ViewPageRequest>(payload)
+                .map(|ask| codec::encode(&handle.view(&ask))),
+            Some(HoldQuery::KIND) => {
+                codec::decode::<HoldQuery>(payload).map(|query| codec::encode(&handle.hold(&query)))
+            }
+            Some(_) | None => codec::decode::<IndexQuery>(payload)
+                .map(|query| codec::encode(&handle.query(&query))),
         };
         match answer {
             Ok(Ok(answer)) => request.reply.send(answer.into()),

@@ -41,6 +41,11 @@ fn subjects_are_fixed() {
     let key = subjects.router_key(router);
     assert_eq!(key, format!("wr.prod.router.{hex}"));
     assert_eq!(subjects.key_router(&key), Some(router));
+    let demotions = subjects.demotion_key(router);
+    assert_eq!(demotions, format!("wr.prod.router.{hex}.demoted"));
+    assert_eq!(subjects.key_demotion(&demotions), Some(router));
+    assert_eq!(subjects.key_demotion(&key), None);
+    assert_eq!(subjects.key_router(&demotions), None);
     for foreign in [
         "wr.prod.router.",
         "wr.prod.router.30",

@@ -81,6 +81,8 @@ pub(super) struct MemoryCounters {
     pub(super) set_aside: u64,
     /// Generations requested because there was room again.
     pub(super) returns: u64,
+    /// Bytes of the lists of recent removals, as of the last tick.
+    pub(super) removal_bytes: usize,
     last_return: Option<Instant>,
 }
 
@@ -90,7 +92,7 @@ impl Fold {
     #[must_use]
     pub fn bytes(&self) -> usize {
         let sources = self.sources.len() * SOURCE_BYTES + self.workers.len() * WORKER_BYTES;
-        let kept = self.tree.bytes() + sources;
+        let kept = self.tree.bytes() + sources + self.memory.removal_bytes;
         // Allocator fragmentation: 9 to 13 % under churn.
         kept + kept / 8
     }

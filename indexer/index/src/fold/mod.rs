@@ -21,6 +21,7 @@ mod memory;
 mod message;
 mod outage;
 mod reload;
+mod removals;
 mod resync;
 mod source;
 mod stall;
@@ -30,13 +31,13 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::message::{Broadcast, LogMessage};
-use warmroute_proto::query::SourceState;
+use warmroute_proto::query::{HoldSpan, SourceState};
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
-    Change, LogPosition, Namespace, PrefixHash, Source, StreamIdentity, Tier, Tiers, WorkerId,
-    codec,
+    Change, LogPosition, Namespace, PrefixHash, RecordNumber, Source, StreamIdentity, Tier, Tiers,
+    WorkerId, codec,
 };
 
 use crate::tree::{Growth, SourceNumber, TierMask, Tree, is_long};
@@ -310,9 +311,11 @@ impl Fold {
         }
         self.let_go(now);
         self.ask_back(now);
+        self.memory.removal_bytes = 0;
         for (source, fold) in &mut self.sources {
             let registration = registration(&self.workers, self.outage, &source.worker, now);
             fold.note_state(now, registration);
+            self.memory.removal_bytes += fold.removals.bytes();
         }
     }
 
@@ -398,6 +401,31 @@ impl Fold {
             let registration = registration(&self.workers, self.outage, &source.worker, now);
             (source, fold.status(now, registration, &self.tree))
         })
+    }
+
+    /// Status of one source; `None` for an unknown one.
+    #[must_use]
+    pub fn status(&self, source: &Source, now: Instant) -> Option<SourceStatus> {
+        let fold = self.sources.get(source)?;
+        let registration = registration(&self.workers, self.outage, &source.worker, now);
+        Some(fold.status(now, registration, &self.tree))
+    }
+
+    /// Since when the source holds a pair, as far back as a record of its present generation.
+    #[must_use]
+    pub fn hold_span(
+        &self,
+        source: &Source,
+        block: PrefixHash,
+        tier: Tier,
+        since: RecordNumber,
+    ) -> HoldSpan {
+        match self.sources.get(source).zip(self.number(source)) {
+            Some((fold, number)) if self.tree.holds(number, block, tier) => {
+                fold.removals.span(block, since)
+            }
+            Some(_) | None => HoldSpan::Absent,
+        }
     }
 
     /// All pairs that the source holds, in no order.

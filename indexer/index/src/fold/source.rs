@@ -15,6 +15,7 @@ use warmroute_proto::{
 use super::history::SourceHistory;
 use super::memory::SetAsideHistory;
 use super::reload::ReloadState;
+use super::removals::RecentRemovals;
 use super::resync::ResyncState;
 use super::{HeartbeatVerdict, RecordVerdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
@@ -130,6 +131,8 @@ pub(super) struct SourceFold {
     /// Since when the registry does not list its worker; `None` if it does.
     pub(super) unnamed_since: Option<Instant>,
     pub(super) history: SourceHistory,
+    /// Removals of the present generation.
+    pub(super) removals: RecentRemovals,
 }
 
 /// Status of a source at one moment.
@@ -187,6 +190,7 @@ impl SourceFold {
             set_aside_history: SetAsideHistory::default(),
             unnamed_since: None,
             history: SourceHistory::default(),
+            removals: RecentRemovals::default(),
         }
     }
 
@@ -195,6 +199,7 @@ impl SourceFold {
         let mut restored = Self::new();
         restored.sequencer = Sequencer::restored(PATIENCE, entry.generation, entry.number);
         restored.holding = holding;
+        restored.removals = RecentRemovals::above(entry.number);
         restored.record_claim = ShimClaim {
             states: entry.states,
             engine_seq: entry.engine_seq,
@@ -380,6 +385,7 @@ impl SourceFold {
         if let Holding::Applied(number) = self.holding {
             tree.close(number);
         }
+        self.removals = RecentRemovals::default();
         self.holding = holding;
     }
 
@@ -558,6 +564,7 @@ impl SourceFold {
             self.diverge(tree);
             return RecordVerdict::Mismatch;
         }
+        self.removals.record(record.number, &record.changes);
         self.record_claim = ShimClaim {
             states: record.states,
             engine_seq: record.engine_seq,

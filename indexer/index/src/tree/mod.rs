@@ -274,6 +274,21 @@ impl Tree {
         digest
     }
 
+    /// Whether the source holds a pair.
+    #[must_use]
+    pub fn holds(&self, number: SourceNumber, prefix: PrefixHash, tier: Tier) -> bool {
+        let is_open = self.open.get(number.index()) == Some(&TierMask::ALL);
+        let Some(Position { run, offset }) = self.locate(prefix).filter(|_| is_open) else {
+            return false;
+        };
+        let run = self.run(run);
+        let Ok(at) = run.find(number) else {
+            return false;
+        };
+        let piece = run.pieces(at, offset).next();
+        piece.is_some_and(|(from, to, tiers)| from <= offset && offset < to && tiers.has(tier))
+    }
+
     /// All pairs that the source holds, unordered.
     pub fn held(&self, number: SourceNumber) -> impl Iterator<Item = (PrefixHash, Tier)> {
         self.listed(number).flat_map(move |listed| {

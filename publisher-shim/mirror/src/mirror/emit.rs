@@ -1,4 +1,5 @@
-//! The net changes of the mirror as changes for the log's readers.
+//! The net changes of the mirror as changes for the log's readers. A pair that was removed and
+//! stored again within one batch is removed and stored: its holding was interrupted.
 //!
 //! Readers know a prefix as long as it is held or has a held descendant. A block whose ancestors
 //! are unknown to them can only be sent together with those: the ancestors are stored as well, and
@@ -61,7 +62,7 @@ impl ChangeWriter {
 }
 
 impl Mirror {
-    /// Returns the net change since the last call, and frees the nodes that nothing needs.
+    /// Returns the changes since the last call, and frees the nodes that nothing needs.
     pub(super) fn settle(&mut self) -> Vec<Change> {
         self.update_resume_points();
         let touched = std::mem::take(&mut self.touched);
@@ -72,6 +73,7 @@ impl Mirror {
             }
         }
         self.cleared = TierSet::default();
+        self.remove_dipped(&mut writer);
         let mut transient = Vec::new();
         for tier in Tier::ALL {
             if self.groups.slots(tier) == 0 {
@@ -102,6 +104,20 @@ impl Mirror {
         writer.flush();
         self.release(&touched);
         writer.changes
+    }
+
+    /// Removes the pairs that are held again, so that they are stored again below.
+    fn remove_dipped(&mut self, writer: &mut ChangeWriter) {
+        let dipped = std::mem::take(&mut self.dipped);
+        for tier in Tier::ALL {
+            let mut gone = Vec::new();
+            for &(id, _) in dipped.iter().filter(|(_, of)| *of == tier) {
+                if self.nodes.is_emitted(id, tier) && self.is_held(id, tier) {
+                    gone.extend(self.unhold(id, tier));
+                }
+            }
+            writer.removed(gone, tier);
+        }
     }
 
     /// The whole mirror as changes for a reader that has nothing, parents first.
@@ -186,7 +202,7 @@ impl Mirror {
         node.is_some_and(|node| !node.held.has(tier)) && self.is_held(id, tier)
     }
 
-    fn is_held(&self, id: NodeId, tier: Tier) -> bool {
+    pub(super) fn is_held(&self, id: NodeId, tier: Tier) -> bool {
         match &self.resume {
             None => self.nodes.is_held(id, tier, self.groups.slots(tier)),
             Some(points) => tier == Tier::Gpu && points.contains(id),

@@ -140,6 +140,8 @@ pub struct Mirror {
     touched: Vec<NodeId>,
     /// Tiers that held something and were emptied since the last `settle`.
     cleared: TierSet,
+    /// Held pairs that lost their last reference since the last `settle`, held again or not.
+    dipped: Vec<(NodeId, Tier)>,
     /// Scratch space of `emit_stored`, empty between calls.
     path: Vec<NodeId>,
 }
@@ -186,6 +188,7 @@ impl Mirror {
             counters: MirrorCounters::default(),
             touched: Vec::new(),
             cleared: TierSet::default(),
+            dipped: Vec::new(),
             path: Vec::new(),
         }
     }
@@ -207,7 +210,8 @@ impl Mirror {
         self.knowledge.forget();
     }
 
-    /// Folds a batch. Returns the net changes: pairs whose state differs before and after.
+    /// Folds a batch. Returns the changes of pairs whose state differs before and after, and of
+    /// pairs that were removed and stored again: readers see every interruption.
     pub fn apply(&mut self, batch: &Batch) -> Result<Vec<Change>, Inconsistency> {
         match self.fold(batch) {
             Ok(()) => Ok(self.settle()),
@@ -380,6 +384,7 @@ impl Mirror {
         self.orphans = Orphans::new(self.config.orphans_max);
         self.digests = Tiers::default();
         self.touched.clear();
+        self.dipped.clear();
     }
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), Inconsistency> {
@@ -672,6 +677,9 @@ impl Mirror {
             Some(id) => {
                 self.nodes.subtract_reference(id, at);
                 self.touch(id);
+                if self.nodes.is_emitted(id, at.tier) && !self.is_held(id, at.tier) {
+                    self.dipped.push((id, at.tier));
+                }
                 true
             }
             None => self.orphans.remove(hash, at),

@@ -45,6 +45,7 @@ impl Mirror {
             path: Vec::new(),
             resume: None,
             block_chain: self.block_chain.clone(),
+            dipped: Vec::new(),
             ..*self
         })
     }

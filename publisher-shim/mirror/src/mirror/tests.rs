@@ -116,6 +116,25 @@ impl Follower {
 }
 
 #[test]
+fn a_block_removed_and_stored_again_within_a_batch_is_removed_and_stored() {
+    let mut follower = Follower::new(Start::Empty);
+    follower.apply(vec![stored(None, &[1, 2, 3])]);
+    let events = vec![removed(2), stored(Some(1), &[2]), stored(None, &[9])];
+    let changes = follower.mirror.apply(&batch(events)).unwrap();
+    let interrupted = Change::Removed {
+        blocks: vec![prefix(&[1, 2])],
+        tier: Tier::Gpu,
+    };
+    assert_eq!(changes.first(), Some(&interrupted));
+    follower.reader.apply(&changes);
+    follower.check();
+    // One of two copies: no interruption.
+    follower.apply(vec![stored(None, &[1])]);
+    let events = vec![removed(1), stored(None, &[1])];
+    assert_eq!(follower.mirror.apply(&batch(events)).unwrap(), []);
+}
+
+#[test]
 fn a_block_stored_three_times_and_removed_twice_is_held() {
     let mut follower = Follower::new(Start::Empty);
     follower.apply(vec![
