@@ -1,22 +1,16 @@
 //! `warmroute-shim`: flags in, exit code out.
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
-use tokio::time::{Duration, Instant, sleep};
 use warmroute_process::signals::{Hangup, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
-use warmroute_proto::WorkerId;
 use warmroute_shim::args::{Args, Config};
-use warmroute_shim::{EngineKey, Service, StateDir, StateDirError, http};
-
-/// Time for which a shim waits for its predecessor to release the state directory.
-const STATE_DIR_WAIT: Duration = Duration::from_secs(10);
+use warmroute_shim::{EngineKey, Service, StateDir, http};
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -43,7 +37,7 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     }
     if let Some(dir) = &config.state_dir {
         let opened = tokio::select! {
-            opened = open_state(dir, &config.shim.worker) => opened,
+            opened = StateDir::open_when_free(dir, &config.shim.worker) => opened,
             signal = signals.received() => {
                 tracing::info!(signal, "ending");
                 return Ok(());
@@ -66,22 +60,4 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     });
     announce(format_args!("{{\"port\":{port}}}"));
     host::run(listener, http::router(handle, Some(nats)), signals, tasks).await
-}
-
-/// Opens the state directory. Waits for a predecessor that is ending.
-async fn open_state(dir: &Path, worker: &WorkerId) -> Result<StateDir, StateDirError> {
-    let deadline = Instant::now() + STATE_DIR_WAIT;
-    let mut is_logged = false;
-    loop {
-        match StateDir::open(dir, worker) {
-            Err(StateDirError::Held { dir, by }) if Instant::now() < deadline => {
-                if !std::mem::replace(&mut is_logged, true) {
-                    let dir = dir.display();
-                    tracing::warn!(%dir, "waiting: another process{by} keeps this worker's state");
-                }
-                sleep(Duration::from_millis(200)).await;
-            }
-            opened => return opened,
-        }
-    }
 }

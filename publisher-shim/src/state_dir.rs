@@ -13,7 +13,10 @@ use std::os::unix::fs::{
     DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use tokio::time::{Instant, sleep};
+use tracing::warn;
 use warmroute_proto::subject::encode_name;
 use warmroute_proto::{Source, WorkerId};
 
@@ -21,6 +24,8 @@ use crate::checkpoint::BYTES_MAX;
 
 const DIR_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
+/// Time for a process that is being replaced to end.
+const HELD_MAX: Duration = Duration::from_secs(10);
 
 /// Stores the checkpoints of one worker's sources. Its calls block.
 pub trait CheckpointStore: fmt::Debug + Send + Sync + 'static {
@@ -92,6 +97,24 @@ impl StateDir {
         lock.set_len(0).map_err(failed)?;
         writeln!(lock, "{}", std::process::id()).map_err(failed)?;
         Ok(Self { dir, _lock: lock })
+    }
+
+    /// Like [`Self::open`], but waits for a holder that is just ending.
+    pub async fn open_when_free(dir: &Path, worker: &WorkerId) -> Result<Self, StateDirError> {
+        let deadline = Instant::now() + HELD_MAX;
+        let mut is_logged = false;
+        loop {
+            match Self::open(dir, worker) {
+                Err(StateDirError::Held { dir, by }) if Instant::now() < deadline => {
+                    if !std::mem::replace(&mut is_logged, true) {
+                        let dir = dir.display();
+                        warn!(%dir, "waiting: another process{by} keeps this worker's state");
+                    }
+                    sleep(Duration::from_millis(200)).await;
+                }
+                opened => return opened,
+            }
+        }
     }
 
     fn path(&self, source: &Source, what: &str) -> PathBuf {

@@ -193,9 +193,9 @@ async fn metrics(State(admin): SharedAdmin) -> Response {
 
 async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
     let sync = admin.replicas.snapshot().await;
-    let (loads, counts) = {
+    let (loads, counts, demoted) = {
         let core = admin.app.core.core();
-        (core.loads(), core.counts())
+        (core.loads(), core.counts(), core.demoted())
     };
     let workers = admin.app.fleet.snapshot();
     let workers: Vec<_> = workers.iter().map(|worker| status(worker, admin)).collect();
@@ -203,6 +203,7 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
         loads: &loads,
         workers: &workers,
         core: &counts,
+        demoted: &demoted,
         sync: sync.as_ref(),
         leaving: admin.app.ready.is_leaving(),
     })?;
@@ -265,6 +266,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,
         "stalled_ranks": stalled,
+        "demoted_ranks": demoted_ranks(worker, admin),
         "ttft_ratios": ttft_ratios(worker, admin),
         "learned": learned(worker, admin),
         "sources": view.map(|view| &view.sources),
@@ -277,6 +279,20 @@ fn ranks_of(worker: &FleetWorker) -> impl Iterator<Item = (u32, Source)> {
         let (worker, dp_rank) = (worker.entry.worker.clone(), DpRank(rank));
         (rank, Source { worker, dp_rank })
     })
+}
+
+/// Ranks whose index credit this router ignores, whatever state the index reports: with the
+/// generation, and the requests in a row that found what the index credits.
+fn demoted_ranks(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, Value> {
+    let demoted = admin.app.core.core().demoted();
+    let own = demoted
+        .into_iter()
+        .filter(|one| one.source.worker == worker.entry.worker);
+    let shown = own.map(|one| {
+        let shown = json!({ "generation": one.generation, "agreements": one.agreements });
+        (one.source.dp_rank.0, shown)
+    });
+    shown.collect()
 }
 
 fn ttft_ratios(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, f64> {

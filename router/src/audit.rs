@@ -27,23 +27,18 @@ pub(crate) struct AuditCase {
     pub entry: EntryNumber,
 }
 
-struct PendingRecheck {
-    recheck: Recheck,
-    prompt: Arc<Prompt>,
-}
-
 /// Compares credited with reported cached tokens.
 #[derive(Clone)]
 pub(crate) struct Auditor {
     core: Arc<SharedCore>,
     journal: Arc<Journal>,
     metrics: Arc<Metrics>,
-    pending: mpsc::Sender<PendingRecheck>,
+    pending: mpsc::Sender<Recheck>,
 }
 
 /// Queries the index again.
 pub(crate) struct Rechecks {
-    pending: mpsc::Receiver<PendingRecheck>,
+    pending: mpsc::Receiver<Recheck>,
     core: Arc<SharedCore>,
     metrics: Arc<Metrics>,
     index: IndexClient,
@@ -78,22 +73,26 @@ impl Auditor {
             return;
         };
         self.journal.reported(case.entry, cached);
-        let claim = &case.decision.claim;
-        let credited = u64::from(claim.blocks) * u64::from(claim.block_tokens);
+        let block_tokens = case.decision.claim.block_tokens;
+        let credited = u64::from(case.decision.overlap_blocks) * u64::from(block_tokens);
         self.metrics.overlap(credited, cached);
         let now = Instant::now().into_std();
         let cached = u32::try_from(cached).unwrap_or(u32::MAX);
-        let verdict = self.core.core().audit(&case.decision, cached, now);
+        let verdict = self
+            .core
+            .core()
+            .audit(&case.decision, &case.prompt, cached, now);
+        let source = &case.decision.source;
+        if verdict == AuditVerdict::Reinstate {
+            tracing::info!(%source, "engine agrees with the index again, credit restored");
+        }
         let AuditVerdict::Less { tokens, recheck } = verdict else {
             return;
         };
-        let source = &case.decision.source;
         tracing::debug!(%source, tokens, "fewer tokens were cached than credited");
         if let Some(recheck) = recheck {
-            let prompt = case.prompt;
-            let pending = PendingRecheck { recheck, prompt };
             // The core forgets a recheck that is dropped.
-            if self.pending.try_send(pending).is_err() {
+            if self.pending.try_send(recheck).is_err() {
                 tracing::debug!(%source, "recheck dropped, too many wait");
             }
         }
@@ -114,7 +113,7 @@ impl Rechecks {
                 stop.cancelled().await;
                 return;
             };
-            let due = Instant::from_std(pending.recheck.not_before);
+            let due = Instant::from_std(pending.not_before);
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep_until(due) => {}
@@ -123,31 +122,31 @@ impl Rechecks {
         }
     }
 
-    async fn recheck(&self, pending: &PendingRecheck) {
-        let PendingRecheck { recheck, prompt } = pending;
-        let answer = match self.index.ask(prompt.hit_blocks()).await {
+    async fn recheck(&self, recheck: &Recheck) {
+        let Some(query) = self.core.core().hold_query(recheck) else {
+            return;
+        };
+        let answer = match self.index.hold(&query).await {
             Ok(answer) => answer,
             Err(error) => {
+                // Also an indexer of an earlier version.
                 tracing::debug!(%error, "recheck not answered");
                 return;
             }
         };
         let now = Instant::now().into_std();
-        let mut core = self.core.core();
-        let verdict = core.recheck(recheck, prompt, &answer, now);
-        let source = core.source(recheck.claim.source).cloned();
-        drop(core);
-        let source = source.map(|source| source.to_string());
+        let verdict = self.core.core().recheck(recheck, &answer, now);
+        let source = query.source;
         match verdict {
-            RecheckVerdict::Cleared => {}
+            RecheckVerdict::Cleared | RecheckVerdict::Unproven => {}
             RecheckVerdict::Strike => {
-                tracing::warn!(source, "index credits blocks that the engine did not have");
+                tracing::warn!(%source, "index credits blocks that the engine did not have");
             }
             RecheckVerdict::Demote => {
                 self.metrics.demoted();
                 tracing::error!(
-                    source,
-                    "index credited absent blocks repeatedly, no credit until the next generation"
+                    %source,
+                    "index credited absent blocks repeatedly, no credit until the engine agrees"
                 );
             }
         }

@@ -17,7 +17,7 @@ pub(crate) enum Deployment {
 impl Deployment {
     pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         Ok(match &config.nats {
-            None => Self::Embedded(Embedded::start(config, tasks)?),
+            None => Self::Embedded(Embedded::start(config, tasks).await?),
             Some(args) => Self::Distributed(nats::join(args, "warmroute-router", tasks).await?),
         })
     }

@@ -9,7 +9,7 @@ use warmroute_indexer::IndexerConfig;
 use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::StreamIdentity;
-use warmroute_shim::ShimConfig;
+use warmroute_shim::{CheckpointStore, ShimConfig, StateDir};
 
 use crate::clock::unix_time;
 use crate::config::{Config, WorkerSpec};
@@ -29,18 +29,18 @@ pub(crate) struct Embedded {
 
 impl Embedded {
     /// Starts indexer and shims.
-    pub(crate) fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
+    pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
             identity: identity(),
             log_bytes_max: LOG_BYTES_MAX,
             queue_max: QUEUE_MAX,
         }));
         let index = start_indexer(config, &plane, tasks)?;
-        let shims = config
-            .workers
-            .iter()
-            .map(|worker| start_shim(config, worker, &plane, tasks))
-            .collect::<anyhow::Result<_>>()?;
+        let mut shims = Vec::new();
+        for worker in &config.workers {
+            let checkpoints = checkpoints(config, worker).await?;
+            shims.push(start_shim(config, worker, checkpoints, &plane, tasks)?);
+        }
         Ok(Self {
             plane,
             index,
@@ -70,9 +70,22 @@ fn start_indexer(
     Ok(handle)
 }
 
+/// Where the worker's shim keeps checkpoints, if anywhere.
+async fn checkpoints(
+    config: &Config,
+    worker: &WorkerSpec,
+) -> anyhow::Result<Option<Arc<dyn CheckpointStore>>> {
+    let Some(dir) = &config.state_dir else {
+        return Ok(None);
+    };
+    let dir = StateDir::open_when_free(dir, &worker.id).await;
+    Ok(Some(Arc::new(dir.context("--state-dir")?)))
+}
+
 fn start_shim(
     config: &Config,
     worker: &WorkerSpec,
+    checkpoints: Option<Arc<dyn CheckpointStore>>,
     plane: &Arc<dyn Plane>,
     tasks: &Tasks,
 ) -> anyhow::Result<warmroute_shim::Handle> {
@@ -87,6 +100,7 @@ fn start_shim(
         kv_endpoint: worker.kv.clone(),
         kv_replay_endpoint: worker.replay.clone(),
         ranks: worker.ranks.get(),
+        checkpoints,
         ..ShimConfig::new(namespace, worker.id.clone(), worker.url.clone())
     };
     let service = warmroute_shim::Service::new(shim, Arc::clone(plane))

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, RegistryEvent, RegistryWatch};
 use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
-use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::IndexerEntry;
 use warmroute_proto::subject::Subjects;
 
@@ -23,6 +23,9 @@ use crate::indexer_pool::IndexerPool;
 
 /// Deadline of a query. A later answer is worth less than the time: the decision goes on without.
 pub const DEADLINE: Duration = Duration::from_millis(10);
+
+/// Deadline of a query that no request waits for.
+const HOLD_DEADLINE: Duration = Duration::from_millis(200);
 
 /// Delay before a second replica is queried. Well above a round trip, so that few queries are sent
 /// twice.
@@ -75,6 +78,20 @@ impl IndexClient {
             [Some(first), None] => self.ask_one(&first, payload, DEADLINE).await?,
             [Some(first), Some(second)] => self.ask_hedged(&first, &second, payload).await?,
         };
+        Ok(codec::decode(&answer)?)
+    }
+
+    /// Queries one block of one source. A replica that does not answer is not held against it: one
+    /// of an earlier version never does.
+    pub(crate) async fn hold(&self, query: &HoldQuery) -> Result<HoldAnswer, IndexError> {
+        let payload = Bytes::from(codec::encode(query)?);
+        let now = Instant::now().into_std();
+        let [picked, _] = self.indexers().pick_two(now, &mut Rng::new());
+        let subject = match picked {
+            Some(id) => self.subjects.query_at(&id),
+            None => self.subjects.query(),
+        };
+        let answer = self.plane.request(subject, payload, HOLD_DEADLINE).await?;
         Ok(codec::decode(&answer)?)
     }
 

@@ -191,6 +191,7 @@ fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
         "state": terms.state.label(),
         "rung": terms.basis.label(),
         "overlap": terms.overlap,
+        "reported_blocks": terms.reported_blocks,
         "predicted_blocks": terms.predicted_blocks,
         "prefill_blocks": terms.prefill_blocks,
         "prediction_blocks": terms.prediction_blocks,

@@ -14,6 +14,7 @@ mod admin;
 mod audit;
 mod clock;
 pub mod config;
+mod demotions;
 mod deployment;
 mod embedded;
 mod error;

@@ -166,7 +166,7 @@ impl Metrics {
             },
             demotions: counter(
                 "source_demotions_total",
-                "Sources without credit until their next generation",
+                "Sources whose index credit is ignored until their engine agrees with it again",
             )?,
             registry,
         })
@@ -290,6 +290,7 @@ impl Metrics {
             loads: &[],
             workers: &[],
             core: &crate::route::CoreCounts::default(),
+            demoted: &[],
             sync: None,
             leaving: false,
         };
@@ -302,7 +303,8 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests {
-    use warmroute_proto::DpRank;
+    use warmroute_proto::registry::DemotedSource;
+    use warmroute_proto::{DpRank, Generation, Source};
 
     use super::*;
     use crate::route::{CoreCounts, SourceLoad};
@@ -324,30 +326,40 @@ mod tests {
             checks: vec![("chat", false)],
             ttft_ratios: vec![(1, 2.5)],
         };
-        let render = |loads: &[_], workers: &[_]| {
+        let demoted = DemotedSource {
+            source: Source {
+                worker: "w1".into(),
+                dp_rank: DpRank(1),
+            },
+            generation: Generation(1),
+            agreements: 0,
+        };
+        let render = |loads: &[_], workers: &[_], demoted: &[_]| {
             let scraped = Scraped {
                 loads,
                 workers,
                 core: &CoreCounts::default(),
+                demoted,
                 sync: None,
                 leaving: false,
             };
             metrics.render(&scraped).unwrap()
         };
-        let text = render(&[load], &[status]);
+        let text = render(&[load], &[status], &[demoted]);
         for line in [
             "slots_active{dp_rank=\"1\",worker=\"w1\"} 2",
             "worker_healthy{worker=\"w1\"} 1",
             "worker_check_passed{check=\"chat\",worker=\"w1\"} 0",
             "source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5",
             "worker_draining{worker=\"w1\"} 1",
+            "source_demoted{dp_rank=\"1\",worker=\"w1\"} 1",
         ] {
             assert!(
                 text.contains(&format!("\nwarmroute_router_{line}\n")),
                 "{text}"
             );
         }
-        let text = render(&[], &[]);
+        let text = render(&[], &[], &[]);
         assert!(!text.contains("w1"), "{text}");
     }
 }

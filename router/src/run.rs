@@ -28,6 +28,7 @@ use warmroute_proto::{Generation, RouterId};
 use crate::admin::{self, Admin};
 use crate::audit::Auditor;
 use crate::config::Config;
+use crate::demotions::DemotionWriter;
 use crate::deployment::Deployment;
 use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
@@ -282,13 +283,14 @@ impl Services {
         let indexers = indexers.follow_replicas(unreadable.clone(), stop.clone());
         tasks.spawn("indexers", indexers);
 
-        let (auditor, rechecks) = Auditor::new(
-            Arc::clone(&core),
-            Arc::clone(&journal),
-            Arc::clone(&self.metrics),
-            index.clone(),
-        );
-        tasks.spawn("rechecks", rechecks.run(stop.clone()));
+        let auditor = self.audit(&core, &journal, &index, tasks);
+        let demotions = DemotionWriter {
+            router,
+            key: subjects.demotion_key(router),
+            core: Arc::clone(&core),
+            plane: Arc::clone(&plane),
+        };
+        tasks.spawn("demotions", demotions.run(stop.clone()));
         tasks.spawn("clock", tick(Arc::clone(&core), stop.clone()));
 
         let fleet = Fleet::new(Arc::clone(&core), config.block_size);
@@ -332,6 +334,21 @@ impl Services {
             deployment: self.deployment,
         };
         (app, admin)
+    }
+
+    /// Starts the comparison of credit with the engines' reports.
+    fn audit(
+        &self,
+        core: &Arc<SharedCore>,
+        journal: &Arc<Journal>,
+        index: &IndexClient,
+        tasks: &Tasks,
+    ) -> Auditor {
+        let metrics = Arc::clone(&self.metrics);
+        let (core, journal) = (Arc::clone(core), Arc::clone(journal));
+        let (auditor, rechecks) = Auditor::new(core, journal, metrics, index.clone());
+        tasks.spawn("rechecks", rechecks.run(tasks.stop.clone()));
+        auditor
     }
 
     /// Starts the probes and the checks of the fleet's engines.

@@ -1,48 +1,71 @@
 //! Compares the credit of a decision with the cached tokens that the engine reports.
 //!
-//! A single shortfall proves nothing: the engine may have evicted the blocks since and reported
-//! that. Only an `exact` source with main attention alone can be proven wrong, and only for a
-//! request that may read the cache. Then the index is queried again for the same prompt, once its
-//! answer covers that prefill: in the same generation, at a later engine sequence, [`SETTLE`] after
-//! the request ended. If it still credits the blocks, the source gets a strike. After [`STRIKES`]
-//! in a row, without a request between that found its credit, the source is demoted.
+//! A single shortfall proves nothing: the engine may have evicted the blocks since, and stored them
+//! again for the very request that missed them. The index is proven wrong only if it credited a
+//! block that the engine missed *and* held it from the decision's answer until after the request,
+//! without interruption. So [`SETTLE`] after the report the index is queried about the first missing
+//! block ([`Recheck`]). It is a strike if an `exact` answer of the same generation, proven
+//! [`UNSEEN_MAX`] after the report, says `held`. An indexer that does not know, because its list of
+//! removals does not reach back, gives no strike.
 //!
-//! Pure: [`Recheck`] states when to query again; the shell does it. At most one recheck a source is
-//! open.
+//! After [`STRIKES`] strikes, without a request between that found its credit, the source is demoted:
+//! its index credit is void until its next generation, or until [`AGREEMENTS`] requests in a row
+//! found all that the index would have credited. A strike begins that count again; a shortfall
+//! without a strike does not change it.
+//!
+//! Only `exact` GPU blocks of a source with main attention alone are checked, and only for requests
+//! that may read the cache. Pure: the shell sends the queries. At most one recheck a source is open.
 
 use std::time::{Duration, Instant};
 
-use warmroute_proto::query::SourceState;
-use warmroute_proto::{EngineSeq, Generation};
+use warmroute_proto::query::{HoldAnswer, HoldQuery, HoldSpan, SourceState};
+use warmroute_proto::{EngineSeq, Generation, PrefixHash, RecordNumber, Source, Tier};
 
-use super::cost::{capped, overlap_blocks};
-use super::index_view::TrustedSource;
 use super::prompt::CacheReads;
 use super::source_table::{PerSource, SourceId};
 
-/// After this time the index has, or knows to lack, all that the engine published until the
-/// request's end: twice the shim's idle poll and heartbeat of 1 s.
-pub const SETTLE: Duration = Duration::from_secs(2);
+/// Longest time for which a change is neither in the log nor visible as missing: an unacknowledged
+/// record of a credited source (3 s), and the shim's poll of an idle engine (1 s).
+pub const UNSEEN_MAX: Duration = Duration::from_secs(4);
+
+/// Delay of a recheck: a heartbeat and its way after [`UNSEEN_MAX`].
+pub const SETTLE: Duration = Duration::from_secs(6);
 
 /// A recheck without result expires.
 const ABANDONED: Duration = Duration::from_secs(30);
 
 pub const STRIKES: u32 = 3;
 
-/// The credit of a decision, as far as it can be checked.
+pub const AGREEMENTS: u32 = 8;
+
+/// The credit that an index gave a decision, as far as it can be checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreditClaim {
     pub source: SourceId,
+    /// The index's own state, before a demotion.
     pub state: SourceState,
+    pub standing: ClaimStanding,
+    pub decided: Instant,
     /// As of the answer that was used; `None` without one.
     pub generation: Option<Generation>,
+    pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     /// Capped credit of all tiers.
     pub blocks: u32,
+    /// The part of it on the GPU, from depth 0.
+    pub gpu_blocks: u32,
     pub credit_max: u32,
     pub block_tokens: u32,
     pub main_attention_only: bool,
     pub reads: CacheReads,
+}
+
+/// Whether a claim lowered the cost of its source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimStanding {
+    Credited,
+    /// The source is demoted: the claim is only compared.
+    Demoted,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +74,8 @@ pub enum AuditVerdict {
     NoClaim,
     /// The engine found all credited blocks, or more.
     Held,
+    /// Like `Held`: the last agreement that ends a demotion.
+    Reinstate,
     /// The engine found this many tokens less than credited.
     Less {
         tokens: u32,
@@ -58,17 +83,42 @@ pub enum AuditVerdict {
     },
 }
 
-/// A repeated query to the index, not before `not_before`.
+/// A query about the first missing block, not before `not_before`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recheck {
+    pub source: SourceId,
     pub not_before: Instant,
-    pub claim: CreditClaim,
+    reported: Instant,
+    generation: Generation,
+    number: RecordNumber,
+    engine_seq: Option<EngineSeq>,
+    block: PrefixHash,
+}
+
+impl Recheck {
+    #[must_use]
+    pub const fn query(&self, source: Source) -> HoldQuery {
+        HoldQuery {
+            source,
+            generation: self.generation,
+            since: self.number,
+            block: self.block,
+            tier: Tier::Gpu,
+        }
+    }
+
+    #[must_use]
+    pub const fn generation(&self) -> Generation {
+        self.generation
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecheckVerdict {
-    /// The index no longer credits the blocks, or nothing is proven.
+    /// The engine gave the block away after the decision, or restarted.
     Cleared,
+    /// The answer proves nothing.
+    Unproven,
     Strike,
     /// The last strike: distrust the source.
     Demote,
@@ -79,26 +129,33 @@ pub struct AuditCounts {
     pub held: u64,
     pub less: u64,
     pub strikes: u64,
+    pub cleared: u64,
+    pub unproven: u64,
+    pub reinstated: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 pub struct CreditAudit {
-    sources: PerSource<SourceStrikes>,
+    sources: PerSource<SourceAudit>,
     counts: AuditCounts,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct SourceStrikes {
+struct SourceAudit {
     strikes: u32,
+    /// While demoted: requests in a row that found all that the index credits.
+    agreements: u32,
     open_since: Option<Instant>,
 }
 
 impl CreditAudit {
-    /// Compares a claim with the cached tokens that the engine reported.
+    /// Compares a claim with the cached tokens that the engine reported. `block_at` gives the
+    /// prompt's prefix hash at a depth.
     pub fn compare(
         &mut self,
         claim: &CreditClaim,
         cached_tokens: u32,
+        block_at: impl FnOnce(usize) -> Option<PrefixHash>,
         now: Instant,
     ) -> AuditVerdict {
         if claim.blocks == 0 {
@@ -107,39 +164,45 @@ impl CreditAudit {
         let credited = claim.blocks.saturating_mul(claim.block_tokens);
         let missing = credited.saturating_sub(cached_tokens);
         if missing == 0 {
-            self.counts.held += 1;
-            if claim.state == SourceState::Exact {
-                self.sources.get_mut(claim.source).strikes = 0;
-            }
-            return AuditVerdict::Held;
+            return self.agree(claim);
         }
         self.counts.less += 1;
         AuditVerdict::Less {
             tokens: missing,
-            recheck: self.suspect(claim, now),
+            recheck: self.suspect(claim, cached_tokens, block_at, now),
         }
     }
 
-    /// Judges a repeated answer of the index about a claim.
+    /// Judges an index's answer about the block of a recheck.
     pub fn recheck(
         &mut self,
         recheck: &Recheck,
-        known: Option<&TrustedSource>,
+        answer: &HoldAnswer,
         now: Instant,
     ) -> RecheckVerdict {
-        let claim = &recheck.claim;
-        let strikes_of = self.sources.get_mut(claim.source);
-        strikes_of.open_since = None;
-        if now < recheck.not_before || !known.is_some_and(|known| still_claims(claim, known)) {
-            return RecheckVerdict::Cleared;
+        let audit = self.sources.get_mut(recheck.source);
+        audit.open_since = None;
+        let verdict = judge(recheck, answer, now);
+        match verdict {
+            RecheckVerdict::Cleared => self.counts.cleared += 1,
+            RecheckVerdict::Unproven => self.counts.unproven += 1,
+            RecheckVerdict::Strike | RecheckVerdict::Demote => {
+                self.counts.strikes += 1;
+                audit.strikes += 1;
+                audit.agreements = 0;
+                if audit.strikes >= STRIKES {
+                    audit.strikes = 0;
+                    return RecheckVerdict::Demote;
+                }
+            }
         }
-        self.counts.strikes += 1;
-        strikes_of.strikes += 1;
-        if strikes_of.strikes < STRIKES {
-            return RecheckVerdict::Strike;
-        }
-        strikes_of.strikes = 0;
-        RecheckVerdict::Demote
+        verdict
+    }
+
+    /// Agreements since a source was demoted, or since its last strike.
+    #[must_use]
+    pub fn agreements(&self, source: SourceId) -> u32 {
+        self.sources.get(source).map_or(0, |audit| audit.agreements)
     }
 
     #[must_use]
@@ -147,32 +210,78 @@ impl CreditAudit {
         self.counts
     }
 
-    fn suspect(&mut self, claim: &CreditClaim, now: Instant) -> Option<Recheck> {
-        let in_earnest = claim.state == SourceState::Exact
-            && claim.main_attention_only
-            && claim.reads == CacheReads::Allowed;
-        let strikes_of = self.sources.get_mut(claim.source);
-        let busy = strikes_of
+    /// A demoted source is trusted again.
+    pub fn reinstated(&mut self, source: SourceId) {
+        self.counts.reinstated += 1;
+        let audit = self.sources.get_mut(source);
+        (audit.strikes, audit.agreements) = (0, 0);
+    }
+
+    fn agree(&mut self, claim: &CreditClaim) -> AuditVerdict {
+        self.counts.held += 1;
+        let audit = self.sources.get_mut(claim.source);
+        if claim.state == SourceState::Exact {
+            audit.strikes = 0;
+        }
+        if claim.standing == ClaimStanding::Demoted && is_checkable(claim) {
+            audit.agreements += 1;
+            if audit.agreements >= AGREEMENTS {
+                return AuditVerdict::Reinstate;
+            }
+        }
+        AuditVerdict::Held
+    }
+
+    fn suspect(
+        &mut self,
+        claim: &CreditClaim,
+        cached_tokens: u32,
+        block_at: impl FnOnce(usize) -> Option<PrefixHash>,
+        now: Instant,
+    ) -> Option<Recheck> {
+        let first_missing = cached_tokens.checked_div(claim.block_tokens)?;
+        let audit = self.sources.get_mut(claim.source);
+        let is_open = audit
             .open_since
             .is_some_and(|since| now.saturating_duration_since(since) < ABANDONED);
-        if !in_earnest || busy {
+        if is_open || !is_checkable(claim) || first_missing >= claim.gpu_blocks {
             return None;
         }
-        strikes_of.open_since = Some(now);
-        Some(Recheck {
+        let recheck = Recheck {
+            source: claim.source,
             not_before: now + SETTLE,
-            claim: *claim,
-        })
+            reported: now,
+            generation: claim.generation?,
+            number: claim.number?,
+            engine_seq: claim.engine_seq,
+            block: block_at(first_missing as usize)?,
+        };
+        audit.open_since = Some(now);
+        Some(recheck)
     }
 }
 
-/// Whether the index, after the prefill in question, still credits the missing blocks.
-fn still_claims(claim: &CreditClaim, known: &TrustedSource) -> bool {
-    let overlap = capped(known.run, claim.credit_max);
-    known.credit_state(&overlap) == SourceState::Exact
-        && Some(known.generation) == claim.generation
-        && known.engine_seq > claim.engine_seq
-        && overlap_blocks(overlap) >= claim.blocks
+fn is_checkable(claim: &CreditClaim) -> bool {
+    claim.state == SourceState::Exact
+        && claim.main_attention_only
+        && claim.reads == CacheReads::Allowed
+}
+
+fn judge(recheck: &Recheck, answer: &HoldAnswer, now: Instant) -> RecheckVerdict {
+    if answer.generation > Some(recheck.generation) {
+        return RecheckVerdict::Cleared;
+    }
+    let proof_age = Duration::from_millis(answer.proof_age_ms.into());
+    let since_report = now.saturating_duration_since(recheck.reported);
+    let is_proven = answer.state == SourceState::Exact
+        && answer.generation == Some(recheck.generation)
+        && answer.engine_seq > recheck.engine_seq
+        && since_report >= UNSEEN_MAX.saturating_add(proof_age);
+    match answer.span {
+        HoldSpan::Absent | HoldSpan::Interrupted => RecheckVerdict::Cleared,
+        HoldSpan::Held if is_proven => RecheckVerdict::Strike,
+        HoldSpan::Held | HoldSpan::Uncovered => RecheckVerdict::Unproven,
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! One decision: the cost terms of every candidate, then the choice of one.
 //!
-//! The basis of a candidate's cost, from best to least: the index credits blocks there; no credit,
-//! but blocks are predicted there; neither, so that load alone counts. The basis of the chosen
+//! The basis of a candidate's cost, from best to least: the index credits blocks there; its engine
+//! reported blocks beyond the index's credit; no credit, but blocks are predicted there; neither, so
+//! that load alone counts. The basis of the chosen
 //! candidate is part of the [`Decision`] and counted.
 //!
 //! A stalled source is left out unless all are stalled. A full source and a source that was tried
@@ -15,13 +16,14 @@ use serde::Serialize;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tiers};
 
-use super::audit::CreditClaim;
+use super::audit::{ClaimStanding, CreditClaim};
 use super::candidates::{Candidate, RouteRefusal};
 use super::choice::{Odds, Policy, choose};
 use super::cost::{self, Knobs, TimeTerms};
-use super::index_view::TrustedAnswer;
+use super::index_view::{TrustedAnswer, TrustedSource};
 use super::prediction::Predictions;
 use super::prompt::Prompt;
+use super::reported::ReportedPrefixes;
 use super::slots::{SlotKey, Slots};
 use super::slowness::SlownessTracker;
 use super::source_table::SourceId;
@@ -45,6 +47,7 @@ pub struct DecisionInput<'a> {
     pub trusted: &'a TrustedAnswer,
     pub slots: &'a Slots,
     pub predictions: &'a Predictions,
+    pub reported: &'a ReportedPrefixes,
     pub stalls: &'a StallDetector,
     pub speed: &'a SpeedTracker,
     pub slowness: &'a SlownessTracker,
@@ -57,6 +60,7 @@ pub struct DecisionInput<'a> {
 #[serde(rename_all = "snake_case")]
 pub enum DecisionBasis {
     Index,
+    Reported,
     Prediction,
     LoadOnly,
 }
@@ -66,6 +70,7 @@ impl DecisionBasis {
     pub const fn label(self) -> &'static str {
         match self {
             Self::Index => "index",
+            Self::Reported => "reported",
             Self::Prediction => "prediction",
             Self::LoadOnly => "load_only",
         }
@@ -78,8 +83,10 @@ pub struct Terms {
     pub source: SourceId,
     pub state: SourceState,
     pub basis: DecisionBasis,
-    /// Capped credit.
+    /// Capped credit: the index's, and on the GPU the blocks beyond it that the engine reported.
     pub overlap: Tiers<u32>,
+    /// Blocks of the overlap that rest on the engine's reports.
+    pub reported_blocks: u32,
     /// Predicted blocks from depth 0 on, uncapped, with or without credit.
     pub expected_blocks: u32,
     /// Predicted blocks beyond the credit.
@@ -184,21 +191,67 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
     }
 }
 
-fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
-    let (id, prompt, knobs) = (candidate.id, input.prompt, input.knobs);
-    let known = input.trusted.of(id);
-    // Hashes of another block size or of other tokens say nothing about this prompt.
-    let is_comparable = candidate
+/// Hashes of another block size or of other tokens say nothing about the prompt.
+fn is_comparable(prompt: &Prompt, candidate: &Candidate) -> bool {
+    let is_cut_alike = candidate
         .block_size
-        .is_none_or(|size| size == prompt.block_size())
-        && prompt.is_tokenized_by(&candidate.source.worker);
-    let credit_max = if is_comparable {
+        .is_none_or(|size| size == prompt.block_size());
+    is_cut_alike && prompt.is_tokenized_by(&candidate.source.worker)
+}
+
+/// Upper limit of the credit at a candidate.
+fn credit_max(prompt: &Prompt, candidate: &Candidate) -> u32 {
+    if is_comparable(prompt, candidate) {
         prompt.credit_max()
     } else {
         0
-    };
+    }
+}
+
+/// Blocks from depth 0 that the engine reported as cached, where the index is not complete.
+fn reported(
+    input: &DecisionInput<'_>,
+    candidate: &Candidate,
+    known: Option<&TrustedSource>,
+) -> u32 {
+    let is_complete = known.is_some_and(|known| known.state() == SourceState::Exact);
+    if is_complete || !candidate.main_attention_only {
+        return 0;
+    }
+    input.reported.credit(candidate.id, input.prompt.sampled())
+}
+
+/// A candidate's credit, capped.
+struct CandidateCredit {
+    overlap: Tiers<u32>,
+    reported_blocks: u32,
+    /// The weakest state that the credit rests on.
+    state: SourceState,
+}
+
+fn credit(input: &DecisionInput<'_>, candidate: &Candidate, credit_max: u32) -> CandidateCredit {
+    let known = input.trusted.of(candidate.id);
     let run = known.map(|known| known.run).unwrap_or_default();
-    let overlap = cost::capped(run, credit_max);
+    let mut overlap = cost::capped(run, credit_max);
+    let state = known.map_or(SourceState::Unknown, |known| known.credit_state(&overlap));
+    let reported = reported(input, candidate, known).min(credit_max);
+    let reported_blocks = reported.saturating_sub(cost::overlap_blocks(overlap));
+    overlap.gpu += reported_blocks;
+    CandidateCredit {
+        overlap,
+        reported_blocks,
+        state: match reported_blocks {
+            0 => state,
+            _ => state.weakest(SourceState::Unverified),
+        },
+    }
+}
+
+fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
+    let (id, prompt, knobs) = (candidate.id, input.prompt, input.knobs);
+    let credit_max = credit_max(prompt, candidate);
+    let credit = credit(input, candidate, credit_max);
+    let overlap = credit.overlap;
     let overlap_blocks = cost::overlap_blocks(overlap);
     let overlap_value = cost::overlap_value(overlap, knobs.tier_weights);
     let expected_blocks = match input.except {
@@ -233,16 +286,20 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
             (slowness, slowness * blocks)
         }
     };
-    let basis = match known {
-        Some(known) if is_comparable && known.gives_credit() => DecisionBasis::Index,
+    let basis = match input.trusted.of(id) {
+        Some(_) | None if credit.reported_blocks > 0 => DecisionBasis::Reported,
+        Some(known) if is_comparable(prompt, candidate) && known.gives_credit() => {
+            DecisionBasis::Index
+        }
         Some(_) | None if predicted_blocks > 0 => DecisionBasis::Prediction,
         Some(_) | None => DecisionBasis::LoadOnly,
     };
     Terms {
         source: id,
-        state: known.map_or(SourceState::Unknown, |known| known.credit_state(&overlap)),
+        state: credit.state,
         basis,
         overlap,
+        reported_blocks: credit.reported_blocks,
         expected_blocks,
         predicted_blocks,
         prefill_blocks,
@@ -309,32 +366,57 @@ fn explain(
     let queued = chosen.time.queue / input.speed.ttft.line(candidate.id).secs_each;
     // A saturating cast of a number of at least 0.
     let tokens_ahead = u64::from(prefill_tokens).saturating_add(queued as u64);
-    let known = input.trusted.of(candidate.id);
     Decision {
         source: candidate.source.clone(),
         url: Arc::clone(&candidate.url),
         index_state: chosen.state,
-        tier_states: known.map_or_else(|| Tiers::all(SourceState::Unknown), |known| known.states),
+        tier_states: tier_states(input, candidate),
         overlap_blocks,
         predicted_blocks: chosen.predicted_blocks,
         prefill_tokens,
         tokens_ahead,
         predicted_ttft: input.speed.ttft.predict(candidate.id, tokens_ahead),
-        claim: CreditClaim {
-            source: candidate.id,
-            state: chosen.state,
-            generation: known.map(|known| known.generation),
-            engine_seq: known.and_then(|known| known.engine_seq),
-            blocks: overlap_blocks,
-            credit_max: prompt.credit_max(),
-            block_tokens: prompt.block_tokens(),
-            main_attention_only: candidate.main_attention_only,
-            reads: prompt.reads(),
-        },
+        claim: claim(input, candidate),
         chosen,
         weighed,
         policy: input.knobs.policy,
         odds,
+    }
+}
+
+fn tier_states(input: &DecisionInput<'_>, candidate: &Candidate) -> Tiers<SourceState> {
+    let known = input.trusted.of(candidate.id);
+    known.map_or_else(|| Tiers::all(SourceState::Unknown), |known| known.states)
+}
+
+/// The index's part of the credit of the chosen candidate.
+fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
+    let prompt = input.prompt;
+    let known = input.trusted.of(candidate.id);
+    let (standing, state, run) = match known.map(|known| (known, known.demoted)) {
+        Some((_, Some(lost))) => (ClaimStanding::Demoted, lost.state, lost.run),
+        Some((known, None)) => (ClaimStanding::Credited, known.state(), known.run),
+        None => (
+            ClaimStanding::Credited,
+            SourceState::Unknown,
+            Tiers::default(),
+        ),
+    };
+    let credit = cost::capped(run, credit_max(prompt, candidate));
+    CreditClaim {
+        source: candidate.id,
+        state,
+        standing,
+        decided: input.now,
+        generation: known.map(|known| known.generation),
+        number: known.and_then(|known| known.number),
+        engine_seq: known.and_then(|known| known.engine_seq),
+        blocks: cost::overlap_blocks(credit),
+        gpu_blocks: credit.gpu,
+        credit_max: prompt.credit_max(),
+        block_tokens: prompt.block_tokens(),
+        main_attention_only: candidate.main_attention_only,
+        reads: prompt.reads(),
     }
 }
 

@@ -3,8 +3,8 @@
 //! Any index replica may answer, and replicas lag. Per source the view keeps the highest
 //! (generation, number) seen. An answer of a lower generation is `stale`. A lower number of the
 //! same generation is trusted until [`LAG_MAX`] after a higher one was first seen, then it is
-//! `stale`. A source that this router demoted is `stale` until its next generation. A state is only
-//! ever lowered.
+//! `stale`. A source that this router demoted is `stale` until its next generation, or until it is
+//! reinstated; the credit that it would have is kept apart. A state is only ever lowered.
 //!
 //! The highest number of a source expires after [`ANSWER_MEMORY`] without an answer that reaches
 //! it: registry and log, which count generations and numbers, may have been lost and recreated. A
@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
-use warmroute_proto::{EngineSeq, Generation, Tier, Tiers};
+use warmroute_proto::{EngineSeq, Generation, RecordNumber, Tier, Tiers};
 
 use super::source_table::{PerSource, SourceId, SourceTable};
 
@@ -67,9 +67,19 @@ pub struct TrustedAnswer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrustedSource {
     pub generation: Generation,
+    pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     pub states: Tiers<SourceState>,
     /// Credited blocks, uncapped; 0 in a tier whose state gives no credit.
+    pub run: Tiers<u32>,
+    /// What a demotion took.
+    pub demoted: Option<DemotedCredit>,
+}
+
+/// The credit of a demoted source, for comparison only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DemotedCredit {
+    pub state: SourceState,
     pub run: Tiers<u32>,
 }
 
@@ -117,8 +127,10 @@ impl TrustedSource {
         let credited = |state: SourceState, run| if state.gives_credit() { run } else { 0 };
         Self {
             generation: answer.generation,
+            number: answer.number,
             engine_seq: answer.engine_seq,
             states: answer.states,
+            demoted: None,
             run: Tiers {
                 gpu: credited(gpu, answer.run.gpu),
                 cpu: credited(cpu, answer.run.cpu),
@@ -159,7 +171,9 @@ impl IndexView {
                     known.lower_to_stale();
                 }
             }
-            if freshness.demoted.is_some_and(|at| answer.generation <= at) {
+            if freshness.demotion().is_some() {
+                let (state, run) = (known.state(), known.run);
+                known.demoted = Some(DemotedCredit { state, run });
                 known.lower_to_stale();
             }
             *trusted.sources.get_mut(id) = Some(known);
@@ -174,6 +188,26 @@ impl IndexView {
             freshness.demoted = Some(generation);
             self.counts.demoted += 1;
         }
+    }
+
+    /// Ends a demotion. Returns whether there was one.
+    pub fn reinstate(&mut self, source: SourceId) -> bool {
+        let freshness = self.sources.get_mut(source);
+        let demotion = freshness.demotion();
+        freshness.demoted = None;
+        demotion.is_some()
+    }
+
+    /// The demoted sources with their generations.
+    pub fn demoted(&self) -> impl Iterator<Item = (SourceId, Generation)> {
+        let all = self.sources.iter();
+        all.filter_map(|(id, freshness)| Some((id, freshness.demotion()?)))
+    }
+
+    /// The newest generation that an answer showed.
+    #[must_use]
+    pub fn generation(&self, source: SourceId) -> Option<Generation> {
+        self.sources.get(source)?.generation
     }
 
     #[must_use]
@@ -191,6 +225,11 @@ enum Freshness {
 }
 
 impl SourceFreshness {
+    /// The generation in which it is demoted now.
+    fn demotion(&self) -> Option<Generation> {
+        self.demoted.filter(|at| self.generation <= Some(*at))
+    }
+
     fn take_in(&mut self, answer: &SourceAnswer, now: Instant) -> Freshness {
         // 0 before the first record of a generation, n + 1 after number n.
         let applied = answer.number.map_or(0, |number| number.0.saturating_add(1));

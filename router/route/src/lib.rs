@@ -29,7 +29,7 @@
 //! slot.complete();                   // or slot.fail(); dropped without either: aborted
 //! // a retry: slot.fail(), push decision.source to `tried`, admit again: a new slot
 //!
-//! core.audit(&admitted.decision, cached_tokens, now);      // -> AuditVerdict, maybe a Recheck
+//! core.audit(&admitted.decision, &prompt, cached_tokens, now); // -> AuditVerdict, maybe a Recheck
 //! core.tick(now);                    // a few times a second
 //! ```
 //!
@@ -57,6 +57,7 @@ pub mod moves;
 pub mod prediction;
 pub mod prompt;
 pub mod prompt_tree;
+pub mod reported;
 pub mod slot_guard;
 pub mod slots;
 pub mod slowness;

@@ -14,7 +14,7 @@ use warmroute_proto::PrefixHash;
 use warmroute_proto::load::{SAMPLES_MAX, sampled_length};
 
 /// End of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PromptLeaf(NodeId);
 
 type NodeId = u32;
@@ -191,6 +191,32 @@ impl PromptTree {
             at = node.parent;
         }
         leaves
+    }
+
+    /// Those of `leaves` whose prompts share more than `blocks` blocks with this one.
+    pub fn leaves_through(
+        &self,
+        prompt: &[PrefixHash],
+        blocks: u32,
+        leaves: impl Iterator<Item = PromptLeaf>,
+    ) -> Vec<PromptLeaf> {
+        let walk = self.walk(clip(prompt));
+        let beyond = (0..walk.matched).find(|&sample| sampled_length(sample + 1) > blocks);
+        let Some(beyond) = beyond else {
+            return Vec::new();
+        };
+        let mut top = walk.node;
+        while self.node(top).before as usize > beyond {
+            top = self.node(top).parent;
+        }
+        let is_below = |leaf: &PromptLeaf| {
+            let mut at = leaf.0;
+            while at != ROOT && at != top {
+                at = self.node(at).parent;
+            }
+            at == top
+        };
+        leaves.filter(is_below).collect()
     }
 
     fn walk(&self, prompt: &[PrefixHash]) -> PromptWalk {

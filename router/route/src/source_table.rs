@@ -4,7 +4,7 @@
 //! different sources ever seen, a few dozen bytes each.
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::Source;
+use warmroute_proto::{Source, WorkerId};
 
 /// A source's place in every per-source vector of this process. Never leaves the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,6 +38,13 @@ impl SourceTable {
     #[must_use]
     pub fn id(&self, source: &Source) -> Option<SourceId> {
         self.ids.get(source).copied()
+    }
+
+    /// The numbers of a worker's sources.
+    pub fn of_worker(&self, worker: &WorkerId) -> impl Iterator<Item = SourceId> {
+        let all = (0..).map(SourceId).zip(&self.sources);
+        all.filter(|(_, source)| source.worker == *worker)
+            .map(|(id, _)| id)
     }
 
     #[must_use]

@@ -6,12 +6,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use fastrand::Rng;
 use serde::Serialize;
+use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
-use warmroute_proto::query::IndexAnswer;
-use warmroute_proto::registry::{DrainState, WorkerEntry};
+use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, SourceState};
+use warmroute_proto::registry::{DemotedSource, DrainState, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
-use super::audit::{AuditCounts, AuditVerdict, CreditAudit, Recheck, RecheckVerdict};
+use super::audit::{
+    AuditCounts, AuditVerdict, ClaimStanding, CreditAudit, Recheck, RecheckVerdict,
+};
 use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::{Knobs, overlap_blocks};
@@ -20,7 +23,8 @@ use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, MoveTracker};
 use super::prediction::Predictions;
-use super::prompt::Prompt;
+use super::prompt::{CacheReads, Prompt};
+use super::reported::{CacheReport, ReportedPrefixes};
 use super::slot_guard::SlotEvent;
 use super::slots::{
     ActiveLoad, Applied, IgnoredChanges, RouterLoad, STEP_SLOTS, SlotKey, Slots, SourceLoad,
@@ -84,6 +88,8 @@ pub struct CoreCounts {
     pub stalls: u64,
     pub predictions_dropped: u64,
     pub predicted_samples: u64,
+    /// Number of prefixes that engines reported, where the index is not complete.
+    pub reported_prefixes: usize,
     /// Number of open slots of all routers.
     pub open_slots: usize,
     /// Slots that this router opened: one for each attempt.
@@ -104,6 +110,7 @@ pub struct FreedCounts {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct BasisCounts {
     pub index: u64,
+    pub reported: u64,
     pub prediction: u64,
     pub load_only: u64,
 }
@@ -126,6 +133,7 @@ pub struct Core {
     ledger: Ledger,
     slots: Slots,
     predictions: Predictions,
+    reported: ReportedPrefixes,
     view: IndexView,
     audit: CreditAudit,
     stalls: StallDetector,
@@ -184,6 +192,7 @@ impl Core {
             ledger: Ledger::new(router, incarnation),
             slots: Slots::default(),
             predictions: Predictions::default(),
+            reported: ReportedPrefixes::default(),
             view: IndexView::default(),
             audit: CreditAudit::default(),
             stalls: StallDetector::default(),
@@ -206,7 +215,14 @@ impl Core {
 
     /// Returns whether this changed something.
     pub fn set_health(&mut self, worker: &WorkerId, health: Health) -> bool {
-        self.fleet.set_health(&mut self.table, worker, health)
+        let is_changed = self.fleet.set_health(&mut self.table, worker, health);
+        if is_changed && health != Health::Healthy {
+            // Its engine may be another one when it is back.
+            for id in self.table.of_worker(worker) {
+                self.reported.void(id);
+            }
+        }
+        is_changed
     }
 
     /// Returns whether this changed something.
@@ -236,6 +252,7 @@ impl Core {
         self.turn = self.turn.wrapping_add(1);
         match decision.basis() {
             DecisionBasis::Index => self.bases.index += 1,
+            DecisionBasis::Reported => self.bases.reported += 1,
             DecisionBasis::Prediction => self.bases.prediction += 1,
             DecisionBasis::LoadOnly => self.bases.load_only += 1,
         }
@@ -277,6 +294,7 @@ impl Core {
             trusted: &trusted,
             slots: &self.slots,
             predictions: &self.predictions,
+            reported: &self.reported,
             stalls: &self.stalls,
             speed: &self.speed,
             slowness: &self.slowness,
@@ -442,35 +460,87 @@ impl Core {
         self.slots.digest(router)
     }
 
-    /// Compares the credit of a decision with the cached tokens that the engine reported.
-    pub fn audit(&mut self, decision: &Decision, cached_tokens: u32, now: Instant) -> AuditVerdict {
-        self.audit.compare(&decision.claim, cached_tokens, now)
+    /// Compares the credit of a decision with the cached tokens that the engine reported, and keeps
+    /// what the report adds to an incomplete index.
+    pub fn audit(
+        &mut self,
+        decision: &Decision,
+        prompt: &Prompt,
+        cached_tokens: u32,
+        now: Instant,
+    ) -> AuditVerdict {
+        self.learn(decision, prompt, cached_tokens, now);
+        let claim = &decision.claim;
+        let block_at = |depth| prefix_hashes(None, prompt.blocks()).nth(depth);
+        let verdict = self.audit.compare(claim, cached_tokens, block_at, now);
+        if verdict != AuditVerdict::Reinstate {
+            return verdict;
+        }
+        if self.view.reinstate(claim.source) {
+            self.audit.reinstated(claim.source);
+            return AuditVerdict::Reinstate;
+        }
+        AuditVerdict::Held
     }
 
-    /// Judges a repeated answer of the index about the same prompt, not before the recheck's time.
-    /// A demoted source is `stale` until its next generation.
+    /// The query of a recheck.
+    #[must_use]
+    pub fn hold_query(&self, recheck: &Recheck) -> Option<HoldQuery> {
+        Some(recheck.query(self.table.source(recheck.source)?.clone()))
+    }
+
+    /// Judges the answer to a recheck's query, not before the recheck's time.
     pub fn recheck(
         &mut self,
         recheck: &Recheck,
-        prompt: &Prompt,
-        answer: &IndexAnswer,
+        answer: &HoldAnswer,
         now: Instant,
     ) -> RecheckVerdict {
-        let trusted = self.judge(answer, now);
-        let source = recheck.claim.source;
-        let expected_blocks = self.predictions.predicted(source, prompt.sampled());
-        self.end_counted(source, prompt, expected_blocks, &trusted);
-        let known = trusted.of(source);
-        let verdict = self.audit.recheck(recheck, known, now);
-        if let (RecheckVerdict::Demote, Some(known)) = (verdict, known) {
-            self.view.demote(source, known.generation);
+        let verdict = self.audit.recheck(recheck, answer, now);
+        if verdict == RecheckVerdict::Demote {
+            self.view.demote(recheck.source, recheck.generation());
         }
         verdict
+    }
+
+    /// The sources whose index credit is ignored, in the order of their numbers.
+    #[must_use]
+    pub fn demoted(&self) -> Vec<DemotedSource> {
+        let demoted = self.view.demoted().filter_map(|(id, generation)| {
+            Some(DemotedSource {
+                source: self.table.source(id)?.clone(),
+                generation,
+                agreements: self.audit.agreements(id),
+            })
+        });
+        demoted.collect()
+    }
+
+    /// Keeps a report about a source whose index is not complete, if nothing is known to have voided
+    /// it since the decision.
+    fn learn(&mut self, decision: &Decision, prompt: &Prompt, cached_tokens: u32, now: Instant) {
+        let claim = &decision.claim;
+        let is_complete =
+            claim.state == SourceState::Exact && claim.standing == ClaimStanding::Credited;
+        let is_comparable = claim.main_attention_only
+            && claim.reads == CacheReads::Allowed
+            && prompt.is_tokenized_by(&decision.source.worker);
+        if is_complete || !is_comparable || claim.generation != self.view.generation(claim.source) {
+            return;
+        }
+        let report = CacheReport {
+            source: claim.source,
+            prompt: prompt.sampled(),
+            cached_blocks: cached_tokens.checked_div(claim.block_tokens).unwrap_or(0),
+            decided: claim.decided,
+        };
+        self.reported.report(&report, now);
     }
 
     /// Processes deadlines. Call it a few times a second.
     pub fn tick(&mut self, now: Instant) {
         self.predictions.expire(now);
+        self.reported.expire(now);
         self.stalls.advance(now);
         self.speed.tick(now);
     }
@@ -536,6 +606,7 @@ impl Core {
             stalls: self.stalls.count(),
             predictions_dropped: self.predictions.dropped(),
             predicted_samples: self.predictions.samples(),
+            reported_prefixes: self.reported.len(),
             open_slots: self.slots.open(),
             opened: self.opened,
             freed: self.freed,
@@ -548,14 +619,15 @@ impl Core {
         let trusted = self.view.judge(&mut self.table, answer, now);
         for &source in &trusted.restarted {
             self.predictions.restarted(source);
+            self.reported.void(source);
             self.slowness.restarted(source);
             self.speed.restarted(source);
         }
         trusted
     }
 
-    /// Ends predictions of a prompt at a source whose credited blocks cover all of them. Uncapped:
-    /// the index holds a prompt's last whole block, which is never credited.
+    /// Ends predictions and reports of a prompt at a source whose credited blocks cover all of them.
+    /// Uncapped: the index holds a prompt's last whole block, which is never credited.
     fn end_counted(
         &mut self,
         source: SourceId,
@@ -565,6 +637,11 @@ impl Core {
     ) {
         let known = trusted.of(source);
         let held = known.map_or(0, |known| overlap_blocks(known.run));
+        if known.is_some_and(|known| known.state() == SourceState::Exact) {
+            self.reported.void(source);
+        } else if held > 0 {
+            self.reported.counted(source, prompt.sampled(), held);
+        }
         if expected_blocks > 0 && held >= expected_blocks {
             self.predictions.counted(source, prompt.sampled(), held);
         }

@@ -3,7 +3,9 @@ use std::time::Duration;
 use futures_util::{FutureExt as _, StreamExt as _};
 use tokio_util::task::TaskTracker;
 use warmroute_plane::Plane;
-use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
+use warmroute_proto::query::{
+    HoldAnswer, HoldQuery, HoldSpan, IndexAnswer, SourceAnswer, SourceState,
+};
 use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, Generation, LogPosition, RecordNumber, Seed, Source, Tiers, codec,
 };
@@ -48,8 +50,12 @@ impl World {
         let answers = async move {
             let mut later = 0..;
             while let Some(question) = questions.next().await {
-                let answer = codec::encode(&wrong_answer(later.next().unwrap())).unwrap();
-                question.reply.send(answer.into());
+                let later = later.next().unwrap();
+                let answer = match codec::decode::<HoldQuery>(&question.payload) {
+                    Ok(_) => codec::encode(&wrong_hold(later)),
+                    Err(_) => codec::encode(&wrong_answer(later)),
+                };
+                question.reply.send(answer.unwrap().into());
             }
         };
         drop(TaskTracker::new().spawn(answers));
@@ -66,7 +72,7 @@ impl World {
         };
         let (mut admitted, _) = self.core.admit(&ask, Some(&answer)).unwrap();
         let entry = self.journal.record("r", "m", &mut admitted.decision, None);
-        let credited = admitted.decision.claim.blocks;
+        let credited = admitted.decision.overlap_blocks;
         let case = AuditCase {
             prompt: Arc::clone(prompt),
             decision: admitted.decision,
@@ -77,6 +83,16 @@ impl World {
 
     fn demotions(&self) -> u64 {
         self.metrics.value("source_demotions_total")
+    }
+}
+
+fn wrong_hold(later: u64) -> HoldAnswer {
+    HoldAnswer {
+        generation: Some(Generation(1)),
+        engine_seq: Some(EngineSeq(later)),
+        state: SourceState::Exact,
+        proof_age_ms: 0,
+        span: HoldSpan::Held,
     }
 }
 

@@ -85,6 +85,10 @@ pub struct FleetArgs {
     /// logged and routed by load only.
     #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<u32>,
+    /// Directory for checkpoints of the workers' caches, so that a restarted router knows what its
+    /// engines cached before, hits included. Without NATS only; else each shim has its own.
+    #[arg(long, env = "WARMROUTE_STATE_DIR", value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
     /// Milliseconds between two health probes of a worker. Shorter detects a failure sooner.
     #[arg(long, env = "WARMROUTE_HEALTH_INTERVAL_MS", default_value_t = 1000)]
     pub health_interval_ms: u64,

@@ -37,6 +37,8 @@ pub struct Config {
     pub nats: Option<NatsArgs>,
     pub workers: Vec<WorkerSpec>,
     pub tokenizer: Option<PathBuf>,
+    /// Checkpoints of the embedded shims.
+    pub state_dir: Option<PathBuf>,
     /// The operator's. `None`: the engines report it.
     pub block_size: Option<BlockSize>,
     pub knobs: Knobs,
@@ -63,6 +65,8 @@ pub enum RouterConfigError {
         "--worker and --nats-url exclude each other: with NATS each worker's shim registers it"
     )]
     WorkersTwice,
+    #[error("--state-dir has no effect with --nats-url: give it to each worker's shim")]
+    StateDir,
     #[error("--init, --nats-creds and --nats-tls have no effect without --nats-url")]
     NoNats,
     #[error(transparent)]
@@ -126,6 +130,7 @@ impl TryFrom<RouterArgs> for Config {
         let has_nats_flags = nats.init || nats.nats_creds.is_some() || nats.nats_tls.is_some();
         let nats = match (nats.nats_url.is_some(), has_nats_flags) {
             (true, _) if !workers.is_empty() => return Err(RouterConfigError::WorkersTwice),
+            (true, _) if fleet.state_dir.is_some() => return Err(RouterConfigError::StateDir),
             (true, _) => Some(nats),
             (false, true) => return Err(RouterConfigError::NoNats),
             (false, false) => None,
@@ -140,6 +145,7 @@ impl TryFrom<RouterArgs> for Config {
             nats,
             workers,
             tokenizer: fleet.tokenizer,
+            state_dir: fleet.state_dir,
             block_size: match fleet.block_size {
                 Some(tokens) => {
                     Some(block_size(tokens).ok_or(RouterConfigError::BlockSize(tokens))?)

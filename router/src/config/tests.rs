@@ -33,6 +33,7 @@ fn each_flag_sets_its_field() {
         "--admin-port=1004",
         "--worker=http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=x,ranks=5",
         concat!("--tokenizer=", env!("CARGO_MANIFEST_DIR")),
+        "--state-dir=/var/lib/x",
         "--block-size=48",
         "--health-interval-ms=1005",
         "--namespace=ns",
@@ -57,6 +58,7 @@ fn each_flag_sets_its_field() {
         nats,
         workers,
         tokenizer,
+        state_dir,
         block_size,
         knobs,
         limits: _,
@@ -77,6 +79,7 @@ fn each_flag_sets_its_field() {
     };
     assert_eq!(workers, [worker]);
     assert_eq!(tokenizer, Some(env!("CARGO_MANIFEST_DIR").into()));
+    assert_eq!(state_dir, Some("/var/lib/x".into()));
     assert_eq!(block_size, BlockSize::new(48));
     let expected = Knobs {
         policy: Policy::LeastLoad,
@@ -188,6 +191,10 @@ fn an_impossible_configuration_refuses_to_start_and_names_the_flag() {
         (&["--connect-timeout-ms", "0"], "--connect-timeout-ms 0"),
         (&["--health-interval-ms", "0"], "--health-interval-ms 0"),
         (&["--tokenizer", "/no/such/file"], "does not exist"),
+        (
+            &["--state-dir", "/x", "--nats-url", "nats://h:1"],
+            "--state-dir has no effect",
+        ),
         (&["--log", "a=b=c"], "no log filter"),
         (
             &["--worker", "http://a:1,id=x", "--worker", "http://b:1,id=x"],

@@ -3,6 +3,8 @@
 
 use std::fmt::{Display, Write as _};
 
+use warmroute_proto::registry::DemotedSource;
+
 use crate::route::{self, SourceLoad};
 use crate::sync;
 
@@ -11,6 +13,7 @@ pub(crate) struct Scraped<'a> {
     pub loads: &'a [SourceLoad],
     pub workers: &'a [WorkerStatus],
     pub core: &'a route::CoreCounts,
+    pub demoted: &'a [DemotedSource],
     /// `None` while the replica does not run.
     pub sync: Option<&'a sync::ReplicaStatus>,
     pub leaving: bool,
@@ -70,6 +73,7 @@ impl Page {
         self.loads(scraped.loads);
         self.workers(scraped.workers);
         self.core(scraped.core);
+        self.audit(scraped.core, scraped.demoted);
         if let Some(sync) = scraped.sync {
             self.sync(sync);
         }
@@ -188,6 +192,37 @@ impl Page {
             "index_lagging_total",
             "Index answers about a source that were older than known",
             counts.view.lagging,
+        );
+    }
+
+    fn audit(&mut self, counts: &route::CoreCounts, demoted: &[DemotedSource]) {
+        self.counters(
+            "audit_rechecks_total",
+            "Index credit that an engine did not find, by what the index then said of the block",
+            "result",
+            &[
+                ("cleared", counts.audit.cleared),
+                ("unproven", counts.audit.unproven),
+                ("strike", counts.audit.strikes),
+            ],
+        );
+        self.counter(
+            "source_reinstatements_total",
+            "Demotions that ended because the engine agreed with the index again",
+            counts.audit.reinstated,
+        );
+        self.gauge(
+            "reported_prefixes",
+            "Prefixes that engines reported as cached, where the index is not complete",
+            counts.reported_prefixes,
+        );
+        let row =
+            |one: &DemotedSource| (Labels::source(&one.source.worker, one.source.dp_rank.0), 1);
+        self.family(
+            Kind::Gauge,
+            "source_demoted",
+            "1 while the index's credit of a source is ignored, because its engine contradicted it",
+            demoted.iter().map(row),
         );
     }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::source_table::SourceTable;
-use warmroute_proto::{DpRank, Source, Tiers};
+use warmroute_proto::{DpRank, Source};
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
 fn start() -> Instant {
@@ -16,9 +16,13 @@ fn claim() -> CreditClaim {
     CreditClaim {
         source: SourceTable::default().intern(&source),
         state: SourceState::Exact,
+        standing: ClaimStanding::Credited,
+        decided: start(),
         generation: Some(Generation(5)),
+        number: Some(RecordNumber(70)),
         engine_seq: Some(EngineSeq(100)),
         blocks: 10,
+        gpu_blocks: 10,
         credit_max: 12,
         block_tokens: 16,
         main_attention_only: true,
@@ -26,48 +30,51 @@ fn claim() -> CreditClaim {
     }
 }
 
-/// The index past that prefill, still crediting what it did.
-const fn still() -> TrustedSource {
-    TrustedSource {
-        generation: Generation(5),
+/// The index past that prefill, and the block held all the time.
+const fn insists() -> HoldAnswer {
+    HoldAnswer {
+        generation: Some(Generation(5)),
         engine_seq: Some(EngineSeq(101)),
-        states: Tiers {
-            gpu: SourceState::Exact,
-            cpu: SourceState::Exact,
-            disk: SourceState::Exact,
-        },
-        run: Tiers {
-            gpu: 10,
-            cpu: 0,
-            disk: 0,
-        },
+        state: SourceState::Exact,
+        proof_age_ms: 900,
+        span: HoldSpan::Held,
     }
 }
 
-fn recheck_of(verdict: AuditVerdict) -> Option<Recheck> {
-    match verdict {
+const fn block_at(depth: usize) -> Option<PrefixHash> {
+    Some(PrefixHash(depth as u64))
+}
+
+fn recheck_of(audit: &mut CreditAudit, claim: &CreditClaim, cached: u32) -> Option<Recheck> {
+    match audit.compare(claim, cached, block_at, start()) {
         AuditVerdict::Less { recheck, .. } => recheck,
-        AuditVerdict::NoClaim | AuditVerdict::Held => None,
+        AuditVerdict::NoClaim | AuditVerdict::Held | AuditVerdict::Reinstate => None,
     }
 }
 
 /// One request that found less, and the index asked again.
-fn round(
-    audit: &mut CreditAudit,
-    claim: &CreditClaim,
-    known: Option<&TrustedSource>,
-    now: Instant,
-) -> Option<RecheckVerdict> {
-    let recheck = recheck_of(audit.compare(claim, 0, now))?;
-    Some(audit.recheck(&recheck, known, recheck.not_before))
+fn round(audit: &mut CreditAudit, answer: &HoldAnswer) -> RecheckVerdict {
+    let recheck = recheck_of(audit, &claim(), 0).unwrap();
+    audit.recheck(&recheck, answer, recheck.not_before)
+}
+
+fn demote(audit: &mut CreditAudit) {
+    let verdicts: Vec<_> = (0..STRIKES).map(|_| round(audit, &insists())).collect();
+    assert_eq!(verdicts.last(), Some(&RecheckVerdict::Demote));
 }
 
 #[test]
 fn a_shortfall_is_counted_and_reported_in_tokens() {
     let (mut audit, now) = (CreditAudit::default(), start());
-    assert_eq!(audit.compare(&claim(), 160, now), AuditVerdict::Held);
-    assert_eq!(audit.compare(&claim(), 999, now), AuditVerdict::Held);
-    let less = audit.compare(&claim(), 144, now);
+    assert_eq!(
+        audit.compare(&claim(), 160, block_at, now),
+        AuditVerdict::Held
+    );
+    assert_eq!(
+        audit.compare(&claim(), 999, block_at, now),
+        AuditVerdict::Held
+    );
+    let less = audit.compare(&claim(), 144, block_at, now);
     assert!(
         matches!(less, AuditVerdict::Less { tokens: 16, .. }),
         "{less:?}"
@@ -76,17 +83,18 @@ fn a_shortfall_is_counted_and_reported_in_tokens() {
         blocks: 0,
         ..claim()
     };
-    assert_eq!(audit.compare(&nothing, 0, now), AuditVerdict::NoClaim);
+    assert_eq!(
+        audit.compare(&nothing, 0, block_at, now),
+        AuditVerdict::NoClaim
+    );
     let counts = audit.counts();
     assert_eq!((counts.held, counts.less, counts.strikes), (2, 1, 0));
 }
 
 #[test]
 fn only_repeated_strikes_demote() {
-    let (mut audit, now) = (CreditAudit::default(), start());
-    let verdicts: Vec<_> = (0..3)
-        .filter_map(|_| round(&mut audit, &claim(), Some(&still()), now))
-        .collect();
+    let mut audit = CreditAudit::default();
+    let verdicts = [(); 3].map(|()| round(&mut audit, &insists()));
     let expected = [
         RecheckVerdict::Strike,
         RecheckVerdict::Strike,
@@ -97,69 +105,128 @@ fn only_repeated_strikes_demote() {
 
 #[test]
 fn a_request_that_finds_what_was_credited_forgives() {
-    let (mut audit, now) = (CreditAudit::default(), start());
+    let mut audit = CreditAudit::default();
     for _ in 0..2 {
-        round(&mut audit, &claim(), Some(&still()), now);
+        round(&mut audit, &insists());
     }
-    audit.compare(&claim(), 160, now);
-    let next = round(&mut audit, &claim(), Some(&still()), now);
-    assert_eq!(next, Some(RecheckVerdict::Strike));
+    audit.compare(&claim(), 160, block_at, start());
+    assert_eq!(round(&mut audit, &insists()), RecheckVerdict::Strike);
 }
 
 #[test]
-fn no_strike_without_the_indexs_insistence() {
-    let changes: [fn(&mut TrustedSource); 5] = [
-        |known| known.run.gpu = 9,
-        |known| known.generation = Generation(6),
-        |known| known.engine_seq = Some(EngineSeq(100)),
-        |known| known.engine_seq = None,
-        |known| known.states.gpu = SourceState::Partial,
-    ];
-    let (mut audit, now) = (CreditAudit::default(), start());
-    for change in changes {
-        let mut known = still();
-        change(&mut known);
-        let verdict = round(&mut audit, &claim(), Some(&known), now);
-        assert_eq!(verdict, Some(RecheckVerdict::Cleared), "{known:?}");
-    }
+fn the_first_missing_block_is_queried() {
+    let mut audit = CreditAudit::default();
+    let recheck = recheck_of(&mut audit, &claim(), 33).unwrap();
+    let source = Source {
+        worker: "w".into(),
+        dp_rank: DpRank(0),
+    };
+    let query = recheck.query(source);
+    assert_eq!(query.block, PrefixHash(2));
     assert_eq!(
-        round(&mut audit, &claim(), None, now),
-        Some(RecheckVerdict::Cleared)
+        (query.generation, query.since),
+        (Generation(5), RecordNumber(70))
     );
 }
 
 #[test]
-fn only_exact_main_attention_sources_and_reading_requests_are_suspected() {
-    let changes: [fn(&mut CreditClaim); 4] = [
+fn no_strike_without_uninterrupted_holding() {
+    type Change = fn(&mut HoldAnswer);
+    let changes: [(Change, RecheckVerdict); 9] = [
+        (
+            |it| it.span = HoldSpan::Interrupted,
+            RecheckVerdict::Cleared,
+        ),
+        (|it| it.span = HoldSpan::Absent, RecheckVerdict::Cleared),
+        (
+            |it| it.generation = Some(Generation(6)),
+            RecheckVerdict::Cleared,
+        ),
+        (|it| it.span = HoldSpan::Uncovered, RecheckVerdict::Unproven),
+        (
+            |it| it.generation = Some(Generation(4)),
+            RecheckVerdict::Unproven,
+        ),
+        (
+            |it| it.engine_seq = Some(EngineSeq(100)),
+            RecheckVerdict::Unproven,
+        ),
+        (|it| it.engine_seq = None, RecheckVerdict::Unproven),
+        (
+            |it| it.state = SourceState::Partial,
+            RecheckVerdict::Unproven,
+        ),
+        // The proof may be older than what the request itself made the engine publish.
+        (|it| it.proof_age_ms = 2_001, RecheckVerdict::Unproven),
+    ];
+    let mut audit = CreditAudit::default();
+    for (change, verdict) in changes {
+        let mut answer = insists();
+        change(&mut answer);
+        for _ in 0..=STRIKES {
+            assert_eq!(round(&mut audit, &answer), verdict, "{answer:?}");
+        }
+    }
+    assert_eq!(audit.counts().strikes, 0);
+}
+
+#[test]
+fn only_exact_gpu_blocks_and_reading_requests_are_suspected() {
+    let changes: [fn(&mut CreditClaim); 6] = [
         |claim| claim.state = SourceState::Unverified,
         |claim| claim.state = SourceState::Partial,
         |claim| claim.main_attention_only = false,
         |claim| claim.reads = CacheReads::Bypassed,
+        |claim| claim.gpu_blocks = 0,
+        |claim| claim.number = None,
     ];
-    let (mut audit, now) = (CreditAudit::default(), start());
+    let mut audit = CreditAudit::default();
     for change in changes {
         let mut claim = claim();
         change(&mut claim);
-        assert_eq!(recheck_of(audit.compare(&claim, 0, now)), None);
+        assert_eq!(recheck_of(&mut audit, &claim, 0), None);
     }
-    assert_eq!(audit.counts().less, 4);
+    assert_eq!(audit.counts().less, 6);
 }
 
 #[test]
-fn an_answer_before_its_time_proves_nothing() {
+fn one_recheck_a_source_is_open_and_an_abandoned_one_is_forgotten() {
     let (mut audit, now) = (CreditAudit::default(), start());
-    let recheck = recheck_of(audit.compare(&claim(), 0, now)).unwrap();
-    let early = recheck.not_before - Duration::from_millis(1);
-    assert_eq!(
-        audit.recheck(&recheck, Some(&still()), early),
-        RecheckVerdict::Cleared
+    assert!(recheck_of(&mut audit, &claim(), 0).is_some());
+    assert!(recheck_of(&mut audit, &claim(), 0).is_none());
+    let later = audit.compare(&claim(), 0, block_at, now + ABANDONED * 2);
+    assert!(
+        matches!(
+            later,
+            AuditVerdict::Less {
+                recheck: Some(_),
+                ..
+            }
+        ),
+        "{later:?}"
     );
 }
 
 #[test]
-fn one_question_a_source_is_open_and_an_abandoned_one_is_forgotten() {
-    let (mut audit, now) = (CreditAudit::default(), start());
-    assert!(recheck_of(audit.compare(&claim(), 0, now)).is_some());
-    assert!(recheck_of(audit.compare(&claim(), 0, now)).is_none());
-    assert!(recheck_of(audit.compare(&claim(), 0, now + ABANDONED)).is_some());
+fn agreements_in_a_row_end_a_demotion_and_a_strike_begins_them_again() {
+    let mut audit = CreditAudit::default();
+    demote(&mut audit);
+    let doubted = CreditClaim {
+        standing: ClaimStanding::Demoted,
+        ..claim()
+    };
+    let agree = |audit: &mut CreditAudit| audit.compare(&doubted, 160, block_at, start());
+    for _ in 1..AGREEMENTS {
+        assert_eq!(agree(&mut audit), AuditVerdict::Held);
+    }
+    round(&mut audit, &insists());
+    assert_eq!(audit.agreements(doubted.source), 0);
+    for _ in 1..AGREEMENTS {
+        assert_eq!(agree(&mut audit), AuditVerdict::Held);
+    }
+    // Evicted in between: no proof of anything.
+    let mut evicted = insists();
+    evicted.span = HoldSpan::Interrupted;
+    round(&mut audit, &evicted);
+    assert_eq!(agree(&mut audit), AuditVerdict::Reinstate);
 }

@@ -144,6 +144,7 @@ impl Fixture {
             trusted: &self.trusted,
             slots: &self.slots,
             predictions: &self.predictions,
+            reported: &ReportedPrefixes::default(),
             stalls: &self.stalls,
             speed: &self.speed,
             slowness: &self.slowness,

@@ -2,11 +2,12 @@ use super::*;
 use std::time::Duration;
 use warmroute_proto::codec;
 use warmroute_proto::load::SlotEnd;
-use warmroute_proto::query::{SourceAnswer, SourceState};
+use warmroute_proto::query::{HoldSpan, SourceAnswer, SourceState};
 use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
 };
 
+use crate::audit::{AGREEMENTS, CreditClaim};
 use crate::index_view::LAG_MAX;
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
@@ -296,7 +297,7 @@ fn an_index_that_keeps_promising_what_the_engine_lacks_is_demoted() {
         // Keep the choice at one source.
         let mut decision = admitted.decision;
         decision.claim.source = core.table.id(&source("a")).unwrap();
-        let verdict = core.audit(&decision, 0, now);
+        let verdict = core.audit(&decision, &asked, 0, now);
         let AuditVerdict::Less {
             recheck: Some(recheck),
             ..
@@ -305,8 +306,16 @@ fn an_index_that_keeps_promising_what_the_engine_lacks_is_demoted() {
             panic!("{verdict:?}");
         };
         now = recheck.not_before;
-        let again = answer(1, 2 * seq + 1, [6, 6]);
-        let verdict = core.recheck(&recheck, &asked, &again, now);
+        let query = core.hold_query(&recheck).unwrap();
+        assert_eq!(query.source, source("a"));
+        let held = HoldAnswer {
+            generation: Some(Generation(1)),
+            engine_seq: Some(EngineSeq(2 * seq + 1)),
+            state: SourceState::Exact,
+            proof_age_ms: 900,
+            span: HoldSpan::Held,
+        };
+        let verdict = core.recheck(&recheck, &held, now);
         assert_eq!(verdict == RecheckVerdict::Demote, seq == 3, "{verdict:?}");
     }
     assert_eq!(core.counts().view.demoted, 1);
@@ -317,6 +326,34 @@ fn an_index_that_keeps_promising_what_the_engine_lacks_is_demoted() {
             .iter()
             .all(|terms| terms.overlap.gpu == 0)
     );
+    assert_eq!(core.demoted().len(), 1);
+    let mut agreeing = core;
+    for seq in 10..10 + u64::from(AGREEMENTS) {
+        let promise = answer(1, seq, [6, 0]);
+        let admitted = admit(&mut agreeing, &asked, Some(&promise), now);
+        let mut decision = admitted.decision;
+        decision.claim = CreditClaim {
+            source: agreeing.table.id(&source("a")).unwrap(),
+            standing: ClaimStanding::Demoted,
+            state: SourceState::Exact,
+            blocks: 6,
+            ..decision.claim
+        };
+        agreeing.audit(&decision, &asked, 6 * 16, now);
+    }
+    assert_eq!(agreeing.demoted(), []);
+    let promise = answer(1, 50, [6, 0]);
+    let after = admit(&mut agreeing, &asked, Some(&promise), now);
+    assert_eq!(after.decision.weighed[0].overlap.gpu, 6);
+}
+
+#[test]
+fn a_new_generation_ends_a_demotion() {
+    let (mut core, now) = (core(1), start());
+    let asked = prompt(100, 0);
+    admit(&mut core, &asked, Some(&answer(1, 9, [6, 0])), now);
+    let a = core.table.id(&source("a")).unwrap();
+    core.view.demote(a, Generation(1));
     let fresh = admit(&mut core, &asked, Some(&answer(2, 0, [6, 0])), now);
     let overlaps: Vec<_> = fresh
         .decision
@@ -549,4 +586,49 @@ fn every_slot_is_freed_once_and_counted_by_its_end() {
     };
     assert_eq!((counts.opened, counts.freed), (3, once));
     assert_eq!(counts.ignored.unknown_slot, 3);
+}
+
+/// Hits publish no events: a prefix that was hot before the shim started is unknown to the index.
+#[test]
+fn what_an_engine_reports_is_credited_where_the_index_is_not_complete() {
+    let (mut core, now) = (core(1), start());
+    let asked = prompt(100, 0);
+    let state = |state: SourceState, seq| {
+        let mut answer = answer(1, seq, [0, 0]);
+        if let IndexAnswer::Runs { sources, .. } = &mut answer {
+            for source in sources {
+                source.states.gpu = state;
+            }
+        }
+        answer
+    };
+    let first = admit(
+        &mut core,
+        &asked,
+        Some(&state(SourceState::Partial, 1)),
+        now,
+    );
+    assert_eq!(first.decision.overlap_blocks, 0);
+    let chosen = first.decision.source.clone();
+    core.audit(&first.decision, &asked, 64, now);
+    end(&mut core, first.slot, SlotEnd::Aborted, now);
+    let next = admit(
+        &mut core,
+        &asked,
+        Some(&state(SourceState::Partial, 2)),
+        now,
+    );
+    let decision = &next.decision;
+    assert_eq!((&decision.source, decision.overlap_blocks), (&chosen, 4));
+    assert_eq!(decision.basis(), DecisionBasis::Reported);
+    assert_eq!(decision.index_state, SourceState::Unverified);
+    assert_eq!(decision.claim.blocks, 0, "the index claimed nothing");
+    // Decided in a generation that ended since.
+    admit(&mut core, &asked, Some(&answer(2, 0, [0, 0])), now);
+    core.audit(&next.decision, &asked, 64, now);
+    assert_eq!(core.counts().reported_prefixes, 0);
+    // An exact index knows better.
+    let exact = admit(&mut core, &asked, Some(&answer(2, 1, [0, 0])), now);
+    core.audit(&exact.decision, &asked, 64, now);
+    assert_eq!(core.counts().reported_prefixes, 0);
 }
