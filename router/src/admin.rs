@@ -21,7 +21,7 @@ use warmroute_shim::source::{SourceStatus, UnverifiedCause};
 
 use crate::deployment::Deployment;
 use crate::fleet::{FleetRegistry, FleetWorker};
-use crate::metrics::{Scraped, WorkerStatus};
+use crate::metrics::{Scraped, TokenizerStatus, WorkerStatus};
 use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
@@ -205,6 +205,15 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
         core: &counts,
         demoted: &demoted,
         sync: sync.as_ref(),
+        tokenizer: admin
+            .app
+            .tokenizer
+            .as_ref()
+            .map(|tokenizer| TokenizerStatus {
+                encoder: tokenizer.encoder(),
+                comparisons: tokenizer.comparison_counts(),
+                cache: tokenizer.cache_stats(),
+            }),
         leaving: admin.app.ready.is_leaving(),
     })?;
     let mut text = own.into_bytes();

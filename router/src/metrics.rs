@@ -19,7 +19,7 @@ pub(crate) use labels::{
     CancelPhase, DecisionStep, ReloadResult, RequestEnd, RetryReason, RouteLabel,
 };
 use page::Page;
-pub(crate) use page::{Scraped, WorkerStatus};
+pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
 
 const NAMESPACE: &str = "warmroute_router";
 
@@ -105,7 +105,10 @@ impl Metrics {
                 "Engine requests ended because the client closed its connection",
                 &["phase"],
             )?,
-            buffered_bytes: gauge("buffered_bytes", "Bytes of request bodies held now")?,
+            buffered_bytes: gauge(
+                "buffered_bytes",
+                "Bytes of request bodies and prompt work held now",
+            )?,
             connections: ConnectionMetrics {
                 open: gauge("connections", "Client connections open now")?,
                 evicted: counter(
@@ -292,6 +295,7 @@ impl Metrics {
             core: &crate::route::CoreCounts::default(),
             demoted: &[],
             sync: None,
+            tokenizer: None,
             leaving: false,
         };
         let text = self.render(&scraped).unwrap();
@@ -341,6 +345,7 @@ mod tests {
                 core: &CoreCounts::default(),
                 demoted,
                 sync: None,
+                tokenizer: None,
                 leaving: false,
             };
             metrics.render(&scraped).unwrap()

@@ -7,13 +7,11 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::thread::available_parallelism;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use anyhow::Context as _;
 use axum::Router;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -34,19 +32,24 @@ use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
-use crate::proxy::{self, App, BodyBudget, EngineClient, HeldRequests, StoredResponses};
+use crate::proxy::{
+    self, App, BodyBudget, EngineClient, HeldRequests, PromptPool, StoredResponses,
+};
 use crate::ready::{Ready, notice};
 use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
 use crate::settings::{LiveSettings, SettingsWatcher};
 use crate::shared_core::SharedCore;
-use crate::tokenize::Tokenizer;
+use crate::tokenize::{EncoderKind, Tokenizer, TokenizerLoadError};
 
 /// Lets time pass in the core while no request does.
 const TICK: Duration = Duration::from_millis(250);
 
 /// Operators and scrapers.
 const ADMIN_CONNECTIONS_MAX: usize = 256;
+
+/// Generated texts on which the two encoders are compared at start. Debug builds are slow.
+const COMPARED_TEXTS: usize = if cfg!(debug_assertions) { 200 } else { 2_000 };
 
 /// Time for background tasks to end.
 const TASKS_END: Duration = Duration::from_secs(5);
@@ -122,6 +125,7 @@ impl Running {
         let tokenizer = load_tokenizer(&config).await?;
         let engines = EngineClient::new(&config.limits, Arc::clone(&metrics))
             .context("setting up the HTTP client")?;
+        let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
         if let Some(watcher) = watcher {
             tasks.spawn("settings", watcher.run(tasks.stop.clone()));
@@ -131,6 +135,7 @@ impl Running {
             metrics,
             settings,
             tokenizer,
+            prompts,
             engines,
             deployment,
         };
@@ -253,6 +258,7 @@ struct Services {
     metrics: Arc<Metrics>,
     settings: Arc<LiveSettings>,
     tokenizer: Option<Arc<Tokenizer>>,
+    prompts: PromptPool,
     engines: EngineClient,
     deployment: Arc<Deployment>,
 }
@@ -321,9 +327,8 @@ impl Services {
             tokenizer: self.tokenizer,
             policy: config.knobs.policy,
             settings: self.settings,
-            parsers: Arc::new(Semaphore::new(
-                available_parallelism().map_or(1, usize::from),
-            )),
+            prompts: self.prompts,
+            planned: AtomicU64::new(0),
             ready,
         });
         let admin = Admin {
@@ -429,10 +434,24 @@ async fn load_tokenizer(config: &Config) -> anyhow::Result<Option<Arc<Tokenizer>
         return Ok(None);
     };
     let shown = path.display().to_string();
-    let load = move || Tokenizer::load(&path);
-    let tokenizer = tokio::task::spawn_blocking(load)
+    let load = move || {
+        let tokenizer = Tokenizer::load(&path)?;
+        let differs = tokenizer.compare_generated(COMPARED_TEXTS, Uuid::new_v4().as_u64_pair().0);
+        Ok::<_, TokenizerLoadError>((tokenizer, differs))
+    };
+    let (tokenizer, differs) = tokio::task::spawn_blocking(load)
         .await?
         .with_context(|| format!("loading the tokenizer of {shown}"))?;
+    match (differs, tokenizer.encoder()) {
+        (Some(text), _) => tracing::error!(
+            text,
+            "token ids of a generated text differ from the reference's: the reference is used"
+        ),
+        (None, EncoderKind::Own) => tracing::info!("texts are encoded by the own encoder"),
+        (None, EncoderKind::Reference) => tracing::warn!(
+            "the own encoder does not know this kind of tokenizer: the slower reference is used"
+        ),
+    }
     if !tokenizer.has_chat_template() {
         tracing::warn!(
             path = shown,

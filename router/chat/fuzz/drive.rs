@@ -9,7 +9,7 @@ use warmroute_chat::openai::{
     PromptList, PromptRoute, PromptSource, SpecialTokens, SseEvent, SseSplitter, StreamObserver,
     TokenUsage, parse,
 };
-use warmroute_chat::tokenize::{ChatTemplates, CivilTime, Tokenizer};
+use warmroute_chat::tokenize::{ChatTemplates, CivilTime, ReferenceComparison, Tokenizer};
 
 const TEMPLATES: [&str; 6] = [
     include_str!("../testdata/templates/chatml_tools.jinja"),
@@ -21,15 +21,29 @@ const TEMPLATES: [&str; 6] = [
 ];
 
 fn tokenizer() -> &'static Tokenizer {
-    static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
-    TOKENIZER.get_or_init(|| {
-        let fixture = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .ancestors()
-            .find_map(|directory| {
-                Some(directory.join("tests/fixtures/tiny")).filter(|fixture| fixture.is_dir())
-            });
-        Tokenizer::load(&fixture.expect("fixture")).expect("tokenizer")
+    &tokenizers()[0]
+}
+
+fn tokenizers() -> &'static [Tokenizer; 2] {
+    static TOKENIZERS: OnceLock<[Tokenizer; 2]> = OnceLock::new();
+    TOKENIZERS.get_or_init(|| {
+        ["tiny", "tiny_sp"].map(|name| {
+            let fixture = Path::new(env!("CARGO_MANIFEST_DIR"))
+                .ancestors()
+                .map(|directory| directory.join("tests/fixtures").join(name))
+                .find(|fixture| fixture.is_dir());
+            Tokenizer::load(&fixture.expect("fixture")).expect("tokenizer")
+        })
     })
+}
+
+/// A text, cut at every seam: the ids are the reference's.
+pub(crate) fn seams(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    for tokenizer in tokenizers() {
+        let compared = tokenizer.compare_cut(&text, SpecialTokens::Add);
+        assert_ne!(compared, ReferenceComparison::Different, "{text:?}");
+    }
 }
 
 fn templates() -> &'static [ChatTemplates] {

@@ -47,3 +47,8 @@ fn completions() {
 fn streams() {
     replay("sse", drive::sse);
 }
+
+#[test]
+fn seams() {
+    replay("seams", drive::seams);
+}

@@ -100,7 +100,8 @@ pub struct LimitArgs {
     /// Largest request body in bytes; above, 413. Raise it for large images in chat messages.
     #[arg(long, env = "WARMROUTE_MAX_BODY_BYTES", default_value_t = 64 << 20)]
     pub max_body_bytes: u64,
-    /// Bytes of all request bodies held at a time; above, 503. Bounds the router's memory.
+    /// Bytes of all request bodies and of the memory that their prompts take; above, 503. Bounds
+    /// the router's memory.
     #[arg(long, env = "WARMROUTE_MAX_BUFFERED_BYTES", default_value_t = 512 << 20)]
     pub max_buffered_bytes: u64,
     /// Concurrent client connections. Above, the one idle longest is closed.

@@ -7,6 +7,7 @@ use warmroute_proto::registry::DemotedSource;
 
 use crate::route::{self, SourceLoad};
 use crate::sync;
+use crate::tokenize::{ComparisonCounts, EncoderKind, SegmentCacheStats};
 
 /// The state that a scrape shows.
 pub(crate) struct Scraped<'a> {
@@ -16,7 +17,17 @@ pub(crate) struct Scraped<'a> {
     pub demoted: &'a [DemotedSource],
     /// `None` while the replica does not run.
     pub sync: Option<&'a sync::ReplicaStatus>,
+    /// `None` without a tokenizer.
+    pub tokenizer: Option<TokenizerStatus>,
     pub leaving: bool,
+}
+
+/// The encoder in use and the cache of segments.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TokenizerStatus {
+    pub encoder: EncoderKind,
+    pub comparisons: ComparisonCounts,
+    pub cache: SegmentCacheStats,
 }
 
 /// One worker's state.
@@ -77,6 +88,42 @@ impl Page {
         if let Some(sync) = scraped.sync {
             self.sync(sync);
         }
+        if let Some(tokenizer) = scraped.tokenizer {
+            self.tokenizer(tokenizer);
+        }
+    }
+
+    fn tokenizer(&mut self, status: TokenizerStatus) {
+        let TokenizerStatus {
+            encoder,
+            comparisons,
+            cache,
+        } = status;
+        self.counters(
+            "encoder_comparisons_total",
+            "Texts encoded by both encoders, by result",
+            "result",
+            &[
+                ("equal", comparisons.equal),
+                ("different", comparisons.different),
+            ],
+        );
+        self.gauge(
+            "reference_encoder",
+            "1 while prompts are encoded by the slower reference",
+            u8::from(encoder == EncoderKind::Reference),
+        );
+        self.counters(
+            "token_cache_bytes_total",
+            "Prompt bytes looked up in the cache of token ids",
+            "result",
+            &[("hit", cache.hit_bytes), ("miss", cache.miss_bytes)],
+        );
+        self.gauge(
+            "token_cache_kept_bytes",
+            "Bytes that the cache of token ids takes",
+            cache.kept_bytes,
+        );
     }
 
     fn loads(&mut self, loads: &[SourceLoad]) {

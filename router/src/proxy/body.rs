@@ -1,5 +1,5 @@
-//! Request bodies: read whole (they are hashed, and sent again after a failure), each up to a
-//! limit, all together up to a budget, and in bounded time.
+//! Request bodies and the memory of prompt work, which share one budget. Bodies are read whole
+//! (they are hashed, and sent again after a failure), each up to a limit and in bounded time.
 //!
 //! A refused body is read on and discarded in the background for a while: a client that writes all
 //! before it reads would otherwise see a closed connection instead of the answer.
@@ -48,7 +48,7 @@ const DISCARDS_MAX: usize = 64;
 /// Largest first allocation, whatever `Content-Length` claims.
 const FIRST_RESERVE: usize = 1 << 20;
 
-/// The budget for the bytes of all request bodies, charged as they arrive.
+/// The budget for the bytes of all request bodies, charged as they arrive, and of prompt work.
 #[derive(Clone)]
 pub(crate) struct BodyBudget {
     common: Arc<Semaphore>,
@@ -62,10 +62,10 @@ pub(crate) struct BodyBudget {
 }
 
 /// A whole body and its share of the budget.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct BufferedBody {
     pub bytes: Bytes,
-    _share: BudgetShare,
+    _share: Arc<BudgetShare>,
 }
 
 /// Bytes of the budget, returned when dropped.
@@ -147,7 +147,7 @@ impl BodyBudget {
         self.take(&mut share, first.len())?;
         // The usual case: the whole body comes in one piece, which is used without a copy.
         if length == Some(first.len() as u64) {
-            let (bytes, _share) = (first, share);
+            let (bytes, _share) = (first, Arc::new(share));
             return Ok(BufferedBody { bytes, _share });
         }
         let mut buffer = BytesMut::with_capacity(claimed.min(FIRST_RESERVE).max(first.len()));
@@ -160,7 +160,7 @@ impl BodyBudget {
             self.take(&mut share, piece.len())?;
             buffer.extend_from_slice(&piece);
         }
-        let (bytes, _share) = (buffer.freeze(), share);
+        let (bytes, _share) = (buffer.freeze(), Arc::new(share));
         Ok(BufferedBody { bytes, _share })
     }
 
@@ -207,6 +207,13 @@ impl BodyBudget {
             size,
             held: self.held.clone(),
         }
+    }
+
+    /// Bytes for work on a large prompt; `None` if the budget lacks them.
+    pub(crate) fn charge(&self, bytes: usize) -> Option<BudgetShare> {
+        let mut share = self.share(usize::MAX);
+        self.take(&mut share, bytes).ok()?;
+        Some(share)
     }
 
     /// More bytes for a body. Does not wait: two bodies that hold bytes would wait for each other.

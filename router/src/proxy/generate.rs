@@ -1,20 +1,22 @@
 //! Chat and text completions: from the body to the chosen engine's answer.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use axum::extract::Request;
 use axum::http::request::Parts;
 use axum::response::Response;
-use bytes::Bytes;
 use tokio::time::Instant;
 use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{Tiers, WorkerId};
 
 use super::App;
+use super::body::BufferedBody;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
-use super::plan::{Plan, PlanInputs, plan};
+use super::plan::{Plan, PlanInputs, TextSample, TextSampling, plan};
+use super::prompt_jobs::{CompareJob, PlanJob};
 use super::respond::{AnswerReaders, respond};
 use super::stream::OnUsage;
 use super::waiting::WorkerWait;
@@ -24,10 +26,16 @@ use crate::error::ProxyError;
 use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
 use crate::route::Prompt;
+use crate::tokenize::EncoderKind;
 
-/// Bodies above are parsed on another thread; below, the hand-over takes about as long as the
-/// parsing.
+/// Bodies above are prepared on another thread; below, that takes less than a millisecond.
 const INLINE_BYTES_MAX: usize = 16 << 10;
+
+/// Likewise, with the slower reference encoder.
+const INLINE_REFERENCE_BYTES_MAX: usize = 1 << 10;
+
+/// One in so many prompts is encoded by the reference too.
+const COMPARED_ONE_IN: u64 = 1024;
 
 pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Request) -> Response {
     let (parts, body) = request.into_parts();
@@ -41,7 +49,7 @@ pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Req
         Ok(body) => body,
         Err(error) => return call.refuse(&error),
     };
-    match serve(app, &call, route, parts, body.bytes.clone()).await {
+    match serve(app, &call, route, parts, &body).await {
         Ok((answer, on_usage)) => {
             let readers = AnswerReaders {
                 on_usage,
@@ -58,12 +66,12 @@ async fn serve(
     call: &Call,
     route: openai::PromptRoute,
     parts: Parts,
-    body: Bytes,
+    body: &BufferedBody,
 ) -> Result<(EngineAnswer, Option<OnUsage>), ProxyError> {
     let complete = Instant::now();
     let mut wait = WorkerWait::default();
     let plan = loop {
-        match app.plan(route, body.clone()).await {
+        match app.plan(route, body).await {
             Ok(plan) => break plan,
             Err(error) if wait.before_retry(app, &error).await => {}
             Err(error) => return Err(error),
@@ -77,7 +85,11 @@ async fn serve(
         unhashed,
         mismatched,
         rewritten,
+        sample,
     } = plan;
+    if let Some(sample) = sample {
+        app.compare_encoders(sample);
+    }
     let index = match unhashed {
         None => {
             let answer = app.query_index(&prompt).await;
@@ -92,7 +104,7 @@ async fn serve(
         method: parts.method,
         path: headers::path(&parts.uri),
         headers: headers::to_engine(parts.headers, call.request_id()),
-        body: rewritten.unwrap_or(body),
+        body: rewritten.unwrap_or_else(|| body.bytes.clone()),
     };
     let routing = Routing {
         model,
@@ -136,30 +148,48 @@ fn without_credit(mut answer: IndexAnswer, mismatched: &[WorkerId]) -> IndexAnsw
 }
 
 impl App {
-    async fn plan(&self, route: openai::PromptRoute, body: Bytes) -> Result<Plan, ProxyError> {
+    async fn plan(
+        &self,
+        route: openai::PromptRoute,
+        body: &BufferedBody,
+    ) -> Result<Plan, ProxyError> {
+        let number = self.planned.fetch_add(1, Ordering::Relaxed);
         let inputs = PlanInputs {
             catalog: self.fleet.catalog(),
             tokenizer: self.tokenizer.clone(),
             policy: self.policy,
             now: civil_now(),
+            prompt_bytes_max: self.settings.current().max_prompt_bytes(),
+            sampling: if number.is_multiple_of(COMPARED_ONE_IN) {
+                TextSampling::Keep
+            } else {
+                TextSampling::Discard
+            },
+        };
+        let encoder = self.tokenizer.as_ref().map(|tokenizer| tokenizer.encoder());
+        let inline_max = match encoder {
+            Some(EncoderKind::Reference) => INLINE_REFERENCE_BYTES_MAX,
+            Some(EncoderKind::Own) | None => INLINE_BYTES_MAX,
         };
         let started = Instant::now();
-        let planned = if body.len() <= INLINE_BYTES_MAX {
-            plan(route, &body, &inputs)
+        let planned = if body.bytes.len() <= inline_max {
+            plan(route, &body.bytes, &inputs)
         } else {
-            let permit = Arc::clone(&self.parsers).acquire_owned().await;
-            let permit = permit.map_err(|_| ProxyError::Internal("parsing has ended"))?;
-            let parse = move || {
-                let planned = plan(route, &body, &inputs);
-                drop(permit);
-                planned
-            };
-            tokio::task::spawn_blocking(parse)
-                .await
-                .map_err(|_| ProxyError::Internal("parsing the request failed"))?
+            let (job, planned) = PlanJob::new(route, body.clone(), inputs, self.bodies.clone());
+            self.prompts.submit(Box::new(job));
+            let ended = ProxyError::Internal("preparing the prompt failed");
+            planned.await.unwrap_or(Err(ended))
         };
         self.metrics.step(DecisionStep::Read, started.elapsed());
         planned
+    }
+
+    /// Compares the two encoders in the background.
+    fn compare_encoders(&self, sample: TextSample) {
+        if let Some(tokenizer) = &self.tokenizer {
+            let job = CompareJob::new(sample, Arc::clone(tokenizer));
+            self.prompts.submit(Box::new(job));
+        }
     }
 
     async fn query_index(&self, prompt: &Prompt) -> Option<IndexAnswer> {

@@ -14,6 +14,8 @@ mod headers;
 mod models;
 mod passthrough;
 mod plan;
+mod prompt_jobs;
+mod prompt_pool;
 mod respond;
 mod routes;
 mod stored;
@@ -24,11 +26,11 @@ mod waiting;
 mod tests;
 
 use std::sync::Arc;
-
-use tokio::sync::Semaphore;
+use std::sync::atomic::AtomicU64;
 
 pub(crate) use body::BodyBudget;
 pub(crate) use engine_client::EngineClient;
+pub(crate) use prompt_pool::PromptPool;
 pub(crate) use routes::router;
 pub(crate) use stored::StoredResponses;
 pub(crate) use waiting::HeldRequests;
@@ -57,8 +59,10 @@ pub(crate) struct App {
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub policy: Policy,
     pub settings: Arc<LiveSettings>,
-    /// Long bodies that are parsed at the same time: one for each core.
-    pub parsers: Arc<Semaphore>,
+    /// Threads for large prompts.
+    pub prompts: PromptPool,
+    /// Prompts so far.
+    pub planned: AtomicU64,
     pub ready: Arc<Ready>,
     pub held: HeldRequests,
     pub stored: StoredResponses,

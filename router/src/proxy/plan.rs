@@ -1,5 +1,6 @@
 //! From a body's bytes to a prompt: its length, and its block hashes where the router knows the
-//! token ids that the engine will have. Synchronous; the caller chooses the thread.
+//! token ids that the engine will have. Synchronous; the caller chooses the thread. Large prompts are
+//! encoded in steps, and their memory is charged before anything is rendered.
 
 use std::sync::Arc;
 
@@ -7,11 +8,14 @@ use bytes::Bytes;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, Seed, WorkerId};
 
+use super::body::{BodyBudget, BudgetShare};
 use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
-use crate::openai::{self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo};
+use crate::openai::{
+    self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo, SpecialTokens,
+};
 use crate::route::{CacheReads, Policy, Prompt};
-use crate::tokenize::{CivilTime, Tokenizer};
+use crate::tokenize::{CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 
 /// A rough size of text that is not tokenized, for load only.
 pub(super) const BYTES_PER_TOKEN: usize = 4;
@@ -22,6 +26,22 @@ pub(super) const ASSUMED_BLOCK_SIZE: BlockSize = match BlockSize::new(16) {
     None => unreachable!(),
 };
 
+/// Memory for each byte of a prompt while it is rendered and encoded: the template's values, its
+/// output and the ids. `tests/prompt_memory.rs` measures it.
+const MEMORY_OF_BYTE: usize = 8;
+/// Memory for each JSON value that a template may read.
+const MEMORY_OF_VALUE: usize = 192;
+/// Prompts of so many small values that they exceed this for each byte are not rendered, ...
+const MEMORY_OF_BYTE_MAX: usize = 12;
+/// ... unless they are small.
+const MEMORY_ALLOWED: usize = 8 << 20;
+
+/// Largest text that is compared with the reference encoder.
+const SAMPLE_BYTES_MAX: usize = 64 << 10;
+
+/// Bound of a prompt's tokens where no engine reports one.
+const TOKENS_MAX: usize = 4 << 20;
+
 /// What a plan depends on, besides the body.
 #[derive(Clone)]
 pub(super) struct PlanInputs {
@@ -30,6 +50,30 @@ pub(super) struct PlanInputs {
     pub policy: Policy,
     /// For chat templates with a date.
     pub now: CivilTime,
+    /// Larger prompts are not tokenized.
+    pub prompt_bytes_max: usize,
+    pub sampling: TextSampling,
+}
+
+/// Whether a plan keeps a text for a comparison of the two encoders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TextSampling {
+    Keep,
+    Discard,
+}
+
+/// A text and the ids that the prompt was routed by.
+pub(super) struct TextSample {
+    pub text: String,
+    pub special: SpecialTokens,
+    pub ids: Vec<u32>,
+}
+
+/// What prompt work may use.
+pub(super) struct WorkLimits<'w> {
+    /// `None`: the prompt is small.
+    pub budget: Option<&'w BodyBudget>,
+    pub is_cancelled: &'w dyn Fn() -> bool,
 }
 
 /// A request as far as routing needs it.
@@ -45,51 +89,215 @@ pub(super) struct Plan {
     pub mismatched: Vec<WorkerId>,
     /// The body for the engine, if it differs from the client's.
     pub rewritten: Option<Bytes>,
+    pub sample: Option<TextSample>,
 }
 
 /// A prompt whose tokens cannot be known here, and why.
 type Unhashed = &'static str;
 
+const TOO_LARGE: Unhashed = "prompt_too_large";
+const NO_MEMORY: Unhashed = "prompt_memory";
+
+/// A plan, or the work that is left for it.
+pub(super) enum Planning {
+    Ready(Box<Plan>),
+    Encoding(Box<PlanEncoding>),
+}
+
+/// Texts of a request to be encoded, step by step.
+pub(super) struct PlanEncoding {
+    draft: PlanDraft,
+    special: SpecialTokens,
+    current: Option<TextTask<String>>,
+    texts: std::vec::IntoIter<String>,
+    lists: Vec<Vec<u32>>,
+    tokens_max: usize,
+    _memory: Option<BudgetShare>,
+}
+
+/// The parts of a plan that are known before its tokens.
+#[derive(Default)]
+struct PlanDraft {
+    info: RequestInfo,
+    body_bytes: usize,
+    mismatched: Vec<WorkerId>,
+    rewritten: Option<Bytes>,
+    sample: Option<TextSample>,
+}
+
+/// Where a prompt's token ids come from.
+enum TokenSource {
+    Ids(Vec<Vec<u32>>),
+    Texts {
+        texts: Vec<String>,
+        special: SpecialTokens,
+        memory: Option<BudgetShare>,
+    },
+}
+
+/// Plans a request in one step.
 pub(super) fn plan(
     route: PromptRoute,
     body: &[u8],
     inputs: &PlanInputs,
 ) -> Result<Plan, ProxyError> {
+    let limits = WorkLimits {
+        budget: None,
+        is_cancelled: &|| false,
+    };
+    match begin(route, body, inputs, &limits)? {
+        Planning::Ready(plan) => Ok(*plan),
+        Planning::Encoding(mut encoding) => loop {
+            if let Some(planned) = encoding.step(inputs, usize::MAX) {
+                return planned;
+            }
+        },
+    }
+}
+
+/// Reads and renders a request.
+pub(super) fn begin(
+    route: PromptRoute,
+    body: &[u8],
+    inputs: &PlanInputs,
+    limits: &WorkLimits<'_>,
+) -> Result<Planning, ProxyError> {
     let parsed = openai::parse(route, body)?;
-    let (name, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
-    let size = block_size(model);
-    let lora = model.adapter.then_some(name);
+    let (_, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
     let trust = prompt_trust(&parsed, model);
-    let lists = token_lists(&parsed, trust, model, inputs);
-    let (prompt, single, unhashed) = match lists {
-        // Its length is known, and its blocks are not.
-        Ok(lists) if model.block_size.is_none() => {
-            let tokens = lists.iter().map(Vec::len).sum::<usize>();
-            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-            (Prompt::opaque(tokens, size), true, Some("no_block_size"))
-        }
-        Ok(lists) => (
-            hashed(&lists, &parsed.info, lora, size),
-            lists.len() == 1,
-            None,
-        ),
-        Err(why) => (opaque(body, model, size), true, Some(why)),
-    };
-    let mismatched = trust.map_or_else(Vec::new, |trust| trust.mismatched.clone());
-    let reads = if parsed.info.reads_cache {
-        CacheReads::Allowed
-    } else {
-        CacheReads::Bypassed
-    };
-    Ok(Plan {
-        model: name.to_owned(),
-        prompt: prompt.with_reads(reads).with_mismatched(mismatched.clone()),
-        streaming: parsed.info.stream,
-        single,
-        unhashed,
-        mismatched,
+    let source = token_source(&parsed, trust, model, inputs, limits);
+    let ready = |plan: Result<Plan, _>| plan.map(|plan| Planning::Ready(Box::new(plan)));
+    let draft = PlanDraft {
+        body_bytes: body.len(),
+        mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
         rewritten: parsed.rewritten.map(Bytes::from),
-    })
+        info: parsed.info,
+        sample: None,
+    };
+    match source {
+        Ok(TokenSource::Texts {
+            texts,
+            special,
+            memory,
+        }) => Ok(Planning::Encoding(Box::new(PlanEncoding {
+            draft,
+            special,
+            current: None,
+            lists: Vec::with_capacity(texts.len()),
+            texts: texts.into_iter(),
+            tokens_max: model.max_model_len.map_or(TOKENS_MAX, |max| max as usize),
+            _memory: memory,
+        }))),
+        Ok(TokenSource::Ids(lists)) => ready(draft.finish(Ok(lists), inputs)),
+        Err(why) => ready(draft.finish(Err(why), inputs)),
+    }
+}
+
+impl PlanEncoding {
+    /// Encodes about `bytes` more. Returns the plan after the last text.
+    pub(super) fn step(
+        &mut self,
+        inputs: &PlanInputs,
+        bytes: usize,
+    ) -> Option<Result<Plan, ProxyError>> {
+        let Some(tokenizer) = inputs.tokenizer.as_deref() else {
+            return Some(self.end(inputs, Err("no_tokenizer")));
+        };
+        let mut task = match self.current.take() {
+            Some(task) => task,
+            None => match self.texts.next() {
+                Some(text) => tokenizer
+                    .task(text, self.special)
+                    .with_tokens_max(self.tokens_max),
+                None => {
+                    let lists = std::mem::take(&mut self.lists);
+                    return Some(self.end(inputs, Ok(lists)));
+                }
+            },
+        };
+        match task.step(tokenizer, bytes) {
+            Ok(TaskState::More) => self.current = Some(task),
+            Ok(TaskState::Done) => self.encoded(task, inputs.sampling),
+            Err(TextEncodeError::TooManyTokens | TextEncodeError::LongText) => {
+                return Some(self.end(inputs, Err(TOO_LARGE)));
+            }
+            Err(TextEncodeError::Failed(_) | TextEncodeError::LongWord) => {
+                return Some(self.end(inputs, Err("tokenizer_failed")));
+            }
+        }
+        None
+    }
+
+    /// Bytes that are not encoded yet.
+    pub(super) fn bytes_left(&self) -> usize {
+        let current = self.current.as_ref().map_or(0, TextTask::bytes_left);
+        let later = self.texts.as_slice().iter().map(String::len);
+        current + later.sum::<usize>()
+    }
+
+    fn encoded(&mut self, task: TextTask<String>, sampling: TextSampling) {
+        if sampling == TextSampling::Keep && task.text().len() <= SAMPLE_BYTES_MAX {
+            self.draft.sample = Some(TextSample {
+                text: task.text().to_owned(),
+                special: self.special,
+                ids: task.ids().to_vec(),
+            });
+        }
+        self.lists.push(task.into_ids());
+    }
+
+    fn end(
+        &mut self,
+        inputs: &PlanInputs,
+        lists: Result<Vec<Vec<u32>>, Unhashed>,
+    ) -> Result<Plan, ProxyError> {
+        std::mem::take(&mut self.draft).finish(lists, inputs)
+    }
+}
+
+impl PlanDraft {
+    fn finish(
+        self,
+        lists: Result<Vec<Vec<u32>>, Unhashed>,
+        inputs: &PlanInputs,
+    ) -> Result<Plan, ProxyError> {
+        let info = self.info;
+        let (name, model) = known(&inputs.catalog, info.model.as_deref())?;
+        let size = block_size(model);
+        let lora = model.adapter.then_some(name);
+        let model_max = model.max_model_len.map(|tokens| tokens as usize);
+        let whole = |tokens: &Vec<u32>| info.keeps_whole(tokens.len(), model_max);
+        let lists = lists.and_then(|lists| {
+            let is_whole = lists.iter().all(whole);
+            is_whole.then_some(lists).ok_or("truncated")
+        });
+        let (prompt, single, unhashed) = match lists {
+            // Its length is known, and its blocks are not.
+            Ok(lists) if model.block_size.is_none() => {
+                let tokens = lists.iter().map(Vec::len).sum::<usize>();
+                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+                (Prompt::opaque(tokens, size), true, Some("no_block_size"))
+            }
+            Ok(lists) => (hashed(&lists, &info, lora, size), lists.len() == 1, None),
+            Err(why) => (opaque(self.body_bytes, model, size), true, Some(why)),
+        };
+        let reads = if info.reads_cache {
+            CacheReads::Allowed
+        } else {
+            CacheReads::Bypassed
+        };
+        let mismatched = self.mismatched;
+        Ok(Plan {
+            prompt: prompt.with_reads(reads).with_mismatched(mismatched.clone()),
+            model: name.to_owned(),
+            streaming: info.stream,
+            single,
+            unhashed,
+            mismatched,
+            rewritten: self.rewritten,
+            sample: self.sample,
+        })
+    }
 }
 
 /// The model with its name. Without a name it is the only base model.
@@ -128,13 +336,15 @@ fn prompt_trust<'a>(
     }
 }
 
-/// The token ids of each prompt, equal to those of the engines that are not mismatched.
-fn token_lists(
+/// The token ids of each prompt, or the texts that have those of the engines that are not
+/// mismatched.
+fn token_source(
     parsed: &ParsedRequest<'_>,
     trust: Option<&PromptTrust>,
     model: &CatalogModel,
     inputs: &PlanInputs,
-) -> Result<Vec<Vec<u32>>, Unhashed> {
+    limits: &WorkLimits<'_>,
+) -> Result<TokenSource, Unhashed> {
     let tokenizer = || {
         let tokenizer = inputs.tokenizer.as_deref().ok_or("no_tokenizer")?;
         match trust {
@@ -149,29 +359,71 @@ fn token_lists(
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
     }
-    let lists = match &parsed.prompt {
+    let bytes_max = |tokenizer: &Tokenizer| {
+        let by_model = model.max_model_len.zip(tokenizer.token_bytes_max());
+        let by_model = by_model.map(|(tokens, bytes)| (tokens as usize).saturating_mul(bytes));
+        by_model.map_or(inputs.prompt_bytes_max, |max| {
+            max.min(inputs.prompt_bytes_max)
+        })
+    };
+    match &parsed.prompt {
         openai::PromptSource::Completion(parts) => match &parts.prompts {
-            PromptList::Tokens(lists) => lists.clone(),
+            PromptList::Tokens(lists) => Ok(TokenSource::Ids(lists.clone())),
             PromptList::Texts(texts) => {
-                let tokenizer = tokenizer()?;
-                texts
-                    .iter()
-                    .map(|text| tokenizer.encode(text, parts.special_tokens))
-                    .collect::<Result<_, _>>()
-                    .map_err(|_| "tokenizer_failed")?
+                let bytes: usize = texts.iter().map(|text| text.len()).sum();
+                let memory =
+                    PromptSize { bytes, values: 0 }.admit(bytes_max(tokenizer()?), limits)?;
+                Ok(TokenSource::Texts {
+                    texts: texts.iter().map(|text| text.clone().into_owned()).collect(),
+                    special: parts.special_tokens,
+                    memory,
+                })
             }
         },
         openai::PromptSource::Chat(parts) => {
-            let tokens = tokenizer()?.encode_chat(parts, inputs.now);
-            vec![tokens.map_err(|_| "template_failed")?]
+            let tokenizer = tokenizer()?;
+            let size = PromptSize {
+                bytes: parts.bytes(),
+                values: parts.values_max(),
+            };
+            let memory = size.admit(bytes_max(tokenizer), limits)?;
+            let text = tokenizer.templates().and_then(|templates| {
+                templates.render_until(parts, inputs.now, limits.is_cancelled)
+            });
+            Ok(TokenSource::Texts {
+                texts: vec![text.map_err(|_| "template_failed")?],
+                special: parts.special_tokens,
+                memory,
+            })
         }
-    };
-    let model_max = model.max_model_len.map(|tokens| tokens as usize);
-    let whole = |tokens: &Vec<u32>| parsed.info.keeps_whole(tokens.len(), model_max);
-    if lists.iter().all(whole) {
-        Ok(lists)
-    } else {
-        Err("truncated")
+    }
+}
+
+/// What a prompt may cost.
+struct PromptSize {
+    bytes: usize,
+    /// JSON values that a template reads.
+    values: usize,
+}
+
+impl PromptSize {
+    /// Charges the memory that the prompt takes until its tokens are hashed.
+    fn admit(
+        &self,
+        bytes_max: usize,
+        limits: &WorkLimits<'_>,
+    ) -> Result<Option<BudgetShare>, Unhashed> {
+        if self.bytes > bytes_max {
+            return Err(TOO_LARGE);
+        }
+        let memory = self.bytes.saturating_mul(MEMORY_OF_BYTE);
+        let memory = memory.saturating_add(self.values.saturating_mul(MEMORY_OF_VALUE));
+        let memory_max = self.bytes.saturating_mul(MEMORY_OF_BYTE_MAX);
+        if memory > memory_max.max(MEMORY_ALLOWED) {
+            return Err(NO_MEMORY);
+        }
+        let charge = |budget: &BodyBudget| budget.charge(memory).ok_or(NO_MEMORY);
+        limits.budget.map(charge).transpose()
     }
 }
 
@@ -192,8 +444,8 @@ fn hashed(lists: &[Vec<u32>], info: &RequestInfo, lora: Option<&str>, size: Bloc
     Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), size, seed, blocks)
 }
 
-fn opaque(body: &[u8], model: &CatalogModel, size: BlockSize) -> Prompt {
-    let guess = u32::try_from(body.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX);
+fn opaque(body_bytes: usize, model: &CatalogModel, size: BlockSize) -> Prompt {
+    let guess = u32::try_from(body_bytes / BYTES_PER_TOKEN).unwrap_or(u32::MAX);
     Prompt::opaque(guess.min(model.max_model_len.unwrap_or(u32::MAX)), size)
 }
 

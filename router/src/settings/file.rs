@@ -25,6 +25,17 @@ pub struct Settings {
     engine_wait_timeout_secs: Seconds,
     first_token_timeout_secs: Seconds,
     half_closed_clients: HalfClosedRule,
+    max_prompt_bytes: PromptBytes,
+}
+
+/// Bytes of the largest prompt that is tokenized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+struct PromptBytes(usize);
+
+impl Default for PromptBytes {
+    fn default() -> Self {
+        Self(8 << 20)
+    }
 }
 
 /// [`HalfClosed`] as the file names it.
@@ -84,6 +95,11 @@ impl Settings {
     /// Longest time for which a request waits for a worker; zero: none waits.
     pub(crate) const fn engine_wait_timeout(&self) -> Duration {
         Duration::from_secs(self.engine_wait_timeout_secs.0)
+    }
+
+    /// Bytes of the largest prompt that is tokenized.
+    pub(crate) const fn max_prompt_bytes(&self) -> usize {
+        self.max_prompt_bytes.0
     }
 
     /// Longest time from sending a streaming request to the first byte of its answer's body.

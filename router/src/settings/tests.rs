@@ -19,6 +19,7 @@ fn each_key_sets_its_value() {
         engine_wait_timeout_secs = 300
         first_token_timeout_secs = 60
         half_closed_clients = "serve"
+        max_prompt_bytes = 7
     "#;
     let settings = Settings::parse(text).unwrap();
     assert_eq!(settings.engine_wait_timeout(), Duration::from_secs(300));
@@ -27,6 +28,7 @@ fn each_key_sets_its_value() {
         Some(Duration::from_secs(60))
     );
     assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
+    assert_eq!(settings.max_prompt_bytes(), 7);
     for (origin, allowed) in [
         ("https://chat.example.org", true),
         ("http://localhost:3000", true),

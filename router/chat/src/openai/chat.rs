@@ -58,6 +58,38 @@ pub struct ChatParts<'a> {
     pub special_tokens: SpecialTokens,
 }
 
+impl ChatParts<'_> {
+    /// The JSON that a template renders.
+    fn inputs(&self) -> impl Iterator<Item = &RawValue> {
+        let optional = [self.tools, self.documents, self.template_kwargs];
+        std::iter::once(self.messages).chain(optional.into_iter().flatten())
+    }
+
+    /// Bytes of the JSON that a template renders.
+    pub fn bytes(&self) -> usize {
+        self.inputs().map(|raw| raw.get().len()).sum()
+    }
+
+    /// Values and keys in that JSON, at most: each takes memory when it is rendered.
+    pub fn values_max(&self) -> usize {
+        self.inputs().map(|raw| values_max(raw.get())).sum()
+    }
+}
+
+fn values_max(json: &str) -> usize {
+    let (mut in_string, mut escaped, mut values) = (false, false, 1);
+    for byte in json.bytes() {
+        if in_string {
+            in_string = escaped || byte != b'"';
+            escaped = !escaped && byte == b'\\';
+        } else {
+            in_string = byte == b'"';
+            values += usize::from(matches!(byte, b',' | b':' | b'[' | b'{'));
+        }
+    }
+    values
+}
+
 pub(super) fn read<'a>(
     fields: &BodyFields<'a>,
     opaque: &mut FirstOpaque,

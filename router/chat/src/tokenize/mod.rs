@@ -6,28 +6,43 @@
 //! engine's text cannot be reproduced, and the request is routed by load.
 //! Absent: decoding, counting for limits, and templates sent by clients.
 
+mod added;
+mod bpe;
+mod compare;
 mod content_format;
 mod messages;
 pub mod parity;
-mod pieces;
 mod python;
+mod segment_cache;
 mod special;
 mod template;
+mod text_task;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use serde_json::Value;
 
 use crate::model_files::{self, TemplateSources};
 use crate::openai::{ChatParts, SpecialTokens};
 
 pub use crate::model_files::ModelFileError;
+pub use compare::{ComparisonCounts, ReferenceComparison};
 pub use content_format::ContentFormat;
-pub use pieces::PieceCacheStats;
 pub use python::CivilTime;
+pub use segment_cache::SegmentCacheStats;
 pub use template::{ChatTemplates, RenderError, TemplateError};
+pub use text_task::{TaskState, TextTask};
 
-use pieces::PieceEncoder;
+use added::AddedTokens;
+use bpe::BpeEncoder;
+use segment_cache::SegmentCache;
+
+/// Largest text for the reference, which takes about 160 bytes of memory a byte.
+const REFERENCE_BYTES_MAX: usize = 1 << 20;
 
 /// A tokenizer cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -40,10 +55,19 @@ pub enum TokenizerLoadError {
     Template(#[from] TemplateError),
 }
 
-/// The tokenizer failed on a text, for example because it has no unknown token.
+/// A text has no token ids here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot encode the text: {0}")]
-pub struct TextEncodeError(String);
+pub enum TextEncodeError {
+    /// For example because the model has no unknown token.
+    #[error("cannot encode the text: {0}")]
+    Failed(String),
+    #[error("a word of the text is longer than {max} bytes", max = bpe::WORD_BYTES_MAX)]
+    LongWord,
+    #[error("the text is longer than {REFERENCE_BYTES_MAX} bytes")]
+    LongText,
+    #[error("the text has more tokens than the model takes")]
+    TooManyTokens,
+}
 
 /// A chat has no token ids here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,35 +78,86 @@ pub enum ChatEncodeError {
     Encode(#[from] TextEncodeError),
 }
 
+/// The encoder that makes the token ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EncoderKind {
+    Own,
+    /// The library that engines use, for models that the own encoder does not know, and after a
+    /// difference between the two.
+    Reference,
+}
+
 /// A model's tokenizer and its chat templates.
 #[derive(Debug)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
-    pieces: Option<PieceEncoder>,
+    reference: tokenizers::Tokenizer,
+    /// `None`: texts are encoded as a whole, by the reference.
+    splitting: Option<Splitting>,
+    own: Option<BpeEncoder>,
+    own_differs: AtomicBool,
+    compared_equal: AtomicU64,
+    compared_different: AtomicU64,
+    cache: SegmentCache,
     templates: Option<ChatTemplates>,
+}
+
+/// What makes the ids of a text from those of its pieces.
+#[derive(Debug)]
+struct Splitting {
+    added: AddedTokens,
+    /// Ids that the post-processor puts before and after a text.
+    before: Vec<u32>,
+    after: Vec<u32>,
+    /// Whether the reference encodes a piece alike wherever it lies.
+    reference_is_local: bool,
 }
 
 impl Tokenizer {
     /// Loads a directory with `tokenizer.json` and its configuration, or a bare `tokenizer.json`.
     pub fn load(path: &Path) -> Result<Self, TokenizerLoadError> {
         let files = model_files::read(path)?;
-        let failed = |error: tokenizers::Error| TokenizerLoadError::Tokenizer(error.to_string());
-        let mut inner = tokenizers::Tokenizer::from_bytes(&files.tokenizer).map_err(failed)?;
-        // The engine truncates and pads after encoding, by its own rules.
-        inner.with_truncation(None).map_err(failed)?;
-        inner.with_padding(None);
-        special::register(&mut inner, &files.config).map_err(failed)?;
         let tokens = special::named(&files.config);
         let templates = match files.templates {
             TemplateSources::None => None,
             TemplateSources::Single(source) => Some(ChatTemplates::single(source, tokens)?),
             TemplateSources::Named(sources) => Some(ChatTemplates::named(sources, tokens)?),
         };
-        let pieces = PieceEncoder::new(&inner, &files.tokenizer);
+        let failed = |error: tokenizers::Error| TokenizerLoadError::Tokenizer(error.to_string());
+        let mut reference = tokenizers::Tokenizer::from_bytes(&files.tokenizer).map_err(failed)?;
+        special::register(&mut reference, &files.config).map_err(failed)?;
         Ok(Self {
-            inner,
-            pieces,
             templates,
+            ..Self::of_reference(reference, &files.tokenizer).map_err(failed)?
+        })
+    }
+
+    /// A tokenizer without templates, from its definition and the reference that reads it.
+    fn of_reference(
+        mut reference: tokenizers::Tokenizer,
+        definition: &[u8],
+    ) -> tokenizers::Result<Self> {
+        // The engine truncates and pads after encoding, by its own rules.
+        reference.with_truncation(None)?;
+        reference.with_padding(None);
+        let definition: Value = serde_json::from_slice(definition)?;
+        let splitting = Splitting::new(&reference, &definition);
+        let keeps_tokens = |own: &BpeEncoder| {
+            let added = reference.get_added_tokens_decoder();
+            let mut added = added.into_values();
+            added.all(|token| !token.normalized || own.keeps(&token.content))
+        };
+        let own = splitting
+            .as_ref()
+            .and_then(|_| BpeEncoder::new(&definition));
+        Ok(Self {
+            own: own.filter(keeps_tokens),
+            splitting,
+            reference,
+            own_differs: AtomicBool::new(false),
+            compared_equal: AtomicU64::new(0),
+            compared_different: AtomicU64::new(0),
+            cache: SegmentCache::new(),
+            templates: None,
         })
     }
 
@@ -99,20 +174,39 @@ impl Tokenizer {
         self.templates.is_some()
     }
 
+    pub fn encoder(&self) -> EncoderKind {
+        if self.own.is_some() && !self.own_differs.load(Ordering::Relaxed) {
+            EncoderKind::Own
+        } else {
+            EncoderKind::Reference
+        }
+    }
+
+    /// Bytes of the longest token; `None` if that is not known.
+    pub fn token_bytes_max(&self) -> Option<usize> {
+        self.own.as_ref().map(BpeEncoder::token_bytes_max)
+    }
+
     /// Token ids of a text as the engine's completion route computes them.
     pub fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, TextEncodeError> {
-        match &self.pieces {
-            Some(pieces) => pieces.encode(&self.inner, text, special),
-            None => encode_whole(&self.inner, text, special),
-        }
+        let mut task = self.task(text, special);
+        while task.step(self, usize::MAX)? == TaskState::More {}
+        Ok(task.into_ids())
+    }
+
+    /// An encoding in steps.
+    pub fn task<T: AsRef<str>>(&self, text: T, special: SpecialTokens) -> TextTask<T> {
+        TextTask::new(self, text, special)
+    }
+
+    /// The model's templates.
+    pub fn templates(&self) -> Result<&ChatTemplates, RenderError> {
+        self.templates.as_ref().ok_or(RenderError::NoTemplate)
     }
 
     /// The text that the model's template renders for a chat. `now` is for templates with a date.
     pub fn render_chat(&self, chat: &ChatParts<'_>, now: CivilTime) -> Result<String, RenderError> {
-        self.templates
-            .as_ref()
-            .ok_or(RenderError::NoTemplate)?
-            .render(chat, now)
+        self.templates()?.render(chat, now)
     }
 
     /// Token ids of a chat as the engine's chat route computes them.
@@ -125,10 +219,77 @@ impl Tokenizer {
         Ok(self.encode(&text, chat.special_tokens)?)
     }
 
-    /// Counts of the piece cache; `None` if this tokenizer cannot be cached exactly.
-    pub fn cache_stats(&self) -> Option<PieceCacheStats> {
-        self.pieces.as_ref().map(PieceEncoder::stats)
+    pub fn cache_stats(&self) -> SegmentCacheStats {
+        self.cache.stats()
     }
+
+    fn splitting(&self, encoder: EncoderKind) -> Option<&Splitting> {
+        let splitting = self.splitting.as_ref();
+        splitting.filter(|s| encoder == EncoderKind::Own || s.reference_is_local)
+    }
+
+    /// The ids of a piece between two added tokens.
+    fn piece_by_reference(&self, piece: &str) -> Result<Arc<[u32]>, TextEncodeError> {
+        const VARIANT: u64 = 2;
+        let key = self.cache.key(piece, VARIANT);
+        if let Some(ids) = self.cache.get(key, piece) {
+            return Ok(ids);
+        }
+        let ids = self.encode_by_reference(piece, SpecialTokens::Omit)?;
+        self.cache.put(key, piece, &ids);
+        Ok(ids.into())
+    }
+
+    fn encode_by_reference(
+        &self,
+        text: &str,
+        special: SpecialTokens,
+    ) -> Result<Vec<u32>, TextEncodeError> {
+        if text.len() > REFERENCE_BYTES_MAX {
+            return Err(TextEncodeError::LongText);
+        }
+        encode_whole(&self.reference, text, special)
+    }
+}
+
+impl Splitting {
+    fn new(reference: &tokenizers::Tokenizer, definition: &Value) -> Option<Self> {
+        let dropout = &definition["model"]["dropout"];
+        if !dropout.is_null() && dropout.as_f64() != Some(0.0) {
+            return None;
+        }
+        let (before, after) = surrounding_ids(reference)?;
+        Some(Self {
+            added: AddedTokens::new(reference)?,
+            before,
+            after,
+            reference_is_local: !depends_on_position(&definition["pre_tokenizer"]),
+        })
+    }
+}
+
+/// Whether a metaspace is put before the first piece only.
+fn depends_on_position(pre_tokenizer: &Value) -> bool {
+    match pre_tokenizer {
+        Value::Object(map) => {
+            map.get("prepend_scheme")
+                .is_some_and(|scheme| scheme == "first")
+                || map.values().any(depends_on_position)
+        }
+        Value::Array(list) => list.iter().any(depends_on_position),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
+    }
+}
+
+/// The ids before and after those of a text when special tokens are added.
+fn surrounding_ids(tokenizer: &tokenizers::Tokenizer) -> Option<(Vec<u32>, Vec<u32>)> {
+    const PROBE: &str = "probe text";
+    let plain = encode_whole(tokenizer, PROBE, SpecialTokens::Omit).ok()?;
+    let whole = encode_whole(tokenizer, PROBE, SpecialTokens::Add).ok()?;
+    let at = whole
+        .windows(plain.len().max(1))
+        .position(|window| window == plain)?;
+    Some((whole[..at].to_vec(), whole[at + plain.len()..].to_vec()))
 }
 
 /// Encodes a text as a whole. The regex engine panics when one match takes it more than ten million
@@ -141,10 +302,11 @@ fn encode_whole(
     let encode = || tokenizer.encode_fast(text, special == SpecialTokens::Add);
     match catch_unwind(AssertUnwindSafe(encode)) {
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
-        Ok(Err(error)) => Err(TextEncodeError(error.to_string())),
-        Err(_) => Err(TextEncodeError(
-            "the text exceeds the regex engine's limits".to_owned(),
-        )),
+        Ok(Err(error)) => Err(TextEncodeError::Failed(error.to_string())),
+        Err(_) => {
+            let reason = "the text exceeds the regex engine's limits";
+            Err(TextEncodeError::Failed(reason.to_owned()))
+        }
     }
 }
 

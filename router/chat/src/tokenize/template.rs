@@ -137,6 +137,16 @@ impl ChatTemplates {
 
     /// The text that the engine renders for this chat at this time.
     pub fn render(&self, chat: &ChatParts<'_>, now: CivilTime) -> Result<String, RenderError> {
+        self.render_until(chat, now, &|| false)
+    }
+
+    /// The same, given up at the next output after `is_cancelled` returns true.
+    pub fn render_until(
+        &self,
+        chat: &ChatParts<'_>,
+        now: CivilTime,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<String, RenderError> {
         if chat.ending == ChatEnding::Contradiction {
             return Err(RenderError::Invalid("continue_final_message"));
         }
@@ -156,7 +166,7 @@ impl ChatTemplates {
             }
         };
         let context = self.context(chat.ending, conversation, arguments, now);
-        let text = self.run(name, context)?;
+        let text = self.run(name, context, is_cancelled)?;
         match continued {
             None => Ok(text),
             Some(last) => cut_at_tag(text, &last),
@@ -187,28 +197,42 @@ impl ChatTemplates {
         Value::from_pairs(members)
     }
 
-    fn run(&self, name: &str, context: Value) -> Result<String, RenderError> {
+    fn run(
+        &self,
+        name: &str,
+        context: Value,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<String, RenderError> {
         let failed = |error: minijinja::Error| RenderError::Template(error.to_string());
         let template = self.env.get_template(name).map_err(failed)?;
-        let mut out = BoundedText(Vec::new());
+        let mut out = BoundedText {
+            bytes: Vec::new(),
+            is_cancelled,
+        };
         // The template is trusted, its input is not: no input may end the process.
         let render = || template.render_captured_to(context, &mut out).map(drop);
         catch_unwind(AssertUnwindSafe(render))
             .map_err(|_| RenderError::Template("the template engine panicked".to_owned()))?
             .map_err(failed)?;
-        String::from_utf8(out.0).map_err(|error| RenderError::Template(error.to_string()))
+        String::from_utf8(out.bytes).map_err(|error| RenderError::Template(error.to_string()))
     }
 }
 
-/// A writer that fails beyond [`TEXT_BYTES_MAX`].
-struct BoundedText(Vec<u8>);
+/// A writer that fails beyond [`TEXT_BYTES_MAX`], or when the text is no longer wanted.
+struct BoundedText<'c> {
+    bytes: Vec<u8>,
+    is_cancelled: &'c dyn Fn() -> bool,
+}
 
-impl io::Write for BoundedText {
+impl io::Write for BoundedText<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
+        if self.bytes.len() + bytes.len() > TEXT_BYTES_MAX {
             return Err(io::Error::from(io::ErrorKind::FileTooLarge));
         }
-        self.0.extend_from_slice(bytes);
+        if (self.is_cancelled)() {
+            return Err(io::Error::from(io::ErrorKind::TimedOut));
+        }
+        self.bytes.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

@@ -1,10 +1,16 @@
 use std::path::Path;
+use std::time::Duration;
 
+use prometheus::IntGauge;
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::*;
+use crate::config::Limits;
 use crate::fleet::Parity;
-use crate::openai::SpecialTokens;
+use crate::proxy::prompt_jobs::PlanJob;
+use crate::proxy::prompt_pool::PromptJob as _;
 use crate::tokenize::CivilTime;
 
 fn trust(proven: bool) -> PromptTrust {
@@ -45,7 +51,36 @@ fn inputs() -> PlanInputs {
         tokenizer: None,
         policy: Policy::Kv,
         now: CivilTime::from_unix(0),
+        prompt_bytes_max: 1 << 20,
+        sampling: TextSampling::Discard,
     }
+}
+
+fn with_tokenizer() -> PlanInputs {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let mut inputs = PlanInputs {
+        tokenizer: Some(Arc::new(Tokenizer::load(&fixture).unwrap())),
+        ..inputs()
+    };
+    let models = &mut Arc::make_mut(&mut inputs.catalog).models;
+    models.get_mut("m").unwrap().max_model_len = Some(1 << 20);
+    inputs
+}
+
+fn budget(bytes: usize) -> BodyBudget {
+    let limits = Limits {
+        body_bytes: bytes,
+        buffered_bytes: bytes,
+        connections: 1,
+        connect_timeout: Duration::ZERO,
+        drain_timeout: Duration::ZERO,
+    };
+    let held = IntGauge::new("held", "bytes").unwrap();
+    BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())
+}
+
+fn chat(text: &str) -> String {
+    json!({"model": "m", "messages": [{"role": "user", "content": text}]}).to_string()
 }
 
 fn completion(body: &serde_json::Value) -> Plan {
@@ -242,4 +277,105 @@ fn an_unknown_model_is_not_the_same_as_no_worker() {
     };
     let error = plan(PromptRoute::Completions, body, &empty).err();
     assert_eq!(error, Some(ProxyError::NoWorker));
+}
+
+/// Such a prompt once took 160 bytes of memory a byte, whatever the model's length.
+#[test]
+fn prompts_beyond_the_flag_or_the_model_are_not_tokenized() {
+    let mut inputs = with_tokenizer();
+    let why = |inputs: &PlanInputs, words: usize| {
+        let text = "word ".repeat(words);
+        let completion = json!({"model": "m", "prompt": text}).to_string();
+        let completion = plan(PromptRoute::Completions, completion.as_bytes(), inputs).unwrap();
+        let chat = plan(PromptRoute::ChatCompletions, chat(&text).as_bytes(), inputs).unwrap();
+        assert_eq!(chat.unhashed, completion.unhashed);
+        chat.unhashed
+    };
+    assert_eq!(why(&inputs, 1000), None);
+    inputs.prompt_bytes_max = 4000;
+    assert_eq!(why(&inputs, 1000), Some("prompt_too_large"));
+    inputs.prompt_bytes_max = 1 << 20;
+    let models = &mut Arc::make_mut(&mut inputs.catalog).models;
+    models.get_mut("m").unwrap().max_model_len = Some(100);
+    // Found while it is encoded, and before it is rendered.
+    assert_eq!(why(&inputs, 200), Some("prompt_too_large"));
+    assert_eq!(why(&inputs, 100_000), Some("prompt_too_large"));
+}
+
+#[test]
+fn prompt_work_is_charged_to_the_budget_of_bodies() {
+    let inputs = with_tokenizer();
+    let body = chat(&"word ".repeat(20_000));
+    let begun = |budget: &BodyBudget| {
+        let limits = WorkLimits {
+            budget: Some(budget),
+            is_cancelled: &|| false,
+        };
+        begin(
+            PromptRoute::ChatCompletions,
+            body.as_bytes(),
+            &inputs,
+            &limits,
+        )
+        .unwrap()
+    };
+    let small = budget(400_000);
+    let Planning::Ready(refused) = begun(&small) else {
+        panic!("without memory nothing is encoded")
+    };
+    assert_eq!(refused.unhashed, Some("prompt_memory"));
+    let large = budget(1 << 20);
+    let Planning::Encoding(encoding) = begun(&large) else {
+        panic!("its memory is charged")
+    };
+    assert!(large.charge(512 << 10).is_none());
+    drop(encoding);
+    assert!(large.charge(1 << 20).is_some());
+}
+
+#[test]
+fn a_prompt_of_many_small_values_is_not_rendered() {
+    let inputs = with_tokenizer();
+    let message = r#"{"role":"user","content":"x"}"#;
+    let body = |messages: usize| {
+        let messages = vec![message; messages].join(",");
+        format!(r#"{{"model":"m","messages":[{messages}]}}"#)
+    };
+    let why = |messages| {
+        let body = body(messages);
+        let planned = plan(PromptRoute::ChatCompletions, body.as_bytes(), &inputs);
+        planned.unwrap().unhashed
+    };
+    assert_eq!(why(2_000), None);
+    assert_eq!(why(30_000), Some("prompt_memory"));
+}
+
+/// The work of clients that had left once delayed those that waited.
+#[tokio::test]
+async fn work_ends_when_the_client_has_gone() {
+    let inputs = with_tokenizer();
+    let body = chat(&"word ".repeat(100_000));
+    let is_gone = WorkLimits {
+        budget: None,
+        is_cancelled: &|| true,
+    };
+    let planning = begin(
+        PromptRoute::ChatCompletions,
+        body.as_bytes(),
+        &inputs,
+        &is_gone,
+    );
+    let Ok(Planning::Ready(plan)) = planning else {
+        panic!("rendering is given up")
+    };
+    assert_eq!(plan.unhashed, Some("template_failed"));
+    let budget = budget(16 << 20);
+    let headers = axum::http::HeaderMap::new();
+    let body = budget.read(&headers, body.into()).await.unwrap();
+    let route = PromptRoute::ChatCompletions;
+    let (mut job, planned) = PlanJob::new(route, body, inputs, budget);
+    assert_eq!((job.step(), job.step()), (TaskState::More, TaskState::More));
+    assert!(job.bytes_left() > 300_000);
+    drop(planned);
+    assert_eq!(job.step(), TaskState::Done);
 }

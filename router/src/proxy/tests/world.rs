@@ -491,7 +491,8 @@ impl World {
             tokenizer: None,
             policy: Policy::Kv,
             settings: Arc::default(),
-            parsers: Arc::new(Semaphore::new(1)),
+            prompts: PromptPool::start().unwrap(),
+            planned: AtomicU64::new(0),
             ready: Arc::default(),
         });
         app.ready.registry_read();

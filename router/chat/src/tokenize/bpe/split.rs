@@ -1,0 +1,359 @@
+//! Splits a text into words as the reference's pre-tokenizer does, and proves where a text may be
+//! cut.
+//!
+//! A **seam** is a pair of adjacent characters between which a cut changes no word. It is proven
+//! from the pattern alone: no alternative can match both characters next to each other, so every
+//! attempt to match stops there as it does at a text's end; and no lookahead that sees the second
+//! one decides an alternative. Matching has no lookbehind, so the text after the cut is split as if
+//! it stood alone.
+
+use serde_json::Value;
+
+use super::char_classes::{CharClasses, ClassMask, char_start};
+use super::pattern::{self, Node, Presence};
+
+/// The pattern of `ByteLevel` with `use_regex`.
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+/// Several patterns, each applied to the pieces of the one before.
+#[derive(Debug)]
+pub(super) struct PatternSplitter {
+    classes: CharClasses,
+    stages: Vec<Stage>,
+    /// By the class of the character before: the classes with which it makes a seam.
+    seams: Vec<ClassMask>,
+}
+
+type MaskNode = Node<ClassMask>;
+
+#[derive(Debug)]
+struct Stage {
+    alternatives: Vec<Vec<MaskNode>>,
+    /// By class: the alternatives that may begin with it, one bit for each.
+    beginnings: Vec<u64>,
+}
+
+/// A word's start and end.
+pub(super) type WordSpan = (u32, u32);
+
+impl PatternSplitter {
+    /// The splitter of a pre-tokenizer that ends in `ByteLevel`; `None` if it has other parts.
+    pub(super) fn new(pre_tokenizer: &Value) -> Option<Self> {
+        let single = [pre_tokenizer.clone()];
+        let parts = match pre_tokenizer["type"].as_str()? {
+            "Sequence" => pre_tokenizer["pretokenizers"].as_array()?.as_slice(),
+            _ => &single,
+        };
+        let (byte_level, splits) = parts.split_last()?;
+        let is_plain = byte_level["type"] == "ByteLevel" && byte_level["add_prefix_space"] == false;
+        let mut expressions = Vec::new();
+        for split in splits {
+            let is_isolated = split["behavior"] == "Isolated" && split["invert"] == false;
+            if split["type"] != "Split" || !is_isolated {
+                return None;
+            }
+            expressions.push(split["pattern"]["Regex"].as_str()?);
+        }
+        if byte_level["use_regex"] != false {
+            expressions.push(GPT2);
+        }
+        is_plain.then(|| Self::of_expressions(&expressions))?
+    }
+
+    fn of_expressions(expressions: &[&str]) -> Option<Self> {
+        let mut sets: Vec<String> = Vec::new();
+        let mut patterns = Vec::new();
+        for expression in expressions {
+            let pattern = pattern::read(expression)?;
+            let places = pattern.sets.into_iter().map(|set| {
+                let known = sets.iter().position(|known| *known == set);
+                known.unwrap_or_else(|| {
+                    sets.push(set);
+                    sets.len() - 1
+                })
+            });
+            let places: Vec<usize> = places.collect();
+            patterns.push((pattern.alternatives, places));
+        }
+        let (classes, masks) = CharClasses::new(&sets)?;
+        let stages = patterns.iter().map(|(alternatives, places)| {
+            let mask = |set: usize| masks[places[set]];
+            Stage::new(alternatives.iter().map(|nodes| masked(nodes, &mask)))
+        });
+        let stages: Vec<Stage> = stages.collect::<Option<_>>()?;
+        let seams = seams(&stages, classes.all())?;
+        Some(Self {
+            classes,
+            stages,
+            seams,
+        })
+    }
+
+    /// Appends the words of a text, up to the first match of the first pattern that ends at `until`
+    /// or later. Returns its end: as matching has no lookbehind, the rest has the words of a text of
+    /// its own.
+    pub(super) fn split(&self, text: &[u8], until: usize, words: &mut Vec<WordSpan>) -> usize {
+        let (first, mut at) = (&self.stages[0], 0);
+        let mut unmatched = 0;
+        while at < until
+            && let Some((class, length)) = self.classes.at(text, at)
+        {
+            match first.match_at(&self.classes, text, at, class) {
+                Some(end) => {
+                    self.split_stage(1, text, unmatched..at, words);
+                    self.split_stage(1, text, at..end, words);
+                    (at, unmatched) = (end, end);
+                }
+                None => at += length,
+            }
+        }
+        if at >= text.len() {
+            self.split_stage(1, text, unmatched..text.len(), words);
+            unmatched = text.len();
+        }
+        unmatched
+    }
+
+    fn split_stage(
+        &self,
+        number: usize,
+        text: &[u8],
+        range: std::ops::Range<usize>,
+        words: &mut Vec<WordSpan>,
+    ) {
+        let Some(stage) = self.stages.get(number) else {
+            if !range.is_empty() {
+                words.push((range.start as u32, range.end as u32));
+            }
+            return;
+        };
+        let text = &text[..range.end];
+        let mut unmatched = range.start;
+        let mut at = range.start;
+        while let Some((class, length)) = self.classes.at(text, at) {
+            match stage.match_at(&self.classes, text, at, class) {
+                Some(end) => {
+                    self.split_stage(number + 1, text, unmatched..at, words);
+                    self.split_stage(number + 1, text, at..end, words);
+                    (at, unmatched) = (end, end);
+                }
+                None => at += length,
+            }
+        }
+        self.split_stage(number + 1, text, unmatched..range.end, words);
+    }
+
+    /// Whether a cut before the character at `at` changes no word.
+    pub(super) fn is_seam(&self, text: &[u8], at: usize) -> bool {
+        let before = self.classes.before(text, at);
+        let after = self.classes.at(text, at);
+        match (before, after) {
+            (Some(before), Some((after, _))) => self.seams[usize::from(before)] >> after & 1 == 1,
+            _ => false,
+        }
+    }
+}
+
+fn masked(nodes: &[Node], mask: &impl Fn(usize) -> ClassMask) -> Vec<MaskNode> {
+    let convert = |node: &Node| match node {
+        Node::Repeat { set, min, max } => MaskNode::Repeat {
+            set: mask(*set),
+            min: *min,
+            max: *max,
+        },
+        Node::NotAhead(set) => MaskNode::NotAhead(mask(*set)),
+        Node::Group {
+            alternatives,
+            presence,
+        } => MaskNode::Group {
+            alternatives: alternatives
+                .iter()
+                .map(|nodes| masked(nodes, mask))
+                .collect(),
+            presence: *presence,
+        },
+    };
+    nodes.iter().map(convert).collect()
+}
+
+const fn has(mask: ClassMask, class: u8) -> bool {
+    mask >> class & 1 == 1
+}
+
+impl Stage {
+    fn new(alternatives: impl Iterator<Item = Vec<MaskNode>>) -> Option<Self> {
+        let alternatives: Vec<Vec<MaskNode>> = alternatives.collect();
+        if alternatives.len() > 64 {
+            return None;
+        }
+        let begins: Vec<ClassMask> = alternatives.iter().map(|nodes| first_of(nodes)).collect();
+        let beginnings = (0..64).map(|class| {
+            let may_begin = begins.iter().enumerate();
+            may_begin.fold(0, |bits, (bit, mask)| bits | (mask >> class & 1) << bit)
+        });
+        Some(Self {
+            beginnings: beginnings.collect(),
+            alternatives,
+        })
+    }
+
+    fn match_at(&self, classes: &CharClasses, text: &[u8], at: usize, class: u8) -> Option<usize> {
+        let mut left = self.beginnings[usize::from(class)];
+        while left != 0 {
+            let alternative = &self.alternatives[left.trailing_zeros() as usize];
+            if let Some(end) = match_nodes(classes, alternative, text, at) {
+                return Some(end);
+            }
+            left &= left - 1;
+        }
+        None
+    }
+}
+
+/// The end of the first match in the order of a backtracking matcher.
+fn match_nodes(classes: &CharClasses, nodes: &[MaskNode], text: &[u8], at: usize) -> Option<usize> {
+    let Some((node, rest)) = nodes.split_first() else {
+        return Some(at);
+    };
+    match node {
+        MaskNode::Repeat { set, min, max } => {
+            let (mut end, mut count) = (at, 0);
+            while count < *max
+                && let Some((class, length)) = classes.at(text, end)
+                && has(*set, class)
+            {
+                end += length;
+                count += 1;
+            }
+            while count >= *min {
+                if let Some(end) = match_nodes(classes, rest, text, end) {
+                    return Some(end);
+                }
+                if count == 0 {
+                    break;
+                }
+                end = char_start(text, end - 1);
+                count -= 1;
+            }
+            None
+        }
+        MaskNode::NotAhead(set) => match classes.at(text, at) {
+            Some((class, _)) if has(*set, class) => None,
+            _ => match_nodes(classes, rest, text, at),
+        },
+        MaskNode::Group {
+            alternatives,
+            presence,
+        } => alternatives
+            .iter()
+            .find_map(|nodes| match_nodes(classes, nodes, text, at))
+            .or_else(|| (*presence == Presence::Optional).then_some(at)),
+    }
+}
+
+/// The classes that may begin a match of the nodes.
+fn first_of(nodes: &[MaskNode]) -> ClassMask {
+    let mut first = 0;
+    for node in nodes {
+        match node {
+            MaskNode::Repeat { set, min, .. } => {
+                first |= set;
+                if *min > 0 {
+                    break;
+                }
+            }
+            MaskNode::NotAhead(_) => {}
+            MaskNode::Group { alternatives, .. } => {
+                first |= alternatives
+                    .iter()
+                    .fold(0, |mask, nodes| mask | first_of(nodes));
+            }
+        }
+    }
+    first
+}
+
+/// Adds, for each class, the classes that may follow it inside a match of the nodes.
+fn add_followers(nodes: &[MaskNode], followers: &mut [ClassMask]) {
+    for (at, node) in nodes.iter().enumerate() {
+        match node {
+            MaskNode::Repeat { set, max, .. } => {
+                let repeated = if *max > 1 { *set } else { 0 };
+                let next = repeated | first_of(&nodes[at + 1..]);
+                for class in (0..64_u8).filter(|class| has(*set, *class)) {
+                    followers[usize::from(class)] |= next;
+                }
+            }
+            MaskNode::NotAhead(_) => {}
+            MaskNode::Group { alternatives, .. } => {
+                for nodes in alternatives {
+                    add_followers(nodes, followers);
+                }
+            }
+        }
+    }
+}
+
+/// The classes before which a lookahead after this class may decide a match.
+fn add_lookaheads(alternatives: &[Vec<MaskNode>], decided: &mut [ClassMask]) -> Option<()> {
+    for (number, nodes) in alternatives.iter().enumerate() {
+        let Some(at) = nodes
+            .iter()
+            .position(|node| matches!(node, MaskNode::NotAhead(_)))
+        else {
+            continue;
+        };
+        let [MaskNode::Repeat { set, .. }, MaskNode::NotAhead(ahead)] = &nodes[..=at] else {
+            return None;
+        };
+        for class in (0..64_u8).filter(|class| has(*set, *class)) {
+            // `S*T+` before `S+(?!N)` matches whatever ends in a character of both S and T.
+            let is_taken_before = alternatives[..number].iter().any(|earlier| {
+                matches!(&earlier[..], [
+                    MaskNode::Repeat { set: outer, min: 0, max: u32::MAX },
+                    MaskNode::Repeat { set: last, min: 1, max: u32::MAX },
+                ] if outer & set == *set && has(*last, class))
+            });
+            if !is_taken_before {
+                decided[usize::from(class)] |= ahead;
+            }
+        }
+    }
+    Some(())
+}
+
+/// By class: the classes with which it makes a seam in all stages. `None` if a stage has other
+/// lookaheads than these.
+fn seams(stages: &[Stage], all: ClassMask) -> Option<Vec<ClassMask>> {
+    let mut crossed: Vec<ClassMask> = vec![0; 64];
+    for stage in stages {
+        for nodes in &stage.alternatives {
+            add_followers(nodes, &mut crossed);
+        }
+        add_lookaheads(&stage.alternatives, &mut crossed)?;
+    }
+    // What the last stage may leave unmatched is one word.
+    let last = &stages.last()?.alternatives;
+    let unmatched = last.iter().fold(all, |left, nodes| left & !alone(nodes));
+    for class in (0..64_u8).filter(|class| has(unmatched, *class)) {
+        crossed[usize::from(class)] |= unmatched;
+    }
+    Some(crossed.into_iter().map(|mask| !mask).collect())
+}
+
+/// The classes of which the nodes match one character, whatever follows it.
+fn alone(nodes: &[MaskNode]) -> ClassMask {
+    let mut required = 0;
+    for node in nodes {
+        match node {
+            MaskNode::Repeat { min: 0, .. } => {}
+            MaskNode::Group { presence, .. } if *presence == Presence::Optional => {}
+            MaskNode::Repeat { set, min: 1, .. } if required == 0 => required = *set,
+            MaskNode::Repeat { .. } | MaskNode::NotAhead(_) | MaskNode::Group { .. } => return 0,
+        }
+    }
+    required
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,58 @@
+use serde_json::json;
+
+use super::*;
+
+const LLAMA: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+
+fn splitter(expression: &str) -> PatternSplitter {
+    PatternSplitter::of_expressions(&[expression]).unwrap()
+}
+
+#[test]
+fn seams_are_where_no_match_and_no_lookahead_can_cross() {
+    let (llama, gpt2) = (splitter(LLAMA), splitter(GPT2));
+    let is_seam = |splitter: &PatternSplitter, pair: &str| {
+        splitter.is_seam(pair.as_bytes(), pair.chars().next().unwrap().len_utf8())
+    };
+    for pair in [
+        "a ", "é ", "a1", "1a", "1 ", "\na", "\n1", "中。", "a\n", "。 ", "\n!",
+    ] {
+        assert!(is_seam(&llama, pair), "{pair:?}");
+    }
+    for pair in [
+        "ab", " a", "  ", " \n", "\n ", "\n\n", "12", "。中", "!\n", "'s",
+    ] {
+        assert!(!is_seam(&llama, pair), "{pair:?}");
+    }
+    // A lookahead decides whether the newline belongs to the blanks before it.
+    assert!(!is_seam(&gpt2, "\na") && is_seam(&gpt2, "a "));
+    // Digits are left unmatched, and so they are one word.
+    let partial = splitter(r"\p{L}+|\s");
+    assert!(!is_seam(&partial, "1!") && is_seam(&partial, "1a"));
+}
+
+#[test]
+fn pre_tokenizers_with_other_parts_are_not_split_here() {
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
+    let split = json!({"type": "Split", "pattern": {"Regex": LLAMA}, "behavior": "Isolated",
+        "invert": false});
+    let of =
+        |parts: Value| PatternSplitter::new(&json!({"type": "Sequence", "pretokenizers": parts}));
+    assert!(of(json!([split, byte_level])).is_some());
+    let mut removed = split.clone();
+    removed["behavior"] = "Removed".into();
+    let mut prefixed = byte_level.clone();
+    prefixed["add_prefix_space"] = true.into();
+    for parts in [
+        json!([split]),
+        json!([byte_level]),
+        json!([removed, byte_level]),
+        json!([split, prefixed]),
+        json!([{"type": "Digits", "individual_digits": true}, byte_level]),
+    ] {
+        assert!(of(parts.clone()).is_none(), "{parts}");
+    }
+}

@@ -1,0 +1,197 @@
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::*;
+
+const CONTRACTIONS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)";
+const REST: &str = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const UPPER: &str = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
+const LOWER: &str = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
+
+/// A tokenizer of a fixture with a changed definition.
+pub(in crate::tokenize) fn changed(fixture: &str, change: impl FnOnce(&mut Value)) -> Tokenizer {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/fixtures")
+        .join(fixture)
+        .join("tokenizer.json");
+    let mut definition: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    change(&mut definition);
+    let definition = serde_json::to_vec(&definition).unwrap();
+    let reference = tokenizers::Tokenizer::from_bytes(&definition).unwrap();
+    Tokenizer::of_reference(reference, &definition).unwrap()
+}
+
+fn byte_level(patterns: &[&str], normalizer: &str, use_regex: bool) -> Tokenizer {
+    changed("tiny", |definition| {
+        let split = |pattern: &&str| {
+            json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+                "invert": false})
+        };
+        let mut parts: Vec<Value> = patterns.iter().map(split).collect();
+        parts.push(
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+            "use_regex": use_regex}),
+        );
+        definition["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": parts});
+        definition["normalizer"] = match normalizer {
+            "" => Value::Null,
+            kind => json!({ "type": kind }),
+        };
+    })
+}
+
+fn sentence_piece(normalizer: Value, pre_tokenizer: Value) -> Tokenizer {
+    changed("tiny_sp", |definition| {
+        definition["normalizer"] = normalizer;
+        definition["pre_tokenizer"] = pre_tokenizer;
+    })
+}
+
+/// The families of tokenizers that the own encoder knows.
+fn families() -> Vec<(&'static str, Tokenizer)> {
+    let word = r"[^\r\n\p{L}\p{N}]?";
+    let llama = format!(r"{CONTRACTIONS}|{word}\p{{L}}+|\p{{N}}{{1,3}}|{REST}");
+    let qwen = format!(r"{CONTRACTIONS}|{word}\p{{L}}+|\p{{N}}|{REST}");
+    let marks = REST.replace(r"\p{L}", r"\p{L}\p{M}");
+    let qwen_marks = format!(r"{CONTRACTIONS}|{word}[\p{{L}}\p{{M}}]+|\p{{N}}|{marks}");
+    let slashes = REST.replacen(r"[\r\n]*", r"[\r\n/]*", 1);
+    let cased = |upper: &str, lower: &str, end: &str| {
+        format!("{word}{upper}*{lower}+{end}|{word}{upper}+{lower}*{end}")
+    };
+    let contracted = format!("{CONTRACTIONS}?");
+    let words = cased(UPPER, LOWER, &contracted);
+    let o200k = format!(r"{words}|\p{{N}}{{1,3}}|{slashes}");
+    let tekken = format!(r"{}|\p{{N}}|{slashes}", cased(UPPER, LOWER, ""));
+    let no_han = |set: &str| format!(r"[{set}&&[^\p{{Han}}]]");
+    let words = cased(&no_han(UPPER), &no_han(LOWER), &contracted);
+    let kimi = format!(r"[\p{{Han}}]+|{words}|\p{{N}}{{1,3}}|{REST}");
+    let deepseek_words = [
+        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"##,
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+    .join("|");
+    let deepseek = [r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", &deepseek_words];
+    let replace = || json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let prepend = json!({"type": "Prepend", "prepend": "▁"});
+    let metaspace = |scheme: &str, split: bool| {
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme,
+            "split": split})
+    };
+    let mut families = vec![
+        ("gpt-2", byte_level(&[], "", true)),
+        ("llama 3", byte_level(&[&llama], "", false)),
+        ("qwen", byte_level(&[&qwen], "NFC", false)),
+        ("qwen with marks", byte_level(&[&qwen_marks], "NFC", false)),
+        ("o200k", byte_level(&[&o200k], "", false)),
+        ("tekken", byte_level(&[&tekken], "", false)),
+        ("deepseek", byte_level(&deepseek, "", false)),
+        ("kimi", byte_level(&[&kimi], "", false)),
+    ];
+    let llama2 = json!({"type": "Sequence", "normalizers": [prepend, replace()]});
+    families.push(("llama 2", sentence_piece(llama2, Value::Null)));
+    let gemma = json!({"type": "Split", "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious", "invert": false});
+    families.push(("gemma", sentence_piece(replace(), gemma)));
+    for (name, scheme, split) in [
+        ("metaspace first", "first", false),
+        ("metaspace always", "always", false),
+        ("metaspace never", "never", true),
+    ] {
+        families.push((name, sentence_piece(Value::Null, metaspace(scheme, split))));
+    }
+    let ignoring = changed("tiny", |definition| {
+        definition["model"]["ignore_merges"] = true.into();
+        for token in definition["added_tokens"].as_array_mut().unwrap() {
+            let content = token["content"].as_str().unwrap_or("").to_owned();
+            token["normalized"] = content.starts_with("<tool").into();
+            token["lstrip"] = (content == "<|im_start|>").into();
+            token["rstrip"] = (content == "<|im_end|>").into();
+        }
+    });
+    families.push(("whole words, stripping and normalized tokens", ignoring));
+    families
+}
+
+fn compare_families(texts: usize, seed: u64) {
+    for (name, tokenizer) in families() {
+        assert_eq!(tokenizer.encoder(), EncoderKind::Own, "{name}");
+        if let Some(text) = tokenizer.compare_generated(texts, seed) {
+            let ids = expected(&tokenizer, &text, SpecialTokens::Omit);
+            tokenizer.own_differs.store(false, Ordering::Relaxed);
+            let ours = tokenizer.encode_at_every_seam(&text, SpecialTokens::Omit);
+            let whole = tokenizer.encode(&text, SpecialTokens::Omit);
+            panic!("{name}: {text:?}\n reference {ids:?}\n cut {ours:?}\n whole {whole:?}");
+        }
+    }
+}
+
+#[test]
+fn generated_texts_have_the_references_ids() {
+    compare_families(2_000, 1);
+}
+
+/// For `tests/long.sh`, in a release build.
+#[test]
+#[ignore = "takes minutes"]
+fn a_hundred_thousand_texts_have_the_references_ids() {
+    compare_families(100_000, 7);
+}
+
+fn compare_characters(codes: std::ops::Range<u32>) {
+    for (name, tokenizer) in families() {
+        let mut chars = codes.clone().filter_map(char::from_u32).peekable();
+        while chars.peek().is_some() {
+            let block = chars.by_ref().take(512);
+            let block: String = block.flat_map(|c| ['x', c, c, ' ', c]).collect();
+            let ids = tokenizer.encode_at_every_seam(&block, SpecialTokens::Omit);
+            let expected = expected(&tokenizer, &block, SpecialTokens::Omit);
+            assert_eq!(ids.unwrap(), expected, "{name}: {block}");
+        }
+    }
+}
+
+#[test]
+fn characters_in_context_have_the_references_ids() {
+    compare_characters(0..0x1000);
+}
+
+/// For `tests/long.sh`, in a release build.
+#[test]
+#[ignore = "takes minutes"]
+fn all_characters_in_context_have_the_references_ids() {
+    compare_characters(0..0x11_0000);
+}
+
+#[test]
+fn a_difference_switches_to_the_reference() {
+    let tokenizer = changed("tiny", |_| {});
+    let ids = tokenizer.encode("some text", SpecialTokens::Omit).unwrap();
+    let compare =
+        |ids: &[u32]| tokenizer.compare_with_reference("some text", SpecialTokens::Omit, ids);
+    assert_eq!(compare(&ids), ReferenceComparison::Equal);
+    assert_eq!(tokenizer.encoder(), EncoderKind::Own);
+    assert_eq!(compare(&ids[1..]), ReferenceComparison::Different);
+    assert_eq!(tokenizer.encoder(), EncoderKind::Reference);
+    assert_eq!(compare(&ids), ReferenceComparison::NotCompared);
+    assert_eq!(
+        tokenizer.encode("some text", SpecialTokens::Omit).unwrap(),
+        ids
+    );
+}
+
+/// A wrong rank table must not survive the comparison at load.
+#[test]
+fn a_wrong_encoder_is_found_when_it_is_loaded() {
+    let mut tokenizer = changed("tiny", |_| {});
+    let other = changed("tiny", |definition| {
+        definition["model"]["merges"]
+            .as_array_mut()
+            .unwrap()
+            .swap(0, 40);
+    });
+    tokenizer.own = other.own;
+    assert!(tokenizer.compare_generated(2_000, 3).is_some());
+    assert_eq!(tokenizer.encoder(), EncoderKind::Reference);
+}

@@ -1,0 +1,181 @@
+//! Token ids of segments: most of a conversation, document or prefix was encoded with an earlier
+//! request. Bounded, in shards with a lock each.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustc_hash::FxBuildHasher;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Cached bytes per tokenizer: about 80 MB of prompts.
+const CACHE_BYTES_MAX: usize = 64 << 20;
+const SHARDS: usize = 16;
+const GENERATION_BYTES_MAX: usize = CACHE_BYTES_MAX / SHARDS / 2;
+/// A larger segment would evict hundreds of others.
+const SEGMENT_BYTES_MAX: usize = 512 << 10;
+/// Approximate overhead of a cached segment: map entry, allocations and their headers.
+const ENTRY_BYTES: usize = 128;
+
+/// Counts since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SegmentCacheStats {
+    pub hit_bytes: u64,
+    pub miss_bytes: u64,
+    pub kept_bytes: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct SegmentCache {
+    /// Unknown to clients, so that they cannot choose texts that share a key.
+    seed: u64,
+    shards: [Mutex<CacheShard>; SHARDS],
+    hit_bytes: AtomicU64,
+    miss_bytes: AtomicU64,
+}
+
+/// The key of a segment's text. Texts that share one replace each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SegmentKey(u64);
+
+type Segments = HashMap<u64, CachedSegment, FxBuildHasher>;
+
+#[derive(Clone, Debug)]
+struct CachedSegment {
+    text: Arc<str>,
+    ids: Arc<[u32]>,
+}
+
+/// Two generations: a used segment moves to the young one. When the young one has filled its half,
+/// it becomes the old one, and the old one is dropped.
+#[derive(Debug, Default)]
+struct CacheShard {
+    young: Segments,
+    old: Segments,
+    young_bytes: usize,
+    old_bytes: usize,
+}
+
+impl SegmentCache {
+    pub(super) fn new() -> Self {
+        Self {
+            seed: RandomState::new().hash_one(0),
+            shards: Default::default(),
+            hit_bytes: AtomicU64::new(0),
+            miss_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// `variant` separates the ids that one text has in several places.
+    pub(super) fn key(&self, text: &str, variant: u64) -> SegmentKey {
+        SegmentKey(xxh3_64_with_seed(text.as_bytes(), self.seed ^ variant))
+    }
+
+    pub(super) fn get(&self, key: SegmentKey, text: &str) -> Option<Arc<[u32]>> {
+        let found = self.shard(key).get(key, text);
+        let counter = if found.is_some() {
+            &self.hit_bytes
+        } else {
+            &self.miss_bytes
+        };
+        counter.fetch_add(text.len() as u64, Ordering::Relaxed);
+        found
+    }
+
+    pub(super) fn put(&self, key: SegmentKey, text: &str, ids: &[u32]) {
+        if text.len() <= SEGMENT_BYTES_MAX {
+            let segment = CachedSegment {
+                text: text.into(),
+                ids: ids.into(),
+            };
+            self.shard(key).insert(key, segment);
+        }
+    }
+
+    pub(super) fn stats(&self) -> SegmentCacheStats {
+        let kept = self.shards.iter().map(|shard| {
+            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            shard.young_bytes + shard.old_bytes
+        });
+        SegmentCacheStats {
+            kept_bytes: kept.sum(),
+            hit_bytes: self.hit_bytes.load(Ordering::Relaxed),
+            miss_bytes: self.miss_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    fn shard(&self, key: SegmentKey) -> MutexGuard<'_, CacheShard> {
+        let shard = &self.shards[(key.0 >> 60) as usize % SHARDS];
+        // A shard is consistent between any two statements that can panic.
+        shard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl CacheShard {
+    fn get(&mut self, key: SegmentKey, text: &str) -> Option<Arc<[u32]>> {
+        if let Some(found) = self.young.get(&key.0) {
+            return (*found.text == *text).then(|| Arc::clone(&found.ids));
+        }
+        let found = self.old.remove(&key.0)?;
+        self.old_bytes -= found.bytes();
+        let is_same = *found.text == *text;
+        let ids = Arc::clone(&found.ids);
+        self.insert(key, found);
+        is_same.then_some(ids)
+    }
+
+    fn insert(&mut self, key: SegmentKey, segment: CachedSegment) {
+        let bytes = segment.bytes();
+        if self.young_bytes + bytes > GENERATION_BYTES_MAX {
+            self.old = std::mem::take(&mut self.young);
+            self.old_bytes = std::mem::take(&mut self.young_bytes);
+        }
+        self.young_bytes += bytes;
+        if let Some(replaced) = self.young.insert(key.0, segment) {
+            self.young_bytes -= replaced.bytes();
+        }
+    }
+}
+
+impl CachedSegment {
+    fn bytes(&self) -> usize {
+        self.text.len() + size_of_val(&*self.ids) + ENTRY_BYTES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_bounded_and_used_segments_stay() {
+        let cache = SegmentCache::new();
+        let ids = vec![1; 1000];
+        let key = |text: &str| cache.key(text, 0);
+        cache.put(key("kept"), "kept", &ids);
+        for i in 0..40_000 {
+            let text = format!("{i:-<1000}");
+            cache.put(key(&text), &text, &ids);
+            assert!(cache.stats().kept_bytes <= CACHE_BYTES_MAX);
+            if i % 500 == 0 {
+                assert!(cache.get(key("kept"), "kept").is_some(), "after {i}");
+            }
+        }
+        let first = "0".repeat(1000);
+        assert!(cache.get(key(&first), &first).is_none());
+        let large = "x".repeat(SEGMENT_BYTES_MAX + 1);
+        cache.put(key(&large), &large, &ids);
+        assert!(cache.get(key(&large), &large).is_none());
+    }
+
+    #[test]
+    fn texts_that_share_a_key_do_not_share_ids() {
+        let cache = SegmentCache::new();
+        cache.put(SegmentKey(7), "a", &[1]);
+        assert!(cache.get(SegmentKey(7), "b").is_none());
+        cache.put(SegmentKey(7), "b", &[2]);
+        assert_eq!(cache.get(SegmentKey(7), "b").as_deref(), Some(&[2][..]));
+        assert!(cache.get(SegmentKey(7), "a").is_none());
+    }
+}

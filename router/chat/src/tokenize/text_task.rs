@@ -1,0 +1,351 @@
+//! Encodes one text in steps: added tokens, the pieces between them, and segments of pieces.
+//!
+//! Segments end at seams that the text around them decides, so that a text which appears inside
+//! another one is cut alike, and its segments are found in the cache.
+
+use super::added::{AddedTokens, FoundToken, TokenMatcher};
+use super::bpe::{BpeEncoder, BpeScratch, PiecePlace, SegmentLead};
+use super::{EncoderKind, TextEncodeError, Tokenizer};
+use crate::openai::SpecialTokens;
+
+/// Segments below are encoded faster than looked up.
+const CACHED_BYTES_MIN: usize = 64;
+
+/// Text without a seam in so many bytes is encoded in parts of about this length, and not cached.
+const SEGMENT_BYTES_MAX: usize = 64 << 10;
+
+/// Where segments end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CutRule {
+    /// Bytes before a segment's first possible end.
+    pub bytes_min: usize,
+    /// Bytes after which a segment ends at the next seam.
+    pub bytes_max: usize,
+    /// One in this number of possible ends is chosen, by the bytes before it.
+    pub one_in: u32,
+}
+
+impl CutRule {
+    /// Segments of 1 to 8 KiB, 2 KiB on average.
+    pub(super) const CACHE: Self = Self {
+        bytes_min: 1 << 10,
+        bytes_max: 8 << 10,
+        one_in: 256,
+    };
+    /// For comparisons with the reference.
+    pub(super) const EVERY_SEAM: Self = Self {
+        bytes_min: 1,
+        bytes_max: 1,
+        one_in: 1,
+    };
+}
+
+/// What is left after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TaskState {
+    More,
+    Done,
+}
+
+/// The encoding of one text, which may be paused after each step.
+#[derive(Debug)]
+pub struct TextTask<T> {
+    text: T,
+    special: SpecialTokens,
+    tokens_max: usize,
+    cuts: CutRule,
+    /// The one in use when the task began.
+    encoder: EncoderKind,
+    at: usize,
+    token: NextToken,
+    piece: Option<PieceTask>,
+    ids: Vec<u32>,
+    scratch: BpeScratch,
+}
+
+/// The next added token, searched once.
+#[derive(Clone, Copy, Debug)]
+enum NextToken {
+    Unknown,
+    Known(Option<FoundToken>),
+}
+
+/// A piece between two tokens that match the text as it is.
+#[derive(Debug)]
+struct PieceTask {
+    /// Its range in the text.
+    start: usize,
+    end: usize,
+    /// Its text, if normalization has changed it.
+    changed: Option<String>,
+    /// Positions are relative to the piece.
+    at: usize,
+    token: NextToken,
+    lead: Option<SegmentLead>,
+}
+
+impl NextToken {
+    fn of(&mut self, tokens: &TokenMatcher, text: &str, from: usize) -> Option<FoundToken> {
+        match *self {
+            Self::Known(found) => found,
+            Self::Unknown => {
+                let found = tokens.next(text, from);
+                *self = Self::Known(found);
+                found
+            }
+        }
+    }
+}
+
+impl<T: AsRef<str>> TextTask<T> {
+    pub(super) fn new(tokenizer: &Tokenizer, text: T, special: SpecialTokens) -> Self {
+        Self {
+            text,
+            special,
+            tokens_max: usize::MAX,
+            cuts: CutRule::CACHE,
+            encoder: tokenizer.encoder(),
+            at: 0,
+            token: NextToken::Unknown,
+            piece: None,
+            ids: Vec::new(),
+            scratch: BpeScratch::default(),
+        }
+    }
+
+    /// Fails once the text has more tokens.
+    #[must_use]
+    pub fn with_tokens_max(self, tokens_max: usize) -> Self {
+        Self { tokens_max, ..self }
+    }
+
+    #[must_use]
+    pub(super) fn with_cuts(self, cuts: CutRule) -> Self {
+        Self { cuts, ..self }
+    }
+
+    /// Bytes of the text that are not encoded yet.
+    pub fn bytes_left(&self) -> usize {
+        let within = self
+            .piece
+            .as_ref()
+            .map_or(0, |piece| piece.start + piece.at);
+        self.text.as_ref().len().saturating_sub(self.at.max(within))
+    }
+
+    /// The ids so far.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    pub fn into_ids(self) -> Vec<u32> {
+        self.ids
+    }
+
+    pub fn text(&self) -> &str {
+        self.text.as_ref()
+    }
+
+    /// Encodes at least `bytes` more, up to the end of a segment.
+    pub fn step(
+        &mut self,
+        tokenizer: &Tokenizer,
+        bytes: usize,
+    ) -> Result<TaskState, TextEncodeError> {
+        let Some(split) = tokenizer.splitting(self.encoder) else {
+            self.ids = tokenizer.encode_by_reference(self.text.as_ref(), self.special)?;
+            return self.checked(TaskState::Done);
+        };
+        if self.at == 0 && self.piece.is_none() && self.ids.is_empty() {
+            self.ids.reserve(self.text.as_ref().len() / 5 + 8);
+            self.surround(&split.before);
+        }
+        let until = self.bytes_left().saturating_sub(bytes);
+        loop {
+            if self.piece.is_some() {
+                self.step_piece(tokenizer, &split.added)?;
+            } else if self.at < self.text.as_ref().len() {
+                self.next_piece(&split.added);
+            } else {
+                self.surround(&split.after);
+                return self.checked(TaskState::Done);
+            }
+            self.checked(TaskState::More)?;
+            if self.bytes_left() <= until && self.bytes_left() > 0 {
+                return Ok(TaskState::More);
+            }
+        }
+    }
+
+    fn checked(&self, state: TaskState) -> Result<TaskState, TextEncodeError> {
+        if self.ids.len() > self.tokens_max {
+            return Err(TextEncodeError::TooManyTokens);
+        }
+        Ok(state)
+    }
+
+    fn surround(&mut self, ids: &[u32]) {
+        if self.special == SpecialTokens::Add {
+            self.ids.extend_from_slice(ids);
+        }
+    }
+
+    /// Begins the piece at the current position, or takes the token there.
+    fn next_piece(&mut self, added: &AddedTokens) {
+        let text = self.text.as_ref();
+        let token = self.token.of(&added.raw, text, self.at);
+        let end = token.map_or(text.len(), |token| token.start);
+        if self.at < end {
+            self.piece = Some(PieceTask {
+                start: self.at,
+                end,
+                changed: None,
+                at: 0,
+                token: NextToken::Unknown,
+                lead: None,
+            });
+        } else if let Some(token) = token {
+            self.ids.push(token.id);
+            self.at = token.end;
+            self.token = NextToken::Unknown;
+        }
+    }
+
+    /// Encodes one segment of the current piece.
+    fn step_piece(
+        &mut self,
+        tokenizer: &Tokenizer,
+        added: &AddedTokens,
+    ) -> Result<(), TextEncodeError> {
+        let Some(piece) = &mut self.piece else {
+            return Ok(());
+        };
+        let raw = &self.text.as_ref()[piece.start..piece.end];
+        let own = tokenizer
+            .own
+            .as_ref()
+            .filter(|_| self.encoder == EncoderKind::Own);
+        let ended = match own {
+            None => {
+                self.ids
+                    .extend_from_slice(&tokenizer.piece_by_reference(raw)?);
+                true
+            }
+            Some(own) => {
+                if piece.at == 0 && piece.changed.is_none() {
+                    piece.changed = own.normalized(raw);
+                }
+                let changed = piece.changed.take();
+                let text = changed.as_deref().unwrap_or(raw);
+                let step = SegmentStep {
+                    tokenizer,
+                    own,
+                    added,
+                    cuts: self.cuts,
+                    scratch: &mut self.scratch,
+                    ids: &mut self.ids,
+                };
+                step.run(text, piece)?;
+                let ended = piece.at >= text.len();
+                piece.changed = changed;
+                ended
+            }
+        };
+        if ended {
+            self.at = piece.end;
+            self.piece = None;
+        }
+        Ok(())
+    }
+}
+
+/// One step inside a piece.
+struct SegmentStep<'s> {
+    tokenizer: &'s Tokenizer,
+    own: &'s BpeEncoder,
+    added: &'s AddedTokens,
+    cuts: CutRule,
+    scratch: &'s mut BpeScratch,
+    ids: &'s mut Vec<u32>,
+}
+
+impl SegmentStep<'_> {
+    fn run(self, text: &str, piece: &mut PieceTask) -> Result<(), TextEncodeError> {
+        let token = piece.token.of(&self.added.normalized, text, piece.at);
+        let end = token.map_or(text.len(), |token| token.start);
+        if piece.at >= end {
+            if let Some(token) = token {
+                self.ids.push(token.id);
+                piece.at = token.end;
+                piece.token = NextToken::Unknown;
+                piece.lead = None;
+            }
+            return Ok(());
+        }
+        let rest = &text[piece.at..end];
+        let lead = *piece.lead.get_or_insert_with(|| {
+            let is_first = piece.start == 0 && piece.at == 0;
+            let place = if is_first {
+                PiecePlace::TextStart
+            } else {
+                PiecePlace::AfterToken
+            };
+            self.own.lead(rest, place)
+        });
+        let length = segment_length(self.own, rest, self.cuts);
+        piece.at += self.encode(&rest[..length], lead)?;
+        piece.lead = Some(SegmentLead::None);
+        Ok(())
+    }
+
+    /// Returns the bytes that were encoded.
+    fn encode(self, segment: &str, lead: SegmentLead) -> Result<usize, TextEncodeError> {
+        let cache = &self.tokenizer.cache;
+        if !(CACHED_BYTES_MIN..=SEGMENT_BYTES_MAX).contains(&segment.len()) {
+            let until = SEGMENT_BYTES_MAX;
+            return self
+                .own
+                .encode(segment, lead, until, self.ids, self.scratch);
+        }
+        let variant = match lead {
+            SegmentLead::None => 0,
+            SegmentLead::Blank => 1,
+        };
+        let key = cache.key(segment, variant);
+        if let Some(ids) = cache.get(key, segment) {
+            self.ids.extend_from_slice(&ids);
+            return Ok(segment.len());
+        }
+        let start = self.ids.len();
+        let until = segment.len();
+        let encoded = self
+            .own
+            .encode(segment, lead, until, self.ids, self.scratch)?;
+        cache.put(key, segment, &self.ids[start..]);
+        Ok(encoded)
+    }
+}
+
+/// The length of the segment at the start of a text: all of it, if no seam is near. The last four
+/// bytes decide which seams are ends.
+fn segment_length(own: &BpeEncoder, text: &str, cuts: CutRule) -> usize {
+    const PRIME: u32 = 0x9e37_79b1;
+    let threshold = u32::MAX / cuts.one_in;
+    let mut recent = 0_u32;
+    let from = cuts.bytes_min.saturating_sub(4);
+    for (at, byte) in text.bytes().enumerate().take(SEGMENT_BYTES_MAX).skip(from) {
+        let is_chosen = recent.wrapping_mul(PRIME) <= threshold;
+        recent = recent << 8 | u32::from(byte);
+        if (is_chosen || at >= cuts.bytes_max)
+            && at >= cuts.bytes_min
+            && text.is_char_boundary(at)
+            && own.is_seam(text, at)
+        {
+            return at;
+        }
+    }
+    text.len()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,120 @@
+//! The jobs of the prompt threads: plans of large requests, and comparisons of the two encoders.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::body::{BodyBudget, BufferedBody};
+use super::plan::{self, Plan, PlanEncoding, PlanInputs, Planning, TextSample, WorkLimits};
+use super::prompt_pool::PromptJob;
+use crate::error::ProxyError;
+use crate::openai::PromptRoute;
+use crate::tokenize::{ReferenceComparison, TaskState, Tokenizer};
+
+/// Bytes that are encoded in one step: about a millisecond.
+const STEP_BYTES: usize = 64 << 10;
+
+/// The plan of one request. It ends when its client has gone: that drops the receiver.
+pub(super) struct PlanJob {
+    route: PromptRoute,
+    /// Keeps the body's share of the budget.
+    body: BufferedBody,
+    inputs: PlanInputs,
+    budget: BodyBudget,
+    encoding: Option<Box<PlanEncoding>>,
+    planned: Option<oneshot::Sender<Result<Plan, ProxyError>>>,
+}
+
+impl PlanJob {
+    pub(super) fn new(
+        route: PromptRoute,
+        body: BufferedBody,
+        inputs: PlanInputs,
+        budget: BodyBudget,
+    ) -> (Self, oneshot::Receiver<Result<Plan, ProxyError>>) {
+        let (planned, receiver) = oneshot::channel();
+        let job = Self {
+            route,
+            body,
+            inputs,
+            budget,
+            encoding: None,
+            planned: Some(planned),
+        };
+        (job, receiver)
+    }
+
+    fn next(&mut self) -> Option<Result<Plan, ProxyError>> {
+        let planned = self.planned.as_ref()?;
+        if let Some(encoding) = &mut self.encoding {
+            return encoding.step(&self.inputs, STEP_BYTES);
+        }
+        let limits = WorkLimits {
+            budget: Some(&self.budget),
+            is_cancelled: &|| planned.is_closed(),
+        };
+        match plan::begin(self.route, &self.body.bytes, &self.inputs, &limits) {
+            Ok(Planning::Ready(plan)) => Some(Ok(*plan)),
+            Ok(Planning::Encoding(encoding)) => {
+                self.encoding = Some(encoding);
+                None
+            }
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
+impl PromptJob for PlanJob {
+    fn step(&mut self) -> TaskState {
+        if self.planned.as_ref().is_none_or(oneshot::Sender::is_closed) {
+            return TaskState::Done;
+        }
+        match (self.next(), self.planned.take()) {
+            (None, planned) => {
+                self.planned = planned;
+                TaskState::More
+            }
+            (Some(result), planned) => {
+                // A client that has gone in between needs no plan.
+                planned.map(|planned| planned.send(result).ok());
+                TaskState::Done
+            }
+        }
+    }
+
+    fn bytes_left(&self) -> usize {
+        let encoding = self.encoding.as_ref();
+        encoding.map_or(self.body.bytes.len(), |encoding| encoding.bytes_left())
+    }
+}
+
+/// Encodes a prompt by the reference, after all other work.
+pub(super) struct CompareJob {
+    sample: TextSample,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl CompareJob {
+    pub(super) const fn new(sample: TextSample, tokenizer: Arc<Tokenizer>) -> Self {
+        Self { sample, tokenizer }
+    }
+}
+
+impl PromptJob for CompareJob {
+    fn step(&mut self) -> TaskState {
+        let TextSample { text, special, ids } = &self.sample;
+        let compared = self.tokenizer.compare_with_reference(text, *special, ids);
+        if compared == ReferenceComparison::Different {
+            tracing::error!(
+                bytes = text.len(),
+                "token ids differ from the reference's: the reference is used from now on"
+            );
+        }
+        TaskState::Done
+    }
+
+    /// As of a long prompt, so that it is due late and short prompts do not wait for it.
+    fn bytes_left(&self) -> usize {
+        16 << 20
+    }
+}
