@@ -4,6 +4,7 @@
 #   tests/real-vllm.sh          installs what is missing, builds, runs all checks: one process
 #   tests/real-vllm.sh --nats   the same over a nats-server: two shims, two indexers, two routers
 #
+# MODEL_FORM the model's attention: full (default), sliding (windows and full attention), all-sliding
 # VLLM_DIR   where the engines' virtual environment, the model and the logs go (.real-vllm)
 # VLLM_VENV  a virtual environment that has vLLM already (VLLM_DIR/venv)
 #
@@ -54,7 +55,8 @@ fi
 
 step "making the model"
 rm -rf "$dir/model"
-"$venv/bin/python" tests/real-vllm/make_model.py "$dir/model"
+form=${MODEL_FORM:-full}
+"$venv/bin/python" tests/real-vllm/make_model.py "$dir/model" "$form"
 
 step "building"
 need_command g++ g++
@@ -79,4 +81,4 @@ PYTHON
 printf 'commit %s\n' "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 
 exec python3 tests/real-vllm/check.py \
-  --python "$venv/bin/python" --model "$dir/model" --router "$target/warmroute-router" --logs "$dir/logs" "${plane[@]}"
+  --python "$venv/bin/python" --model "$dir/model" --form "$form" --router "$target/warmroute-router" --logs "$dir/logs" "${plane[@]}"

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 BLOCK_TOKENS = 32
-BLOCKS = 65
-"""Of which vLLM keeps one for itself."""
+BLOCKS = {"full": 65, "sliding": 193, "all-sliding": 36}
+"""By the model's form; vLLM keeps one for itself, and one for each of three groups holds the same tokens."""
 MODEL = "tiny"
 DEADLINE_SECS = 300
 HOST = "127.0.0.1"
@@ -120,8 +120,9 @@ class Engine:
             *("--host", HOST, "--port", str(self.port)),
             *("--model", self.options.model, "--served-model-name", MODEL),
             *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"),
-            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
-            *("--max-model-len", "1024", "--max-num-seqs", "8"),
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS[self.options.form])),
+            # One step computes any prompt: without full attention only its first part is placed otherwise.
+            *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "8192"),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--kv-events-config", json.dumps(events)),
         ]

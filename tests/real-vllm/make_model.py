@@ -1,7 +1,8 @@
-"""Makes a small model for vLLM's dummy weights: a two-layer Llama, and a byte-level BPE tokenizer with a chat
-template, trained on this repository's documents.
+"""Makes a small model for vLLM's dummy weights, and a byte-level BPE tokenizer with a chat template, trained on
+this repository's documents. FORM: a two-layer Llama (`full`), or six layers of Gemma 3, whose layers all slide
+(`all-sliding`) or all but two (`sliding`).
 
-usage: make_model.py DIR
+usage: make_model.py DIR FORM
 """
 
 import json
@@ -12,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY_MAX = 2048
 CONTEXT_TOKENS = 4096
+WINDOW_TOKENS = 64
+SLIDING, FULL = "sliding_attention", "full_attention"
+LAYERS = {"sliding": [SLIDING, SLIDING, FULL] * 2, "all-sliding": [SLIDING] * 6}
 END, TURN_START, TURN_END = "<|endoftext|>", "<|turn|>", "<|end_turn|>"
 
 CHAT_TEMPLATE = """\
@@ -43,7 +47,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    out, form = Path(sys.argv[1]), sys.argv[2]
     out.mkdir(parents=True)
     tokenizer = train_tokenizer()
     tokenizer.save(str(out / "tokenizer.json"))
@@ -65,6 +69,18 @@ def main() -> None:
         },
     )
     write("generation_config.json", {"eos_token_id": end})
+    layers = LAYERS.get(form)
+    gemma = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "layer_types": layers,
+        "sliding_window": WINDOW_TOKENS,
+        "query_pre_attn_scalar": 32,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_local_base_freq": 10000.0,
+    }
     write(
         "config.json",
         {
@@ -88,6 +104,7 @@ def main() -> None:
             "torch_dtype": "bfloat16",
             "attention_bias": False,
             "mlp_bias": False,
+            **({} if layers is None else gemma),
         },
     )
     print(f"{tokenizer.get_vocab_size()} tokens in {out}")

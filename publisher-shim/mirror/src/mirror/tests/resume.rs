@@ -358,26 +358,29 @@ proptest! {
     #[test]
     fn credit_is_the_longest_hit_by_vllms_rule(
         groups in prop::sample::select(&KINDS[..]),
-        steps in proptest::collection::vec(steps(), 1..24),
+        batches in proptest::collection::vec(proptest::collection::vec(steps(), 1..4), 1..14),
         reload in any::<bool>(),
     ) {
         let mut engine = Engine { groups, counts: BTreeMap::new() };
         let mut follower = whole(Start::Empty);
         follower.mirror.config.assume.plain_lookup = true;
-        for step in steps {
-            let events = match step {
-                Step::Request { prompt, keeps } => {
-                    let from = engine.hit(&[&prompt[..], &[9]].concat());
-                    engine.store(&prompt, from, keeps)
+        for steps in batches {
+            let mut events = Vec::new();
+            for step in steps {
+                match step {
+                    Step::Request { prompt, keeps } => {
+                        let from = engine.hit(&[&prompt[..], &[9]].concat());
+                        events.extend(engine.store(&prompt, from, keeps));
+                    }
+                    Step::Evict(picks) => {
+                        events.extend(picks.into_iter().filter_map(|pick| engine.remove(pick)));
+                    }
+                    Step::Clear => {
+                        engine.counts.clear();
+                        events.push(CacheEvent::Cleared);
+                    }
                 }
-                Step::Evict(picks) => {
-                    picks.into_iter().filter_map(|pick| engine.remove(pick)).collect()
-                }
-                Step::Clear => {
-                    engine.counts.clear();
-                    vec![CacheEvent::Cleared]
-                }
-            };
+            }
             follower.apply(events);
             if reload {
                 follower.mirror = save::reloaded(&follower.mirror);
