@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Compares the router with direct connections, nginx, HAProxy, vllm-router and sglang-router as HTTP
+# proxies. Prints a table for docs/PERF.md. Peers that cannot be installed are left out.
+#
+# usage: tests/bench-proxy/run.sh [options of the benchmark, as --requests 2000 --only warmroute]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. deploy/lib.sh
+need_command nginx nginx-light
+need_command haproxy haproxy
+peers=${PEERS:-.venv/bench-proxy}
+if [ ! -x "$peers/bin/python" ]; then
+    python3 -m venv "$peers"
+    for peer in vllm-router==0.1.17 sglang-router==0.3.2; do
+        "$peers/bin/pip" install --quiet "$peer" || echo "without $peer" >&2
+    done
+fi
+router=${ROUTER:-}
+if [ -z "$router" ]; then
+    cargo build --release --locked -p warmroute-router
+    router=target/release/warmroute-router
+fi
+exec cargo run --release --quiet --manifest-path tests/bench-proxy/Cargo.toml \
+    --target-dir target/bench-proxy -- --router "$router" --peers "$peers/bin" "$@"

@@ -1,0 +1,139 @@
+//! A mock engine that costs little: no parser but for the end of a head, no model.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{MissedTickBehavior, interval};
+
+/// Chunks of a stream.
+pub const CHUNKS: usize = 128;
+
+/// Time between two chunks of a stream: that of a fast engine.
+const CHUNK_PERIOD: Duration = Duration::from_millis(10);
+
+const EVENT: &str = concat!(
+    r#"data: {"id":"chatcmpl-0123456789","object":"chat.completion.chunk","created":1,"#,
+    r#""model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"#,
+    r#""finish_reason":null}]}"#,
+    "\n\n"
+);
+
+const ANSWER: &str = concat!(
+    r#"{"id":"chatcmpl-0123456789","object":"chat.completion","created":1,"model":"m","#,
+    r#""choices":[{"index":0,"message":{"role":"assistant","content":"One answer."},"#,
+    r#""finish_reason":"stop"}],"usage":{"prompt_tokens":10,"completion_tokens":3,"#,
+    r#""total_tokens":13}}"#
+);
+
+/// What proxies read of an engine at their start.
+const MODELS: &str = r#"{"object":"list","data":[{"id":"m","object":"model","created":1,
+    "owned_by":"vllm","root":"m","parent":null,"max_model_len":131072}]}"#;
+
+const INFO: &str = r#"{"model_path":"m","tokenizer_path":"m","is_generation":true,
+    "model_id":"m","served_model_name":"m","tp_size":1,"dp_size":1,"version":"0.33.0"}"#;
+
+/// Starts an engine on a thread of its own.
+pub fn start() -> anyhow::Result<SocketAddr> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+    listener.set_nonblocking(true)?;
+    let address = listener.local_addr()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("starting the backend's runtime")?;
+    std::thread::spawn(move || {
+        runtime.block_on(async move {
+            let Ok(listener) = TcpListener::from_std(listener) else {
+                return;
+            };
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(serve(stream));
+            }
+        });
+    });
+    Ok(address)
+}
+
+/// Serves a connection until it closes. Errors end it.
+async fn serve(mut stream: TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut buffer = Vec::with_capacity(256 << 10);
+    loop {
+        let Some((is_stream, path)) = read_request(&mut stream, &mut buffer).await? else {
+            return Ok(());
+        };
+        if is_stream {
+            write_events(&mut stream).await?;
+            continue;
+        }
+        let (status, body) = match path.as_str() {
+            "/v1/chat/completions" => (200, ANSWER),
+            "/v1/models" => (200, MODELS),
+            "/health" | "/health_generate" => (200, ""),
+            "/get_model_info" | "/model_info" | "/get_server_info" | "/server_info"
+            | "/version" => (200, INFO),
+            _ => (404, "{}"),
+        };
+        let answer = format!(
+            "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n\
+             {body}",
+            body.len()
+        );
+        stream.write_all(answer.as_bytes()).await?;
+    }
+}
+
+/// Reads one request to its end. Returns whether it asks for a stream, and its path.
+async fn read_request(
+    stream: &mut TcpStream,
+    buffer: &mut Vec<u8>,
+) -> std::io::Result<Option<(bool, String)>> {
+    buffer.clear();
+    let head_end = loop {
+        if stream.read_buf(buffer).await? == 0 {
+            return Ok(None);
+        }
+        if let Some(at) = buffer.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
+            break at + 4;
+        }
+    };
+    let head = String::from_utf8_lossy(&buffer[..head_end]).to_lowercase();
+    let path = head.split(' ').nth(1).unwrap_or("/");
+    let path = path.split('?').next().unwrap_or("/").to_owned();
+    let header = |name: &str| head.lines().find_map(|line| line.strip_prefix(name));
+    let length = header("content-length:").and_then(|value| value.trim().parse::<usize>().ok());
+    let is_chunked = header("transfer-encoding:").is_some();
+    let is_whole = |bytes: &[u8]| match length {
+        Some(length) => bytes.len() >= head_end + length,
+        None => !is_chunked || bytes.ends_with(b"0\r\n\r\n"),
+    };
+    while !is_whole(buffer) {
+        if stream.read_buf(buffer).await? == 0 {
+            return Ok(None);
+        }
+    }
+    // Some proxies write the body's fields in another order.
+    let is_stream = buffer[head_end..]
+        .windows(13)
+        .any(|bytes| bytes == b"\"stream\":true");
+    Ok(Some((is_stream, path)))
+}
+
+async fn write_events(stream: &mut TcpStream) -> std::io::Result<()> {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\
+                transfer-encoding: chunked\r\n\r\n";
+    stream.write_all(head.as_bytes()).await?;
+    let chunk = |event: &str| format!("{:x}\r\n{event}\r\n", event.len());
+    let event = chunk(EVENT);
+    let mut ticks = interval(CHUNK_PERIOD);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    for _ in 0..CHUNKS {
+        ticks.tick().await;
+        stream.write_all(event.as_bytes()).await?;
+    }
+    let end = chunk("data: [DONE]\n\n") + "0\r\n\r\n";
+    stream.write_all(end.as_bytes()).await
+}

@@ -1,0 +1,116 @@
+//! The router as an HTTP proxy, against direct connections and other proxies, in one run.
+//!
+//! Backends and clients are threads of this process; each proxy is a process of its own. Times of a
+//! busy machine say little, so the main figure is the processor time that the proxy's processes
+//! take per 1,000 requests, from `/proc`. Rounds of all proxies alternate, and the median round
+//! counts.
+
+mod backend;
+mod client;
+mod process;
+mod table;
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, bail};
+
+use client::{Load, Measured};
+use process::{Proxy, ProxyKind};
+
+/// Mock engines behind each proxy.
+const BACKENDS: usize = 4;
+
+struct Options {
+    router: PathBuf,
+    peers: PathBuf,
+    requests: usize,
+    rounds: usize,
+    only: Option<String>,
+}
+
+/// What one proxy took for one load.
+struct Cell {
+    proxy: &'static str,
+    load: Load,
+    rounds: Vec<Round>,
+}
+
+struct Round {
+    measured: Measured,
+    cpu_secs: f64,
+    peak_mib: f64,
+}
+
+fn main() -> anyhow::Result<()> {
+    let options = options()?;
+    let backends = (0..BACKENDS)
+        .map(|_| backend::start())
+        .collect::<Result<Vec<_>, _>>()?;
+    let wanted = |kind: &ProxyKind| match &options.only {
+        Some(only) => kind.name().contains(only.as_str()) || *kind == ProxyKind::Direct,
+        None => true,
+    };
+    let mut proxies = Vec::new();
+    for kind in ProxyKind::ALL.into_iter().filter(wanted) {
+        match Proxy::start(kind, &backends, &options.router, &options.peers) {
+            Ok(proxy) => proxies.push(proxy),
+            Err(error) => eprintln!("without {}: {error:#}", kind.name()),
+        }
+    }
+    let mut cells = Vec::new();
+    for load in Load::all(options.requests) {
+        let mut rounds: Vec<Vec<Round>> = proxies.iter().map(|_| Vec::new()).collect();
+        for round in 0..=options.rounds {
+            for (proxy, rounds) in proxies.iter().zip(&mut rounds) {
+                let before = proxy.cpu_secs()?;
+                let measured = client::run(proxy.address, &load)
+                    .with_context(|| format!("{} {}", proxy.kind.name(), load.name()))?;
+                let cpu_secs = proxy.cpu_secs()? - before;
+                eprintln!("{}, {}: {cpu_secs:.2} s", load.name(), proxy.kind.name());
+                // The first round opens connections.
+                if round > 0 {
+                    let peak_mib = proxy.peak_mib()?;
+                    rounds.push(Round {
+                        measured,
+                        cpu_secs,
+                        peak_mib,
+                    });
+                }
+            }
+        }
+        for (proxy, rounds) in proxies.iter().zip(rounds) {
+            cells.push(Cell {
+                proxy: proxy.kind.name(),
+                load,
+                rounds,
+            });
+        }
+    }
+    print!("{}", table::render(&cells));
+    Ok(())
+}
+
+fn options() -> anyhow::Result<Options> {
+    let mut options = Options {
+        router: "target/release/warmroute-router".into(),
+        peers: ".venv/bench-proxy/bin".into(),
+        requests: 2000,
+        rounds: 3,
+        only: None,
+    };
+    let mut arguments = std::env::args().skip(1);
+    while let Some(flag) = arguments.next() {
+        let value = arguments
+            .next()
+            .with_context(|| format!("{flag} needs a value"))?;
+        match flag.as_str() {
+            "--router" => options.router = value.into(),
+            "--peers" => options.peers = value.into(),
+            "--requests" => options.requests = value.parse()?,
+            "--rounds" => options.rounds = value.parse()?,
+            "--only" => options.only = Some(value),
+            _ => bail!("unknown flag {flag}"),
+        }
+    }
+    Ok(options)
+}
