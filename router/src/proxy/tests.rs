@@ -1,6 +1,7 @@
 //! The proxy with small engines, over real sockets. Every wait is for an event; no test depends on
 //! durations.
 
+mod hostile;
 mod moving;
 mod routes;
 mod waiting;

@@ -266,6 +266,43 @@ impl Engine {
         engine
     }
 
+    /// Answers each request with these bytes and closes the connection.
+    pub(super) async fn closing_after(answer: &'static [u8]) -> Self {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let serve = async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                read_request(&mut stream).await;
+                // The router may refuse the answer before its end.
+                drop(stream.write_all(answer).await);
+                drop(stream.shutdown().await);
+            }
+        };
+        drop(TaskTracker::new().spawn(serve));
+        engine
+    }
+
+    /// Answers with a line that does not end. Also returns the number of its bytes so far.
+    pub(super) async fn endless() -> (Self, watch::Receiver<usize>) {
+        let mut engine = Self::start().await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        engine.url = format!("http://{}", listener.local_addr().unwrap());
+        let (written, bytes) = watch::channel(0);
+        let serve = async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            read_request(&mut stream).await;
+            let head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: ";
+            stream.write_all(head).await.unwrap();
+            let piece = vec![b'x'; 64 << 10];
+            while stream.write_all(&piece).await.is_ok() {
+                written.send_modify(|sum| *sum += piece.len());
+            }
+        };
+        drop(TaskTracker::new().spawn(serve));
+        (engine, bytes)
+    }
+
     pub(super) fn answer_with(&self, status: StatusCode) {
         *self.inner.status.lock().unwrap() = status;
     }
