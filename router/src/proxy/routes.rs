@@ -54,7 +54,7 @@ const FORWARDED: [&str; 25] = [
 /// Headers of the router that web pages may read.
 const EXPOSED: &str = "x-request-id, x-correlation-id, retry-after, x-warmroute-worker, \
     x-warmroute-dp-rank, x-warmroute-overlap-blocks, x-warmroute-predicted-blocks, \
-    x-warmroute-index-state";
+    x-warmroute-index-state, x-warmroute-tier-states";
 
 /// Seconds for which a browser keeps the answer to a preflight request.
 const PREFLIGHT_SECS: u64 = 600;
