@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::num::ParseIntError;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
@@ -30,6 +31,11 @@ pub struct IndexerArgs {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
+    /// File with a key, at least 16 characters on its first line. `/query`, `/query_by_hash`,
+    /// `/workers` and `/dump` then need it as a bearer token; without it, only clients on this
+    /// machine may use them.
+    #[arg(long, env = "WARMROUTE_API_KEY_FILE", value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
     /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more.
     /// Beyond it, sources are set aside, the largest first, and answered as unknown; such a replica
     /// writes no snapshots. Without it: as much as the fleet's blocks take, about 55 bytes each
@@ -142,6 +148,7 @@ const PORT: u16 = 8090;
 #[derive(Clone, Debug)]
 pub struct ProcessConfig {
     pub listen: SocketAddr,
+    pub api_key_file: Option<PathBuf>,
     pub nats: NatsArgs,
     pub indexer: IndexerConfig,
     pub snapshots: Schedule,
@@ -173,6 +180,7 @@ impl TryFrom<IndexerArgs> for ProcessConfig {
         let addressable = |bytes| usize::try_from(bytes).map_err(|_| ArgsError::Memory(bytes));
         Ok(Self {
             listen: listen::address("host", &args.host, args.port)?,
+            api_key_file: args.api_key_file,
             nats: args.nats,
             indexer: IndexerConfig {
                 namespace,

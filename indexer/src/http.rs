@@ -7,81 +7,94 @@
 //! `disk` are cumulative: a prefix that needs no lower tier than that. A source without credit
 //! counts zero, with its state beside it.
 //!
-//! Requests need no credential, and their memory is not part of `--max-memory`: few bodies and
-//! dumps are processed in parallel, the others wait for a slot, up to a deadline.
+//! Probes, metrics and `/v1/digest` are open. All others show or compute much: [`Access`] decides
+//! who may use them. Their memory is not part of `--max-memory`, and their work must not delay
+//! routers: few bodies and dumps are processed in parallel, on blocking threads; the others wait
+//! for a slot, up to a deadline.
+
+mod access;
+mod dump;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::{Body, Bytes};
-use axum::extract::rejection::JsonRejection;
-use axum::extract::{DefaultBodyLimit, Json, Request, State};
-use axum::http::{StatusCode, header};
-use axum::middleware::{Next, from_fn_with_state};
+use axum::body::Bytes;
+use axum::extract::rejection::{BytesRejection, JsonRejection};
+use axum::extract::{DefaultBodyLimit, FromRequest as _, Json, Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tracing::warn;
-use warmroute_process::server;
+use warmroute_process::{blocking, server};
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
 use warmroute_proto::{
-    BlockSize, Change, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
+    BlockSize, DpRank, EngineSeq, LocalHash, LogPosition, Seed, Source, WorkerId,
 };
 
 use crate::service::Handle;
-use warmroute_index::view::{SourceDump, WorkerView};
+use warmroute_index::view::WorkerView;
+
+pub use access::{Access, KeyFileError};
 
 /// Maximum body: a million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
 
-/// Parallel request bodies, and parallel dumps.
-const BODIES_MAX: usize = 4;
-const DUMPS_MAX: usize = 4;
+/// Parallel request bodies, and parallel large answers. More would only share the processors with
+/// the queries of routers.
+const BODIES_MAX: usize = 2;
+const SCANS_MAX: usize = 1;
 
 /// Deadline for getting a slot.
 const SLOT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Deadline of a request, from the first byte of its body to the answer.
+/// Deadline for a request's body.
 const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// All routes of an indexer.
-pub fn router(handle: Handle) -> Router {
+pub fn router(handle: Handle, access: Access) -> Router {
+    let workers = Router::new()
+        .route("/workers", get(list_workers))
+        .with_state(Limited::new(&handle, SCANS_MAX));
     queries(handle.clone())
-        .merge(workers(handle.clone()))
+        .merge(workers)
+        .layer(from_fn_with_state(access, access::check))
+        .merge(digests(&handle))
         .merge(probes(handle.clone()))
-        .merge(metrics(handle))
+        .merge(metrics(&handle))
 }
 
 /// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer
 /// serves on its admin port.
-pub fn queries(handle: Handle) -> Router {
+pub fn embedded(handle: Handle) -> Router {
+    let digests = digests(&handle);
+    queries(handle).merge(digests)
+}
+
+fn queries(handle: Handle) -> Router {
+    let dumps = Router::new()
+        .route("/dump", get(dump::dump))
+        .with_state(Limited::new(&handle, SCANS_MAX));
     Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .layer(from_fn_with_state(slots(BODIES_MAX), with_slot))
+        .with_state(Limited::new(&handle, BODIES_MAX))
+        .merge(dumps)
+}
+
+fn digests(handle: &Handle) -> Router {
+    Router::new()
         .route("/v1/digest", get(digest))
-        .with_state(handle.clone())
-        .merge(dumps(handle))
-}
-
-fn dumps(handle: Handle) -> Router {
-    Router::new()
-        .route("/dump", get(dump))
-        .with_state((handle, slots(DUMPS_MAX)))
-}
-
-/// `/workers`.
-pub fn workers(handle: Handle) -> Router {
-    Router::new()
-        .route("/workers", get(list_workers))
-        .with_state(handle)
+        .with_state(Limited::new(handle, SCANS_MAX))
 }
 
 /// `/health` and `/readyz`, with their aliases. Liveness depends on nothing, readiness on log and
@@ -91,42 +104,93 @@ pub fn probes(handle: Handle) -> Router {
 }
 
 /// `/metrics`.
-pub fn metrics(handle: Handle) -> Router {
+fn metrics(handle: &Handle) -> Router {
     Router::new()
         .route("/metrics", get(metrics_text))
-        .with_state(handle)
+        .with_state(Limited::new(handle, SCANS_MAX))
 }
 
-type RequestSlots = Arc<Semaphore>;
-
-fn slots(parallel: usize) -> RequestSlots {
-    Arc::new(Semaphore::new(parallel))
+/// The index for requests of one kind, few of which are processed in parallel.
+#[derive(Clone)]
+struct Limited {
+    handle: Handle,
+    slots: Arc<Semaphore>,
 }
 
-async fn slot(slots: RequestSlots) -> Result<OwnedSemaphorePermit, HttpError> {
-    match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
-        Ok(Ok(slot)) => Ok(slot),
-        Ok(Err(_)) | Err(_) => Err(HttpError {
-            status: StatusCode::SERVICE_UNAVAILABLE,
-            message: "all request slots are in use: try again".to_owned(),
-        }),
+impl Limited {
+    fn new(handle: &Handle, parallel: usize) -> Self {
+        Self {
+            handle: handle.clone(),
+            slots: Arc::new(Semaphore::new(parallel)),
+        }
+    }
+
+    async fn slot(&self) -> Result<OwnedSemaphorePermit, HttpError> {
+        let slots = Arc::clone(&self.slots);
+        match timeout(SLOT_DEADLINE, slots.acquire_owned()).await {
+            Ok(Ok(slot)) => Ok(slot),
+            Ok(Err(_)) | Err(_) => Err(HttpError {
+                status: StatusCode::SERVICE_UNAVAILABLE,
+                message: "all request slots are in use: try again".to_owned(),
+            }),
+        }
+    }
+
+    /// Computes a response on a blocking thread.
+    async fn respond(
+        &self,
+        slot: OwnedSemaphorePermit,
+        work: impl FnOnce(&Handle) -> Result<Response, HttpError> + Send + 'static,
+    ) -> Response {
+        let handle = self.handle.clone();
+        let response = blocking::run(move || {
+            let response = work(&handle);
+            drop(slot);
+            response
+        });
+        match response.await {
+            Ok(response) => response.into_response(),
+            Err(error) => {
+                warn!(%error, "a request failed");
+                StatusCode::INTERNAL_SERVER_ERROR.into_response()
+            }
+        }
+    }
+
+    /// The answer to a JSON body, which is parsed on a blocking thread.
+    async fn query<T: DeserializeOwned>(
+        &self,
+        request: Request,
+        answer: impl FnOnce(&Handle, T) -> Result<QueryResponse, HttpError> + Send + 'static,
+    ) -> Result<Response, HttpError> {
+        check_content_type(request.headers())?;
+        let slot = self.slot().await?;
+        let late = |_| HttpError {
+            status: StatusCode::REQUEST_TIMEOUT,
+            message: format!("the body takes longer than {BODY_DEADLINE:?}"),
+        };
+        let body = timeout(BODY_DEADLINE, Bytes::from_request(request, &()));
+        let body = body.await.map_err(late)??;
+        let answer = move |handle: &Handle| {
+            let Json(query) = Json::from_bytes(&body)?;
+            drop(body);
+            Ok(Json(answer(handle, query)?).into_response())
+        };
+        Ok(self.respond(slot, answer).await)
     }
 }
 
-/// Gets a slot before the body is read.
-async fn with_slot(
-    State(slots): State<RequestSlots>,
-    request: Request,
-    next: Next,
-) -> Result<Response, HttpError> {
-    let _slot = slot(slots).await?;
-    let late = |_| HttpError {
-        status: StatusCode::REQUEST_TIMEOUT,
-        message: format!("the body takes longer than {BODY_DEADLINE:?}"),
-    };
-    timeout(BODY_DEADLINE, next.run(request))
-        .await
-        .map_err(late)
+fn check_content_type(headers: &HeaderMap) -> Result<(), HttpError> {
+    let given = headers.get(header::CONTENT_TYPE);
+    let given = given.and_then(|value| value.to_str().ok());
+    let essence = given.and_then(|value| value.split(';').next());
+    match essence.map(str::trim) {
+        Some(essence) if essence.eq_ignore_ascii_case("application/json") => Ok(()),
+        Some(_) | None => Err(HttpError {
+            status: StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            message: "the content type must be application/json".to_owned(),
+        }),
+    }
 }
 
 /// Error response.
@@ -146,6 +210,15 @@ impl HttpError {
 
 impl From<JsonRejection> for HttpError {
     fn from(rejection: JsonRejection) -> Self {
+        Self {
+            status: rejection.status(),
+            message: rejection.body_text(),
+        }
+    }
+}
+
+impl From<BytesRejection> for HttpError {
+    fn from(rejection: BytesRejection) -> Self {
         Self {
             status: rejection.status(),
             message: rejection.body_text(),
@@ -257,11 +330,11 @@ struct RankMatch {
     disk: u64,
 }
 
-async fn query(
-    State(handle): State<Handle>,
-    body: Result<Json<TokensQuery>, JsonRejection>,
-) -> Result<Json<QueryResponse>, HttpError> {
-    let Json(body) = body?;
+async fn query(State(index): State<Limited>, request: Request) -> Result<Response, HttpError> {
+    index.query(request, answer_tokens).await
+}
+
+fn answer_tokens(handle: &Handle, body: TokensQuery) -> Result<QueryResponse, HttpError> {
     let scope = Scope {
         model: body.model,
         block_size: body.block_size,
@@ -271,14 +344,17 @@ async fn query(
     let lora = body.lora_name.as_deref().or(chosen.lora.as_deref());
     let seed = Seed::new(lora, body.cache_salt.as_deref());
     let blocks = local_hashes(&body.token_ids, chosen.block_size, seed);
-    chosen.answer(&handle, blocks).map(Json)
+    chosen.answer(handle, blocks)
 }
 
 async fn query_by_hash(
-    State(handle): State<Handle>,
-    body: Result<Json<HashQuery>, JsonRejection>,
-) -> Result<Json<QueryResponse>, HttpError> {
-    let Json(body) = body?;
+    State(index): State<Limited>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    index.query(request, answer_hashes).await
+}
+
+fn answer_hashes(handle: &Handle, body: HashQuery) -> Result<QueryResponse, HttpError> {
     if body.cache_salt.is_some() {
         return Err(HttpError::bad(
             "cache_salt cannot be applied to hashes: compute them with it, or use /query",
@@ -290,7 +366,7 @@ async fn query_by_hash(
         instance_id: body.instance_id,
     };
     let chosen = Chosen::of(&handle.workers(), &scope)?;
-    chosen.answer(&handle, body.block_hashes).map(Json)
+    chosen.answer(handle, body.block_hashes)
 }
 
 /// The workers that a query is about, which share one block size.
@@ -371,12 +447,16 @@ impl Chosen {
     }
 }
 
-async fn digest(State(handle): State<Handle>) -> Response {
-    Json(handle.digest()).into_response()
+async fn digest(State(index): State<Limited>) -> Result<Response, HttpError> {
+    let slot = index.slot().await?;
+    let digest = |handle: &Handle| Ok(Json(handle.digest()).into_response());
+    Ok(index.respond(slot, digest).await)
 }
 
-async fn list_workers(State(handle): State<Handle>) -> Response {
-    Json(handle.workers()).into_response()
+async fn list_workers(State(index): State<Limited>) -> Result<Response, HttpError> {
+    let slot = index.slot().await?;
+    let workers = |handle: &Handle| Ok(Json(handle.workers()).into_response());
+    Ok(index.respond(slot, workers).await)
 }
 
 async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
@@ -387,76 +467,16 @@ async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
     }
 }
 
-async fn metrics_text(State(handle): State<Handle>) -> Response {
-    match handle.metrics_text() {
-        Ok(text) => ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response(),
+async fn metrics_text(State(index): State<Limited>) -> Result<Response, HttpError> {
+    let slot = index.slot().await?;
+    let text = |handle: &Handle| match handle.metrics_text() {
+        Ok(text) => Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response()),
         Err(error) => {
             warn!(%error, "metrics cannot be written");
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+            Ok(StatusCode::INTERNAL_SERVER_ERROR.into_response())
         }
-    }
-}
-
-/// One JSON value a line: each source, then its image as changes, parents first. Sources are
-/// dumped one by one as the body is read, each of one moment: memory is bounded by the largest.
-async fn dump(
-    State((handle, slots)): State<(Handle, RequestSlots)>,
-) -> Result<impl IntoResponse, HttpError> {
-    let slot = slot(slots).await?;
-    let sources = handle.digest().sources;
-    let lines = sources.into_iter().flat_map(move |digest| {
-        let source = Source {
-            worker: digest.worker,
-            dp_rank: digest.dp_rank,
-        };
-        handle.dump(&source).into_iter().flat_map(dump_lines)
-    });
-    let lines = SlotLines { lines, _slot: slot };
-    let body = Body::from_stream(futures_util::stream::iter(lines));
-    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body))
-}
-
-/// Lines of a body that holds its slot until it ends.
-struct SlotLines<L> {
-    lines: L,
-    _slot: OwnedSemaphorePermit,
-}
-
-impl<L: Iterator> Iterator for SlotLines<L> {
-    type Item = L::Item;
-
-    fn next(&mut self) -> Option<L::Item> {
-        self.lines.next()
-    }
-}
-
-fn dump_lines(dump: SourceDump) -> impl Iterator<Item = Result<Bytes, serde_json::Error>> {
-    let SourceDump { digest, changes } = dump;
-    let changes = changes
-        .into_iter()
-        .flatten()
-        .map(|change| line(&change_value(&change)));
-    std::iter::once_with(move || line(&json!({ "source": digest }))).chain(changes)
-}
-
-fn change_value(change: &Change) -> Value {
-    match change {
-        Change::Stored {
-            parent,
-            blocks,
-            tier,
-        } => json!({ "stored": { "tier": tier, "parent": parent, "blocks": blocks } }),
-        Change::Removed { blocks, tier } => {
-            json!({ "removed": { "tier": tier, "blocks": blocks } })
-        }
-        Change::Cleared { tier } => json!({ "cleared": { "tier": tier } }),
-    }
-}
-
-fn line(value: &Value) -> Result<Bytes, serde_json::Error> {
-    let mut line = serde_json::to_vec(value)?;
-    line.push(b'\n');
-    Ok(line.into())
+    };
+    Ok(index.respond(slot, text).await)
 }
 
 #[cfg(test)]

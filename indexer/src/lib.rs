@@ -17,7 +17,7 @@ pub use metrics::unix_ns;
 pub use service::{
     Handle, IndexerConfig, READY_LAG_MAX, Replica, Service, SnapshotConfig, TaskFailed,
 };
-pub use warmroute_index::view::{SourceDump, SourceView, TierWords, WorkerView};
+pub use warmroute_index::view::{SourceCut, SourceView, TierWords, WorkerView};
 pub use warmroute_index::{fair_lock, fold, query, same_log, snapshot, tree};
 
 #[cfg(test)]

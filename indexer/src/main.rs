@@ -13,6 +13,7 @@ use uuid::Uuid;
 use warmroute_indexer::args::{Command, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig};
 use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::diagnose;
+use warmroute_indexer::http::Access;
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
 use warmroute_process::signals::{Hangup, Signals};
@@ -92,6 +93,7 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
     let signals = Signals::listen(Hangup::Stops).context("listening for signals")?;
     tracing::info!(?config, "starting");
+    let access = Access::read(config.api_key_file.as_deref()).context("reading --api-key-file")?;
     let listener = listen::bind(config.listen).await?;
     let address = listener.local_addr().context("the address")?;
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
@@ -117,7 +119,7 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
         }
     });
     announce(format_args!("{{\"port\":{}}}", address.port()));
-    host::run(listener, http::router(handle), signals, tasks).await?;
+    host::run(listener, http::router(handle, access), signals, tasks).await?;
     Ok(ExitCode::SUCCESS)
 }
 

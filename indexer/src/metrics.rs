@@ -19,7 +19,7 @@ use crate::same_log::LogMatch;
 pub(crate) use levels::{Levels, levels};
 
 /// Values of a metric label: a closed set.
-trait Label: Copy + 'static {
+pub(crate) trait Label: Copy + 'static {
     const LABELS: &'static [Self];
 
     fn text(self) -> &'static str;
@@ -58,6 +58,8 @@ label_enum! {
         Answered = "answered",
         Behind = "behind",
         Malformed = "malformed",
+        /// Larger than a message of the plane may be.
+        TooLarge = "too_large",
         Failed = "failed",
     }
 }
@@ -95,35 +97,35 @@ label_enum! {
 
 /// Counters by a label. All series exist from the start, so that a rate over the first event is
 /// right.
-struct LabelledCounters<L> {
+pub(crate) struct LabelledCounters<L> {
     counters: IntCounterVec,
     label: PhantomData<L>,
 }
 
 impl<L: Label> LabelledCounters<L> {
-    fn inc(&self, label: L) {
+    pub(crate) fn inc(&self, label: L) {
         self.counters.with_label_values(&[label.text()]).inc();
     }
 }
 
 pub(crate) struct Metrics {
     registry: Registry,
-    records: LabelledCounters<RecordVerdict>,
-    heartbeats: LabelledCounters<HeartbeatVerdict>,
-    queries: LabelledCounters<QueryOutcome>,
-    resyncs: LabelledCounters<ResyncReason>,
-    bad_entries: IntCounter,
-    reconnects: IntCounter,
-    looks_failed: IntCounter,
-    logs_broken: LabelledCounters<LogMatch>,
+    pub(crate) records: LabelledCounters<RecordVerdict>,
+    pub(crate) heartbeats: LabelledCounters<HeartbeatVerdict>,
+    pub(crate) queries: LabelledCounters<QueryOutcome>,
+    pub(crate) resyncs: LabelledCounters<ResyncReason>,
+    pub(crate) bad_entries: IntCounter,
+    pub(crate) reconnects: IntCounter,
+    pub(crate) looks_failed: IntCounter,
+    pub(crate) logs_broken: LabelledCounters<LogMatch>,
     visible: Histogram,
-    snapshots: SnapshotMetrics,
+    pub(crate) snapshots: SnapshotMetrics,
 }
 
-struct SnapshotMetrics {
-    outcomes: LabelledCounters<SnapshotOutcome>,
-    skipped: LabelledCounters<Skipped>,
-    restores: LabelledCounters<RestoreCause>,
+pub(crate) struct SnapshotMetrics {
+    pub(crate) outcomes: LabelledCounters<SnapshotOutcome>,
+    pub(crate) skipped: LabelledCounters<Skipped>,
+    pub(crate) restores: LabelledCounters<RestoreCause>,
     age: IntGauge,
     bytes: IntGauge,
     locked: Histogram,
@@ -163,38 +165,6 @@ impl Metrics {
         })
     }
 
-    pub(crate) fn record(&self, verdict: RecordVerdict) {
-        self.records.inc(verdict);
-    }
-
-    pub(crate) fn heartbeat(&self, verdict: HeartbeatVerdict) {
-        self.heartbeats.inc(verdict);
-    }
-
-    pub(crate) fn query(&self, outcome: QueryOutcome) {
-        self.queries.inc(outcome);
-    }
-
-    pub(crate) fn resync(&self, reason: ResyncReason) {
-        self.resyncs.inc(reason);
-    }
-
-    pub(crate) fn bad_entry(&self) {
-        self.bad_entries.inc();
-    }
-
-    pub(crate) fn reconnect(&self) {
-        self.reconnects.inc();
-    }
-
-    pub(crate) fn look_failed(&self) {
-        self.looks_failed.inc();
-    }
-
-    pub(crate) fn log_broken(&self, fit: LogMatch) {
-        self.logs_broken.inc(fit);
-    }
-
     /// Records stored at these times, in nanoseconds since the Unix epoch, are visible now. A clock
     /// behind the server's counts as zero.
     pub(crate) fn visible(&self, stored_unix_ns: impl Iterator<Item = u64>) {
@@ -203,10 +173,6 @@ impl Metrics {
             let age = Duration::from_nanos(now.saturating_sub(stored));
             self.visible.observe(age.as_secs_f64());
         }
-    }
-
-    pub(crate) fn snapshot(&self, outcome: SnapshotOutcome) {
-        self.snapshots.outcomes.inc(outcome);
     }
 
     pub(crate) fn snapshot_written(&self, bytes: u64, locked: Duration, took: Duration) {
@@ -218,14 +184,6 @@ impl Metrics {
     pub(crate) fn snapshot_age(&self, age: Option<Duration>) {
         let age = age.map_or(-1, |age| gauge(age.as_secs()));
         self.snapshots.age.set(age);
-    }
-
-    pub(crate) fn skipped(&self, why: Skipped) {
-        self.snapshots.skipped.inc(why);
-    }
-
-    pub(crate) fn restored(&self, cause: RestoreCause) {
-        self.snapshots.restores.inc(cause);
     }
 
     /// All metrics in Prometheus' text format.

@@ -22,12 +22,12 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, info, warn};
-use warmroute_index::view::{self, SourceDump, WorkerView};
+use warmroute_index::view::{self, SourceCut, WorkerView};
 use warmroute_index::writer::{self, RECLAIM_MAX};
 use warmroute_plane::{
     Connection, LogMessage, LogStatus, Plane, PlaneError, RegistryEvent, ServiceRequest,
@@ -35,6 +35,7 @@ use warmroute_plane::{
 use warmroute_process::blocking;
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::ResyncRequest;
+use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterId, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{RecordMark, SnapshotHolding};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::view::{DigestView, ViewPage, ViewPageRequest};
@@ -46,6 +47,7 @@ use crate::metrics::{self, Metrics, QueryOutcome, unix_ns};
 use crate::query;
 use crate::snapshot::Schedule;
 use crate::snapshot::policy::ReadProgress;
+use follow::CutRequest;
 
 /// Messages of one pull from the log.
 const BATCH_MAX: usize = 256;
@@ -62,6 +64,12 @@ const TICK: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(500);
 
 const STATUS_DEADLINE: Duration = Duration::from_secs(1);
+
+/// A source's cut that the writer does not make in time is given up.
+const SOURCE_CUT_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Cuts that wait for the writer: a snapshot's and a few dumps'.
+const CUTS_WAITING_MAX: usize = 4;
 
 /// A replica that is further behind than this is not ready.
 pub const READY_LAG_MAX: u64 = 1000;
@@ -101,6 +109,7 @@ pub struct TaskFailed;
 pub struct Service {
     worker: Worker,
     replica: Option<Replica>,
+    cut_requests: mpsc::Receiver<CutRequest>,
 }
 
 /// A view of the indexer. Clones share it.
@@ -123,6 +132,8 @@ struct Shared {
     more_metrics: OnceLock<MetricsText>,
     /// None if this replica writes no snapshots.
     snapshot_every_secs: OnceLock<u64>,
+    /// The writer makes cuts: no writer waits for the lock then, and so no reader.
+    cuts: mpsc::Sender<CutRequest>,
 }
 
 #[derive(Clone)]
@@ -142,6 +153,7 @@ impl Service {
             max_memory_bytes,
         } = config;
         let fold = Fold::new(&namespace, max_memory_bytes);
+        let (cuts, cut_requests) = mpsc::channel(CUTS_WAITING_MAX);
         let shared = Shared {
             fold: FairRwLock::new(fold),
             position: watch::Sender::new(LogPosition(0)),
@@ -152,6 +164,7 @@ impl Service {
             metrics: Metrics::new()?,
             more_metrics: OnceLock::new(),
             snapshot_every_secs: OnceLock::new(),
+            cuts,
         };
         let worker = Worker {
             shared: Arc::new(shared),
@@ -159,8 +172,11 @@ impl Service {
             subjects: Subjects::new(&namespace),
             snapshots: None,
         };
-        let replica = None;
-        Ok(Self { worker, replica })
+        Ok(Self {
+            worker,
+            replica: None,
+            cut_requests,
+        })
     }
 
     /// Reads a snapshot at its start, and writes them when they are due.
@@ -184,6 +200,8 @@ impl Service {
     /// Shows itself in the registry.
     #[must_use]
     pub fn registered_as(mut self, replica: Replica) -> Self {
+        let roster = RosterId(xxhash_rust::xxh3::xxh3_64(replica.id.as_bytes()));
+        self.worker.shared.write().set_roster_id(roster);
         self.replica = Some(replica);
         self
     }
@@ -197,10 +215,13 @@ impl Service {
 
     /// Runs until `stop` is cancelled.
     pub async fn run(self, stop: CancellationToken) -> Result<(), TaskFailed> {
-        let Self { worker, replica } = self;
+        let Self {
+            worker,
+            replica,
+            cut_requests,
+        } = self;
         let stop = stop.child_token();
         let tasks = TaskTracker::new();
-        let (cuts, cut_requests) = mpsc::channel(1);
         let mut all = FuturesUnordered::new();
         all.push(tasks.spawn(worker.clone().follow(cut_requests, stop.clone())));
         let places = queries::places();
@@ -213,7 +234,7 @@ impl Service {
             all.push(tasks.spawn(serve));
         }
         if let Some(config) = worker.snapshots.clone() {
-            let snapshots = snapshots::Snapshots::new(worker.clone(), config, cuts);
+            let snapshots = snapshots::Snapshots::new(worker.clone(), config);
             all.push(tasks.spawn(snapshots.run(stop.clone())));
         }
         if let Some(replica) = replica {
@@ -236,7 +257,7 @@ impl Handle {
         // The chain is made before the lock: a long prompt's takes longer than looking it up.
         let prepared = query::PreparedQuery::of(query);
         let answer = prepared.answer(&self.shared.read(), now());
-        self.shared.metrics.query(match answer {
+        self.shared.metrics.queries.inc(match answer {
             IndexAnswer::Runs { .. } => QueryOutcome::Answered,
             IndexAnswer::Behind { .. } => QueryOutcome::Behind,
         });
@@ -247,8 +268,27 @@ impl Handle {
     #[must_use]
     pub fn hold(&self, query: &HoldQuery) -> HoldAnswer {
         let answer = query::hold_answer(&self.shared.read(), query, now());
-        self.shared.metrics.query(QueryOutcome::Answered);
+        self.shared.metrics.queries.inc(QueryOutcome::Answered);
         answer
+    }
+
+    /// Answers a compact query, of one moment.
+    #[must_use]
+    pub fn holders(&self, query: &HolderQuery) -> HolderAnswer {
+        let prepared = query::PreparedQuery::of_blocks(&query.blocks);
+        let holders = prepared.holders(&self.shared.read(), now());
+        let (answer, outcome) = match holders {
+            Some(holders) => (holders.into_answer(query.from), QueryOutcome::Answered),
+            None => (HolderAnswer::Behind, QueryOutcome::Behind),
+        };
+        self.shared.metrics.queries.inc(outcome);
+        answer
+    }
+
+    /// A page of changes of this replica's roster.
+    #[must_use]
+    pub fn roster(&self, ask: &RosterPageRequest) -> RosterPage {
+        self.shared.read().roster_page(ask)
     }
 
     #[must_use]
@@ -273,10 +313,16 @@ impl Handle {
         view::workers(&self.shared.read(), now())
     }
 
-    /// One source's image; `None` for an unknown source.
-    #[must_use]
-    pub fn dump(&self, source: &Source) -> Option<SourceDump> {
-        view::dump(&self.shared.read(), source, now())
+    /// One source as of one moment, cut by the writer; `None` for an unknown source.
+    pub async fn cut_source(&self, source: Source) -> Result<Option<SourceCut>, PlaneError> {
+        let (request, made) = oneshot::channel();
+        let request = CutRequest::Source(source, request);
+        let cut = async {
+            self.shared.cuts.send(request).await.ok()?;
+            made.await.ok()
+        };
+        let cut = timeout(SOURCE_CUT_DEADLINE, cut).await.ok().flatten();
+        cut.ok_or_else(|| unavailable("the log is not followed now"))
     }
 
     /// All pairs that the source holds as far as the log is in, whatever its state.

@@ -10,17 +10,23 @@
 mod nats_server;
 mod process;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use futures_util::StreamExt as _;
 use nats_server::NatsServer;
 use process::{Indexer, Publisher, eventually, init, namespace, plane};
 use tokio::time::Instant;
-use warmroute_plane::Plane as _;
+use warmroute_plane::{Plane as _, PlaneError};
+use warmroute_proto::codec::Message;
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{IndexerEntry, ResyncRequest};
+use warmroute_proto::roster::{
+    HolderAnswer, HolderPart, HolderQuery, RosterId, RosterNumber, RosterPage, RosterPageRequest,
+};
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
-use warmroute_proto::{LogPosition, codec};
+use warmroute_proto::{LocalHash, LogPosition, Source, codec};
 
 /// Log bytes that hold some 200 records of 64 blocks.
 const SMALL: &[&str] = &["--max-bytes", "128KiB"];
@@ -478,4 +484,187 @@ async fn the_whole_process_keeps_to_its_bound() {
     );
     assert!(most <= BOUND + BESIDES, "the bound is one of the process");
     assert!((1..8).contains(&aside), "some are folded, some are not");
+}
+
+/// The blocks that a publisher with this first letter stores first.
+fn first_blocks(letter: u8) -> Vec<LocalHash> {
+    let first = u64::from(letter) << 32;
+    (first..first + 10).map(LocalHash).collect()
+}
+
+/// The subject of the one replica.
+async fn own_subject(plane: &warmroute_plane::NatsPlane) -> String {
+    let subjects = Subjects::new(&namespace());
+    let mut watch = plane.watch(subjects.indexer_keys()).await.unwrap();
+    loop {
+        if let Some(warmroute_plane::RegistryEvent::Put { key, .. }) = watch.next().await {
+            return subjects.query_at(&subjects.key_indexer(&key).unwrap());
+        }
+    }
+}
+
+async fn request<Q: Message, A: Message>(
+    plane: &warmroute_plane::NatsPlane,
+    subject: &str,
+    query: &Q,
+) -> Result<A, PlaneError> {
+    let query = codec::encode(query).unwrap();
+    let answer = plane.request(subject.to_owned(), query.into(), process::CAP);
+    Ok(codec::decode(&answer.await?).unwrap())
+}
+
+/// All rows of the replica's roster, and in how many pages they came.
+async fn whole_roster(
+    plane: &warmroute_plane::NatsPlane,
+    subject: &str,
+) -> (BTreeMap<RosterNumber, Source>, usize) {
+    let (mut rows, mut pages) = (BTreeMap::new(), 0);
+    let mut ask = RosterPageRequest {
+        roster: RosterId(0),
+        since: 0,
+    };
+    loop {
+        let page: RosterPage = request(plane, subject, &ask).await.unwrap();
+        pages += 1;
+        let more = page.more;
+        (ask.roster, ask.since) = (page.roster, page.version);
+        rows.extend(page.rows.into_iter().map(|row| (row.number, row.source)));
+        if !more {
+            return (rows, pages);
+        }
+    }
+}
+
+async fn holders(
+    plane: &warmroute_plane::NatsPlane,
+    subject: &str,
+    blocks: Vec<LocalHash>,
+) -> HolderPart {
+    let from = RosterNumber(0);
+    match request(plane, subject, &HolderQuery { blocks, from })
+        .await
+        .unwrap()
+    {
+        HolderAnswer::Holders(part) => part,
+        HolderAnswer::Behind => panic!("behind"),
+    }
+}
+
+#[tokio::test]
+async fn routers_of_both_versions_are_answered() {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let indexer = Indexer::start(&server.url());
+    let mut publishers = ["a", "ab", "b"].map(|worker| Publisher::new(&plane, worker));
+    for publisher in &mut publishers {
+        publisher.publish(10).await;
+    }
+    for publisher in &publishers {
+        publisher.is_exact_at(&indexer).await;
+    }
+    let subject = own_subject(&plane).await;
+    let (rows, _) = whole_roster(&plane, &subject).await;
+    let query = IndexQuery {
+        blocks: first_blocks(b'a'),
+        at_least: None,
+    };
+    let any = Subjects::new(&namespace()).query();
+    let IndexAnswer::Runs { sources, .. } = request(&plane, &any, &query).await.unwrap() else {
+        panic!("behind");
+    };
+    let held = sources.iter().filter(|source| source.run.gpu == 10);
+    let held: Vec<_> = held.map(|of| (of.source.clone(), of.number)).collect();
+    assert_eq!(held.len(), 2);
+    let part = holders(&plane, &subject, first_blocks(b'a')).await;
+    let details = part.details.iter();
+    let mut named: Vec<_> = details
+        .map(|of| (rows[&of.source].clone(), of.number))
+        .collect();
+    named.sort();
+    assert_eq!(named, held);
+    assert_eq!(part.groups.len(), 1);
+    assert_eq!(
+        (
+            part.groups[0].run.gpu,
+            part.groups[0].members.iter().count()
+        ),
+        (10, 2)
+    );
+}
+
+/// 600 sources with names of 2,000 characters: 1.2 MB where every source is named.
+#[tokio::test]
+async fn an_answer_that_does_not_fit_is_counted() {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let indexer = Indexer::start(&server.url());
+    let mut last = LogPosition(0);
+    for number in 0..600 {
+        let name = format!("{number}-{}", "a".repeat(2_000));
+        last = Publisher::new(&plane, &name).publish(1).await;
+    }
+    indexer.reaches(last).await;
+    let query = IndexQuery {
+        blocks: first_blocks(b'1'),
+        at_least: None,
+    };
+    let any = Subjects::new(&namespace()).query();
+    let refused = request::<_, IndexAnswer>(&plane, &any, &query).await;
+    assert!(
+        matches!(refused, Err(PlaneError::TooLarge { .. })),
+        "{refused:?}"
+    );
+    assert_eq!(
+        indexer.metric("queries_total{outcome=\"too_large\"}").await,
+        1
+    );
+    let subject = own_subject(&plane).await;
+    let (rows, pages) = whole_roster(&plane, &subject).await;
+    assert_eq!(rows.len(), 600);
+    assert!(pages > 1);
+    holders(&plane, &subject, first_blocks(b'1')).await;
+    assert_eq!(
+        indexer.metric("queries_total{outcome=\"too_large\"}").await,
+        1
+    );
+}
+
+/// The dump is longer than what sockets buffer.
+#[tokio::test]
+async fn dumps_that_are_not_read_hold_no_place() {
+    let server = server(ROOMY).await;
+    let plane = plane(&server).await;
+    let indexer = Indexer::start(&server.url());
+    let mut publisher = Publisher::new(&plane, "a");
+    for _ in 0..80 {
+        publisher.publish(4_000).await;
+    }
+    publisher.is_exact_at(&indexer).await;
+    let mut silent = Vec::new();
+    for _ in 0..4 {
+        silent.push(indexer.send("GET /dump HTTP/1.1\r\nHost: i\r\n\r\n").await);
+    }
+    eventually("a dump is complete", async || {
+        let (status, body) = indexer.get("/dump").await;
+        let blocks = body.matches(',').count();
+        status == 200 && blocks > 300_000 && body.ends_with("\r\n0\r\n\r\n")
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_api_needs_its_key() {
+    let server = server(ROOMY).await;
+    let file = std::env::temp_dir().join(format!("warmroute-key-{}", std::process::id()));
+    std::fs::write(&file, "a-key-of-this-test\n").unwrap();
+    let indexer = Indexer::start_with(&server.url(), &["--api-key-file", file.to_str().unwrap()]);
+    for path in ["/workers", "/dump"] {
+        assert_eq!(indexer.get(path).await.0, 401, "{path}");
+        let path = format!("{path} HTTP/1.1\r\nAuthorization: Bearer a-key-of-this-test\r\nX:");
+        assert_eq!(indexer.get(&path).await.0, 200, "{path}");
+    }
+    for path in ["/health", "/metrics", "/v1/digest"] {
+        assert_eq!(indexer.get(path).await.0, 200, "{path}");
+    }
+    std::fs::remove_file(file).unwrap();
 }

@@ -9,6 +9,7 @@ use warmroute_proto::registry::{
     DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry,
     SnapshotLease, WorkerEntry,
 };
+use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
 use warmroute_proto::subject::{decode_name, encode_name};
 use warmroute_proto::view::{ViewPage, ViewPageRequest};
@@ -54,6 +55,10 @@ fn messages(data: &[u8]) {
     canonical::<HoldQuery>(data);
     canonical::<HoldAnswer>(data);
     canonical::<DemotionEntry>(data);
+    canonical::<RosterPageRequest>(data);
+    canonical::<RosterPage>(data);
+    canonical::<HolderQuery>(data);
+    canonical::<HolderAnswer>(data);
 }
 
 fn canonical<M: Message>(data: &[u8]) {

@@ -23,6 +23,7 @@ use crate::registry::{
     DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry,
     SnapshotLease, WorkerEntry,
 };
+use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
 use crate::view::{ViewPage, ViewPageRequest};
 use crate::{Heartbeat, Record};
@@ -35,8 +36,8 @@ const VERSION_1: u8 = 1;
 
 const CHECKSUM_BYTES: usize = size_of::<u64>();
 
-/// Most bytes of a message, encoded or decoded. Queries and answers are the largest: an answer for
-/// 512 sources takes 60 KiB, a query of a million tokens half a MiB.
+/// Most bytes of a message, encoded or decoded. Queries are the largest: one of a million tokens
+/// takes half a MiB.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
 
 /// Most bytes of a record, well within the limits of a NATS server by default.
@@ -87,6 +88,13 @@ impl Message for WorkerEntry {
         (!possible).then_some("a worker of so many ranks")
     }
 }
+impl Message for HolderAnswer {
+    const KIND: u8 = 28;
+
+    fn impossible(&self) -> Option<&'static str> {
+        self.fault()
+    }
+}
 
 macro_rules! kinds {
     ($($message:ident = $kind:literal,)*) => {
@@ -118,6 +126,9 @@ kinds! {
     HoldQuery = 22,
     HoldAnswer = 23,
     DemotionEntry = 24,
+    RosterPageRequest = 25,
+    RosterPage = 26,
+    HolderQuery = 27,
 }
 
 #[derive(Debug, thiserror::Error)]

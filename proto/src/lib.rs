@@ -17,6 +17,7 @@ pub mod message;
 pub mod query;
 mod record;
 pub mod registry;
+pub mod roster;
 mod sequence;
 pub mod snapshot;
 pub mod subject;

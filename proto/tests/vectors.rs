@@ -30,6 +30,10 @@ use warmroute_proto::registry::{
     DemotedSource, DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, Lora,
     ResyncReason, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
 };
+use warmroute_proto::roster::{
+    HolderAnswer, HolderDetail, HolderGroup, HolderPart, HolderQuery, NumberSet, RosterId,
+    RosterNumber, RosterPage, RosterPageRequest, RosterRow, RosterStatus,
+};
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
 };
@@ -521,6 +525,75 @@ fn golden_samples_of_audits() {
     );
 }
 
+/// Since version 2: sources by their numbers.
+#[test]
+fn golden_samples_of_rosters() {
+    let roster = RosterId(0x0123_4567_89AB_CDEF);
+    let states = Tiers {
+        gpu: SourceState::Exact,
+        cpu: SourceState::Unverified,
+        disk: SourceState::Unknown,
+    };
+    golden(
+        "roster_page_request",
+        &RosterPageRequest { roster, since: 9 },
+    );
+    let row = |number, status| RosterRow {
+        number: RosterNumber(number),
+        source: source(),
+        status,
+    };
+    let status = RosterStatus {
+        generation: Generation(3),
+        states,
+        reason: Some(UnknownReason::ShimGone),
+    };
+    golden(
+        "roster_page",
+        &RosterPage {
+            roster,
+            version: 11,
+            rows: vec![row(4, Some(status)), row(5, None)],
+            more: true,
+        },
+    );
+    golden(
+        "holder_query",
+        &HolderQuery {
+            blocks: vec![LocalHash(1), LocalHash(u64::MAX)],
+            from: RosterNumber(6),
+        },
+    );
+    let run = Tiers {
+        gpu: 32,
+        cpu: 4,
+        disk: 0,
+    };
+    let members = [6, 7, 8, 300, 70_000].map(RosterNumber);
+    let part = HolderPart {
+        roster,
+        log: StreamIdentity {
+            created_unix_ns: 1_700_000_000_000_000_000,
+            nonce: 5,
+        },
+        position: LogPosition(77),
+        groups: vec![HolderGroup {
+            run,
+            states,
+            members: NumberSet::from_ascending(members),
+        }],
+        details: vec![HolderDetail {
+            source: RosterNumber(300),
+            generation: Generation(3),
+            number: Some(RecordNumber(258)),
+            engine_seq: Some(EngineSeq(9)),
+        }],
+        next: Some(RosterNumber(70_001)),
+    };
+    golden("holder_answer", &HolderAnswer::Holders(part));
+    golden("holder_answer_behind", &HolderAnswer::Behind);
+}
+
 /// Readers make up a source for each rank: four thousand million of them would be the end of every
 /// reader.
 #[test]
@@ -544,7 +617,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => DemotionEntry::KIND,
+        _ => HolderAnswer::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();

@@ -43,7 +43,7 @@ type SharedAdmin = State<Arc<Admin>>;
 /// The admin port's routes.
 pub(crate) fn router(admin: Arc<Admin>) -> Router {
     let index = admin.deployment.index().cloned();
-    let queries = index.map(warmroute_indexer::http::queries);
+    let queries = index.map(warmroute_indexer::http::embedded);
     Router::new()
         .route("/metrics", get(metrics))
         .route("/workers", get(workers))

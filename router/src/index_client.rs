@@ -1,8 +1,11 @@
 //! Queries an indexer for what the fleet holds of a prompt, with a short deadline.
 //!
-//! One replica is queried on its own subject. If it does not answer soon, or is not reachable, a
-//! second one is queried, and the first answer counts. While no replica is known by name the query
-//! goes to the subject that all of them serve.
+//! One replica is queried on its own subject. If it does not answer soon, is not reachable, or has
+//! no good answer, a second one is queried, and the first good answer counts. While no replica is
+//! known by name the query goes to the subject that all of them serve.
+//!
+//! A replica whose roster is read gets the compact query. Others, also those of earlier versions,
+//! get the full one.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,9 +20,12 @@ use warmroute_proto::LocalHash;
 use warmroute_proto::codec;
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::IndexerEntry;
+use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber};
 use warmroute_proto::subject::Subjects;
 
 use crate::indexer_pool::IndexerPool;
+use crate::indexer_rosters::IndexerRosters;
+use crate::route::{HolderReply, IndexReply, ReplicaRoster};
 
 /// Deadline of a query. A later answer is worth less than the time: the decision goes on without.
 pub const DEADLINE: Duration = Duration::from_millis(10);
@@ -36,49 +42,51 @@ pub const HEDGE: Duration = Duration::from_millis(3);
 const BLOCKS_MAX: usize = 1 << 16;
 
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum IndexError {
+pub enum IndexError {
     #[error("the query cannot be encoded")]
     Encode(#[from] codec::EncodeError),
     #[error("no answer")]
     Plane(#[from] PlaneError),
     #[error("the answer cannot be decoded")]
     Decode(#[from] codec::DecodeError),
+    #[error("the replica does not know the log yet")]
+    Behind,
+    #[error("the answer names another roster")]
+    OtherRoster,
 }
 
 /// Client of the indexer replicas. Clones share what is known of the replicas.
 #[derive(Clone)]
-pub(crate) struct IndexClient {
-    plane: Arc<dyn Plane>,
-    subjects: Subjects,
+pub struct IndexClient {
+    pub(crate) plane: Arc<dyn Plane>,
+    pub(crate) subjects: Subjects,
     indexers: Arc<Mutex<IndexerPool>>,
+    pub(crate) rosters: Arc<IndexerRosters>,
 }
 
 impl IndexClient {
-    pub(crate) fn new(plane: Arc<dyn Plane>, subjects: Subjects) -> Self {
+    #[must_use]
+    pub fn new(plane: Arc<dyn Plane>, subjects: Subjects) -> Self {
         Self {
             plane,
             subjects,
             indexers: Arc::default(),
+            rosters: Arc::default(),
         }
     }
 
-    pub(crate) async fn ask(&self, blocks: &[LocalHash]) -> Result<IndexAnswer, IndexError> {
-        let query = IndexQuery {
-            blocks: blocks.iter().take(BLOCKS_MAX).copied().collect(),
-            at_least: None,
-        };
-        let payload = Bytes::from(codec::encode(&query)?);
+    pub async fn ask(&self, blocks: &[LocalHash]) -> Result<IndexReply, IndexError> {
+        let blocks = &blocks[..blocks.len().min(BLOCKS_MAX)];
         let now = Instant::now().into_std();
         let picked = self.indexers().pick_two(now, &mut Rng::new());
-        let answer = match picked {
+        match picked {
             [None, _] => {
-                let subject = self.subjects.query();
-                self.plane.request(subject, payload, DEADLINE).await?
+                let until = Instant::now() + DEADLINE;
+                self.ask_whole(self.subjects.query(), blocks, until).await
             }
-            [Some(first), None] => self.ask_one(&first, payload, DEADLINE).await?,
-            [Some(first), Some(second)] => self.ask_hedged(&first, &second, payload).await?,
-        };
-        Ok(codec::decode(&answer)?)
+            [Some(first), None] => self.ask_one(&first, blocks, DEADLINE).await,
+            [Some(first), Some(second)] => self.ask_hedged(&first, &second, blocks).await,
+        }
     }
 
     /// Queries one block of one source. A replica that does not answer is not held against it: one
@@ -96,7 +104,7 @@ impl IndexClient {
     }
 
     /// Follows the registry until stopped. While the plane is unavailable the known replicas stay.
-    pub(crate) async fn follow_replicas(self, unread: IntCounter, stop: CancellationToken) {
+    pub async fn follow_replicas(self, unread: IntCounter, stop: CancellationToken) {
         let keys = self.subjects.indexer_keys();
         let mut watch = RegistryWatch::new(Arc::clone(&self.plane), keys);
         while let Some(event) = stop.run_until_cancelled(watch.next()).await {
@@ -110,6 +118,7 @@ impl IndexClient {
                 match codec::decode::<IndexerEntry>(&entry.value) {
                     Ok(entry) if self.subjects.indexer_key(&entry.id) == key => {
                         self.indexers().put(&entry);
+                        self.rosters.changed();
                     }
                     Ok(_) | Err(_) => {
                         tracing::warn!(key, "indexer entry is unreadable");
@@ -128,26 +137,91 @@ impl IndexClient {
 
     async fn ask_one(
         &self,
-        id: &str,
-        payload: Bytes,
+        id: &Arc<str>,
+        blocks: &[LocalHash],
         deadline: Duration,
-    ) -> Result<Bytes, PlaneError> {
+    ) -> Result<IndexReply, IndexError> {
+        let until = Instant::now() + deadline;
         let subject = self.subjects.query_at(id);
-        let answer = self.plane.request(subject, payload, deadline).await;
-        match &answer {
+        let reply = match self.rosters.get(id) {
+            Some(roster) => self.ask_holders(id, roster, blocks, until).await,
+            None => self.ask_whole(subject, blocks, until).await,
+        };
+        match &reply {
             Ok(_) => self.indexers().answered(id),
             Err(_) => self.indexers().late(id, Instant::now().into_std()),
         }
-        answer
+        reply
     }
 
+    /// Asks for every source by its name.
+    async fn ask_whole(
+        &self,
+        subject: String,
+        blocks: &[LocalHash],
+        until: Instant,
+    ) -> Result<IndexReply, IndexError> {
+        let query = IndexQuery {
+            blocks: blocks.to_vec(),
+            at_least: None,
+        };
+        let query = Bytes::from(codec::encode(&query)?);
+        let deadline = until.saturating_duration_since(Instant::now());
+        let answer = self.plane.request(subject, query, deadline).await?;
+        match codec::decode(&answer)? {
+            answer @ IndexAnswer::Runs { .. } => Ok(answer.into()),
+            IndexAnswer::Behind { .. } => Err(IndexError::Behind),
+        }
+    }
+
+    /// Asks for the holders, part by part.
+    async fn ask_holders(
+        &self,
+        id: &Arc<str>,
+        roster: Arc<ReplicaRoster>,
+        blocks: &[LocalHash],
+        until: Instant,
+    ) -> Result<IndexReply, IndexError> {
+        let mut query = HolderQuery {
+            blocks: blocks.to_vec(),
+            from: RosterNumber(0),
+        };
+        let mut parts = Vec::new();
+        loop {
+            let payload = Bytes::from(codec::encode(&query)?);
+            let deadline = until.saturating_duration_since(Instant::now());
+            let subject = self.subjects.query_at(id);
+            let answer = self.plane.request(subject, payload, deadline).await?;
+            let HolderAnswer::Holders(part) = codec::decode(&answer)? else {
+                return Err(IndexError::Behind);
+            };
+            // A part without an end would be asked for again.
+            let next = part.next.filter(|next| *next > query.from);
+            parts.push(part);
+            match next {
+                Some(next) => query.from = next,
+                None => break,
+            }
+        }
+        let Some(reply) = HolderReply::new(roster, parts) else {
+            self.rosters.forget(id);
+            return Err(IndexError::OtherRoster);
+        };
+        if reply.unnamed() > 0 {
+            self.rosters.changed();
+        }
+        Ok(IndexReply::Holders(reply))
+    }
+
+    /// The first good answer of two replicas.
     async fn ask_hedged(
         &self,
-        first: &str,
-        second: &str,
-        payload: Bytes,
-    ) -> Result<Bytes, PlaneError> {
-        let mut early = Box::pin(self.ask_one(first, payload.clone(), DEADLINE));
+        first: &Arc<str>,
+        second: &Arc<str>,
+        blocks: &[LocalHash],
+    ) -> Result<IndexReply, IndexError> {
+        let started = Instant::now();
+        let mut early = Box::pin(self.ask_one(first, blocks, DEADLINE));
         let has_failed = tokio::select! {
             answer = &mut early => match answer {
                 Ok(answer) => return Ok(answer),
@@ -155,7 +229,8 @@ impl IndexClient {
             },
             () = sleep(HEDGE) => false,
         };
-        let mut late = Box::pin(self.ask_one(second, payload, DEADLINE.saturating_sub(HEDGE)));
+        let left = DEADLINE.saturating_sub(started.elapsed());
+        let mut late = Box::pin(self.ask_one(second, blocks, left));
         if has_failed {
             return late.await;
         }
@@ -175,163 +250,10 @@ impl IndexClient {
         }
     }
 
-    fn indexers(&self) -> MutexGuard<'_, IndexerPool> {
+    pub(crate) fn indexers(&self) -> MutexGuard<'_, IndexerPool> {
         self.indexers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use futures_util::StreamExt as _;
-    use tokio_util::task::TaskTracker;
-    use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, PutIf};
-    use warmroute_proto::{LogPosition, Namespace, StreamIdentity};
-
-    use super::*;
-
-    /// Timers are rounded up to this.
-    const TICK: Duration = Duration::from_millis(1);
-
-    fn plane() -> Arc<dyn Plane> {
-        Arc::new(MemoryPlane::new(MemoryPlaneConfig {
-            identity: StreamIdentity {
-                created_unix_ns: 1,
-                nonce: 1,
-            },
-            log_bytes_max: 1 << 20,
-            queue_max: 64,
-        }))
-    }
-
-    fn subjects() -> Subjects {
-        Subjects::new(&Namespace::from("ns"))
-    }
-
-    fn entry(id: &str) -> IndexerEntry {
-        IndexerEntry {
-            id: id.to_owned(),
-            url: None,
-            version: String::new(),
-            ready: true,
-            log: None,
-            position: LogPosition(0),
-        }
-    }
-
-    /// Serves queries with this position as the answer, or never answers.
-    async fn serve(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, position: Option<u64>) {
-        let mut requests = plane.serve(subjects().query_at(id)).await.unwrap();
-        let mut unanswered = Vec::new();
-        tasks.spawn(async move {
-            while let Some(request) = requests.next().await {
-                match position {
-                    Some(position) => {
-                        let answer = IndexAnswer::Behind {
-                            position: LogPosition(position),
-                        };
-                        request.reply.send(codec::encode(&answer).unwrap().into());
-                    }
-                    None => unanswered.push(request),
-                }
-            }
-        });
-    }
-
-    fn position(answer: &IndexAnswer) -> u64 {
-        match answer {
-            IndexAnswer::Behind { position } => position.0,
-            IndexAnswer::Runs { .. } => panic!("these replicas answer with a position"),
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_replica_that_hangs_or_is_gone_costs_no_answer() {
-        let (plane, tasks) = (plane(), TaskTracker::new());
-        serve(&tasks, &plane, "hangs", None).await;
-        serve(&tasks, &plane, "well", Some(7)).await;
-        let client = IndexClient::new(Arc::clone(&plane), subjects());
-        for id in ["hangs", "well", "not-there"] {
-            client.indexers().put(&entry(id));
-        }
-        let mut unanswered = 0;
-        for _ in 0..50 {
-            match client.ask(&[LocalHash(1)]).await {
-                Ok(answer) => assert_eq!(position(&answer), 7),
-                // Both picked ones were of the other two, which is learned from this failure.
-                Err(_) => unanswered += 1,
-            }
-        }
-        assert!(unanswered <= 1, "{unanswered}");
-        // By now both bad ones are known.
-        assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 7);
-    }
-
-    /// A client that knows only the names of these replicas.
-    fn client(plane: &Arc<dyn Plane>, ids: &[&str]) -> IndexClient {
-        let client = IndexClient::new(Arc::clone(plane), subjects());
-        for id in ids {
-            client.indexers().put(&entry(id));
-        }
-        client
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn with_two_replicas_one_that_hangs_costs_only_the_hedge() {
-        let (plane, tasks) = (plane(), TaskTracker::new());
-        serve(&tasks, &plane, "hangs", None).await;
-        serve(&tasks, &plane, "well", Some(7)).await;
-        let mut slow = 0;
-        for _ in 0..50 {
-            // A new client each time, so that the one that hangs is picked first now and then.
-            let client = client(&plane, &["hangs", "well"]);
-            let asked = Instant::now();
-            let answer = client.ask(&[LocalHash(1)]).await.unwrap();
-            assert_eq!(position(&answer), 7);
-            assert!(asked.elapsed() <= HEDGE + TICK, "{:?}", asked.elapsed());
-            slow += u32::from(asked.elapsed() >= HEDGE);
-        }
-        assert!(
-            (1..50).contains(&slow),
-            "{slow} of 50 queries were sent twice"
-        );
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn an_unanswered_query_ends_at_its_deadline() {
-        let (plane, tasks) = (plane(), TaskTracker::new());
-        serve(&tasks, &plane, "hangs", None).await;
-        serve(&tasks, &plane, "hangs-too", None).await;
-        for ids in [&["hangs"][..], &["hangs", "hangs-too"]] {
-            let client = client(&plane, ids);
-            let asked = Instant::now();
-            assert!(client.ask(&[LocalHash(1)]).await.is_err());
-            let took = asked.elapsed();
-            assert!(took >= DEADLINE && took <= DEADLINE + TICK, "{took:?}");
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn replicas_are_added_and_removed_by_the_registry() {
-        let (plane, tasks) = (plane(), TaskTracker::new());
-        serve(&tasks, &plane, "a", Some(1)).await;
-        let client = IndexClient::new(Arc::clone(&plane), subjects());
-        assert!(client.ask(&[LocalHash(1)]).await.is_err());
-        let unread = IntCounter::new("unread", "u").unwrap();
-        let stop = CancellationToken::new();
-        tasks.spawn(client.clone().follow_replicas(unread.clone(), stop.clone()));
-        let value = Bytes::from(codec::encode(&entry("a")).unwrap());
-        let key = subjects().indexer_key("a");
-        let revision = plane
-            .put(key.clone(), value, PutIf::Always, None)
-            .await
-            .unwrap();
-        while client.ask(&[LocalHash(1)]).await.is_err() {
-            sleep(Duration::from_millis(1)).await;
-        }
-        plane.delete(key, revision).await.unwrap();
-        while client.ask(&[LocalHash(1)]).await.is_ok() {
-            sleep(Duration::from_millis(1)).await;
-        }
-        stop.cancel();
-    }
-}
+mod tests;

@@ -50,6 +50,12 @@ impl IndexerPool {
         self.indexers.remove(id);
     }
 
+    /// All known replicas.
+    #[must_use]
+    pub fn ids(&self) -> Vec<Arc<str>> {
+        self.indexers.keys().cloned().collect()
+    }
+
     pub fn answered(&mut self, id: &str) {
         if let Some(indexer) = self.indexers.get_mut(id) {
             indexer.late_answers = 0;

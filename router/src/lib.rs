@@ -21,6 +21,7 @@ mod error;
 pub mod fleet;
 pub mod index_client;
 pub mod indexer_pool;
+mod indexer_rosters;
 mod journal;
 mod metrics;
 mod proxy;

@@ -153,6 +153,8 @@ impl Running {
         let public_rules = ClientRules {
             http2: Http2::Offered,
             half_closed: Arc::new(move || settings.current().half_closed_clients()),
+            // A client may read a stream as slowly as it likes.
+            write_timeout: None,
         };
         let public_router = proxy::router(app);
         let port = &running.clients;
@@ -288,6 +290,7 @@ impl Services {
         let indexers = index.clone();
         let indexers = indexers.follow_replicas(unreadable.clone(), stop.clone());
         tasks.spawn("indexers", indexers);
+        tasks.spawn("rosters", index.clone().follow_rosters(stop.clone()));
 
         let auditor = self.audit(&core, &journal, &index, tasks);
         let demotions = DemotionWriter {

@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 use warmroute_proto::load::LoadMessage;
-use warmroute_proto::query::IndexAnswer;
 
-use crate::route::{AdmitError, Admitted, Core, RouteRequest, SlotEvent, SlotGuard, SlotSink};
+use crate::route::{
+    AdmitError, Admitted, Core, IndexReply, RouteRequest, SlotEvent, SlotGuard, SlotSink,
+};
 
 /// Frees its slot when it is dropped.
 pub(crate) type SlotHold = SlotGuard<SharedCore>;
@@ -61,7 +62,7 @@ impl SharedCore {
     pub fn admit(
         self: &Arc<Self>,
         ask: &RouteRequest<'_>,
-        answer: Option<&IndexAnswer>,
+        answer: Option<&IndexReply>,
     ) -> Result<(Admitted, Option<MoveWatch>), AdmitError> {
         let now = Instant::now().into_std();
         let mut core = self.core();
@@ -79,7 +80,7 @@ impl SharedCore {
         &self,
         slot: u64,
         ask: &RouteRequest<'_>,
-        answer: Option<&IndexAnswer>,
+        answer: Option<&IndexReply>,
     ) -> Option<Admitted> {
         let now = Instant::now().into_std();
         let moved = self.core().reconsider(slot, ask, answer, now);

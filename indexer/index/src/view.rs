@@ -6,9 +6,16 @@ use serde::Serialize;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
-use warmroute_proto::{Change, EngineHealth, Source, WorkerId};
+use warmroute_proto::{EngineHealth, Source, WorkerId};
 
 use crate::fold::{Fold, SourceStatus};
+use crate::tree::SourceNodes;
+
+/// Bytes at which a page of a view ends: half of what NATS accepts by default.
+const PAGE_BYTES_MAX: usize = 512 << 10;
+
+/// Encoded bytes of a source in a view, without its worker's name.
+const SOURCE_BYTES: usize = 150;
 
 /// A worker's registry entry and its sources.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -37,12 +44,11 @@ pub struct TierWords {
     pub disk: SourceState,
 }
 
-/// A source with its whole image.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SourceDump {
+/// A source with all that it holds, of one moment.
+pub struct SourceCut {
     pub digest: SourceDigest,
     /// `None` while the source is not folded.
-    pub changes: Option<Vec<Change>>,
+    pub nodes: Option<SourceNodes>,
 }
 
 pub fn digest(fold: &Fold, now: Instant) -> DigestView {
@@ -84,11 +90,11 @@ pub fn workers(fold: &Fold, now: Instant) -> Vec<WorkerView> {
     views
 }
 
-pub fn dump(fold: &Fold, source: &Source, now: Instant) -> Option<SourceDump> {
-    let (source, status) = fold.statuses(now).find(|(known, _)| *known == source)?;
-    Some(SourceDump {
+pub fn cut(fold: &Fold, source: &Source, now: Instant) -> Option<SourceCut> {
+    let status = fold.status(source, now)?;
+    Some(SourceCut {
         digest: source_digest(source, &status),
-        changes: fold.dump(source),
+        nodes: fold.nodes_of(source),
     })
 }
 
@@ -100,7 +106,14 @@ pub fn page(fold: &Fold, ask: &ViewPageRequest, now: Instant) -> view::ViewPage 
         .statuses(now)
         .filter(|(source, _)| behind(source))
         .map(|(source, status)| full_view(source, &status));
-    let sources = wanted.by_ref().take(sources_max).collect();
+    let (mut sources, mut bytes) = (Vec::new(), 0);
+    while sources.len() < sources_max && bytes < PAGE_BYTES_MAX {
+        let Some(next) = wanted.next() else {
+            break;
+        };
+        bytes += SOURCE_BYTES + next.source.worker.as_str().len();
+        sources.push(next);
+    }
     view::ViewPage {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         ready: false,

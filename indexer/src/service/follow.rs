@@ -9,7 +9,6 @@ use std::convert::Infallible;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use futures_util::FutureExt as _;
-use tokio::sync::{mpsc, oneshot};
 use warmroute_plane::{Broadcast, LogTail, PlaneStream, RegistryWatch};
 
 use super::*;
@@ -34,8 +33,12 @@ pub(super) struct CutMade {
     pub(super) took: Duration,
 }
 
-/// A buffer for the image, and where the cut is wanted.
-pub(super) type CutRequest = (Vec<u8>, oneshot::Sender<CutMade>);
+/// What to cut, and where the cut is wanted.
+pub(super) enum CutRequest {
+    /// The whole fold, with the image in this buffer.
+    Snapshot(Vec<u8>, oneshot::Sender<CutMade>),
+    Source(Source, oneshot::Sender<Option<SourceCut>>),
+}
 
 /// The log's answer about itself.
 pub(super) struct Look {
@@ -91,7 +94,7 @@ impl Worker {
             loop {
                 let Err(error) = self.follow_once(&mut cuts).await;
                 warn!(%error, "the log is taken up again");
-                self.shared.metrics.reconnect();
+                self.shared.metrics.reconnects.inc();
                 self.shared.write().tick(now());
                 sleep(RETRY).await;
             }
@@ -193,7 +196,7 @@ impl Worker {
         if look.fit.is_broken() {
             let (position, fit) = (fold.position(), look.fit.label());
             error!(%position, fit, "the log is not the one that was read: it is read anew");
-            self.shared.metrics.log_broken(look.fit);
+            self.shared.metrics.logs_broken.inc(look.fit);
         }
         match look.fit {
             LogMatch::LostEnd | LogMatch::OtherRecord => fold.log_lost_records(),
@@ -275,7 +278,7 @@ impl Worker {
             Ok(look) => self.looked(look).map(drop),
             Err(error) => {
                 debug!(%error, "the log's state cannot be asked for");
-                self.shared.metrics.look_failed();
+                self.shared.metrics.looks_failed.inc();
                 Ok(())
             }
         }
@@ -336,7 +339,7 @@ impl Worker {
         let (verdicts, position) = writer::apply(&self.shared.fold, &parsed, now());
         self.shared.position.send_replace(position);
         for (message, verdict) in now_taken.iter().zip(verdicts) {
-            self.shared.metrics.record(verdict);
+            self.shared.metrics.records.inc(verdict);
             report(message, verdict);
         }
         let live = now_taken
@@ -375,7 +378,7 @@ impl Worker {
         let now = now();
         let came = stall.turn(now);
         let verdict = self.shared.write().heartbeat_of(now, came, message);
-        self.shared.metrics.heartbeat(verdict);
+        self.shared.metrics.heartbeats.inc(verdict);
         match verdict {
             HeartbeatVerdict::Mismatch => warn!("a source differs from its shim's heartbeat"),
             HeartbeatVerdict::WrongSource
@@ -399,7 +402,7 @@ impl Worker {
             RegistryEvent::Put { key, entry } => {
                 if let Err(error) = fold.worker_put(&key, &entry.value) {
                     warn!(key, %error, "registry entry ignored");
-                    self.shared.metrics.bad_entry();
+                    self.shared.metrics.bad_entries.inc();
                 }
             }
             RegistryEvent::Gone { key } => {
@@ -435,7 +438,7 @@ impl Worker {
     async fn ask_for_resync(&self, request: &ResyncRequest) {
         let (source, reason) = (&request.source, request.reason);
         warn!(%source, above = %request.above, reason = reason.label(), "asking for a new generation");
-        self.shared.metrics.resync(reason);
+        self.shared.metrics.resyncs.inc(reason);
         let payload = match codec::encode(request) {
             Ok(payload) => payload,
             Err(error) => return warn!(%error, "a resync request cannot be encoded"),
@@ -447,21 +450,25 @@ impl Worker {
     }
 
     /// Cuts while the writer waits here. Readers go on beside it.
-    async fn cut(&self, (buffer, request): CutRequest) {
+    async fn cut(&self, request: CutRequest) {
         let shared = Arc::clone(&self.shared);
         let made = blocking::run(move || {
             let fold = shared.read();
-            let reading = shared.reading(&fold);
-            CutMade {
-                cut: fold.cut(buffer),
-                reading,
-                took: now().saturating_duration_since(reading.at),
+            // The requester may have given up.
+            match request {
+                CutRequest::Snapshot(buffer, request) => {
+                    let reading = shared.reading(&fold);
+                    let cut = fold.cut(buffer);
+                    let took = now().saturating_duration_since(reading.at);
+                    drop(request.send(CutMade { cut, reading, took }));
+                }
+                CutRequest::Source(source, request) => {
+                    drop(request.send(view::cut(&fold, &source, now())));
+                }
             }
         });
-        match made.await {
-            // The requester may have given up.
-            Ok(made) => drop(request.send(made)),
-            Err(error) => error!(%error, "cutting a snapshot failed"),
+        if let Err(error) = made.await {
+            error!(%error, "a cut failed");
         }
     }
 }

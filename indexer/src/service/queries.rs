@@ -6,7 +6,7 @@
 //! fit into a message is refused by the plane on the asker's side.
 
 use tokio::sync::Semaphore;
-use warmroute_proto::codec::Message as _;
+use warmroute_proto::codec::Message;
 
 use super::*;
 
@@ -63,24 +63,51 @@ impl Worker {
         };
         let payload = &request.payload;
         let answer = match codec::kind(payload) {
-            Some(ViewPageRequest::KIND) => codec::decode::<ViewPageRequest>(payload)
-                .map(|ask| codec::encode(&handle.view(&ask))),
-            Some(HoldQuery::KIND) => {
-                codec::decode::<HoldQuery>(payload).map(|query| codec::encode(&handle.hold(&query)))
-            }
-            Some(_) | None => codec::decode::<IndexQuery>(payload)
-                .map(|query| codec::encode(&handle.query(&query))),
+            Some(ViewPageRequest::KIND) => answered(payload, |ask| handle.view(&ask)),
+            Some(HoldQuery::KIND) => answered(payload, |query| handle.hold(&query)),
+            Some(RosterPageRequest::KIND) => answered(payload, |ask| handle.roster(&ask)),
+            Some(HolderQuery::KIND) => answered(payload, |query| handle.holders(&query)),
+            Some(_) | None => answered(payload, |query| handle.query(&query)),
         };
+        let failed = |outcome| self.shared.metrics.queries.inc(outcome);
         match answer {
-            Ok(Ok(answer)) => request.reply.send(answer.into()),
-            Ok(Err(error)) => {
-                warn!(%error, "an answer cannot be encoded");
-                self.shared.metrics.query(QueryOutcome::Failed);
+            Ok(answer) => {
+                let (bytes, max) = (answer.len(), self.plane.payload_max());
+                if bytes > max {
+                    warn!(
+                        bytes,
+                        max, "an answer is larger than a message of the plane may be"
+                    );
+                    failed(QueryOutcome::TooLarge);
+                }
+                // The plane reports an answer that is too large to its requester.
+                request.reply.send(answer.into());
             }
-            Err(error) => {
+            Err(NoAnswer::Encode(error)) => {
+                warn!(%error, "an answer cannot be encoded");
+                failed(QueryOutcome::Failed);
+            }
+            Err(NoAnswer::Decode(error)) => {
                 debug!(%error, "query ignored");
-                self.shared.metrics.query(QueryOutcome::Malformed);
+                failed(QueryOutcome::Malformed);
             }
         }
     }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum NoAnswer {
+    #[error(transparent)]
+    Decode(#[from] codec::DecodeError),
+    #[error(transparent)]
+    Encode(#[from] codec::EncodeError),
+}
+
+/// The encoded answer to an encoded request.
+fn answered<Q: Message, A: Message>(
+    payload: &[u8],
+    answer: impl FnOnce(Q) -> A,
+) -> Result<Vec<u8>, NoAnswer> {
+    let request = codec::decode(payload)?;
+    Ok(codec::encode(&answer(request))?)
 }

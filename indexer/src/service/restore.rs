@@ -109,7 +109,7 @@ impl Worker {
             self.shared.position.send_replace(position);
             // Freeing a large tree takes long.
             blocking::detach(move || drop(former));
-            self.shared.metrics.restored(cause);
+            self.shared.metrics.snapshots.restores.inc(cause);
             info!(name = text, %position, cause = cause.label(), "snapshot loaded");
             return Ok(true);
         }
@@ -128,7 +128,7 @@ impl Worker {
                 }
                 Err(error) => {
                     warn!(%error, "unreadable pointer");
-                    self.shared.metrics.bad_entry();
+                    self.shared.metrics.bad_entries.inc();
                 }
             }
         }
@@ -210,7 +210,7 @@ impl Worker {
     }
 
     fn skip(&self, name: &str, why: Skipped, detail: &dyn std::fmt::Display) {
-        self.shared.metrics.skipped(why);
+        self.shared.metrics.snapshots.skipped.inc(why);
         match why {
             Skipped::AnotherLog => info!(name, %detail, "snapshot skipped"),
             Skipped::Corrupt

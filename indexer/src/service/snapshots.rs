@@ -4,7 +4,6 @@
 //! compare-and-set, then the deletion of what neither of its two names needs. The lease only saves
 //! double work.
 
-use tokio::sync::{mpsc, oneshot};
 use warmroute_plane::{Lease, PutIf, RegistryEntry};
 use warmroute_proto::registry::SnapshotLease;
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer, SnapshotRef};
@@ -28,21 +27,15 @@ const POINTER_TRIES: usize = 8;
 pub(super) struct Snapshots {
     worker: Worker,
     config: SnapshotConfig,
-    cuts: mpsc::Sender<CutRequest>,
     progress: SnapshotProgress,
     attempts: u64,
 }
 
 impl Snapshots {
-    pub(super) fn new(
-        worker: Worker,
-        config: SnapshotConfig,
-        cuts: mpsc::Sender<CutRequest>,
-    ) -> Self {
+    pub(super) fn new(worker: Worker, config: SnapshotConfig) -> Self {
         Self {
             worker,
             config,
-            cuts,
             progress: SnapshotProgress::default(),
             attempts: 0,
         }
@@ -81,7 +74,7 @@ impl Snapshots {
             }
         };
         if outcome != SnapshotOutcome::NotDue {
-            self.worker.shared.metrics.snapshot(outcome);
+            self.worker.shared.metrics.snapshots.outcomes.inc(outcome);
         }
         match outcome {
             SnapshotOutcome::Written | SnapshotOutcome::NotDue => {}
@@ -192,10 +185,9 @@ impl Snapshots {
         let (request, made) = oneshot::channel();
         let bytes = self.worker.shared.read().tree().image_bytes();
         let buffer = in_background(move || touched(bytes + bytes / 16)).await?;
-        // One place in the queue, and one asker.
-        self.cuts
-            .try_send((buffer, request))
-            .map_err(as_unavailable)?;
+        let request = CutRequest::Snapshot(buffer, request);
+        let cuts = &self.worker.shared.cuts;
+        cuts.try_send(request).map_err(as_unavailable)?;
         let made = timeout(CUT_DEADLINE, made).await.map_err(as_unavailable)?;
         made.map_err(as_unavailable)
     }
@@ -225,7 +217,7 @@ impl Snapshots {
             let pointer = codec::decode(&entry.value);
             let pointer = pointer.inspect_err(|error| {
                 error!(%error, "unreadable pointer");
-                self.worker.shared.metrics.bad_entry();
+                self.worker.shared.metrics.bad_entries.inc();
             });
             (entry, pointer.ok())
         }))

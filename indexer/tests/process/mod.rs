@@ -133,11 +133,17 @@ impl Indexer {
         kilobytes.parse::<u64>().unwrap() << 10
     }
 
+    /// A connection on which this request was sent.
+    pub(crate) async fn send(&self, request: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        stream
+    }
+
     /// Status and body.
     pub(crate) async fn get(&self, path: &str) -> (u16, String) {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await.unwrap();
         let request = format!("GET {path} HTTP/1.1\r\nHost: i\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut stream = self.send(&request).await;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();

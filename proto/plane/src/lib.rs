@@ -204,6 +204,9 @@ pub trait Plane: Send + Sync + 'static {
         deadline: Duration,
     ) -> PlaneFuture<'_, Bytes>;
 
+    /// Most bytes of a request or answer.
+    fn payload_max(&self) -> usize;
+
     /// Serves a subject until the stream is dropped. Several servers share the requests.
     fn serve(&self, subject: String) -> PlaneFuture<'_, PlaneStream<ServiceRequest>>;
 

@@ -13,6 +13,9 @@ use crate::tasks::Tasks;
 /// Operators, scrapers and probes; routers use the plane.
 const CONNECTIONS_MAX: usize = 1024;
 
+/// Operators and scrapers read what they request.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Time for tasks to end, and after them for open HTTP answers.
 const END: Duration = Duration::from_secs(4);
 const CONNECTIONS_END: Duration = Duration::from_secs(1);
@@ -31,7 +34,10 @@ pub async fn run(
         router,
         connections_max: CONNECTIONS_MAX,
         connections: ConnectionMetrics::hidden().context("counting connections")?,
-        clients: ClientRules::default(),
+        clients: ClientRules {
+            write_timeout: Some(WRITE_TIMEOUT),
+            ..ClientRules::default()
+        },
     };
     let (server_shutdown, stop) = (shutdown.clone(), tasks.stop.clone());
     let open = connections.clone();

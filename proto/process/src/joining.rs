@@ -11,6 +11,7 @@ use warmroute_plane::{
     PlaneFuture, PlaneStream, PutIf, RegistryEntry, RegistryEvent, Revision, ServiceRequest,
 };
 use warmroute_proto::LogPosition;
+use warmroute_proto::codec::MESSAGE_BYTES_MAX;
 
 pub(crate) struct JoiningPlane {
     plane: OnceLock<NatsPlane>,
@@ -66,6 +67,12 @@ macro_rules! forward {
 }
 
 impl Plane for JoiningPlane {
+    fn payload_max(&self) -> usize {
+        self.plane
+            .get()
+            .map_or(MESSAGE_BYTES_MAX, Plane::payload_max)
+    }
+
     fn connection(&self) -> watch::Receiver<Connection> {
         self.connection.subscribe()
     }

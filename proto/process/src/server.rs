@@ -14,6 +14,7 @@ mod idle;
 mod protocol;
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,6 +68,10 @@ const FULL: &str = concat!(
     r#"{"error":{"message":"All connections of this server are in use.","#,
     r#""type":"service_unavailable_error","param":null,"code":"connections_full"}}"#,
 );
+
+/// The client's address; an extension of every request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerAddress(pub SocketAddr);
 
 /// Whether the path is one of a probe.
 #[must_use]
@@ -129,6 +134,8 @@ pub struct ClientRules {
     pub http2: Http2,
     /// Asked once for each connection.
     pub half_closed: Arc<dyn Fn() -> HalfClosed + Send + Sync>,
+    /// Time after which a connection is closed whose client does not read its answer.
+    pub write_timeout: Option<Duration>,
 }
 
 impl Default for ClientRules {
@@ -136,6 +143,7 @@ impl Default for ClientRules {
         Self {
             http2: Http2::Refused,
             half_closed: Arc::new(|| HalfClosed::Abort),
+            write_timeout: None,
         }
     }
 }
@@ -363,14 +371,22 @@ impl ServedConnection {
                 return;
             }
         };
+        let peer = stream.peer_addr().ok().map(PeerAddress);
         let stream = ObservedStream {
             begun,
             stream,
             activity: Arc::clone(&self.open.activity),
+            write_timeout: self.clients.write_timeout,
+            write_deadline: None,
         };
         let router = TowerToHyperService::new(self.router.clone());
         let (activity, role) = (Arc::clone(&self.open.activity), self.open.role);
-        let service = service_fn(move |request| serve_request(&activity, role, &router, request));
+        let service = service_fn(move |mut request: Request<Incoming>| {
+            if let Some(peer) = peer {
+                request.extensions_mut().insert(peer);
+            }
+            serve_request(&activity, role, &router, request)
+        });
         match protocol {
             Protocol::Http1 => {
                 let half_closed = (self.clients.half_closed)();

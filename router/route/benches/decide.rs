@@ -14,7 +14,7 @@
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use warmroute_index::tree::{SourceNumber, Tree};
+use warmroute_index::tree::{SourceNumber, TierMask, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
@@ -22,7 +22,9 @@ use warmroute_proto::{
     BlockSize, Change, DpRank, EngineSeq, Generation, LogPosition, PrefixHash, RecordNumber,
     RouterId, Seed, Source, StreamIdentity, Tier, Tiers,
 };
-use warmroute_route::{Core, CoreConfig, Health, Knobs, Prompt, RouteRequest, SlotEvent};
+use warmroute_route::{
+    Core, CoreConfig, Health, IndexReply, Knobs, Prompt, RouteRequest, SlotEvent,
+};
 
 const SOURCES: u32 = 512;
 const ACTIVE: u32 = 20_000;
@@ -106,10 +108,15 @@ impl Index {
         Self { tree, sources }
     }
 
-    fn answer(&self, prompt: &Prompt) -> IndexAnswer {
+    fn answer(&self, prompt: &Prompt) -> IndexReply {
         let chain: Vec<PrefixHash> = prefix_hashes(None, prompt.blocks()).collect();
-        let runs = self.tree.lookup_all(&chain);
-        let of = |(source, number): &(Source, SourceNumber)| SourceAnswer {
+        let allowed: Vec<_> = self
+            .sources
+            .iter()
+            .map(|(_, number)| (*number, TierMask::ALL))
+            .collect();
+        let runs = self.tree.lookup_chain(&chain, &allowed);
+        let of = |((source, _), run): (&(Source, SourceNumber), Tiers<u32>)| SourceAnswer {
             source: source.clone(),
             generation: Generation(1),
             number: Some(RecordNumber(1)),
@@ -117,16 +124,17 @@ impl Index {
             states: Tiers::all(SourceState::Exact),
             reason: None,
             proof_age_ms: 0,
-            run: runs[number.index()],
+            run,
         };
-        IndexAnswer::Runs {
+        let answer = IndexAnswer::Runs {
             log: StreamIdentity {
                 created_unix_ns: 0,
                 nonce: 0,
             },
             position: LogPosition(1),
-            sources: self.sources.iter().map(of).collect(),
-        }
+            sources: self.sources.iter().zip(runs).map(of).collect(),
+        };
+        answer.into()
     }
 }
 
@@ -139,7 +147,7 @@ fn report(what: &str, mut times: Vec<Duration>) {
 fn main() {
     let (index, mut core, mut rng) = (Index::new(), core(), Rng::with_seed(1));
     let mut now = Instant::now();
-    let mut admit = |core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>| {
+    let mut admit = |core: &mut Core, prompt: &Prompt, answer: Option<&IndexReply>| {
         now += Duration::from_micros(100);
         let ask = RouteRequest {
             model: "m",

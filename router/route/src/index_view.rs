@@ -6,6 +6,9 @@
 //! `stale`. A source that this router demoted is `stale` until its next generation, or until it is
 //! reinstated; the credit that it would have is kept apart. A state is only ever lowered.
 //!
+//! A compact answer names numbers of few holders only. It is `stale` as a whole once a higher
+//! position of the log was shown [`LAG_MAX`] before it.
+//!
 //! The highest number of a source expires after [`ANSWER_MEMORY`] without an answer that reaches
 //! it: registry and log, which count generations and numbers, may have been lost and recreated. A
 //! restarted router knows as little, and each answer itself was proven within 5 s.
@@ -16,8 +19,11 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
-use warmroute_proto::{EngineSeq, Generation, RecordNumber, Tier, Tiers};
+use warmroute_proto::{
+    EngineSeq, Generation, LogPosition, RecordNumber, StreamIdentity, Tier, Tiers,
+};
 
+use super::replica_roster::{HolderReply, IndexReply, KnownHolder};
 use super::source_table::{PerSource, SourceId, SourceTable};
 
 /// Longest lag behind the freshest replica at which an answer is trusted.
@@ -33,6 +39,7 @@ const GRAIN: Duration = Duration::from_millis(10);
 #[derive(Clone, Debug, Default)]
 pub struct IndexView {
     sources: PerSource<SourceFreshness>,
+    positions: PositionsSeen,
     counts: IndexViewCounts,
 }
 
@@ -47,9 +54,8 @@ pub struct IndexViewCounts {
 #[derive(Clone, Debug, Default)]
 struct SourceFreshness {
     generation: Option<Generation>,
-    /// Number of applied records, and when an answer first showed it; both ascend. The first entry
-    /// is older than [`LAG_MAX`] or the only one.
-    seen: VecDeque<(u64, Instant)>,
+    /// Numbers of applied records.
+    numbers: NumbersSeen,
     /// When an answer last showed the highest number.
     shown: Option<Instant>,
     demoted: Option<Generation>,
@@ -123,19 +129,13 @@ impl TrustedSource {
     }
 
     fn of(answer: &SourceAnswer) -> Self {
-        let Tiers { gpu, cpu, disk } = answer.states;
-        let credited = |state: SourceState, run| if state.gives_credit() { run } else { 0 };
         Self {
             generation: answer.generation,
             number: answer.number,
             engine_seq: answer.engine_seq,
             states: answer.states,
             demoted: None,
-            run: Tiers {
-                gpu: credited(gpu, answer.run.gpu),
-                cpu: credited(cpu, answer.run.cpu),
-                disk: credited(disk, answer.run.disk),
-            },
+            run: credited(answer.states, answer.run),
         }
     }
 
@@ -145,40 +145,118 @@ impl TrustedSource {
     }
 }
 
+/// The run without the tiers that give no credit.
+fn credited(states: Tiers<SourceState>, run: Tiers<u32>) -> Tiers<u32> {
+    let credited = |state: SourceState, run| if state.gives_credit() { run } else { 0 };
+    Tiers {
+        gpu: credited(states.gpu, run.gpu),
+        cpu: credited(states.cpu, run.cpu),
+        disk: credited(states.disk, run.disk),
+    }
+}
+
 impl IndexView {
     /// Reduces an answer to what is trusted. An answer of a replica behind the requested position
     /// contains nothing.
     pub fn judge(
         &mut self,
         table: &mut SourceTable,
-        answer: &IndexAnswer,
+        reply: &IndexReply,
         now: Instant,
     ) -> TrustedAnswer {
         let mut trusted = TrustedAnswer::default();
-        let sources = match answer {
-            IndexAnswer::Runs { sources, .. } => sources.as_slice(),
-            IndexAnswer::Behind { .. } => &[],
-        };
-        for answer in sources {
-            let id = table.intern(&answer.source);
-            let mut known = TrustedSource::of(answer);
-            let freshness = self.sources.get_mut(id);
-            match freshness.take_in(answer, now) {
-                Freshness::Restarted => trusted.restarted.push(id),
-                Freshness::Fresh => {}
-                Freshness::Lagging => {
-                    self.counts.lagging += 1;
-                    known.lower_to_stale();
+        match reply {
+            IndexReply::Full(IndexAnswer::Runs {
+                log,
+                position,
+                sources,
+            }) => {
+                self.positions.observe(*log, *position, now);
+                for answer in sources {
+                    let shown = ShownRecord {
+                        generation: answer.generation,
+                        applied: Some(applied(answer.number)),
+                    };
+                    let known = TrustedSource::of(answer);
+                    let id = table.intern(&answer.source);
+                    self.judge_one(id, shown, known, now, &mut trusted);
                 }
             }
-            if freshness.demotion().is_some() {
-                let (state, run) = (known.state(), known.run);
-                known.demoted = Some(DemotedCredit { state, run });
-                known.lower_to_stale();
-            }
-            *trusted.sources.get_mut(id) = Some(known);
+            IndexReply::Full(IndexAnswer::Behind { .. }) => {}
+            IndexReply::Holders(holders) => self.judge_holders(table, holders, now, &mut trusted),
         }
         trusted
+    }
+
+    /// Without a record number, only the answer's position shows that the replica lags.
+    fn judge_holders(
+        &mut self,
+        table: &mut SourceTable,
+        holders: &HolderReply,
+        now: Instant,
+        trusted: &mut TrustedAnswer,
+    ) {
+        let position = holders.position();
+        let is_lagging = position.is_none_or(|(log, position)| {
+            self.positions.observe(log, position, now) == Freshness::Lagging
+        });
+        for KnownHolder { row, group, detail } in holders.sources() {
+            let generation = match (detail, row.status) {
+                (Some(detail), _) => detail.generation,
+                (None, Some(status)) => status.generation,
+                // Its generation is with the next page of the roster.
+                (None, None) => continue,
+            };
+            let states = match (group, row.status) {
+                (Some(group), _) => group.states,
+                (None, Some(status)) => status.states,
+                (None, None) => continue,
+            };
+            let shown = ShownRecord {
+                generation,
+                applied: detail.map(|detail| applied(detail.number)),
+            };
+            let run = group.map(|group| group.run).unwrap_or_default();
+            let mut known = TrustedSource {
+                generation,
+                number: detail.and_then(|detail| detail.number),
+                engine_seq: detail.and_then(|detail| detail.engine_seq),
+                states,
+                run: credited(states, run),
+                demoted: None,
+            };
+            if is_lagging {
+                self.counts.lagging += 1;
+                known.lower_to_stale();
+            }
+            let id = table.intern(&row.source);
+            self.judge_one(id, shown, known, now, trusted);
+        }
+    }
+
+    fn judge_one(
+        &mut self,
+        id: SourceId,
+        shown: ShownRecord,
+        mut known: TrustedSource,
+        now: Instant,
+        trusted: &mut TrustedAnswer,
+    ) {
+        let freshness = self.sources.get_mut(id);
+        match freshness.take_in(shown, now) {
+            Freshness::Restarted => trusted.restarted.push(id),
+            Freshness::Fresh => {}
+            Freshness::Lagging => {
+                self.counts.lagging += 1;
+                known.lower_to_stale();
+            }
+        }
+        if freshness.demotion().is_some() {
+            let (state, run) = (known.state(), known.run);
+            known.demoted = Some(DemotedCredit { state, run });
+            known.lower_to_stale();
+        }
+        *trusted.sources.get_mut(id) = Some(known);
     }
 
     /// Distrusts a source until a generation above this one.
@@ -224,44 +302,87 @@ enum Freshness {
     Lagging,
 }
 
+/// What an answer shows of a source's records.
+#[derive(Clone, Copy, Debug)]
+struct ShownRecord {
+    generation: Generation,
+    /// `None` if the answer does not name the number.
+    applied: Option<u64>,
+}
+
+/// 0 before the first record of a generation, n + 1 after number n.
+fn applied(number: Option<RecordNumber>) -> u64 {
+    number.map_or(0, |number| number.0.saturating_add(1))
+}
+
 impl SourceFreshness {
     /// The generation in which it is demoted now.
     fn demotion(&self) -> Option<Generation> {
         self.demoted.filter(|at| self.generation <= Some(*at))
     }
 
-    fn take_in(&mut self, answer: &SourceAnswer, now: Instant) -> Freshness {
-        // 0 before the first record of a generation, n + 1 after number n.
-        let applied = answer.number.map_or(0, |number| number.0.saturating_add(1));
-        let highest = self.seen.back().map(|(number, _)| *number);
-        if (Some(answer.generation), Some(applied)) >= (self.generation, highest) {
+    fn take_in(&mut self, answer: ShownRecord, now: Instant) -> Freshness {
+        let ShownRecord {
+            generation,
+            applied,
+        } = answer;
+        let is_highest = match applied {
+            Some(_) => (Some(generation), applied) >= (self.generation, self.numbers.highest()),
+            None => Some(generation) >= self.generation,
+        };
+        if is_highest {
             self.shown = Some(now);
-        } else if self.is_forgotten(now) {
-            let demoted = self.demoted.filter(|at| *at <= answer.generation);
+        } else if is_forgotten(self.shown, now) {
             *self = Self {
-                generation: Some(answer.generation),
-                seen: VecDeque::from([(applied, now)]),
+                generation: Some(generation),
+                numbers: NumbersSeen::of(applied, now),
                 shown: Some(now),
-                demoted,
+                demoted: self.demoted.filter(|at| *at <= generation),
             };
             return Freshness::Restarted;
         }
         match self.generation {
-            Some(known) if answer.generation < known => return Freshness::Lagging,
-            Some(known) if answer.generation == known => {}
+            Some(known) if generation < known => return Freshness::Lagging,
+            Some(known) if generation == known => {}
             known @ (Some(_) | None) => {
-                self.generation = Some(answer.generation);
-                self.seen.clear();
-                self.seen.push_back((applied, now));
+                self.generation = Some(generation);
+                self.numbers = NumbersSeen::of(applied, now);
                 return match known {
                     Some(_) => Freshness::Restarted,
                     None => Freshness::Fresh,
                 };
             }
         }
-        self.first_seen(applied, now);
+        match applied {
+            Some(applied) => self.numbers.take_in(applied, now),
+            None => Freshness::Fresh,
+        }
+    }
+}
+
+fn is_forgotten(shown: Option<Instant>, now: Instant) -> bool {
+    let shown = shown.map(|at| now.saturating_duration_since(at));
+    shown.is_none_or(|ago| ago >= ANSWER_MEMORY)
+}
+
+/// Numbers that ascend, and when an answer first showed them. The first entry is older than
+/// [`LAG_MAX`] or the only one.
+#[derive(Clone, Debug, Default)]
+struct NumbersSeen(VecDeque<(u64, Instant)>);
+
+impl NumbersSeen {
+    fn of(number: Option<u64>, now: Instant) -> Self {
+        Self(number.map(|number| (number, now)).into_iter().collect())
+    }
+
+    fn highest(&self) -> Option<u64> {
+        self.0.back().map(|(number, _)| *number)
+    }
+
+    fn take_in(&mut self, number: u64, now: Instant) -> Freshness {
+        self.note(number, now);
         // Higher numbers follow, the earliest of them first.
-        let overtaken = self.seen.iter().find(|(number, _)| *number > applied);
+        let overtaken = self.0.iter().find(|(higher, _)| *higher > number);
         match overtaken {
             Some((_, since)) if now.saturating_duration_since(*since) >= LAG_MAX => {
                 Freshness::Lagging
@@ -270,28 +391,56 @@ impl SourceFreshness {
         }
     }
 
-    fn is_forgotten(&self, now: Instant) -> bool {
-        let shown = self.shown.map(|at| now.saturating_duration_since(at));
-        shown.is_none_or(|ago| ago >= ANSWER_MEMORY)
-    }
-
-    fn first_seen(&mut self, applied: u64, now: Instant) {
-        if let Some((highest, since)) = self.seen.back_mut() {
-            if applied <= *highest {
+    fn note(&mut self, number: u64, now: Instant) {
+        if let Some((highest, since)) = self.0.back_mut() {
+            if number <= *highest {
                 return;
             }
             if now.saturating_duration_since(*since) < GRAIN {
-                *highest = applied;
+                *highest = number;
                 return;
             }
         }
-        self.seen.push_back((applied, now));
+        self.0.push_back((number, now));
         // The second entry is older than the bound too: it alone decides for all numbers below it.
-        while let Some((_, since)) = self.seen.get(1)
+        while let Some((_, since)) = self.0.get(1)
             && now.saturating_duration_since(*since) >= LAG_MAX
         {
-            self.seen.pop_front();
+            self.0.pop_front();
         }
+    }
+}
+
+/// The highest position of the log that answers have shown. Positions of a log that was created
+/// earlier count as lower.
+#[derive(Clone, Debug, Default)]
+struct PositionsSeen {
+    log: Option<StreamIdentity>,
+    positions: NumbersSeen,
+    /// When an answer last showed the highest position.
+    shown: Option<Instant>,
+}
+
+impl PositionsSeen {
+    fn observe(&mut self, log: StreamIdentity, position: LogPosition, now: Instant) -> Freshness {
+        let of = |log: StreamIdentity| (log.created_unix_ns, log.nonce);
+        let (known, new) = (self.log.map(of), Some(of(log)));
+        let is_highest = (new, Some(position.0)) >= (known, self.positions.highest());
+        if is_highest {
+            self.shown = Some(now);
+        }
+        if new > known || !is_highest && is_forgotten(self.shown, now) {
+            *self = Self {
+                log: Some(log),
+                positions: NumbersSeen::of(Some(position.0), now),
+                shown: Some(now),
+            };
+            return Freshness::Fresh;
+        }
+        if new < known {
+            return Freshness::Lagging;
+        }
+        self.positions.take_in(position.0, now)
     }
 }
 

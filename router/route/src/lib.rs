@@ -16,7 +16,7 @@
 //! let model = core.model("my-lora")?;              // RouteRefusal: unknown model, none healthy, …
 //! let seed = model.seed(cache_salt);               // includes the LoRA
 //! let prompt = Prompt::new(&tokens, block_size, seed);   // or Prompt::opaque(estimate, size)
-//! let answer = index.query(prompt.blocks()).await;       // Option<IndexAnswer>
+//! let answer = index.query(prompt.blocks()).await;       // Option<IndexReply>
 //!
 //! let request = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried };
 //! let admitted = core.admit(&request, answer.as_ref(), now)?;   // decides and opens a slot
@@ -57,6 +57,7 @@ pub mod moves;
 pub mod prediction;
 pub mod prompt;
 pub mod prompt_tree;
+mod replica_roster;
 pub mod reported;
 pub mod slot_guard;
 pub mod slots;
@@ -75,6 +76,7 @@ pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, Terms};
 pub use moves::MoveCounts;
 pub use prompt::{CacheReads, Prompt};
+pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, ReplicaRoster};
 pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SlotKey, SourceLoad};
 pub use source_table::SourceId;

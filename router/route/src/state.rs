@@ -8,7 +8,7 @@ use fastrand::Rng;
 use serde::Serialize;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
-use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, SourceState};
+use warmroute_proto::query::{HoldAnswer, HoldQuery, SourceState};
 use warmroute_proto::registry::{DemotedSource, DrainState, WorkerEntry};
 use warmroute_proto::{Generation, RouterId, Source, WorkerId};
 
@@ -24,6 +24,7 @@ use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, MoveTracker};
 use super::prediction::Predictions;
 use super::prompt::{CacheReads, Prompt};
+use super::replica_roster::IndexReply;
 use super::reported::{CacheReport, ReportedPrefixes};
 use super::slot_guard::SlotEvent;
 use super::slots::{
@@ -244,7 +245,7 @@ impl Core {
     pub fn admit(
         &mut self,
         request: &RouteRequest<'_>,
-        answer: Option<&IndexAnswer>,
+        answer: Option<&IndexReply>,
         now: Instant,
     ) -> Result<Admitted, AdmitError> {
         self.tick(now);
@@ -277,7 +278,7 @@ impl Core {
     fn decide(
         &mut self,
         request: &RouteRequest<'_>,
-        answer: Option<&IndexAnswer>,
+        answer: Option<&IndexReply>,
         except: Option<SlotKey>,
         now: Instant,
     ) -> Result<(Decision, TrustedAnswer), RouteRefusal> {
@@ -615,7 +616,7 @@ impl Core {
     }
 
     /// Reduces an answer to what is trusted.
-    fn judge(&mut self, answer: &IndexAnswer, now: Instant) -> TrustedAnswer {
+    fn judge(&mut self, answer: &IndexReply, now: Instant) -> TrustedAnswer {
         let trusted = self.view.judge(&mut self.table, answer, now);
         for &source in &trusted.restarted {
             self.predictions.restarted(source);

@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
-use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{DpRank, Source};
 
 use super::App;
@@ -22,7 +21,7 @@ use crate::error::ProxyError;
 use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestResult};
 use crate::metrics::RetryReason;
-use crate::route::{AdmitError, Admitted, Decision, Prompt, RouteRequest};
+use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
 
 /// Workers that one request is sent to. A bad request must not reach the whole fleet.
@@ -44,7 +43,7 @@ pub(super) struct ForwardedRequest {
 pub(super) struct Routing {
     pub model: String,
     pub prompt: Arc<Prompt>,
-    pub index: Option<IndexAnswer>,
+    pub index: Option<IndexReply>,
     /// The answer comes in pieces, so that its first token can be seen.
     pub streaming: bool,
     /// The request may be aborted on one worker and sent to another.

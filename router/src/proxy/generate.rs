@@ -7,8 +7,6 @@ use axum::extract::Request;
 use axum::http::request::Parts;
 use axum::response::Response;
 use tokio::time::Instant;
-use warmroute_proto::query::IndexAnswer;
-use warmroute_proto::{Tiers, WorkerId};
 
 use super::App;
 use super::body::BufferedBody;
@@ -25,7 +23,7 @@ use crate::clock::civil_now;
 use crate::error::ProxyError;
 use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
-use crate::route::Prompt;
+use crate::route::{IndexReply, Prompt};
 use crate::tokenize::EncoderKind;
 
 /// Bodies above are prepared on another thread; below, that takes less than a millisecond.
@@ -83,7 +81,6 @@ async fn serve(
         streaming,
         single,
         unhashed,
-        mismatched,
         rewritten,
         sample,
     } = plan;
@@ -91,10 +88,7 @@ async fn serve(
         app.compare_encoders(sample);
     }
     let index = match unhashed {
-        None => {
-            let answer = app.query_index(&prompt).await;
-            answer.map(|answer| without_credit(answer, &mismatched))
-        }
+        None => app.query_index(&prompt).await,
         Some(reason) => {
             app.metrics.unhashed(reason);
             None
@@ -133,18 +127,6 @@ async fn serve(
         Box::new(move |usage| auditor.reported(case, usage))
     });
     Ok((answer, on_usage))
-}
-
-/// The answer without the caches of `mismatched` workers: their blocks have other tokens.
-fn without_credit(mut answer: IndexAnswer, mismatched: &[WorkerId]) -> IndexAnswer {
-    if let IndexAnswer::Runs { sources, .. } = &mut answer {
-        for source in sources {
-            if mismatched.contains(&source.source.worker) {
-                source.run = Tiers::default();
-            }
-        }
-    }
-    answer
 }
 
 impl App {
@@ -192,7 +174,7 @@ impl App {
         }
     }
 
-    async fn query_index(&self, prompt: &Prompt) -> Option<IndexAnswer> {
+    async fn query_index(&self, prompt: &Prompt) -> Option<IndexReply> {
         let started = Instant::now();
         let answer = self.index.ask(prompt.hit_blocks()).await;
         self.metrics.step(DecisionStep::Index, started.elapsed());

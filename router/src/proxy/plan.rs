@@ -85,8 +85,6 @@ pub(super) struct Plan {
     pub single: bool,
     /// Why the prompt has no blocks, if so.
     pub unhashed: Option<&'static str>,
-    /// Workers that tokenize such a prompt differently: their caches do not count.
-    pub mismatched: Vec<WorkerId>,
     /// The body for the engine, if it differs from the client's.
     pub rewritten: Option<Bytes>,
     pub sample: Option<TextSample>,
@@ -288,12 +286,11 @@ impl PlanDraft {
         };
         let mismatched = self.mismatched;
         Ok(Plan {
-            prompt: prompt.with_reads(reads).with_mismatched(mismatched.clone()),
+            prompt: prompt.with_reads(reads).with_mismatched(mismatched),
             model: name.to_owned(),
             streaming: info.stream,
             single,
             unhashed,
-            mismatched,
             rewritten: self.rewritten,
             sample: self.sample,
         })

@@ -238,6 +238,10 @@ impl Lossy {
 }
 
 impl Plane for Lossy {
+    fn payload_max(&self) -> usize {
+        self.plane.payload_max()
+    }
+
     fn subscribe(&self, subject: String) -> PlaneFuture<'_, PlaneStream<Broadcast>> {
         let (lost, rng) = (Arc::clone(&self.lost_percent), Arc::clone(&self.rng));
         Box::pin(async move {

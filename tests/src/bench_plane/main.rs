@@ -8,6 +8,7 @@
 #![expect(clippy::print_stdout, reason = "figures are what this is for")]
 
 mod engine;
+mod fleet;
 mod measure;
 mod publisher;
 mod restart;
@@ -37,9 +38,12 @@ struct Args {
     /// Blocks, in millions, of the throughput measurement.
     #[arg(long, default_value_t = 4)]
     million_blocks: u64,
-    /// Measure only the transport.
+    /// Measure only this part.
     #[arg(long)]
     only: Option<Part>,
+    /// Threads that compute beside the queries of `misses`.
+    #[arg(long, default_value_t = 10)]
+    busy_threads: usize,
     /// Measure only the restart of a killed indexer with this many entries. Needs
     /// warmroute-indexer-under-test beside this binary.
     #[arg(long)]
@@ -52,6 +56,12 @@ enum Part {
     Delays,
     Queries,
     Throughput,
+    /// Answers of large fleets.
+    Fleets,
+    /// Queries beside clients that load an indexer's port.
+    Attacks,
+    /// Queries without an answer in time on a busy machine.
+    Misses,
 }
 
 #[tokio::main]
@@ -89,6 +99,15 @@ async fn measure(args: Args) -> anyhow::Result<()> {
         let stage = Stage::start(&server, args.ranks).await?;
         figures.push(visible::throughput(&stage, args.million_blocks).await?);
         stage.end().await;
+    }
+    if measures(Part::Fleets) {
+        figures.extend(fleet::sizes(&server).await?);
+    }
+    if measures(Part::Attacks) {
+        figures.extend(fleet::attacks(&server).await?);
+    }
+    if measures(Part::Misses) {
+        figures.extend(fleet::misses(&server, args.busy_threads).await?);
     }
     for figure in &figures {
         println!("{}", serde_json::to_string(figure)?);

@@ -11,7 +11,7 @@ use fastrand::Rng;
 use futures_util::stream::{FuturesOrdered, StreamExt as _};
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
-use warmroute_plane::{InitConfig, NatsPlane, Plane as _};
+use warmroute_plane::{InitConfig, NatsPlane, Plane as _, RegistryEvent};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -181,14 +181,14 @@ impl Fleet {
 }
 
 /// The indexer's binary, built beside this one.
-struct Indexer {
+pub(crate) struct Indexer {
     child: Child,
     base: String,
     http: reqwest::Client,
 }
 
 impl Indexer {
-    fn start(server: &NatsServer, namespace: &Namespace) -> anyhow::Result<Self> {
+    pub(crate) fn start(server: &NatsServer, namespace: &Namespace) -> anyhow::Result<Self> {
         let program = std::env::current_exe()?.with_file_name("warmroute-indexer-under-test");
         let mut child = Command::new(&program)
             .args([
@@ -249,13 +249,52 @@ impl Indexer {
         Ok(answer.json().await?)
     }
 
-    async fn until_at(&self, position: LogPosition) -> anyhow::Result<()> {
+    pub(crate) async fn until_at(&self, position: LogPosition) -> anyhow::Result<()> {
         let begun = Instant::now();
         while self.digest().await?["position"].as_u64() < Some(position.0) {
             ensure!(begun.elapsed() < END_MAX, "it does not read to {position}");
             sleep(Duration::from_millis(5)).await;
         }
         Ok(())
+    }
+
+    /// URL of its port.
+    pub(crate) fn base(&self) -> &str {
+        &self.base
+    }
+
+    /// Number of exact sources.
+    pub(crate) async fn exact(&self) -> anyhow::Result<u64> {
+        self.metric("sources{state=\"exact\"}").await
+    }
+
+    pub(crate) async fn resident_bytes(&self) -> anyhow::Result<u64> {
+        self.metric("resident_bytes").await
+    }
+
+    async fn metric(&self, name: &str) -> anyhow::Result<u64> {
+        let page = self.http.get(format!("{}/metrics", self.base)).send();
+        let page = page.await?.text().await?;
+        let name = format!("warmroute_indexer_{name} ");
+        let line = page.lines().find_map(|line| line.strip_prefix(&name));
+        Ok(line.context("the metric")?.parse::<f64>()? as u64)
+    }
+
+    /// The subject of the only replica of a namespace.
+    pub(crate) async fn own_subject(
+        &self,
+        plane: &NatsPlane,
+        namespace: &Namespace,
+    ) -> anyhow::Result<String> {
+        let subjects = Subjects::new(namespace);
+        let mut watch = plane.watch(subjects.indexer_keys()).await?;
+        loop {
+            let event = watch.next().await.context("the registry")?;
+            if let RegistryEvent::Put { key, .. } = event {
+                let id = subjects.key_indexer(&key).context("an indexer's key")?;
+                return Ok(subjects.query_at(&id));
+            }
+        }
     }
 
     async fn held(&self) -> anyhow::Result<Held> {

@@ -20,7 +20,7 @@ use warmroute_router::fleet::health::Observation;
 use warmroute_router::index_client::{DEADLINE, HEDGE};
 use warmroute_router::route::cost::capped;
 use warmroute_router::route::index_view::{ANSWER_MEMORY, LAG_MAX};
-use warmroute_router::route::{Admitted, Decision, Prompt, RouteRequest, SlotEvent};
+use warmroute_router::route::{Admitted, Decision, IndexReply, Prompt, RouteRequest, SlotEvent};
 use warmroute_router::sim::EngineRequest;
 
 use super::host::{Event, Http, Input, Timer};
@@ -341,7 +341,8 @@ impl World {
             exclude: &open.tried,
         };
         let answer = self.answer_as_read(open.answer.as_deref());
-        let admitted = match run.core.admit(&ask, answer.as_deref(), now) {
+        let reply = answer.map(|answer| IndexReply::Full(answer.into_owned()));
+        let admitted = match run.core.admit(&ask, reply.as_ref(), now) {
             Ok(admitted) => admitted,
             Err(refusal) => {
                 let was_tried = !open.tried.is_empty();
@@ -372,7 +373,8 @@ impl World {
             };
             let answer = self.answer_as_read(open.answer.as_deref());
             let now = self.local(host);
-            let moved = run.core.reconsider(slot, &ask, answer.as_deref(), now);
+            let reply = answer.map(|answer| IndexReply::Full(answer.into_owned()));
+            let moved = run.core.reconsider(slot, &ask, reply.as_ref(), now);
             let Some(moved) = moved.unwrap() else {
                 continue;
             };

@@ -163,6 +163,10 @@ fn into_stream<T: Send + 'static>(receiver: mpsc::Receiver<T>) -> PlaneStream<T>
 }
 
 impl Plane for SimPlane {
+    fn payload_max(&self) -> usize {
+        self.bytes_max
+    }
+
     fn connection(&self) -> watch::Receiver<Connection> {
         self.connection.subscribe()
     }

@@ -64,6 +64,7 @@ impl Fold {
         self.forgotten += forgotten.len() as u64;
         for source in forgotten {
             self.sources.remove(&source);
+            self.roster.remove(&source);
         }
         self.forget_workers(now);
     }

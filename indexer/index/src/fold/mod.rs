@@ -23,6 +23,7 @@ mod outage;
 mod reload;
 mod removals;
 mod resync;
+mod roster;
 mod source;
 mod stall;
 mod verdict;
@@ -33,6 +34,9 @@ use std::time::{Duration, Instant};
 use warmroute_proto::message::{Broadcast, LogMessage};
 use warmroute_proto::query::{HoldSpan, SourceState};
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
+use warmroute_proto::roster::{
+    HolderDetail, RosterId, RosterPage, RosterPageRequest, RosterStatus,
+};
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
@@ -40,12 +44,13 @@ use warmroute_proto::{
     WorkerId, codec,
 };
 
-use crate::tree::{Growth, SourceNumber, TierMask, Tree, is_long};
+use crate::tree::{Growth, SourceNodes, SourceNumber, TierMask, Tree, is_long};
 use ends::LogEnds;
 use memory::MemoryCounters;
 use message::MessageContent;
 use outage::PlaneOutage;
 use reload::ReloadLimiter;
+use roster::Roster;
 use source::{RecordTimes, Registration, SourceFold};
 
 pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
@@ -58,6 +63,14 @@ pub use verdict::{HeartbeatVerdict, RecordVerdict};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the registry value is not an entry of its key's worker")]
 pub struct BadWorkerEntry;
+
+/// A source that may give credit at one moment.
+pub(crate) struct SourceCredit {
+    /// Its number in the tree, and the tiers that give credit.
+    pub(crate) allowed: (SourceNumber, TierMask),
+    pub(crate) states: Tiers<SourceState>,
+    pub(crate) detail: HolderDetail,
+}
 
 /// The last registry entry of a worker.
 #[derive(Clone, Debug)]
@@ -88,6 +101,7 @@ pub struct Fold {
     registry_read: bool,
     forgotten: u64,
     tree: Tree,
+    roster: Roster,
     sources: BTreeMap<Source, SourceFold>,
     workers: BTreeMap<WorkerId, WorkerRegistration>,
 }
@@ -111,6 +125,7 @@ impl Fold {
             registry_read: false,
             forgotten: 0,
             tree: Tree::new(),
+            roster: Roster::default(),
             sources: BTreeMap::new(),
             workers: BTreeMap::new(),
         }
@@ -194,6 +209,9 @@ impl Fold {
             .sources
             .entry(record.source.clone())
             .or_insert_with(SourceFold::new);
+        if fold.roster.is_none() {
+            fold.roster = Some(self.roster.add(&record.source));
+        }
         let verdict = fold.record(came, record, message.mark.checksum, &mut self.tree);
         self.bound_memory(now);
         verdict
@@ -314,8 +332,15 @@ impl Fold {
         self.memory.removal_bytes = 0;
         for (source, fold) in &mut self.sources {
             let registration = registration(&self.workers, self.outage, &source.worker, now);
-            fold.note_state(now, registration);
             self.memory.removal_bytes += fold.removals.bytes();
+            let (states, reason) = fold.note_state(now, registration);
+            let number = *fold.roster.get_or_insert_with(|| self.roster.add(source));
+            let status = fold.generation().map(|generation| RosterStatus {
+                generation,
+                states,
+                reason,
+            });
+            self.roster.set(number, status);
         }
     }
 
@@ -428,6 +453,44 @@ impl Fold {
         }
     }
 
+    /// Names the roster: one life of one replica.
+    pub const fn set_roster_id(&mut self, id: RosterId) {
+        self.roster.set_id(id);
+    }
+
+    #[must_use]
+    pub const fn roster_id(&self) -> RosterId {
+        self.roster.id()
+    }
+
+    /// Changes of the roster, as of the last tick.
+    #[must_use]
+    pub fn roster_page(&self, ask: &RosterPageRequest) -> RosterPage {
+        self.roster.page(ask)
+    }
+
+    /// The numbered sources with a tier that gives credit.
+    pub(crate) fn credited(&self, now: Instant) -> impl Iterator<Item = SourceCredit> {
+        let mut last: Option<(&WorkerId, Registration)> = None;
+        self.sources.iter().filter_map(move |(source, fold)| {
+            // The ranks of a worker follow each other.
+            let shim = match last {
+                Some((worker, shim)) if *worker == source.worker => shim,
+                Some(_) | None => registration(&self.workers, self.outage, &source.worker, now),
+            };
+            last = Some((&source.worker, shim));
+            let (states, _) = fold.states(now, shim);
+            let tiers = source::credited(&states);
+            let allowed = (fold.number()?, tiers);
+            let detail = fold.detail()?;
+            (!tiers.is_empty()).then_some(SourceCredit {
+                allowed,
+                states,
+                detail,
+            })
+        })
+    }
+
     /// All pairs that the source holds, in no order.
     pub fn held(&self, source: &Source) -> impl Iterator<Item = (PrefixHash, Tier)> {
         self.number(source)
@@ -435,10 +498,10 @@ impl Fold {
             .flat_map(|number| self.tree.held(number))
     }
 
-    /// [`Tree::dump`] of a source; `None` if it is not folded.
+    /// The nodes of a source; `None` if it is not folded.
     #[must_use]
-    pub fn dump(&self, source: &Source) -> Option<Vec<Change>> {
-        Some(self.tree.dump(self.number(source)?))
+    pub fn nodes_of(&self, source: &Source) -> Option<SourceNodes> {
+        Some(self.tree.nodes_of(self.number(source)?))
     }
 
     pub(crate) fn workers(&self) -> impl Iterator<Item = &WorkerRegistration> {

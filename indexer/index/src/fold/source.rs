@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::ResyncReason;
+use warmroute_proto::roster::{HolderDetail, RosterNumber};
 use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
 use warmroute_proto::view::SourceFault;
 use warmroute_proto::{
@@ -133,6 +134,8 @@ pub(super) struct SourceFold {
     pub(super) history: SourceHistory,
     /// Removals of the present generation.
     pub(super) removals: RecentRemovals,
+    /// Set by the fold.
+    pub(super) roster: Option<RosterNumber>,
 }
 
 /// Status of a source at one moment.
@@ -191,6 +194,7 @@ impl SourceFold {
             unnamed_since: None,
             history: SourceHistory::default(),
             removals: RecentRemovals::default(),
+            roster: None,
         }
     }
 
@@ -466,10 +470,25 @@ impl SourceFold {
         }
     }
 
-    /// Records since when the source is in its state.
-    pub(super) fn note_state(&mut self, now: Instant, shim: Registration) {
-        let (states, _) = self.states(now, shim);
+    /// Records since when the source is in its state, and returns the state.
+    pub(super) fn note_state(
+        &mut self,
+        now: Instant,
+        shim: Registration,
+    ) -> (Tiers<SourceState>, Option<UnknownReason>) {
+        let (states, reason) = self.states(now, shim);
         self.history.note_state(now, states.gpu);
+        (states, reason)
+    }
+
+    /// `None` without a number in the roster, or without records.
+    pub(super) fn detail(&self) -> Option<HolderDetail> {
+        Some(HolderDetail {
+            source: self.roster?,
+            generation: self.sequencer.generation()?,
+            number: self.sequencer.last(),
+            engine_seq: self.claim.engine_seq,
+        })
     }
 
     /// The shim's claim, lowered by what this replica observes; the weakest state wins.

@@ -9,6 +9,7 @@ use std::time::Duration;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Record, Tier, TierState, Tiers};
 
 use crate::tests_support::{World, locals, prefix, removed, source, stored};
+use crate::tree::SourceNodes;
 
 #[derive(Default)]
 struct Names(std::collections::BTreeMap<PrefixHash, String>);
@@ -167,7 +168,13 @@ impl Script {
 
     fn dump(&self, name: &str) -> String {
         let mut out = String::new();
-        for change in self.world.fold.dump(&source(name)).unwrap_or_default() {
+        for change in self
+            .world
+            .fold
+            .nodes_of(&source(name))
+            .map(SourceNodes::into_changes)
+            .unwrap_or_default()
+        {
             match change {
                 Change::Stored {
                     parent,

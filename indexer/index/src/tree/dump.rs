@@ -7,22 +7,34 @@
 use rustc_hash::FxHashMap;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
 
-use super::{SourceNumber, TierMask, Tree};
+use super::SourceNode;
 
 /// Maximum blocks of a change, which must fit into a record.
 const BLOCKS_MAX: usize = 1024;
 
-struct DumpNode {
-    prefix: PrefixHash,
-    local: LocalHash,
-    tiers: TierMask,
-}
+type Children = FxHashMap<Option<PrefixHash>, Vec<SourceNode>>;
 
-type Children = FxHashMap<Option<PrefixHash>, Vec<DumpNode>>;
+/// Every node of one source, in no order: a copy that is made under the lock and sorted without it.
+pub struct SourceNodes(pub(super) Vec<SourceNode>);
+
+impl SourceNodes {
+    /// Changes that make an empty source equal to this one, parents first. Removed ancestors are
+    /// stored and removed again at the end.
+    #[must_use]
+    pub fn into_changes(self) -> Vec<Change> {
+        let mut children = Children::default();
+        for node in self.0 {
+            children.entry(node.parent).or_default().push(node);
+        }
+        let mut dump = Dump::default();
+        dump.walk(children);
+        dump.finish()
+    }
+}
 
 /// Changes under construction.
 #[derive(Default)]
-pub(crate) struct Dump {
+struct Dump {
     changes: Vec<Change>,
     /// Last prefix of the last change.
     end: Option<PrefixHash>,
@@ -31,21 +43,6 @@ pub(crate) struct Dump {
 }
 
 impl Dump {
-    pub(super) fn of(tree: &Tree, number: SourceNumber) -> Vec<Change> {
-        let mut children = Children::default();
-        for node in tree.listed(number) {
-            let entry = DumpNode {
-                prefix: node.prefix,
-                local: node.local,
-                tiers: node.tiers,
-            };
-            children.entry(node.parent).or_default().push(entry);
-        }
-        let mut dump = Self::default();
-        dump.walk(children);
-        dump.finish()
-    }
-
     /// Walks depth first, without recursion because prompts are long.
     fn walk(&mut self, mut children: Children) {
         let mut open = vec![(None, ordered(&mut children, None))];
@@ -66,7 +63,7 @@ impl Dump {
         }
     }
 
-    fn node(&mut self, parent: Option<PrefixHash>, entry: &DumpNode) {
+    fn node(&mut self, parent: Option<PrefixHash>, entry: &SourceNode) {
         let mut tiers = Tier::ALL.into_iter().filter(|&tier| entry.tiers.has(tier));
         let first = tiers.next();
         if first.is_none() {
@@ -114,7 +111,7 @@ impl Dump {
 }
 
 /// A node's children in reverse order.
-fn ordered(children: &mut Children, of: Option<PrefixHash>) -> Vec<DumpNode> {
+fn ordered(children: &mut Children, of: Option<PrefixHash>) -> Vec<SourceNode> {
     let mut entries = children.remove(&of).unwrap_or_default();
     entries.sort_unstable_by_key(|entry| std::cmp::Reverse(entry.prefix));
     entries

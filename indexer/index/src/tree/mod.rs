@@ -41,7 +41,7 @@ use self::runs::RunArena;
 use self::table::PrefixTable;
 
 pub use ahead::{Growth, blocks_in, is_long};
-pub(crate) use dump::Dump;
+pub use dump::SourceNodes;
 pub use image::{BadImage, digests_of_image};
 
 /// A source's place in the tree. Dense, given by [`Tree::open`]; dead after [`Tree::close`].
@@ -299,11 +299,16 @@ impl Tree {
         })
     }
 
-    /// Changes that make an empty source equal to this one, parents first. Removed ancestors are
-    /// stored and removed again at the end.
+    /// A copy of the source's nodes.
+    #[must_use]
+    pub fn nodes_of(&self, number: SourceNumber) -> SourceNodes {
+        SourceNodes(self.listed(number).collect())
+    }
+
+    /// [`SourceNodes::into_changes`].
     #[must_use]
     pub fn dump(&self, number: SourceNumber) -> Vec<Change> {
-        Dump::of(self, number)
+        self.nodes_of(number).into_changes()
     }
 
     /// Per source of `allowed`, in that order: the run on the GPU from depth 0, and from its end

@@ -114,6 +114,10 @@ fn fits(payload: &Bytes) -> Result<(), PlaneError> {
 }
 
 impl Plane for MemoryPlane {
+    fn payload_max(&self) -> usize {
+        MESSAGE_BYTES_MAX
+    }
+
     fn connection(&self) -> watch::Receiver<Connection> {
         self.shared.connection.subscribe()
     }

@@ -144,6 +144,10 @@ pub struct NatsStats {
 }
 
 impl Plane for NatsPlane {
+    fn payload_max(&self) -> usize {
+        self.core.payload_max()
+    }
+
     fn connection(&self) -> tokio::sync::watch::Receiver<Connection> {
         self.core.link.connection()
     }

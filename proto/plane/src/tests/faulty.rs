@@ -65,6 +65,10 @@ fn refused<T>() -> Result<T, PlaneError> {
 }
 
 impl Plane for FaultyPlane {
+    fn payload_max(&self) -> usize {
+        self.plane.payload_max()
+    }
+
     fn get(&self, key: String) -> PlaneFuture<'_, Option<RegistryEntry>> {
         self.plane.get(key)
     }

@@ -8,12 +8,14 @@ use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::Body;
 use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Idle connections in the order in which they became idle.
@@ -166,6 +168,31 @@ pub(super) struct ObservedStream {
     pub begun: Bytes,
     pub stream: TcpStream,
     pub activity: Arc<ConnectionActivity>,
+    pub write_timeout: Option<Duration>,
+    /// Runs while a write waits for the client.
+    pub write_deadline: Option<Pin<Box<Sleep>>>,
+}
+
+impl ObservedStream {
+    /// The outcome of a write: an error if it has waited too long.
+    fn timed(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        if written.is_ready() {
+            self.write_deadline = None;
+            return written;
+        }
+        let Some(timeout) = self.write_timeout else {
+            return Poll::Pending;
+        };
+        let deadline = self
+            .write_deadline
+            .get_or_insert_with(|| Box::pin(sleep(timeout)));
+        let late = || io::Error::new(io::ErrorKind::TimedOut, "the client does not read");
+        deadline.as_mut().poll(context).map(|()| Err(late()))
+    }
 }
 
 impl AsyncRead for ObservedStream {
@@ -189,7 +216,8 @@ impl AsyncWrite for ObservedStream {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.timed(context, written)
     }
 
     fn poll_write_vectored(
@@ -197,7 +225,8 @@ impl AsyncWrite for ObservedStream {
         context: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
+        self.timed(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -2,7 +2,7 @@ use std::net::SocketAddr;
 
 use axum::routing::get;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::*;
 
@@ -26,12 +26,14 @@ async fn serve_clients(
         router: probes(get(|| async {}), get(|| async {}))
             .route("/", get(|| async { "served" }))
             .route("/slow", get(endless))
+            .route("/long", get(|| async { vec![0_u8; 64 << 20] }))
             .route("/late", get(late)),
         connections_max,
         connections: connections.clone(),
         clients: ClientRules {
             http2: Http2::Offered,
             half_closed: Arc::new(move || half_closed),
+            write_timeout: Some(Duration::from_millis(500)),
         },
     };
     let tasks = TaskTracker::new();
@@ -206,7 +208,7 @@ async fn a_client_that_ends_its_sending_side_gets_an_immediate_answer() {
 
 /// The answer comes after the client's end of sending.
 async fn late() -> &'static str {
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    sleep(Duration::from_secs(1)).await;
     "late"
 }
 
@@ -269,7 +271,7 @@ async fn clients_may_speak_http2_without_tls() {
     drop(slow);
     shutdown.stop.cancel();
     while metrics.open.get() > 0 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(metrics.evicted.get(), 1);
 }
@@ -307,4 +309,22 @@ async fn a_preface_that_never_ends_times_out() {
     assert!(is_closed(&mut stream).await);
     shutdown.force.cancel();
     shutdown.stop.cancel();
+}
+
+/// An answer that is longer than what sockets buffer, for a client that reads nothing of it.
+#[tokio::test]
+async fn a_client_that_does_not_read_is_cut_off() {
+    let (address, connections, _) = serve(4).await;
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let request = b"GET /long HTTP/1.1\r\nhost: h\r\n\r\n";
+    stream.write_all(request).await.unwrap();
+    let closed = async {
+        while connections.get() == 0 {
+            sleep(Duration::from_millis(1)).await;
+        }
+        while connections.get() > 0 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(PATIENCE, closed).await.unwrap();
 }

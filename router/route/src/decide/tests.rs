@@ -102,7 +102,7 @@ impl Fixture {
             position: LogPosition(1),
             sources,
         };
-        self.trusted = IndexView::default().judge(&mut self.table, &answer, self.now);
+        self.trusted = IndexView::default().judge(&mut self.table, &answer.into(), self.now);
     }
 
     /// A request of another prompt on a source.

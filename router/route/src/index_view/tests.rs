@@ -35,15 +35,16 @@ fn part(generation: u64, number: Option<u64>) -> SourceAnswer {
     }
 }
 
-fn runs(sources: Vec<SourceAnswer>) -> IndexAnswer {
-    IndexAnswer::Runs {
+fn runs(sources: Vec<SourceAnswer>) -> IndexReply {
+    let answer = IndexAnswer::Runs {
         log: StreamIdentity {
             created_unix_ns: 1,
             nonce: 2,
         },
         position: LogPosition(1),
         sources,
-    }
+    };
+    answer.into()
 }
 
 #[derive(Default)]
@@ -114,7 +115,7 @@ fn memory_is_bounded_however_fast_records_come() {
         fixture.state(5, Some(step), start + Duration::from_micros(100 * step));
     }
     let id = fixture.table.intern(&source());
-    assert!(fixture.view.sources.get_mut(id).seen.len() <= 52);
+    assert!(fixture.view.sources.get_mut(id).numbers.0.len() <= 52);
 }
 
 #[test]
@@ -194,7 +195,9 @@ fn an_answer_of_a_replica_that_is_behind_is_ignored() {
     let answer = IndexAnswer::Behind {
         position: LogPosition(3),
     };
-    let trusted = fixture.view.judge(&mut fixture.table, &answer, start());
+    let trusted = fixture
+        .view
+        .judge(&mut fixture.table, &answer.into(), start());
     assert_eq!(trusted.of(id), None);
 }
 
@@ -252,5 +255,115 @@ fn a_number_that_is_still_shown_is_never_forgotten() {
             assert_eq!(fixture.state(7, Some(39), now), SourceState::Stale);
             assert_eq!(fixture.state(6, Some(90), now), SourceState::Stale);
         }
+    }
+}
+
+mod holders {
+    use std::sync::Arc;
+
+    use warmroute_proto::roster::{
+        HolderDetail, HolderGroup, HolderPart, NumberSet, RosterId, RosterNumber, RosterPage,
+        RosterRow, RosterStatus,
+    };
+
+    use super::*;
+    use crate::replica_roster::ReplicaRoster;
+
+    /// An answer of a replica whose roster has the one source, in this generation.
+    fn reply(generation: u64, position: u64, number: Option<u64>) -> IndexReply {
+        let states = Tiers::all(SourceState::Exact);
+        let status = RosterStatus {
+            generation: Generation(generation),
+            states,
+            reason: None,
+        };
+        let mut roster = ReplicaRoster::default();
+        let page = RosterPage {
+            roster: RosterId(1),
+            version: 1,
+            rows: vec![RosterRow {
+                number: RosterNumber(0),
+                source: source(),
+                status: Some(status),
+            }],
+            more: false,
+        };
+        roster.take(page).unwrap();
+        let detail = number.map(|number| HolderDetail {
+            source: RosterNumber(0),
+            generation: Generation(generation),
+            number: Some(RecordNumber(number)),
+            engine_seq: Some(EngineSeq(number)),
+        });
+        let part = HolderPart {
+            roster: RosterId(1),
+            log: StreamIdentity {
+                created_unix_ns: 1,
+                nonce: 2,
+            },
+            position: LogPosition(position),
+            groups: vec![HolderGroup {
+                run: part(1, None).run,
+                states,
+                members: NumberSet::from_ascending([RosterNumber(0), RosterNumber(5)]),
+            }],
+            details: detail.into_iter().collect(),
+            next: None,
+        };
+        IndexReply::Holders(HolderReply::new(Arc::new(roster), vec![part]).unwrap())
+    }
+
+    fn judge(fixture: &mut Fixture, reply: &IndexReply, now: Instant) -> TrustedSource {
+        let trusted = fixture.view.judge(&mut fixture.table, reply, now);
+        *trusted.of(fixture.table.intern(&source())).unwrap()
+    }
+
+    #[test]
+    fn a_holder_has_the_run_of_its_group_and_the_numbers_of_its_detail() {
+        let (mut fixture, start) = (Fixture::default(), start());
+        let known = judge(&mut fixture, &reply(3, 10, Some(8)), start);
+        let full = fixture.judge(part(3, Some(8)), start);
+        assert_eq!(
+            known,
+            TrustedSource {
+                engine_seq: Some(EngineSeq(8)),
+                ..full
+            }
+        );
+        assert_eq!(
+            judge(&mut fixture, &reply(3, 10, None), start).run,
+            full.run
+        );
+    }
+
+    #[test]
+    fn a_position_that_was_overtaken_half_a_second_ago_gives_no_credit() {
+        let (mut fixture, start) = (Fixture::default(), start());
+        judge(&mut fixture, &reply(3, 10, None), start);
+        let state = |fixture: &mut Fixture, position, now| {
+            judge(fixture, &reply(3, position, None), now).state()
+        };
+        assert_eq!(state(&mut fixture, 9, start + ms(499)), SourceState::Exact);
+        assert_eq!(state(&mut fixture, 9, start + ms(500)), SourceState::Stale);
+        assert_eq!(state(&mut fixture, 10, start + ms(500)), SourceState::Exact);
+        // Log and registry were lost and are counted from 1 again.
+        let later = start + ms(500) + ANSWER_MEMORY;
+        assert_eq!(state(&mut fixture, 1, later), SourceState::Exact);
+    }
+
+    #[test]
+    fn an_old_generation_gives_no_credit_with_or_without_detail() {
+        let (mut fixture, start) = (Fixture::default(), start());
+        fixture.judge(part(4, Some(0)), start);
+        for number in [None, Some(900)] {
+            let old = judge(&mut fixture, &reply(3, 1, number), start);
+            assert_eq!(
+                (old.state(), old.run),
+                (SourceState::Stale, Tiers::default())
+            );
+        }
+        // A number that is not named does not lower what is known.
+        judge(&mut fixture, &reply(4, 1, None), start);
+        assert_eq!(fixture.state(4, Some(0), start), SourceState::Exact);
     }
 }

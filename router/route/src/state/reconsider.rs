@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::RouterId;
-use warmroute_proto::query::IndexAnswer;
 
 use super::{Admitted, Core, RouteRequest};
 use crate::choice::Policy;
 use crate::ledger::LedgerError;
+use crate::replica_roster::IndexReply;
 use crate::slots::SlotKey;
 use crate::source_table::SourceId;
 
@@ -35,7 +35,7 @@ impl Core {
         &mut self,
         slot: u64,
         request: &RouteRequest<'_>,
-        answer: Option<&IndexAnswer>,
+        answer: Option<&IndexReply>,
         now: Instant,
     ) -> Result<Option<Admitted>, LedgerError> {
         let Some(source) = self.moves.source_of(slot) else {

@@ -2,7 +2,7 @@ use super::*;
 use std::time::Duration;
 use warmroute_proto::codec;
 use warmroute_proto::load::SlotEnd;
-use warmroute_proto::query::{HoldSpan, SourceAnswer, SourceState};
+use warmroute_proto::query::{HoldSpan, IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
 };
@@ -54,7 +54,7 @@ fn prompt(tokens: u32, first: u32) -> Prompt {
 }
 
 /// The index knows `a` and `b` as exact, with these runs on the GPU.
-fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexAnswer {
+fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexReply {
     let part = |name: &str, gpu: u32| SourceAnswer {
         source: source(name),
         generation: Generation(generation),
@@ -69,17 +69,18 @@ fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexAnswer {
             disk: 0,
         },
     };
-    IndexAnswer::Runs {
+    let answer = IndexAnswer::Runs {
         log: StreamIdentity {
             created_unix_ns: 0,
             nonce: 0,
         },
         position: LogPosition(seq),
         sources: vec![part("a", runs[0]), part("b", runs[1])],
-    }
+    };
+    answer.into()
 }
 
-fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&IndexAnswer>, now: Instant) -> Admitted {
+fn admit(core: &mut Core, prompt: &Prompt, answer: Option<&IndexReply>, now: Instant) -> Admitted {
     let ask = RouteRequest {
         model: "base",
         prompt,
@@ -595,7 +596,7 @@ fn what_an_engine_reports_is_credited_where_the_index_is_not_complete() {
     let asked = prompt(100, 0);
     let state = |state: SourceState, seq| {
         let mut answer = answer(1, seq, [0, 0]);
-        if let IndexAnswer::Runs { sources, .. } = &mut answer {
+        if let IndexReply::Full(IndexAnswer::Runs { sources, .. }) = &mut answer {
             for source in sources {
                 source.states.gpu = state;
             }

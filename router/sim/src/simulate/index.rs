@@ -6,7 +6,7 @@
 //! Answers lag behind the engines.
 
 use rustc_hash::FxHashMap;
-use warmroute_index::tree::{ChangeError, SourceNumber, Tree};
+use warmroute_index::tree::{ChangeError, SourceNumber, TierMask, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
@@ -158,9 +158,14 @@ impl SimIndex {
     #[must_use]
     pub(super) fn answer(&self, blocks: &[LocalHash]) -> IndexAnswer {
         let chain: Vec<PrefixHash> = prefix_hashes(None, blocks).collect();
-        let runs = self.tree.lookup_all(&chain);
-        let sources = self.sources.iter().zip(&self.applied);
-        let sources = sources.map(|((source, number), &applied)| SourceAnswer {
+        let allowed: Vec<_> = self
+            .sources
+            .iter()
+            .map(|(_, number)| (*number, TierMask::ALL))
+            .collect();
+        let runs = self.tree.lookup_chain(&chain, &allowed);
+        let sources = self.sources.iter().zip(&self.applied).zip(runs);
+        let sources = sources.map(|(((source, _), &applied), run)| SourceAnswer {
             source: source.clone(),
             generation: Generation(1),
             number: applied.checked_sub(1).map(RecordNumber),
@@ -168,7 +173,7 @@ impl SimIndex {
             states: Tiers::all(SourceState::Exact),
             reason: None,
             proof_age_ms: 0,
-            run: runs[number.index()],
+            run,
         });
         IndexAnswer::Runs {
             log: LOG,

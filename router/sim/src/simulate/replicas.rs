@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use warmroute_proto::codec;
 use warmroute_proto::load::LoadMessage;
-use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, Generation, RouterId, Source, WorkerId};
 
 use super::SimulationError;
 use warmroute_route::{
-    AdmitError, Admitted, Core, CoreConfig, CoreCounts, Health, Knobs, Prompt, RouteRequest,
-    SlotEvent,
+    AdmitError, Admitted, Core, CoreConfig, CoreCounts, Health, IndexReply, Knobs, Prompt,
+    RouteRequest, SlotEvent,
 };
 
 /// Balancing of requests over routers.
@@ -121,7 +120,7 @@ impl SimRouters {
         &mut self,
         router: usize,
         prompt: &Prompt,
-        answer: &IndexAnswer,
+        answer: &IndexReply,
         now: Instant,
     ) -> Result<(Admitted, Option<LoadBroadcast>), AdmissionFailed> {
         let ask = RouteRequest {
@@ -165,7 +164,7 @@ impl SimRouters {
         &mut self,
         place: SlotPlace,
         prompt: &Prompt,
-        answer: &IndexAnswer,
+        answer: &IndexReply,
         now: Instant,
     ) -> Result<Option<(Admitted, Option<LoadBroadcast>)>, SimulationError> {
         let ask = RouteRequest {

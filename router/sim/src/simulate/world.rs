@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 use warmroute_proto::load::SlotEnd;
-use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::{Change, DpRank, Seed, Source};
 
 use super::SimulationError;
@@ -23,7 +22,7 @@ use super::replicas::{AdmissionFailed, LoadBroadcast, RouterSetup, SimRouters, S
 use super::trace::Trace;
 use crate::sim::{EngineConfig, EngineModel, EngineRequest, RequestId, StepOutcome};
 use warmroute_route::sync::LAZY_DELAY;
-use warmroute_route::{AdmitError, Decision, Prompt, SlotEvent};
+use warmroute_route::{AdmitError, Decision, IndexReply, Prompt, SlotEvent};
 
 /// A fleet and its routers.
 #[derive(Clone, Debug)]
@@ -142,7 +141,7 @@ struct InFlight {
 struct MovableFlight {
     until: Duration,
     prompt: Prompt,
-    answer: IndexAnswer,
+    answer: IndexReply,
     worker: usize,
     id: RequestId,
 }
@@ -243,7 +242,7 @@ impl SimWorld<'_> {
         let tokens = asked.prompt();
         let router = self.replicas.next();
         let prompt = Prompt::new(&tokens, self.setup.engine.block_size, Seed::PLAIN);
-        let answer = self.index.answer(prompt.blocks());
+        let answer = IndexReply::from(self.index.answer(prompt.blocks()));
         let instant = self.epoch + self.now;
         self.outcome.arrived(asked);
         let (admitted, broadcast) = match self.replicas.admit(router, &prompt, &answer, instant) {

@@ -1,0 +1,162 @@
+use proptest::prelude::*;
+use warmroute_proto::roster::{HolderAnswer, RosterPageRequest};
+use warmroute_proto::{EngineSeq, Generation, RecordNumber, Tier, TierState, codec};
+
+use super::*;
+use crate::tests_support::{IDENTITY, World, locals, source, stored};
+
+fn part(answer: HolderAnswer) -> HolderPart {
+    match answer {
+        HolderAnswer::Holders(part) => part,
+        HolderAnswer::Behind => panic!("behind"),
+    }
+}
+
+fn holders_of(world: &World, names: &str) -> HolderPart {
+    let query = PreparedQuery::of_blocks(&locals(names));
+    let holders = query.holders(&world.fold, world.now).unwrap();
+    part(holders.into_answer(RosterNumber(0)))
+}
+
+/// The sources by their numbers.
+fn names(world: &World) -> BTreeMap<RosterNumber, Source> {
+    let all = RosterPageRequest {
+        roster: RosterId(0),
+        since: 0,
+    };
+    let rows = world.fold.roster_page(&all).rows.into_iter();
+    rows.map(|row| (row.number, row.source)).collect()
+}
+
+const STATES: [TierState; 5] = [
+    TierState::Complete,
+    TierState::Partial,
+    TierState::Unverified,
+    TierState::Stale,
+    TierState::CatchingUp,
+];
+const PROMPTS: [&str; 6] = ["a", "a b", "a b c", "a x", "d", "d e"];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// The compact answer names exactly the sources with a run, with the same run, states, numbers.
+    #[test]
+    fn holders_are_those_of_the_whole_answer(
+        steps in prop::collection::vec((0..12_u32, 0..6_usize, 0..3_usize, 0..5_usize), 1..40),
+        late in 0..12_u32,
+    ) {
+        let mut world = World::new();
+        for (shim, prompt, tier, state) in steps {
+            let name = format!("w{}/{}", shim / 3, shim % 3);
+            world.shim(&name).states.gpu = STATES[state];
+            world.publish(&name, vec![stored("", PROMPTS[prompt], Tier::ALL[tier])]);
+            if shim == late {
+                world.wait(Duration::from_secs(6));
+            }
+        }
+        let names = names(&world);
+        for prompt in PROMPTS {
+            let whole = world.ask(prompt);
+            let part = holders_of(&world, prompt);
+            let mut compact = BTreeMap::new();
+            for group in &part.groups {
+                for member in group.members.iter() {
+                    let is_new = compact.insert(&names[&member], (group.run, group.states)).is_none();
+                    prop_assert!(is_new);
+                }
+            }
+            let held = whole.iter().filter(|answer| answer.run != Tiers::default());
+            let wanted: BTreeMap<_, _> = held.map(|of| (&of.source, (of.run, of.states))).collect();
+            prop_assert_eq!(&compact, &wanted);
+            for detail in &part.details {
+                let of = whole.iter().find(|of| of.source == names[&detail.source]).unwrap();
+                let detailed = (detail.generation, detail.number, detail.engine_seq);
+                prop_assert_eq!(detailed, (of.generation, of.number, of.engine_seq));
+            }
+            prop_assert_eq!(part.details.len(), wanted.len());
+        }
+    }
+}
+
+fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
+    let holder = |number| Holder {
+        run: Tiers {
+            gpu: run_of(number),
+            ..Tiers::default()
+        },
+        states: Tiers::all(SourceState::Exact),
+        detail: HolderDetail {
+            source: RosterNumber(number),
+            generation: Generation(1),
+            number: Some(RecordNumber(1)),
+            engine_seq: Some(EngineSeq(1)),
+        },
+    };
+    Holders {
+        log: IDENTITY,
+        position: LogPosition(1),
+        roster: RosterId(1),
+        holders: (0..number)
+            .map(holder)
+            .filter(|one| one.run.gpu > 0)
+            .collect(),
+        salt: 5,
+    }
+}
+
+#[test]
+fn an_answer_of_8000_holders_takes_less_than_32_kib() {
+    let check = |what: &str, run_of: fn(u32) -> u32| {
+        let answer = holders(8000, run_of).into_answer(RosterNumber(0));
+        let bytes = codec::encode(&answer).unwrap().len();
+        assert!(bytes <= 32 << 10, "{what}: {bytes}");
+        assert_eq!(part(answer).next, None);
+    };
+    check("one", |number| u32::from(number == 4321));
+    check("all alike", |_| 32);
+    check("every second one", |number| 32 * (number % 2));
+    check("ten lengths", |number| {
+        1 + number.wrapping_mul(2_654_435_761) % 10
+    });
+}
+
+#[test]
+fn an_answer_that_is_too_long_comes_in_parts() {
+    let (mut from, mut seen, mut parts) = (RosterNumber(0), Vec::new(), 0);
+    loop {
+        let answer = holders(40_000, |number| number + 1).into_answer(from);
+        assert!(codec::encode(&answer).unwrap().len() <= PART_BYTES_MAX + 4096);
+        let part = part(answer);
+        assert_eq!(part.details.len(), DETAILS_MAX);
+        let members = part.groups.iter().flat_map(|group| group.members.iter());
+        let mut members: Vec<_> = members.collect();
+        members.sort_unstable();
+        seen.extend(members);
+        parts += 1;
+        match part.next {
+            Some(next) => from = next,
+            None => break,
+        }
+    }
+    assert!(parts > 1);
+    assert!(seen.into_iter().eq((0..40_000).map(RosterNumber)));
+}
+
+#[test]
+fn a_forgotten_source_that_returns_has_another_number() {
+    let mut world = World::new();
+    world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
+    world.register("w");
+    world.deregister("w");
+    world.wait(Duration::from_secs(2 * 86_400));
+    world.wait(Duration::from_secs(1));
+    world.publish("w/0", vec![stored("", "b", Tier::Gpu)]);
+    world.shim("w/0").next_generation();
+    world.publish("w/0", vec![stored("", "a", Tier::Gpu)]);
+    let part = holders_of(&world, "a");
+    assert_eq!(part.details[0].source, RosterNumber(1));
+    let names = names(&world);
+    assert_eq!(names[&RosterNumber(0)], source("w/0"));
+    assert_eq!(names[&RosterNumber(1)], source("w/0"));
+}

@@ -1,0 +1,145 @@
+//! What a router knows of one indexer's roster, and answers that name sources by its numbers.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+use warmroute_proto::query::IndexAnswer;
+use warmroute_proto::roster::{
+    HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
+    RosterPageRequest, RosterStatus,
+};
+use warmroute_proto::{LogPosition, Source, StreamIdentity};
+
+/// The rows of one indexer's roster that were read so far.
+#[derive(Clone, Debug, Default)]
+pub struct ReplicaRoster {
+    id: RosterId,
+    version: u64,
+    /// By number; `None` for a row that was not read.
+    rows: Vec<Option<KnownRow>>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct KnownRow {
+    pub(crate) source: Source,
+    pub(crate) status: Option<RosterStatus>,
+}
+
+/// A page that no honest indexer sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a roster with more than {ROSTER_MAX} sources")]
+pub struct BadRosterPage;
+
+/// An indexer's answer to a query, as this router can read it.
+#[derive(Clone, Debug)]
+pub enum IndexReply {
+    /// Every source by its name.
+    Full(IndexAnswer),
+    Holders(HolderReply),
+}
+
+/// The holders of a prompt, and the roster that names them.
+#[derive(Clone, Debug)]
+pub struct HolderReply {
+    roster: Arc<ReplicaRoster>,
+    parts: Vec<HolderPart>,
+}
+
+/// One answer's data of one source.
+pub(crate) struct KnownHolder<'a> {
+    pub(crate) row: &'a KnownRow,
+    pub(crate) group: Option<&'a HolderGroup>,
+    pub(crate) detail: Option<&'a HolderDetail>,
+}
+
+impl ReplicaRoster {
+    /// The request for the next page.
+    #[must_use]
+    pub const fn next_request(&self) -> RosterPageRequest {
+        RosterPageRequest {
+            roster: self.id,
+            since: self.version,
+        }
+    }
+
+    /// Takes in a page that answers [`Self::next_request`].
+    pub fn take(&mut self, page: RosterPage) -> Result<(), BadRosterPage> {
+        if page.roster != self.id {
+            *self = Self {
+                id: page.roster,
+                ..Self::default()
+            };
+        }
+        for row in page.rows {
+            let index = row.number.index();
+            if row.number.0 >= ROSTER_MAX {
+                return Err(BadRosterPage);
+            }
+            if self.rows.len() <= index {
+                self.rows.resize_with(index + 1, || None);
+            }
+            self.rows[index] = Some(KnownRow {
+                source: row.source,
+                status: row.status,
+            });
+        }
+        self.version = page.version;
+        Ok(())
+    }
+
+    fn knows(&self, number: RosterNumber) -> bool {
+        self.rows.get(number.index()).is_some_and(Option::is_some)
+    }
+}
+
+impl HolderReply {
+    /// Parts of one or more answers of the replica with this roster; `None` if one is of another.
+    #[must_use]
+    pub fn new(roster: Arc<ReplicaRoster>, parts: Vec<HolderPart>) -> Option<Self> {
+        let is_own = !parts.is_empty() && parts.iter().all(|part| part.roster == roster.id);
+        is_own.then_some(Self { roster, parts })
+    }
+
+    /// The lowest position of the parts, and its log.
+    pub(crate) fn position(&self) -> Option<(StreamIdentity, LogPosition)> {
+        let parts = self.parts.iter().map(|part| (part.log, part.position));
+        parts.min_by_key(|(_, position)| *position)
+    }
+
+    /// Number of holders that the roster does not name: their credit is lost.
+    #[must_use]
+    pub fn unnamed(&self) -> usize {
+        let groups = self.parts.iter().flat_map(|part| &part.groups);
+        let members = groups.flat_map(|group| group.members.iter());
+        members.filter(|number| !self.roster.knows(*number)).count()
+    }
+
+    /// All sources of the roster.
+    pub(crate) fn sources(&self) -> impl Iterator<Item = KnownHolder<'_>> {
+        let mut groups: Vec<Option<&HolderGroup>> = vec![None; self.roster.rows.len()];
+        for group in self.parts.iter().flat_map(|part| &part.groups) {
+            for number in group.members.iter() {
+                if let Some(of) = groups.get_mut(number.index()) {
+                    *of = Some(group);
+                }
+            }
+        }
+        let details = self.parts.iter().flat_map(|part| &part.details);
+        let details: FxHashMap<RosterNumber, &HolderDetail> =
+            details.map(|detail| (detail.source, detail)).collect();
+        let rows = (0..).map(RosterNumber).zip(&self.roster.rows);
+        rows.zip(groups).filter_map(move |((number, row), group)| {
+            Some(KnownHolder {
+                row: row.as_ref()?,
+                group,
+                detail: details.get(&number).copied(),
+            })
+        })
+    }
+}
+
+impl From<IndexAnswer> for IndexReply {
+    fn from(answer: IndexAnswer) -> Self {
+        Self::Full(answer)
+    }
+}

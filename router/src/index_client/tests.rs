@@ -1,0 +1,288 @@
+use futures_util::StreamExt as _;
+use tokio_util::task::TaskTracker;
+use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, PutIf};
+use warmroute_proto::codec::Message as _;
+use warmroute_proto::query::SourceState;
+use warmroute_proto::roster::{
+    HolderGroup, HolderPart, NumberSet, RosterId, RosterPage, RosterPageRequest, RosterRow,
+};
+use warmroute_proto::{DpRank, LogPosition, Namespace, Source, StreamIdentity, Tiers};
+
+use super::*;
+
+/// Timers are rounded up to this.
+const TICK: Duration = Duration::from_millis(1);
+
+fn plane() -> Arc<dyn Plane> {
+    Arc::new(MemoryPlane::new(MemoryPlaneConfig {
+        identity: LOG,
+        log_bytes_max: 1 << 20,
+        queue_max: 64,
+    }))
+}
+
+fn subjects() -> Subjects {
+    Subjects::new(&Namespace::from("ns"))
+}
+
+fn entry(id: &str) -> IndexerEntry {
+    IndexerEntry {
+        id: id.to_owned(),
+        url: None,
+        version: String::new(),
+        ready: true,
+        log: None,
+        position: LogPosition(0),
+    }
+}
+
+const LOG: StreamIdentity = StreamIdentity {
+    created_unix_ns: 1,
+    nonce: 1,
+};
+
+/// Serves full queries with this position, as a replica of an earlier version does, or never
+/// answers.
+async fn serve(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, position: Option<u64>) {
+    let mut requests = plane.serve(subjects().query_at(id)).await.unwrap();
+    let mut unanswered = Vec::new();
+    tasks.spawn(async move {
+        while let Some(request) = requests.next().await {
+            match position {
+                // What it cannot read it drops.
+                Some(_) if codec::decode::<IndexQuery>(&request.payload).is_err() => {}
+                Some(position) => {
+                    let answer = IndexAnswer::Runs {
+                        log: LOG,
+                        position: LogPosition(position),
+                        sources: Vec::new(),
+                    };
+                    request.reply.send(codec::encode(&answer).unwrap().into());
+                }
+                None => unanswered.push(request),
+            }
+        }
+    });
+}
+
+fn position(reply: &IndexReply) -> u64 {
+    match reply {
+        IndexReply::Full(IndexAnswer::Runs { position, .. }) => position.0,
+        IndexReply::Full(IndexAnswer::Behind { .. }) | IndexReply::Holders(_) => {
+            panic!("these replicas answer with a position")
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_that_hangs_or_is_gone_costs_no_answer() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "hangs", None).await;
+    serve(&tasks, &plane, "well", Some(7)).await;
+    let client = IndexClient::new(Arc::clone(&plane), subjects());
+    for id in ["hangs", "well", "not-there"] {
+        client.indexers().put(&entry(id));
+    }
+    let mut unanswered = 0;
+    for _ in 0..50 {
+        match client.ask(&[LocalHash(1)]).await {
+            Ok(answer) => assert_eq!(position(&answer), 7),
+            // Both picked ones were of the other two, which is learned from this failure.
+            Err(_) => unanswered += 1,
+        }
+    }
+    assert!(unanswered <= 1, "{unanswered}");
+    // By now both bad ones are known.
+    assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 7);
+}
+
+/// A client that knows only the names of these replicas.
+fn client(plane: &Arc<dyn Plane>, ids: &[&str]) -> IndexClient {
+    let client = IndexClient::new(Arc::clone(plane), subjects());
+    for id in ids {
+        client.indexers().put(&entry(id));
+    }
+    client
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_two_replicas_one_that_hangs_costs_only_the_hedge() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "hangs", None).await;
+    serve(&tasks, &plane, "well", Some(7)).await;
+    let mut slow = 0;
+    for _ in 0..50 {
+        // A new client each time, so that the one that hangs is picked first now and then.
+        let client = client(&plane, &["hangs", "well"]);
+        let asked = Instant::now();
+        let answer = client.ask(&[LocalHash(1)]).await.unwrap();
+        assert_eq!(position(&answer), 7);
+        assert!(asked.elapsed() <= HEDGE + TICK, "{:?}", asked.elapsed());
+        slow += u32::from(asked.elapsed() >= HEDGE);
+    }
+    assert!(
+        (1..50).contains(&slow),
+        "{slow} of 50 queries were sent twice"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unanswered_query_ends_at_its_deadline() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "hangs", None).await;
+    serve(&tasks, &plane, "hangs-too", None).await;
+    for ids in [&["hangs"][..], &["hangs", "hangs-too"]] {
+        let client = client(&plane, ids);
+        let asked = Instant::now();
+        assert!(client.ask(&[LocalHash(1)]).await.is_err());
+        let took = asked.elapsed();
+        assert!(took >= DEADLINE && took <= DEADLINE + TICK, "{took:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn replicas_are_added_and_removed_by_the_registry() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "a", Some(1)).await;
+    let client = IndexClient::new(Arc::clone(&plane), subjects());
+    assert!(client.ask(&[LocalHash(1)]).await.is_err());
+    let unread = IntCounter::new("unread", "u").unwrap();
+    let stop = CancellationToken::new();
+    tasks.spawn(client.clone().follow_replicas(unread.clone(), stop.clone()));
+    let value = Bytes::from(codec::encode(&entry("a")).unwrap());
+    let key = subjects().indexer_key("a");
+    let revision = plane
+        .put(key.clone(), value, PutIf::Always, None)
+        .await
+        .unwrap();
+    while client.ask(&[LocalHash(1)]).await.is_err() {
+        sleep(Duration::from_millis(1)).await;
+    }
+    plane.delete(key, revision).await.unwrap();
+    while client.ask(&[LocalHash(1)]).await.is_ok() {
+        sleep(Duration::from_millis(1)).await;
+    }
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_that_does_not_know_the_log_is_not_the_first_good_answer() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "well", Some(7)).await;
+    let mut requests = plane.serve(subjects().query_at("behind")).await.unwrap();
+    tasks.spawn(async move {
+        while let Some(request) = requests.next().await {
+            let answer = IndexAnswer::Behind {
+                position: LogPosition(0),
+            };
+            request.reply.send(codec::encode(&answer).unwrap().into());
+        }
+    });
+    for _ in 0..20 {
+        let client = client(&plane, &["behind", "well"]);
+        assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 7);
+    }
+}
+
+/// The roster of a replica with sources 0 and 1, and its answers in two parts. Its answers name the
+/// roster `answers`.
+async fn serve_roster(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, answers: RosterId) {
+    let mut requests = plane.serve(subjects().query_at(id)).await.unwrap();
+    let row = |number| RosterRow {
+        number: RosterNumber(number),
+        source: Source {
+            worker: "w".into(),
+            dp_rank: DpRank(number),
+        },
+        status: None,
+    };
+    let page = move |ask: RosterPageRequest| RosterPage {
+        roster: RosterId(1),
+        version: ask.since + 1,
+        rows: (ask.since < 2)
+            .then(|| row(ask.since as u32))
+            .into_iter()
+            .collect(),
+        more: ask.since < 1,
+    };
+    let part = move |query: HolderQuery| HolderPart {
+        roster: answers,
+        log: LOG,
+        position: LogPosition(9),
+        groups: vec![HolderGroup {
+            run: Tiers::all(1),
+            states: Tiers::all(SourceState::Exact),
+            members: NumberSet::from_ascending([query.from]),
+        }],
+        details: Vec::new(),
+        next: (query.from < RosterNumber(2)).then_some(RosterNumber(query.from.0 + 1)),
+    };
+    tasks.spawn(async move {
+        while let Some(request) = requests.next().await {
+            let payload = &request.payload;
+            let answer = match codec::kind(payload) {
+                Some(RosterPageRequest::KIND) => {
+                    codec::encode(&page(codec::decode(payload).unwrap()))
+                }
+                Some(HolderQuery::KIND) => {
+                    let part = part(codec::decode(payload).unwrap());
+                    codec::encode(&HolderAnswer::Holders(part))
+                }
+                _ => codec::encode(&IndexAnswer::Runs {
+                    log: LOG,
+                    position: LogPosition(3),
+                    sources: Vec::new(),
+                }),
+            };
+            request.reply.send(answer.unwrap().into());
+        }
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_whose_roster_is_read_is_asked_for_holders_in_parts() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve_roster(&tasks, &plane, "a", RosterId(1)).await;
+    let client = client(&plane, &["a"]);
+    assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 3);
+    let stop = CancellationToken::new();
+    tasks.spawn(client.clone().follow_rosters(stop.clone()));
+    sleep(Duration::from_millis(1)).await;
+    let IndexReply::Holders(reply) = client.ask(&[LocalHash(1)]).await.unwrap() else {
+        panic!("its roster is read");
+    };
+    assert_eq!(reply.unnamed(), 1, "three parts of one holder, two named");
+    stop.cancel();
+}
+
+/// Numbers of another life of a replica would name other sources.
+#[tokio::test(start_paused = true)]
+async fn an_answer_of_another_roster_is_refused_and_the_roster_read_again() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve_roster(&tasks, &plane, "a", RosterId(2)).await;
+    let client = client(&plane, &["a"]);
+    let stop = CancellationToken::new();
+    tasks.spawn(client.clone().follow_rosters(stop.clone()));
+    sleep(Duration::from_millis(1)).await;
+    let refused = client.ask(&[LocalHash(1)]).await;
+    assert!(
+        matches!(refused, Err(IndexError::OtherRoster)),
+        "{refused:?}"
+    );
+    assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 3);
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_of_an_earlier_version_gets_full_queries() {
+    let (plane, tasks) = (plane(), TaskTracker::new());
+    serve(&tasks, &plane, "old", Some(7)).await;
+    let client = client(&plane, &["old"]);
+    let stop = CancellationToken::new();
+    tasks.spawn(client.clone().follow_rosters(stop.clone()));
+    for _ in 0..20 {
+        assert_eq!(position(&client.ask(&[LocalHash(1)]).await.unwrap()), 7);
+        sleep(Duration::from_secs(1)).await;
+    }
+    stop.cancel();
+}

@@ -1,0 +1,441 @@
+//! Queries of a router at a large fleet, under attacks on the indexer's port, and on a busy machine.
+//!
+//! The indexers are processes. Records and heartbeats are those of made-up shims.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::ensure;
+use bytes::Bytes;
+use prometheus::IntCounter;
+use tokio::time::{Instant, interval, sleep};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use warmroute_plane::{NatsPlane, Plane};
+use warmroute_proto::hash::prefix_hashes;
+use warmroute_proto::query::{IndexAnswer, IndexQuery};
+use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber};
+use warmroute_proto::subject::Subjects;
+use warmroute_proto::{
+    Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash, LogPosition,
+    Namespace, Record, RecordNumber, Source, Tier, TierState, Tiers, WorkerId, codec,
+};
+use warmroute_router::index_client::{DEADLINE, IndexClient};
+
+use crate::measure::Figure;
+use crate::restart::Indexer;
+use crate::server::NatsServer;
+use crate::stage::{config, namespace};
+
+const RANKS: u32 = 8;
+const PROMPT_BLOCKS: u64 = 2_000;
+/// Blocks of the system prompt that sources have in common.
+const COMMON_BLOCKS: u64 = 32;
+/// Queries of one figure.
+const QUERIES: usize = 2_000;
+/// Blocks of each of 64 sources under attack.
+const ATTACKED_BLOCKS: u64 = 20_000;
+const ATTACK: Duration = Duration::from_secs(10);
+const QUERY_INTERVAL: Duration = Duration::from_millis(10);
+const END_MAX: Duration = Duration::from_secs(120);
+/// Well below the validity of a proof.
+const HEARTBEATS_EVERY: Duration = Duration::from_secs(2);
+
+/// Which sources hold the common blocks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Holding {
+    OneSource,
+    AllSources,
+}
+
+/// Made-up shims with one record each.
+struct Shims {
+    plane: Arc<NatsPlane>,
+    subjects: Subjects,
+    heartbeats: Vec<(String, Bytes)>,
+    last: LogPosition,
+}
+
+impl Shims {
+    async fn start(
+        plane: &Arc<NatsPlane>,
+        namespace: &Namespace,
+        blocks_of: impl Fn(u32) -> Vec<LocalHash>,
+        sources: u32,
+    ) -> anyhow::Result<Self> {
+        let mut shims = Self {
+            plane: Arc::clone(plane),
+            subjects: Subjects::new(namespace),
+            heartbeats: Vec::new(),
+            last: LogPosition(0),
+        };
+        let mut pending = Vec::new();
+        for number in 0..sources {
+            let source = Source {
+                worker: WorkerId::from(format!("vllm-decode-{:04}", number / RANKS)),
+                dp_rank: DpRank(number % RANKS),
+            };
+            let mut digest = Digest::default();
+            let blocks = blocks_of(number);
+            let mut parent = None;
+            let chunks: Vec<_> = blocks.chunks(4_000).collect();
+            for (record, chunk) in (0..).zip(&chunks) {
+                let change = Change::Stored {
+                    parent,
+                    blocks: chunk.to_vec(),
+                    tier: Tier::Gpu,
+                };
+                for prefix in prefix_hashes(parent, chunk) {
+                    digest.insert(prefix, Tier::Gpu);
+                    parent = Some(prefix);
+                }
+                let record = record_of(&source, RecordNumber(record), change, digest);
+                let payload = codec::encode(&record)?.into();
+                let subject = shims.subjects.records(&source);
+                pending.push(plane.append(subject, payload).await?);
+                if pending.len() >= 256 {
+                    for stored in pending.drain(..) {
+                        shims.last = stored.await?;
+                    }
+                }
+            }
+            let last = RecordNumber(chunks.len() as u64 - 1);
+            let payload = codec::encode(&heartbeat_of(&source, last, digest))?;
+            let subject = shims.subjects.heartbeat(&source);
+            shims.heartbeats.push((subject, payload.into()));
+        }
+        for stored in pending {
+            shims.last = stored.await?;
+        }
+        Ok(shims)
+    }
+
+    async fn beat(&self) -> anyhow::Result<()> {
+        for (subject, payload) in &self.heartbeats {
+            self.plane.publish(subject.clone(), payload.clone()).await?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the sources proven until stopped, at an even rate.
+    fn keep_beating(self, tasks: &TaskTracker, stop: &CancellationToken) {
+        let stop = stop.clone();
+        tasks.spawn(async move {
+            let steps = 100;
+            let step = self.heartbeats.len().div_ceil(steps);
+            let mut ticks = interval(HEARTBEATS_EVERY / u32::try_from(steps).unwrap_or(1));
+            let beat = async {
+                loop {
+                    for some in self.heartbeats.chunks(step) {
+                        ticks.tick().await;
+                        for (subject, payload) in some {
+                            drop(self.plane.publish(subject.clone(), payload.clone()).await);
+                        }
+                    }
+                }
+            };
+            stop.run_until_cancelled(beat).await;
+        });
+    }
+}
+
+fn record_of(source: &Source, number: RecordNumber, change: Change, after: Digest) -> Record {
+    Record {
+        source: source.clone(),
+        generation: Generation(1),
+        number,
+        engine_seq: Some(EngineSeq(number.0)),
+        changes: vec![change],
+        states: Tiers::all(TierState::Complete),
+        after,
+        sent_at: None,
+    }
+}
+
+fn heartbeat_of(source: &Source, number: RecordNumber, after: Digest) -> Heartbeat {
+    Heartbeat {
+        source: source.clone(),
+        generation: Generation(1),
+        number: Some(number),
+        engine_seq: Some(EngineSeq(number.0)),
+        states: Tiers::all(TierState::Complete),
+        after,
+        health: EngineHealth::Healthy,
+        sent_at: None,
+    }
+}
+
+fn prompt() -> Vec<LocalHash> {
+    (1..=PROMPT_BLOCKS).map(LocalHash).collect()
+}
+
+/// A fleet of this size, its indexer, and a router's connection.
+struct FleetStage {
+    namespace: Namespace,
+    plane: Arc<NatsPlane>,
+    indexer: Indexer,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl FleetStage {
+    async fn start(
+        server: &NatsServer,
+        sources: u32,
+        blocks_of: impl Fn(u32) -> Vec<LocalHash>,
+    ) -> anyhow::Result<Self> {
+        let (namespace, plane) = namespace(server).await?;
+        let plane = Arc::new(plane);
+        let indexer = Indexer::start(server, &namespace)?;
+        let shims = Shims::start(&plane, &namespace, blocks_of, sources).await?;
+        indexer.until_at(shims.last).await?;
+        let stage = Self {
+            namespace,
+            plane,
+            indexer,
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        };
+        shims.beat().await?;
+        shims.keep_beating(&stage.tasks, &stage.stop);
+        stage.until_exact(u64::from(sources)).await?;
+        Ok(stage)
+    }
+
+    async fn until_exact(&self, sources: u64) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        while self.indexer.exact().await? < sources {
+            ensure!(begun.elapsed() < END_MAX, "the sources do not become exact");
+            sleep(Duration::from_millis(200)).await;
+        }
+        // The roster follows within two ticks.
+        sleep(Duration::from_secs(1)).await;
+        Ok(())
+    }
+
+    async fn end(self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+}
+
+/// Answers of 100, 1,000 and 8,000 sources in the full and in the compact form.
+pub(crate) async fn sizes(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    for sources in [100, 1_000, 8_000] {
+        for holding in [Holding::OneSource, Holding::AllSources] {
+            let blocks_of = |number| match holding {
+                _ if number == 0 => prompt(),
+                Holding::OneSource => vec![LocalHash(1 << 40 | u64::from(number))],
+                Holding::AllSources => (1..=COMMON_BLOCKS).map(LocalHash).collect(),
+            };
+            let stage = FleetStage::start(server, sources, blocks_of).await?;
+            let subject = stage
+                .indexer
+                .own_subject(&stage.plane, &stage.namespace)
+                .await?;
+            let holders = match holding {
+                Holding::OneSource => "one holder",
+                Holding::AllSources => "all hold 32 blocks",
+            };
+            let full = codec::encode(&IndexQuery {
+                blocks: prompt(),
+                at_least: None,
+            })?;
+            let compact = codec::encode(&HolderQuery {
+                blocks: prompt(),
+                from: RosterNumber(0),
+            })?;
+            for (form, query) in [("full", full), ("compact", compact)] {
+                let query = Bytes::from(query);
+                let mut samples = Vec::new();
+                let mut bytes = 0;
+                for _ in 0..QUERIES {
+                    let begun = Instant::now();
+                    let answer = stage.plane.request(subject.clone(), query.clone(), END_MAX);
+                    let answer = answer.await?;
+                    samples.push(begun.elapsed());
+                    bytes = answer.len();
+                    let is_answer = match form {
+                        "full" => codec::decode::<IndexAnswer>(&answer).is_ok(),
+                        _ => matches!(codec::decode(&answer)?, HolderAnswer::Holders(_)),
+                    };
+                    ensure!(is_answer, "no answer");
+                }
+                let what = format!("{sources} sources, {holders}, {form}: {bytes} bytes");
+                figures.push(Figure::of(&what, None, QUERIES as u64, &mut samples));
+            }
+            stage.end().await;
+        }
+    }
+    Ok(figures)
+}
+
+/// What four clients do to the indexer's port.
+#[derive(Clone, Copy)]
+enum Attack {
+    None,
+    Dumps,
+    UnreadDumps,
+    LargeQueries,
+    Digests,
+}
+
+/// Queries beside four clients that load the indexer's port as much as it lets them.
+pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
+    let blocks_of = |number: u32| {
+        let own = u64::from(number) << 40;
+        let first = (1..=COMMON_BLOCKS).map(LocalHash);
+        first
+            .chain((0..ATTACKED_BLOCKS).map(|block| LocalHash(own | 1 << 32 | block)))
+            .collect()
+    };
+    let stage = FleetStage::start(server, 64, blocks_of).await?;
+    let subject = stage
+        .indexer
+        .own_subject(&stage.plane, &stage.namespace)
+        .await?;
+    let query = codec::encode(&HolderQuery {
+        blocks: prompt(),
+        from: RosterNumber(0),
+    })?;
+    let query = Bytes::from(query);
+    let mut figures: Vec<Figure> = Vec::new();
+    for (attack, what) in [
+        (Attack::None, "quiet"),
+        (Attack::Dumps, "four clients read dumps"),
+        (Attack::UnreadDumps, "four clients read no dumps"),
+        (Attack::LargeQueries, "four clients send 16 MB queries"),
+        (Attack::Digests, "four clients read digests"),
+        (Attack::None, "quiet again"),
+    ] {
+        let stop = CancellationToken::new();
+        let tasks = TaskTracker::new();
+        for _ in 0..4 {
+            let client = attacker(attack, stage.indexer.base().to_owned());
+            let stop = stop.clone();
+            tasks.spawn(async move { stop.run_until_cancelled(client).await });
+        }
+        let mut samples = Vec::new();
+        let mut ticks = interval(QUERY_INTERVAL);
+        let begun = Instant::now();
+        while begun.elapsed() < ATTACK {
+            ticks.tick().await;
+            let begun = Instant::now();
+            let answer = stage.plane.request(subject.clone(), query.clone(), END_MAX);
+            answer.await?;
+            samples.push(begun.elapsed());
+        }
+        stop.cancel();
+        tasks.close();
+        tasks.wait().await;
+        let late = samples.iter().filter(|sample| **sample > DEADLINE).count();
+        let share = late as f64 * 100.0 / samples.len() as f64;
+        let mut figure = Figure::of("", None, samples.len() as u64, &mut samples);
+        let quiet = figures
+            .first()
+            .unwrap_or(&figure)
+            .p99_us
+            .unwrap_or(1)
+            .max(1);
+        let ratio = figure.p99_us.unwrap_or(0) as f64 / quiet as f64;
+        let memory = stage.indexer.resident_bytes().await? >> 20;
+        figure.what = format!("{what}: {share:.1} % above 10 ms, p99 {ratio:.2} ×, {memory} MiB");
+        figures.push(figure);
+    }
+    stage.end().await;
+    Ok(figures)
+}
+
+async fn attacker(attack: Attack, base: String) {
+    let http = reqwest::Client::new();
+    let body = format!(
+        "{{\"token_ids\":[{}1],\"block_size\":16}}",
+        "1,".repeat(8_000_000 - 32)
+    );
+    let body = Bytes::from(body);
+    let mut unread = Vec::new();
+    loop {
+        let request = match attack {
+            Attack::None => return,
+            Attack::UnreadDumps => {
+                let address = base.trim_start_matches("http://");
+                if let Ok(mut stream) = TcpStream::connect(address) {
+                    drop(stream.write_all(b"GET /dump HTTP/1.1\r\nHost: i\r\n\r\n"));
+                    unread.push(stream);
+                }
+                sleep(Duration::from_secs(1)).await;
+                continue;
+            }
+            Attack::Dumps => http.get(format!("{base}/dump")),
+            Attack::Digests => http.get(format!("{base}/v1/digest")),
+            Attack::LargeQueries => http
+                .post(format!("{base}/query"))
+                .header("content-type", "application/json")
+                .body(body.clone()),
+        };
+        if let Ok(response) = request.send().await {
+            drop(response.bytes().await);
+        }
+    }
+}
+
+/// The share of a router's queries without an answer in time, on a machine where this many threads
+/// compute: with one indexer, then with two.
+pub(crate) async fn misses(server: &NatsServer, threads: usize) -> anyhow::Result<Vec<Figure>> {
+    let blocks_of = |_| prompt();
+    let stage = FleetStage::start(server, 64, blocks_of).await?;
+    let stop = CancellationToken::new();
+    let plane = NatsPlane::connect(config(server, &stage.namespace, "router")).await?;
+    let client = IndexClient::new(Arc::new(plane), Subjects::new(&stage.namespace));
+    let unread = IntCounter::new("unread", "unread")?;
+    let tasks = TaskTracker::new();
+    tasks.spawn(client.clone().follow_replicas(unread, stop.clone()));
+    tasks.spawn(client.clone().follow_rosters(stop.clone()));
+    let is_busy = Arc::new(AtomicBool::new(true));
+    let busy: Vec<_> = (0..threads)
+        .map(|_| {
+            let is_busy = Arc::clone(&is_busy);
+            std::thread::spawn(move || {
+                while is_busy.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        })
+        .collect();
+    let mut figures = Vec::new();
+    let mut second = None;
+    for indexers in [1, 2] {
+        if indexers == 2 {
+            let another = Indexer::start(server, &stage.namespace)?;
+            while another.exact().await? < 64 {
+                sleep(Duration::from_millis(200)).await;
+            }
+            second = Some(another);
+        }
+        sleep(Duration::from_secs(8)).await;
+        let (mut samples, mut missed) = (Vec::new(), 0);
+        let mut ticks = interval(QUERY_INTERVAL);
+        for _ in 0..QUERIES {
+            ticks.tick().await;
+            let begun = Instant::now();
+            missed += u64::from(client.ask(&prompt()).await.is_err());
+            samples.push(begun.elapsed());
+        }
+        let share = missed as f64 * 100.0 / QUERIES as f64;
+        let what = format!("{indexers} indexers, {threads} busy threads: {share:.2} % missed");
+        figures.push(Figure::of(&what, None, QUERIES as u64, &mut samples));
+    }
+    drop(second);
+    is_busy.store(false, Ordering::Relaxed);
+    busy.into_iter().for_each(|thread| drop(thread.join()));
+    stop.cancel();
+    tasks.close();
+    tasks.wait().await;
+    stage.end().await;
+    Ok(figures)
+}
