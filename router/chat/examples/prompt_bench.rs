@@ -9,14 +9,20 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use warmroute_chat::openai::{PromptList, PromptRoute, PromptSource, SpecialTokens, parse};
 use warmroute_chat::tokenize::{CivilTime, TaskState, Tokenizer};
 
 const RUNS: usize = 5;
 
+/// As of a model with this length.
+const TOKENS_MAX: usize = 1 << 20;
+
 /// CPU time of this thread in microseconds.
 fn cpu_us() -> f64 {
+    // Updates the kernel's count.
+    std::thread::yield_now();
     let text = fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     let nanos: f64 = text.split(' ').next().unwrap().parse().unwrap();
     nanos / 1000.0
@@ -72,7 +78,7 @@ fn multilingual(bytes: usize) -> String {
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1);
         let sentence = SCRIPTS[(state >> 33) as usize % SCRIPTS.len()];
-        write!(text, "{sentence} {}\n", state >> 50).unwrap();
+        writeln!(text, "{sentence} {}", state >> 50).unwrap();
     }
     text
 }
@@ -86,9 +92,6 @@ fn encoders(load: &dyn Fn() -> Tokenizer) {
     let (mut prose, mut code) = (String::new(), String::new());
     files("docs", ".md", &mut prose);
     files("router", ".rs", &mut code);
-    let own = load();
-    let reference = load();
-    reference.compare_with_reference("a", SpecialTokens::Omit, &[]);
     println!("| text | own, µs | reference, µs | ratio | cached, µs |\n|---|---|---|---|---|");
     for (name, text) in [
         ("prose", &prose),
@@ -96,42 +99,42 @@ fn encoders(load: &dyn Fn() -> Tokenizer) {
         ("multilingual", &multilingual(1 << 20)),
     ] {
         for bytes in [8 << 10, 128 << 10] {
-            let at = |run: usize| slice(text, (run + 1) * 50_021 + bytes, bytes);
-            let encode = |tokenizer: &Tokenizer, text: &str| {
-                tokenizer.encode(text, SpecialTokens::Omit).unwrap()
-            };
-            for run in 0..RUNS {
-                assert_eq!(encode(&load(), at(run)), encode(&reference, at(run)));
-            }
-            let theirs = load();
-            theirs.compare_with_reference("a", SpecialTokens::Omit, &[]);
-            let own_us = median(|run| drop(encode(&own, at(run))));
-            let reference_us = median(|run| drop(encode(&theirs, at(run))));
-            let cached_us = median(|run| drop(encode(&own, at(run))));
-            println!(
-                "| {} KiB {name} | {own_us:.0} | {reference_us:.0} | {:.0} | {cached_us:.0} |",
-                bytes >> 10,
-                reference_us / own_us
-            );
+            compare(&format!("{} KiB {name}", bytes >> 10), load, &|run| {
+                slice(text, (run + 1) * (bytes + 13), bytes)
+            });
         }
     }
     shared(&load(), &prose);
 }
 
+/// One row: texts that do not overlap, each encoded twice by both encoders.
+fn compare<'t>(name: &str, load: &dyn Fn() -> Tokenizer, text: &dyn Fn(usize) -> &'t str) {
+    let (own, theirs) = (load(), load());
+    theirs.compare_with_reference("a", SpecialTokens::Omit, &[]);
+    let encode = |tokenizer: &Tokenizer, run: usize| {
+        tokenizer.encode(text(run), SpecialTokens::Omit).unwrap()
+    };
+    // The last text warms up both encoders.
+    assert_eq!(encode(&own, RUNS), encode(&theirs, RUNS));
+    let own_us = median(|run| drop(encode(&own, run)));
+    let reference_us = median(|run| drop(encode(&theirs, run)));
+    let cached_us = median(|run| drop(encode(&own, run)));
+    let ratio = reference_us / own_us;
+    println!("| {name} | {own_us:.0} | {reference_us:.0} | {ratio:.0} | {cached_us:.0} |");
+}
+
 /// Prompts that share most of their text, without a chat's structure or inside one message.
 fn shared(tokenizer: &Tokenizer, prose: &str) {
     let document = slice(prose, 0, 126 << 10);
-    let encode = |text: &str| drop(tokenizer.encode(text, SpecialTokens::Omit));
-    encode(document);
+    let encode = |text: &str| tokenizer.encode(text, SpecialTokens::Omit);
+    encode(document).unwrap();
     let completion = median(|run| {
-        encode(&format!(
-            "{document}{}",
-            slice(prose, run * 7919 + 200_000, 4 << 10)
-        ));
+        let end = slice(prose, run * 7919 + 200_000, 4 << 10);
+        encode(&format!("{document}{end}")).unwrap();
     });
     let question = median(|run| {
-        let asked = slice(prose, run * 104_729 + 90_000, 200);
-        encode(&format!("<|im_start|>user\n{asked}\n{document}<|im_end|>"));
+        let asked = slice(prose, run * 10_473 + 190_000, 200);
+        encode(&format!("<|im_start|>user\n{asked}\n{document}<|im_end|>")).unwrap();
     });
     println!("\n130 KiB with a shared prefix of 126 KiB: {completion:.0} µs");
     println!("a shared document of 126 KiB after a new question: {question:.0} µs");
@@ -141,14 +144,12 @@ fn shared(tokenizer: &Tokenizer, prose: &str) {
         let role = if turn % 2 == 0 { "user" } else { "assistant" };
         write!(body, "{{\"role\":\"{role}\",\"content\":\"{text}\"}},").unwrap();
     }
-    encode_body(tokenizer, &format!("{}]}}", body.trim_end_matches(',')));
+    encode_body(tokenizer, &format!("{}]}}", body.trim_end_matches(','))).unwrap();
     let turn = median(|run| {
-        let asked =
-            slice(prose, run * 104_729 + 90_000, 2000).replace(['"', '\\', '\n', '\t'], " ");
-        encode_body(
-            tokenizer,
-            &format!("{body}{{\"role\":\"user\",\"content\":\"{asked}\"}}]}}"),
-        );
+        let asked = slice(prose, run * 10_473 + 190_000, 2000);
+        let asked = asked.replace(['"', '\\', '\n', '\t'], " ");
+        let last = format!("{{\"role\":\"user\",\"content\":\"{asked}\"}}]}}");
+        encode_body(tokenizer, &format!("{body}{last}")).unwrap();
     });
     println!("turn 30 of a chat of 63 KB, with parsing and rendering: {turn:.0} µs");
 }
@@ -175,7 +176,7 @@ fn encode_body(tokenizer: &Tokenizer, body: &str) -> Result<usize, String> {
             PromptList::Tokens(lists) => return Ok(lists[0].len()),
         },
     };
-    let mut task = tokenizer.task(text, special);
+    let mut task = tokenizer.task(text, special).with_tokens_max(TOKENS_MAX);
     while task
         .step(tokenizer, 64 << 10)
         .map_err(|error| error.to_string())?
@@ -192,7 +193,7 @@ fn memory(line: &str) -> usize {
     kilobytes << 10
 }
 
-fn hostile(load: &dyn Fn() -> Tokenizer) {
+fn hostile(path: &str, only: Option<&str>) {
     let size = 8 << 20;
     let repeat = |unit: &str| unit.repeat(size / unit.len());
     let chat = |text: String| {
@@ -233,19 +234,38 @@ fn hostile(load: &dyn Fn() -> Tokenizer) {
             chat("x".to_owned()).replace("}]}", &format!("}}],\"documents\":[{tools}1]}}")),
         ),
     ];
-    println!("\n| body of 8 MiB | peak bytes a body byte | CPU, ms | result |\n|---|---|---|---|");
-    for (name, body) in bodies {
-        let tokenizer = load();
-        let before = memory("VmRSS:");
-        fs::write("/proc/self/clear_refs", "5").unwrap();
-        let started = cpu_us();
-        let result = encode_body(&tokenizer, &body);
-        let took = cpu_us() - started;
-        let peak = memory("VmHWM:") - before + body.len();
-        let result = result.map_or_else(|why| why, |tokens| format!("{tokens} tokens"));
-        let ratio = peak as f64 / body.len() as f64;
-        println!("| {name} | {ratio:.1} | {:.0} | {result} |", took / 1000.0);
+    match only {
+        None => {
+            println!("\n| body of 8 MiB | peak bytes a body byte | CPU, ms | result |");
+            println!("|---|---|---|---|");
+            for (name, _) in bodies {
+                // A process of its own has no memory left from another body.
+                let program = std::env::current_exe().unwrap();
+                let status = Command::new(program).arg(path).arg(name).status();
+                assert!(status.unwrap().success(), "{name}");
+            }
+        }
+        Some(only) => {
+            let body = bodies.into_iter().find(|(name, _)| *name == only);
+            peak(
+                &Tokenizer::load(Path::new(path)).unwrap(),
+                only,
+                &body.unwrap().1,
+            );
+        }
     }
+}
+
+fn peak(tokenizer: &Tokenizer, name: &str, body: &str) {
+    let before = memory("VmRSS:");
+    fs::write("/proc/self/clear_refs", "5").unwrap();
+    let started = cpu_us();
+    let result = encode_body(tokenizer, body);
+    let took = (cpu_us() - started) / 1000.0;
+    let peak = memory("VmHWM:") - before + body.len();
+    let result = result.map_or_else(|why| why, |tokens| format!("{tokens} tokens"));
+    let ratio = peak as f64 / body.len() as f64;
+    println!("| {name} | {ratio:.1} | {took:.0} | {result} |");
 }
 
 fn main() {
@@ -253,7 +273,9 @@ fn main() {
     let path = args
         .next()
         .unwrap_or_else(|| "tests/fixtures/tiny".to_owned());
-    let load = || Tokenizer::load(Path::new(&path)).unwrap();
-    encoders(&load);
-    hostile(&load);
+    let only = args.next();
+    if only.is_none() {
+        encoders(&|| Tokenizer::load(Path::new(&path)).unwrap());
+    }
+    hostile(&path, only.as_deref());
 }

@@ -27,11 +27,11 @@ pub(super) const ASSUMED_BLOCK_SIZE: BlockSize = match BlockSize::new(16) {
 };
 
 /// Memory for each byte of a prompt while it is rendered and encoded: the template's values, its
-/// output and the ids. `tests/prompt_memory.rs` measures it.
+/// output and the ids. `router/chat/examples/prompt_bench.rs` measures it.
 const MEMORY_OF_BYTE: usize = 8;
 /// Memory for each JSON value that a template may read.
-const MEMORY_OF_VALUE: usize = 192;
-/// Prompts of so many small values that they exceed this for each byte are not rendered, ...
+const MEMORY_OF_VALUE: usize = 96;
+/// Charged for each byte. Prompts of so many small values that they take more are not rendered, ...
 const MEMORY_OF_BYTE_MAX: usize = 12;
 /// ... unless they are small.
 const MEMORY_ALLOWED: usize = 8 << 20;
@@ -419,7 +419,8 @@ impl PromptSize {
         if memory > memory_max.max(MEMORY_ALLOWED) {
             return Err(NO_MEMORY);
         }
-        let charge = |budget: &BodyBudget| budget.charge(memory).ok_or(NO_MEMORY);
+        let charged = memory.max(memory_max);
+        let charge = |budget: &BodyBudget| budget.charge(charged).ok_or(NO_MEMORY);
         limits.budget.map(charge).transpose()
     }
 }
