@@ -72,7 +72,7 @@ impl SseSplitter {
     fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
-            let newline = rest.iter().position(|&byte| byte == b'\n');
+            let newline = memchr::memchr(b'\n', rest);
             let line = &rest[..newline.unwrap_or(rest.len())];
             self.line = match (self.line, line) {
                 (state, []) => state,
@@ -138,7 +138,11 @@ impl<'a> SseEvent<'a> {
             return None;
         };
         let mut data: Option<Cow<'a, [u8]>> = None;
-        for line in bytes.split(|&byte| byte == b'\n') {
+        let mut rest: Option<&'a [u8]> = Some(bytes);
+        while let Some(bytes) = rest {
+            let newline = memchr::memchr(b'\n', bytes);
+            let line = &bytes[..newline.unwrap_or(bytes.len())];
+            rest = newline.map(|at| &bytes[at + 1..]);
             let line = line.strip_suffix(b"\r").unwrap_or(line);
             let Some(value) = line.strip_prefix(b"data:") else {
                 continue;
@@ -229,9 +233,7 @@ impl StreamTotals {
 }
 
 fn contains(haystack: &[u8], needle: &[u8]) -> bool {
-    haystack
-        .windows(needle.len())
-        .any(|window| window == needle)
+    memchr::memmem::find(haystack, needle).is_some()
 }
 
 #[cfg(test)]
