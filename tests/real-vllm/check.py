@@ -220,7 +220,8 @@ class Checker:
             held = max(self.credit(engine, stem) for engine in self.engines)
             lost += held < len(stem) // BLOCK_TOKENS * BLOCK_TOKENS
             self.completion(stem + self.ids(self.random.randrange(1, 200)))
-        check(lost > 0, "nothing was evicted")
+        # Windows take so little that these prompts fit.
+        check(lost > 0 or self.form == "all-sliding", "nothing was evicted")
         print(f"{lost} of 16 prompts had lost blocks")
         self.burst(stems)
         after = [engine.metric("vllm:num_preemptions_total") for engine in self.engines]
