@@ -33,6 +33,9 @@ pub(super) struct CutMade {
     pub(super) took: Duration,
 }
 
+/// The time by which our clock falls behind the log's that is logged.
+const CLOCK_STOOD_MIN: Duration = Duration::from_secs(1);
+
 /// What to cut, and where the cut is wanted.
 pub(super) enum CutRequest {
     /// The whole fold, with the image in this buffer.
@@ -222,13 +225,28 @@ impl Worker {
         self.shared.started.store(true, Ordering::Release);
     }
 
+    /// The log's status. Its clock shows whether this process's clock stood still.
+    pub(super) async fn log_status(&self) -> Result<LogStatus, PlaneError> {
+        let asked = now();
+        let status = in_time(self.plane.log_status()).await?;
+        let mut fold = self.shared.write();
+        let stood = fold.observe_clock(asked, now(), status.now_unix_ns);
+        if stood > CLOCK_STOOD_MIN {
+            warn!(
+                ?stood,
+                "this process's clock stood still, or the log's clock jumped ahead"
+            );
+        }
+        Ok(status)
+    }
+
     async fn look(&self, compare: Compare) -> Result<Look, PlaneError> {
         let at = now();
         let (log, mark) = {
             let fold = self.shared.read();
             (fold.log(), fold.mark())
         };
-        let status = in_time(self.plane.log_status()).await?;
+        let status = self.log_status().await?;
         let wanted = mark.filter(|mark| {
             let comparable = log == Some(status.identity) && same_log::is_there(mark, &status);
             compare == Compare::Record && comparable

@@ -78,7 +78,7 @@ impl Worker {
             self.skip("any", Skipped::Memory, &"there is no room for another tree");
             return Ok(false);
         }
-        let status = self.plane.log_status().await?;
+        let status = self.log_status().await?;
         let names = self.snapshot_names().await?;
         let foreign = names
             .iter()
@@ -200,7 +200,7 @@ impl Worker {
         log: StreamIdentity,
         at: &RecordMark,
     ) -> Result<LogMatch, PlaneError> {
-        let status = self.plane.log_status().await?;
+        let status = self.log_status().await?;
         let found = if same_log::is_there(at, &status) {
             self.plane.at(at.position).await?
         } else {

@@ -10,6 +10,9 @@
 //! log's clock, whose present value is the last observed one plus the time passed here. The send
 //! time can only weaken a proof: if the log's clock jumped back or was not observed recently, it
 //! has no effect.
+//!
+//! The clock of a suspended virtual machine stands still. If the log's clock ran ahead of ours
+//! between two answers, every moment before the second one is that much older.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -30,10 +33,18 @@ struct ObservedEnd {
     unix_ns: u64,
 }
 
+/// The log's clock at or after the moment `asked`, in Unix nanoseconds.
+#[derive(Clone, Copy)]
+struct ObservedClock {
+    asked: Instant,
+    unix_ns: u64,
+}
+
 #[derive(Default)]
 pub(super) struct LogEnds {
     /// The oldest first.
     seen: VecDeque<ObservedEnd>,
+    clock: Option<ObservedClock>,
 }
 
 impl LogEnds {
@@ -45,6 +56,34 @@ impl LogEnds {
         self.seen.push_back(ObservedEnd { at, last, unix_ns });
     }
 
+    /// The log's clock was `unix_ns` at a moment between `asked` and `answered`. Returns the least
+    /// time by which our clock fell behind it since the last call; what was observed is older by
+    /// as much.
+    pub(super) fn observe_clock(
+        &mut self,
+        asked: Instant,
+        answered: Instant,
+        unix_ns: u64,
+    ) -> Duration {
+        if unix_ns == 0 {
+            return Duration::ZERO;
+        }
+        let before = self.clock.replace(ObservedClock { asked, unix_ns });
+        let stood = before.map_or(Duration::ZERO, |before| {
+            let by_the_log = Duration::from_nanos(unix_ns.saturating_sub(before.unix_ns));
+            by_the_log.saturating_sub(answered.saturating_duration_since(before.asked))
+        });
+        if !stood.is_zero() {
+            self.seen.retain_mut(|end| {
+                let earlier = end.at.checked_sub(stood);
+                end.at = earlier.unwrap_or(end.at);
+                earlier.is_some()
+            });
+        }
+        stood
+    }
+
+    /// Forgets the log's ends; its clock stays.
     pub(super) fn clear(&mut self) {
         self.seen.clear();
     }

@@ -165,6 +165,19 @@ impl Fold {
         self.ends.observe(at, last, unix_ns);
     }
 
+    /// Observes that the log's clock was `unix_ns` (0: unknown) at a moment between `asked` and
+    /// `answered`. Returns the time by which this process's clock fell behind it since the last
+    /// call; all proofs are older by as much.
+    pub fn observe_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) -> Duration {
+        let stood = self.ends.observe_clock(asked, answered, unix_ns);
+        if !stood.is_zero() {
+            for source in self.sources.values_mut() {
+                source.clock_stood(stood);
+            }
+        }
+        stood
+    }
+
     /// Applies the next log message.
     pub fn apply(&mut self, now: Instant, message: &LogMessage) -> RecordVerdict {
         let parsed = ParsedMessage::of(&self.subjects, message);

@@ -634,6 +634,13 @@ impl SourceFold {
         }
     }
 
+    /// The process's clock stood still for this time: what was proven before is that much older.
+    pub(super) fn clock_stood(&mut self, stood: Duration) {
+        let earlier = |at: Instant| at.checked_sub(stood);
+        self.proven = self.proven.and_then(earlier);
+        self.credit_proven = self.credit_proven.and_then(earlier);
+    }
+
     fn close_gap(&mut self) {
         if self.faults.gap_below <= self.sequencer.last() {
             self.faults.gap_below = None;

@@ -39,22 +39,22 @@ impl LogClock {
 
     /// Takes a reading of `unix_ns` (0: the log has no clock) at some time between `asked` and
     /// `answered`. The extrapolated time is corrected only as far as the reading requires: a slow
-    /// answer does not undo a fast one, and a clock that jumped is followed.
-    pub(super) fn set(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
+    /// answer does not undo a fast one, and a clock that jumped is followed. Returns the time by
+    /// which the log's clock ran ahead of the extrapolated one.
+    pub(super) fn set(&mut self, asked: Instant, answered: Instant, unix_ns: u64) -> Duration {
         self.is_awaited = false;
         if unix_ns == 0 {
             self.reading = None;
-            return;
+            return Duration::ZERO;
         }
         let least = Duration::from_nanos(unix_ns);
         let most = least + answered.saturating_duration_since(asked);
-        let unix_time = self
-            .time_at(answered)
-            .map_or(least, |time| time.clamp(least, most));
+        let expected = self.time_at(answered);
         self.reading = Some(ClockReading {
             at: answered,
-            unix_time,
+            unix_time: expected.map_or(least, |time| time.clamp(least, most)),
         });
+        least.saturating_sub(expected.unwrap_or(least))
     }
 
     /// The present time, never ahead of the log's; `None` if it is unknown.
@@ -106,9 +106,11 @@ mod tests {
         clock.set(later - 4 * SECOND, later, 106_000_000_000);
         assert_eq!(secs(&clock, later), Some(110));
         // Another server leads.
-        clock.set(later, later + SECOND, 50_000_000_000);
+        let ahead = clock.set(later, later + SECOND, 50_000_000_000);
+        assert_eq!(ahead, Duration::ZERO);
         assert_eq!(secs(&clock, later + SECOND), Some(51));
-        clock.set(later + SECOND, later + SECOND, 500_000_000_000);
+        let ahead = clock.set(later + SECOND, later + SECOND, 500_000_000_000);
+        assert_eq!(ahead, 449 * SECOND);
         assert_eq!(secs(&clock, later + SECOND), Some(500));
     }
 }

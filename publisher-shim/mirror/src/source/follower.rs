@@ -15,7 +15,8 @@ use warmroute_proto::EngineSeq;
 
 use super::history::{BatchHistory, BatchMatch};
 use super::{
-    Effect, EngineWarning, GenerationReason, ReplayId, STALL_MIN, SourceConfig, SourceCore,
+    BACKLOG_AGE_MAX, Effect, EngineWarning, GenerationReason, ReplayId, STALL_MIN, SourceConfig,
+    SourceCore,
 };
 use crate::mirror::{Inconsistency, LookupDoubt, Start};
 use crate::wire::{self, Batch, NotUnderstood};
@@ -261,6 +262,15 @@ impl SourceCore {
         if has_stalled && self.engine.state == FollowState::Following && self.engine.can_verify() {
             self.verify(now);
         }
+    }
+
+    /// The process's clock stood still: the engine's proof is older than it seems.
+    pub(super) fn clock_stood(&mut self, now: Instant) {
+        self.engine.drop_proof();
+        if self.engine.state == FollowState::Following && self.engine.can_verify() {
+            self.verify(now);
+        }
+        self.settle(now);
     }
 
     /// A live message.
@@ -676,7 +686,14 @@ impl SourceCore {
         };
         match applied {
             Ok(changes) => {
-                if !self.publisher.add(now, changes) {
+                // Without a fresh proof, what is read may have happened long ago: the acknowledged
+                // state is not credited before all of it is acknowledged too.
+                let happened = if self.is_proven(now) {
+                    now
+                } else {
+                    now.checked_sub(2 * BACKLOG_AGE_MAX).unwrap_or(now)
+                };
+                if !self.publisher.add(happened, changes) {
                     self.new_generation(now, GenerationReason::OutboxFull);
                 }
                 // A long replay fills records as it goes.

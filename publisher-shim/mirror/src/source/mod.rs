@@ -405,9 +405,14 @@ impl SourceCore {
     }
 
     /// Takes a reading of the log's clock: Unix nanoseconds, or 0 if the log has none, at some time
-    /// between `asked` and `answered`. Call it every few seconds: another server may take over.
+    /// between `asked` and `answered`. Call it every few seconds: another server may take over, or
+    /// this process's clock may have stood still.
     pub fn log_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
-        self.clock.set(asked, answered, unix_ns);
+        let ahead = self.clock.set(asked, answered, unix_ns);
+        if ahead > STALL_MIN {
+            // Our clock stood still, with a suspended machine: what it measured is older.
+            self.clock_stood(answered);
+        }
     }
 
     fn pause(&mut self) {

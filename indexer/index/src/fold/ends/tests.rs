@@ -99,3 +99,28 @@ fn a_clock_that_was_not_observed_for_long_is_ignored() {
         "never asked"
     );
 }
+
+/// A virtual machine was suspended: the log's clock shows 41 s more than before, ours 2 s.
+#[test]
+fn moments_before_a_suspension_are_older_than_our_clock_shows() {
+    let (start, mut ends) = asked_at_the_start();
+    let clock = |ends: &mut LogEnds, asked, answered, secs: u64| {
+        ends.observe_clock(asked, answered, secs * 1_000_000_000)
+    };
+    assert_eq!(clock(&mut ends, start, start, 100), Duration::ZERO);
+    let (asked, answered) = (start + SECOND, start + 2 * SECOND);
+    let stood = clock(&mut ends, asked, answered, 141);
+    assert_eq!(stood, 39 * SECOND, "the answer may have taken a second");
+    assert_eq!(
+        ends.stored_after(LogPosition(9), 101_000_000_000),
+        Some(start - stood)
+    );
+    ends.clear();
+    let later = answered + 9 * SECOND;
+    let stood = clock(&mut ends, later, later, 150);
+    assert_eq!(stood, Duration::ZERO, "a faster answer");
+    let stood = clock(&mut ends, later, later, 155);
+    assert_eq!(stood, 5 * SECOND, "it stood before the next log was read");
+    let unknown = clock(&mut ends, later, later, 0);
+    assert_eq!(unknown, Duration::ZERO);
+}
