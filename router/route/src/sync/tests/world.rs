@@ -39,8 +39,8 @@ pub(super) enum Mutation {
     DigestIgnored,
     /// Own messages are applied again when they come back.
     OwnApplied,
-    /// Most broadcasts of live peers do not reach the replica.
-    PeersUnread,
+    /// Heartbeats of live peers do not reach the replica.
+    HeartbeatsUnread,
     /// A router that is cut off still receives its own broadcasts.
     LoopbackKept,
 }
@@ -276,7 +276,6 @@ impl World {
                 let mutation = self.mutation;
                 if let Some(payload) = mutated(
                     mutation,
-                    &mut self.rng,
                     (node.router, from),
                     &mut node.core,
                     fence,
@@ -691,7 +690,6 @@ impl World {
 /// The broadcast as the replica receives it under a mutation; `None` if it does not.
 fn mutated(
     mutation: Option<Mutation>,
-    rng: &mut Rng,
     (to, from): (RouterId, RouterId),
     core: &mut Core,
     fence: Option<Generation>,
@@ -710,7 +708,7 @@ fn mutated(
             };
             Some(codec::encode(&heartbeat).unwrap().into())
         }
-        (Mutation::PeersUnread, _) if from != to && rng.u32(..10) > 0 => None,
+        (Mutation::HeartbeatsUnread, Some(_)) if from != to => None,
         (Mutation::OwnApplied, None) if from == to => {
             for message in messages(&payload) {
                 core.apply_remote(&message, start());
