@@ -77,7 +77,7 @@ fn a_seed_is_the_whole_input() {
 /// nothing.
 #[test]
 fn worlds_are_worth_running() {
-    const WORLDS: u64 = 80;
+    const WORLDS: u64 = 40;
     let reports: Vec<_> = (0..WORLDS)
         .map(|seed| run(&Plan::of(seed)).report)
         .collect();
@@ -102,6 +102,7 @@ fn worlds_are_worth_running() {
         "views of each other"
     );
     let moves = sum(|report| report.moves);
+    println!("{moves} requests were moved");
     assert!(moves > 10, "requests that were moved: {moves}");
 }
 
@@ -112,9 +113,15 @@ fn broken_rule_is_found(breakage: Breakage) {
             ..Plan::of(seed)
         })
         .collect();
-    let found = first_broken(&plans);
-    let (at, outcome) = found.expect("nobody would notice");
-    println!("{breakage:?}: seed {at}: {}", outcome.broken.unwrap());
+    broken_within(&plans);
+}
+
+/// Which rule the first plan breaks that breaks one.
+fn broken_within(plans: &[Plan]) -> String {
+    let (at, outcome) = first_broken(plans).expect("nobody would notice");
+    let why = outcome.broken.unwrap();
+    println!("{:?}: world {at}: {why}", plans[at].broken);
+    why
 }
 
 #[test]
@@ -170,6 +177,60 @@ fn health_checks_that_nobody_heeds_are_found() {
 #[test]
 fn replica_that_is_believed_however_late_is_found() {
     broken_rule_is_found(Breakage::OvertakenBelieved);
+}
+
+#[test]
+fn lease_that_is_renewed_late_is_found() {
+    broken_rule_is_found(Breakage::LeaseRenewedLate);
+}
+
+#[test]
+fn torn_snapshot_that_is_restored_is_found() {
+    broken_rule_is_found(Breakage::TornSnapshotRestored);
+}
+
+#[test]
+fn registry_watch_that_misses_a_delete_is_found() {
+    broken_rule_is_found(Breakage::DeleteMissed);
+}
+
+/// The server refuses a source's records and takes its heartbeats: the acknowledged state must not
+/// be credited for long.
+#[test]
+fn heartbeats_of_a_state_that_the_log_cannot_replace_are_found() {
+    let found = broken_within(&refused_records(Some(Breakage::BacklogIgnored)));
+    assert!(found.contains("was replaced longer than"), "{found}");
+    if let Some((at, outcome)) = first_broken(&refused_records(None)) {
+        panic!("world {at}: {}", outcome.broken.unwrap());
+    }
+}
+
+/// What waited in the sockets of a suspended machine is not as new as its clock shows.
+#[test]
+fn clock_that_stood_still_unseen_is_found() {
+    let plans = |broken: Option<Breakage>| -> Vec<Plan> {
+        let plan = |seed| Plan {
+            broken,
+            script: script(seed, &[(0, SuspendIndexer(0)), (700, MachineDown(0))]),
+            is_calm: true,
+            ..Plan::of(seed)
+        };
+        (0..10 * WORLDS).map(plan).collect()
+    };
+    broken_within(&plans(Some(Breakage::StandstillUnseen)));
+    if let Some((at, outcome)) = first_broken(&plans(None)) {
+        panic!("world {at}: {}", outcome.broken.unwrap());
+    }
+}
+
+fn refused_records(broken: Option<Breakage>) -> Vec<Plan> {
+    let plan = |seed| Plan {
+        broken,
+        script: script(seed, &[(0, RefuseRecords(0)), (4_000, RefuseRecords(0))]),
+        is_calm: true,
+        ..Plan::of(seed)
+    };
+    (0..10 * WORLDS).map(plan).collect()
 }
 
 #[test]
@@ -406,12 +467,17 @@ rows! {
     row_23_no_indexer: Routers [IndexerCrash(0), IndexerCrash(1), IndexerCrash(0)];
     row_24_engines_with_other_block_sizes: MixedBlocks [EngineRestart(0)];
     row_25_record_of_a_newer_version: [NewerRecord, NewerRecord, NewerRecord] => Undecodable;
+    records_refused: [RefuseRecords(0), RefuseRecords(0)];
+    acknowledgements_lost: [LoseAcks(0), LoseAcks(0)];
+    log_without_a_leader: [LogLeaderless, LogLeaderless];
     /// A connection keeps what goes through it for seconds, and delivers it after all.
     link_keeps_messages_for_seconds: [StallShim(0), StallIndexer(0), StallShim(0)];
     /// The next leader stamps messages by a clock that is up to a minute ahead, or behind.
     clock_of_another_server: [ClockJump, ClockJump, ClockJump];
     paused_shim: [PauseShim(0)];
     paused_indexer: [PauseIndexer(0)];
+    suspended_shim: [SuspendShim(0)];
+    suspended_indexer: [SuspendIndexer(0)];
     /// The first of the field's fifteen: a reset that kills the other consumers.
     field_01_stream_deleted_under_its_readers: [Recreate, Recreate];
     /// A purge that one replica did not ask for.

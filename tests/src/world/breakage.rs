@@ -3,14 +3,16 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use bytes::Bytes;
 use warmroute_indexer::same_log;
 use warmroute_indexer::snapshot::{Name, format};
-use warmroute_plane::{Broadcast, LogMessage, LogStatus};
+use warmroute_indexer::tree::Tree;
+use warmroute_plane::{Broadcast, LogMessage, LogStatus, PutIf};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
-use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer, SnapshotSource};
+use warmroute_proto::snapshot::{SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotSource};
 use warmroute_proto::view::SourceView;
 use warmroute_proto::{
     Change, Digest, Generation, Heartbeat, LogPosition, PrefixHash, Record, Source, Tier, codec,
@@ -19,6 +21,9 @@ use warmroute_proto::{
 use super::host::Kind;
 use super::plane::{Op, Reply};
 use super::{Breakage, World};
+
+/// The age up to which a shim's proof of its engine counts.
+const PROOF_MAX: Duration = Duration::from_secs(3);
 
 type Pairs = BTreeSet<(PrefixHash, Tier)>;
 
@@ -109,6 +114,43 @@ impl World {
         standings.find(|standing| standing.source == *source)
     }
 
+    /// The answer to a call that a breakage keeps from the plane.
+    pub(super) fn answer_in_place(&self, host: usize, op: &Op) -> Option<Reply> {
+        let is_shell = matches!(self.hosts[host].kind, Kind::Shim(_) | Kind::Indexer(_));
+        match op {
+            Op::Put {
+                key,
+                condition: PutIf::Revision(revision),
+                lease: Some(_),
+                ..
+            } if is_shell && self.broken == Some(Breakage::LeaseRenewedLate) => {
+                let present = self.plane.keys.get(key)?;
+                let is_held = present.entry.revision == *revision;
+                is_held.then_some(Reply::Revision(*revision))
+            }
+            _ => None,
+        }
+    }
+
+    /// A heartbeat as its shim sends it.
+    pub(super) fn heartbeat_as_sent(&self, host: usize, mut message: Broadcast) -> Broadcast {
+        let Kind::Shim(at) = self.hosts[host].kind else {
+            return message;
+        };
+        if self.broken == Some(Breakage::BacklogIgnored)
+            && let Ok(mut heartbeat) = codec::decode::<Heartbeat>(&message.payload)
+            && let Some(handle) = &self.shims[at].handle
+            && let Some(status) = handle.sources().pop()
+            && let Some(acknowledged) = status.acknowledged
+            && status.is_image_acknowledged
+            && status.proof_age.is_some_and(|age| age <= PROOF_MAX)
+        {
+            heartbeat.states = acknowledged.states;
+            message.payload = codec::encode(&heartbeat).unwrap().into();
+        }
+        message
+    }
+
     pub(super) fn heartbeat_as_read(&self, at: usize, mut message: Broadcast) -> Broadcast {
         if self.broken == Some(Breakage::SubjectIgnored)
             && let Ok(heartbeat) = codec::decode::<Heartbeat>(&message.payload)
@@ -172,9 +214,18 @@ impl World {
                     ..status
                 })
             }
+            (Kind::Indexer(_), Reply::Status(status)) => Reply::Status(LogStatus {
+                now_unix_ns: status.now_unix_ns - self.unseen_standstill(host),
+                ..status
+            }),
             (Kind::Indexer(at), Reply::Message(found)) => {
                 let read = position.and_then(|at_| self.indexers[at].bent.read.get(&at_));
                 Reply::Message(found.map(|found| read.cloned().unwrap_or(found)))
+            }
+            (Kind::Indexer(_), Reply::Blob(Some(blob)))
+                if self.broken == Some(Breakage::TornSnapshotRestored) =>
+            {
+                Reply::Blob(Some(torn(&blob).unwrap_or(blob)))
             }
             (_, reply) => reply,
         }
@@ -243,6 +294,15 @@ impl World {
         codec::encode(&pointer).unwrap().into()
     }
 
+    /// The time in nanoseconds that is kept from a process that was suspended.
+    pub(super) fn unseen_standstill(&self, host: usize) -> u64 {
+        if self.broken == Some(Breakage::StandstillUnseen) {
+            u64::try_from(self.hosts[host].clock_stood.as_nanos()).unwrap()
+        } else {
+            0
+        }
+    }
+
     /// A run of held blocks as it would be credited.
     pub(super) fn run_as_read(
         &self,
@@ -266,6 +326,29 @@ fn with_head(blob: &Bytes, change: impl FnOnce(&mut SnapshotHead)) -> Bytes {
     let (mut head, image) = format::open(blob).unwrap();
     change(&mut head);
     format::encode(&head, image).unwrap().into()
+}
+
+/// A snapshot with the first half of each source's blocks, and the digests of what is left; `None` if
+/// it cannot be read.
+fn torn(blob: &Bytes) -> Option<Bytes> {
+    let (mut head, image) = format::open(blob).ok()?;
+    let (whole, numbers) = Tree::from_image(image).ok()?;
+    let mut tree = Tree::new();
+    let is_folded = |of: &&mut SnapshotSource| of.holding == SnapshotHolding::Folded;
+    let folded = head.sources.iter_mut().filter(is_folded);
+    let mut kept = Vec::new();
+    for (source, number) in folded.zip(numbers) {
+        let blocks = whole.dump(number);
+        let own = tree.open();
+        for change in &blocks[..blocks.len() / 2] {
+            tree.apply(own, change).unwrap();
+        }
+        source.after = tree.digest(own);
+        kept.push(own);
+    }
+    let image = tree.image(&kept);
+    head.image_bytes = image.len() as u64;
+    Some(format::encode(&head, &image).unwrap().into())
 }
 
 /// Applies a change; says whether it could be.

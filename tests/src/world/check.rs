@@ -26,9 +26,10 @@ use super::model::Pair;
 use super::plane::At;
 use super::replica::Written;
 
-/// A life that ended longer ago must not be credited: 3 s of the shim's proof, 5 s of the
-/// indexer's, and what clocks, ticks and unnoticed pauses add. The time that messages are on their
-/// way between the two adds nothing: they carry their time of sending.
+/// A state that ended longer ago must not be credited, whether the engine's life ended or its next
+/// batch came: 3 s of the shim's proof or backlog, the heartbeats' period, and 5 s of the indexer's
+/// proof. The time that messages are on their way between the two adds nothing: they carry their
+/// time of sending.
 const GHOST_MAX: Duration = Duration::from_secs(9);
 /// Credit rests on what a shim sent within the last 5 s; clocks add a little.
 const VOUCHED_MAX: Duration = Duration::from_millis(5_500);
@@ -464,6 +465,9 @@ impl World {
 
     /// Every credited tier is the truth, and a prompt's run ends where it does.
     pub(super) fn check_index(&mut self, at: usize) {
+        if self.hosts[self.indexers[at].host].clock_unseen.is_some() {
+            return;
+        }
         let age_max = self.age_max();
         for standing in self.standings(at) {
             let Some(worker) = self.worker(&standing.source) else {
@@ -494,25 +498,32 @@ impl World {
         self.engines.iter().position(|node| node.source == *source)
     }
 
-    /// What may be the truth at a sequence: the present life's, or that of one that only just
-    /// ended.
+    /// What may be the truth as of a batch: the present life's, or that of one that only just
+    /// ended; and only if the batch after it only just came.
     pub(super) fn truths(
         &self,
         worker: usize,
         seq: Option<EngineSeq>,
         age_max: Duration,
-    ) -> Vec<Rc<BTreeSet<Pair>>> {
+    ) -> Result<Vec<Rc<BTreeSet<Pair>>>, String> {
         let engine = &self.engines[worker];
-        let Some(seq) = seq else {
-            return vec![Rc::default()];
-        };
-        let seq = usize::try_from(seq.0).unwrap_or(usize::MAX);
-        let recent = engine
-            .past
-            .iter()
-            .filter(|past| past.ended + age_max > self.now);
-        let lives = std::iter::once(&engine.life.truth).chain(recent.map(|past| &past.truth));
-        lives.filter_map(|truth| truth.get(seq).cloned()).collect()
+        let is_recent = |at: At| at + age_max > self.now;
+        let recent = engine.past.iter().filter(|past| is_recent(past.ended));
+        let lives = std::iter::once((&engine.life.truth, &engine.published))
+            .chain(recent.map(|past| (&past.truth, &past.published)));
+        let applied = seq.map_or(0, |seq| usize::try_from(seq.0 + 1).unwrap_or(usize::MAX));
+        let truths: Vec<_> = lives
+            .filter(|(_, published)| published.get(applied).is_none_or(|next| is_recent(*next)))
+            .filter_map(|(truth, _)| match applied {
+                0 => Some(Rc::default()),
+                applied => truth.get(applied - 1).cloned(),
+            })
+            .collect();
+        if truths.is_empty() {
+            let ended = format!("{seq:?} was replaced longer than {age_max:?} ago, or never was");
+            return Err(ended);
+        }
+        Ok(truths)
     }
 
     fn check_source(
@@ -532,8 +543,8 @@ impl World {
         if !self.vouched.is_vouched(self.now, source) {
             return Err("is credited, and its shim has not vouched for it for long".to_owned());
         }
-        let truths = self.truths(worker, standing.engine_seq, age_max);
-        let mut why = "has no truth at its sequence".to_owned();
+        let truths = self.truths(worker, standing.engine_seq, age_max)?;
+        let mut why = String::new();
         for truth in &truths {
             match compare(standing, &held, truth) {
                 Ok((compared, exact)) => {
@@ -589,7 +600,7 @@ impl World {
 
     // --- in the end
 
-    pub(super) const fn is_over(&self, _since: At) -> bool {
+    pub(super) const fn is_over(&self) -> bool {
         self.checks.healed.after.is_some()
     }
 

@@ -27,6 +27,7 @@ const DRAINS: Duration = Duration::from_secs(5);
 /// A life that ended.
 pub(super) struct Past {
     pub(super) truth: Truth,
+    pub(super) published: Vec<At>,
     pub(super) ended: At,
 }
 
@@ -37,6 +38,8 @@ pub(super) struct EngineNode {
     pub(super) number: u64,
     pub(super) is_up: bool,
     pub(super) up_since: At,
+    /// When each batch of this life was published.
+    pub(super) published: Vec<At>,
     pub(super) past: Vec<Past>,
     /// A request in the calm, with which the engine publishes a reset.
     pub(super) is_reset: bool,
@@ -77,6 +80,7 @@ impl EngineNode {
             number: 0,
             is_up: true,
             up_since: At::ZERO,
+            published: Vec::new(),
             past: Vec::new(),
             is_reset: false,
             guests: BTreeMap::new(),
@@ -128,6 +132,7 @@ impl World {
     fn publish_batch(&mut self, at: usize, seq: u64) {
         let payload = self.engines[at].life.batches[seq as usize].clone();
         self.note(|| format!("engine {at}: batch {seq}"));
+        self.engines[at].published.push(self.now);
         for shim in [2 * at, 2 * at + 1] {
             if self.shims[shim].is_joined && !self.strikes(self.rates.zmq_lost) {
                 let frames = shim::message(EngineSeq(seq), &payload);
@@ -256,6 +261,7 @@ impl World {
         engine.number += 1;
         engine.past.push(Past {
             truth,
+            published: std::mem::take(&mut engine.published),
             ended: self.now,
         });
         self.disconnect_zmq(2 * at);

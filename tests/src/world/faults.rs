@@ -10,6 +10,7 @@ use warmroute_router::sim::EngineConfig;
 
 use super::World;
 use super::host::{Event, Kind};
+use super::plane::Impairment;
 use super::shim;
 
 /// Often enough that a short world sees several snapshots.
@@ -74,6 +75,15 @@ pub enum Fault {
     ForeignHeartbeat(usize),
     /// A shim of the worker names the highest generation there is.
     LastGeneration(usize),
+    /// The server refuses a worker's records and takes its heartbeats.
+    RefuseRecords(usize),
+    /// The server stores a worker's records and its acknowledgements are lost.
+    LoseAcks(usize),
+    /// The log has no leader: it takes and answers nothing. Registry and broadcasts go on.
+    LogLeaderless,
+    /// A virtual machine is suspended: its process and its clocks stand still.
+    SuspendShim(usize),
+    SuspendIndexer(usize),
 }
 
 impl Fault {
@@ -112,6 +122,11 @@ impl Fault {
             Self::ForeignRecord,
             Self::DuplicateRecord,
             Self::NewerRecord,
+            Self::RefuseRecords(worker),
+            Self::LoseAcks(worker),
+            Self::LogLeaderless,
+            Self::SuspendShim(2 * worker),
+            Self::SuspendIndexer(indexer),
         ];
         if rates.routers > 0 {
             let router = rng.usize(0..rates.routers);
@@ -433,6 +448,11 @@ impl World {
             Fault::MachineDown(at) => self.machine_down(at),
             Fault::ForeignHeartbeat(at) => self.speak_for_another(at),
             Fault::LastGeneration(at) => self.claim_the_last_generation(at),
+            Fault::SuspendShim(at) => self.suspend(self.shims[at].host),
+            Fault::SuspendIndexer(at) => self.suspend(self.indexers[at].host),
+            Fault::RefuseRecords(at) => self.impair_log(Some(at), Impairment::Refuses),
+            Fault::LoseAcks(at) => self.impair_log(Some(at), Impairment::LosesAnswers),
+            Fault::LogLeaderless => self.impair_log(None, Impairment::Refuses),
             other => self.plane_fault(other),
         }
     }
@@ -464,6 +484,15 @@ impl World {
         self.plan(after, Event::StallSome);
     }
 
+    /// The log is impaired for one worker's records, or for all that use it.
+    fn impair_log(&mut self, worker: Option<usize>, how: Impairment) -> bool {
+        let after = self.millis(10..12_000);
+        self.fault_lasts(after);
+        let subject = worker.map(|worker| self.subjects.records(&self.engines[worker].source));
+        self.plane.impair(subject, how, self.now + after);
+        true
+    }
+
     fn machine_down(&mut self, worker: usize) -> bool {
         let host = self.shims[2 * worker].host;
         let shim_ran = self.crash_for_good(host);
@@ -485,7 +514,7 @@ impl World {
         node.is_up
     }
 
-    fn fault_lasts(&mut self, time: Duration) {
+    pub(super) fn fault_lasts(&mut self, time: Duration) {
         let end = &mut self.checks.faults_end;
         *end = (*end).max(self.now + time);
     }
@@ -658,114 +687,6 @@ impl World {
         }
     }
 
-    // --- hosts
-
-    pub(super) fn start_soon(&mut self, host: usize) {
-        let after = self.millis(1..1_000);
-        self.plan(after, Event::Start(host));
-    }
-
-    pub(super) fn start(&mut self, host: usize) {
-        if std::mem::replace(&mut self.hosts[host].is_up, true) {
-            return;
-        }
-        self.hosts[host].life += 1;
-        self.disturb(host);
-        self.hosts[host].seems_up = !self.hosts[host].is_cut;
-        match self.hosts[host].kind {
-            Kind::Shim(at) => self.start_shim(at),
-            Kind::Indexer(at) => self.start_indexer(at),
-            Kind::Router(at) => self.start_router(at),
-        }
-    }
-
-    pub(super) fn disturb(&mut self, host: usize) {
-        let node = &mut self.hosts[host];
-        node.disturbed_at = node.disturbed_at.max(self.now);
-    }
-
-    pub(super) fn crash(&mut self, host: usize) -> bool {
-        let did_run = self.crash_for_good(host);
-        let after = self.millis(1..9_000);
-        self.fault_lasts(after);
-        self.plan(after, Event::Start(host));
-        did_run
-    }
-
-    /// Did it run?
-    fn crash_for_good(&mut self, host: usize) -> bool {
-        let node = &mut self.hosts[host];
-        let life = node.life;
-        let did_run = std::mem::replace(&mut node.is_up, false);
-        node.life += 1;
-        node.is_paused = false;
-        node.waiting.clear();
-        // The next process has a connection of its own; what is on its way in this one comes.
-        node.stalled_until = self.now;
-        let kind = node.kind;
-        self.kill_process(host);
-        match kind {
-            Kind::Shim(at) => self.shim_is_gone(at),
-            Kind::Indexer(at) => self.indexer_is_gone(at),
-            Kind::Router(at) => self.router_is_gone(at, life),
-        }
-        did_run
-    }
-
-    fn cut(&mut self, host: usize) -> bool {
-        let after = self.millis(10..12_000);
-        self.fault_lasts(after);
-        self.plan(Duration::ZERO, Event::Link(host, false));
-        self.plan(after, Event::Link(host, true));
-        !self.hosts[host].is_cut
-    }
-
-    fn cut_all(&mut self) -> bool {
-        self.cut_all_for(10..10_000, 4_000);
-        self.hosts.iter().any(|host| !host.is_cut)
-    }
-
-    fn cut_all_for(&mut self, away: std::ops::Range<u64>, spread: u64) {
-        let away = self.millis(away);
-        for host in 0..self.hosts.len() {
-            self.plan(Duration::ZERO, Event::Link(host, false));
-            let after = away + self.millis(0..spread);
-            self.fault_lasts(after);
-            self.plan(after, Event::Link(host, true));
-        }
-    }
-
-    fn pause(&mut self, host: usize) -> bool {
-        let after = self.millis(10..20_000);
-        if !self.hosts[host].is_up {
-            return false;
-        }
-        self.fault_lasts(after);
-        self.hosts[host].is_paused = true;
-        self.plan(after, Event::Resume(host));
-        true
-    }
-
-    /// All waiting inputs arrive together, and every timer is late.
-    pub(super) fn resume(&mut self, host: usize) {
-        if std::mem::replace(&mut self.hosts[host].is_paused, false) {
-            self.hosts[host].stood_until = self.now;
-            self.disturb(host);
-        }
-        let life = self.hosts[host].life;
-        let waiting = std::mem::take(&mut self.hosts[host].waiting);
-        if let Kind::Router(_) = self.hosts[host].kind {
-            for input in waiting {
-                self.deliver(host, life, input);
-            }
-            return;
-        }
-        for input in waiting {
-            self.accept(host, input);
-        }
-        self.end_standstill(host);
-    }
-
     /// The storm is over: everything that can be up is up.
     pub(super) fn calm_down(&mut self) {
         self.note(|| "CALM".to_owned());
@@ -775,6 +696,7 @@ impl World {
             self.fault_lasts(Duration::ZERO);
         }
         self.rates.calm_down();
+        self.plane.repair();
         for host in 0..self.hosts.len() {
             self.hosts[host].stalled_until = self.now;
             self.plan(Duration::ZERO, Event::Resume(host));

@@ -16,6 +16,7 @@ use warmroute_router::sync::AskId;
 use warmroute_shim::engine::EngineEvent;
 use warmroute_shim::source::ReplayId;
 
+use super::World;
 use super::faults::Fault;
 use super::lease::LeaseThen;
 use super::plane::{At, Op, Reply};
@@ -66,6 +67,12 @@ pub(super) struct Host {
     pub(super) life: u64,
     pub(super) is_up: bool,
     pub(super) is_paused: bool,
+    /// Since when its machine is suspended, clocks and all.
+    pub(super) suspended_since: Option<At>,
+    /// The time for which the present process's clock stood.
+    pub(super) clock_stood: Duration,
+    /// The log's clock when the machine was resumed, until the log answered later than that.
+    pub(super) clock_unseen: Option<u64>,
     /// It started, was cut off, or stood still.
     pub(super) disturbed_at: At,
     /// A running shim or indexer.
@@ -85,6 +92,131 @@ pub(super) struct Host {
     pub(super) zmq_until: At,
     /// What goes between it and the plane waits in its connection until then.
     pub(super) stalled_until: At,
+}
+
+impl World {
+    pub(super) fn start_soon(&mut self, host: usize) {
+        let after = self.millis(1..1_000);
+        self.plan(after, Event::Start(host));
+    }
+
+    pub(super) fn start(&mut self, host: usize) {
+        if std::mem::replace(&mut self.hosts[host].is_up, true) {
+            return;
+        }
+        self.hosts[host].life += 1;
+        self.disturb(host);
+        self.hosts[host].seems_up = !self.hosts[host].is_cut;
+        match self.hosts[host].kind {
+            Kind::Shim(at) => self.start_shim(at),
+            Kind::Indexer(at) => self.start_indexer(at),
+            Kind::Router(at) => self.start_router(at),
+        }
+    }
+
+    pub(super) fn disturb(&mut self, host: usize) {
+        let node = &mut self.hosts[host];
+        node.disturbed_at = node.disturbed_at.max(self.now);
+    }
+
+    pub(super) fn crash(&mut self, host: usize) -> bool {
+        let did_run = self.crash_for_good(host);
+        let after = self.millis(1..9_000);
+        self.fault_lasts(after);
+        self.plan(after, Event::Start(host));
+        did_run
+    }
+
+    /// Did it run?
+    pub(super) fn crash_for_good(&mut self, host: usize) -> bool {
+        let node = &mut self.hosts[host];
+        let life = node.life;
+        let did_run = std::mem::replace(&mut node.is_up, false);
+        node.life += 1;
+        node.is_paused = false;
+        node.suspended_since = None;
+        node.clock_stood = Duration::ZERO;
+        node.clock_unseen = None;
+        node.waiting.clear();
+        // The next process has a connection of its own; what is on its way in this one comes.
+        node.stalled_until = self.now;
+        let kind = node.kind;
+        self.kill_process(host);
+        match kind {
+            Kind::Shim(at) => self.shim_is_gone(at),
+            Kind::Indexer(at) => self.indexer_is_gone(at),
+            Kind::Router(at) => self.router_is_gone(at, life),
+        }
+        did_run
+    }
+
+    pub(super) fn cut(&mut self, host: usize) -> bool {
+        let after = self.millis(10..12_000);
+        self.fault_lasts(after);
+        self.plan(Duration::ZERO, Event::Link(host, false));
+        self.plan(after, Event::Link(host, true));
+        !self.hosts[host].is_cut
+    }
+
+    pub(super) fn cut_all(&mut self) -> bool {
+        self.cut_all_for(10..10_000, 4_000);
+        self.hosts.iter().any(|host| !host.is_cut)
+    }
+
+    pub(super) fn cut_all_for(&mut self, away: std::ops::Range<u64>, spread: u64) {
+        let away = self.millis(away);
+        for host in 0..self.hosts.len() {
+            self.plan(Duration::ZERO, Event::Link(host, false));
+            let after = away + self.millis(0..spread);
+            self.fault_lasts(after);
+            self.plan(after, Event::Link(host, true));
+        }
+    }
+
+    pub(super) fn pause(&mut self, host: usize) -> bool {
+        let after = self.millis(10..20_000);
+        if !self.hosts[host].is_up {
+            return false;
+        }
+        self.fault_lasts(after);
+        self.hosts[host].is_paused = true;
+        self.plan(after, Event::Resume(host));
+        true
+    }
+
+    /// A virtual machine is suspended: its clocks stand still as well.
+    pub(super) fn suspend(&mut self, host: usize) -> bool {
+        let is_suspended = !self.hosts[host].is_paused && self.pause(host);
+        if is_suspended {
+            self.hosts[host].suspended_since = Some(self.now);
+        }
+        is_suspended
+    }
+
+    /// All waiting inputs arrive together, and every timer is late.
+    pub(super) fn resume(&mut self, host: usize) {
+        if std::mem::replace(&mut self.hosts[host].is_paused, false) {
+            self.hosts[host].stood_until = self.now;
+            self.disturb(host);
+        }
+        if let Some(since) = self.hosts[host].suspended_since.take() {
+            let stood = self.now.saturating_sub(since);
+            self.hosts[host].clock_stood += stood;
+            self.hosts[host].clock_unseen = Some(self.plane.clock(self.now));
+        }
+        let life = self.hosts[host].life;
+        let waiting = std::mem::take(&mut self.hosts[host].waiting);
+        if let Kind::Router(_) = self.hosts[host].kind {
+            for input in waiting {
+                self.deliver(host, life, input);
+            }
+            return;
+        }
+        for input in waiting {
+            self.accept(host, input);
+        }
+        self.end_standstill(host);
+    }
 }
 
 /// A product's process, and what the world holds of it.

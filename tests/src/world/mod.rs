@@ -95,10 +95,20 @@ pub enum Breakage {
     SubjectIgnored,
     /// The record at the position is not compared with the one that was read.
     RefillUnseen,
+    /// A lease is renewed only once it has expired.
+    LeaseRenewedLate,
+    /// A torn snapshot is restored: the blocks that could be read, under the whole one's numbers.
+    TornSnapshotRestored,
+    /// A registry watch does not report that a key is gone.
+    DeleteMissed,
+    /// Heartbeats credit the acknowledged state however long newer changes wait for the log.
+    BacklogIgnored,
+    /// A suspended process takes the log's clock for one that stood still as well.
+    StandstillUnseen,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 20] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -114,6 +124,11 @@ impl Breakage {
         Self::AgeIgnored,
         Self::SubjectIgnored,
         Self::RefillUnseen,
+        Self::LeaseRenewedLate,
+        Self::TornSnapshotRestored,
+        Self::DeleteMissed,
+        Self::BacklogIgnored,
+        Self::StandstillUnseen,
     ];
 }
 
@@ -295,6 +310,9 @@ impl World {
             life: 0,
             is_up: false,
             is_paused: false,
+            suspended_since: None,
+            clock_stood: Duration::ZERO,
+            clock_unseen: None,
             disturbed_at: Duration::ZERO,
             running: None,
             stood_until: Duration::ZERO,
@@ -327,9 +345,7 @@ impl World {
             if self.calm_since.is_none() && self.now >= self.rates.storm {
                 self.calm_down();
             }
-            if let Some(since) = self.calm_since
-                && self.is_over(since)
-            {
+            if self.is_over() {
                 return;
             }
         }

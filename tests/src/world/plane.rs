@@ -38,6 +38,13 @@ pub(super) enum Op {
 }
 
 impl Op {
+    const fn is_of_the_log(&self) -> bool {
+        matches!(
+            self,
+            Self::Append { .. } | Self::Status | Self::LastOn(_) | Self::At(_) | Self::Tail(..)
+        )
+    }
+
     pub(super) const fn label(&self) -> &'static str {
         match self {
             Self::Append { .. } => "append",
@@ -87,6 +94,15 @@ impl Reply {
             Self::Unavailable => "never",
         }
     }
+}
+
+/// What the log does with a call for some time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Impairment {
+    /// It neither performs nor answers the call.
+    Refuses,
+    /// It performs the call, and the answer is lost.
+    LosesAnswers,
 }
 
 #[derive(Clone)]
@@ -193,6 +209,8 @@ pub(super) struct Plane {
     /// How far the leading server's clock is ahead.
     clock_ahead: Duration,
     pub(super) changed: Vec<Changed>,
+    /// What is wrong with appends to a subject, or with the whole log, and until when.
+    impaired: BTreeMap<Option<String>, (Impairment, At)>,
 }
 
 impl Plane {
@@ -208,7 +226,38 @@ impl Plane {
             lagging_turn: false,
             clock_ahead: Duration::from_secs(30),
             changed: Vec::new(),
+            impaired: BTreeMap::new(),
         }
+    }
+
+    pub(super) fn impair(&mut self, subject: Option<String>, how: Impairment, until: At) {
+        self.impaired.insert(subject, (how, until));
+    }
+
+    pub(super) fn repair(&mut self) {
+        self.impaired.clear();
+    }
+
+    /// Until when the log has no leader.
+    pub(super) fn leaderless_until(&self, now: At) -> Option<At> {
+        let (_, until) = self.impaired.get(&None)?;
+        Some(*until).filter(|until| *until > now)
+    }
+
+    /// What is wrong with this call.
+    pub(super) fn impairment(&self, now: At, op: &Op) -> Option<Impairment> {
+        if !op.is_of_the_log() {
+            return None;
+        }
+        let of_subject = match op {
+            Op::Append { subject, .. } => self.impaired.get(&Some(subject.clone())),
+            _ => None,
+        };
+        let all = self.impaired.get(&None);
+        let mut impaired = all.into_iter().chain(of_subject);
+        impaired
+            .find(|(_, until)| *until > now)
+            .map(|(how, _)| *how)
     }
 
     pub(super) fn answer(&mut self, now: At, op: Op) -> Reply {
@@ -275,7 +324,7 @@ impl Plane {
     }
 
     /// What stamps messages.
-    fn clock(&self, now: At) -> u64 {
+    pub(super) fn clock(&self, now: At) -> u64 {
         let now = now + self.clock_ahead;
         let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         now.max(self.stored)

@@ -279,6 +279,9 @@ impl World {
         let IndexAnswer::Runs { sources, .. } = answer else {
             return;
         };
+        if self.hosts[self.indexers[at].host].clock_unseen.is_some() {
+            return;
+        }
         let age_max = self.age_max();
         let chain: Vec<PrefixHash> = prefix_hashes(None, &query.blocks).collect();
         for part in sources {
@@ -301,7 +304,7 @@ impl World {
             return Ok(());
         }
         self.checks.routers.answers += 1;
-        let truths = self.truths(worker, part.engine_seq, age_max);
+        let truths = self.truths(worker, part.engine_seq, age_max)?;
         let mut runs = Vec::new();
         for truth in &truths {
             let holds =

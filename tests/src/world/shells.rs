@@ -1,7 +1,8 @@
 //! Runs the product's shells: gives their processes what comes, and the world what they send.
 //!
-//! A process runs whenever something comes to it, and every [`BEAT`] for its own timers. What it
-//! sends leaves at the moment at which it ran, so up to a beat later than its timer.
+//! A process runs whenever something comes to it, and every [`BEAT`] for its own timers. Each timer
+//! fires at its own local time; what the process then sends leaves up to a beat later. The shortest
+//! period of a shell is 100 ms.
 
 use std::time::Duration;
 
@@ -11,15 +12,15 @@ use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::{EngineHealth, Heartbeat, Record, codec};
 
 use super::host::{Event, Input, Kind, Running, Then};
-use super::plane::Op;
+use super::plane::{Op, Reply};
 use super::process::Process;
 use super::sim_plane::{ConnectionState, Outbox, Sent, SimPlane};
 use super::streams::{Reached, Streams};
 use super::wire::connection;
 use super::{Breakage, World};
 
-/// How often every process runs.
-pub(super) const BEAT: Duration = Duration::from_millis(10);
+/// How often every process runs. An idle run costs as much as one with an input.
+pub(super) const BEAT: Duration = Duration::from_millis(50);
 /// A client gives up a call to the plane after so long.
 const CALL_DEADLINE: Duration = Duration::from_secs(5);
 /// Looks at a process while it works off what waited during a standstill.
@@ -75,7 +76,9 @@ impl World {
     fn local_age(&self, host: usize) -> Duration {
         let node = &self.hosts[host];
         let started = node.running.as_ref().map(|it| it.process.started());
-        node.clock.measured(started.unwrap_or(self.now), self.now)
+        let now = node.suspended_since.unwrap_or(self.now);
+        let ran_until = now.saturating_sub(node.clock_stood);
+        node.clock.measured(started.unwrap_or(ran_until), ran_until)
     }
 
     /// A process runs until it has nothing left to do now.
@@ -146,6 +149,11 @@ impl World {
             Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
             Input::Reply(Then::Process(to), reply) => {
                 self.note(|| format!("host {host}: answered {}", reply.label()));
+                if let Reply::Status(status) = &reply {
+                    let shown = status.now_unix_ns + self.unseen_standstill(host);
+                    let unseen = &mut self.hosts[host].clock_unseen;
+                    unseen.take_if(|resumed| *resumed <= shown);
+                }
                 drop(to.send(reply));
             }
             Input::Connection(is_up) => {
@@ -235,7 +243,10 @@ impl World {
             }
             RegistryEvent::Current => watch.is_current = true,
         }
-        drop(watch.to.try_send(event));
+        let is_gone = matches!(event, RegistryEvent::Gone { .. });
+        if !(is_gone && self.broken == Some(Breakage::DeleteMissed)) {
+            drop(watch.to.try_send(event));
+        }
     }
 
     // --- what a process sends
@@ -253,6 +264,10 @@ impl World {
         match sent {
             Sent::Call(op, reply) => {
                 self.note(|| format!("host {host}: {}", op.label()));
+                if let Some(kept) = self.answer_in_place(host, &op) {
+                    drop(reply.send(kept));
+                    return;
+                }
                 let then = match self.before_call(host, &op) {
                     Some(early) => {
                         drop(reply.send(early));
@@ -263,6 +278,7 @@ impl World {
                 self.call(host, op, then, CALL_DEADLINE);
             }
             Sent::Publish(message) => {
+                let message = self.heartbeat_as_sent(host, message);
                 self.observe_publish(&message);
                 self.publish(host, &message);
             }
@@ -324,7 +340,7 @@ impl World {
     }
 
     /// Notes what a call claims. Returns the answer if a breakage gives one.
-    fn before_call(&mut self, host: usize, op: &Op) -> Option<super::plane::Reply> {
+    fn before_call(&mut self, host: usize, op: &Op) -> Option<Reply> {
         match (self.hosts[host].kind, op) {
             (Kind::Shim(_), Op::Append { payload, .. }) => {
                 if let Ok(record) = codec::decode::<Record>(payload) {
@@ -334,7 +350,7 @@ impl World {
                 }
                 let early = self.broken == Some(Breakage::AckBeforeApply);
                 let position = self.plane.log.status().last.next();
-                early.then_some(super::plane::Reply::Position(position))
+                early.then_some(Reply::Position(position))
             }
             (Kind::Shim(at), Op::Put { key, value, .. }) => {
                 self.check_claim(at, key, value);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use warmroute_plane::{Broadcast, Connection, RegistryEvent};
 
 use super::host::{Event, Input, Kind, Planned, ProcessId, Then, Timer};
-use super::plane::{At, Changed, Op, Reply};
+use super::plane::{At, Changed, Impairment, Op, Reply};
 use super::streams::{Reached, Tail, Watch};
 use super::{Breakage, World};
 
@@ -144,11 +144,15 @@ impl World {
             }
             return;
         }
-        let reply = self.answer(from, op);
+        let impairment = self.plane.impairment(self.now, &op);
+        let reply = match impairment {
+            Some(Impairment::Refuses) => Reply::Unavailable,
+            Some(Impairment::LosesAnswers) | None => self.answer(from, op),
+        };
         if matches!(then, Then::Nothing) {
             return;
         }
-        let is_lost = self.strikes(self.rates.call_lost);
+        let is_lost = impairment.is_some() || self.strikes(self.rates.call_lost);
         let stalled = self.hosts[host].stalled_until.saturating_sub(self.now);
         let after = self.delay().max(stalled);
         let (at, reply) = if is_lost || self.now + after > give_up {
@@ -270,6 +274,11 @@ impl World {
         };
         tail.is_pumping = false;
         if is_cut || tail.to.is_closed() {
+            return;
+        }
+        if let Some(until) = self.plane.leaderless_until(now) {
+            tail.is_pumping = true;
+            self.plan_at(until, Event::Pump(host, id));
             return;
         }
         if tail.check_at <= now {
