@@ -166,12 +166,17 @@ impl TimeTerms {
 const NEAR_SHARE: f64 = 0.02;
 const NEAR_SECS: f64 = 0.002;
 
-/// Makes times near the lowest equal, so that noise in what was learned prefers no source.
-pub fn level_near_times(costs: &mut [f64]) {
-    let lowest = costs.iter().copied().fold(f64::INFINITY, f64::min);
+/// Added per active request, so that of near times the source with the fewest wins.
+const ACTIVE_SECS: f64 = 1e-6;
+
+/// The cost of a source whose time is near the lowest, and of the others as it is.
+#[must_use]
+pub fn level_near_time(time: f64, lowest: f64, active_requests: u32) -> f64 {
     let near = lowest * (1.0 + NEAR_SHARE) + NEAR_SECS;
-    for cost in costs {
-        *cost = cost.max(near);
+    if time <= near {
+        near + ACTIVE_SECS * f64::from(active_requests)
+    } else {
+        time
     }
 }
 

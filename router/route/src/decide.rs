@@ -155,10 +155,13 @@ impl Decision {
 /// Chooses a source, or returns why there is none.
 pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, RouteRefusal> {
     let eligible = eligible(input)?;
-    let weighed: Vec<Terms> = eligible
+    let mut weighed: Vec<Terms> = eligible
         .iter()
         .map(|candidate| terms(input, candidate))
         .collect();
+    if input.knobs.policy == Policy::Time {
+        level_near_times(&mut weighed);
+    }
     let (index, odds) = pick(input, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
     Ok(explain(input, eligible[index], index, odds, weighed))
 }
@@ -313,16 +316,24 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
     }
 }
 
+/// Makes times near the lowest differ by active requests alone: noise in what was learned prefers
+/// no source, and sources stay balanced near the requests that their engines run at a time.
+fn level_near_times(weighed: &mut [Terms]) {
+    let lowest = weighed
+        .iter()
+        .fold(f64::INFINITY, |lowest, terms| lowest.min(terms.cost));
+    for terms in weighed {
+        terms.cost = cost::level_near_time(terms.cost, lowest, terms.active_requests);
+    }
+}
+
 /// Index of the chosen candidate, and the odds of all.
 fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(usize, Odds)> {
     let knobs = input.knobs;
-    let mut costs: Vec<f64> = weighed
+    let costs: Vec<f64> = weighed
         .iter()
         .map(|terms| compared_value(knobs.policy, terms))
         .collect();
-    if knobs.policy == Policy::Time {
-        cost::level_near_times(&mut costs);
-    }
     let (temperature, scale) = match knobs.policy {
         Policy::Kv | Policy::KvOnce => {
             let blocks = f64::from(input.prompt.blocks_taken());

@@ -470,3 +470,30 @@ fn under_time_a_slow_source_takes_what_it_computes_as_fast() {
     fixture.load(0, 80_000, 10);
     assert_eq!(fixture.decide(&prompt).source, source(1));
 }
+
+#[test]
+fn under_time_the_fewest_active_requests_decide_between_near_times() {
+    let prompt = prompt(800);
+    let mut fixture = Fixture::of(3);
+    fixture.knobs = Policy::Time.into();
+    for (number, requests) in [(0, 3), (1, 2), (2, 3)] {
+        for _ in 0..requests {
+            fixture.load(number, 0, 0);
+        }
+    }
+    // Learned noise, within what is near.
+    for (number, micros) in [(0, 100), (1, 101), (2, 100)] {
+        let id = fixture.id(number);
+        for tokens in (0..100).map(|lesson| lesson * 100) {
+            let elapsed = Duration::from_micros(20_000 + micros * tokens);
+            fixture.speed.ttft.learn(id, tokens, elapsed);
+        }
+    }
+    for seed in 0..20 {
+        let decision = fixture.decide_with(&prompt, 0, &mut Rng::with_seed(seed));
+        let decision = decision.unwrap();
+        assert_eq!(decision.source, source(1));
+        // What is shown agrees with the choice.
+        assert_eq!(decision.probability(&decision.chosen), 1.0);
+    }
+}
