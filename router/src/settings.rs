@@ -3,7 +3,7 @@
 //! The file is TOML. An unknown key or an impossible value is an error that names the line. At the
 //! start such an error ends the process; later the router keeps its settings and logs the error
 //! once. The file is read again on SIGHUP and when its content changes, which the router checks
-//! every [`CHECK_PERIOD`].
+//! every `CHECK_PERIOD`.
 
 mod file;
 

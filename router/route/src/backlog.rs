@@ -5,7 +5,7 @@
 //! the source is expected to be free when the seconds of all accepted prompts have passed.
 //!
 //! Invariant: the backlog is never longer than all outstanding prompts take, and never shorter than
-//! [`LATE`] of that, so that a wrong rate is corrected by each first token.
+//! a fifth of that, so that a wrong rate is corrected by each first token.
 
 use std::time::{Duration, Instant};
 

@@ -74,7 +74,7 @@ impl TtftModel {
 
     /// Lower median of the expected times of these sources: of two, the faster one. Unlike the
     /// fleet's line it does not depend on the number of requests that each source gets. With no
-    /// source the result is [`LESSON_MAX`].
+    /// source the result is ten minutes.
     #[must_use]
     pub fn typical(&self, sources: impl Iterator<Item = SourceId>, tokens: u64) -> Duration {
         let mut each: Vec<Duration> = sources.map(|source| self.predict(source, tokens)).collect();

@@ -12,7 +12,7 @@ use warmroute_proto::registry::{IndexerEntry, WorkerEntry};
 use warmroute_proto::{Generation, LogPosition, RouterId, WorkerId, codec};
 use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
 use warmroute_router::indexer_pool::IndexerPool;
-use warmroute_router::route::{self, Core, CoreConfig, Knobs};
+use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy};
 use warmroute_router::sync::{LoadReplica, PlaneLink};
 
 use super::engine::EngineNode;
@@ -74,7 +74,7 @@ impl World {
             knobs: Knobs {
                 // Its prompts are short.
                 move_margin_tokens: 0,
-                ..Knobs::default()
+                ..Knobs::from(Policy::Kv)
             },
             router: id,
             incarnation: Generation(0),
