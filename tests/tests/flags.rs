@@ -31,7 +31,7 @@ fn every_flag_has_its_environment_name_and_a_reason() {
         }
         // The router's further settings are in the file of `--config`.
         let flags_max = if command.get_name() == "warmroute-router" {
-            26
+            27
         } else {
             25
         };

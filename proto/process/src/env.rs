@@ -15,6 +15,7 @@ pub const OURS: &[&str] = &[
     "ADMIN_HOST",
     "ADMIN_PORT",
     "ADVERTISE_URL",
+    "API_KEY_FILE",
     "ASSUME",
     "BLOCK_SIZE",
     "CONFIG",

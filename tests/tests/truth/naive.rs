@@ -16,8 +16,6 @@ use warmroute_tests::world::model::{Model, Rules};
 pub(crate) enum Rule {
     /// A block has one copy for each store without a remove.
     References,
-    /// Only main-attention groups count.
-    Groups,
     /// A run ends at the first hole.
     Holes,
     /// A replay starts at the last seen batch, which must be unchanged.
@@ -27,9 +25,8 @@ pub(crate) enum Rule {
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 4] = [
         Self::References,
-        Self::Groups,
         Self::Holes,
         Self::InclusiveReplay,
         Self::Gaps,
@@ -92,7 +89,7 @@ impl Naive {
 fn model(without: Option<Rule>) -> Model {
     Model::new(Rules {
         references: without != Some(Rule::References),
-        groups: without != Some(Rule::Groups),
+        groups: true,
     })
 }
 

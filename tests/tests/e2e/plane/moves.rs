@@ -35,6 +35,7 @@ async fn fleet() -> Fleet {
         routers: 2,
     };
     let flags = Flags {
+        router: &["--policy", "kv"],
         access: Access::FarRouters,
         ..Flags::default()
     };
