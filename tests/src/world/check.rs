@@ -38,6 +38,8 @@ const CLOCK_UNSURE: Duration = Duration::from_secs(20);
 /// What an engine says to its shim does not: so long it may be on its way, where single messages
 /// wait.
 const EVENT_LATE: Duration = Duration::from_secs(2);
+/// Until a shim has queried another server's clock: a known limit (docs/RELIABILITY.md).
+const CLOCK_LATE: Duration = Duration::from_secs(3);
 /// So long after the storm all must be right.
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
 /// And stay so.
@@ -164,9 +166,15 @@ impl Vouched {
 
     /// Whether the source's shim gave credit recently, as far as that can be known.
     fn is_vouched(&self, now: At, source: &Source) -> bool {
-        let is_unsure = |at: Option<At>| at.is_some_and(|at| now < at + CLOCK_UNSURE);
         let (vouched, unstamped) = self.said.get(source).copied().unwrap_or_default();
-        now < vouched + VOUCHED_MAX || is_unsure(unstamped) || is_unsure(self.clock_jumped)
+        let is_unstamped = unstamped.is_some_and(|at| now < at + CLOCK_UNSURE);
+        now < vouched + VOUCHED_MAX || is_unstamped || self.is_clock_unsure(now)
+    }
+
+    /// Whether another server's clock took over recently.
+    fn is_clock_unsure(&self, now: At) -> bool {
+        let jumped = self.clock_jumped;
+        jumped.is_some_and(|at| now < at + CLOCK_UNSURE)
     }
 }
 
@@ -487,11 +495,14 @@ impl World {
 
     /// How old a truth may be that is credited.
     pub(super) fn age_max(&self) -> Duration {
+        let mut most = GHOST_MAX;
         if self.rates.late > 0 || self.was_late {
-            GHOST_MAX + EVENT_LATE
-        } else {
-            GHOST_MAX
+            most += EVENT_LATE;
         }
+        if self.vouched.is_clock_unsure(self.now) {
+            most += CLOCK_LATE;
+        }
+        most
     }
 
     pub(super) fn worker(&self, source: &Source) -> Option<usize> {
