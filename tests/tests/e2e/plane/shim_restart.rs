@@ -97,8 +97,9 @@ async fn no_wrong_credit(fleet: &Fleet, rng: &mut Rng) {
         if served.state == "exact" {
             assert_eq!(credited, cached);
         }
+        // `unverified`: by an earlier report of the engine, which may have evicted since.
         assert!(
-            credited <= cached,
+            credited <= cached || served.state == "unverified",
             "{} has {cached}, not {credited}",
             served.worker
         );
