@@ -416,7 +416,7 @@ rows! {
     row_02_restart_at_a_plausible_sequence: [EngineRestartPlausible(0), EngineRestartPlausible(0)];
     row_03_zmq_messages_lost: [ZmqLost(0), ZmqDisconnect(0), ZmqLost(0)];
     /// Copies there are in every world: requests of whole blocks make them.
-    row_03a_copies_groups_and_holes_in_replays: Hybrid [ZmqLost(0), ZmqDisconnect(0), ZmqLost(0)], forgets;
+    row_03a_copies_and_holes_in_replays: ReplayHoles [ZmqLost(0), ZmqDisconnect(0), ZmqLost(0)], forgets;
     row_04_gap_older_than_the_replay: ShortReplay [
         ZmqDisconnect(0), ZmqLost(0), ZmqDisconnect(0),
     ], forgets;

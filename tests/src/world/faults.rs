@@ -180,8 +180,8 @@ pub struct Rates {
 /// A world of one kind, for a fault that needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Engines with three KV groups, replays with holes.
-    Hybrid,
+    /// Replays with holes.
+    ReplayHoles,
     /// A gap is soon older than what a replay reaches.
     ShortReplay,
     /// The first indexer has room for a part only.
@@ -204,8 +204,6 @@ const LITTLE_MEMORY: usize = 40 << 10;
 pub(super) struct Set {
     /// Block size of all engines.
     pub(super) block_size: Option<BlockSize>,
-    /// KV groups of every engine.
-    groups: Option<usize>,
     /// Batches that every engine's replay reaches back.
     pub(super) replay_buffer: Option<usize>,
     /// The first indexer's bound.
@@ -311,11 +309,7 @@ impl Rates {
     /// Makes the world one of this kind.
     pub(super) fn settle(&mut self, setting: Setting, seed: u64) {
         match setting {
-            Setting::Hybrid => {
-                self.set.groups = Some(3);
-                self.flags.has_one_group = false;
-                self.replay_hole = 150;
-            }
+            Setting::ReplayHoles => self.replay_hole = 150,
             Setting::ShortReplay => {
                 self.set.replay_buffer = Some(3);
                 self.zmq_lost = 80;
@@ -343,10 +337,6 @@ impl Rates {
         self.set
             .block_size
             .is_none_or(|size| size == config.block_size)
-            && self
-                .set
-                .groups
-                .is_none_or(|groups| groups == config.groups.len())
     }
 
     /// Something goes wrong all the time.
