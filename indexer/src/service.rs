@@ -276,7 +276,7 @@ impl Handle {
     #[must_use]
     pub fn holders(&self, query: &HolderQuery) -> HolderAnswer {
         let prepared = query::PreparedQuery::of_blocks(&query.blocks);
-        let holders = prepared.holders(&self.shared.read(), now());
+        let holders = prepared.holders(&self.shared.read(), query.known, now());
         let (answer, outcome) = match holders {
             Some(holders) => (holders.into_answer(query.from), QueryOutcome::Answered),
             None => (HolderAnswer::Behind, QueryOutcome::Behind),

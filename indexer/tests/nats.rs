@@ -540,11 +540,12 @@ async fn holders(
     subject: &str,
     blocks: Vec<LocalHash>,
 ) -> HolderPart {
-    let from = RosterNumber(0);
-    match request(plane, subject, &HolderQuery { blocks, from })
-        .await
-        .unwrap()
-    {
+    let query = HolderQuery {
+        blocks,
+        from: RosterNumber(0),
+        known: RosterPageRequest::default(),
+    };
+    match request(plane, subject, &query).await.unwrap() {
         HolderAnswer::Holders(part) => part,
         HolderAnswer::Behind => panic!("behind"),
     }

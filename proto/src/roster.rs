@@ -5,8 +5,9 @@
 //! pace. A [`HolderAnswer`] names only the sources that hold blocks of the prompt, grouped by equal
 //! run and states, so that it stays small when all of them hold a common prefix.
 //!
-//! A reader whose roster is older than an answer drops the numbers that it does not know, and may
-//! know an older generation of a source. Both can only lower its credit.
+//! A query names what its sender has read of the roster, and the answer has the rows that differ
+//! from it: a reader's states are those of the answer's moment. Beyond [`CHANGES_MAX`] rows it drops
+//! the numbers that it does not know, and may know an older status of a source without blocks.
 
 use bincode::{Decode, Encode};
 
@@ -24,6 +25,9 @@ pub const ROSTER_MAX: u32 = 1 << 20;
 /// Most details in a part of an answer.
 pub const DETAILS_MAX: usize = 256;
 
+/// Most changed rows in a part of an answer.
+pub const CHANGES_MAX: usize = 256;
+
 /// One life of one indexer replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
 pub struct RosterId(pub u64);
@@ -40,7 +44,7 @@ impl RosterNumber {
 }
 
 /// Asks a replica for changes of its roster.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct RosterPageRequest {
     /// The roster that `since` belongs to. A replica with another one starts at its beginning.
     pub roster: RosterId,
@@ -82,6 +86,8 @@ pub struct HolderQuery {
     pub blocks: Vec<LocalHash>,
     /// Only sources from this number on.
     pub from: RosterNumber,
+    /// What the sender has read of the roster.
+    pub known: RosterPageRequest,
 }
 
 /// The answer to a [`HolderQuery`].
@@ -103,6 +109,8 @@ pub struct HolderPart {
     pub groups: Vec<HolderGroup>,
     /// At most [`DETAILS_MAX`], of holders of the longest runs.
     pub details: Vec<HolderDetail>,
+    /// At most [`CHANGES_MAX`] rows, ascending, that are not as the query's sender has read them.
+    pub changes: Vec<RosterRow>,
     /// The first number that this part does not cover; `None` if it covers all.
     pub next: Option<RosterNumber>,
 }

@@ -562,6 +562,7 @@ fn golden_samples_of_rosters() {
         &HolderQuery {
             blocks: vec![LocalHash(1), LocalHash(u64::MAX)],
             from: RosterNumber(6),
+            known: RosterPageRequest { roster, since: 11 },
         },
     );
     let run = Tiers {
@@ -588,6 +589,7 @@ fn golden_samples_of_rosters() {
             number: Some(RecordNumber(258)),
             engine_seq: Some(EngineSeq(9)),
         }],
+        changes: vec![row(300, Some(status))],
         next: Some(RosterNumber(70_001)),
     };
     golden("holder_answer", &HolderAnswer::Holders(part));

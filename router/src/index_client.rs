@@ -185,6 +185,7 @@ impl IndexClient {
         let mut query = HolderQuery {
             blocks: blocks.to_vec(),
             from: RosterNumber(0),
+            known: roster.next_request(),
         };
         let mut parts = Vec::new();
         loop {

@@ -9,8 +9,8 @@ use warmroute_proto::query::{
     HoldAnswer, HoldQuery, HoldSpan, IndexAnswer, IndexQuery, SourceAnswer, SourceState,
 };
 use warmroute_proto::roster::{
-    DETAILS_MAX, HolderAnswer, HolderDetail, HolderGroup, HolderPart, NumberSet, PART_BYTES_MAX,
-    RosterId, RosterNumber,
+    CHANGES_MAX, DETAILS_MAX, HolderAnswer, HolderDetail, HolderGroup, HolderPart, NumberSet,
+    PART_BYTES_MAX, RosterId, RosterNumber, RosterPageRequest, RosterRow,
 };
 use warmroute_proto::{LocalHash, LogPosition, PrefixHash, Source, StreamIdentity, Tiers};
 
@@ -34,8 +34,8 @@ pub struct Holders {
     log: StreamIdentity,
     position: LogPosition,
     roster: RosterId,
-    /// By number.
     holders: Vec<Holder>,
+    changes: Vec<RosterRow>,
     /// Differs between prompts.
     salt: u64,
 }
@@ -119,24 +119,39 @@ impl PreparedQuery {
 
     /// The holders of the prompt; `None` before the log is known.
     #[must_use]
-    pub fn holders(&self, fold: &Fold, now: Instant) -> Option<Holders> {
+    pub fn holders(&self, fold: &Fold, known: RosterPageRequest, now: Instant) -> Option<Holders> {
         let log = fold.log()?;
-        let credited: Vec<_> = fold.credited(now).collect();
-        let allowed: Vec<_> = credited.iter().map(|credit| credit.allowed).collect();
+        let roster = fold.roster_id();
+        let read = (known.roster == roster).then_some(known.since);
+        let (mut credited, mut allowed, mut changes) = (Vec::new(), Vec::new(), Vec::new());
+        for source in fold.numbered(now) {
+            if changes.len() < CHANGES_MAX && read.is_some_and(|since| fold.is_news(&source, since))
+            {
+                changes.push(RosterRow {
+                    number: source.detail.source,
+                    source: source.source.clone(),
+                    status: Some(source.status),
+                });
+            }
+            if let Some(pair) = source.allowed {
+                allowed.push(pair);
+                credited.push((source.status.states, source.detail));
+            }
+        }
         let runs = self.runs(fold, &allowed);
         let held = credited.into_iter().zip(runs);
         let held = held.filter(|(_, run)| *run != Tiers::default());
+        let holders = held.map(|((states, detail), run)| Holder {
+            run,
+            states,
+            detail,
+        });
         Some(Holders {
             log,
             position: fold.position(),
-            roster: fold.roster_id(),
-            holders: held
-                .map(|(credit, run)| Holder {
-                    run,
-                    states: credit.states,
-                    detail: credit.detail,
-                })
-                .collect(),
+            roster,
+            holders: holders.collect(),
+            changes,
             salt: self.chain.last().map_or(0, |last| last.0),
         })
     }
@@ -172,8 +187,9 @@ impl Holders {
     /// without the lock.
     #[must_use]
     pub fn into_answer(self, from: RosterNumber) -> HolderAnswer {
-        let mut holders = self.holders;
+        let (mut holders, mut changes) = (self.holders, self.changes);
         holders.retain(|holder| holder.detail.source >= from);
+        changes.retain(|row| row.number >= from);
         holders.sort_unstable_by_key(|holder| holder.detail.source);
         let mut covered = holders.len();
         loop {
@@ -187,6 +203,7 @@ impl Holders {
                     position: self.position,
                     groups,
                     details: details(&holders[..covered], self.salt),
+                    changes,
                     next: holders.get(covered).map(|holder| holder.detail.source),
                 });
             }

@@ -6,7 +6,7 @@ use rustc_hash::FxHashMap;
 use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
-    RosterPageRequest, RosterStatus,
+    RosterPageRequest, RosterRow, RosterStatus,
 };
 use warmroute_proto::{LogPosition, Source, StreamIdentity};
 
@@ -70,7 +70,13 @@ impl ReplicaRoster {
                 ..Self::default()
             };
         }
-        for row in page.rows {
+        self.put(page.rows)?;
+        self.version = page.version;
+        Ok(())
+    }
+
+    fn put(&mut self, rows: Vec<RosterRow>) -> Result<(), BadRosterPage> {
+        for row in rows {
             let index = row.number.index();
             if row.number.0 >= ROSTER_MAX {
                 return Err(BadRosterPage);
@@ -83,7 +89,6 @@ impl ReplicaRoster {
                 status: row.status,
             });
         }
-        self.version = page.version;
         Ok(())
     }
 
@@ -93,10 +98,17 @@ impl ReplicaRoster {
 }
 
 impl HolderReply {
-    /// Parts of one or more answers of the replica with this roster; `None` if one is of another.
+    /// Parts of one or more answers of the replica with this roster, with their changes of it;
+    /// `None` if one is of another roster, or of none that an honest indexer has.
     #[must_use]
-    pub fn new(roster: Arc<ReplicaRoster>, parts: Vec<HolderPart>) -> Option<Self> {
+    pub fn new(mut roster: Arc<ReplicaRoster>, mut parts: Vec<HolderPart>) -> Option<Self> {
         let is_own = !parts.is_empty() && parts.iter().all(|part| part.roster == roster.id);
+        for part in parts.iter_mut().filter(|_| is_own) {
+            let changes = std::mem::take(&mut part.changes);
+            if !changes.is_empty() {
+                Arc::make_mut(&mut roster).put(changes).ok()?;
+            }
+        }
         is_own.then_some(Self { roster, parts })
     }
 

@@ -215,6 +215,7 @@ async fn serve_roster(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, ans
             members: NumberSet::from_ascending([query.from]),
         }],
         details: Vec::new(),
+        changes: Vec::new(),
         next: (query.from < RosterNumber(2)).then_some(RosterNumber(query.from.0 + 1)),
     };
     tasks.spawn(async move {

@@ -17,7 +17,7 @@ use tokio_util::task::TaskTracker;
 use warmroute_plane::{NatsPlane, Plane};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
-use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber};
+use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber, RosterPageRequest};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
     Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash, LogPosition,
@@ -249,6 +249,7 @@ pub(crate) async fn sizes(server: &NatsServer) -> anyhow::Result<Vec<Figure>> {
             let compact = codec::encode(&HolderQuery {
                 blocks: prompt(),
                 from: RosterNumber(0),
+                known: RosterPageRequest::default(),
             })?;
             for (form, query) in [("full", full), ("compact", compact)] {
                 let query = Bytes::from(query);
@@ -302,6 +303,7 @@ pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> 
     let query = codec::encode(&HolderQuery {
         blocks: prompt(),
         from: RosterNumber(0),
+        known: RosterPageRequest::default(),
     })?;
     let query = Bytes::from(query);
     let mut figures: Vec<Figure> = Vec::new();

@@ -64,11 +64,12 @@ pub use verdict::{HeartbeatVerdict, RecordVerdict};
 #[error("the registry value is not an entry of its key's worker")]
 pub struct BadWorkerEntry;
 
-/// A source that may give credit at one moment.
-pub(crate) struct SourceCredit {
-    /// Its number in the tree, and the tiers that give credit.
-    pub(crate) allowed: (SourceNumber, TierMask),
-    pub(crate) states: Tiers<SourceState>,
+/// A source with a number and records, as of one moment.
+pub(crate) struct NumberedSource<'a> {
+    pub(crate) source: &'a Source,
+    /// Its number in the tree, and the tiers that give credit; `None` without such a tier.
+    pub(crate) allowed: Option<(SourceNumber, TierMask)>,
+    pub(crate) status: RosterStatus,
     pub(crate) detail: HolderDetail,
 }
 
@@ -482,8 +483,8 @@ impl Fold {
         self.roster.page(ask)
     }
 
-    /// The numbered sources with a tier that gives credit.
-    pub(crate) fn credited(&self, now: Instant) -> impl Iterator<Item = SourceCredit> {
+    /// The sources that have a number and records, in their order.
+    pub(crate) fn numbered(&self, now: Instant) -> impl Iterator<Item = NumberedSource<'_>> {
         let mut last: Option<(&WorkerId, Registration)> = None;
         self.sources.iter().filter_map(move |(source, fold)| {
             // The ranks of a worker follow each other.
@@ -492,16 +493,27 @@ impl Fold {
                 Some(_) | None => registration(&self.workers, self.outage, &source.worker, now),
             };
             last = Some((&source.worker, shim));
-            let (states, _) = fold.states(now, shim);
-            let tiers = source::credited(&states);
-            let allowed = (fold.number()?, tiers);
             let detail = fold.detail()?;
-            (!tiers.is_empty()).then_some(SourceCredit {
-                allowed,
-                states,
+            let (states, reason) = fold.states(now, shim);
+            let tiers = source::credited(&states);
+            let number = fold.number().filter(|_| !tiers.is_empty());
+            Some(NumberedSource {
+                source,
+                allowed: number.map(|number| (number, tiers)),
+                status: RosterStatus {
+                    generation: detail.generation,
+                    states,
+                    reason,
+                },
                 detail,
             })
         })
+    }
+
+    /// Whether a reader of the roster up to this version knows another status of the source.
+    pub(crate) fn is_news(&self, numbered: &NumberedSource<'_>, since: u64) -> bool {
+        let number = numbered.detail.source;
+        self.roster.is_news(number, since, numbered.status)
     }
 
     /// All pairs that the source holds, in no order.

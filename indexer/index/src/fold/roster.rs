@@ -76,6 +76,12 @@ impl Roster {
         }
     }
 
+    /// Whether a reader of the roster up to this version knows another status of the row.
+    pub(super) fn is_news(&self, number: RosterNumber, since: u64, status: RosterStatus) -> bool {
+        let row = self.rows.get(number.index());
+        row.is_some_and(|row| row.changed > since || row.status != Some(status))
+    }
+
     /// The oldest changes after a version.
     pub(super) fn page(&self, ask: &RosterPageRequest) -> RosterPage {
         let since = if ask.roster == self.id { ask.since } else { 0 };

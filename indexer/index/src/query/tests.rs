@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use warmroute_proto::roster::{HolderAnswer, RosterPageRequest};
+use warmroute_proto::roster::{HolderAnswer, RosterPageRequest, RosterStatus};
 use warmroute_proto::{EngineSeq, Generation, RecordNumber, Tier, TierState, codec};
 
 use super::*;
@@ -14,17 +14,19 @@ fn part(answer: HolderAnswer) -> HolderPart {
 
 fn holders_of(world: &World, names: &str) -> HolderPart {
     let query = PreparedQuery::of_blocks(&locals(names));
-    let holders = query.holders(&world.fold, world.now).unwrap();
+    let holders = query
+        .holders(&world.fold, RosterPageRequest::default(), world.now)
+        .unwrap();
     part(holders.into_answer(RosterNumber(0)))
 }
 
 /// The sources by their numbers.
 fn names(world: &World) -> BTreeMap<RosterNumber, Source> {
-    let all = RosterPageRequest {
-        roster: RosterId(0),
-        since: 0,
-    };
-    let rows = world.fold.roster_page(&all).rows.into_iter();
+    let rows = world
+        .fold
+        .roster_page(&RosterPageRequest::default())
+        .rows
+        .into_iter();
     rows.map(|row| (row.number, row.source)).collect()
 }
 
@@ -79,6 +81,53 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// However long ago a router read the roster, with the changes of an answer it has the states
+    /// and generations of the answer's moment.
+    #[test]
+    fn changes_bring_every_row_up_to_date(
+        steps in prop::collection::vec((0..9_u32, 0..7_u8, 0..5_usize), 1..60),
+    ) {
+        let mut world = World::new();
+        let mut known = RosterPageRequest::default();
+        let mut rows = BTreeMap::new();
+        for (shim, step, state) in steps {
+            let name = format!("w{}/{}", shim / 3, shim % 3);
+            match step {
+                0 => world.wait(Duration::from_secs(2)),
+                1 => {
+                    let page = world.fold.roster_page(&known);
+                    known.since = page.version;
+                    rows.extend(page.rows.into_iter().map(|row| (row.source, row.status)));
+                }
+                2 => world.shim(&name).next_generation(),
+                3 => drop(world.heartbeat(&name)),
+                _ => {
+                    world.shim(&name).states.gpu = STATES[state];
+                    world.publish(&name, vec![stored("", "a", Tier::Gpu)]);
+                }
+            }
+            let query = PreparedQuery::of_blocks(&locals("b"));
+            let Some(holders) = query.holders(&world.fold, known, world.now) else {
+                continue;
+            };
+            let changes = part(holders.into_answer(RosterNumber(0))).changes.into_iter();
+            let mut read = rows.clone();
+            read.extend(changes.map(|row| (row.source, row.status)));
+            for of in world.ask("b") {
+                let status = RosterStatus {
+                    generation: of.generation,
+                    states: of.states,
+                    reason: of.reason,
+                };
+                prop_assert_eq!(read.get(&of.source), Some(&Some(status)));
+            }
+        }
+    }
+}
+
 fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
     let holder = |number| Holder {
         run: Tiers {
@@ -101,6 +150,7 @@ fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
             .map(holder)
             .filter(|one| one.run.gpu > 0)
             .collect(),
+        changes: Vec::new(),
         salt: 5,
     }
 }

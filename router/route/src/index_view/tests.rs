@@ -271,6 +271,15 @@ mod holders {
 
     /// An answer of a replica whose roster has the one source, in this generation.
     fn reply(generation: u64, position: u64, number: Option<u64>) -> IndexReply {
+        let (roster, part) = answer(generation, position, number);
+        IndexReply::Holders(HolderReply::new(roster, vec![part]).unwrap())
+    }
+
+    fn answer(
+        generation: u64,
+        position: u64,
+        number: Option<u64>,
+    ) -> (Arc<ReplicaRoster>, HolderPart) {
         let states = Tiers::all(SourceState::Exact);
         let status = RosterStatus {
             generation: Generation(generation),
@@ -308,9 +317,10 @@ mod holders {
                 members: NumberSet::from_ascending([RosterNumber(0), RosterNumber(5)]),
             }],
             details: detail.into_iter().collect(),
+            changes: Vec::new(),
             next: None,
         };
-        IndexReply::Holders(HolderReply::new(Arc::new(roster), vec![part]).unwrap())
+        (Arc::new(roster), part)
     }
 
     fn judge(fixture: &mut Fixture, reply: &IndexReply, now: Instant) -> TrustedSource {
@@ -365,5 +375,40 @@ mod holders {
         // A number that is not named does not lower what is known.
         judge(&mut fixture, &reply(4, 1, None), start);
         assert_eq!(fixture.state(4, Some(0), start), SourceState::Exact);
+    }
+
+    /// The roster was read before the source began its generation and became partial, and before
+    /// the other source came.
+    #[test]
+    fn changes_of_an_answer_replace_rows_and_name_new_ones() {
+        let (mut fixture, start) = (Fixture::default(), start());
+        let (roster, mut part) = answer(3, 10, None);
+        let row = |number, worker: &str, generation, state| RosterRow {
+            number: RosterNumber(number),
+            source: Source {
+                worker: worker.into(),
+                ..source()
+            },
+            status: Some(RosterStatus {
+                generation: Generation(generation),
+                states: Tiers::all(state),
+                reason: None,
+            }),
+        };
+        part.groups.clear();
+        part.changes = vec![
+            row(0, source().worker.as_str(), 4, SourceState::Partial),
+            row(5, "new", 1, SourceState::Exact),
+        ];
+        let reply = IndexReply::Holders(HolderReply::new(roster, vec![part]).unwrap());
+        let trusted = fixture.view.judge(&mut fixture.table, &reply, start);
+        let mut of = |source| *trusted.of(fixture.table.intern(&source)).unwrap();
+        let old = of(source());
+        assert_eq!((old.generation.0, old.state()), (4, SourceState::Partial));
+        let new = of(Source {
+            worker: "new".into(),
+            ..source()
+        });
+        assert_eq!((new.generation.0, new.state()), (1, SourceState::Exact));
     }
 }

@@ -1,9 +1,5 @@
 //! An idle engine's cache is reset, and no client sends a request afterwards.
 
-use std::time::Duration;
-
-use tokio::time::sleep;
-
 use super::equality::until_equal;
 use super::load::sequential;
 use crate::fleet::{Engines, Flags, Fleet, Mode};
@@ -31,8 +27,6 @@ async fn row_30_resets_and_sleep_of_an_idle_engine_end_its_credit() {
     })
     .await;
 
-    // Routers read the states of sources that hold nothing of a prompt four times a second.
-    sleep(Duration::from_secs(1)).await;
     sequential(&fleet, 9, 30).await;
     until_equal(&fleet).await;
     post(&fleet, "/sleep?level=1").await;

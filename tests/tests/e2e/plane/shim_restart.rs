@@ -83,8 +83,6 @@ async fn a_killed_shim_comes_back_as_its_state_allows() {
         serve(&fleet, path, &body).await;
     }
     until_equal(&fleet).await;
-    // Routers read the states of sources that hold nothing of a prompt four times a second.
-    tokio::time::sleep(Duration::from_secs(1)).await;
     sequential(&fleet, 8, 30).await;
     fleet.until_idle().await;
 }
