@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::Context as _;
+use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
 use warmroute_router::config::{Config, RouterArgs, RouterCommand};
@@ -17,7 +18,7 @@ fn main() -> ExitCode {
 
 fn start() -> anyhow::Result<()> {
     env::check(&RouterArgs::command())?;
-    let args = RouterArgs::parse();
+    let args = RouterArgs::try_parse().unwrap_or_else(|error| explained(error).exit());
     if let Some(RouterCommand::Simulate(args)) = &args.command {
         return replay(args);
     }
@@ -29,6 +30,20 @@ fn start() -> anyhow::Result<()> {
         .build()
         .context("starting the runtime")?
         .block_on(run(config, announce_addresses))
+}
+
+/// Adds the setting that replaces a removed flag.
+fn explained(mut error: clap::Error) -> clap::Error {
+    let setting = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(flag)) => env::setting_of_flag(flag),
+        _ => None,
+    };
+    if let Some(key) = setting {
+        let tip = format!("set {key} in the file of --config");
+        let tips = ContextValue::StyledStrs(vec![tip.into()]);
+        error.insert(ContextKind::Suggested, tips);
+    }
+    error
 }
 
 #[expect(

@@ -68,7 +68,6 @@ pub struct Running {
     app: Arc<App>,
     clients: Port,
     operators: Port,
-    drain_timeout: Duration,
 }
 
 /// One port's connections and their shutdown.
@@ -123,7 +122,7 @@ impl Running {
             admin: admin.local_addr().context("the admin address")?,
         };
         let tokenizer = load_tokenizer(&config).await?;
-        let engines = EngineClient::new(&config.limits, Arc::clone(&metrics))
+        let engines = EngineClient::new(&settings, Arc::clone(&metrics))
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
         let deployment = Arc::new(Deployment::start(&config, &tasks).await?);
@@ -146,7 +145,6 @@ impl Running {
             app: Arc::clone(&app),
             clients,
             operators: Port::default(),
-            drain_timeout: config.limits.drain_timeout,
         };
         let connections_max = config.limits.connections;
         let settings = Arc::clone(&app.settings);
@@ -218,8 +216,9 @@ impl Running {
         let now = Instant::now();
         let not_ready_since = self.app.ready.end(now);
         self.app.core.core().stop_moves();
+        let drain_timeout = self.app.settings.current().drain_timeout();
         let accept_until = match leave {
-            Leave::Noticed => not_ready_since + notice(self.drain_timeout),
+            Leave::Noticed => not_ready_since + notice(drain_timeout),
             Leave::Immediate => now,
         };
         let drained = async {
@@ -230,7 +229,7 @@ impl Running {
         };
         tokio::select! {
             () = drained => tracing::info!("drained"),
-            () = sleep_until(now + self.drain_timeout) => self.clients.close().await,
+            () = sleep_until(now + drain_timeout) => self.clients.close().await,
             () = hurry => self.clients.close().await,
         }
         self.operators.close().await;

@@ -30,12 +30,7 @@ fn every_flag_has_its_environment_name_and_a_reason() {
             assert!(flag.get_help().is_some(), "--{long} has no help");
         }
         // The router's further settings are in the file of `--config`.
-        let flags_max = if command.get_name() == "warmroute-router" {
-            27
-        } else {
-            25
-        };
-        assert!(flags <= flags_max, "{}: {flags} flags", command.get_name());
+        assert!(flags <= 25, "{}: {flags} flags", command.get_name());
     }
 }
 

@@ -19,8 +19,6 @@ pub const OURS: &[&str] = &[
     "ASSUME",
     "BLOCK_SIZE",
     "CONFIG",
-    "CONNECT_TIMEOUT_MS",
-    "DRAIN_TIMEOUT_SECS",
     "ENGINE_KEY_FILE",
     "EXPECT_INDEXERS",
     "HEALTH_INTERVAL_MS",
@@ -62,9 +60,13 @@ pub const OURS: &[&str] = &[
     "WORKER_URL",
 ];
 
+/// Names of removed flags, without [`PREFIX`]. In lower case each is a key of the router's settings
+/// file.
+const SETTINGS: &[&str] = &["CONNECT_TIMEOUT_MS", "DRAIN_TIMEOUT_SECS"];
+
 /// Names in the environment with [`PREFIX`] that no binary reads.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown environment variables: {}", .0.join(", "))]
+#[error("unknown environment variables: {}", described(.0))]
 pub struct UnknownNames(pub Vec<String>);
 
 /// Checks the process's environment.
@@ -80,6 +82,25 @@ pub fn check(command: &Command) -> Result<(), UnknownNames> {
         return Ok(());
     }
     Err(UnknownNames(unknown))
+}
+
+/// The key of the router's settings file that replaces a removed flag, `--like-this`.
+#[must_use]
+pub fn setting_of_flag(flag: &str) -> Option<String> {
+    let name = flag.strip_prefix("--")?.replace('-', "_").to_uppercase();
+    setting(&name)
+}
+
+fn setting(name: &str) -> Option<String> {
+    SETTINGS.contains(&name).then(|| name.to_lowercase())
+}
+
+fn described(names: &[String]) -> String {
+    let replaced = |name: &String| match name.strip_prefix(PREFIX).and_then(setting) {
+        Some(key) => format!("{name} (replaced by {key} in the router's settings file)"),
+        None => name.clone(),
+    };
+    names.iter().map(replaced).collect::<Vec<_>>().join(", ")
 }
 
 /// Whether a binary reads this name.
@@ -164,6 +185,17 @@ mod tests {
                 "WARMROUTE_BLOCKSIZE",
                 "WARMROUTE_ROUTER_TEMPERATUR"
             ]
+        );
+    }
+
+    #[test]
+    fn a_removed_name_is_refused_with_the_setting_that_replaces_it() {
+        let name = "WARMROUTE_DRAIN_TIMEOUT_SECS".to_owned();
+        let unknown = unknown_names(&Command::new("none"), [(name, "30".to_owned())]);
+        let message = UnknownNames(unknown).to_string();
+        assert!(
+            message.contains("SECS (replaced by drain_timeout_secs"),
+            "{message}"
         );
     }
 }

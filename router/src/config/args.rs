@@ -107,13 +107,6 @@ pub struct LimitArgs {
     /// Concurrent client connections. Above, the one idle longest is closed.
     #[arg(long, env = "WARMROUTE_MAX_CONNECTIONS", default_value_t = 8192)]
     pub max_connections: u32,
-    /// Milliseconds after which connecting to a worker fails and the next best is tried.
-    #[arg(long, env = "WARMROUTE_CONNECT_TIMEOUT_MS", default_value_t = 1000)]
-    pub connect_timeout_ms: u64,
-    /// Seconds from SIGTERM to the end of the process: load balancers notice in the first third (at
-    /// most 5 s), open requests finish in the rest. Raise it for long streams.
-    #[arg(long, env = "WARMROUTE_DRAIN_TIMEOUT_SECS", default_value_t = 30)]
-    pub drain_timeout_secs: u64,
 }
 
 /// One `--worker` flag, or the whole of `WARMROUTE_WORKER`: one or more workers.

@@ -55,8 +55,6 @@ pub struct Limits {
     pub body_bytes: usize,
     pub buffered_bytes: usize,
     pub connections: usize,
-    pub connect_timeout: Duration,
-    pub drain_timeout: Duration,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -171,13 +169,10 @@ impl TryFrom<args::LimitArgs> for Limits {
             return Err(RouterConfigError::Buffered { buffered, body });
         }
         let connections = range("max-connections", args.max_connections.into(), 1, 1 << 20)?;
-        let drain = range("drain-timeout-secs", args.drain_timeout_secs, 0, 86_400)?;
         Ok(Self {
             body_bytes: as_usize(body),
             buffered_bytes: as_usize(buffered),
             connections: as_usize(connections),
-            connect_timeout: millis("connect-timeout-ms", args.connect_timeout_ms, 1, 60_000)?,
-            drain_timeout: Duration::from_secs(drain),
         })
     }
 }

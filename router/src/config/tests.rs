@@ -106,15 +106,11 @@ fn each_limit_sets_its_field() {
         "--max-body-bytes=2007",
         "--max-buffered-bytes=2008",
         "--max-connections=1009",
-        "--connect-timeout-ms=1010",
-        "--drain-timeout-secs=1011",
     ]);
     let expected = Limits {
         body_bytes: 2007,
         buffered_bytes: 2008,
         connections: 1009,
-        connect_timeout: Duration::from_millis(1010),
-        drain_timeout: Duration::from_secs(1011),
     };
     assert_eq!(config.unwrap().limits, expected);
 }
@@ -188,7 +184,6 @@ fn an_impossible_configuration_refuses_to_start_and_names_the_flag() {
         ),
         (&["--max-connections", "0"], "--max-connections 0"),
         (&["--max-active-requests", "0"], "--max-active-requests 0"),
-        (&["--connect-timeout-ms", "0"], "--connect-timeout-ms 0"),
         (&["--health-interval-ms", "0"], "--health-interval-ms 0"),
         (&["--tokenizer", "/no/such/file"], "does not exist"),
         (

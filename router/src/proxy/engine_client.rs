@@ -12,12 +12,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use reqwest::{Client, Request, Response};
-use tokio::time::Instant;
-use tower::util::MapResponseLayer;
+use tokio::time::{Instant, timeout};
+use tower::util::MapFutureLayer;
 
-use crate::config::Limits;
 use crate::metrics::{Metrics, RetryReason};
+use crate::settings::LiveSettings;
 
 /// Below the 5 s for which uvicorn, vLLM's HTTP server, keeps an idle connection: the side that
 /// writes next should be the one that closes.
@@ -54,7 +56,10 @@ pub(crate) struct EngineClient {
 }
 
 impl EngineClient {
-    pub(crate) fn new(limits: &Limits, metrics: Arc<Metrics>) -> reqwest::Result<Self> {
+    pub(crate) fn new(
+        settings: &Arc<LiveSettings>,
+        metrics: Arc<Metrics>,
+    ) -> reqwest::Result<Self> {
         let client = |idle_connections_max| {
             Client::builder()
                 .http1_only()
@@ -63,8 +68,7 @@ impl EngineClient {
                 .retry(reqwest::retry::never())
                 .referer(false)
                 .tcp_nodelay(true)
-                .connect_timeout(limits.connect_timeout)
-                .connector_layer(MapResponseLayer::new(note_new_connection))
+                .connector_layer(connect_rules(settings))
                 .pool_idle_timeout(IDLE_MAX)
                 .pool_max_idle_per_host(idle_connections_max)
                 .build()
@@ -133,6 +137,27 @@ fn is_closed(error: &reqwest::Error) -> bool {
     !error.is_connect() && causes.any(is_close)
 }
 
+/// Bounds the time of connecting by the settings in force, and notes each new connection.
+fn connect_rules<F, C, E>(
+    settings: &Arc<LiveSettings>,
+) -> MapFutureLayer<impl Fn(F) -> BoxFuture<'static, Result<C, E>> + Clone + use<F, C, E>>
+where
+    F: Future<Output = Result<C, E>> + Send + 'static,
+    E: From<io::Error>,
+{
+    let settings = Arc::clone(settings);
+    MapFutureLayer::new(move |connecting: F| {
+        let time_max = settings.current().connect_timeout();
+        let connected = async move {
+            match timeout(time_max, connecting).await {
+                Ok(connected) => connected.map(note_new_connection),
+                Err(elapsed) => Err(io::Error::from(elapsed).into()),
+            }
+        };
+        connected.boxed()
+    })
+}
+
 /// Runs when a connection is open: in the task of its request, or in another task if the request
 /// was sent on a pooled connection first.
 fn note_new_connection<T>(connected: T) -> T {
@@ -140,4 +165,39 @@ fn note_new_connection<T>(connected: T) -> T {
     let note = |connection: &Cell<Connection>| connection.set(Connection::New);
     CONNECTION.try_with(note).unwrap_or_default();
     connected
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use tokio::net::TcpSocket;
+
+    use super::*;
+    use crate::settings::Settings;
+
+    /// A listener whose queue is full completes no further connection.
+    #[tokio::test(start_paused = true)]
+    async fn connecting_ends_at_the_time_limit_in_force() {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let listener = socket.listen(0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();
+        let held: Vec<_> = std::iter::from_fn(connect).take(64).collect();
+        assert!(held.len() < 64, "the queue has no bound");
+        let settings = LiveSettings::new(Settings::default());
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let client = EngineClient::new(&settings, metrics).unwrap();
+        for millis in [250, 700] {
+            let text = format!("connect_timeout_ms = {millis}");
+            settings.replace(Settings::parse(&text).unwrap());
+            let since = Instant::now();
+            let sent = client.plain().get(format!("http://{address}/")).send();
+            let error = sent.await.unwrap_err();
+            assert!(error.is_connect() && error.is_timeout(), "{error:?}");
+            let waited = since.elapsed().as_millis();
+            assert!((millis..millis + 2).contains(&waited), "{waited}");
+        }
+    }
 }

@@ -16,33 +16,42 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// One day, in seconds.
 const TIMEOUT_SECS_MAX: u64 = 86_400;
 
+/// One minute, in milliseconds.
+const CONNECT_TIMEOUT_MS_MAX: u64 = 60_000;
+
 /// What the file sets. `docs/CONFIGURATION.md` describes each key.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
     pub(crate) cors_origins: BTreeSet<WebOrigin>,
     pub(crate) extra_routes: BTreeSet<RoutePath>,
+    connect_timeout_ms: ConnectMillis,
+    drain_timeout_secs: Seconds,
     engine_wait_timeout_secs: Seconds,
     first_token_timeout_secs: Seconds,
     half_closed_clients: HalfClosedRule,
-    max_prompt_bytes: PromptBytes,
+    max_prompt_bytes: usize,
 }
 
-/// Bytes of the largest prompt that is tokenized.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-struct PromptBytes(usize);
-
-impl Default for PromptBytes {
+impl Default for Settings {
     fn default() -> Self {
-        Self(8 << 20)
+        Self {
+            cors_origins: BTreeSet::new(),
+            extra_routes: BTreeSet::new(),
+            connect_timeout_ms: ConnectMillis(1000),
+            drain_timeout_secs: Seconds(30),
+            engine_wait_timeout_secs: Seconds(0),
+            first_token_timeout_secs: Seconds(0),
+            half_closed_clients: HalfClosedRule::Abort,
+            max_prompt_bytes: 8 << 20,
+        }
     }
 }
 
 /// [`HalfClosed`] as the file names it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum HalfClosedRule {
-    #[default]
     Abort,
     Serve,
 }
@@ -57,10 +66,15 @@ pub(crate) struct WebOrigin(String);
 #[serde(try_from = "String")]
 pub(crate) struct RoutePath(String);
 
-/// 0 means that there is no such time limit or wait.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+/// From 0 to [`TIMEOUT_SECS_MAX`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "u64")]
 struct Seconds(u64);
+
+/// From 1 to [`CONNECT_TIMEOUT_MS_MAX`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u64")]
+struct ConnectMillis(u64);
 
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
@@ -81,6 +95,8 @@ pub(crate) enum ValueError {
     Route(String),
     #[error("{0} is not between 0 and {TIMEOUT_SECS_MAX}")]
     Seconds(u64),
+    #[error("{0} is not between 1 and {CONNECT_TIMEOUT_MS_MAX}")]
+    ConnectMillis(u64),
 }
 
 impl Settings {
@@ -92,6 +108,16 @@ impl Settings {
         Ok(toml::from_str(text)?)
     }
 
+    /// Longest time to open a connection to an engine.
+    pub(crate) const fn connect_timeout(&self) -> Duration {
+        Duration::from_millis(self.connect_timeout_ms.0)
+    }
+
+    /// Time from SIGTERM to the end of the last request.
+    pub(crate) const fn drain_timeout(&self) -> Duration {
+        Duration::from_secs(self.drain_timeout_secs.0)
+    }
+
     /// Longest time for which a request waits for a worker; zero: none waits.
     pub(crate) const fn engine_wait_timeout(&self) -> Duration {
         Duration::from_secs(self.engine_wait_timeout_secs.0)
@@ -99,7 +125,7 @@ impl Settings {
 
     /// Bytes of the largest prompt that is tokenized.
     pub(crate) const fn max_prompt_bytes(&self) -> usize {
-        self.max_prompt_bytes.0
+        self.max_prompt_bytes
     }
 
     /// Longest time from sending a streaming request to the first byte of its answer's body.
@@ -179,6 +205,17 @@ impl TryFrom<u64> for Seconds {
             return Err(ValueError::Seconds(secs));
         }
         Ok(Self(secs))
+    }
+}
+
+impl TryFrom<u64> for ConnectMillis {
+    type Error = ValueError;
+
+    fn try_from(millis: u64) -> Result<Self, ValueError> {
+        if millis == 0 || millis > CONNECT_TIMEOUT_MS_MAX {
+            return Err(ValueError::ConnectMillis(millis));
+        }
+        Ok(Self(millis))
     }
 }
 

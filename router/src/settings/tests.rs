@@ -16,12 +16,16 @@ fn each_key_sets_its_value() {
     let text = r#"
         cors_origins = ["https://chat.example.org", "http://localhost:3000"]
         extra_routes = ["/v1/voices", "/v1/batches/"]
+        connect_timeout_ms = 250
+        drain_timeout_secs = 86400
         engine_wait_timeout_secs = 300
         first_token_timeout_secs = 60
         half_closed_clients = "serve"
         max_prompt_bytes = 7
     "#;
     let settings = Settings::parse(text).unwrap();
+    assert_eq!(settings.connect_timeout(), Duration::from_millis(250));
+    assert_eq!(settings.drain_timeout(), Duration::from_secs(86_400));
     assert_eq!(settings.engine_wait_timeout(), Duration::from_secs(300));
     assert_eq!(
         settings.first_token_timeout(),
@@ -108,6 +112,9 @@ fn a_refused_file_names_the_line_and_the_fault() {
             "engine_wait_timeout_secs = 86401",
             "not between 0 and 86400",
         ),
+        ("drain_timeout_secs = 86401", "not between 0 and 86400"),
+        ("connect_timeout_ms = 0", "not between 1 and 60000"),
+        ("connect_timeout_ms = 60001", "not between 1 and 60000"),
         (
             "first_token_timeout_secs = -1",
             "invalid value: integer `-1`",

@@ -8,8 +8,6 @@ fn budget(buffered_bytes: usize, body_bytes: usize) -> BodyBudget {
         body_bytes,
         buffered_bytes,
         connections: 1,
-        connect_timeout: Duration::ZERO,
-        drain_timeout: Duration::ZERO,
     };
     BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())
 }

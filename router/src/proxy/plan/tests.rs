@@ -1,5 +1,4 @@
 use std::path::Path;
-use std::time::Duration;
 
 use prometheus::IntGauge;
 use serde_json::json;
@@ -72,8 +71,6 @@ fn budget(bytes: usize) -> BodyBudget {
         body_bytes: bytes,
         buffered_bytes: bytes,
         connections: 1,
-        connect_timeout: Duration::ZERO,
-        drain_timeout: Duration::ZERO,
     };
     let held = IntGauge::new("held", "bytes").unwrap();
     BodyBudget::new(&limits, held, TaskTracker::new(), CancellationToken::new())

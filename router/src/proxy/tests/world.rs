@@ -514,6 +514,7 @@ impl World {
         for (number, engine) in (0..).zip(engines) {
             register(&fleet, number, engine);
         }
+        let settings = Arc::default();
         let app = Arc::new(App {
             core,
             fleet,
@@ -521,13 +522,13 @@ impl World {
             auditor,
             journal,
             bodies,
-            engines: EngineClient::new(&limits, Arc::clone(&metrics)).unwrap(),
+            engines: EngineClient::new(&settings, Arc::clone(&metrics)).unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
             metrics,
             tokenizer: None,
             policy: Policy::Kv,
-            settings: Arc::default(),
+            settings,
             prompts: PromptPool::start().unwrap(),
             planned: AtomicU64::new(0),
             ready: Arc::default(),
@@ -689,8 +690,6 @@ const fn limits() -> Limits {
         body_bytes: BODY_MAX,
         buffered_bytes: 8 * BODY_MAX,
         connections: 64,
-        connect_timeout: PATIENCE,
-        drain_timeout: PATIENCE,
     }
 }
 

@@ -245,7 +245,11 @@ async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
 async fn a_second_signal_cuts_what_is_open() {
     // Longer than any wait here.
     let flags = Flags {
-        router: &["--drain-timeout-secs", "3600"],
+        router: &[concat!(
+            "--config=",
+            env!("CARGO_MANIFEST_DIR"),
+            "/fixtures/long-drain.toml"
+        )],
         ..Flags::default()
     };
     let fleet = fleet_of(1, &["--itl-ms", "1000"], 1, flags).await;
