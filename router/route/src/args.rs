@@ -97,7 +97,7 @@ fn weight(flag: &'static str, value: f64) -> Result<f64, ChoiceArgsError> {
     Err(ChoiceArgsError::Negative { flag, value })
 }
 
-/// What `--tier-credits` says: `cpu=` and `disk=`, each between 0 and 1.
+/// Value of `--tier-credits`: `cpu=` and `disk=`, each between 0 and 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TierCredits {
     pub cpu: f64,

@@ -374,7 +374,7 @@ fn explain(
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
-    let queued = chosen.time.queue / input.speed.ttft.line(candidate.id).secs_each;
+    let queued = chosen.time.queue / input.speed.ttft.fits.line(candidate.id).secs_each;
     // A saturating cast of a number of at least 0.
     let tokens_ahead = u64::from(prefill_tokens).saturating_add(queued as u64);
     Decision {

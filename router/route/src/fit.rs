@@ -1,8 +1,11 @@
-//! Lines that are fitted to measurements online.
+//! Lines that are fitted to measurements online: one for each source, and the fleet's as their
+//! prior.
 //!
 //! Weighted least squares whose older measurements decay, with a prior line as two further points:
 //! few measurements stay near the prior, many outweigh it. A single outlier moves the line by a
 //! bounded step.
+
+use super::source_table::{PerSource, SourceId};
 
 /// Weight that earlier measurements keep at a new one: the last thirty or so decide.
 const KEEP: f64 = 0.97;
@@ -30,9 +33,58 @@ impl Line {
     }
 }
 
+/// A line for each source. A source without measurements has the fleet's.
+#[derive(Clone, Debug)]
+pub struct SourceFits {
+    prior: Line,
+    fleet: DecayingFit,
+    sources: PerSource<Option<DecayingFit>>,
+}
+
+impl SourceFits {
+    /// `prior` is the fleet's line before the first measurement; for `scatter` see
+    /// [`DecayingFit::scatter`].
+    #[must_use]
+    pub fn new(prior: Line, scatter: f64) -> Self {
+        Self {
+            prior,
+            fleet: DecayingFit::new(prior, scatter),
+            sources: PerSource::default(),
+        }
+    }
+
+    /// Adds a measurement to the source's line and to the fleet's.
+    pub fn learn(&mut self, source: SourceId, count: f64, secs: f64) {
+        let (fleet, scatter) = (self.fleet.line, self.fleet.scatter);
+        let own = self.sources.get_mut(source);
+        own.get_or_insert_with(|| DecayingFit::new(fleet, scatter))
+            .learn(fleet, count, secs);
+        self.fleet.learn(self.prior, count, secs);
+    }
+
+    /// Lets measurements of single sources lose weight: a source that was slow is tried again.
+    pub fn fade(&mut self, keep: f64) {
+        let fleet = self.fleet.line;
+        for fit in self.sources.iter_mut().flatten() {
+            fit.fade(fleet, keep);
+        }
+    }
+
+    /// Resets a source, whose engine restarted.
+    pub fn restarted(&mut self, source: SourceId) {
+        *self.sources.get_mut(source) = None;
+    }
+
+    #[must_use]
+    pub fn line(&self, source: SourceId) -> Line {
+        let own = self.sources.get(source).and_then(Option::as_ref);
+        own.unwrap_or(&self.fleet).line
+    }
+}
+
 /// A line that learns.
 #[derive(Clone, Copy, Debug)]
-pub struct DecayingFit {
+struct DecayingFit {
     line: Line,
     /// From this count on, the scatter of a measurement is proportional to its count. It is also
     /// the count of the prior's second point.
@@ -58,8 +110,7 @@ struct Sums {
 }
 
 impl DecayingFit {
-    #[must_use]
-    pub fn new(prior: Line, scatter: f64) -> Self {
+    fn new(prior: Line, scatter: f64) -> Self {
         Self {
             line: prior,
             scatter,
@@ -68,13 +119,8 @@ impl DecayingFit {
         }
     }
 
-    #[must_use]
-    pub const fn line(&self) -> Line {
-        self.line
-    }
-
     /// Adds a measurement.
-    pub fn learn(&mut self, prior: Line, count: f64, secs: f64) {
+    fn learn(&mut self, prior: Line, count: f64, secs: f64) {
         self.has_learned = HasLearned::Yes;
         self.sums.scale(KEEP);
         let most = OUTLIER * self.line.at(count) + STEP_SECS;
@@ -84,7 +130,7 @@ impl DecayingFit {
 
     /// Moves a line without measurements since the last call towards the prior, and lets the
     /// measurements lose weight against the next one.
-    pub fn fade(&mut self, prior: Line, keep: f64) {
+    fn fade(&mut self, prior: Line, keep: f64) {
         if self.has_learned == HasLearned::No {
             self.sums.blend(prior, keep);
             self.sums.scale(keep);
@@ -137,7 +183,10 @@ impl Sums {
 
 #[cfg(test)]
 mod tests {
+    use warmroute_proto::{DpRank, Source};
+
     use super::*;
+    use crate::source_table::SourceTable;
 
     const PRIOR: Line = Line {
         base_secs: 0.05,
@@ -159,8 +208,8 @@ mod tests {
             base_secs: 0.01,
             secs_each: 5e-5,
         };
-        assert_eq!(taught(truth, 0).line(), PRIOR);
-        let line = taught(truth, 200).line();
+        assert_eq!(taught(truth, 0).line, PRIOR);
+        let line = taught(truth, 200).line;
         assert!(
             (line.secs_each / truth.secs_each - 1.0).abs() < 0.1,
             "{line:?}"
@@ -168,12 +217,46 @@ mod tests {
         assert!((line.base_secs - truth.base_secs).abs() < 0.01, "{line:?}");
     }
 
+    /// One of two equally busy sources is ten times slower.
+    #[test]
+    fn the_fleet_counts_a_tenth_of_a_measurement_for_a_source_of_its_own_speed() {
+        const COUNT: f64 = 1024.0;
+        let mut table = SourceTable::default();
+        let mut intern = |name: &str| {
+            table.intern(&Source {
+                worker: name.into(),
+                dp_rank: DpRank(0),
+            })
+        };
+        let (fast, slow) = (intern("a"), intern("b"));
+        let mut fits = SourceFits::new(PRIOR, COUNT);
+        let truths = [(fast, 0.1), (slow, 1.0)];
+        for _ in 0..200 {
+            for (source, secs) in truths {
+                fits.learn(source, 0.0, 0.0);
+                fits.learn(source, COUNT, secs);
+            }
+        }
+        // With all counts at the prior's two points, each point is a weighted mean of its own
+        // measurements and the prior's. Every second measurement was at `COUNT`.
+        let share = PRIOR_WEIGHT / (PRIOR_WEIGHT + 1.0 / (1.0 - KEEP * KEEP));
+        for (source, secs) in truths {
+            let fleet = fits.fleet.line.at(COUNT);
+            fits.learn(source, COUNT, secs);
+            let off = fits.line(source).at(COUNT) - secs;
+            assert!(
+                off.abs() < share * (fleet - secs).abs(),
+                "{off} s of {secs} s"
+            );
+        }
+    }
+
     #[test]
     fn one_outlier_moves_it_by_a_bounded_step_and_many_move_it_whole() {
         let truth = taught(PRIOR, 100);
         let mut fit = truth;
         fit.learn(PRIOR, 1000.0, 600.0);
-        assert!(fit.line().at(1000.0) < 1.5 * truth.line().at(1000.0));
+        assert!(fit.line.at(1000.0) < 1.5 * truth.line.at(1000.0));
         let slow = Line {
             base_secs: 0.5,
             secs_each: 1e-3,
@@ -183,9 +266,9 @@ mod tests {
             fit.learn(PRIOR, count, slow.at(count));
         }
         assert!(
-            fit.line().at(5000.0) > 0.8 * slow.at(5000.0),
+            fit.line.at(5000.0) > 0.8 * slow.at(5000.0),
             "{:?}",
-            fit.line()
+            fit.line
         );
     }
 
@@ -199,7 +282,7 @@ mod tests {
         for _ in 0..100 {
             fit.fade(PRIOR, 0.5);
         }
-        assert!((fit.line().at(5000.0) / PRIOR.at(5000.0) - 1.0).abs() < 1e-6);
+        assert!((fit.line.at(5000.0) / PRIOR.at(5000.0) - 1.0).abs() < 1e-6);
     }
 
     #[test]
@@ -213,7 +296,7 @@ mod tests {
             (0.0, 0.0),
         ] {
             fit.learn(PRIOR, count, secs);
-            let line = fit.line();
+            let line = fit.line;
             assert!(
                 line.base_secs.is_finite() && line.base_secs >= 0.0,
                 "{line:?}"

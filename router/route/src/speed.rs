@@ -49,15 +49,15 @@ impl SpeedTracker {
         let faded_at = *self.faded_at.get_or_insert(now);
         if now.saturating_duration_since(faded_at) >= FADE_EVERY {
             self.faded_at = Some(now);
-            self.ttft.fade(FADE_KEEP);
-            self.itl.fade(FADE_KEEP);
+            self.ttft.fits.fade(FADE_KEEP);
+            self.itl.fits.fade(FADE_KEEP);
         }
     }
 
     /// Resets a source, whose engine restarted.
     pub fn restarted(&mut self, source: SourceId) {
-        self.ttft.restarted(source);
-        self.itl.restarted(source);
+        self.ttft.fits.restarted(source);
+        self.itl.fits.restarted(source);
     }
 
     /// The source accepted so many tokens of prefill.
@@ -82,7 +82,7 @@ impl SpeedTracker {
     /// Seconds that so many tokens of prefill take.
     #[must_use]
     pub fn prefill_secs(&self, source: SourceId, tokens: u64) -> f64 {
-        tokens as f64 * self.ttft.line(source).secs_each
+        tokens as f64 * self.ttft.fits.line(source).secs_each
     }
 
     /// Registers an answer's first token.
@@ -115,8 +115,8 @@ impl SpeedTracker {
     #[must_use]
     pub fn of(&self, source: SourceId) -> SourceSpeed {
         SourceSpeed {
-            ttft: self.ttft.line(source),
-            itl: self.itl.line(source),
+            ttft: self.ttft.fits.line(source),
+            itl: self.itl.fits.line(source),
         }
     }
 }

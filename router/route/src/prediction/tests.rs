@@ -118,7 +118,7 @@ fn an_answer_that_counts_less_leaves_it() {
     let mut fixture = Fixture::with("abcd");
     fixture.counted("abcd", 3);
     assert_eq!(fixture.predicted("abcd"), 4);
-    // An answer about another prompt says nothing of the rest.
+    // An answer about another prompt proves nothing of the rest.
     fixture.counted("abxx", 4);
     assert_eq!(fixture.predicted("abcd"), 4);
 }
