@@ -10,18 +10,21 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 /// (prefix hash, tier number): what the digest counts.
 pub type Pair = (u64, u8);
 
+/// The local hash above all resume points, as `docs/PROTOCOL.md` has it.
+const RESUME_ROOT: u64 = 0x7265_7375_6D65_3A31;
+
 #[derive(Clone, Copy)]
 pub struct Rules {
     /// A block has as many copies as stores without a remove.
     pub references: bool,
-    /// Only main-attention groups say what a prefix hit can use.
-    pub groups: bool,
+    /// A hit needs the last blocks of every group with a window.
+    pub windows: bool,
 }
 
 impl Rules {
     pub const TRUE: Self = Self {
         references: true,
-        groups: true,
+        windows: true,
     };
 }
 
@@ -32,6 +35,8 @@ pub struct Model {
     /// (tier, group, engine hash) → copies.
     copies: BTreeMap<(u8, u64, String), u64>,
     main_groups: BTreeSet<u64>,
+    /// The blocks of its window by group.
+    windows: BTreeMap<u64, usize>,
     /// Blocks whose ancestors are not all known yet.
     nameless: Vec<String>,
 }
@@ -52,6 +57,7 @@ impl Model {
             blocks: BTreeMap::new(),
             copies: BTreeMap::new(),
             main_groups: BTreeSet::new(),
+            windows: BTreeMap::new(),
             nameless: Vec::new(),
         }
     }
@@ -70,18 +76,48 @@ impl Model {
         self.nameless = nameless;
     }
 
-    /// Pairs whose block is cached in every main group, as far as the prefix is known.
+    /// Pairs whose block is cached in every main group, as far as the prefix is known; of an engine
+    /// with windows its resume points.
     pub fn held(&self) -> BTreeSet<Pair> {
         let mut groups: BTreeMap<(u8, String), BTreeSet<u64>> = BTreeMap::new();
         for (tier, group, hash) in self.copies.keys() {
             let key = (*tier, hash.clone());
             groups.entry(key).or_default().insert(*group);
         }
-        groups
+        groups.retain(|_, groups| groups.is_superset(&self.main_groups));
+        let whole: BTreeSet<(u8, String)> = groups.into_keys().collect();
+        if self.rules.windows && !self.windows.is_empty() {
+            let points = whole.iter().filter(|(tier, _)| *tier == 0);
+            let points = points.filter_map(|(_, hash)| self.resume_point(hash, &whole));
+            return points.map(|point| (point, 0)).collect();
+        }
+        whole
             .into_iter()
-            .filter(|(_, groups)| *groups == self.main_groups)
-            .filter_map(|((tier, hash), _)| Some((self.blocks.get(&hash)?.name?.0, tier)))
+            .filter_map(|(tier, hash)| Some((self.blocks.get(&hash)?.name?.0, tier)))
             .collect()
+    }
+
+    /// The resume point after a block: every main group holds all blocks up to it, and each window's
+    /// group the last ones.
+    fn resume_point(&self, hash: &str, whole: &BTreeSet<(u8, String)>) -> Option<u64> {
+        let mut upwards = Vec::new();
+        let mut at = Some(hash);
+        while let Some(hash) = at {
+            let block = self.blocks.get(hash)?;
+            let (_, seed) = block.name?;
+            upwards.push((hash, xxh3_64_with_seed(&block.tokens, seed)));
+            at = block.parent.as_deref();
+        }
+        let mut all = upwards.iter();
+        let is_whole = all.all(|(hash, _)| whole.contains(&(0, (*hash).to_owned())));
+        let has_windows = self.windows.iter().all(|(group, blocks)| {
+            let mut last = upwards.iter().take(*blocks);
+            last.all(|(hash, _)| self.copies.contains_key(&(0, *group, (*hash).to_owned())))
+        });
+        let locals = upwards.iter().rev().map(|(_, local)| *local);
+        let root = chain(None, RESUME_ROOT);
+        let point = locals.fold(root, |above, local| chain(Some(above), local));
+        (is_whole && has_windows).then_some(point)
     }
 
     fn stored(&mut self, event: &Value) {
@@ -90,11 +126,18 @@ impl Model {
             .as_str()
             .unwrap_or("full_attention");
         let main = ["full_attention", "mla_attention", "sink_full_attention"].contains(&kind);
-        if self.rules.groups && !main {
+        let number = |key: &str| usize::try_from(event[key].as_u64().expect(key)).expect("small");
+        let size = number("block_size");
+        if !main {
+            // Its hashes are those of blocks that a main group's event names.
+            let window = number("kv_cache_spec_sliding_window");
+            self.windows.insert(group, (window - 1).div_ceil(size));
+            for hash in list(&event["block_hashes"]) {
+                self.count(tier, group, engine_hash(hash).expect("a hash"));
+            }
             return;
         }
         self.main_groups.insert(group);
-        let size = usize::try_from(event["block_size"].as_u64().expect("a size")).expect("small");
         let tokens: Vec<u32> = list(&event["token_ids"])
             .iter()
             .map(|token| u32::try_from(token.as_u64().expect("a token")).expect("32 bits"))
@@ -102,21 +145,22 @@ impl Model {
         let mut parent = engine_hash(&event["parent_block_hash"]);
         for (index, hash) in list(&event["block_hashes"]).iter().enumerate() {
             let hash = engine_hash(hash).expect("a hash");
-            // A window's group lists fewer hashes than blocks; which ones cannot be known.
-            let Some(tokens) = tokens.get(index * size..(index + 1) * size) else {
-                break;
-            };
+            let tokens = &tokens[index * size..(index + 1) * size];
             let block = block(event, index, tokens, parent.clone());
             self.blocks.entry(hash.clone()).or_insert(block);
             self.nameless.push(hash.clone());
-            let copies = self.copies.entry((tier, group, hash.clone())).or_insert(0);
-            *copies = if self.rules.references {
-                *copies + 1
-            } else {
-                1
-            };
+            self.count(tier, group, hash.clone());
             parent = Some(hash);
         }
+    }
+
+    fn count(&mut self, tier: u8, group: u64, hash: String) {
+        let copies = self.copies.entry((tier, group, hash)).or_insert(0);
+        *copies = if self.rules.references {
+            *copies + 1
+        } else {
+            1
+        };
     }
 
     fn removed(&mut self, event: &Value) {

@@ -100,16 +100,42 @@ fn two_ranks() {
     follows_exactly("v032_dp2", &[5, 9]);
 }
 
+#[test]
+fn three_groups_of_which_two_have_windows() {
+    follows_exactly("v032_hybrid_gemma", &[14]);
+}
+
 /// Whether hits lose their last block is in the engine's metrics, which a capture does not have.
 #[test]
 fn an_engine_with_windows_is_unverified_without_its_metrics() {
     let ranks = capture("v032_hybrid_gemma");
     let mut held = 0;
-    follow(Pipeline::new(), &ranks[&0], |seq, claim, _| {
-        assert_eq!(claim.states.gpu, SourceState::Unverified, "batch {seq}");
-        held = held.max(claim.held.len());
-    });
+    follow(
+        Pipeline::without_metrics(),
+        &ranks[&0],
+        |seq, claim, model| {
+            assert_eq!(claim.states.gpu, SourceState::Unverified, "batch {seq}");
+            assert_eq!(claim.held, model.0, "batch {seq}");
+            held = held.max(claim.held.len());
+        },
+    );
     assert!(held > 0);
+}
+
+/// Blocks of the full-attention group alone are no credit.
+#[test]
+fn a_consumer_that_ignores_windows_is_found() {
+    let rules = Rules {
+        windows: false,
+        ..Rules::TRUE
+    };
+    let mut broken = Model::new(rules);
+    let mut model = Model::new(Rules::TRUE);
+    for (_, payload) in &capture("v032_hybrid_gemma")[&0] {
+        broken.apply(&json(payload));
+        model.apply(&json(payload));
+    }
+    assert_ne!(broken.held(), model.held());
 }
 
 /// The capture starts in mid-stream: claims stay `partial` until batch 197 clears the cache.

@@ -89,7 +89,7 @@ impl Naive {
 fn model(without: Option<Rule>) -> Model {
     Model::new(Rules {
         references: without != Some(Rule::References),
-        groups: true,
+        windows: true,
     })
 }
 

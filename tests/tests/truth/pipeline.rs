@@ -80,17 +80,22 @@ fn namespace() -> Namespace {
 }
 
 impl Pipeline {
+    /// A source whose engine has metrics, which show no drafts.
     pub(crate) fn new() -> Self {
-        Self::of_rank(DpRank(0), Rc::new(RefCell::new(Index::new())))
+        Self::of_rank(DpRank(0), Rc::new(RefCell::new(Index::new())), Some(false))
+    }
+
+    pub(crate) fn without_metrics() -> Self {
+        Self::of_rank(DpRank(0), Rc::new(RefCell::new(Index::new())), None)
     }
 
     /// The next rank of the worker, in the shared index.
     pub(crate) fn beside(&self) -> Self {
         let rank = DpRank(self.source.dp_rank.0 + 1);
-        Self::of_rank(rank, Rc::clone(&self.index))
+        Self::of_rank(rank, Rc::clone(&self.index), Some(false))
     }
 
-    fn of_rank(dp_rank: DpRank, index: Rc<RefCell<Index>>) -> Self {
+    fn of_rank(dp_rank: DpRank, index: Rc<RefCell<Index>>, speculates: Option<bool>) -> Self {
         let source = Source {
             worker: WorkerId::from("w"),
             dp_rank,
@@ -99,6 +104,7 @@ impl Pipeline {
         // The log has no clock.
         config.waits_for_clock = false;
         config.rank = Some(dp_rank.0);
+        config.mirror.speculates = speculates;
         let mut pipeline = Self {
             subject: Subjects::new(&namespace()).records(&source),
             heartbeats: Subjects::new(&namespace()).heartbeat(&source),

@@ -6,8 +6,8 @@ use tokio::time::{sleep, timeout};
 
 use super::*;
 
-/// Bound of every wait; only a defect takes so long.
-const PATIENCE: Duration = Duration::from_secs(90);
+/// Bound of every wait: above the server's longest time limit. Only a defect takes so long.
+const PATIENCE: Duration = HEAD_TIMEOUT.saturating_mul(2);
 
 async fn serve(connections_max: usize) -> (SocketAddr, IntGauge, Shutdown) {
     let (address, metrics, shutdown) = serve_clients(connections_max, HalfClosed::Abort).await;
@@ -306,7 +306,13 @@ async fn a_preface_that_never_ends_times_out() {
     let (address, _, shutdown) = serve_clients(4, HalfClosed::Abort).await;
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(b"PRI * HT").await.unwrap();
+    let since = Instant::now();
     assert!(is_closed(&mut stream).await);
+    let waited = since.elapsed();
+    assert!(
+        waited.abs_diff(HEAD_TIMEOUT) < Duration::from_secs(1),
+        "{waited:?}"
+    );
     shutdown.force.cancel();
     shutdown.stop.cancel();
 }
