@@ -255,7 +255,7 @@ struct HashQuery {
     cache_salt: Option<String>,
 }
 
-/// Which workers are meant. The RFC says `model`, its widest-used implementation `model_name`.
+/// Selects workers. The RFC has `model`, its widest-used implementation `model_name`.
 struct Scope {
     model: Option<String>,
     block_size: Option<u32>,

@@ -1,4 +1,4 @@
-//! The shell: tails the log, hears heartbeats, watches the registry, serves queries, keeps
+//! The shell: tails the log, reads heartbeats, watches the registry, serves queries, keeps
 //! snapshots.
 //!
 //! One task owns the fold and writes to it, in bounded synchronous steps under a lock that is never
@@ -6,7 +6,7 @@
 //! takes up the log again where it was. It decides nothing about sources, [`Fold`] does.
 //!
 //! `follow` is that task, `restore` what it does with snapshots; `snapshots` writes them, `queries`
-//! answers, `register` says that this replica is there; `stall` knows how old what is read may be.
+//! answers, `register` keeps this replica's entry; `stall` measures how old what is read may be.
 
 mod follow;
 mod queries;

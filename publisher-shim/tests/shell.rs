@@ -186,7 +186,7 @@ async fn a_restarted_engine_gets_a_new_generation() {
     world.end().await;
 }
 
-/// Nothing but its HTTP says where its events are, and that they are elsewhere after a restart.
+/// Only its HTTP shows where its events are, and that they are elsewhere after a restart.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_engine_that_tells_its_sockets_is_heard_and_heard_again_at_other_ones() {
     let mut world = start_with(|_, _| {}).await;

@@ -164,7 +164,7 @@ async fn a_killed_server_comes_back_and_all_is_equal_again() {
     for router in &routers {
         let counts = router.handle.snapshot().await.unwrap().counts;
         println!("{:?} {:?}", counts.mended, counts.refused);
-        assert_eq!(counts.deaths, 0, "nobody died");
+        assert_eq!(counts.deaths, 0, "no router was declared dead");
     }
 }
 

@@ -66,7 +66,7 @@ fn a_seed_is_the_whole_input() {
             ..Plan::of(seed)
         };
         let [first, second] = [(); 2].map(|()| run(&plan).trace);
-        assert!(first.len() > 100, "the trace tells something");
+        assert!(first.len() > 100, "the trace has events");
         let differing = first.iter().zip(&second).find(|(one, other)| one != other);
         assert_eq!(differing, None, "seed {seed}");
         assert_eq!(first.len(), second.len(), "seed {seed}");
@@ -118,7 +118,7 @@ fn broken_rule_is_found(breakage: Breakage) {
 
 /// Which rule the first plan breaks that breaks one.
 fn broken_within(plans: &[Plan]) -> String {
-    let (at, outcome) = first_broken(plans).expect("nobody would notice");
+    let (at, outcome) = first_broken(plans).expect("no check found the broken rule");
     let why = outcome.broken.unwrap();
     println!("{:?}: world {at}: {why}", plans[at].broken);
     why

@@ -44,7 +44,7 @@ struct World {
     sources: BTreeMap<SourceNumber, Model>,
 }
 
-/// `fork`: the high half says where it leaves the trunk, the low half to which branch.
+/// `fork`: the high half is where it leaves the trunk, the low half the branch.
 fn chain(fork: u8, length: u8) -> Chain {
     let leaves = (fork >> 4) * 4;
     let branch = fork & 15;

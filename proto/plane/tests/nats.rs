@@ -345,7 +345,7 @@ async fn a_renewal_without_an_answer_is_found_again() {
         let shared: Arc<dyn Plane> = Arc::new(plane.clone());
         let lease = Lease::acquire(shared, key.into(), "one".into(), ttl).await;
         let revision = plane.get(key.into()).await.unwrap().unwrap().revision;
-        (lease.unwrap().expect("nobody has it"), revision)
+        (lease.unwrap().expect("the lease is free"), revision)
     };
     let (mut own, own_revision) = acquire("wr.t.own").await;
     let (mut other, other_revision) = acquire("wr.t.other").await;
@@ -462,7 +462,7 @@ async fn a_damaged_description_of_a_snapshot_stands_in_nobodys_way() {
             "{chunks}"
         );
     }
-    // It has a chunk, and says that it is larger than a chunk can be.
+    // It has a chunk, and claims to be larger than a chunk can be.
     let chunk = jetstream.publish("$O.wr_t.C.n", number(1)).await.unwrap();
     chunk.await.unwrap();
     describe("huge", huge(1)).await;

@@ -6,7 +6,7 @@
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{JoinError, spawn_blocking};
 
-/// Runs blocking work. The error says that it panicked.
+/// Runs blocking work. An error means that it panicked.
 pub async fn run<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, JoinError> {
@@ -16,7 +16,7 @@ pub async fn run<T: Send + 'static>(
     spawn_blocking(work).await
 }
 
-/// Runs a future whose polls block for long. The error says that it panicked.
+/// Runs a future whose polls block for long. An error means that it panicked.
 pub async fn run_future<F>(future: F) -> Result<F::Output, JoinError>
 where
     F: Future<Output: Send> + Send + 'static,

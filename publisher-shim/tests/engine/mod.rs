@@ -151,10 +151,10 @@ pub(crate) fn store(token: u32) -> Value {
     })
 }
 
-/// What the engine's HTTP says, to be changed while it serves.
+/// The pages of the engine's HTTP, to be changed while it serves.
 pub(crate) struct Pages {
     pub(crate) health: StatusCode,
-    /// What `--api-key` says: asked of everything below `/v1`, as vLLM does.
+    /// Value of `--api-key`: required below `/v1`, as by vLLM.
     pub(crate) key: Option<&'static str>,
     /// `/kv_event_sources`; 404 without.
     pub(crate) sources: Option<Value>,
@@ -219,7 +219,7 @@ fn page(pages: &mut Pages, path: &str, key: Option<&HeaderValue>) -> (StatusCode
     })
 }
 
-/// The engine's HTTP. Its URL, and what it says.
+/// Starts the engine's HTTP. Returns its URL and its pages.
 pub(crate) async fn http(
     tasks: &TaskTracker,
     stop: &CancellationToken,

@@ -143,7 +143,7 @@ impl World {
         digest
     }
 
-    /// Waits until the shim's last acknowledged record is the truth, and the log says the same.
+    /// Waits until the shim's last acknowledged record is the truth, and the log agrees.
     pub(crate) async fn until_equal(&self, shim: &Shim) -> Fold {
         let truth = self.truth();
         let is_equal = || {
@@ -175,7 +175,7 @@ impl World {
         fold
     }
 
-    /// What the worker's registration says that it serves.
+    /// The models of the worker's registration.
     pub(crate) async fn models(&self) -> Vec<String> {
         let key = Subjects::new(&Namespace::from("t")).worker_key(&source().worker);
         let entry = self.plane("reader").await.get(key).await.unwrap();

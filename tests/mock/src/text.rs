@@ -67,7 +67,7 @@ impl Text {
     }
 }
 
-/// Whether a text prompt gets special tokens: unless the request says otherwise.
+/// Whether a text prompt gets special tokens: unless the request sets it otherwise.
 pub(crate) fn special_tokens(request: &Value) -> SpecialTokens {
     if request["add_special_tokens"].as_bool().unwrap_or(true) {
         SpecialTokens::Add

@@ -11,7 +11,7 @@ use clap::Parser;
 use tokio::time::Instant;
 use warmroute_tests::world::{Outcome, Plan, Report, run};
 
-/// Runs seeds of the simulated world, prints those that fail, and says how it went.
+/// Runs seeds of the simulated world, prints those that fail and a summary.
 #[derive(Parser)]
 struct Args {
     /// Seeds to run: `100` is 0..100, `100..200` goes on from there.

@@ -351,7 +351,7 @@ fn torn(blob: &Bytes) -> Option<Bytes> {
     Some(format::encode(&head, &image).unwrap().into())
 }
 
-/// Applies a change; says whether it could be.
+/// Applies a change. Returns whether it could be applied.
 fn take(held: &mut Pairs, change: &Change) -> bool {
     match change {
         Change::Stored { tier, .. } => {

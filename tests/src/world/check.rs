@@ -35,8 +35,7 @@ const GHOST_MAX: Duration = Duration::from_secs(9);
 const VOUCHED_MAX: Duration = Duration::from_millis(5_500);
 /// A shim without the log's clock, or with another one's, sends a less exact time.
 const CLOCK_UNSURE: Duration = Duration::from_secs(20);
-/// What an engine says to its shim does not: so long it may be on its way, where single messages
-/// wait.
+/// An engine's messages carry no time: longest time to its shim, where single messages wait.
 const EVENT_LATE: Duration = Duration::from_secs(2);
 /// Until a shim has queried another server's clock: a known limit (docs/RELIABILITY.md).
 const CLOCK_LATE: Duration = Duration::from_secs(3);
@@ -140,7 +139,7 @@ pub(super) struct Vouched {
 }
 
 impl Vouched {
-    /// A shim says what it can vouch for.
+    /// A shim publishes the state that it vouches for.
     pub(super) fn said(
         &mut self,
         now: At,

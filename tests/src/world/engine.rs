@@ -304,7 +304,7 @@ impl World {
         did_run
     }
 
-    /// The engine's cache is emptied, and it says so.
+    /// The engine's cache is emptied, and the engine publishes that.
     pub(super) fn reset_in_the_calm(&mut self, at: usize) {
         let engine = &mut self.engines[at];
         engine.is_reset = true;

@@ -84,7 +84,7 @@ pub(super) struct Host {
     pub(super) clock: Clock,
     /// Nothing comes or goes between it and the plane.
     pub(super) is_cut: bool,
-    /// What its client library says of that, some time later.
+    /// The state that its client library shows, some time later.
     pub(super) seems_up: bool,
     /// One connection keeps its order, each way.
     pub(super) sent_until: At,
@@ -258,7 +258,7 @@ pub(super) enum Input {
     Answer(u64, usize, Rc<IndexAnswer>),
     /// An engine's health, as a router saw it.
     Sight(usize, Observation),
-    /// What an engine says to a request.
+    /// An engine's answer to a request.
     Http(u64, Http),
 }
 

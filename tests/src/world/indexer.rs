@@ -85,7 +85,7 @@ impl World {
         Some(running.process.enter(|| read(handle)))
     }
 
-    /// What an indexer says of each source.
+    /// An indexer's state of each source.
     pub(super) fn standings(&self, at: usize) -> Vec<SourceView> {
         let ask = ViewPageRequest {
             after: None,
@@ -95,7 +95,7 @@ impl World {
         page.unwrap_or_default()
     }
 
-    /// The process ran: what it says now is looked at.
+    /// Checks the answers of a process that ran.
     pub(super) fn indexer_ran(&mut self, at: usize) {
         self.send_answers(at);
         let Some(position) = self.read_index(at, Handle::position) else {

@@ -77,7 +77,7 @@ pub enum Breakage {
     JumpOverHole,
     /// A shim takes a record as acknowledged once it is sent.
     AckBeforeApply,
-    /// A snapshot says that it goes up to the log's end, wherever it was cut.
+    /// A snapshot claims to go up to the log's end, wherever it was cut.
     SnapshotWithoutPosition,
     /// A snapshot's blocks are of another moment than its numbers.
     ImageNotACut,

@@ -138,7 +138,7 @@ impl World {
                 self.index_answers(at, run, no, (indexer, answer))
             }
             Input::Http(no, what) => self.engine_says(at, run, no, what),
-            other => panic!("a router is told {other:?}"),
+            other => panic!("a router receives {other:?}"),
         }
     }
 
@@ -274,7 +274,7 @@ impl World {
         self.place(at, run, no);
     }
 
-    /// What an indexer says, as of the moment at which it says it.
+    /// Checks an indexer's answer as of the moment at which it is sent.
     pub(super) fn check_answers(&mut self, at: usize, query: &IndexQuery, answer: &IndexAnswer) {
         let IndexAnswer::Runs { sources, .. } = answer else {
             return;

@@ -72,7 +72,7 @@ impl World {
         shim.heard.clear();
     }
 
-    /// What the engine's HTTP says.
+    /// The answer of the engine's HTTP.
     pub(super) fn engine_info(&self, worker: usize) -> InfoAnswer {
         let engine = &self.engines[worker];
         if !engine.is_up {

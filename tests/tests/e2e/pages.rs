@@ -33,7 +33,7 @@ async fn the_metrics_of_all_parts_are_one_page() {
             );
         } else {
             let (name, _) = line.rsplit_once(' ').unwrap();
-            assert!(series.insert(name), "told twice: {line}");
+            assert!(series.insert(name), "series appears twice: {line}");
         }
     }
     for (worker, rank) in [

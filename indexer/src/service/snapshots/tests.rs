@@ -224,7 +224,7 @@ async fn another_log(created_unix_ns: u64) {
         until(async || pointer(&running.plane).await.unwrap().newest.log.nonce == 9).await;
         pointer(&running.plane).await.unwrap()
     };
-    assert_eq!(pointer.older, None, "of use to nobody");
+    assert_eq!(pointer.older, None, "no reader needs it");
     until(async || {
         let names = running.plane.snapshots().await.unwrap();
         !names.contains(&former.newest.name) && names.contains(&pointer.newest.name)
@@ -370,7 +370,7 @@ async fn a_source_that_diverged_here_is_repaired_from_a_snapshot() {
     })
     .await;
     let asked = timeout(60 * SECOND, requests.next()).await;
-    assert!(asked.is_err(), "nobody had to send an image");
+    assert!(asked.is_err(), "no image is requested");
     // In the same generation a second time: now it is asked for.
     running.heartbeat(&wrong).await;
     let request = requests.next().await.unwrap();

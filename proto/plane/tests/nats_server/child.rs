@@ -34,7 +34,7 @@ impl Drop for Watchdog {
     }
 }
 
-/// What a child says first on its piped standard output; nothing if it ends before.
+/// First line of a child's piped standard output; nothing if it ends before.
 pub(crate) fn first_line(child: &mut Child) -> String {
     let stdout = child.stdout.take().expect("a pipe");
     let (said, heard) = mpsc::channel();
@@ -43,7 +43,9 @@ pub(crate) fn first_line(child: &mut Child) -> String {
         let read = BufReader::new(stdout).read_line(&mut line);
         drop(said.send(read.map(|_| line)));
     });
-    let line = heard.recv_timeout(PATIENCE).expect("it says nothing");
+    let line = heard
+        .recv_timeout(PATIENCE)
+        .expect("the child writes a line");
     line.expect("text")
 }
 

@@ -173,7 +173,7 @@ fn a_hole_keeps_its_place_until_its_descendants_are_gone() {
     follower.apply(vec![stored(None, &[1, 2, 3])]);
     follower.apply(vec![removed(2)]);
     assert!(!follower.holds(&[1, 2]) && follower.holds(&[1, 2, 3]));
-    // The engine hash of the hole still says where its children belong.
+    // The engine hash of the hole still places its children.
     follower.apply(vec![stored(Some(2), &[4])]);
     assert!(follower.holds(&[1, 2, 4]));
     follower.apply(vec![stored(Some(1), &[2])]);

@@ -339,7 +339,7 @@ impl World {
         self.core.publisher.is_idle() && !self.core.publisher.is_paused() && !self.has_lost
     }
 
-    /// What the log says is what the mirror holds.
+    /// The log's state equals what the mirror holds.
     fn verify(&self) {
         assert_eq!(self.reader.held(), self.core.mirror().held());
         assert_eq!(self.reader.digest(), self.core.mirror().digest());

@@ -140,7 +140,7 @@ impl ChatTemplates {
         self.render_until(chat, now, &|| false)
     }
 
-    /// The same, given up at the next output after `is_cancelled` returns true.
+    /// Like `render`, but fails at the next output after `is_cancelled` returns true.
     pub fn render_until(
         &self,
         chat: &ChatParts<'_>,

@@ -34,7 +34,7 @@ pub struct SimulateArgs {
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
     /// Another draw of what routers leave to chance, ties and temperature, with everything else
-    /// that the seed says as it was: runs that differ by their draw alone differ by chance alone.
+    /// that the seed sets as it was: runs that differ by their draw alone differ by chance alone.
     #[arg(long, default_value_t = 0)]
     pub(super) draw: u64,
     /// Print one JSON object instead of a table.

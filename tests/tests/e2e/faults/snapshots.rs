@@ -68,7 +68,7 @@ async fn writer_killed_at_random_points() {
 async fn writer(fleet: &Fleet, plane: &NatsPlane, subjects: &Subjects) -> (usize, RegistryEntry) {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        assert!(Instant::now() < deadline, "nobody writes snapshots");
+        assert!(Instant::now() < deadline, "no snapshot is written");
         let lease = plane.get(subjects.snapshot_lease_key()).await.unwrap();
         if let Some(lease) = lease {
             let said: SnapshotLease = codec::decode(&lease.value).unwrap();

@@ -83,8 +83,8 @@ impl Distributed {
     }
 
     pub(crate) fn urls(&self) -> String {
-        let server = self.server.try_lock().expect("nobody restarts it now");
-        let peers = self.peers.try_lock().expect("nobody restarts them now");
+        let server = self.server.try_lock().expect("no restart is in progress");
+        let peers = self.peers.try_lock().expect("no restart is in progress");
         let urls = std::iter::once(server.url()).chain(peers.iter().map(NatsServer::url));
         urls.collect::<Vec<_>>().join(",")
     }

@@ -77,7 +77,11 @@ impl Process {
                 return serde_json::from_str(line).expect("a line of JSON");
             }
             let name = self.program;
-            assert!(self.is_running(), "{name} ended at once; {}", self.tail());
+            assert!(
+                self.is_running(),
+                "{name} ended after its start; {}",
+                self.tail()
+            );
             assert!(
                 Instant::now() < deadline,
                 "{name} says nothing; {}",

@@ -31,7 +31,7 @@ fn reason(world: &World, name: &str) -> Option<UnknownReason> {
         .and_then(|answer| answer.reason)
 }
 
-/// Heartbeats and requests twice a second; who is asked says so.
+/// Sends heartbeats and polls requests twice a second. Returns the requested sources.
 fn live(world: &mut World, shims: &[&str], seconds: u32) -> Vec<String> {
     let mut asked = Vec::new();
     for _ in 0..seconds * 2 {

@@ -47,7 +47,7 @@ impl Late {
         }
     }
 
-    /// What the shim says now.
+    /// The shim's present state.
     fn record(&mut self, names: &str) -> Record {
         Record {
             sent_at: Some(self.log_time()),

@@ -585,7 +585,7 @@ fn what_waited_during_a_standstill_proves_nothing() {
     let before = world.records.len();
     world.engine_answers = false;
     world.deliver(seq, payload);
-    assert_eq!(world.records.len(), before, "nothing is told of it");
+    assert_eq!(world.records.len(), before, "no record is written");
     assert_ne!(world.core.status(world.now).states.gpu, GPU);
     world.engine_answers = true;
     let generation = world.generation;

@@ -210,7 +210,11 @@ fn a_lost_acknowledgement_holds_the_later_ones_back_for_half_a_second_only() {
 fn what_is_said_says_when() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
-    assert_eq!(world.records.last().unwrap().sent_at, None, "nobody told");
+    assert_eq!(
+        world.records.last().unwrap().sent_at,
+        None,
+        "no clock was queried"
+    );
     let told = world.now;
     world.core.log_clock(told, told, 1_000_000_000_000);
     let log_time = |at: Instant| {
