@@ -115,13 +115,13 @@ pub struct SourceAnswer {
     pub run: Tiers<u32>,
 }
 
-/// Asks whether a source has held one block without interruption since a record. An indexer of an
-/// earlier version does not answer.
+/// Asks whether a source has held one block without interruption since a position of a log. An
+/// indexer of an earlier version does not answer.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct HoldQuery {
     pub source: Source,
-    pub generation: Generation,
-    pub since: RecordNumber,
+    pub log: StreamIdentity,
+    pub since: LogPosition,
     pub block: PrefixHash,
     pub tier: Tier,
 }
@@ -129,6 +129,8 @@ pub struct HoldQuery {
 /// The answer to a [`HoldQuery`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct HoldAnswer {
+    /// The log that this replica follows; `None` before it knows one.
+    pub log: Option<StreamIdentity>,
     /// `None` for a source without records.
     pub generation: Option<Generation>,
     pub engine_seq: Option<EngineSeq>,
@@ -143,12 +145,13 @@ pub struct HoldAnswer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum HoldSpan {
-    /// Held now, and after every record since the queried one.
+    /// Held now, and after every record since the queried position.
     Held = 0,
     /// Not held now.
     Absent = 1,
     /// Held now, and removed in between; rarely another block was.
     Interrupted = 2,
-    /// This replica's list of removals does not reach back to the queried record.
+    /// This replica follows another log, has not reached the queried position, or its list of
+    /// removals does not reach back to it.
     Uncovered = 3,
 }

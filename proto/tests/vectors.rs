@@ -495,8 +495,8 @@ fn golden_samples_of_audits() {
         "hold_query",
         &HoldQuery {
             source: source(),
-            generation: Generation(3),
-            since: RecordNumber(258),
+            log: answer_log(),
+            since: LogPosition(258),
             block: PrefixHash(7),
             tier: Tier::Gpu,
         },
@@ -504,6 +504,7 @@ fn golden_samples_of_audits() {
     golden(
         "hold_answer",
         &HoldAnswer {
+            log: Some(answer_log()),
             generation: Some(Generation(3)),
             engine_seq: Some(EngineSeq(9)),
             state: SourceState::Exact,

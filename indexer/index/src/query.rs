@@ -160,8 +160,10 @@ impl PreparedQuery {
 /// Answers a query about one block of one source.
 #[must_use]
 pub fn hold_answer(fold: &Fold, query: &HoldQuery, now: Instant) -> HoldAnswer {
+    let log = fold.log();
     let Some(status) = fold.status(&query.source, now) else {
         return HoldAnswer {
+            log,
             generation: None,
             engine_seq: None,
             state: SourceState::Unknown,
@@ -169,13 +171,14 @@ pub fn hold_answer(fold: &Fold, query: &HoldQuery, now: Instant) -> HoldAnswer {
             span: HoldSpan::Uncovered,
         };
     };
-    let is_comparable = status.generation == Some(query.generation);
+    let is_comparable = log == Some(query.log) && fold.position() >= query.since;
     HoldAnswer {
+        log,
         generation: status.generation,
         engine_seq: status.engine_seq,
         state: *status.states.get(query.tier),
         proof_age_ms: milliseconds(status.proof_age),
-        span: match is_comparable && status.number >= Some(query.since) {
+        span: match is_comparable {
             true => fold.hold_span(&query.source, query.block, query.tier, query.since),
             false => HoldSpan::Uncovered,
         },

@@ -4,14 +4,15 @@
 //! again for the very request that missed them. The index is proven wrong only if it credited a
 //! block that the engine missed *and* held it from the decision's answer until after the request,
 //! without interruption. So [`SETTLE`] after the report the index is queried about the first missing
-//! block ([`Recheck`]). It is a strike if an `exact` answer of the same generation, proven
+//! block ([`Recheck`]). It is a strike if an `exact` answer of the same log and generation, proven
 //! [`UNSEEN_MAX`] after the report, says `held`. An indexer that does not know, because its list of
-//! removals does not reach back, gives no strike.
+//! removals does not reach back, gives no strike. Different logs are never compared: after a loss
+//! of log and registry, generations repeat.
 //!
 //! After [`STRIKES`] strikes, without a request between that found its credit, the source is demoted:
-//! its index credit is void until its next generation, or until [`AGREEMENTS`] requests in a row
-//! found all that the index would have credited. A strike begins that count again; a shortfall
-//! without a strike does not change it.
+//! its index credit is void until its next generation or another log, or until [`AGREEMENTS`]
+//! requests in a row found all that the index would have credited. A strike begins that count again;
+//! a shortfall without a strike does not change it.
 //!
 //! Only `exact` GPU blocks of a source with main attention alone are checked, and only for requests
 //! that may read the cache. Pure: the shell sends the queries. At most one recheck a source is open.
@@ -19,8 +20,9 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{HoldAnswer, HoldQuery, HoldSpan, SourceState};
-use warmroute_proto::{EngineSeq, Generation, PrefixHash, RecordNumber, Source, Tier};
+use warmroute_proto::{EngineSeq, Generation, PrefixHash, Source, StreamIdentity, Tier};
 
+use super::index_view::{AnswerPosition, LogGeneration};
 use super::prompt::CacheReads;
 use super::source_table::{PerSource, SourceId};
 
@@ -48,7 +50,7 @@ pub struct CreditClaim {
     pub decided: Instant,
     /// As of the answer that was used; `None` without one.
     pub generation: Option<Generation>,
-    pub number: Option<RecordNumber>,
+    pub position: Option<AnswerPosition>,
     pub engine_seq: Option<EngineSeq>,
     /// Capped credit of all tiers.
     pub blocks: u32,
@@ -89,9 +91,9 @@ pub struct Recheck {
     pub source: SourceId,
     pub not_before: Instant,
     reported: Instant,
+    position: AnswerPosition,
     generation: Generation,
-    number: RecordNumber,
-    engine_seq: Option<EngineSeq>,
+    engine_seq: EngineSeq,
     block: PrefixHash,
 }
 
@@ -100,16 +102,19 @@ impl Recheck {
     pub const fn query(&self, source: Source) -> HoldQuery {
         HoldQuery {
             source,
-            generation: self.generation,
-            since: self.number,
+            log: self.position.log,
+            since: self.position.position,
             block: self.block,
             tier: Tier::Gpu,
         }
     }
 
     #[must_use]
-    pub const fn generation(&self) -> Generation {
-        self.generation
+    pub const fn generation(&self) -> LogGeneration {
+        LogGeneration {
+            log: self.position.log,
+            generation: self.generation,
+        }
     }
 }
 
@@ -142,6 +147,8 @@ pub struct CreditAudit {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct SourceAudit {
+    /// The log of the last strike, to which the counts belong.
+    log: Option<StreamIdentity>,
     strikes: u32,
     /// While demoted: requests in a row that found all that the index credits.
     agreements: u32,
@@ -188,6 +195,10 @@ impl CreditAudit {
             RecheckVerdict::Unproven => self.counts.unproven += 1,
             RecheckVerdict::Strike | RecheckVerdict::Demote => {
                 self.counts.strikes += 1;
+                if audit.log != Some(recheck.position.log) {
+                    audit.log = Some(recheck.position.log);
+                    audit.strikes = 0;
+                }
                 audit.strikes += 1;
                 audit.agreements = 0;
                 if audit.strikes >= STRIKES {
@@ -220,6 +231,10 @@ impl CreditAudit {
     fn agree(&mut self, claim: &CreditClaim) -> AuditVerdict {
         self.counts.held += 1;
         let audit = self.sources.get_mut(claim.source);
+        let log = claim.position.map(|at| at.log);
+        if log.is_none() || log != audit.log {
+            return AuditVerdict::Held;
+        }
         if claim.state == SourceState::Exact {
             audit.strikes = 0;
         }
@@ -251,9 +266,9 @@ impl CreditAudit {
             source: claim.source,
             not_before: now + SETTLE,
             reported: now,
+            position: claim.position?,
             generation: claim.generation?,
-            number: claim.number?,
-            engine_seq: claim.engine_seq,
+            engine_seq: claim.engine_seq?,
             block: block_at(first_missing as usize)?,
         };
         audit.open_since = Some(now);
@@ -268,6 +283,9 @@ fn is_checkable(claim: &CreditClaim) -> bool {
 }
 
 fn judge(recheck: &Recheck, answer: &HoldAnswer, now: Instant) -> RecheckVerdict {
+    if answer.log != Some(recheck.position.log) {
+        return RecheckVerdict::Unproven;
+    }
     if answer.generation > Some(recheck.generation) {
         return RecheckVerdict::Cleared;
     }
@@ -275,7 +293,7 @@ fn judge(recheck: &Recheck, answer: &HoldAnswer, now: Instant) -> RecheckVerdict
     let since_report = now.saturating_duration_since(recheck.reported);
     let is_proven = answer.state == SourceState::Exact
         && answer.generation == Some(recheck.generation)
-        && answer.engine_seq > recheck.engine_seq
+        && answer.engine_seq > Some(recheck.engine_seq)
         && since_report >= UNSEEN_MAX.saturating_add(proof_age);
     match answer.span {
         HoldSpan::Absent | HoldSpan::Interrupted => RecheckVerdict::Cleared,

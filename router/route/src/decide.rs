@@ -420,7 +420,7 @@ fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
         standing,
         decided: input.now,
         generation: known.map(|known| known.generation),
-        number: known.and_then(|known| known.number),
+        position: known.and_then(|known| known.position),
         engine_seq: known.and_then(|known| known.engine_seq),
         blocks: cost::overlap_blocks(credit),
         gpu_blocks: credit.gpu,

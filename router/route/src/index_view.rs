@@ -3,8 +3,8 @@
 //! Any index replica may answer, and replicas lag. Per source the view keeps the highest
 //! (generation, number) seen. An answer of a lower generation is `stale`. A lower number of the
 //! same generation is trusted until [`LAG_MAX`] after a higher one was first seen, then it is
-//! `stale`. A source that this router demoted is `stale` until its next generation, or until it is
-//! reinstated; the credit that it would have is kept apart. A state is only ever lowered.
+//! `stale`. A source that this router demoted is `stale` until its next generation or another log, or
+//! until it is reinstated; the credit that it would have is kept apart. A state is only ever lowered.
 //!
 //! A compact answer names numbers of few holders only. It is `stale` as a whole once a higher
 //! position of the log was shown [`LAG_MAX`] before it.
@@ -58,7 +58,14 @@ struct SourceFreshness {
     numbers: NumbersSeen,
     /// When an answer last showed the highest number.
     shown: Option<Instant>,
-    demoted: Option<Generation>,
+    demoted: Option<LogGeneration>,
+}
+
+/// A source's generation in one log. Another log may give the same number again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogGeneration {
+    pub log: StreamIdentity,
+    pub generation: Generation,
 }
 
 /// The trusted part of one answer, by source.
@@ -73,13 +80,21 @@ pub struct TrustedAnswer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrustedSource {
     pub generation: Generation,
-    pub number: Option<RecordNumber>,
+    /// As of which the index answered; `None` if its log is not certain.
+    pub position: Option<AnswerPosition>,
     pub engine_seq: Option<EngineSeq>,
     pub states: Tiers<SourceState>,
     /// Credited blocks, uncapped; 0 in a tier whose state gives no credit.
     pub run: Tiers<u32>,
     /// What a demotion took.
     pub demoted: Option<DemotedCredit>,
+}
+
+/// A position of one log. Those of different logs cannot be compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AnswerPosition {
+    pub log: StreamIdentity,
+    pub position: LogPosition,
 }
 
 /// The credit of a demoted source, for comparison only.
@@ -128,10 +143,10 @@ impl TrustedSource {
             || self.states.disk.gives_credit()
     }
 
-    fn of(answer: &SourceAnswer) -> Self {
+    fn of(answer: &SourceAnswer, position: AnswerPosition) -> Self {
         Self {
             generation: answer.generation,
-            number: answer.number,
+            position: Some(position),
             engine_seq: answer.engine_seq,
             states: answer.states,
             demoted: None,
@@ -171,13 +186,14 @@ impl IndexView {
                 position,
                 sources,
             }) => {
-                self.positions.observe(*log, *position, now);
+                let (log, position) = (*log, *position);
+                self.positions.observe(log, position, now);
                 for answer in sources {
                     let shown = ShownRecord {
                         generation: answer.generation,
                         applied: Some(applied(answer.number)),
                     };
-                    let known = TrustedSource::of(answer);
+                    let known = TrustedSource::of(answer, AnswerPosition { log, position });
                     let id = table.intern(&answer.source);
                     self.judge_one(id, shown, known, now, &mut trusted);
                 }
@@ -197,7 +213,7 @@ impl IndexView {
         trusted: &mut TrustedAnswer,
     ) {
         let position = holders.position();
-        let is_lagging = position.is_none_or(|(log, position)| {
+        let is_lagging = position.is_none_or(|AnswerPosition { log, position }| {
             self.positions.observe(log, position, now) == Freshness::Lagging
         });
         for KnownHolder { row, group, detail } in holders.sources() {
@@ -219,7 +235,7 @@ impl IndexView {
             let run = group.map(|group| group.run).unwrap_or_default();
             let mut known = TrustedSource {
                 generation,
-                number: detail.and_then(|detail| detail.number),
+                position,
                 engine_seq: detail.and_then(|detail| detail.engine_seq),
                 states,
                 run: credited(states, run),
@@ -251,19 +267,23 @@ impl IndexView {
                 known.lower_to_stale();
             }
         }
-        if freshness.demotion().is_some() {
+        if let Some(demotion) = freshness.demotion(self.positions.log) {
             let (state, run) = (known.state(), known.run);
-            known.demoted = Some(DemotedCredit { state, run });
+            // What an older log's replica would credit is not compared.
+            let is_comparable = known.position.is_some_and(|at| at.log == demotion.log);
+            known.demoted = is_comparable.then_some(DemotedCredit { state, run });
             known.lower_to_stale();
         }
         *trusted.sources.get_mut(id) = Some(known);
     }
 
-    /// Distrusts a source until a generation above this one.
-    pub fn demote(&mut self, source: SourceId, generation: Generation) {
+    /// Distrusts a source until a generation above this one, or until answers are of another log.
+    pub fn demote(&mut self, source: SourceId, at: LogGeneration) {
         let freshness = self.sources.get_mut(source);
-        if freshness.demoted.is_none_or(|at| at < generation) {
-            freshness.demoted = Some(generation);
+        let covers =
+            |known: LogGeneration| known.log == at.log && known.generation >= at.generation;
+        if !freshness.demoted.is_some_and(covers) {
+            freshness.demoted = Some(at);
             self.counts.demoted += 1;
         }
     }
@@ -271,7 +291,7 @@ impl IndexView {
     /// Ends a demotion. Returns whether there was one.
     pub fn reinstate(&mut self, source: SourceId) -> bool {
         let freshness = self.sources.get_mut(source);
-        let demotion = freshness.demotion();
+        let demotion = freshness.demotion(self.positions.log);
         freshness.demoted = None;
         demotion.is_some()
     }
@@ -279,7 +299,9 @@ impl IndexView {
     /// The demoted sources with their generations.
     pub fn demoted(&self) -> impl Iterator<Item = (SourceId, Generation)> {
         let all = self.sources.iter();
-        all.filter_map(|(id, freshness)| Some((id, freshness.demotion()?)))
+        all.filter_map(|(id, freshness)| {
+            Some((id, freshness.demotion(self.positions.log)?.generation))
+        })
     }
 
     /// The newest generation that an answer showed.
@@ -316,9 +338,10 @@ fn applied(number: Option<RecordNumber>) -> u64 {
 }
 
 impl SourceFreshness {
-    /// The generation in which it is demoted now.
-    fn demotion(&self) -> Option<Generation> {
-        self.demoted.filter(|at| self.generation <= Some(*at))
+    /// Its demotion, if it counts while answers are of this log.
+    fn demotion(&self, log: Option<StreamIdentity>) -> Option<LogGeneration> {
+        self.demoted
+            .filter(|at| Some(at.log) == log && self.generation <= Some(at.generation))
     }
 
     fn take_in(&mut self, answer: ShownRecord, now: Instant) -> Freshness {
@@ -337,7 +360,7 @@ impl SourceFreshness {
                 generation: Some(generation),
                 numbers: NumbersSeen::of(applied, now),
                 shown: Some(now),
-                demoted: self.demoted.filter(|at| *at <= generation),
+                demoted: self.demoted.filter(|at| at.generation <= generation),
             };
             return Freshness::Restarted;
         }

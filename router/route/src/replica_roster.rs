@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
+use warmroute_proto::Source;
 use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
     RosterPageRequest, RosterRow, RosterStatus,
 };
-use warmroute_proto::{LogPosition, Source, StreamIdentity};
+
+use super::index_view::AnswerPosition;
 
 /// The rows of one indexer's roster that were read so far.
 #[derive(Clone, Debug, Default)]
@@ -112,10 +114,12 @@ impl HolderReply {
         is_own.then_some(Self { roster, parts })
     }
 
-    /// The lowest position of the parts, and its log.
-    pub(crate) fn position(&self) -> Option<(StreamIdentity, LogPosition)> {
-        let parts = self.parts.iter().map(|part| (part.log, part.position));
-        parts.min_by_key(|(_, position)| *position)
+    /// The lowest position of the parts; `None` if they are of several logs.
+    pub(crate) fn position(&self) -> Option<AnswerPosition> {
+        let log = self.parts.first()?.log;
+        let position = self.parts.iter().map(|part| part.position).min()?;
+        let is_one = self.parts.iter().all(|part| part.log == log);
+        is_one.then_some(AnswerPosition { log, position })
     }
 
     /// Number of holders that the roster does not name: their credit is lost.

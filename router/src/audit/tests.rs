@@ -88,6 +88,7 @@ impl World {
 
 fn wrong_hold(later: u64) -> HoldAnswer {
     HoldAnswer {
+        log: Some(LOG),
         generation: Some(Generation(1)),
         engine_seq: Some(EngineSeq(later)),
         state: SourceState::Exact,

@@ -114,7 +114,7 @@ impl Fold {
         };
         let mut numbers = numbers.into_iter();
         for entry in &head.sources {
-            let mut fold = SourceFold::restored(entry, holding(entry, &mut numbers));
+            let mut fold = SourceFold::restored(entry, holding(entry, &mut numbers), self.position);
             if left_out.contains(&entry.source) {
                 fold.set_aside(&mut self.tree, Holding::SetAside);
                 fold.set_aside_history.went(now, entry.after.count);

@@ -40,8 +40,8 @@ use warmroute_proto::roster::{
 use warmroute_proto::snapshot::RecordMark;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{
-    Change, LogPosition, Namespace, PrefixHash, RecordNumber, Source, StreamIdentity, Tier, Tiers,
-    WorkerId, codec,
+    Change, LogPosition, Namespace, PrefixHash, Source, StreamIdentity, Tier, Tiers, WorkerId,
+    codec,
 };
 
 use crate::tree::{Growth, SourceNodes, SourceNumber, TierMask, Tree, is_long};
@@ -51,7 +51,7 @@ use message::MessageContent;
 use outage::PlaneOutage;
 use reload::ReloadLimiter;
 use roster::Roster;
-use source::{RecordTimes, Registration, SourceFold};
+use source::{RecordArrival, Registration, SourceFold};
 
 pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
 pub use message::{ParsedMessage, heartbeat};
@@ -218,7 +218,12 @@ impl Fold {
             .ends
             .stored_after(position, message.mark.stored_unix_ns);
         let sent = stored.and_then(|stored| self.ends.sent_at(now, stored, record.sent_at));
-        let came = RecordTimes { now, stored, sent };
+        let arrival = RecordArrival {
+            position,
+            now,
+            stored,
+            sent,
+        };
         let fold = self
             .sources
             .entry(record.source.clone())
@@ -226,7 +231,7 @@ impl Fold {
         if fold.roster.is_none() {
             fold.roster = Some(self.roster.add(&record.source));
         }
-        let verdict = fold.record(came, record, message.mark.checksum, &mut self.tree);
+        let verdict = fold.record(arrival, record, message.mark.checksum, &mut self.tree);
         self.bound_memory(now);
         verdict
     }
@@ -450,14 +455,14 @@ impl Fold {
         Some(fold.status(now, registration, &self.tree))
     }
 
-    /// Since when the source holds a pair, as far back as a record of its present generation.
+    /// Whether the source has held a pair since a position of the present log.
     #[must_use]
     pub fn hold_span(
         &self,
         source: &Source,
         block: PrefixHash,
         tier: Tier,
-        since: RecordNumber,
+        since: LogPosition,
     ) -> HoldSpan {
         match self.sources.get(source).zip(self.number(source)) {
             Some((fold, number)) if self.tree.holds(number, block, tier) => {

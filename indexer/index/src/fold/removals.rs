@@ -1,4 +1,5 @@
-//! Recent removals of one source, by record: shows that a block was held without interruption.
+//! Recent removals of one source, by position in the log: shows that a block was held without
+//! interruption.
 //!
 //! A ring of [`REMOVALS_MAX`] entries of 8 bytes, of the present generation. What was dropped from
 //! it is [`HoldSpan::Uncovered`]. Two blocks with one fingerprint are taken for each other, so the
@@ -7,7 +8,7 @@
 use std::collections::VecDeque;
 
 use warmroute_proto::query::HoldSpan;
-use warmroute_proto::{Change, PrefixHash, RecordNumber};
+use warmroute_proto::{Change, LogPosition, PrefixHash};
 
 /// 16 KiB a source: seconds of an engine that evicts several hundred blocks a second.
 pub(super) const REMOVALS_MAX: usize = 2048;
@@ -15,37 +16,35 @@ pub(super) const REMOVALS_MAX: usize = 2048;
 /// Ring of removals.
 #[derive(Debug, Default)]
 pub(super) struct RecentRemovals {
-    /// All removals of records above this number are in the ring; `None` before the first record.
+    /// All removals above this position are in the ring; `None` before the first record.
     floor: Option<u64>,
-    /// Number that the entries' offsets count from.
+    /// Position that the entries' offsets count from.
     base: u64,
     entries: VecDeque<RemovedBlock>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct RemovedBlock {
-    /// The record's number less `base`.
+    /// The record's position less `base`.
     offset: u32,
     fingerprint: u32,
 }
 
 impl RecentRemovals {
-    /// A ring that covers nothing before the record after this one.
-    pub(super) fn above(number: Option<RecordNumber>) -> Self {
+    /// A ring that covers nothing up to this position.
+    pub(super) fn above(position: LogPosition) -> Self {
         let mut removals = Self::default();
-        if let Some(number) = number {
-            removals.restart(number.0);
-        }
+        removals.restart(position);
         removals
     }
 
     /// Adds the removals of an applied record.
-    pub(super) fn record(&mut self, number: RecordNumber, changes: &[Change]) {
+    pub(super) fn record(&mut self, position: LogPosition, changes: &[Change]) {
         if self.floor.is_none() {
-            return self.restart(number.0);
+            return self.restart(position);
         }
-        let Ok(offset) = u32::try_from(number.0.saturating_sub(self.base)) else {
-            return self.restart(number.0);
+        let Ok(offset) = u32::try_from(position.0.saturating_sub(self.base)) else {
+            return self.restart(position);
         };
         for change in changes {
             match change {
@@ -57,7 +56,7 @@ impl RecentRemovals {
                     });
                     self.entries.extend(removed);
                 }
-                Change::Cleared { .. } => return self.restart(number.0),
+                Change::Cleared { .. } => return self.restart(position),
             }
         }
         while self.entries.len() > REMOVALS_MAX {
@@ -67,8 +66,8 @@ impl RecentRemovals {
         }
     }
 
-    /// Whether a block that is held now was held since a record.
-    pub(super) fn span(&self, block: PrefixHash, since: RecordNumber) -> HoldSpan {
+    /// Whether a block that is held now was held since a position.
+    pub(super) fn span(&self, block: PrefixHash, since: LogPosition) -> HoldSpan {
         if self.floor.is_none_or(|floor| since.0 < floor) {
             return HoldSpan::Uncovered;
         }
@@ -85,10 +84,10 @@ impl RecentRemovals {
         self.entries.capacity() * size_of::<RemovedBlock>()
     }
 
-    fn restart(&mut self, number: u64) {
+    fn restart(&mut self, position: LogPosition) {
         self.entries.clear();
-        self.floor = Some(number);
-        self.base = number;
+        self.floor = Some(position.0);
+        self.base = position.0;
     }
 }
 
@@ -115,23 +114,23 @@ mod tests {
     fn only_later_removals_of_the_block_interrupt() {
         let mut removals = RecentRemovals::default();
         let span = |removals: &RecentRemovals, block, since| {
-            removals.span(PrefixHash(block), RecordNumber(since))
+            removals.span(PrefixHash(block), LogPosition(since))
         };
         assert_eq!(span(&removals, 1, 0), HoldSpan::Uncovered);
-        removals.record(RecordNumber(4), &removed([1]));
+        removals.record(LogPosition(4), &removed([1]));
         assert_eq!(span(&removals, 1, 3), HoldSpan::Uncovered);
         assert_eq!(span(&removals, 1, 4), HoldSpan::Held);
-        removals.record(RecordNumber(5), &removed([1, 2]));
+        removals.record(LogPosition(5), &removed([1, 2]));
         assert_eq!(span(&removals, 1, 4), HoldSpan::Interrupted);
         assert_eq!(span(&removals, 1, 5), HoldSpan::Held);
         assert_eq!(span(&removals, 3, 4), HoldSpan::Held);
-        removals.record(RecordNumber(6), &[Change::Cleared { tier: Tier::Cpu }]);
+        removals.record(LogPosition(6), &[Change::Cleared { tier: Tier::Cpu }]);
         assert_eq!(span(&removals, 3, 5), HoldSpan::Uncovered);
         assert_eq!(span(&removals, 3, 6), HoldSpan::Held);
-        let beyond = RecordNumber(7 + u64::from(u32::MAX));
+        let beyond = LogPosition(7 + u64::from(u32::MAX));
         removals.record(beyond, &removed([3]));
         assert_eq!(
-            removals.span(PrefixHash(3), RecordNumber(6)),
+            removals.span(PrefixHash(3), LogPosition(6)),
             HoldSpan::Uncovered
         );
     }
@@ -143,15 +142,15 @@ mod tests {
             records in prop::collection::vec(prop::collection::vec(0_u64..40, 0..400), 1..30),
             since in 0_u64..30,
         ) {
-            let mut removals = RecentRemovals::above(Some(RecordNumber(0)));
+            let mut removals = RecentRemovals::above(LogPosition(0));
             let mut later = std::collections::BTreeSet::<u64>::new();
-            for (number, blocks) in (1..).zip(&records) {
-                removals.record(RecordNumber(number), &removed(blocks.iter().copied()));
-                later.extend(blocks.iter().copied().filter(|_| number > since));
+            for (position, blocks) in (1..).zip(&records) {
+                removals.record(LogPosition(position), &removed(blocks.iter().copied()));
+                later.extend(blocks.iter().copied().filter(|_| position > since));
             }
             prop_assert!(removals.entries.len() <= REMOVALS_MAX);
             for block in 0..40 {
-                match removals.span(PrefixHash(block), RecordNumber(since)) {
+                match removals.span(PrefixHash(block), LogPosition(since)) {
                     HoldSpan::Held => prop_assert!(!later.contains(&block)),
                     HoldSpan::Interrupted => prop_assert!(later.contains(&block)),
                     HoldSpan::Uncovered => {}

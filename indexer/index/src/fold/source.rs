@@ -8,7 +8,7 @@ use warmroute_proto::roster::{HolderDetail, RosterNumber};
 use warmroute_proto::snapshot::{SnapshotHolding, SnapshotSource};
 use warmroute_proto::view::SourceFault;
 use warmroute_proto::{
-    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, Record, RecordNumber,
+    Digest, EngineHealth, EngineSeq, Generation, Heartbeat, LogPosition, Record, RecordNumber,
     SequenceComparison, SequenceVerdict as Step, Sequencer, Source, Tier, TierState, TierStates,
     Tiers,
 };
@@ -85,9 +85,10 @@ impl ShimClaim {
     }
 }
 
-/// Times of a record by this process's clock.
+/// A record's place in the log, and its times by this process's clock.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct RecordTimes {
+pub(super) struct RecordArrival {
+    pub(super) position: LogPosition,
     pub(super) now: Instant,
     /// The log stored it at this moment or later. `None` if out of reach: then it is folded, but
     /// proves nothing about the present.
@@ -198,12 +199,12 @@ impl SourceFold {
         }
     }
 
-    /// Restored from a snapshot, without proof.
-    pub(super) fn restored(entry: &SnapshotSource, holding: Holding) -> Self {
+    /// Restored from a snapshot as of a position, without proof.
+    pub(super) fn restored(entry: &SnapshotSource, holding: Holding, at: LogPosition) -> Self {
         let mut restored = Self::new();
         restored.sequencer = Sequencer::restored(PATIENCE, entry.generation, entry.number);
         restored.holding = holding;
-        restored.removals = RecentRemovals::above(entry.number);
+        restored.removals = RecentRemovals::above(at);
         restored.record_claim = ShimClaim {
             states: entry.states,
             engine_seq: entry.engine_seq,
@@ -263,11 +264,14 @@ impl SourceFold {
     /// Applies a record.
     pub(super) fn record(
         &mut self,
-        RecordTimes { now, stored, sent }: RecordTimes,
+        arrival: RecordArrival,
         record: &Record,
         payload: u64,
         tree: &mut Tree,
     ) -> RecordVerdict {
+        let RecordArrival {
+            now, stored, sent, ..
+        } = arrival;
         let (generation, number) = (record.generation, record.number);
         if !self.is_plausible(generation) {
             self.suspect();
@@ -279,11 +283,11 @@ impl SourceFold {
             self.history.recorded(stored);
         }
         match step {
-            Step::Apply => self.take(sent, record, tree, RecordVerdict::Applied),
+            Step::Apply => self.take(arrival, record, tree, RecordVerdict::Applied),
             Step::Start => {
                 self.open(tree);
                 self.history.generation_started(stored);
-                self.take(sent, record, tree, RecordVerdict::Started)
+                self.take(arrival, record, tree, RecordVerdict::Started)
             }
             Step::StartBehind => {
                 self.open(tree);
@@ -358,9 +362,10 @@ impl SourceFold {
         self.faults.unread = true;
     }
 
-    /// The log was replaced: it lacks this source's earlier records.
+    /// The log was replaced: it lacks this source's earlier records, and its positions are others.
     pub(super) fn log_lost(&mut self) {
         self.suspect();
+        self.removals = RecentRemovals::default();
         self.resync.request(ResyncReason::LogLost);
     }
 
@@ -561,7 +566,7 @@ impl SourceFold {
     /// Folds the next record and compares the digest.
     fn take(
         &mut self,
-        sent: Option<Instant>,
+        arrival: RecordArrival,
         record: &Record,
         tree: &mut Tree,
         taken: RecordVerdict,
@@ -583,13 +588,13 @@ impl SourceFold {
             self.diverge(tree);
             return RecordVerdict::Mismatch;
         }
-        self.removals.record(record.number, &record.changes);
+        self.removals.record(arrival.position, &record.changes);
         self.record_claim = ShimClaim {
             states: record.states,
             engine_seq: record.engine_seq,
         };
         self.claim = self.record_claim;
-        self.prove(sent);
+        self.prove(arrival.sent);
         taken
     }
 

@@ -3,7 +3,7 @@ use warmroute_proto::roster::{HolderAnswer, RosterPageRequest, RosterStatus};
 use warmroute_proto::{EngineSeq, Generation, RecordNumber, Tier, TierState, codec};
 
 use super::*;
-use crate::tests_support::{IDENTITY, World, locals, source, stored};
+use crate::tests_support::{IDENTITY, World, locals, prefix, source, stored};
 
 fn part(answer: HolderAnswer) -> HolderPart {
     match answer {
@@ -209,4 +209,53 @@ fn a_forgotten_source_that_returns_has_another_number() {
     let names = names(&world);
     assert_eq!(names[&RosterNumber(0)], source("w/0"));
     assert_eq!(names[&RosterNumber(1)], source("w/0"));
+}
+
+fn hold_span(fold: &Fold, now: Instant, log: StreamIdentity, since: u64) -> HoldSpan {
+    let query = HoldQuery {
+        source: source("w0/0"),
+        log,
+        since: LogPosition(since),
+        block: prefix("a b").unwrap(),
+        tier: Tier::Gpu,
+    };
+    let answer = hold_answer(fold, &query, now);
+    assert_eq!(answer.log, fold.log());
+    answer.span
+}
+
+#[test]
+fn positions_of_another_log_or_beyond_the_present_one_are_not_covered() {
+    let mut world = World::new();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    let restored = world.replica(Some(&world.snapshot().unwrap()));
+    let span_of = |since| hold_span(&restored, world.now, IDENTITY, since);
+    assert_eq!(
+        (span_of(0), span_of(1)),
+        (HoldSpan::Uncovered, HoldSpan::Held)
+    );
+    let other = StreamIdentity {
+        nonce: IDENTITY.nonce + 1,
+        ..IDENTITY
+    };
+    let span = |world: &World, log, since| hold_span(&world.fold, world.now, log, since);
+    assert_eq!(span(&world, IDENTITY, 1), HoldSpan::Held);
+    assert_eq!(span(&world, IDENTITY, 2), HoldSpan::Uncovered);
+    assert_eq!(span(&world, other, 1), HoldSpan::Uncovered);
+    // What is held still is of the former log.
+    world.fold.follow(other);
+    assert_eq!(span(&world, other, 0), HoldSpan::Uncovered);
+}
+
+/// The log was emptied, and everything else that knew of the generation was lost.
+#[test]
+fn a_generation_given_twice_in_one_log_is_not_covered_before_its_second_start() {
+    let mut world = World::new();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    world.log.clear();
+    world.shims.clear();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    let replica = world.replica(None);
+    let span = |since| hold_span(&replica, world.now, IDENTITY, since);
+    assert_eq!((span(1), span(2)), (HoldSpan::Uncovered, HoldSpan::Held));
 }

@@ -1,6 +1,20 @@
 use super::*;
 use crate::source_table::SourceTable;
-use warmroute_proto::{DpRank, Source};
+use warmroute_proto::{DpRank, LogPosition, Source};
+
+const LOG: StreamIdentity = StreamIdentity {
+    created_unix_ns: 7,
+    nonce: 1,
+};
+
+const OTHER_LOG: StreamIdentity = StreamIdentity { nonce: 2, ..LOG };
+
+const fn at(log: StreamIdentity) -> Option<AnswerPosition> {
+    Some(AnswerPosition {
+        log,
+        position: LogPosition(70),
+    })
+}
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
 fn start() -> Instant {
@@ -19,7 +33,7 @@ fn claim() -> CreditClaim {
         standing: ClaimStanding::Credited,
         decided: start(),
         generation: Some(Generation(5)),
-        number: Some(RecordNumber(70)),
+        position: at(LOG),
         engine_seq: Some(EngineSeq(100)),
         blocks: 10,
         gpu_blocks: 10,
@@ -33,6 +47,7 @@ fn claim() -> CreditClaim {
 /// The index past that prefill, and the block held all the time.
 const fn insists() -> HoldAnswer {
     HoldAnswer {
+        log: Some(LOG),
         generation: Some(Generation(5)),
         engine_seq: Some(EngineSeq(101)),
         state: SourceState::Exact,
@@ -123,16 +138,13 @@ fn the_first_missing_block_is_queried() {
     };
     let query = recheck.query(source);
     assert_eq!(query.block, PrefixHash(2));
-    assert_eq!(
-        (query.generation, query.since),
-        (Generation(5), RecordNumber(70))
-    );
+    assert_eq!((query.log, query.since), (LOG, LogPosition(70)));
 }
 
 #[test]
 fn no_strike_without_uninterrupted_holding() {
     type Change = fn(&mut HoldAnswer);
-    let changes: [(Change, RecheckVerdict); 9] = [
+    let changes: [(Change, RecheckVerdict); 11] = [
         (
             |it| it.span = HoldSpan::Interrupted,
             RecheckVerdict::Cleared,
@@ -143,6 +155,9 @@ fn no_strike_without_uninterrupted_holding() {
             RecheckVerdict::Cleared,
         ),
         (|it| it.span = HoldSpan::Uncovered, RecheckVerdict::Unproven),
+        // Its generation and its numbers may be those of the log before.
+        (|it| it.log = Some(OTHER_LOG), RecheckVerdict::Unproven),
+        (|it| it.log = None, RecheckVerdict::Unproven),
         (
             |it| it.generation = Some(Generation(4)),
             RecheckVerdict::Unproven,
@@ -178,7 +193,7 @@ fn only_exact_gpu_blocks_and_reading_requests_are_suspected() {
         |claim| claim.main_attention_only = false,
         |claim| claim.reads = CacheReads::Bypassed,
         |claim| claim.gpu_blocks = 0,
-        |claim| claim.number = None,
+        |claim| claim.position = None,
     ];
     let mut audit = CreditAudit::default();
     for change in changes {
@@ -229,4 +244,31 @@ fn agreements_in_a_row_end_a_demotion_and_a_strike_begins_them_again() {
     evicted.span = HoldSpan::Interrupted;
     round(&mut audit, &evicted);
     assert_eq!(agree(&mut audit), AuditVerdict::Reinstate);
+}
+
+/// What another log's index credits neither adds to the strikes of this one nor takes them back.
+#[test]
+fn strikes_and_agreements_are_of_one_log() {
+    let mut audit = CreditAudit::default();
+    let elsewhere = CreditClaim {
+        position: at(OTHER_LOG),
+        standing: ClaimStanding::Demoted,
+        ..claim()
+    };
+    demote(&mut audit);
+    for _ in 0..=AGREEMENTS {
+        let verdict = audit.compare(&elsewhere, 160, block_at, start());
+        assert_eq!(verdict, AuditVerdict::Held);
+    }
+    assert_eq!(audit.agreements(elsewhere.source), 0);
+    for _ in 1..STRIKES {
+        assert_eq!(round(&mut audit, &insists()), RecheckVerdict::Strike);
+    }
+    let recheck = recheck_of(&mut audit, &elsewhere, 0).unwrap();
+    let answer = HoldAnswer {
+        log: Some(OTHER_LOG),
+        ..insists()
+    };
+    let verdict = audit.recheck(&recheck, &answer, recheck.not_before);
+    assert_eq!(verdict, RecheckVerdict::Strike);
 }

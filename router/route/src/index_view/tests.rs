@@ -35,12 +35,18 @@ fn part(generation: u64, number: Option<u64>) -> SourceAnswer {
     }
 }
 
+const LOG: StreamIdentity = StreamIdentity {
+    created_unix_ns: 1,
+    nonce: 2,
+};
+
 fn runs(sources: Vec<SourceAnswer>) -> IndexReply {
+    runs_of(LOG, sources)
+}
+
+fn runs_of(log: StreamIdentity, sources: Vec<SourceAnswer>) -> IndexReply {
     let answer = IndexAnswer::Runs {
-        log: StreamIdentity {
-            created_unix_ns: 1,
-            nonce: 2,
-        },
+        log,
         position: LogPosition(1),
         sources,
     };
@@ -133,13 +139,44 @@ fn a_new_generation_restarts_its_numbers_and_is_reported_once() {
     assert_eq!(fixture.state(6, None, start), SourceState::Exact);
 }
 
+const fn of_log(generation: u64) -> LogGeneration {
+    LogGeneration {
+        log: LOG,
+        generation: Generation(generation),
+    }
+}
+
+/// Log and registry were lost: the new log's first generation has the number of the demoted one.
+#[test]
+fn a_demotion_ends_with_its_log() {
+    let (mut fixture, start) = (Fixture::default(), start());
+    fixture.state(5, Some(1), start);
+    let id = fixture.table.intern(&source());
+    fixture.view.demote(id, of_log(5));
+    let mut judge = |created_unix_ns, now| {
+        let log = StreamIdentity {
+            created_unix_ns,
+            nonce: 3,
+        };
+        let reply = runs_of(log, vec![part(5, Some(1))]);
+        let trusted = fixture.view.judge(&mut fixture.table, &reply, now);
+        let known = trusted.of(id).unwrap();
+        (known.state(), known.demoted.is_some())
+    };
+    // A replica that still reads an older log: nothing to compare, and no end.
+    assert_eq!(judge(0, start), (SourceState::Stale, false));
+    assert_eq!(judge(9, start), (SourceState::Exact, false));
+    assert_eq!(fixture.view.demoted().count(), 0);
+    assert!(!fixture.view.reinstate(id));
+}
+
 #[test]
 fn a_demoted_source_is_stale_until_its_next_generation() {
     let (mut fixture, start) = (Fixture::default(), start());
     fixture.state(5, Some(1), start);
     let id = fixture.table.intern(&source());
-    fixture.view.demote(id, Generation(5));
-    fixture.view.demote(id, Generation(5));
+    fixture.view.demote(id, of_log(5));
+    fixture.view.demote(id, of_log(5));
     assert_eq!(fixture.view.counts().demoted, 1);
     let known = fixture.judge(part(5, Some(2)), start);
     assert_eq!(
@@ -234,7 +271,7 @@ fn a_number_that_no_answer_reaches_expires() {
     fixture.state(7, Some(40), start);
     fixture
         .view
-        .demote(fixture.table.intern(&source()), Generation(7));
+        .demote(fixture.table.intern(&source()), of_log(7));
     let shortly_before = start + ANSWER_MEMORY - ms(1);
     assert_eq!(
         fixture.state(1, Some(0), shortly_before),
@@ -306,10 +343,7 @@ mod holders {
         });
         let part = HolderPart {
             roster: RosterId(1),
-            log: StreamIdentity {
-                created_unix_ns: 1,
-                nonce: 2,
-            },
+            log: LOG,
             position: LogPosition(position),
             groups: vec![HolderGroup {
                 run: part(1, None).run,
@@ -337,6 +371,7 @@ mod holders {
             known,
             TrustedSource {
                 engine_seq: Some(EngineSeq(8)),
+                position: known.position,
                 ..full
             }
         );

@@ -8,7 +8,7 @@ use warmroute_proto::{
 };
 
 use crate::audit::{AGREEMENTS, CreditClaim};
-use crate::index_view::LAG_MAX;
+use crate::index_view::{LAG_MAX, LogGeneration};
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
 fn start() -> Instant {
@@ -53,6 +53,11 @@ fn prompt(tokens: u32, first: u32) -> Prompt {
     Prompt::new(&tokens, BlockSize::new(16).unwrap(), Seed::PLAIN)
 }
 
+const LOG: StreamIdentity = StreamIdentity {
+    created_unix_ns: 0,
+    nonce: 0,
+};
+
 /// The index knows `a` and `b` as exact, with these runs on the GPU.
 fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexReply {
     let part = |name: &str, gpu: u32| SourceAnswer {
@@ -70,10 +75,7 @@ fn answer(generation: u64, seq: u64, runs: [u32; 2]) -> IndexReply {
         },
     };
     let answer = IndexAnswer::Runs {
-        log: StreamIdentity {
-            created_unix_ns: 0,
-            nonce: 0,
-        },
+        log: LOG,
         position: LogPosition(seq),
         sources: vec![part("a", runs[0]), part("b", runs[1])],
     };
@@ -310,6 +312,7 @@ fn an_index_that_keeps_promising_what_the_engine_lacks_is_demoted() {
         let query = core.hold_query(&recheck).unwrap();
         assert_eq!(query.source, source("a"));
         let held = HoldAnswer {
+            log: Some(LOG),
             generation: Some(Generation(1)),
             engine_seq: Some(EngineSeq(2 * seq + 1)),
             state: SourceState::Exact,
@@ -354,7 +357,11 @@ fn a_new_generation_ends_a_demotion() {
     let asked = prompt(100, 0);
     admit(&mut core, &asked, Some(&answer(1, 9, [6, 0])), now);
     let a = core.table.id(&source("a")).unwrap();
-    core.view.demote(a, Generation(1));
+    let at = LogGeneration {
+        log: LOG,
+        generation: Generation(1),
+    };
+    core.view.demote(a, at);
     let fresh = admit(&mut core, &asked, Some(&answer(2, 0, [6, 0])), now);
     let overlaps: Vec<_> = fresh
         .decision
