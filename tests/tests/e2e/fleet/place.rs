@@ -1,11 +1,29 @@
 //! Files and ports of a fleet.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fs;
 use std::net::TcpListener;
+use std::panic;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, Once, PoisonError};
+
+thread_local! {
+    /// The thread's last panic.
+    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+fn keep_panics() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let print = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| {
+            PANIC.set(panic.to_string());
+            print(panic);
+        }));
+    });
+}
 
 /// Its own directory, kept with its logs when the test fails.
 pub(crate) struct Place(PathBuf);
@@ -16,6 +34,7 @@ impl Place {
         let number = TAKEN.fetch_add(1, Ordering::Relaxed);
         let name = format!("fleet-{}-{number}", std::process::id());
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        keep_panics();
         fs::create_dir_all(&path).expect("a directory");
         Self(path)
     }
@@ -27,7 +46,10 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if !std::thread::panicking() {
+        if std::thread::panicking() {
+            // Behind the logs of all processes: the end of a long output is what is kept.
+            eprintln!("the test failed: {}", PANIC.take());
+        } else {
             // A leftover file is harmless.
             drop(fs::remove_dir_all(&self.0));
         }

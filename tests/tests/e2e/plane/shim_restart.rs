@@ -82,6 +82,14 @@ async fn a_killed_shim_comes_back_as_its_state_allows() {
         let (path, body) = request(&mut rng);
         serve(&fleet, path, &body).await;
     }
+    // The shim reads the engine's count of resets each second, perhaps after the reset's batch: the
+    // source is then unverified for a moment.
+    let metrics = format!("{}/metrics", fleet.parts().shims[1].base());
+    let counted = async |fleet: &Fleet| {
+        let name = "warmroute_shim_resets_pending_total";
+        fleet.metric_at(metrics.clone(), name).await >= 1.0
+    };
+    fleet.until("the shim has counted the reset", counted).await;
     until_equal(&fleet).await;
     sequential(&fleet, 8, 30).await;
     fleet.until_idle().await;
