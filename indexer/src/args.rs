@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use warmroute_plane::InitConfig;
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
+use warmroute_process::build;
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
 
@@ -18,7 +19,7 @@ use crate::snapshot::Schedule;
 ///
 /// Every flag can also be given as `WARMROUTE_<FLAG>`. A flag wins over the environment.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "warmroute-indexer", version, max_term_width = 100)]
+#[command(name = "warmroute-indexer", version = build::version(), max_term_width = 100)]
 pub struct IndexerArgs {
     #[command(subcommand)]
     pub command: Option<Command>,

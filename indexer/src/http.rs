@@ -33,7 +33,7 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tracing::warn;
-use warmroute_process::{blocking, server};
+use warmroute_process::{blocking, build, server};
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
 use warmroute_proto::{
@@ -470,7 +470,10 @@ async fn ready(State(handle): State<Handle>) -> (StatusCode, &'static str) {
 async fn metrics_text(State(index): State<Limited>) -> Result<Response, HttpError> {
     let slot = index.slot().await?;
     let text = |handle: &Handle| match handle.metrics_text() {
-        Ok(text) => Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response()),
+        Ok(mut text) => {
+            text.extend_from_slice(build::metrics_text().as_bytes());
+            Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response())
+        }
         Err(error) => {
             warn!(%error, "metrics cannot be written");
             Ok(StatusCode::INTERNAL_SERVER_ERROR.into_response())

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
+use warmroute_process::build;
 use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size, is_endpoint};
 use warmroute_process::listen::{self, HostError};
 use warmroute_process::logs::Logs;
@@ -18,7 +19,7 @@ use crate::{OUTBOX_BYTES_MAX, ShimConfig};
 ///
 /// Every flag can also be set as `WARMROUTE_<FLAG>`. A flag takes precedence over the environment.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "warmroute-shim", version, max_term_width = 100)]
+#[command(name = "warmroute-shim", version = build::version(), max_term_width = 100)]
 pub struct Args {
     /// The worker's name, unique in the namespace.
     #[arg(long, env = "WARMROUTE_WORKER_ID", value_name = "NAME")]

@@ -6,7 +6,7 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
 use warmroute_process::nats::Nats;
-use warmroute_process::server;
+use warmroute_process::{build, server};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::view::{DigestView, SourceDigest};
 
@@ -67,6 +67,7 @@ async fn show_metrics(State(shown): State<Shown>) -> impl IntoResponse {
     let format = "text/plain; version=0.0.4";
     let mut page = metrics::text(&shown.handle.sources());
     metrics::add_shim(&mut page, &shown.handle);
+    page.push_str(&build::metrics_text());
     if let Some(nats) = &shown.nats {
         page.push_str(&nats.metrics_text());
     }

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
 use warmroute_plane::PlaneError;
+use warmroute_process::build;
 use warmroute_process::server::probes;
 use warmroute_proto::registry::DrainState;
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
@@ -217,6 +218,7 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
         leaving: admin.app.ready.is_leaving(),
     })?;
     let mut text = own.into_bytes();
+    text.extend_from_slice(build::metrics_text().as_bytes());
     if let Some(index) = admin.deployment.index() {
         text.extend_from_slice(&index.metrics_text()?);
     }

@@ -526,7 +526,7 @@ fn code_map_is_complete() {
 }
 
 /// Where a binary names its metrics, without the prefix that is theirs.
-const METRICS: [(&str, &[&str]); 4] = [
+const METRICS: [(&str, &[&str]); 5] = [
     (
         "warmroute_router_",
         &["router/src/metrics.rs", "router/src/metrics/"],
@@ -537,6 +537,7 @@ const METRICS: [(&str, &[&str]); 4] = [
     ),
     ("warmroute_shim_", &["publisher-shim/src/metrics.rs"]),
     ("warmroute_nats_", &["proto/process/src/nats.rs"]),
+    ("warmroute_build_", &["proto/process/src/build.rs"]),
 ];
 
 /// The words of a text that may be metrics: those that begin like them and go on behind the prefix.

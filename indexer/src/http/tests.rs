@@ -266,6 +266,7 @@ async fn digest_workers_and_dump_show_what_is_folded() {
     let (status, metrics) = ask(address, "GET /metrics", "").await;
     assert_eq!(status, 200);
     assert!(metrics.contains("warmroute_indexer_sources{state=\"exact\"} 2"));
+    assert!(metrics.contains(&build::metrics_text()), "{metrics}");
     assert_eq!(ask(address, "GET /readyz", "").await.0, 200);
 }
 

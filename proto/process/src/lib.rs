@@ -5,6 +5,7 @@
 
 pub mod args;
 pub mod blocking;
+pub mod build;
 pub mod engine_args;
 pub mod env;
 pub mod host;

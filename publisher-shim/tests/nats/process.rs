@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
+use warmroute_process::build;
 
 use crate::engine::Order;
 use crate::nats_server::child::{Watchdog, first_line};
@@ -214,6 +215,8 @@ async fn it_mirrors_and_ends_cleanly_while_nats_is_away() {
         "warmroute_shim_prefixes{worker=\"w.1\",dp_rank=\"0\"} 49",
     )
     .await;
+    let (_, page) = shim.get("/metrics").await;
+    assert!(page.contains(&build::metrics_text()), "{page}");
     let (code, why) = shim.get("/readyz").await;
     assert_eq!((code, &*why), (503, "NATS is out of reach, or not set up"));
     assert_eq!(shim.get("/readiness").await.0, 503);

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args as Group, Parser, Subcommand};
 use warmroute_process::args::{LogArgs, NatsArgs};
+use warmroute_process::build;
 use warmroute_process::listen::port;
 
 use super::worker::WorkerSpec;
@@ -16,7 +17,7 @@ use crate::simulate::SimulateArgs;
 #[derive(Clone, Debug, Parser)]
 #[command(
     name = "warmroute-router",
-    version,
+    version = build::version(),
     max_term_width = 100,
     args_conflicts_with_subcommands = true
 )]

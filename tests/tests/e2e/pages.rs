@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use warmroute_process::build;
+
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
 /// Router, indexer and every shim on one page for Prometheus: each metric is described once, each
@@ -22,6 +24,7 @@ async fn the_metrics_of_all_parts_are_one_page() {
         .await;
     let answer = fleet.http.get(fleet.admin(0, "/metrics")).send().await;
     let page = answer.unwrap().text().await.unwrap();
+    assert!(page.contains(&build::metrics_text()), "{page}");
     let mut described = BTreeSet::new();
     let mut series = BTreeSet::new();
     for line in page.lines() {
