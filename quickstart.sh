@@ -4,6 +4,7 @@
 #   ./quickstart.sh           one process: builds, starts, shows a cache hit, serves until Ctrl-C
 #   ./quickstart.sh --nats    distributed over NATS: two shims, indexers and routers; kills some
 #   --once                    ends after the demonstration
+#   --binaries DIRECTORY      runs installed binaries instead of building them
 #
 # WARMROUTE_PORT: the (first) router's port instead of 8080 (0: any free one).
 set -euo pipefail
@@ -12,23 +13,21 @@ cd "$(dirname "$0")"
 
 once=no
 plane=embedded
-for argument in "$@"; do
-  case "$argument" in
+target=
+while [ $# -gt 0 ]; do
+  case "$1" in
     --once) once=yes ;;
     --nats) plane=nats ;;
-    *) echo "unknown argument: $argument" >&2; exit 2 ;;
+    --binaries) target=${2:?--binaries needs a directory}; shift ;;
+    *) echo "unknown argument: $1" >&2; exit 2 ;;
   esac
+  shift
 done
 port=${WARMROUTE_PORT:-8080}
 [ "$once" = no ] || port=0
 # The binaries read WARMROUTE_* variables; the quick start passes flags only.
 unset WARMROUTE_PORT
 
-if ! command -v cargo >/dev/null 2>&1; then
-  echo "please install Rust first: see https://rustup.rs" >&2
-  exit 1
-fi
-need_command g++ g++
 need_command curl curl
 binaries=(warmroute-router warmroute-mock-engine)
 if [ "$plane" = nats ]; then
@@ -36,9 +35,16 @@ if [ "$plane" = nats ]; then
   binaries+=(warmroute-shim warmroute-indexer)
 fi
 
-step "building"
-cargo build --locked "${binaries[@]/#/--bin=}"
-target=${CARGO_TARGET_DIR:-target}/debug
+if [ -z "$target" ]; then
+  if ! command -v cargo >/dev/null 2>&1; then
+    echo "please install Rust first: see https://rustup.rs" >&2
+    exit 1
+  fi
+  need_command g++ g++
+  step "building"
+  cargo build --locked "${binaries[@]/#/--bin=}"
+  target=${CARGO_TARGET_DIR:-target}/debug
+fi
 
 # State of this run: logs, and with NATS the streams and the shims' checkpoints.
 run=$(mktemp -d)

@@ -1,10 +1,22 @@
 #!/usr/bin/env bash
-# Checks the files of deploy/ with the installed tools, and reports what it skipped.
+# Checks the files of deploy/ with the installed tools. A missing tool is a failure, unless
+# `--allow-skips NAME,NAME` names what it would check.
 set -euo pipefail
 cd "$(dirname "$0")"
 
+allowed=
+case "${1:-}" in
+  "") ;;
+  --allow-skips) allowed=${2:?--allow-skips needs names} ;;
+  *) echo "unknown argument: $1" >&2; exit 2 ;;
+esac
+unchecked=0
+
 passed() { echo "$1: ok"; }
-skipped() { echo "$1: not checked, there is no $2 here"; }
+skipped() {
+  echo "$1: not checked, there is no $2 here"
+  [[ ",$allowed," == *",$1,"* ]] || unchecked=1
+}
 
 if docker compose version >/dev/null 2>&1; then
   for profile in mock vllm; do
@@ -58,4 +70,9 @@ if command -v systemd-analyze >/dev/null 2>&1; then
   passed systemd
 else
   skipped systemd systemd-analyze
+fi
+
+if [ "$unchecked" = 1 ]; then
+  echo "not everything was checked; --allow-skips NAME,NAME permits that" >&2
+  exit 1
 fi

