@@ -34,6 +34,12 @@ async fn shims_cut_from_nats() {
     scene.fleet.link(0).set(Way::Silent);
     scene.fleet.link(1).set(Way::Refused);
     sleep(length).await;
+    // On a busy machine the engines store less.
+    let is_full = async |fleet: &Fleet| overflows(fleet, 1).await >= 1.0;
+    scene
+        .fleet
+        .until("the second outbox is full", is_full)
+        .await;
     let full = [
         waiting(&scene.fleet, 0).await,
         waiting(&scene.fleet, 1).await,
@@ -45,7 +51,6 @@ async fn shims_cut_from_nats() {
     println!("cut for {length:?} at {rate} new blocks/s; bytes in the outboxes {full:?}");
     scene.is_right_after("shims cut from nats").await;
     assert_eq!(overflows(&scene.fleet, 0).await, 0.0, "it had room");
-    assert!(overflows(&scene.fleet, 1).await >= 1.0, "it had none");
     scene.end().await;
 }
 
