@@ -27,7 +27,7 @@ gzip -n "$archive"
 
 # Tried from the archive, in a root directory that is mounted read-only.
 gunzip -c "$archive.gz" >"$work/tried.tar"
-container=$(buildah "${storage[@]}" from "oci-archive:$work/tried.tar")
+container=$(buildah "${storage[@]}" from --quiet "oci-archive:$work/tried.tar")
 [ "$(buildah "${storage[@]}" inspect --format '{{.OCIv1.Config.User}}' "$container")" = 10001:10001 ]
 for binary in "${products[@]}"; do
   is_version "$binary" buildah "${storage[@]}" run --isolation chroot "$container" --

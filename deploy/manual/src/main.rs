@@ -22,14 +22,14 @@ fn write(directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(&pages).context("creating man")?;
     for mut command in commands() {
         let name = command.get_name().to_owned();
+        clap_mangen::generate_to(command.clone().disable_help_subcommand(true), &pages)
+            .with_context(|| format!("writing the pages of {name}"))?;
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let of_shell = completions.join(shell.to_string());
             fs::create_dir_all(&of_shell).context("creating completions")?;
             clap_complete::generate_to(shell, &mut command, &name, of_shell)
                 .with_context(|| format!("writing the completions of {name}"))?;
         }
-        clap_mangen::generate_to(command.disable_help_subcommand(true), &pages)
-            .with_context(|| format!("writing the pages of {name}"))?;
     }
     Ok(())
 }
