@@ -26,12 +26,14 @@ mod journal;
 mod metrics;
 mod proxy;
 mod ready;
+mod recorder;
 pub mod replication;
 pub mod run;
 pub mod settings;
 pub mod shared_core;
 #[cfg(test)]
 mod testing;
+pub mod trace_files;
 
 pub use warmroute_chat::{openai, tokenize};
 pub use warmroute_route::{self as route, sync};

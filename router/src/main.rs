@@ -1,6 +1,5 @@
 //! `warmroute-router`: flags in, exit code out.
 
-use std::fs;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -8,9 +7,10 @@ use anyhow::Context as _;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
-use warmroute_router::config::{Config, RouterArgs, RouterCommand};
+use warmroute_router::config::{Config, RouterArgs, RouterCommand, TraceCommand};
 use warmroute_router::run::{Addresses, run};
-use warmroute_router::simulate::{SimulateArgs, simulate};
+use warmroute_router::simulate::simulate;
+use warmroute_router::trace_files;
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -19,8 +19,8 @@ fn main() -> ExitCode {
 fn start() -> anyhow::Result<()> {
     env::check(&RouterArgs::command())?;
     let args = RouterArgs::try_parse().unwrap_or_else(|error| explained(error).exit());
-    if let Some(RouterCommand::Simulate(args)) = &args.command {
-        return replay(args);
+    if let Some(command) = &args.command {
+        return run_command(command);
     }
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
@@ -50,10 +50,19 @@ fn explained(mut error: clap::Error) -> clap::Error {
     clippy::disallowed_methods,
     reason = "virtual time needs an origin; only differences to it are used"
 )]
-fn replay(args: &SimulateArgs) -> anyhow::Result<()> {
-    let text = fs::read_to_string(&args.trace)
-        .with_context(|| format!("reading the trace {:?}", args.trace))?;
-    announce(format_args!("{}", simulate(args, &text, Instant::now())?));
+fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
+    let epoch = Instant::now();
+    match command {
+        RouterCommand::Simulate(args) => {
+            let source = &args.replay.source;
+            let trace = trace_files::load(&source.trace, &source.models)?;
+            announce(format_args!("{}", simulate(args, &trace, epoch)?));
+        }
+        RouterCommand::Trace(TraceCommand::Convert(args)) => {
+            let trace = trace_files::load(&args.from, &args.models)?;
+            trace_files::write_whole(&args.to, trace.mooncake_lines())?;
+        }
+    }
     Ok(())
 }
 

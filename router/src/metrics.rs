@@ -16,7 +16,7 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 pub(crate) use labels::{
-    CancelPhase, DecisionStep, ReloadResult, RequestEnd, RetryReason, RouteLabel,
+    CancelPhase, DecisionStep, RecordResult, ReloadResult, RequestEnd, RetryReason, RouteLabel,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
@@ -47,6 +47,7 @@ pub(crate) struct Metrics {
     tasks_failed: IntCounter,
     bad_entries: IntCounter,
     settings_reloads: IntCounterVec,
+    recording: RecordingMetrics,
     check_failures: IntCounterVec,
     step_seconds: HistogramVec,
     decision_seconds: Histogram,
@@ -54,7 +55,6 @@ pub(crate) struct Metrics {
     unhashed: IntCounterVec,
     index_failures: IntCounter,
     overlap: OverlapMetrics,
-    demotions: IntCounter,
 }
 
 /// Credited overlaps against the reported ones.
@@ -62,6 +62,13 @@ struct OverlapMetrics {
     credited_tokens: IntCounter,
     reported_tokens: IntCounter,
     short_requests: IntCounter,
+    demotions: IntCounter,
+}
+
+/// Requests that are recorded into files.
+struct RecordingMetrics {
+    runs: IntGauge,
+    records: IntCounterVec,
 }
 
 impl Metrics {
@@ -127,6 +134,14 @@ impl Metrics {
                 "Changes of the settings file, by whether they apply",
                 &["outcome"],
             )?,
+            recording: RecordingMetrics {
+                runs: gauge("recording", "1 while requests are recorded")?,
+                records: counters(
+                    "recorded_requests_total",
+                    "Records of requests, by whether they are in a file",
+                    &["outcome"],
+                )?,
+            },
             check_failures: counters(
                 "worker_check_failures_total",
                 "Failed checks at registration",
@@ -166,11 +181,11 @@ impl Metrics {
                     "overlap_short_requests_total",
                     "Requests with fewer cached tokens than credited",
                 )?,
+                demotions: counter(
+                    "source_demotions_total",
+                    "Sources whose index credit is ignored until their engine agrees with it again",
+                )?,
             },
-            demotions: counter(
-                "source_demotions_total",
-                "Sources whose index credit is ignored until their engine agrees with it again",
-            )?,
             registry,
         })
     }
@@ -215,7 +230,7 @@ impl Metrics {
     }
 
     pub(crate) fn demoted(&self) {
-        self.demotions.inc();
+        self.overlap.demotions.inc();
     }
 
     pub(crate) fn retried(&self, reason: RetryReason) {
@@ -228,6 +243,15 @@ impl Metrics {
 
     pub(crate) fn check_failed(&self, check: &'static str) {
         count(&self.check_failures, &[check]);
+    }
+
+    pub(crate) fn recording(&self, runs: bool) {
+        self.recording.runs.set(runs.into());
+    }
+
+    pub(crate) fn recorded(&self, result: RecordResult, records: u64) {
+        let counter = self.recording.records.with_label_values(&[result.label()]);
+        counter.inc_by(records);
     }
 
     pub(crate) fn reloaded(&self, result: ReloadResult) {

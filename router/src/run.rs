@@ -36,6 +36,7 @@ use crate::proxy::{
     self, App, BodyBudget, EngineClient, HeldRequests, PromptPool, StoredResponses,
 };
 use crate::ready::{Ready, notice};
+use crate::recorder::Recorder;
 use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
 use crate::settings::{LiveSettings, SettingsWatcher};
@@ -271,8 +272,7 @@ impl Services {
         let subjects = Subjects::new(&config.namespace);
         let router = RouterId(Uuid::new_v4().into_bytes());
         let core = shared_core(config, router);
-        let ready: Arc<Ready> = Arc::default();
-        let journal: Arc<Journal> = Arc::default();
+        let (ready, journal) = <(Arc<Ready>, Arc<Journal>)>::default();
         let unreadable = self.metrics.bad_entries();
 
         let (replication, replicas) = Replication::new(
@@ -316,6 +316,7 @@ impl Services {
 
         let bodies = body_budget(config, &self.metrics, clients);
         let app = Arc::new(App {
+            recorder: self.record(tasks),
             core,
             fleet,
             index,
@@ -341,6 +342,14 @@ impl Services {
             deployment: self.deployment,
         };
         (app, admin)
+    }
+
+    /// Starts the recording of requests.
+    fn record(&self, tasks: &Tasks) -> Recorder {
+        let (settings, metrics) = (Arc::clone(&self.settings), Arc::clone(&self.metrics));
+        let (recorder, records) = Recorder::new(settings, metrics);
+        tasks.spawn("recorder", records.run(tasks.stop.clone()));
+        recorder
     }
 
     /// Starts the comparison of credit with the engines' reports.

@@ -22,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{Metrics, ReloadResult};
 
+pub(crate) use file::RecordingRule;
 pub(crate) use file::is_plain_path;
 pub use file::{Settings, SettingsError};
 

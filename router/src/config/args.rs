@@ -46,6 +46,28 @@ pub struct RouterArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub enum RouterCommand {
     Simulate(Box<SimulateArgs>),
+    /// Work with traces of requests.
+    #[command(subcommand)]
+    Trace(TraceCommand),
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum TraceCommand {
+    /// Write a trace in Mooncake's form: a JSON object a line, an id for 512 tokens.
+    Convert(ConvertArgs),
+}
+
+#[derive(Clone, Debug, Group)]
+pub struct ConvertArgs {
+    /// A recording's directory, one of its files, or a trace in Mooncake's form.
+    #[arg(value_name = "IN")]
+    pub from: PathBuf,
+    /// The file to write. An existing one is replaced when the trace is complete.
+    #[arg(value_name = "OUT")]
+    pub to: PathBuf,
+    /// Take only a recording's requests for this model. Repeatable.
+    #[arg(long = "model", value_name = "NAME")]
+    pub models: Vec<String>,
 }
 
 #[derive(Clone, Debug, Group)]

@@ -24,7 +24,7 @@ use crate::route::Knobs;
 use crate::route::args::ChoiceArgsError;
 use crate::settings::{SettingsError, SettingsFile};
 
-pub use args::{RouterArgs, RouterCommand};
+pub use args::{ConvertArgs, RouterArgs, RouterCommand, TraceCommand};
 pub use worker::{WorkerSpec, WorkerSpecError};
 
 /// A valid configuration.

@@ -51,6 +51,15 @@ label! {
 }
 
 label! {
+    /// What became of a request's record.
+    RecordResult {
+        Written = "written",
+        /// The queue was full, the prompt too long for a file, or the write failed.
+        Dropped = "dropped",
+    }
+}
+
+label! {
     /// What became of a changed settings file.
     ReloadResult {
         Loaded = "loaded",

@@ -37,6 +37,11 @@ impl Call {
         &self.request_id
     }
 
+    /// When the request's head was complete.
+    pub(super) const fn started(&self) -> Instant {
+        self.started
+    }
+
     fn age(&self) -> Duration {
         self.started.elapsed()
     }

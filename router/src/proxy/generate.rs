@@ -21,9 +21,11 @@ use super::waiting::WorkerWait;
 use crate::audit::AuditCase;
 use crate::clock::civil_now;
 use crate::error::ProxyError;
+use crate::journal::EntryNumber;
 use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
-use crate::route::{IndexReply, Prompt};
+use crate::recorder::OpenRecord;
+use crate::route::{Decision, IndexReply, Prompt};
 use crate::tokenize::EncoderKind;
 
 /// Bodies above are prepared on another thread; below, that takes less than a millisecond.
@@ -48,13 +50,7 @@ pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Req
         Err(error) => return call.refuse(&error),
     };
     match serve(app, &call, route, parts, &body).await {
-        Ok((answer, on_usage)) => {
-            let readers = AnswerReaders {
-                on_usage,
-                on_beginning: None,
-            };
-            respond(app, call, answer, readers)
-        }
+        Ok((answer, readers)) => respond(app, call, answer, readers),
         Err(error) => call.refuse(&error),
     }
 }
@@ -65,7 +61,7 @@ async fn serve(
     route: openai::PromptRoute,
     parts: Parts,
     body: &BufferedBody,
-) -> Result<(EngineAnswer, Option<OnUsage>), ProxyError> {
+) -> Result<(EngineAnswer, AnswerReaders), ProxyError> {
     let complete = Instant::now();
     let mut wait = WorkerWait::default();
     let plan = loop {
@@ -109,7 +105,9 @@ async fn serve(
         exclude: Vec::new(),
     };
     app.metrics.decided(complete.elapsed());
-    let mut answer = app.forward(call, &request, &routing, &mut wait).await?;
+    let (mut answer, record) = app
+        .forward_recorded(call, &request, &routing, &mut wait)
+        .await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();
@@ -117,19 +115,45 @@ async fn serve(
     let entry = app
         .journal
         .record(request_id, &routing.model, decision, moved_from);
-    let on_usage = single.then(|| -> OnUsage {
-        let case = AuditCase {
-            prompt: routing.prompt,
-            decision: decision.clone(),
-            entry,
-        };
-        let auditor = app.auditor.clone();
-        Box::new(move |usage| auditor.reported(case, usage))
-    });
-    Ok((answer, on_usage))
+    let readers = AnswerReaders {
+        on_usage: single.then(|| app.usage_reader(routing.prompt, decision.clone(), entry)),
+        record,
+        on_beginning: None,
+    };
+    Ok((answer, readers))
 }
 
 impl App {
+    /// The answer of the best worker, and the request's record, if it is recorded.
+    async fn forward_recorded(
+        &self,
+        call: &Call,
+        request: &ForwardedRequest,
+        routing: &Routing,
+        wait: &mut WorkerWait,
+    ) -> Result<(EngineAnswer, Option<Box<OpenRecord>>), ProxyError> {
+        let recorder = &self.recorder;
+        let mut record = recorder.open(call.started(), &routing.model, &routing.prompt);
+        let answer = self.forward(call, request, routing, wait).await;
+        if let Some(record) = &mut record {
+            match &answer {
+                Ok(answer) => record.placed(&answer.placement.decision),
+                Err(error) => record.unanswered(error),
+            }
+        }
+        Ok((answer?, record))
+    }
+
+    fn usage_reader(&self, prompt: Arc<Prompt>, decision: Decision, entry: EntryNumber) -> OnUsage {
+        let case = AuditCase {
+            prompt,
+            decision,
+            entry,
+        };
+        let auditor = self.auditor.clone();
+        Box::new(move |usage| auditor.reported(case, usage))
+    }
+
     async fn plan(
         &self,
         route: openai::PromptRoute,

@@ -41,6 +41,7 @@ use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::ready::Ready;
+use crate::recorder::Recorder;
 use crate::route::Policy;
 use crate::settings::LiveSettings;
 use crate::shared_core::SharedCore;
@@ -63,6 +64,7 @@ pub(crate) struct App {
     pub prompts: PromptPool,
     /// Prompts so far.
     pub planned: AtomicU64,
+    pub recorder: Recorder,
     pub ready: Arc<Ready>,
     pub held: HeldRequests,
     pub stored: StoredResponses,

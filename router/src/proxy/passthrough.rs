@@ -55,8 +55,8 @@ pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Resp
                 Box::new(move |beginning| stored.learn(worker, beginning))
             });
             let readers = AnswerReaders {
-                on_usage: None,
                 on_beginning,
+                ..AnswerReaders::default()
             };
             respond(app, call, answer, readers)
         }

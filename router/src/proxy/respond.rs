@@ -14,6 +14,7 @@ use super::forward::EngineAnswer;
 use super::headers;
 use super::stream::{BodyWatch, Flight, OnUsage, TrackedBody};
 use crate::openai::StreamObserver;
+use crate::recorder::OpenRecord;
 use crate::route::Decision;
 
 /// Takes the first bytes of an answer's body.
@@ -24,6 +25,7 @@ pub(super) type OnBeginning = Box<dyn FnOnce(&[u8]) + Send>;
 pub(super) struct AnswerReaders {
     pub on_usage: Option<OnUsage>,
     pub on_beginning: Option<OnBeginning>,
+    pub record: Option<Box<OpenRecord>>,
 }
 
 pub(super) fn respond(

@@ -130,6 +130,9 @@ impl TrackedBody {
         let BodyWatch::Events(watch) = &flight.watch else {
             return;
         };
+        if let Some(record) = &mut flight.readers.record {
+            record.streamed(watch.output_chunks());
+        }
         let blocks = watch.output_chunks() / flight.block_tokens.max(1);
         let more = blocks.saturating_sub(self.grown_blocks);
         if let (1.., Some(slot)) = (more, &mut flight.slot) {
@@ -160,6 +163,9 @@ impl TrackedBody {
         }
         flight.audit(usage);
         let status = flight.status;
+        if let Some(record) = &mut flight.readers.record {
+            record.answered(status);
+        }
         flight.call.answered(status);
     }
 
@@ -167,6 +173,9 @@ impl TrackedBody {
     fn broken(&mut self) {
         if let Some(mut flight) = self.flight.take() {
             flight.call.broken();
+            if let Some(record) = &mut flight.readers.record {
+                record.broken();
+            }
             if let Some(tracked) = &mut flight.tracked {
                 tracked.report(RequestResult::Broken);
             }
@@ -190,9 +199,15 @@ impl Flight {
         if let (true, Some(slot)) = (self.status.is_success(), &mut self.slot) {
             slot.first_token();
         }
+        if let Some(record) = &mut self.readers.record {
+            record.first_output();
+        }
     }
 
     fn audit(&mut self, usage: Option<TokenUsage>) {
+        if let (Some(record), Some(usage)) = (&mut self.readers.record, usage) {
+            record.reported(usage);
+        }
         if let (true, Some(usage)) = (self.status.is_success(), usage)
             && let Some(on_usage) = self.readers.on_usage.take()
         {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::http::HeaderValue;
@@ -12,6 +12,9 @@ use warmroute_process::server::HalfClosed;
 
 /// A file of settings has a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Room for the longest prompts in each of a recording's files.
+const RECORDING_BYTES_MIN: u64 = 1 << 20;
 
 /// One day, in seconds.
 const TIMEOUT_SECS_MAX: u64 = 86_400;
@@ -31,6 +34,8 @@ pub struct Settings {
     first_token_timeout_secs: Seconds,
     half_closed_clients: HalfClosedRule,
     max_prompt_bytes: usize,
+    recording_dir: PathBuf,
+    recording_max_bytes: RecordingBytes,
 }
 
 impl Default for Settings {
@@ -44,7 +49,33 @@ impl Default for Settings {
             first_token_timeout_secs: Seconds(0),
             half_closed_clients: HalfClosedRule::Abort,
             max_prompt_bytes: 8 << 20,
+            recording_dir: PathBuf::new(),
+            recording_max_bytes: RecordingBytes(1 << 30),
         }
+    }
+}
+
+/// Where requests are recorded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RecordingRule {
+    pub dir: PathBuf,
+    /// Bytes of all files in it.
+    pub max_bytes: u64,
+}
+
+/// Bytes of a recording's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u64")]
+struct RecordingBytes(u64);
+
+impl TryFrom<u64> for RecordingBytes {
+    type Error = ValueError;
+
+    fn try_from(bytes: u64) -> Result<Self, ValueError> {
+        if bytes < RECORDING_BYTES_MIN {
+            return Err(ValueError::RecordingBytes(bytes));
+        }
+        Ok(Self(bytes))
     }
 }
 
@@ -97,6 +128,8 @@ pub(crate) enum ValueError {
     Seconds(u64),
     #[error("{0} is not between 1 and {CONNECT_TIMEOUT_MS_MAX}")]
     ConnectMillis(u64),
+    #[error("{0} is less than {RECORDING_BYTES_MIN}")]
+    RecordingBytes(u64),
 }
 
 impl Settings {
@@ -126,6 +159,15 @@ impl Settings {
     /// Bytes of the largest prompt that is tokenized.
     pub(crate) const fn max_prompt_bytes(&self) -> usize {
         self.max_prompt_bytes
+    }
+
+    /// Where requests are recorded; `None`: nowhere.
+    pub(crate) fn recording(&self) -> Option<RecordingRule> {
+        let dir = &self.recording_dir;
+        (!dir.as_os_str().is_empty()).then(|| RecordingRule {
+            dir: dir.clone(),
+            max_bytes: self.recording_max_bytes.0,
+        })
     }
 
     /// Longest time from sending a streaming request to the first byte of its answer's body.

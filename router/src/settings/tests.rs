@@ -22,6 +22,8 @@ fn each_key_sets_its_value() {
         first_token_timeout_secs = 60
         half_closed_clients = "serve"
         max_prompt_bytes = 7
+        recording_dir = "/var/lib/recordings"
+        recording_max_bytes = 1048576
     "#;
     let settings = Settings::parse(text).unwrap();
     assert_eq!(settings.connect_timeout(), Duration::from_millis(250));
@@ -33,6 +35,12 @@ fn each_key_sets_its_value() {
     );
     assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
     assert_eq!(settings.max_prompt_bytes(), 7);
+    let rule = RecordingRule {
+        dir: "/var/lib/recordings".into(),
+        max_bytes: 1 << 20,
+    };
+    assert_eq!(settings.recording(), Some(rule));
+    assert_eq!(Settings::default().recording(), None);
     for (origin, allowed) in [
         ("https://chat.example.org", true),
         ("http://localhost:3000", true),

@@ -11,25 +11,15 @@ use super::outcome::LatencyBounds;
 use super::replicas::{BalancePolicy, RouterSetup};
 use super::world::{FleetSetup, SlowWorker};
 use crate::sim::{EngineConfig, TimingProfile};
+use warmroute_route::Knobs;
 use warmroute_route::args::{ChoiceArgs, ChoiceArgsError};
 
 /// Replay a trace of requests against a simulated fleet, in virtual time, and print what came of
 /// it.
 #[derive(Clone, Debug, Args)]
 pub struct SimulateArgs {
-    /// The trace: a JSON object a line with `input_length`, `output_length`, `hash_ids` (an id for
-    /// 512 tokens) and either `timestamp` or `session_id` and `delay`, in milliseconds.
-    #[arg(long, value_name = "FILE")]
-    pub trace: PathBuf,
-    /// Offered load, as a share of the fleet's capacity; see docs/SIMULATION.md.
-    #[arg(long, default_value_t = 0.8)]
-    pub(super) load: f64,
-    /// Take this capacity instead of measuring it: requests a second, or concurrent sessions.
-    #[arg(long, value_name = "RATE")]
-    pub(super) capacity: Option<f64>,
-    /// Replay only so many requests, from a place in the trace that the seed chooses.
-    #[arg(long, value_name = "COUNT")]
-    pub(super) requests: Option<usize>,
+    #[command(flatten)]
+    pub replay: ReplayArgs,
     /// Another seed is another sample: ties, spread of arrivals, balancing, place in the trace.
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
@@ -41,13 +31,42 @@ pub struct SimulateArgs {
     #[arg(long)]
     pub(super) json: bool,
     #[command(flatten)]
+    pub(super) choice: ChoiceArgs,
+}
+
+/// A trace, the fleet that it is replayed against, and its rate.
+#[derive(Clone, Debug, Args)]
+pub struct ReplayArgs {
+    #[command(flatten)]
+    pub source: TraceArgs,
+    /// Offered load, as a share of the fleet's capacity; see docs/SIMULATION.md.
+    #[arg(long, default_value_t = 0.8)]
+    pub(super) load: f64,
+    /// Take this capacity instead of measuring it: requests a second, or concurrent sessions.
+    #[arg(long, value_name = "RATE")]
+    pub(super) capacity: Option<f64>,
+    /// Replay only so many requests, from a place in the trace that the seed chooses.
+    #[arg(long, value_name = "COUNT")]
+    pub(super) requests: Option<usize>,
+    #[command(flatten)]
     pub(super) fleet: FleetArgs,
     #[command(flatten)]
     pub(super) routers: RouterArgs,
     #[command(flatten)]
-    pub(super) choice: ChoiceArgs,
-    #[command(flatten)]
     pub(super) bounds: BoundArgs,
+}
+
+/// Where a trace is, and what of it.
+#[derive(Clone, Debug, Args)]
+pub struct TraceArgs {
+    /// The trace: a recording's directory, one of its files, or Mooncake's form: a JSON object a
+    /// line with `input_length`, `output_length`, `hash_ids` (an id for 512 tokens) and either
+    /// `timestamp` or `session_id` and `delay`, in milliseconds.
+    #[arg(long, value_name = "PATH")]
+    pub trace: PathBuf,
+    /// Take only a recording's requests for this model. Repeatable.
+    #[arg(long = "model", value_name = "NAME")]
+    pub models: Vec<String>,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -138,7 +157,7 @@ impl SyncDelay {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ArgsError {
+pub(crate) enum ArgsError {
     #[error("--{flag} {value} is not between {min} and {max}")]
     Range {
         flag: &'static str,
@@ -154,20 +173,32 @@ pub(super) enum ArgsError {
 
 /// A validated simulation.
 #[derive(Clone, Debug)]
-pub(super) struct SimulationPlan {
-    pub(super) setup: FleetSetup,
-    pub(super) stretch: TraceSlice,
-    pub(super) bounds: LatencyBounds,
-    pub(super) load: f64,
+pub(crate) struct SimulationPlan {
+    pub(crate) setup: FleetSetup,
+    pub(crate) stretch: TraceSlice,
+    pub(crate) bounds: LatencyBounds,
+    pub(crate) load: f64,
     /// `None` if it is measured.
-    pub(super) capacity: Option<f64>,
+    pub(crate) capacity: Option<f64>,
 }
 
 impl TryFrom<&SimulateArgs> for SimulationPlan {
     type Error = ArgsError;
 
     fn try_from(args: &SimulateArgs) -> Result<Self, ArgsError> {
-        let fleet = &args.fleet;
+        let knobs: Knobs = args.choice.clone().try_into()?;
+        let mut plan = args.replay.plan(knobs)?;
+        plan.setup.seed = args.seed;
+        plan.stretch.seed = args.seed;
+        plan.setup.replicas.draw = args.draw;
+        Ok(plan)
+    }
+}
+
+impl ReplayArgs {
+    /// The plan of seed and draw 0.
+    pub(crate) fn plan(&self, knobs: Knobs) -> Result<SimulationPlan, ArgsError> {
+        let (args, fleet) = (self, &self.fleet);
         let instant = args.profile() == TimingProfile::INSTANT;
         if instant && args.capacity.is_none() {
             return Err(ArgsError::Instant);
@@ -177,7 +208,7 @@ impl TryFrom<&SimulateArgs> for SimulationPlan {
             .map(|rate| within("capacity", rate, 1e-6, 1e9));
         let workers = within("workers", fleet.workers as f64, 1.0, 4096.0)? as usize;
         let routers = within("routers", args.routers.routers as f64, 1.0, 256.0)? as usize;
-        Ok(Self {
+        Ok(SimulationPlan {
             setup: FleetSetup {
                 workers,
                 engine: args.engine()?,
@@ -185,12 +216,12 @@ impl TryFrom<&SimulateArgs> for SimulationPlan {
                     routers,
                     sync_delay: args.routers.sync_ms.delay(),
                     balance: args.routers.balance,
-                    draw: args.draw,
-                    knobs: args.choice.clone().try_into()?,
+                    draw: 0,
+                    knobs,
                 },
                 slow: args.slow()?,
                 event_delay: millis("event-delay-ms", args.routers.event_delay_ms)?,
-                seed: args.seed,
+                seed: 0,
             },
             stretch: TraceSlice {
                 requests: args
@@ -198,7 +229,7 @@ impl TryFrom<&SimulateArgs> for SimulationPlan {
                     .map(|count| within("requests", count as f64, 1.0, 1e9))
                     .transpose()?
                     .map(|count| count as usize),
-                seed: args.seed,
+                seed: 0,
             },
             bounds: LatencyBounds {
                 ttft: millis("ttft-bound-ms", args.bounds.ttft_bound_ms)?,
@@ -208,9 +239,7 @@ impl TryFrom<&SimulateArgs> for SimulationPlan {
             capacity: capacity.transpose()?,
         })
     }
-}
 
-impl SimulateArgs {
     fn profile(&self) -> TimingProfile {
         TimingProfile::by_name(&self.fleet.profile).unwrap_or(TimingProfile::INSTANT)
     }

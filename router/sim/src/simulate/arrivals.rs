@@ -13,19 +13,19 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::trace::Trace;
+use crate::trace::Trace;
 
 /// Selected requests.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TraceSlice {
+pub(crate) struct TraceSlice {
     /// The whole trace, or so many requests from a random place; sessions are taken whole.
-    pub(super) requests: Option<usize>,
-    pub(super) seed: u64,
+    pub(crate) requests: Option<usize>,
+    pub(crate) seed: u64,
 }
 
 /// Rate of arrivals.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum ArrivalRate {
+pub(crate) enum ArrivalRate {
     /// Requests a second.
     Rate(f64),
     /// Open sessions, and the time between the starts of the first ones.
@@ -34,16 +34,16 @@ pub(super) enum ArrivalRate {
 
 /// Arrival of a request, by its index in the trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Arrival {
-    pub(super) at: Duration,
-    pub(super) request: usize,
+pub(crate) struct Arrival {
+    pub(crate) at: Duration,
+    pub(crate) request: usize,
 }
 
 /// Future arrivals.
 #[derive(Clone, Debug)]
-pub(super) struct Arrivals {
+pub(crate) struct Arrivals {
     /// Known from the start.
-    pub(super) first: Vec<Arrival>,
+    pub(crate) first: Vec<Arrival>,
     /// Sessions that begin when others end.
     waiting: VecDeque<Range<usize>>,
     has_sessions: bool,
@@ -51,7 +51,7 @@ pub(super) struct Arrivals {
 
 impl Arrivals {
     #[must_use]
-    pub(super) fn new(trace: &Trace, stretch: TraceSlice, pace: ArrivalRate) -> Self {
+    pub(crate) fn new(trace: &Trace, stretch: TraceSlice, pace: ArrivalRate) -> Self {
         let mut rng = Rng::with_seed(stretch.seed);
         match pace {
             ArrivalRate::Rate(rate) => Self::open(trace, stretch, rate, &mut rng),
@@ -77,7 +77,7 @@ impl Arrivals {
     }
 
     /// The request that follows an ended one: the session's next, or the first of another session.
-    pub(super) fn after(&mut self, trace: &Trace, ended: usize, at: Duration) -> Option<Arrival> {
+    pub(crate) fn after(&mut self, trace: &Trace, ended: usize, at: Duration) -> Option<Arrival> {
         if !self.has_sessions {
             return None;
         }

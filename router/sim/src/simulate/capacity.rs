@@ -14,9 +14,9 @@ use super::SimulationError;
 use super::args::SimulationPlan;
 use super::arrivals::{ArrivalRate, Arrivals, TraceSlice};
 use super::replicas::{BalancePolicy, RouterSetup};
-use super::trace::Trace;
 use super::world::{self, FleetSetup, SlowWorker};
 use crate::sim::{EngineConfig, TimingProfile};
+use crate::trace::Trace;
 use warmroute_route::Policy;
 
 /// Share of good answers that defines capacity.
@@ -29,7 +29,7 @@ const PRECISION: f64 = 1.02;
 const COARSE_TOKENS: u32 = 128;
 
 /// An engine with this many tokens of cache.
-pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: TimingProfile) -> EngineConfig {
+pub(crate) fn engine(size: BlockSize, cache_tokens: u32, profile: TimingProfile) -> EngineConfig {
     let blocks = cache_tokens as usize / size.tokens();
     EngineConfig {
         profile,
@@ -43,7 +43,7 @@ pub(super) fn engine(size: BlockSize, cache_tokens: u32, profile: TimingProfile)
 }
 
 /// The capacity: requests a second, or concurrent sessions.
-pub(super) fn measure(
+pub(crate) fn measure(
     trace: &Trace,
     plan: &SimulationPlan,
     epoch: Instant,
@@ -88,7 +88,7 @@ pub(super) fn measure(
 }
 
 /// Arrivals at this rate: requests a second, or open sessions.
-pub(super) fn pace(trace: &Trace, setup: &FleetSetup, rate: f64) -> ArrivalRate {
+pub(crate) fn pace(trace: &Trace, setup: &FleetSetup, rate: f64) -> ArrivalRate {
     if !trace.has_sessions() {
         return ArrivalRate::Rate(rate);
     }

@@ -29,7 +29,7 @@ struct HeldCopies {
 
 /// An event that contradicts mirror or tree: a defect of the engine model.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub(super) enum Contradiction {
+pub(crate) enum Contradiction {
     #[error("{0:?} is not held and removed or built upon")]
     NotHeld(EngineHash),
     #[error("the cache was cleared, which no request asks for")]

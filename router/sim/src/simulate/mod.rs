@@ -10,15 +10,14 @@
 //! Not simulated: networks besides three constant delays, tokenization, failures (see the simulated
 //! world in `tests`), retries, several models.
 
-mod args;
-mod arrivals;
-mod capacity;
+pub(crate) mod args;
+pub(crate) mod arrivals;
+pub(crate) mod capacity;
 mod index;
-mod outcome;
+pub(crate) mod outcome;
 mod replicas;
 mod report;
-mod trace;
-mod world;
+pub(crate) mod world;
 
 pub use args::SimulateArgs;
 pub use report::simulate;
@@ -30,7 +29,7 @@ use warmroute_route::ledger::LedgerError;
 
 /// An inconsistency between parts, which no input can cause.
 #[derive(Debug, thiserror::Error)]
-enum SimulationError {
+pub(crate) enum SimulationError {
     #[error("the index contradicts an engine: {0}")]
     Index(#[from] Contradiction),
     #[error("a change of load cannot be written: {0}")]

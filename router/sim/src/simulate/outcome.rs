@@ -4,57 +4,57 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::trace::TraceRequest;
 use crate::sim::EngineTotals;
+use crate::trace::TraceRequest;
 
 /// A completed request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct CompletedRequest {
-    pub(super) ttft: Duration,
+pub(crate) struct CompletedRequest {
+    pub(crate) ttft: Duration,
     /// From the first token to the last.
-    pub(super) decode: Duration,
-    pub(super) output_tokens: u32,
+    pub(crate) decode: Duration,
+    pub(crate) output_tokens: u32,
     /// What the routers' index credited to the engine that answered.
-    pub(super) credited_tokens: u64,
+    pub(crate) credited_tokens: u64,
     /// What that engine found cached when it first scheduled the request.
-    pub(super) cached_tokens: u64,
+    pub(crate) cached_tokens: u64,
 }
 
 /// When an answer counts as good: both bounds are kept.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct LatencyBounds {
-    pub(super) ttft: Duration,
+pub(crate) struct LatencyBounds {
+    pub(crate) ttft: Duration,
     /// The mean time between a request's tokens.
-    pub(super) itl: Duration,
+    pub(crate) itl: Duration,
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct RunOutcome {
+pub(crate) struct RunOutcome {
     done: Vec<CompletedRequest>,
-    pub(super) requests: usize,
-    pub(super) prompt_tokens: u64,
-    pub(super) refused: usize,
-    pub(super) preemptions: u64,
-    pub(super) stalls: u64,
+    pub(crate) requests: usize,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) refused: usize,
+    pub(crate) preemptions: u64,
+    pub(crate) stalls: u64,
     /// Slots that some router still believed open at the end.
-    pub(super) open_slots: usize,
-    pub(super) sent: u64,
-    pub(super) sent_bytes: u64,
+    pub(crate) open_slots: usize,
+    pub(crate) sent: u64,
+    pub(crate) sent_bytes: u64,
     /// Moved requests.
-    pub(super) moved: u64,
+    pub(crate) moved: u64,
     /// Virtual time until the last event.
-    pub(super) took: Duration,
-    pub(super) loads: Vec<EngineTotals>,
+    pub(crate) took: Duration,
+    pub(crate) loads: Vec<EngineTotals>,
     /// Answers to requests that arrived while the first worker was slow, and later.
-    pub(super) slow: SlowShare,
-    pub(super) later: SlowShare,
+    pub(crate) slow: SlowShare,
+    pub(crate) later: SlowShare,
 }
 
 /// The first worker's part of all answers.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SlowShare {
-    pub(super) of_first: u64,
-    pub(super) of_all: u64,
+pub(crate) struct SlowShare {
+    pub(crate) of_first: u64,
+    pub(crate) of_all: u64,
 }
 
 impl SlowShare {
@@ -66,60 +66,60 @@ impl SlowShare {
 
 /// Figures of a run. Times in milliseconds; percentiles are exact (nearest rank).
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Figures {
-    pub(super) requests: usize,
-    pub(super) refused: usize,
+pub(crate) struct Figures {
+    pub(crate) requests: usize,
+    pub(crate) refused: usize,
     /// Cached prompt tokens over all prompt tokens.
-    pub(super) hit_rate: f64,
-    pub(super) ttft_mean_ms: f64,
-    pub(super) ttft_p50_ms: f64,
-    pub(super) ttft_p90_ms: f64,
-    pub(super) ttft_p99_ms: f64,
+    pub(crate) hit_rate: f64,
+    pub(crate) ttft_mean_ms: f64,
+    pub(crate) ttft_p50_ms: f64,
+    pub(crate) ttft_p90_ms: f64,
+    pub(crate) ttft_p99_ms: f64,
     /// Mean of all gaps between tokens.
-    pub(super) itl_mean_ms: f64,
-    pub(super) e2e_mean_ms: f64,
+    pub(crate) itl_mean_ms: f64,
+    pub(crate) e2e_mean_ms: f64,
     /// Good answers over all requests.
-    pub(super) goodput: f64,
+    pub(crate) goodput: f64,
     /// Requests a second until the last one ended.
-    pub(super) throughput_rps: f64,
+    pub(crate) throughput_rps: f64,
     /// Credited tokens over all prompt tokens.
-    pub(super) credited_rate: f64,
+    pub(crate) credited_rate: f64,
     /// Computed tokens of the busiest worker over the mean.
-    pub(super) busiest_worker: f64,
-    pub(super) preemptions: u64,
-    pub(super) stalls: u64,
+    pub(crate) busiest_worker: f64,
+    pub(crate) preemptions: u64,
+    pub(crate) stalls: u64,
     /// Messages between routers per request, and their bytes.
-    pub(super) sync_messages_per_request: f64,
-    pub(super) sync_bytes_per_request: f64,
+    pub(crate) sync_messages_per_request: f64,
+    pub(crate) sync_bytes_per_request: f64,
     /// Moved requests over all requests; `None` if none was moved.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) moved_share: Option<f64>,
+    pub(crate) moved_share: Option<f64>,
     /// Answers of the slow worker to requests that arrived while it was slow, over a worker's mean;
     /// `later_share` for later arrivals. `None` without a slow worker or arrivals.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) slow_worker_share: Option<f64>,
+    pub(crate) slow_worker_share: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) later_share: Option<f64>,
+    pub(crate) later_share: Option<f64>,
 }
 
 impl RunOutcome {
-    pub(super) fn arrived(&mut self, request: &TraceRequest) {
+    pub(crate) fn arrived(&mut self, request: &TraceRequest) {
         self.requests += 1;
         self.prompt_tokens += u64::from(request.input_tokens);
     }
 
-    pub(super) fn finished(&mut self, done: CompletedRequest) {
+    pub(crate) fn finished(&mut self, done: CompletedRequest) {
         self.done.push(done);
     }
 
     #[must_use]
-    pub(super) fn goodput(&self, bounds: LatencyBounds) -> f64 {
+    pub(crate) fn goodput(&self, bounds: LatencyBounds) -> f64 {
         let good = self.done.iter().filter(|done| done.is_within(bounds));
         good.count() as f64 / self.requests.max(1) as f64
     }
 
     #[must_use]
-    pub(super) fn figures(&self, bounds: LatencyBounds) -> Figures {
+    pub(crate) fn figures(&self, bounds: LatencyBounds) -> Figures {
         let mut ttfts: Vec<Duration> = self.done.iter().map(|done| done.ttft).collect();
         ttfts.sort_unstable();
         let sum =

@@ -19,37 +19,37 @@ use warmroute_route::{
 
 /// Balancing of requests over routers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum BalancePolicy {
+pub(crate) enum BalancePolicy {
     RoundRobin,
     Random,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct RouterSetup {
-    pub(super) routers: usize,
+pub(crate) struct RouterSetup {
+    pub(crate) routers: usize,
     /// `None` if routers do not exchange load.
-    pub(super) sync_delay: Option<Duration>,
-    pub(super) balance: BalancePolicy,
+    pub(crate) sync_delay: Option<Duration>,
+    pub(crate) balance: BalancePolicy,
     /// Seed of the cores' random choices.
-    pub(super) draw: u64,
-    pub(super) knobs: Knobs,
+    pub(crate) draw: u64,
+    pub(crate) knobs: Knobs,
 }
 
 /// A load message of one router.
 #[derive(Debug)]
-pub(super) struct LoadBroadcast {
-    pub(super) from: usize,
+pub(crate) struct LoadBroadcast {
+    pub(crate) from: usize,
     message: LoadMessage,
 }
 
 /// A request's slot at a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct SlotPlace {
-    pub(super) router: usize,
-    pub(super) slot: u64,
+pub(crate) struct SlotPlace {
+    pub(crate) router: usize,
+    pub(crate) slot: u64,
 }
 
-pub(super) struct SimRouters {
+pub(crate) struct SimRouters {
     cores: Vec<Core>,
     balance: BalancePolicy,
     sync_delay: Option<Duration>,
@@ -67,7 +67,7 @@ const fn router_id(number: usize) -> RouterId {
 
 impl SimRouters {
     #[must_use]
-    pub(super) fn new(setup: &RouterSetup, sources: &[Source], size: BlockSize, seed: u64) -> Self {
+    pub(crate) fn new(setup: &RouterSetup, sources: &[Source], size: BlockSize, seed: u64) -> Self {
         // An odd factor, so that all draws of a seed differ.
         let chance = seed.wrapping_add(setup.draw.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let mut rng = Rng::with_seed(chance ^ 0x0072_6F75_7465_7273);
@@ -104,7 +104,7 @@ impl SimRouters {
     }
 
     /// Router of the next request.
-    pub(super) fn next(&mut self) -> usize {
+    pub(crate) fn next(&mut self) -> usize {
         match self.balance {
             BalancePolicy::Random => self.rng.usize(..self.cores.len()),
             BalancePolicy::RoundRobin => {
@@ -116,7 +116,7 @@ impl SimRouters {
     }
 
     /// Routes a request. Returns the message for the other routers too.
-    pub(super) fn admit(
+    pub(crate) fn admit(
         &mut self,
         router: usize,
         prompt: &Prompt,
@@ -134,7 +134,7 @@ impl SimRouters {
     }
 
     /// Records an event of a request.
-    pub(super) fn note(
+    pub(crate) fn note(
         &mut self,
         router: usize,
         event: SlotEvent,
@@ -147,7 +147,7 @@ impl SimRouters {
     }
 
     /// Delivers a message to the other routers. Returns requests to decide again.
-    pub(super) fn deliver(&mut self, broadcast: &LoadBroadcast, now: Instant) -> Vec<SlotPlace> {
+    pub(crate) fn deliver(&mut self, broadcast: &LoadBroadcast, now: Instant) -> Vec<SlotPlace> {
         let mut crossed = Vec::new();
         for (router, core) in self.cores.iter_mut().enumerate() {
             if router != broadcast.from {
@@ -160,7 +160,7 @@ impl SimRouters {
     }
 
     /// Decides again. Returns the new slot, if the request moves, and the message for the others.
-    pub(super) fn reconsider(
+    pub(crate) fn reconsider(
         &mut self,
         place: SlotPlace,
         prompt: &Prompt,
@@ -183,17 +183,17 @@ impl SimRouters {
 
     /// Delay of messages; `None` if routers do not exchange load.
     #[must_use]
-    pub(super) const fn sync_delay(&self) -> Option<Duration> {
+    pub(crate) const fn sync_delay(&self) -> Option<Duration> {
         self.sync_delay
     }
 
-    pub(super) fn counts(&self) -> impl Iterator<Item = CoreCounts> {
+    pub(crate) fn counts(&self) -> impl Iterator<Item = CoreCounts> {
         self.cores.iter().map(Core::counts)
     }
 
     /// Number of messages, and their bytes.
     #[must_use]
-    pub(super) const fn sent(&self) -> (u64, u64) {
+    pub(crate) const fn sent(&self) -> (u64, u64) {
         (self.sent, self.sent_bytes)
     }
 
@@ -214,7 +214,7 @@ impl SimRouters {
 
 /// Reason why a request was not routed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum AdmissionFailed {
+pub(crate) enum AdmissionFailed {
     #[error(transparent)]
     Router(#[from] AdmitError),
     #[error(transparent)]

@@ -10,8 +10,8 @@ use super::args::{SimulateArgs, SimulationPlan};
 use super::arrivals::Arrivals;
 use super::capacity;
 use super::outcome::Figures;
-use super::trace::Trace;
 use super::world;
+use crate::trace::Trace;
 
 /// Parameters and figures of one run.
 #[derive(Clone, Debug, Serialize)]
@@ -37,17 +37,16 @@ struct SimulationReport<'a> {
 
 /// Replays a trace. Returns the report. `epoch` is the start of virtual time; only differences to
 /// it are used.
-pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Result<String> {
+pub fn simulate(args: &SimulateArgs, trace: &Trace, epoch: Instant) -> anyhow::Result<String> {
     let plan = SimulationPlan::try_from(args)?;
-    let trace = Trace::parse(text).with_context(|| format!("the trace {:?}", args.trace))?;
     let capacity = match plan.capacity {
         Some(capacity) => capacity,
-        None => capacity::measure(&trace, &plan, epoch)?,
+        None => capacity::measure(trace, &plan, epoch)?,
     };
     let rate = capacity * plan.load;
-    let pace = capacity::pace(&trace, &plan.setup, rate);
-    let arrivals = Arrivals::new(&trace, plan.stretch, pace);
-    let outcome = world::run(&trace, arrivals, &plan.setup, epoch)?;
+    let pace = capacity::pace(trace, &plan.setup, rate);
+    let arrivals = Arrivals::new(trace, plan.stretch, pace);
+    let outcome = world::run(trace, arrivals, &plan.setup, epoch)?;
     ensure!(
         outcome.open_slots == 0,
         "{} slots are open after the last answer",
@@ -61,11 +60,11 @@ pub fn simulate(args: &SimulateArgs, text: &str, epoch: Instant) -> anyhow::Resu
         capacity,
         rate,
         routers: plan.setup.replicas.routers,
-        sync_ms: args.routers.sync_ms.millis(),
-        balance: args.balance_word(),
+        sync_ms: args.replay.routers.sync_ms.millis(),
+        balance: args.replay.balance_word(),
         overlap_score_weight: knobs.overlap_score_weight,
         router_temperature: knobs.temperature,
-        profile: &args.fleet.profile,
+        profile: &args.replay.fleet.profile,
         seed: args.seed,
         draw: args.draw,
         figures: outcome.figures(plan.bounds),

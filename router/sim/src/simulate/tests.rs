@@ -4,6 +4,7 @@ use clap::{Args as _, Command, FromArgMatches as _};
 
 use super::SimulateArgs;
 use super::report::simulate;
+use crate::trace::Trace;
 
 const TOOLS: &str = include_str!("testdata/tools.jsonl");
 const AGENT: &str = include_str!("testdata/agent.jsonl");
@@ -15,7 +16,7 @@ fn report(trace: &str, flags: &str) -> String {
     let command = SimulateArgs::augment_args(Command::new("simulate"));
     let matches = command.try_get_matches_from(flags).unwrap();
     let args = SimulateArgs::from_arg_matches(&matches).unwrap();
-    simulate(&args, trace, epoch()).unwrap()
+    simulate(&args, &Trace::parse(trace).unwrap(), epoch()).unwrap()
 }
 
 #[expect(clippy::disallowed_methods, reason = "only differences matter")]
@@ -215,7 +216,9 @@ fn what_makes_no_sense_is_refused() {
         let command = SimulateArgs::augment_args(Command::new("simulate"));
         let matches = command.try_get_matches_from(flags).unwrap();
         let args = SimulateArgs::from_arg_matches(&matches).unwrap();
-        simulate(&args, TOOLS, epoch()).unwrap_err().to_string()
+        simulate(&args, &Trace::parse(TOOLS).unwrap(), epoch())
+            .unwrap_err()
+            .to_string()
     };
     for (flags, says) in [
         ("--workers 0", "--workers 0 is not between 1 and 4096"),

@@ -19,33 +19,33 @@ use super::arrivals::{Arrival, Arrivals};
 use super::index::{EngineMirror, SimIndex};
 use super::outcome::{CompletedRequest, RunOutcome};
 use super::replicas::{AdmissionFailed, LoadBroadcast, RouterSetup, SimRouters, SlotPlace};
-use super::trace::Trace;
 use crate::sim::{EngineConfig, EngineModel, EngineRequest, RequestId, StepOutcome};
+use crate::trace::Trace;
 use warmroute_route::sync::LAZY_DELAY;
 use warmroute_route::{AdmitError, Decision, IndexReply, Prompt, SlotEvent};
 
 /// A fleet and its routers.
 #[derive(Clone, Debug)]
-pub(super) struct FleetSetup {
-    pub(super) workers: usize,
-    pub(super) engine: EngineConfig,
+pub(crate) struct FleetSetup {
+    pub(crate) workers: usize,
+    pub(crate) engine: EngineConfig,
     /// Slowness of the first worker.
-    pub(super) slow: SlowWorker,
-    pub(super) replicas: RouterSetup,
+    pub(crate) slow: SlowWorker,
+    pub(crate) replicas: RouterSetup,
     /// Time from the end of a step until the index has its events.
-    pub(super) event_delay: Duration,
-    pub(super) seed: u64,
+    pub(crate) event_delay: Duration,
+    pub(crate) seed: u64,
 }
 
 /// Factor of the first worker's step times, until a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct SlowWorker {
-    pub(super) times: f64,
-    pub(super) until: Duration,
+pub(crate) struct SlowWorker {
+    pub(crate) times: f64,
+    pub(crate) until: Duration,
 }
 
 impl SlowWorker {
-    pub(super) const NONE: Self = Self {
+    pub(crate) const NONE: Self = Self {
         times: 1.0,
         until: Duration::ZERO,
     };
@@ -167,7 +167,7 @@ struct SimWorld<'a> {
 
 /// Runs all arrivals to their end. `epoch` is the start of virtual time; only differences to it are
 /// used.
-pub(super) fn run(
+pub(crate) fn run(
     trace: &Trace,
     mut arrivals: Arrivals,
     setup: &FleetSetup,
@@ -239,7 +239,7 @@ impl SimWorld<'_> {
 
     fn arrive(&mut self, request: usize) -> Result<(), SimulationError> {
         let asked = &self.trace.requests[request];
-        let tokens = asked.prompt();
+        let tokens = self.trace.prompt(request);
         let router = self.replicas.next();
         let prompt = Prompt::new(&tokens, self.setup.engine.block_size, Seed::PLAIN);
         let answer = IndexReply::from(self.index.answer(prompt.blocks()));
@@ -349,7 +349,7 @@ impl SimWorld<'_> {
             cached_tokens: None,
             ..flight
         };
-        let prompt = self.trace.requests[flight.request].prompt();
+        let prompt = self.trace.prompt(flight.request);
         self.outcome.moved += 1;
         self.submit(&admitted.decision.source, prompt, flight)?;
         Ok(())

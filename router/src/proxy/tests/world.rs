@@ -514,7 +514,8 @@ impl World {
         for (number, engine) in (0..).zip(engines) {
             register(&fleet, number, engine);
         }
-        let settings = Arc::default();
+        let settings: Arc<LiveSettings> = Arc::default();
+        let (recorder, _) = Recorder::new(Arc::clone(&settings), Arc::clone(&metrics));
         let app = Arc::new(App {
             core,
             fleet,
@@ -529,6 +530,7 @@ impl World {
             tokenizer: None,
             policy: Policy::Kv,
             settings,
+            recorder,
             prompts: PromptPool::start().unwrap(),
             planned: AtomicU64::new(0),
             ready: Arc::default(),

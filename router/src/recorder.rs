@@ -1,0 +1,316 @@
+//! Recording of requests for later replays, into the directory that the settings name.
+//!
+//! A request that is recorded holds an [`OpenRecord`], which queues its facts when it is dropped.
+//! One task writes the queue. A full queue, a prompt that is too long for a file and a failed write
+//! drop records and count them; no request waits.
+
+mod files;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use warmroute_sim::recording::{RecordedOutcome, RecordedPlacement, RequestFacts};
+
+use crate::error::ProxyError;
+use crate::metrics::{Metrics, RecordResult};
+use crate::openai::TokenUsage;
+use crate::route::{Decision, Prompt};
+use crate::settings::{LiveSettings, RecordingRule};
+
+use files::RecordingFiles;
+
+/// Records that wait to be written.
+const QUEUE_MAX: usize = 4096;
+
+/// Blocks of their prompts, of 8 bytes each.
+const QUEUED_BLOCKS_MAX: usize = 4 << 20;
+
+/// Records written at a time.
+const BATCH_MAX: usize = 256;
+
+/// Time between two looks at the settings.
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
+
+/// Time after which a failed recording is begun again.
+const RETRY_PERIOD: Duration = Duration::from_secs(30);
+
+/// Begins records while a recording runs.
+#[derive(Clone)]
+pub(crate) struct Recorder {
+    queue: mpsc::Sender<QueuedRecord>,
+    shared: Arc<SharedState>,
+}
+
+struct SharedState {
+    /// A recording runs.
+    runs: AtomicBool,
+    queued_blocks: AtomicUsize,
+    metrics: Arc<Metrics>,
+}
+
+/// A request that ended.
+struct QueuedRecord {
+    arrived: Instant,
+    facts: RequestFacts,
+    prompt: Arc<Prompt>,
+}
+
+/// A request that is recorded. Queued when it is dropped, as [`RecordedOutcome::Cancelled`] unless
+/// another end was set.
+pub(crate) struct OpenRecord {
+    recorder: Recorder,
+    arrived: Instant,
+    facts: RequestFacts,
+    prompt: Arc<Prompt>,
+}
+
+/// Writes the queue, as the settings in force say.
+pub(crate) struct RecordWriter {
+    queue: mpsc::Receiver<QueuedRecord>,
+    shared: Arc<SharedState>,
+    settings: Arc<LiveSettings>,
+    /// What `files` was opened by, or failed by.
+    rule: Option<RecordingRule>,
+    files: Option<RecordingFiles>,
+    retry_at: Instant,
+}
+
+impl Recorder {
+    pub(crate) fn new(settings: Arc<LiveSettings>, metrics: Arc<Metrics>) -> (Self, RecordWriter) {
+        let (sender, queue) = mpsc::channel(QUEUE_MAX);
+        let shared = Arc::new(SharedState {
+            runs: AtomicBool::new(false),
+            queued_blocks: AtomicUsize::new(0),
+            metrics,
+        });
+        let writer = RecordWriter {
+            queue,
+            shared: Arc::clone(&shared),
+            settings,
+            rule: None,
+            files: None,
+            retry_at: Instant::now(),
+        };
+        let queue = sender;
+        (Self { queue, shared }, writer)
+    }
+
+    /// Begins a request's record; `None` if nothing is recorded.
+    pub(crate) fn open(
+        &self,
+        arrived: Instant,
+        model: &str,
+        prompt: &Arc<Prompt>,
+    ) -> Option<Box<OpenRecord>> {
+        if !self.shared.runs.load(Ordering::Relaxed) {
+            return None;
+        }
+        let block_tokens = prompt.block_size().tokens();
+        Some(Box::new(OpenRecord {
+            recorder: self.clone(),
+            arrived,
+            facts: RequestFacts {
+                arrived: Duration::ZERO,
+                model: model.into(),
+                prompt_tokens: prompt.tokens(),
+                output_tokens: 0,
+                block_tokens: u32::try_from(block_tokens).unwrap_or(u32::MAX),
+                ttft: None,
+                duration: Duration::ZERO,
+                cached_tokens: None,
+                outcome: RecordedOutcome::Cancelled,
+                placement: None,
+            },
+            prompt: Arc::clone(prompt),
+        }))
+    }
+}
+
+impl OpenRecord {
+    /// No worker answered.
+    pub(crate) fn unanswered(&mut self, error: &ProxyError) {
+        self.facts.outcome = if *error == ProxyError::Upstream {
+            RecordedOutcome::Failed
+        } else {
+            RecordedOutcome::Unplaced
+        };
+    }
+
+    /// An engine's answer begins.
+    pub(crate) fn placed(&mut self, decision: &Decision) {
+        let chosen = &decision.chosen;
+        let time = |secs: f64| Duration::try_from_secs_f64(secs).unwrap_or_default();
+        self.facts.placement = Some(RecordedPlacement {
+            worker: decision.source.worker.as_str().into(),
+            dp_rank: decision.source.dp_rank.0,
+            credited_blocks: decision.overlap_blocks,
+            predicted_blocks: decision.predicted_blocks,
+            active_requests: chosen.active_requests,
+            queue: time(chosen.time.queue),
+            prefill: time(chosen.time.prefill),
+            decode: time(chosen.time.decode),
+        });
+    }
+
+    pub(crate) fn first_output(&mut self) {
+        self.facts
+            .ttft
+            .get_or_insert_with(|| self.arrived.elapsed());
+    }
+
+    /// Output so far, as far as the stream shows it.
+    pub(crate) fn streamed(&mut self, chunks: u64) {
+        self.facts.output_tokens = saturated(chunks);
+    }
+
+    pub(crate) fn reported(&mut self, usage: TokenUsage) {
+        if self.prompt.blocks().is_empty() {
+            self.facts.prompt_tokens = saturated(usage.prompt_tokens);
+        }
+        self.facts.output_tokens = saturated(usage.completion_tokens);
+        self.facts.cached_tokens = usage.cached_tokens.map(saturated);
+    }
+
+    /// The engine's answer is complete.
+    pub(crate) fn answered(&mut self, status: StatusCode) {
+        self.facts.outcome = if status.is_success() {
+            RecordedOutcome::Completed
+        } else {
+            RecordedOutcome::Failed
+        };
+    }
+
+    /// The engine closed the connection before the end.
+    pub(crate) fn broken(&mut self) {
+        self.facts.outcome = RecordedOutcome::Failed;
+    }
+}
+
+impl Drop for OpenRecord {
+    fn drop(&mut self) {
+        self.facts.duration = self.arrived.elapsed();
+        let shared = &self.recorder.shared;
+        let blocks = self.prompt.blocks().len();
+        let queued = shared.queued_blocks.fetch_add(blocks, Ordering::Relaxed);
+        let record = QueuedRecord {
+            arrived: self.arrived,
+            facts: self.facts.clone(),
+            prompt: Arc::clone(&self.prompt),
+        };
+        if queued + blocks > QUEUED_BLOCKS_MAX || self.recorder.queue.try_send(record).is_err() {
+            shared.queued_blocks.fetch_sub(blocks, Ordering::Relaxed);
+            shared.metrics.recorded(RecordResult::Dropped, 1);
+        }
+    }
+}
+
+impl RecordWriter {
+    /// Writes until the stop, then what is queued.
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let mut ticks = interval(CHECK_PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut batch = Vec::new();
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                _ = ticks.tick() => self.follow_settings().await,
+                count = self.queue.recv_many(&mut batch, BATCH_MAX) => {
+                    if count == 0 {
+                        // The proxy has ended. A task that ends before the stop counts as failed.
+                        stop.cancelled().await;
+                        break;
+                    }
+                    self.write(std::mem::take(&mut batch)).await;
+                }
+            }
+        }
+        while let Ok(record) = self.queue.try_recv() {
+            batch.push(record);
+        }
+        self.write(batch).await;
+    }
+
+    /// Starts or ends a recording where the settings changed, or after a failure.
+    async fn follow_settings(&mut self) {
+        let rule = self.settings.current().recording();
+        let retries = self.files.is_none() && Instant::now() >= self.retry_at;
+        if rule == self.rule && !(rule.is_some() && retries) {
+            return;
+        }
+        self.rule.clone_from(&rule);
+        // The lock of the directory ends first.
+        self.begin(None);
+        let Some(rule) = rule else {
+            tracing::info!("recording is off");
+            return;
+        };
+        let dir = rule.dir.clone();
+        match spawn_blocking(move || RecordingFiles::open(rule)).await {
+            Ok(Ok(files)) => {
+                tracing::info!(?dir, "recording requests");
+                self.begin(Some(files));
+            }
+            Ok(Err(error)) => {
+                tracing::error!(%error, ?dir, "cannot record");
+                self.retry_at = Instant::now() + RETRY_PERIOD;
+            }
+            Err(error) => tracing::error!(%error, "the recording ended"),
+        }
+    }
+
+    fn begin(&mut self, files: Option<RecordingFiles>) {
+        self.shared.runs.store(files.is_some(), Ordering::Relaxed);
+        self.shared.metrics.recording(files.is_some());
+        self.files = files;
+    }
+
+    async fn write(&mut self, batch: Vec<QueuedRecord>) {
+        let count = batch.len() as u64;
+        let blocks = batch.iter().map(|record| record.prompt.blocks().len());
+        let blocks: usize = blocks.sum();
+        let metrics = Arc::clone(&self.shared.metrics);
+        let written = match self.files.take() {
+            None => 0,
+            Some(mut files) => {
+                let append = move || {
+                    let appended = files.append(&batch);
+                    (files, appended)
+                };
+                match spawn_blocking(append).await {
+                    Ok((files, Ok(written))) => {
+                        self.files = Some(files);
+                        written
+                    }
+                    Ok((_, Err(error))) => self.failed(&error),
+                    Err(error) => self.failed(&error),
+                }
+            }
+        };
+        self.shared
+            .queued_blocks
+            .fetch_sub(blocks, Ordering::Relaxed);
+        metrics.recorded(RecordResult::Written, written);
+        metrics.recorded(RecordResult::Dropped, count - written);
+    }
+
+    /// Ends the recording until it is tried again. Returns the number of written records.
+    fn failed(&mut self, error: &dyn std::error::Error) -> u64 {
+        tracing::error!(%error, "cannot write the recording, trying again in {RETRY_PERIOD:?}");
+        self.begin(None);
+        self.retry_at = Instant::now() + RETRY_PERIOD;
+        0
+    }
+}
+
+fn saturated(count: u64) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,242 @@
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use tokio_util::task::TaskTracker;
+use uuid::Uuid;
+use warmroute_proto::{BlockSize, Seed};
+use warmroute_sim::recording::{NamedFile, RECORDING_EXTENSION, Recording};
+
+use super::*;
+use crate::settings::Settings;
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        Self(std::env::temp_dir().join(format!("wr-recording-{}", Uuid::new_v4())))
+    }
+
+    fn settings(&self, max_bytes: u64) -> Settings {
+        let dir = self.0.display();
+        let text = format!("recording_dir = \"{dir}\"\nrecording_max_bytes = {max_bytes}\n");
+        Settings::parse(&text).unwrap()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+/// Names and bytes of the files, oldest first.
+fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut paths: Vec<PathBuf> = entries
+        .filter(|path| {
+            path.extension()
+                .is_some_and(|ext| ext == RECORDING_EXTENSION)
+        })
+        .collect();
+    paths.sort();
+    let named = paths
+        .iter()
+        .map(|path| (path.display().to_string(), fs::read(path).unwrap()));
+    named.collect()
+}
+
+fn decode(dir: &Path) -> Recording {
+    let files = files(dir);
+    let named = files.iter().map(|(name, bytes)| NamedFile { name, bytes });
+    Recording::decode(named).unwrap()
+}
+
+fn prompt(first: u32, tokens: u32) -> Arc<Prompt> {
+    let tokens: Vec<u32> = (first..first + tokens).collect();
+    Arc::new(Prompt::new(
+        &tokens,
+        BlockSize::new(16).unwrap(),
+        Seed::PLAIN,
+    ))
+}
+
+struct Running {
+    recorder: Recorder,
+    live: Arc<LiveSettings>,
+    metrics: Arc<Metrics>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl Running {
+    fn start(settings: Settings) -> Self {
+        let live = LiveSettings::new(settings);
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let (recorder, writer) = Recorder::new(Arc::clone(&live), Arc::clone(&metrics));
+        let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+        tasks.spawn(writer.run(stop.clone()));
+        Self {
+            recorder,
+            live,
+            metrics,
+            tasks,
+            stop,
+        }
+    }
+
+    /// Waits until requests are recorded, or are not.
+    async fn until(&self, runs: bool) {
+        while self.recorder.shared.runs.load(Ordering::Relaxed) != runs {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    fn records(&self, outcome: &str) -> u64 {
+        let series = format!("recorded_requests_total{{outcome=\"{outcome}\"}}");
+        self.metrics.value(&series)
+    }
+
+    async fn end(self) -> Arc<Metrics> {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+        self.metrics
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_settings_start_and_end_a_recording_and_the_stop_loses_nothing() {
+    let folder = Folder::new();
+    let running = Running::start(Settings::default());
+    assert!(
+        running
+            .recorder
+            .open(Instant::now(), "m", &prompt(0, 64))
+            .is_none()
+    );
+    running.live.replace(folder.settings(1 << 20));
+    running.until(true).await;
+    assert_eq!(running.metrics.value("recording"), 1);
+    let mut record = running
+        .recorder
+        .open(Instant::now(), "m", &prompt(0, 70))
+        .unwrap();
+    record.first_output();
+    record.streamed(9);
+    record.answered(StatusCode::OK);
+    drop(record);
+    drop(running.recorder.open(Instant::now(), "m", &prompt(0, 64)));
+    running.live.replace(Settings::default());
+    running.until(false).await;
+    running.live.replace(folder.settings(1 << 20));
+    running.until(true).await;
+    drop(running.recorder.open(Instant::now(), "m", &prompt(0, 64)));
+    running.end().await;
+
+    let files = files(&folder.0);
+    assert_eq!(files.len(), 2, "each recording has files of its own");
+    let (name, bytes) = &files[0];
+    let first = Recording::decode([NamedFile { name, bytes }]).unwrap();
+    let [(done, path), (gone, other)] = &first.requests[..] else {
+        panic!("{:?}", first.requests);
+    };
+    assert_eq!(
+        (done.output_tokens, done.outcome),
+        (9, RecordedOutcome::Completed)
+    );
+    assert_eq!(gone.outcome, RecordedOutcome::Cancelled);
+    assert_eq!((path, first.path(*other).len()), (other, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_directory_keeps_its_bound_and_the_newest_requests() {
+    let folder = Folder::new();
+    let bound = 1 << 20;
+    let running = Running::start(folder.settings(bound));
+    running.until(true).await;
+    for number in 0..400 {
+        let prompt = prompt(number * 100_000, 32_000);
+        let mut record = running.recorder.open(Instant::now(), "m", &prompt).unwrap();
+        record.streamed(number.into());
+        drop(record);
+        while running
+            .recorder
+            .shared
+            .queued_blocks
+            .load(Ordering::Relaxed)
+            > 0
+        {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+    // Longer than any file.
+    drop(
+        running
+            .recorder
+            .open(Instant::now(), "m", &prompt(0, 1 << 20)),
+    );
+    let metrics = running.end().await;
+    assert_eq!(
+        metrics.value("recorded_requests_total{outcome=\"written\"}"),
+        400
+    );
+    assert_eq!(
+        metrics.value("recorded_requests_total{outcome=\"dropped\"}"),
+        1
+    );
+    let files = files(&folder.0);
+    let bytes: usize = files.iter().map(|(_, bytes)| bytes.len()).sum();
+    assert!(
+        bytes as u64 <= bound && files.len() > 4,
+        "{bytes} in {}",
+        files.len()
+    );
+    let requests = decode(&folder.0).requests;
+    let kept: Vec<u32> = requests
+        .iter()
+        .map(|(facts, _)| facts.output_tokens)
+        .collect();
+    let first = 400 - u32::try_from(kept.len()).unwrap();
+    assert!(first > 0 && kept.len() > 50, "{first}");
+    assert!(kept.into_iter().eq(first..400));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_directory_has_one_writer() {
+    let folder = Folder::new();
+    let one = Running::start(folder.settings(1 << 20));
+    one.until(true).await;
+    let other = Running::start(folder.settings(1 << 20));
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(
+        other
+            .recorder
+            .open(Instant::now(), "m", &prompt(0, 64))
+            .is_none()
+    );
+    assert_eq!(other.metrics.value("recording"), 0);
+    one.end().await;
+    other.until(true).await;
+    other.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_queue_drops_records_and_counts_them() {
+    let folder = Folder::new();
+    let running = Running::start(folder.settings(1 << 20));
+    running.until(true).await;
+    // No task runs between two awaits.
+    let prompt = prompt(0, 64);
+    for _ in 0..QUEUE_MAX + 7 {
+        drop(running.recorder.open(Instant::now(), "m", &prompt));
+    }
+    assert_eq!(running.records("dropped"), 7);
+    let metrics = running.end().await;
+    assert_eq!(
+        metrics.value("recorded_requests_total{outcome=\"dropped\"}"),
+        7
+    );
+    assert_eq!(decode(&folder.0).requests.len(), QUEUE_MAX);
+}
