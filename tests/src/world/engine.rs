@@ -11,7 +11,7 @@ use warmroute_shim::source::ReplayId;
 
 use super::faults::Rates;
 use super::host::{Event, Http, Input, ProcessId};
-use super::life::{Life, Told, Truth, draw_config};
+use super::life::{DrawnGroups, Life, Told, Truth, draw_config};
 use super::plane::At;
 use super::{World, shim};
 use warmroute_mock_engine::HashMode;
@@ -57,7 +57,7 @@ pub(super) struct Guest {
 
 impl EngineNode {
     pub(super) fn draw(worker: usize, rates: &Rates, rng: &mut Rng) -> Self {
-        let mut config = draw_config(rng);
+        let mut config = draw_config(rng, DrawnGroups::One);
         config.life = rng.u64(..);
         if rates.has_one_group {
             config.groups = vec![warmroute_router::sim::GroupKind::FullAttention];

@@ -11,7 +11,7 @@ use serde_json::Value;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::{BlockSize, LocalHash, Seed, Tier};
 use warmroute_router::sim::{
-    CacheEvent, EngineConfig, EngineModel, EngineRequest, Medium, RequestId, StepOutcome,
+    CacheEvent, EngineConfig, EngineModel, EngineRequest, GroupKind, Medium, RequestId, StepOutcome,
 };
 
 use super::model::{Model, Pair, Rules};
@@ -173,13 +173,15 @@ impl Life {
     fn publish(&mut self, events: &[CacheEvent]) -> Result<u64, String> {
         let seq = self.batches.len() as u64;
         let time = (self.config.life % 1000) as f64 + seq as f64;
-        let truth: BTreeSet<Pair> = self
+        // The engine model has no windows: what they leave usable is read from the wire alone.
+        let has_windows = self.config.groups.len() > 1;
+        let mut truth: BTreeSet<Pair> = self
             .engine
             .held()
             .iter()
             .map(|held| (held.prefix.0, tier_of(held.medium).number()))
             .collect();
-        if self.told == Told::Twice {
+        if has_windows || self.told == Told::Twice {
             let plain = Encoder {
                 hash_mode: HashMode::Int,
                 ..self.encoder.clone()
@@ -187,7 +189,10 @@ impl Life {
             let payload = plain.encode(time, events).unwrap();
             let payload: Value = rmp_serde::from_slice(&payload).unwrap();
             self.model.apply(&payload);
-            if truth != self.model.held() {
+            let read = self.model.held();
+            if has_windows {
+                truth = read;
+            } else if truth != read {
                 return Err(format!(
                     "batch {seq}: wire and engine disagree on the truth"
                 ));
@@ -227,15 +232,26 @@ pub fn draw_request(block_size: BlockSize, longest: usize, rng: &mut Rng) -> Opt
     })
 }
 
+/// KV groups of drawn engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrawnGroups {
+    One,
+    /// A quarter of the engines has two groups with windows.
+    SomeWithWindows,
+}
+
 /// An engine of a random shape.
-pub fn draw_config(rng: &mut Rng) -> EngineConfig {
+pub fn draw_config(rng: &mut Rng, groups: DrawnGroups) -> EngineConfig {
     let size = BlockSize::new([2, 4, 16][rng.usize(0..3)]).unwrap();
     let mut config = EngineConfig::new(size, rng.u32(12..80));
     config.max_num_batched_tokens = [16, 64, 8192][rng.usize(0..3)];
     config.max_num_seqs = rng.usize(1..8);
     config.cpu_blocks = if rng.bool() { 0 } else { rng.u32(4..40) };
-    // The engine model decides its hits without windows: no hybrid ones. Keeps the seeds' draws.
-    rng.u8(0..4);
+    if rng.u8(0..4) == 0 && groups == DrawnGroups::SomeWithWindows {
+        let window = u32::try_from(2 * size.tokens()).unwrap();
+        let sliding = GroupKind::SlidingWindow(window);
+        config.groups = vec![sliding, sliding, GroupKind::FullAttention];
+    }
     config
 }
 

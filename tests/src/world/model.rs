@@ -272,6 +272,22 @@ fn item_hash(identifier: &str) -> u64 {
         .unwrap_or_else(|| xxh3_64_with_seed(identifier.as_bytes(), 0))
 }
 
+/// The blocks of a prompt, given by their local hashes, that a request can use of the GPU: the run
+/// from the first block, or all up to the deepest resume point.
+pub fn gpu_run(held: &BTreeSet<Pair>, locals: impl Iterator<Item = u64> + Clone) -> usize {
+    let from = |root: Option<u64>| {
+        let prefixes = locals.clone().scan(root, |above, local| {
+            *above = Some(chain(*above, local));
+            *above
+        });
+        prefixes.map(|prefix| held.contains(&(prefix, 0)))
+    };
+    let run = from(None).take_while(|is_held| *is_held).count();
+    let points = (1..).zip(from(Some(chain(None, RESUME_ROOT))));
+    let deepest = points.filter(|(_, is_held)| *is_held).last();
+    deepest.map_or(run, |(depth, _)| run.max(depth))
+}
+
 /// The prefix chain as `docs/PROTOCOL.md` writes it.
 pub fn chain(parent: Option<u64>, local: u64) -> u64 {
     let parent = parent.unwrap_or(0x9E37_79B9_7F4A_7C15) ^ 0xA076_1D64_78BD_642F;

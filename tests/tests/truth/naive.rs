@@ -10,12 +10,14 @@ use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, Tier, Tiers};
 
 use crate::world::{Claim, Consumer};
-use warmroute_tests::world::model::{Model, Rules};
+use warmroute_tests::world::model::{Model, Rules, gpu_run};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
     /// A block has one copy for each store without a remove.
     References,
+    /// A hit needs the last blocks of every group with a window.
+    Windows,
     /// A run ends at the first hole.
     Holes,
     /// A replay starts at the last seen batch, which must be unchanged.
@@ -25,8 +27,9 @@ pub(crate) enum Rule {
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 4] = [
+    pub(crate) const ALL: [Self; 5] = [
         Self::References,
+        Self::Windows,
         Self::Holes,
         Self::InclusiveReplay,
         Self::Gaps,
@@ -89,7 +92,7 @@ impl Naive {
 fn model(without: Option<Rule>) -> Model {
     Model::new(Rules {
         references: without != Some(Rule::References),
-        windows: true,
+        windows: without != Some(Rule::Windows),
     })
 }
 
@@ -189,12 +192,13 @@ impl Consumer for Naive {
 
     fn gpu_run(&self, blocks: &[LocalHash]) -> u32 {
         let held = self.model.held();
-        let held = prefix_hashes(None, blocks)
-            .map(|prefix| held.contains(&(prefix.0, Tier::Gpu.number())));
+        let run = gpu_run(&held, blocks.iter().map(|block| block.0));
         let run = if self.keeps(Rule::Holes) {
-            held.take_while(|held| *held).count()
+            run
         } else {
-            held.filter(|held| *held).count()
+            let prefixes = prefix_hashes(None, blocks);
+            let held = prefixes.filter(|prefix| held.contains(&(prefix.0, Tier::Gpu.number())));
+            run.max(held.count())
         };
         u32::try_from(run).unwrap()
     }

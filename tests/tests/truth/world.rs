@@ -8,8 +8,8 @@ use fastrand::Rng;
 use warmroute_mock_engine::HashMode;
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{LocalHash, PrefixHash, Tier, Tiers};
-use warmroute_tests::world::life::{Life, Told, draw_config};
-use warmroute_tests::world::model::{Pair, chain};
+use warmroute_tests::world::life::{DrawnGroups, Life, Told, draw_config};
+use warmroute_tests::world::model::{Pair, gpu_run};
 
 /// A consumer that follows an engine over the wire and claims what it holds.
 pub(crate) trait Consumer {
@@ -86,7 +86,7 @@ impl World {
 
     fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let mut config = draw_config(&mut rng);
+        let mut config = draw_config(&mut rng, DrawnGroups::SomeWithWindows);
         let mut rate = |max: u16| if rng.bool() { 0 } else { rng.u16(0..=max) };
         let faults = Faults {
             live_lost: rate(250),
@@ -297,20 +297,13 @@ impl World {
         Ok(())
     }
 
-    /// A prompt's credit is the run from its first block, and ends at the first hole.
+    /// A prompt's credit is the run from its first block and ends at the first hole; of an engine
+    /// with windows it ends at the deepest resume point.
     fn check_run(&mut self, consumer: &dyn Consumer, truth: &BTreeSet<Pair>) -> Result<(), String> {
         let Some(blocks) = self.engine.some_prompt(&mut self.prompt_rng) else {
             return Ok(());
         };
-        let mut parent = None;
-        let expected = blocks
-            .iter()
-            .take_while(|block| {
-                let prefix = chain(parent, block.0);
-                parent = Some(prefix);
-                truth.contains(&(prefix, Tier::Gpu.number()))
-            })
-            .count();
+        let expected = gpu_run(truth, blocks.iter().map(|block| block.0));
         let run = consumer.gpu_run(&blocks);
         if run as usize != expected {
             return Err(format!(
