@@ -110,8 +110,9 @@ async fn the_later_of_two_blind_choices_moves_and_nothing_is_left() {
     let (completed, aborted) = ends(&fleet).await;
     println!("{moved} of {asked} requests moved");
     assert_eq!((completed, aborted), (f64::from(asked), moved));
-    // Engines saw each move's first half as an aborted request.
-    assert_eq!(fleet.counted("aborted").await as f64, moved);
+    let seen = async |fleet: &Fleet| fleet.counted("aborted").await as f64 == moved;
+    let what = "engines saw each move's first half as an aborted request";
+    fleet.until(what, seen).await;
     let told = told(&fleet).await;
     assert!(!told.is_empty());
     for decision in told {

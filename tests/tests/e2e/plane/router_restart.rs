@@ -47,7 +47,7 @@ async fn a_killed_routers_load_leaves_the_others() {
     let ready = async |fleet: &Fleet| fleet.is_ready(&base).await;
     fleet.until("the new one is ready", ready).await;
     fleet.until_idle().await;
-    sequential(&fleet, 5, 10).await;
+    sequential(&fleet, 5, 20).await;
     fleet.until_idle().await;
 }
 
