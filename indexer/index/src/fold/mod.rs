@@ -152,11 +152,11 @@ impl Fold {
     /// The log lost records that were applied. Reading restarts at the beginning, and every source
     /// is suspect until it is proven.
     pub fn log_lost_records(&mut self) {
-        self.position = LogPosition(0);
+        let lost = std::mem::take(&mut self.position);
         self.mark = None;
         self.ends.clear();
         for source in self.sources.values_mut() {
-            source.log_lost();
+            source.log_lost(lost);
         }
     }
 

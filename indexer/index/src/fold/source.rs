@@ -362,10 +362,11 @@ impl SourceFold {
         self.faults.unread = true;
     }
 
-    /// The log was replaced: it lacks this source's earlier records, and its positions are others.
-    pub(super) fn log_lost(&mut self) {
+    /// The log lost records up to a position, or was replaced: it gives the positions up to there
+    /// again, so that they cannot be compared.
+    pub(super) fn log_lost(&mut self, lost: LogPosition) {
         self.suspect();
-        self.removals = RecentRemovals::default();
+        self.removals = RecentRemovals::above(lost.next());
         self.resync.request(ResyncReason::LogLost);
     }
 

@@ -259,3 +259,17 @@ fn a_generation_given_twice_in_one_log_is_not_covered_before_its_second_start() 
     let span = |since| hold_span(&replica, world.now, IDENTITY, since);
     assert_eq!((span(1), span(2)), (HoldSpan::Uncovered, HoldSpan::Held));
 }
+
+#[test]
+fn positions_that_the_log_gives_again_are_not_covered() {
+    let mut world = World::new();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    world.publish("w0/0", vec![stored("", "c", Tier::Gpu)]);
+    world.fold.log_lost_records();
+    world.position = LogPosition(0);
+    for name in ["d", "e", "f"] {
+        world.publish("w0/0", vec![stored("", name, Tier::Gpu)]);
+    }
+    let span = |since| hold_span(&world.fold, world.now, IDENTITY, since);
+    assert_eq!((span(2), span(3)), (HoldSpan::Uncovered, HoldSpan::Held));
+}
