@@ -34,7 +34,8 @@ pub mod shared_core;
 #[cfg(test)]
 mod testing;
 pub mod trace_files;
+pub mod tune_command;
 
 pub use warmroute_chat::{openai, tokenize};
 pub use warmroute_route::{self as route, sync};
-pub use warmroute_sim::{sim, simulate};
+pub use warmroute_sim::{sim, simulate, tune};

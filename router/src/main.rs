@@ -10,7 +10,7 @@ use warmroute_process::{announce, env, logs};
 use warmroute_router::config::{Config, RouterArgs, RouterCommand, TraceCommand};
 use warmroute_router::run::{Addresses, run};
 use warmroute_router::simulate::simulate;
-use warmroute_router::trace_files;
+use warmroute_router::{trace_files, tune_command};
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -57,6 +57,9 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
             let source = &args.replay.source;
             let trace = trace_files::load(&source.trace, &source.models)?;
             announce(format_args!("{}", simulate(args, &trace, epoch)?));
+        }
+        RouterCommand::Tune(args) => {
+            announce(format_args!("{}", tune_command::tune(args, epoch)?));
         }
         RouterCommand::Trace(TraceCommand::Convert(args)) => {
             let trace = trace_files::load(&args.from, &args.models)?;

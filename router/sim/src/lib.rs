@@ -2,7 +2,8 @@
 //!
 //! [`sim`] models vLLM's block cache, scheduler and step timing. [`simulate`] runs the command
 //! `warmroute-router simulate`: routing cores, engine models and an index, no IO, no clock.
-//! [`trace`] is what it replays, [`recording`] is the format of recorded requests.
+//! [`tune`] searches for the parameters that suit a trace. [`trace`] is what is replayed, and
+//! [`recording`] is the format of recorded requests.
 //!
 //! The serving path uses [`recording`] only.
 #![forbid(unsafe_code)]
@@ -11,3 +12,4 @@ pub mod recording;
 pub mod sim;
 pub mod simulate;
 pub mod trace;
+pub mod tune;

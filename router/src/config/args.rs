@@ -10,6 +10,7 @@ use warmroute_process::listen::port;
 use super::worker::WorkerSpec;
 use crate::route::args::ChoiceArgs;
 use crate::simulate::SimulateArgs;
+use crate::tune::TuneArgs;
 
 /// An OpenAI-compatible router for vLLM servers that knows what each has cached and how busy it is.
 ///
@@ -46,6 +47,7 @@ pub struct RouterArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub enum RouterCommand {
     Simulate(Box<SimulateArgs>),
+    Tune(Box<TuneArgs>),
     /// Work with traces of requests.
     #[command(subcommand)]
     Trace(TraceCommand),

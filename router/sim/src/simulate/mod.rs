@@ -19,7 +19,7 @@ mod replicas;
 mod report;
 pub(crate) mod world;
 
-pub use args::SimulateArgs;
+pub use args::{ReplayArgs, SimulateArgs};
 pub use report::simulate;
 
 use warmroute_proto::codec::DecodeError;

@@ -10,6 +10,9 @@ use crate::trace::TraceRequest;
 /// A completed request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CompletedRequest {
+    /// Since the run began.
+    pub(crate) arrived: Duration,
+    pub(crate) input_tokens: u32,
     pub(crate) ttft: Duration,
     /// From the first token to the last.
     pub(crate) decode: Duration,
@@ -64,6 +67,15 @@ impl SlowShare {
     }
 }
 
+/// Answers to the requests that arrived in one part of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct TimeSlot {
+    pub(crate) start: Duration,
+    /// `None` without requests.
+    pub(crate) ttft_mean: Option<Duration>,
+    pub(crate) hit_rate: Option<f64>,
+}
+
 /// Figures of a run. Times in milliseconds; percentiles are exact (nearest rank).
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Figures {
@@ -112,6 +124,40 @@ impl RunOutcome {
         self.done.push(done);
     }
 
+    /// Parts of equal length of the time in which requests arrived.
+    #[must_use]
+    pub(crate) fn slots(&self, count: u32) -> Vec<TimeSlot> {
+        let last = self.done.iter().map(|done| done.arrived).max();
+        let length = last.unwrap_or_default() / count.max(1) + Duration::from_nanos(1);
+        let slot = |number: u32| {
+            let (start, end) = (length * number, length * (number + 1));
+            let here = || {
+                self.done
+                    .iter()
+                    .filter(|done| (start..end).contains(&done.arrived))
+            };
+            let answers = u32::try_from(here().count()).unwrap_or(u32::MAX);
+            let ttfts: Duration = here().map(|done| done.ttft).sum();
+            let cached: u64 = here().map(|done| done.cached_tokens).sum();
+            let tokens: u64 = here().map(|done| u64::from(done.input_tokens)).sum();
+            TimeSlot {
+                start,
+                ttft_mean: ttfts.checked_div(answers),
+                hit_rate: (tokens > 0).then(|| share(cached as f64, tokens as f64)),
+            }
+        };
+        (0..count).map(slot).collect()
+    }
+
+    /// Computed tokens of each worker.
+    #[must_use]
+    pub(crate) fn worker_tokens(&self) -> Vec<u64> {
+        let loads = self.loads.iter();
+        loads
+            .map(|load| load.computed_prompt_tokens + load.generated_tokens)
+            .collect()
+    }
+
     #[must_use]
     pub(crate) fn goodput(&self, bounds: LatencyBounds) -> f64 {
         let good = self.done.iter().filter(|done| done.is_within(bounds));
@@ -133,11 +179,7 @@ impl RunOutcome {
             .map(|done| u64::from(done.output_tokens) - 1)
             .sum();
         let (done, requests) = (self.done.len() as f64, self.requests as f64);
-        let computed: Vec<u64> = self
-            .loads
-            .iter()
-            .map(|load| load.computed_prompt_tokens + load.generated_tokens)
-            .collect();
+        let computed = self.worker_tokens();
         let mean = computed.iter().sum::<u64>() as f64 / computed.len().max(1) as f64;
         let busiest = computed.iter().copied().max().unwrap_or(0) as f64;
         Figures {
@@ -206,6 +248,8 @@ mod tests {
     fn goodput_counts_the_refused_and_the_late() {
         let millis = Duration::from_millis;
         let done = |ttft, decode| CompletedRequest {
+            arrived: Duration::ZERO,
+            input_tokens: 100,
             ttft: millis(ttft),
             decode: millis(decode),
             output_tokens: 11,

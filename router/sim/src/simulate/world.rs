@@ -437,10 +437,13 @@ impl SimWorld<'_> {
 
     fn finished(&mut self, flight: &InFlight) -> Result<(), SimulationError> {
         self.end(flight.place, SlotEnd::Completed)?;
+        let asked = &self.trace.requests[flight.request];
         self.outcome.finished(CompletedRequest {
+            arrived: flight.arrived,
+            input_tokens: asked.input_tokens,
             ttft: flight.first_token - flight.arrived,
             decode: self.now - flight.first_token,
-            output_tokens: self.trace.requests[flight.request].output_tokens,
+            output_tokens: asked.output_tokens,
             credited_tokens: flight.credited_tokens,
             cached_tokens: flight.cached_tokens.unwrap_or_default(),
         });
