@@ -42,8 +42,8 @@ pub struct SourceFits {
 }
 
 impl SourceFits {
-    /// `prior` is the fleet's line before the first measurement; for `scatter` see
-    /// [`DecayingFit::scatter`].
+    /// `prior` is the fleet's line before the first measurement. From the count `scatter` on, the
+    /// scatter of a measurement is proportional to its count.
     #[must_use]
     pub fn new(prior: Line, scatter: f64) -> Self {
         Self {
