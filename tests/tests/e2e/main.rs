@@ -41,4 +41,5 @@ mod fleet;
 mod nats_server;
 mod pages;
 mod plane;
+mod recording;
 mod separation;

@@ -22,7 +22,7 @@ use tokio::time::{Instant, sleep};
 pub(crate) use dump::BySource;
 use nats::Distributed;
 pub(crate) use nats::NAMESPACE;
-use place::Place;
+pub(crate) use place::Place;
 pub(crate) use place::{free_port, free_ports};
 use process::Process;
 pub(crate) use process::signal;
@@ -32,7 +32,7 @@ pub(crate) const BLOCK: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/tiny");
 const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine-under-test");
-const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
+pub(crate) const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
 const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
 
