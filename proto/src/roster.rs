@@ -25,7 +25,7 @@ pub const ROSTER_MAX: u32 = 1 << 20;
 /// Most details in a part of an answer.
 pub const DETAILS_MAX: usize = 256;
 
-/// Most changed rows in a part of an answer.
+/// Most changed rows in a part of an answer. Their names may exceed [`PART_BYTES_MAX`] by one.
 pub const CHANGES_MAX: usize = 256;
 
 /// One life of one indexer replica.

@@ -123,10 +123,12 @@ impl PreparedQuery {
         let log = fold.log()?;
         let roster = fold.roster_id();
         let read = (known.roster == roster).then_some(known.since);
-        let (mut credited, mut allowed, mut changes) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut credited, mut allowed) = (Vec::new(), Vec::new());
+        let (mut changes, mut change_bytes) = (Vec::new(), 0);
         for source in fold.numbered(now) {
-            if changes.len() < CHANGES_MAX && read.is_some_and(|since| fold.is_news(&source, since))
-            {
+            let has_room = changes.len() < CHANGES_MAX && change_bytes < PART_BYTES_MAX;
+            if has_room && read.is_some_and(|since| fold.is_news(&source, since)) {
+                change_bytes += source.source.worker.as_str().len();
                 changes.push(RosterRow {
                     number: source.detail.source,
                     source: source.source.clone(),

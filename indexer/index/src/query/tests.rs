@@ -128,6 +128,18 @@ proptest! {
     }
 }
 
+/// Names are as long as an operator makes them; an answer must fit into a message.
+#[test]
+fn changes_with_long_names_are_bounded_in_bytes() {
+    let mut world = World::new();
+    for number in 0..40 {
+        let name = format!("{}{number}/0", "w".repeat(10_000));
+        world.publish(&name, vec![stored("", "a", Tier::Gpu)]);
+    }
+    let part = holders_of(&world, "b");
+    assert_eq!(part.changes.len(), PART_BYTES_MAX.div_ceil(10_002));
+}
+
 fn holders(number: u32, run_of: impl Fn(u32) -> u32) -> Holders {
     let holder = |number| Holder {
         run: Tiers {
