@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use warmroute_plane::InitConfig;
+use warmroute_plane::{ExistingStreams, InitConfig};
 use warmroute_process::args::{LogArgs, LogFilterError, NatsArgs};
 use warmroute_process::build;
 use warmroute_process::listen::{self, HostError};
@@ -32,9 +32,9 @@ pub struct IndexerArgs {
         value_parser = |text: &str| listen::port(text, PORT)
     )]
     pub port: u16,
-    /// File with a key, at least 16 characters on its first line. `/query`, `/query_by_hash`,
-    /// `/workers` and `/dump` then need it as a bearer token; without it, only clients on this
-    /// machine may use them.
+    /// File with a key of 16 to 256 characters on its first line. `/query`, `/query_by_hash`,
+    /// `/workers` and `/dump` then need it as a bearer token; without it, they are served only if
+    /// --host is a loopback address.
     #[arg(long, env = "WARMROUTE_API_KEY_FILE", value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Bound on the memory of the index, as 6GiB or 500MB; the process takes up to 64 MiB more.
@@ -124,6 +124,10 @@ pub struct InitArgs {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     pub max_age_secs: u64,
+    /// Raise the bounds of streams that exist, where these ones are higher. Without it they are only
+    /// verified. Needs the permission STREAM.UPDATE.
+    #[arg(long, env = "WARMROUTE_RESIZE")]
+    pub resize: bool,
     /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 30,
@@ -138,6 +142,10 @@ impl From<InitArgs> for InitConfig {
             replicas: init.replicas,
             max_bytes: init.max_bytes,
             max_age: Duration::from_secs(init.max_age_secs),
+            existing: match init.resize {
+                true => ExistingStreams::Enlarge,
+                false => ExistingStreams::Keep,
+            },
             ..Self::default()
         }
     }

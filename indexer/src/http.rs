@@ -7,24 +7,22 @@
 //! `disk` are cumulative: a prefix that needs no lower tier than that. A source without credit
 //! counts zero, with its state beside it.
 //!
-//! Probes, metrics and `/v1/digest` are open. All others show or compute much: [`Access`] decides
-//! who may use them. Their memory is not part of `--max-memory`, and their work must not delay
-//! routers: few bodies and dumps are processed in parallel, on blocking threads; the others wait
-//! for a slot, up to a deadline.
+//! Probes and metrics are open. All others show or compute much, and need a key
+//! unless the port is bound to loopback. Their memory is not part of `--max-memory`, and their work
+//! must not delay routers: few bodies and dumps are processed in parallel, on blocking threads; the
+//! others wait for a slot, up to a deadline.
 
-mod access;
 mod dump;
+mod key_file;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, JsonRejection};
 use axum::extract::{DefaultBodyLimit, FromRequest as _, Json, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
-use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::de::DeserializeOwned;
@@ -33,7 +31,8 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tracing::warn;
-use warmroute_process::{blocking, build, server};
+use warmroute_process::access::{RouteAccess, RouteTable};
+use warmroute_process::{blocking, build};
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceAnswer, SourceState};
 use warmroute_proto::{
@@ -43,7 +42,7 @@ use warmroute_proto::{
 use crate::service::Handle;
 use warmroute_index::view::WorkerView;
 
-pub use access::{Access, KeyFileError};
+pub use key_file::{KeyFileError, read_key_file};
 
 /// Maximum body: a million token ids as JSON.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -60,54 +59,34 @@ const SLOT_DEADLINE: Duration = Duration::from_secs(5);
 const BODY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// All routes of an indexer.
-pub fn router(handle: Handle, access: Access) -> Router {
-    let workers = Router::new()
-        .route("/workers", get(list_workers))
-        .with_state(Limited::new(&handle, SCANS_MAX));
-    queries(handle.clone())
-        .merge(workers)
-        .layer(from_fn_with_state(access, access::check))
-        .merge(digests(&handle))
-        .merge(probes(handle.clone()))
-        .merge(metrics(&handle))
+pub fn routes(handle: &Handle) -> RouteTable {
+    let (one, scans) = (RouteTable::default, Limited::new(handle, SCANS_MAX));
+    let workers = one().route("/workers", RouteAccess::Read, get(list_workers));
+    let metrics = one().route("/metrics", RouteAccess::Open, get(metrics_text));
+    let probes = RouteTable::default().probes(&get(|| async { "ok" }), &get(ready));
+    embedded(handle)
+        .merge(workers.with_state(&scans))
+        .merge(metrics.with_state(&Limited::new(handle, SCANS_MAX)))
+        .merge(probes.with_state(handle))
 }
 
 /// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer
 /// serves on its admin port.
-pub fn embedded(handle: Handle) -> Router {
-    let digests = digests(&handle);
-    queries(handle).merge(digests)
-}
-
-fn queries(handle: Handle) -> Router {
-    let dumps = Router::new()
-        .route("/dump", get(dump::dump))
-        .with_state(Limited::new(&handle, SCANS_MAX));
-    Router::new()
-        .route("/query", post(query))
-        .route("/query_by_hash", post(query_by_hash))
-        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .with_state(Limited::new(&handle, BODIES_MAX))
-        .merge(dumps)
-}
-
-fn digests(handle: &Handle) -> Router {
-    Router::new()
-        .route("/v1/digest", get(digest))
-        .with_state(Limited::new(handle, SCANS_MAX))
-}
-
-/// `/health` and `/readyz`, with their aliases. Liveness depends on nothing, readiness on log and
-/// registry.
-pub fn probes(handle: Handle) -> Router {
-    server::probes(get(|| async { "ok" }), get(ready)).with_state(handle)
-}
-
-/// `/metrics`.
-fn metrics(handle: &Handle) -> Router {
-    Router::new()
-        .route("/metrics", get(metrics_text))
-        .with_state(Limited::new(handle, SCANS_MAX))
+pub fn embedded(handle: &Handle) -> RouteTable {
+    let body_max = || DefaultBodyLimit::max(BODY_BYTES_MAX);
+    let queries = RouteTable::default()
+        .route("/query", RouteAccess::Read, post(query).layer(body_max()))
+        .route(
+            "/query_by_hash",
+            RouteAccess::Read,
+            post(query_by_hash).layer(body_max()),
+        );
+    let dumps = RouteTable::default().route("/dump", RouteAccess::Read, get(dump::dump));
+    let digests = RouteTable::default().route("/v1/digest", RouteAccess::Read, get(digest));
+    queries
+        .with_state(&Limited::new(handle, BODIES_MAX))
+        .merge(dumps.with_state(&Limited::new(handle, SCANS_MAX)))
+        .merge(digests.with_state(&Limited::new(handle, SCANS_MAX)))
 }
 
 /// The index for requests of one kind, few of which are processed in parallel.

@@ -13,10 +13,10 @@ use uuid::Uuid;
 use warmroute_indexer::args::{Command, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig};
 use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::diagnose;
-use warmroute_indexer::http::Access;
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
-use warmroute_process::signals::{Hangup, Signals};
+use warmroute_process::access::{BindScope, PortAccess};
+use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 
@@ -91,11 +91,14 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
 }
 
 async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
-    let signals = Signals::listen(Hangup::Stops).context("listening for signals")?;
+    let signals = Signals::listen().context("listening for signals")?;
     tracing::info!(?config, "starting");
-    let access = Access::read(config.api_key_file.as_deref()).context("reading --api-key-file")?;
+    let keys = http::read_key_file(config.api_key_file.as_deref());
+    let keys = keys.context("reading --api-key-file")?;
     let listener = listen::bind(config.listen).await?;
     let address = listener.local_addr().context("the address")?;
+    let access = PortAccess::new(BindScope::of(address), move || Arc::clone(&keys));
+    access.warn_if_closed("http", "--api-key-file");
     let failures = IntCounter::new("tasks_failed", "Tasks that ended early")?;
     let tasks = Tasks::new(failures);
     let nats = nats::join(&config.nats, "warmroute-indexer", &tasks).await?;
@@ -119,7 +122,13 @@ async fn run(config: ProcessConfig) -> anyhow::Result<ExitCode> {
         }
     });
     announce(format_args!("{{\"port\":{}}}", address.port()));
-    host::run(listener, http::router(handle, access), signals, tasks).await?;
+    host::run(
+        listener,
+        http::routes(&handle).guarded(&access),
+        signals,
+        tasks,
+    )
+    .await?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -6,8 +6,8 @@ use warmroute_proto::load::{
 };
 use warmroute_proto::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use warmroute_proto::registry::{
-    DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest, ShimEntry,
-    SnapshotLease, WorkerEntry,
+    DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, ResyncRequest,
+    RouterFacts, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use warmroute_proto::snapshot::{SnapshotHead, SnapshotPointer};
@@ -55,6 +55,8 @@ fn messages(data: &[u8]) {
     canonical::<HoldQuery>(data);
     canonical::<HoldAnswer>(data);
     canonical::<DemotionEntry>(data);
+    canonical::<DrainContext>(data);
+    canonical::<RouterFacts>(data);
     canonical::<RosterPageRequest>(data);
     canonical::<RosterPage>(data);
     canonical::<HolderQuery>(data);

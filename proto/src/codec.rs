@@ -20,8 +20,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::load::{LoadAnswer, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest, RouterEntry};
 use crate::query::{HoldAnswer, HoldQuery, IndexAnswer, IndexQuery};
 use crate::registry::{
-    DemotionEntry, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX, ResyncRequest, ShimEntry,
-    SnapshotLease, WorkerEntry,
+    DemotionEntry, DrainContext, DrainEntry, GenerationEntry, IndexerEntry, RANKS_MAX,
+    ResyncRequest, RouterFacts, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
@@ -49,7 +49,8 @@ const CONFIG: Configuration<LittleEndian, Fixint, Limit<MESSAGE_BYTES_MAX>> =
         .with_fixed_int_encoding()
         .with_limit::<MESSAGE_BYTES_MAX>();
 
-/// A type with its own kind byte. Kinds are wire values: stable, never reused.
+/// A type with its own kind byte. Kinds are wire values: stable, never reused. Kind 22 was a
+/// `HoldQuery` without a record number.
 pub trait Message: Encode + Decode<()> {
     const KIND: u8;
 
@@ -123,12 +124,14 @@ kinds! {
     ViewPageRequest = 19,
     ViewPage = 20,
     DrainEntry = 21,
-    HoldQuery = 22,
     HoldAnswer = 23,
     DemotionEntry = 24,
+    DrainContext = 30,
+    RouterFacts = 31,
     RosterPageRequest = 25,
     RosterPage = 26,
     HolderQuery = 27,
+    HoldQuery = 29,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -65,7 +65,8 @@ pub enum LoadChange {
     MarkPrefillCompleted {
         counter: u64,
     },
-    /// So many more blocks were generated.
+    /// So many more blocks were generated. 0 blocks before `MarkPrefillCompleted`: its time is
+    /// predicted, not measured.
     Grow {
         counter: u64,
         blocks: u32,

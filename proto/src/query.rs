@@ -76,7 +76,7 @@ impl From<TierState> for SourceState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum UnknownReason {
-    /// No record or heartbeat within the last 5 s.
+    /// No record or heartbeat within the last 5 s, or the log has not shown its clock for 2.5 s.
     NoProof = 0,
     /// Not folded because the memory bound was reached.
     Memory = 1,
@@ -115,8 +115,11 @@ pub struct SourceAnswer {
     pub run: Tiers<u32>,
 }
 
-/// Asks whether a source has held one block without interruption since a position of a log. An
-/// indexer of an earlier version does not answer.
+/// Asks whether a source has held one block without interruption since a record. A reader of an
+/// earlier version does not answer.
+///
+/// The record is named twice: a log that lost its end gives positions again, and a generation whose
+/// records and key are lost gives numbers again.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub struct HoldQuery {
     pub source: Source,
@@ -124,6 +127,8 @@ pub struct HoldQuery {
     pub since: LogPosition,
     pub block: PrefixHash,
     pub tier: Tier,
+    pub generation: Generation,
+    pub number: RecordNumber,
 }
 
 /// The answer to a [`HoldQuery`].
@@ -145,13 +150,13 @@ pub struct HoldAnswer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Encode, Decode)]
 #[serde(rename_all = "snake_case")]
 pub enum HoldSpan {
-    /// Held now, and after every record since the queried position.
+    /// Held now, and after every record since the queried one.
     Held = 0,
     /// Not held now.
     Absent = 1,
     /// Held now, and removed in between; rarely another block was.
     Interrupted = 2,
-    /// This replica follows another log, has not reached the queried position, or its list of
-    /// removals does not reach back to it.
+    /// This replica follows another log or generation, has not reached the queried record, or its
+    /// list of removals does not reach back to it.
     Uncovered = 3,
 }

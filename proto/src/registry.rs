@@ -1,7 +1,7 @@
 //! The registry's values, and the request that asks a shim for a new generation.
 
 use bincode::{Decode, Encode};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::{BlockSize, Generation, LogPosition, RouterId, Source, StreamIdentity, WorkerId};
 
@@ -73,6 +73,55 @@ pub struct DrainEntry {
     /// By the clock of the router that received it, for operators.
     pub set_unix_s: u64,
 }
+
+/// What a drain refers to, besides its [`DrainEntry`], which versions before it read alone. Written
+/// before the entry; without a counterpart it has no effect. Never deleted.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct DrainContext {
+    pub worker: WorkerId,
+    /// [`DrainEntry::turn`] of the entry that it belongs to.
+    pub turn: u64,
+    /// [`ShimEntry::instance`] when the worker was drained: its life. `None`: no shim held the lease.
+    pub shim: Option<[u8; 16]>,
+    pub until: DrainUntil,
+}
+
+/// When a drain ends. Numbers are wire values: stable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Encode, Decode)]
+#[serde(rename_all = "snake_case")]
+pub enum DrainUntil {
+    /// When an operator undrains the worker.
+    #[default]
+    Undone = 0,
+    /// When another shim than [`DrainContext::shim`] registers the worker.
+    Restart = 1,
+}
+
+/// What operators' tools compare between routers. Nothing decides by it. It expires with its
+/// router.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct RouterFacts {
+    pub router: RouterId,
+    /// Digest of the settings that decide where requests go.
+    pub settings: u64,
+    /// The router's clock.
+    pub unix_ns: u64,
+    /// The first [`FACTS_SHOWN_MAX`] failed checks of workers.
+    pub failed_checks: Vec<FailedCheck>,
+    /// The first [`FACTS_SHOWN_MAX`] workers that answer and are not registered.
+    pub unregistered: Vec<WorkerId>,
+}
+
+/// A worker whose engine tokenizes or cuts blocks otherwise than this router.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct FailedCheck {
+    pub worker: WorkerId,
+    pub check: String,
+    pub why: String,
+}
+
+/// Most checks, and most workers, in [`RouterFacts`].
+pub const FACTS_SHOWN_MAX: usize = 64;
 
 /// The sources that one router demoted, for operators' tools. It expires with its router.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]

@@ -11,6 +11,8 @@ use crate::{DpRank, Namespace, RouterId, Source, WorkerId};
 
 const ROOT: &str = "wr";
 const DEMOTED: &str = "demoted";
+const FACTS: &str = "facts";
+const DRAIN_CONTEXT: &str = "router.drain";
 
 /// One name as one subject token. The empty name is `=`.
 #[must_use]
@@ -167,6 +169,37 @@ impl Subjects {
     #[must_use]
     pub fn key_demotion(&self, key: &str) -> Option<RouterId> {
         self.key_router(key.strip_suffix(DEMOTED)?.strip_suffix('.')?)
+    }
+
+    /// Registry: what tools compare between routers. Below the router's own key.
+    #[must_use]
+    pub fn facts_key(&self, router: RouterId) -> String {
+        format!("{}.{FACTS}", self.router_key(router))
+    }
+
+    /// The router whose facts this key has.
+    #[must_use]
+    pub fn key_facts(&self, key: &str) -> Option<RouterId> {
+        self.key_router(key.strip_suffix(FACTS)?.strip_suffix('.')?)
+    }
+
+    /// Registry: what a worker's drain refers to. Below the routers' keys, where they may write. No
+    /// lease, never deleted.
+    #[must_use]
+    pub fn drain_context_key(&self, worker: &WorkerId) -> String {
+        self.with(DRAIN_CONTEXT, &encode_name(worker.as_str()))
+    }
+
+    /// Registry: the prefix of what all drains refer to.
+    #[must_use]
+    pub fn drain_context_keys(&self) -> String {
+        self.with(DRAIN_CONTEXT, "")
+    }
+
+    /// The worker whose drain this key describes.
+    #[must_use]
+    pub fn key_drain_context(&self, key: &str) -> Option<WorkerId> {
+        decode_name(self.rest(key, DRAIN_CONTEXT)?).map(WorkerId::from)
     }
 
     /// Registry: the prefix of all keys.

@@ -27,8 +27,9 @@ use warmroute_proto::query::{
     UnknownReason,
 };
 use warmroute_proto::registry::{
-    DemotedSource, DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, Lora,
-    ResyncReason, ResyncRequest, ShimEntry, SnapshotLease, WorkerEntry,
+    DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
+    GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, RouterFacts, ShimEntry,
+    SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{
     HolderAnswer, HolderDetail, HolderGroup, HolderPart, HolderQuery, NumberSet, RosterId,
@@ -492,15 +493,19 @@ fn golden_samples() {
 #[test]
 fn golden_samples_of_audits() {
     golden(
-        "hold_query",
+        "hold_query_since_record",
         &HoldQuery {
             source: source(),
             log: answer_log(),
             since: LogPosition(258),
             block: PrefixHash(7),
             tier: Tier::Gpu,
+            generation: Generation(3),
+            number: RecordNumber(7),
         },
     );
+    let without_number = codec::decode::<HoldQuery>(&sample(2, "hold_query"));
+    assert!(without_number.is_err(), "{without_number:?}");
     golden(
         "hold_answer",
         &HoldAnswer {
@@ -522,6 +527,34 @@ fn golden_samples_of_audits() {
                 generation: Generation(3),
                 agreements: 2,
             }],
+        },
+    );
+}
+
+/// Since version 2: what operators' tools read.
+#[test]
+fn golden_samples_of_routers() {
+    golden(
+        "drain_context",
+        &DrainContext {
+            worker: source().worker,
+            turn: 7,
+            shim: Some(*b"0123456789abcdef"),
+            until: DrainUntil::Restart,
+        },
+    );
+    golden(
+        "router_facts",
+        &RouterFacts {
+            router: RouterId(*b"0123456789abcdef"),
+            settings: 0x0123_4567_89AB_CDEF,
+            unix_ns: 1_700_000_000_000_000_003,
+            failed_checks: vec![FailedCheck {
+                worker: source().worker,
+                check: "chat".to_owned(),
+                why: "differs".to_owned(),
+            }],
+            unregistered: vec![WorkerId::from("w.1")],
         },
     );
 }
@@ -620,7 +653,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => HolderAnswer::KIND,
+        _ => RouterFacts::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();
@@ -641,6 +674,28 @@ fn every_kind_has_a_golden_sample_of_every_version() {
             "a kind without a sample: {version}"
         );
     }
+}
+
+/// Version 2 appended fields to bodies of version 1, and changed none.
+#[test]
+fn a_version_appends_and_changes_nothing_before() {
+    let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
+    let mut compared = 0;
+    for file in fs::read_dir(samples).unwrap() {
+        let file = file.unwrap().file_name().into_string().unwrap();
+        let Some(name) = file.strip_prefix("v1_") else {
+            continue;
+        };
+        let name = name.strip_suffix(".hex").unwrap();
+        // Frames contain whole messages, with version and checksum of their own.
+        if name.starts_with("load_frame") || name == "load_answer_messages" {
+            continue;
+        }
+        let (former, present) = (sample(1, name), sample(2, name));
+        assert!(present[1..].starts_with(&former[1..]), "{name}");
+        compared += 1;
+    }
+    assert_eq!(compared, 24, "samples");
 }
 
 /// What version 1 wrote is what is written today, but for what it did not say.

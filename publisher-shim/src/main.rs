@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
-use warmroute_process::signals::{Hangup, Signals};
+use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 use warmroute_shim::args::{Args, Config};
@@ -29,7 +29,7 @@ fn start() -> anyhow::Result<()> {
 }
 
 async fn run(mut config: Config) -> anyhow::Result<()> {
-    let mut signals = Signals::listen(Hangup::Stops).context("listening for signals")?;
+    let mut signals = Signals::listen().context("listening for signals")?;
     if let Some(file) = &config.engine_key_file {
         let key = EngineKey::read(file);
         let key = key.with_context(|| format!("--engine-key-file {}", file.display()))?;

@@ -1,31 +1,35 @@
 //! The admin port: the router's state in metrics and in JSON. An embedded router shows its
-//! indexer's and its shims' too.
+//! indexer's and its shims' too. `warmroute_process::access` decides who may use which route.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use axum::Json;
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use warmroute_indexer::WorkerView;
 use warmroute_plane::PlaneError;
+use warmroute_process::access::RouteAccess::{ByMethod, Open};
+use warmroute_process::access::RouteTable;
 use warmroute_process::build;
-use warmroute_process::server::probes;
-use warmroute_proto::registry::DrainState;
+use warmroute_proto::registry::{DrainState, DrainUntil};
 use warmroute_proto::{DpRank, RouterId, Source, WorkerId};
 use warmroute_shim::source::{SourceStatus, UnverifiedCause};
 
 use crate::deployment::Deployment;
+use crate::embedded::{EmbeddedWorkers, api};
 use crate::fleet::{FleetRegistry, FleetWorker};
-use crate::metrics::{Scraped, TokenizerStatus, WorkerStatus};
+use crate::metrics::{Scraped, WorkerStatus};
 use crate::proxy::App;
 use crate::ready::ServePhase;
 use crate::replication;
+use crate::sync::StatusDetail;
+use crate::tokenizers::ModelTokenizer;
 
 /// Decisions shown if no limit is given.
 const DECISIONS_DEFAULT: usize = 50;
@@ -37,27 +41,33 @@ pub(crate) struct Admin {
     pub registry: Arc<FleetRegistry>,
     pub replicas: replication::ReplicationHandle,
     pub deployment: Arc<Deployment>,
+    /// `None`: with NATS, where the workers' shims register them.
+    pub workers: Option<EmbeddedWorkers>,
 }
 
 type SharedAdmin = State<Arc<Admin>>;
 
 /// The admin port's routes.
-pub(crate) fn router(admin: Arc<Admin>) -> Router {
-    let index = admin.deployment.index().cloned();
+pub(crate) fn routes(admin: &Arc<Admin>) -> RouteTable {
+    let index = admin.deployment.index();
     let queries = index.map(warmroute_indexer::http::embedded);
-    Router::new()
-        .route("/metrics", get(metrics))
-        .route("/workers", get(workers))
-        .route("/v1/slots", get(slots))
-        .route("/admin/decisions", get(decisions))
-        .route("/admin/drain", get(drain_phase).post(drain))
-        .route("/admin/undrain", post(undrain))
+    let worker = get(api::show).delete(api::remove);
+    let worker_drain = get(worker_drain).post(drain_worker);
+    RouteTable::default()
+        .route("/metrics", Open, get(metrics))
+        .route("/workers", ByMethod, get(workers).post(api::add))
+        .route("/workers/{worker}", ByMethod, worker)
+        .route("/v1/slots", ByMethod, get(slots))
+        .route("/admin/decisions", ByMethod, get(decisions))
+        .route("/admin/drain", ByMethod, get(drain_phase).post(drain))
+        .route("/admin/undrain", ByMethod, post(undrain))
+        .route("/admin/workers/{worker}/drain", ByMethod, worker_drain)
         .route(
-            "/admin/workers/{worker}/drain",
-            get(worker_drain).post(drain_worker),
+            "/admin/workers/{worker}/undrain",
+            ByMethod,
+            post(undrain_worker),
         )
-        .route("/admin/workers/{worker}/undrain", post(undrain_worker))
-        .merge(probes(get(|| async { StatusCode::OK }), get(readyz)))
+        .probes(&get(|| async { StatusCode::OK }), &get(readyz))
         .with_state(admin)
         .merge(queries.unwrap_or_default())
 }
@@ -94,19 +104,30 @@ fn shown_phase(phase: ServePhase, admin: &Admin) -> Json<Value> {
     Json(json!({ "state": phase.label(), "requests": requests }))
 }
 
+#[derive(Deserialize)]
+struct DrainQuery {
+    #[serde(default)]
+    until: DrainUntil,
+}
+
 /// No router sends the worker new requests; its open ones may finish. Idempotent.
 async fn drain_worker(
     State(admin): SharedAdmin,
     worker: Path<String>,
+    Query(query): Query<DrainQuery>,
 ) -> Result<Json<Value>, DrainError> {
-    set_drain(&admin, worker, DrainState::Draining).await
+    let worker = known_worker(&admin, worker)?;
+    let drained = admin.registry.drain(&worker, query.until).await;
+    stored(&admin, &worker, drained)
 }
 
 async fn undrain_worker(
     State(admin): SharedAdmin,
     worker: Path<String>,
 ) -> Result<Json<Value>, DrainError> {
-    set_drain(&admin, worker, DrainState::Serving).await
+    let worker = known_worker(&admin, worker)?;
+    let undrained = admin.registry.undrain(&worker).await;
+    stored(&admin, &worker, undrained)
 }
 
 async fn worker_drain(
@@ -117,14 +138,13 @@ async fn worker_drain(
     Ok(Json(shown_drain(&worker, &admin)))
 }
 
-async fn set_drain(
+fn stored(
     admin: &Admin,
-    worker: Path<String>,
-    drain: DrainState,
+    worker: &WorkerId,
+    written: Result<(), PlaneError>,
 ) -> Result<Json<Value>, DrainError> {
-    let worker = known_worker(admin, worker)?;
-    match admin.registry.set_drain(&worker, drain).await {
-        Ok(()) => Ok(Json(shown_drain(&worker, admin))),
+    match written {
+        Ok(()) => Ok(Json(shown_drain(worker, admin))),
         Err(error) => {
             tracing::warn!(%worker, %error, "cannot store drain state");
             Err(DrainError::NotStored(error))
@@ -168,13 +188,12 @@ impl IntoResponse for DrainError {
 /// last drain or undrain, in seconds since the Unix epoch.
 fn shown_drain(worker: &WorkerId, admin: &Admin) -> Value {
     let entry = admin.app.fleet.drain_entry(worker);
-    let loads = admin.app.core.core().loads();
-    let there = loads.iter().filter(|load| load.worker == *worker);
-    let requests: u64 = there.map(|load| u64::from(load.active_requests)).sum();
+    let requests = admin.app.core.core().active_requests(worker);
     json!({
         "worker": worker,
         "state": admin.app.fleet.drain(worker).label(),
         "since": entry.map(|entry| entry.set_unix_s),
+        "until": admin.app.fleet.drain_until(worker),
         "requests": requests,
     })
 }
@@ -193,28 +212,22 @@ async fn metrics(State(admin): SharedAdmin) -> Response {
 }
 
 async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
-    let sync = admin.replicas.snapshot().await;
+    let sync = admin.replicas.status(StatusDetail::Summary).await;
     let (loads, counts, demoted) = {
         let core = admin.app.core.core();
         (core.loads(), core.counts(), core.demoted())
     };
     let workers = admin.app.fleet.snapshot();
     let workers: Vec<_> = workers.iter().map(|worker| status(worker, admin)).collect();
+    let catalog = admin.app.fleet.catalog();
     let own = admin.app.metrics.render(&Scraped {
         loads: &loads,
         workers: &workers,
+        series: &catalog.series,
         core: &counts,
         demoted: &demoted,
         sync: sync.as_ref(),
-        tokenizer: admin
-            .app
-            .tokenizer
-            .as_ref()
-            .map(|tokenizer| TokenizerStatus {
-                encoder: tokenizer.encoder(),
-                comparisons: tokenizer.comparison_counts(),
-                cache: tokenizer.cache_stats(),
-            }),
+        tokenizers: &admin.app.tokenizers.current(),
         leaving: admin.app.ready.is_leaving(),
     })?;
     let mut text = own.into_bytes();
@@ -234,11 +247,19 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
 
 fn status(worker: &FleetWorker, admin: &Admin) -> WorkerStatus {
     let checks = worker.checks.named();
+    let failed = worker
+        .checks
+        .named()
+        .filter(|(_, check)| check.is_failure());
     WorkerStatus {
         worker: worker.entry.worker.to_string(),
         healthy: worker.health.usable(),
+        registered: worker.registered,
         draining: admin.app.fleet.drain(&worker.entry.worker) == DrainState::Draining,
-        checks: checks.map(|(name, result)| (name, result.passed())).into(),
+        failed_checks: failed.map(|(name, _)| name).collect(),
+        checks: checks
+            .map(|(name, result)| (name, result.passed()))
+            .collect(),
         ttft_ratios: ttft_ratios(worker, admin).into_iter().collect(),
     }
 }
@@ -276,6 +297,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "circuit_breaker_open": worker.breaker.is_open(),
         "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,
+        "tokenizers": tokenizers(worker, admin),
         "stalled_ranks": stalled,
         "demoted_ranks": demoted_ranks(worker, admin),
         "ttft_ratios": ttft_ratios(worker, admin),
@@ -283,6 +305,26 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "sources": view.map(|view| &view.sources),
         "event_feeds": event_feeds(worker, admin),
     })
+}
+
+/// By base model: its tokenizer, and the results of comparing it with this engine's.
+fn tokenizers(worker: &FleetWorker, admin: &Admin) -> BTreeMap<String, Value> {
+    let table = admin.app.tokenizers.current();
+    let show = |model: &String| {
+        let (entry, loaded) = (table.get(model), table.of(model));
+        let checks = worker.checks.models.get(model);
+        let shown = json!({
+            "state": entry.map_or("loading", ModelTokenizer::label),
+            "problem": entry.and_then(|entry| entry.problem.as_deref()),
+            "path": loaded.map(|loaded| &loaded.path),
+            "version": loaded.map(|loaded| loaded.version),
+            "file_bytes": loaded.map(|loaded| loaded.bytes),
+            "load_ms": loaded.map(|loaded| loaded.load_time.as_millis()),
+            "checks": checks.map(|checks| &checks.tokens),
+        });
+        (model.clone(), shown)
+    };
+    worker.entry.models.iter().map(show).collect()
 }
 
 fn ranks_of(worker: &FleetWorker) -> impl Iterator<Item = (u32, Source)> {
@@ -330,8 +372,8 @@ fn learned(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, Value> {
 }
 
 fn statuses(admin: &Admin) -> impl Iterator<Item = SourceStatus> {
-    let shims = admin.deployment.shims().iter();
-    shims.flat_map(warmroute_shim::Handle::sources)
+    let shims = admin.workers.iter().flat_map(EmbeddedWorkers::shims);
+    shims.flat_map(|shim| shim.sources())
 }
 
 /// The state of the engine's event stream, by rank.
@@ -364,7 +406,7 @@ fn event_feeds(worker: &FleetWorker, admin: &Admin) -> Vec<Value> {
 /// `router` and `sources` have a fixed form, which scripts rely on. `sync` is what this replica
 /// holds of every router, itself included, and null while no replica runs.
 async fn slots(State(admin): SharedAdmin) -> Json<Value> {
-    let sync = admin.replicas.snapshot().await;
+    let sync = admin.replicas.status(StatusDetail::Sources).await;
     let sources = admin.app.core.core().loads();
     let router = admin.router.to_string();
     Json(json!({ "router": router, "sources": sources, "sync": sync }))

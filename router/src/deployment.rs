@@ -17,7 +17,7 @@ pub(crate) enum Deployment {
 impl Deployment {
     pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         Ok(match &config.nats {
-            None => Self::Embedded(Embedded::start(config, tasks).await?),
+            None => Self::Embedded(Embedded::start(config, tasks)?),
             Some(args) => Self::Distributed(nats::join(args, "warmroute-router", tasks).await?),
         })
     }
@@ -34,14 +34,6 @@ impl Deployment {
         match self {
             Self::Embedded(embedded) => Some(&embedded.index),
             Self::Distributed(_) => None,
-        }
-    }
-
-    /// The shims of this process.
-    pub(crate) fn shims(&self) -> &[warmroute_shim::Handle] {
-        match self {
-            Self::Embedded(embedded) => &embedded.shims,
-            Self::Distributed(_) => &[],
         }
     }
 

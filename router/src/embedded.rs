@@ -1,6 +1,10 @@
 //! The embedded default: plane, indexer and one shim for each worker inside this process. Code
 //! above the plane does not differ: every message is encoded and decoded.
 
+pub(crate) mod api;
+mod supervisor;
+mod worker_plan;
+
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -9,10 +13,11 @@ use warmroute_indexer::IndexerConfig;
 use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::StreamIdentity;
-use warmroute_shim::{CheckpointStore, ShimConfig, StateDir};
 
 use crate::clock::unix_time;
-use crate::config::{Config, WorkerSpec};
+use crate::config::Config;
+
+pub(crate) use supervisor::{EmbeddedWorkers, SupervisorParts, WorkerSupervisor};
 
 /// Longest lag of a reader. The indexer lags by milliseconds.
 const LOG_BYTES_MAX: usize = 64 << 20;
@@ -24,28 +29,18 @@ const QUEUE_MAX: usize = 4096;
 pub(crate) struct Embedded {
     pub plane: Arc<dyn Plane>,
     pub index: warmroute_indexer::Handle,
-    pub shims: Vec<warmroute_shim::Handle>,
 }
 
 impl Embedded {
-    /// Starts indexer and shims.
-    pub(crate) async fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
+    /// Starts the indexer.
+    pub(crate) fn start(config: &Config, tasks: &Tasks) -> anyhow::Result<Self> {
         let plane: Arc<dyn Plane> = Arc::new(MemoryPlane::new(MemoryPlaneConfig {
             identity: identity(),
             log_bytes_max: LOG_BYTES_MAX,
             queue_max: QUEUE_MAX,
         }));
         let index = start_indexer(config, &plane, tasks)?;
-        let mut shims = Vec::new();
-        for worker in &config.workers {
-            let checkpoints = checkpoints(config, worker).await?;
-            shims.push(start_shim(config, worker, checkpoints, &plane, tasks)?);
-        }
-        Ok(Self {
-            plane,
-            index,
-            shims,
-        })
+        Ok(Self { plane, index })
     }
 }
 
@@ -65,52 +60,6 @@ fn start_indexer(
     tasks.spawn("indexer", async move {
         if let Err(error) = service.run(stop).await {
             tracing::error!(%error, "indexer failed");
-        }
-    });
-    Ok(handle)
-}
-
-/// Where the worker's shim keeps checkpoints, if anywhere.
-async fn checkpoints(
-    config: &Config,
-    worker: &WorkerSpec,
-) -> anyhow::Result<Option<Arc<dyn CheckpointStore>>> {
-    let Some(dir) = &config.state_dir else {
-        return Ok(None);
-    };
-    let dir = StateDir::open_when_free(dir, &worker.id).await;
-    Ok(Some(Arc::new(dir.context("--state-dir")?)))
-}
-
-fn start_shim(
-    config: &Config,
-    worker: &WorkerSpec,
-    checkpoints: Option<Arc<dyn CheckpointStore>>,
-    plane: &Arc<dyn Plane>,
-    tasks: &Tasks,
-) -> anyhow::Result<warmroute_shim::Handle> {
-    if worker.replay.is_none() {
-        tracing::warn!(
-            worker = %worker.id,
-            "no replay= endpoint: lost events cannot be seen unless the engine reports one"
-        );
-    }
-    let namespace = config.namespace.clone();
-    let shim = ShimConfig {
-        kv_endpoint: worker.kv.clone(),
-        kv_replay_endpoint: worker.replay.clone(),
-        ranks: worker.ranks.get(),
-        checkpoints,
-        ..ShimConfig::new(namespace, worker.id.clone(), worker.url.clone())
-    };
-    let service = warmroute_shim::Service::new(shim, Arc::clone(plane))
-        .with_context(|| format!("setting up the shim of {}", worker.id))?;
-    let handle = service.handle();
-    let stop = tasks.stop.clone();
-    let id = worker.id.clone();
-    tasks.spawn("shim", async move {
-        if let Err(error) = service.run(stop).await {
-            tracing::error!(worker = %id, %error, "shim failed");
         }
     });
     Ok(handle)

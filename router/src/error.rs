@@ -1,13 +1,15 @@
-//! The router's own error answers, in OpenAI's JSON error form.
+//! The router's own error answers, in OpenAI's JSON error form or in Anthropic's.
 //!
 //! The only place where the router's failures become status codes. An engine's answers are passed
 //! on and do not come here.
 
 use axum::http::{HeaderValue, StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::response::{IntoResponse as _, Response};
+use serde_json::json;
 
 use crate::openai::{self, ErrorType};
 use crate::route::{AdmitError, RouteRefusal};
+use crate::tenants::TenantRefusal;
 
 /// Why the router does not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -37,6 +39,26 @@ pub(crate) enum ProxyError {
     Upstream,
     #[error("The router failed: {0}")]
     Internal(&'static str),
+    #[error(transparent)]
+    Tenant(#[from] TenantRefusal),
+}
+
+/// The form of an error's JSON.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum ErrorForm {
+    #[default]
+    OpenAi,
+    /// That of `/v1/messages`.
+    Anthropic,
+}
+
+impl ErrorForm {
+    pub(crate) fn of_path(path: &str) -> Self {
+        match path.strip_prefix("/v1/messages") {
+            Some(rest) if rest.is_empty() || rest.starts_with('/') => Self::Anthropic,
+            Some(_) | None => Self::OpenAi,
+        }
+    }
 }
 
 /// Seconds after which a shed request may be repeated. Short: load changes within seconds, and a
@@ -58,6 +80,7 @@ impl ProxyError {
                 let error = openai::OpenAiError::model_not_found(model);
                 return (StatusCode::NOT_FOUND, error);
             }
+            Self::Tenant(refusal) => return tenant_form(refusal),
             Self::Malformed(_) => (400, ErrorType::InvalidRequest, "malformed"),
             Self::BodyTimeout => (408, ErrorType::InvalidRequest, "malformed"),
             Self::Method => (405, ErrorType::InvalidRequest, "method_not_allowed"),
@@ -74,8 +97,45 @@ impl ProxyError {
         (status, error)
     }
 
-    const fn is_retryable(&self) -> bool {
-        matches!(self, Self::NoWorker | Self::AllFull | Self::BuffersFull)
+    /// Seconds after which the request may be repeated; `None`: it would fail again.
+    fn retry_after_secs(&self) -> Option<u64> {
+        match self {
+            Self::NoWorker | Self::AllFull | Self::BuffersFull => Some(RETRY_AFTER_SECS),
+            Self::Tenant(TenantRefusal::Limit(reached)) => Some(reached.retry_after_secs()),
+            Self::Request(_)
+            | Self::Malformed(_)
+            | Self::TooLarge { .. }
+            | Self::BodyTimeout
+            | Self::UnknownModel(_)
+            | Self::UnknownPath(_)
+            | Self::Method
+            | Self::Upstream
+            | Self::Internal(_)
+            | Self::Tenant(_) => None,
+        }
+    }
+
+    /// The answer to a client that expects a form.
+    pub(crate) fn response(&self, form: ErrorForm) -> Response {
+        let json = [(header::CONTENT_TYPE, "application/json")];
+        let (status, error) = self.form();
+        let body = match form {
+            ErrorForm::OpenAi => error.to_json(),
+            ErrorForm::Anthropic => anthropic_json(status, &error.message),
+        };
+        let mut response = (status, json, body).into_response();
+        let headers = response.headers_mut();
+        if let Some(secs) = self.retry_after_secs() {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(secs));
+        }
+        if status == StatusCode::UNAUTHORIZED {
+            let scheme = HeaderValue::from_static("Bearer");
+            headers.insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        if self.leaves_body_unread() {
+            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        response
     }
 
     /// The rest of the body is on the connection, so that no other request can follow.
@@ -85,6 +145,52 @@ impl ProxyError {
             Self::TooLarge { .. } | Self::BodyTimeout | Self::BuffersFull
         )
     }
+}
+
+fn tenant_form(refusal: &TenantRefusal) -> (StatusCode, openai::OpenAiError) {
+    let (status, kind, code) = match refusal {
+        TenantRefusal::NoKey | TenantRefusal::UnknownKey | TenantRefusal::Expired => (
+            StatusCode::UNAUTHORIZED,
+            ErrorType::InvalidRequest,
+            "invalid_api_key",
+        ),
+        TenantRefusal::Model => (
+            StatusCode::FORBIDDEN,
+            ErrorType::InvalidRequest,
+            "model_not_allowed",
+        ),
+        TenantRefusal::ForeignAnswer => (StatusCode::NOT_FOUND, ErrorType::NotFound, "not_found"),
+        TenantRefusal::PromptTokens { .. } => (
+            StatusCode::BAD_REQUEST,
+            ErrorType::InvalidRequest,
+            "context_length_exceeded",
+        ),
+        TenantRefusal::Limit(_) => (
+            StatusCode::TOO_MANY_REQUESTS,
+            ErrorType::RateLimited,
+            "rate_limit_exceeded",
+        ),
+    };
+    let error = openai::OpenAiError::new(kind, refusal.to_string()).with_code(code);
+    (status, error)
+}
+
+/// `{"type":"error","error":{"type","message"}}`.
+fn anthropic_json(status: StatusCode, message: &str) -> Vec<u8> {
+    let kind = match status.as_u16() {
+        401 => "authentication_error",
+        403 => "permission_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 => "overloaded_error",
+        status if status >= 500 => "api_error",
+        _ => "invalid_request_error",
+    };
+    let error = json!({ "type": kind, "message": message });
+    json!({ "type": "error", "error": error })
+        .to_string()
+        .into_bytes()
 }
 
 impl From<AdmitError> for ProxyError {
@@ -115,22 +221,6 @@ impl From<openai::OpenAiError> for ProxyError {
     }
 }
 
-impl IntoResponse for ProxyError {
-    fn into_response(self) -> Response {
-        let json = [(header::CONTENT_TYPE, "application/json")];
-        let (status, error) = self.form();
-        let mut response = (status, json, error.to_json()).into_response();
-        let headers = response.headers_mut();
-        if self.is_retryable() {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECS));
-        }
-        if self.leaves_body_unread() {
-            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
-        }
-        response
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -146,9 +236,11 @@ mod tests {
             (ProxyError::Malformed("x".into()), 400, false),
             (ProxyError::Upstream, 502, false),
         ] {
-            let response = error.into_response();
-            assert_eq!(response.status().as_u16(), status);
-            assert_eq!(response.headers().contains_key("retry-after"), retry);
+            for form in [ErrorForm::OpenAi, ErrorForm::Anthropic] {
+                let response = error.response(form);
+                assert_eq!(response.status().as_u16(), status);
+                assert_eq!(response.headers().contains_key("retry-after"), retry);
+            }
         }
     }
 }

@@ -9,6 +9,7 @@ mod breaker;
 mod checks;
 mod drain_table;
 pub mod health;
+mod members;
 mod models;
 mod probe;
 mod registration;
@@ -18,12 +19,13 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
-use warmroute_proto::registry::{DrainEntry, DrainState, WorkerEntry};
+use warmroute_proto::registry::{DrainEntry, DrainState, DrainUntil, WorkerEntry};
 use warmroute_proto::{BlockSize, DpRank, Source, WorkerId};
 
 use crate::route;
@@ -33,6 +35,7 @@ use health::{Observation, WorkerHealth};
 use state::{FleetChange, FleetState, ProbeTarget};
 
 pub(crate) use breaker::RequestResult;
+pub(crate) use checks::CheckResult;
 #[cfg(test)]
 pub(crate) use models::Parity;
 pub(crate) use models::{CatalogModel, ModelCatalog, PromptTrust};
@@ -96,6 +99,22 @@ impl Fleet {
         self.catalog().usable && self.state().unchecked().next().is_none()
     }
 
+    /// A worker's life begins: its registration counts. Once any was admitted, only those of
+    /// admitted workers do.
+    pub(crate) fn admit(&self, worker: &WorkerId) {
+        self.update(|state| state.members.admit(worker));
+    }
+
+    /// The worker gets no new requests until its next life.
+    pub(crate) fn retire(&self, worker: &WorkerId) {
+        self.update(|state| state.members.retire(worker));
+    }
+
+    /// Removes the worker. Late registrations of it do not count.
+    pub(crate) fn forget(&self, worker: &WorkerId) {
+        self.update(|state| state.forget(worker));
+    }
+
     pub(crate) fn contains(&self, worker: &WorkerId) -> bool {
         self.state().get(worker).is_some()
     }
@@ -110,8 +129,18 @@ impl Fleet {
         self.state().drains.entry(worker).cloned()
     }
 
+    /// When the worker's drain ends. `None`: it is not drained by an operator.
+    pub(crate) fn drain_until(&self, worker: &WorkerId) -> Option<DrainUntil> {
+        let state = self.state();
+        if state.drains.drain(worker) == DrainState::Serving {
+            return None;
+        }
+        let context = state.drains.context(worker);
+        Some(context.map_or_else(DrainUntil::default, |context| context.until))
+    }
+
     pub(crate) fn drain(&self, worker: &WorkerId) -> DrainState {
-        self.state().drains.drain(worker)
+        self.state().drain(worker)
     }
 
     /// Notified of what is published from now on.
@@ -145,6 +174,11 @@ impl Fleet {
             })
         });
         sources.collect()
+    }
+
+    /// Has the workers of these models checked again.
+    pub(crate) fn recheck(&self, models: &BTreeSet<String>) {
+        self.update(|state| state.recheck(models));
     }
 
     pub(crate) fn snapshot(&self) -> Vec<FleetWorker> {
@@ -183,11 +217,13 @@ impl Fleet {
         let mut core = self.core.core();
         core.set_workers(&entries);
         for worker in state.workers() {
-            core.set_drain(&worker.entry.worker, state.drain(worker));
+            core.set_drain(&worker.entry.worker, state.drain(&worker.entry.worker));
             core.set_health(&worker.entry.worker, candidate_health(worker));
         }
         drop(core);
-        let catalog = Arc::new(ModelCatalog::of(state.workers(), self.block_size));
+        let before = self.catalog();
+        let catalog = ModelCatalog::of(state.workers(), self.block_size, &before);
+        let catalog = Arc::new(catalog);
         *self.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog;
         self.changes.send_replace(());
     }

@@ -56,6 +56,13 @@ impl IndexerPool {
         self.indexers.keys().cloned().collect()
     }
 
+    /// All known replicas with whether they are suspect.
+    pub fn suspects(&self, now: Instant) -> Vec<(Arc<str>, bool)> {
+        let all = self.indexers.iter();
+        all.map(|(id, indexer)| (Arc::clone(id), indexer.is_suspect(now)))
+            .collect()
+    }
+
     pub fn answered(&mut self, id: &str) {
         if let Some(indexer) = self.indexers.get_mut(id) {
             indexer.late_answers = 0;
@@ -77,7 +84,7 @@ impl IndexerPool {
     pub fn pick_two(&self, now: Instant, rng: &mut Rng) -> [Option<Arc<str>>; 2] {
         let mut best: [Option<(PickOrder, &Arc<str>)>; 2] = [None, None];
         for (id, indexer) in &self.indexers {
-            let suspect = indexer.suspect_until.is_some_and(|until| now < until);
+            let suspect = indexer.is_suspect(now);
             let order = (!indexer.ready, suspect, rng.u32(..));
             match best {
                 [Some((first, _)), second] if first < order => {
@@ -89,6 +96,12 @@ impl IndexerPool {
             }
         }
         best.map(|one| one.map(|(_, id)| Arc::clone(id)))
+    }
+}
+
+impl IndexerStatus {
+    fn is_suspect(&self, now: Instant) -> bool {
+        self.suspect_until.is_some_and(|until| now < until)
     }
 }
 

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::{Source, Tiers};
 
+use crate::clock::unix_time;
 use crate::route::{Decision, SourceId, Terms};
 
 /// Decisions kept, about a MiB with [`WEIGHED_MAX`] candidates each.
@@ -40,6 +41,7 @@ pub(crate) type Names = BTreeMap<SourceId, Source>;
 
 struct JournalEntry {
     number: u64,
+    unix_ms: u64,
     request_id: String,
     model: String,
     candidates: usize,
@@ -77,6 +79,7 @@ impl Journal {
         }
         ring.entries.push_back(Arc::new(JournalEntry {
             number,
+            unix_ms: u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX),
             request_id: request_id.to_owned(),
             model: model.to_owned(),
             candidates,
@@ -137,6 +140,8 @@ impl JournalEntry {
         });
         json!({
             "number": self.number,
+            "unix_ms": self.unix_ms,
+            "policy": decision.policy.label(),
             "request_id": self.request_id,
             "model": self.model,
             "worker": decision.source.worker,

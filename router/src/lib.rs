@@ -10,8 +10,10 @@
 //! of an engine's cache. Both are behind `warmroute_plane`.
 #![forbid(unsafe_code)]
 
+mod access_log;
 mod admin;
 mod audit;
+mod call_report;
 mod clock;
 pub mod config;
 mod demotions;
@@ -23,16 +25,22 @@ pub mod index_client;
 pub mod indexer_pool;
 mod indexer_rosters;
 mod journal;
+pub mod key_command;
+mod live_page;
 mod metrics;
 mod proxy;
 mod ready;
 mod recorder;
 pub mod replication;
+mod router_facts;
 pub mod run;
 pub mod settings;
 pub mod shared_core;
+mod spans;
+mod tenants;
 #[cfg(test)]
 mod testing;
+pub mod tokenizers;
 pub mod trace_files;
 pub mod tune_command;
 

@@ -1,16 +1,19 @@
 //! `warmroute-router`: flags in, exit code out.
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
-use warmroute_router::config::{Config, RouterArgs, RouterCommand, TraceCommand};
+use warmroute_router::config::{Config, KeyCommand, RouterArgs, RouterCommand, TraceCommand};
 use warmroute_router::run::{Addresses, run};
 use warmroute_router::simulate::simulate;
-use warmroute_router::{trace_files, tune_command};
+use warmroute_router::{key_command, trace_files, tune_command};
+
+/// Time for blocking calls, such as writes, to end after all tasks.
+const BLOCKING_END: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
     warmroute_process::main(start)
@@ -25,11 +28,14 @@ fn start() -> anyhow::Result<()> {
     let config = Config::try_from(args)?;
     logs::install(&config.logs)?;
     tracing::info!(?config, "effective configuration");
-    tokio::runtime::Builder::new_multi_thread()
+    let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
-        .context("starting the runtime")?
-        .block_on(run(config, announce_addresses))
+        .context("starting the runtime")?;
+    let result = runtime.block_on(run(config, announce_addresses));
+    // A write into a full pipe never ends.
+    runtime.shutdown_timeout(BLOCKING_END);
+    result
 }
 
 /// Adds the setting that replaces a removed flag.
@@ -64,6 +70,9 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
         RouterCommand::Trace(TraceCommand::Convert(args)) => {
             let trace = trace_files::load(&args.from, &args.models)?;
             trace_files::write_whole(&args.to, trace.mooncake_lines())?;
+        }
+        RouterCommand::Key(KeyCommand::New(args)) => {
+            announce(format_args!("{}", key_command::new_key(args)?));
         }
     }
     Ok(())

@@ -5,6 +5,7 @@
 
 mod labels;
 mod page;
+mod served;
 
 use std::time::Duration;
 
@@ -16,10 +17,14 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 pub(crate) use labels::{
-    CancelPhase, DecisionStep, RecordResult, ReloadResult, RequestEnd, RetryReason, RouteLabel,
+    CancelPhase, DecisionStep, LoadResult, RecordResult, ReloadResult, RequestEnd, RetryReason,
+    RouteLabel,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
+pub(crate) use served::{
+    ModelKind, ModelSeries, OTHER_MODEL, SeriesTable, ServedModel, StatusClass, WorkerSeries,
+};
 
 const NAMESPACE: &str = "warmroute_router";
 
@@ -46,7 +51,7 @@ pub(crate) struct Metrics {
     waiting: IntGauge,
     tasks_failed: IntCounter,
     bad_entries: IntCounter,
-    settings_reloads: IntCounterVec,
+    reads: FileReadMetrics,
     recording: RecordingMetrics,
     check_failures: IntCounterVec,
     step_seconds: HistogramVec,
@@ -65,10 +70,18 @@ struct OverlapMetrics {
     demotions: IntCounter,
 }
 
-/// Requests that are recorded into files.
+/// Requests that are recorded into files, logged or traced.
 struct RecordingMetrics {
     runs: IntGauge,
     records: IntCounterVec,
+    log_lines: IntCounterVec,
+    traces: IntCounterVec,
+}
+
+/// Files that are read while the router runs.
+struct FileReadMetrics {
+    settings: IntCounterVec,
+    tokenizers: IntCounterVec,
 }
 
 impl Metrics {
@@ -129,16 +142,33 @@ impl Metrics {
                 "bad_registry_entries_total",
                 "Unreadable entries of workers and indexers",
             )?,
-            settings_reloads: counters(
-                "settings_reloads_total",
-                "Changes of the settings file, by whether they apply",
-                &["outcome"],
-            )?,
+            reads: FileReadMetrics {
+                settings: counters(
+                    "settings_reloads_total",
+                    "Changes of the settings file, by whether they apply",
+                    &["outcome"],
+                )?,
+                tokenizers: counters(
+                    "tokenizer_loads_total",
+                    "Tokenizers read from files, by result",
+                    &["outcome"],
+                )?,
+            },
             recording: RecordingMetrics {
                 runs: gauge("recording", "1 while requests are recorded")?,
                 records: counters(
                     "recorded_requests_total",
                     "Records of requests, by whether they are in a file",
+                    &["outcome"],
+                )?,
+                log_lines: counters(
+                    "access_log_lines_total",
+                    "Lines of the access log, by whether they are written",
+                    &["outcome"],
+                )?,
+                traces: counters(
+                    "traces_total",
+                    "Sampled requests, by whether a collector has accepted their spans",
                     &["outcome"],
                 )?,
             },
@@ -254,8 +284,25 @@ impl Metrics {
         counter.inc_by(records);
     }
 
+    pub(crate) fn logged(&self, result: RecordResult, lines: u64) {
+        let counter = self
+            .recording
+            .log_lines
+            .with_label_values(&[result.label()]);
+        counter.inc_by(lines);
+    }
+
+    pub(crate) fn traced(&self, result: RecordResult, requests: u64) {
+        let counter = self.recording.traces.with_label_values(&[result.label()]);
+        counter.inc_by(requests);
+    }
+
     pub(crate) fn reloaded(&self, result: ReloadResult) {
-        count(&self.settings_reloads, &[result.label()]);
+        count(&self.reads.settings, &[result.label()]);
+    }
+
+    pub(crate) fn tokenizer_loaded(&self, result: LoadResult) {
+        count(&self.reads.tokenizers, &[result.label()]);
     }
 
     pub(crate) const fn tasks_failed(&self) -> &IntCounter {
@@ -310,16 +357,25 @@ fn observe(histograms: &HistogramVec, label: &str, took: Duration) {
 }
 
 #[cfg(test)]
+use crate::tokenizers::TokenizerTable;
+
+#[cfg(test)]
 impl Metrics {
     /// The value of a series of its own, 0 where there is none.
     pub(crate) fn value(&self, series: &str) -> u64 {
+        self.value_of(series, &SeriesTable::default())
+    }
+
+    /// The value of a series, 0 where there is none, those of models and workers included.
+    pub(crate) fn value_of(&self, series: &str, table: &SeriesTable) -> u64 {
         let scraped = Scraped {
             loads: &[],
             workers: &[],
+            series: table,
             core: &crate::route::CoreCounts::default(),
             demoted: &[],
             sync: None,
-            tokenizer: None,
+            tokenizers: &TokenizerTable::default(),
             leaving: false,
         };
         let text = self.render(&scraped).unwrap();
@@ -350,8 +406,10 @@ mod tests {
         let status = WorkerStatus {
             worker: "w1".into(),
             healthy: true,
+            registered: true,
             draining: true,
             checks: vec![("chat", false)],
+            failed_checks: vec!["chat"],
             ttft_ratios: vec![(1, 2.5)],
         };
         let demoted = DemotedSource {
@@ -362,33 +420,49 @@ mod tests {
             generation: Generation(1),
             agreements: 0,
         };
-        let render = |loads: &[_], workers: &[_], demoted: &[_]| {
+        let worker = "w1".into();
+        let served = ServedModel {
+            model: "m",
+            worker: &worker,
+            kind: ModelKind::Base,
+        };
+        let series = SeriesTable::default().followed_by([served].into_iter());
+        let counted = &series.of("m").workers[&worker];
+        counted.requests.count(StatusClass::of(200), RequestEnd::Ok);
+        counted.ttft.observe(Duration::from_millis(10));
+        let render = |loads: &[_], workers: &[_], demoted: &[_], series: &SeriesTable| {
             let scraped = Scraped {
                 loads,
                 workers,
+                series,
                 core: &CoreCounts::default(),
                 demoted,
                 sync: None,
-                tokenizer: None,
+                tokenizers: &TokenizerTable::default(),
                 leaving: false,
             };
             metrics.render(&scraped).unwrap()
         };
-        let text = render(&[load], &[status], &[demoted]);
+        let text = render(&[load], &[status], &[demoted], &series);
         for line in [
-            "slots_active{dp_rank=\"1\",worker=\"w1\"} 2",
             "worker_healthy{worker=\"w1\"} 1",
+            "worker_check_failed{check=\"chat\",worker=\"w1\"} 1",
             "worker_check_passed{check=\"chat\",worker=\"w1\"} 0",
             "source_ttft_ratio{dp_rank=\"1\",worker=\"w1\"} 2.5",
             "worker_draining{worker=\"w1\"} 1",
             "source_demoted{dp_rank=\"1\",worker=\"w1\"} 1",
+            "model_requests_total{code=\"2xx\",model=\"m\",outcome=\"ok\",worker=\"w1\"} 1",
+            "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.005\"} 0",
+            "model_ttft_seconds_bucket{model=\"m\",worker=\"w1\",le=\"0.01\"} 1",
+            "model_ttft_seconds_count{model=\"m\",worker=\"w1\"} 1",
         ] {
             assert!(
                 text.contains(&format!("\nwarmroute_router_{line}\n")),
                 "{text}"
             );
         }
-        let text = render(&[], &[], &[]);
+        let left = series.followed_by([].into_iter());
+        let text = render(&[], &[], &[], &left);
         assert!(!text.contains("w1"), "{text}");
     }
 }

@@ -1,7 +1,7 @@
 //! Recording of requests for later replays, into the directory that the settings name.
 //!
-//! A request that is recorded holds an [`OpenRecord`], which queues its facts when it is dropped.
-//! One task writes the queue. A full queue, a prompt that is too long for a file and a failed write
+//! A request that is recorded holds a [`RecordTicket`], which queues its facts at its end. One task
+//! writes the queue. A full queue, a prompt that is too long for a file and a failed write
 //! drop records and count them; no request waits.
 
 mod files;
@@ -12,17 +12,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use axum::http::StatusCode;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
-use warmroute_sim::recording::{RecordedOutcome, RecordedPlacement, RequestFacts};
+use warmroute_sim::recording::RequestFacts;
 
-use crate::error::ProxyError;
 use crate::metrics::{Metrics, RecordResult};
-use crate::openai::TokenUsage;
-use crate::route::{Decision, Prompt};
+use crate::route::Prompt;
 use crate::settings::{LiveSettings, RecordingRule};
 
 use files::RecordingFiles;
@@ -63,12 +60,9 @@ struct QueuedRecord {
     prompt: Arc<Prompt>,
 }
 
-/// A request that is recorded. Queued when it is dropped, as [`RecordedOutcome::Cancelled`] unless
-/// another end was set.
-pub(crate) struct OpenRecord {
+/// A request that is recorded at its end.
+pub(crate) struct RecordTicket {
     recorder: Recorder,
-    arrived: Instant,
-    facts: RequestFacts,
     prompt: Arc<Prompt>,
 }
 
@@ -104,108 +98,28 @@ impl Recorder {
     }
 
     /// Begins a request's record; `None` if nothing is recorded.
-    pub(crate) fn open(
-        &self,
-        arrived: Instant,
-        model: &str,
-        prompt: &Arc<Prompt>,
-    ) -> Option<Box<OpenRecord>> {
-        if !self.shared.runs.load(Ordering::Relaxed) {
-            return None;
-        }
-        let block_tokens = prompt.block_size().tokens();
-        Some(Box::new(OpenRecord {
+    pub(crate) fn open(&self, prompt: &Arc<Prompt>) -> Option<RecordTicket> {
+        let runs = self.shared.runs.load(Ordering::Relaxed);
+        runs.then(|| RecordTicket {
             recorder: self.clone(),
-            arrived,
-            facts: RequestFacts {
-                arrived: Duration::ZERO,
-                model: model.into(),
-                prompt_tokens: prompt.tokens(),
-                output_tokens: 0,
-                block_tokens: u32::try_from(block_tokens).unwrap_or(u32::MAX),
-                ttft: None,
-                duration: Duration::ZERO,
-                cached_tokens: None,
-                outcome: RecordedOutcome::Cancelled,
-                placement: None,
-            },
             prompt: Arc::clone(prompt),
-        }))
+        })
     }
 }
 
-impl OpenRecord {
-    /// No worker answered.
-    pub(crate) fn unanswered(&mut self, error: &ProxyError) {
-        self.facts.outcome = if *error == ProxyError::Upstream {
-            RecordedOutcome::Failed
-        } else {
-            RecordedOutcome::Unplaced
-        };
-    }
-
-    /// An engine's answer begins.
-    pub(crate) fn placed(&mut self, decision: &Decision) {
-        let chosen = &decision.chosen;
-        let time = |secs: f64| Duration::try_from_secs_f64(secs).unwrap_or_default();
-        self.facts.placement = Some(RecordedPlacement {
-            worker: decision.source.worker.as_str().into(),
-            dp_rank: decision.source.dp_rank.0,
-            credited_blocks: decision.overlap_blocks,
-            predicted_blocks: decision.predicted_blocks,
-            active_requests: chosen.active_requests,
-            queue: time(chosen.time.queue),
-            prefill: time(chosen.time.prefill),
-            decode: time(chosen.time.decode),
-        });
-    }
-
-    pub(crate) fn first_output(&mut self) {
-        self.facts
-            .ttft
-            .get_or_insert_with(|| self.arrived.elapsed());
-    }
-
-    /// Output so far, as far as the stream shows it.
-    pub(crate) fn streamed(&mut self, chunks: u64) {
-        self.facts.output_tokens = saturated(chunks);
-    }
-
-    pub(crate) fn reported(&mut self, usage: TokenUsage) {
-        if self.prompt.blocks().is_empty() {
-            self.facts.prompt_tokens = saturated(usage.prompt_tokens);
-        }
-        self.facts.output_tokens = saturated(usage.completion_tokens);
-        self.facts.cached_tokens = usage.cached_tokens.map(saturated);
-    }
-
-    /// The engine's answer is complete.
-    pub(crate) fn answered(&mut self, status: StatusCode) {
-        self.facts.outcome = if status.is_success() {
-            RecordedOutcome::Completed
-        } else {
-            RecordedOutcome::Failed
-        };
-    }
-
-    /// The engine closed the connection before the end.
-    pub(crate) fn broken(&mut self) {
-        self.facts.outcome = RecordedOutcome::Failed;
-    }
-}
-
-impl Drop for OpenRecord {
-    fn drop(&mut self) {
-        self.facts.duration = self.arrived.elapsed();
-        let shared = &self.recorder.shared;
-        let blocks = self.prompt.blocks().len();
+impl RecordTicket {
+    /// Queues the record of a request that has ended.
+    pub(crate) fn end(self, arrived: Instant, facts: RequestFacts) {
+        let Self { recorder, prompt } = self;
+        let shared = &recorder.shared;
+        let blocks = prompt.blocks().len();
         let queued = shared.queued_blocks.fetch_add(blocks, Ordering::Relaxed);
         let record = QueuedRecord {
-            arrived: self.arrived,
-            facts: self.facts.clone(),
-            prompt: Arc::clone(&self.prompt),
+            arrived,
+            facts,
+            prompt,
         };
-        if queued + blocks > QUEUED_BLOCKS_MAX || self.recorder.queue.try_send(record).is_err() {
+        if queued + blocks > QUEUED_BLOCKS_MAX || recorder.queue.try_send(record).is_err() {
             shared.queued_blocks.fetch_sub(blocks, Ordering::Relaxed);
             shared.metrics.recorded(RecordResult::Dropped, 1);
         }
@@ -309,8 +223,4 @@ impl RecordWriter {
         self.retry_at = Instant::now() + RETRY_PERIOD;
         0
     }
-}
-
-fn saturated(count: u64) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
 }

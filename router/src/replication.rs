@@ -26,7 +26,9 @@ use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId, codec};
 
 use crate::shared_core::SharedCore;
-use crate::sync::{ASK_TIMEOUT, AskId, LoadReplica, PlaneLink, ReplicaEffect, ReplicaStatus, TICK};
+use crate::sync::{
+    ASK_TIMEOUT, AskId, LoadReplica, PlaneLink, ReplicaEffect, ReplicaStatus, StatusDetail, TICK,
+};
 use load_state::SharedLoadState;
 
 /// Most time to publish a broadcast. One that takes longer is lost, like any other that is dropped.
@@ -38,8 +40,8 @@ const LEAVE_MAX: Duration = Duration::from_secs(1);
 /// Broadcasts applied before other events are looked at.
 const BROADCASTS_MAX: usize = 16;
 
-/// Bound on the snapshot requests that wait.
-const SNAPSHOT_REQUESTS_MAX: usize = 16;
+/// Bound on the status requests that wait.
+const STATUS_REQUESTS_MAX: usize = 16;
 
 /// A replica that is ready to run.
 pub struct Replication {
@@ -47,18 +49,24 @@ pub struct Replication {
     core: Arc<SharedCore>,
     plane: Arc<dyn Plane>,
     subjects: Subjects,
-    snapshot_requests: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
+    status_requests: mpsc::Receiver<StatusRequest>,
 }
 
 /// Reads the state of a running replica.
 #[derive(Clone, Debug)]
-pub struct ReplicationHandle(mpsc::Sender<oneshot::Sender<ReplicaStatus>>);
+pub struct ReplicationHandle(mpsc::Sender<StatusRequest>);
+
+#[derive(Debug)]
+struct StatusRequest {
+    detail: StatusDetail,
+    reply: oneshot::Sender<ReplicaStatus>,
+}
 
 impl ReplicationHandle {
     /// The replica's state, or `None` if it does not run.
-    pub async fn snapshot(&self) -> Option<ReplicaStatus> {
+    pub async fn status(&self, detail: StatusDetail) -> Option<ReplicaStatus> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(reply).await.ok()?;
+        self.0.send(StatusRequest { detail, reply }).await.ok()?;
         answer.await.ok()
     }
 }
@@ -72,13 +80,13 @@ impl Replication {
         plane: Arc<dyn Plane>,
         subjects: Subjects,
     ) -> (Self, ReplicationHandle) {
-        let (handle, snapshot_requests) = mpsc::channel(SNAPSHOT_REQUESTS_MAX);
+        let (handle, status_requests) = mpsc::channel(STATUS_REQUESTS_MAX);
         let replication = Self {
             router,
             core,
             plane,
             subjects,
-            snapshot_requests,
+            status_requests,
         };
         (replication, ReplicationHandle(handle))
     }
@@ -97,7 +105,7 @@ impl Replication {
             plane: self.plane,
             subjects: self.subjects,
             asks: FuturesUnordered::new(),
-            snapshot_requests: self.snapshot_requests,
+            status_requests: self.status_requests,
             ready: Some(Box::new(ready)),
             ticks,
         };
@@ -169,7 +177,7 @@ struct ReplicationTask {
     connection: watch::Receiver<Connection>,
     /// At most one for each peer, and one echo.
     asks: FuturesUnordered<BoxFuture<'static, PeerAnswer>>,
-    snapshot_requests: mpsc::Receiver<oneshot::Sender<ReplicaStatus>>,
+    status_requests: mpsc::Receiver<StatusRequest>,
     incarnations: Incarnations,
     ready: Option<Box<dyn FnOnce() + Send>>,
     ticks: Interval,
@@ -193,7 +201,7 @@ enum ReplicationEvent {
     Written,
     Due,
     Tick,
-    Snapshot(oneshot::Sender<ReplicaStatus>),
+    Status(StatusRequest),
 }
 
 impl ReplicationTask {
@@ -260,7 +268,7 @@ impl ReplicationTask {
             () = self.state.0.written() => ReplicationEvent::Written,
             () = sleep_until(due.unwrap_or_else(Instant::now)), if is_due => ReplicationEvent::Due,
             _ = self.ticks.tick() => ReplicationEvent::Tick,
-            Some(reply) = self.snapshot_requests.recv() => ReplicationEvent::Snapshot(reply),
+            Some(request) = self.status_requests.recv() => ReplicationEvent::Status(request),
         };
         Some(event)
     }
@@ -291,9 +299,9 @@ impl ReplicationTask {
             ReplicationEvent::Written => replica.wrote(state, now),
             ReplicationEvent::Due => replica.send_due(state, now),
             ReplicationEvent::Tick => replica.tick(state, now),
-            ReplicationEvent::Snapshot(reply) => {
+            ReplicationEvent::Status(StatusRequest { detail, reply }) => {
                 // The requester may have given up.
-                drop(reply.send(replica.snapshot(state, now)));
+                drop(reply.send(replica.snapshot(state, detail, now)));
             }
         }
     }

@@ -16,21 +16,26 @@ use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep_until, 
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
+use warmroute_process::access::{BindScope, PortAccess, RouteAccess};
 use warmroute_process::listen::bind;
 use warmroute_process::server::{ClientRules, Http2, Server, Shutdown};
-use warmroute_process::signals::{self, Hangup, Signals};
+use warmroute_process::signals::{self, Signals};
 use warmroute_process::tasks::Tasks;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{Generation, RouterId};
 
+use crate::access_log::AccessLog;
 use crate::admin::{self, Admin};
 use crate::audit::Auditor;
+use crate::call_report::CallSinks;
 use crate::config::Config;
 use crate::demotions::DemotionWriter;
 use crate::deployment::Deployment;
+use crate::embedded::{EmbeddedWorkers, SupervisorParts, WorkerSupervisor};
 use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
+use crate::live_page::{self, LiveSampler};
 use crate::metrics::Metrics;
 use crate::proxy::{
     self, App, BodyBudget, EngineClient, HeldRequests, PromptPool, StoredResponses,
@@ -39,9 +44,12 @@ use crate::ready::{Ready, notice};
 use crate::recorder::Recorder;
 use crate::replication::Replication;
 use crate::route::{Core, CoreConfig};
+use crate::router_facts::FactsWriter;
 use crate::settings::{LiveSettings, SettingsWatcher};
 use crate::shared_core::SharedCore;
-use crate::tokenize::{EncoderKind, Tokenizer, TokenizerLoadError};
+use crate::spans::Tracer;
+use crate::tenants::Tenants;
+use crate::tokenizers::{DefaultTokenizer, TokenizerLoader, Tokenizers};
 
 /// Lets time pass in the core while no request does.
 const TICK: Duration = Duration::from_millis(250);
@@ -49,8 +57,8 @@ const TICK: Duration = Duration::from_millis(250);
 /// Operators and scrapers.
 const ADMIN_CONNECTIONS_MAX: usize = 256;
 
-/// Generated texts on which the two encoders are compared at start. Debug builds are slow.
-const COMPARED_TEXTS: usize = if cfg!(debug_assertions) { 200 } else { 2_000 };
+/// Time after which an operator's connection is closed that does not read its answer.
+const ADMIN_WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time for background tasks to end.
 const TASKS_END: Duration = Duration::from_secs(5);
@@ -65,6 +73,8 @@ pub struct Addresses {
 /// A router whose tasks run.
 pub struct Running {
     pub addresses: Addresses,
+    /// The paths of the admin port, each with what it asks of clients.
+    pub admin_routes: Vec<(&'static str, RouteAccess)>,
     tasks: Tasks,
     app: Arc<App>,
     clients: Port,
@@ -89,11 +99,7 @@ enum Leave {
 
 /// Runs until a signal or until a task fails. A second signal closes open connections.
 pub async fn run(config: Config, announce: impl FnOnce(Addresses)) -> anyhow::Result<()> {
-    let hangup = match config.settings {
-        Some(_) => Hangup::Reloads,
-        None => Hangup::Stops,
-    };
-    let mut signals = Signals::listen(hangup).context("listening for signals")?;
+    let mut signals = Signals::listen().context("listening for signals")?;
     let running = Running::start(config).await?;
     announce(running.addresses);
     let leave = tokio::select! {
@@ -122,7 +128,8 @@ impl Running {
             public: public.local_addr().context("the public address")?,
             admin: admin.local_addr().context("the admin address")?,
         };
-        let tokenizer = load_tokenizer(&config).await?;
+        let tokenizers = Arc::<Tokenizers>::default();
+        let tokenizer = DefaultTokenizer::load(&config, &tokenizers).await?;
         let engines = EngineClient::new(&settings, Arc::clone(&metrics))
             .context("setting up the HTTP client")?;
         let prompts = PromptPool::start().context("starting the threads for prompts")?;
@@ -134,27 +141,27 @@ impl Running {
         let services = Services {
             metrics,
             settings,
+            tokenizers,
             tokenizer,
             prompts,
             engines,
             deployment,
         };
-        let (app, admin_state) = services.spawn(&config, &clients, &tasks);
+        let (app, admin_state) = services.spawn(&config, &clients, &tasks).await?;
+        let admin_state = Arc::new(admin_state);
+        let (sampler, feed) = LiveSampler::new(Arc::clone(&admin_state));
+        tasks.spawn("live page", sampler.run(tasks.stop.clone()));
+        let admin_routes = admin::routes(&admin_state).merge(live_page::routes(&feed));
         let running = Self {
             addresses,
+            admin_routes: admin_routes.entries().collect(),
             tasks,
             app: Arc::clone(&app),
             clients,
             operators: Port::default(),
         };
         let connections_max = config.limits.connections;
-        let settings = Arc::clone(&app.settings);
-        let public_rules = ClientRules {
-            http2: Http2::Offered,
-            half_closed: Arc::new(move || settings.current().half_closed_clients()),
-            // A client may read a stream as slowly as it likes.
-            write_timeout: None,
-        };
+        let public_rules = public_rules(&app.settings);
         let public_router = proxy::router(app);
         let port = &running.clients;
         running.serve(
@@ -165,7 +172,8 @@ impl Running {
             connections_max,
             public_rules,
         );
-        let admin_router = admin::router(Arc::new(admin_state));
+        let access = admin_access(&running.app.settings, addresses.admin);
+        let admin_router = admin_routes.guarded(&access);
         let port = &running.operators;
         running.serve(
             "admin",
@@ -173,7 +181,10 @@ impl Running {
             admin,
             admin_router,
             ADMIN_CONNECTIONS_MAX,
-            ClientRules::default(),
+            ClientRules {
+                write_timeout: Some(ADMIN_WRITE_TIMEOUT),
+                ..ClientRules::default()
+            },
         );
         Ok(running)
     }
@@ -259,7 +270,9 @@ impl Port {
 struct Services {
     metrics: Arc<Metrics>,
     settings: Arc<LiveSettings>,
-    tokenizer: Option<Arc<Tokenizer>>,
+    tokenizers: Arc<Tokenizers>,
+    /// `--tokenizer`.
+    tokenizer: Option<DefaultTokenizer>,
     prompts: PromptPool,
     engines: EngineClient,
     deployment: Arc<Deployment>,
@@ -267,7 +280,12 @@ struct Services {
 
 impl Services {
     /// Starts the background tasks. Returns the state of the two ports.
-    fn spawn(self, config: &Config, clients: &Port, tasks: &Tasks) -> (Arc<App>, Admin) {
+    async fn spawn(
+        mut self,
+        config: &Config,
+        clients: &Port,
+        tasks: &Tasks,
+    ) -> anyhow::Result<(Arc<App>, Admin)> {
         let (stop, plane) = (&tasks.stop, self.deployment.plane());
         let subjects = Subjects::new(&config.namespace);
         let router = RouterId(Uuid::new_v4().into_bytes());
@@ -281,9 +299,9 @@ impl Services {
             Arc::clone(&plane),
             subjects.clone(),
         );
-        let known = Arc::clone(&ready);
-        let known = move || known.load_known();
-        tasks.spawn("replication", replication.run(known, stop.clone()));
+        let latch = Arc::clone(&ready);
+        let replication = replication.run(move || latch.load_known(), stop.clone());
+        tasks.spawn("replication", replication);
 
         let index = IndexClient::new(Arc::clone(&plane), subjects.clone());
         let indexers = index.clone();
@@ -292,13 +310,7 @@ impl Services {
         tasks.spawn("rosters", index.clone().follow_rosters(stop.clone()));
 
         let auditor = self.audit(&core, &journal, &index, tasks);
-        let demotions = DemotionWriter {
-            router,
-            key: subjects.demotion_key(router),
-            core: Arc::clone(&core),
-            plane: Arc::clone(&plane),
-        };
-        tasks.spawn("demotions", demotions.run(stop.clone()));
+        self.write_demotions(router, &core, &subjects, tasks);
         tasks.spawn("clock", tick(Arc::clone(&core), stop.clone()));
 
         let fleet = Fleet::new(Arc::clone(&core), config.block_size);
@@ -312,11 +324,14 @@ impl Services {
         });
         let followed = Arc::clone(&registry);
         tasks.spawn("registry", followed.follow(stop.clone()));
+        self.load_tokenizers(&fleet, tasks);
         self.watch_engines(&fleet, &ready, config, tasks);
+        let workers = self.supervise(&fleet, &core, config, tasks).await?;
+        self.show_facts(router, &fleet, config, tasks);
 
         let bodies = body_budget(config, &self.metrics, clients);
         let app = Arc::new(App {
-            recorder: self.record(tasks),
+            sinks: self.call_sinks(tasks),
             core,
             fleet,
             index,
@@ -327,8 +342,9 @@ impl Services {
             bodies,
             stored: StoredResponses::default(),
             engines: self.engines,
-            tokenizer: self.tokenizer,
+            tokenizers: self.tokenizers,
             policy: config.knobs.policy,
+            tenants: Tenants::new(Arc::clone(&self.settings)),
             settings: self.settings,
             prompts: self.prompts,
             planned: AtomicU64::new(0),
@@ -340,16 +356,78 @@ impl Services {
             registry,
             replicas,
             deployment: self.deployment,
+            workers,
         };
-        (app, admin)
+        Ok((app, admin))
     }
 
-    /// Starts the recording of requests.
-    fn record(&self, tasks: &Tasks) -> Recorder {
-        let (settings, metrics) = (Arc::clone(&self.settings), Arc::clone(&self.metrics));
+    /// Starts the writing of what tools compare between routers.
+    fn show_facts(&self, router: RouterId, fleet: &Arc<Fleet>, config: &Config, tasks: &Tasks) {
+        let key = Subjects::new(&config.namespace).facts_key(router);
+        let (settings, plane) = (&self.settings, self.deployment.plane());
+        let facts = FactsWriter::new(config, (router, key), settings, fleet, plane);
+        tasks.spawn("facts", facts.run(tasks.stop.clone()));
+    }
+
+    /// Starts the workers' shims, if this router is embedded.
+    async fn supervise(
+        &self,
+        fleet: &Arc<Fleet>,
+        core: &Arc<SharedCore>,
+        config: &Config,
+        tasks: &Tasks,
+    ) -> anyhow::Result<Option<EmbeddedWorkers>> {
+        if self.deployment.nats().is_some() {
+            return Ok(None);
+        }
+        let parts = SupervisorParts {
+            plane: self.deployment.plane(),
+            fleet: Arc::clone(fleet),
+            core: Arc::clone(core),
+            settings: Arc::clone(&self.settings),
+        };
+        let stop = tasks.stop.clone();
+        let (workers, supervisor) = WorkerSupervisor::start(parts, config, stop).await?;
+        tasks.spawn("workers", supervisor.run());
+        Ok(Some(workers))
+    }
+
+    /// Starts the writing of this router's demotions.
+    fn write_demotions(
+        &self,
+        router: RouterId,
+        core: &Arc<SharedCore>,
+        subjects: &Subjects,
+        tasks: &Tasks,
+    ) {
+        let demotions = DemotionWriter {
+            router,
+            key: subjects.demotion_key(router),
+            core: Arc::clone(core),
+            plane: self.deployment.plane(),
+        };
+        tasks.spawn("demotions", demotions.run(tasks.stop.clone()));
+    }
+
+    /// Starts what takes the reports of ended requests.
+    fn call_sinks(&self, tasks: &Tasks) -> Arc<CallSinks> {
+        let shared = || (Arc::clone(&self.settings), Arc::clone(&self.metrics));
+        let (settings, metrics) = shared();
         let (recorder, records) = Recorder::new(settings, metrics);
         tasks.spawn("recorder", records.run(tasks.stop.clone()));
-        recorder
+        let (settings, metrics) = shared();
+        let (access_log, lines) = AccessLog::new(settings, Arc::clone(&metrics));
+        tasks.spawn("access log", lines.run(tasks.stop.clone()));
+        let client = self.engines.plain().clone();
+        let (settings, counted) = shared();
+        let (tracer, spans) = Tracer::new(settings, counted, client);
+        tasks.spawn("span export", spans.run(tasks.stop.clone()));
+        Arc::new(CallSinks {
+            metrics,
+            recorder,
+            access_log,
+            tracer,
+        })
     }
 
     /// Starts the comparison of credit with the engines' reports.
@@ -365,6 +443,18 @@ impl Services {
         let (auditor, rechecks) = Auditor::new(core, journal, metrics, index.clone());
         tasks.spawn("rechecks", rechecks.run(tasks.stop.clone()));
         auditor
+    }
+
+    /// Starts the loading of tokenizers.
+    fn load_tokenizers(&mut self, fleet: &Arc<Fleet>, tasks: &Tasks) {
+        let loader = TokenizerLoader::new(
+            Arc::clone(&self.tokenizers),
+            Arc::clone(fleet),
+            Arc::clone(&self.settings),
+            Arc::clone(&self.metrics),
+            self.tokenizer.take(),
+        );
+        tasks.spawn("tokenizers", loader.run(tasks.stop.clone()));
     }
 
     /// Starts the probes and the checks of the fleet's engines.
@@ -385,12 +475,32 @@ impl Services {
         let checker = RegistrationChecker {
             fleet: Arc::clone(fleet),
             client: self.engines.plain().clone(),
-            tokenizer: self.tokenizer.clone(),
+            tokenizers: Arc::clone(&self.tokenizers),
+            settings: Arc::clone(&self.settings),
             metrics: Arc::clone(&self.metrics),
             ready: Arc::clone(ready),
         };
         tasks.spawn("checks", checker.run(tasks.stop.clone()));
     }
+}
+
+fn public_rules(settings: &Arc<LiveSettings>) -> ClientRules {
+    let settings = Arc::clone(settings);
+    ClientRules {
+        http2: Http2::Offered,
+        half_closed: Arc::new(move || settings.current().half_closed_clients()),
+        // A client may read a stream as slowly as it likes.
+        write_timeout: None,
+    }
+}
+
+/// The keys of the admin port are those of the settings in force.
+fn admin_access(settings: &Arc<LiveSettings>, bound: SocketAddr) -> PortAccess {
+    let settings = Arc::clone(settings);
+    let keys = move || settings.current().admin_keys();
+    let access = PortAccess::new(BindScope::of(bound), keys);
+    access.warn_if_closed("admin", "keys in the [admin] table of --config");
+    access
 }
 
 fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget {
@@ -402,8 +512,7 @@ fn body_budget(config: &Config, metrics: &Metrics, clients: &Port) -> BodyBudget
     )
 }
 
-/// The settings in force, and the watcher of their file if there is one. From now on SIGHUP does
-/// not end the process.
+/// The settings in force, and the watcher of their file if there is one.
 fn live_settings(
     config: &Config,
     metrics: &Arc<Metrics>,
@@ -439,35 +548,5 @@ async fn tick(core: Arc<SharedCore>, stop: CancellationToken) {
     }
 }
 
-async fn load_tokenizer(config: &Config) -> anyhow::Result<Option<Arc<Tokenizer>>> {
-    let Some(path) = config.tokenizer.clone() else {
-        tracing::warn!("no --tokenizer: prompts in text are routed by load only");
-        return Ok(None);
-    };
-    let shown = path.display().to_string();
-    let load = move || {
-        let tokenizer = Tokenizer::load(&path)?;
-        let differs = tokenizer.compare_generated(COMPARED_TEXTS, Uuid::new_v4().as_u64_pair().0);
-        Ok::<_, TokenizerLoadError>((tokenizer, differs))
-    };
-    let (tokenizer, differs) = tokio::task::spawn_blocking(load)
-        .await?
-        .with_context(|| format!("loading the tokenizer of {shown}"))?;
-    match (differs, tokenizer.encoder()) {
-        (Some(text), _) => tracing::error!(
-            text,
-            "token ids of a generated text differ from the reference's: the reference is used"
-        ),
-        (None, EncoderKind::Own) => tracing::info!("texts are encoded by the own encoder"),
-        (None, EncoderKind::Reference) => tracing::warn!(
-            "the own encoder does not know this kind of tokenizer: the slower reference is used"
-        ),
-    }
-    if !tokenizer.has_chat_template() {
-        tracing::warn!(
-            path = shown,
-            "no chat template: chats are routed by load only"
-        );
-    }
-    Ok(Some(Arc::new(tokenizer)))
-}
+#[cfg(test)]
+mod tests;

@@ -5,26 +5,37 @@
 //! once. The file is read again on SIGHUP and when its content changes, which the router checks
 //! every `CHECK_PERIOD`.
 
+mod engines;
 mod file;
+mod keys;
+mod models;
+mod tenants;
+mod traces;
+mod workers;
 
 #[cfg(test)]
 mod tests;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{Metrics, ReloadResult};
 
+pub(crate) use engines::EngineAuthorization;
 pub(crate) use file::RecordingRule;
 pub(crate) use file::is_plain_path;
 pub use file::{Settings, SettingsError};
+pub(crate) use keys::ExplainRule;
+pub(crate) use tenants::{TenantLimits, TenantRules};
+pub use workers::WorkerRule;
 
 /// Time between two looks at the file. Needs no notification by the file system, which network and
 /// overlay file systems do not have.
@@ -32,19 +43,24 @@ const CHECK_PERIOD: Duration = Duration::from_secs(2);
 
 /// The settings in force. Requests take them once, when they begin.
 #[derive(Debug, Default)]
-pub struct LiveSettings(RwLock<Arc<Settings>>);
+pub struct LiveSettings(watch::Sender<Arc<Settings>>);
 
 impl LiveSettings {
     pub(crate) fn new(settings: Settings) -> Arc<Self> {
-        Arc::new(Self(RwLock::new(Arc::new(settings))))
+        Arc::new(Self(watch::Sender::new(Arc::new(settings))))
     }
 
     pub(crate) fn current(&self) -> Arc<Settings> {
-        Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.0.borrow())
     }
 
     pub(crate) fn replace(&self, settings: Settings) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(settings);
+        self.0.send_replace(Arc::new(settings));
+    }
+
+    /// Notified of each later replacement.
+    pub(crate) fn changes(&self) -> watch::Receiver<Arc<Settings>> {
+        self.0.subscribe()
     }
 }
 
@@ -53,14 +69,16 @@ impl LiveSettings {
 pub struct SettingsFile {
     pub path: PathBuf,
     pub settings: Settings,
+    pub rule: WorkerRule,
 }
 
 impl SettingsFile {
     /// Reads and parses the file.
-    pub fn load(path: &Path) -> Result<Self, SettingsError> {
+    pub fn load(path: &Path, rule: &WorkerRule) -> Result<Self, SettingsError> {
         Ok(Self {
             path: path.to_owned(),
-            settings: Settings::load(path)?,
+            settings: Settings::load(path, rule)?,
+            rule: rule.clone(),
         })
     }
 }
@@ -68,6 +86,7 @@ impl SettingsFile {
 /// Reads the file again when it changes.
 pub(crate) struct SettingsWatcher {
     path: PathBuf,
+    rule: WorkerRule,
     live: Arc<LiveSettings>,
     metrics: Arc<Metrics>,
     /// The file's last content, or why there was none.
@@ -90,6 +109,7 @@ impl SettingsWatcher {
     ) -> io::Result<Self> {
         Ok(Self {
             path: file.path,
+            rule: file.rule,
             live,
             metrics,
             judged: Ok(file.settings),
@@ -115,11 +135,18 @@ impl SettingsWatcher {
 
     /// Applies the file if its content changed or an operator asks.
     async fn reload(&mut self, cause: ReloadCause) {
-        let path = self.path.clone();
-        let Ok(read) = spawn_blocking(move || Settings::load(&path)).await else {
+        let (path, rule) = (self.path.clone(), self.rule.clone());
+        let Ok(read) = spawn_blocking(move || Settings::load(&path, &rule)).await else {
             return;
         };
         let judged = read.map_err(|error| error.to_string());
+        // Such a file may be half written.
+        let judged = judged.and_then(|settings| match cause {
+            ReloadCause::Period if settings.opens_a_port_of(&self.live.current()) => {
+                Err(SettingsError::OpensPort.to_string())
+            }
+            ReloadCause::Period | ReloadCause::Signal => Ok(settings),
+        });
         if judged == self.judged && cause == ReloadCause::Period {
             return;
         }

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 use warmroute_plane::Plane;
 use warmroute_proto::Namespace;
 use warmroute_proto::subject::Subjects;
-use warmroute_router::sync::JOIN_MAX;
+use warmroute_router::sync::{JOIN_MAX, StatusDetail};
 
 /// Requests open on each router while something happens.
 const OPEN: usize = 50;
@@ -162,7 +162,12 @@ async fn a_killed_server_comes_back_and_all_is_equal_again() {
     }
     agree(&routers, "after the server came back").await;
     for router in &routers {
-        let counts = router.handle.snapshot().await.unwrap().counts;
+        let counts = router
+            .handle
+            .status(StatusDetail::Summary)
+            .await
+            .unwrap()
+            .counts;
         println!("{:?} {:?}", counts.mended, counts.refused);
         assert_eq!(counts.deaths, 0, "no router was declared dead");
     }
@@ -223,7 +228,12 @@ async fn replicas_agree_when_a_lossy_time_ends() {
     }
     agree(&routers, "after the losses").await;
     for router in &routers {
-        let counts = router.handle.snapshot().await.unwrap().counts;
+        let counts = router
+            .handle
+            .status(StatusDetail::Summary)
+            .await
+            .unwrap()
+            .counts;
         println!("{:?} {:?}", counts.verdicts, counts.mended);
         assert!(counts.mended.gaps > 0);
     }

@@ -60,7 +60,9 @@ class Part:
 
 class Router(Part):
     def __init__(self, name, arguments, options):
-        command = [options.router, "--host", HOST, "--port", "0", "--admin-port", "0"]
+        settings = options.logs / "router.toml"
+        settings.write_text('[admin]\nexplain_headers = "all"\n')
+        command = [options.router, "--host", HOST, "--port", "0", "--admin-port", "0", "--config", str(settings)]
         super().__init__(name, [*command, "--tokenizer", options.model, *arguments], options)
         self.admin_port = self.said["admin_port"]
 

@@ -27,8 +27,9 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 6] = [
+const PURE_MODULES: [&str; 7] = [
     "router/src/fleet/breaker.rs",
+    "router/src/tenants/budget.rs",
     "router/src/fleet/checks.rs",
     "router/src/fleet/drain_table.rs",
     "router/src/fleet/health.rs",

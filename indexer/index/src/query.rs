@@ -173,17 +173,13 @@ pub fn hold_answer(fold: &Fold, query: &HoldQuery, now: Instant) -> HoldAnswer {
             span: HoldSpan::Uncovered,
         };
     };
-    let is_comparable = log == Some(query.log) && fold.position() >= query.since;
     HoldAnswer {
         log,
         generation: status.generation,
         engine_seq: status.engine_seq,
         state: *status.states.get(query.tier),
         proof_age_ms: milliseconds(status.proof_age),
-        span: match is_comparable {
-            true => fold.hold_span(&query.source, query.block, query.tier, query.since),
-            false => HoldSpan::Uncovered,
-        },
+        span: fold.hold_span(query),
     }
 }
 

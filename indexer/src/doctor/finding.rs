@@ -109,9 +109,24 @@ codes! {
     SourceDemoted = "source_demoted", Warning,
         "this router ignores the index's credit there, because the engine contradicted it three \
          times: compare with --probe, keep the shim's log, restart the shim if this lasts";
+    WorkerUnregistered = "worker_unregistered", Warning,
+        "its engine answers this router and no shim registers it: start the shim, or look in its log \
+         for refused credentials (authorization) and for the engine's key";
+    RouterCheckFailed = "router_check_failed", Warning,
+        "the router's tokenizer, chat template or block size is not the engine's, so that this \
+         worker's cache is not used: compare the model's files of both";
+    RoutersDiffer = "routers_differ", Warning,
+        "routers decide by different flags or settings, so that they work against each other: \
+         compare what each logs at its start";
+    DrainedReturned = "drained_returned", Warning,
+        "the worker was drained, and another one runs under its name and gets no requests: undrain \
+         it. A drain with ?until=restart ends by itself";
+    NothingCredited = "nothing_credited", Warning,
+        "no source of the fleet is credited on this tier: look at the sources' findings, and at \
+         --assume for a connector's tier";
     SourceUnknown = "source_unknown", Warning,
-        "not credited. no_proof: see the shim; shim_gone: start it; memory: raise --max-memory on \
-         every replica";
+        "not credited. no_proof: see the shim, of all sources: NATS; shim_gone: start it; memory: \
+         raise --max-memory on every replica";
     SourceStale = "source_stale", Warning,
         "not credited, may be wrong: the shim's log names the last generation's reason; restart \
          the shim if this lasts";
@@ -165,7 +180,7 @@ codes! {
         "credited, but its connector is not known to publish removals: the shim's log names what \
          to assume";
     SourceGone = "source_gone", Note,
-        "its shim ended more than ten minutes ago; nothing to do if the worker was taken out";
+        "its worker left the registry half a minute ago or earlier; nothing to do if it was taken out";
     OneIndexer = "one_indexer", Note,
         "run two, so that routers keep an index while one restarts";
     NoRouter = "no_router", Note,

@@ -14,6 +14,7 @@ mod indexers;
 mod page;
 mod probe;
 mod registry;
+mod routers;
 mod shims;
 mod snapshots;
 mod sources;
@@ -113,6 +114,7 @@ pub fn diagnose(state: &PlaneState) -> Report {
     streams::judge(state, &mut findings, &mut rest);
     if state.registry_read {
         registry::judge(state, &mut findings, &mut rest);
+        routers::judge(state, &mut findings);
         indexers::judge(state, &mut findings, &mut rest);
         shims::judge(state, &mut findings, &mut rest);
         sources::judge(state, &mut findings, &mut rest);

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::registry::{
-    DemotionEntry, DrainEntry, DrainState, GenerationEntry, IndexerEntry, ShimEntry, SnapshotLease,
-    WorkerEntry,
+    DemotionEntry, DrainContext, DrainEntry, DrainState, GenerationEntry, IndexerEntry,
+    RouterFacts, ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -25,7 +25,10 @@ pub struct Registry {
     pub pointer: Option<SnapshotPointer>,
     pub writer: Option<SnapshotLease>,
     /// Workers that an operator drained.
-    pub drained: BTreeSet<WorkerId>,
+    pub drained: BTreeMap<WorkerId, DrainEntry>,
+    /// What drains refer to.
+    pub contexts: BTreeMap<WorkerId, DrainContext>,
+    pub facts: BTreeMap<RouterId, RouterFacts>,
     pub unreadable: BTreeSet<String>,
 }
 
@@ -56,8 +59,12 @@ impl Registry {
                 return None;
             }
             if entry.drain == DrainState::Draining {
-                self.drained.insert(worker);
+                self.drained.insert(worker, entry);
             }
+        } else if let Some(worker) = subjects.key_drain_context(key) {
+            self.contexts.insert(worker, codec::decode(value).ok()?);
+        } else if let Some(router) = subjects.key_facts(key) {
+            self.facts.insert(router, codec::decode(value).ok()?);
         } else if let Some(id) = subjects.key_indexer(key) {
             self.indexers.insert(id, codec::decode(value).ok()?);
         } else if let Some(router) = subjects.key_router(key) {
@@ -102,6 +109,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     }
     generations(state, findings);
     demotions(registry, findings);
+    drained_returned(registry, findings);
     let versions = registry.versions();
     if versions.len() > 1 {
         let about = versions
@@ -122,8 +130,21 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     );
     rest.push(("registered", text));
     if !registry.drained.is_empty() {
-        let drained: Vec<&str> = registry.drained.iter().map(WorkerId::as_str).collect();
+        let drained: Vec<&str> = registry.drained.keys().map(WorkerId::as_str).collect();
         rest.push(("drained", drained.join(", ")));
+    }
+}
+
+/// Drained workers whose name another shim uses now.
+fn drained_returned(registry: &Registry, findings: &mut Findings) {
+    for (worker, entry) in &registry.drained {
+        let context = registry.contexts.get(worker);
+        let context = context.filter(|context| context.turn == entry.turn);
+        let shim = registry.shims.get(worker).map(|shim| shim.instance);
+        let returned = context.is_some_and(|context| shim.is_some() && shim != context.shim);
+        if returned && registry.workers.contains_key(worker) {
+            findings.add(Code::DrainedReturned, worker.to_string());
+        }
     }
 }
 
@@ -220,7 +241,7 @@ mod tests {
             registry.put(&subjects, &subjects.drain_key(worker), &word);
         }
         assert!(registry.workers.keys().eq([&own]));
-        assert!(registry.drained.iter().eq([&own]));
+        assert!(registry.drained.keys().eq([&own]));
         let unreadable = [subjects.drain_key(&another), subjects.worker_key(&another)];
         assert!(registry.unreadable.iter().eq(&unreadable));
     }

@@ -10,8 +10,8 @@ use warmroute_proto::view::SourceView;
 use super::page::duration;
 use super::{Code, Findings, PlaneState, SETTLING, StatusLine};
 
-/// Absence after which a worker counts as removed on purpose.
-const TAKEN_OUT: Duration = Duration::from_secs(600);
+/// Absence after which a worker counts as taken out.
+const TAKEN_OUT: Duration = Duration::from_secs(30);
 
 /// Generations within ten minutes that show a resync loop.
 const BEGUN_MAX: u8 = 4;
@@ -24,6 +24,10 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
                 .entry(source.states.gpu.label())
                 .or_default()
                 .insert(&source.source);
+            if has_left(state, source) {
+                findings.add(Code::SourceGone, about(id, source));
+                continue;
+            }
             if let Some(code) = code(source) {
                 findings.add(code, about(id, source));
             }
@@ -37,6 +41,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
             }
         }
     }
+    nothing_credited(state, findings);
     let counts = words
         .iter()
         .map(|(word, sources)| format!("{} {word}", sources.len()));
@@ -73,12 +78,40 @@ fn code(source: &SourceView) -> Option<Code> {
         SourceState::Stale => lasts.then_some(Code::SourceStale),
         SourceState::CatchingUp => lasts.then_some(Code::SourceCatchingUp),
         SourceState::Unknown => match source.reason {
-            Some(UnknownReason::ShimGone) if age >= TAKEN_OUT => Some(Code::SourceGone),
             Some(UnknownReason::Memory) => Some(Code::SourceUnknown),
             Some(UnknownReason::ShimGone | UnknownReason::NoProof) | None => {
                 lasts.then_some(Code::SourceUnknown)
             }
         },
+    }
+}
+
+/// What the indexer keeps of a worker that was taken out.
+fn has_left(state: &PlaneState, source: &SourceView) -> bool {
+    let worker = &source.source.worker;
+    let registered = [&state.before, &state.registry].map(|then| then.workers.contains_key(worker));
+    let age = Duration::from_millis(source.state_age_ms);
+    registered == [false, false] && source.states.gpu == SourceState::Unknown && age >= TAKEN_OUT
+}
+
+/// Names the tiers on which registered sources exist and none is credited.
+fn nothing_credited(state: &PlaneState, findings: &mut Findings) {
+    for (id, view) in state.answers() {
+        let registered = |source: &&SourceView| {
+            let worker = &source.source.worker;
+            state.registry.workers.contains_key(worker)
+                && Duration::from_millis(source.state_age_ms) >= SETTLING
+        };
+        let sources: Vec<_> = view.sources.iter().filter(registered).collect();
+        for tier in [Tier::Gpu, Tier::Cpu, Tier::Disk] {
+            let credited = sources
+                .iter()
+                .any(|source| source.states.get(tier).gives_credit());
+            if !sources.is_empty() && !credited {
+                let about = format!("{tier}: none of {} sources, at {id}", sources.len());
+                findings.add(Code::NothingCredited, about);
+            }
+        }
     }
 }
 

@@ -3,7 +3,8 @@ use std::time::Duration;
 use warmroute_plane::{ClockOffset, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
-    DemotedSource, DemotionEntry, IndexerEntry, ShimEntry, WorkerEntry,
+    DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
+    IndexerEntry, RouterFacts, ShimEntry, WorkerEntry,
 };
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
@@ -479,23 +480,6 @@ fn sources_are_judged() {
             sources(state, |source| source.states.cpu = word)
         });
     }
-    check(Code::SourceDemoted, |state| {
-        let router = RouterId([2; 16]);
-        let demoted = DemotedSource {
-            source: source("w/0"),
-            generation: Generation(1),
-            agreements: 0,
-        };
-        let entry = DemotionEntry {
-            router,
-            total: 1,
-            sources: vec![demoted],
-        };
-        let subjects = Subjects::new(&namespace());
-        let value = codec::encode(&entry).unwrap();
-        let key = subjects.demotion_key(router);
-        state.registry.put(&subjects, &key, &value);
-    });
     check(Code::SourceUnverified, |state| {
         sources(state, state_is(SourceState::Unverified));
     });
@@ -521,9 +505,16 @@ fn sources_are_judged() {
     check(Code::SourceUnknown, |state| {
         sources(state, unknown(UnknownReason::Memory, 0));
     });
-    check(Code::SourceGone, |state| {
+    check(Code::SourceUnknown, |state| {
         sources(state, unknown(UnknownReason::ShimGone, 700));
     });
+    for reason in [UnknownReason::ShimGone, UnknownReason::NoProof] {
+        check(Code::SourceGone, |state| {
+            sources(state, unknown(reason, 30));
+            state.registry.workers.clear();
+            state.before.workers.clear();
+        });
+    }
     check(Code::SourceBeginsAgain, |state| {
         sources(state, |source| source.begun_lately = 4);
     });
@@ -533,6 +524,41 @@ fn sources_are_judged() {
     assert_eq!(codes(&diagnose(&state)), []);
     let page = diagnose(&state).to_string();
     assert!(page.contains("1 exact, 1 unknown"), "{page}");
+}
+
+#[test]
+fn a_demoted_source_is_named() {
+    check(Code::SourceDemoted, |state| {
+        let router = RouterId([2; 16]);
+        let demoted = DemotedSource {
+            source: source("w/0"),
+            generation: Generation(1),
+            agreements: 0,
+        };
+        let entry = DemotionEntry {
+            router,
+            total: 1,
+            sources: vec![demoted],
+        };
+        let subjects = Subjects::new(&namespace());
+        let value = codec::encode(&entry).unwrap();
+        let key = subjects.demotion_key(router);
+        state.registry.put(&subjects, &key, &value);
+    });
+}
+
+#[test]
+fn a_tier_that_no_source_is_credited_on_is_named() {
+    let mut state = healthy();
+    for id in ["a", "b"] {
+        view(&mut state, id, |view| {
+            for source in &mut view.sources {
+                source.states.cpu = SourceState::CatchingUp;
+            }
+        });
+    }
+    let found = codes(&diagnose(&state));
+    assert_eq!(found, [Code::NothingCredited, Code::TierUncredited]);
 }
 
 #[test]
@@ -561,6 +587,83 @@ fn registry_and_versions_are_judged() {
     state.registry.generations.clear();
     state.registry.workers.clear();
     assert_eq!(codes(&diagnose(&state)), []);
+}
+
+fn facts(router: u8) -> RouterFacts {
+    RouterFacts {
+        router: RouterId([router; 16]),
+        settings: 1,
+        unix_ns: NOW - 4 * SECOND,
+        failed_checks: Vec::new(),
+        unregistered: Vec::new(),
+    }
+}
+
+/// Adds what two routers say of themselves.
+fn two_routers(state: &mut PlaneState, other: RouterFacts) {
+    for facts in [facts(2), other] {
+        state.registry.facts.insert(facts.router, facts);
+    }
+}
+
+type FactsChange = (Code, fn(&mut RouterFacts));
+
+#[test]
+fn routers_are_judged() {
+    let mut state = healthy();
+    two_routers(&mut state, facts(3));
+    assert_eq!(codes(&diagnose(&state)), []);
+    let cases: [FactsChange; 4] = [
+        (Code::RoutersDiffer, |facts| facts.settings = 2),
+        (Code::ClockSkew, |facts| facts.unix_ns = NOW + 3 * SECOND),
+        (Code::ClockSkew, |facts| facts.unix_ns = NOW - 60 * SECOND),
+        (Code::WorkerUnregistered, |facts| {
+            facts.unregistered = vec![WorkerId::from("other")];
+        }),
+    ];
+    for (code, change) in cases {
+        check(code, |state| {
+            let mut other = facts(3);
+            change(&mut other);
+            two_routers(state, other);
+        });
+    }
+    check(Code::RouterCheckFailed, |state| {
+        let mut other = facts(3);
+        other.failed_checks = vec![FailedCheck {
+            worker: WorkerId::from("w"),
+            check: "chat".to_owned(),
+            why: "differs".to_owned(),
+        }];
+        two_routers(state, other);
+    });
+}
+
+#[test]
+fn a_drained_worker_that_returned_is_named() {
+    let drain = |state: &mut PlaneState, shim: u8, turn: u64| {
+        let worker = WorkerId::from("w");
+        let entry = DrainEntry {
+            worker: worker.clone(),
+            drain: DrainState::Draining,
+            turn: 3,
+            set_unix_s: 0,
+        };
+        let context = DrainContext {
+            worker: worker.clone(),
+            turn,
+            shim: Some([shim; 16]),
+            until: DrainUntil::Undone,
+        };
+        state.registry.drained.insert(worker.clone(), entry);
+        state.registry.contexts.insert(worker, context);
+    };
+    check(Code::DrainedReturned, |state| drain(state, 9, 3));
+    for (shim, turn) in [(1, 3), (9, 2)] {
+        let mut state = healthy();
+        drain(&mut state, shim, turn);
+        assert_eq!(codes(&diagnose(&state)), []);
+    }
 }
 
 #[test]

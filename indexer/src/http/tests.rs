@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpStream};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_util::task::TaskTracker;
-use warmroute_process::server::PeerAddress;
+use warmroute_process::access::{BindScope, PortAccess};
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::{Change, Tier};
@@ -51,8 +51,8 @@ async fn served() -> (Running, SocketAddr) {
     let running = Running::start(tests_support::plane());
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let this_machine = axum::Extension(PeerAddress("127.0.0.1:1".parse().unwrap()));
-    let router = router(running.handle.clone(), Access::Loopback).layer(this_machine);
+    let access = PortAccess::new(BindScope::of(address), || [].into());
+    let router = routes(&running.handle).guarded(&access);
     TaskTracker::new().spawn(async move { axum::serve(listener, router).await });
     let (status, _) = ask(address, "GET /health", "").await;
     assert_eq!(status, 200);
@@ -72,6 +72,31 @@ async fn served() -> (Running, SocketAddr) {
     running.register("w1", None).await;
     until_proven(&running).await;
     (running, address)
+}
+
+/// Without keys a port on the network serves probes and metrics.
+#[tokio::test]
+async fn every_route_that_shows_the_index_is_protected() {
+    let running = Running::start(tests_support::plane());
+    let access = PortAccess::new(BindScope::Network, || [].into());
+    let open: Vec<_> = routes(&running.handle)
+        .entries()
+        .filter(|(_, access)| *access == RouteAccess::Open)
+        .map(|(path, _)| path)
+        .collect();
+    let probes = ["/health", "/healthz", "/liveness", "/readyz", "/readiness"];
+    assert_eq!(open, [&["/metrics"], &probes[..]].concat());
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let router = routes(&running.handle).guarded(&access);
+    TaskTracker::new().spawn(async move { axum::serve(listener, router).await });
+    for (path, access) in routes(&running.handle).entries() {
+        for method in ["GET", "POST"] {
+            let (status, _) = ask(address, &format!("{method} {path}"), "").await;
+            let refused = access != RouteAccess::Open;
+            assert_eq!(status == 403, refused, "{method} {path}: {status}");
+        }
+    }
 }
 
 /// Every source is exact, and every worker registered.

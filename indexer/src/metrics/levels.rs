@@ -25,7 +25,9 @@ const STATES: [SourceState; 6] = [
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Levels {
+    /// Those whose worker has not left.
     pub(crate) sources: Vec<SourceLevel>,
+    pub(crate) left: usize,
     pub(crate) nodes: usize,
     pub(crate) bytes: usize,
     pub(crate) memory: MemoryLevels,
@@ -160,6 +162,8 @@ impl Scrape {
             "Sources without series of their own: exact ones, where there are more than 1,000.";
         let hidden = levels.sources.len() - shown.len();
         self.gauge("sources_not_shown", help, hidden)?;
+        let help = "Sources whose worker left: of each a fence remains, for a day at most.";
+        self.gauge("sources_left", help, levels.left)?;
         let help = "1 for the state that the source is in.";
         self.words(("source_state", help, "state"), shown, |of| {
             Some(of.states.gpu.label())
@@ -213,6 +217,10 @@ impl Scrape {
         let aside = sources.filter(|(_, of)| of.reason == Some(UnknownReason::Memory));
         let help = "Sources that are not folded for want of memory.";
         self.gauge("sources_set_aside", help, aside.count())?;
+        let sources = levels.sources.iter();
+        let gone = sources.filter(|(_, of)| of.reason == Some(UnknownReason::ShimGone));
+        let help = "Sources whose shim's lease ended: unknown, and no fault of the index.";
+        self.gauge("sources_shim_gone", help, gone.count())?;
         for (name, help, value) in [
             (
                 "set_asides_total",
@@ -242,11 +250,15 @@ fn labels(source: &Source) -> [String; 2] {
 
 /// The levels of the fold.
 pub(crate) fn levels(fold: &Fold, now: Instant) -> Levels {
-    let sources = fold.statuses(now);
+    let all = fold.statuses(now);
+    let all: Vec<_> = all
+        .map(|(source, status)| (source.clone(), status))
+        .collect();
+    let (left, sources): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|(_, status)| status.has_left());
     Levels {
-        sources: sources
-            .map(|(source, status)| (source.clone(), status))
-            .collect(),
+        sources,
+        left: left.len(),
         nodes: fold.tree().nodes(),
         bytes: fold.tree().bytes(),
         memory: MemoryLevels {
@@ -327,6 +339,7 @@ mod tests {
             generations_lately: 1,
             record_age: Some(Duration::from_secs(1)),
             heartbeat_delay: Some(Duration::from_millis(1)),
+            gone_for: None,
         };
         (source, status)
     }

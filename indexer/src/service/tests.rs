@@ -175,3 +175,53 @@ async fn run_ends_when_it_is_told_to() {
     running.stop.cancel();
     running.run.await.unwrap().unwrap();
 }
+
+/// The bytes of a message without a send time as version 1 wrote them: no checksum, no such field.
+fn of_version_1(bytes: &[u8]) -> Bytes {
+    let sent_at_none = 1;
+    let body = &bytes[..bytes.len() - size_of::<u64>() - sent_at_none];
+    [&[1], &body[1..]].concat().into()
+}
+
+/// Shims of version 1, and routers that ask as before rosters and record numbers.
+#[tokio::test(start_paused = true)]
+async fn parts_of_earlier_versions_are_served() {
+    let running = Running::start(tests_support::plane());
+    sleep(SECOND).await;
+    let mut shim = TestShim::new(W);
+    let record = codec::encode(&shim.record(vec![stored("", "a b", Tier::Gpu)])).unwrap();
+    let subject = running.subjects.records(&source(W));
+    let appended = running.plane.append(subject, of_version_1(&record)).await;
+    let position = appended.unwrap().await.unwrap();
+    let mut positions = running.handle.positions();
+    positions.wait_for(|at| *at >= position).await.unwrap();
+    for _ in 0..10 {
+        let heartbeat = tests_support::heartbeat_message(&shim.heartbeat());
+        let payload = of_version_1(&heartbeat.payload);
+        let sent = running.plane.publish(heartbeat.subject, payload);
+        sent.await.unwrap();
+        sleep(SECOND).await;
+        assert_eq!(state(&running), (SourceState::Exact, None));
+    }
+    let ask = async |payload: Bytes| {
+        let subject = running.subjects.query();
+        running.plane.request(subject, payload, SECOND).await
+    };
+    let mut query = codec::encode(&query_for("a b c")).unwrap();
+    let checksum_at = query.len() - size_of::<u64>();
+    for version in [2, 1] {
+        let answer = ask(query.clone().into()).await.unwrap();
+        assert_eq!(only(codec::decode(&answer).unwrap()).run.gpu, 2);
+        query.truncate(checksum_at);
+        query[0] = version - 1;
+    }
+    let without_number = include_str!("../../../proto/testdata/v2_hold_query.hex").trim();
+    let digits = (0..without_number.len()).step_by(2);
+    let bytes = digits.map(|at| u8::from_str_radix(&without_number[at..at + 2], 16).unwrap());
+    assert!(
+        ask(bytes.collect()).await.is_err(),
+        "no answer is no strike"
+    );
+    let answer = ask(codec::encode(&query_for("a")).unwrap().into()).await;
+    assert_eq!(only(codec::decode(&answer.unwrap()).unwrap()).run.gpu, 1);
+}

@@ -142,7 +142,8 @@ impl Indexer {
 
     /// Status and body.
     pub(crate) async fn get(&self, path: &str) -> (u16, String) {
-        let request = format!("GET {path} HTTP/1.1\r\nHost: i\r\nConnection: close\r\n\r\n");
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
         let mut stream = self.send(&request).await;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();

@@ -30,8 +30,8 @@ use tokio::sync::{oneshot, watch};
 pub use lease::{LEASE_RENEWAL, LEASE_TTL, Lease, LeaseEvent, LeaseHolder, LeaseWrite};
 pub use memory::{MemoryPlane, MemoryPlaneConfig};
 pub use nats::{
-    ClockOffset, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError, NatsPlane, NatsStats,
-    NatsTls, SetupDifference, StreamRole, StreamUsage,
+    ClockOffset, ExistingStreams, InitConfig, NamespaceSetup, NatsAuth, NatsConfig, NatsError,
+    NatsPlane, NatsStats, NatsTls, SetupDifference, StreamRole, StreamUsage,
 };
 pub use registry_watch::RegistryWatch;
 

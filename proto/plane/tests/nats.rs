@@ -568,7 +568,9 @@ struct Shipped {
 impl Shipped {
     async fn start() -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/nats/nats.conf");
-        let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
+        let passwords = [
+            "INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM", "SHIM_0", "SHIM_1",
+        ];
         let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
         let environment: Vec<(&str, &str)> = names.iter().map(|name| (&**name, "pw")).collect();
         let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];

@@ -48,6 +48,7 @@ pub const OURS: &[&str] = &[
     "PROBE",
     "RANKS",
     "REPLICAS",
+    "RESIZE",
     "ROUTER_TEMPERATURE",
     "SNAPSHOT_EVERY_BYTES",
     "SNAPSHOT_EVERY_SECS",

@@ -3,6 +3,7 @@
 //! [`metrics`], HTTP ([`server`]), [`tasks`], [`signals`], and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
 
+pub mod access;
 pub mod args;
 pub mod blocking;
 pub mod build;

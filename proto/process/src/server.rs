@@ -54,10 +54,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
 
 /// Liveness probes. The first name is the documented one.
-const HEALTH_PATHS: [&str; 3] = ["/health", "/healthz", "/liveness"];
+pub(crate) const HEALTH_PATHS: [&str; 3] = ["/health", "/healthz", "/liveness"];
 
 /// Readiness probes.
-const READY_PATHS: [&str; 2] = ["/readyz", "/readiness"];
+pub(crate) const READY_PATHS: [&str; 2] = ["/readyz", "/readiness"];
 
 /// Connections beyond the bound that get answers to probes: kubelet, balancers and operators open
 /// few at a time.

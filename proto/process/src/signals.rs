@@ -1,4 +1,4 @@
-//! Signals that stop a process.
+//! Signals that stop a process, and SIGHUP, which never does.
 
 use std::io;
 
@@ -7,30 +7,19 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 /// The signal of a terminal's interrupt key.
 pub const INTERRUPT: &str = "SIGINT";
 
-/// SIGTERM, SIGINT and, unless it has another meaning, SIGHUP, which stop a process in order.
+/// SIGTERM and SIGINT, which stop a process in order.
 pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    hangup: Option<Signal>,
-}
-
-/// What SIGHUP means to a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hangup {
-    Stops,
-    /// A task of the process listens for it and reads its settings again.
-    Reloads,
 }
 
 impl Signals {
-    /// Installs the handlers: from now on no such signal kills the process.
-    pub fn listen(hangup: Hangup) -> io::Result<Self> {
-        let hangup = match hangup {
-            Hangup::Stops => Some(signal(SignalKind::hangup())?),
-            Hangup::Reloads => None,
-        };
+    /// Installs the handlers: from now on no such signal kills the process, and SIGHUP only wakes
+    /// the tasks that listen for it.
+    pub fn listen() -> io::Result<Self> {
+        // A handler stays installed for the life of the process.
+        drop(signal(SignalKind::hangup())?);
         Ok(Self {
-            hangup,
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
         })
@@ -38,16 +27,9 @@ impl Signals {
 
     /// The name of the next signal.
     pub async fn received(&mut self) -> &'static str {
-        let hangup = async {
-            match &mut self.hangup {
-                Some(hangup) => hangup.recv().await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => INTERRUPT,
-            _ = hangup => "SIGHUP",
         }
     }
 }

@@ -43,6 +43,7 @@ fn next_seen_ahead_newer_and_older_have_their_verdicts() {
     assert_eq!(accept(&mut reader, 3, 2), SequenceVerdict::Apply);
     assert!(!reader.is_complete(), "3 and 4 are known to exist");
     assert_eq!(accept(&mut reader, 3, 3), SequenceVerdict::Apply);
+    assert!(!reader.is_complete(), "4 is known to exist");
     assert_eq!(accept(&mut reader, 3, 4), SequenceVerdict::Apply);
     assert!(reader.is_complete());
     assert_eq!(accept(&mut reader, 2, 5), SequenceVerdict::Old);

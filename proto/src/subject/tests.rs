@@ -32,29 +32,6 @@ fn subjects_are_fixed() {
     assert_eq!(subjects.query(), "wr.prod.query");
     assert_eq!(subjects.query_at("i.0"), "wr.prod.query.i=2E0");
     assert_eq!(subjects.load(), "wr.prod.load");
-    let router = RouterId(*b"0123456789abcdef");
-    let hex = "30313233343536373839616263646566";
-    assert_eq!(
-        subjects.load_requests(router),
-        format!("wr.prod.load.{hex}")
-    );
-    let key = subjects.router_key(router);
-    assert_eq!(key, format!("wr.prod.router.{hex}"));
-    assert_eq!(subjects.key_router(&key), Some(router));
-    let demotions = subjects.demotion_key(router);
-    assert_eq!(demotions, format!("wr.prod.router.{hex}.demoted"));
-    assert_eq!(subjects.key_demotion(&demotions), Some(router));
-    assert_eq!(subjects.key_demotion(&key), None);
-    assert_eq!(subjects.key_router(&demotions), None);
-    for foreign in [
-        "wr.prod.router.",
-        "wr.prod.router.30",
-        "wr.prod.router.3031323334353637383961626364656G",
-        "wr.prod.router.3031323334353637383961626364656F",
-        "wr.test.router.30313233343536373839616263646566",
-    ] {
-        assert_eq!(subjects.key_router(foreign), None, "{foreign}");
-    }
     assert_eq!(subjects.worker_key(&source.worker), "wr.prod.worker.w=2E0");
     assert_eq!(subjects.shim_key(&source.worker), "wr.prod.shim.w=2E0");
     assert_eq!(subjects.indexer_key("i.0"), "wr.prod.indexer.i=2E0");
@@ -88,6 +65,42 @@ fn subjects_are_fixed() {
         assert_eq!(subjects.record_source(foreign), None, "{foreign}");
     }
     assert!(subjects.record_source("wr.prod.kv.w.1023").is_some());
+}
+
+#[test]
+fn subjects_of_routers_are_fixed() {
+    let subjects = Subjects::new(&Namespace::from("prod"));
+    let worker = WorkerId::from("w.0");
+    let router = RouterId(*b"0123456789abcdef");
+    let hex = "30313233343536373839616263646566";
+    assert_eq!(
+        subjects.load_requests(router),
+        format!("wr.prod.load.{hex}")
+    );
+    let key = subjects.router_key(router);
+    assert_eq!(key, format!("wr.prod.router.{hex}"));
+    assert_eq!(subjects.key_router(&key), Some(router));
+    let demotions = subjects.demotion_key(router);
+    assert_eq!(demotions, format!("wr.prod.router.{hex}.demoted"));
+    assert_eq!(subjects.key_demotion(&demotions), Some(router));
+    assert_eq!(subjects.key_demotion(&key), None);
+    assert_eq!(subjects.key_router(&demotions), None);
+    let facts = subjects.facts_key(router);
+    assert_eq!(facts, format!("wr.prod.router.{hex}.facts"));
+    assert_eq!(subjects.key_facts(&facts), Some(router));
+    let context = subjects.drain_context_key(&worker);
+    assert_eq!(context, "wr.prod.router.drain.w=2E0");
+    assert_eq!(subjects.key_drain_context(&context).as_ref(), Some(&worker));
+    assert_eq!(subjects.key_router(&context), None);
+    for foreign in [
+        "wr.prod.router.",
+        "wr.prod.router.30",
+        "wr.prod.router.3031323334353637383961626364656G",
+        "wr.prod.router.3031323334353637383961626364656F",
+        "wr.test.router.30313233343536373839616263646566",
+    ] {
+        assert_eq!(subjects.key_router(foreign), None, "{foreign}");
+    }
 }
 
 #[test]

@@ -141,6 +141,13 @@ impl WorkerLease {
 
     /// Deregisters and releases the lease, so that the next shim starts without a wait.
     async fn release(mut self) {
+        // Its write first: a registration that arrives after the deletion would stand until it
+        // expires.
+        if let Some(writing) = self.writing.take()
+            && let Ok(Some(revision)) = timeout(RELEASE_MAX, writing).await
+        {
+            self.registration = Some(revision);
+        }
         if let Some(revision) = self.registration {
             let key = self.shared.subjects.worker_key(&self.config.worker);
             let delete = self.shared.plane.delete(key, revision);

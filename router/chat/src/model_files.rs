@@ -7,6 +7,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use crate::tokenize::TemplateRules;
 
 /// A file is unreadable or malformed.
 #[derive(Debug, thiserror::Error)]
@@ -15,22 +18,64 @@ pub enum ModelFileError {
     Read { path: PathBuf, source: io::Error },
     #[error("{path} is malformed: {reason}")]
     Json { path: PathBuf, reason: String },
+    #[error(
+        "there is no tokenizer.json beside {path}, whose form is not supported: \
+         convert it with transformers' AutoTokenizer and save_pretrained"
+    )]
+    OtherForm { path: PathBuf },
 }
 
+/// Where a model's tokenizer and templates are, and how they are used.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ModelSource {
+    /// A directory, or a bare `tokenizer.json`.
+    pub path: PathBuf,
+    /// A template in a file of its own, which replaces the directory's.
+    pub chat_template: Option<PathBuf>,
+    pub rules: TemplateRules,
+}
+
+/// The content of a model's files.
 #[derive(Debug, Default)]
-pub(crate) struct ModelFiles {
+pub struct ModelFiles {
     pub(crate) tokenizer: Vec<u8>,
     /// `tokenizer_config.json` without its template.
     pub(crate) config: Map<String, Value>,
     pub(crate) templates: TemplateSources,
+    pub(crate) rules: TemplateRules,
 }
 
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum TemplateSources {
     #[default]
     None,
     Single(String),
     Named(BTreeMap<String, String>),
+}
+
+impl ModelSource {
+    pub fn read(&self) -> Result<ModelFiles, ModelFileError> {
+        let mut files = read(&self.path)?;
+        if let Some(path) = &self.chat_template {
+            let template = fs::read_to_string(path).map_err(unreadable(path))?;
+            files.templates = TemplateSources::Single(template);
+        }
+        files.rules = self.rules.clone();
+        Ok(files)
+    }
+}
+
+impl ModelFiles {
+    /// Bytes of `tokenizer.json`.
+    pub fn tokenizer_bytes(&self) -> usize {
+        self.tokenizer.len()
+    }
+
+    /// A hash of all that a tokenizer is made from.
+    pub fn digest(&self) -> u64 {
+        let rest = format!("{:?}{:?}{:?}", self.config, self.templates, self.rules);
+        xxh3_64_with_seed(&self.tokenizer, xxh3_64(rest.as_bytes()))
+    }
 }
 
 pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
@@ -40,17 +85,39 @@ pub(crate) fn read(path: &Path) -> Result<ModelFiles, ModelFileError> {
             ..ModelFiles::default()
         });
     }
+    let tokenizer = path.join("tokenizer.json");
+    if !tokenizer.exists()
+        && let Some(path) = other_form(path)
+    {
+        return Err(ModelFileError::OtherForm { path });
+    }
     let mut config = json_object(&path.join("tokenizer_config.json"))?.unwrap_or_default();
     // A legacy file, read only where the configuration does not list its tokens by id.
     if !config.contains_key("added_tokens_decoder") {
         config.extend(json_object(&path.join("special_tokens_map.json"))?.unwrap_or_default());
     }
     let templates = template_sources(path, config.remove("chat_template"))?;
-    let tokenizer = path.join("tokenizer.json");
     Ok(ModelFiles {
         tokenizer: fs::read(&tokenizer).map_err(unreadable(&tokenizer))?,
         config,
         templates,
+        rules: TemplateRules::default(),
+    })
+}
+
+/// A tokenizer's file in SentencePiece's, tiktoken's or Mistral's form.
+fn other_form(directory: &Path) -> Option<PathBuf> {
+    let entries = fs::read_dir(directory).ok()?;
+    let mut paths: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect();
+    paths.sort();
+    paths.into_iter().find(|path| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| {
+            let is_known = ["tekken.json", "vocab.json"].contains(&name);
+            is_known || name.ends_with(".model") || name.ends_with(".tiktoken")
+        })
     })
 }
 

@@ -11,8 +11,9 @@ use crate::cost::Knobs;
 pub struct ChoiceArgs {
     /// How a worker is chosen: `time` by predicted time, learned for each worker; `kv` weighs cache
     /// overlap against load by the two flags below. Both decide again if another router's choice
-    /// crossed theirs; `kv-once` never does. `round-robin`, `least-load` and `random` ignore the
-    /// cache, to compare. [default: time; kv if one of the two flags below is set]
+    /// crossed theirs; `kv-once` never does. `approx` is `time` by what was sent to each worker,
+    /// without tokenizer and index. `round-robin`, `least-load` and `random` ignore the cache, to
+    /// compare. [default: time; kv if one of the two flags below is set]
     #[arg(long, env = "WARMROUTE_POLICY")]
     pub policy: Option<Policy>,
     /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first
@@ -54,7 +55,9 @@ pub enum ChoiceArgsError {
     Negative { flag: &'static str, value: f64 },
     #[error("--max-active-requests 0 is not between 1 and {max}", max = u32::MAX)]
     NoRequests,
-    #[error("--policy time has neither --overlap-score-weight nor --router-temperature")]
+    #[error(
+        "--policy time and approx have neither --overlap-score-weight nor --router-temperature"
+    )]
     Unweighed,
 }
 
@@ -68,7 +71,7 @@ impl TryFrom<ChoiceArgs> for Knobs {
         let is_weighed = args.overlap_score_weight.is_some() || args.router_temperature.is_some();
         let implied = if is_weighed { Policy::Kv } else { Policy::Time };
         let policy = args.policy.unwrap_or(implied);
-        if policy == Policy::Time && is_weighed {
+        if policy.is_timed() && is_weighed {
             return Err(ChoiceArgsError::Unweighed);
         }
         let default = Self::default();

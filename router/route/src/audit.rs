@@ -7,7 +7,8 @@
 //! block ([`Recheck`]). It is a strike if an `exact` answer of the same log and generation, proven
 //! [`UNSEEN_MAX`] after the report, says `held`. An indexer that does not know, because its list of
 //! removals does not reach back, gives no strike. Different logs are never compared: after a loss
-//! of log and registry, generations repeat.
+//! of log and registry, generations repeat. Within one, the record number says since when: a log
+//! that lost its end gives positions again.
 //!
 //! After [`STRIKES`] strikes, without a request between that found its credit, the source is demoted:
 //! its index credit is void until its next generation or another log, or until [`AGREEMENTS`]
@@ -20,7 +21,9 @@
 use std::time::{Duration, Instant};
 
 use warmroute_proto::query::{HoldAnswer, HoldQuery, HoldSpan, SourceState};
-use warmroute_proto::{EngineSeq, Generation, PrefixHash, Source, StreamIdentity, Tier};
+use warmroute_proto::{
+    EngineSeq, Generation, PrefixHash, RecordNumber, Source, StreamIdentity, Tier,
+};
 
 use super::index_view::{AnswerPosition, LogGeneration};
 use super::prompt::CacheReads;
@@ -50,6 +53,7 @@ pub struct CreditClaim {
     pub decided: Instant,
     /// As of the answer that was used; `None` without one.
     pub generation: Option<Generation>,
+    pub number: Option<RecordNumber>,
     pub position: Option<AnswerPosition>,
     pub engine_seq: Option<EngineSeq>,
     /// Capped credit of all tiers.
@@ -93,6 +97,7 @@ pub struct Recheck {
     reported: Instant,
     position: AnswerPosition,
     generation: Generation,
+    number: RecordNumber,
     engine_seq: EngineSeq,
     block: PrefixHash,
 }
@@ -106,6 +111,8 @@ impl Recheck {
             since: self.position.position,
             block: self.block,
             tier: Tier::Gpu,
+            generation: self.generation,
+            number: self.number,
         }
     }
 
@@ -268,6 +275,7 @@ impl CreditAudit {
             reported: now,
             position: claim.position?,
             generation: claim.generation?,
+            number: claim.number?,
             engine_seq: claim.engine_seq?,
             block: block_at(first_missing as usize)?,
         };

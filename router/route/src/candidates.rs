@@ -17,6 +17,9 @@ use warmroute_proto::{BlockSize, DpRank, Seed, Source, WorkerId};
 
 use super::source_table::{SourceId, SourceTable};
 
+/// vLLM's default.
+const ASSUMED_BLOCK_TOKENS: u32 = 16;
+
 /// Result of the router's health checks of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -56,16 +59,6 @@ pub struct Candidate {
     pub main_attention_only: bool,
 }
 
-/// Block sizes of a model's workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockSizes {
-    /// No engine has reported one.
-    Unknown,
-    One(BlockSize),
-    /// Prompts are hashed with one size; workers with another size get no credit.
-    Mixed,
-}
-
 /// A model name as clients use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServedModel {
@@ -73,7 +66,6 @@ pub struct ServedModel {
     /// The base model, which determines the tokenizer; its own name for a base model.
     pub base: String,
     pub kind: ModelKind,
-    pub block_sizes: BlockSizes,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,6 +163,16 @@ impl WorkerDirectory {
         self.workers.values()
     }
 
+    /// Tokens in a block of the worker; the engines' default if it is not known.
+    #[must_use]
+    pub fn block_tokens(&self, worker: &WorkerId) -> u32 {
+        let known = self.workers.get(worker);
+        let size = known.and_then(|known| known.entry.block_size);
+        size.map_or(ASSUMED_BLOCK_TOKENS, |size| {
+            u32::try_from(size.tokens()).unwrap_or(u32::MAX)
+        })
+    }
+
     #[must_use]
     pub fn contains(&self, worker: &WorkerId) -> bool {
         self.workers.contains_key(worker)
@@ -246,7 +248,6 @@ fn serve(
             name: name.to_owned(),
             base: base.unwrap_or(name).to_owned(),
             kind,
-            block_sizes: block_sizes(workers),
         },
         candidates: usable(workers).map(|workers| {
             let mut candidates = Vec::new();
@@ -264,15 +265,6 @@ fn base_of<'a>(worker: &'a WorkerStatus, adapter: &str) -> Option<&'a str> {
     let lora = entry.loras.iter().find(|lora| lora.name == adapter)?;
     let parent = lora.parent.as_deref();
     parent.or_else(|| entry.models.first().map(String::as_str))
-}
-
-fn block_sizes(workers: &[&WorkerStatus]) -> BlockSizes {
-    let mut known = workers.iter().filter_map(|worker| worker.entry.block_size);
-    match known.next() {
-        None => BlockSizes::Unknown,
-        Some(first) if known.all(|size| size == first) => BlockSizes::One(first),
-        Some(_) => BlockSizes::Mixed,
-    }
 }
 
 /// The healthy workers, or the unchecked ones if none is healthy.

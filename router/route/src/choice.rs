@@ -16,6 +16,8 @@ use fastrand::Rng;
 pub enum Policy {
     /// By predicted time, and again after a choice of another router crossed it.
     Time,
+    /// Like `Time`, by what was sent to each source instead of the index.
+    Approx,
     /// By cost in blocks (cache and load), and again like `Time`.
     Kv,
     /// By cost in blocks, never again.
@@ -28,8 +30,9 @@ pub enum Policy {
 }
 
 impl Policy {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Time,
+        Self::Approx,
         Self::Kv,
         Self::KvOnce,
         Self::RoundRobin,
@@ -37,10 +40,29 @@ impl Policy {
         Self::Random,
     ];
 
+    /// Whether costs are predicted seconds.
+    #[must_use]
+    pub const fn is_timed(self) -> bool {
+        matches!(self, Self::Time | Self::Approx)
+    }
+
+    /// Whether a prompt's tokens and the index matter.
+    #[must_use]
+    pub const fn reads_index(self) -> bool {
+        matches!(self, Self::Time | Self::Kv | Self::KvOnce)
+    }
+
+    /// Whether prompts do not matter.
+    #[must_use]
+    pub const fn is_blind(self) -> bool {
+        matches!(self, Self::RoundRobin | Self::LeastLoad | Self::Random)
+    }
+
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
             Self::Time => "time",
+            Self::Approx => "approx",
             Self::Kv => "kv",
             Self::KvOnce => "kv-once",
             Self::RoundRobin => "round-robin",
@@ -51,7 +73,9 @@ impl Policy {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown policy {0:?}; known are time, kv, kv-once, round-robin, least-load and random")]
+#[error(
+    "unknown policy {0:?}; known are time, approx, kv, kv-once, round-robin, least-load and random"
+)]
 pub struct UnknownPolicy(String);
 
 impl std::str::FromStr for Policy {

@@ -1,9 +1,10 @@
 //! One decision: the cost terms of every candidate, then the choice of one.
 //!
 //! The basis of a candidate's cost, from best to least: the index credits blocks there; its engine
-//! reported blocks beyond the index's credit; no credit, but blocks are predicted there; neither, so
-//! that load alone counts. The basis of the chosen
-//! candidate is part of the [`Decision`] and counted.
+//! reported blocks beyond the index's credit; no credit, but blocks are predicted there, because a
+//! request with them runs or has just ended; the index says nothing, and such a request completed
+//! before ([`super::sent`]); nothing, so that load alone counts. The basis of the chosen candidate is
+//! part of the [`Decision`] and counted.
 //!
 //! A stalled source is left out unless all are stalled. A full source and a source that was tried
 //! for this request are always left out.
@@ -20,10 +21,9 @@ use super::audit::{ClaimStanding, CreditClaim};
 use super::candidates::{Candidate, RouteRefusal};
 use super::choice::{Odds, Policy, choose};
 use super::cost::{self, Knobs, TimeTerms};
+use super::expectations::Expectations;
 use super::index_view::{TrustedAnswer, TrustedSource};
-use super::prediction::Predictions;
-use super::prompt::Prompt;
-use super::reported::ReportedPrefixes;
+use super::prompt::{Prompt, PromptBasis};
 use super::slots::{SlotKey, Slots};
 use super::slowness::SlownessTracker;
 use super::source_table::SourceId;
@@ -46,8 +46,7 @@ pub struct DecisionInput<'a> {
     pub turn: u64,
     pub trusted: &'a TrustedAnswer,
     pub slots: &'a Slots,
-    pub predictions: &'a Predictions,
-    pub reported: &'a ReportedPrefixes,
+    pub expected: &'a Expectations,
     pub stalls: &'a StallDetector,
     pub speed: &'a SpeedTracker,
     pub slowness: &'a SlownessTracker,
@@ -62,6 +61,7 @@ pub enum DecisionBasis {
     Index,
     Reported,
     Prediction,
+    Approximate,
     LoadOnly,
 }
 
@@ -72,6 +72,7 @@ impl DecisionBasis {
             Self::Index => "index",
             Self::Reported => "reported",
             Self::Prediction => "prediction",
+            Self::Approximate => "approximate",
             Self::LoadOnly => "load_only",
         }
     }
@@ -81,6 +82,8 @@ impl DecisionBasis {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Terms {
     pub source: SourceId,
+    /// Tokens of the blocks that the other fields count.
+    pub block_tokens: u32,
     pub state: SourceState,
     pub basis: DecisionBasis,
     /// Capped credit: the index's, and on the GPU the blocks beyond it that the engine reported.
@@ -89,7 +92,9 @@ pub struct Terms {
     pub reported_blocks: u32,
     /// Predicted blocks from depth 0 on, uncapped, with or without credit.
     pub expected_blocks: u32,
-    /// Predicted blocks beyond the credit.
+    /// Blocks from depth 0 on, uncapped, that were sent before; `None` where the index answers.
+    pub approximate_blocks: Option<u32>,
+    /// Predicted or approximate blocks beyond the credit.
     pub predicted_blocks: u32,
     pub prefill_blocks: f64,
     pub prediction_blocks: f64,
@@ -100,7 +105,7 @@ pub struct Terms {
     pub time: TimeTerms,
     /// Factor of a slow source under `kv`, else 1.
     pub slowness: f64,
-    /// In seconds under `time`, else in blocks.
+    /// In seconds under `time`, else in blocks of the prompt's first cut.
     pub cost: f64,
 }
 
@@ -140,9 +145,12 @@ impl Decision {
     pub fn probability(&self, of: &Terms) -> f64 {
         match self.policy {
             Policy::RoundRobin => f64::from(u8::from(of.source == self.chosen.source)),
-            Policy::Time | Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
-                self.odds.of(compared_value(self.policy, of))
-            }
+            Policy::Time
+            | Policy::Approx
+            | Policy::Kv
+            | Policy::KvOnce
+            | Policy::LeastLoad
+            | Policy::Random => self.odds.of(compared_value(self.policy, of)),
         }
     }
 
@@ -159,7 +167,7 @@ pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, Rout
         .iter()
         .map(|candidate| terms(input, candidate))
         .collect();
-    if input.knobs.policy == Policy::Time {
+    if input.knobs.policy.is_timed() {
         level_near_times(&mut weighed);
     }
     let (index, odds) = pick(input, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
@@ -221,7 +229,21 @@ fn reported(
     if is_complete || !candidate.main_attention_only {
         return 0;
     }
-    input.reported.credit(candidate.id, input.prompt.sampled())
+    let prompt = input.prompt.cut(candidate.block_size);
+    input
+        .expected
+        .reported
+        .longest(candidate.id, prompt.sampled())
+}
+
+/// Blocks from depth 0 that were sent to the candidate before; `None` where the index answers.
+fn approximated(input: &DecisionInput<'_>, candidate: &Candidate) -> Option<u32> {
+    let known = input.trusted.of(candidate.id);
+    let prompt = input.prompt.cut(candidate.block_size);
+    let is_answered = prompt.basis() == PromptBasis::Tokens
+        && known.is_some_and(|known| known.state() != SourceState::Unknown)
+        && is_comparable(prompt, candidate);
+    (!is_answered).then(|| input.expected.sent.longest(candidate.id, prompt.sampled()))
 }
 
 /// A candidate's credit, capped.
@@ -250,21 +272,55 @@ fn credit(input: &DecisionInput<'_>, candidate: &Candidate, credit_max: u32) -> 
     }
 }
 
+/// Blocks of a prompt that no credit proves.
+struct ExpectedBlocks {
+    predicted: u32,
+    approximate: Option<u32>,
+    beyond_credit: u32,
+    basis: DecisionBasis,
+}
+
+fn expected(
+    input: &DecisionInput<'_>,
+    candidate: &Candidate,
+    overlap_blocks: u32,
+    credit_max: u32,
+) -> ExpectedBlocks {
+    let (id, prompt) = (candidate.id, input.prompt.cut(candidate.block_size));
+    let predicted = match input.except {
+        None => input.expected.predictions.predicted(id, prompt.sampled()),
+        Some(slot) => {
+            let predictions = &input.expected.predictions;
+            predictions.predicted_without(id, prompt.sampled(), slot, input.now)
+        }
+    };
+    let approximate = approximated(input, candidate);
+    let by_prediction = cost::predicted_beyond(predicted, overlap_blocks, credit_max);
+    // The index's credit needs equal blocks. What was sent was hashed by a router.
+    let sent = approximate.unwrap_or(0);
+    let by_sent = cost::predicted_beyond(sent, overlap_blocks, prompt.credit_max());
+    ExpectedBlocks {
+        predicted,
+        approximate,
+        beyond_credit: by_prediction.max(by_sent),
+        basis: match (by_prediction, by_sent) {
+            (0, 0) => DecisionBasis::LoadOnly,
+            (predicted, sent) if sent > predicted => DecisionBasis::Approximate,
+            (_, _) => DecisionBasis::Prediction,
+        },
+    }
+}
+
 fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
-    let (id, prompt, knobs) = (candidate.id, input.prompt, input.knobs);
+    let (id, knobs) = (candidate.id, input.knobs);
+    let prompt = input.prompt.cut(candidate.block_size);
     let credit_max = credit_max(prompt, candidate);
     let credit = credit(input, candidate, credit_max);
     let overlap = credit.overlap;
     let overlap_blocks = cost::overlap_blocks(overlap);
     let overlap_value = cost::overlap_value(overlap, knobs.tier_weights);
-    let expected_blocks = match input.except {
-        None => input.predictions.predicted(id, prompt.sampled()),
-        Some(slot) => {
-            let predictions = input.predictions;
-            predictions.predicted_without(id, prompt.sampled(), slot, input.now)
-        }
-    };
-    let predicted_blocks = cost::predicted_beyond(expected_blocks, overlap_blocks, credit_max);
+    let expected = expected(input, candidate, overlap_blocks, credit_max);
+    let predicted_blocks = expected.beyond_credit;
     let prediction_blocks = cost::prediction_blocks(predicted_blocks);
 
     let load = input
@@ -281,12 +337,14 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
         decode: speed.itl.decode_secs(id, load.active_requests + 1),
     };
     let (slowness, cost) = match knobs.policy {
-        Policy::Time => (1.0, time.total(load.active_requests)),
+        Policy::Time | Policy::Approx => (1.0, time.total(load.active_requests)),
         Policy::Kv | Policy::KvOnce | Policy::RoundRobin | Policy::LeastLoad | Policy::Random => {
             let slowness = input.slowness.slowness(id, input.now);
             let weight = knobs.overlap_score_weight;
             let blocks = cost::total(weight, prefill_blocks, prediction_blocks, decode_blocks);
-            (slowness, slowness * blocks)
+            // In blocks of one size, so that candidates can be compared.
+            let unit = f64::from(prompt.block_tokens()) / f64::from(input.prompt.block_tokens());
+            (slowness, slowness * blocks * unit)
         }
     };
     let basis = match input.trusted.of(id) {
@@ -294,16 +352,17 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
         Some(known) if is_comparable(prompt, candidate) && known.gives_credit() => {
             DecisionBasis::Index
         }
-        Some(_) | None if predicted_blocks > 0 => DecisionBasis::Prediction,
-        Some(_) | None => DecisionBasis::LoadOnly,
+        Some(_) | None => expected.basis,
     };
     Terms {
         source: id,
+        block_tokens: prompt.block_tokens(),
         state: credit.state,
         basis,
         overlap,
         reported_blocks: credit.reported_blocks,
-        expected_blocks,
+        expected_blocks: expected.predicted,
+        approximate_blocks: expected.approximate,
         predicted_blocks,
         prefill_blocks,
         prediction_blocks,
@@ -339,13 +398,18 @@ fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(
             let blocks = f64::from(input.prompt.blocks_taken());
             (knobs.temperature, knobs.overlap_score_weight * blocks)
         }
-        Policy::Time | Policy::LeastLoad | Policy::Random | Policy::RoundRobin => (0.0, 1.0),
+        Policy::Time | Policy::Approx | Policy::LeastLoad | Policy::Random | Policy::RoundRobin => {
+            (0.0, 1.0)
+        }
     };
     let odds = Odds::new(&costs, temperature, scale)?;
     let index = match knobs.policy {
-        Policy::Time | Policy::Kv | Policy::KvOnce | Policy::LeastLoad | Policy::Random => {
-            choose(&costs, temperature, scale, rng)?
-        }
+        Policy::Time
+        | Policy::Approx
+        | Policy::Kv
+        | Policy::KvOnce
+        | Policy::LeastLoad
+        | Policy::Random => choose(&costs, temperature, scale, rng)?,
         Policy::RoundRobin => {
             let count = u64::try_from(weighed.len()).ok()?;
             usize::try_from(input.turn.checked_rem(count)?).ok()?
@@ -357,7 +421,7 @@ fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(
 /// The value that a policy minimises.
 fn compared_value(policy: Policy, terms: &Terms) -> f64 {
     match policy {
-        Policy::Time | Policy::Kv | Policy::KvOnce => terms.cost,
+        Policy::Time | Policy::Approx | Policy::Kv | Policy::KvOnce => terms.cost,
         Policy::LeastLoad => f64::from(terms.active_requests),
         Policy::Random | Policy::RoundRobin => 0.0,
     }
@@ -370,7 +434,7 @@ fn explain(
     odds: Odds,
     weighed: Vec<Terms>,
 ) -> Decision {
-    let (prompt, chosen) = (input.prompt, weighed[index]);
+    let (prompt, chosen) = (input.prompt.cut(candidate.block_size), weighed[index]);
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
@@ -402,7 +466,7 @@ fn tier_states(input: &DecisionInput<'_>, candidate: &Candidate) -> Tiers<Source
 
 /// The index's part of the credit of the chosen candidate.
 fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
-    let prompt = input.prompt;
+    let prompt = input.prompt.cut(candidate.block_size);
     let known = input.trusted.of(candidate.id);
     let (standing, state, run) = match known.map(|known| (known, known.demoted)) {
         Some((_, Some(lost))) => (ClaimStanding::Demoted, lost.state, lost.run),
@@ -420,6 +484,7 @@ fn claim(input: &DecisionInput<'_>, candidate: &Candidate) -> CreditClaim {
         standing,
         decided: input.now,
         generation: known.map(|known| known.generation),
+        number: known.and_then(|known| known.number),
         position: known.and_then(|known| known.position),
         engine_seq: known.and_then(|known| known.engine_seq),
         blocks: cost::overlap_blocks(credit),

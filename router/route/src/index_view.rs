@@ -82,6 +82,8 @@ pub struct TrustedSource {
     pub generation: Generation,
     /// As of which the index answered; `None` if its log is not certain.
     pub position: Option<AnswerPosition>,
+    /// The last record applied; `None` if the answer names none.
+    pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,
     pub states: Tiers<SourceState>,
     /// Credited blocks, uncapped; 0 in a tier whose state gives no credit.
@@ -109,6 +111,13 @@ impl TrustedAnswer {
     #[must_use]
     pub fn of(&self, source: SourceId) -> Option<&TrustedSource> {
         self.sources.get(source)?.as_ref()
+    }
+
+    /// Takes one source from another answer.
+    pub fn take(&mut self, source: SourceId, from: &Self) {
+        if let Some(known) = from.of(source) {
+            *self.sources.get_mut(source) = Some(*known);
+        }
     }
 
     /// All sources of the answer.
@@ -147,6 +156,7 @@ impl TrustedSource {
         Self {
             generation: answer.generation,
             position: Some(position),
+            number: answer.number,
             engine_seq: answer.engine_seq,
             states: answer.states,
             demoted: None,
@@ -198,7 +208,8 @@ impl IndexView {
                     self.judge_one(id, shown, known, now, &mut trusted);
                 }
             }
-            IndexReply::Full(IndexAnswer::Behind { .. }) => {}
+            // [`super::Core`] judges the cuts one by one.
+            IndexReply::Full(IndexAnswer::Behind { .. }) | IndexReply::Cuts(_) => {}
             IndexReply::Holders(holders) => self.judge_holders(table, holders, now, &mut trusted),
         }
         trusted
@@ -236,6 +247,7 @@ impl IndexView {
             let mut known = TrustedSource {
                 generation,
                 position,
+                number: detail.and_then(|detail| detail.number),
                 engine_seq: detail.and_then(|detail| detail.engine_seq),
                 states,
                 run: credited(states, run),

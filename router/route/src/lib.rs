@@ -15,7 +15,7 @@
 //!
 //! let model = core.model("my-lora")?;              // RouteRefusal: unknown model, none healthy, …
 //! let seed = model.seed(cache_salt);               // includes the LoRA
-//! let prompt = Prompt::new(&tokens, block_size, seed);   // or Prompt::opaque(estimate, size)
+//! let prompt = Prompt::new(&tokens, block_size, seed);   // or Prompt::of_text(text, …)
 //! let answer = index.query(prompt.blocks()).await;       // Option<IndexReply>
 //!
 //! let request = RouteRequest { model: "my-lora", prompt: &prompt, exclude: &tried };
@@ -49,16 +49,18 @@ pub mod candidates;
 pub mod choice;
 pub mod cost;
 pub mod decide;
+pub mod expectations;
 pub mod fit;
 pub mod index_view;
 pub mod itl;
 pub mod ledger;
 pub mod moves;
 pub mod prediction;
+pub mod prefix_table;
 pub mod prompt;
 pub mod prompt_tree;
 mod replica_roster;
-pub mod reported;
+pub mod sent;
 pub mod slot_guard;
 pub mod slots;
 pub mod slowness;
@@ -67,6 +69,7 @@ pub mod speed;
 pub mod stall;
 mod state;
 pub mod sync;
+pub mod traffic;
 pub mod ttft;
 
 pub use audit::{AuditVerdict, Recheck, RecheckVerdict};
@@ -82,5 +85,6 @@ pub use slots::{RouterLoad, SlotKey, SourceLoad};
 pub use source_table::SourceId;
 pub use state::{
     AdmitError, Admitted, Core, CoreConfig, CoreCounts, FreedCounts, RouteRequest,
-    SlotSnapshotBuilder,
+    SlotSnapshotBuilder, SourceFigures,
 };
+pub use traffic::{RUNGS, TrafficTotals};

@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::RouterId;
 use warmroute_proto::load::{SampledPrefix, SlotEnd};
+use warmroute_proto::{PrefixHash, RouterId};
 
 use super::prompt_tree::{PromptLeaf, PromptTree};
 use super::slots::SlotKey;
@@ -86,6 +86,20 @@ impl Predictions {
             expected.bring(source, &prompt.hashes, serial)
         });
         self.tickets.insert((router, counter), ticket);
+    }
+
+    /// The sampled prompt of an open request, as long as it is expected.
+    #[must_use]
+    pub fn prompt(&self, router: RouterId, counter: u64) -> Vec<PrefixHash> {
+        let Some(ticket) = self.tickets.get(&(router, counter)) else {
+            return Vec::new();
+        };
+        let expected = self.sources.get(ticket.source);
+        let expected = expected.filter(|expected| {
+            let entry = expected.entries.get(&ticket.leaf);
+            entry.is_some_and(|entry| entry.serial == ticket.serial)
+        });
+        expected.map_or_else(Vec::new, |expected| expected.prompts.prompt(ticket.leaf))
     }
 
     /// Registers the end of a request.
@@ -223,12 +237,7 @@ impl Predictions {
 }
 
 impl SourceExpectations {
-    fn bring(
-        &mut self,
-        source: SourceId,
-        hashes: &[warmroute_proto::PrefixHash],
-        serial: u64,
-    ) -> PredictionTicket {
+    fn bring(&mut self, source: SourceId, hashes: &[PrefixHash], serial: u64) -> PredictionTicket {
         let leaf = self.prompts.insert(hashes);
         let serial = match self.entries.get_mut(&leaf) {
             Some(entry) => {

@@ -1,8 +1,12 @@
 //! A request's prompt for routing: its number of tokens and the hashes of its whole blocks.
 
 use warmroute_proto::hash::local_hashes;
-use warmroute_proto::load::SampledPrefix;
+use warmroute_proto::load::{SAMPLES_MAX, SampledPrefix, sampled_length};
 use warmroute_proto::{BlockSize, LocalHash, Seed, WorkerId};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// A rough size of text that is not tokenized.
+pub const BYTES_PER_TOKEN: usize = 4;
 
 /// Whether the engine may read this prompt's blocks from its cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,6 +14,16 @@ pub enum CacheReads {
     Allowed,
     /// The request needs a computed prompt (prompt logprobs): the engine computes all of it.
     Bypassed,
+}
+
+/// What a prompt's hashes are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PromptBasis {
+    /// The tokens that the engine will have.
+    Tokens,
+    /// The text of a request whose tokens are not known. Equal hashes mean equal beginnings, for
+    /// predictions and for what was sent; the index does not know them.
+    Text,
 }
 
 /// A prompt; immutable, with consistent fields.
@@ -20,9 +34,12 @@ pub struct Prompt {
     seed: Seed,
     blocks: Vec<LocalHash>,
     sampled: SampledPrefix,
+    basis: PromptBasis,
     reads: CacheReads,
     /// Workers that tokenize it differently.
     mismatched: Vec<WorkerId>,
+    /// Its tokens in blocks of other sizes.
+    other_cuts: Vec<Self>,
 }
 
 impl Prompt {
@@ -49,8 +66,41 @@ impl Prompt {
             seed,
             blocks,
             sampled,
+            basis: PromptBasis::Tokens,
             reads: CacheReads::Allowed,
             mismatched: Vec::new(),
+            other_cuts: Vec::new(),
+        }
+    }
+
+    /// A prompt whose tokens are not known: its size is estimated, and its beginning is recognised
+    /// by text. Parts of different requests are compared only if all parts before them are equal.
+    #[must_use]
+    pub fn of_text(
+        parts: &[&[u8]],
+        tokens_estimate: u32,
+        block_size: BlockSize,
+        seed: Seed,
+    ) -> Self {
+        let chunk_bytes = block_size.tokens().saturating_mul(BYTES_PER_TOKEN);
+        let mut seed = seed.with_opaque(b"text").0;
+        let mut chunks = Vec::new();
+        let chunks_max = sampled_length(SAMPLES_MAX) as usize;
+        for part in parts {
+            for chunk in part
+                .chunks_exact(chunk_bytes)
+                .take(chunks_max - chunks.len())
+            {
+                chunks.push(LocalHash(xxh3_64_with_seed(chunk, seed)));
+            }
+            // The end of a part is a part of what follows.
+            let rest = part.len() - part.len() % chunk_bytes;
+            seed = xxh3_64_with_seed(&part[rest..], seed);
+        }
+        Self {
+            sampled: SampledPrefix::of(&chunks),
+            basis: PromptBasis::Text,
+            ..Self::opaque(tokens_estimate, block_size)
         }
     }
 
@@ -61,15 +111,40 @@ impl Prompt {
     }
 
     #[must_use]
-    pub const fn with_reads(mut self, reads: CacheReads) -> Self {
-        self.reads = reads;
+    pub fn with_reads(mut self, reads: CacheReads) -> Self {
+        self.each_cut(|cut| cut.reads = reads);
         self
     }
 
     #[must_use]
     pub fn with_mismatched(mut self, mismatched: Vec<WorkerId>) -> Self {
-        self.mismatched = mismatched;
+        self.each_cut(|cut| cut.mismatched.clone_from(&mismatched));
         self
+    }
+
+    /// This prompt with the same tokens in blocks of other sizes, for workers that have those.
+    #[must_use]
+    pub fn with_other_cuts(mut self, cuts: Vec<Self>) -> Self {
+        self.other_cuts = cuts;
+        self
+    }
+
+    fn each_cut(&mut self, mut change: impl FnMut(&mut Self)) {
+        self.other_cuts.iter_mut().for_each(&mut change);
+        change(self);
+    }
+
+    /// The prompt in blocks of this size. Without one of this size, or with an unknown size, `self`.
+    #[must_use]
+    pub fn cut(&self, size: Option<BlockSize>) -> &Self {
+        let mut others = self.other_cuts.iter();
+        let other = size.and_then(|size| others.find(|cut| cut.block_size == size));
+        other.unwrap_or(self)
+    }
+
+    /// All cuts, this one first.
+    pub fn cuts(&self) -> impl Iterator<Item = &Self> {
+        std::iter::once(self).chain(&self.other_cuts)
     }
 
     /// Whether the worker has the prompt's tokens, so that its blocks can be compared.
@@ -114,6 +189,11 @@ impl Prompt {
     }
 
     #[must_use]
+    pub const fn basis(&self) -> PromptBasis {
+        self.basis
+    }
+
+    #[must_use]
     pub const fn reads(&self) -> CacheReads {
         self.reads
     }
@@ -128,9 +208,12 @@ impl Prompt {
     /// prompt of whole blocks is never a hit.
     #[must_use]
     pub fn credit_max(&self) -> u32 {
-        match self.reads {
-            CacheReads::Allowed => u32::try_from(self.hit_blocks().len()).unwrap_or(u32::MAX),
-            CacheReads::Bypassed => 0,
+        match (self.reads, self.basis) {
+            (CacheReads::Bypassed, _) => 0,
+            (CacheReads::Allowed, PromptBasis::Tokens) => {
+                u32::try_from(self.hit_blocks().len()).unwrap_or(u32::MAX)
+            }
+            (CacheReads::Allowed, PromptBasis::Text) => sampled_length(self.sampled.hashes.len()),
         }
     }
 
@@ -164,6 +247,21 @@ mod tests {
     }
 
     #[test]
+    fn what_holds_for_a_prompt_holds_for_each_cut() {
+        let cut = Prompt::new(&[0; 100], BlockSize::new(32).unwrap(), Seed::PLAIN);
+        let prompt = prompt(100).with_other_cuts(vec![cut]);
+        assert_eq!(prompt.cut(BlockSize::new(32)).credit_max(), 3);
+        let prompt = prompt
+            .with_reads(CacheReads::Bypassed)
+            .with_mismatched(vec!["w".into()]);
+        assert_eq!(prompt.cuts().count(), 2);
+        for cut in prompt.cuts() {
+            assert_eq!(cut.credit_max(), 0);
+            assert!(!cut.is_tokenized_by(&"w".into()));
+        }
+    }
+
+    #[test]
     fn a_partial_block_is_taken_but_not_hashed() {
         let prompt = prompt(40);
         assert_eq!(prompt.blocks().len(), 2);
@@ -174,6 +272,33 @@ mod tests {
     fn a_prompt_that_bypasses_the_cache_has_no_credit() {
         let prompt = prompt(64).with_reads(CacheReads::Bypassed);
         assert_eq!(prompt.credit_max(), 0);
+    }
+
+    #[test]
+    fn a_prompt_of_text_shares_chunks_until_it_differs() {
+        let size = BlockSize::new(16).unwrap();
+        let of = |parts: &[&[u8]]| Prompt::of_text(parts, 100, size, Seed::PLAIN);
+        let common = |one: &Prompt, other: &Prompt| {
+            let both = one.sampled().hashes.iter().zip(&other.sampled().hashes);
+            both.take_while(|(one, other)| one == other).count()
+        };
+        let text = [b'a'; 64 * 3 + 10];
+        let longer = [
+            &text[..],
+            b"and another turn of the conversation, longer than a chunk, so",
+        ];
+        let (first, second) = (of(&[&text]), of(&[&longer.concat()]));
+        assert_eq!(
+            (first.sampled().hashes.len(), common(&first, &second)),
+            (3, 3)
+        );
+        assert_eq!((first.blocks().len(), first.credit_max()), (0, 3));
+        let with_tools = of(&[b"[tools]", &text]);
+        assert_eq!(common(&first, &with_tools), 0, "other tools come before it");
+        assert_eq!(common(&of(&[b"[tools]", &text]), &with_tools), 3);
+        let seed = Seed::new(None, Some("tenant"));
+        let salted = Prompt::of_text(&[&text], 100, size, seed);
+        assert_eq!(common(&first, &salted), 0);
     }
 
     #[test]

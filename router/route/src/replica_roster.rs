@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
-use warmroute_proto::Source;
 use warmroute_proto::query::IndexAnswer;
 use warmroute_proto::roster::{
     HolderDetail, HolderGroup, HolderPart, ROSTER_MAX, RosterId, RosterNumber, RosterPage,
     RosterPageRequest, RosterRow, RosterStatus,
 };
+use warmroute_proto::{BlockSize, Source};
 
 use super::index_view::AnswerPosition;
 
@@ -38,6 +38,9 @@ pub enum IndexReply {
     /// Every source by its name.
     Full(IndexAnswer),
     Holders(HolderReply),
+    /// The answers about one prompt in blocks of different sizes. Each counts for the sources that
+    /// have blocks of its size; that of the prompt's first cut for sources of an unknown size too.
+    Cuts(Vec<(BlockSize, Self)>),
 }
 
 /// The holders of a prompt, and the roster that names them.

@@ -63,7 +63,7 @@ pub struct IgnoredChanges {
 }
 
 /// A slot of any router.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SlotKey {
     pub router: RouterId,
     pub counter: u64,

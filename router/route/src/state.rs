@@ -10,32 +10,38 @@ use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::load::{LoadChange, LoadDigest, LoadMessage, OpenSlot, SlotEnd};
 use warmroute_proto::query::{HoldAnswer, HoldQuery, SourceState};
 use warmroute_proto::registry::{DemotedSource, DrainState, WorkerEntry};
-use warmroute_proto::{Generation, RouterId, Source, WorkerId};
+use warmroute_proto::{BlockSize, Generation, RouterId, Source, WorkerId};
 
 use super::audit::{
     AuditCounts, AuditVerdict, ClaimStanding, CreditAudit, Recheck, RecheckVerdict,
 };
 use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
-use super::cost::{Knobs, overlap_blocks};
-use super::decide::{Decision, DecisionBasis, DecisionInput, decide};
+use super::cost::Knobs;
+use super::decide::{Decision, DecisionInput, decide};
+use super::expectations::Expectations;
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
 use super::moves::{MoveCounts, MoveTracker};
-use super::prediction::Predictions;
-use super::prompt::{CacheReads, Prompt};
+use super::prefix_table::CacheReport;
+use super::prompt::{CacheReads, Prompt, PromptBasis};
 use super::replica_roster::IndexReply;
-use super::reported::{CacheReport, ReportedPrefixes};
 use super::slot_guard::SlotEvent;
 use super::slots::{
     ActiveLoad, Applied, IgnoredChanges, RouterLoad, STEP_SLOTS, SlotKey, Slots, SourceLoad,
 };
 use super::slowness::SlownessTracker;
 use super::source_table::{SourceId, SourceTable};
-use super::speed::{AnswerInProgress, SourceSpeed, SpeedTracker};
+use super::speed::{AcceptedPrefill, SourceSpeed, SpeedTracker};
 use super::stall::StallDetector;
+use super::traffic::Traffic;
 
+mod cache_reports;
+mod figures;
+mod judgement;
 mod reconsider;
+
+pub use figures::SourceFigures;
 
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
@@ -91,6 +97,8 @@ pub struct CoreCounts {
     pub predicted_samples: u64,
     /// Number of prefixes that engines reported, where the index is not complete.
     pub reported_prefixes: usize,
+    /// Number of prompts kept that were sent where the index says nothing.
+    pub sent_prompts: usize,
     /// Number of open slots of all routers.
     pub open_slots: usize,
     /// Slots that this router opened: one for each attempt.
@@ -113,15 +121,14 @@ pub struct BasisCounts {
     pub index: u64,
     pub reported: u64,
     pub prediction: u64,
+    pub approximate: u64,
     pub load_only: u64,
 }
 
-/// A request of this router without a first token: measures the time to first token.
+/// A request of this router without a first token.
 struct PendingPrefill {
     source: SourceId,
     sent: Instant,
-    tokens_ahead: u64,
-    block_tokens: u32,
     /// Time that the median of all candidates would need.
     typical: Duration,
 }
@@ -133,8 +140,7 @@ pub struct Core {
     fleet: WorkerDirectory,
     ledger: Ledger,
     slots: Slots,
-    predictions: Predictions,
-    reported: ReportedPrefixes,
+    expected: Expectations,
     view: IndexView,
     audit: CreditAudit,
     stalls: StallDetector,
@@ -145,7 +151,7 @@ pub struct Core {
     /// Own slots that changed since a snapshot was begun.
     touched: Option<BTreeSet<u64>>,
     moves: MoveTracker,
-    bases: BasisCounts,
+    traffic: Traffic,
     opened: u64,
     freed: FreedCounts,
     turn: u64,
@@ -192,8 +198,7 @@ impl Core {
             fleet: WorkerDirectory::default(),
             ledger: Ledger::new(router, incarnation),
             slots: Slots::default(),
-            predictions: Predictions::default(),
-            reported: ReportedPrefixes::default(),
+            expected: Expectations::default(),
             view: IndexView::default(),
             audit: CreditAudit::default(),
             stalls: StallDetector::default(),
@@ -202,7 +207,7 @@ impl Core {
             pending: BTreeMap::new(),
             touched: None,
             moves: MoveTracker::default(),
-            bases: BasisCounts::default(),
+            traffic: Traffic::default(),
             opened: 0,
             freed: FreedCounts::default(),
             turn: 0,
@@ -212,6 +217,11 @@ impl Core {
     /// Replaces the registered workers.
     pub fn set_workers(&mut self, entries: &[WorkerEntry]) {
         self.fleet.set_workers(&mut self.table, entries);
+        for entry in entries {
+            for id in self.table.of_worker(&entry.worker) {
+                self.expected.sent.set_capacity(id, entry.blocks_per_rank);
+            }
+        }
     }
 
     /// Returns whether this changed something.
@@ -220,7 +230,7 @@ impl Core {
         if is_changed && health != Health::Healthy {
             // Its engine may be another one when it is back.
             for id in self.table.of_worker(worker) {
-                self.reported.void(id);
+                self.expected.distrust(id);
             }
         }
         is_changed
@@ -251,24 +261,24 @@ impl Core {
         self.tick(now);
         let (decision, trusted) = self.decide(request, answer, None, now)?;
         self.turn = self.turn.wrapping_add(1);
-        match decision.basis() {
-            DecisionBasis::Index => self.bases.index += 1,
-            DecisionBasis::Reported => self.bases.reported += 1,
-            DecisionBasis::Prediction => self.bases.prediction += 1,
-            DecisionBasis::LoadOnly => self.bases.load_only += 1,
-        }
+        self.traffic.decided(request.prompt, &decision);
         // After the decision, which reuses `expected_blocks`.
         for terms in &decision.weighed {
+            match terms.approximate_blocks {
+                Some(_) => self.expected.sent.needed(terms.source, now),
+                None => self.expected.sent.not_needed(terms.source, now),
+            }
             self.end_counted(
                 terms.source,
-                request.prompt,
+                request.prompt.cut(BlockSize::new(terms.block_tokens)),
                 terms.expected_blocks,
                 &trusted,
             );
         }
         let mut admitted = self.open(request.prompt, decision, None, now)?;
         // Retries are not moved, and only policies with costs can compare.
-        if request.exclude.is_empty() && matches!(self.knobs.policy, Policy::Time | Policy::Kv) {
+        let is_movable = self.knobs.policy.is_timed() || self.knobs.policy == Policy::Kv;
+        if request.exclude.is_empty() && is_movable {
             let source = admitted.decision.claim.source;
             admitted.movable_until = self.moves.sent(admitted.slot, source, now);
         }
@@ -282,7 +292,8 @@ impl Core {
         except: Option<SlotKey>,
         now: Instant,
     ) -> Result<(Decision, TrustedAnswer), RouteRefusal> {
-        let trusted = match answer {
+        let trusted = match answer.filter(|_| self.knobs.policy.reads_index()) {
+            Some(IndexReply::Cuts(cuts)) => self.judge_cuts(request, cuts, now)?,
             Some(answer) => self.judge(answer, now),
             None => TrustedAnswer::default(),
         };
@@ -294,8 +305,7 @@ impl Core {
             turn: self.turn,
             trusted: &trusted,
             slots: &self.slots,
-            predictions: &self.predictions,
-            reported: &self.reported,
+            expected: &self.expected,
             stalls: &self.stalls,
             speed: &self.speed,
             slowness: &self.slowness,
@@ -308,38 +318,28 @@ impl Core {
 
     /// Records an event of an open slot of this router. Returns the message for the peers.
     pub fn note(&mut self, event: SlotEvent, now: Instant) -> Result<Bytes, LedgerError> {
-        let change = match event {
+        let changes = match event {
             SlotEvent::FirstToken { counter } => {
                 self.moves.settle(counter);
                 if let Some(sent) = self.pending.remove(&counter) {
                     let elapsed = now.saturating_duration_since(sent.sent);
                     self.slowness.learn(sent.source, sent.typical, elapsed, now);
-                    self.speed
-                        .ttft
-                        .learn(sent.source, sent.tokens_ahead, elapsed);
-                    self.answer_begins(counter, &sent, now);
+                    self.traffic.first_token(sent.source, elapsed, now);
                 }
                 self.stalls.first_token(counter);
-                LoadChange::MarkPrefillCompleted { counter }
+                vec![LoadChange::MarkPrefillCompleted { counter }]
             }
             SlotEvent::PrefillPredicted { counter } => {
                 self.moves.settle(counter);
                 self.pending.remove(&counter);
                 self.stalls.ended(counter);
-                LoadChange::MarkPrefillCompleted { counter }
+                let unmeasured = LoadChange::Grow { counter, blocks: 0 };
+                vec![unmeasured, LoadChange::MarkPrefillCompleted { counter }]
             }
-            SlotEvent::Grow { counter, blocks } => {
-                self.speed.answer_grew(counter, blocks);
-                LoadChange::Grow { counter, blocks }
-            }
+            SlotEvent::Grow { counter, blocks } => vec![LoadChange::Grow { counter, blocks }],
             SlotEvent::End { counter, end } => {
                 self.moves.settle(counter);
                 let sent = self.pending.remove(&counter);
-                let answer = self.speed.answer_ended(counter);
-                if let Some(answer) = answer.filter(|_| end == SlotEnd::Completed) {
-                    let active_requests = self.slots.active_requests(answer.source, None);
-                    self.speed.learn_answer(&answer, active_requests, now);
-                }
                 // A complete answer without a first token is no measurement of the first token.
                 if let Some(sent) = sent.filter(|_| end != SlotEnd::Completed) {
                     let elapsed = now.saturating_duration_since(sent.sent);
@@ -347,10 +347,12 @@ impl Core {
                         .gave_up(sent.source, sent.typical, elapsed, now);
                 }
                 self.stalls.ended(counter);
-                LoadChange::Free { counter, end }
+                vec![LoadChange::Free { counter, end }]
             }
         };
-        self.record(change, now)
+        let entry = self.ledger.write_all(changes)?;
+        self.apply(&entry.message, now);
+        Ok(entry.bytes)
     }
 
     /// Applies a message of another router, in its order.
@@ -367,8 +369,12 @@ impl Core {
     /// takes the router's requests out of all counts.
     pub fn release_step(&mut self, router: RouterId, now: Instant) -> bool {
         let slots_left = self.slots.release_step(router);
-        let predictions_left = self.predictions.release_step(router, STEP_SLOTS, now);
-        slots_left || predictions_left
+        let predictions_left = self
+            .expected
+            .predictions
+            .release_step(router, STEP_SLOTS, now);
+        let times_left = self.speed.release_step(router, STEP_SLOTS);
+        slots_left || predictions_left || times_left
     }
 
     /// Opens slots that another router reports as open. All of its earlier slots must be released.
@@ -378,7 +384,8 @@ impl Core {
                 .slots
                 .restore(&mut self.table, router, incarnation, slot);
             if let Applied::Added(source) = restored {
-                self.predictions
+                self.expected
+                    .predictions
                     .sent(router, slot.counter, source, &slot.prompt);
             }
         }
@@ -461,87 +468,9 @@ impl Core {
         self.slots.digest(router)
     }
 
-    /// Compares the credit of a decision with the cached tokens that the engine reported, and keeps
-    /// what the report adds to an incomplete index.
-    pub fn audit(
-        &mut self,
-        decision: &Decision,
-        prompt: &Prompt,
-        cached_tokens: u32,
-        now: Instant,
-    ) -> AuditVerdict {
-        self.learn(decision, prompt, cached_tokens, now);
-        let claim = &decision.claim;
-        let block_at = |depth| prefix_hashes(None, prompt.blocks()).nth(depth);
-        let verdict = self.audit.compare(claim, cached_tokens, block_at, now);
-        if verdict != AuditVerdict::Reinstate {
-            return verdict;
-        }
-        if self.view.reinstate(claim.source) {
-            self.audit.reinstated(claim.source);
-            return AuditVerdict::Reinstate;
-        }
-        AuditVerdict::Held
-    }
-
-    /// The query of a recheck.
-    #[must_use]
-    pub fn hold_query(&self, recheck: &Recheck) -> Option<HoldQuery> {
-        Some(recheck.query(self.table.source(recheck.source)?.clone()))
-    }
-
-    /// Judges the answer to a recheck's query, not before the recheck's time.
-    pub fn recheck(
-        &mut self,
-        recheck: &Recheck,
-        answer: &HoldAnswer,
-        now: Instant,
-    ) -> RecheckVerdict {
-        let verdict = self.audit.recheck(recheck, answer, now);
-        if verdict == RecheckVerdict::Demote {
-            self.view.demote(recheck.source, recheck.generation());
-        }
-        verdict
-    }
-
-    /// The sources whose index credit is ignored, in the order of their numbers.
-    #[must_use]
-    pub fn demoted(&self) -> Vec<DemotedSource> {
-        let demoted = self.view.demoted().filter_map(|(id, generation)| {
-            Some(DemotedSource {
-                source: self.table.source(id)?.clone(),
-                generation,
-                agreements: self.audit.agreements(id),
-            })
-        });
-        demoted.collect()
-    }
-
-    /// Keeps a report about a source whose index is not complete, if nothing is known to have voided
-    /// it since the decision.
-    fn learn(&mut self, decision: &Decision, prompt: &Prompt, cached_tokens: u32, now: Instant) {
-        let claim = &decision.claim;
-        let is_complete =
-            claim.state == SourceState::Exact && claim.standing == ClaimStanding::Credited;
-        let is_comparable = claim.main_attention_only
-            && claim.reads == CacheReads::Allowed
-            && prompt.is_tokenized_by(&decision.source.worker);
-        if is_complete || !is_comparable || claim.generation != self.view.generation(claim.source) {
-            return;
-        }
-        let report = CacheReport {
-            source: claim.source,
-            prompt: prompt.sampled(),
-            cached_blocks: cached_tokens.checked_div(claim.block_tokens).unwrap_or(0),
-            decided: claim.decided,
-        };
-        self.reported.report(&report, now);
-    }
-
     /// Processes deadlines. Call it a few times a second.
     pub fn tick(&mut self, now: Instant) {
-        self.predictions.expire(now);
-        self.reported.expire(now);
+        self.expected.expire(now);
         self.stalls.advance(now);
         self.speed.tick(now);
     }
@@ -562,6 +491,14 @@ impl Core {
                 }
             })
             .collect()
+    }
+
+    /// All routers' open requests at a worker, as this router counts them.
+    #[must_use]
+    pub fn active_requests(&self, worker: &WorkerId) -> u64 {
+        let loads = self.table.of_worker(worker);
+        let loads = loads.filter_map(|id| self.slots.load(id));
+        loads.map(|load| u64::from(load.active_requests())).sum()
     }
 
     /// Whether this source is left out because it returns no first tokens.
@@ -599,52 +536,20 @@ impl Core {
     #[must_use]
     pub fn counts(&self) -> CoreCounts {
         CoreCounts {
-            bases: self.bases,
+            bases: self.traffic.totals.bases(),
             ignored: self.slots.ignored(),
             slot_underflows: self.slots.underflows(),
             view: self.view.counts(),
             audit: self.audit.counts(),
             stalls: self.stalls.count(),
-            predictions_dropped: self.predictions.dropped(),
-            predicted_samples: self.predictions.samples(),
-            reported_prefixes: self.reported.len(),
+            predictions_dropped: self.expected.predictions.dropped(),
+            predicted_samples: self.expected.predictions.samples(),
+            reported_prefixes: self.expected.reported.len(),
+            sent_prompts: self.expected.sent.len(),
             open_slots: self.slots.open(),
             opened: self.opened,
             freed: self.freed,
             moves: self.moves.counts,
-        }
-    }
-
-    /// Reduces an answer to what is trusted.
-    fn judge(&mut self, answer: &IndexReply, now: Instant) -> TrustedAnswer {
-        let trusted = self.view.judge(&mut self.table, answer, now);
-        for &source in &trusted.restarted {
-            self.predictions.restarted(source);
-            self.reported.void(source);
-            self.slowness.restarted(source);
-            self.speed.restarted(source);
-        }
-        trusted
-    }
-
-    /// Ends predictions and reports of a prompt at a source whose credited blocks cover all of them.
-    /// Uncapped: the index holds a prompt's last whole block, which is never credited.
-    fn end_counted(
-        &mut self,
-        source: SourceId,
-        prompt: &Prompt,
-        expected_blocks: u32,
-        trusted: &TrustedAnswer,
-    ) {
-        let known = trusted.of(source);
-        let held = known.map_or(0, |known| overlap_blocks(known.run));
-        if known.is_some_and(|known| known.state() == SourceState::Exact) {
-            self.reported.void(source);
-        } else if held > 0 {
-            self.reported.counted(source, prompt.sampled(), held);
-        }
-        if expected_blocks > 0 && held >= expected_blocks {
-            self.predictions.counted(source, prompt.sampled(), held);
         }
     }
 
@@ -658,6 +563,7 @@ impl Core {
         now: Instant,
     ) -> Result<Admitted, LedgerError> {
         let (source, slot) = (decision.claim.source, self.ledger.counter());
+        let prompt = prompt.cut(BlockSize::new(decision.claim.block_tokens));
         let opening = Ledger::opening(
             slot,
             &decision.source,
@@ -673,13 +579,10 @@ impl Core {
         self.apply(&entry.message, now);
         self.stalls.sent(slot, source, decision.predicted_ttft, now);
         let weighed = decision.weighed.iter().map(|terms| terms.source);
-        let tokens_ahead = decision.tokens_ahead;
         let pending = PendingPrefill {
             source,
             sent: now,
-            tokens_ahead,
-            block_tokens: prompt.block_tokens(),
-            typical: self.speed.ttft.typical(weighed, tokens_ahead),
+            typical: self.speed.ttft.typical(weighed, decision.tokens_ahead),
         };
         self.pending.insert(slot, pending);
         Ok(Admitted {
@@ -688,12 +591,6 @@ impl Core {
             message: entry.bytes,
             movable_until: None,
         })
-    }
-
-    fn record(&mut self, change: LoadChange, now: Instant) -> Result<Bytes, LedgerError> {
-        let entry = self.ledger.write(change)?;
-        self.apply(&entry.message, now);
-        Ok(entry.bytes)
     }
 
     fn apply(&mut self, message: &LoadMessage, now: Instant) {
@@ -705,6 +602,8 @@ impl Core {
             if router == own {
                 self.account(applied, slot_of(change));
             }
+            let counter = slot_of(change);
+            let slot = SlotKey { router, counter };
             match (applied, change) {
                 (
                     Applied::Added(source),
@@ -715,17 +614,35 @@ impl Core {
                         ..
                     },
                 ) => {
-                    self.speed.accepted(source, *prefill_tokens, now);
-                    self.predictions.sent(router, *counter, source, prompt);
+                    self.accepted(slot, source, *prefill_tokens, now);
+                    self.expected
+                        .predictions
+                        .sent(router, *counter, source, prompt);
                     if router != own {
                         self.moves.peer_chose(own, router, source, now);
                     }
                 }
                 (Applied::Freed(source, _), LoadChange::Free { counter, end }) => {
+                    let active_requests = self.slots.active_requests(source, None) + 1;
+                    self.speed.ended(slot, *end, active_requests, now);
                     self.end_prefill(source, now);
-                    self.predictions.ended(router, *counter, *end, now);
+                    if *end == SlotEnd::Completed && self.expected.sent.is_needed(source, now) {
+                        let hashes = self.expected.predictions.prompt(router, *counter);
+                        self.expected.sent.completed(source, hashes, now);
+                    }
+                    self.expected.predictions.ended(router, *counter, *end, now);
                 }
-                (Applied::PrefillCompleted(source), _) => self.end_prefill(source, now),
+                (Applied::PrefillCompleted(source), _) => {
+                    let active_requests = self.slots.active_requests(source, None);
+                    self.speed.first_token(slot, active_requests, now);
+                    self.end_prefill(source, now);
+                }
+                (Applied::Grown(_), LoadChange::Grow { blocks: 0, .. }) => {
+                    self.speed.unmeasured(slot);
+                }
+                (Applied::Grown(_), LoadChange::Grow { blocks, .. }) => {
+                    self.speed.grew(slot, *blocks);
+                }
                 _ => {}
             }
         }
@@ -739,15 +656,17 @@ impl Core {
         self.speed.prefilled(source, tokens, now);
     }
 
-    fn answer_begins(&mut self, counter: u64, sent: &PendingPrefill, now: Instant) {
-        let answer = AnswerInProgress {
-            source: sent.source,
-            since: now,
-            active_requests: self.slots.active_requests(sent.source, None),
-            block_tokens: sent.block_tokens,
-            tokens: 0,
+    fn accepted(&mut self, slot: SlotKey, source: SourceId, tokens: u32, now: Instant) {
+        let load = self.slots.load(source);
+        let outstanding_tokens = load.map_or(0, ActiveLoad::prefill_tokens);
+        let worker = self.table.source(source).map(|source| &source.worker);
+        let prefill = AcceptedPrefill {
+            source,
+            tokens,
+            outstanding_tokens: outstanding_tokens.saturating_sub(tokens.into()),
+            block_tokens: worker.map_or(0, |worker| self.fleet.block_tokens(worker)),
         };
-        self.speed.answer_began(counter, answer);
+        self.speed.accepted(slot, prefill, now);
     }
 
     /// Counts a change of an own slot.
@@ -775,5 +694,7 @@ const fn slot_of(change: &LoadChange) -> u64 {
     }
 }
 
+#[cfg(test)]
+mod cut_tests;
 #[cfg(test)]
 mod tests;

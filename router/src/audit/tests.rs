@@ -23,6 +23,12 @@ struct World {
     metrics: Arc<Metrics>,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IndexVersion {
+    Present,
+    Earlier,
+}
+
 impl World {
     fn new() -> Self {
         let plane = plane();
@@ -40,8 +46,9 @@ impl World {
         Auditor::new(core, journal, Arc::clone(&self.metrics), self.index.clone())
     }
 
-    /// One worker, and an index that credits it two blocks of any prompt, at growing positions.
-    async fn with_a_wrong_index() -> Self {
+    /// One worker, and an index that credits it two blocks of any prompt, at growing positions. It
+    /// answers rechecks, unless it is of an earlier version.
+    async fn with_a_wrong_index(version: IndexVersion) -> Self {
         let world = Self::new();
         world.core.core().set_workers(&[worker_entry("w", 16)]);
         let worker = "w".into();
@@ -52,6 +59,7 @@ impl World {
             while let Some(question) = questions.next().await {
                 let later = later.next().unwrap();
                 let answer = match codec::decode::<HoldQuery>(&question.payload) {
+                    Ok(_) if version == IndexVersion::Earlier => continue,
                     Ok(_) => codec::encode(&wrong_hold(later)),
                     Err(_) => codec::encode(&wrong_answer(later)),
                 };
@@ -128,16 +136,35 @@ fn wrong_answer(later: u64) -> IndexAnswer {
 
 #[tokio::test(start_paused = true)]
 async fn an_index_that_credits_absent_blocks_loses_its_credit() {
-    let world = World::with_a_wrong_index().await;
+    let world = World::with_a_wrong_index(IndexVersion::Present).await;
+    strike_out(&world).await;
+    assert_eq!(world.demotions(), 1);
+    assert_eq!(world.route(&prompt()).await.1, 0);
+}
+
+/// It drops the query, which proves nothing.
+#[tokio::test(start_paused = true)]
+async fn an_index_of_an_earlier_version_gets_no_strike() {
+    let world = World::with_a_wrong_index(IndexVersion::Earlier).await;
+    strike_out(&world).await;
+    assert_eq!(world.demotions(), 0);
+    assert_eq!(world.route(&prompt()).await.1, 2);
+}
+
+fn prompt() -> Arc<Prompt> {
+    let tokens: Vec<u32> = (0..40).collect();
+    let size = BlockSize::new(16).unwrap();
+    Arc::new(Prompt::new(&tokens, size, Seed::PLAIN))
+}
+
+/// As many requests whose engine has nothing as strikes demote a source.
+async fn strike_out(world: &World) {
     let (auditor, rechecks) = world.auditor();
     let stop = CancellationToken::new();
     let running = TaskTracker::new().spawn(rechecks.run(stop.clone()));
-    let tokens: Vec<u32> = (0..40).collect();
-    let size = BlockSize::new(16).unwrap();
-    let prompt = Arc::new(Prompt::new(&tokens, size, Seed::PLAIN));
     for strike in 0..STRIKES {
         assert_eq!(world.demotions(), 0, "after {strike} strikes");
-        let (case, credited) = world.route(&prompt).await;
+        let (case, credited) = world.route(&prompt()).await;
         assert_eq!(credited, 2);
         let usage = TokenUsage {
             prompt_tokens: 40,
@@ -147,9 +174,6 @@ async fn an_index_that_credits_absent_blocks_loses_its_credit() {
         auditor.reported(case, usage);
         tokio::time::sleep(SETTLE + Duration::from_millis(100)).await;
     }
-    assert_eq!(world.demotions(), 1);
-    let (_, credited) = world.route(&prompt).await;
-    assert_eq!(credited, 0);
     stop.cancel();
     running.await.unwrap();
 }

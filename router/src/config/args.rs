@@ -51,6 +51,22 @@ pub enum RouterCommand {
     /// Work with traces of requests.
     #[command(subcommand)]
     Trace(TraceCommand),
+    /// Work with keys.
+    #[command(subcommand)]
+    Key(KeyCommand),
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum KeyCommand {
+    /// Print a new key of 256 random bits, and the lines with its SHA-256 for the settings file.
+    New(NewKeyArgs),
+}
+
+#[derive(Clone, Debug, Group)]
+pub struct NewKeyArgs {
+    /// A key for this tenant's clients. Without it, a key for operators of the admin port.
+    #[arg(long, value_name = "NAME")]
+    pub tenant: Option<String>,
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -102,12 +118,13 @@ pub struct FleetArgs {
     /// the environment separated by spaces or `;`. Omitted endpoints are queried from the engine.
     #[arg(long = "worker", env = "WARMROUTE_WORKER", value_name = "SPEC")]
     pub workers: Vec<WorkerList>,
-    /// The model's tokenizer.json, or the directory that holds it and its chat template. Without
-    /// it prompts in text cannot be hashed and are routed by load only.
-    #[arg(long, env = "WARMROUTE_TOKENIZER", value_name = "DIR_OR_FILE")]
-    pub tokenizer: Option<PathBuf>,
-    /// Tokens per KV block. Without it, the engines report it. A worker whose engine differs is
-    /// logged and routed by load only.
+    /// Tokenizer of models that the settings name none for: a tokenizer.json, the directory that
+    /// holds it and its chat template, or a Hugging Face id in the local cache. Without one,
+    /// prompts in text are routed by load only.
+    #[arg(long, env = "WARMROUTE_TOKENIZER", value_name = "DIR_OR_ID")]
+    pub tokenizer: Option<String>,
+    /// Tokens per KV block of engines that report none. Each other worker is credited in blocks of
+    /// its own size, up to 4 sizes a model; one that differs from this one is logged.
     #[arg(long, env = "WARMROUTE_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<u32>,
     /// Directory for checkpoints of the workers' caches, so that a restarted router knows what its

@@ -5,11 +5,11 @@
 
 mod args;
 mod worker;
+mod worker_set;
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,14 +18,17 @@ use warmroute_process::args::{LogFilterError, NatsArgs};
 use warmroute_process::engine_args::{BLOCK_TOKENS_MAX, block_size};
 use warmroute_process::listen::{HostError, address};
 use warmroute_process::logs::Logs;
-use warmroute_proto::{BlockSize, Namespace, WorkerId};
+use warmroute_proto::{BlockSize, Namespace};
 
 use crate::route::Knobs;
 use crate::route::args::ChoiceArgsError;
-use crate::settings::{SettingsError, SettingsFile};
+use crate::settings::{SettingsError, SettingsFile, WorkerRule};
+use crate::tokenizers::{HubCache, LocateError};
 
-pub use args::{ConvertArgs, RouterArgs, RouterCommand, TraceCommand};
+pub use args::{ConvertArgs, KeyCommand, NewKeyArgs, RouterArgs, RouterCommand, TraceCommand};
 pub use worker::{WorkerSpec, WorkerSpecError};
+pub use worker_set::WorkerSetError;
+pub(crate) use worker_set::check as check_workers;
 
 /// A valid configuration.
 #[derive(Clone, Debug)]
@@ -35,6 +38,7 @@ pub struct Config {
     pub namespace: Namespace,
     /// `None`: embedded.
     pub nats: Option<NatsArgs>,
+    /// Those of `--worker`.
     pub workers: Vec<WorkerSpec>,
     pub tokenizer: Option<PathBuf>,
     /// Checkpoints of the embedded shims.
@@ -73,18 +77,14 @@ pub enum RouterConfigError {
     PortClash(u16),
     #[error("--namespace is empty")]
     EmptyNamespace,
-    #[error("--worker: two workers are named {0}; give one another id=")]
-    DuplicateWorker(WorkerId),
-    #[error("--worker: two workers have the URL {0}")]
-    DuplicateUrl(String),
-    #[error("--worker: two workers have the endpoint {0}")]
-    DuplicateEndpoint(String),
+    #[error("--worker: {0}")]
+    Workers(#[from] WorkerSetError),
     #[error(transparent)]
     Choice(#[from] ChoiceArgsError),
     #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
     BlockSize(u32),
-    #[error("--tokenizer {0:?} does not exist")]
-    Tokenizer(PathBuf),
+    #[error("--tokenizer: {0}")]
+    Tokenizer(#[from] LocateError),
     #[error("--{flag} {value} is not between {min} and {max}")]
     Range {
         flag: &'static str,
@@ -124,7 +124,7 @@ impl TryFrom<RouterArgs> for Config {
         }
         let namespace = nats.namespace().ok_or(RouterConfigError::EmptyNamespace)?;
         let workers: Vec<WorkerSpec> = fleet.workers.into_iter().flat_map(|list| list.0).collect();
-        distinct(&workers)?;
+        worker_set::check(&workers)?;
         let has_nats_flags = nats.init || nats.nats_creds.is_some() || nats.nats_tls.is_some();
         let nats = match (nats.nats_url.is_some(), has_nats_flags) {
             (true, _) if !workers.is_empty() => return Err(RouterConfigError::WorkersTwice),
@@ -133,16 +133,19 @@ impl TryFrom<RouterArgs> for Config {
             (false, true) => return Err(RouterConfigError::NoNats),
             (false, false) => None,
         };
-        if let Some(path) = fleet.tokenizer.as_ref().filter(|path| !path.exists()) {
-            return Err(RouterConfigError::Tokenizer(path.clone()));
-        }
+        let rule = match &nats {
+            Some(_) => WorkerRule::Registered,
+            None => WorkerRule::Embedded(workers.clone()),
+        };
+        let find = |named: String| HubCache::from_env().find(&named);
+        let tokenizer = fleet.tokenizer.map(find).transpose()?;
         Ok(Self {
             public,
             admin,
             namespace,
             nats,
             workers,
-            tokenizer: fleet.tokenizer,
+            tokenizer,
             state_dir: fleet.state_dir,
             block_size: match fleet.block_size {
                 Some(tokens) => {
@@ -153,7 +156,7 @@ impl TryFrom<RouterArgs> for Config {
             knobs: choice.try_into()?,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
-            settings: config.map(settings).transpose()?,
+            settings: config.map(|path| settings(path, &rule)).transpose()?,
             logs: Logs::try_from(logs)?,
         })
     }
@@ -184,27 +187,8 @@ fn clash(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() != 0 && one.port() == other.port() && same_host
 }
 
-/// Two shims of one source contend for its lease; two workers at one URL count its load twice.
-fn distinct(workers: &[WorkerSpec]) -> Result<(), RouterConfigError> {
-    let (mut ids, mut urls, mut endpoints) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
-    for worker in workers {
-        if !ids.insert(&worker.id) {
-            return Err(RouterConfigError::DuplicateWorker(worker.id.clone()));
-        }
-        if !urls.insert(&worker.url) {
-            return Err(RouterConfigError::DuplicateUrl(worker.url.clone()));
-        }
-        for endpoint in worker.kv.iter().chain(&worker.replay) {
-            if !endpoints.insert(endpoint) {
-                return Err(RouterConfigError::DuplicateEndpoint(endpoint.clone()));
-            }
-        }
-    }
-    Ok(())
-}
-
-fn settings(path: PathBuf) -> Result<SettingsFile, RouterConfigError> {
-    SettingsFile::load(&path).map_err(|error| RouterConfigError::Settings {
+fn settings(path: PathBuf, rule: &WorkerRule) -> Result<SettingsFile, RouterConfigError> {
+    SettingsFile::load(&path, rule).map_err(|error| RouterConfigError::Settings {
         path,
         error: Box::new(error),
     })

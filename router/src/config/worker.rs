@@ -1,14 +1,20 @@
-//! One `--worker`: `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]`.
+//! One worker of an embedded router, as `--worker`, a file or the API names it:
+//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]`.
 
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
+use serde::Deserialize;
 use warmroute_process::engine_args::is_endpoint;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
 
+/// Longest name, in bytes: a name is part of keys, subjects and metric labels.
+const ID_BYTES_MAX: usize = 256;
+
 /// A vLLM server as the operator specifies it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "WorkerFields")]
 pub struct WorkerSpec {
     pub id: WorkerId,
     /// `http://host:port[/path]`, without a trailing slash.
@@ -33,10 +39,51 @@ pub enum WorkerSpecError {
     Endpoint { key: &'static str, value: String },
     #[error("ranks={0:?} is not a number from 1 to {RANKS_MAX}")]
     Ranks(String),
-    #[error("id= is empty")]
-    EmptyId,
+    #[error("id= has not between 1 and {ID_BYTES_MAX} bytes")]
+    Id,
     #[error("replay= needs kv=")]
     ReplayWithoutKv,
+}
+
+/// A worker in JSON or TOML, with the keys of `--worker`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WorkerFields {
+    url: String,
+    kv: Option<String>,
+    replay: Option<String>,
+    id: Option<String>,
+    ranks: Option<u32>,
+}
+
+impl TryFrom<WorkerFields> for WorkerSpec {
+    type Error = WorkerSpecError;
+
+    fn try_from(fields: WorkerFields) -> Result<Self, WorkerSpecError> {
+        let url = worker_url(&fields.url).ok_or(WorkerSpecError::Url(fields.url))?;
+        let id = match fields.id {
+            Some(id) if id.is_empty() || id.len() > ID_BYTES_MAX => {
+                return Err(WorkerSpecError::Id);
+            }
+            Some(id) => WorkerId::from(id.as_str()),
+            None => default_id(&url),
+        };
+        let kv = fields.kv.map(|kv| endpoint("kv", kv)).transpose()?;
+        let replay = fields.replay.map(|replay| endpoint("replay", replay));
+        let replay = replay.transpose()?;
+        if replay.is_some() && kv.is_none() {
+            return Err(WorkerSpecError::ReplayWithoutKv);
+        }
+        let ranks = fields.ranks.unwrap_or(1);
+        let in_range = NonZeroU32::new(ranks).filter(|ranks| ranks.get() <= RANKS_MAX);
+        Ok(Self {
+            id,
+            url,
+            kv,
+            replay,
+            ranks: in_range.ok_or_else(|| WorkerSpecError::Ranks(ranks.to_string()))?,
+        })
+    }
 }
 
 impl FromStr for WorkerSpec {
@@ -44,33 +91,27 @@ impl FromStr for WorkerSpec {
 
     fn from_str(text: &str) -> Result<Self, WorkerSpecError> {
         let mut parts = text.split(',').map(str::trim);
-        let given = parts.next().unwrap_or_default();
-        let url = worker_url(given).ok_or_else(|| WorkerSpecError::Url(given.to_owned()))?;
-        let (mut kv, mut replay, mut id, mut ranks) = (None, None, None, None);
+        let mut fields = WorkerFields {
+            url: parts.next().unwrap_or_default().to_owned(),
+            ..WorkerFields::default()
+        };
         for part in parts {
             let (key, value) = part
                 .split_once('=')
                 .ok_or_else(|| WorkerSpecError::Key(part.to_owned()))?;
             match key {
-                "kv" => set(&mut kv, "kv", endpoint("kv", value)?)?,
-                "replay" => set(&mut replay, "replay", endpoint("replay", value)?)?,
-                "id" if value.is_empty() => return Err(WorkerSpecError::EmptyId),
-                "id" => set(&mut id, "id", WorkerId::from(value))?,
-                "ranks" => set(&mut ranks, "ranks", rank_count(value)?)?,
+                "kv" => set(&mut fields.kv, "kv", value.to_owned())?,
+                "replay" => set(&mut fields.replay, "replay", value.to_owned())?,
+                "id" => set(&mut fields.id, "id", value.to_owned())?,
+                "ranks" => {
+                    let ranks = value.parse();
+                    let ranks = ranks.map_err(|_| WorkerSpecError::Ranks(value.to_owned()))?;
+                    set(&mut fields.ranks, "ranks", ranks)?;
+                }
                 _ => return Err(WorkerSpecError::Key(part.to_owned())),
             }
         }
-        if replay.is_some() && kv.is_none() {
-            return Err(WorkerSpecError::ReplayWithoutKv);
-        }
-        let id = id.unwrap_or_else(|| default_id(&url));
-        Ok(Self {
-            id,
-            url,
-            kv,
-            replay,
-            ranks: ranks.unwrap_or(NonZeroU32::MIN),
-        })
+        fields.try_into()
     }
 }
 
@@ -98,21 +139,12 @@ fn worker_url(text: &str) -> Option<String> {
     plain.then(|| url.as_str().trim_end_matches('/').to_owned())
 }
 
-fn endpoint(key: &'static str, value: &str) -> Result<String, WorkerSpecError> {
-    let value = value.to_owned();
+fn endpoint(key: &'static str, value: String) -> Result<String, WorkerSpecError> {
     if is_endpoint(&value) {
         Ok(value)
     } else {
         Err(WorkerSpecError::Endpoint { key, value })
     }
-}
-
-fn rank_count(value: &str) -> Result<NonZeroU32, WorkerSpecError> {
-    value
-        .parse()
-        .ok()
-        .filter(|ranks: &NonZeroU32| ranks.get() <= RANKS_MAX)
-        .ok_or_else(|| WorkerSpecError::Ranks(value.to_owned()))
 }
 
 #[cfg(test)]
@@ -159,7 +191,7 @@ mod tests {
                 "http://h:1,ranks=9999",
                 WorkerSpecError::Ranks("9999".into()),
             ),
-            ("http://h:1,id=", WorkerSpecError::EmptyId),
+            ("http://h:1,id=", WorkerSpecError::Id),
             ("http://h:1,id=a,id=b", WorkerSpecError::Twice("id")),
             ("http://h:1,port=1", WorkerSpecError::Key("port=1".into())),
             ("http://h:1,kv", WorkerSpecError::Key("kv".into())),

@@ -87,6 +87,14 @@ impl Breaker {
         }
     }
 
+    pub(crate) const fn label(&self) -> &'static str {
+        match self.state {
+            BreakerState::Closed(_) => "closed",
+            BreakerState::Open { .. } => "open",
+            BreakerState::HalfOpen { .. } => "half_open",
+        }
+    }
+
     pub(crate) const fn is_open(&self) -> bool {
         matches!(self.state, BreakerState::Open { .. })
     }

@@ -1,6 +1,10 @@
 //! Results of the checks at a worker's registration: its tokens and blocks are the router's.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
+
+use crate::tokenizers::TokenizerVersion;
 
 /// The result of one check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -22,12 +26,37 @@ pub(crate) enum CheckResult {
 /// The checks of one worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct RegistrationChecks {
-    /// A rendered and tokenized chat has the engine's token ids.
+    /// The weakest result of its models.
+    #[serde(flatten)]
+    pub tokens: TokenChecks,
+    /// Blocks have as many tokens as the operator says.
+    pub block_size: CheckResult,
+    /// By base model.
+    #[serde(skip)]
+    pub models: BTreeMap<String, ModelChecks>,
+}
+
+/// The checks of one model of a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ModelChecks {
+    /// The tokenizer that was compared.
+    pub tokenizer: Option<TokenizerVersion>,
+    pub tokens: TokenChecks,
+}
+
+/// Whether the router has the engine's token ids, for each kind of prompts.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct TokenChecks {
+    /// A rendered and tokenized chat.
     pub chat: CheckResult,
     pub chat_with_tools: CheckResult,
     pub text: CheckResult,
-    /// Blocks have as many tokens as the router assumes.
-    pub block_size: CheckResult,
+    /// `/v1/responses`. Compared by the engine's render routes, like the next two; skipped, and not
+    /// credited, where it has none.
+    pub responses: CheckResult,
+    /// `/v1/messages`.
+    pub messages: CheckResult,
+    pub messages_with_tools: CheckResult,
 }
 
 impl CheckResult {
@@ -43,32 +72,91 @@ impl CheckResult {
         matches!(self, Self::Passed)
     }
 
+    /// A failure, else a check that is not done, else a skipped one.
+    fn weakest(self, other: &Self) -> Self {
+        let rank = |result: &Self| match result {
+            Self::Failed { .. } => 0,
+            Self::Pending => 1,
+            Self::Skipped { .. } => 2,
+            Self::Passed => 3,
+        };
+        if rank(other) < rank(&self) {
+            other.clone()
+        } else {
+            self
+        }
+    }
+
     pub(crate) const fn is_failure(&self) -> bool {
         matches!(self, Self::Failed { .. })
     }
 }
 
-impl RegistrationChecks {
-    pub(crate) fn complete(&self) -> bool {
-        let checks = self.named();
-        checks
-            .iter()
-            .all(|(_, check)| **check != CheckResult::Pending)
+impl TokenChecks {
+    /// One result for all checks.
+    pub(crate) fn all(result: &CheckResult) -> Self {
+        Self {
+            chat: result.clone(),
+            chat_with_tools: result.clone(),
+            text: result.clone(),
+            responses: result.clone(),
+            messages: result.clone(),
+            messages_with_tools: result.clone(),
+        }
     }
 
     /// Each check by its name.
-    pub(crate) const fn named(&self) -> [(&'static str, &CheckResult); 4] {
+    pub(crate) const fn named(&self) -> [(&'static str, &CheckResult); 6] {
         let Self {
             chat,
             chat_with_tools,
             text,
-            block_size,
+            responses,
+            messages,
+            messages_with_tools,
         } = self;
         [
             ("chat", chat),
             ("chat_with_tools", chat_with_tools),
             ("text", text),
-            ("block_size", block_size),
+            ("responses", responses),
+            ("messages", messages),
+            ("messages_with_tools", messages_with_tools),
         ]
+    }
+
+    fn weakest(self, other: &Self) -> Self {
+        Self {
+            chat: self.chat.weakest(&other.chat),
+            chat_with_tools: self.chat_with_tools.weakest(&other.chat_with_tools),
+            text: self.text.weakest(&other.text),
+            responses: self.responses.weakest(&other.responses),
+            messages: self.messages.weakest(&other.messages),
+            messages_with_tools: self.messages_with_tools.weakest(&other.messages_with_tools),
+        }
+    }
+}
+
+impl RegistrationChecks {
+    pub(crate) fn new(block_size: CheckResult, models: BTreeMap<String, ModelChecks>) -> Self {
+        let none = CheckResult::skipped("it serves no base model");
+        let mut each = models.values().map(|checks| checks.tokens.clone());
+        let first = each.next().unwrap_or_else(|| TokenChecks::all(&none));
+        Self {
+            tokens: each.fold(first, |all, tokens| all.weakest(&tokens)),
+            block_size,
+            models,
+        }
+    }
+
+    pub(crate) fn complete(&self) -> bool {
+        let mut checks = self.named();
+        checks.all(|(_, check)| *check != CheckResult::Pending)
+    }
+
+    /// Each check by its name.
+    pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, &CheckResult)> {
+        let block_size = ("block_size", &self.block_size);
+        self.tokens.named().into_iter().chain([block_size])
     }
 }

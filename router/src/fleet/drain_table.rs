@@ -6,11 +6,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_proto::WorkerId;
-use warmroute_proto::registry::{DrainEntry, DrainState};
+use warmroute_proto::registry::{DrainContext, DrainEntry, DrainState, DrainUntil};
 
 /// The last drain entry of each worker that ever had one, some hundred bytes each.
 #[derive(Debug, Default)]
-pub(crate) struct DrainTable(BTreeMap<WorkerId, DrainRecord>);
+pub(crate) struct DrainTable {
+    records: BTreeMap<WorkerId, DrainRecord>,
+    contexts: BTreeMap<WorkerId, DrainContext>,
+}
 
 #[derive(Debug)]
 struct DrainRecord {
@@ -30,12 +33,36 @@ pub(crate) struct DrainWrite {
 
 impl DrainTable {
     pub(crate) fn entry(&self, worker: &WorkerId) -> Option<&DrainEntry> {
-        self.0.get(worker).map(|record| &record.entry)
+        self.records.get(worker).map(|record| &record.entry)
     }
 
     pub(crate) fn drain(&self, worker: &WorkerId) -> DrainState {
         self.entry(worker)
             .map_or(DrainState::Serving, |entry| entry.drain)
+    }
+
+    /// The registry has this context, of the drain of its turn.
+    pub(crate) fn set_context(&mut self, context: DrainContext) {
+        self.contexts.insert(context.worker.clone(), context);
+    }
+
+    /// What the worker's drain refers to. `None`: it is not drained, or by an earlier version.
+    pub(crate) fn context(&self, worker: &WorkerId) -> Option<&DrainContext> {
+        let entry = self.entry(worker)?;
+        let context = self.contexts.get(worker)?;
+        (entry.drain == DrainState::Draining && entry.turn == context.turn).then_some(context)
+    }
+
+    /// The context of a drain that ends when another shim registers the worker.
+    pub(crate) fn ends_with_restart(&self, worker: &WorkerId) -> Option<&DrainContext> {
+        let context = self.context(worker)?;
+        (context.until == DrainUntil::Restart).then_some(context)
+    }
+
+    /// The write that drains a drained worker again, in a new turn.
+    pub(crate) fn renewal(&self, worker: &WorkerId, now_unix_s: u64) -> Option<DrainWrite> {
+        let known = self.records.get(worker)?;
+        Some(next(worker, known.entry.drain, Some(known), now_unix_s))
     }
 
     /// The write that makes `drain` the last entry. `None`: it is.
@@ -45,27 +72,20 @@ impl DrainTable {
         drain: DrainState,
         now_unix_s: u64,
     ) -> Option<DrainWrite> {
-        let known = self.0.get(worker);
+        let known = self.records.get(worker);
         let stands = known.map_or(drain == DrainState::Serving, |record| {
             record.entry.drain == drain && !record.is_missing
         });
         if stands {
             return None;
         }
-        let entry = DrainEntry {
-            worker: worker.clone(),
-            drain,
-            turn: known.map_or(0, |record| record.entry.turn.saturating_add(1)),
-            set_unix_s: now_unix_s,
-        };
-        let replaces = known.and_then(|record| record.stored);
-        Some(DrainWrite { entry, replaces })
+        Some(next(worker, drain, known, now_unix_s))
     }
 
     /// The registry has `entry` at `revision`.
     pub(crate) fn stored(&mut self, entry: DrainEntry, revision: u64) {
         let stored = Some(revision);
-        match self.0.get_mut(&entry.worker) {
+        match self.records.get_mut(&entry.worker) {
             // A late event or an older copy. If it is late, the write that replaces it fails.
             Some(known) if entry.turn < known.entry.turn => {
                 known.stored = stored;
@@ -77,14 +97,14 @@ impl DrainTable {
                     stored,
                     is_missing: false,
                 };
-                self.0.insert(record.entry.worker.clone(), record);
+                self.records.insert(record.entry.worker.clone(), record);
             }
         }
     }
 
     /// The registry has no entry of this worker. A deletion does not end a drain.
     pub(crate) fn absent(&mut self, worker: &WorkerId) {
-        if let Some(known) = self.0.get_mut(worker) {
+        if let Some(known) = self.records.get_mut(worker) {
             known.stored = None;
             known.is_missing = true;
         }
@@ -93,7 +113,7 @@ impl DrainTable {
     /// The registry has entries of these workers only.
     pub(crate) fn listed(&mut self, listed: &BTreeSet<WorkerId>) {
         for (_, known) in self
-            .0
+            .records
             .iter_mut()
             .filter(|(worker, _)| !listed.contains(worker))
         {
@@ -104,7 +124,7 @@ impl DrainTable {
 
     /// Writes that restore what the registry lacks.
     pub(crate) fn missing(&self) -> Vec<DrainWrite> {
-        let missing = self.0.values().filter(|record| record.is_missing);
+        let missing = self.records.values().filter(|record| record.is_missing);
         let writes = missing.map(|record| DrainWrite {
             entry: record.entry.clone(),
             replaces: record.stored,
@@ -114,10 +134,26 @@ impl DrainTable {
 
     /// A conflict: the registry has another entry, which the watch reports.
     pub(crate) fn superseded(&mut self, worker: &WorkerId) {
-        if let Some(known) = self.0.get_mut(worker) {
+        if let Some(known) = self.records.get_mut(worker) {
             known.is_missing = false;
         }
     }
+}
+
+fn next(
+    worker: &WorkerId,
+    drain: DrainState,
+    known: Option<&DrainRecord>,
+    now_unix_s: u64,
+) -> DrainWrite {
+    let entry = DrainEntry {
+        worker: worker.clone(),
+        drain,
+        turn: known.map_or(0, |record| record.entry.turn.saturating_add(1)),
+        set_unix_s: now_unix_s,
+    };
+    let replaces = known.and_then(|record| record.stored);
+    DrainWrite { entry, replaces }
 }
 
 #[cfg(test)]

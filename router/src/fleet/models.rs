@@ -1,12 +1,14 @@
 //! The models of the fleet, as an immutable catalogue that requests read without a lock.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use warmroute_proto::registry::WorkerEntry;
+use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::{BlockSize, WorkerId};
 
-use super::checks::{CheckResult, RegistrationChecks};
+use super::checks::{CheckResult, ModelChecks, TokenChecks};
 use super::state::FleetWorker;
+use crate::metrics::{ModelKind, SeriesTable, ServedModel};
+use crate::tokenizers::TokenizerVersion;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ModelCatalog {
@@ -15,25 +17,39 @@ pub(crate) struct ModelCatalog {
     pub usable: bool,
     /// Some worker has not reported its models.
     pub incomplete: bool,
+    /// The metrics of each model.
+    pub series: SeriesTable,
 }
+
+/// Each costs an index query for each prompt.
+const BLOCK_SIZES_MAX: usize = 4;
 
 /// One model name, base model or adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CatalogModel {
     /// The base model of an adapter, where the engine reports it.
     pub parent: Option<String>,
+    /// The model whose tokenizer it has: its own name for a base model.
+    pub base: String,
     pub adapter: bool,
     pub max_model_len: Option<u32>,
-    pub block_size: Option<BlockSize>,
+    /// Sizes of its workers' blocks; the first is the operator's, or else the smallest. At most
+    /// [`BLOCK_SIZES_MAX`]: workers with others get its prompts by load only.
+    pub block_sizes: Vec<BlockSize>,
     pub parity: Parity,
 }
 
 /// For each kind of prompts, whether the router tokenizes as the model's engines do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parity {
+    /// The tokenizer that the checks compared.
+    pub tokenizer: Option<TokenizerVersion>,
     pub chat: PromptTrust,
     pub chat_with_tools: PromptTrust,
     pub text: PromptTrust,
+    pub responses: PromptTrust,
+    pub messages: PromptTrust,
+    pub messages_with_tools: PromptTrust,
 }
 
 /// The check results of a model's workers for one kind of prompts.
@@ -46,31 +62,41 @@ pub(crate) struct PromptTrust {
 }
 
 impl ModelCatalog {
-    /// `block_size`: the operator's, which takes precedence over the engines'.
+    /// `block_size`: the operator's, for workers whose engine reports none. `before`: the catalogue
+    /// that this one replaces.
     pub(super) fn of<'a>(
-        workers: impl Iterator<Item = &'a FleetWorker>,
+        workers: impl Iterator<Item = &'a FleetWorker> + Clone,
         block_size: Option<BlockSize>,
+        before: &Self,
     ) -> Self {
-        let mut catalog = Self::default();
+        let served = workers.clone().flat_map(|worker| served(&worker.entry));
+        let mut catalog = Self {
+            series: before.series.followed_by(served),
+            ..Self::default()
+        };
         let mut checked: BTreeMap<String, Vec<&FleetWorker>> = BTreeMap::new();
         for worker in workers {
             catalog.usable |= worker.serves();
             catalog.incomplete |= worker.entry.models.is_empty();
-            for (name, model) in models(&worker.entry, block_size) {
+            for (name, model) in models(&worker.entry) {
                 checked.entry(name.clone()).or_default().push(worker);
                 let known = catalog.models.entry(name).or_insert_with(|| model.clone());
-                known.block_size = known.block_size.or(model.block_size);
                 known.max_model_len = known.max_model_len.or(model.max_model_len);
             }
         }
         for (model, workers) in catalog.models.values_mut().zip(checked.values()) {
-            model.parity = Parity {
-                chat: PromptTrust::of(workers, |checks| &checks.chat),
-                chat_with_tools: PromptTrust::of(workers, |checks| &checks.chat_with_tools),
-                text: PromptTrust::of(workers, |checks| &checks.text),
-            };
+            model.block_sizes = block_sizes(workers, block_size);
+            model.parity = Parity::of(&model.base, workers);
         }
         catalog
+    }
+
+    /// The models that have a tokenizer of their own.
+    pub(crate) fn base_models(&self) -> BTreeSet<String> {
+        self.models
+            .values()
+            .map(|model| model.base.clone())
+            .collect()
     }
 
     /// The base model, if the fleet serves exactly one.
@@ -83,27 +109,77 @@ impl ModelCatalog {
     }
 }
 
-impl PromptTrust {
-    fn of(workers: &[&FleetWorker], check: fn(&RegistrationChecks) -> &CheckResult) -> Self {
-        let failed = workers
+impl Parity {
+    /// Checks of an older tokenizer than the newest that a worker was compared with do not count.
+    fn of(base: &str, workers: &[&FleetWorker]) -> Self {
+        let checks = |worker: &&FleetWorker| {
+            let checks = worker.checks.models.get(base)?.clone();
+            Some((worker.entry.worker.clone(), checks))
+        };
+        let mut checked: Vec<(WorkerId, ModelChecks)> = workers.iter().filter_map(checks).collect();
+        let tokenizer = checked
             .iter()
-            .filter(|worker| check(&worker.checks).is_failure());
+            .filter_map(|(_, checks)| checks.tokenizer)
+            .max();
+        checked.retain(|(_, checks)| checks.tokenizer == tokenizer);
         Self {
-            proven: workers.iter().any(|worker| check(&worker.checks).passed()),
-            mismatched: failed.map(|worker| worker.entry.worker.clone()).collect(),
+            tokenizer,
+            chat: PromptTrust::of(&checked, |checks| &checks.chat),
+            chat_with_tools: PromptTrust::of(&checked, |checks| &checks.chat_with_tools),
+            text: PromptTrust::of(&checked, |checks| &checks.text),
+            responses: PromptTrust::of(&checked, |checks| &checks.responses),
+            messages: PromptTrust::of(&checked, |checks| &checks.messages),
+            messages_with_tools: PromptTrust::of(&checked, |checks| &checks.messages_with_tools),
         }
     }
 }
 
-fn models(
-    entry: &WorkerEntry,
-    block_size: Option<BlockSize>,
-) -> impl Iterator<Item = (String, CatalogModel)> {
+impl PromptTrust {
+    fn of(checked: &[(WorkerId, ModelChecks)], check: fn(&TokenChecks) -> &CheckResult) -> Self {
+        let failed = checked
+            .iter()
+            .filter(|(_, checks)| check(&checks.tokens).is_failure());
+        Self {
+            proven: checked
+                .iter()
+                .any(|(_, checks)| check(&checks.tokens).passed()),
+            mismatched: failed.map(|(worker, _)| worker.clone()).collect(),
+        }
+    }
+}
+
+fn served(entry: &WorkerEntry) -> impl Iterator<Item = ServedModel<'_>> {
+    let bases = entry.models.iter().map(|name| (name, ModelKind::Base));
+    let adapters = entry.loras.iter();
+    let adapters = adapters.map(|lora| (&lora.name, ModelKind::Adapter));
+    bases.chain(adapters).map(|(model, kind)| ServedModel {
+        model,
+        worker: &entry.worker,
+        kind,
+    })
+}
+
+fn block_sizes(workers: &[&FleetWorker], given: Option<BlockSize>) -> Vec<BlockSize> {
+    let reported = workers.iter().filter_map(|worker| worker.entry.block_size);
+    let reported: BTreeSet<BlockSize> = reported.collect();
+    // A size that no worker can have costs no query.
+    let is_used = |size: &BlockSize| {
+        let unknown = |worker: &&FleetWorker| worker.entry.block_size.is_none();
+        reported.contains(size) || workers.iter().any(unknown)
+    };
+    let first = given.filter(is_used);
+    let others = reported.iter().copied().filter(|size| Some(*size) != first);
+    let sizes = first.into_iter().chain(others);
+    sizes.take(BLOCK_SIZES_MAX).collect()
+}
+
+fn models(entry: &WorkerEntry) -> impl Iterator<Item = (String, CatalogModel)> {
     let base = CatalogModel {
         parent: None,
+        base: String::new(),
         adapter: false,
         max_model_len: entry.max_model_len,
-        block_size: block_size.or(entry.block_size),
+        block_sizes: Vec::new(),
         parity: Parity::default(),
     };
     let adapter = CatalogModel {
@@ -111,13 +187,30 @@ fn models(
         ..base.clone()
     };
     let bases = entry.models.iter();
-    let bases = bases.map(move |name| (name.clone(), base.clone()));
+    let bases = bases.map(move |name| {
+        let model = CatalogModel {
+            base: name.clone(),
+            ..base.clone()
+        };
+        (name.clone(), model)
+    });
     let adapters = entry.loras.iter().map(move |lora| {
         let model = CatalogModel {
             parent: lora.parent.clone(),
+            base: base_of(entry, lora).to_owned(),
             ..adapter.clone()
         };
         (lora.name.clone(), model)
     });
     bases.chain(adapters)
+}
+
+/// The adapter's parent where the worker serves it, else the worker's first model.
+fn base_of<'e>(entry: &'e WorkerEntry, lora: &'e Lora) -> &'e str {
+    let parent = lora
+        .parent
+        .as_ref()
+        .filter(|parent| entry.models.contains(parent));
+    let base = parent.or_else(|| entry.models.first());
+    base.map_or(lora.name.as_str(), String::as_str)
 }

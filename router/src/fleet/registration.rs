@@ -15,17 +15,19 @@ use std::time::Duration;
 
 use axum::http::{StatusCode, header};
 use futures_util::{StreamExt as _, stream};
+use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_proto::WorkerId;
 
-use super::checks::{CheckResult, RegistrationChecks};
+use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
 use super::{Fleet, FleetWorker};
 use crate::clock::civil_now;
 use crate::metrics::Metrics;
 use crate::ready::Ready;
-use crate::tokenize::Tokenizer;
-use crate::tokenize::parity::{self, ProbeKind, ProbeVerdict};
+use crate::settings::LiveSettings;
+use crate::tokenize::parity::{self, ProbeKind, ProbePath, ProbeVerdict};
+use crate::tokenizers::{LoadedTokenizer, ModelTokenizer, TokenizerState, Tokenizers};
 
 /// Workers checked at the same time.
 const CONCURRENT_MAX: usize = 8;
@@ -36,13 +38,17 @@ const RETRY: Duration = Duration::from_secs(5);
 /// Longest such pause. An engine whose `/tokenize` requires a key costs a request a minute.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
+/// Any server may stand at a reused address.
+const MODELS_BYTES_MAX: usize = 1 << 20;
+
 /// A busy engine answers late.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
 pub(crate) struct RegistrationChecker {
     pub fleet: Arc<Fleet>,
     pub client: reqwest::Client,
-    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub tokenizers: Arc<Tokenizers>,
+    pub settings: Arc<LiveSettings>,
     pub metrics: Arc<Metrics>,
     pub ready: Arc<Ready>,
 }
@@ -113,13 +119,10 @@ impl RegistrationChecker {
     }
 
     async fn check(&self, worker: FleetWorker) {
-        let checks = RegistrationChecks {
-            block_size: self.block_size(&worker),
-            ..self.tokens(&worker).await
-        };
+        self.note_roots(&worker).await;
+        let checks = RegistrationChecks::new(self.block_size(&worker), self.tokens(&worker).await);
         let name = &worker.entry.worker;
-        for ((check, result), (_, before)) in checks.named().into_iter().zip(worker.checks.named())
-        {
+        for ((check, result), (_, before)) in checks.named().zip(worker.checks.named()) {
             // A retry counts and logs what it changed.
             if result == before {
                 continue;
@@ -143,12 +146,9 @@ impl RegistrationChecker {
         }
     }
 
-    /// Compares with the operator's block size, else with that of the model's first worker.
+    /// Compares with the operator's block size. Without one each worker has its own.
     fn block_size(&self, worker: &FleetWorker) -> CheckResult {
-        let catalog = self.fleet.catalog();
-        let model = worker.entry.models.first();
-        let expected = model.and_then(|model| catalog.models.get(model)?.block_size);
-        match (expected, worker.entry.block_size) {
+        match (self.fleet.block_size, worker.entry.block_size) {
             (_, None) => CheckResult::skipped("the engine has not reported its block size"),
             (Some(expected), Some(found)) if expected != found => CheckResult::failed(format!(
                 "its blocks have {found} tokens, {expected} are expected"
@@ -157,53 +157,100 @@ impl RegistrationChecker {
         }
     }
 
-    /// Checks the token ids of texts and chats. A difference is confirmed by a second comparison:
-    /// midnight may pass between the two renderings of a template with a date.
-    async fn tokens(&self, worker: &FleetWorker) -> RegistrationChecks {
-        let Some(tokenizer) = &self.tokenizer else {
-            return all(&CheckResult::skipped("no --tokenizer"));
-        };
-        let Some(model) = worker.entry.models.first() else {
-            return all(&CheckResult::skipped("it serves no base model"));
-        };
-        let first = self.compare(tokenizer, model, worker).await;
+    /// Checks the token ids of each base model. Names that share a tokenizer share its check.
+    async fn tokens(&self, worker: &FleetWorker) -> BTreeMap<String, ModelChecks> {
+        let table = self.tokenizers.current();
+        let mut checked: BTreeMap<String, ModelChecks> = BTreeMap::new();
+        for model in &worker.entry.models {
+            let loaded = table.of(model);
+            let version = loaded.map(|loaded| loaded.version);
+            let shared = checked
+                .values()
+                .find(|checks| checks.tokenizer == version)
+                .cloned();
+            let checks = match (loaded, shared) {
+                (Some(_), Some(shared)) => shared,
+                (Some(loaded), None) => ModelChecks {
+                    tokenizer: version,
+                    tokens: self.compare_twice(loaded, model, worker).await,
+                },
+                (None, _) => ModelChecks {
+                    tokenizer: None,
+                    tokens: TokenChecks::all(&without_tokenizer(table.get(model))),
+                },
+            };
+            checked.insert(model.clone(), checks);
+        }
+        checked
+    }
+
+    /// A difference is confirmed by a second comparison: midnight may pass between the two renderings
+    /// of a template with a date.
+    async fn compare_twice(
+        &self,
+        loaded: &Arc<LoadedTokenizer>,
+        model: &str,
+        worker: &FleetWorker,
+    ) -> TokenChecks {
+        let first = self.compare(loaded, model, worker).await;
         if first.named().iter().any(|(_, result)| result.is_failure()) {
-            return self.compare(tokenizer, model, worker).await;
+            return self.compare(loaded, model, worker).await;
         }
         first
     }
 
     async fn compare(
         &self,
-        tokenizer: &Arc<Tokenizer>,
+        loaded: &Arc<LoadedTokenizer>,
         model: &str,
         worker: &FleetWorker,
-    ) -> RegistrationChecks {
-        let (tokenizer, model) = (Arc::clone(tokenizer), model.to_owned());
-        let probes = move || parity::probes(&tokenizer, &model, civil_now());
+    ) -> TokenChecks {
+        let (loaded, model) = (Arc::clone(loaded), model.to_owned());
+        let probes = move || parity::probes(&loaded.tokenizer, &model, civil_now());
         let Ok(probes) = tokio::task::spawn_blocking(probes).await else {
-            return all(&CheckResult::failed("the router's tokenizer failed"));
+            return TokenChecks::all(&CheckResult::failed("the router's tokenizer failed"));
         };
         let mut verdicts = Vec::with_capacity(probes.len());
         for probe in probes {
-            match self.tokenize(worker, probe.body).await {
-                TokenizeAnswer::Tokens(answer) => {
-                    let verdict = parity::compare(&probe.ours, &answer);
-                    verdicts.push((probe.name, probe.kind, verdict));
+            let verdict = match self.ask(worker, probe.path, probe.body).await {
+                TokenizeAnswer::Tokens(answer) => parity::compare(&probe.ours, &answer),
+                TokenizeAnswer::NoRoute if probe.path == ProbePath::Tokenize => {
+                    return TokenChecks::all(&CheckResult::skipped("it has no /tokenize"));
                 }
-                TokenizeAnswer::NoRoute => {
-                    return all(&CheckResult::skipped("it has no /tokenize"));
+                TokenizeAnswer::Unavailable if probe.path == ProbePath::Tokenize => {
+                    return TokenChecks::all(&CheckResult::Pending);
                 }
-                TokenizeAnswer::Unavailable => return all(&CheckResult::Pending),
-            }
+                // Engines without render routes are not asked again.
+                TokenizeAnswer::NoRoute | TokenizeAnswer::Unavailable => continue,
+            };
+            verdicts.push((probe.name, probe.kind, verdict));
         }
         token_checks(&verdicts)
     }
 
-    async fn tokenize(&self, worker: &FleetWorker, body: Vec<u8>) -> TokenizeAnswer {
+    /// Reads the roots of the worker's models, by which `models_dir` is searched. Without an answer
+    /// the served names alone are looked up.
+    async fn note_roots(&self, worker: &FleetWorker) {
+        if self.settings.current().models_dir().is_none() {
+            return;
+        }
+        let request = self.client.get(format!("{}/v1/models", worker.entry.url));
+        let listed = async {
+            let response = request.timeout(ANSWER_DEADLINE).send().await.ok()?;
+            let page = bounded_body(response, MODELS_BYTES_MAX).await?;
+            serde_json::from_slice::<ListedModels>(&page).ok()
+        };
+        for model in listed.await.map(|page| page.data).unwrap_or_default() {
+            if let (true, Some(root)) = (worker.entry.models.contains(&model.id), model.root) {
+                self.tokenizers.note_root(&model.id, root);
+            }
+        }
+    }
+
+    async fn ask(&self, worker: &FleetWorker, path: ProbePath, body: Vec<u8>) -> TokenizeAnswer {
         let request = self
             .client
-            .post(format!("{}/tokenize", worker.entry.url))
+            .post(format!("{}{}", worker.entry.url, path.as_str()))
             .timeout(ANSWER_DEADLINE)
             .header(header::CONTENT_TYPE, "application/json")
             .body(body);
@@ -212,13 +259,17 @@ impl RegistrationChecker {
             Ok::<_, reqwest::Error>((response.status(), response.bytes().await?))
         };
         match answer.await {
-            Ok((StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED, _)) => {
-                TokenizeAnswer::NoRoute
-            }
+            Ok((
+                StatusCode::NOT_FOUND
+                | StatusCode::METHOD_NOT_ALLOWED
+                | StatusCode::NOT_IMPLEMENTED,
+                _,
+            )) => TokenizeAnswer::NoRoute,
             Ok((status, body)) => match parity::read_answer(status.as_u16(), &body) {
                 parity::ProbeAnswer::Unusable => {
                     let worker = &worker.entry.worker;
-                    tracing::warn!(%worker, %status, "no usable answer of /tokenize, check pending");
+                    let path = path.as_str();
+                    tracing::warn!(%worker, %status, path, "no usable answer to a probe");
                     TokenizeAnswer::Unavailable
                 }
                 answer @ (parity::ProbeAnswer::Tokens(_) | parity::ProbeAnswer::Refused) => {
@@ -230,18 +281,38 @@ impl RegistrationChecker {
     }
 }
 
-/// One result for all checks of token ids.
-fn all(result: &CheckResult) -> RegistrationChecks {
-    RegistrationChecks {
-        text: result.clone(),
-        chat: result.clone(),
-        chat_with_tools: result.clone(),
-        block_size: CheckResult::Pending,
+#[derive(Deserialize)]
+struct ListedModels {
+    data: Vec<ListedModel>,
+}
+
+#[derive(Deserialize)]
+struct ListedModel {
+    id: String,
+    root: Option<String>,
+}
+
+/// A whole body; `None` if it is longer or breaks off.
+async fn bounded_body(mut response: reqwest::Response, max: usize) -> Option<Vec<u8>> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.ok()? {
+        body.extend_from_slice(&chunk);
+        if body.len() > max {
+            return None;
+        }
+    }
+    Some(body)
+}
+
+fn without_tokenizer(entry: Option<&ModelTokenizer>) -> CheckResult {
+    match entry.map(|entry| (&entry.state, &entry.problem)) {
+        Some((TokenizerState::Missing, Some(problem))) => CheckResult::skipped(&**problem),
+        Some(_) | None => CheckResult::Pending,
     }
 }
 
 /// The checks of token ids by the verdicts on named probes.
-fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> RegistrationChecks {
+fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> TokenChecks {
     let trust = parity::trust(verdicts.iter().map(|(_, kind, verdict)| (*kind, verdict)));
     let failed = |kinds: &[ProbeKind]| {
         let against = verdicts.iter().find(|(_, kind, verdict)| {
@@ -253,10 +324,13 @@ fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> Registr
         });
         match against {
             Some((name, _, verdict)) => CheckResult::failed(format!("{name}: {verdict}")),
-            None => CheckResult::skipped("neither side renders any of the probes"),
+            None if verdicts.iter().any(|(_, kind, _)| kinds.contains(kind)) => {
+                CheckResult::skipped("neither side renders any of the probes")
+            }
+            None => CheckResult::skipped("unknown: it has no route that shows token ids"),
         }
     };
-    let mut checks = all(&CheckResult::Passed);
+    let mut checks = TokenChecks::all(&CheckResult::Passed);
     if !trust.completions {
         checks.text = failed(&[ProbeKind::Completion]);
     }
@@ -265,6 +339,15 @@ fn token_checks(verdicts: &[(&'static str, ProbeKind, ProbeVerdict)]) -> Registr
     }
     if !trust.chat_with_tools {
         checks.chat_with_tools = failed(&[ProbeKind::Chat, ProbeKind::ChatWithTools]);
+    }
+    if !trust.responses {
+        checks.responses = failed(&[ProbeKind::Responses]);
+    }
+    if !trust.messages {
+        checks.messages = failed(&[ProbeKind::Messages]);
+    }
+    if !trust.messages_with_tools {
+        checks.messages_with_tools = failed(&[ProbeKind::Messages, ProbeKind::MessagesWithTools]);
     }
     checks
 }

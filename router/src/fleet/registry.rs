@@ -11,12 +11,14 @@ use prometheus::IntCounter;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PutIf, RegistryEvent, RegistryWatch, Revision};
-use warmroute_proto::registry::{DrainEntry, DrainState, WorkerEntry};
+use warmroute_proto::registry::{
+    DrainContext, DrainEntry, DrainState, DrainUntil, ShimEntry, WorkerEntry,
+};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{WorkerId, codec};
 
 use super::Fleet;
-use super::drain_table::DrainWrite;
+use super::drain_table::{DrainTable, DrainWrite};
 use super::state::FleetChange;
 use crate::clock::unix_time;
 use crate::ready::Ready;
@@ -42,28 +44,113 @@ impl FleetRegistry {
         self.drains_read.load(Ordering::Relaxed)
     }
 
-    /// Drains a worker or ends its drain: valid here and written for all routers once this returns.
-    /// Idempotent. After an error the entry may be written or not: repeat the command.
-    pub(crate) async fn set_drain(
+    /// Drains a worker: valid here and written for all routers once this returns. Idempotent, but a
+    /// drain until undone replaces one that ends by itself. After an error the entry may be written
+    /// or not: repeat the command.
+    pub(crate) async fn drain(
         &self,
         worker: &WorkerId,
-        drain: DrainState,
+        until: DrainUntil,
+    ) -> Result<(), PlaneError> {
+        self.write_drain(worker, |drains, now| {
+            match (until, drains.ends_with_restart(worker)) {
+                (DrainUntil::Undone, Some(_)) => drains.renewal(worker, now),
+                (DrainUntil::Undone | DrainUntil::Restart, _) => {
+                    drains.next_write(worker, DrainState::Draining, now)
+                }
+            }
+            .map(|write| (write, Some(until)))
+        })
+        .await
+    }
+
+    /// Ends a worker's drain, with the guarantees of [`Self::drain`].
+    pub(crate) async fn undrain(&self, worker: &WorkerId) -> Result<(), PlaneError> {
+        self.write_drain(worker, |drains, now| {
+            let write = drains.next_write(worker, DrainState::Serving, now)?;
+            Some((write, None))
+        })
+        .await
+    }
+
+    /// Writes what `next` gives, until it gives nothing.
+    async fn write_drain(
+        &self,
+        worker: &WorkerId,
+        next: impl Fn(&DrainTable, u64) -> Option<(DrainWrite, Option<DrainUntil>)>,
     ) -> Result<(), PlaneError> {
         if !self.drains_read() {
             self.read_drain(worker).await?;
         }
         for _ in 0..WRITES_MAX {
             let now = unix_time().as_secs();
-            let write = self.fleet.state().drains.next_write(worker, drain, now);
-            let Some(write) = write else {
+            let write = next(&self.fleet.state().drains, now);
+            let Some((write, until)) = write else {
                 return Ok(());
             };
+            if let Some(until) = until {
+                self.write_context(&write, until).await?;
+            }
             match self.write(write).await {
                 Err(PlaneError::Conflict) => self.read_drain(worker).await?,
                 written => return written,
             }
         }
         Err(unavailable("other routers write drains of this worker"))
+    }
+
+    /// Writes what a drain refers to, before the drain. Another router that drains the worker in the
+    /// same turn may replace it; then the entry of one of them conflicts and gets another turn.
+    async fn write_context(&self, write: &DrainWrite, until: DrainUntil) -> Result<(), PlaneError> {
+        let worker = &write.entry.worker;
+        let context = DrainContext {
+            worker: worker.clone(),
+            turn: write.entry.turn,
+            shim: self.shim_of(worker).await?,
+            until,
+        };
+        let key = self.subjects.drain_context_key(worker);
+        let value = codec::encode(&context).map_err(unavailable)?;
+        let put = self.plane.put(key, value.into(), PutIf::Always, None);
+        put.await?;
+        self.fleet.state().drains.set_context(context);
+        Ok(())
+    }
+
+    /// The process that holds the lease of the worker's shim.
+    async fn shim_of(&self, worker: &WorkerId) -> Result<Option<[u8; 16]>, PlaneError> {
+        let Some(found) = self.plane.get(self.subjects.shim_key(worker)).await? else {
+            return Ok(None);
+        };
+        let entry: ShimEntry = codec::decode(&found.value).map_err(unavailable)?;
+        Ok(Some(entry.instance))
+    }
+
+    /// Ends the drain of a worker whose life it was to end with. A write that conflicts is left to
+    /// its winner.
+    async fn end_drain(&self, worker: &WorkerId) -> Result<(), PlaneError> {
+        let context = self.fleet.state().drains.ends_with_restart(worker).cloned();
+        let Some(context) = context else {
+            return Ok(());
+        };
+        let shim = self.shim_of(worker).await?;
+        if shim.is_none() || shim == context.shim {
+            return Ok(());
+        }
+        let now = unix_time().as_secs();
+        let write = {
+            let state = self.fleet.state();
+            let still = state.drains.ends_with_restart(worker) == Some(&context);
+            let next = || state.drains.next_write(worker, DrainState::Serving, now);
+            still.then(next).flatten()
+        };
+        match write {
+            Some(write) => {
+                tracing::info!(%worker, "worker began a new life, its drain ends");
+                self.write(write).await
+            }
+            None => Ok(()),
+        }
     }
 
     /// Follows the registry until stopped. While the plane is unreachable the last state stands.
@@ -80,23 +167,30 @@ impl FleetRegistry {
         let watch = |prefix| RegistryWatch::new(Arc::clone(&self.plane), prefix);
         let mut workers = watch(self.subjects.worker_keys());
         let mut drains = watch(self.subjects.drain_keys());
+        let mut contexts = watch(self.subjects.drain_context_keys());
         let mut repairs = interval(REPAIR_PERIOD);
         repairs.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                event = workers.next() => self.worker_event(event),
+                event = workers.next() => self.worker_event(event).await,
+                event = contexts.next() => self.context_event(event),
                 event = drains.next() => self.drain_event(event, &drains),
                 _ = repairs.tick() => self.restore_drains().await,
             }
         }
     }
 
-    fn worker_event(&self, event: RegistryEvent) {
+    async fn worker_event(&self, event: RegistryEvent) {
         match event {
             RegistryEvent::Put { key, entry } => match codec::decode::<WorkerEntry>(&entry.value) {
                 Ok(entry) if self.subjects.worker_key(&entry.worker) == key => {
                     let now = Instant::now().into_std();
+                    let worker = entry.worker.clone();
                     self.fleet.update(|state| state.register(entry, now));
+                    // Tried again at the next renewal of the registration.
+                    if let Err(error) = self.end_drain(&worker).await {
+                        tracing::debug!(%worker, %error, "cannot end a drain");
+                    }
                 }
                 // A shim may write the key of its own worker only.
                 Ok(_) => self.unreadable(&key, "worker entry under another worker's key"),
@@ -132,6 +226,18 @@ impl FleetRegistry {
                 self.drains_read.store(true, Ordering::Relaxed);
                 self.ready.drains_read();
             }
+        }
+    }
+
+    fn context_event(&self, event: RegistryEvent) {
+        let RegistryEvent::Put { key, entry } = event else {
+            return;
+        };
+        match codec::decode::<DrainContext>(&entry.value) {
+            Ok(found) if self.subjects.drain_context_key(&found.worker) == key => {
+                self.fleet.state().drains.set_context(found);
+            }
+            Ok(_) | Err(_) => self.unreadable(&key, "drain context is unreadable"),
         }
     }
 

@@ -16,9 +16,11 @@ use super::breaker::{Breaker, RequestResult, RequestTimes};
 use super::checks::RegistrationChecks;
 use super::drain_table::DrainTable;
 use super::health::{HealthChange, Observation, WorkerHealth};
+use super::members::FleetMembers;
 
-/// Longer than any restart of a shim or an engine that loads a large model from a slow disk.
-pub(super) const FORGET_AFTER: Duration = Duration::from_secs(600);
+/// A worker that was taken out leaves metrics and alerts within a minute. One whose engine and shim
+/// restart is registered again.
+pub(super) const FORGET_AFTER: Duration = Duration::from_secs(30);
 
 /// One worker as the router knows it.
 #[derive(Clone, Debug)]
@@ -60,12 +62,17 @@ pub(crate) struct FleetState {
     workers: BTreeMap<WorkerId, FleetWorker>,
     /// Outlive the registration of their workers.
     pub drains: DrainTable,
+    /// The workers whose registration counts.
+    pub members: FleetMembers,
 }
 
 impl FleetState {
     /// The registry has this worker, new or changed.
     pub(crate) fn register(&mut self, entry: WorkerEntry, now: Instant) -> FleetChange {
         let worker = entry.worker.clone();
+        if !self.members.contains(&worker) {
+            return FleetChange::None;
+        }
         match self.workers.get_mut(&worker) {
             // A renewed lease.
             Some(known) if known.entry == entry && known.registered => return FleetChange::None,
@@ -200,7 +207,24 @@ impl FleetState {
         }
     }
 
-    pub(crate) fn workers(&self) -> impl Iterator<Item = &FleetWorker> {
+    /// These models have other tokenizers: the checks of their workers are void.
+    pub(crate) fn recheck(&mut self, models: &BTreeSet<String>) -> FleetChange {
+        let mut change = FleetChange::None;
+        for known in self.workers.values_mut() {
+            if known
+                .entry
+                .models
+                .iter()
+                .any(|model| models.contains(model))
+            {
+                known.begin_epoch();
+                change = FleetChange::ChecksDue;
+            }
+        }
+        change
+    }
+
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &FleetWorker> + Clone {
         self.workers.values()
     }
 
@@ -208,8 +232,18 @@ impl FleetState {
         self.workers.get(worker)
     }
 
-    pub(crate) fn drain(&self, worker: &FleetWorker) -> DrainState {
-        self.drains.drain(&worker.entry.worker)
+    pub(crate) fn drain(&self, worker: &WorkerId) -> DrainState {
+        match self.members.leaves(worker) {
+            true => DrainState::Draining,
+            false => self.drains.drain(worker),
+        }
+    }
+
+    /// The worker's life has ended.
+    pub(crate) fn forget(&mut self, worker: &WorkerId) -> FleetChange {
+        self.members.remove(worker);
+        self.workers.remove(worker);
+        FleetChange::Published
     }
 
     /// Usable workers whose registration is to be checked.
@@ -278,6 +312,11 @@ impl FleetWorker {
     /// Healthy, and has reported its models: a worker may register before its engine lists them.
     pub(crate) const fn serves(&self) -> bool {
         self.health.usable() && !self.entry.models.is_empty()
+    }
+
+    /// It answers, and no shim registers it: it is routed by load.
+    pub(crate) const fn is_unregistered(&self) -> bool {
+        !self.registered && self.health.usable()
     }
 
     /// What a change of the breaker means for requests.

@@ -3,7 +3,7 @@ use std::time::Duration;
 use warmroute_plane::Plane;
 use warmroute_proto::registry::DrainState;
 
-use super::checks::{CheckResult, RegistrationChecks};
+use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
 use super::health::Observation;
 use super::state::FORGET_AFTER;
 use super::*;
@@ -23,12 +23,17 @@ fn fleet() -> Arc<Fleet> {
 }
 
 fn checks(chat: CheckResult) -> RegistrationChecks {
-    RegistrationChecks {
+    let tokens = TokenChecks {
         chat,
         chat_with_tools: CheckResult::skipped("x"),
         text: CheckResult::Passed,
-        block_size: CheckResult::Passed,
-    }
+        ..TokenChecks::all(&CheckResult::skipped("x"))
+    };
+    let checks = ModelChecks {
+        tokenizer: None,
+        tokens,
+    };
+    RegistrationChecks::new(CheckResult::Passed, [("m".to_owned(), checks)].into())
 }
 
 impl Fleet {
@@ -94,6 +99,26 @@ fn an_expired_registration_removes_no_worker_that_answers() {
     observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
     assert_eq!(candidates(&fleet), Err(RouteRefusal::NoWorkers));
     assert!(fleet.snapshot().is_empty());
+}
+
+#[test]
+fn a_removed_worker_does_not_come_back_by_a_late_event() {
+    let fleet = fleet();
+    fleet.admit(&"w".into());
+    fleet.register(entry("other", 16));
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    assert_eq!(candidates(&fleet), Ok(1), "others are no members");
+    fleet.retire(&"w".into());
+    assert_eq!(candidates(&fleet), Err(RouteRefusal::AllDraining));
+    fleet.forget(&"w".into());
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    assert!(fleet.snapshot().is_empty());
+    fleet.admit(&"w".into());
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    assert_eq!(candidates(&fleet), Ok(1), "a new life");
 }
 
 #[test]
@@ -225,16 +250,27 @@ fn a_check_of_an_earlier_epoch_is_void() {
     assert!(!fleet.catalog().models["m"].parity.chat.proven);
 }
 
+/// The operator's size stands for workers that report none, and comes first.
 #[test]
-fn the_operators_block_size_takes_precedence() {
-    let given = fleet_of(Some(16));
-    given.register(entry("w", 32));
-    let learned = fleet();
-    learned.register(entry("w", 32));
-    for model in ["m", "a"] {
-        let size = |fleet: &Fleet| fleet.catalog().models[model].block_size;
-        assert_eq!(size(&given), BlockSize::new(16), "{model}");
-        assert_eq!(size(&learned), BlockSize::new(32), "{model}");
+fn each_worker_has_blocks_of_its_own_size() {
+    for (given, workers, expected) in [
+        (None, vec![], vec![]),
+        (None, vec![0], vec![]),
+        (None, vec![32, 16, 32], vec![16, 32]),
+        (Some(16), vec![32], vec![32]),
+        (Some(64), vec![32, 0, 16], vec![64, 16, 32]),
+        (Some(32), vec![16, 32], vec![32, 16]),
+        (None, vec![80, 64, 48, 32, 16], vec![16, 32, 48, 64]),
+    ] {
+        let fleet = fleet_of(given);
+        for (name, tokens) in ["a", "b", "c", "d", "e"].into_iter().zip(&workers) {
+            fleet.register(entry(name, *tokens));
+        }
+        for model in ["m", "a"].into_iter().filter(|_| !workers.is_empty()) {
+            let sizes = fleet.catalog().models[model].block_sizes.clone();
+            let sizes: Vec<usize> = sizes.into_iter().map(BlockSize::tokens).collect();
+            assert_eq!(sizes, expected, "{given:?} {workers:?} {model}");
+        }
     }
 }
 

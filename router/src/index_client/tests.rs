@@ -68,7 +68,9 @@ async fn serve(tasks: &TaskTracker, plane: &Arc<dyn Plane>, id: &str, position: 
 fn position(reply: &IndexReply) -> u64 {
     match reply {
         IndexReply::Full(IndexAnswer::Runs { position, .. }) => position.0,
-        IndexReply::Full(IndexAnswer::Behind { .. }) | IndexReply::Holders(_) => {
+        IndexReply::Full(IndexAnswer::Behind { .. })
+        | IndexReply::Holders(_)
+        | IndexReply::Cuts(_) => {
             panic!("these replicas answer with a position")
         }
     }

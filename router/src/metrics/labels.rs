@@ -50,8 +50,20 @@ label! {
     }
 }
 
+impl RequestEnd {
+    pub(super) const ALL: [Self; 7] = [
+        Self::Ok,
+        Self::Refused,
+        Self::Shed,
+        Self::Engine4xx,
+        Self::Engine5xx,
+        Self::Failed,
+        Self::ClientGone,
+    ];
+}
+
 label! {
-    /// What became of a request's record.
+    /// What became of a request's record or line.
     RecordResult {
         Written = "written",
         /// The queue was full, the prompt too long for a file, or the write failed.
@@ -64,6 +76,14 @@ label! {
     ReloadResult {
         Loaded = "loaded",
         Refused = "refused",
+    }
+}
+
+label! {
+    /// What became of a tokenizer's files.
+    LoadResult {
+        Loaded = "loaded",
+        Failed = "failed",
     }
 }
 

@@ -2,23 +2,43 @@
 //! and counts that the decision core and the sync core keep themselves.
 
 use std::fmt::{Display, Write as _};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use warmroute_proto::registry::DemotedSource;
 
+use super::served::{BUCKETS_MS, ModelSeries, SecondsHistogram, SeriesTable, WorkerSeries};
 use crate::route::{self, SourceLoad};
 use crate::sync;
-use crate::tokenize::{ComparisonCounts, EncoderKind, SegmentCacheStats};
+use crate::tokenize::{ComparisonCounts, EncoderKind, SegmentCacheStats, Tokenizer};
+use crate::tokenizers::{TokenizerState, TokenizerTable};
+
+type OfModel = fn(&ModelSeries) -> &SecondsHistogram;
+
+/// Histograms by model.
+const MODEL_SECONDS: [(&str, &str, OfModel); 2] = [
+    (
+        "model_queue_seconds",
+        "Time for which a request waited for a worker of its model",
+        |model| &model.totals.queue,
+    ),
+    (
+        "model_decision_seconds",
+        "From a request's whole body to its sending to an engine, without that wait",
+        |model| &model.totals.decision,
+    ),
+];
 
 /// The state that a scrape shows.
 pub(crate) struct Scraped<'a> {
     pub loads: &'a [SourceLoad],
     pub workers: &'a [WorkerStatus],
+    pub series: &'a SeriesTable,
     pub core: &'a route::CoreCounts,
     pub demoted: &'a [DemotedSource],
     /// `None` while the replica does not run.
     pub sync: Option<&'a sync::ReplicaStatus>,
-    /// `None` without a tokenizer.
-    pub tokenizer: Option<TokenizerStatus>,
+    pub tokenizers: &'a TokenizerTable,
     pub leaving: bool,
 }
 
@@ -30,15 +50,38 @@ pub(crate) struct TokenizerStatus {
     pub cache: SegmentCacheStats,
 }
 
+impl TokenizerStatus {
+    pub(crate) fn of(tokenizer: &Tokenizer) -> Self {
+        Self {
+            encoder: tokenizer.encoder(),
+            comparisons: tokenizer.comparison_counts(),
+            cache: tokenizer.cache_stats(),
+        }
+    }
+
+    /// Adds the counts of another tokenizer.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.comparisons.equal += other.comparisons.equal;
+        self.comparisons.different += other.comparisons.different;
+        self.cache.hit_bytes += other.cache.hit_bytes;
+        self.cache.miss_bytes += other.cache.miss_bytes;
+        self.cache.kept_bytes += other.cache.kept_bytes;
+    }
+}
+
 /// One worker's state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WorkerStatus {
     pub worker: String,
     pub healthy: bool,
+    /// The registry has it.
+    pub registered: bool,
     /// Drained by an operator.
     pub draining: bool,
     /// Each check by its name, with whether the worker passed.
     pub checks: Vec<(&'static str, bool)>,
+    /// Names of the checks that found a difference; an open check neither passed nor failed.
+    pub failed_checks: Vec<&'static str>,
     /// By rank, where known: observed over predicted time to first token.
     pub ttft_ratios: Vec<(u32, f64)>,
 }
@@ -53,6 +96,7 @@ pub(super) struct Page {
 enum Kind {
     Counter,
     Gauge,
+    Histogram,
 }
 
 /// The labels of one series, braces included.
@@ -60,11 +104,9 @@ struct Labels(String);
 
 impl Labels {
     fn new(pairs: &[(&str, &dyn Display)]) -> Self {
-        let pairs = pairs.iter().map(|(name, value)| {
-            let value = value.to_string().replace('\\', "\\\\");
-            let value = value.replace('"', "\\\"").replace('\n', "\\n");
-            format!("{name}=\"{value}\"")
-        });
+        let pairs = pairs
+            .iter()
+            .map(|(name, value)| format!("{name}=\"{}\"", escaped(&value.to_string())));
         Self(format!("{{{}}}", pairs.collect::<Vec<_>>().join(",")))
     }
 
@@ -83,14 +125,29 @@ impl Page {
         self.gauge("draining", "1 while the router reports not-ready", leaving);
         self.loads(scraped.loads);
         self.workers(scraped.workers);
+        self.served(scraped.series);
         self.core(scraped.core);
         self.audit(scraped.core, scraped.demoted);
         if let Some(sync) = scraped.sync {
             self.sync(sync);
         }
-        if let Some(tokenizer) = scraped.tokenizer {
-            self.tokenizer(tokenizer);
+        self.models(scraped.tokenizers);
+        if let Some(status) = scraped.tokenizers.status() {
+            self.tokenizer(status);
         }
+    }
+
+    fn models(&mut self, table: &TokenizerTable) {
+        let loaded = table.models().map(|(model, entry)| {
+            let is_ready = matches!(entry.state, TokenizerState::Ready(_));
+            (Labels::new(&[("model", model)]), u64::from(is_ready))
+        });
+        self.family(
+            Kind::Gauge,
+            "model_tokenizer_loaded",
+            "1 while the model has a tokenizer; else its prompts in text are routed by load",
+            loaded,
+        );
     }
 
     fn tokenizer(&mut self, status: TokenizerStatus) {
@@ -157,6 +214,11 @@ impl Page {
             |status| status.healthy,
         );
         gauges(
+            "worker_registered",
+            "1 while the registry has the worker",
+            |status| status.registered,
+        );
+        gauges(
             "worker_draining",
             "1 while an operator has drained the worker",
             |status| status.draining,
@@ -173,6 +235,19 @@ impl Page {
             "1 where a worker passed the check at its registration",
             checks,
         );
+        let failed = workers.iter().flat_map(|status| {
+            let failed = status.failed_checks.iter();
+            failed.map(|check| {
+                let labels = Labels::new(&[("check", check), ("worker", &status.worker)]);
+                (labels, 1)
+            })
+        });
+        self.family(
+            Kind::Gauge,
+            "worker_check_failed",
+            "1 where the check found a difference between router and engine",
+            failed,
+        );
         let ratios = workers.iter().flat_map(|status| {
             let ratios = status.ttft_ratios.iter();
             ratios.map(|(rank, ratio)| (Labels::source(&status.worker, *rank), *ratio))
@@ -182,6 +257,96 @@ impl Page {
             "source_ttft_ratio",
             "Time to first token over what the median source would have needed, averaged",
             ratios,
+        );
+    }
+
+    /// Series by model and worker. A worker that served no request has none.
+    fn served(&mut self, table: &SeriesTable) {
+        let unplaced = table
+            .iter()
+            .map(|model| (model, "", &model.totals.unplaced));
+        let placed = served(table).map(|(model, worker, series)| (model, worker, &series.requests));
+        let requests = placed.chain(unplaced).flat_map(|(model, worker, counts)| {
+            counts.read().map(move |(class, end, count)| {
+                let labels = Labels::new(&[
+                    ("code", &class.label()),
+                    ("model", &model.model),
+                    ("outcome", &end.label()),
+                    ("worker", &worker),
+                ]);
+                (labels, count)
+            })
+        });
+        self.family(
+            Kind::Counter,
+            "model_requests_total",
+            "Requests ended, by model and worker; without a worker: answered by the router itself",
+            requests,
+        );
+        self.served_tokens(table);
+        self.served_seconds(table);
+        for (name, help, histogram) in MODEL_SECONDS {
+            let series = table.iter().map(|model| {
+                let labels = format!("model=\"{}\"", escaped(&model.model));
+                (labels, histogram(model))
+            });
+            self.histograms(name, help, series);
+        }
+    }
+
+    fn served_tokens(&mut self, table: &SeriesTable) {
+        let mut counters = |name, help, value: fn(&WorkerSeries) -> &AtomicU64| {
+            let row = |(model, worker, series): (&ModelSeries, &str, &WorkerSeries)| {
+                let labels = Labels::new(&[("model", &model.model), ("worker", &worker)]);
+                (labels, value(series).load(Ordering::Relaxed))
+            };
+            self.family(Kind::Counter, name, help, served(table).map(row));
+        };
+        counters(
+            "model_prompt_tokens_total",
+            "Prompt tokens of ended requests",
+            |series| &series.prompt_tokens,
+        );
+        counters(
+            "model_output_tokens_total",
+            "Output tokens of ended requests",
+            |series| &series.output_tokens,
+        );
+        counters(
+            "model_credited_tokens_total",
+            "Prompt tokens that the router credited as cached when it chose the worker",
+            |series| &series.credited_tokens,
+        );
+        counters(
+            "model_cached_tokens_total",
+            "Prompt tokens that engines reported as cached",
+            |series| &series.cached_tokens,
+        );
+    }
+
+    fn served_seconds(&mut self, table: &SeriesTable) {
+        let mut seconds = |name, help, histogram: fn(&WorkerSeries) -> &SecondsHistogram| {
+            let series = served(table).map(|(model, worker, series)| {
+                let (model, worker) = (escaped(&model.model), escaped(worker));
+                let labels = format!("model=\"{model}\",worker=\"{worker}\"");
+                (labels, histogram(series))
+            });
+            self.histograms(name, help, series);
+        };
+        seconds(
+            "model_ttft_seconds",
+            "From a request's head to its first streamed output",
+            |series| &series.ttft,
+        );
+        seconds(
+            "model_inter_token_seconds",
+            "Between two streamed outputs of a request",
+            |series| &series.inter_token,
+        );
+        seconds(
+            "model_request_seconds",
+            "From a request's head to its response's end",
+            |series| &series.total,
         );
     }
 
@@ -262,6 +427,16 @@ impl Page {
             "reported_prefixes",
             "Prefixes that engines reported as cached, where the index is not complete",
             counts.reported_prefixes,
+        );
+        self.gauge(
+            "predicted_samples",
+            "Hashes kept of prompts that run or have just ended",
+            counts.predicted_samples,
+        );
+        self.gauge(
+            "sent_prompts",
+            "Prompts kept that were sent where the index says nothing",
+            counts.sent_prompts,
         );
         let row =
             |one: &DemotedSource| (Labels::source(&one.source.worker, one.source.dp_rank.0), 1);
@@ -404,6 +579,36 @@ impl Page {
         self.family(Kind::Counter, name, help, series);
     }
 
+    /// One family of histograms, each with its labels.
+    #[expect(
+        clippy::let_underscore_must_use,
+        reason = "writing to a String cannot fail"
+    )]
+    fn histograms<'h>(
+        &mut self,
+        name: &str,
+        help: &str,
+        series: impl Iterator<Item = (String, &'h SecondsHistogram)>,
+    ) {
+        let name = format!("{}_{name}", super::NAMESPACE);
+        let mut head = Some(head(Kind::Histogram, &name, help));
+        for (labels, histogram) in series {
+            self.text.push_str(&head.take().unwrap_or_default());
+            let (buckets, sum) = histogram.read();
+            let count = buckets[BUCKETS_MS.len()];
+            for (bound, below) in BUCKETS_MS.iter().zip(&buckets) {
+                let bound = Duration::from_millis(*bound).as_secs_f64();
+                let _ = writeln!(
+                    self.text,
+                    "{name}_bucket{{{labels},le=\"{bound}\"}} {below}"
+                );
+            }
+            let _ = writeln!(self.text, "{name}_bucket{{{labels},le=\"+Inf\"}} {count}");
+            let _ = writeln!(self.text, "{name}_sum{{{labels}}} {sum}");
+            let _ = writeln!(self.text, "{name}_count{{{labels}}} {count}");
+        }
+    }
+
     /// One family. Without series it has no head either.
     #[expect(
         clippy::let_underscore_must_use,
@@ -416,17 +621,40 @@ impl Page {
         help: &str,
         series: impl IntoIterator<Item = (Labels, V)>,
     ) {
-        let kind = match kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-        };
         let name = format!("{}_{name}", super::NAMESPACE);
-        let mut head = Some(format!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
+        let mut head = Some(head(kind, &name, help));
         for (Labels(labels), value) in series {
             self.text.push_str(&head.take().unwrap_or_default());
             let _ = writeln!(self.text, "{name}{labels} {value}");
         }
     }
+}
+
+/// A family's first lines.
+fn head(kind: Kind, name: &str, help: &str) -> String {
+    let kind = match kind {
+        Kind::Counter => "counter",
+        Kind::Gauge => "gauge",
+        Kind::Histogram => "histogram",
+    };
+    format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")
+}
+
+/// Each model's series by worker, of workers that served a request of it.
+fn served(
+    table: &SeriesTable,
+) -> impl Iterator<Item = (&ModelSeries, &str, &WorkerSeries)> + Clone {
+    table.iter().flat_map(|model| {
+        let workers = model.workers.iter();
+        let used = workers.filter(|(_, series)| series.requests.read().next().is_some());
+        used.map(move |(worker, series)| (model, worker.as_str(), &**series))
+    })
+}
+
+/// A label's value in the exposition format.
+fn escaped(value: &str) -> String {
+    let value = value.replace('\\', "\\\\");
+    value.replace('"', "\\\"").replace('\n', "\\n")
 }
 
 fn source_of(load: &SourceLoad) -> Labels {

@@ -134,6 +134,13 @@ impl BodyBudget {
         read
     }
 
+    /// Ends a request whose body is not wanted.
+    pub(crate) fn skip(&self, headers: &HeaderMap, body: Body) {
+        if !headers.contains_key(header::EXPECT) {
+            self.discard(body.into_data_stream());
+        }
+    }
+
     async fn collect(
         &self,
         pieces: &mut BodyDataStream,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use bytes::Bytes;
+use tokio::time::Instant;
 use warmroute_proto::{DpRank, Source};
 
 use super::App;
@@ -23,6 +24,7 @@ use crate::fleet::{Fleet, RequestResult};
 use crate::metrics::RetryReason;
 use crate::route::{AdmitError, Admitted, Decision, IndexReply, Prompt, RouteRequest};
 use crate::shared_core::SlotHold;
+use crate::spans::TraceStep;
 
 /// Workers that one request is sent to. A bad request must not reach the whole fleet.
 const ATTEMPTS_MAX: usize = 3;
@@ -72,7 +74,7 @@ impl App {
     /// The answer of the best worker that has one, after a wait where none is ready.
     pub(super) async fn forward(
         &self,
-        call: &Call,
+        call: &mut Call,
         request: &ForwardedRequest,
         routing: &Routing,
         wait: &mut WorkerWait,
@@ -87,7 +89,7 @@ impl App {
 
     async fn try_workers(
         &self,
-        call: &Call,
+        call: &mut Call,
         request: &ForwardedRequest,
         routing: &Routing,
     ) -> Result<EngineAnswer, ProxyError> {
@@ -100,6 +102,9 @@ impl App {
                 Ok(placement) => placement,
                 Err(error) => return history.refused(error),
             };
+            if let Some(trace) = &mut call.report.trace {
+                trace.sent();
+            }
             let result = self.attempt(request, routing, &mut placement).await;
             history.attempts += 1;
             let source = placement.decision.source.clone();
@@ -145,14 +150,16 @@ impl App {
         &self,
         routing: &Routing,
         tried: &[Source],
-        call: &Call,
+        call: &mut Call,
     ) -> Result<Placement, AdmitError> {
         let ask = RouteRequest {
             model: &routing.model,
             prompt: &routing.prompt,
             exclude: tried,
         };
+        let chosen = Instant::now();
         let (admitted, watch) = self.core.admit(&ask, routing.index.as_ref())?;
+        call.report.step(TraceStep::Choose, chosen);
         let Admitted { decision, slot, .. } = admitted;
         // Before anything else, so that the slot is freed on every path.
         let slot = SlotHold::new(Arc::clone(&self.core), slot);

@@ -1,4 +1,4 @@
-//! Chat and text completions: from the body to the chosen engine's answer.
+//! Chat and text completions, responses and messages: from the body to the chosen engine's answer.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -6,16 +6,20 @@ use std::sync::atomic::Ordering;
 use axum::extract::Request;
 use axum::http::request::Parts;
 use axum::response::Response;
+use futures_util::future::join_all;
 use tokio::time::Instant;
+use warmroute_process::access::keys::KeyId;
+use warmroute_proto::WorkerId;
 
 use super::App;
 use super::body::BufferedBody;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
-use super::plan::{Plan, PlanInputs, TextSample, TextSampling, plan};
+use super::plan::{AnswerModels, Plan, PlanInputs, TextSample, TextSampling, plan};
 use super::prompt_jobs::{CompareJob, PlanJob};
-use super::respond::{AnswerReaders, respond};
+use super::respond::{AnswerReaders, OnBeginning, respond};
+use super::stored::AnswerOwner;
 use super::stream::OnUsage;
 use super::waiting::WorkerWait;
 use crate::audit::AuditCase;
@@ -24,12 +28,12 @@ use crate::error::ProxyError;
 use crate::journal::EntryNumber;
 use crate::metrics::{DecisionStep, RouteLabel};
 use crate::openai;
-use crate::recorder::OpenRecord;
 use crate::route::{Decision, IndexReply, Prompt};
+use crate::spans::TraceStep;
 use crate::tokenize::EncoderKind;
 
 /// Bodies above are prepared on another thread; below, that takes less than a millisecond.
-const INLINE_BYTES_MAX: usize = 16 << 10;
+pub(super) const INLINE_BYTES_MAX: usize = 16 << 10;
 
 /// Likewise, with the slower reference encoder.
 const INLINE_REFERENCE_BYTES_MAX: usize = 1 << 10;
@@ -42,58 +46,68 @@ pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Req
     let label = match route {
         openai::PromptRoute::ChatCompletions => RouteLabel::Chat,
         openai::PromptRoute::Completions => RouteLabel::Completions,
+        openai::PromptRoute::Responses | openai::PromptRoute::Messages => RouteLabel::Other,
     };
-    let call = Call::new(label, &parts.headers, &app.metrics);
+    let mut call = Call::new(label, &parts, &app.sinks);
     // Held until the answer begins, and with it the body's share of the budget.
-    let body = match app.bodies.read(&parts.headers, body).await {
+    let body = match app.read_body(&call, &parts, body).await {
         Ok(body) => body,
-        Err(error) => return call.refuse(&error),
+        Err(error) => return app.refuse(call, &error),
     };
-    match serve(app, &call, route, parts, &body).await {
+    call.report.step(TraceStep::ReadBody, call.report.started);
+    let mut wait = WorkerWait::default();
+    let served = serve(app, &mut call, &mut wait, route, parts, &body).await;
+    call.report.timings.queue = wait.waited;
+    match served {
         Ok((answer, readers)) => respond(app, call, answer, readers),
-        Err(error) => call.refuse(&error),
+        Err(error) => app.refuse(call, &error),
     }
 }
 
 async fn serve(
     app: &App,
-    call: &Call,
+    call: &mut Call,
+    wait: &mut WorkerWait,
     route: openai::PromptRoute,
     parts: Parts,
     body: &BufferedBody,
 ) -> Result<(EngineAnswer, AnswerReaders), ProxyError> {
     let complete = Instant::now();
-    let mut wait = WorkerWait::default();
-    let plan = loop {
-        match app.plan(route, body).await {
-            Ok(plan) => break plan,
-            Err(error) if wait.before_retry(app, &error).await => {}
-            Err(error) => return Err(error),
-        }
-    };
+    let plan = planned(app, call, wait, route, body).await?;
     let Plan {
         model,
+        series,
         prompt,
         streaming,
         single,
         unhashed,
         rewritten,
+        previous,
         sample,
     } = plan;
+    call.report.series = Some(series);
+    call.report.prompt(&prompt);
     if let Some(sample) = sample {
         app.compare_encoders(sample);
     }
     let index = match unhashed {
-        None => app.query_index(&prompt).await,
+        None => {
+            let asked = Instant::now();
+            let answer = app.query_index(&prompt).await;
+            call.report.step(TraceStep::QueryIndex, asked);
+            answer
+        }
         Some(reason) => {
             app.metrics.unhashed(reason);
             None
         }
     };
+    let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
+    let owner = owner.transpose()?.flatten();
     let request = ForwardedRequest {
         method: parts.method,
         path: headers::path(&parts.uri),
-        headers: headers::to_engine(parts.headers, call.request_id()),
+        headers: call.to_engine(parts.headers),
         body: rewritten.unwrap_or_else(|| body.bytes.clone()),
     };
     let routing = Routing {
@@ -101,13 +115,15 @@ async fn serve(
         prompt: Arc::new(prompt),
         index,
         streaming,
-        movable: true,
-        exclude: Vec::new(),
+        // An abort may leave a response half stored.
+        movable: route != openai::PromptRoute::Responses,
+        exclude: owner.map_or_else(Vec::new, |owner| app.fleet.other_sources(&owner)),
     };
-    app.metrics.decided(complete.elapsed());
-    let (mut answer, record) = app
-        .forward_recorded(call, &request, &routing, &mut wait)
-        .await?;
+    let decision_time = complete.elapsed();
+    app.metrics.decided(decision_time);
+    call.report.timings.decision = Some(decision_time.saturating_sub(wait.waited));
+    call.report.record = app.sinks.recorder.open(&routing.prompt);
+    let mut answer = app.forward(call, &request, &routing, wait).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();
@@ -115,33 +131,61 @@ async fn serve(
     let entry = app
         .journal
         .record(request_id, &routing.model, decision, moved_from);
+    let on_beginning = (route == openai::PromptRoute::Responses)
+        .then(|| app.learn_answer(call, &decision.source.worker));
     let readers = AnswerReaders {
         on_usage: single.then(|| app.usage_reader(routing.prompt, decision.clone(), entry)),
-        record,
-        on_beginning: None,
+        on_beginning,
     };
     Ok((answer, readers))
 }
 
-impl App {
-    /// The answer of the best worker, and the request's record, if it is recorded.
-    async fn forward_recorded(
-        &self,
-        call: &Call,
-        request: &ForwardedRequest,
-        routing: &Routing,
-        wait: &mut WorkerWait,
-    ) -> Result<(EngineAnswer, Option<Box<OpenRecord>>), ProxyError> {
-        let recorder = &self.recorder;
-        let mut record = recorder.open(call.started(), &routing.model, &routing.prompt);
-        let answer = self.forward(call, request, routing, wait).await;
-        if let Some(record) = &mut record {
-            match &answer {
-                Ok(answer) => record.placed(&answer.placement.decision),
-                Err(error) => record.unanswered(error),
+/// The request's plan, after a wait where no worker serves its model yet.
+async fn planned(
+    app: &App,
+    call: &mut Call,
+    wait: &mut WorkerWait,
+    route: openai::PromptRoute,
+    body: &BufferedBody,
+) -> Result<Plan, ProxyError> {
+    let plan = loop {
+        let began = Instant::now();
+        match app.plan(call.tenant_name(), route, body).await {
+            Ok(plan) => {
+                call.report.step(TraceStep::Tokenize, began);
+                break plan;
+            }
+            Err(error) => {
+                // A tenant takes no waiting place for a model that it may not use.
+                if let ProxyError::UnknownModel(model) = &error {
+                    call.check_model(model)?;
+                }
+                if !wait.before_retry(app, &error).await {
+                    return Err(error);
+                }
             }
         }
-        Ok((answer?, record))
+    };
+    call.check_model(&plan.model)?;
+    call.admit_prompt(plan.prompt.tokens())?;
+    Ok(plan)
+}
+
+impl App {
+    /// Keeps which worker has an answer to `/v1/responses`.
+    fn learn_answer(&self, call: &Call, worker: &WorkerId) -> OnBeginning {
+        let stored = self.stored.clone();
+        let owner = AnswerOwner {
+            worker: worker.clone(),
+            tenant: call.tenant_name().cloned(),
+        };
+        Box::new(move |beginning| stored.learn(owner, beginning))
+    }
+
+    /// The router's own error answer, which counts for the model if it is known.
+    pub(super) fn refuse(&self, mut call: Call, error: &ProxyError) -> Response {
+        call.report.without_model(|| self.fleet.catalog());
+        call.refuse(error)
     }
 
     fn usage_reader(&self, prompt: Arc<Prompt>, decision: Decision, entry: EntryNumber) -> OnUsage {
@@ -154,16 +198,29 @@ impl App {
         Box::new(move |usage| auditor.reported(case, usage))
     }
 
+    /// Finds the model of the worker that has an answer of this tenant.
+    fn answer_models(&self, tenant: Option<&KeyId>) -> AnswerModels {
+        let (stored, fleet) = (self.stored.clone(), Arc::clone(&self.fleet));
+        let tenant = tenant.cloned();
+        Arc::new(move |id| {
+            let worker = stored.worker_for(id, tenant.as_ref()).ok()??;
+            fleet.model_of(&worker)
+        })
+    }
+
     async fn plan(
         &self,
+        tenant: Option<&KeyId>,
         route: openai::PromptRoute,
         body: &BufferedBody,
     ) -> Result<Plan, ProxyError> {
+        let tokenizers = self.tokenizers.current();
         let number = self.planned.fetch_add(1, Ordering::Relaxed);
         let inputs = PlanInputs {
             catalog: self.fleet.catalog(),
-            tokenizer: self.tokenizer.clone(),
+            tokenizers: Arc::clone(&tokenizers),
             policy: self.policy,
+            answer_models: self.answer_models(tenant),
             now: civil_now(),
             prompt_bytes_max: self.settings.current().max_prompt_bytes(),
             sampling: if number.is_multiple_of(COMPARED_ONE_IN) {
@@ -172,10 +229,10 @@ impl App {
                 TextSampling::Discard
             },
         };
-        let encoder = self.tokenizer.as_ref().map(|tokenizer| tokenizer.encoder());
-        let inline_max = match encoder {
-            Some(EncoderKind::Reference) => INLINE_REFERENCE_BYTES_MAX,
-            Some(EncoderKind::Own) | None => INLINE_BYTES_MAX,
+        // By the slowest encoder: the body's model is not known yet.
+        let inline_max = match tokenizers.encoder() {
+            EncoderKind::Reference => INLINE_REFERENCE_BYTES_MAX,
+            EncoderKind::Own => INLINE_BYTES_MAX,
         };
         let started = Instant::now();
         let planned = if body.bytes.len() <= inline_max {
@@ -192,21 +249,26 @@ impl App {
 
     /// Compares the two encoders in the background.
     fn compare_encoders(&self, sample: TextSample) {
-        if let Some(tokenizer) = &self.tokenizer {
-            let job = CompareJob::new(sample, Arc::clone(tokenizer));
-            self.prompts.submit(Box::new(job));
-        }
+        self.prompts.submit(Box::new(CompareJob::new(sample)));
     }
 
     async fn query_index(&self, prompt: &Prompt) -> Option<IndexReply> {
         let started = Instant::now();
-        let answer = self.index.ask(prompt.hit_blocks()).await;
-        self.metrics.step(DecisionStep::Index, started.elapsed());
-        answer
-            .inspect_err(|error| {
+        let queries = prompt.cuts().map(async |cut| {
+            let answer = self.index.ask(cut.hit_blocks()).await;
+            let answer = answer.inspect_err(|error| {
                 self.metrics.index_failed();
                 tracing::debug!(%error, "index did not answer");
-            })
-            .ok()
+            });
+            Some((cut.block_size(), answer.ok()?))
+        });
+        let answers = join_all(queries).await;
+        self.metrics.step(DecisionStep::Index, started.elapsed());
+        let has_one_cut = answers.len() == 1;
+        let mut answers: Vec<_> = answers.into_iter().flatten().collect();
+        if has_one_cut {
+            return answers.pop().map(|(_, answer)| answer);
+        }
+        (!answers.is_empty()).then_some(IndexReply::Cuts(answers))
     }
 }

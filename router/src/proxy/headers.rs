@@ -11,17 +11,18 @@ pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-warmroute-worke
 pub(crate) const DP_RANK: HeaderName = HeaderName::from_static("x-warmroute-dp-rank");
 pub(crate) const OVERLAP: HeaderName = HeaderName::from_static("x-warmroute-overlap-blocks");
 pub(crate) const PREDICTED: HeaderName = HeaderName::from_static("x-warmroute-predicted-blocks");
+pub(crate) const BASIS: HeaderName = HeaderName::from_static("x-warmroute-basis");
 pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-index-state");
 pub(crate) const TIER_STATES: HeaderName = HeaderName::from_static("x-warmroute-tier-states");
 
 /// The rank to which vLLM's front end dispatches the request.
 pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
+pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+
 /// Ids by which clients trace a request: passed on, and returned.
-pub(crate) const TRACES: [HeaderName; 2] = [
-    HeaderName::from_static("x-correlation-id"),
-    HeaderName::from_static("traceparent"),
-];
+pub(crate) const TRACES: [HeaderName; 2] =
+    [HeaderName::from_static("x-correlation-id"), TRACEPARENT];
 
 /// The values that a client sent for [`TRACES`].
 pub(crate) type Traces = [Option<HeaderValue>; 2];
@@ -66,13 +67,15 @@ pub(crate) fn has_two_lengths(headers: &HeaderMap) -> bool {
 }
 
 /// A client's headers as an engine gets them. The body was read and may be rewritten, so its length
-/// is set again; a client cannot choose the rank.
+/// is set again; a client cannot choose the rank. Answers must not be compressed: the router reads
+/// them for a tenant's account of tokens.
 pub(crate) fn to_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> HeaderMap {
     strip_hop_by_hop(&mut headers);
     for ours in [
         header::HOST,
         header::CONTENT_LENGTH,
         header::EXPECT,
+        header::ACCEPT_ENCODING,
         ENGINE_RANK,
     ] {
         headers.remove(ours);
@@ -164,6 +167,7 @@ mod tests {
             ("host", "router"),
             ("content-length", "5"),
             ("expect", "100-continue"),
+            ("accept-encoding", "gzip"),
             ("x-data-parallel-rank", "7"),
             ("traceparent", "00-1-2-3"),
         ]);

@@ -8,6 +8,7 @@ mod attempt;
 mod body;
 mod call;
 mod engine_client;
+mod explanation;
 mod forward;
 mod generate;
 mod headers;
@@ -28,6 +29,10 @@ mod tests;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use axum::body::Body;
+use axum::http::request::Parts;
+use warmroute_process::blocking;
+
 pub(crate) use body::BodyBudget;
 pub(crate) use engine_client::EngineClient;
 pub(crate) use prompt_pool::PromptPool;
@@ -36,16 +41,21 @@ pub(crate) use stored::StoredResponses;
 pub(crate) use waiting::HeldRequests;
 
 use crate::audit::Auditor;
+use crate::call_report::CallSinks;
+use crate::error::ProxyError;
 use crate::fleet::Fleet;
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::ready::Ready;
-use crate::recorder::Recorder;
 use crate::route::Policy;
 use crate::settings::LiveSettings;
 use crate::shared_core::SharedCore;
-use crate::tokenize::Tokenizer;
+use crate::tenants::{TenantVisit, Tenants};
+use crate::tokenizers::Tokenizers;
+use body::BufferedBody;
+use call::Call;
+use generate::INLINE_BYTES_MAX;
 
 /// Everything that a request needs.
 pub(crate) struct App {
@@ -55,17 +65,47 @@ pub(crate) struct App {
     pub auditor: Auditor,
     pub journal: Arc<Journal>,
     pub metrics: Arc<Metrics>,
+    pub sinks: Arc<CallSinks>,
     pub bodies: BodyBudget,
     pub engines: EngineClient,
-    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub tokenizers: Arc<Tokenizers>,
     pub policy: Policy,
     pub settings: Arc<LiveSettings>,
     /// Threads for large prompts.
     pub prompts: PromptPool,
     /// Prompts so far.
     pub planned: AtomicU64,
-    pub recorder: Recorder,
     pub ready: Arc<Ready>,
     pub held: HeldRequests,
     pub stored: StoredResponses,
+    pub tenants: Tenants,
+}
+
+impl App {
+    /// Reads a request's body, and applies its tenant's rules to it.
+    async fn read_body(
+        &self,
+        call: &Call,
+        head: &Parts,
+        body: Body,
+    ) -> Result<BufferedBody, ProxyError> {
+        let mut body = self.bodies.read(&head.headers, body).await?;
+        let path = head.uri.path();
+        let ruled = |visit: &&Arc<TenantVisit>| visit.changes_body(&head.method, path);
+        let Some(visit) = call.tenant().filter(ruled) else {
+            return Ok(body);
+        };
+        let imposed = if body.bytes.len() <= INLINE_BYTES_MAX {
+            visit.imposed(path, &body.bytes)
+        } else {
+            let (visit, bytes) = (Arc::clone(visit), body.bytes.clone());
+            let path = path.to_owned();
+            let imposed = blocking::run(move || visit.imposed(&path, &bytes)).await;
+            imposed.map_err(|_| ProxyError::Internal("reading the body failed"))?
+        };
+        if let Some(imposed) = imposed? {
+            body.bytes = imposed.into();
+        }
+        Ok(body)
+    }
 }

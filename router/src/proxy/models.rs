@@ -1,10 +1,11 @@
-//! `GET /v1/models`: what the fleet serves, each model once, in OpenAI's form with vLLM's
-//! additions.
+//! `GET /v1/models`: what the fleet serves to the client, each model once, in OpenAI's form with
+//! vLLM's additions.
 
 use std::sync::Arc;
 
 use axum::extract::{Path, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::request::Parts;
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 
@@ -46,12 +47,14 @@ impl<'a> ModelCard<'a> {
     }
 }
 
-pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Response {
-    let call = Call::new(RouteLabel::Models, &headers, &app.metrics);
+pub(super) async fn list(State(app): State<Arc<App>>, head: Parts) -> Response {
+    let call = Call::new(RouteLabel::Models, &head, &app.sinks);
     let catalog = app.fleet.catalog();
+    let models = catalog.models.iter();
+    let permitted = models.filter(|(name, _)| call.check_model(name).is_ok());
     let list = ModelList {
         object: "list",
-        data: catalog.models.iter().map(ModelCard::new).collect(),
+        data: permitted.map(ModelCard::new).collect(),
     };
     answer(call, &list)
 }
@@ -59,11 +62,12 @@ pub(super) async fn list(State(app): State<Arc<App>>, headers: HeaderMap) -> Res
 pub(super) async fn one(
     State(app): State<Arc<App>>,
     Path(name): Path<String>,
-    headers: HeaderMap,
+    head: Parts,
 ) -> Response {
-    let call = Call::new(RouteLabel::Models, &headers, &app.metrics);
+    let call = Call::new(RouteLabel::Models, &head, &app.sinks);
     let catalog = app.fleet.catalog();
-    match catalog.models.get_key_value(&name) {
+    let model = catalog.models.get_key_value(&name);
+    match model.filter(|(name, _)| call.check_model(name).is_ok()) {
         Some(model) => answer(call, &ModelCard::new(model)),
         None => call.refuse(&ProxyError::UnknownModel(name)),
     }

@@ -5,25 +5,29 @@ use std::fmt;
 use std::sync::Arc;
 
 use axum::extract::Request;
-use axum::http::Method;
 use axum::http::request::Parts;
+use axum::http::{Method, Uri};
 use axum::response::Response;
 use bytes::Bytes;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
-use warmroute_proto::WorkerId;
+use warmroute_process::blocking;
+use warmroute_proto::{Seed, WorkerId};
 
 use super::App;
 use super::call::Call;
 use super::forward::{EngineAnswer, ForwardedRequest, Routing};
+use super::generate::INLINE_BYTES_MAX;
 use super::headers;
-use super::plan::{self, BYTES_PER_TOKEN};
-use super::respond::{AnswerReaders, OnBeginning, respond};
+use super::plan;
+use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
 use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
 use crate::openai::OpenAiError;
 use crate::route::Prompt;
+use crate::route::prompt::BYTES_PER_TOKEN;
+use crate::spans::TraceStep;
 
 /// The workers that may get a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,45 +38,27 @@ pub(super) enum Target {
 
 pub(super) async fn pass(app: &App, route: RouteLabel, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let call = Call::new(route, &parts.headers, &app.metrics);
-    let body = match app.bodies.read(&parts.headers, body).await {
+    let mut call = Call::new(route, &parts, &app.sinks);
+    let body = match app.read_body(&call, &parts, body).await {
         Ok(body) => body,
-        Err(error) => return call.refuse(&error),
+        Err(error) => return app.refuse(call, &error),
     };
-    let stores = parts.uri.path() == "/v1/responses";
-    let previous = if stores {
-        RoutedFields::of(&body.bytes).previous
-    } else {
-        None
-    };
-    let owner = previous.and_then(|id| app.stored.owner(&id));
-    let target = owner.map_or(Target::Any, Target::Only);
-    match forward(app, &call, &parts, &body.bytes, target).await {
-        Ok(answer) => {
-            let on_beginning = stores.then(|| -> OnBeginning {
-                let stored = app.stored.clone();
-                let worker = answer.placement.decision.source.worker.clone();
-                Box::new(move |beginning| stored.learn(worker, beginning))
-            });
-            let readers = AnswerReaders {
-                on_beginning,
-                ..AnswerReaders::default()
-            };
-            respond(app, call, answer, readers)
-        }
-        Err(error) => call.refuse(&error),
+    call.report.step(TraceStep::ReadBody, call.report.started);
+    match forward(app, &mut call, &parts, &body.bytes, Target::Any).await {
+        Ok(answer) => respond(app, call, answer, AnswerReaders::default()),
+        Err(error) => app.refuse(call, &error),
     }
 }
 
 pub(super) async fn forward(
     app: &App,
-    call: &Call,
+    call: &mut Call,
     parts: &Parts,
     body: &Bytes,
     target: Target,
 ) -> Result<EngineAnswer, ProxyError> {
     let mut wait = WorkerWait::default();
-    let named = RoutedFields::of(body).model;
+    let named = RoutedFields::read(body).await?.model;
     let model = loop {
         match served_model(app, parts, named.clone(), &target) {
             Ok(model) => break model,
@@ -80,7 +66,12 @@ pub(super) async fn forward(
             Err(error) => return Err(error),
         }
     };
+    // An answer that an engine stores is not asked for by its model.
+    if !is_stored(&parts.uri) {
+        call.check_model(&model)?;
+    }
     let catalog = app.fleet.catalog();
+    call.report.model(&catalog, &model);
     let block_size = catalog.models.get(&model);
     let block_size = block_size.map_or(plan::ASSUMED_BLOCK_SIZE, plan::block_size);
     // Neither bears load.
@@ -91,15 +82,23 @@ pub(super) async fn forward(
         app.metrics.unhashed("other_route");
         u32::try_from(body.len() / BYTES_PER_TOKEN).unwrap_or(u32::MAX)
     };
+    let prompt = if weightless || app.policy.is_blind() {
+        Prompt::opaque(tokens, block_size)
+    } else {
+        Prompt::of_text(&[body], tokens, block_size, Seed::new(Some(&model), None))
+    };
+    if is_json(body) {
+        call.admit_prompt(tokens)?;
+    }
     let request = ForwardedRequest {
         method: parts.method.clone(),
         path: headers::path(&parts.uri),
-        headers: headers::to_engine(parts.headers.clone(), call.request_id()),
+        headers: call.to_engine(parts.headers.clone()),
         body: body.clone(),
     };
     let routing = Routing {
         model,
-        prompt: Arc::new(Prompt::opaque(tokens, block_size)),
+        prompt: Arc::new(prompt),
         index: None,
         streaming: false,
         // Such a request may have effects that an abort leaves half done.
@@ -109,7 +108,20 @@ pub(super) async fn forward(
             Target::Only(worker) => app.fleet.other_sources(&worker),
         },
     };
-    app.forward(call, &request, &routing, &mut wait).await
+    call.report.prompt(&routing.prompt);
+    let answer = app.forward(call, &request, &routing, &mut wait).await;
+    call.report.timings.queue = wait.waited;
+    answer
+}
+
+/// `/v1/responses/{id}` and its cancel.
+fn is_stored(uri: &Uri) -> bool {
+    uri.path().starts_with("/v1/responses/") && !uri.path().ends_with("/render")
+}
+
+/// Forms and files have bytes that are no text.
+fn is_json(body: &[u8]) -> bool {
+    body.trim_ascii_start().starts_with(b"{")
 }
 
 /// The model that a request is for. A single model need not be named; any worker can answer for its
@@ -145,11 +157,19 @@ fn served_model(
 #[derive(Debug, Default, PartialEq, Eq)]
 struct RoutedFields {
     model: Option<String>,
-    /// `previous_response_id`: an answer that only its worker has.
-    previous: Option<String>,
 }
 
 impl RoutedFields {
+    /// Reads a large body on another thread.
+    async fn read(body: &Bytes) -> Result<Self, ProxyError> {
+        if body.len() <= INLINE_BYTES_MAX {
+            return Ok(Self::of(body));
+        }
+        let body = body.clone();
+        let read = blocking::run(move || Self::of(&body)).await;
+        read.map_err(|_| ProxyError::Internal("reading the body failed"))
+    }
+
     fn of(body: &[u8]) -> Self {
         if body.is_empty() {
             return Self::default();
@@ -176,16 +196,12 @@ impl<'de> Visitor<'de> for RoutedFieldsVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RoutedFields, A::Error> {
         let mut fields = RoutedFields::default();
         while let Some(key) = map.next_key::<String>()? {
-            let field = match key.as_str() {
-                "model" => &mut fields.model,
-                "previous_response_id" => &mut fields.previous,
-                _ => {
-                    map.next_value::<IgnoredAny>()?;
-                    continue;
-                }
-            };
-            let value: Value = map.next_value()?;
-            *field = value.as_str().map(str::to_owned);
+            if key == "model" {
+                let value: Value = map.next_value()?;
+                fields.model = value.as_str().map(str::to_owned);
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
         }
         Ok(fields)
     }

@@ -11,14 +11,14 @@ use warmroute_proto::{BlockSize, Seed, WorkerId};
 use super::body::{BodyBudget, BudgetShare};
 use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
+use crate::metrics::ModelSeries;
 use crate::openai::{
     self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo, SpecialTokens,
 };
+use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt};
 use crate::tokenize::{CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
-
-/// A rough size of text that is not tokenized, for load only.
-pub(super) const BYTES_PER_TOKEN: usize = 4;
+use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
 /// vLLM's default. Counts blocks until an engine reports its block size.
 pub(super) const ASSUMED_BLOCK_SIZE: BlockSize = match BlockSize::new(16) {
@@ -42,12 +42,17 @@ const SAMPLE_BYTES_MAX: usize = 64 << 10;
 /// Bound of a prompt's tokens where no engine reports one.
 const TOKENS_MAX: usize = 4 << 20;
 
+/// The model by which an engine continues the stored answer of an id; `None` if it is not known.
+pub(super) type AnswerModels = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
+
 /// What a plan depends on, besides the body.
 #[derive(Clone)]
 pub(super) struct PlanInputs {
     pub catalog: Arc<ModelCatalog>,
-    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub tokenizers: Arc<TokenizerTable>,
     pub policy: Policy,
+    /// For requests that name an earlier answer and no model.
+    pub answer_models: AnswerModels,
     /// For chat templates with a date.
     pub now: CivilTime,
     /// Larger prompts are not tokenized.
@@ -64,6 +69,7 @@ pub(super) enum TextSampling {
 
 /// A text and the ids that the prompt was routed by.
 pub(super) struct TextSample {
+    pub loaded: Arc<LoadedTokenizer>,
     pub text: String,
     pub special: SpecialTokens,
     pub ids: Vec<u32>,
@@ -79,6 +85,7 @@ pub(super) struct WorkLimits<'w> {
 /// A request as far as routing needs it.
 pub(super) struct Plan {
     pub model: String,
+    pub series: Arc<ModelSeries>,
     pub prompt: Prompt,
     pub streaming: bool,
     /// It has one prompt, so that the reported usage is that of `prompt`.
@@ -87,6 +94,8 @@ pub(super) struct Plan {
     pub unhashed: Option<&'static str>,
     /// The body for the engine, if it differs from the client's.
     pub rewritten: Option<Bytes>,
+    /// An earlier answer that only its worker has.
+    pub previous: Option<String>,
     pub sample: Option<TextSample>,
 }
 
@@ -105,6 +114,7 @@ pub(super) enum Planning {
 /// Texts of a request to be encoded, step by step.
 pub(super) struct PlanEncoding {
     draft: PlanDraft,
+    loaded: Arc<LoadedTokenizer>,
     special: SpecialTokens,
     current: Option<TextTask<String>>,
     texts: std::vec::IntoIter<String>,
@@ -121,12 +131,15 @@ struct PlanDraft {
     mismatched: Vec<WorkerId>,
     rewritten: Option<Bytes>,
     sample: Option<TextSample>,
+    /// Stands for a prompt whose tokens are not known.
+    by_text: Option<Prompt>,
 }
 
 /// Where a prompt's token ids come from.
 enum TokenSource {
     Ids(Vec<Vec<u32>>),
     Texts {
+        loaded: Arc<LoadedTokenizer>,
         texts: Vec<String>,
         special: SpecialTokens,
         memory: Option<BudgetShare>,
@@ -160,25 +173,36 @@ pub(super) fn begin(
     inputs: &PlanInputs,
     limits: &WorkLimits<'_>,
 ) -> Result<Planning, ProxyError> {
-    let parsed = openai::parse(route, body)?;
+    let mut parsed = openai::parse(route, body)?;
+    if parsed.info.model.is_none() {
+        let previous = parsed.info.previous_response.as_deref();
+        parsed.info.model = previous.and_then(|id| (inputs.answer_models)(id));
+    }
     let (_, model) = known(&inputs.catalog, parsed.info.model.as_deref())?;
     let trust = prompt_trust(&parsed, model);
     let source = token_source(&parsed, trust, model, inputs, limits);
     let ready = |plan: Result<Plan, _>| plan.map(|plan| Planning::Ready(Box::new(plan)));
+    let by_text = match source {
+        Ok(_) => None,
+        Err(_) => by_text(&parsed, body.len(), model, inputs),
+    };
     let draft = PlanDraft {
         body_bytes: body.len(),
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
         rewritten: parsed.rewritten.map(Bytes::from),
+        by_text,
         info: parsed.info,
         sample: None,
     };
     match source {
         Ok(TokenSource::Texts {
+            loaded,
             texts,
             special,
             memory,
         }) => Ok(Planning::Encoding(Box::new(PlanEncoding {
             draft,
+            loaded,
             special,
             current: None,
             lists: Vec::with_capacity(texts.len()),
@@ -198,9 +222,8 @@ impl PlanEncoding {
         inputs: &PlanInputs,
         bytes: usize,
     ) -> Option<Result<Plan, ProxyError>> {
-        let Some(tokenizer) = inputs.tokenizer.as_deref() else {
-            return Some(self.end(inputs, Err("no_tokenizer")));
-        };
+        let loaded = Arc::clone(&self.loaded);
+        let tokenizer = &loaded.tokenizer;
         let mut task = match self.current.take() {
             Some(task) => task,
             None => match self.texts.next() {
@@ -236,6 +259,7 @@ impl PlanEncoding {
     fn encoded(&mut self, task: TextTask<String>, sampling: TextSampling) {
         if sampling == TextSampling::Keep && task.text().len() <= SAMPLE_BYTES_MAX {
             self.draft.sample = Some(TextSample {
+                loaded: Arc::clone(&self.loaded),
                 text: task.text().to_owned(),
                 special: self.special,
                 ids: task.ids().to_vec(),
@@ -271,13 +295,25 @@ impl PlanDraft {
         });
         let (prompt, single, unhashed) = match lists {
             // Its length is known, and its blocks are not.
-            Ok(lists) if model.block_size.is_none() => {
+            Ok(lists) if model.block_sizes.is_empty() => {
                 let tokens = lists.iter().map(Vec::len).sum::<usize>();
                 let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-                (Prompt::opaque(tokens, size), true, Some("no_block_size"))
+                let bytes = token_bytes(&lists).unwrap_or_default();
+                let seed = Seed::new(lora, info.cache_salt.as_deref());
+                let prompt = Prompt::of_text(&[&bytes], tokens, size, seed);
+                (prompt, true, Some("no_block_size"))
             }
-            Ok(lists) => (hashed(&lists, &info, lora, size), lists.len() == 1, None),
-            Err(why) => (opaque(self.body_bytes, model, size), true, Some(why)),
+            Ok(lists) => {
+                let cut = |size: &BlockSize| hashed(&lists, &info, lora, *size);
+                let others = model.block_sizes.iter().skip(1).map(cut).collect();
+                let prompt = cut(&size).with_other_cuts(others);
+                (prompt, lists.len() == 1, None)
+            }
+            Err(why) => {
+                let by_text = self.by_text;
+                let prompt = by_text.unwrap_or_else(|| opaque(self.body_bytes, model, size));
+                (prompt, true, Some(why))
+            }
         };
         let reads = if info.reads_cache {
             CacheReads::Allowed
@@ -288,10 +324,12 @@ impl PlanDraft {
         Ok(Plan {
             prompt: prompt.with_reads(reads).with_mismatched(mismatched),
             model: name.to_owned(),
+            series: Arc::clone(inputs.catalog.series.of(name)),
             streaming: info.stream,
             single,
             unhashed,
             rewritten: self.rewritten,
+            previous: info.previous_response,
             sample: self.sample,
         })
     }
@@ -313,7 +351,8 @@ fn known<'a>(
 }
 
 pub(super) fn block_size(model: &CatalogModel) -> BlockSize {
-    model.block_size.unwrap_or(ASSUMED_BLOCK_SIZE)
+    let first = model.block_sizes.first();
+    first.copied().unwrap_or(ASSUMED_BLOCK_SIZE)
 }
 
 /// The trust in the router's tokens of such a prompt; `None` where the client sent the token ids.
@@ -321,15 +360,21 @@ fn prompt_trust<'a>(
     parsed: &ParsedRequest<'_>,
     model: &'a CatalogModel,
 ) -> Option<&'a PromptTrust> {
+    let parity = &model.parity;
     match &parsed.prompt {
         openai::PromptSource::Completion(parts) => match &parts.prompts {
             PromptList::Tokens(_) => None,
-            PromptList::Texts(_) => Some(&model.parity.text),
+            PromptList::Texts(_) => Some(&parity.text),
         },
-        openai::PromptSource::Chat(parts) if parts.tools.is_some() => {
-            Some(&model.parity.chat_with_tools)
-        }
-        openai::PromptSource::Chat(_) => Some(&model.parity.chat),
+        openai::PromptSource::Chat(parts) => Some(match (parsed.route, parts.tools.is_some()) {
+            (PromptRoute::Responses, _) => &parity.responses,
+            (PromptRoute::Messages, true) => &parity.messages_with_tools,
+            (PromptRoute::Messages, false) => &parity.messages,
+            (PromptRoute::ChatCompletions | PromptRoute::Completions, true) => {
+                &parity.chat_with_tools
+            }
+            (PromptRoute::ChatCompletions | PromptRoute::Completions, false) => &parity.chat,
+        }),
     }
 }
 
@@ -343,15 +388,16 @@ fn token_source(
     limits: &WorkLimits<'_>,
 ) -> Result<TokenSource, Unhashed> {
     let tokenizer = || {
-        let tokenizer = inputs.tokenizer.as_deref().ok_or("no_tokenizer")?;
+        let loaded = inputs.tokenizers.of(&model.base).ok_or("no_tokenizer")?;
+        // Checks of another tokenizer prove nothing about this one.
+        let is_checked = model.parity.tokenizer == Some(loaded.version);
         match trust {
-            Some(trust) if !trust.proven => Err("parity"),
-            Some(_) | None => Ok(tokenizer),
+            Some(trust) if !trust.proven || !is_checked => Err("parity"),
+            Some(_) | None => Ok(loaded),
         }
     };
-    match inputs.policy {
-        Policy::Time | Policy::Kv | Policy::KvOnce => {}
-        Policy::RoundRobin | Policy::LeastLoad | Policy::Random => return Err("policy"),
+    if !inputs.policy.reads_index() {
+        return Err("policy");
     }
     if let Some(opaque) = parsed.info.opaque {
         return Err(opaque.as_str());
@@ -368,9 +414,11 @@ fn token_source(
             PromptList::Tokens(lists) => Ok(TokenSource::Ids(lists.clone())),
             PromptList::Texts(texts) => {
                 let bytes: usize = texts.iter().map(|text| text.len()).sum();
-                let memory =
-                    PromptSize { bytes, values: 0 }.admit(bytes_max(tokenizer()?), limits)?;
+                let loaded = Arc::clone(tokenizer()?);
+                let size = PromptSize { bytes, values: 0 };
+                let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
                 Ok(TokenSource::Texts {
+                    loaded,
                     texts: texts.iter().map(|text| text.clone().into_owned()).collect(),
                     special: parts.special_tokens,
                     memory,
@@ -378,16 +426,17 @@ fn token_source(
             }
         },
         openai::PromptSource::Chat(parts) => {
-            let tokenizer = tokenizer()?;
+            let loaded = Arc::clone(tokenizer()?);
             let size = PromptSize {
                 bytes: parts.bytes(),
                 values: parts.values_max(),
             };
-            let memory = size.admit(bytes_max(tokenizer), limits)?;
-            let text = tokenizer.templates().and_then(|templates| {
+            let memory = size.admit(bytes_max(&loaded.tokenizer), limits)?;
+            let text = loaded.tokenizer.templates().and_then(|templates| {
                 templates.render_until(parts, inputs.now, limits.is_cancelled)
             });
             Ok(TokenSource::Texts {
+                loaded,
                 texts: vec![text.map_err(|_| "template_failed")?],
                 special: parts.special_tokens,
                 memory,
@@ -442,9 +491,64 @@ fn hashed(lists: &[Vec<u32>], info: &RequestInfo, lora: Option<&str>, size: Bloc
     Prompt::of_blocks(u32::try_from(total).unwrap_or(u32::MAX), size, seed, blocks)
 }
 
+/// The prompt by its text: where its tokens are not known, equal beginnings still are.
+fn by_text(
+    parsed: &ParsedRequest<'_>,
+    body_bytes: usize,
+    model: &CatalogModel,
+    inputs: &PlanInputs,
+) -> Option<Prompt> {
+    if inputs.policy.is_blind() {
+        return None;
+    }
+    let mut parts: Vec<&[u8]> = Vec::new();
+    let tokens: Vec<u8>;
+    match &parsed.prompt {
+        openai::PromptSource::Completion(completion) => match &completion.prompts {
+            PromptList::Texts(texts) => {
+                let [only] = texts.as_slice() else {
+                    return None;
+                };
+                parts.push(only.as_bytes());
+            }
+            PromptList::Tokens(lists) => {
+                tokens = token_bytes(lists)?;
+                parts.push(&tokens);
+            }
+        },
+        openai::PromptSource::Chat(chat) => {
+            // Templates render tools before messages.
+            let inputs = [chat.tools.as_deref(), chat.documents, chat.template_kwargs];
+            let inputs = inputs.into_iter().flatten().chain([&*chat.messages]);
+            parts.extend(inputs.map(|raw| raw.get().as_bytes()));
+        }
+    }
+    let adapter = parsed.info.model.as_deref().filter(|_| model.adapter);
+    let seed = Seed::new(adapter, parsed.info.cache_salt.as_deref());
+    let size = block_size(model);
+    Some(Prompt::of_text(
+        &parts,
+        tokens_guess(body_bytes, model),
+        size,
+        seed,
+    ))
+}
+
+/// The tokens of a single prompt as bytes.
+fn token_bytes(lists: &[Vec<u32>]) -> Option<Vec<u8>> {
+    let [only] = lists else {
+        return None;
+    };
+    Some(only.iter().flat_map(|token| token.to_le_bytes()).collect())
+}
+
 fn opaque(body_bytes: usize, model: &CatalogModel, size: BlockSize) -> Prompt {
+    Prompt::opaque(tokens_guess(body_bytes, model), size)
+}
+
+fn tokens_guess(body_bytes: usize, model: &CatalogModel) -> u32 {
     let guess = u32::try_from(body_bytes / BYTES_PER_TOKEN).unwrap_or(u32::MAX);
-    Prompt::opaque(guess.min(model.max_model_len.unwrap_or(u32::MAX)), size)
+    guess.min(model.max_model_len.unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

@@ -1,7 +1,5 @@
 //! The jobs of the prompt threads: plans of large requests, and comparisons of the two encoders.
 
-use std::sync::Arc;
-
 use tokio::sync::oneshot;
 
 use super::body::{BodyBudget, BufferedBody};
@@ -9,7 +7,7 @@ use super::plan::{self, Plan, PlanEncoding, PlanInputs, Planning, TextSample, Wo
 use super::prompt_pool::PromptJob;
 use crate::error::ProxyError;
 use crate::openai::PromptRoute;
-use crate::tokenize::{ReferenceComparison, TaskState, Tokenizer};
+use crate::tokenize::{ReferenceComparison, TaskState};
 
 /// Bytes that are encoded in one step: about a millisecond.
 const STEP_BYTES: usize = 64 << 10;
@@ -91,19 +89,24 @@ impl PromptJob for PlanJob {
 /// Encodes a prompt by the reference, after all other work.
 pub(super) struct CompareJob {
     sample: TextSample,
-    tokenizer: Arc<Tokenizer>,
 }
 
 impl CompareJob {
-    pub(super) const fn new(sample: TextSample, tokenizer: Arc<Tokenizer>) -> Self {
-        Self { sample, tokenizer }
+    pub(super) const fn new(sample: TextSample) -> Self {
+        Self { sample }
     }
 }
 
 impl PromptJob for CompareJob {
     fn step(&mut self) -> TaskState {
-        let TextSample { text, special, ids } = &self.sample;
-        let compared = self.tokenizer.compare_with_reference(text, *special, ids);
+        let TextSample {
+            loaded,
+            text,
+            special,
+            ids,
+        } = &self.sample;
+        let tokenizer = &loaded.tokenizer;
+        let compared = tokenizer.compare_with_reference(text, *special, ids);
         if compared == ReferenceComparison::Different {
             tracing::error!(
                 bytes = text.len(),

@@ -5,16 +5,17 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, header};
 use axum::response::Response;
+use warmroute_process::access::keys::KeyHash;
 use warmroute_proto::Tiers;
 
 use super::App;
 use super::attempt::{EngineHead, Placement};
 use super::call::Call;
+use super::explanation::Explanation;
 use super::forward::EngineAnswer;
 use super::headers;
 use super::stream::{BodyWatch, Flight, OnUsage, TrackedBody};
 use crate::openai::StreamObserver;
-use crate::recorder::OpenRecord;
 use crate::route::Decision;
 
 /// Takes the first bytes of an answer's body.
@@ -25,12 +26,11 @@ pub(super) type OnBeginning = Box<dyn FnOnce(&[u8]) + Send>;
 pub(super) struct AnswerReaders {
     pub on_usage: Option<OnUsage>,
     pub on_beginning: Option<OnBeginning>,
-    pub record: Option<Box<OpenRecord>>,
 }
 
 pub(super) fn respond(
     app: &App,
-    call: Call,
+    mut call: Call,
     answer: EngineAnswer,
     readers: AnswerReaders,
 ) -> Response {
@@ -44,15 +44,19 @@ pub(super) fn respond(
     let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
     let watch = watch(&parts.headers);
-    explain(&mut parts.headers, &decision);
+    explain(&mut parts.headers, &decision, call.explanation());
     call.sign(&mut parts.headers);
+    let block_tokens = decision.claim.block_tokens.into();
+    call.report.status = parts.status.as_u16();
+    call.report.placed(decision, || app.fleet.catalog());
     let flight = Flight {
         call,
         slot: Some(slot),
         tracked: Some(tracked),
         status: parts.status,
         watch,
-        block_tokens: decision.claim.block_tokens.into(),
+        block_tokens,
+        unread_bytes: 0,
         readers,
         metrics: Arc::clone(&app.metrics),
     };
@@ -73,9 +77,18 @@ fn watch(headers: &HeaderMap) -> BodyWatch {
     }
 }
 
-/// Adds why this worker was chosen.
-fn explain(to: &mut HeaderMap, decision: &Decision) {
-    let worker = headers::text_value(decision.source.worker.as_str());
+/// Adds why this worker was chosen, for clients that may know it. The headers show which prompts are
+/// cached, and so what others have sent.
+fn explain(to: &mut HeaderMap, decision: &Decision, explanation: Explanation) {
+    let worker = decision.source.worker.as_str();
+    let worker = match explanation {
+        Explanation::None => return,
+        Explanation::WithoutAddresses if is_address(worker) => {
+            let hash = KeyHash::of(worker.as_bytes()).map(|hash| hash.to_hex());
+            headers::text_value(&format!("worker-{:.8}", hash.unwrap_or_default()))
+        }
+        Explanation::WithoutAddresses | Explanation::Whole => headers::text_value(worker),
+    };
     to.insert(headers::WORKER, worker);
     for (name, number) in [
         (headers::DP_RANK, decision.source.dp_rank.0),
@@ -84,9 +97,17 @@ fn explain(to: &mut HeaderMap, decision: &Decision) {
     ] {
         to.insert(name, HeaderValue::from(number));
     }
+    let basis = HeaderValue::from_static(decision.basis().label());
+    to.insert(headers::BASIS, basis);
     let state = HeaderValue::from_static(decision.index_state.label());
     to.insert(headers::INDEX_STATE, state);
     let Tiers { gpu, cpu, disk } = decision.tier_states.map(|state| state.label());
     let tiers = format!("gpu={gpu}, cpu={cpu}, disk={disk}");
     to.insert(headers::TIER_STATES, headers::text_value(&tiers));
+}
+
+/// Whether a worker's name has the form `HOST:PORT`, as that of a worker without `id=`.
+fn is_address(name: &str) -> bool {
+    let port = name.rsplit_once(':').map(|(_, port)| port);
+    port.is_some_and(|port| port.parse::<u16>().is_ok())
 }

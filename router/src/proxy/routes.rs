@@ -1,5 +1,5 @@
-//! The public port's routes, and what applies to all of them: early requests, web pages of other
-//! origins, and the end of connections to a router that leaves.
+//! The public port's routes, and what applies to all of them: keys of tenants, early requests, web
+//! pages of other origins, and the end of connections to a router that leaves.
 //!
 //! Only the routes listed here, and those that an operator adds, reach an engine. Engines have
 //! others that change them for all clients, such as those that load adapters.
@@ -16,17 +16,17 @@ use warmroute_process::server::probes;
 
 use super::App;
 use super::call::Call;
+use super::explanation::Explanation;
 use super::{generate, models, passthrough, stored};
 use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
 use crate::openai;
 use crate::settings::is_plain_path;
+use crate::tenants::DoorRefusal;
 
 /// Forwarded to a worker as they are. `POST` only.
-const FORWARDED: [&str; 25] = [
+pub(super) const FORWARDED: [&str; 23] = [
     "/v1/embeddings",
-    "/v1/responses",
-    "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/chat/completions/render",
     "/v1/completions/render",
@@ -54,7 +54,7 @@ const FORWARDED: [&str; 25] = [
 /// Headers of the router that web pages may read.
 const EXPOSED: &str = "x-request-id, x-correlation-id, retry-after, x-warmroute-worker, \
     x-warmroute-dp-rank, x-warmroute-overlap-blocks, x-warmroute-predicted-blocks, \
-    x-warmroute-index-state, x-warmroute-tier-states";
+    x-warmroute-basis, x-warmroute-index-state, x-warmroute-tier-states";
 
 /// Seconds for which a browser keeps the answer to a preflight request.
 const PREFLIGHT_SECS: u64 = 600;
@@ -67,6 +67,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     forwarded
         .route("/v1/chat/completions", only(post(chat)))
         .route("/v1/completions", only(post(completions)))
+        .route("/v1/responses", only(post(responses)))
+        .route("/v1/messages", only(post(messages)))
         .route("/v1/models", only(get(models::list)))
         .route("/v1/models/{*name}", only(get(models::one)))
         .route("/v1/responses/{id}", only(get(stored::find)))
@@ -80,20 +82,31 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Holds a request that arrives before the router has its initial state, answers preflight requests
-/// and completes the headers of answers. A router that leaves closes each connection after the
-/// answer, so that clients open the next one to another router.
-async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+/// Refuses a request without its tenant's key. Holds a request that arrives before the router has
+/// its initial state, answers preflight requests and completes the headers of answers. A router that
+/// leaves closes each connection after the answer, so that clients open the next one to another
+/// router.
+async fn front(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let origin = request.headers().get(header::ORIGIN).cloned();
     let is_http1 = request.version() <= Version::HTTP_11;
     let mut response = match origin.as_ref().and_then(|_| preflight(&app, &request)) {
         Some(answer) => answer,
-        None => {
-            if !app.ready.is_initialized() && !is_probe(request.uri().path()) {
-                app.ready.initialized().await;
+        None if is_probe(request.uri().path()) => next.run(request).await,
+        None => match app.tenants.enter(request.headers_mut()) {
+            Ok(visit) => {
+                let settings = app.settings.current();
+                let explanation = Explanation::take(&settings, request.headers_mut());
+                request.extensions_mut().insert(explanation);
+                if let Some(visit) = visit {
+                    request.extensions_mut().insert(visit);
+                }
+                if !app.ready.is_initialized() {
+                    app.ready.initialized().await;
+                }
+                next.run(request).await
             }
-            next.run(request).await
-        }
+            Err(refusal) => turned_away(&app, refusal, request),
+        },
     };
     if let Some(origin) = origin {
         allow_origin(&app, response.headers_mut(), origin);
@@ -102,6 +115,16 @@ async fn front(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
         let close = HeaderValue::from_static("close");
         response.headers_mut().insert(header::CONNECTION, close);
     }
+    response
+}
+
+/// The answer to a request without a valid key, or beyond its tenant's rates.
+fn turned_away(app: &App, refusal: DoorRefusal, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    app.bodies.skip(&parts.headers, body);
+    let call = Call::new(RouteLabel::Other, &parts, &app.sinks);
+    let mut response = call.refuse(&refusal.error.into());
+    refusal.rates.write(response.headers_mut());
     response
 }
 
@@ -156,6 +179,14 @@ async fn completions(State(app): State<Arc<App>>, request: Request) -> Response 
     generate::generate(&app, openai::PromptRoute::Completions, request).await
 }
 
+async fn responses(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::PromptRoute::Responses, request).await
+}
+
+async fn messages(State(app): State<Arc<App>>, request: Request) -> Response {
+    generate::generate(&app, openai::PromptRoute::Messages, request).await
+}
+
 async fn pass(State(app): State<Arc<App>>, request: Request) -> Response {
     let route = match request.uri().path() {
         "/v1/embeddings" => RouteLabel::Embeddings,
@@ -186,11 +217,13 @@ async fn readyz(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn wrong_method(State(app): State<Arc<App>>, request: Request) -> Response {
-    Call::new(RouteLabel::Other, request.headers(), &app.metrics).refuse(&ProxyError::Method)
+    let (parts, _) = request.into_parts();
+    Call::new(RouteLabel::Other, &parts, &app.sinks).refuse(&ProxyError::Method)
 }
 
 async fn unknown_path(State(app): State<Arc<App>>, request: Request) -> Response {
-    let call = Call::new(RouteLabel::Other, request.headers(), &app.metrics);
-    let path = request.uri().path().chars().take(128).collect();
+    let (parts, _) = request.into_parts();
+    let call = Call::new(RouteLabel::Other, &parts, &app.sinks);
+    let path = parts.uri.path().chars().take(128).collect();
     call.refuse(&ProxyError::UnknownPath(path))
 }

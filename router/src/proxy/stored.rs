@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
+use bytes::Bytes;
+use warmroute_process::access::keys::KeyId;
 use warmroute_proto::WorkerId;
 
 use super::App;
@@ -18,6 +20,7 @@ use super::passthrough::{self, Target};
 use super::respond::{AnswerReaders, respond};
 use crate::error::ProxyError;
 use crate::metrics::RouteLabel;
+use crate::tenants::TenantRefusal;
 
 /// Ids that are kept, about 100 bytes each; the oldest go first.
 const IDS_MAX: usize = 16_384;
@@ -31,29 +34,47 @@ const SEARCHED_BYTES: usize = 512;
 /// Workers that are asked for an unknown id.
 const WORKERS_ASKED_MAX: usize = 64;
 
-/// The worker that has each answer.
+/// The worker and the tenant of each answer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StoredResponses(Arc<Mutex<OwnerTable>>);
 
 #[derive(Debug, Default)]
 struct OwnerTable {
-    owners: HashMap<Arc<str>, WorkerId>,
+    owners: HashMap<Arc<str>, AnswerOwner>,
     oldest: VecDeque<Arc<str>>,
 }
 
+/// Where an answer is, and whose it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct AnswerOwner {
+    pub worker: WorkerId,
+    /// `None`: of a time without tenants.
+    pub tenant: Option<KeyId>,
+}
+
 impl StoredResponses {
-    pub(super) fn owner(&self, id: &str) -> Option<WorkerId> {
-        self.table().owners.get(id).cloned()
+    /// The worker that has an answer. Fails if it is another tenant's; an id that is not known is
+    /// as secret as the client that got it keeps it.
+    pub(super) fn worker_for(
+        &self,
+        id: &str,
+        tenant: Option<&KeyId>,
+    ) -> Result<Option<WorkerId>, ProxyError> {
+        match self.table().owners.get(id) {
+            None => Ok(None),
+            Some(owner) if owner.tenant.as_ref() == tenant => Ok(Some(owner.worker.clone())),
+            Some(_) => Err(TenantRefusal::ForeignAnswer.into()),
+        }
     }
 
-    /// Takes the beginning of the answer of `worker` to `/v1/responses`.
-    pub(super) fn learn(&self, worker: WorkerId, beginning: &[u8]) {
+    /// Takes the beginning of an answer to `/v1/responses`.
+    pub(super) fn learn(&self, owner: AnswerOwner, beginning: &[u8]) {
         let Some(id) = response_id(beginning) else {
             return;
         };
         let id: Arc<str> = id.into();
         let mut table = self.table();
-        if table.owners.insert(Arc::clone(&id), worker).is_none() {
+        if table.owners.insert(Arc::clone(&id), owner).is_none() {
             table.oldest.push_back(id);
         }
         if table.oldest.len() > IDS_MAX
@@ -87,31 +108,31 @@ fn response_id(beginning: &[u8]) -> Option<&str> {
 /// `GET /v1/responses/{id}` and `POST /v1/responses/{id}/cancel`.
 pub(super) async fn find(State(app): State<Arc<App>>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let call = Call::new(RouteLabel::Other, &parts.headers, &app.metrics);
+    let mut call = Call::new(RouteLabel::Other, &parts, &app.sinks);
     if !crate::settings::is_plain_path(parts.uri.path()) {
         let path = parts.uri.path().chars().take(128).collect();
         return call.refuse(&ProxyError::UnknownPath(path));
     }
-    let body = match app.bodies.read(&parts.headers, body).await {
-        Ok(body) => body,
-        Err(error) => return call.refuse(&error),
-    };
+    // Neither request has a body: one that has must not be sent to each worker asked.
+    app.bodies.skip(&parts.headers, body);
+    let body = Bytes::new();
     let id = parts.uri.path().split('/').nth(3).unwrap_or_default();
-    let workers = match app.stored.owner(id) {
-        Some(owner) => vec![owner],
-        None => app.fleet.serving(WORKERS_ASKED_MAX),
+    let workers = match app.stored.worker_for(id, call.tenant_name()) {
+        Ok(Some(worker)) => vec![worker],
+        Ok(None) => app.fleet.serving(WORKERS_ASKED_MAX),
+        Err(error) => return call.refuse(&error),
     };
     let mut not_found = None;
     for worker in workers {
         let target = Target::Only(worker);
-        match passthrough::forward(&app, &call, &parts, &body.bytes, target).await {
+        match passthrough::forward(&app, &mut call, &parts, &body, target).await {
             Ok(answer) if answer.head.response.status() == StatusCode::NOT_FOUND => {
                 not_found = Some(answer);
             }
             Ok(answer) => return respond(&app, call, answer, AnswerReaders::default()),
             // The worker has left, or has no other usable source.
             Err(ProxyError::NoWorker) => {}
-            Err(error) => return call.refuse(&error),
+            Err(error) => return app.refuse(call, &error),
         }
     }
     match not_found {
@@ -150,13 +171,18 @@ mod tests {
     #[test]
     fn the_oldest_ids_are_forgotten() {
         let stored = StoredResponses::default();
+        let owner = AnswerOwner {
+            worker: "w".into(),
+            tenant: None,
+        };
         for number in 0..=IDS_MAX {
             let beginning = format!("{{\"id\":\"resp_{number}\"}}");
-            stored.learn("w".into(), beginning.as_bytes());
-            stored.learn("w".into(), beginning.as_bytes());
+            stored.learn(owner.clone(), beginning.as_bytes());
+            stored.learn(owner.clone(), beginning.as_bytes());
         }
-        assert_eq!(stored.owner("resp_0"), None);
-        assert_eq!(stored.owner("resp_1"), Some("w".into()));
+        let known = |id: &str| stored.table().owners.get(id).cloned();
+        assert_eq!(known("resp_0"), None);
+        assert_eq!(known("resp_1"), Some(owner));
         assert_eq!(stored.table().owners.len(), IDS_MAX);
         assert_eq!(stored.table().oldest.len(), IDS_MAX);
     }

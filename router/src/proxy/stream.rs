@@ -21,9 +21,13 @@ use crate::fleet::{RequestResult, TrackedRequest};
 use crate::metrics::{CancelPhase, Metrics};
 use crate::openai::{StreamObserver, TokenUsage};
 use crate::shared_core::SlotHold;
+use crate::tenants::Settlement;
 
 /// A JSON answer larger than this is not searched for its usage.
 const JSON_BYTES_MAX: usize = 256 << 10;
+
+/// Such an answer counts a token for as many bytes.
+const ANSWER_BYTES_PER_TOKEN: u64 = 4;
 
 /// Longest time for the body of an error, from its head. Engines write errors as a whole; a hung
 /// one must not hold the client.
@@ -49,6 +53,8 @@ pub(super) struct Flight {
     pub watch: BodyWatch,
     /// Output tokens that fill a block.
     pub block_tokens: u64,
+    /// Bytes of a JSON answer that is too large to be read.
+    pub unread_bytes: u64,
     pub readers: AnswerReaders,
     pub metrics: Arc<Metrics>,
 }
@@ -117,7 +123,13 @@ impl TrackedBody {
                     kept.extend_from_slice(data);
                 }
             }
-            BodyWatch::Json(_) => flight.watch = BodyWatch::Nothing,
+            BodyWatch::Json(kept) => {
+                flight.unread_bytes = (kept.len() + data.len()) as u64;
+                flight.watch = BodyWatch::Nothing;
+            }
+            BodyWatch::Nothing if flight.unread_bytes > 0 => {
+                flight.unread_bytes += data.len() as u64;
+            }
             BodyWatch::Nothing => {}
         }
     }
@@ -130,9 +142,8 @@ impl TrackedBody {
         let BodyWatch::Events(watch) = &flight.watch else {
             return;
         };
-        if let Some(record) = &mut flight.readers.record {
-            record.streamed(watch.output_chunks());
-        }
+        flight.call.report.streamed(watch.output_chunks());
+        flight.call.generated(watch.output_chunks());
         let blocks = watch.output_chunks() / flight.block_tokens.max(1);
         let more = blocks.saturating_sub(self.grown_blocks);
         if let (1.., Some(slot)) = (more, &mut flight.slot) {
@@ -162,20 +173,16 @@ impl TrackedBody {
             }
         }
         flight.audit(usage);
+        flight.settle(usage);
         let status = flight.status;
-        if let Some(record) = &mut flight.readers.record {
-            record.answered(status);
-        }
         flight.call.answered(status);
     }
 
     /// The engine closed the connection early. The client's connection ends early too.
     fn broken(&mut self) {
         if let Some(mut flight) = self.flight.take() {
+            flight.settle(None);
             flight.call.broken();
-            if let Some(record) = &mut flight.readers.record {
-                record.broken();
-            }
             if let Some(tracked) = &mut flight.tracked {
                 tracked.report(RequestResult::Broken);
             }
@@ -199,14 +206,26 @@ impl Flight {
         if let (true, Some(slot)) = (self.status.is_success(), &mut self.slot) {
             slot.first_token();
         }
-        if let Some(record) = &mut self.readers.record {
-            record.first_output();
-        }
+    }
+
+    /// Ends the tenant's accounts of tokens.
+    fn settle(&self, usage: Option<TokenUsage>) {
+        let counted = match &self.watch {
+            BodyWatch::Events(watch) => watch.output_chunks(),
+            BodyWatch::Json(_) => 0,
+            BodyWatch::Nothing => self.unread_bytes / ANSWER_BYTES_PER_TOKEN,
+        };
+        let settlement = match usage {
+            _ if !self.status.is_success() => Settlement::Void,
+            Some(usage) => Settlement::Reported(usage),
+            None => Settlement::Counted,
+        };
+        self.call.settle(settlement, counted);
     }
 
     fn audit(&mut self, usage: Option<TokenUsage>) {
-        if let (Some(record), Some(usage)) = (&mut self.readers.record, usage) {
-            record.reported(usage);
+        if let Some(usage) = usage {
+            self.call.report.reported(usage);
         }
         if let (true, Some(usage)) = (self.status.is_success(), usage)
             && let Some(on_usage) = self.readers.on_usage.take()
@@ -278,6 +297,7 @@ impl Drop for TrackedBody {
         if self.has_last_event() {
             self.end();
         } else if let Some(flight) = self.flight.take() {
+            flight.settle(None);
             flight.metrics.cancelled(self.phase);
         }
     }
@@ -285,24 +305,27 @@ impl Drop for TrackedBody {
 
 #[cfg(test)]
 mod tests {
-    use axum::http::HeaderMap;
     use futures_util::stream;
 
     use super::*;
+    use crate::call_report::CallSinks;
     use crate::metrics::RouteLabel;
 
     /// Even if the rest is there already.
     #[tokio::test]
     async fn bytes_from_before_the_head_come_first() {
         let metrics = Arc::new(Metrics::new().unwrap());
+        let sinks = CallSinks::silent(&metrics);
+        let (head, ()) = axum::http::Request::new(()).into_parts();
         let rest = ["data: 2\n\n", "data: 3\n\n"].map(Ok::<_, std::io::Error>);
         let flight = Flight {
-            call: Call::new(RouteLabel::Chat, &HeaderMap::new(), &metrics),
+            call: Call::new(RouteLabel::Chat, &head, &sinks),
             slot: None,
             tracked: None,
             status: StatusCode::OK,
             watch: BodyWatch::Events(StreamObserver::default()),
             block_tokens: 16,
+            unread_bytes: 0,
             readers: AnswerReaders::default(),
             metrics,
         };

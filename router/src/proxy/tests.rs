@@ -4,6 +4,8 @@
 mod hostile;
 mod moving;
 mod routes;
+mod tenants;
+mod tracing;
 mod waiting;
 mod world;
 
@@ -35,6 +37,7 @@ async fn an_answer_explains_the_choice_and_leaves_no_slot() {
     assert_eq!(headers["x-warmroute-dp-rank"], "0");
     assert_eq!(headers["x-warmroute-overlap-blocks"], "0");
     assert_eq!(headers["x-warmroute-predicted-blocks"], "0");
+    assert_eq!(headers["x-warmroute-basis"], "load_only");
     assert_eq!(headers["x-warmroute-index-state"], "unknown");
     assert_eq!(
         headers["x-warmroute-tier-states"],
@@ -51,6 +54,54 @@ async fn an_answer_explains_the_choice_and_leaves_no_slot() {
         world.metric("requests_total{outcome=\"ok\",route=\"completions\"}"),
         1
     );
+}
+
+#[tokio::test]
+async fn requests_count_for_their_model_and_worker_and_other_names_share_a_label() {
+    let engine = Engine::start().await;
+    let world = World::with(&[&engine]).await;
+    world
+        .post("/v1/completions", &body(40))
+        .send()
+        .await
+        .unwrap();
+    let mut stream = world.send("/v1/completions", &streaming()).await;
+    for _ in 0..3 {
+        engine.release_event(&mut stream).await;
+    }
+    engine.end_stream();
+    while stream.chunk().await.unwrap().is_some() {}
+    world
+        .raw("/v1/completions", r#"{"model":"mine","prompt":[1]}"#)
+        .await;
+    world
+        .raw("/v1/embeddings", r#"{"model":"yours","input":"x"}"#)
+        .await;
+    world.raw("/v1/completions", "{").await;
+    engine.answer_with(StatusCode::BAD_REQUEST);
+    world
+        .post("/v1/completions", &body(40))
+        .send()
+        .await
+        .unwrap();
+    world.until_quiet().await;
+    for (labels, count) in [
+        (r#"code="2xx",model="m",outcome="ok",worker="w0""#, 2),
+        (
+            r#"code="4xx",model="m",outcome="engine_4xx",worker="w0""#,
+            1,
+        ),
+        (r#"code="4xx",model="other",outcome="refused",worker="""#, 3),
+    ] {
+        let series = format!("model_requests_total{{{labels}}}");
+        assert_eq!(world.metric(&series), count, "{series}");
+    }
+    let of_worker = |name: &str| world.metric(&format!("{name}{{model=\"m\",worker=\"w0\"}}"));
+    assert_eq!(of_worker("model_request_seconds_count"), 3);
+    assert_eq!(of_worker("model_ttft_seconds_count"), 1);
+    assert_eq!(of_worker("model_inter_token_seconds_count"), 2);
+    assert!(of_worker("model_prompt_tokens_total") >= 80);
+    assert_eq!(world.metric("model_decision_seconds_count{model=\"m\"}"), 3);
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@
 //! connection ends its wait.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use prometheus::IntGauge;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -24,7 +25,11 @@ pub(crate) struct HeldRequests {
 
 /// One request's wait, which begins at the first refusal.
 #[derive(Default)]
-pub(super) struct WorkerWait(Option<BegunWait>);
+pub(super) struct WorkerWait {
+    begun: Option<BegunWait>,
+    /// Time spent waiting so far.
+    pub waited: Duration,
+}
 
 struct BegunWait {
     until: Instant,
@@ -51,12 +56,14 @@ impl WorkerWait {
         if !may_come && *error != ProxyError::NoWorker {
             return false;
         }
-        let Some(wait) = &mut self.0 else {
-            self.0 = BegunWait::begin(app);
+        let Some(wait) = &mut self.begun else {
+            self.begun = BegunWait::begin(app);
             // The fleet may have changed since the refusal.
-            return self.0.is_some();
+            return self.begun.is_some();
         };
+        let since = Instant::now();
         let changed = timeout_at(wait.until, wait.changes.changed()).await;
+        self.waited += since.elapsed();
         changed.is_ok_and(|changed| changed.is_ok())
     }
 }

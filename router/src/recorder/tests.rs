@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 use warmroute_proto::{BlockSize, Seed};
-use warmroute_sim::recording::{NamedFile, RECORDING_EXTENSION, Recording};
+use warmroute_sim::recording::{
+    NamedFile, RECORDING_EXTENSION, RecordedOutcome, Recording, RequestFacts,
+};
 
 use super::*;
 use crate::settings::Settings;
@@ -86,6 +88,24 @@ impl Running {
         }
     }
 
+    /// Records a request that has ended.
+    fn end_one(&self, prompt: &Arc<Prompt>, output_tokens: u32) {
+        let facts = RequestFacts {
+            arrived: Duration::ZERO,
+            model: "m".into(),
+            prompt_tokens: prompt.tokens(),
+            output_tokens,
+            block_tokens: 16,
+            ttft: None,
+            duration: Duration::ZERO,
+            cached_tokens: None,
+            outcome: RecordedOutcome::Completed,
+            placement: None,
+        };
+        let ticket = self.recorder.open(prompt).unwrap();
+        ticket.end(Instant::now(), facts);
+    }
+
     /// Waits until requests are recorded, or are not.
     async fn until(&self, runs: bool) {
         while self.recorder.shared.runs.load(Ordering::Relaxed) != runs {
@@ -110,29 +130,17 @@ impl Running {
 async fn the_settings_start_and_end_a_recording_and_the_stop_loses_nothing() {
     let folder = Folder::new();
     let running = Running::start(Settings::default());
-    assert!(
-        running
-            .recorder
-            .open(Instant::now(), "m", &prompt(0, 64))
-            .is_none()
-    );
+    assert!(running.recorder.open(&prompt(0, 64)).is_none());
     running.live.replace(folder.settings(1 << 20));
     running.until(true).await;
     assert_eq!(running.metrics.value("recording"), 1);
-    let mut record = running
-        .recorder
-        .open(Instant::now(), "m", &prompt(0, 70))
-        .unwrap();
-    record.first_output();
-    record.streamed(9);
-    record.answered(StatusCode::OK);
-    drop(record);
-    drop(running.recorder.open(Instant::now(), "m", &prompt(0, 64)));
+    running.end_one(&prompt(0, 70), 9);
+    running.end_one(&prompt(0, 64), 0);
     running.live.replace(Settings::default());
     running.until(false).await;
     running.live.replace(folder.settings(1 << 20));
     running.until(true).await;
-    drop(running.recorder.open(Instant::now(), "m", &prompt(0, 64)));
+    running.end_one(&prompt(0, 64), 0);
     running.end().await;
 
     let files = files(&folder.0);
@@ -142,11 +150,7 @@ async fn the_settings_start_and_end_a_recording_and_the_stop_loses_nothing() {
     let [(done, path), (gone, other)] = &first.requests[..] else {
         panic!("{:?}", first.requests);
     };
-    assert_eq!(
-        (done.output_tokens, done.outcome),
-        (9, RecordedOutcome::Completed)
-    );
-    assert_eq!(gone.outcome, RecordedOutcome::Cancelled);
+    assert_eq!((done.output_tokens, gone.output_tokens), (9, 0));
     assert_eq!((path, first.path(*other).len()), (other, 4));
 }
 
@@ -158,9 +162,7 @@ async fn the_directory_keeps_its_bound_and_the_newest_requests() {
     running.until(true).await;
     for number in 0..400 {
         let prompt = prompt(number * 100_000, 32_000);
-        let mut record = running.recorder.open(Instant::now(), "m", &prompt).unwrap();
-        record.streamed(number.into());
-        drop(record);
+        running.end_one(&prompt, number);
         while running
             .recorder
             .shared
@@ -172,11 +174,7 @@ async fn the_directory_keeps_its_bound_and_the_newest_requests() {
         }
     }
     // Longer than any file.
-    drop(
-        running
-            .recorder
-            .open(Instant::now(), "m", &prompt(0, 1 << 20)),
-    );
+    running.end_one(&prompt(0, 1 << 20), 0);
     let metrics = running.end().await;
     assert_eq!(
         metrics.value("recorded_requests_total{outcome=\"written\"}"),
@@ -210,12 +208,7 @@ async fn a_directory_has_one_writer() {
     one.until(true).await;
     let other = Running::start(folder.settings(1 << 20));
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert!(
-        other
-            .recorder
-            .open(Instant::now(), "m", &prompt(0, 64))
-            .is_none()
-    );
+    assert!(other.recorder.open(&prompt(0, 64)).is_none());
     assert_eq!(other.metrics.value("recording"), 0);
     one.end().await;
     other.until(true).await;
@@ -230,7 +223,7 @@ async fn a_full_queue_drops_records_and_counts_them() {
     // No task runs between two awaits.
     let prompt = prompt(0, 64);
     for _ in 0..QUEUE_MAX + 7 {
-        drop(running.recorder.open(Instant::now(), "m", &prompt));
+        running.end_one(&prompt, 0);
     }
     assert_eq!(running.records("dropped"), 7);
     let metrics = running.end().await;

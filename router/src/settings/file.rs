@@ -4,13 +4,24 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::HeaderValue;
 use serde::Deserialize;
+use warmroute_process::access::OperatorKey;
 use warmroute_process::server::HalfClosed;
 
-/// A file of settings has a few hundred bytes.
+use super::WorkerRule;
+use super::engines::EngineSettings;
+use super::keys::{AdminSettings, ExplainRule, without_keys};
+use super::models::ModelTable;
+use super::tenants::TenantRules;
+use super::traces::TracingSettings;
+
+use crate::config::{WorkerSetError, WorkerSpec};
+
+/// A file of settings has a few hundred bytes, one of 1,024 workers some hundred KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Room for the longest prompts in each of a recording's files.
@@ -26,6 +37,8 @@ const CONNECT_TIMEOUT_MS_MAX: u64 = 60_000;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
+    admin: AdminSettings,
+    access_log: PathBuf,
     pub(crate) cors_origins: BTreeSet<WebOrigin>,
     pub(crate) extra_routes: BTreeSet<RoutePath>,
     connect_timeout_ms: ConnectMillis,
@@ -34,13 +47,24 @@ pub struct Settings {
     first_token_timeout_secs: Seconds,
     half_closed_clients: HalfClosedRule,
     max_prompt_bytes: usize,
+    max_tokenizer_bytes: u64,
+    pub(crate) models: ModelTable,
+    models_dir: PathBuf,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
+    tracing: TracingSettings,
+    pub(crate) workers: Vec<WorkerSpec>,
+    pub(super) workers_file: PathBuf,
+    #[serde(deserialize_with = "super::tenants::tenants")]
+    pub(crate) tenants: Arc<[TenantRules]>,
+    pub(super) engines: EngineSettings,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
+            admin: AdminSettings::default(),
+            access_log: PathBuf::new(),
             cors_origins: BTreeSet::new(),
             extra_routes: BTreeSet::new(),
             connect_timeout_ms: ConnectMillis(1000),
@@ -49,8 +73,16 @@ impl Default for Settings {
             first_token_timeout_secs: Seconds(0),
             half_closed_clients: HalfClosedRule::Abort,
             max_prompt_bytes: 8 << 20,
+            max_tokenizer_bytes: 1 << 30,
+            models: ModelTable::default(),
+            models_dir: PathBuf::new(),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
+            tracing: TracingSettings::default(),
+            workers: Vec::new(),
+            workers_file: PathBuf::new(),
+            tenants: [].into(),
+            engines: EngineSettings::default(),
         }
     }
 }
@@ -113,8 +145,22 @@ pub enum SettingsError {
     Read(#[from] io::Error),
     #[error("the settings have more than {FILE_BYTES_MAX} bytes")]
     TooLarge,
-    #[error("the settings are invalid: {0}")]
+    #[error("the settings are invalid: {}", without_keys(&.0.to_string()))]
     Invalid(#[from] toml::de::Error),
+    #[error("workers_file {path:?}: {error}")]
+    WorkersFile { path: PathBuf, error: Box<Self> },
+    #[error("workers: {0}")]
+    Workers(#[from] WorkerSetError),
+    #[error("workers have no effect with --nats-url: each worker's shim registers it")]
+    WorkersRegistered,
+    #[error("all tenants or all admin keys are gone: send SIGHUP to open the port")]
+    OpensPort,
+    #[error("engines.authorization = \"replace\" needs key_file")]
+    NoEngineKey,
+    #[error("engines.key_file {path:?}: {error}")]
+    EngineKey { path: PathBuf, error: Box<Self> },
+    #[error("engines.key_file {0:?} has no key on its first line")]
+    BadEngineKey(PathBuf),
 }
 
 /// Why a value is refused. The parser adds the line.
@@ -128,17 +174,52 @@ pub(crate) enum ValueError {
     Seconds(u64),
     #[error("{0} is not between 1 and {CONNECT_TIMEOUT_MS_MAX}")]
     ConnectMillis(u64),
+    #[error("{0:?} is not http://HOST:PORT")]
+    OtlpEndpoint(String),
     #[error("{0} is less than {RECORDING_BYTES_MIN}")]
     RecordingBytes(u64),
+    #[error("template arguments must be values of JSON")]
+    TemplateKwargs,
 }
 
 impl Settings {
-    pub(super) fn load(path: &Path) -> Result<Self, SettingsError> {
-        Self::parse(&read(path)?)
+    /// Reads the file, and the one of its workers.
+    pub(super) fn load(path: &Path, rule: &WorkerRule) -> Result<Self, SettingsError> {
+        let mut settings = Self::parse(&read(path)?)?;
+        settings.add_workers_file(path)?;
+        settings.read_engine_key(path)?;
+        rule.check(&settings.workers)?;
+        Ok(settings)
     }
 
     pub(crate) fn parse(text: &str) -> Result<Self, SettingsError> {
         Ok(toml::from_str(text)?)
+    }
+
+    /// The keys of the admin port.
+    pub(crate) fn admin_keys(&self) -> Arc<[OperatorKey]> {
+        Arc::clone(&self.admin.keys)
+    }
+
+    /// Whether a port that asks for keys under `before` asks for none under these.
+    pub(super) fn opens_a_port_of(&self, before: &Self) -> bool {
+        let public = self.tenants.is_empty() && !before.tenants.is_empty();
+        let admin = self.admin.keys.is_empty() && !before.admin.keys.is_empty();
+        public || admin
+    }
+
+    /// The file of the access log, `-` for standard output; `None`: no log.
+    pub(crate) fn access_log(&self) -> Option<PathBuf> {
+        let path = &self.access_log;
+        (!path.as_os_str().is_empty()).then(|| path.clone())
+    }
+
+    pub(crate) const fn tracing(&self) -> &TracingSettings {
+        &self.tracing
+    }
+
+    pub(crate) const fn explain_headers(&self) -> ExplainRule {
+        self.admin.explain_headers
     }
 
     /// Longest time to open a connection to an engine.
@@ -159,6 +240,17 @@ impl Settings {
     /// Bytes of the largest prompt that is tokenized.
     pub(crate) const fn max_prompt_bytes(&self) -> usize {
         self.max_prompt_bytes
+    }
+
+    /// Bytes of all tokenizers' `tokenizer.json` that are loaded.
+    pub(crate) const fn max_tokenizer_bytes(&self) -> u64 {
+        self.max_tokenizer_bytes
+    }
+
+    /// Directory of models, by name; `None`: there is none.
+    pub(crate) fn models_dir(&self) -> Option<&Path> {
+        let dir = &self.models_dir;
+        (!dir.as_os_str().is_empty()).then_some(dir)
     }
 
     /// Where requests are recorded; `None`: nowhere.
@@ -200,7 +292,7 @@ impl Settings {
     }
 }
 
-fn read(path: &Path) -> Result<String, SettingsError> {
+pub(super) fn read(path: &Path) -> Result<String, SettingsError> {
     let mut text = String::new();
     let file = File::open(path)?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text)?;

@@ -1,3 +1,4 @@
+use std::collections::BTreeSet;
 use std::fs;
 
 use axum::http::HeaderValue;
@@ -24,6 +25,11 @@ fn each_key_sets_its_value() {
         max_prompt_bytes = 7
         recording_dir = "/var/lib/recordings"
         recording_max_bytes = 1048576
+        [[workers]]
+        url = "http://h:1"
+        kv = "tcp://h:2"
+        id = "a"
+        ranks = 2
     "#;
     let settings = Settings::parse(text).unwrap();
     assert_eq!(settings.connect_timeout(), Duration::from_millis(250));
@@ -41,6 +47,8 @@ fn each_key_sets_its_value() {
     };
     assert_eq!(settings.recording(), Some(rule));
     assert_eq!(Settings::default().recording(), None);
+    let worker = "http://h:1,kv=tcp://h:2,id=a,ranks=2".parse().unwrap();
+    assert_eq!(settings.workers, [worker]);
     for (origin, allowed) in [
         ("https://chat.example.org", true),
         ("http://localhost:3000", true),
@@ -63,16 +71,23 @@ fn each_key_sets_its_value() {
 }
 
 /// `docs/CONFIGURATION.md` has a row with the default for each key of the example, which has all.
+/// A key of a table is written `table.key`.
 #[test]
 fn the_documented_settings_are_the_real_ones() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
     let example = fs::read_to_string(format!("{root}/deploy/router.toml")).unwrap();
     let page = fs::read_to_string(format!("{root}/docs/CONFIGURATION.md")).unwrap();
-    let keys = example.lines().filter(|line| !line.starts_with('#'));
-    let mut rows: Vec<String> = keys
-        .filter_map(|line| line.split_once(" = "))
-        .map(|(key, value)| format!("| `{key}` | `{value}` |"))
-        .collect();
+    assert_eq!(Settings::parse(&example).unwrap(), Settings::default());
+    let (mut rows, mut keys) = (Vec::new(), Vec::new());
+    let mut table = String::new();
+    for line in example.lines().filter(|line| !line.starts_with('#')) {
+        if let Some(name) = line.strip_prefix('[') {
+            table = format!("{}.", name.trim_end_matches(']'));
+        } else if let Some((key, value)) = line.split_once(" = ") {
+            rows.push(format!("| `{table}{key}` | `{value}` |"));
+            keys.push((table.clone(), key));
+        }
+    }
     let section = page
         .split("\n### ")
         .find(|text| text.starts_with("Settings file"));
@@ -87,15 +102,24 @@ fn the_documented_settings_are_the_real_ones() {
     for (row, line) in rows.iter().zip(documented) {
         assert!(line.starts_with(row.as_str()), "{row}: {line}");
     }
-    let unknown = refused("x = 1");
-    for key in rows.iter().filter_map(|row| row.split('`').nth(1)) {
-        assert!(unknown.contains(&format!("`{key}`")), "{key}: {unknown}");
+    let tables: BTreeSet<&str> = keys.iter().map(|(table, _)| table.as_str()).collect();
+    for table in &tables {
+        let header = match table.strip_suffix('.') {
+            Some(name) => format!("[{name}]\n"),
+            None => String::new(),
+        };
+        let unknown = refused(&format!("{header}x = 1"));
+        let own = keys.iter().filter(|(of, _)| of == table);
+        let mut names: Vec<&str> = own.map(|(_, key)| *key).collect();
+        if table.is_empty() {
+            names.extend(tables.iter().filter_map(|table| table.strip_suffix('.')));
+        }
+        for key in &names {
+            assert!(unknown.contains(&format!("`{key}`")), "{key}: {unknown}");
+        }
+        let named = unknown.matches('`').count();
+        assert_eq!(named, 2 * (names.len() + 1), "{unknown}");
     }
-    assert_eq!(
-        unknown.matches('`').count(),
-        2 * (rows.len() + 1),
-        "{unknown}"
-    );
 }
 
 #[test]
@@ -144,6 +168,16 @@ fn a_refused_file_names_the_line_and_the_fault() {
         ),
         ("extra_routes = [\"/v1/\"]", "not a plain path below /v1/"),
         ("[http]", "unknown field `http`"),
+        ("tracing.sample_ratio = 1.5", "1.5 is not between 0 and 1"),
+        (
+            "tracing.otlp_endpoint = \"c:4317\"",
+            "is not http://HOST:PORT",
+        ),
+        ("workers = [{ url = \"h:1\" }]", "is not http://HOST:PORT"),
+        (
+            "workers = [{ url = \"http://h:1\", x = 1 }]",
+            "unknown field `x`",
+        ),
         ("x", "expected"),
     ] {
         let error = refused(&format!("# the first line\n{line}\n"));
@@ -156,7 +190,7 @@ fn a_refused_file_names_the_line_and_the_fault() {
 async fn a_changed_file_applies_and_a_bad_one_keeps_the_settings() {
     let path = std::env::temp_dir().join(format!("wr-settings-{}", Uuid::new_v4()));
     fs::write(&path, "engine_wait_timeout_secs = 1\n").unwrap();
-    let file = SettingsFile::load(&path).unwrap();
+    let file = SettingsFile::load(&path, &WorkerRule::Embedded(Vec::new())).unwrap();
     let live = LiveSettings::new(file.settings.clone());
     let metrics = Arc::new(Metrics::new().unwrap());
     let watched = (Arc::clone(&live), Arc::clone(&metrics));
@@ -192,4 +226,67 @@ async fn a_changed_file_applies_and_a_bad_one_keeps_the_settings() {
     stop.cancel();
     tasks.close();
     tasks.wait().await;
+}
+
+/// A half written file has fewer tables.
+#[tokio::test]
+async fn a_changed_file_opens_no_port_before_a_signal() {
+    let path = std::env::temp_dir().join(format!("wr-settings-{}", Uuid::new_v4()));
+    for closed in ["[[tenants]]\nname = \"t\"\n", &admin_key()] {
+        fs::write(&path, closed).unwrap();
+        let file = SettingsFile::load(&path, &WorkerRule::Embedded(Vec::new())).unwrap();
+        let live = LiveSettings::new(file.settings.clone());
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let mut watcher = SettingsWatcher::new(file, Arc::clone(&live), metrics).unwrap();
+        let before = live.current();
+        fs::write(&path, "").unwrap();
+        watcher.reload(ReloadCause::Period).await;
+        assert_eq!(live.current(), before);
+        watcher.reload(ReloadCause::Signal).await;
+        assert_eq!(*live.current(), Settings::default());
+    }
+    fs::remove_file(&path).unwrap();
+}
+
+fn admin_key() -> String {
+    let hash = "0".repeat(64);
+    format!("[admin]\nkeys = [{{ id = \"a\", sha256 = \"{hash}\", role = \"read\" }}]\n")
+}
+
+#[test]
+fn the_workers_of_both_files_are_checked_together() {
+    let dir = std::env::temp_dir().join(format!("wr-workers-{}", Uuid::new_v4()));
+    fs::create_dir(&dir).unwrap();
+    let path = dir.join("router.toml");
+    let fixed = WorkerRule::Embedded(vec!["http://f:1,id=f".parse().unwrap()]);
+    let load = |own: &str, other: &str, rule: &WorkerRule| {
+        let own = format!("workers_file = \"w.toml\"\n{own}");
+        fs::write(&path, own).unwrap();
+        fs::write(dir.join("w.toml"), other).unwrap();
+        Settings::load(&path, rule).map_err(|error| error.to_string())
+    };
+    let (a, b) = (
+        "[[workers]]\nurl = \"http://a:1\"\nid = \"a\"\n",
+        "[[workers]]\nurl = \"http://b:1\"\n",
+    );
+    let names: Vec<_> = load(a, b, &fixed).unwrap().workers;
+    let names: Vec<_> = names.iter().map(|worker| worker.id.as_str()).collect();
+    assert_eq!(names, ["a", "b:1"]);
+    let flag = "[[workers]]\nurl = \"http://f:1\"\n";
+    for (own, other, rule, fault) in [
+        (a, a, &fixed, "two workers are named a"),
+        (a, flag, &fixed, "two workers have the URL http://f:1"),
+        (a, "x = 1", &fixed, "w.toml\": the settings are invalid"),
+        (a, b, &WorkerRule::Registered, "no effect with --nats-url"),
+    ] {
+        let error = load(own, other, rule).unwrap_err();
+        assert!(error.contains(fault), "{error}");
+    }
+    fs::remove_file(dir.join("w.toml")).unwrap();
+    let gone = Settings::load(&path, &fixed).unwrap_err().to_string();
+    assert!(
+        gone.contains("workers_file") && gone.contains("cannot read"),
+        "{gone}"
+    );
+    fs::remove_dir_all(&dir).unwrap();
 }

@@ -29,7 +29,7 @@ use warmroute_router::route::{
     Core, CoreConfig, Knobs, Prompt, RouteRequest, SlotEvent, SlotSink as _,
 };
 use warmroute_router::shared_core::SharedCore;
-use warmroute_router::sync::ViewStatus;
+use warmroute_router::sync::{StatusDetail, ViewStatus};
 
 /// Timeout of a broken test.
 const SOON: Duration = Duration::from_secs(60);
@@ -118,7 +118,11 @@ impl Router {
     }
 
     pub(crate) async fn incarnation(&self) -> Option<Generation> {
-        self.handle.snapshot().await.unwrap().incarnation
+        self.handle
+            .status(StatusDetail::Summary)
+            .await
+            .unwrap()
+            .incarnation
     }
 
     /// Number of a router's requests in this router's view.
@@ -168,7 +172,7 @@ fn entry(name: &str) -> WorkerEntry {
 pub(crate) async fn all_agree(routers: &[Router]) -> bool {
     let mut snapshots = Vec::new();
     for router in routers {
-        snapshots.push(router.handle.snapshot().await.unwrap());
+        snapshots.push(router.handle.status(StatusDetail::Sources).await.unwrap());
     }
     snapshots.iter().all(|of| {
         let truth = &of.replicas[0];

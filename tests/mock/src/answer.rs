@@ -17,6 +17,10 @@ use crate::server::Server;
 pub(crate) enum Shape {
     Completion,
     Chat,
+    /// `/v1/responses`; not streamed.
+    Response,
+    /// `/v1/messages`; not streamed.
+    Message,
 }
 
 pub(crate) struct Answer {
@@ -47,6 +51,25 @@ impl Usage {
         })
     }
 
+    /// In the form of `/v1/responses`.
+    fn of_response(self) -> Value {
+        json!({
+            "input_tokens": self.prompt,
+            "output_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "input_tokens_details": {"cached_tokens": self.cached},
+        })
+    }
+
+    /// In the form of `/v1/messages`, whose input excludes what is read from the cache.
+    fn of_message(self) -> Value {
+        json!({
+            "input_tokens": self.prompt - self.cached,
+            "output_tokens": self.completion,
+            "cache_read_input_tokens": self.cached,
+        })
+    }
+
     const fn count(&mut self, output: Output) {
         match output {
             Output::Admitted(cached) => self.cached += cached.total(),
@@ -60,7 +83,7 @@ impl Answer {
     /// Waits until every generation has ended.
     pub(crate) async fn whole(self, generations: Vec<Generation>) -> Result<Response, Error> {
         let mut usage = Usage::default();
-        let mut choices = Vec::new();
+        let (mut choices, mut text) = (Vec::new(), String::new());
         for (index, mut generation) in generations.into_iter().enumerate() {
             usage.prompt += generation.prompt_tokens;
             let mut tokens = Vec::new();
@@ -73,11 +96,14 @@ impl Answer {
                     Output::Finished => break,
                 }
             }
+            text.extend(tokens.iter().map(|&token| self.decode(token)));
             choices.push(self.choice(index, &tokens));
         }
         let object = match self.shape {
             Shape::Completion => "text_completion",
             Shape::Chat => "chat.completion",
+            Shape::Response => return Ok(Json(self.response(&text, usage)).into_response()),
+            Shape::Message => return Ok(Json(self.message(&text, usage)).into_response()),
         };
         let mut answer = json!({
             "id": self.id, "object": object, "created": self.created, "model": self.model,
@@ -87,6 +113,23 @@ impl Answer {
             answer["prompt_token_ids"] = json!(prompts.first());
         }
         Ok(Json(answer).into_response())
+    }
+
+    fn response(&self, text: &str, usage: Usage) -> Value {
+        let content = json!([{"type": "output_text", "text": text, "annotations": []}]);
+        json!({
+            "id": self.id, "created_at": self.created, "model": self.model, "object": "response",
+            "output": [{"type": "message", "role": "assistant", "content": content}],
+            "status": "incomplete", "usage": usage.of_response(),
+        })
+    }
+
+    fn message(&self, text: &str, usage: Usage) -> Value {
+        json!({
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model,
+            "content": [{"type": "text", "text": text}], "stop_reason": "max_tokens",
+            "usage": usage.of_message(),
+        })
     }
 
     pub(crate) fn stream(self, generations: Vec<Generation>) -> Response {
@@ -102,7 +145,9 @@ impl Answer {
         });
         match self.shape {
             Shape::Completion => choice["text"] = json!(text),
-            Shape::Chat => choice["message"] = json!({"role": "assistant", "content": text}),
+            Shape::Chat | Shape::Response | Shape::Message => {
+                choice["message"] = json!({"role": "assistant", "content": text});
+            }
         }
         if let Some(prompts) = &self.prompt_token_ids {
             choice["token_ids"] = json!(tokens);
@@ -138,7 +183,7 @@ impl Answer {
     /// vLLM begins a chat with the role, but only when the first token is there.
     fn opening(&self) -> Option<Bytes> {
         let mut choice = match self.shape {
-            Shape::Completion => return None,
+            Shape::Completion | Shape::Response | Shape::Message => return None,
             Shape::Chat => json!({
                 "index": 0, "delta": {"role": "assistant", "content": ""},
                 "logprobs": null, "finish_reason": null,
@@ -161,7 +206,9 @@ impl Answer {
         });
         match self.shape {
             Shape::Completion => choice["text"] = json!(text),
-            Shape::Chat => choice["delta"] = json!({"content": text}),
+            Shape::Chat | Shape::Response | Shape::Message => {
+                choice["delta"] = json!({"content": text});
+            }
         }
         if let Some(prompts) = &self.prompt_token_ids {
             choice["token_ids"] = json!([token.id]);
@@ -175,7 +222,7 @@ impl Answer {
     fn chunk(&self, choices: Value) -> Value {
         let object = match self.shape {
             Shape::Completion => "text_completion",
-            Shape::Chat => "chat.completion.chunk",
+            Shape::Chat | Shape::Response | Shape::Message => "chat.completion.chunk",
         };
         json!({
             "id": self.id, "object": object, "created": self.created, "model": self.model,

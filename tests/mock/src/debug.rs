@@ -23,6 +23,8 @@ struct Fault {
     drop_batches: Option<u64>,
     /// Requests are accepted, but nothing is computed.
     hang: Option<bool>,
+    /// Clears the cache. From then on clears are not published, or are again.
+    mute_clears: Option<bool>,
     /// Status of `/health`, for the whole server.
     health: Option<u16>,
 }
@@ -77,7 +79,11 @@ pub(crate) async fn fault(
             rank.set_faults(|faults| {
                 faults.drop_batches = fault.drop_batches.unwrap_or(faults.drop_batches);
                 faults.hang = fault.hang.unwrap_or(faults.hang);
+                faults.mute_clears = fault.mute_clears.unwrap_or(faults.mute_clears);
             });
+            if fault.mute_clears.is_some() {
+                rank.reset_prefix_cache();
+            }
         }
     }
     Ok(Json(json!({"ok": true})))

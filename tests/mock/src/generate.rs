@@ -1,13 +1,15 @@
-//! `/v1/completions` and `/v1/chat/completions`: from a body to running generations.
+//! Completions, chats, responses and messages: from a body to running generations.
 
 use std::sync::Arc;
 
+use axum::Json;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue};
 use axum::response::Response;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
+use warmroute_chat::openai::PromptRoute;
 use warmroute_sim::sim::EngineRequest;
 
 use crate::answer::{Answer, Shape};
@@ -28,6 +30,7 @@ struct Body {
     model: Option<String>,
     max_tokens: Option<usize>,
     max_completion_tokens: Option<usize>,
+    max_output_tokens: Option<usize>,
     n: Option<u32>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
@@ -76,12 +79,67 @@ pub(crate) async fn chat_completions(
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<Response, Error> {
-    let value = parse(&body)?;
-    let prompt = server
-        .text
-        .encode_chat(&value)
-        .map_err(Error::bad_request)?;
-    generate(&server, &headers, &value, vec![prompt], Shape::Chat).await
+    answer_chat(&server, &headers, &body, Shape::Chat).await
+}
+
+pub(crate) async fn responses(
+    State(server): State<Arc<Server>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Response, Error> {
+    answer_chat(&server, &headers, &body, Shape::Response).await
+}
+
+pub(crate) async fn messages(
+    State(server): State<Arc<Server>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Response, Error> {
+    answer_chat(&server, &headers, &body, Shape::Message).await
+}
+
+async fn answer_chat(
+    server: &Arc<Server>,
+    headers: &HeaderMap,
+    body: &[u8],
+    shape: Shape,
+) -> Result<Response, Error> {
+    let value = parse(body)?;
+    let prompt = encode(server, shape, &value)?;
+    generate(server, headers, &value, vec![prompt], shape).await
+}
+
+pub(crate) async fn render_response(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
+    render(&server, &body, Shape::Response)
+}
+
+pub(crate) async fn render_message(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
+    render(&server, &body, Shape::Message)
+}
+
+fn render(server: &Server, body: &[u8], shape: Shape) -> Result<Json<Value>, Error> {
+    let value = parse(body)?;
+    let cache_salt = value["cache_salt"].clone();
+    let token_ids = encode(server, shape, &value)?;
+    Ok(Json(
+        json!({"token_ids": token_ids, "cache_salt": cache_salt}),
+    ))
+}
+
+fn encode(server: &Server, shape: Shape, body: &Value) -> Result<Vec<u32>, Error> {
+    let route = match shape {
+        Shape::Response => PromptRoute::Responses,
+        Shape::Message => PromptRoute::Messages,
+        Shape::Chat | Shape::Completion => PromptRoute::ChatCompletions,
+    };
+    let tokens = server.text.encode_chat(route, body);
+    tokens.map_err(Error::bad_request)
 }
 
 pub(crate) fn parse(body: &[u8]) -> Result<Value, Error> {
@@ -104,6 +162,7 @@ async fn generate(
     let rank = choose_rank(server, headers)?;
     let max_tokens = body
         .max_completion_tokens
+        .or(body.max_output_tokens)
         .or(body.max_tokens)
         .unwrap_or(MAX_TOKENS_DEFAULT);
     let request = |prompt| EngineRequest {
@@ -131,6 +190,9 @@ async fn generate(
         text: Arc::clone(server),
     };
     let mut response = if body.stream.unwrap_or(false) {
+        if matches!(shape, Shape::Response | Shape::Message) {
+            return Err(Error::bad_request("this route does not stream here"));
+        }
         answer.stream(generations)
     } else {
         answer.whole(generations).await?

@@ -12,6 +12,8 @@ async fn main() -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
+    // SIGHUP ends no process of Warmroute.
+    drop(signal(SignalKind::hangup()).context("listening for SIGHUP")?);
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
     let mock = Mock::start(Args::parse()).await?;
     announce(&mock)?;

@@ -3,6 +3,7 @@
 //! A step is computed when it begins and becomes visible when its time is over: first its events,
 //! then its tokens, then the pending snapshots.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -77,6 +78,8 @@ pub(crate) struct Faults {
     pub(crate) drop_batches: u64,
     /// Accepts requests, but does not step.
     pub(crate) hang: bool,
+    /// Clears its cache without publishing it.
+    pub(crate) mute_clears: bool,
 }
 
 /// The cache as of the last published batch.
@@ -273,6 +276,13 @@ impl Rank {
     }
 
     fn publish(&self, state: &mut State, events: &[CacheEvent]) {
+        let mut audible = Cow::Borrowed(events);
+        if state.faults.mute_clears {
+            audible
+                .to_mut()
+                .retain(|event| !matches!(event, CacheEvent::Cleared));
+        }
+        let events = &*audible;
         if events.is_empty() {
             return;
         }

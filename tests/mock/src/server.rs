@@ -13,11 +13,14 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use warmroute_chat::openai::PromptRoute;
 
 use crate::answer::Shape;
 use crate::args::Args;
 use crate::error::Error;
-use crate::generate::{chat_completions, completions, parse};
+use crate::generate::{
+    chat_completions, completions, messages, parse, render_message, render_response, responses,
+};
 use crate::load::LoadRate;
 use crate::rank::Rank;
 use crate::text::{Text, special_tokens};
@@ -86,6 +89,8 @@ impl Server {
         match shape {
             Shape::Completion => format!("cmpl-{number:08x}"),
             Shape::Chat => format!("chatcmpl-{number:08x}"),
+            Shape::Response => format!("resp_{number:08x}"),
+            Shape::Message => format!("msg_{number:08x}"),
         }
     }
 }
@@ -94,6 +99,10 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
     Router::new()
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/responses", post(responses))
+        .route("/v1/responses/render", post(render_response))
+        .route("/v1/messages", post(messages))
+        .route("/v1/messages/render", post(render_message))
         .route("/v1/models", get(models))
         .route("/tokenize", post(tokenize))
         .route("/health", get(health))
@@ -169,7 +178,7 @@ async fn tokenize(State(server): State<Arc<Server>>, body: Bytes) -> Result<Json
     let tokens = if value.get("messages").is_some() {
         server
             .text
-            .encode_chat(&value)
+            .encode_chat(PromptRoute::ChatCompletions, &value)
             .map_err(Error::bad_request)?
     } else {
         let prompt = value["prompt"].as_str();

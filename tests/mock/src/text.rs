@@ -8,7 +8,7 @@ mod hugging_face;
 use std::path::Path;
 
 use serde_json::Value;
-use warmroute_chat::openai::SpecialTokens;
+use warmroute_chat::openai::{PromptRoute, SpecialTokens};
 
 use hugging_face::HuggingFace;
 
@@ -49,10 +49,17 @@ impl Text {
     }
 
     /// A template writes the special tokens itself.
-    pub(crate) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
+    pub(crate) fn encode_chat(
+        &self,
+        route: PromptRoute,
+        request: &Value,
+    ) -> Result<Vec<u32>, String> {
         match self {
-            Self::Bytes => self.encode(&chat_ml(request)?, SpecialTokens::Omit),
-            Self::HuggingFace(loaded) => loaded.encode_chat(request),
+            Self::Bytes if route == PromptRoute::ChatCompletions => {
+                self.encode(&chat_ml(request)?, SpecialTokens::Omit)
+            }
+            Self::Bytes => Err("this route needs --tokenizer".to_owned()),
+            Self::HuggingFace(loaded) => loaded.encode_chat(route, request),
         }
     }
 

@@ -268,7 +268,50 @@ async fn a_tokenizer_directory_decides_about_tokens_and_chats() {
 async fn the_router_s_parity_probes_agree() {
     check_parity("tiny", &[]).await;
     // Its template refuses conversations that do not alternate between user and assistant.
-    check_parity("tiny_sp", &["tool result", "tool history"]).await;
+    let refused = [
+        "tool result",
+        "tool history",
+        "responses tools",
+        "messages tool history",
+    ];
+    check_parity("tiny_sp", &refused).await;
+}
+
+/// A repeated prompt of either route is cached up to its last block, and each route reports it.
+#[tokio::test]
+async fn responses_and_messages_report_cached_tokens() {
+    let fixture = concat!(
+        "--tokenizer=",
+        env!("CARGO_MANIFEST_DIR"),
+        "/../fixtures/tiny"
+    );
+    let engine = Engine::start(&[fixture]);
+    let text = "What is a cache, and what does it keep? ".repeat(20);
+    let chat = json!([{"role": "user", "content": text}]);
+    let bodies = [
+        (
+            "/v1/responses",
+            json!({"input": text, "max_output_tokens": 2}),
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": chat, "max_tokens": 2, "cache_salt": "own"}),
+        ),
+    ];
+    for (path, body) in bodies {
+        let rendered = engine.answer(&format!("{path}/render"), body.clone()).await;
+        let tokens = rendered["token_ids"].as_array().unwrap().len() as u64;
+        let mut cached = Vec::new();
+        for _ in 0..2 {
+            let answer = engine.answer(path, body.clone()).await;
+            let usage =
+                warmroute_chat::openai::TokenUsage::from_json(answer.to_string().as_bytes());
+            let usage = usage.unwrap();
+            assert_eq!((usage.prompt_tokens, usage.completion_tokens), (tokens, 2));
+            cached.push(usage.cached_tokens.unwrap());
+        }
+        assert_eq!(cached, [0, (tokens - 1) / 16 * 16], "{path}");
+    }
 }
 
 async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
@@ -280,11 +323,11 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
     let mut args = Args::on_free_ports();
     args.tokenizer = Some(directory);
     let probes = parity::probes(&tokenizer, &args.model, CivilTime::from_unix(0));
-    assert_eq!(probes.len(), 14);
+    assert_eq!(probes.len(), 22);
     let mock = Mock::start(args).await.unwrap();
     let client = reqwest::Client::new();
     for probe in probes {
-        let request = client.post(format!("{}/tokenize", mock.url()));
+        let request = client.post(format!("{}{}", mock.url(), probe.path.as_str()));
         let answer = request.body(probe.body).send().await.unwrap();
         let status = answer.status().as_u16();
         let answer = parity::read_answer(status, &answer.bytes().await.unwrap());

@@ -367,7 +367,7 @@ async fn attacker(attack: Attack, base: String) {
             Attack::UnreadDumps => {
                 let address = base.trim_start_matches("http://");
                 if let Ok(mut stream) = TcpStream::connect(address) {
-                    drop(stream.write_all(b"GET /dump HTTP/1.1\r\nHost: i\r\n\r\n"));
+                    drop(stream.write_all(b"GET /dump HTTP/1.1\r\nHost: localhost\r\n\r\n"));
                     unread.push(stream);
                 }
                 sleep(Duration::from_secs(1)).await;

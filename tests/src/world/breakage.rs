@@ -134,6 +134,7 @@ impl World {
 
     /// A heartbeat as its shim sends it.
     pub(super) fn heartbeat_as_sent(&self, host: usize, mut message: Broadcast) -> Broadcast {
+        self.strange_heartbeat(host, &mut message);
         let Kind::Shim(at) = self.hosts[host].kind else {
             return message;
         };

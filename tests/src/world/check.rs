@@ -89,6 +89,8 @@ pub(super) struct RouterChecks {
     pub(super) decisions: u64,
     /// Decisions that moved a request.
     pub(super) moves: u64,
+    /// Shortfalls that an index explained.
+    pub(super) rechecks: u64,
     /// Requests that no worker could take.
     pub(super) refused: u64,
     /// Credited sources in answers to routers, compared with the engines.
@@ -195,6 +197,7 @@ pub struct Report {
     /// Decisions of routers, and requests that no worker could take.
     pub decisions: u64,
     pub moves: u64,
+    pub rechecks: u64,
     pub refused: u64,
     /// Credited sources in answers to routers, and routers' views of each other, all compared.
     pub answers: u64,
@@ -222,6 +225,7 @@ impl Checks {
             resets: self.resets,
             decisions: self.routers.decisions,
             moves: self.routers.moves,
+            rechecks: self.routers.rechecks,
             refused: self.routers.refused,
             answers: self.routers.answers,
             views: self.routers.views,
@@ -413,6 +417,8 @@ impl World {
         let host = &self.hosts[self.indexers[at].host];
         let is_lossy = self.rates.call_lost > 0 || self.rates.late > 0 || self.was_late;
         let undisturbed = host.disturbed_at.max(host.stalled_until);
+        // An indexer follows the registry from when it follows the log.
+        let undisturbed = undisturbed.max(self.plane.log_led_from());
         if host.is_cut || is_lossy || undisturbed + SEEN_WITHIN > self.now {
             return;
         }
@@ -472,7 +478,7 @@ impl World {
 
     /// Every credited tier is the truth, and a prompt's run ends where it does.
     pub(super) fn check_index(&mut self, at: usize) {
-        if self.hosts[self.indexers[at].host].clock_unseen.is_some() {
+        if self.is_clock_unseen(self.indexers[at].host) {
             return;
         }
         let age_max = self.age_max();

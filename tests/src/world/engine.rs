@@ -43,6 +43,10 @@ pub(super) struct EngineNode {
     pub(super) past: Vec<Past>,
     /// A request in the calm, with which the engine publishes a reset.
     pub(super) is_reset: bool,
+    /// Until then its batches have events of an unknown type.
+    pub(super) unknown_until: At,
+    /// When its shims began its source's latest generations.
+    pub(super) begun: Vec<At>,
     /// Requests that came from routers.
     pub(super) guests: BTreeMap<RequestId, Guest>,
 }
@@ -51,6 +55,8 @@ pub(super) struct EngineNode {
 pub(super) struct Guest {
     pub(super) from: ProcessId,
     pub(super) no: u64,
+    /// Prompt tokens that were cached when it was scheduled.
+    cached_tokens: Option<usize>,
     /// One stream keeps its order.
     sent_until: At,
 }
@@ -83,6 +89,8 @@ impl EngineNode {
             published: Vec::new(),
             past: Vec::new(),
             is_reset: false,
+            unknown_until: Duration::ZERO,
+            begun: Vec::new(),
             guests: BTreeMap::new(),
         }
     }
@@ -112,7 +120,7 @@ impl World {
             && !self.engines[at].is_reset
         {
             self.engines[at].life.abort_all();
-            self.tell_all_guests(at, Http::Done);
+            self.tell_all_guests(at, Http::Done(None));
         }
         for _ in 0..self.rng.usize(1..4) {
             self.engine_step(at);
@@ -130,6 +138,7 @@ impl World {
     }
 
     fn publish_batch(&mut self, at: usize, seq: u64) {
+        self.add_unknown_event(at, seq as usize);
         let payload = self.engines[at].life.batches[seq as usize].clone();
         self.note(|| format!("engine {at}: batch {seq}"));
         self.engines[at].published.push(self.now);
@@ -189,6 +198,7 @@ impl World {
             let guest = Guest {
                 from,
                 no,
+                cached_tokens: None,
                 sent_until: self.now,
             };
             engine.guests.insert(id, guest);
@@ -216,6 +226,11 @@ impl World {
         }
         let size = self.engines[at].life.config.block_size.tokens();
         let outcome = std::mem::take(&mut self.engines[at].life.outcome);
+        for admitted in &outcome.admitted {
+            if let Some(guest) = self.engines[at].guests.get_mut(&admitted.id) {
+                guest.cached_tokens = Some(admitted.cached.total());
+            }
+        }
         for produced in &outcome.produced {
             if produced.generated == 1 {
                 self.tell_guest(at, produced.id, Http::FirstToken);
@@ -225,7 +240,9 @@ impl World {
             }
         }
         for finished in &outcome.finished {
-            self.tell_guest(at, finished.id, Http::Done);
+            let guest = self.engines[at].guests.get(&finished.id);
+            let cached_tokens = guest.and_then(|guest| guest.cached_tokens);
+            self.tell_guest(at, finished.id, Http::Done(cached_tokens));
             self.engines[at].guests.remove(&finished.id);
         }
     }

@@ -84,6 +84,11 @@ pub enum Fault {
     /// A virtual machine is suspended: its process and its clocks stand still.
     SuspendShim(usize),
     SuspendIndexer(usize),
+    /// The server removes a process's subscriptions.
+    DeafShim(usize),
+    DeafIndexer(usize),
+    /// An engine of a later version: events of a type that is not known here.
+    UnknownEvents(usize),
 }
 
 impl Fault {
@@ -440,6 +445,9 @@ impl World {
             Fault::LastGeneration(at) => self.claim_the_last_generation(at),
             Fault::SuspendShim(at) => self.suspend(self.shims[at].host),
             Fault::SuspendIndexer(at) => self.suspend(self.indexers[at].host),
+            Fault::DeafShim(at) => self.deafen(self.shims[at].host),
+            Fault::DeafIndexer(at) => self.deafen(self.indexers[at].host),
+            Fault::UnknownEvents(at) => self.publish_unknown_events(at),
             Fault::RefuseRecords(at) => self.impair_log(Some(at), Impairment::Refuses),
             Fault::LoseAcks(at) => self.impair_log(Some(at), Impairment::LosesAnswers),
             Fault::LogLeaderless => self.impair_log(None, Impairment::Refuses),

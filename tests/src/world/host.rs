@@ -24,6 +24,9 @@ use super::process::Process;
 use super::sim_plane::{ConnectionState, InfoAnswer, Outbox};
 use super::streams::Streams;
 
+/// Without an answer of the log an indexer credits nothing 2.5 s after it ran on, by its own clock.
+const CLOCK_UNSEEN_MAX: Duration = Duration::from_millis(2_600);
+
 /// A machine's own time: it begins anywhere and runs a little fast or slow.
 #[derive(Clone, Copy)]
 pub(super) struct Clock {
@@ -73,6 +76,8 @@ pub(super) struct Host {
     pub(super) clock_stood: Duration,
     /// The log's clock when the machine was resumed, until the log answered later than that.
     pub(super) clock_unseen: Option<u64>,
+    /// The server removed its subscriptions; the connection stays.
+    pub(super) is_deaf: bool,
     /// It started, was cut off, or stood still.
     pub(super) disturbed_at: At,
     /// A running shim or indexer.
@@ -137,6 +142,7 @@ impl World {
         node.suspended_since = None;
         node.clock_stood = Duration::ZERO;
         node.clock_unseen = None;
+        node.is_deaf = false;
         node.waiting.clear();
         // The next process has a connection of its own; what is on its way in this one comes.
         node.stalled_until = self.now;
@@ -182,6 +188,12 @@ impl World {
         self.hosts[host].is_paused = true;
         self.plan(after, Event::Resume(host));
         true
+    }
+
+    /// Whether a resumed process can yet believe what is older than its clock shows.
+    pub(super) fn is_clock_unseen(&self, host: usize) -> bool {
+        let node = &self.hosts[host];
+        node.clock_unseen.is_some() && self.now < node.stood_until + CLOCK_UNSEEN_MAX
     }
 
     /// A virtual machine is suspended: its clocks stand still as well.
@@ -274,7 +286,8 @@ pub(super) enum Http {
     FirstToken,
     /// A block of tokens more.
     Block,
-    Done,
+    /// The answer is complete: with the prompt tokens that were cached, if it says so.
+    Done(Option<usize>),
     /// The connection broke.
     Broken,
 }
@@ -292,6 +305,8 @@ pub(super) enum Timer {
     Late(u64),
     Leave(u64),
     Prefilled(u64),
+    /// A request whose engine had less than was credited.
+    Recheck(u64),
     Probe,
 }
 
@@ -320,6 +335,8 @@ pub(super) enum Event {
     },
     /// For a host, and one of its tails.
     Pump(usize, u64),
+    /// A process's subscriptions are back.
+    Hears(usize),
     /// Every process runs up to now.
     Beat,
     Expire(String),

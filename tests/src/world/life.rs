@@ -47,6 +47,8 @@ pub struct Life {
     pub prompts: Vec<(Vec<u32>, Seed)>,
     /// The engine did something that it publishes with its next batch.
     pub is_untold: bool,
+    /// It published an event of an unknown type, and has not been emptied since.
+    pub is_strange: bool,
 }
 
 impl Life {
@@ -70,6 +72,7 @@ impl Life {
             outcome: StepOutcome::default(),
             prompts: Vec::new(),
             is_untold: false,
+            is_strange: false,
         };
         life.begin();
         life
@@ -83,6 +86,7 @@ impl Life {
         self.model = Model::new(Rules::TRUE);
         self.running.clear();
         self.is_untold = false;
+        self.is_strange = false;
         std::mem::take(&mut self.truth)
     }
 
@@ -143,6 +147,7 @@ impl Life {
     pub fn reset(&mut self) -> bool {
         let is_done = self.engine.reset_prefix_cache();
         self.is_untold |= is_done;
+        self.is_strange &= !is_done;
         is_done
     }
 

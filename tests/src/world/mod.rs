@@ -24,6 +24,7 @@
     reason = "a harness fails by panicking, and answers of the wrong kind are all alike"
 )]
 
+mod audit;
 mod breakage;
 mod check;
 mod engine;
@@ -41,6 +42,7 @@ mod router;
 mod shells;
 mod shim;
 mod sim_plane;
+mod strange;
 mod stranger;
 mod streams;
 mod wire;
@@ -105,10 +107,16 @@ pub enum Breakage {
     BacklogIgnored,
     /// A suspended process takes the log's clock for one that stood still as well.
     StandstillUnseen,
+    /// An index says of a block that was stored again that it was held all the time.
+    InterruptionUnseen,
+    /// A client does not notice that the server removed its subscriptions.
+    DeafForGood,
+    /// A source with an event of an unknown type is wrong until its engine clears its cache.
+    StrangeForGood,
 }
 
 impl Breakage {
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 23] = [
         Self::PlausibleRestart,
         Self::GenerationRolledBack,
         Self::NoFence,
@@ -129,6 +137,9 @@ impl Breakage {
         Self::DeleteMissed,
         Self::BacklogIgnored,
         Self::StandstillUnseen,
+        Self::InterruptionUnseen,
+        Self::DeafForGood,
+        Self::StrangeForGood,
     ];
 }
 
@@ -313,6 +324,7 @@ impl World {
             suspended_since: None,
             clock_stood: Duration::ZERO,
             clock_unseen: None,
+            is_deaf: false,
             disturbed_at: Duration::ZERO,
             running: None,
             stood_until: Duration::ZERO,
@@ -332,6 +344,7 @@ impl World {
         for scripted in &plan.script {
             self.plan(scripted.after, Event::Fault(scripted.fault));
         }
+        self.plan_strange_faults(plan.seed);
         self.plan(Duration::from_secs(1), Event::Strike);
         self.plan(Duration::from_secs(1), Event::Look);
         self.plan(Duration::from_secs(1), Event::StallSome);
@@ -390,6 +403,7 @@ impl World {
             Event::HangUp { engine, from, no } => self.hang_up(engine, from, no),
             Event::LookAt { engine, from } => self.look_at(engine, from),
             Event::Resume(host) => self.resume(host),
+            Event::Hears(host) => self.hosts[host].is_deaf = false,
             Event::Start(host) => self.start(host),
             Event::Link(host, is_up) => self.link(host, is_up),
             Event::EngineStart(engine) => self.start_engine(engine),

@@ -238,6 +238,12 @@ impl Plane {
         self.impaired.clear();
     }
 
+    /// When the log got a leader again.
+    pub(super) fn log_led_from(&self) -> At {
+        let impaired = self.impaired.get(&None);
+        impaired.map_or_else(At::default, |(_, until)| *until)
+    }
+
     /// Until when the log has no leader.
     pub(super) fn leaderless_until(&self, now: At) -> Option<At> {
         let (_, until) = self.impaired.get(&None)?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use warmroute_proto::load::LoadDigest;
 use warmroute_proto::{Generation, RecordNumber, RouterId};
-use warmroute_router::sync::{ASK_TIMEOUT, ReplicaEffect, ViewStatus, head};
+use warmroute_router::sync::{ASK_TIMEOUT, ReplicaEffect, StatusDetail, ViewStatus, head};
 
 use super::World;
 use super::host::{Input, Timer};
@@ -89,7 +89,9 @@ impl World {
     /// A view at a number is what its router held when it wrote that number; nothing is below zero.
     pub(super) fn check_replica(&mut self, at: usize, run: &mut RouterRun) -> Result<(), String> {
         let now = self.local(self.routers[at].host);
-        let snapshot = run.replica.snapshot(&mut run.core, now);
+        let snapshot = run
+            .replica
+            .snapshot(&mut run.core, StatusDetail::Sources, now);
         for view in &snapshot.replicas {
             let Some(incarnation) = view.incarnation else {
                 continue;
@@ -171,7 +173,9 @@ impl World {
         if left > 0 || !run.requests.is_empty() || loads.iter().any(bears) {
             return Some(format!("has {left} slots left: {loads:?}"));
         }
-        let snapshot = run.replica.snapshot(&mut run.core, now);
+        let snapshot = run
+            .replica
+            .snapshot(&mut run.core, StatusDetail::Sources, now);
         if snapshot.is_deaf {
             return Some("is deaf".to_owned());
         }

@@ -49,7 +49,14 @@ pub(super) struct Open {
     tried: Vec<Source>,
     pub(super) slot: Option<u64>,
     engine: Option<usize>,
+    decision: Option<Decision>,
     is_prefilled: bool,
+}
+
+impl Open {
+    pub(super) fn decided(&self) -> Option<(&Decision, &Prompt)> {
+        Some((self.decision.as_ref()?, &self.prompt))
+    }
 }
 
 /// What answers showed of a source.
@@ -134,6 +141,7 @@ impl World {
                     self.account(at, run, SlotEvent::PrefillPredicted { counter });
                 }
             }
+            Input::Timer(Timer::Recheck(no)) => self.recheck(at, run, no),
             Input::Answer(no, indexer, answer) => {
                 self.index_answers(at, run, no, (indexer, answer))
             }
@@ -177,6 +185,7 @@ impl World {
             tried: Vec::new(),
             slot: None,
             engine: None,
+            decision: None,
             is_prefilled: false,
         };
         run.requests.insert(no, open);
@@ -279,7 +288,7 @@ impl World {
         let IndexAnswer::Runs { sources, .. } = answer else {
             return;
         };
-        if self.hosts[self.indexers[at].host].clock_unseen.is_some() {
+        if self.is_clock_unseen(self.indexers[at].host) {
             return;
         }
         let age_max = self.age_max();
@@ -413,17 +422,18 @@ impl World {
         if let Err(why) = checked {
             self.fail(format!("router {at}: request {no} {why}"));
         }
-        let open = &run.requests[&no];
         if is_probe {
             self.judge_probe(run, no, &decision);
             self.end(at, run, no, SlotEnd::Aborted);
             return;
         }
         let from = self.process(host);
+        let open = run.requests.get_mut(&no).unwrap();
         if !open.is_streaming {
             self.timer(host, decision.predicted_ttft, Timer::Prefilled(no));
         }
         let request = Box::new(open.request.clone());
+        open.decision = Some(decision);
         let after = self.delay();
         let event = Event::Submit {
             engine,
@@ -471,7 +481,12 @@ impl World {
                     self.account(at, run, SlotEvent::Grow { counter, blocks: 1 });
                 }
             }
-            Http::Done => self.end(at, run, no, SlotEnd::Completed),
+            Http::Done(cached_tokens) => {
+                if let Some(cached_tokens) = cached_tokens {
+                    self.usage_reported(at, run, no, cached_tokens);
+                }
+                self.end(at, run, no, SlotEnd::Completed);
+            }
         }
     }
 
@@ -538,7 +553,9 @@ impl World {
         }
         for terms in &decision.weighed {
             let source = run.core.source(terms.source).unwrap().clone();
-            let has_credit = terms.overlap != Tiers::default();
+            let mut by_index = terms.overlap;
+            by_index.gpu -= terms.reported_blocks;
+            let has_credit = by_index != Tiers::default();
             let Some((part, may_be_believed)) = believed.get(&source) else {
                 if has_credit {
                     return Err(format!("credits {source}, of which nothing was said"));
@@ -565,11 +582,9 @@ impl World {
                 0
             };
             let right = capped(said, credit_max);
-            let is_right =
-                terms.overlap == right || !has_credit && terms.state >= SourceState::Stale;
+            let is_right = by_index == right || !has_credit && terms.state >= SourceState::Stale;
             if !is_right || terms.state < part.states.gpu {
-                let overlap = terms.overlap;
-                return Err(format!("credits {overlap:?} of {source}, of {part:?}"));
+                return Err(format!("credits {by_index:?} of {source}, of {part:?}"));
             }
         }
         Ok(())

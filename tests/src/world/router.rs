@@ -12,7 +12,7 @@ use warmroute_proto::registry::{IndexerEntry, WorkerEntry};
 use warmroute_proto::{Generation, LogPosition, RouterId, WorkerId, codec};
 use warmroute_router::fleet::health::{HealthChange, Observation, WorkerHealth};
 use warmroute_router::indexer_pool::IndexerPool;
-use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy};
+use warmroute_router::route::{self, Core, CoreConfig, Knobs, Policy, Recheck};
 use warmroute_router::sync::{LoadReplica, PlaneLink};
 
 use super::engine::EngineNode;
@@ -48,6 +48,7 @@ pub(super) struct RouterRun {
     pub(super) due: Option<Instant>,
     pub(super) requests: BTreeMap<u64, Open>,
     pub(super) next_request: u64,
+    pub(super) rechecks: BTreeMap<u64, Recheck>,
     /// When each engine's worker was first seen.
     pub(super) met: BTreeMap<usize, At>,
     /// What answers showed of each source, for the checks.
@@ -105,6 +106,7 @@ impl World {
             due: None,
             requests: BTreeMap::new(),
             next_request: 0,
+            rechecks: BTreeMap::new(),
             met: BTreeMap::new(),
             shown: BTreeMap::new(),
             probed: None,

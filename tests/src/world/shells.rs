@@ -149,12 +149,15 @@ impl World {
             Input::Query(from, no, query) => self.accept_query(host, (from, no, query)),
             Input::Reply(Then::Process(to), reply) => {
                 self.note(|| format!("host {host}: answered {}", reply.label()));
-                if let Reply::Status(status) = &reply {
-                    let shown = status.now_unix_ns + self.unseen_standstill(host);
+                let shown = match &reply {
+                    Reply::Status(status) => status.now_unix_ns + self.unseen_standstill(host),
+                    _ => 0,
+                };
+                // A process drops the answers that it no longer waits for.
+                if to.send(reply).is_ok() {
                     let unseen = &mut self.hosts[host].clock_unseen;
                     unseen.take_if(|resumed| *resumed <= shown);
                 }
-                drop(to.send(reply));
             }
             Input::Connection(is_up) => {
                 if let Some(running) = &self.hosts[host].running {
@@ -184,7 +187,9 @@ impl World {
             Kind::Indexer(at) => self.heartbeat_as_read(at, message),
             Kind::Shim(_) | Kind::Router(_) => message,
         };
-        if let Some(running) = &self.hosts[host].running {
+        if let Some(running) = &self.hosts[host].running
+            && !self.hosts[host].is_deaf
+        {
             for listener in running.streams.listeners(&message.subject) {
                 // A full queue loses it.
                 drop(listener.try_send(message.clone()));

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
@@ -18,6 +19,10 @@ use super::{Breakage, World};
 
 /// The sequence of a replay's end: −1 as the engine writes it.
 const END_OF_REPLAY: u64 = u64::MAX;
+
+/// Most generations of a source within [`BEGUN_WITHIN`], whatever happens to it.
+const BEGUN_MAX: usize = 8;
+const BEGUN_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) struct Shim {
     pub(super) host: usize,
@@ -39,6 +44,8 @@ pub(super) struct Shim {
 impl World {
     pub(super) fn start_shim(&mut self, at: usize) {
         let Shim { host, worker, .. } = self.shims[at];
+        // The limiter begins with the process.
+        self.engines[worker].begun.clear();
         let worker = self.engines[worker].source.worker.clone();
         let url = format!("http://{worker}:8000");
         let mut config = ShimConfig::new(self.namespace.clone(), worker, url);
@@ -177,9 +184,10 @@ impl World {
 
     // --- what it claims
 
-    /// A shim takes no generation that the log has already.
+    /// A shim takes no generation that the log has already, and not too many in one life.
     pub(super) fn check_claim(&mut self, at: usize, key: &str, value: &[u8]) {
-        let source = &self.engines[self.shims[at].worker].source;
+        let engine = &mut self.engines[self.shims[at].worker];
+        let source = &engine.source;
         if key != self.subjects.generation_key(source) {
             return;
         }
@@ -188,6 +196,13 @@ impl World {
         let honest = last.filter(|last| *last < Generation(u64::MAX));
         if honest.is_some_and(|last| claimed <= last) {
             let why = format!("{source} takes {claimed:?}, and the log has {last:?}");
+            return self.fail(why);
+        }
+        engine.begun.retain(|at| *at + BEGUN_WITHIN > self.now);
+        engine.begun.push(self.now);
+        let count = engine.begun.len();
+        if count > BEGUN_MAX {
+            let why = format!("{source} takes {count} generations within {BEGUN_WITHIN:?}");
             self.fail(why);
         }
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fastrand::Rng;
+use serde_json::json;
 
 use crate::fleet::traffic::{Served, request, serve};
 use crate::fleet::{BLOCK, Engines, Flags, Fleet, Mode};
@@ -16,6 +17,7 @@ const ENGINES: Engines = Engines {
 
 on_both_planes!(sequential_credit_is_what_the_engine_reports);
 on_both_planes!(concurrent_requests_leave_equal_sets_and_no_slots);
+on_both_planes!(without_an_index_prompts_return_to_the_worker_that_computed_them);
 
 /// Sequential requests through every router in turn, each after every index has the previous one's
 /// blocks: every credit is correct.
@@ -82,6 +84,45 @@ async fn concurrent_requests_leave_equal_sets_and_no_slots(mode: Mode) {
     fleet.until_indexed().await;
     fleet.assert_indexed_is_true().await;
     fleet.until_idle().await;
+}
+
+/// What one router sent, the others know too. The policy `approx` stands for engines without events
+/// and for an index that does not answer.
+async fn without_an_index_prompts_return_to_the_worker_that_computed_them(mode: Mode) {
+    let flags = Flags {
+        router: &["--policy", "approx"],
+        ..Flags::default()
+    };
+    let fleet = Fleet::start(mode, ENGINES, flags).await;
+    let bodies = (0..8).map(|topic| {
+        let text: String = (0..20)
+            .map(|rule| format!("Rule {rule} of topic {topic}: be exact. "))
+            .collect();
+        json!({"model": "mock", "prompt": text, "max_tokens": 1})
+    });
+    let mut sent = Vec::new();
+    for body in bodies {
+        let served = serve(&fleet, "/v1/completions", &body).await;
+        assert_eq!(
+            (served.basis.as_str(), served.cached_tokens),
+            ("load_only", 0)
+        );
+        sent.push((body, served.worker, served.dp_rank));
+        fleet.until_idle().await;
+    }
+    // A request that has just ended is a prediction.
+    let is_over =
+        async |fleet: &Fleet| fleet.metric("warmroute_router_predicted_samples").await == 0.0;
+    fleet.until("predictions end", is_over).await;
+    // Each prompt goes to another router than before.
+    fleet.url("");
+    for (body, worker, rank) in &sent {
+        let served = serve(&fleet, "/v1/completions", body).await;
+        assert_eq!((&served.worker, served.dp_rank), (worker, *rank));
+        assert_eq!(served.basis, "approximate");
+        assert!(served.cached_tokens > 0);
+        fleet.until_idle().await;
+    }
 }
 
 /// The rank in the header served the request.

@@ -33,13 +33,17 @@ macro_rules! on_both_planes {
 }
 
 mod abuse;
+mod browser;
 mod churn;
 mod credit;
 mod faults;
 mod fleet;
+mod live_page;
 #[path = "../../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 mod pages;
 mod plane;
 mod recording;
+mod scaling;
 mod separation;
+mod workers;

@@ -12,7 +12,8 @@
 //! has no effect.
 //!
 //! The clock of a suspended virtual machine stands still. If the log's clock ran ahead of ours
-//! between two answers, every moment before the second one is that much older.
+//! between two answers, every moment before the second one is that much older. Without an answer
+//! for [`CLOCK_SILENCE_MAX`] no proof counts, because nothing shows how old it is.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -24,6 +25,18 @@ const OBSERVATIONS_MAX: usize = 16;
 
 /// Age limit of the clock observation: at 1 % drift the error stays below the validity of a proof.
 const CLOCK_AGE_MAX: Duration = Duration::from_secs(60);
+
+/// Longest time without an answer about the log's clock for which proofs count. At two questions a
+/// second with a deadline of 1 s, one lost answer does not exceed it.
+pub(super) const CLOCK_SILENCE_MAX: Duration = Duration::from_millis(2_500);
+
+/// Whether the log's clock was observed recently enough to judge the age of proofs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LogClockState {
+    /// Observed, or the log does not report a clock.
+    Known,
+    Silent,
+}
 
 #[derive(Clone, Copy)]
 struct ObservedEnd {
@@ -66,6 +79,7 @@ impl LogEnds {
         unix_ns: u64,
     ) -> Duration {
         if unix_ns == 0 {
+            self.clock = None;
             return Duration::ZERO;
         }
         let before = self.clock.replace(ObservedClock { asked, unix_ns });
@@ -81,6 +95,15 @@ impl LogEnds {
             });
         }
         stood
+    }
+
+    pub(super) fn clock_state(&self, now: Instant) -> LogClockState {
+        let is_silent =
+            |clock: ObservedClock| now.saturating_duration_since(clock.asked) > CLOCK_SILENCE_MAX;
+        match self.clock.is_some_and(is_silent) {
+            true => LogClockState::Silent,
+            false => LogClockState::Known,
+        }
     }
 
     /// Forgets the log's ends; its clock stays.

@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 
 use warmroute_proto::{Source, WorkerId};
 
-use super::source::Holding;
+use super::source::{Holding, SourceFold};
 use super::{Fold, WorkerRegistration};
 
-/// Age of an absence after which the blocks are freed. The fence stays.
-pub(super) const FREE_AFTER: Duration = Duration::from_secs(600);
+/// Age of an absence after which the blocks are freed. The fence stays. A shim that was away for
+/// longer sends an image.
+pub(super) const FREE_AFTER: Duration = Duration::from_secs(60);
 
 /// The log's default retention.
 const FORGET_AFTER: Duration = Duration::from_secs(86_400);
@@ -67,6 +68,19 @@ impl Fold {
             self.roster.remove(&source);
         }
         self.forget_workers(now);
+    }
+
+    /// Time since the source's worker left the registry.
+    pub(super) fn gone_for(
+        &self,
+        source: &Source,
+        fold: &SourceFold,
+        now: Instant,
+    ) -> Option<Duration> {
+        let worker = self.workers.get(&source.worker);
+        let gone = worker.map_or(fold.unnamed_since, |worker| worker.gone_since)?;
+        let counts = self.outage.counts(gone, now);
+        counts.then(|| now.saturating_duration_since(gone))
     }
 
     /// Forgets gone workers without sources.

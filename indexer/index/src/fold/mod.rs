@@ -32,7 +32,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use warmroute_proto::message::{Broadcast, LogMessage};
-use warmroute_proto::query::{HoldSpan, SourceState};
+use warmroute_proto::query::{HoldQuery, HoldSpan, SourceState};
 use warmroute_proto::registry::{ResyncRequest, WorkerEntry};
 use warmroute_proto::roster::{
     HolderDetail, RosterId, RosterPage, RosterPageRequest, RosterStatus,
@@ -50,8 +50,9 @@ use memory::MemoryCounters;
 use message::MessageContent;
 use outage::PlaneOutage;
 use reload::ReloadLimiter;
+use removals::RecordPlace;
 use roster::Roster;
-use source::{RecordArrival, Registration, SourceFold};
+use source::{RecordArrival, Registration, SourceContext, SourceFold};
 
 pub use cut::{NoSnapshot, ReplacedState, SnapshotCut};
 pub use message::{ParsedMessage, heartbeat};
@@ -152,11 +153,11 @@ impl Fold {
     /// The log lost records that were applied. Reading restarts at the beginning, and every source
     /// is suspect until it is proven.
     pub fn log_lost_records(&mut self) {
-        let lost = std::mem::take(&mut self.position);
+        self.position = LogPosition(0);
         self.mark = None;
         self.ends.clear();
         for source in self.sources.values_mut() {
-            source.log_lost(lost);
+            source.log_lost();
         }
     }
 
@@ -349,10 +350,11 @@ impl Fold {
         self.let_go(now);
         self.ask_back(now);
         self.memory.removal_bytes = 0;
+        let clock = self.ends.clock_state(now);
         for (source, fold) in &mut self.sources {
-            let registration = registration(&self.workers, self.outage, &source.worker, now);
+            let shim = registration(&self.workers, self.outage, &source.worker, now);
             self.memory.removal_bytes += fold.removals.bytes();
-            let (states, reason) = fold.note_state(now, registration);
+            let (states, reason) = fold.note_state(now, SourceContext { shim, clock });
             let number = *fold.roster.get_or_insert_with(|| self.roster.add(source));
             let status = fold.generation().map(|generation| RosterStatus {
                 generation,
@@ -441,32 +443,49 @@ impl Fold {
 
     /// Status of every known source, in order.
     pub fn statuses(&self, now: Instant) -> impl Iterator<Item = (&Source, SourceStatus)> {
-        self.sources.iter().map(move |(source, fold)| {
-            let registration = registration(&self.workers, self.outage, &source.worker, now);
-            (source, fold.status(now, registration, &self.tree))
-        })
+        self.sources
+            .iter()
+            .map(move |(source, fold)| (source, self.status_of(source, fold, now)))
+    }
+
+    fn status_of(&self, source: &Source, fold: &SourceFold, now: Instant) -> SourceStatus {
+        SourceStatus {
+            gone_for: self.gone_for(source, fold, now),
+            ..fold.status(now, self.context(source, now), &self.tree)
+        }
     }
 
     /// Status of one source; `None` for an unknown one.
     #[must_use]
     pub fn status(&self, source: &Source, now: Instant) -> Option<SourceStatus> {
         let fold = self.sources.get(source)?;
-        let registration = registration(&self.workers, self.outage, &source.worker, now);
-        Some(fold.status(now, registration, &self.tree))
+        Some(self.status_of(source, fold, now))
     }
 
-    /// Whether the source has held a pair since a position of the present log.
+    fn context(&self, source: &Source, now: Instant) -> SourceContext {
+        SourceContext {
+            shim: registration(&self.workers, self.outage, &source.worker, now),
+            clock: self.ends.clock_state(now),
+        }
+    }
+
+    /// Whether the source has held a pair since a record.
     #[must_use]
-    pub fn hold_span(
-        &self,
-        source: &Source,
-        block: PrefixHash,
-        tier: Tier,
-        since: LogPosition,
-    ) -> HoldSpan {
-        match self.sources.get(source).zip(self.number(source)) {
-            Some((fold, number)) if self.tree.holds(number, block, tier) => {
-                fold.removals.span(block, since)
+    pub fn hold_span(&self, query: &HoldQuery) -> HoldSpan {
+        let Some(fold) = self.sources.get(&query.source) else {
+            return HoldSpan::Uncovered;
+        };
+        let is_reached = self.log == Some(query.log)
+            && self.position >= query.since
+            && fold.has_applied(query.generation, query.number);
+        let since = RecordPlace {
+            number: query.number,
+            position: query.since,
+        };
+        match fold.number() {
+            _ if !is_reached => HoldSpan::Uncovered,
+            Some(number) if self.tree.holds(number, query.block, query.tier) => {
+                fold.removals.span(query.block, since)
             }
             Some(_) | None => HoldSpan::Absent,
         }
@@ -490,16 +509,16 @@ impl Fold {
 
     /// The sources that have a number and records, in their order.
     pub(crate) fn numbered(&self, now: Instant) -> impl Iterator<Item = NumberedSource<'_>> {
-        let mut last: Option<(&WorkerId, Registration)> = None;
+        let mut last: Option<(&WorkerId, SourceContext)> = None;
         self.sources.iter().filter_map(move |(source, fold)| {
             // The ranks of a worker follow each other.
-            let shim = match last {
-                Some((worker, shim)) if *worker == source.worker => shim,
-                Some(_) | None => registration(&self.workers, self.outage, &source.worker, now),
+            let context = match last {
+                Some((worker, context)) if *worker == source.worker => context,
+                Some(_) | None => self.context(source, now),
             };
-            last = Some((&source.worker, shim));
+            last = Some((&source.worker, context));
             let detail = fold.detail()?;
-            let (states, reason) = fold.states(now, shim);
+            let (states, reason) = fold.states(now, context);
             let tiers = source::credited(&states);
             let number = fold.number().filter(|_| !tiers.is_empty());
             Some(NumberedSource {

@@ -13,10 +13,11 @@ use warmroute_proto::{
     Tiers,
 };
 
+use super::ends::LogClockState;
 use super::history::SourceHistory;
 use super::memory::SetAsideHistory;
 use super::reload::ReloadState;
-use super::removals::RecentRemovals;
+use super::removals::{RecentRemovals, RecordPlace};
 use super::resync::ResyncState;
 use super::{HeartbeatVerdict, RecordVerdict};
 use crate::tree::{SourceNumber, TierMask, Tree};
@@ -161,6 +162,19 @@ pub struct SourceStatus {
     pub record_age: Option<Duration>,
     /// Delay of its last heartbeat, if known.
     pub heartbeat_delay: Option<Duration>,
+    /// Time since its worker left the registry; `None` while it is registered.
+    pub gone_for: Option<Duration>,
+}
+
+/// Age of an absence after which a source has no series: its worker was taken out.
+const LEFT_AFTER: Duration = Duration::from_secs(30);
+
+impl SourceStatus {
+    /// Its worker was taken out; what remains is the source's fence.
+    #[must_use]
+    pub fn has_left(&self) -> bool {
+        self.gone_for.is_some_and(|gone| gone >= LEFT_AFTER)
+    }
 }
 
 /// State of the shim's registration.
@@ -169,6 +183,13 @@ pub(super) enum Registration {
     /// Registered, or never seen in the registry.
     Present,
     Gone,
+}
+
+/// What the replica knows beside the source's messages.
+#[derive(Clone, Copy)]
+pub(super) struct SourceContext {
+    pub(super) shim: Registration,
+    pub(super) clock: LogClockState,
 }
 
 impl SourceFold {
@@ -204,7 +225,10 @@ impl SourceFold {
         let mut restored = Self::new();
         restored.sequencer = Sequencer::restored(PATIENCE, entry.generation, entry.number);
         restored.holding = holding;
-        restored.removals = RecentRemovals::above(at);
+        restored.removals = entry.number.map_or_else(RecentRemovals::default, |number| {
+            let position = at;
+            RecentRemovals::above(RecordPlace { number, position })
+        });
         restored.record_claim = ShimClaim {
             states: entry.states,
             engine_seq: entry.engine_seq,
@@ -357,16 +381,20 @@ impl SourceFold {
         self.sequencer.generation() == Some(record.generation) && next == Some(record.number)
     }
 
+    /// Returns true if a record of the present generation is applied.
+    pub(super) fn has_applied(&self, generation: Generation, number: RecordNumber) -> bool {
+        self.sequencer.generation() == Some(generation) && self.sequencer.last() >= Some(number)
+    }
+
     /// A message on this subject was unreadable, or positions were skipped.
     pub(super) const fn suspect(&mut self) {
         self.faults.unread = true;
     }
 
-    /// The log lost records up to a position, or was replaced: it gives the positions up to there
-    /// again, so that they cannot be compared.
-    pub(super) fn log_lost(&mut self, lost: LogPosition) {
+    /// The log lost records, or was replaced.
+    pub(super) fn log_lost(&mut self) {
         self.suspect();
-        self.removals = RecentRemovals::above(lost.next());
+        self.removals = RecentRemovals::default();
         self.resync.request(ResyncReason::LogLost);
     }
 
@@ -436,8 +464,8 @@ impl SourceFold {
         self.sequencer.generation().max(announced)
     }
 
-    pub(super) fn status(&self, now: Instant, shim: Registration, tree: &Tree) -> SourceStatus {
-        let (states, reason) = self.states(now, shim);
+    pub(super) fn status(&self, now: Instant, context: SourceContext, tree: &Tree) -> SourceStatus {
+        let (states, reason) = self.states(now, context);
         SourceStatus {
             generation: self.sequencer.generation(),
             number: self.sequencer.last(),
@@ -454,6 +482,7 @@ impl SourceFold {
             generations_lately: self.history.generations_lately(now),
             record_age: self.history.record_age(now),
             heartbeat_delay: self.history.heartbeat_delay(),
+            gone_for: None,
         }
     }
 
@@ -480,9 +509,9 @@ impl SourceFold {
     pub(super) fn note_state(
         &mut self,
         now: Instant,
-        shim: Registration,
+        context: SourceContext,
     ) -> (Tiers<SourceState>, Option<UnknownReason>) {
-        let (states, reason) = self.states(now, shim);
+        let (states, reason) = self.states(now, context);
         self.history.note_state(now, states.gpu);
         (states, reason)
     }
@@ -501,9 +530,9 @@ impl SourceFold {
     pub(super) fn states(
         &self,
         now: Instant,
-        shim: Registration,
+        context: SourceContext,
     ) -> (Tiers<SourceState>, Option<UnknownReason>) {
-        if let Some(reason) = self.unknown(now, shim) {
+        if let Some(reason) = self.unknown(now, context) {
             return (Tiers::all(SourceState::Unknown), Some(reason));
         }
         let doubtful =
@@ -522,12 +551,13 @@ impl SourceFold {
         (states, None)
     }
 
-    fn unknown(&self, now: Instant, shim: Registration) -> Option<UnknownReason> {
+    fn unknown(&self, now: Instant, context: SourceContext) -> Option<UnknownReason> {
+        let has_lapsed = |proof| lapsed(proof, now) || context.clock == LogClockState::Silent;
         if self.holding == Holding::SetAside {
             Some(UnknownReason::Memory)
-        } else if shim == Registration::Gone || self.holding == Holding::Freed {
+        } else if context.shim == Registration::Gone || self.holding == Holding::Freed {
             Some(UnknownReason::ShimGone)
-        } else if self.proof().is_none_or(|proof| lapsed(proof, now)) {
+        } else if self.proof().is_none_or(has_lapsed) {
             Some(UnknownReason::NoProof)
         } else {
             None
@@ -589,7 +619,11 @@ impl SourceFold {
             self.diverge(tree);
             return RecordVerdict::Mismatch;
         }
-        self.removals.record(arrival.position, &record.changes);
+        let place = RecordPlace {
+            number: record.number,
+            position: arrival.position,
+        };
+        self.removals.record(place, &record.changes);
         self.record_claim = ShimClaim {
             states: record.states,
             engine_seq: record.engine_seq,

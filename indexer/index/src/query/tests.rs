@@ -1,9 +1,9 @@
 use proptest::prelude::*;
 use warmroute_proto::roster::{HolderAnswer, RosterPageRequest, RosterStatus};
-use warmroute_proto::{EngineSeq, Generation, RecordNumber, Tier, TierState, codec};
+use warmroute_proto::{Change, EngineSeq, Generation, RecordNumber, Tier, TierState, codec};
 
 use super::*;
-use crate::tests_support::{IDENTITY, World, locals, prefix, source, stored};
+use crate::tests_support::{IDENTITY, World, locals, prefix, removed, source, stored};
 
 fn part(answer: HolderAnswer) -> HolderPart {
     match answer {
@@ -223,11 +223,23 @@ fn a_forgotten_source_that_returns_has_another_number() {
     assert_eq!(names[&RosterNumber(1)], source("w/0"));
 }
 
-fn hold_span(fold: &Fold, now: Instant, log: StreamIdentity, since: u64) -> HoldSpan {
+/// Since the record of this number, the `position`th of the log.
+fn hold_span(
+    fold: &Fold,
+    now: Instant,
+    log: StreamIdentity,
+    (number, position): (u64, u64),
+) -> HoldSpan {
     let query = HoldQuery {
         source: source("w0/0"),
         log,
-        since: LogPosition(since),
+        since: LogPosition(position),
+        generation: fold
+            .status(&source("w0/0"), now)
+            .unwrap()
+            .generation
+            .unwrap(),
+        number: RecordNumber(number),
         block: prefix("a b").unwrap(),
         tier: Tier::Gpu,
     };
@@ -237,13 +249,13 @@ fn hold_span(fold: &Fold, now: Instant, log: StreamIdentity, since: u64) -> Hold
 }
 
 #[test]
-fn positions_of_another_log_or_beyond_the_present_one_are_not_covered() {
+fn records_of_another_log_or_beyond_the_present_one_are_not_covered() {
     let mut world = World::new();
     world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
     let restored = world.replica(Some(&world.snapshot().unwrap()));
     let span_of = |since| hold_span(&restored, world.now, IDENTITY, since);
     assert_eq!(
-        (span_of(0), span_of(1)),
+        (span_of((0, 0)), span_of((0, 1))),
         (HoldSpan::Uncovered, HoldSpan::Held)
     );
     let other = StreamIdentity {
@@ -251,12 +263,13 @@ fn positions_of_another_log_or_beyond_the_present_one_are_not_covered() {
         ..IDENTITY
     };
     let span = |world: &World, log, since| hold_span(&world.fold, world.now, log, since);
-    assert_eq!(span(&world, IDENTITY, 1), HoldSpan::Held);
-    assert_eq!(span(&world, IDENTITY, 2), HoldSpan::Uncovered);
-    assert_eq!(span(&world, other, 1), HoldSpan::Uncovered);
+    assert_eq!(span(&world, IDENTITY, (0, 1)), HoldSpan::Held);
+    assert_eq!(span(&world, IDENTITY, (0, 2)), HoldSpan::Uncovered);
+    assert_eq!(span(&world, IDENTITY, (1, 1)), HoldSpan::Uncovered);
+    assert_eq!(span(&world, other, (0, 1)), HoldSpan::Uncovered);
     // What is held still is of the former log.
     world.fold.follow(other);
-    assert_eq!(span(&world, other, 0), HoldSpan::Uncovered);
+    assert_eq!(span(&world, other, (0, 0)), HoldSpan::Uncovered);
 }
 
 /// The log was emptied, and everything else that knew of the generation was lost.
@@ -269,11 +282,30 @@ fn a_generation_given_twice_in_one_log_is_not_covered_before_its_second_start() 
     world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
     let replica = world.replica(None);
     let span = |since| hold_span(&replica, world.now, IDENTITY, since);
-    assert_eq!((span(1), span(2)), (HoldSpan::Uncovered, HoldSpan::Held));
+    assert_eq!(
+        (span((0, 1)), span((0, 2))),
+        (HoldSpan::Uncovered, HoldSpan::Held)
+    );
+}
+
+/// A router's claim is of a replica that has not noticed that the log lost its end.
+#[test]
+fn a_removal_at_a_position_that_the_log_gives_again_interrupts() {
+    let mut world = World::new();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    let (credited_number, credited_position) = (0, 9);
+    world.publish("w0/0", vec![removed("a b", Tier::Gpu)]);
+    world.publish("w0/0", vec![stored("a", "b", Tier::Gpu)]);
+    for name in ["c", "d", "e", "f", "g", "h", "i"] {
+        world.publish("w0/0", vec![stored("", name, Tier::Gpu)]);
+    }
+    let since = (credited_number, credited_position);
+    let span = hold_span(&world.fold, world.now, IDENTITY, since);
+    assert_eq!(span, HoldSpan::Interrupted);
 }
 
 #[test]
-fn positions_that_the_log_gives_again_are_not_covered() {
+fn records_before_a_loss_of_the_log_are_not_covered() {
     let mut world = World::new();
     world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
     world.publish("w0/0", vec![stored("", "c", Tier::Gpu)]);
@@ -283,5 +315,33 @@ fn positions_that_the_log_gives_again_are_not_covered() {
         world.publish("w0/0", vec![stored("", name, Tier::Gpu)]);
     }
     let span = |since| hold_span(&world.fold, world.now, IDENTITY, since);
-    assert_eq!((span(2), span(3)), (HoldSpan::Uncovered, HoldSpan::Held));
+    assert_eq!(
+        (span((1, 2)), span((3, 2))),
+        (HoldSpan::Uncovered, HoldSpan::Held)
+    );
+}
+
+#[test]
+fn a_record_of_a_former_generation_is_not_covered() {
+    let mut world = World::new();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    // From here on the former generation's removals are known.
+    world.publish("w0/0", vec![Change::Cleared { tier: Tier::Gpu }]);
+    world.shim("w0/0").next_generation();
+    world.publish("w0/0", vec![stored("", "a b", Tier::Gpu)]);
+    let present = world.ask("a")[0].generation;
+    let former = Generation(present.0 - 1);
+    let spans = [former, present].map(|generation| {
+        let query = HoldQuery {
+            source: source("w0/0"),
+            log: IDENTITY,
+            since: LogPosition(3),
+            block: prefix("a b").unwrap(),
+            tier: Tier::Gpu,
+            generation,
+            number: RecordNumber(0),
+        };
+        hold_answer(&world.fold, &query, world.now).span
+    });
+    assert_eq!(spans, [HoldSpan::Uncovered, HoldSpan::Held]);
 }

@@ -94,6 +94,17 @@ pub struct InitConfig {
     /// Snapshots older than this are dropped, and so are the remains of writers that died. Indexers
     /// must write a new one within this time.
     pub snapshots_max_age: Duration,
+    pub existing: ExistingStreams,
+}
+
+/// What `init` does with streams that exist.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExistingStreams {
+    /// Verifies them.
+    #[default]
+    Keep,
+    /// Raises their bounds first, where the wanted ones are higher.
+    Enlarge,
 }
 
 impl Default for InitConfig {
@@ -106,6 +117,7 @@ impl Default for InitConfig {
             max_age: DAY,
             snapshots_max_bytes: 4 * GIB,
             snapshots_max_age: 7 * DAY,
+            existing: ExistingStreams::Keep,
         }
     }
 }

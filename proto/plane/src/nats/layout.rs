@@ -168,6 +168,21 @@ fn sizes(config: &Config) -> [(&'static str, &'static str, String); 3] {
     ]
 }
 
+/// The stream with the wanted bounds where they are higher. `None`: none is.
+pub(super) fn enlarged(is: &Config, wanted: &Config) -> Option<Config> {
+    let max_bytes = is.max_bytes.max(wanted.max_bytes);
+    let max_age = is.max_age.max(wanted.max_age);
+    let is_bounded = is.max_bytes > 0 && !is.max_age.is_zero();
+    let grows = is_bounded && (max_bytes, max_age) != (is.max_bytes, is.max_age);
+    grows.then(|| {
+        with_sizes(Config {
+            max_bytes,
+            max_age,
+            ..is.clone()
+        })
+    })
+}
+
 /// The sizes that differ from those of `init`. Streams without this metadata have none.
 pub(super) fn resized(is: &Config) -> Vec<SetupDifference> {
     let mut faults = Differences::of(&is.name);

@@ -37,7 +37,9 @@ use super::{
 };
 use warmroute_proto::LogPosition;
 
-pub use config::{InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference};
+pub use config::{
+    ExistingStreams, InitConfig, NatsAuth, NatsConfig, NatsError, NatsTls, SetupDifference,
+};
 pub use inspect::{ClockOffset, NamespaceSetup, StreamRole, StreamUsage};
 
 /// A plane on NATS. Clones share the connection.
@@ -54,8 +56,8 @@ impl NatsPlane {
         Ok(Self { core })
     }
 
-    /// Like [`NatsPlane::connect`], but creates what is missing first. Changes nothing that exists;
-    /// the error lists the differences to `init`.
+    /// Like [`NatsPlane::connect`], but creates what is missing first. Changes nothing that exists
+    /// but bounds, and these only if `init` says so; the error lists the differences to it.
     pub async fn init(config: NatsConfig, init: InitConfig) -> Result<Self, NatsError> {
         let core = setup::connect(config).await?;
         setup::init(&core, &init).await?;

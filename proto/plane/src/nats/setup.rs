@@ -10,7 +10,9 @@ use async_nats::jetstream::stream::{Config, Info};
 use async_nats::{Client, ConnectError, ConnectErrorKind, ConnectOptions, ServerAddr};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::config::{InitConfig, NatsAuth, NatsConfig, NatsError, SetupDifference};
+use super::config::{
+    ExistingStreams, InitConfig, NatsAuth, NatsConfig, NatsError, SetupDifference,
+};
 use super::core::{JetStreamError, NatsCore, ServerFault};
 use super::layout::{self, Layout, Sizes};
 use super::link::NatsLink;
@@ -131,7 +133,7 @@ pub(super) async fn verify(core: &NatsCore, sizes: Sizes<'_>) -> Result<(), Nats
     Err(NatsError::Mismatch(differences))
 }
 
-/// Creates missing streams, changes no existing one, and verifies all.
+/// Creates missing streams, enlarges existing ones if asked to, and verifies all.
 pub(super) async fn init(core: &NatsCore, init: &InitConfig) -> Result<(), NatsError> {
     let differences: Vec<SetupDifference> = layout::init_differences(init);
     if !differences.is_empty() {
@@ -140,8 +142,14 @@ pub(super) async fn init(core: &NatsCore, init: &InitConfig) -> Result<(), NatsE
     // Inboxes are random.
     let nonce = xxh3_64(core.client.new_inbox().as_bytes());
     for wanted in core.layout.wanted(init, nonce) {
-        if find(core, &wanted.name).await?.is_none() {
-            create(core, &wanted).await?;
+        match find(core, &wanted.name).await? {
+            None => put(core, "CREATE", &wanted).await?,
+            Some(is) if init.existing == ExistingStreams::Enlarge => {
+                if let Some(enlarged) = layout::enlarged(&is.config, &wanted) {
+                    put(core, "UPDATE", &enlarged).await?;
+                }
+            }
+            Some(_) => {}
         }
     }
     verify(core, Sizes::Of(init)).await
@@ -155,10 +163,10 @@ pub(super) async fn find(core: &NatsCore, stream: &str) -> Result<Option<Info>, 
     }
 }
 
-async fn create(core: &NatsCore, wanted: &Config) -> Result<(), NatsError> {
+async fn put(core: &NatsCore, operation: &str, wanted: &Config) -> Result<(), NatsError> {
     let body = serde_json::to_value(wanted)
         .map_err(|error| NatsError::Invalid(format!("{}: {error}", wanted.name)))?;
-    let api = format!("STREAM.CREATE.{}", wanted.name);
+    let api = format!("STREAM.{operation}.{}", wanted.name);
     match core.api::<Info>(&api, &body).await {
         Ok(_) => Ok(()),
         // Another process created it: `verify` compares it.

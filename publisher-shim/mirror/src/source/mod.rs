@@ -410,7 +410,9 @@ impl SourceCore {
     pub fn log_clock(&mut self, asked: Instant, answered: Instant, unix_ns: u64) {
         let ahead = self.clock.set(asked, answered, unix_ns);
         if ahead > STALL_MIN {
-            // Our clock stood still, with a suspended machine: what it measured is older.
+            // Our clock stood still, with a suspended machine: what it measured is older, and so are
+            // batches that waited in a socket and were read since the machine resumed.
+            self.publisher.age_backlog(ahead);
             self.clock_stood(answered);
         }
     }

@@ -183,6 +183,14 @@ impl Publisher {
         oldest.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
+    /// Makes what the log has not acknowledged older: the clock that measured it stood still.
+    pub(super) fn age_backlog(&mut self, by: Duration) {
+        let in_window = self.window.iter_mut().map(|record| &mut record.since);
+        for since in in_window.chain(&mut self.pending.since) {
+            *since = since.checked_sub(by).unwrap_or(*since);
+        }
+    }
+
     pub(super) fn waiting_bytes(&self) -> usize {
         self.waiting_bytes + self.pending.bytes
     }

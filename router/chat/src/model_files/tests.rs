@@ -37,6 +37,39 @@ fn named(entries: &[(&str, &str)]) -> TemplateSources {
     )
 }
 
+#[test]
+fn another_form_is_named() {
+    for file in ["tekken.json", "tokenizer.model", "qwen.tiktoken"] {
+        let scratch = Scratch::new("form", &[(file, "")]);
+        fs::remove_file(scratch.0.join("tokenizer.json")).unwrap();
+        let error = read(&scratch.0).unwrap_err();
+        assert!(
+            matches!(&error, ModelFileError::OtherForm { .. }),
+            "{error}"
+        );
+        assert!(error.to_string().contains(file), "{error}");
+    }
+}
+
+#[test]
+fn a_digest_covers_templates_and_rules() {
+    let scratch = Scratch::new("digest", &[("own.jinja", "own"), CONFIG]);
+    let mut source = ModelSource {
+        path: scratch.0.clone(),
+        ..ModelSource::default()
+    };
+    let plain = source.read().unwrap();
+    assert_eq!(plain.digest(), source.read().unwrap().digest());
+    source.chat_template = Some(scratch.0.join("own.jinja"));
+    let own = source.read().unwrap();
+    assert_eq!(own.templates, TemplateSources::Single("own".into()));
+    source.rules.default_kwargs = Some("{}".into());
+    let ruled = source.read().unwrap();
+    assert!(plain.digest() != own.digest() && own.digest() != ruled.digest());
+    source.chat_template = Some(scratch.0.join("absent.jinja"));
+    assert!(source.read().is_err());
+}
+
 const CONFIG: (&str, &str) = ("tokenizer_config.json", r#"{"chat_template":"configured"}"#);
 const JINJA: (&str, &str) = ("chat_template.jinja", "file");
 const EXTRA: (&str, &str) = ("additional_chat_templates/tool_use.jinja", "tools");

@@ -15,6 +15,7 @@ pub(super) const FIELDS: &[&str] = &[
     "model",
     "messages",
     "tools",
+    "tool_choice",
     "documents",
     "chat_template",
     "chat_template_kwargs",
@@ -44,16 +45,39 @@ pub enum ChatEnding {
     Contradiction,
 }
 
+/// What a request says about thinking, besides the effort.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ThinkingRequest {
+    #[default]
+    Default,
+    /// The engine chooses the effort that disables it.
+    Disabled,
+}
+
+/// Whether the model may call tools.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// `tool_choice` is `none`. An engine may leave the tools out of the prompt.
+    None,
+    #[default]
+    Other,
+}
+
 /// The input of a chat template. Raw JSON stays raw until a template needs it.
 #[derive(Debug)]
 pub struct ChatParts<'a> {
-    pub messages: &'a RawValue,
-    pub tools: Option<&'a RawValue>,
+    pub messages: Cow<'a, RawValue>,
+    /// The messages for a template that accepts system messages at the front only, where they
+    /// differ.
+    pub system_first: Option<Box<RawValue>>,
+    pub tools: Option<Cow<'a, RawValue>>,
+    pub tool_choice: ToolChoice,
     pub documents: Option<&'a RawValue>,
     /// A template, or the name of one, sent with the request.
     pub template: Option<Cow<'a, str>>,
     pub template_kwargs: Option<&'a RawValue>,
     pub reasoning_effort: Option<Cow<'a, str>>,
+    pub thinking: ThinkingRequest,
     pub ending: ChatEnding,
     pub special_tokens: SpecialTokens,
 }
@@ -61,8 +85,8 @@ pub struct ChatParts<'a> {
 impl ChatParts<'_> {
     /// The JSON that a template renders.
     fn inputs(&self) -> impl Iterator<Item = &RawValue> {
-        let optional = [self.tools, self.documents, self.template_kwargs];
-        std::iter::once(self.messages).chain(optional.into_iter().flatten())
+        let optional = [self.tools.as_deref(), self.documents, self.template_kwargs];
+        std::iter::once(&*self.messages).chain(optional.into_iter().flatten())
     }
 
     /// Bytes of the JSON that a template renders.
@@ -73,6 +97,15 @@ impl ChatParts<'_> {
     /// Values and keys in that JSON, at most: each takes memory when it is rendered.
     pub fn values_max(&self) -> usize {
         self.inputs().map(|raw| values_max(raw.get())).sum()
+    }
+}
+
+impl ToolChoice {
+    pub(super) fn of(fields: &BodyFields<'_>) -> Self {
+        match fields.raw("tool_choice") {
+            Some(raw) if raw.get() == "\"none\"" => Self::None,
+            Some(_) | None => Self::Other,
+        }
     }
 }
 
@@ -117,12 +150,15 @@ pub(super) fn read<'a>(
     };
     let add_special = opaque.flag(fields, "add_special_tokens");
     Ok(ChatParts {
-        messages,
-        tools,
+        messages: Cow::Borrowed(messages),
+        system_first: None,
+        tools: tools.map(Cow::Borrowed),
+        tool_choice: ToolChoice::of(fields),
         documents,
         template: fields.text("chat_template")?,
         template_kwargs,
         reasoning_effort: fields.text("reasoning_effort")?,
+        thinking: ThinkingRequest::Default,
         ending,
         special_tokens: SpecialTokens::from_flag(add_special, SpecialTokens::Omit),
     })

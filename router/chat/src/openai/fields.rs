@@ -71,6 +71,7 @@ impl<'de> Visitor<'de> for SkippedValue {
 pub(super) struct BodyFields<'a> {
     names: &'static [&'static str],
     values: Vec<Option<&'a RawValue>>,
+    has_unknown: bool,
 }
 
 struct BodyFieldsSeed(&'static [&'static str]);
@@ -94,18 +95,16 @@ impl<'de> Visitor<'de> for BodyFieldsSeed {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<BodyFields<'de>, A::Error> {
-        let mut values = vec![None; self.0.len()];
+        let mut fields = BodyFields::none(self.0);
         while let Some(key) = map.next_key::<JsonText<'de>>()? {
             if let Some(at) = self.0.iter().position(|name| *name == key.0) {
-                values[at] = Some(map.next_value::<&'de RawValue>()?);
+                fields.values[at] = Some(map.next_value::<&'de RawValue>()?);
             } else {
+                fields.has_unknown = true;
                 map.next_value::<SkippedValue>()?;
             }
         }
-        Ok(BodyFields {
-            names: self.0,
-            values,
-        })
+        Ok(fields)
     }
 }
 
@@ -121,10 +120,29 @@ impl<'a> BodyFields<'a> {
         Ok(fields)
     }
 
+    /// No field is there.
+    pub(super) fn none(names: &'static [&'static str]) -> Self {
+        Self {
+            names,
+            values: vec![None; names.len()],
+            has_unknown: false,
+        }
+    }
+
+    /// The body has fields that are not wanted.
+    pub(super) const fn has_unknown(&self) -> bool {
+        self.has_unknown
+    }
+
+    /// The raw value of a wanted field, `null` too.
+    pub(super) fn given(&self, name: &'static str) -> Option<&'a RawValue> {
+        let at = self.names.iter().position(|known| *known == name)?;
+        self.values[at]
+    }
+
     /// The raw value of a wanted field.
     pub(super) fn raw(&self, name: &'static str) -> Option<&'a RawValue> {
-        let at = self.names.iter().position(|known| *known == name)?;
-        self.values[at].filter(|raw| raw.get() != "null")
+        self.given(name).filter(|raw| raw.get() != "null")
     }
 
     pub(super) fn has(&self, name: &'static str) -> bool {

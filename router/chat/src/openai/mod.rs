@@ -8,16 +8,19 @@
 
 mod chat;
 mod completion;
+mod converted;
 mod error;
 mod fields;
+mod impose;
 mod request;
 mod rewrite;
 mod sse;
 mod usage;
 
-pub use chat::{ChatEnding, ChatParts};
+pub use chat::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
+pub use impose::{ImposedFields, OutputBound, SaltFn, impose};
 pub use request::{OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse};
 pub use sse::{SseEvent, SseSplitter, StreamObserver};
 pub use usage::TokenUsage;

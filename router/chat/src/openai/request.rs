@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use super::chat::{self, ChatParts};
 use super::completion::{self, CompletionParts};
+use super::converted::{self, ConvertedRoute};
 use super::error::OpenAiError;
 use super::fields::{BodyFields, UnreadableField, body_error};
 use super::rewrite;
@@ -13,6 +14,10 @@ use super::rewrite;
 pub enum PromptRoute {
     ChatCompletions,
     Completions,
+    /// OpenAI's `/v1/responses`.
+    Responses,
+    /// Anthropic's `/v1/messages`.
+    Messages,
 }
 
 /// The options of a request, owned so that they outlive the body.
@@ -21,6 +26,8 @@ pub struct RequestInfo {
     /// `None` where it is left out, null or empty: the engine takes its only model.
     pub model: Option<String>,
     pub cache_salt: Option<String>,
+    /// An answer of `/v1/responses` that only one worker has.
+    pub previous_response: Option<String>,
     pub stream: bool,
     /// Tokens of the prompt that the engine keeps; -1 means up to the model's maximum.
     pub truncate_prompt: Option<i64>,
@@ -52,6 +59,12 @@ pub enum OpaqueReason {
     PromptEmbeds,
     /// The request carries token ids of an earlier stage.
     TransferredTokens,
+    /// A field that may change the prompt in an unknown way.
+    UnknownField,
+    /// A message, block or tool whose conversion is not reproduced.
+    UnknownItem,
+    /// The prompt begins with an earlier answer that the engine keeps.
+    StoredHistory,
     /// Fill-in-the-middle rendering belongs to the model.
     Suffix,
     /// The router cannot read the value of this field.
@@ -64,6 +77,9 @@ impl OpaqueReason {
             Self::Multimodal => "multimodal",
             Self::PromptEmbeds => "prompt_embeds",
             Self::TransferredTokens => "transferred_tokens",
+            Self::UnknownField => "unknown_field",
+            Self::UnknownItem => "unknown_item",
+            Self::StoredHistory => "stored_history",
             Self::Suffix => "suffix",
             Self::Unreadable(_) => "unreadable_field",
         }
@@ -79,6 +95,7 @@ pub enum PromptSource<'a> {
 
 #[derive(Debug)]
 pub struct ParsedRequest<'a> {
+    pub route: PromptRoute,
     pub info: RequestInfo,
     pub prompt: PromptSource<'a>,
     /// The body for the engine if it is not the client's: without
@@ -92,15 +109,16 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
     let names = match route {
         PromptRoute::ChatCompletions => chat::FIELDS,
         PromptRoute::Completions => completion::FIELDS,
+        PromptRoute::Responses => return Ok(converted::parse(ConvertedRoute::Responses, body)),
+        PromptRoute::Messages => return Ok(converted::parse(ConvertedRoute::Messages, body)),
     };
     let fields = BodyFields::read(body, names).map_err(|error| body_error(&error))?;
     let model = fields.text("model")?.filter(|model| !model.is_empty());
     let mut opaque = FirstOpaque::default();
-    let prompt = match route {
-        PromptRoute::ChatCompletions => PromptSource::Chat(chat::read(&fields, &mut opaque)?),
-        PromptRoute::Completions => {
-            PromptSource::Completion(completion::read(&fields, &mut opaque)?)
-        }
+    let prompt = if route == PromptRoute::Completions {
+        PromptSource::Completion(completion::read(&fields, &mut opaque)?)
+    } else {
+        PromptSource::Chat(chat::read(&fields, &mut opaque)?)
     };
     let stream = opaque.flag(&fields, "stream").unwrap_or(false);
     let truncate_prompt = opaque.readable(fields.integer("truncate_prompt_tokens"));
@@ -110,6 +128,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
     let info = RequestInfo {
         model: model.map(Cow::into_owned),
         cache_salt: fields.text("cache_salt")?.map(Cow::into_owned),
+        previous_response: None,
         stream,
         truncate_prompt,
         reads_cache: reads_cache(&fields, route),
@@ -117,6 +136,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
     };
     let xargs = fields.raw("vllm_xargs");
     Ok(ParsedRequest {
+        route,
         info,
         prompt,
         rewritten: xargs.and_then(|xargs| rewrite::without_report_mode(body, xargs)),
@@ -130,6 +150,10 @@ pub(super) struct FirstOpaque(Option<OpaqueReason>);
 impl FirstOpaque {
     pub(super) fn set(&mut self, reason: OpaqueReason) {
         self.0.get_or_insert(reason);
+    }
+
+    pub(super) const fn reason(&self) -> Option<OpaqueReason> {
+        self.0
     }
 
     /// The value; an unreadable one is recorded and counts as absent.
@@ -150,13 +174,13 @@ impl FirstOpaque {
 fn reads_cache(fields: &BodyFields<'_>, route: PromptRoute) -> bool {
     let echo = fields.flag("echo") == Ok(Some(true));
     let echoed = match route {
-        PromptRoute::ChatCompletions => echo,
         PromptRoute::Completions => echo && fields.has("logprobs"),
+        PromptRoute::ChatCompletions | PromptRoute::Responses | PromptRoute::Messages => echo,
     };
     !(fields.has("prompt_logprobs") || echoed)
 }
 
-fn transferred_tokens(fields: &BodyFields<'_>) -> bool {
+pub(super) fn transferred_tokens(fields: &BodyFields<'_>) -> bool {
     fields
         .raw("kv_transfer_params")
         .and_then(|raw| BodyFields::read(raw.get().as_bytes(), &["prompt_token_ids"]).ok())

@@ -1,6 +1,5 @@
 //! Removes one engine option from a body and keeps all other bytes.
 
-use std::borrow::Cow;
 use std::fmt;
 
 use serde::de::{Deserializer, MapAccess, Visitor};
@@ -14,44 +13,63 @@ const REPORT_MODE: &str = "kv_cache_report_mode";
 /// be a part of `body`.
 pub(super) fn without_report_mode(body: &[u8], xargs: &RawValue) -> Option<Vec<u8>> {
     let mut json = serde_json::Deserializer::from_str(xargs.get());
-    let mut members = json.deserialize_map(RawMembers).ok()?;
-    let all = members.len();
-    members.retain(|(key, _)| key != REPORT_MODE);
-    if members.len() == all {
-        return None;
-    }
+    let kept = json.deserialize_map(KeptMembers::without(&[REPORT_MODE]));
+    let kept = kept.ok().filter(|kept| kept.removed > 0)?;
     let start = (xargs.get().as_ptr() as usize).checked_sub(body.as_ptr() as usize)?;
     let end = start.checked_add(xargs.get().len())?;
     let mut out = Vec::with_capacity(body.len());
     out.extend_from_slice(body.get(..start)?);
     out.push(b'{');
-    for (at, (key, value)) in members.iter().enumerate() {
-        if at > 0 {
-            out.push(b',');
-        }
-        serde_json::to_writer(&mut out, key).ok()?;
-        out.push(b':');
-        out.extend_from_slice(value.get().as_bytes());
-    }
+    out.extend_from_slice(&kept.text);
     out.push(b'}');
     out.extend_from_slice(body.get(end..)?);
     Some(out)
 }
 
-struct RawMembers;
+/// The members of an object but those of some names, as JSON without braces. No list of members is
+/// built: small ones would take many times the body's memory.
+pub(super) struct KeptMembers<'n> {
+    names: &'n [&'n str],
+    pub text: Vec<u8>,
+    pub removed: usize,
+}
 
-impl<'de> Visitor<'de> for RawMembers {
-    type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
+impl<'n> KeptMembers<'n> {
+    pub(super) const fn without(names: &'n [&'n str]) -> Self {
+        Self {
+            names,
+            text: Vec::new(),
+            removed: 0,
+        }
+    }
+
+    /// Appends a member, whose value is JSON.
+    pub(super) fn push(&mut self, key: &str, value: &str) {
+        if !self.text.is_empty() {
+            self.text.push(b',');
+        }
+        let key = serde_json::Value::from(key).to_string();
+        self.text.extend_from_slice(key.as_bytes());
+        self.text.push(b':');
+        self.text.extend_from_slice(value.as_bytes());
+    }
+}
+
+impl<'de> Visitor<'de> for KeptMembers<'_> {
+    type Value = Self;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut members = Vec::new();
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
         while let Some((key, value)) = map.next_entry::<JsonText<'de>, &'de RawValue>()? {
-            members.push((key.0, value));
+            if self.names.contains(&&*key.0) {
+                self.removed += 1;
+            } else {
+                self.push(&key.0, value.get());
+            }
         }
-        Ok(members)
+        Ok(self)
     }
 }

@@ -14,6 +14,22 @@ use super::usage::TokenUsage;
 /// probabilities of many alternatives some ten thousand.
 const EVENT_BYTES_MAX: usize = 256 * 1024;
 
+/// Events that `/v1/responses` sends before the first token.
+const EARLY_EVENTS: [&[u8]; 4] = [
+    b"response.created",
+    b"response.queued",
+    b"response.in_progress",
+    b"ping",
+];
+
+/// Events after which nothing follows.
+const LAST_EVENTS: [&[u8]; 4] = [
+    b"message_stop",
+    b"response.completed",
+    b"response.incomplete",
+    b"response.failed",
+];
+
 /// One event, without the empty line that ended it.
 #[derive(Debug, PartialEq, Eq)]
 pub enum SseEvent<'a> {
@@ -132,6 +148,15 @@ fn trim_line_ends(mut event: &[u8]) -> &[u8] {
 }
 
 impl<'a> SseEvent<'a> {
+    /// The value of its first line, if that is `event`.
+    fn name(&self) -> Option<&'a [u8]> {
+        let SseEvent::Whole(bytes) = self else {
+            return None;
+        };
+        let line = bytes.split(|byte| *byte == b'\n').next()?;
+        Some(line.strip_prefix(b"event:")?.trim_ascii())
+    }
+
     /// The event's `data` lines joined by newlines; `None` for a comment (a keep-alive).
     pub fn data(&self) -> Option<Cow<'a, [u8]>> {
         let SseEvent::Whole(bytes) = self else {
@@ -212,6 +237,10 @@ impl StreamTotals {
             self.output_chunks += 1;
             return;
         }
+        let name = event.name();
+        if name.is_some_and(|name| LAST_EVENTS.contains(&name)) {
+            self.done = true;
+        }
         let Some(data) = event.data() else { return };
         if data.as_ref() == b"[DONE]" {
             self.done = true;
@@ -226,7 +255,8 @@ impl StreamTotals {
                 return;
             }
         }
-        if !data.starts_with(br#"{"error""#) {
+        let is_early = name.is_some_and(|name| EARLY_EVENTS.contains(&name));
+        if !is_early && !data.starts_with(br#"{"error""#) {
             self.output_chunks += 1;
         }
     }

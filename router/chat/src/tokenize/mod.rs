@@ -26,15 +26,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use serde_json::Value;
 
-use crate::model_files::{self, TemplateSources};
+use crate::model_files::TemplateSources;
 use crate::openai::{ChatParts, SpecialTokens};
 
-pub use crate::model_files::ModelFileError;
+pub use crate::model_files::{ModelFileError, ModelFiles, ModelSource};
 pub use compare::{ComparisonCounts, ReferenceComparison};
 pub use content_format::ContentFormat;
 pub use python::CivilTime;
 pub use segment_cache::SegmentCacheStats;
-pub use template::{ChatTemplates, RenderError, TemplateError};
+pub use template::{ChatTemplates, RenderError, TemplateError, TemplateRules, UnusedTools};
 pub use text_task::{TaskState, TextTask};
 
 use added::AddedTokens;
@@ -115,7 +115,15 @@ struct Splitting {
 impl Tokenizer {
     /// Loads a directory with `tokenizer.json` and its configuration, or a bare `tokenizer.json`.
     pub fn load(path: &Path) -> Result<Self, TokenizerLoadError> {
-        let files = model_files::read(path)?;
+        let source = ModelSource {
+            path: path.to_owned(),
+            ..ModelSource::default()
+        };
+        Self::of_files(source.read()?)
+    }
+
+    /// A tokenizer of a model's files as they were read.
+    pub fn of_files(files: ModelFiles) -> Result<Self, TokenizerLoadError> {
         let tokens = special::named(&files.config);
         let templates = match files.templates {
             TemplateSources::None => None,
@@ -126,7 +134,7 @@ impl Tokenizer {
         let mut reference = tokenizers::Tokenizer::from_bytes(&files.tokenizer).map_err(failed)?;
         special::register(&mut reference, &files.config).map_err(failed)?;
         Ok(Self {
-            templates,
+            templates: templates.map(|templates| templates.with_rules(files.rules)),
             ..Self::of_reference(reference, &files.tokenizer).map_err(failed)?
         })
     }
@@ -217,6 +225,11 @@ impl Tokenizer {
     ) -> Result<Vec<u32>, ChatEncodeError> {
         let text = self.render_chat(chat, now)?;
         Ok(self.encode(&text, chat.special_tokens)?)
+    }
+
+    /// Bounds the cache of token ids.
+    pub fn set_cache_bytes_max(&self, bytes: usize) {
+        self.cache.set_bytes_max(bytes);
     }
 
     pub fn cache_stats(&self) -> SegmentCacheStats {

@@ -15,9 +15,28 @@ use crate::openai::{self, PromptList, PromptRoute, PromptSource};
 pub struct Probe {
     pub name: &'static str,
     pub kind: ProbeKind,
-    /// Body for `POST /tokenize`.
+    /// Where the engine gives its token ids.
+    pub path: ProbePath,
     pub body: Vec<u8>,
     pub ours: Result<Vec<u32>, ChatEncodeError>,
+}
+
+/// A route of engines that gives the token ids of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ProbePath {
+    Tokenize,
+    RenderResponses,
+    RenderMessages,
+}
+
+impl ProbePath {
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tokenize => "/tokenize",
+            Self::RenderResponses => "/v1/responses/render",
+            Self::RenderMessages => "/v1/messages/render",
+        }
+    }
 }
 
 /// The kind of prompts that a probe stands for.
@@ -26,6 +45,9 @@ pub enum ProbeKind {
     Completion,
     Chat,
     ChatWithTools,
+    Responses,
+    Messages,
+    MessagesWithTools,
 }
 
 /// The engine's answer to a probe.
@@ -100,6 +122,9 @@ pub struct TokenTrust {
     pub completions: bool,
     pub chat: bool,
     pub chat_with_tools: bool,
+    pub responses: bool,
+    pub messages: bool,
+    pub messages_with_tools: bool,
     /// Probes that both sides refused.
     pub skipped: usize,
 }
@@ -111,7 +136,13 @@ pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict
     let refused = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::BothRefuse);
     let trusted = |kind: ProbeKind| {
         let of_kind = verdicts.iter().filter(|(of, _)| *of == kind);
-        let mut judged = of_kind.filter(|(_, verdict)| !refused(verdict)).peekable();
+        // An engine without a parser for calls refuses every message with tools.
+        let is_void = |verdict: &ProbeVerdict| {
+            refused(verdict)
+                || (kind == ProbeKind::MessagesWithTools
+                    && matches!(verdict, ProbeVerdict::OnlyEngineRefuses))
+        };
+        let mut judged = of_kind.filter(|(_, verdict)| !is_void(verdict)).peekable();
         let is_equal = |verdict: &ProbeVerdict| matches!(verdict, ProbeVerdict::Equal { .. });
         judged.peek().is_some() && judged.all(|(_, verdict)| is_equal(verdict))
     };
@@ -119,6 +150,9 @@ pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict
         completions: trusted(ProbeKind::Completion),
         chat: trusted(ProbeKind::Chat),
         chat_with_tools: trusted(ProbeKind::Chat) && trusted(ProbeKind::ChatWithTools),
+        responses: trusted(ProbeKind::Responses),
+        messages: trusted(ProbeKind::Messages),
+        messages_with_tools: trusted(ProbeKind::Messages) && trusted(ProbeKind::MessagesWithTools),
         skipped: verdicts.iter().filter(|(_, v)| refused(v)).count(),
     }
 }
@@ -127,6 +161,7 @@ pub fn trust<'v>(verdicts: impl IntoIterator<Item = (ProbeKind, &'v ProbeVerdict
 pub fn read_answer(status: u16, body: &[u8]) -> ProbeAnswer {
     #[derive(Deserialize)]
     struct Tokens {
+        #[serde(alias = "token_ids")]
         tokens: Vec<u32>,
     }
     match status {
@@ -159,9 +194,18 @@ struct ProbeDefinition {
 
 impl ProbeDefinition {
     fn probe(mut self, tokenizer: &Tokenizer, model: &str, now: CivilTime) -> Probe {
-        let (route, kind) = if self.body.contains_key("prompt") {
+        let has_tools = self.body.contains_key("tools");
+        let (route, kind) = if self.body.contains_key("max_tokens") {
+            let kind = match has_tools {
+                true => ProbeKind::MessagesWithTools,
+                false => ProbeKind::Messages,
+            };
+            (PromptRoute::Messages, kind)
+        } else if self.body.contains_key("input") {
+            (PromptRoute::Responses, ProbeKind::Responses)
+        } else if self.body.contains_key("prompt") {
             (PromptRoute::Completions, ProbeKind::Completion)
-        } else if self.body.contains_key("tools") {
+        } else if has_tools {
             (PromptRoute::ChatCompletions, ProbeKind::ChatWithTools)
         } else {
             (PromptRoute::ChatCompletions, ProbeKind::Chat)
@@ -171,6 +215,11 @@ impl ProbeDefinition {
         Probe {
             name: self.name,
             kind,
+            path: match route {
+                PromptRoute::Responses => ProbePath::RenderResponses,
+                PromptRoute::Messages => ProbePath::RenderMessages,
+                PromptRoute::ChatCompletions | PromptRoute::Completions => ProbePath::Tokenize,
+            },
             ours: encode(tokenizer, route, &body, now),
             body,
         }

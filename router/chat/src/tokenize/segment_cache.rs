@@ -3,16 +3,15 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher as _, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustc_hash::FxBuildHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Cached bytes per tokenizer: about 80 MB of prompts.
+/// Cached bytes of a tokenizer, unless it is bounded lower: about 80 MB of prompts.
 const CACHE_BYTES_MAX: usize = 64 << 20;
 const SHARDS: usize = 16;
-const GENERATION_BYTES_MAX: usize = CACHE_BYTES_MAX / SHARDS / 2;
 /// A larger segment would evict hundreds of others.
 const SEGMENT_BYTES_MAX: usize = 512 << 10;
 /// Approximate overhead of a cached segment: map entry, allocations and their headers.
@@ -31,6 +30,8 @@ pub(super) struct SegmentCache {
     /// Unknown to clients, so that they cannot choose texts that share a key.
     seed: u64,
     shards: [Mutex<CacheShard>; SHARDS],
+    /// Bytes of one generation of a shard.
+    generation_max: AtomicUsize,
     hit_bytes: AtomicU64,
     miss_bytes: AtomicU64,
 }
@@ -62,9 +63,21 @@ impl SegmentCache {
         Self {
             seed: RandomState::new().hash_one(0),
             shards: Default::default(),
+            generation_max: AtomicUsize::new(CACHE_BYTES_MAX / SHARDS / 2),
             hit_bytes: AtomicU64::new(0),
             miss_bytes: AtomicU64::new(0),
         }
+    }
+
+    /// Changes the bound. A cache above it shrinks as segments are added.
+    pub(super) fn set_bytes_max(&self, bytes: usize) {
+        let bytes = bytes.min(CACHE_BYTES_MAX);
+        self.generation_max
+            .store(bytes / SHARDS / 2, Ordering::Relaxed);
+    }
+
+    fn generation_max(&self) -> usize {
+        self.generation_max.load(Ordering::Relaxed)
     }
 
     /// `variant` separates the ids that one text has in several places.
@@ -73,7 +86,7 @@ impl SegmentCache {
     }
 
     pub(super) fn get(&self, key: SegmentKey, text: &str) -> Option<Arc<[u32]>> {
-        let found = self.shard(key).get(key, text);
+        let found = self.shard(key).get(key, text, self.generation_max());
         let counter = if found.is_some() {
             &self.hit_bytes
         } else {
@@ -89,7 +102,7 @@ impl SegmentCache {
                 text: text.into(),
                 ids: ids.into(),
             };
-            self.shard(key).insert(key, segment);
+            self.shard(key).insert(key, segment, self.generation_max());
         }
     }
 
@@ -113,7 +126,7 @@ impl SegmentCache {
 }
 
 impl CacheShard {
-    fn get(&mut self, key: SegmentKey, text: &str) -> Option<Arc<[u32]>> {
+    fn get(&mut self, key: SegmentKey, text: &str, max: usize) -> Option<Arc<[u32]>> {
         if let Some(found) = self.young.get(&key.0) {
             return (*found.text == *text).then(|| Arc::clone(&found.ids));
         }
@@ -121,13 +134,13 @@ impl CacheShard {
         self.old_bytes -= found.bytes();
         let is_same = *found.text == *text;
         let ids = Arc::clone(&found.ids);
-        self.insert(key, found);
+        self.insert(key, found, max);
         is_same.then_some(ids)
     }
 
-    fn insert(&mut self, key: SegmentKey, segment: CachedSegment) {
+    fn insert(&mut self, key: SegmentKey, segment: CachedSegment, max: usize) {
         let bytes = segment.bytes();
-        if self.young_bytes + bytes > GENERATION_BYTES_MAX {
+        if self.young_bytes + bytes > max {
             self.old = std::mem::take(&mut self.young);
             self.old_bytes = std::mem::take(&mut self.young_bytes);
         }
@@ -167,6 +180,21 @@ mod tests {
         let large = "x".repeat(SEGMENT_BYTES_MAX + 1);
         cache.put(key(&large), &large, &ids);
         assert!(cache.get(key(&large), &large).is_none());
+    }
+
+    #[test]
+    fn a_lower_bound_shrinks_the_cache() {
+        let cache = SegmentCache::new();
+        let fill = |from: usize| {
+            for i in from..from + 4_000 {
+                let text = format!("{i:-<1000}");
+                cache.put(cache.key(&text, 0), &text, &[1; 1000]);
+            }
+            cache.stats().kept_bytes
+        };
+        assert!(fill(0) > 8 << 20);
+        cache.set_bytes_max(4 << 20);
+        assert!(fill(10_000) <= 4 << 20);
     }
 
     #[test]

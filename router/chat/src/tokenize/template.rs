@@ -10,7 +10,7 @@ use minijinja::value::{Value, ValueKind};
 use super::content_format::{ContentFormat, detect};
 use super::messages::{self, member};
 use super::python::{self, CivilTime};
-use crate::openai::{ChatEnding, ChatParts};
+use crate::openai::{ChatEnding, ChatParts, ThinkingRequest, ToolChoice};
 
 /// Bytes of a rendered chat. The largest bodies that engines accept are smaller.
 const TEXT_BYTES_MAX: usize = 64 << 20;
@@ -49,12 +49,31 @@ pub struct TemplateError {
     pub source: minijinja::Error,
 }
 
+/// How an engine uses its templates.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TemplateRules {
+    /// JSON of `--default-chat-template-kwargs`.
+    pub default_kwargs: Option<String>,
+    pub unused_tools: UnusedTools,
+}
+
+/// The tools of a request whose `tool_choice` is `none`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum UnusedTools {
+    #[default]
+    Rendered,
+    /// `--exclude-tools-when-tool-choice-none`.
+    Excluded,
+}
+
 /// Properties of a template's source that decide what the engine gives it.
 #[derive(Debug)]
 struct TemplateTraits {
     format: ContentFormat,
     knows_developer: bool,
     mentions_content: bool,
+    /// The effort of reasoning may change the text.
+    mentions_effort: bool,
 }
 
 /// One model's templates, by name, and its special tokens.
@@ -65,6 +84,9 @@ pub struct ChatTemplates {
     /// Whether the model has one template instead of a set of named ones.
     single: bool,
     special_tokens: BTreeMap<String, String>,
+    rules: TemplateRules,
+    /// Some template refuses system messages behind others.
+    wants_system_first: bool,
 }
 
 impl ChatTemplates {
@@ -91,23 +113,36 @@ impl ChatTemplates {
         };
         let mut env = python::environment().map_err(|error| failed(DEFAULT, error))?;
         let mut traits = BTreeMap::new();
+        let mut has_generation_tags = false;
         for (name, source) in sources {
             let plain = python::without_generation_tags(&source).into_owned();
             let found = TemplateTraits {
                 format: detect(&plain),
                 knows_developer: plain.contains("\"developer\"") || plain.contains("'developer'"),
                 mentions_content: source.contains("content"),
+                mentions_effort: source.contains(THINKING) || source.contains("reasoning_effort"),
             };
+            has_generation_tags |= plain != source;
             env.add_template_owned(name.clone(), plain)
                 .map_err(|error| failed(&name, error))?;
             traits.insert(name, found);
         }
+        // The engine's probe knows no such tags, and takes their error for a refusal.
+        let wants_system_first = has_generation_tags || wants_system_first(&env);
         Ok(Self {
             env,
             traits,
+            wants_system_first,
             single: false,
             special_tokens,
+            rules: TemplateRules::default(),
         })
+    }
+
+    /// These templates under an engine's rules.
+    #[must_use]
+    pub fn with_rules(self, rules: TemplateRules) -> Self {
+        Self { rules, ..self }
     }
 
     /// The form of content that the default template wants.
@@ -150,9 +185,17 @@ impl ChatTemplates {
         if chat.ending == ChatEnding::Contradiction {
             return Err(RenderError::Invalid("continue_final_message"));
         }
-        let arguments = TemplateArguments::read(chat)?;
+        let arguments = TemplateArguments::read(chat, &self.rules)?;
         let (name, traits) = self.choose(chat, &arguments.tools)?;
-        let mut conversation = messages::conversation(chat.messages, traits.format)?;
+        if chat.thinking == ThinkingRequest::Disabled && traits.mentions_effort {
+            return Err(RenderError::Unsupported("thinking"));
+        }
+        let merged = chat
+            .system_first
+            .as_deref()
+            .filter(|_| self.wants_system_first);
+        let messages = merged.unwrap_or(&chat.messages);
+        let mut conversation = messages::conversation(messages, traits.format)?;
         if !traits.knows_developer {
             conversation = messages::without_developer_role(conversation);
         }
@@ -218,6 +261,27 @@ impl ChatTemplates {
     }
 }
 
+/// Whether a template fails on a system message behind others. The engine decides it by this probe,
+/// without special tokens and tools.
+fn wants_system_first(env: &Environment<'_>) -> bool {
+    let message = |role: &str| {
+        Value::from_pairs([("role", Value::from(role)), ("content", Value::from("t"))])
+    };
+    let messages = ["system", "user", "system", "user"].map(message);
+    let context = Value::from_pairs([
+        ("messages", Value::from(messages.to_vec())),
+        ("add_generation_prompt", Value::from(false)),
+    ]);
+    [DEFAULT, TOOL_USE].into_iter().any(|name| {
+        let template = env.get_template(name).ok();
+        let render = |template: minijinja::Template<'_, '_>| template.render(context.clone());
+        template.is_some_and(|template| {
+            let rendered = catch_unwind(AssertUnwindSafe(|| render(template)));
+            !matches!(rendered, Ok(Ok(_)))
+        })
+    })
+}
+
 /// A writer that fails beyond [`TEXT_BYTES_MAX`], or when the text is no longer wanted.
 struct BoundedText<'c> {
     bytes: Vec<u8>,
@@ -272,22 +336,29 @@ const CONSUMED: &[&str] = &[
 ];
 
 impl TemplateArguments {
-    fn read(chat: &ChatParts<'_>) -> Result<Self, RenderError> {
+    /// The request's arguments take precedence over the engine's.
+    fn read(chat: &ChatParts<'_>, rules: &TemplateRules) -> Result<Self, RenderError> {
         let mut read = Self {
             tools: Value::from(()),
             documents: Value::from(()),
             others: BTreeMap::new(),
         };
         let mut sets_thinking = false;
-        if let Some(tools) = chat.tools {
+        if let Some(kwargs) = &rules.default_kwargs {
+            let kwargs = serde_json::from_str(kwargs).map_err(|_| RenderError::Invalid(KWARGS))?;
+            read.template_kwargs(&kwargs)?;
+        }
+        let excludes_tools =
+            chat.tool_choice == ToolChoice::None && rules.unused_tools == UnusedTools::Excluded;
+        if let Some(tools) = chat.tools.as_deref().filter(|_| !excludes_tools) {
             read.tools = messages::tools(tools)?;
         }
-        if let Some(raw) = chat.template_kwargs {
+        if let Some(raw) = &chat.template_kwargs {
             let kwargs = messages::read_json(KWARGS, raw)?;
             sets_thinking = kwargs.get_attr(THINKING).is_ok_and(|v| !v.is_undefined());
             read.template_kwargs(&kwargs)?;
         }
-        if let Some(documents) = chat.documents {
+        if let Some(documents) = &chat.documents {
             read.documents = messages::read_json("documents", documents)?;
         }
         if let Some(effort) = &chat.reasoning_effort {

@@ -200,7 +200,7 @@ fn a_bare_tokenizer_has_no_templates() {
 fn the_quick_starts_tokenizer_encodes_every_probe() {
     let tokenizer = Tokenizer::load(&fixture("tiny")).unwrap();
     let probes = parity::probes(&tokenizer, "m", now());
-    assert_eq!(probes.len(), 14);
+    assert_eq!(probes.len(), 22);
     assert!(probes.iter().all(|probe| probe.ours.is_ok()), "{probes:?}");
     let mut verdicts = Vec::new();
     for probe in &probes {
@@ -211,6 +211,41 @@ fn the_quick_starts_tokenizer_encodes_every_probe() {
     }
     let trust = parity::trust(verdicts.iter().map(|(kind, verdict)| (*kind, verdict)));
     assert!(trust.completions && trust.chat && trust.chat_with_tools && trust.skipped == 0);
+}
+
+/// A template of its own, default arguments and the rule for unused tools.
+#[test]
+fn the_settings_of_a_model_change_the_text() {
+    const TEMPLATE: &str = "{{ messages[0].content }}{% if tools %}, {{ tools | length }} tool\
+        {% endif %}, {{ style | default('plain') }}";
+    let name = format!("warmroute-template-{}.jinja", std::process::id());
+    let file = std::env::temp_dir().join(name);
+    std::fs::write(&file, TEMPLATE).unwrap();
+    let text = |kwargs: Option<&str>, unused_tools, body: &str| {
+        let source = ModelSource {
+            path: fixture("tiny"),
+            chat_template: Some(file.clone()),
+            rules: TemplateRules {
+                default_kwargs: kwargs.map(str::to_owned),
+                unused_tools,
+            },
+        };
+        let tokenizer = Tokenizer::of_files(source.read().unwrap()).unwrap();
+        let body = format!(r#"{{"messages":[{{"role":"user","content":"x"}}]{body}}}"#);
+        chat(&tokenizer, &body).unwrap().0
+    };
+    let (rendered, excluded) = (UnusedTools::Rendered, UnusedTools::Excluded);
+    assert_eq!(text(None, rendered, ""), "x, plain", "its own template");
+    let short = Some(r#"{"style":"short"}"#);
+    assert_eq!(text(short, rendered, ""), "x, short", "by default");
+    let own = r#","chat_template_kwargs":{"style":"long"}"#;
+    assert_eq!(text(short, rendered, own), "x, long", "by the request");
+    let tools = r#","tools":[{"type":"function","function":{"name":"f"}}]"#;
+    let unused = &format!(r#"{tools},"tool_choice":"none""#);
+    assert_eq!(text(None, rendered, unused), "x, 1 tool, plain");
+    assert_eq!(text(None, excluded, unused), "x, plain");
+    assert_eq!(text(None, excluded, tools), "x, 1 tool, plain");
+    std::fs::remove_file(&file).unwrap();
 }
 
 #[test]

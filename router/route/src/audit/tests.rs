@@ -33,6 +33,7 @@ fn claim() -> CreditClaim {
         standing: ClaimStanding::Credited,
         decided: start(),
         generation: Some(Generation(5)),
+        number: Some(RecordNumber(60)),
         position: at(LOG),
         engine_seq: Some(EngineSeq(100)),
         blocks: 10,
@@ -187,13 +188,14 @@ fn no_strike_without_uninterrupted_holding() {
 
 #[test]
 fn only_exact_gpu_blocks_and_reading_requests_are_suspected() {
-    let changes: [fn(&mut CreditClaim); 6] = [
+    let changes: [fn(&mut CreditClaim); 7] = [
         |claim| claim.state = SourceState::Unverified,
         |claim| claim.state = SourceState::Partial,
         |claim| claim.main_attention_only = false,
         |claim| claim.reads = CacheReads::Bypassed,
         |claim| claim.gpu_blocks = 0,
         |claim| claim.position = None,
+        |claim| claim.number = None,
     ];
     let mut audit = CreditAudit::default();
     for change in changes {
@@ -201,7 +203,7 @@ fn only_exact_gpu_blocks_and_reading_requests_are_suspected() {
         change(&mut claim);
         assert_eq!(recheck_of(&mut audit, &claim, 0), None);
     }
-    assert_eq!(audit.counts().less, 6);
+    assert_eq!(audit.counts().less, 7);
 }
 
 #[test]

@@ -129,27 +129,6 @@ fn a_name_that_is_base_and_adapter_is_a_base_model() {
 }
 
 #[test]
-fn block_sizes_that_differ_are_seen() {
-    let with_size = |name, size| {
-        let mut entry = entry(name);
-        entry.block_size = size;
-        entry
-    };
-    let sizes = |sizes: [Option<BlockSize>; 2]| {
-        let entries = [with_size("a", sizes[0]), with_size("b", sizes[1])];
-        Fixture::with(&entries)
-            .fleet
-            .model("base")
-            .unwrap()
-            .block_sizes
-    };
-    let (small, large) = (BlockSize::new(16), BlockSize::new(32));
-    assert_eq!(sizes([None, None]), BlockSizes::Unknown);
-    assert_eq!(sizes([None, small]), BlockSizes::One(small.unwrap()));
-    assert_eq!(sizes([small, large]), BlockSizes::Mixed);
-}
-
-#[test]
 fn health_survives_a_new_entry_but_not_a_new_url_and_a_drain_survives_both() {
     let mut fixture = Fixture::with(&[entry("a")]);
     assert!(fixture.health("a", Health::Unhealthy));

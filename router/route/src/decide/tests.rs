@@ -1,6 +1,7 @@
 use super::*;
 use crate::index_view::IndexView;
 use crate::source_table::SourceTable;
+use crate::speed::AcceptedPrefill;
 use warmroute_proto::load::{LoadChange, SampledPrefix};
 use warmroute_proto::query::{IndexAnswer, SourceAnswer};
 use warmroute_proto::{
@@ -37,7 +38,7 @@ struct Fixture {
     candidates: Vec<Candidate>,
     trusted: TrustedAnswer,
     slots: Slots,
-    predictions: Predictions,
+    expected: Expectations,
     stalls: StallDetector,
     speed: SpeedTracker,
     slowness: SlownessTracker,
@@ -64,7 +65,7 @@ impl Fixture {
             candidates,
             trusted: TrustedAnswer::default(),
             slots: Slots::default(),
-            predictions: Predictions::default(),
+            expected: Expectations::default(),
             stalls: StallDetector::default(),
             speed: SpeedTracker::default(),
             slowness: SlownessTracker::default(),
@@ -118,14 +119,24 @@ impl Fixture {
         let incarnation = Generation(1);
         self.slots
             .apply(&mut self.table, ROUTER, incarnation, &change);
-        let id = self.id(number);
-        self.speed.accepted(id, prefill_tokens, self.now);
+        let slot = SlotKey {
+            router: ROUTER,
+            counter: self.next,
+        };
+        let prefill = AcceptedPrefill {
+            source: self.id(number),
+            tokens: prefill_tokens,
+            outstanding_tokens: 0,
+            block_tokens: 16,
+        };
+        self.speed.accepted(slot, prefill, self.now);
     }
 
     fn expect(&mut self, number: u32, prompt: &Prompt) {
         let id = self.id(number);
         self.next += 1;
-        self.predictions
+        self.expected
+            .predictions
             .sent(ROUTER, self.next, id, prompt.sampled());
     }
 
@@ -143,8 +154,7 @@ impl Fixture {
             turn,
             trusted: &self.trusted,
             slots: &self.slots,
-            predictions: &self.predictions,
-            reported: &ReportedPrefixes::default(),
+            expected: &self.expected,
             stalls: &self.stalls,
             speed: &self.speed,
             slowness: &self.slowness,

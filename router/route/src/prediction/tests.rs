@@ -157,9 +157,7 @@ fn memory_is_bounded_and_what_was_dropped_is_counted() {
     let (at, start) = (source(), start());
     let mut predictions = Predictions::default();
     let long = |first: u64| SampledPrefix {
-        hashes: (0..448)
-            .map(|n| warmroute_proto::PrefixHash((first << 32) | n))
-            .collect(),
+        hashes: (0..448).map(|n| PrefixHash((first << 32) | n)).collect(),
     };
     for counter in 0..6000 {
         predictions.sent(ROUTER, counter, at, &long(counter));

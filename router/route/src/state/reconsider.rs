@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use warmroute_proto::RouterId;
 
 use super::{Admitted, Core, RouteRequest};
-use crate::choice::Policy;
 use crate::ledger::LedgerError;
 use crate::replica_roster::IndexReply;
 use crate::slots::SlotKey;
@@ -69,7 +68,7 @@ impl Core {
     /// Cost that a move must save.
     fn move_margin(&self, request: &RouteRequest<'_>, source: SourceId) -> f64 {
         let tokens = f64::from(self.knobs.move_margin_tokens);
-        if self.knobs.policy == Policy::Time {
+        if self.knobs.policy.is_timed() {
             return tokens * self.speed.of(source).ttft.secs_each;
         }
         let blocks = tokens / f64::from(request.prompt.block_tokens());

@@ -1,3 +1,6 @@
+mod sent;
+mod speed;
+
 use super::*;
 use std::time::Duration;
 use warmroute_proto::codec;
@@ -7,6 +10,7 @@ use warmroute_proto::{
     BlockSize, DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
 };
 
+use crate::DecisionBasis;
 use crate::audit::{AGREEMENTS, CreditClaim};
 use crate::index_view::{LAG_MAX, LogGeneration};
 

@@ -42,7 +42,7 @@ mod view;
 pub use counts::{LimitCounts, MessageCounts, RepairCounts, ReplicaCounts, TrafficCounts};
 pub use load_state::{LedgerHead, LoadState, OutgoingMessages, SlotSnapshot, head};
 pub use replica::{AskId, LoadReplica, PlaneLink, ReplicaEffect};
-pub use view::{DigestComparison, ReplicaStatus, RouterView, ViewStatus};
+pub use view::{DigestComparison, ReplicaStatus, RouterView, StatusDetail, ViewStatus};
 
 /// Time between two heartbeats.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);

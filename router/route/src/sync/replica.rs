@@ -18,10 +18,11 @@ use super::loopback::LoopbackMonitor;
 use super::outbox::{Outbox, frame};
 use super::peer::{PayloadInfo, Peer, PeerContext};
 use super::snapshot_cache::SnapshotCache;
-use super::view::{ReplicaStatus, RouterView, ViewStatus};
+use super::view::{ReplicaStatus, RouterView, StatusDetail, ViewStatus};
 use super::{
     DEAD_AFTER, FENCE_KEPT, HEARTBEAT_INTERVAL, JOIN_MAX, PEERS_MAX, RECONNECT_GRACE, SERVED_MAX,
 };
+use crate::RouterLoad;
 
 /// Work for the shell, in this order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -323,13 +324,18 @@ impl LoadReplica {
         self.check_ready(now);
     }
 
-    /// State and views, with the slots of all replicas.
+    /// State, and views of all routers.
     #[must_use]
-    pub fn snapshot(&self, load: &mut dyn LoadState, now: Instant) -> ReplicaStatus {
+    pub fn snapshot(
+        &self,
+        load: &mut dyn LoadState,
+        detail: StatusDetail,
+        now: Instant,
+    ) -> ReplicaStatus {
         let live = |peer: &&Peer| !peer.is_dead();
-        let mut replicas = vec![self.own_view(load)];
-        let views = self.peers.values().map(|peer| peer_view(peer, load, now));
-        replicas.extend(views);
+        let mut replicas = vec![self.own_view(load, detail)];
+        let views = self.peers.values();
+        replicas.extend(views.map(|peer| peer_view(peer, load, detail, now)));
         ReplicaStatus {
             router: self.router,
             incarnation: self.own.incarnation,
@@ -342,7 +348,7 @@ impl LoadReplica {
         }
     }
 
-    fn own_view(&self, load: &mut dyn LoadState) -> RouterView {
+    fn own_view(&self, load: &mut dyn LoadState, detail: StatusDetail) -> RouterView {
         // The sources may be one message newer than the head.
         let head = load.messages_from(RecordNumber(u64::MAX), 0).head;
         RouterView {
@@ -352,8 +358,9 @@ impl LoadReplica {
             number: head.number,
             digest: head.digest.into(),
             compared: None,
+            divergence: 0,
             silent_ms: 0,
-            sources: load.loads(self.router),
+            sources: sources(load, self.router, detail),
         }
     }
 
@@ -665,7 +672,19 @@ impl LoadReplica {
     }
 }
 
-fn peer_view(peer: &Peer, load: &mut dyn LoadState, now: Instant) -> RouterView {
+fn sources(load: &mut dyn LoadState, router: RouterId, detail: StatusDetail) -> Vec<RouterLoad> {
+    match detail {
+        StatusDetail::Summary => Vec::new(),
+        StatusDetail::Sources => load.loads(router),
+    }
+}
+
+fn peer_view(
+    peer: &Peer,
+    load: &mut dyn LoadState,
+    detail: StatusDetail,
+    now: Instant,
+) -> RouterView {
     let followed = peer.followed();
     let standing = match followed {
         Some(_) => ViewStatus::Following,
@@ -680,7 +699,8 @@ fn peer_view(peer: &Peer, load: &mut dyn LoadState, now: Instant) -> RouterView 
         number: followed.flatten(),
         digest: load.digest(peer.router).into(),
         compared: peer.compared(),
+        divergence: peer.divergence(),
         silent_ms: u64::try_from(silent.as_millis()).unwrap_or(u64::MAX),
-        sources: load.loads(peer.router),
+        sources: sources(load, peer.router, detail),
     }
 }

@@ -8,6 +8,13 @@ use warmroute_proto::{Generation, RecordNumber, RouterId};
 use super::counts::ReplicaCounts;
 use crate::RouterLoad;
 
+/// Whether a status lists the load on every source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatusDetail {
+    Summary,
+    Sources,
+}
+
 /// State of one replica and its views of the others, at one moment.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReplicaStatus {
@@ -42,7 +49,10 @@ pub struct RouterView {
     pub digest: DigestFields,
     /// The last comparison with a heartbeat at the view's number.
     pub compared: Option<DigestComparison>,
+    /// Difference in requests between the view and its last heartbeat, at whatever numbers.
+    pub divergence: u64,
     pub silent_ms: u64,
+    /// Empty in a [`StatusDetail::Summary`].
     pub sources: Vec<RouterLoad>,
 }
 

@@ -38,6 +38,7 @@ impl TuneCandidate {
     pub(super) fn all() -> Vec<Self> {
         let policies = [
             Policy::Time,
+            Policy::Approx,
             Policy::RoundRobin,
             Policy::LeastLoad,
             Policy::Random,

@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_plane::{PutIf, Revision};
 use warmroute_proto::codec;
+use warmroute_proto::registry::{DrainUntil, ShimEntry};
 
 use super::*;
 
@@ -44,7 +45,12 @@ impl Router {
     }
 
     async fn set_drain(&self, drain: DrainState) {
-        self.registry.set_drain(&worker(), drain).await.unwrap();
+        let registry = &self.registry;
+        match drain {
+            DrainState::Draining => registry.drain(&worker(), DrainUntil::Undone).await,
+            DrainState::Serving => registry.undrain(&worker()).await,
+        }
+        .unwrap();
     }
 
     fn unreadable(&self) -> u64 {
@@ -104,10 +110,10 @@ async fn a_router_that_has_not_read_the_drains_writes_after_the_last_entry() {
     let plane = plane();
     let first = Router::start(&plane);
     first.set_drain(DrainState::Draining).await;
-    let set_drain = async |drain| registry(&plane).set_drain(&worker(), drain).await.unwrap();
-    set_drain(DrainState::Draining).await;
+    let drained = registry(&plane).drain(&worker(), DrainUntil::Undone).await;
+    drained.unwrap();
     assert_eq!(stored(&plane).await.unwrap().0.turn, 0);
-    set_drain(DrainState::Serving).await;
+    registry(&plane).undrain(&worker()).await.unwrap();
     let (last, _) = stored(&plane).await.unwrap();
     assert_eq!((last.drain, last.turn), (DrainState::Serving, 1));
 }
@@ -141,6 +147,80 @@ async fn a_drain_that_the_registry_lost_or_rolled_back_is_restored() {
         sleep(Duration::from_millis(1)).await;
     }
     assert_eq!(router.drain(), DrainState::Draining);
+}
+
+/// Another life of the worker's shim takes the lease and registers.
+async fn register(plane: &Arc<dyn Plane>, life: u8) {
+    let shim = ShimEntry {
+        instance: [life; 16],
+        version: "0".to_owned(),
+    };
+    let mut registration = entry("w.0", 16);
+    registration.version = life.to_string();
+    for (key, value) in [
+        (subjects().shim_key(&worker()), codec::encode(&shim)),
+        (
+            subjects().worker_key(&worker()),
+            codec::encode(&registration),
+        ),
+    ] {
+        let value = Bytes::from(value.unwrap());
+        plane.put(key, value, PutIf::Always, None).await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_until_restart_ends_with_the_shims_life_and_one_until_undone_does_not() {
+    let plane = plane();
+    register(&plane, 1).await;
+    let routers = [Router::start(&plane), Router::start(&plane)];
+    let until = async |state| {
+        for router in &routers {
+            router.until(|router| router.drain() == state).await;
+        }
+    };
+    let drain = async |until| routers[0].registry.drain(&worker(), until).await.unwrap();
+    let shown = || routers[0].registry.fleet.drain_until(&worker());
+
+    drain(DrainUntil::Restart).await;
+    until(DrainState::Draining).await;
+    assert_eq!(shown(), Some(DrainUntil::Restart));
+    // Its present life registers again.
+    register(&plane, 1).await;
+    sleep(Duration::from_secs(5)).await;
+    until(DrainState::Draining).await;
+    register(&plane, 2).await;
+    until(DrainState::Serving).await;
+    assert_eq!(shown(), None);
+
+    // An operator's drain stands, whatever came before it, and is not weakened after it.
+    drain(DrainUntil::Restart).await;
+    drain(DrainUntil::Undone).await;
+    drain(DrainUntil::Restart).await;
+    assert_eq!(shown(), Some(DrainUntil::Undone));
+    register(&plane, 3).await;
+    sleep(Duration::from_secs(5)).await;
+    until(DrainState::Draining).await;
+}
+
+/// A router that restarts in between finds the context in the registry.
+#[tokio::test(start_paused = true)]
+async fn a_drain_until_restart_ends_after_a_restart_of_all_routers() {
+    let plane = plane();
+    register(&plane, 1).await;
+    let first = Router::start(&plane);
+    first
+        .registry
+        .drain(&worker(), DrainUntil::Restart)
+        .await
+        .unwrap();
+    drop(first);
+    register(&plane, 2).await;
+    let next = Router::start(&plane);
+    next.until(|router| router.registry.drains_read()).await;
+    register(&plane, 2).await;
+    next.until(|router| router.drain() == DrainState::Serving)
+        .await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -11,6 +11,7 @@ use crate::fleet::Parity;
 use crate::proxy::prompt_jobs::PlanJob;
 use crate::proxy::prompt_pool::PromptJob as _;
 use crate::tokenize::CivilTime;
+use crate::tokenizers::{TokenizerTable, TokenizerVersion};
 
 fn trust(proven: bool) -> PromptTrust {
     PromptTrust {
@@ -19,16 +20,36 @@ fn trust(proven: bool) -> PromptTrust {
     }
 }
 
+fn version() -> Option<TokenizerVersion> {
+    TokenizerTable::with(&["m"], bare())
+        .of("m")
+        .map(|loaded| loaded.version)
+}
+
+fn bare() -> Tokenizer {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    Tokenizer::load(&fixture.join("tokenizer.json")).unwrap()
+}
+
+fn table(path: &Path) -> Arc<TokenizerTable> {
+    Arc::new(TokenizerTable::with(&["m"], Tokenizer::load(path).unwrap()))
+}
+
 fn inputs() -> PlanInputs {
     let model = CatalogModel {
         parent: None,
+        base: "m".into(),
         adapter: false,
         max_model_len: Some(1000),
-        block_size: BlockSize::new(16),
+        block_sizes: vec![BlockSize::new(16).unwrap()],
         parity: Parity {
+            tokenizer: version(),
             chat: trust(true),
             chat_with_tools: trust(true),
             text: trust(true),
+            responses: trust(true),
+            messages: trust(true),
+            messages_with_tools: trust(true),
         },
     };
     let adapter = CatalogModel {
@@ -36,7 +57,7 @@ fn inputs() -> PlanInputs {
         ..model.clone()
     };
     let blind = CatalogModel {
-        block_size: None,
+        block_sizes: Vec::new(),
         ..model.clone()
     };
     let models = [("m", model), ("a", adapter), ("blind", blind)];
@@ -44,11 +65,13 @@ fn inputs() -> PlanInputs {
         incomplete: false,
         models: models.map(|(name, model)| (name.to_owned(), model)).into(),
         usable: true,
+        ..ModelCatalog::default()
     };
     PlanInputs {
         catalog: Arc::new(catalog),
-        tokenizer: None,
+        tokenizers: Arc::default(),
         policy: Policy::Kv,
+        answer_models: Arc::new(|_| None),
         now: CivilTime::from_unix(0),
         prompt_bytes_max: 1 << 20,
         sampling: TextSampling::Discard,
@@ -58,7 +81,7 @@ fn inputs() -> PlanInputs {
 fn with_tokenizer() -> PlanInputs {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let mut inputs = PlanInputs {
-        tokenizer: Some(Arc::new(Tokenizer::load(&fixture).unwrap())),
+        tokenizers: table(&fixture),
         ..inputs()
     };
     let models = &mut Arc::make_mut(&mut inputs.catalog).models;
@@ -107,9 +130,10 @@ fn token_ids_are_hashed_with_adapter_and_salt() {
 #[test]
 fn chats_and_texts_are_hashed_with_adapter_and_salt() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
-    let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
+    let tokenizers = table(&fixture);
+    let tokenizer = &tokenizers.of("m").unwrap().tokenizer;
     let inputs = PlanInputs {
-        tokenizer: Some(Arc::clone(&tokenizer)),
+        tokenizers: Arc::clone(&tokenizers),
         ..inputs()
     };
     let text = "A question of several blocks. ".repeat(10);
@@ -146,7 +170,7 @@ fn chats_and_texts_are_hashed_with_adapter_and_salt() {
 #[test]
 fn prompts_without_proven_parity_are_routed_by_load() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
-    let tokenizer = Arc::new(Tokenizer::load(&fixture).unwrap());
+    let tokenizers = table(&fixture);
     let text = "A question of several blocks. ".repeat(10);
     let messages = json!([{"role": "user", "content": text}]);
     let tool = json!({"type": "function", "function": {"name": "f", "parameters": {}}});
@@ -170,15 +194,17 @@ fn prompts_without_proven_parity_are_routed_by_load() {
         [false, false, true],
     ] {
         let mut inputs = PlanInputs {
-            tokenizer: Some(Arc::clone(&tokenizer)),
+            tokenizers: Arc::clone(&tokenizers),
             ..inputs()
         };
         let models = &mut Arc::make_mut(&mut inputs.catalog).models;
         let [text, chat, chat_with_tools] = trusted;
         models.get_mut("m").unwrap().parity = Parity {
+            tokenizer: version(),
             chat: trust(chat),
             chat_with_tools: trust(chat_with_tools),
             text: trust(text),
+            ..Parity::default()
         };
         for ((route, body), trusted) in asked.iter().zip(trusted) {
             let plan = plan(*route, body.to_string().as_bytes(), &inputs).unwrap();
@@ -194,7 +220,7 @@ fn prompts_without_proven_parity_are_routed_by_load() {
 fn a_mismatched_worker_is_named_and_the_prompt_is_hashed() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let mut inputs = PlanInputs {
-        tokenizer: Some(Arc::new(Tokenizer::load(&fixture).unwrap())),
+        tokenizers: table(&fixture),
         ..inputs()
     };
     let models = &mut Arc::make_mut(&mut inputs.catalog).models;
@@ -254,6 +280,40 @@ fn policies_that_use_no_caches_do_not_tokenize() {
             assert_eq!(plan.unhashed, Some("policy"));
             assert!(plan.prompt.blocks().is_empty());
         }
+    }
+}
+
+/// Images, a model without a tokenizer, and the policy `approx`.
+#[test]
+fn a_prompt_without_tokens_is_recognised_by_its_text() {
+    let long = "a system prompt of more than a few blocks. ".repeat(10);
+    let image = json!({"type": "image_url", "image_url": {"url": "data:,"}});
+    let chat = |question: &str, inputs: &PlanInputs| {
+        let system = json!({"role": "system", "content": long});
+        let content = json!([{"type": "text", "text": question}, image]);
+        let user = json!({"role": "user", "content": content});
+        let body = json!({"model": "m", "messages": [system, user]}).to_string();
+        let plan = plan(PromptRoute::ChatCompletions, body.as_bytes(), inputs).unwrap();
+        assert!(plan.prompt.blocks().is_empty());
+        plan.prompt
+    };
+    let common = |one: &Prompt, other: &Prompt| {
+        let both = one.sampled().hashes.iter().zip(&other.sampled().hashes);
+        both.take_while(|(one, other)| one == other).count()
+    };
+    let (one, other) = (chat("What is it?", &inputs()), chat("Who?", &inputs()));
+    let blocks = long.len() / 64;
+    assert!((blocks..=blocks + 2).contains(&common(&one, &other)));
+    let approx = PlanInputs {
+        policy: Policy::Approx,
+        ..inputs()
+    };
+    for prompt in [json!(long), json!(tokens(40))] {
+        let body = json!({"model": "m", "prompt": prompt}).to_string();
+        let plan = plan(PromptRoute::Completions, body.as_bytes(), &approx).unwrap();
+        assert_eq!(plan.unhashed, Some("policy"));
+        assert!(plan.prompt.blocks().is_empty());
+        assert!(plan.prompt.credit_max() >= 2);
     }
 }
 
@@ -375,4 +435,41 @@ async fn work_ends_when_the_client_has_gone() {
     assert!(job.bytes_left() > 300_000);
     drop(planned);
     assert_eq!(job.step(), TaskState::Done);
+}
+
+/// They have the blocks of the chat that the engine makes of them, and no trust of other routes.
+#[test]
+fn responses_and_messages_are_hashed_as_the_engines_chats() {
+    let mut inputs = with_tokenizer();
+    let text = "A question of several blocks. ".repeat(10);
+    let user = json!([{"role": "user", "content": text}]);
+    let system = json!({"role": "system", "content": "Be brief."});
+    let chat = json!({"model": "m", "messages": [system, user[0]]});
+    let with_special =
+        json!({"model": "m", "messages": chat["messages"], "add_special_tokens": true});
+    let responses = json!({"model": "m", "input": user, "instructions": "Be brief."});
+    let messages = json!({"model": "m", "max_tokens": 9, "messages": user, "system": "Be brief."});
+    let planned = |route, body: &serde_json::Value, inputs: &PlanInputs| {
+        plan(route, body.to_string().as_bytes(), inputs).unwrap()
+    };
+    for (route, body, chat) in [
+        (PromptRoute::Responses, &responses, &with_special),
+        (PromptRoute::Messages, &messages, &chat),
+    ] {
+        let expected = planned(PromptRoute::ChatCompletions, chat, &inputs);
+        let plan = planned(route, body, &inputs);
+        assert_eq!(plan.unhashed, None);
+        assert!(!plan.prompt.blocks().is_empty());
+        assert_eq!(plan.prompt.blocks(), expected.prompt.blocks(), "{body}");
+    }
+    let models = &mut Arc::make_mut(&mut inputs.catalog).models;
+    let parity = &mut models.get_mut("m").unwrap().parity;
+    (parity.responses, parity.messages) = (trust(false), trust(false));
+    for (route, body) in [
+        (PromptRoute::Responses, responses),
+        (PromptRoute::Messages, messages),
+    ] {
+        let plan = planned(route, &body, &inputs);
+        assert_eq!(plan.unhashed, Some("parity"));
+    }
 }

@@ -157,6 +157,15 @@ async fn a_stored_response_is_asked_of_the_worker_that_has_it() {
         assert_eq!(world.send("/v1/responses", &next).await.status(), 200);
         assert_eq!(engine.asked(), 5);
     }
+    // Its worker's model need not be named, where there are several.
+    let other = Engine::start().await;
+    world.add_serving(2, &other, "other");
+    for id in ["resp_0", "resp_none"] {
+        let next = json!({"input": "x", "previous_response_id": id});
+        let response = world.send("/v1/responses", &next).await;
+        assert_eq!(response.status(), if id == "resp_0" { 200 } else { 400 });
+    }
+    assert_eq!(engines[0].asked(), 6);
     // Known to an engine, not to this router.
     engines[1].stores("resp_x");
     assert_eq!(world.get("/v1/responses/resp_x").await.status(), 200);

@@ -24,6 +24,7 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, DpRank, RouterId, Source, codec};
 
 use super::*;
+use crate::call_report::CallSinks;
 use crate::config::Limits;
 use crate::fleet::health::Observation;
 use crate::route::moves::MOVE_WINDOW_MAX;
@@ -33,6 +34,9 @@ use crate::testing::{ROUTER, core, plane, subjects, worker_entry};
 
 /// More than any body here but the one that is too large.
 const BODY_MAX: usize = 1 << 20;
+
+/// Tests see decisions in headers.
+const EXPLAIN: &str = "[admin]\nexplain_headers = \"all\"\n";
 
 /// A wait that takes longer fails.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -315,6 +319,12 @@ impl Engine {
         self.inner.seen.lock().unwrap().last().unwrap().clone()
     }
 
+    /// The headers of each request so far.
+    pub(super) fn inner_headers(&self) -> Vec<HeaderMap> {
+        let seen = self.inner.seen.lock().unwrap();
+        seen.iter().map(|seen| seen.headers.clone()).collect()
+    }
+
     pub(super) fn asked(&self) -> usize {
         *self.inner.asked.borrow()
     }
@@ -514,8 +524,9 @@ impl World {
         for (number, engine) in (0..).zip(engines) {
             register(&fleet, number, engine);
         }
-        let settings: Arc<LiveSettings> = Arc::default();
-        let (recorder, _) = Recorder::new(Arc::clone(&settings), Arc::clone(&metrics));
+        let settings = LiveSettings::new(Settings::parse(EXPLAIN).unwrap());
+        let (sinks, spans) = CallSinks::traced(&metrics, &settings);
+        TaskTracker::new().spawn(spans.run(shutdown.force.clone()));
         let app = Arc::new(App {
             core,
             fleet,
@@ -526,11 +537,12 @@ impl World {
             engines: EngineClient::new(&settings, Arc::clone(&metrics)).unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
+            tenants: Tenants::new(Arc::clone(&settings)),
             metrics,
-            tokenizer: None,
+            tokenizers: Arc::default(),
             policy: Policy::Kv,
             settings,
-            recorder,
+            sinks,
             prompts: PromptPool::start().unwrap(),
             planned: AtomicU64::new(0),
             ready: Arc::default(),
@@ -552,7 +564,12 @@ impl World {
 
     /// Applies a settings file.
     pub(super) fn set(&self, toml: &str) {
-        self.app.settings.replace(Settings::parse(toml).unwrap());
+        let explain = match toml.contains("explain_headers") {
+            true => "",
+            false => EXPLAIN,
+        };
+        let settings = Settings::parse(&format!("{toml}\n{explain}"));
+        self.app.settings.replace(settings.unwrap());
     }
 
     /// Registers a further engine.
@@ -565,6 +582,19 @@ impl World {
         let mut entry = entry(number, engine);
         entry.models = vec![model.to_owned()];
         entry.models.retain(|model| !model.is_empty());
+        let (worker, url) = (entry.worker.clone(), entry.url.clone());
+        self.app.fleet.register(entry);
+        self.app
+            .fleet
+            .observe(&worker, &url, Observation::ProbePassed);
+    }
+
+    /// Registers a further engine by this name.
+    pub(super) fn add_named(&self, name: &str, engine: &Engine) {
+        let entry = WorkerEntry {
+            worker: name.into(),
+            ..entry(0, engine)
+        };
         let (worker, url) = (entry.worker.clone(), entry.url.clone());
         self.app.fleet.register(entry);
         self.app
@@ -673,7 +703,8 @@ impl World {
 
     /// The value of a series, 0 where there is none.
     pub(super) fn metric(&self, series: &str) -> u64 {
-        self.app.metrics.value(series)
+        let catalog = self.app.fleet.catalog();
+        self.app.metrics.value_of(series, &catalog.series)
     }
 }
 

@@ -51,13 +51,17 @@ impl HuggingFace {
         self.decoder.decode(&[token], true).unwrap_or_default()
     }
 
-    /// A body of the chat route or of `/tokenize`, where the model's name may be missing.
-    pub(crate) fn encode_chat(&self, request: &Value) -> Result<Vec<u32>, String> {
+    /// A body of one of these routes, or of `/tokenize`, where the model's name may be missing.
+    pub(crate) fn encode_chat(
+        &self,
+        route: PromptRoute,
+        request: &Value,
+    ) -> Result<Vec<u32>, String> {
         let mut request = request.clone();
         let fields = request.as_object_mut().ok_or("the body is no object")?;
         fields.insert("model".to_owned(), json!("any"));
         let body = request.to_string();
-        let parsed = openai::parse(PromptRoute::ChatCompletions, body.as_bytes());
+        let parsed = openai::parse(route, body.as_bytes());
         let parsed = parsed.map_err(|error| error.to_string())?;
         let refused = parsed.info.opaque.map(OpaqueReason::as_str);
         match (&parsed.prompt, refused) {

@@ -4,6 +4,7 @@
 
 pub(crate) mod cluster;
 mod dump;
+mod limit;
 mod lossy;
 mod nats;
 mod place;
@@ -16,10 +17,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use serde_json::Value;
-use tokio::time::{Instant, sleep};
+use serde_json::{Value, json};
+use tokio::sync::SemaphorePermit;
+use tokio::time::{sleep, timeout};
 
 pub(crate) use dump::BySource;
+use limit::LifeLimit;
 use nats::Distributed;
 pub(crate) use nats::NAMESPACE;
 pub(crate) use place::Place;
@@ -122,12 +125,20 @@ pub(crate) struct Fleet {
     turn: AtomicUsize,
     flags: Flags,
     place: Place,
+    _life: LifeLimit,
+    /// The last field, so that the next fleet starts after this one has ended.
+    _turn: Option<SemaphorePermit<'static>>,
 }
 
 impl Fleet {
     /// Starts it, and waits until routers and indexers are ready.
     pub(crate) async fn start(mode: Mode, setup: Engines, flags: Flags) -> Self {
+        let turn = match mode {
+            Mode::Embedded => None,
+            Mode::Nats { .. } => Some(nats::turn(flags.company).await),
+        };
         let place = Place::new();
+        let life = LifeLimit::start(place.path(""));
         let starts = (0..setup.count).map(|index| start_engine(&place, index, &setup));
         let engines: Vec<Engine> = join_all(starts).await;
         let mut fleet = Self {
@@ -136,11 +147,15 @@ impl Fleet {
             engines,
             http: reqwest::Client::builder()
                 .no_proxy()
+                .connect_timeout(PATIENCE)
+                .read_timeout(PATIENCE)
                 .build()
                 .expect("a client"),
             turn: AtomicUsize::new(0),
             flags,
             place,
+            _life: life,
+            _turn: turn,
         };
         match mode {
             Mode::Embedded => fleet.add_embedded_router(&setup).await,
@@ -164,17 +179,36 @@ impl Fleet {
     async fn add_embedded_router(&mut self, setup: &Engines) {
         let mut arguments = strings(&["--tokenizer", TOKENIZER]);
         arguments.extend(router_ports());
-        arguments.extend(strings(self.flags.router));
-        for (index, engine) in self.engines.iter().enumerate() {
-            let (base, name) = (engine.process.base(), worker_name(index));
-            let (kv, replay) = (endpoint(engine.kv), endpoint(engine.replay));
-            let ranks = setup.ranks;
-            let worker = format!("{base},kv={kv},replay={replay},id={name},ranks={ranks}");
+        arguments.extend(self.placed(self.flags.router));
+        for index in 0..self.engines.len() {
+            let spec = self.worker_spec(index);
+            let parts = ["kv", "replay", "id"].map(|key| format!(",{key}={}", text(&spec[key])));
+            let (url, ranks) = (text(&spec["url"]), setup.ranks);
+            let worker = format!("{url}{},ranks={ranks}", parts.concat());
             arguments.extend(["--worker".to_owned(), worker]);
         }
         let log = self.place.path("router.log");
         let router = Process::start(ROUTER, &log, arguments).await;
         self.routers.push(router);
+    }
+
+    /// Starts another engine, which no router knows yet. Returns its index.
+    pub(crate) async fn add_engine(&mut self, setup: &Engines) -> usize {
+        let index = self.engines.len();
+        let engine = start_engine(&self.place, index, setup).await;
+        self.engines.push(engine);
+        index
+    }
+
+    /// A worker of one rank as the API and files declare it.
+    pub(crate) fn worker_spec(&self, index: usize) -> Value {
+        let engine = &self.engines[index];
+        json!({
+            "url": engine.process.base(),
+            "kv": endpoint(engine.kv),
+            "replay": endpoint(engine.replay),
+            "id": worker_name(index),
+        })
     }
 
     /// The next client's router, in turn.
@@ -227,11 +261,13 @@ impl Fleet {
         what: &str,
         condition: impl AsyncFn(&Self) -> bool,
     ) {
-        let deadline = Instant::now() + most;
-        while !condition(self).await {
-            assert!(Instant::now() < deadline, "in vain for {most:?}: {what}");
-            sleep(Duration::from_millis(5)).await;
-        }
+        let holds = async {
+            while !condition(self).await {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let held = timeout(most, holds).await;
+        assert!(held.is_ok(), "in vain for {most:?}: {what}");
     }
 
     async fn all_ready(&self) -> bool {

@@ -46,8 +46,15 @@ pub(crate) struct Distributed {
     access: Access,
     /// File with the key.
     seed: PathBuf,
-    /// The last field, so that the next fleet starts after this one has ended.
-    _turn: SemaphorePermit<'static>,
+}
+
+/// Waits until a fleet may start.
+pub(super) async fn turn(company: Company) -> SemaphorePermit<'static> {
+    let permits = match company {
+        Company::None => 2,
+        Company::Another => 1,
+    };
+    FLEETS.acquire_many(permits).await.expect("never closed")
 }
 
 impl Distributed {
@@ -93,11 +100,6 @@ impl Distributed {
 impl Fleet {
     /// Starts server and shims, in an operator's order.
     pub(super) async fn distribute(&mut self, setup: &Engines) {
-        let permits = match self.flags.company {
-            Company::None => 2,
-            Company::Another => 1,
-        };
-        let turn = FLEETS.acquire_many(permits).await.expect("never closed");
         let access = self.flags.access;
         let (server, peers) = match access {
             Access::Cluster => cluster::start().await,
@@ -125,7 +127,6 @@ impl Fleet {
             proxies: Vec::new(),
             access,
             seed: self.place.path(SEED_FILE),
-            _turn: turn,
         });
         self.init();
         for index in 0..setup.count {
@@ -177,7 +178,7 @@ impl Fleet {
         assert!(made.status.success(), "init failed: {said}");
     }
 
-    async fn add_shim(&mut self, index: usize, setup: &Engines) {
+    pub(crate) async fn add_shim(&mut self, index: usize, setup: &Engines) {
         let name = worker_name(index);
         let engine = &self.engines[index];
         let (base, kv, replay) = (
@@ -186,7 +187,17 @@ impl Fleet {
             endpoint(engine.replay),
         );
         let (port, ranks) = (free_port().to_string(), setup.ranks.to_string());
-        let mut arguments = self.parts().plane_flags(&format!("shim-{name}"));
+        let user = match self.flags.access {
+            // Two workers have users of their own.
+            Access::LeastPrivilege if index > 1 => "shim".to_owned(),
+            Access::Open
+            | Access::LeastPrivilege
+            | Access::MuteRouters
+            | Access::LossyRouters
+            | Access::FarRouters
+            | Access::Cluster => format!("shim-{name}"),
+        };
+        let mut arguments = self.parts().plane_flags(&user);
         if matches!(self.flags.links, Links::Proxied) {
             let server = self.parts().server.lock().await.url();
             let proxy = Proxy::start(&server).await;
@@ -257,7 +268,9 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
             let file = place.path("nats.conf");
             std::fs::write(&file, with_a_key()).expect("a file");
             std::fs::write(place.path(SEED_FILE), SEED).expect("a file");
-            let passwords = ["INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM_0", "SHIM_1"];
+            let passwords = [
+                "INIT", "DOCTOR", "INDEXER", "ROUTER", "SHIM", "SHIM_0", "SHIM_1",
+            ];
             let names = passwords.map(|name| format!("WR_{name}_PASSWORD"));
             let environment = names.iter().map(|name| (&**name, PASSWORD));
             // The monitoring port is fixed in the file.

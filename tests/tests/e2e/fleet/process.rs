@@ -13,6 +13,9 @@ use tokio::time::{Instant, sleep};
 use super::PATIENCE;
 use crate::nats_server::child::Watchdog;
 
+/// Settings of a router whose test gives no others: its answers show decisions.
+const SETTINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/explain.toml");
+
 /// Log lines that a failed test prints.
 const SHOWN_LINES: usize = 60;
 
@@ -63,6 +66,7 @@ impl Process {
         let child = Command::new(self.program)
             .args(&self.arguments)
             .env("WARMROUTE_LOG", "info")
+            .env("WARMROUTE_CONFIG", SETTINGS)
             .stdin(Stdio::null())
             .stdout(File::create(&said).expect("a file"))
             .stderr(log.expect("a log"))
@@ -95,7 +99,7 @@ impl Process {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn is_running(&self) -> bool {
+    pub(crate) fn is_running(&self) -> bool {
         let mut running = self.running();
         running
             .as_mut()
@@ -148,11 +152,16 @@ impl Process {
     }
 
     fn tail(&self) -> String {
-        let text = fs::read_to_string(&self.log).unwrap_or_default();
-        let lines: Vec<&str> = text.lines().collect();
-        let shown = lines[lines.len().saturating_sub(SHOWN_LINES)..].join("\n");
-        format!("the end of {}:\n{shown}\n", self.log.display())
+        tail(&self.log)
     }
+}
+
+/// The last lines of a log.
+pub(super) fn tail(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    let shown = lines[lines.len().saturating_sub(SHOWN_LINES)..].join("\n");
+    format!("the end of {}:\n{shown}\n", log.display())
 }
 
 /// Sends a signal, by its name without SIG, to a process that a test started.

@@ -13,6 +13,8 @@ pub(crate) struct Served {
     /// The rank that served it, by its header.
     pub(crate) served_by_rank: u64,
     pub(crate) overlap_blocks: u64,
+    /// What the decision rests on.
+    pub(crate) basis: String,
     pub(crate) state: String,
     pub(crate) prompt_tokens: u64,
     pub(crate) cached_tokens: u64,
@@ -87,6 +89,7 @@ pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
         header("x-warmroute-index-state"),
     );
     let (dp_rank, served_by_rank) = (number("x-warmroute-dp-rank"), number("x-mock-dp-rank"));
+    let basis = header("x-warmroute-basis");
     let overlap_blocks = number("x-warmroute-overlap-blocks");
     let body: Value = answer.json().await.expect("JSON");
     assert!(status.is_success(), "{status}: {body}");
@@ -96,6 +99,7 @@ pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
         dp_rank,
         served_by_rank,
         overlap_blocks,
+        basis,
         state,
         prompt_tokens: usage["prompt_tokens"].as_u64().expect("a count"),
         cached_tokens: usage["prompt_tokens_details"]["cached_tokens"]

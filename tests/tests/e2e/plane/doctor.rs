@@ -24,7 +24,7 @@ use crate::fleet::{Engines, Flags, Fleet, Mode, text};
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Findings by code: what each is about.
-type Found = BTreeMap<String, Vec<String>>;
+pub(crate) type Found = BTreeMap<String, Vec<String>>;
 
 /// A healthy fleet has no findings. A killed indexer, a stopped shim, a corrupt snapshot, a shrunk
 /// log and a partial source are found, each by its code and with advice. After the repair the
@@ -93,7 +93,7 @@ async fn every_illness_is_found_and_nothing_else() {
 }
 
 /// Exit code and findings.
-async fn look(fleet: &Fleet) -> (Option<i32>, Found) {
+pub(crate) async fn look(fleet: &Fleet) -> (Option<i32>, Found) {
     let (report, code) = run(fleet, &["--expect-indexers", "2"]).await;
     (code, findings(&report))
 }

@@ -2,11 +2,12 @@
 //! any of them was killed.
 
 mod agreement;
+mod audit;
 mod burst;
 mod convergence;
 mod cost;
 mod death;
-mod doctor;
+pub(crate) mod doctor;
 mod drain;
 mod engine_restart;
 mod equality;
@@ -15,6 +16,7 @@ mod indexer_restart;
 mod leak;
 mod least_privilege;
 mod load;
+mod monitoring;
 mod moves;
 mod permissions;
 mod reset;

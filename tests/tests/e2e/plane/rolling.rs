@@ -199,7 +199,9 @@ async fn a_drain_by_hand_serves_on_and_sigterm_lets_streams_end() {
     let fleet = fleet(2, &["--itl-ms", "100"], 1).await;
     let (drain, undrain) = ("/admin/drain", "/admin/undrain");
     let post = async |path: &str| -> (u16, Value) {
-        let answer = fleet.http.post(fleet.admin(0, path)).send().await.unwrap();
+        let change = fleet.http.post(fleet.admin(0, path));
+        let answer = change.header("x-warmroute-admin", "1").send();
+        let answer = answer.await.unwrap();
         (answer.status().as_u16(), answer.json().await.unwrap())
     };
     let base = fleet.routers[0].base();

@@ -124,3 +124,21 @@ fn moments_before_a_suspension_are_older_than_our_clock_shows() {
     let unknown = clock(&mut ends, later, later, 0);
     assert_eq!(unknown, Duration::ZERO);
 }
+
+#[test]
+fn a_clock_is_silent_after_its_last_answer_until_the_next() {
+    let (start, mut ends) = asked_at_the_start();
+    let later = start + 60 * SECOND;
+    assert_eq!(ends.clock_state(later), LogClockState::Known, "never asked");
+    ends.observe_clock(start, start + SECOND, 1);
+    let silent_from = start + CLOCK_SILENCE_MAX + Duration::from_nanos(1);
+    assert_eq!(
+        ends.clock_state(start + CLOCK_SILENCE_MAX),
+        LogClockState::Known
+    );
+    assert_eq!(ends.clock_state(silent_from), LogClockState::Silent);
+    ends.observe_clock(silent_from, silent_from, 2);
+    assert_eq!(ends.clock_state(silent_from), LogClockState::Known);
+    ends.observe_clock(silent_from, silent_from, 0);
+    assert_eq!(ends.clock_state(later), LogClockState::Known, "no clock");
+}

@@ -164,3 +164,46 @@ fn the_long_gone_is_not_asked_above_its_fence() {
     let fenced = (ResyncReason::Fenced, Generation(2));
     assert_eq!(resyncs(&mut late.world), vec![fenced]);
 }
+
+/// The log does not answer; heartbeats come. They may have waited while the machine was suspended.
+#[test]
+fn nothing_is_credited_while_the_log_does_not_show_its_clock() {
+    let mut late = Late::new();
+    let shows = |late: &mut Late| {
+        let (now, LogTime(shows)) = (late.world.now, late.log_time());
+        late.world.fold.observe_clock(now, now, shows)
+    };
+    shows(&mut late);
+    for (millis, state) in [
+        (1_000, SourceState::Exact),
+        (2_500, SourceState::Exact),
+        (2_501, SourceState::Unknown),
+        (9_000, SourceState::Unknown),
+    ] {
+        late.world.now = late.start + Duration::from_millis(millis);
+        let heartbeat = late.heartbeat();
+        assert_eq!(late.hear(&heartbeat), HeartbeatVerdict::Proof);
+        assert_eq!(late.state(), state, "{millis}");
+    }
+    assert_eq!(shows(&mut late), Duration::ZERO);
+    assert_eq!(
+        late.state(),
+        SourceState::Exact,
+        "what it proved counts again"
+    );
+}
+
+/// The log's clock ran 6 s ahead of ours between two answers: our machine was suspended.
+#[test]
+fn proofs_from_before_a_suspension_are_older_by_its_length() {
+    let mut late = Late::new();
+    let LogTime(shows) = late.log_time();
+    let now = late.world.now;
+    late.world.fold.observe_clock(now, now, shows);
+    late.wait(1);
+    assert_eq!(late.state(), SourceState::Exact);
+    let (now, later) = (late.world.now, shows + 7_000_000_000);
+    let stood = late.world.fold.observe_clock(now, now, later);
+    assert_eq!(stood, 6 * SECOND);
+    assert_eq!(late.state(), SourceState::Unknown);
+}

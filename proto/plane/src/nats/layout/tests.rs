@@ -60,6 +60,25 @@ fn every_wrong_field_is_named() {
 }
 
 #[test]
+fn bounds_grow_and_never_shrink() {
+    let init = InitConfig::default();
+    let [is, ..] = layout("prod").wanted(&init, 7);
+    assert_eq!(enlarged(&is, &is), None);
+    let larger = InitConfig {
+        max_bytes: init.max_bytes * 2,
+        max_age: init.max_age / 2,
+        ..init
+    };
+    let [wanted, ..] = layout("prod").wanted(&larger, 9);
+    let grown = enlarged(&is, &wanted).unwrap();
+    assert_eq!(grown.max_bytes, wanted.max_bytes);
+    assert_eq!(grown.max_age, is.max_age);
+    assert_eq!(grown.metadata.get(NONCE), is.metadata.get(NONCE));
+    assert_eq!(resized(&grown), []);
+    assert_eq!(enlarged(&wanted, &is).unwrap().max_bytes, wanted.max_bytes);
+}
+
+#[test]
 fn old_servers_and_small_logs_are_refused() {
     let check = |version: &str, ok: bool| {
         assert_eq!(

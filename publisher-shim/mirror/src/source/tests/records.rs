@@ -259,6 +259,30 @@ fn nothing_is_claimed_before_the_log_told_its_time() {
     }
 }
 
+/// A machine was suspended for 20 s. What its shim reads before the log's answer waited in a socket.
+#[test]
+fn a_change_that_was_read_before_the_log_showed_a_jump_is_as_old_as_the_jump() {
+    let mut world = World::started(true);
+    let begin = world.now;
+    world.core.log_clock(begin, begin, 1_000_000_000_000);
+    world.publish(&[store(None, &[1])]);
+    world.tick_ms(1_500);
+    let last = |world: &World| *world.heartbeats.last().unwrap().states.get(Tier::Gpu);
+    assert!(is_complete(last(&world)));
+    world.log_is_up = false;
+    world.publish(&[store(None, &[2])]);
+    let elapsed = world.now - begin + Duration::from_secs(20);
+    let shows = 1_000_000_000_000 + u64::try_from(elapsed.as_nanos()).unwrap();
+    world.core.log_clock(world.now, world.now, shows);
+    let sent = world.heartbeats.len();
+    world.tick_ms(1_500);
+    assert!(world.heartbeats.len() > sent);
+    assert!(!is_complete(last(&world)), "the next change is 20 s old");
+    world.log_is_up = true;
+    world.tick_ms(10_000);
+    assert!(is_complete(last(&world)));
+}
+
 fn is_complete(state: TierState) -> bool {
     state == TierState::Complete
 }

@@ -222,8 +222,11 @@ fn without_the_lease_not_a_word_is_said() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
     let (records, heartbeats) = (world.records.len(), world.heartbeats.len());
+    // A record waits to be sent.
+    let (seq, payload) = world.engine.publish(&[store(None, &[2])]);
+    world.core.live(world.now, b"", Some(seq), payload);
     world.core.lease_lost();
-    world.publish(&[store(None, &[2])]);
+    world.drive();
     world.tick_ms(3000);
     assert_eq!(
         (world.records.len(), world.heartbeats.len()),

@@ -140,3 +140,22 @@ proptest! {
         prop_assert_eq!(split(&chunks), naive(&text));
     }
 }
+
+/// `/v1/responses` sends events before its first token, `/v1/messages` does not.
+#[test]
+fn named_events_begin_and_end_an_answer() {
+    let mut stream = StreamObserver::default();
+    assert!(!stream.push(b"event: response.created\ndata: {\"type\":\"response.created\"}\n\n"));
+    assert!(!stream.push(b"event: response.in_progress\ndata: {}\n\n"));
+    assert!(stream.push(b"event: response.output_item.added\ndata: {}\n\n"));
+    assert!(!stream.done());
+    stream.push(
+        b"event: response.completed\ndata: {\"response\":{\"usage\":{\"input_tokens\":3}}}\n\n",
+    );
+    assert!(stream.done());
+    assert_eq!(stream.usage().unwrap().prompt_tokens, 3);
+    let mut stream = StreamObserver::default();
+    assert!(stream.push(b"event: message_start\ndata: {\"type\":\"message_start\"}\n\n"));
+    stream.push(b"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n");
+    assert!(stream.done());
+}

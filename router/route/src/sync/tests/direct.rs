@@ -242,11 +242,19 @@ fn a_shared_cut_is_followed_by_what_came_since() {
     a.wrote(now);
     a.published.clear();
     learn(&mut c, a.router);
-    assert!(!c.replica.snapshot(&mut c.core, now).is_ready);
+    assert!(
+        !c.replica
+            .snapshot(&mut c.core, StatusDetail::Summary, now)
+            .is_ready
+    );
     carry(&mut a, &mut c, now);
     agree(&a, &c);
     c.tick(now);
-    assert!(c.replica.snapshot(&mut c.core, now).is_ready);
+    assert!(
+        c.replica
+            .snapshot(&mut c.core, StatusDetail::Summary, now)
+            .is_ready
+    );
 }
 
 #[test]

@@ -26,15 +26,17 @@ fn prompt(blocks: impl IntoIterator<Item = u64>) -> SampledPrefix {
     SampledPrefix::of(&blocks)
 }
 
+const LIMITS: PrefixLimits = PrefixLimits::REPORTED;
+
 struct Fixture {
-    reported: ReportedPrefixes,
+    reported: PrefixTable,
     now: Instant,
 }
 
 impl Fixture {
     fn new() -> Self {
         Self {
-            reported: ReportedPrefixes::default(),
+            reported: PrefixTable::new(LIMITS),
             now: start(),
         }
     }
@@ -55,7 +57,7 @@ impl Fixture {
     }
 
     fn credit(&self, prompt: &SampledPrefix) -> u32 {
-        self.reported.credit(source(), prompt)
+        self.reported.longest(source(), prompt)
     }
 }
 
@@ -122,12 +124,12 @@ fn reports_end_by_the_index_by_a_new_generation_and_by_time() {
     fixture.reported.void(source());
     assert_eq!(fixture.credit(&asked), 0);
     fixture.report(&asked, 8);
-    fixture.now += KEEP - SECOND;
+    fixture.now += LIMITS.keep - SECOND;
     fixture.report(&asked, 8);
     fixture.now += SECOND;
     fixture.reported.expire(fixture.now);
     assert_eq!(fixture.credit(&asked), 8, "reported again in between");
-    fixture.now += KEEP - SECOND;
+    fixture.now += LIMITS.keep - SECOND;
     fixture.reported.expire(fixture.now);
     assert_eq!(fixture.credit(&asked), 0);
     assert_eq!(
@@ -139,15 +141,15 @@ fn reports_end_by_the_index_by_a_new_generation_and_by_time() {
 #[test]
 fn prefixes_of_a_source_are_bounded_and_the_oldest_go_first() {
     let mut fixture = Fixture::new();
-    let most = u64::try_from(SOURCE_PREFIXES_MAX).unwrap();
+    let most = u64::try_from(LIMITS.source_prefixes).unwrap();
     let first = prompt([1, 2]);
     for other in 0..2 * most {
         fixture.report(&prompt([1_000 + other, 7]), 2);
         fixture.now += Duration::from_millis(1);
         fixture.report(&first, 2);
     }
-    assert!(fixture.reported.len() <= SOURCE_PREFIXES_MAX);
-    assert!(fixture.reported.order.len() <= PREFIXES_MAX);
+    assert!(fixture.reported.len() <= LIMITS.source_prefixes);
+    assert!(fixture.reported.order.len() <= LIMITS.prefixes);
     assert_eq!(fixture.credit(&first), 2, "reported again and again");
     assert_eq!(fixture.credit(&prompt([1_000, 7])), 0);
     assert_eq!(fixture.credit(&prompt([999 + 2 * most, 7])), 2);

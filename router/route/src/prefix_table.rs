@@ -1,20 +1,19 @@
-//! Prefixes that engines reported as cached: credit where the index is not complete.
+//! Prefixes that a router expects in caches which the index does not show completely.
 //!
-//! A request of which its engine reports N cached tokens proves that its first N tokens were cached
-//! when it was scheduled. The index cannot know prefixes that were stored before its shim started
-//! and are hit since, because hits publish no events. So a router keeps what engines report as
-//! `unverified` credit of its own, beside the index's, for sources that are not `exact`.
+//! There are two tables. One holds what engines *reported*: a request of which its engine reports N
+//! cached tokens proves that its first N tokens were cached when it was scheduled. The index cannot
+//! know prefixes that were stored before its shim started and are hit since, because hits publish no
+//! events. The other holds what was *sent* ([`super::sent`]).
 //!
-//! A reported prefix ends with the first smaller report of a request that was decided later, with a
-//! new generation or a failed health check of the source, when the index credits it too (from then
-//! on the index is authoritative, even if the blocks are evicted), when the source is `exact`, and
-//! [`KEEP`] to twice [`KEEP`] after its last report. A request that was decided before a smaller
-//! report of its source teaches nothing. Each router learns from its own requests only.
+//! A prefix ends with the first smaller report of a request that was decided later, with a new
+//! generation or a failed health check of its source, when the index credits it too (from then on
+//! the index is authoritative, even if the blocks are evicted), and `keep` to twice `keep` after its
+//! last report. A request that was decided before a smaller report of its source adds nothing.
 //!
-//! Memory is bounded by [`PREFIXES_MAX`] prefixes, [`SOURCE_PREFIXES_MAX`] of one source, and
-//! [`SAMPLES_KEPT_MAX`] hashes; at a bound the prefix that was not reported for longest is dropped.
+//! Memory is bounded by [`PrefixLimits`]; at a bound the prefix that was not reported for longest is
+//! dropped.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use warmroute_proto::load::{SampledPrefix, sampled_length};
@@ -22,16 +21,28 @@ use warmroute_proto::load::{SampledPrefix, sampled_length};
 use super::prompt_tree::{PromptLeaf, PromptTree};
 use super::source_table::{PerSource, SourceId};
 
-/// Longer than the pauses of most conversations. What is wrong ends with one request.
-pub const KEEP: Duration = Duration::from_secs(300);
+/// Bounds of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefixLimits {
+    /// From a prefix's last report to its end.
+    pub keep: Duration,
+    pub prefixes: usize,
+    /// Prefixes of one source. Also bounds the work of a smaller report.
+    pub source_prefixes: usize,
+    /// Hashes of all sources, 8 bytes each.
+    pub samples: u64,
+}
 
-pub const PREFIXES_MAX: usize = 16 << 10;
-
-/// Also bounds the work of a smaller report.
-pub const SOURCE_PREFIXES_MAX: usize = 1 << 10;
-
-/// 4 MiB of hashes.
-pub const SAMPLES_KEPT_MAX: u64 = 512 << 10;
+impl PrefixLimits {
+    /// For what engines reported: 4 MiB of hashes, and longer than the pauses of most
+    /// conversations. What is wrong ends with one request.
+    pub const REPORTED: Self = Self {
+        keep: Duration::from_secs(300),
+        prefixes: 16 << 10,
+        source_prefixes: 1 << 10,
+        samples: 512 << 10,
+    };
+}
 
 /// Prefixes with newer reports that are passed over in one search for the oldest.
 const PASSED_OVER_MAX: usize = 16;
@@ -47,25 +58,28 @@ pub struct CacheReport<'a> {
     pub decided: Instant,
 }
 
-#[derive(Clone, Debug, Default)]
-pub struct ReportedPrefixes {
-    sources: PerSource<SourceReports>,
+#[derive(Clone, Debug)]
+pub struct PrefixTable {
+    limits: PrefixLimits,
+    sources: PerSource<SourcePrefixes>,
     /// One ticket for each prefix, in the order of their first reports.
-    order: VecDeque<ReportTicket>,
+    order: VecDeque<PrefixTicket>,
     next_serial: u64,
     samples: u64,
 }
 
 #[derive(Clone, Debug, Default)]
-struct SourceReports {
+struct SourcePrefixes {
     prompts: PromptTree,
-    entries: BTreeMap<PromptLeaf, ReportedPrefix>,
+    entries: BTreeMap<PromptLeaf, PrefixEntry>,
+    /// The entries in the order of their last reports.
+    by_until: BTreeSet<(Instant, PromptLeaf)>,
     /// Decision time of the last smaller report.
     refuted: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct ReportedPrefix {
+struct PrefixEntry {
     /// Distinguishes it from a later entry at the same leaf.
     serial: u64,
     /// Decision time of the last request that found it.
@@ -74,51 +88,68 @@ struct ReportedPrefix {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct ReportTicket {
+struct PrefixTicket {
     source: SourceId,
     leaf: PromptLeaf,
     serial: u64,
     until: Instant,
 }
 
-impl ReportedPrefixes {
-    /// Takes in a report.
-    pub fn report(&mut self, report: &CacheReport<'_>, now: Instant) {
-        let hashes = &report.prompt.hashes;
-        let known = self.sources.get_mut(report.source);
-        if known.prompts.longest(hashes) > report.cached_blocks {
-            let through = known.prompts.leaves_through(
-                hashes,
-                report.cached_blocks,
-                known.entries.keys().copied(),
-            );
-            let is_older = |leaf: &PromptLeaf| {
-                let entry = known.entries.get(leaf);
-                entry.is_some_and(|entry| entry.decided <= report.decided)
-            };
-            let refuted: Vec<PromptLeaf> = through.into_iter().filter(is_older).collect();
-            if !refuted.is_empty() {
-                known.refuted = known.refuted.max(Some(report.decided));
-            }
-            self.drop_all(report.source, &refuted);
+impl PrefixTable {
+    #[must_use]
+    pub fn new(limits: PrefixLimits) -> Self {
+        Self {
+            limits,
+            sources: PerSource::default(),
+            order: VecDeque::new(),
+            next_serial: 0,
+            samples: 0,
         }
-        let known = self.sources.get_mut(report.source);
-        if known
-            .refuted
-            .is_none_or(|refuted| refuted <= report.decided)
-        {
+    }
+
+    /// Processes a report: ends what it refutes, and keeps what it proves.
+    pub fn report(&mut self, report: &CacheReport<'_>, now: Instant) {
+        self.refute(report);
+        let known = self.sources.get(report.source);
+        let refuted = known.and_then(|known| known.refuted);
+        if refuted.is_none_or(|refuted| refuted <= report.decided) {
             self.keep(report, now);
         }
     }
 
-    /// Blocks of this prompt, from depth 0, that the source's engine reported.
+    /// Ends the prefixes of which the report says that they were not cached.
+    pub fn refute(&mut self, report: &CacheReport<'_>) {
+        let hashes = &report.prompt.hashes;
+        let Some(known) = self.sources.get(report.source) else {
+            return;
+        };
+        if known.prompts.longest(hashes) <= report.cached_blocks {
+            return;
+        }
+        let entries = known.entries.keys().copied();
+        let through = known
+            .prompts
+            .leaves_through(hashes, report.cached_blocks, entries);
+        let is_older = |leaf: &PromptLeaf| {
+            let entry = known.entries.get(leaf);
+            entry.is_some_and(|entry| entry.decided <= report.decided)
+        };
+        let refuted: Vec<PromptLeaf> = through.into_iter().filter(is_older).collect();
+        if !refuted.is_empty() {
+            let known = self.sources.get_mut(report.source);
+            known.refuted = known.refuted.max(Some(report.decided));
+        }
+        self.drop_all(report.source, &refuted);
+    }
+
+    /// Blocks of this prompt, from depth 0, that the source is expected to hold.
     #[must_use]
-    pub fn credit(&self, source: SourceId, prompt: &SampledPrefix) -> u32 {
+    pub fn longest(&self, source: SourceId, prompt: &SampledPrefix) -> u32 {
         let known = self.sources.get(source);
         known.map_or(0, |known| known.prompts.longest(&prompt.hashes))
     }
 
-    /// Ends reports along this prompt that are no longer than the index credits.
+    /// Ends prefixes along this prompt that are no longer than the index credits.
     pub fn counted(&mut self, source: SourceId, prompt: &SampledPrefix, credited: u32) {
         let Some(known) = self.sources.get(source) else {
             return;
@@ -129,7 +160,7 @@ impl ReportedPrefixes {
         }
     }
 
-    /// Ends all reports of a source.
+    /// Ends all prefixes of a source.
     pub fn void(&mut self, source: SourceId) {
         let Some(known) = self.sources.get(source) else {
             return;
@@ -137,14 +168,14 @@ impl ReportedPrefixes {
         if !known.entries.is_empty() {
             let known = self.sources.get_mut(source);
             self.samples -= known.prompts.samples();
-            *known = SourceReports {
+            *known = SourcePrefixes {
                 refuted: known.refuted,
-                ..SourceReports::default()
+                ..SourcePrefixes::default()
             };
         }
     }
 
-    /// Ends reports whose time is over.
+    /// Ends prefixes whose time is over.
     pub fn expire(&mut self, now: Instant) {
         while self.order.front().is_some_and(|first| first.until <= now) {
             let Some(ticket) = self.order.pop_front() else {
@@ -152,11 +183,21 @@ impl ReportedPrefixes {
             };
             match self.entry(&ticket).map(|entry| entry.until) {
                 Some(until) if until > now => {
-                    self.order.push_back(ReportTicket { until, ..ticket });
+                    self.order.push_back(PrefixTicket { until, ..ticket });
                 }
                 Some(_) => self.drop_all(ticket.source, &[ticket.leaf]),
                 None => {}
             }
+        }
+    }
+
+    /// Drops the oldest prefixes of a source until the others have at most so many distinct blocks.
+    pub fn shrink(&mut self, source: SourceId, blocks_max: u64) {
+        while let Some(known) = self.sources.get(source)
+            && known.prompts.blocks() > blocks_max
+            && let Some((_, oldest)) = known.by_until.first().copied()
+        {
+            self.drop_all(source, &[oldest]);
         }
     }
 
@@ -174,6 +215,7 @@ impl ReportedPrefixes {
         self.len() == 0
     }
 
+    /// Keeps what the report proves.
     fn keep(&mut self, report: &CacheReport<'_>, now: Instant) {
         let cached = (0..=report.prompt.hashes.len())
             .take_while(|&samples| sampled_length(samples) <= report.cached_blocks)
@@ -188,17 +230,18 @@ impl ReportedPrefixes {
         self.next_serial += 1;
         let before = known.prompts.samples();
         let leaf = known.prompts.insert(hashes);
-        let until = now + KEEP;
+        let until = now + self.limits.keep;
         let is_new = match known.entries.get_mut(&leaf) {
             Some(entry) => {
                 known.prompts.remove(leaf);
+                known.by_until.remove(&(entry.until, leaf));
                 entry.decided = entry.decided.max(report.decided);
                 entry.until = until;
                 false
             }
             None => {
                 let decided = report.decided;
-                let entry = ReportedPrefix {
+                let entry = PrefixEntry {
                     serial,
                     decided,
                     until,
@@ -207,11 +250,12 @@ impl ReportedPrefixes {
                 true
             }
         };
+        known.by_until.insert((until, leaf));
         self.samples = self.samples - before + known.prompts.samples();
         let shorter: Vec<_> = shorter.into_iter().filter(|one| *one != leaf).collect();
         self.drop_all(report.source, &shorter);
         if is_new {
-            self.order.push_back(ReportTicket {
+            self.order.push_back(PrefixTicket {
                 source: report.source,
                 leaf,
                 serial,
@@ -223,12 +267,12 @@ impl ReportedPrefixes {
 
     fn bound(&mut self, source: SourceId) {
         let known = self.sources.get_mut(source);
-        if known.entries.len() > SOURCE_PREFIXES_MAX {
-            let oldest = known.entries.iter().min_by_key(|(_, entry)| entry.until);
-            let oldest = oldest.map(|(leaf, _)| *leaf);
-            self.drop_all(source, oldest.as_slice());
+        if known.entries.len() > self.limits.source_prefixes
+            && let Some((_, oldest)) = known.by_until.first().copied()
+        {
+            self.drop_all(source, &[oldest]);
         }
-        while self.order.len() > PREFIXES_MAX || self.samples > SAMPLES_KEPT_MAX {
+        while self.order.len() > self.limits.prefixes || self.samples > self.limits.samples {
             if !self.drop_oldest() {
                 return;
             }
@@ -244,7 +288,7 @@ impl ReportedPrefixes {
             };
             match self.entry(&ticket).map(|entry| entry.until) {
                 Some(until) if until > ticket.until => {
-                    self.order.push_back(ReportTicket { until, ..ticket });
+                    self.order.push_back(PrefixTicket { until, ..ticket });
                 }
                 Some(_) => {
                     self.drop_all(ticket.source, &[ticket.leaf]);
@@ -262,7 +306,7 @@ impl ReportedPrefixes {
         true
     }
 
-    fn entry(&self, ticket: &ReportTicket) -> Option<&ReportedPrefix> {
+    fn entry(&self, ticket: &PrefixTicket) -> Option<&PrefixEntry> {
         let entry = self.sources.get(ticket.source)?.entries.get(&ticket.leaf)?;
         (entry.serial == ticket.serial).then_some(entry)
     }
@@ -274,7 +318,8 @@ impl ReportedPrefixes {
         let known = self.sources.get_mut(source);
         let before = known.prompts.samples();
         for leaf in leaves {
-            if known.entries.remove(leaf).is_some() {
+            if let Some(entry) = known.entries.remove(leaf) {
+                known.by_until.remove(&(entry.until, *leaf));
                 known.prompts.remove(*leaf);
             }
         }

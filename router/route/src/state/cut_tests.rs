@@ -1,0 +1,157 @@
+//! Workers with blocks of different sizes, and models with equal tokens.
+
+use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
+use warmroute_proto::{DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers};
+
+use super::*;
+
+#[expect(clippy::disallowed_methods, reason = "only differences matter")]
+fn start() -> Instant {
+    Instant::now()
+}
+
+fn source(name: &str) -> Source {
+    Source {
+        worker: name.into(),
+        dp_rank: DpRank(0),
+    }
+}
+
+fn entry(name: &str, model: &str, block_size: u32) -> WorkerEntry {
+    WorkerEntry {
+        worker: name.into(),
+        url: format!("http://{name}:8000"),
+        models: vec![model.into()],
+        loras: Vec::new(),
+        ranks: 1,
+        block_size: BlockSize::new(block_size),
+        blocks_per_rank: None,
+        max_model_len: None,
+        main_attention_only: true,
+        version: "0".into(),
+    }
+}
+
+fn core(policy: Policy, workers: &[WorkerEntry]) -> Core {
+    let mut core = Core::new(CoreConfig {
+        knobs: policy.into(),
+        router: RouterId([1; 16]),
+        incarnation: Generation(1),
+        seed: 1,
+    });
+    core.set_workers(workers);
+    core
+}
+
+fn answer(runs: &[(&str, u32)]) -> IndexReply {
+    let part = |(name, gpu): &(&str, u32)| SourceAnswer {
+        source: source(name),
+        generation: Generation(1),
+        number: Some(RecordNumber(1)),
+        engine_seq: Some(EngineSeq(1)),
+        states: Tiers::all(SourceState::Exact),
+        reason: None,
+        proof_age_ms: 0,
+        run: Tiers {
+            gpu: *gpu,
+            ..Tiers::default()
+        },
+    };
+    let answer = IndexAnswer::Runs {
+        log: StreamIdentity {
+            created_unix_ns: 0,
+            nonce: 0,
+        },
+        position: LogPosition(1),
+        sources: runs.iter().map(part).collect(),
+    };
+    answer.into()
+}
+
+fn size(tokens: u32) -> BlockSize {
+    BlockSize::new(tokens).unwrap()
+}
+
+fn prompt(tokens: u32, sizes: &[u32]) -> Prompt {
+    let tokens: Vec<u32> = (0..tokens).collect();
+    let cut = |tokens_each: &u32| Prompt::new(&tokens, size(*tokens_each), Seed::PLAIN);
+    cut(&sizes[0]).with_other_cuts(sizes[1..].iter().map(cut).collect())
+}
+
+fn admit(core: &mut Core, prompt: &Prompt, answer: &IndexReply, now: Instant) -> Decision {
+    let ask = RouteRequest {
+        model: "m",
+        prompt,
+        exclude: &[],
+    };
+    core.admit(&ask, Some(answer), now).unwrap().decision
+}
+
+/// Only the sources with its block size count in each answer; a run of 20 blocks of 32 tokens is
+/// more than one of 30 blocks of 16.
+#[test]
+fn each_source_is_credited_in_blocks_of_its_own_size() {
+    for policy in [Policy::Kv, Policy::Time] {
+        let workers = [entry("small", "m", 16), entry("large", "m", 32)];
+        let mut core = core(policy, &workers);
+        let prompt = prompt(1000, &[16, 32]);
+        // What the query with the other size finds is a coincidence.
+        let answers = IndexReply::Cuts(vec![
+            (size(16), answer(&[("small", 30), ("large", 60)])),
+            (size(32), answer(&[("small", 60), ("large", 20)])),
+        ]);
+        let now = start();
+        let decision = admit(&mut core, &prompt, &answers, now);
+        assert_eq!(decision.source, source("large"), "{policy:?}");
+        assert_eq!(
+            (decision.overlap_blocks, decision.claim.block_tokens),
+            (20, 32)
+        );
+        assert_eq!(decision.claim.credit_max, 31);
+        let mut weighed: Vec<_> = decision.weighed.iter().collect();
+        weighed.sort_by_key(|terms| terms.block_tokens);
+        let credit = weighed
+            .iter()
+            .map(|terms| (terms.block_tokens, terms.overlap.gpu));
+        assert_eq!(credit.collect::<Vec<_>>(), [(16, 30), (32, 20)]);
+        // The engine reports tokens, which agree with the claim.
+        let verdict = core.audit(&decision, &prompt, 640, now);
+        assert_eq!(verdict, AuditVerdict::Held);
+        // What is recorded of the request is in the blocks of its source.
+        let predicted = admit(&mut core, &prompt, &answers, now);
+        let there = predicted
+            .weighed
+            .iter()
+            .find(|terms| terms.block_tokens == 32);
+        assert_eq!(there.unwrap().expected_blocks, 31);
+    }
+}
+
+/// A size without an answer gives no credit.
+#[test]
+fn an_answer_of_one_size_credits_no_source_of_another() {
+    let mut core = core(
+        Policy::Kv,
+        &[entry("small", "m", 16), entry("large", "m", 32)],
+    );
+    let answers = IndexReply::Cuts(vec![(size(32), answer(&[("small", 20), ("large", 0)]))]);
+    let decision = admit(&mut core, &prompt(1000, &[16, 32]), &answers, start());
+    assert!(decision.weighed.iter().all(|terms| terms.overlap.gpu == 0));
+}
+
+/// Block hashes do not contain the model. Sources do: an engine serves one base model, and a request
+/// compares the sources of its model only.
+#[test]
+fn equal_tokens_of_another_model_give_no_credit() {
+    let mut core = core(
+        Policy::Kv,
+        &[entry("own", "m", 16), entry("other", "n", 16)],
+    );
+    let held = answer(&[("own", 0), ("other", 60)]);
+    let decision = admit(&mut core, &prompt(1000, &[16]), &held, start());
+    assert_eq!(
+        (decision.source, decision.overlap_blocks),
+        (source("own"), 0)
+    );
+    assert_eq!(decision.weighed.len(), 1);
+}

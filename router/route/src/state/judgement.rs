@@ -1,0 +1,73 @@
+//! What a decision takes from the index's answers.
+
+use std::time::Instant;
+
+use warmroute_proto::BlockSize;
+use warmroute_proto::query::SourceState;
+
+use super::{Core, RouteRequest};
+use crate::candidates::RouteRefusal;
+use crate::cost::overlap_blocks;
+use crate::index_view::TrustedAnswer;
+use crate::prompt::Prompt;
+use crate::replica_roster::IndexReply;
+use crate::source_table::SourceId;
+
+impl Core {
+    /// Takes from each answer the sources that have blocks of its size.
+    pub(super) fn judge_cuts(
+        &mut self,
+        request: &RouteRequest<'_>,
+        cuts: &[(BlockSize, IndexReply)],
+        now: Instant,
+    ) -> Result<TrustedAnswer, RouteRefusal> {
+        let mut trusted = TrustedAnswer::default();
+        let first = request.prompt.block_size();
+        for (size, answer) in cuts {
+            let judged = self.judge(answer, now);
+            for candidate in self.fleet.candidates(request.model)? {
+                if candidate.block_size.unwrap_or(first) == *size {
+                    trusted.take(candidate.id, &judged);
+                }
+            }
+            trusted.restarted.extend(judged.restarted);
+        }
+        Ok(trusted)
+    }
+
+    /// Reduces an answer to what is trusted.
+    pub(super) fn judge(&mut self, answer: &IndexReply, now: Instant) -> TrustedAnswer {
+        let trusted = self.view.judge(&mut self.table, answer, now);
+        for &source in &trusted.restarted {
+            self.expected.restarted(source);
+            self.slowness.restarted(source);
+            self.speed.restarted(source);
+        }
+        trusted
+    }
+
+    /// Ends predictions and reports of a prompt at a source whose credited blocks cover all of them.
+    /// Uncapped: the index holds a prompt's last whole block, which is never credited.
+    pub(super) fn end_counted(
+        &mut self,
+        source: SourceId,
+        prompt: &Prompt,
+        expected_blocks: u32,
+        trusted: &TrustedAnswer,
+    ) {
+        let known = trusted.of(source);
+        let held = known.map_or(0, |known| overlap_blocks(known.run));
+        if known.is_some_and(|known| known.state() == SourceState::Exact) {
+            self.expected.reported.void(source);
+        } else if held > 0 {
+            self.expected
+                .reported
+                .counted(source, prompt.sampled(), held);
+        }
+        if expected_blocks > 0 && held >= expected_blocks {
+            self.expected
+                .predictions
+                .counted(source, prompt.sampled(), held);
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! The access log: one line of JSON for each request, into the file that the settings name, or to
+//! standard output.
+//!
+//! Requests queue their values when they end. One task formats and writes them. A full queue and a
+//! failed write drop lines and count them; no request waits. A line has no prompt and no key. The
+//! file is opened again within [`CHECK_PERIOD`] after it was renamed or deleted.
+
+#[cfg(test)]
+mod tests;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::http::HeaderValue;
+use serde::Serialize;
+use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+use crate::call_report::EndedRequest;
+use crate::metrics::{Metrics, RecordResult};
+use crate::settings::LiveSettings;
+use crate::tokenize::CivilTime;
+
+/// Lines that wait to be written, up to 1 KiB each.
+const QUEUE_MAX: usize = 8192;
+
+/// Lines written at a time.
+const BATCH_MAX: usize = 512;
+
+/// Time between two looks at the settings and the file.
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
+
+/// For the router's user and group.
+const FILE_MODE: u32 = 0o640;
+
+/// The path that stands for standard output.
+const STDOUT: &str = "-";
+
+/// Queues lines while the log is on.
+#[derive(Clone)]
+pub(crate) struct AccessLog {
+    queue: mpsc::Sender<Arc<EndedRequest>>,
+    on: Arc<AtomicBool>,
+    metrics: Arc<Metrics>,
+}
+
+/// Writes the queue, as the settings in force say.
+pub(crate) struct AccessLogWriter {
+    queue: mpsc::Receiver<Arc<EndedRequest>>,
+    on: Arc<AtomicBool>,
+    metrics: Arc<Metrics>,
+    settings: Arc<LiveSettings>,
+    path: Option<PathBuf>,
+    output: Option<LogOutput>,
+    /// The last failure, which is logged once.
+    failure: Option<String>,
+}
+
+enum LogOutput {
+    Stdout,
+    File(File),
+}
+
+/// `docs/CONFIGURATION.md` describes the keys.
+#[derive(Serialize)]
+struct AccessLine<'a> {
+    time: String,
+    request_id: &'a str,
+    correlation_id: Option<&'a str>,
+    traceparent: Option<&'a str>,
+    route: &'a str,
+    model: Option<&'a str>,
+    worker: Option<&'a str>,
+    dp_rank: Option<u32>,
+    policy: Option<&'a str>,
+    decision: Option<&'a str>,
+    index_state: Option<&'a str>,
+    prompt_tokens: u32,
+    credited_tokens: Option<u32>,
+    cached_tokens: Option<u32>,
+    output_tokens: u32,
+    #[serde(flatten)]
+    times: LineTimes,
+    status: Option<u16>,
+    outcome: &'a str,
+}
+
+#[derive(Serialize)]
+struct LineTimes {
+    queue_ms: f64,
+    decision_ms: Option<f64>,
+    ttft_ms: Option<f64>,
+    total_ms: f64,
+}
+
+impl AccessLog {
+    pub(crate) fn new(
+        settings: Arc<LiveSettings>,
+        metrics: Arc<Metrics>,
+    ) -> (Self, AccessLogWriter) {
+        let (sender, queue) = mpsc::channel(QUEUE_MAX);
+        let on = Arc::new(AtomicBool::new(false));
+        let writer = AccessLogWriter {
+            queue,
+            on: Arc::clone(&on),
+            metrics: Arc::clone(&metrics),
+            settings,
+            path: None,
+            output: None,
+            failure: None,
+        };
+        let queue = sender;
+        (Self { queue, on, metrics }, writer)
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    /// Queues the line of a request, if the log is on.
+    pub(crate) fn ended(&self, request: &Arc<EndedRequest>) {
+        if self.is_on() && self.queue.try_send(Arc::clone(request)).is_err() {
+            self.metrics.logged(RecordResult::Dropped, 1);
+        }
+    }
+}
+
+/// Appends the line of a request.
+fn write_line(request: &EndedRequest, to: &mut Vec<u8>) {
+    let text = |value: &'_ HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+    let traces = request.traces.each_ref();
+    let [correlation, traceparent] = traces.map(|one| one.as_ref().map(text));
+    let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
+    let placement = request.placement.as_ref();
+    let seconds = i64::try_from(request.time.as_secs()).unwrap_or(i64::MAX);
+    let second = CivilTime::from_unix(seconds).format("%Y-%m-%dT%H:%M:%S");
+    let line = AccessLine {
+        time: format!("{second}.{:03}Z", request.time.subsec_millis()),
+        request_id: &text(&request.request_id),
+        correlation_id: correlation.as_deref(),
+        traceparent: traceparent.as_deref(),
+        route: request.route.label(),
+        model: request.model.as_deref(),
+        worker: placement.map(|one| one.source.worker.as_str()),
+        dp_rank: placement.map(|one| one.source.dp_rank.0),
+        policy: placement.map(|one| one.policy.label()),
+        decision: placement.map(|one| one.basis.label()),
+        index_state: placement.map(|one| one.index_state.label()),
+        prompt_tokens: request.prompt_tokens,
+        credited_tokens: placement.map(|one| one.credited_tokens),
+        cached_tokens: request.cached_tokens,
+        output_tokens: request.output_tokens,
+        times: LineTimes {
+            queue_ms: millis(request.timings.queue),
+            decision_ms: request.timings.decision.map(millis),
+            ttft_ms: request.timings.ttft.map(millis),
+            total_ms: millis(request.total),
+        },
+        status: (request.status > 0).then_some(request.status),
+        outcome: request.end.label(),
+    };
+    let before = to.len();
+    if serde_json::to_writer(&mut *to, &line).is_err() {
+        to.truncate(before);
+        return;
+    }
+    to.push(b'\n');
+}
+
+impl AccessLogWriter {
+    /// Writes until the stop, then what is queued.
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let mut ticks = interval(CHECK_PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut batch = Vec::new();
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                _ = ticks.tick() => self.check().await,
+                count = self.queue.recv_many(&mut batch, BATCH_MAX) => {
+                    if count == 0 {
+                        // The proxy has ended. A task that ends before the stop counts as failed.
+                        stop.cancelled().await;
+                        break;
+                    }
+                    self.write(std::mem::take(&mut batch)).await;
+                }
+            }
+        }
+        while let Ok(entry) = self.queue.try_recv() {
+            batch.push(entry);
+        }
+        self.write(batch).await;
+    }
+
+    /// Follows the settings, and opens a file again that is no longer at its path.
+    async fn check(&mut self) {
+        let path = self.settings.current().access_log();
+        if path != self.path {
+            self.on.store(path.is_some(), Ordering::Relaxed);
+            self.path = path;
+            self.output = None;
+            self.failure = None;
+        }
+        let Some(path) = self.path.clone() else {
+            return;
+        };
+        let output = self.output.take();
+        match spawn_blocking(move || opened(&path, output)).await {
+            Ok(Ok(output)) => {
+                self.failure = None;
+                self.output = Some(output);
+            }
+            Ok(Err(error)) => self.failed(&error),
+            Err(error) => self.failed(&error),
+        }
+    }
+
+    async fn write(&mut self, batch: Vec<Arc<EndedRequest>>) {
+        let count = batch.len() as u64;
+        let Some(mut output) = self.output.take() else {
+            self.metrics.logged(RecordResult::Dropped, count);
+            return;
+        };
+        let write = move || {
+            let mut lines = Vec::new();
+            for request in &batch {
+                write_line(request, &mut lines);
+            }
+            let written = output.write_all(&lines);
+            (output, written)
+        };
+        let result = match spawn_blocking(write).await {
+            Ok((output, Ok(()))) => {
+                self.output = Some(output);
+                RecordResult::Written
+            }
+            Ok((_, Err(error))) => {
+                self.failed(&error);
+                RecordResult::Dropped
+            }
+            Err(error) => {
+                self.failed(&error);
+                RecordResult::Dropped
+            }
+        };
+        self.metrics.logged(result, count);
+    }
+
+    /// Logs a failure once. The next check tries again.
+    fn failed(&mut self, error: &dyn std::error::Error) {
+        let text = error.to_string();
+        if self.failure.as_ref() != Some(&text) {
+            tracing::error!(error = text, path = ?self.path, "cannot write the access log");
+        }
+        self.failure = Some(text);
+        self.output = None;
+    }
+}
+
+impl LogOutput {
+    fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
+        match self {
+            Self::File(file) => file.write_all(lines),
+            Self::Stdout => {
+                let mut stdout = io::stdout().lock();
+                stdout.write_all(lines)?;
+                stdout.flush()
+            }
+        }
+    }
+}
+
+/// The output at `path`: the open one, if it is still there.
+fn opened(path: &Path, open: Option<LogOutput>) -> io::Result<LogOutput> {
+    if path == Path::new(STDOUT) {
+        return Ok(LogOutput::Stdout);
+    }
+    if let Some(LogOutput::File(file)) = open {
+        let kept = file.metadata()?;
+        let there = fs::metadata(path)
+            .is_ok_and(|there| (there.dev(), there.ino()) == (kept.dev(), kept.ino()));
+        if there {
+            return Ok(LogOutput::File(file));
+        }
+    }
+    let file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(FILE_MODE)
+        .open(path)?;
+    Ok(LogOutput::File(file))
+}

@@ -1,0 +1,177 @@
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+use tokio_util::task::TaskTracker;
+use uuid::Uuid;
+
+use super::*;
+use crate::call_report::CallReport;
+use crate::metrics::{RequestEnd, RouteLabel};
+use crate::settings::Settings;
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        let path = std::env::temp_dir().join(format!("wr-access-{}", Uuid::new_v4()));
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+fn settings(path: &Path) -> Settings {
+    let text = format!("access_log = \"{}\"\n", path.display());
+    Settings::parse(&text).unwrap()
+}
+
+struct Running {
+    log: AccessLog,
+    live: Arc<LiveSettings>,
+    metrics: Arc<Metrics>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl Running {
+    fn start(settings: Settings) -> Self {
+        let live = LiveSettings::new(settings);
+        let metrics = Arc::new(Metrics::new().unwrap());
+        let (log, writer) = AccessLog::new(Arc::clone(&live), Arc::clone(&metrics));
+        let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+        tasks.spawn(writer.run(stop.clone()));
+        Self {
+            log,
+            live,
+            metrics,
+            tasks,
+            stop,
+        }
+    }
+
+    async fn until_on(&self) {
+        while !self.log.on.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    fn request(&self, id: &'static str) {
+        let traces = [None, Some(HeaderValue::from_static("00-ab-cd-01"))];
+        let id = HeaderValue::from_static(id);
+        let mut report = CallReport::new(RouteLabel::Chat, id, traces);
+        report.status = 503;
+        report.end = RequestEnd::Shed;
+        let request = EndedRequest::new(&report, Duration::from_micros(1500));
+        self.log.ended(&Arc::new(request));
+    }
+
+    fn lines(&self, outcome: &str) -> u64 {
+        let series = format!("access_log_lines_total{{outcome=\"{outcome}\"}}");
+        self.metrics.value(&series)
+    }
+
+    async fn until_written(&self, lines: u64) {
+        while self.lines("written") < lines {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    async fn end(self) -> Arc<Metrics> {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+        self.metrics
+    }
+}
+
+fn ids(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    let parse = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+    let ids = text.lines().map(|line| parse(line)["request_id"].clone());
+    ids.map(|id| id.as_str().unwrap().to_owned()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renamed_file_is_opened_again_and_the_stop_loses_nothing() {
+    let folder = Folder::new();
+    let (path, rotated) = (folder.path("log"), folder.path("log.1"));
+    let running = Running::start(settings(&path));
+    running.until_on().await;
+    running.request("one");
+    running.until_written(1).await;
+    fs::rename(&path, &rotated).unwrap();
+    tokio::time::sleep(2 * CHECK_PERIOD).await;
+    running.request("two");
+    running.until_written(2).await;
+    running.live.replace(settings(&folder.path("other")));
+    tokio::time::sleep(2 * CHECK_PERIOD).await;
+    running.request("three \"quoted\"");
+    running.end().await;
+    assert_eq!(ids(&rotated), ["one"]);
+    assert_eq!(ids(&path), ["two"]);
+    assert_eq!(ids(&folder.path("other")), ["three \"quoted\""]);
+}
+
+/// The keys are what `docs/CONFIGURATION.md` lists; none may show a prompt or a key.
+#[tokio::test(start_paused = true)]
+async fn a_line_has_these_keys() {
+    let folder = Folder::new();
+    let path = folder.path("log");
+    let running = Running::start(settings(&path));
+    running.until_on().await;
+    running.request("one");
+    running.end().await;
+    let line: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let keys: BTreeSet<&str> = line
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(String::as_str)
+        .collect();
+    let documented = include_str!("../../../docs/CONFIGURATION.md");
+    let (_, section) = documented.split_once("### Access log").unwrap();
+    let section = section.split("\n### ").next().unwrap();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
+    let named = rows.flat_map(|row| {
+        let names = row.split(" | ").next().unwrap_or_default();
+        names.split(['`', ',', ' ']).filter(|name| !name.is_empty())
+    });
+    assert_eq!(named.collect::<BTreeSet<_>>(), keys);
+    assert_eq!(line["status"], 503);
+    assert_eq!(line["outcome"], "shed");
+    assert_eq!(line["total_ms"], 1.5);
+    assert_eq!(line["traceparent"], "00-ab-cd-01");
+    assert_eq!(line["worker"], Value::Null);
+    assert!(line["time"].as_str().unwrap().ends_with('Z'), "{line}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn lines_that_cannot_be_written_are_counted_and_no_request_waits() {
+    let folder = Folder::new();
+    // A directory is no file.
+    let running = Running::start(settings(&folder.0));
+    running.until_on().await;
+    running.request("one");
+    while running.lines("dropped") < 1 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    running.live.replace(settings(&folder.path("log")));
+    tokio::time::sleep(2 * CHECK_PERIOD).await;
+    // No task runs between two awaits.
+    for _ in 0..QUEUE_MAX + 7 {
+        running.request("many");
+    }
+    let metrics = running.end().await;
+    let dropped = "access_log_lines_total{outcome=\"dropped\"}";
+    assert_eq!(metrics.value(dropped), 8);
+    assert_eq!(ids(&folder.path("log")).len(), QUEUE_MAX);
+}

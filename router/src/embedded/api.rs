@@ -1,0 +1,108 @@
+//! `/workers/{id}` and `POST /workers` of the admin port: an embedded router's workers come and go.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use warmroute_proto::WorkerId;
+
+use super::supervisor::{AddError, EmbeddedWorkers};
+use super::worker_plan::{PlanChange, PlanError};
+use crate::admin::Admin;
+use crate::config::WorkerSpec;
+
+/// Why a worker is not added, shown or removed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WorkersApiError {
+    #[error(
+        "this router has its workers from NATS: to add one, start a warmroute-shim with its \
+         --worker-id; to remove one, drain it (POST /admin/workers/ID/drain) and end its shim"
+    )]
+    Registered,
+    #[error("{0}")]
+    Body(#[from] JsonRejection),
+    #[error(transparent)]
+    Add(#[from] AddError),
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+}
+
+impl IntoResponse for WorkersApiError {
+    fn into_response(self) -> Response {
+        let status = match &self {
+            Self::Body(rejection) => rejection.status(),
+            Self::Plan(PlanError::NoWorker) => StatusCode::NOT_FOUND,
+            Self::Add(AddError::Start(_)) => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::Add(AddError::Ending) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Registered | Self::Add(AddError::Plan(_)) | Self::Plan(_) => StatusCode::CONFLICT,
+        };
+        (status, Json(json!({ "error": self.to_string() }))).into_response()
+    }
+}
+
+/// 201: the worker's life begins; 200: an equal declaration stands.
+pub(crate) async fn add(
+    State(admin): State<Arc<Admin>>,
+    spec: Result<Json<WorkerSpec>, JsonRejection>,
+) -> Result<Response, WorkersApiError> {
+    let workers = embedded(&admin)?;
+    let Json(spec) = spec?;
+    let worker = spec.id.clone();
+    let status = match workers.add(spec).await? {
+        PlanChange::Added => StatusCode::CREATED,
+        PlanChange::None => StatusCode::OK,
+    };
+    tracing::info!(%worker, "worker added by the API");
+    let shown = shown(&admin, workers, worker).await?;
+    Ok((status, shown).into_response())
+}
+
+pub(crate) async fn show(
+    State(admin): State<Arc<Admin>>,
+    Path(worker): Path<String>,
+) -> Result<Json<Value>, WorkersApiError> {
+    let workers = embedded(&admin)?;
+    shown(&admin, workers, WorkerId::from(worker)).await
+}
+
+/// Answers when the worker has left: its requests are done or the drain time is over, and its shim
+/// has ended. `requests`: those that are still open at the engine.
+pub(crate) async fn remove(
+    State(admin): State<Arc<Admin>>,
+    Path(worker): Path<String>,
+) -> Result<Json<Value>, WorkersApiError> {
+    let worker = WorkerId::from(worker);
+    match embedded(&admin)?.remove(worker.clone()).await {
+        Some(removed) => removed?,
+        None => return Err(AddError::Ending.into()),
+    }
+    let requests = admin.app.core.core().active_requests(&worker);
+    Ok(Json(
+        json!({ "worker": worker, "phase": "removed", "requests": requests }),
+    ))
+}
+
+fn embedded(admin: &Admin) -> Result<&EmbeddedWorkers, WorkersApiError> {
+    admin.workers.as_ref().ok_or(WorkersApiError::Registered)
+}
+
+async fn shown(
+    admin: &Admin,
+    workers: &EmbeddedWorkers,
+    worker: WorkerId,
+) -> Result<Json<Value>, WorkersApiError> {
+    let shown = workers.show(worker.clone()).await;
+    let shown = shown.ok_or(PlanError::NoWorker)?;
+    let requests = admin.app.core.core().active_requests(&worker);
+    Ok(Json(json!({
+        "worker": worker,
+        "url": shown.url,
+        "declared_by": shown.origin,
+        "phase": shown.phase.label(),
+        "requests": requests,
+    })))
+}

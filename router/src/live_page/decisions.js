@@ -1,0 +1,181 @@
+// The last decisions, with the terms of each candidate's cost and why the winner won.
+
+import { byId, count, duration, element, keyed, NONE, number, percent, plural, setText, timeOfDay } from "./dom.js";
+
+// Decisions that stay while they are open.
+const PINNED_MAX = 4;
+
+const blocksOf = ({ overlap }) => overlap.gpu + overlap.cpu + overlap.disk;
+const isIn = (decision) => (one) =>
+  one.worker === decision.worker && one.dp_rank === decision.dp_rank;
+
+const isTimed = ({ policy }) => policy === "time";
+const cost = (decision, value) =>
+  isTimed(decision) ? duration(1000 * value) : `${number(value)} blocks`;
+
+// Workers with several ranks.
+let ranked = new Set();
+
+function name({ worker, dp_rank: rank }) {
+  if (worker == null) return "a source that is gone";
+  return ranked.has(worker) ? `${worker} / ${rank}` : worker;
+}
+
+// What the winner has in its cache, in words.
+function holding(winner) {
+  const blocks = blocksOf(winner);
+  if (blocks) return `${plural(blocks, "block")} cached there (${basis(winner)})`;
+  if (winner.predicted_blocks) return `${plural(winner.predicted_blocks, "block")} expected there`;
+  return "nothing known to be cached there";
+}
+
+function basis({ rung, state, reported_blocks: reported }) {
+  return rung === "index" && !reported ? state : rung.replaceAll("_", " ");
+}
+
+// The term of predicted time that is best against the next source.
+function mainTerm(winner, next) {
+  const saved = ["queue", "prefill", "decode"].map((term) => {
+    const weight = term === "decode" ? 0.1 : 1;
+    return { term, ms: weight * (next.time_ms[term] - winner.time_ms[term]) };
+  });
+  return saved.reduce((best, one) => (one.ms > best.ms ? one : best));
+}
+
+// Costs of near times are made equal except for a microsecond an active request.
+const NEAR_SECS = 1e-3;
+
+export function why(decision) {
+  const winner = decision.cheapest.find(isIn(decision));
+  if (!winner) return `drawn, and not among the ${decision.cheapest.length} cheapest`;
+  const [next] = decision.cheapest.filter((one) => one !== winner);
+  const held = holding(winner);
+  if (!next) return `the only candidate; ${held}`;
+  if (decision.policy === "round-robin") return "its turn";
+  if (decision.policy === "random") return "drawn at random";
+  if (decision.policy === "least-load") {
+    return `fewest active requests: ${count(winner.active_requests)}`;
+  }
+  const saved = next.cost - winner.cost;
+  if (saved < 0) return `drawn with a probability of ${percent(winner.probability)}; ${held}`;
+  if (isTimed(decision) && saved < NEAR_SECS) {
+    const reason = winner.active_requests < next.active_requests ? "fewer active requests" : "a random draw";
+    return `as fast as ${name(next)}, chosen by ${reason}; ${held}`;
+  }
+  if (!isTimed(decision)) {
+    if (saved === 0) return `as cheap as ${name(next)}, a random draw; ${held}`;
+    return `${cost(decision, saved)} cheaper than ${name(next)}; ${held}`;
+  }
+  const { term } = mainTerm(winner, next);
+  return `${cost(decision, saved)} less than ${name(next)}, mostly ${term}; ${held}`;
+}
+
+const COLUMNS = [
+  ["Source", (one) => name(one)],
+  ["Rung", basis],
+  ["GPU", ({ overlap }) => count(overlap.gpu), "blocks"],
+  ["CPU", ({ overlap }) => count(overlap.cpu), "blocks"],
+  ["Disk", ({ overlap }) => count(overlap.disk), "blocks"],
+  ["Expected", (one) => count(one.predicted_blocks), "blocks"],
+  ["Active", (one) => count(one.active_requests), "requests"],
+];
+const TIME_COLUMNS = [
+  ["Queue", (one) => number(one.time_ms.queue), "ms"],
+  ["Prefill", (one) => number(one.time_ms.prefill), "ms"],
+  ["Decode", (one) => number(one.time_ms.decode), "ms"],
+  ["Cost", (one) => number(1000 * one.cost), "ms"],
+];
+const BLOCK_COLUMNS = [
+  ["Prefill", (one) => number(one.prefill_blocks), "blocks"],
+  ["Decode", (one) => number(one.decode_blocks), "blocks"],
+  ["Slowness", (one) => number(one.slowness), "factor"],
+  ["Cost", (one) => number(one.cost), "blocks"],
+];
+const CHANCE = ["Chance", (one) => percent(one.probability)];
+
+// The table of one decision's candidates, cheapest first.
+function candidates(decision) {
+  const columns = [...COLUMNS, ...(isTimed(decision) ? TIME_COLUMNS : BLOCK_COLUMNS), CHANCE];
+  const heads = columns.map(([label, , unit], at) => {
+    const head = element("th", { scope: "col" }, label);
+    if (at > 1) head.className = "number";
+    if (unit) head.append(" ", element("small", {}, unit));
+    return head;
+  });
+  const rows = decision.cheapest.map((one) => {
+    const isWinner = isIn(decision)(one);
+    const cells = columns.map(([, text], at) => {
+      const cell = element(at === 0 ? "th" : "td", at === 0 ? { scope: "row" } : {}, text(one));
+      if (at > 1) cell.className = "number";
+      return cell;
+    });
+    if (isWinner) cells[0].append(" ", element("b", {}, "chosen"));
+    return element("tr", isWinner ? { class: "winner" } : {}, ...cells);
+  });
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)));
+  table.append(element("tbody", {}, ...rows));
+  const label = "Candidates and the terms of their cost";
+  return element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": label }, table);
+}
+
+function notes(decision) {
+  const found = [
+    `Request ${decision.request_id}`,
+    `${decision.cheapest.length} cheapest of ${plural(decision.candidates, "candidate")}`,
+    `policy ${decision.policy}`,
+    `predicted TTFT ${duration(decision.predicted_ttft_ms)}`,
+    `credited ${plural(decision.credited_tokens, "token")}`,
+    `engine reported ${decision.cached_tokens == null ? NONE : plural(decision.cached_tokens, "token")}`,
+  ];
+  return `${found.join(" · ")}.`;
+}
+
+export class DecisionList {
+  constructor() {
+    this.kept = new Map();
+    this.known = new Map();
+  }
+
+  show(decisions, workers) {
+    ranked = new Set(workers.filter(({ ranks }) => ranks.length > 1).map(({ worker }) => worker));
+    const newest = new Set(decisions.map((one) => one.number));
+    const pinned = [...this.known.values()].filter(
+      ({ number: at }) => !newest.has(at) && this.kept.get(at)?.firstChild.open,
+    );
+    const shown = [...decisions, ...pinned.slice(0, PINNED_MAX)];
+    this.known = new Map(shown.map((one) => [one.number, one]));
+    if (!shown.length) return;
+    const list = byId("decisions");
+    if (!this.kept.size) list.replaceChildren();
+    keyed(list, this.kept, shown, (one) => one.number, (one) => this.make(one), updateItem);
+  }
+
+  make(decision) {
+    const summary = element("summary", {});
+    summary.append(
+      element("time", { class: "muted" }, timeOfDay(decision.unix_ms)),
+      " ",
+      element("span", { class: "muted" }, `${decision.model} → `),
+      element("b", {}, name(decision)),
+      element("span", { class: "why" }, why(decision)),
+    );
+    if (decision.moved_from) {
+      const from = name(decision.moved_from);
+      const moved = `Moved from ${from}, which another router chose at the same time.`;
+      summary.append(element("span", { class: "why" }, moved));
+    }
+    const details = element("details", {}, summary);
+    details.addEventListener("toggle", () => {
+      if (!details.open || details.childElementCount > 1) return;
+      const current = this.known.get(decision.number) ?? decision;
+      details.append(candidates(current), element("p", { class: "muted notes" }, notes(current)));
+    });
+    return element("li", {}, details);
+  }
+}
+
+// What engines report comes later than the decision.
+function updateItem(item, decision) {
+  const note = item.querySelector(".notes");
+  if (note) setText(note, notes(decision));
+}

@@ -1,0 +1,308 @@
+//! Clients with keys: what they may do, and what they cannot see.
+
+use axum::http::Method;
+use reqwest::RequestBuilder;
+use warmroute_process::access::keys::KeyHash;
+
+use super::super::routes::FORWARDED;
+use super::*;
+
+const KEY: &str = "wr-of-a";
+const OTHER: &str = "wr-of-b";
+
+/// Settings with two tenants, `a` and `b`.
+fn two(rules_of_a: &str) -> String {
+    let row = |id: &str, key: &str| {
+        let hash = KeyHash::of(key.as_bytes()).unwrap().to_hex();
+        format!("keys = [{{ id = \"{id}\", sha256 = \"{hash}\" }}]")
+    };
+    let (a, b) = (row("a1", KEY), row("b1", OTHER));
+    format!(
+        "[[tenants]]\nname = \"a\"\n{a}\n{rules_of_a}\n\
+         [[tenants]]\nname = \"b\"\n{b}\nmodels = [\"n*\"]\n"
+    )
+}
+
+async fn world(engine: &Engine, rules_of_a: &str) -> World {
+    let world = World::with(&[engine]).await;
+    world.set(&two(rules_of_a));
+    world
+}
+
+async fn answer(request: RequestBuilder, key: &str) -> reqwest::Response {
+    request.bearer_auth(key).send().await.unwrap()
+}
+
+/// Each route and every path that is none.
+#[tokio::test]
+async fn no_route_but_the_probes_answers_without_a_key() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "").await;
+    let own = [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/m",
+        "/v1/responses/r",
+        "/v1/responses/r/cancel",
+        "/version",
+        "/v1/added",
+        "/metrics",
+        "/unknown",
+        "/",
+    ];
+    for path in own.iter().chain(&FORWARDED) {
+        for method in [Method::GET, Method::POST, Method::PUT, Method::OPTIONS] {
+            let request = || world.request(method.clone(), path).body("{}");
+            let status = request().send().await.unwrap().status();
+            assert_eq!(status, 401, "{method} {path}");
+            let status = answer(request(), "wr-other").await.status();
+            assert_eq!(status, 401, "{method} {path}");
+        }
+    }
+    assert_eq!(engine.asked(), 0);
+    for path in [
+        "/health",
+        "/readyz",
+        "/healthz",
+        "/liveness",
+        "/readiness",
+        "/ping",
+    ] {
+        assert_eq!(world.get(path).await.status(), 200, "{path}");
+    }
+    let refused = world.send("/v1/completions", &body(3)).await;
+    assert_eq!(refused.headers()["www-authenticate"], "Bearer");
+    assert!(refused.headers().contains_key("x-request-id"));
+    assert_error(refused, "invalid_api_key").await;
+    let refused = world.send("/v1/messages", &json!({"model": "m"})).await;
+    let json: Value = refused.json().await.unwrap();
+    assert_eq!(json["type"], "error");
+    assert_eq!(json["error"]["type"], "authentication_error");
+    world.set(&two("").replace(
+        &KeyHash::of(KEY.as_bytes()).unwrap().to_hex(),
+        &"0".repeat(64),
+    ));
+    let revoked = answer(world.post("/v1/completions", &body(3)), KEY).await;
+    assert_eq!(revoked.status(), 401);
+}
+
+#[tokio::test]
+async fn a_tenant_sees_and_uses_its_models_and_no_engine_gets_its_key() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "").await;
+    let served = answer(world.post("/v1/completions", &body(3)), KEY).await;
+    assert_eq!(served.status(), 200);
+    let request = world.post("/v1/messages", &json!({"model": "m"}));
+    let served = request.header("x-api-key", KEY).send().await.unwrap();
+    assert_eq!(served.status(), 200);
+    let seen = engine.inner_headers();
+    for headers in &seen {
+        assert!(!format!("{headers:?}").contains("wr-"), "{headers:?}");
+    }
+    let asked = engine.asked();
+    // A model that exists and one that does not look alike.
+    let mut refusals = Vec::new();
+    for model in ["m", "x"] {
+        for path in ["/v1/completions", "/v1/embeddings"] {
+            let json = json!({"model": model, "prompt": [1], "input": "x"});
+            let refused = answer(world.post(path, &json), OTHER).await;
+            assert_eq!(refused.status(), 403, "{model} {path}");
+            refusals.push(refused.text().await.unwrap());
+        }
+        let path = format!("/v1/models/{model}");
+        let refused = answer(world.request(Method::GET, &path), OTHER).await;
+        assert_eq!(refused.status(), 404);
+    }
+    refusals.dedup();
+    assert_eq!(refusals.len(), 1, "{refusals:?}");
+    assert_eq!(engine.asked(), asked);
+    for (key, is_empty) in [(KEY, false), (OTHER, true)] {
+        let list = answer(world.request(Method::GET, "/v1/models"), key).await;
+        let list: Value = list.json().await.unwrap();
+        assert_eq!(list["data"].as_array().unwrap().is_empty(), is_empty);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn limits_answer_429_with_the_time_to_wait() {
+    let _frozen = world::Frozen::new();
+    let engine = Engine::start().await;
+    let rules = "requests_per_minute = 2\ntokens_per_minute = 100\nmax_prompt_tokens = 90";
+    let world = world(&engine, rules).await;
+    // The clock passes the time for which idle connections are kept.
+    let send = |tokens| {
+        let request = world.post("/v1/completions", &body(tokens));
+        answer(request.header("connection", "close"), KEY)
+    };
+    let first = send(40).await;
+    assert_eq!(first.status(), 200);
+    assert_eq!(first.headers()["x-ratelimit-limit-requests"], "2");
+    assert_eq!(first.headers()["x-ratelimit-remaining-requests"], "1");
+    assert_eq!(first.headers()["x-ratelimit-limit-tokens"], "100");
+    assert_eq!(first.headers()["x-ratelimit-remaining-tokens"], "60");
+    first.bytes().await.unwrap();
+    let refused = send(91).await;
+    assert_eq!(refused.status(), 400);
+    assert_error(refused, "context_length_exceeded").await;
+    let refused = send(1).await;
+    assert_eq!(refused.status(), 429);
+    assert_eq!(refused.headers()["retry-after"], "30");
+    assert_eq!(refused.headers()["x-ratelimit-remaining-requests"], "0");
+    assert_error(refused, "rate_limit_exceeded").await;
+    tokio::time::advance(std::time::Duration::from_secs(30)).await;
+    // 41 used, 50 came back: full.
+    let refused = send(90).await;
+    assert_eq!(refused.status(), 200);
+    tokio::time::advance(std::time::Duration::from_secs(30)).await;
+    let refused = send(80).await;
+    assert_eq!(refused.status(), 429);
+    assert_error(refused, "rate_limit_exceeded").await;
+    assert_eq!(engine.asked(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_streams_tokens_count_while_it_runs_and_a_client_that_leaves_frees_its_place() {
+    let _frozen = world::Frozen::new();
+    let engine = Engine::start().await;
+    let world = world(
+        &engine,
+        "max_concurrent_requests = 1\ntokens_per_minute = 1000",
+    )
+    .await;
+    let mut stream = answer(world.post("/v1/completions", &streaming()), KEY).await;
+    for _ in 0..64 {
+        engine.release_event(&mut stream).await;
+    }
+    let refused = answer(world.request(Method::GET, "/v1/models"), KEY).await;
+    assert_eq!(refused.status(), 429);
+    assert_eq!(refused.headers()["retry-after"], "1");
+    // 3 of the prompt, 64 generated.
+    assert_eq!(refused.headers()["x-ratelimit-remaining-tokens"], "933");
+    drop(stream);
+    let freed = async {
+        loop {
+            let list = answer(world.request(Method::GET, "/v1/models"), KEY).await;
+            if list.status() == 200 {
+                return;
+            }
+        }
+    };
+    in_time("the place is free", freed).await;
+    world.until_quiet().await;
+}
+
+/// The salt is the tenant's whatever the client sends, and seeds the router's own hashes.
+#[tokio::test]
+async fn a_salted_tenant_shares_no_cache_entry_and_no_client_can_ask_for_its_salt() {
+    let engine = Engine::start().await;
+    let world = world(
+        &engine,
+        "salt = \"tenant\"\nmax_output_tokens = 50\npriority = 3",
+    )
+    .await;
+    let own = json!({"model": "m", "prompt": [1, 2], "cache_salt": "mine", "priority": -9});
+    let mut salts = Vec::new();
+    for (path, json) in [
+        ("/v1/completions", &body(3)),
+        ("/v1/completions", &own),
+        ("/v1/embeddings", &json!({"model": "m", "input": "x"})),
+    ] {
+        let served = answer(world.post(path, json), KEY).await;
+        assert_eq!(served.status(), 200);
+        let sent: Value = serde_json::from_str(&engine.last().body).unwrap();
+        assert_eq!(sent["priority"], 3);
+        salts.push(sent["cache_salt"].as_str().unwrap().to_owned());
+    }
+    assert!(salts.iter().all(|salt| salt.starts_with("warmroute-")));
+    assert_eq!(salts[0], salts[2]);
+    assert_ne!(salts[0], salts[1]);
+    world.set(&two("salt = \"tenant\"").replace("\"n*\"", "\"*\""));
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        let forged = json!({"model": "m", "prompt": [1], "cache_salt": salts[0]});
+        let refused = answer(world.post(path, &forged), OTHER).await;
+        assert_eq!(refused.status(), 400);
+        assert_error(refused, "reserved_salt").await;
+    }
+    let asked = engine.asked();
+    for body in [
+        "{\"model\":\"m\",\"prompt\":[1],\"max_tokens\":51}",
+        "\u{feff}{}",
+        "[1]",
+        "",
+    ] {
+        world.set(&two("salt = \"tenant\"\nmax_output_tokens = 50"));
+        for path in ["/v1/completions", "/v1/embeddings"] {
+            let request = world.request(Method::POST, path).body(body);
+            let is_bounded = path == "/v1/embeddings" && body.contains("max_tokens");
+            let status = answer(request, KEY).await.status();
+            assert_eq!(status == 400, !is_bounded, "{path} {body}");
+        }
+    }
+    assert_eq!(engine.asked(), asked + 1);
+}
+
+/// Headers about decisions show which prompts are cached: nothing by default, and no address ever.
+#[tokio::test]
+async fn a_client_learns_nothing_about_caches_and_addresses() {
+    let engine = Engine::start().await;
+    let world = World::with(&[]).await;
+    world.add_named("127.0.0.1:8000", &engine);
+    let hash = KeyHash::of(KEY.as_bytes()).unwrap().to_hex();
+    let admin = format!("keys = [{{ id = \"o\", sha256 = \"{hash}\", role = \"read\" }}]");
+    for (rule, key, worker) in [
+        ("off", None, None),
+        ("off", Some(KEY), None),
+        ("admin-key", None, None),
+        ("admin-key", Some(OTHER), None),
+        ("admin-key", Some(KEY), Some("127.0.0.1:8000")),
+        ("all", Some(KEY), Some("127.0.0.1:8000")),
+        ("all", None, Some("worker-")),
+    ] {
+        let text = format!("[admin]\nexplain_headers = \"{rule}\"\n{admin}");
+        world.set(&text);
+        for path in ["/v1/completions", "/v1/embeddings"] {
+            let mut request = world.post(path, &body(40));
+            if let Some(key) = key {
+                request = request.header("x-warmroute-admin-key", key);
+            }
+            let answer = request.send().await.unwrap();
+            let mut names = answer.headers().keys().map(|name| name.as_str());
+            let explained = names.any(|name| name.starts_with("x-warmroute"));
+            assert_eq!(explained, worker.is_some(), "{rule} {key:?}");
+            let shown = answer.headers().get("x-warmroute-worker");
+            let shown = shown.map(|shown| shown.to_str().unwrap());
+            let begins = |begin: &str| shown.is_some_and(|shown| shown.starts_with(begin));
+            assert!(worker.is_none_or(begins), "{rule} {key:?} {shown:?}");
+            assert!(!engine.last().headers.contains_key("x-warmroute-admin-key"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_stored_answer_is_its_tenants() {
+    let engine = Engine::start().await;
+    let world = world(&engine, "").await;
+    let json = json!({"model": "m", "input": "x", "store_as": "resp_1"});
+    let stored = answer(world.post("/v1/responses", &json), KEY).await;
+    assert_eq!(stored.status(), 200);
+    stored.bytes().await.unwrap();
+    world.set(&two("").replace("\"n*\"", "\"*\""));
+    let path = "/v1/responses/resp_1";
+    for (key, status) in [(KEY, 200), (OTHER, 404)] {
+        let found = world.request(Method::GET, path).body("{\"model\":\"x\"}");
+        let found = answer(found, key).await;
+        assert_eq!(found.status(), status, "{key}");
+        assert!(
+            !engine.last().body.contains("\"x\"}"),
+            "no engine gets its body"
+        );
+        let next = json!({"model": "m", "input": "x", "previous_response_id": "resp_1"});
+        let next = answer(world.post("/v1/responses", &next), key).await;
+        assert_eq!(next.status(), status, "{key}");
+    }
+}
+
+async fn assert_error(response: reqwest::Response, code: &str) {
+    world::assert_error(response, code).await;
+}

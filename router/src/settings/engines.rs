@@ -1,0 +1,133 @@
+//! `[engines]`: what engines get from this router, besides requests.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use axum::http::HeaderValue;
+use serde::Deserialize;
+
+use super::file::{Settings, SettingsError, read};
+
+/// `[engines]`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct EngineSettings {
+    authorization: AuthorizationRule,
+    key_file: PathBuf,
+    /// The content of `key_file`.
+    #[serde(skip)]
+    key: Option<EngineSecret>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum AuthorizationRule {
+    #[default]
+    Auto,
+    Pass,
+    Strip,
+    Replace,
+}
+
+/// `Authorization` for engines. Not shown by `Debug`.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct EngineSecret(HeaderValue);
+
+impl fmt::Debug for EngineSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("…")
+    }
+}
+
+/// The clients' `Authorization` and `x-api-key` on the way to engines.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum EngineAuthorization {
+    /// Sent as they are, except for a tenant's key.
+    Pass,
+    Strip,
+    /// The engines' own key is sent instead.
+    Replace(HeaderValue),
+}
+
+impl Settings {
+    pub(crate) fn engine_authorization(&self) -> EngineAuthorization {
+        let engines = &self.engines;
+        match (engines.authorization, &engines.key) {
+            (AuthorizationRule::Pass, _) => EngineAuthorization::Pass,
+            (AuthorizationRule::Replace, Some(EngineSecret(key))) => {
+                EngineAuthorization::Replace(key.clone())
+            }
+            // Where there are tenants, clients' keys are for this router.
+            (AuthorizationRule::Auto, _) if self.tenants.is_empty() => EngineAuthorization::Pass,
+            (
+                AuthorizationRule::Auto | AuthorizationRule::Strip | AuthorizationRule::Replace,
+                _,
+            ) => EngineAuthorization::Strip,
+        }
+    }
+
+    /// Reads `key_file`, whose path is relative to the settings file's directory.
+    pub(super) fn read_engine_key(&mut self, settings: &Path) -> Result<(), SettingsError> {
+        let engines = &mut self.engines;
+        if engines.key_file.as_os_str().is_empty() {
+            return match engines.authorization {
+                AuthorizationRule::Replace => Err(SettingsError::NoEngineKey),
+                AuthorizationRule::Auto | AuthorizationRule::Pass | AuthorizationRule::Strip => {
+                    Ok(())
+                }
+            };
+        }
+        let dir = settings.parent().unwrap_or_else(|| Path::new(""));
+        let path = dir.join(&engines.key_file);
+        let text = read(&path).map_err(|error| SettingsError::EngineKey {
+            path: path.clone(),
+            error: Box::new(error),
+        })?;
+        let key = text.lines().next().unwrap_or_default().trim();
+        let value = HeaderValue::from_str(&format!("Bearer {key}"));
+        let value = value.ok().filter(|_| !key.is_empty());
+        let mut value = value.ok_or(SettingsError::BadEngineKey(path))?;
+        value.set_sensitive(true);
+        engines.key = Some(EngineSecret(value));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use uuid::Uuid;
+
+    use super::super::WorkerRule;
+    use super::*;
+
+    #[test]
+    fn a_key_comes_from_a_file_and_is_not_shown() {
+        let dir = std::env::temp_dir().join(format!("wr-engines-{}", Uuid::new_v4()));
+        fs::create_dir(&dir).unwrap();
+        let path = dir.join("router.toml");
+        let rule = WorkerRule::Registered;
+        let load = |text: &str| {
+            fs::write(&path, text).unwrap();
+            Settings::load(&path, &rule).map_err(|error| error.to_string())
+        };
+        let replace = "[engines]\nauthorization = \"replace\"\n";
+        let with_file = format!("{replace}key_file = \"key\"\n");
+        assert!(load(replace).unwrap_err().contains("needs key_file"));
+        assert!(load(&with_file).unwrap_err().contains("key"));
+        for (key, valid) in [("", false), ("a\u{1}b", false), ("engine-secret\n", true)] {
+            fs::write(dir.join("key"), key).unwrap();
+            assert_eq!(load(&with_file).is_ok(), valid, "{key:?}");
+        }
+        let settings = load(&with_file).unwrap();
+        let value = HeaderValue::from_static("Bearer engine-secret");
+        assert_eq!(
+            settings.engine_authorization(),
+            EngineAuthorization::Replace(value)
+        );
+        assert!(!format!("{settings:?}").contains("secret"));
+        assert!(!format!("{:?}", settings.engine_authorization()).contains("secret"));
+        fs::remove_dir_all(dir).unwrap();
+    }
+}

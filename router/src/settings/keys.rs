@@ -1,0 +1,250 @@
+//! Keys as the settings file has them.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use serde::Deserialize;
+use time::{Date, Month, PrimitiveDateTime, Time, UtcOffset};
+use toml::value::{Datetime, Offset};
+use warmroute_process::access::keys::{
+    KEY_PREFIX, KeyHash, KeyHashError, KeyId, KeyIdError, StoredKey,
+};
+use warmroute_process::access::{OperatorKey, Role};
+
+/// `[admin]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct AdminSettings {
+    #[serde(deserialize_with = "operator_keys")]
+    pub keys: Arc<[OperatorKey]>,
+    pub explain_headers: ExplainRule,
+}
+
+/// The clients that get headers about routing decisions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ExplainRule {
+    #[default]
+    Off,
+    AdminKey,
+    All,
+}
+
+impl Default for AdminSettings {
+    fn default() -> Self {
+        Self {
+            keys: [].into(),
+            explain_headers: ExplainRule::Off,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OperatorKeyRow {
+    id: String,
+    sha256: String,
+    role: RoleName,
+    expires: Option<Datetime>,
+}
+
+/// [`Role`] as the file names it.
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum RoleName {
+    Read,
+    Operate,
+}
+
+/// Why a key is refused. The parser adds the line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum KeyError {
+    #[error(transparent)]
+    Id(#[from] KeyIdError),
+    #[error("key {id}: {error}")]
+    Hash { id: KeyId, error: KeyHashError },
+    #[error("key {0}: expires is no date, and no date with time and offset")]
+    Expiry(KeyId),
+    #[error("two keys have the id or the hash of {0}")]
+    Twice(KeyId),
+}
+
+fn operator_keys<'de, D>(deserializer: D) -> Result<Arc<[OperatorKey]>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+{
+    let rows = Vec::<OperatorKeyRow>::deserialize(deserializer)?;
+    let keys = rows.into_iter().map(|row| {
+        let role = match row.role {
+            RoleName::Read => Role::Read,
+            RoleName::Operate => Role::Operate,
+        };
+        let key = stored_key(&row.id, &row.sha256, row.expires)?;
+        Ok(OperatorKey { key, role })
+    });
+    let keys: Result<Vec<_>, KeyError> = keys.collect();
+    let keys = keys.map_err(serde::de::Error::custom)?;
+    distinct(keys.iter().map(|one| &one.key)).map_err(serde::de::Error::custom)?;
+    Ok(keys.into())
+}
+
+pub(super) fn stored_key(
+    id: &str,
+    sha256: &str,
+    expires: Option<Datetime>,
+) -> Result<StoredKey, KeyError> {
+    let id: KeyId = id.parse()?;
+    let hash: Result<KeyHash, _> = sha256.parse();
+    let expires = expires.map(|at| unix_s(at).ok_or_else(|| KeyError::Expiry(id.clone())));
+    Ok(StoredKey {
+        hash: hash.map_err(|error| KeyError::Hash {
+            id: id.clone(),
+            error,
+        })?,
+        expires_unix_s: expires.transpose()?,
+        id,
+    })
+}
+
+/// Fails if two keys have one name in logs, or if one key has two owners.
+pub(super) fn distinct<'k>(keys: impl Iterator<Item = &'k StoredKey>) -> Result<(), KeyError> {
+    let (mut ids, mut hashes) = (BTreeSet::new(), BTreeSet::new());
+    for key in keys {
+        if !ids.insert(key.id.clone()) || !hashes.insert(key.hash.to_hex()) {
+            return Err(KeyError::Twice(key.id.clone()));
+        }
+    }
+    Ok(())
+}
+
+/// A text whose keys are made unreadable: an error quotes the line where someone put a key in place
+/// of its hash, and is logged.
+pub(super) fn without_keys(text: &str) -> String {
+    let mut parts = text.split(KEY_PREFIX);
+    let mut shown = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let digits = part.bytes().take_while(u8::is_ascii_hexdigit).count();
+        shown.push_str(KEY_PREFIX);
+        shown.push_str(&"*".repeat(digits));
+        shown.push_str(&part[digits..]);
+    }
+    shown
+}
+
+/// A date is its first second in UTC. A time needs its offset.
+fn unix_s(at: Datetime) -> Option<i64> {
+    let date = at.date?;
+    let month = Month::try_from(date.month).ok()?;
+    let date = Date::from_calendar_date(date.year.into(), month, date.day).ok()?;
+    let (time, offset) = match (at.time, at.offset) {
+        (None, None) => (Time::MIDNIGHT, UtcOffset::UTC),
+        (Some(time), Some(offset)) => {
+            let minutes = match offset {
+                Offset::Z => 0,
+                Offset::Custom { minutes } => i32::from(minutes),
+            };
+            let offset = UtcOffset::from_whole_seconds(minutes * 60).ok()?;
+            let time = Time::from_hms(time.hour, time.minute, time.second).ok()?;
+            (time, offset)
+        }
+        (Some(_), None) | (None, Some(_)) => return None,
+    };
+    let moment = PrimitiveDateTime::new(date, time).assume_offset(offset);
+    Some(moment.unix_timestamp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Settings;
+    use super::*;
+
+    const HASH: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+    fn parsed(rest: &str) -> Result<Arc<[OperatorKey]>, String> {
+        let text = format!(
+            "[admin]\nkeys = [{{ id = \"a\", sha256 = \"{HASH}\", role = \"read\"{rest} }}]"
+        );
+        let settings = Settings::parse(&text).map_err(|error| error.to_string())?;
+        Ok(settings.admin_keys())
+    }
+
+    #[test]
+    fn keys_have_an_id_a_hash_a_role_and_an_end() {
+        for (expires, unix_s) in [
+            ("", None),
+            (", expires = 2027-01-01", Some(1_798_761_600)),
+            (", expires = 2027-01-01T01:00:00+01:00", Some(1_798_761_600)),
+            (", expires = 2027-01-01T00:00:01Z", Some(1_798_761_601)),
+        ] {
+            let keys = parsed(expires).unwrap();
+            assert_eq!(keys[0].role, Role::Read);
+            assert_eq!(keys[0].key.hash.to_hex(), HASH);
+            assert_eq!(keys[0].key.expires_unix_s, unix_s, "{expires}");
+        }
+        // Neither a key nor its hash is logged.
+        let shown = format!(
+            "{:?}",
+            Settings::parse(&format!(
+                "[admin]\nkeys = [{{ id = \"a\", sha256 = \"{HASH}\", role = \"operate\" }}]"
+            ))
+            .unwrap()
+        );
+        assert!(
+            !shown.contains(HASH) && shown.contains("Operate"),
+            "{shown}"
+        );
+    }
+
+    #[test]
+    fn an_error_quotes_no_key() {
+        let (key, _) = warmroute_process::access::keys::generate().unwrap();
+        for text in [
+            format!("[admin]\nkeys = [{{ id = \"a\", sha256 = \"{key}\", role = \"read\" }}]"),
+            format!("[admin]\nkeys = [\"{key}\"]"),
+        ] {
+            let error = Settings::parse(&text).unwrap_err().to_string();
+            assert!(
+                error.contains("line 2") && error.contains("wr-**"),
+                "{error}"
+            );
+            assert!(!error.contains(&key[3..20]), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_bad_key_is_refused_with_its_line() {
+        let whole = format!(r#"id = "a", sha256 = "{HASH}", role = "read""#);
+        for (row, fault) in [
+            (
+                r#"id = "a b", sha256 = "x", role = "read""#.to_owned(),
+                "not a name of 1 to 64",
+            ),
+            (
+                r#"id = "a", sha256 = "x", role = "read""#.to_owned(),
+                "64 hexadecimal digits",
+            ),
+            (
+                format!(r#"id = "a", sha256 = "{HASH}", role = "root""#),
+                "unknown variant",
+            ),
+            (
+                format!(r#"id = "a", sha256 = "{HASH}""#),
+                "missing field `role`",
+            ),
+            (format!(r#"{whole}, key = "x""#), "unknown field"),
+            (
+                format!("{whole}, expires = 2027-01-01T00:00:00"),
+                "expires is no date",
+            ),
+            (
+                format!("{whole} }}, {{ {}", whole.replace("\"a\"", "\"b\"")),
+                "two keys",
+            ),
+        ] {
+            let text = format!("[admin]\nkeys = [{{ {row} }}]\n");
+            let error = Settings::parse(&text).unwrap_err().to_string();
+            assert!(error.contains("line 2"), "{row}: {error}");
+            assert!(error.contains(fault), "{row}: {error}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Workers that files declare: `[[workers]]` in the settings file, or a file of its own.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::file::{Settings, SettingsError, read};
+use crate::config::{WorkerSpec, check_workers};
+
+/// Where workers may be declared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WorkerRule {
+    /// In files and by the API, besides these ones of `--worker`.
+    Embedded(Vec<WorkerSpec>),
+    /// With NATS: each worker's shim registers it.
+    Registered,
+}
+
+impl WorkerRule {
+    /// Refuses workers that cannot be served beside those of `--worker`.
+    pub(super) fn check(&self, workers: &[WorkerSpec]) -> Result<(), SettingsError> {
+        match self {
+            Self::Embedded(fixed) => Ok(check_workers(fixed.iter().chain(workers))?),
+            Self::Registered if workers.is_empty() => Ok(()),
+            Self::Registered => Err(SettingsError::WorkersRegistered),
+        }
+    }
+}
+
+/// A file that declares workers only.
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[derive(Default)]
+struct WorkersFile {
+    workers: Vec<WorkerSpec>,
+}
+
+impl Settings {
+    /// Adds the workers of `workers_file`, whose path is relative to the settings file's directory.
+    pub(super) fn add_workers_file(&mut self, settings: &Path) -> Result<(), SettingsError> {
+        if self.workers_file.as_os_str().is_empty() {
+            return Ok(());
+        }
+        let dir = settings.parent().unwrap_or_else(|| Path::new(""));
+        let path = dir.join(&self.workers_file);
+        let text = read(&path).and_then(|text| Ok(toml::from_str::<WorkersFile>(&text)?));
+        let file = text.map_err(|error| SettingsError::WorkersFile {
+            path,
+            error: Box::new(error),
+        })?;
+        self.workers.extend(file.workers);
+        Ok(())
+    }
+}

@@ -1,0 +1,64 @@
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use std::sync::Arc;
+
+use super::*;
+use crate::call_report::{CallReport, EndedRequest};
+use crate::metrics::{Metrics, RouteLabel};
+use crate::settings::{LiveSettings, Settings};
+
+/// More than the queue holds.
+const REQUESTS: u64 = 3000;
+
+/// Ends requests against this collector, then the process. Returns the metrics.
+async fn end_requests(endpoint: &str) -> Arc<Metrics> {
+    let text = format!("[tracing]\notlp_endpoint = \"{endpoint}\"\n");
+    let settings = LiveSettings::new(Settings::parse(&text).unwrap());
+    let metrics = Arc::new(Metrics::new().unwrap());
+    let client = reqwest::Client::builder().no_proxy().build().unwrap();
+    let (tracer, exporter) = Tracer::new(settings, Arc::clone(&metrics), client);
+    let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+    tasks.spawn(exporter.run(stop.clone()));
+    while !tracer.is_on() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    for _ in 0..REQUESTS {
+        let id = HeaderValue::from_static("r");
+        let report = CallReport::new(RouteLabel::Chat, id, [None, None]);
+        let trace = tracer.begin(None).unwrap();
+        let ended = EndedRequest::new(&report, Duration::from_millis(1));
+        tracer.ended(trace, &Arc::new(ended));
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    stop.cancel();
+    tasks.close();
+    tasks.wait().await;
+    metrics
+}
+
+fn traces(metrics: &Metrics, outcome: &str) -> u64 {
+    metrics.value(&format!("traces_total{{outcome=\"{outcome}\"}}"))
+}
+
+/// The test would not end if the shutdown waited for the collector.
+#[tokio::test(start_paused = true)]
+async fn a_collector_that_never_answers_delays_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let metrics = end_requests(&endpoint).await;
+    assert_eq!(traces(&metrics, "written"), 0);
+    assert_eq!(traces(&metrics, "dropped"), REQUESTS);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_collector_that_is_not_there_delays_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let metrics = end_requests(&endpoint).await;
+    assert_eq!(traces(&metrics, "dropped"), REQUESTS);
+}

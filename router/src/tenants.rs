@@ -1,0 +1,213 @@
+//! Tenants: whose key a request carries, and what that tenant may use.
+//!
+//! Without `[[tenants]]` in the settings the public port is open. With them each request but the
+//! probes needs a key (`Authorization: Bearer` or `x-api-key`). The header with the key is removed
+//! where it is checked, so that no log, record or engine gets it. A request that is admitted is a
+//! [`TenantVisit`] until its last byte.
+//!
+//! A key is looked up by its SHA-256. The time of the look-up depends on bits of that hash, which a
+//! client cannot steer towards a stored one without inverting SHA-256.
+
+mod body;
+mod budget;
+mod usage;
+mod visit;
+
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use axum::http::{HeaderMap, HeaderName, header};
+use tokio::time::Instant;
+use warmroute_process::access::bearer;
+use warmroute_process::access::keys::{KeyHash, now_unix_s};
+
+use crate::settings::{EngineAuthorization, LiveSettings, Settings, TenantRules};
+use usage::TenantUsage;
+pub(crate) use usage::{LimitReached, RateStatus};
+pub(crate) use visit::{Settlement, TenantVisit};
+
+/// Anthropic's header for keys.
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// A tenant with its use.
+#[derive(Debug)]
+struct Tenant {
+    rules: TenantRules,
+    usage: Arc<TenantUsage>,
+}
+
+/// The tenants of the settings in force.
+pub(crate) struct Tenants {
+    settings: Arc<LiveSettings>,
+    table: RwLock<Arc<TenantTable>>,
+}
+
+struct TenantTable {
+    /// What the table was made from.
+    settings: Arc<Settings>,
+    tenants: Vec<Arc<Tenant>>,
+    /// Tenant and key by number.
+    by_hash: HashMap<KeyHash, (usize, usize)>,
+    salts_in_use: bool,
+}
+
+/// Why a tenant's request is not served.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum TenantRefusal {
+    #[error("You did not provide an API key: send it as a bearer token.")]
+    NoKey,
+    #[error("Incorrect API key provided.")]
+    UnknownKey,
+    #[error("The API key has expired.")]
+    Expired,
+    #[error("The API key has no access to this model.")]
+    Model,
+    #[error("There is no such response.")]
+    ForeignAnswer,
+    #[error("The prompt is longer than the limit of {max} tokens.")]
+    PromptTokens { max: u32 },
+    #[error("The limit of {} is reached. Try again in {} s.", .0.kind.label(), .0.retry_after_secs())]
+    Limit(LimitReached),
+}
+
+/// A refusal at the door, with the state of the tenant's rates if the tenant is known.
+#[derive(Debug)]
+pub(crate) struct DoorRefusal {
+    pub error: TenantRefusal,
+    pub rates: RateStatus,
+}
+
+impl From<TenantRefusal> for DoorRefusal {
+    fn from(error: TenantRefusal) -> Self {
+        Self {
+            error,
+            rates: RateStatus::default(),
+        }
+    }
+}
+
+impl Tenants {
+    pub(crate) fn new(settings: Arc<LiveSettings>) -> Self {
+        let table = TenantTable::new(settings.current(), &[], Instant::now());
+        Self {
+            settings,
+            table: RwLock::new(Arc::new(table)),
+        }
+    }
+
+    /// Admits a request by its key, and removes the headers that are not for engines. `None`:
+    /// there are no tenants.
+    pub(crate) fn enter(
+        &self,
+        headers: &mut HeaderMap,
+    ) -> Result<Option<Arc<TenantVisit>>, DoorRefusal> {
+        let table = self.table();
+        let visit = if table.tenants.is_empty() {
+            None
+        } else {
+            Some(Arc::new(table.admit(headers)?))
+        };
+        let authorization = table.settings.engine_authorization();
+        if authorization != EngineAuthorization::Pass {
+            headers.remove(header::AUTHORIZATION);
+            headers.remove(API_KEY);
+        }
+        if let EngineAuthorization::Replace(key) = authorization {
+            headers.insert(header::AUTHORIZATION, key);
+        }
+        Ok(visit)
+    }
+
+    /// The table of the settings in force.
+    fn table(&self) -> Arc<TenantTable> {
+        let settings = self.settings.current();
+        let current = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner));
+        if Arc::ptr_eq(&current.settings, &settings) {
+            return current;
+        }
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        // Read again: older settings must not replace a newer table.
+        let settings = self.settings.current();
+        if !Arc::ptr_eq(&table.settings, &settings) {
+            let next = TenantTable::new(settings, &table.tenants, Instant::now());
+            *table = Arc::new(next);
+        }
+        Arc::clone(&table)
+    }
+}
+
+impl TenantTable {
+    /// Tenants of the same name keep their use.
+    fn new(settings: Arc<Settings>, before: &[Arc<Tenant>], now: Instant) -> Self {
+        let now = now.into_std();
+        let usage = |rules: &TenantRules| {
+            let known = before.iter().find(|tenant| tenant.rules.name == rules.name);
+            match known {
+                Some(tenant) => {
+                    tenant.usage.set_limits(&rules.limits, now);
+                    Arc::clone(&tenant.usage)
+                }
+                None => Arc::new(TenantUsage::new(&rules.limits, now)),
+            }
+        };
+        let tenant = |rules: &TenantRules| {
+            let (rules, usage) = (rules.clone(), usage(rules));
+            Arc::new(Tenant { rules, usage })
+        };
+        let tenants: Vec<_> = settings.tenants.iter().map(tenant).collect();
+        let mut by_hash = HashMap::new();
+        for (at, tenant) in tenants.iter().enumerate() {
+            let keys = tenant.rules.keys.iter().enumerate();
+            by_hash.extend(keys.map(|(number, key)| (key.hash, (at, number))));
+        }
+        let salts_in_use = tenants
+            .iter()
+            .any(|tenant| tenant.rules.salt_group.is_some());
+        Self {
+            settings,
+            tenants,
+            by_hash,
+            salts_in_use,
+        }
+    }
+
+    fn admit(&self, headers: &mut HeaderMap) -> Result<TenantVisit, DoorRefusal> {
+        let by_bearer = bearer(headers).map(|key| self.owner(key));
+        let by_api_key = headers.get(API_KEY).map(|key| self.owner(key.as_bytes()));
+        if by_bearer.is_none() && by_api_key.is_none() {
+            return Err(TenantRefusal::NoKey.into());
+        }
+        let (by_bearer, by_api_key) = (by_bearer.flatten(), by_api_key.flatten());
+        for (known, name) in [(by_bearer, header::AUTHORIZATION), (by_api_key, API_KEY)] {
+            if known.is_some() {
+                headers.remove(name);
+            }
+        }
+        let known = by_bearer.or(by_api_key);
+        let (tenant, key) = known.ok_or(TenantRefusal::UnknownKey)?;
+        let tenant = &self.tenants[tenant];
+        if tenant.rules.keys[key].is_expired(now_unix_s()) {
+            return Err(TenantRefusal::Expired.into());
+        }
+        let now = Instant::now().into_std();
+        tenant.usage.enter(now).map_err(|reached| DoorRefusal {
+            error: TenantRefusal::Limit(reached),
+            rates: tenant.usage.status(now),
+        })?;
+        tracing::trace!(
+            tenant = tenant.rules.name.as_str(),
+            key = tenant.rules.keys[key].id.as_str(),
+            "request admitted"
+        );
+        Ok(TenantVisit::new(Arc::clone(tenant), self.salts_in_use))
+    }
+
+    /// Tenant and number of a key.
+    fn owner(&self, key: &[u8]) -> Option<(usize, usize)> {
+        let hash = KeyHash::of(key)?;
+        self.by_hash.get(&hash).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests;

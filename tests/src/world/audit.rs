@@ -1,0 +1,76 @@
+//! Routers compare their credit with what engines report, and ask the index again, as
+//! `router::audit` does. The index of this world is right, whatever engines evict: no strike is.
+
+use std::time::Duration;
+
+use warmroute_proto::query::{HoldAnswer, HoldQuery, HoldSpan};
+use warmroute_router::route::audit::SETTLE;
+use warmroute_router::route::{AuditVerdict, RecheckVerdict};
+
+use super::host::Timer;
+use super::router::RouterRun;
+use super::{Breakage, World};
+
+/// More than clocks drift apart in [`SETTLE`].
+const DRIFT_MAX: Duration = Duration::from_millis(100);
+
+impl World {
+    /// `Auditor::reported`.
+    pub(super) fn usage_reported(
+        &mut self,
+        at: usize,
+        run: &mut RouterRun,
+        no: u64,
+        cached_tokens: usize,
+    ) {
+        let host = self.routers[at].host;
+        let now = self.local(host);
+        let Some((decision, prompt)) = run.requests.get(&no).and_then(|open| open.decided()) else {
+            return;
+        };
+        let cached = u32::try_from(cached_tokens).unwrap_or(u32::MAX);
+        let verdict = run.core.audit(decision, prompt, cached, now);
+        if let AuditVerdict::Less {
+            recheck: Some(recheck),
+            ..
+        } = verdict
+        {
+            run.rechecks.insert(no, recheck);
+            self.timer(host, SETTLE + DRIFT_MAX, Timer::Recheck(no));
+        }
+    }
+
+    /// `Rechecks::recheck`, at an indexer that answers without delay.
+    pub(super) fn recheck(&mut self, at: usize, run: &mut RouterRun, no: u64) {
+        let Some(recheck) = run.rechecks.remove(&no) else {
+            return;
+        };
+        let now = self.local(self.routers[at].host);
+        let query = run.core.hold_query(&recheck).unwrap();
+        let indexer = no as usize % self.indexers.len();
+        let is_away = self.hosts[self.indexers[indexer].host].is_paused;
+        let Some(answer) = self.hold_as_read(indexer, &query).filter(|_| !is_away) else {
+            return;
+        };
+        let verdict = run.core.recheck(&recheck, &answer, now);
+        match verdict {
+            RecheckVerdict::Unproven => {}
+            RecheckVerdict::Cleared => self.checks.routers.rechecks += 1,
+            RecheckVerdict::Strike | RecheckVerdict::Demote => {
+                let source = query.source;
+                self.fail(format!(
+                    "router {at}: {verdict:?} against {source}, of which {answer:?}"
+                ));
+            }
+        }
+    }
+
+    fn hold_as_read(&self, indexer: usize, query: &HoldQuery) -> Option<HoldAnswer> {
+        let mut answer = self.read_index(indexer, |handle| handle.hold(query))?;
+        let is_found_again = answer.span == HoldSpan::Interrupted;
+        if is_found_again && self.broken == Some(Breakage::InterruptionUnseen) {
+            answer.span = HoldSpan::Held;
+        }
+        Some(answer)
+    }
+}
