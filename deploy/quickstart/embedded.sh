@@ -9,7 +9,7 @@ for name in "${workers[@]}"; do
   specs+=(--worker "$(url "$name"),kv=$kv,replay=$replay,id=$name")
 done
 router=router
-start router "$target/warmroute-router" --port "$port" --admin-port 0 --tokenizer "$tokenizer" "${specs[@]}"
+start router "$target/warmroute-router" --config "$run/router.toml" --port "$port" --admin-port 0 --tokenizer "$tokenizer" "${specs[@]}"
 until_ready router
 
 step "three chats with the same long system prompt"

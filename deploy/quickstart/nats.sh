@@ -34,8 +34,8 @@ done
 start_indexer indexer-1 0
 start_indexer indexer-2 0
 router=router-1
-start router-1 "$target/warmroute-router" "${nats[@]}" --port "$port" --admin-port 0 --tokenizer "$tokenizer"
-start router-2 "$target/warmroute-router" "${nats[@]}" --port 0 --admin-port 0 --tokenizer "$tokenizer"
+start router-1 "$target/warmroute-router" "${nats[@]}" --config "$run/router.toml" --port "$port" --admin-port 0 --tokenizer "$tokenizer"
+start router-2 "$target/warmroute-router" "${nats[@]}" --config "$run/router.toml" --port 0 --admin-port 0 --tokenizer "$tokenizer"
 until_ready shim-engine-a shim-engine-b indexer-1 indexer-2 router-1 router-2
 
 step "three chats with the same long system prompt, through both routers"

@@ -1,0 +1,61 @@
+"""Checks rendered manifests on stdin: the API's schemas of Kubernetes, and what must fit together.
+
+`check.py FILE` names the schema of PodMonitor.
+"""
+
+import json
+import sys
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+# With sidecars (`restartPolicy` of init containers) by default.
+VERSION = "1.29"
+
+
+def containers(doc):
+    pod = doc.get("spec", {}).get("template", {}).get("spec", {})
+    return pod.get("initContainers", []) + pod.get("containers", [])
+
+
+def main():
+    with open(sys.argv[1], encoding="utf-8") as file:
+        pod_monitor = json.load(file)
+    docs = [doc for doc in yaml.safe_load_all(sys.stdin) if doc]
+    for doc in docs:
+        if doc["apiVersion"].startswith("monitoring.coreos.com/"):
+            jsonschema.validate(doc, pod_monitor)
+        else:
+            kubernetes_validate.validate(doc, VERSION, strict=True)
+    named = {(doc["kind"], doc["metadata"]["name"]) for doc in docs}
+    by_labels = [
+        doc["spec"]["template"]["metadata"]["labels"]
+        for doc in docs
+        if "template" in doc.get("spec", {})
+    ]
+    for doc in docs:
+        spec = doc.get("spec", {})
+        # A selector without a pod is a typing error.
+        selector = spec.get("selector") or spec.get("podSelector") or {}
+        wanted = selector.get("matchLabels", selector if doc["kind"] == "Service" else {})
+        if wanted:
+            assert any(wanted.items() <= labels.items() for labels in by_labels), doc
+        if "serviceName" in spec:
+            assert ("Service", spec["serviceName"]) in named, doc["metadata"]
+        for container in containers(doc):
+            ports = {port["name"] for port in container.get("ports", [])}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                port = container.get(probe, {}).get("httpGet", {}).get("port")
+                assert port is None or port in ports, (container["name"], probe)
+        volumes = spec.get("template", {}).get("spec", {}).get("volumes", [])
+        for volume in volumes:
+            config = volume.get("configMap", {}).get("name")
+            outside = config in (None, "warmroute-tls")
+            assert outside or ("ConfigMap", config) in named, volume
+    for kind in sys.argv[2:]:
+        assert any(found == kind for found, _ in named), f"no {kind}"
+    print(f"{len(docs)} objects")
+
+
+main()
