@@ -200,7 +200,7 @@ impl SpeedTracker {
     /// Drops at most `most` requests of a router. Returns true while more may remain.
     pub fn release_step(&mut self, router: RouterId, most: usize) -> bool {
         let prefills = first_of(&self.prefilling, router, most);
-        
+
         let answers = first_of(&self.answers, router, most);
         for slot in &answers {
             self.answers.remove(slot);
