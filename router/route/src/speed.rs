@@ -200,7 +200,9 @@ impl SpeedTracker {
     /// Drops at most `most` requests of a router. Returns true while more may remain.
     pub fn release_step(&mut self, router: RouterId, most: usize) -> bool {
         let prefills = first_of(&self.prefilling, router, most);
-
+        for slot in &prefills {
+            self.take_prefill(*slot);
+        }
         let answers = first_of(&self.answers, router, most);
         for slot in &answers {
             self.answers.remove(slot);

@@ -8,8 +8,16 @@ use super::streams::open;
 use super::views::{agree, held, id};
 use crate::fleet::{Engines, Flags, Fleet, Mode};
 
-/// One token a second: a thousand streams cost little.
-const SLOW: &[&str] = &["--itl-ms", "1000", "--prefill-tokens-per-sec", "1000000"];
+/// One token a second: a thousand streams cost little. Each engine runs twice its share of them, so
+/// that no stream waits for the end of another one.
+const SLOW: &[&str] = &[
+    "--itl-ms",
+    "1000",
+    "--prefill-tokens-per-sec",
+    "1000000",
+    "--max-num-seqs",
+    "512",
+];
 
 /// A silent router is dead after 2.5 s. The next mechanism that forgets it is the lease, after 6 s.
 /// Only a defect takes this long.
