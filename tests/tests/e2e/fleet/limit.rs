@@ -19,6 +19,10 @@ pub(super) struct LifeLimit {
 
 impl LifeLimit {
     /// For the fleet in this directory, from now on.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a thread that hangs cannot be ended otherwise"
+    )]
     pub(super) fn start(place: PathBuf) -> Self {
         let (dropped, waiting) = mpsc::channel();
         thread::spawn(move || {
