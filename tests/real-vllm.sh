@@ -53,10 +53,11 @@ if [ -z "${VLLM_VENV:-}" ] && [ ! -e "$venv/.complete" ]; then
   install_vllm
 fi
 
-step "making the model"
-rm -rf "$dir/model"
+step "making the models"
+rm -rf "$dir/model" "$dir/other-model"
 form=${MODEL_FORM:-full}
-"$venv/bin/python" tests/real-vllm/make_model.py "$dir/model" "$form"
+"$venv/bin/python" tests/real-vllm/make_model.py "$dir/model" "$form" 2048
+"$venv/bin/python" tests/real-vllm/make_model.py "$dir/other-model" full 1024
 
 step "building"
 need_command g++ g++
@@ -81,4 +82,5 @@ PYTHON
 printf 'commit %s\n' "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 
 exec python3 tests/real-vllm/check.py \
-  --python "$venv/bin/python" --model "$dir/model" --form "$form" --router "$target/warmroute-router" --logs "$dir/logs" "${plane[@]}"
+  --python "$venv/bin/python" --model "$dir/model" --other-model "$dir/other-model" --form "$form" \
+  --router "$target/warmroute-router" --logs "$dir/logs" "${plane[@]}"

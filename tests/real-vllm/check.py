@@ -1,6 +1,6 @@
 """Compares what the router says of real vLLM engines with what these report. Standard library only.
 
-The truth is each response's `usage.prompt_tokens_details.cached_tokens`. Before every request the index is given
+The truth is the cached tokens of each response's `usage`. Before every request the index is given
 the time to catch up, so that its credit must be that number exactly: not about, not mostly.
 """
 
@@ -21,24 +21,20 @@ from fleet import (
     MODEL,
     Engine,
     Failed,
+    cached_tokens,
     call,
-    free_ports,
+    check,
+    listed,
+    phase,
     wait_for,
 )
 from plane import FEED_COUNTS, Distributed, Embedded
+from scenarios import late_start, other_model, other_routes, overload
 
 QUIET_SECS = 0.3
+ATTEMPTS = 50
 WORDS = """router worker block prefix token cache event batch digest source engine index request stream answer
 prompt prefill decode overlap state exact partial replay sequence generation record image fence""".split()
-
-
-def check(holds, what):
-    if not holds:
-        raise Failed(what)
-
-
-def phase(title):
-    print(f"\n== {title} ==", flush=True)
 
 
 class Checker:
@@ -53,13 +49,22 @@ class Checker:
         self.tokens_cached = 0
         self.by_worker = dict.fromkeys((engine.name for engine in engines), 0)
 
+    def add(self, engine):
+        """Starts one more engine and registers it."""
+        self.engines.append(engine)
+        self.by_worker[engine.name] = 0
+        engine.start()
+        wait_for(f"{engine.name} starts", engine.is_healthy)
+        self.router.add(engine)
+        self.registered()
+
     # What is sent.
 
     def words(self, count):
         return " ".join(self.random.choice(WORDS) for _ in range(count))
 
     def ids(self, count):
-        return [self.random.randrange(300, 2000) for _ in range(count)]
+        return [self.random.randrange(300, 1000) for _ in range(count)]
 
     def completion(self, prompt, tokens=4, **more):
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
@@ -97,38 +102,41 @@ class Checker:
         return wait_for("the index catches up", settled)
 
     def compare(self, path, body):
-        """One request to the caught-up router; credit and report must be equal."""
-        self.settle()
+        """One request to the caught-up router; credit and report must be equal. Sent again where the index did not
+        answer within the few milliseconds that it has, as happens on a busy machine."""
         body = {"model": MODEL, "temperature": 0, **body}
-        status, headers, raw = call(self.router.port, "POST", path, body)
-        check(status == 200, f"{path}: {status} {raw[:500]!r}")
-        answer = json.loads(raw)
-        self.agree(headers, answer["usage"], body)
-        return answer
+        for _ in range(ATTEMPTS):
+            self.settle()
+            status, headers, raw = call(self.router.port, "POST", path, body)
+            check(status == 200, f"{path}: {status} {raw[:500]!r}")
+            answer = json.loads(raw)
+            if self.agree(headers, answer["usage"], body):
+                return answer
+        raise Failed("the index does not answer")
 
     def agree(self, headers, usage, body):
+        """Whether the index answered; then it must be right."""
         overlap, worker = (headers.get(f"x-warmroute-{key}") for key in ("overlap-blocks", "worker"))
         state = headers.get("x-warmroute-index-state")
         check(overlap is not None and worker in self.by_worker, f"headers are missing: {headers}")
+        self.by_worker[worker] += 1
         if state == "unknown":
-            # No answer within the few milliseconds that it has, as happens on a busy machine: no credit either.
-            check(overlap == "0", "credit without an answer of the index")
+            # Earlier reports of the engine may give credit.
+            check(overlap == "0" or headers["x-warmroute-basis"] == "reported", f"credit without a basis: {headers}")
             self.late += 1
-            self.by_worker[worker] += 1
-            return
+            return False
         check(state == "exact", f"the index said {state!r} of a source that is caught up")
-        # vLLM leaves the details out when nothing was cached.
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = cached_tokens(usage)
         if int(overlap) * BLOCK_TOKENS != cached:
             decision = self.router.admin("/admin/decisions?limit=1")
             raise Failed(
-                f"{worker}: credited {overlap} blocks of {BLOCK_TOKENS} tokens, the engine had {cached} tokens of "
-                f"{usage['prompt_tokens']}\nrequest: {json.dumps(body)[:2000]}\ndecision: {json.dumps(decision)}"
+                f"{worker}: credited {overlap} blocks of {BLOCK_TOKENS} tokens, the engine had {cached} tokens: "
+                f"{usage}\nrequest: {json.dumps(body)[:2000]}\ndecision: {json.dumps(decision)}"
             )
         self.compared += 1
         self.hits += cached > 0
         self.tokens_cached += cached
-        self.by_worker[worker] += 1
+        return True
 
     def credit(self, engine, ids):
         """Tokens of a prompt that the index credits to an engine."""
@@ -139,39 +147,46 @@ class Checker:
 
     def directly(self, engine, ids):
         """A request that the router does not see."""
+        self.complete(engine.port, ids)
+
+    def complete(self, port, ids):
+        """A request with nothing compared. Gives headers and usage."""
         body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-        status, _, raw = call(engine.port, "POST", "/v1/completions", body)
-        check(status == 200, f"{engine.name}: {status} {raw[:300]!r}")
+        status, headers, raw = call(port, "POST", "/v1/completions", body)
+        check(status == 200, f"port {port}: {status} {raw[:300]!r}")
+        return headers, json.loads(raw)["usage"]
 
     def report(self):
         print(
-            f"{self.compared} requests compared, {self.hits} of them with cached tokens ({self.tokens_cached}); "
-            f"by worker {self.by_worker}" + f"; {self.late} routed without an answer of the index" * bool(self.late),
+            f"{self.compared} requests compared, {self.hits} with cached tokens ({self.tokens_cached});",
+            listed(self.by_worker) + f"; {self.late} without an answer of the index" * bool(self.late),
             flush=True,
         )
-        check(self.late <= self.compared / 4, "the index does not answer")
 
     # The checks.
 
     def registration(self):
         phase("registration")
-
-        def checked():
-            workers = self.router.admin("/workers")["workers"]
-            results = [result for worker in workers for result in worker["checks"].values()]
-            done = all(result["result"] != "pending" for result in results)
-            return len(workers) == len(self.engines) and done and workers
-
-        for worker in wait_for("the checks are done", checked):
-            results = {name: result["result"] for name, result in worker["checks"].items()}
-            print(worker["entry"]["worker"], results, f"block size {worker['block_size']}")
-            # Engines without --enable-scale-out do not show the tokens of these routes.
-            unknown = {"responses", "messages", "messages_with_tools"}
-            shown = {name: result for name, result in results.items() if name not in unknown}
-            check(set(shown.values()) == {"passed"}, f"checks failed: {worker['checks']}")
-            check(worker["block_size"] == BLOCK_TOKENS, f"block size {worker['block_size']}")
+        self.registered()
         for name, source in self.settle().items():
             print(f"{name}: {source['state']}, {source['blocks']} blocks")
+
+    def registered(self):
+        """Every router has compared its tokens with those of every engine."""
+        for router in self.router.routers():
+            workers = wait_for("the checks are done", lambda router=router: self.checked(router))
+            for worker in workers:
+                results = {name: result["result"] for name, result in worker["checks"].items()}
+                check(set(results.values()) == {"passed"}, f"checks failed: {worker['checks']}")
+                check(worker["block_size"] == BLOCK_TOKENS, f"block size {worker['block_size']}")
+        for worker in workers:
+            print(worker["entry"]["worker"], "passed", ", ".join(worker["checks"]))
+
+    def checked(self, router):
+        workers = router.admin("/workers")["workers"]
+        results = [result for worker in workers for result in worker["checks"].values()]
+        done = all(result["result"] != "pending" for result in results)
+        return len(workers) == len(self.engines) and done and workers
 
     def sequential(self):
         phase("credit is what the engine reports")
@@ -214,18 +229,17 @@ class Checker:
     def pressure(self):
         phase("eviction")
         before = [engine.metric("vllm:num_preemptions_total") for engine in self.engines]
-        stems = [self.ids(self.random.randrange(250, 600)) for _ in range(14)]
-        for prompt in stems:
-            self.completion(prompt)
+        stems = []
+        while len(stems) < 14 or not any(self.has_lost(stem) for stem in stems):
+            stems.append(self.ids(self.random.randrange(250, 600)))
+            self.completion(stems[-1])
+            self.settle()
         lost = 0
         for _ in range(16):
             stem = self.random.choice(stems)
-            held = max(self.credit(engine, stem) for engine in self.engines)
-            lost += held < len(stem) // BLOCK_TOKENS * BLOCK_TOKENS
+            lost += self.has_lost(stem)
             self.completion(stem + self.ids(self.random.randrange(1, 200)))
-        # Windows take so little that these prompts fit.
-        check(lost > 0 or self.form == "all-sliding", "nothing was evicted")
-        print(f"{lost} of 16 prompts had lost blocks")
+        print(f"{len(stems)} prompts; {lost} of 16 had lost blocks when they came again")
         self.burst(stems)
         after = [engine.metric("vllm:num_preemptions_total") for engine in self.engines]
         print(f"preemptions during a burst: {sum(after) - sum(before):.0f}; holes: {self.holes()}")
@@ -235,6 +249,10 @@ class Checker:
         for name, source in self.settle().items():
             check(source["blocks"] < BLOCKS[self.form], f"{name} cannot hold {source['blocks']} blocks")
         self.report()
+
+    def has_lost(self, prompt):
+        held = max(self.credit(engine, prompt) for engine in self.engines)
+        return held < len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def burst(self, stems):
         """More at once than fits, twins among them: copies, preemption. The index is behind in it, so nothing is
@@ -290,7 +308,7 @@ class Checker:
         self.report()
 
     def kill(self):
-        survivor, engine = self.engines
+        engine = self.engines[1]
         phase(f"SIGKILL of {engine.name}, restart in place")
         prompts = [self.ids(3 * BLOCK_TOKENS + 9) for _ in range(3)]
         for prompt in prompts:
@@ -339,9 +357,7 @@ class Checker:
     def serve_without(self, dead, prompts):
         """Requests while an engine is away; none may fail. Gives their number."""
         for prompt in prompts:
-            body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-            status, headers, raw = call(self.router.port, "POST", "/v1/completions", body)
-            check(status == 200, f"with an engine away: {status} {raw[:300]!r}")
+            headers, _ = self.complete(self.router.port, prompt)
             worker = headers.get("x-warmroute-worker")
             check(dead is None or worker != dead.name, f"{worker} is dead and answered")
         return len(prompts)
@@ -431,7 +447,7 @@ class Checker:
         phase("at the end")
         wait_for("the slots are free", lambda: not self.active())
         for feed in self.router.feeds():
-            print(feed["worker"], {name: feed[name] for name in FEED_COUNTS})
+            print(f"{feed['worker']}:", listed({name: feed[name] for name in FEED_COUNTS}))
             check(feed["payloads_malformed"] == 0, "an engine's message could not be read")
         self.report()
 
@@ -440,6 +456,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="the interpreter that has vLLM")
     parser.add_argument("--model", required=True, help="the model's directory")
+    parser.add_argument("--other-model", required=True, help="another one's, with full attention")
     parser.add_argument("--form", required=True, choices=sorted(BLOCKS), help="the model's attention")
     parser.add_argument("--router", required=True, help="the router's binary")
     parser.add_argument("--indexer", help="the indexer's; with the next two: over NATS")
@@ -460,10 +477,15 @@ def run(given, engines, routers):
     checker = Checker(router, engines, given.form)
     checker.registration()
     checker.sequential()
+    other_routes(checker)
     checker.pressure()
     checker.reset()
-    checker.kill()
     checker.streams()
+    overload(checker)
+    if given.form == "full":
+        late_start(checker, given)
+        other_model(checker, given)
+    checker.kill()
     if is_distributed:
         checker.distributed()
     checker.end()
@@ -474,8 +496,7 @@ def main():
     given.logs.mkdir(parents=True, exist_ok=True)
     # So that whatever ends us ends what we started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    ports = free_ports(6)
-    engines = [Engine("engine-a", ports[:3], given), Engine("engine-b", ports[3:], given)]
+    engines = [Engine("engine-a", given), Engine("engine-b", given)]
     routers = []
     phase("starting two vLLM servers and what routes to them")
     try:

@@ -15,13 +15,30 @@ from pathlib import Path
 BLOCK_TOKENS = 32
 BLOCKS = {"full": 65, "sliding": 193, "all-sliding": 36}
 """By the model's form; vLLM keeps one for itself, and one for each of three groups holds the same tokens."""
-MODEL = "tiny"
-DEADLINE_SECS = 300
+OFFLOAD_BYTES = 96 * 16384
+"""96 blocks of two layers with two heads of 32."""
+BUFFER_STEPS = 200
+"""Batches that a replay reaches back."""
+MODEL, OTHER_MODEL = "tiny", "other"
+DEADLINE_SECS = 1800
 HOST = "127.0.0.1"
 
 
 class Failed(Exception):
     """A check did not hold."""
+
+
+def check(holds, what):
+    if not holds:
+        raise Failed(what)
+
+
+def phase(title):
+    print(f"\n== {title} ==", flush=True)
+
+
+def listed(counts):
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def wait_for(what, condition):
@@ -41,7 +58,9 @@ def call(port, method, path, body=None):
     connection = http.client.HTTPConnection(HOST, port, timeout=DEADLINE_SECS)
     try:
         data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"content-type": "application/json"})
+        # The second is for changes on a router's admin port.
+        sent = {"content-type": "application/json", "x-warmroute-admin": "1"}
+        connection.request(method, path, data, sent)
         response = connection.getresponse()
         headers = {name.lower(): value for name, value in response.getheaders()}
         return response.status, headers, response.read()
@@ -54,6 +73,19 @@ def get(port, path):
     if status != 200:
         raise Failed(f"GET {path}: {status} {body[:300]}")
     return json.loads(body)
+
+
+def cached_tokens(usage):
+    """As chats and completions, responses, or messages report them; vLLM leaves them out if there are none."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
+
+
+def metric(port, name, label=""):
+    """The sum of a metric's series whose labels have `label`."""
+    text = call(port, "GET", "/metrics")[2].decode()
+    lines = [line for line in text.splitlines() if line.startswith(name) and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def free_ports(count):
@@ -98,12 +130,31 @@ def exists(pid):
 class Engine:
     """A vLLM server on ports that stay its own over restarts."""
 
-    def __init__(self, name, ports, options):
+    def __init__(self, name, options):
         self.name = name
-        self.port, self.kv_port, self.replay_port = ports
+        self.port, self.kv_port, self.replay_port = free_ports(3)
         self.options = options
+        self.model, self.served = options.model, MODEL
+        self.blocks = BLOCKS[options.form]
+        self.flags, self.environment = [], {}
         self.process = None
         self.lives = 0
+
+    def offload(self):
+        """Serves the other model, in few blocks, and offloads them to the CPU."""
+        self.model, self.served, self.blocks = self.options.other_model, OTHER_MODEL, 33
+        connector = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "CopyingSpec",
+                "spec_module_path": "cpu_offload",
+                "cpu_bytes_to_use": OFFLOAD_BYTES,
+                "self_describing_kv_events": True,
+            },
+        }
+        self.flags = ["--kv-transfer-config", json.dumps(connector)]
+        self.environment = {"PYTHONPATH": str(Path(__file__).parent)}
 
     def start(self):
         self.lives += 1
@@ -113,21 +164,25 @@ class Engine:
             # An endpoint without `*` would connect instead of binding.
             "endpoint": f"tcp://*:{self.kv_port}",
             "replay_endpoint": f"tcp://{HOST}:{self.replay_port}",
-            "buffer_steps": 1000,
+            "buffer_steps": BUFFER_STEPS,
         }
         command = [
             *(self.options.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--host", HOST, "--port", str(self.port)),
-            *("--model", self.options.model, "--served-model-name", MODEL),
+            *("--model", self.model, "--served-model-name", self.served),
             *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"),
-            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS[self.options.form])),
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(self.blocks)),
             # One step computes any prompt: without full attention only its first part is placed otherwise.
             *("--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "8192"),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            # For the render routes, and for /v1/messages with tools.
+            *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--kv-events-config", json.dumps(events)),
+            *self.flags,
         ]
         environment = {
             **os.environ,
+            **self.environment,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -176,10 +231,7 @@ class Engine:
                 send(pid, signal.SIGKILL)
 
     def metric(self, name, label=""):
-        """The sum of a metric's series whose labels have `label`."""
-        text = call(self.port, "GET", "/metrics")[2].decode()
-        lines = [line for line in text.splitlines() if line.startswith(name) and label in line]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        return metric(self.port, name, label)
 
 
 def send(pid, what):

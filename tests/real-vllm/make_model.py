@@ -2,7 +2,7 @@
 this repository's documents. FORM: a two-layer Llama (`full`), or six layers of Gemma 3, whose layers all slide
 (`all-sliding`) or all but two (`sliding`).
 
-usage: make_model.py DIR FORM
+usage: make_model.py DIR FORM VOCABULARY_SIZE
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCABULARY_MAX = 2048
 CONTEXT_TOKENS = 4096
 WINDOW_TOKENS = 64
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -30,14 +29,14 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
-def train_tokenizer() -> Tokenizer:
+def train_tokenizer(vocabulary_size: int) -> Tokenizer:
     root = Path(__file__).resolve().parent.parent.parent
     texts = sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")])
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_MAX,
+        vocab_size=vocabulary_size,
         special_tokens=[END, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -49,7 +48,7 @@ def train_tokenizer() -> Tokenizer:
 def main() -> None:
     out, form = Path(sys.argv[1]), sys.argv[2]
     out.mkdir(parents=True)
-    tokenizer = train_tokenizer()
+    tokenizer = train_tokenizer(int(sys.argv[3]))
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(TURN_END)
 

@@ -8,9 +8,18 @@ import signal
 import socket
 import subprocess
 
-from fleet import HOST, Failed, call, free_ports, get, send, wait_for
+from fleet import HOST, OTHER_MODEL, Failed, call, free_ports, get, metric, send, wait_for
 
 FEED_COUNTS = ("batches", "gaps", "gaps_unfilled", "restarts", "payloads_malformed", "orphans")
+
+
+SETTINGS = """\
+[admin]
+explain_headers = "all"
+
+[models."{model}"]
+tokenizer = "{tokenizer}"
+"""
 
 
 class Part:
@@ -61,13 +70,16 @@ class Part:
 class Router(Part):
     def __init__(self, name, arguments, options):
         settings = options.logs / "router.toml"
-        settings.write_text('[admin]\nexplain_headers = "all"\n')
+        settings.write_text(SETTINGS.format(model=OTHER_MODEL, tokenizer=options.other_model))
         command = [options.router, "--host", HOST, "--port", "0", "--admin-port", "0", "--config", str(settings)]
         super().__init__(name, [*command, "--tokenizer", options.model, *arguments], options)
         self.admin_port = self.said["admin_port"]
 
     def admin(self, path):
         return get(self.admin_port, path)
+
+    def metric(self, name, label=""):
+        return metric(self.admin_port, f"warmroute_router_{name}", label)
 
     def active(self):
         return [
@@ -92,14 +104,25 @@ def is_listening(port):
 class Embedded:
     """One router with everything inside."""
 
-    def __init__(self, engines, options):
-        workers = [
-            f"http://{HOST}:{engine.port},kv=tcp://{HOST}:{engine.kv_port},"
-            f"replay=tcp://{HOST}:{engine.replay_port},id={engine.name}"
-            for engine in engines
-        ]
-        arguments = [word for worker in workers for word in ("--worker", worker)]
-        self.router = Router("router", arguments, options)
+    def __init__(self, engines, options, name="router"):
+        self.router = Router(name, [], options)
+        try:
+            for engine in engines:
+                self.add(engine)
+        except BaseException:
+            self.stop()
+            raise
+
+    def add(self, engine):
+        worker = {
+            "id": engine.name,
+            "url": f"http://{HOST}:{engine.port}",
+            "kv": f"tcp://{HOST}:{engine.kv_port}",
+            "replay": f"tcp://{HOST}:{engine.replay_port}",
+        }
+        status, _, raw = call(self.router.admin_port, "POST", "/workers", worker)
+        if status != 201:
+            raise Failed(f"POST /workers: {status} {raw[:300]!r}")
 
     @property
     def port(self):
@@ -155,7 +178,9 @@ class Distributed:
         if made.returncode:
             raise Failed(f"init: {made.stderr}")
         own = [*self.plane, "--host", HOST, "--port", "0"]
-        self.shims = {engine.name: self.part(f"shim-{engine.name}", self.shim(engine, own)) for engine in engines}
+        self.shims = {}
+        for engine in engines:
+            self.add(engine)
         self.indexers = [self.part(f"indexer-{n}", [options.indexer, *own]) for n in (1, 2)]
         self.both = []
         for number in (1, 2):
@@ -168,10 +193,13 @@ class Distributed:
         self.parts.append(Part(name, command, self.options))
         return self.parts[-1]
 
-    def shim(self, engine, own):
+    def add(self, engine):
+        self.shims[engine.name] = self.part(f"shim-{engine.name}", self.shim(engine))
+
+    def shim(self, engine):
         url = f"http://{HOST}:{engine.port}"
         return [
-            *(self.options.shim, *own, "--worker-id", engine.name),
+            *(self.options.shim, *self.plane, "--host", HOST, "--port", "0", "--worker-id", engine.name),
             *("--worker-url", url, "--advertise-url", url),
             *("--kv-endpoint", f"tcp://{HOST}:{engine.kv_port}"),
             *("--kv-replay-endpoint", f"tcp://{HOST}:{engine.replay_port}"),
