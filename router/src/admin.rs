@@ -227,6 +227,7 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
         core: &counts,
         demoted: &demoted,
         sync: sync.as_ref(),
+        queues: &admin.app.admission.statuses(),
         tokenizers: &admin.app.tokenizers.current(),
         leaving: admin.app.ready.is_leaving(),
     })?;

@@ -7,6 +7,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::json;
 
+use crate::admission::{ShedReason, ShedRequest};
 use crate::openai::{self, ErrorType};
 use crate::route::{AdmitError, RouteRefusal};
 use crate::tenants::TenantRefusal;
@@ -33,6 +34,8 @@ pub(crate) enum ProxyError {
     NoWorker,
     #[error("All workers that serve the model are full.")]
     AllFull,
+    #[error("{}", shed_text(.0.reason))]
+    Shed(ShedRequest),
     #[error("The router holds too many request bodies at the moment.")]
     BuffersFull,
     #[error("Every worker tried closed the connection or sent nothing before it answered.")]
@@ -88,6 +91,13 @@ impl ProxyError {
             Self::UnknownPath(_) => (404, ErrorType::NotFound, "unknown_url"),
             Self::NoWorker => (503, ErrorType::Unavailable, "no_worker"),
             Self::AllFull => (429, ErrorType::RateLimited, "workers_full"),
+            Self::Shed(shed) => match shed.reason {
+                ShedReason::NotQueued => (429, ErrorType::RateLimited, "workers_full"),
+                ShedReason::QueueFull | ShedReason::Displaced => {
+                    (429, ErrorType::RateLimited, "queue_full")
+                }
+                ShedReason::Timeout => (503, ErrorType::Unavailable, "queue_timeout"),
+            },
             Self::BuffersFull => (503, ErrorType::Unavailable, "router_full"),
             Self::Upstream => (502, ErrorType::Internal, "upstream_failed"),
             Self::Internal(_) => (500, ErrorType::Internal, "router_failed"),
@@ -101,6 +111,7 @@ impl ProxyError {
     fn retry_after_secs(&self) -> Option<u64> {
         match self {
             Self::NoWorker | Self::AllFull | Self::BuffersFull => Some(RETRY_AFTER_SECS),
+            Self::Shed(shed) => Some(shed.retry_after_secs()),
             Self::Tenant(TenantRefusal::Limit(reached)) => Some(reached.retry_after_secs()),
             Self::Request(_)
             | Self::Malformed(_)
@@ -144,6 +155,22 @@ impl ProxyError {
             self,
             Self::TooLarge { .. } | Self::BodyTimeout | Self::BuffersFull
         )
+    }
+}
+
+const fn shed_text(reason: ShedReason) -> &'static str {
+    match reason {
+        ShedReason::NotQueued => "All workers that serve the model are full.",
+        ShedReason::QueueFull | ShedReason::Displaced => {
+            "All workers that serve the model are full, and so is the queue."
+        }
+        ShedReason::Timeout => "No worker that serves the model became free in time.",
+    }
+}
+
+impl From<ShedRequest> for ProxyError {
+    fn from(shed: ShedRequest) -> Self {
+        Self::Shed(shed)
     }
 }
 
@@ -227,10 +254,18 @@ mod tests {
 
     #[test]
     fn temporary_errors_have_a_retry_after() {
+        let shed = |reason| {
+            ProxyError::Shed(ShedRequest {
+                reason,
+                retry_after: std::time::Duration::ZERO,
+            })
+        };
         for (error, status, retry) in [
             (ProxyError::NoWorker, 503, true),
             (ProxyError::AllFull, 429, true),
             (ProxyError::BuffersFull, 503, true),
+            (shed(ShedReason::QueueFull), 429, true),
+            (shed(ShedReason::Timeout), 503, true),
             (ProxyError::TooLarge { max: 1 }, 413, false),
             (ProxyError::UnknownModel("m".into()), 404, false),
             (ProxyError::Malformed("x".into()), 400, false),

@@ -12,6 +12,7 @@
 
 mod access_log;
 mod admin;
+mod admission;
 mod audit;
 mod call_report;
 mod clock;

@@ -48,7 +48,7 @@ pub(crate) struct Metrics {
     cancels: IntCounterVec,
     buffered_bytes: IntGauge,
     connections: ConnectionMetrics,
-    waiting: IntGauge,
+    waiting: WaitMetrics,
     tasks_failed: IntCounter,
     bad_entries: IntCounter,
     reads: FileReadMetrics,
@@ -60,6 +60,12 @@ pub(crate) struct Metrics {
     unhashed: IntCounterVec,
     index_failures: IntCounter,
     overlap: OverlapMetrics,
+}
+
+/// Requests without a worker.
+struct WaitMetrics {
+    requests: IntGauge,
+    shed: IntCounterVec,
 }
 
 /// Credited overlaps against the reported ones.
@@ -136,7 +142,14 @@ impl Metrics {
                     "Idle connections closed for new ones at the bound",
                 )?,
             },
-            waiting: gauge("waiting_requests", "Requests that wait for a worker now")?,
+            waiting: WaitMetrics {
+                requests: gauge("waiting_requests", "Requests that wait for a worker now")?,
+                shed: counters(
+                    "queue_shed_total",
+                    "Requests that got no place at a worker, by why they do not wait for one",
+                    &["reason"],
+                )?,
+            },
             tasks_failed: counter("tasks_failed_total", "Tasks that ended early")?,
             bad_entries: counter(
                 "bad_registry_entries_total",
@@ -319,7 +332,12 @@ impl Metrics {
     }
 
     pub(crate) const fn waiting(&self) -> &IntGauge {
-        &self.waiting
+        &self.waiting.requests
+    }
+
+    /// Requests that got no place at a worker.
+    pub(crate) const fn shed(&self) -> &IntCounterVec {
+        &self.waiting.shed
     }
 
     pub(crate) const fn connections(&self) -> &ConnectionMetrics {
@@ -375,6 +393,7 @@ impl Metrics {
             core: &crate::route::CoreCounts::default(),
             demoted: &[],
             sync: None,
+            queues: &[],
             tokenizers: &TokenizerTable::default(),
             leaving: false,
         };
@@ -438,6 +457,7 @@ mod tests {
                 core: &CoreCounts::default(),
                 demoted,
                 sync: None,
+                queues: &[],
                 tokenizers: &TokenizerTable::default(),
                 leaving: false,
             };

@@ -26,6 +26,7 @@ use warmroute_proto::{Generation, RouterId};
 
 use crate::access_log::AccessLog;
 use crate::admin::{self, Admin};
+use crate::admission::Admission;
 use crate::audit::Auditor;
 use crate::call_report::CallSinks;
 use crate::config::Config;
@@ -329,8 +330,8 @@ impl Services {
         let workers = self.supervise(&fleet, &core, config, tasks).await?;
         self.show_facts(router, &fleet, config, tasks);
 
-        let bodies = body_budget(config, &self.metrics, clients);
         let app = Arc::new(App {
+            admission: self.admission(&core, &fleet, config, tasks),
             sinks: self.call_sinks(tasks),
             core,
             fleet,
@@ -338,8 +339,8 @@ impl Services {
             auditor,
             journal,
             held: HeldRequests::new(self.metrics.waiting().clone()),
+            bodies: body_budget(config, &self.metrics, clients),
             metrics: self.metrics,
-            bodies,
             stored: StoredResponses::default(),
             engines: self.engines,
             tokenizers: self.tokenizers,
@@ -359,6 +360,21 @@ impl Services {
             workers,
         };
         Ok((app, admin))
+    }
+
+    /// Starts the giving of places to waiting requests.
+    fn admission(
+        &self,
+        core: &Arc<SharedCore>,
+        fleet: &Fleet,
+        config: &Config,
+        tasks: &Tasks,
+    ) -> Arc<Admission> {
+        let (core, bytes) = (Arc::clone(core), config.limits.buffered_bytes);
+        let admission = Admission::new(core, bytes, &self.metrics);
+        let places = Arc::clone(&admission).run(fleet.changes(), tasks.stop.clone());
+        tasks.spawn("admission", places);
+        admission
     }
 
     /// Starts the writing of what tools compare between routers.

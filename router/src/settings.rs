@@ -9,6 +9,7 @@ mod engines;
 mod file;
 mod keys;
 mod models;
+mod queue;
 mod tenants;
 mod traces;
 mod workers;
@@ -34,6 +35,7 @@ pub(crate) use file::RecordingRule;
 pub(crate) use file::is_plain_path;
 pub use file::{Settings, SettingsError};
 pub(crate) use keys::ExplainRule;
+pub(crate) use queue::QueueLengths;
 pub(crate) use tenants::{TenantLimits, TenantRules};
 pub use workers::WorkerRule;
 

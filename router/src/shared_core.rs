@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
-use warmroute_proto::load::LoadMessage;
+use warmroute_proto::load::{LoadChange, LoadMessage};
 
 use crate::route::{
     AdmitError, Admitted, Core, IndexReply, RouteRequest, SlotEvent, SlotGuard, SlotSink,
@@ -22,6 +22,8 @@ pub(crate) type SlotHold = SlotGuard<SharedCore>;
 pub struct SharedCore {
     core: Mutex<Core>,
     written: Notify,
+    /// Slots may have been freed.
+    room: Notify,
     /// By slot. As many as the core watches.
     watches: Mutex<BTreeMap<u64, Arc<Notify>>>,
 }
@@ -49,6 +51,7 @@ impl SharedCore {
         Arc::new(Self {
             core: Mutex::new(core),
             written: Notify::new(),
+            room: Notify::new(),
             watches: Mutex::default(),
         })
     }
@@ -85,7 +88,10 @@ impl SharedCore {
         let now = Instant::now().into_std();
         let moved = self.core().reconsider(slot, ask, answer, now);
         match moved {
-            Ok(moved) => moved.inspect(|_| self.written.notify_one()),
+            Ok(moved) => moved.inspect(|_| {
+                self.written.notify_one();
+                self.room.notify_one();
+            }),
             Err(error) => {
                 tracing::error!(%error, "cannot account a move, request stays where it is");
                 None
@@ -99,6 +105,10 @@ impl SharedCore {
         core.apply_remote(message, now);
         let crossed = core.take_crossed();
         drop(core);
+        let frees = |change: &LoadChange| matches!(change, LoadChange::Free { .. });
+        if message.changes.iter().any(frees) {
+            self.room.notify_one();
+        }
         if crossed.is_empty() {
             return;
         }
@@ -112,6 +122,16 @@ impl SharedCore {
     /// Cancel-safe; one wake-up may stand for several messages.
     pub async fn written(&self) {
         self.written.notified().await;
+    }
+
+    /// Waits until slots may have been freed. For one task; one wake-up may stand for several slots.
+    pub(crate) async fn room_changed(&self) {
+        self.room.notified().await;
+    }
+
+    /// Wakes the task that waits for [`Self::room_changed`].
+    pub(crate) fn room_may_be_free(&self) {
+        self.room.notify_one();
     }
 
     fn watch(self: &Arc<Self>, slot: u64, until: Instant) -> MoveWatch {
@@ -150,6 +170,9 @@ impl SlotSink for SharedCore {
     fn note(&self, event: SlotEvent) {
         let now = Instant::now().into_std();
         let noted = self.core().note(event, now);
+        if matches!(event, SlotEvent::End { .. }) {
+            self.room.notify_one();
+        }
         match noted {
             Ok(_) if event.is_urgent() => self.written.notify_one(),
             Ok(_) => {}

@@ -27,7 +27,10 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 7] = [
+const PURE_MODULES: [&str; 10] = [
+    "router/src/admission/fair_queue.rs",
+    "router/src/admission/leave_rate.rs",
+    "router/src/admission/waiting_room.rs",
     "router/src/fleet/breaker.rs",
     "router/src/tenants/budget.rs",
     "router/src/fleet/checks.rs",

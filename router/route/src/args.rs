@@ -42,8 +42,8 @@ pub struct ChoiceArgs {
         default_value = "cpu=0.8,disk=0.3"
     )]
     pub tier_credits: TierCredits,
-    /// Concurrent requests on one rank; when all ranks are full, 429. Unbounded where it is not given:
-    /// engines queue.
+    /// Concurrent requests on one rank; when all ranks are full, requests wait in the router.
+    /// Unbounded where it is not given: engines queue.
     #[arg(long, env = "WARMROUTE_MAX_ACTIVE_REQUESTS", value_name = "REQUESTS")]
     pub max_active_requests: Option<u32>,
 }

@@ -78,7 +78,7 @@ pub use choice::Policy;
 pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, Terms};
 pub use moves::MoveCounts;
-pub use prompt::{CacheReads, Prompt};
+pub use prompt::{CacheReads, Prompt, PromptBasis};
 pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, ReplicaRoster};
 pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SlotKey, SourceLoad};

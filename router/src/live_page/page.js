@@ -250,6 +250,9 @@ function showTiles(state, rated) {
   document.title = sick ? `(${sick}) Warmroute` : "Warmroute";
   const waiting = state.router.waiting_requests;
   tile("Active requests", count(total("active_requests")), `${count(waiting)} waiting for a worker`, waiting ? "warn" : null);
+  const longest = state.router.queues.reduce((most, one) => (one.requests > most.requests ? one : most), { requests: 0 });
+  const queue = longest.requests ? `${longest.model}: oldest ${duration(longest.oldest_ms)}, ${number(longest.leaving_per_sec)} / s leave` : "no model's workers are full";
+  tile("Queue", count(state.router.queued_requests), queue, longest.requests ? "warn" : null);
   const last = rated.at(-1);
   const recent = rated.filter(({ unix_ms: at }) => last.unix_ms - at < 10_000);
   const decided = recent.flatMap(({ rungs }) => rungs).reduce((sum, one) => sum + one, 0);

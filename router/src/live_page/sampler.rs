@@ -97,6 +97,13 @@ fn state(admin: &Admin, inputs: LiveInputs) -> LiveState {
             version: build::version(),
             phase: app.ready.phase().label(),
             waiting_requests: app.metrics.waiting().get(),
+            queued_requests: app.admission.size().requests,
+            queues: app
+                .admission
+                .statuses()
+                .into_iter()
+                .map(Into::into)
+                .collect(),
             connections: app.metrics.connections().open.get(),
         },
         point: inputs.point,

@@ -9,6 +9,7 @@ use warmroute_proto::{RouterId, Source, Tiers, WorkerId};
 
 use super::history::HistoryPoint;
 use super::indexers::LiveIndexer;
+use crate::admission::QueueStatus;
 use crate::fleet::FleetWorker;
 use crate::route::SourceFigures;
 use crate::sync::{ReplicaStatus, RouterView};
@@ -35,7 +36,31 @@ pub(super) struct LiveRouter {
     pub phase: &'static str,
     /// Requests that wait for a worker.
     pub waiting_requests: i64,
+    /// Requests that wait while all workers of their model are full.
+    pub queued_requests: usize,
+    pub queues: Vec<LiveQueue>,
     pub connections: i64,
+}
+
+/// One model's queue.
+#[derive(Debug, Serialize)]
+pub(super) struct LiveQueue {
+    pub model: String,
+    pub requests: usize,
+    pub oldest_ms: Option<f64>,
+    /// Requests that leave it.
+    pub leaving_per_sec: Option<f64>,
+}
+
+impl From<QueueStatus> for LiveQueue {
+    fn from(status: QueueStatus) -> Self {
+        Self {
+            model: status.model,
+            requests: status.size.requests,
+            oldest_ms: status.oldest.map(|oldest| oldest.as_secs_f64() * 1e3),
+            leaving_per_sec: status.leaving_per_sec,
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use warmroute_proto::registry::DemotedSource;
 
 use super::served::{BUCKETS_MS, ModelSeries, SecondsHistogram, SeriesTable, WorkerSeries};
+use crate::admission::QueueStatus;
 use crate::route::{self, SourceLoad};
 use crate::sync;
 use crate::tokenize::{ComparisonCounts, EncoderKind, SegmentCacheStats, Tokenizer};
@@ -38,6 +39,7 @@ pub(crate) struct Scraped<'a> {
     pub demoted: &'a [DemotedSource],
     /// `None` while the replica does not run.
     pub sync: Option<&'a sync::ReplicaStatus>,
+    pub queues: &'a [QueueStatus],
     pub tokenizers: &'a TokenizerTable,
     pub leaving: bool,
 }
@@ -131,10 +133,38 @@ impl Page {
         if let Some(sync) = scraped.sync {
             self.sync(sync);
         }
+        self.queues(scraped.queues);
         self.models(scraped.tokenizers);
         if let Some(status) = scraped.tokenizers.status() {
             self.tokenizer(status);
         }
+    }
+
+    fn queues(&mut self, queues: &[QueueStatus]) {
+        let of_model = |status: &QueueStatus| Labels::new(&[("model", &status.model)]);
+        let waiting = queues.iter();
+        self.family(
+            Kind::Gauge,
+            "queue_requests",
+            "Requests that wait while all workers of their model are full",
+            waiting.map(|status| (of_model(status), status.size.requests)),
+        );
+        let oldest = queues.iter();
+        self.family(
+            Kind::Gauge,
+            "queue_oldest_seconds",
+            "Time for which the oldest of these requests waits",
+            oldest.map(|status| {
+                let oldest = status.oldest.unwrap_or_default();
+                (of_model(status), oldest.as_secs_f64())
+            }),
+        );
+        let bytes = queues.iter().map(|status| status.size.bytes).sum::<usize>();
+        self.gauge(
+            "queue_bytes",
+            "Bytes of the bodies of these requests",
+            bytes,
+        );
     }
 
     fn models(&mut self, table: &TokenizerTable) {

@@ -17,6 +17,7 @@ use super::App;
 use super::attempt::{AttemptError, EngineHead, Placement};
 use super::call::Call;
 use super::headers;
+use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
@@ -52,6 +53,7 @@ pub(super) struct Routing {
     pub movable: bool,
     /// Sources that must not get the request.
     pub exclude: Vec<Source>,
+    pub hints: QueueHints,
 }
 
 /// An engine's response head, with the slot that is still open.
@@ -71,18 +73,33 @@ struct AttemptHistory {
 }
 
 impl App {
-    /// The answer of the best worker that has one, after a wait where none is ready.
+    /// The answer of the best worker that has one, after a wait where none is ready or all are full.
     pub(super) async fn forward(
         &self,
         call: &mut Call,
         request: &ForwardedRequest,
-        routing: &Routing,
+        routing: &mut Routing,
         wait: &mut WorkerWait,
     ) -> Result<EngineAnswer, ProxyError> {
+        let mut pass = QueuePass::new(routing);
         loop {
-            match self.try_workers(call, request, routing).await {
-                Err(error) if wait.before_retry(self, &error).await => {}
-                result => return result,
+            if pass.is_due(self, routing) {
+                self.wait_in_queue(call, request, routing, &mut pass, wait)
+                    .await?;
+            }
+            match self.try_workers(call, request, routing, &mut pass).await {
+                Err(ProxyError::AllFull) if pass.may_wait() => {
+                    self.wait_in_queue(call, request, routing, &mut pass, wait)
+                        .await?;
+                }
+                Err(error) => {
+                    // A grant is not kept through another wait.
+                    pass = QueuePass::new(routing);
+                    if !wait.before_retry(self, &error).await {
+                        return Err(error);
+                    }
+                }
+                Ok(answer) => return Ok(answer),
             }
         }
     }
@@ -92,6 +109,7 @@ impl App {
         call: &mut Call,
         request: &ForwardedRequest,
         routing: &Routing,
+        pass: &mut QueuePass,
     ) -> Result<EngineAnswer, ProxyError> {
         let mut history = AttemptHistory {
             tried: routing.exclude.clone(),
@@ -102,6 +120,7 @@ impl App {
                 Ok(placement) => placement,
                 Err(error) => return history.refused(error),
             };
+            pass.admitted();
             if let Some(trace) = &mut call.report.trace {
                 trace.sent();
             }

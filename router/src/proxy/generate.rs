@@ -18,6 +18,7 @@ use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::headers;
 use super::plan::{AnswerModels, Plan, PlanInputs, TextSample, TextSampling, plan};
 use super::prompt_jobs::{CompareJob, PlanJob};
+use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, OnBeginning, respond};
 use super::stored::AnswerOwner;
 use super::stream::OnUsage;
@@ -104,13 +105,14 @@ async fn serve(
     };
     let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
     let owner = owner.transpose()?.flatten();
+    let hints = QueueHints::read(&parts.headers, call);
     let request = ForwardedRequest {
         method: parts.method,
         path: headers::path(&parts.uri),
         headers: call.to_engine(parts.headers),
         body: rewritten.unwrap_or_else(|| body.bytes.clone()),
     };
-    let routing = Routing {
+    let mut routing = Routing {
         model,
         prompt: Arc::new(prompt),
         index,
@@ -118,12 +120,13 @@ async fn serve(
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
         exclude: owner.map_or_else(Vec::new, |owner| app.fleet.other_sources(&owner)),
+        hints,
     };
     let decision_time = complete.elapsed();
     app.metrics.decided(decision_time);
     call.report.timings.decision = Some(decision_time.saturating_sub(wait.waited));
     call.report.record = app.sinks.recorder.open(&routing.prompt);
-    let mut answer = app.forward(call, &request, &routing, wait).await?;
+    let mut answer = app.forward(call, &request, &mut routing, wait).await?;
     let request_id = call.request_id().to_str().unwrap_or("-");
     let placement = &mut answer.placement;
     let moved_from = placement.moved_from.take();
@@ -252,7 +255,7 @@ impl App {
         self.prompts.submit(Box::new(CompareJob::new(sample)));
     }
 
-    async fn query_index(&self, prompt: &Prompt) -> Option<IndexReply> {
+    pub(super) async fn query_index(&self, prompt: &Prompt) -> Option<IndexReply> {
         let started = Instant::now();
         let queries = prompt.cuts().map(async |cut| {
             let answer = self.index.ask(cut.hit_blocks()).await;

@@ -15,6 +15,12 @@ pub(crate) const BASIS: HeaderName = HeaderName::from_static("x-warmroute-basis"
 pub(crate) const INDEX_STATE: HeaderName = HeaderName::from_static("x-warmroute-index-state");
 pub(crate) const TIER_STATES: HeaderName = HeaderName::from_static("x-warmroute-tier-states");
 
+/// A client's wish not to wait in the router's queue.
+pub(crate) const DO_NOT_QUEUE: HeaderName = HeaderName::from_static("x-warmroute-do-not-queue");
+
+/// Level in the router's queue; lower is served first.
+pub(crate) const PRIORITY: HeaderName = HeaderName::from_static("x-warmroute-priority");
+
 /// The rank to which vLLM's front end dispatches the request.
 pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
@@ -77,6 +83,8 @@ pub(crate) fn to_engine(mut headers: HeaderMap, request_id: &HeaderValue) -> Hea
         header::EXPECT,
         header::ACCEPT_ENCODING,
         ENGINE_RANK,
+        DO_NOT_QUEUE,
+        PRIORITY,
     ] {
         headers.remove(ours);
     }
@@ -169,6 +177,8 @@ mod tests {
             ("expect", "100-continue"),
             ("accept-encoding", "gzip"),
             ("x-data-parallel-rank", "7"),
+            ("x-warmroute-do-not-queue", "1"),
+            ("x-warmroute-priority", "-1"),
             ("traceparent", "00-1-2-3"),
         ]);
         assert_eq!(

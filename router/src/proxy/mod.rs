@@ -17,6 +17,7 @@ mod passthrough;
 mod plan;
 mod prompt_jobs;
 mod prompt_pool;
+mod queueing;
 mod respond;
 mod routes;
 mod stored;
@@ -40,6 +41,7 @@ pub(crate) use routes::router;
 pub(crate) use stored::StoredResponses;
 pub(crate) use waiting::HeldRequests;
 
+use crate::admission::Admission;
 use crate::audit::Auditor;
 use crate::call_report::CallSinks;
 use crate::error::ProxyError;
@@ -77,6 +79,7 @@ pub(crate) struct App {
     pub planned: AtomicU64,
     pub ready: Arc<Ready>,
     pub held: HeldRequests,
+    pub admission: Arc<Admission>,
     pub stored: StoredResponses,
     pub tenants: Tenants,
 }

@@ -20,6 +20,7 @@ use super::forward::{EngineAnswer, ForwardedRequest, Routing};
 use super::generate::INLINE_BYTES_MAX;
 use super::headers;
 use super::plan;
+use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, respond};
 use super::waiting::WorkerWait;
 use crate::error::ProxyError;
@@ -96,7 +97,7 @@ pub(super) async fn forward(
         headers: call.to_engine(parts.headers.clone()),
         body: body.clone(),
     };
-    let routing = Routing {
+    let mut routing = Routing {
         model,
         prompt: Arc::new(prompt),
         index: None,
@@ -107,9 +108,10 @@ pub(super) async fn forward(
             Target::Any => Vec::new(),
             Target::Only(worker) => app.fleet.other_sources(&worker),
         },
+        hints: QueueHints::read(&parts.headers, call),
     };
     call.report.prompt(&routing.prompt);
-    let answer = app.forward(call, &request, &routing, &mut wait).await;
+    let answer = app.forward(call, &request, &mut routing, &mut wait).await;
     call.report.timings.queue = wait.waited;
     answer
 }

@@ -3,6 +3,7 @@
 
 mod hostile;
 mod moving;
+mod queueing;
 mod routes;
 mod tenants;
 mod tracing;
@@ -522,6 +523,7 @@ async fn an_empty_fleet_is_a_503() {
 async fn full_workers_are_a_429() {
     let engine = Engine::start().await;
     let world = World::with_active_max(&[&engine], 1).await;
+    world.set("engines.queue_timeout_secs = 0");
     let mut first = world.send("/v1/completions", &streaming()).await;
     engine.release_event(&mut first).await;
     let second = world.send("/v1/completions", &body(4)).await;

@@ -1,4 +1,4 @@
-//! `[engines]`: what engines get from this router, besides requests.
+//! `[engines]`: what engines get from this router besides requests, and what waits for them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,17 +6,33 @@ use std::path::{Path, PathBuf};
 use axum::http::HeaderValue;
 use serde::Deserialize;
 
-use super::file::{Settings, SettingsError, read};
+use super::file::{Seconds, Settings, SettingsError, read};
 
 /// `[engines]`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct EngineSettings {
     authorization: AuthorizationRule,
     key_file: PathBuf,
+    pub(super) queue_timeout_secs: Seconds,
+    pub(super) max_queued_requests: usize,
+    pub(super) max_queued_requests_per_model: usize,
     /// The content of `key_file`.
     #[serde(skip)]
     key: Option<EngineSecret>,
+}
+
+impl Default for EngineSettings {
+    fn default() -> Self {
+        Self {
+            authorization: AuthorizationRule::Auto,
+            key_file: PathBuf::new(),
+            queue_timeout_secs: Seconds(30),
+            max_queued_requests: 10_000,
+            max_queued_requests_per_model: 10_000,
+            key: None,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]

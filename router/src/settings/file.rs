@@ -132,7 +132,7 @@ pub(crate) struct RoutePath(String);
 /// From 0 to [`TIMEOUT_SECS_MAX`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "u64")]
-struct Seconds(u64);
+pub(super) struct Seconds(pub(super) u64);
 
 /// From 1 to [`CONNECT_TIMEOUT_MS_MAX`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]

@@ -18,8 +18,10 @@ pub(crate) struct TenantRules {
     pub keys: Vec<StoredKey>,
     models: Vec<String>,
     pub limits: TenantLimits,
-    /// vLLM's `priority` of its requests; lower is served first.
+    /// Level of its requests in the queue, and vLLM's `priority`; lower is served first.
     pub priority: Option<i64>,
+    /// Its clients may name the level of each request in the queue.
+    pub client_priority: bool,
     /// The prompts of one group share cache entries. `None`: no salt is set.
     pub salt_group: Option<KeyId>,
 }
@@ -76,6 +78,8 @@ struct TenantRow {
     max_prompt_tokens: Option<NonZeroU32>,
     max_output_tokens: Option<NonZeroU32>,
     priority: Option<i64>,
+    #[serde(default)]
+    client_priority: bool,
     #[serde(default)]
     salt: SaltRule,
     salt_group: Option<String>,
@@ -159,6 +163,7 @@ fn rules(row: TenantRow) -> Result<TenantRules, TenantError> {
             output_tokens: row.max_output_tokens,
         },
         priority: row.priority,
+        client_priority: row.client_priority,
         salt_group,
     })
 }

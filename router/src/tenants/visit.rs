@@ -57,6 +57,16 @@ impl TenantVisit {
         &self.tenant.rules.name
     }
 
+    /// Level of its requests in the queue.
+    pub(crate) fn priority(&self) -> Option<i64> {
+        self.tenant.rules.priority
+    }
+
+    /// Whether its clients may name the level of a request.
+    pub(crate) fn may_name_priority(&self) -> bool {
+        self.tenant.rules.client_priority
+    }
+
     pub(crate) fn check_model(&self, model: &str) -> Result<(), TenantRefusal> {
         let permitted = self.tenant.rules.permits(model);
         permitted.then_some(()).ok_or(TenantRefusal::Model)

@@ -31,6 +31,26 @@ impl Core {
         &self.traffic.totals
     }
 
+    /// Further requests that the model's sources take before all are full, `most` at the most.
+    #[must_use]
+    pub fn room(&self, model: &str, most: u32) -> u32 {
+        let Ok(candidates) = self.fleet.candidates(model) else {
+            return 0;
+        };
+        let Some(active_max) = self.knobs.active_max else {
+            return most;
+        };
+        let mut room = 0;
+        for candidate in candidates {
+            let active = self.slots.active_requests(candidate.id, None);
+            room = active_max.saturating_sub(active).saturating_add(room);
+            if room >= most {
+                return most;
+            }
+        }
+        room
+    }
+
     /// Zeros for an unknown source.
     #[must_use]
     pub fn source_figures(&self, source: &Source, now: Instant) -> SourceFigures {

@@ -325,6 +325,12 @@ impl Engine {
         seen.iter().map(|seen| seen.headers.clone()).collect()
     }
 
+    /// The body of each request so far.
+    pub(super) fn bodies(&self) -> Vec<String> {
+        let seen = self.inner.seen.lock().unwrap();
+        seen.iter().map(|seen| seen.body.clone()).collect()
+    }
+
     pub(super) fn asked(&self) -> usize {
         *self.inner.asked.borrow()
     }
@@ -527,7 +533,11 @@ impl World {
         let settings = LiveSettings::new(Settings::parse(EXPLAIN).unwrap());
         let (sinks, spans) = CallSinks::traced(&metrics, &settings);
         TaskTracker::new().spawn(spans.run(shutdown.force.clone()));
+        let admission = Admission::new(Arc::clone(&core), limits.buffered_bytes, &metrics);
+        let places = Arc::clone(&admission).run(fleet.changes(), shutdown.force.clone());
+        TaskTracker::new().spawn(places);
         let app = Arc::new(App {
+            admission,
             core,
             fleet,
             index,

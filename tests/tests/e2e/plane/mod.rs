@@ -19,6 +19,7 @@ mod load;
 mod monitoring;
 mod moves;
 mod permissions;
+mod queue;
 mod reset;
 mod rolling;
 mod router_restart;

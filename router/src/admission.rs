@@ -1,0 +1,318 @@
+//! Admission: requests wait in front of the choice of a worker while all workers of their model are
+//! at `--max-active-requests`.
+//!
+//! [`waiting_room`] decides who is next. Here a task gives places to waiting requests when slots are
+//! freed, and each waiting request holds an [`AdmissionTicket`]. A ticket that is dropped (the
+//! client is gone) leaves the queue, or returns its grant, so that the next request gets the place.
+
+mod fair_queue;
+mod leave_rate;
+mod waiting_room;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use prometheus::IntCounterVec;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+pub(crate) use fair_queue::QueueSize;
+use fair_queue::{QueueSpot, QueuedRequest};
+use waiting_room::{GrantEnd, JoinedQueue, QueueBounds, WaitingRoom};
+pub(crate) use waiting_room::{QueueLine, QueueStatus};
+
+use crate::metrics::Metrics;
+use crate::settings::QueueLengths;
+use crate::shared_core::SharedCore;
+
+/// Time between two looks for places that no event of a slot announces: another router died.
+const SWEEP: Duration = Duration::from_millis(250);
+
+/// Charged for each request beyond its prompt's tokens: about what it generates.
+const OUTPUT_TOKENS: u64 = 256;
+
+/// What a waiting request learns.
+#[derive(Debug, PartialEq, Eq)]
+enum QueueNotice {
+    Granted,
+    Displaced,
+}
+
+type Notices = oneshot::Sender<QueueNotice>;
+
+/// Why a request does not wait, or no longer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ShedReason {
+    /// Its client does not let it wait.
+    NotQueued,
+    /// The queue is at a bound.
+    QueueFull,
+    /// Another request got its place in the queue.
+    Displaced,
+    /// It waited as long as it may.
+    Timeout,
+}
+
+impl ShedReason {
+    pub(crate) const fn label(self) -> &'static str {
+        match self {
+            Self::NotQueued => "not_queued",
+            Self::QueueFull => "queue_full",
+            Self::Displaced => "displaced",
+            Self::Timeout => "timeout",
+        }
+    }
+}
+
+/// A request that got no place, and when another one may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ShedRequest {
+    pub reason: ShedReason,
+    pub retry_after: Duration,
+}
+
+impl ShedRequest {
+    /// Whole seconds, at least one.
+    pub(crate) const fn retry_after_secs(&self) -> u64 {
+        let secs = self.retry_after.as_millis().div_ceil(1000);
+        if secs == 0 { 1 } else { secs as u64 }
+    }
+}
+
+/// What a request asks of the queue.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueueDemand {
+    pub prompt_tokens: u32,
+    /// Size of its body.
+    pub bytes: usize,
+    pub lengths: QueueLengths,
+    pub until: Instant,
+}
+
+/// The queues of all models.
+pub(crate) struct Admission {
+    room: Mutex<WaitingRoom<Notices>>,
+    core: Arc<SharedCore>,
+    /// Bytes of all waiting requests.
+    bytes_max: usize,
+    shed: IntCounterVec,
+}
+
+/// A request's place in a queue, or its grant. Left or returned when it is dropped.
+pub(crate) struct AdmissionTicket {
+    admission: Arc<Admission>,
+    model: String,
+    spot: QueueSpot,
+    demand: QueueDemand,
+    since: Instant,
+    stage: TicketStage,
+}
+
+enum TicketStage {
+    Waiting(oneshot::Receiver<QueueNotice>),
+    Granted,
+    Over,
+}
+
+impl Admission {
+    /// `buffered_max`: bytes of all bodies. Half of them may wait.
+    pub(crate) fn new(core: Arc<SharedCore>, buffered_max: usize, metrics: &Metrics) -> Arc<Self> {
+        Arc::new(Self {
+            room: Mutex::default(),
+            core,
+            bytes_max: buffered_max / 2,
+            shed: metrics.shed().clone(),
+        })
+    }
+
+    /// Gives places as they become free, until stopped.
+    pub(crate) async fn run(
+        self: Arc<Self>,
+        mut fleet: watch::Receiver<()>,
+        stop: CancellationToken,
+    ) {
+        let mut sweeps = interval(SWEEP);
+        sweeps.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = self.core.room_changed() => {}
+                Ok(()) = fleet.changed() => {}
+                _ = sweeps.tick() => {}
+            }
+            self.give_places();
+        }
+    }
+
+    /// Whether a new request of this model must queue.
+    pub(crate) fn is_engaged(&self, model: &str) -> bool {
+        self.room().is_engaged(model)
+    }
+
+    /// Puts a request into its queue.
+    pub(crate) fn join(
+        self: &Arc<Self>,
+        line: &QueueLine,
+        demand: QueueDemand,
+    ) -> Result<AdmissionTicket, ShedRequest> {
+        let (notices, notice) = oneshot::channel();
+        let since = Instant::now();
+        let request = queued(&demand, since, notices);
+        let bounds = QueueBounds {
+            requests: demand.lengths.all,
+            requests_per_model: demand.lengths.per_model,
+            bytes: self.bytes_max,
+        };
+        let joined = self.room().join(line, request, &bounds);
+        let JoinedQueue { spot, displaced } =
+            joined.map_err(|_| self.shed(ShedReason::QueueFull, &line.model))?;
+        for notices in displaced {
+            // A receiver that is gone has left the queue.
+            drop(notices.send(QueueNotice::Displaced));
+        }
+        // A place may have become free since the request was refused.
+        self.core.room_may_be_free();
+        Ok(AdmissionTicket {
+            admission: Arc::clone(self),
+            model: line.model.clone(),
+            spot,
+            demand,
+            since,
+            stage: TicketStage::Waiting(notice),
+        })
+    }
+
+    /// Counts a request that is not served.
+    pub(crate) fn shed(&self, reason: ShedReason, model: &str) -> ShedRequest {
+        self.shed.with_label_values(&[reason.label()]).inc();
+        let retry_after = self.room().retry_after(model, Instant::now().into_std());
+        ShedRequest {
+            reason,
+            retry_after,
+        }
+    }
+
+    /// The models with a queue now or in the last minute.
+    pub(crate) fn statuses(&self) -> Vec<QueueStatus> {
+        self.room().statuses(Instant::now().into_std())
+    }
+
+    pub(crate) fn size(&self) -> QueueSize {
+        self.room().size()
+    }
+
+    /// Grants as many places as there are.
+    fn give_places(&self) {
+        // Held throughout: a ticket that is dropped finds its notice or its place, and a request
+        // that gets its slot in this time counts at least once.
+        let mut room = self.room();
+        for (model, most) in room.wanting() {
+            let free = self.core.core().room(&model, most);
+            while let Some((_, request)) = room.grant(&model, free) {
+                if request.payload.send(QueueNotice::Granted).is_err() {
+                    room.settle(&model, GrantEnd::Unused, Instant::now().into_std());
+                }
+            }
+        }
+    }
+
+    fn room(&self) -> MutexGuard<'_, WaitingRoom<Notices>> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn queued(demand: &QueueDemand, since: Instant, payload: Notices) -> QueuedRequest<Notices> {
+    QueuedRequest {
+        cost: u64::from(demand.prompt_tokens) + OUTPUT_TOKENS,
+        bytes: demand.bytes,
+        since: since.into_std(),
+        payload,
+    }
+}
+
+impl AdmissionTicket {
+    /// Waits for a grant. Cancel-safe: a grant stays with the ticket.
+    pub(crate) async fn granted(&mut self) -> Result<(), ShedRequest> {
+        let TicketStage::Waiting(notice) = &mut self.stage else {
+            return Ok(());
+        };
+        let notice = match timeout_at(self.demand.until, notice).await {
+            Ok(notice) => notice.unwrap_or(QueueNotice::Displaced),
+            Err(_) => match self.leave() {
+                Some(late) => late,
+                None => return Err(self.shed(ShedReason::Timeout)),
+            },
+        };
+        match notice {
+            QueueNotice::Granted => {
+                self.stage = TicketStage::Granted;
+                Ok(())
+            }
+            QueueNotice::Displaced => {
+                self.stage = TicketStage::Over;
+                Err(self.shed(ShedReason::Displaced))
+            }
+        }
+    }
+
+    /// The request has its slot.
+    pub(crate) fn admitted(mut self) {
+        self.end_grant(GrantEnd::Admitted);
+    }
+
+    /// The granted place was gone: the request waits on, as its tenant's first.
+    pub(crate) fn give_back(&mut self) {
+        if matches!(self.stage, TicketStage::Granted) {
+            let (notices, notice) = oneshot::channel();
+            let request = queued(&self.demand, self.since, notices);
+            let mut room = self.admission.room();
+            room.give_back(&self.model, &self.spot, request);
+            drop(room);
+            self.stage = TicketStage::Waiting(notice);
+            self.admission.core.room_may_be_free();
+        }
+    }
+
+    fn shed(&self, reason: ShedReason) -> ShedRequest {
+        self.admission.shed(reason, &self.model)
+    }
+
+    /// Leaves the queue. Returns the notice if there is one.
+    fn leave(&mut self) -> Option<QueueNotice> {
+        let TicketStage::Waiting(notice) = &mut self.stage else {
+            return None;
+        };
+        let mut room = self.admission.room();
+        let notice = match room.cancel(&self.model, &self.spot) {
+            Some(_) => None,
+            None => notice.try_recv().ok(),
+        };
+        drop(room);
+        self.stage = match &notice {
+            Some(QueueNotice::Granted) => TicketStage::Granted,
+            Some(QueueNotice::Displaced) | None => TicketStage::Over,
+        };
+        notice
+    }
+
+    fn end_grant(&mut self, end: GrantEnd) {
+        if matches!(self.stage, TicketStage::Granted) {
+            self.stage = TicketStage::Over;
+            let now = Instant::now().into_std();
+            self.admission.room().settle(&self.model, end, now);
+            // The place, or the count of it, is another one's now.
+            self.admission.core.room_may_be_free();
+        }
+    }
+}
+
+impl Drop for AdmissionTicket {
+    fn drop(&mut self) {
+        self.leave();
+        self.end_grant(GrantEnd::Unused);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,264 @@
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+
+#[expect(clippy::disallowed_methods, reason = "an origin of virtual time")]
+fn origin() -> Instant {
+    Instant::now()
+}
+
+fn tenant(name: &str) -> TenantName {
+    Some(name.parse().unwrap())
+}
+
+struct Line {
+    queue: FairQueue<u64>,
+    numbers: u64,
+    since: Instant,
+}
+
+impl Line {
+    fn new() -> Self {
+        Self {
+            queue: FairQueue::default(),
+            numbers: 0,
+            since: origin(),
+        }
+    }
+
+    fn push(&mut self, level: i64, name: &str, cost: u64) -> QueueSpot {
+        self.numbers += 1;
+        let spot = QueueSpot {
+            level,
+            tenant: tenant(name),
+            number: TicketNumber(self.numbers),
+        };
+        let request = QueuedRequest {
+            cost,
+            bytes: 10,
+            since: self.since,
+            payload: self.numbers,
+        };
+        self.queue.push(&spot, request);
+        spot
+    }
+
+    fn pop(&mut self) -> (i64, String, u64) {
+        let (spot, request) = self.queue.pop().unwrap();
+        let name = spot
+            .tenant
+            .map_or_else(String::new, |name| name.to_string());
+        (spot.level, name, request.payload)
+    }
+}
+
+#[test]
+fn tenants_share_tokens_and_keep_their_order() {
+    let mut line = Line::new();
+    for _ in 0..400 {
+        line.push(0, "flood", 300);
+    }
+    for _ in 0..50 {
+        line.push(0, "large", 3000);
+    }
+    line.push(0, "rare", 500);
+    let order: Vec<_> = (0..100).map(|_| line.pop()).collect();
+    // Behind one turn of each other tenant.
+    let rare = order.iter().position(|(_, name, _)| name == "rare");
+    assert!(rare.unwrap() < 8, "{rare:?}");
+    let tokens = |name: &str, cost: u64| {
+        let count = order.iter().filter(|(_, other, _)| other == name).count();
+        u64::try_from(count).unwrap() * cost
+    };
+    let (flood, large) = (tokens("flood", 300), tokens("large", 3000));
+    assert!(flood.abs_diff(large) < 6000, "{flood} {large}");
+    for name in ["flood", "large"] {
+        let own = order.iter().filter(|(_, other, _)| other == name);
+        assert!(own.map(|(_, _, number)| number).is_sorted());
+    }
+}
+
+/// A request of the first level waits for one of a lower level at most.
+#[test]
+fn later_requests_of_a_first_level_overtake_lower_ones() {
+    let mut line = Line::new();
+    for _ in 0..100 {
+        line.push(5, "batch", 1000);
+    }
+    for _ in 0..20 {
+        line.push(0, "chat", 1000);
+        let (one, other) = (line.pop().0, line.queue.waiting(0, &tenant("chat")));
+        if one != 0 {
+            assert_eq!((line.pop().0, other), (0, 1));
+        }
+    }
+}
+
+/// However many requests of the first level come, lower levels move on.
+#[test]
+fn no_level_starves() {
+    let mut line = Line::new();
+    for level in 1..=3 {
+        for _ in 0..10 {
+            line.push(level, "slow", 100_000);
+        }
+    }
+    let mut served = BTreeMap::new();
+    for _ in 0..10 * 3 * LOW_TURN {
+        line.push(0, "fast", 1);
+        line.push(0, "fast", 1);
+        *served.entry(line.pop().0).or_insert(0) += 1;
+    }
+    assert_eq!(served, [(0, 210), (1, 10), (2, 10), (3, 10)].into());
+}
+
+#[test]
+fn a_returned_request_is_the_next_one() {
+    let mut line = Line::new();
+    for name in ["a", "b", "a", "b"] {
+        line.push(0, name, 5000);
+    }
+    let (spot, request) = line.queue.pop().unwrap();
+    line.queue.push_back_first(&spot, request);
+    assert_eq!(line.queue.pop().unwrap().0, spot);
+}
+
+proptest! {
+    /// Sizes are those of what is in it, each request leaves once, a tenant's in order, and an empty
+    /// queue keeps nothing.
+    #[test]
+    fn each_request_leaves_once_and_in_order(
+        steps in prop::collection::vec((0_i64..3, 0_u8..4, 0_u64..200_000, 0_u8..6), 1..300),
+    ) {
+        let mut line = Line::new();
+        let mut inside: BTreeMap<u64, QueueSpot> = BTreeMap::new();
+        let check = |spot: &QueueSpot, inside: &mut BTreeMap<u64, QueueSpot>| {
+            let same = |other: &&QueueSpot| {
+                other.level == spot.level && other.tenant == spot.tenant
+            };
+            let first = inside.values().filter(same).map(|other| other.number).min();
+            assert_eq!(first, Some(spot.number));
+            assert!(inside.remove(&spot.number.0).is_some());
+        };
+        for (level, name, cost, step) in steps {
+            match step {
+                0..3 => {
+                    let spot = line.push(level, &format!("t{name}"), cost);
+                    inside.insert(spot.number.0, spot);
+                }
+                3 => if let Some((spot, _)) = line.queue.pop() {
+                    check(&spot, &mut inside);
+                },
+                4 => if let Some(spot) = inside.values().nth(usize::from(name)).cloned() {
+                    prop_assert!(line.queue.remove(&spot).is_some());
+                    prop_assert!(line.queue.remove(&spot).is_none());
+                    inside.remove(&spot.number.0);
+                },
+                _ => if let Some((spot, request)) = line.queue.pop() {
+                    line.queue.push_back_first(&spot, request);
+                },
+            }
+            prop_assert_eq!(line.queue.size().requests, inside.len());
+            prop_assert_eq!(line.queue.size().bytes, 10 * inside.len());
+        }
+        while let Some((spot, _)) = line.queue.pop() {
+            check(&spot, &mut inside);
+        }
+        prop_assert!(inside.is_empty() && line.queue.is_empty() && line.queue.levels.is_empty());
+    }
+
+    /// While a tenant waits, no other one of its level is served more than a turn and its largest
+    /// request beyond it.
+    #[test]
+    fn no_tenant_starves(
+        costs in prop::collection::vec(1_u64..20_000, 2..6),
+        pops in 10_usize..300,
+    ) {
+        let mut line = Line::new();
+        for (number, cost) in costs.iter().enumerate() {
+            for _ in 0..pops {
+                line.push(0, &format!("t{number}"), *cost);
+            }
+        }
+        let mut served = vec![0_u64; costs.len()];
+        for _ in 0..pops {
+            let (_, name, _) = line.pop();
+            let number: usize = name[1..].parse().unwrap();
+            served[number] += costs[number];
+        }
+        let largest = costs.iter().max().unwrap();
+        let (least, most) = (served.iter().min().unwrap(), served.iter().max().unwrap());
+        prop_assert!(most - least <= 2 * (QUANTUM_TOKENS + largest), "{served:?} {costs:?}");
+    }
+}
+
+/// Completion times of a tenant's requests on engines with so many places, in virtual time.
+struct Fleet {
+    line: Line,
+    places: usize,
+    /// Ends of the requests in progress.
+    running: Vec<Duration>,
+    rng: fastrand::Rng,
+}
+
+impl Fleet {
+    /// The 99th percentile of the times from arrival to completion of the requests of `steady`. The
+    /// engines complete 32 a second, so that the share of each of two tenants is 16.
+    fn p99(steady_per_sec: f64, other_per_sec: f64) -> Duration {
+        let mut fleet = Self {
+            line: Line::new(),
+            places: 64,
+            running: Vec::new(),
+            rng: fastrand::Rng::with_seed(7),
+        };
+        let mut arrivals = Vec::new();
+        for (name, per_sec) in [("steady", steady_per_sec), ("other", other_per_sec)] {
+            let mut at = 0.0;
+            while at < 300.0 {
+                at += -(1.0 - fleet.rng.f64()).ln() / per_sec;
+                arrivals.push((Duration::from_secs_f64(at), name));
+            }
+        }
+        arrivals.sort_unstable();
+        let mut came = BTreeMap::new();
+        let mut times = Vec::new();
+        let mut arrivals = arrivals.into_iter().peekable();
+        while let Some(&(next, name)) = arrivals.peek() {
+            let first_end = fleet.running.iter().min().copied();
+            let now = first_end.map_or(next, |end| end.min(next));
+            if now == next {
+                arrivals.next();
+                let spot = fleet.line.push(0, name, 1000);
+                came.insert(spot.number.0, next);
+                // The flood is bounded by its line.
+                if fleet.line.queue.waiting(0, &tenant("other")) > 5000 {
+                    fleet.line.queue.remove_newest(0, &tenant("other"));
+                }
+            } else {
+                fleet.running.retain(|end| *end > now);
+            }
+            while fleet.running.len() < fleet.places && !fleet.line.queue.is_empty() {
+                let (_, name, number) = fleet.line.pop();
+                let end = now + Duration::from_secs_f64(1.0 + 2.0 * fleet.rng.f64());
+                fleet.running.push(end);
+                if name == "steady" {
+                    times.push(end - came[&number]);
+                }
+            }
+        }
+        times.sort_unstable();
+        times[times.len() * 99 / 100]
+    }
+}
+
+/// Half of its share: as if alone. Near its share a tenant waits for itself: as beside its equal.
+#[test]
+fn a_flood_does_not_raise_another_tenants_p99() {
+    for (steady, before) in [(8.0, 0.001), (14.0, 14.0)] {
+        let (calm, flooded) = (Fleet::p99(steady, before), Fleet::p99(steady, 1000.0));
+        println!("{steady}/s: p99 {calm:?} beside {before}/s, {flooded:?} beside a flood");
+        assert!(flooded <= calm.mul_f64(1.2), "{calm:?} {flooded:?}");
+    }
+}

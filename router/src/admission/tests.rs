@@ -1,0 +1,167 @@
+use std::pin::Pin;
+
+use tokio_util::task::TaskTracker;
+use warmroute_proto::BlockSize;
+
+use super::*;
+use crate::route::{Health, Knobs, Prompt, RouteRequest};
+use crate::shared_core::SlotHold;
+use crate::testing::{ROUTER, core, worker_entry};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// One worker, and the task that gives its places.
+struct Door {
+    admission: Arc<Admission>,
+    core: Arc<SharedCore>,
+    _fleet: watch::Sender<()>,
+}
+
+impl Door {
+    fn new(active_max: u32) -> Self {
+        let knobs = Knobs {
+            active_max: Some(active_max),
+            ..Knobs::default()
+        };
+        let mut core = core(ROUTER, knobs);
+        core.set_workers(&[worker_entry("w", 16)]);
+        core.set_health(&"w".into(), Health::Healthy);
+        let core = SharedCore::new(core);
+        let admission = Admission::new(Arc::clone(&core), 1 << 30, &Metrics::new().unwrap());
+        let (fleet, changes) = watch::channel(());
+        let places = Arc::clone(&admission).run(changes, CancellationToken::new());
+        drop(TaskTracker::new().spawn(places));
+        Self {
+            admission,
+            core,
+            _fleet: fleet,
+        }
+    }
+
+    fn admit(&self) -> Option<SlotHold> {
+        let prompt = Prompt::opaque(100, BlockSize::new(16).unwrap());
+        let ask = RouteRequest {
+            model: "m",
+            prompt: &prompt,
+            exclude: &[],
+        };
+        let (admitted, _) = self.core.admit(&ask, None).ok()?;
+        Some(SlotHold::new(Arc::clone(&self.core), admitted.slot))
+    }
+
+    fn join(&self) -> AdmissionTicket {
+        let line = QueueLine {
+            model: "m".to_owned(),
+            level: 0,
+            tenant: None,
+        };
+        let demand = QueueDemand {
+            prompt_tokens: 100,
+            bytes: 1000,
+            lengths: QueueLengths {
+                all: 10_000,
+                per_model: 10_000,
+            },
+            until: Instant::now() + PATIENCE,
+        };
+        self.admission.join(&line, demand).unwrap()
+    }
+
+    async fn until_waiting(&self, requests: usize) {
+        while self.admission.size().requests != requests {
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// Lets all other tasks run until they wait.
+async fn settle() {
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_freed_slot_lets_one_request_in() {
+    let door = Door::new(2);
+    let mut slots = vec![door.admit().unwrap(), door.admit().unwrap()];
+    assert!(door.admit().is_none());
+    let mut tickets: Vec<_> = (0..5).map(|_| door.join()).collect();
+    settle().await;
+    assert_eq!(door.admission.size().requests, 5);
+    for left in (0..5).rev() {
+        drop(slots.pop());
+        let mut ticket = tickets.remove(0);
+        ticket.granted().await.unwrap();
+        settle().await;
+        assert_eq!(door.admission.size().requests, left);
+        // The place is the ticket's: another request would wait.
+        assert!(door.admission.is_engaged("m"));
+        slots.push(door.admit().unwrap());
+        ticket.admitted();
+    }
+    assert!(!door.admission.is_engaged("m"));
+}
+
+/// Before it has seen its grant, and after.
+#[tokio::test(start_paused = true)]
+async fn the_grant_of_a_client_that_is_gone_is_the_next_ones() {
+    let door = Door::new(1);
+    let slot = door.admit();
+    let (unseen, mut seen, mut last) = (door.join(), door.join(), door.join());
+    drop(slot);
+    door.until_waiting(2).await;
+    drop(unseen);
+    seen.granted().await.unwrap();
+    drop(seen);
+    last.granted().await.unwrap();
+    last.give_back();
+    // The place is still free.
+    last.granted().await.unwrap();
+    let slot = door.admit().unwrap();
+    last.admitted();
+    let gone = door.join();
+    drop(gone);
+    assert_eq!(door.admission.size(), QueueSize::default());
+    drop(slot);
+    assert!(!door.admission.is_engaged("m"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_ends_with_its_time() {
+    let door = Door::new(1);
+    let slot = door.admit();
+    let mut ticket = door.join();
+    let shed = ticket.granted().await.unwrap_err();
+    assert_eq!(shed.reason, ShedReason::Timeout);
+    assert!(shed.retry_after_secs() >= 1);
+    assert_eq!(door.admission.size().requests, 0);
+    drop(slot);
+}
+
+#[tokio::test(start_paused = true)]
+async fn ten_thousand_requests_wait_and_leave() {
+    let door = Door::new(1);
+    let slot = door.admit();
+    let mut tickets: Vec<_> = (0..10_000).map(|_| door.join()).collect();
+    let line = QueueLine {
+        model: "m".to_owned(),
+        level: 0,
+        tenant: None,
+    };
+    let refused = door.admission.join(&line, tickets[0].demand);
+    assert_eq!(refused.err().unwrap().reason, ShedReason::QueueFull);
+    let mut waits: Vec<Pin<Box<_>>> = Vec::new();
+    for ticket in &mut tickets {
+        waits.push(Box::pin(ticket.granted()));
+    }
+    assert!(futures_util::poll!(&mut waits[0]).is_pending());
+    drop(waits);
+    tickets.truncate(100);
+    assert_eq!(door.admission.size().requests, 100);
+    drop(tickets);
+    drop(slot);
+    settle().await;
+    assert_eq!(door.admission.size(), QueueSize::default());
+    assert!(!door.admission.is_engaged("m"));
+}

@@ -1,0 +1,159 @@
+//! A request's way through the queue in front of the choice ([`crate::admission`]).
+//!
+//! A request joins the queue if all workers of its model are full, or if others wait already. Not
+//! queued: requests that only some workers can serve, and further attempts after a worker failed.
+//! They would wait for a place that others of the queue must not take.
+
+use std::time::Duration;
+
+use axum::http::{HeaderMap, HeaderName};
+use tokio::time::Instant;
+
+use super::App;
+use super::call::Call;
+use super::forward::{ForwardedRequest, Routing};
+use super::headers::{DO_NOT_QUEUE, PRIORITY};
+use super::waiting::WorkerWait;
+use crate::admission::{AdmissionTicket, QueueDemand, QueueLine, ShedReason};
+use crate::error::ProxyError;
+use crate::route::PromptBasis;
+
+/// Time in seconds that OpenAI's clients wait for an answer.
+const SDK_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");
+
+/// Time in milliseconds that a client behind Envoy waits for an answer.
+const ENVOY_TIMEOUT: HeaderName = HeaderName::from_static("x-envoy-expected-rq-timeout-ms");
+
+/// Most levels above and below 0 that a client may name, so that few share the turns of low ones.
+const LEVEL_MAX: i64 = 10;
+
+/// What a client and its tenant say about waiting.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct QueueHints {
+    /// The client's own time, from the beginning of the request.
+    patience: Option<Duration>,
+    /// Lower is served first.
+    level: i64,
+}
+
+/// Where a request is on its way.
+pub(super) enum QueuePass {
+    Before,
+    Inside(AdmissionTicket),
+    /// It had its turn, or may not wait.
+    Behind,
+}
+
+impl QueueHints {
+    pub(super) fn read(headers: &HeaderMap, call: &Call) -> Self {
+        let text = |name: HeaderName| headers.get(name)?.to_str().ok();
+        let number = |name| text(name)?.trim().parse::<f64>().ok();
+        let secs = number(SDK_TIMEOUT);
+        let secs = secs
+            .into_iter()
+            .chain(number(ENVOY_TIMEOUT).map(|millis| millis / 1e3));
+        // A number that is no duration says nothing.
+        let times = secs.filter_map(|secs| Duration::try_from_secs_f64(secs).ok());
+        let waits = text(DO_NOT_QUEUE).is_none_or(|value| ["0", "false"].contains(&value.trim()));
+        let refusal = (!waits).then_some(Duration::ZERO);
+        let named = text(PRIORITY).and_then(|text| text.trim().parse::<i64>().ok());
+        let tenant = call.tenant();
+        let named = named.filter(|_| tenant.is_some_and(|tenant| tenant.may_name_priority()));
+        let own = tenant.and_then(|tenant| tenant.priority());
+        Self {
+            patience: times.chain(refusal).min(),
+            level: named
+                .map(|level| level.clamp(-LEVEL_MAX, LEVEL_MAX))
+                .or(own)
+                .unwrap_or_default(),
+        }
+    }
+}
+
+impl QueuePass {
+    pub(super) const fn new(routing: &Routing) -> Self {
+        if routing.exclude.is_empty() {
+            Self::Before
+        } else {
+            Self::Behind
+        }
+    }
+
+    /// Whether others wait for the model, so that this request must wait behind them.
+    pub(super) fn is_due(&self, app: &App, routing: &Routing) -> bool {
+        matches!(self, Self::Before) && app.admission.is_engaged(&routing.model)
+    }
+
+    /// Whether a request that found all workers full waits for its turn.
+    pub(super) const fn may_wait(&self) -> bool {
+        !matches!(self, Self::Behind)
+    }
+
+    /// The request has a slot.
+    pub(super) fn admitted(&mut self) {
+        if let Self::Inside(ticket) = std::mem::replace(self, Self::Behind) {
+            ticket.admitted();
+        }
+    }
+}
+
+impl App {
+    /// Waits for the request's turn, and asks the index again.
+    pub(super) async fn wait_in_queue(
+        &self,
+        call: &Call,
+        request: &ForwardedRequest,
+        routing: &mut Routing,
+        pass: &mut QueuePass,
+        wait: &mut WorkerWait,
+    ) -> Result<(), ProxyError> {
+        let mut ticket = match std::mem::replace(pass, QueuePass::Behind) {
+            QueuePass::Inside(mut ticket) => {
+                ticket.give_back();
+                ticket
+            }
+            QueuePass::Before | QueuePass::Behind => self.join_queue(call, request, routing)?,
+        };
+        let since = Instant::now();
+        let granted = ticket.granted().await;
+        wait.waited += since.elapsed();
+        granted?;
+        let prompt = &routing.prompt;
+        if prompt.basis() == PromptBasis::Tokens && !prompt.blocks().is_empty() {
+            routing.index = self.query_index(prompt).await;
+        }
+        *pass = QueuePass::Inside(ticket);
+        Ok(())
+    }
+
+    fn join_queue(
+        &self,
+        call: &Call,
+        request: &ForwardedRequest,
+        routing: &Routing,
+    ) -> Result<AdmissionTicket, ProxyError> {
+        let (settings, now) = (self.settings.current(), Instant::now());
+        let patience = routing.hints.patience;
+        let own = patience.and_then(|patience| call.report.started.checked_add(patience));
+        let longest = now + settings.queue_timeout();
+        let until = own.map_or(longest, |own| own.min(longest));
+        if until <= now {
+            return Err(self
+                .admission
+                .shed(ShedReason::NotQueued, &routing.model)
+                .into());
+        }
+        let line = QueueLine {
+            model: routing.model.clone(),
+            level: routing.hints.level,
+            tenant: call.tenant_name().cloned(),
+        };
+        let demand = QueueDemand {
+            prompt_tokens: routing.prompt.tokens(),
+            bytes: request.body.len(),
+            lengths: settings.queue_lengths(),
+            until,
+        };
+        Ok(self.admission.join(&line, demand)?)
+    }
+}
