@@ -3,7 +3,7 @@
 //!
 //! Requests queue their values when they end. One task formats and writes them. A full queue and a
 //! failed write drop lines and count them; no request waits. A line has no prompt and no key. The
-//! file is opened again within [`CHECK_PERIOD`] after it was renamed or deleted.
+//! file is opened again within a second after it was renamed or deleted.
 
 #[cfg(test)]
 mod tests;
@@ -20,9 +20,9 @@ use axum::http::HeaderValue;
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
-use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
+use crate::batch_task::{BatchSink, BatchTask};
 use crate::call_report::EndedRequest;
 use crate::metrics::{Metrics, RecordResult};
 use crate::settings::LiveSettings;
@@ -30,12 +30,6 @@ use crate::tokenize::CivilTime;
 
 /// Lines that wait to be written, up to 1 KiB each.
 const QUEUE_MAX: usize = 8192;
-
-/// Lines written at a time.
-const BATCH_MAX: usize = 512;
-
-/// Time between two looks at the settings and the file.
-const CHECK_PERIOD: Duration = Duration::from_secs(1);
 
 /// For the router's user and group.
 const FILE_MODE: u32 = 0o640;
@@ -51,9 +45,8 @@ pub(crate) struct AccessLog {
     metrics: Arc<Metrics>,
 }
 
-/// Writes the queue, as the settings in force say.
+/// Writes the file that the settings in force name.
 pub(crate) struct AccessLogWriter {
-    queue: mpsc::Receiver<Arc<EndedRequest>>,
     on: Arc<AtomicBool>,
     metrics: Arc<Metrics>,
     settings: Arc<LiveSettings>,
@@ -104,11 +97,10 @@ impl AccessLog {
     pub(crate) fn new(
         settings: Arc<LiveSettings>,
         metrics: Arc<Metrics>,
-    ) -> (Self, AccessLogWriter) {
+    ) -> (Self, BatchTask<AccessLogWriter>) {
         let (sender, queue) = mpsc::channel(QUEUE_MAX);
         let on = Arc::new(AtomicBool::new(false));
         let writer = AccessLogWriter {
-            queue,
             on: Arc::clone(&on),
             metrics: Arc::clone(&metrics),
             settings,
@@ -116,8 +108,9 @@ impl AccessLog {
             output: None,
             failure: None,
         };
+        let task = BatchTask::new(queue, writer);
         let queue = sender;
-        (Self { queue, on, metrics }, writer)
+        (Self { queue, on, metrics }, task)
     }
 
     pub(crate) fn is_on(&self) -> bool {
@@ -174,35 +167,12 @@ fn write_line(request: &EndedRequest, to: &mut Vec<u8>) {
     to.push(b'\n');
 }
 
-impl AccessLogWriter {
-    /// Writes until the stop, then what is queued.
-    pub(crate) async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = interval(CHECK_PERIOD);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut batch = Vec::new();
-        loop {
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => break,
-                _ = ticks.tick() => self.check().await,
-                count = self.queue.recv_many(&mut batch, BATCH_MAX) => {
-                    if count == 0 {
-                        // The proxy has ended. A task that ends before the stop counts as failed.
-                        stop.cancelled().await;
-                        break;
-                    }
-                    self.write(std::mem::take(&mut batch)).await;
-                }
-            }
-        }
-        while let Ok(entry) = self.queue.try_recv() {
-            batch.push(entry);
-        }
-        self.write(batch).await;
-    }
+impl BatchSink for AccessLogWriter {
+    type Entry = Arc<EndedRequest>;
+    const BATCH_MAX: usize = 512;
 
     /// Follows the settings, and opens a file again that is no longer at its path.
-    async fn check(&mut self) {
+    async fn follow_settings(&mut self) {
         let path = self.settings.current().access_log();
         if path != self.path {
             self.on.store(path.is_some(), Ordering::Relaxed);
@@ -224,7 +194,7 @@ impl AccessLogWriter {
         }
     }
 
-    async fn write(&mut self, batch: Vec<Arc<EndedRequest>>) {
+    async fn write(&mut self, batch: Vec<Arc<EndedRequest>>, _stop: &CancellationToken) {
         let count = batch.len() as u64;
         let Some(mut output) = self.output.take() else {
             self.metrics.logged(RecordResult::Dropped, count);
@@ -254,7 +224,9 @@ impl AccessLogWriter {
         };
         self.metrics.logged(result, count);
     }
+}
 
+impl AccessLogWriter {
     /// Logs a failure once. The next check tries again.
     fn failed(&mut self, error: &dyn std::error::Error) {
         let text = error.to_string();

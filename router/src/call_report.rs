@@ -14,6 +14,8 @@ use warmroute_proto::query::SourceState;
 use warmroute_sim::recording::{RecordedOutcome, RecordedPlacement, RequestFacts};
 
 use crate::access_log::AccessLog;
+#[cfg(test)]
+use crate::batch_task::BatchTask;
 use crate::clock::unix_time;
 use crate::fleet::ModelCatalog;
 use crate::metrics::{
@@ -356,7 +358,7 @@ impl CallSinks {
     pub(crate) fn traced(
         metrics: &Arc<Metrics>,
         settings: &Arc<LiveSettings>,
-    ) -> (Arc<Self>, SpanExporter) {
+    ) -> (Arc<Self>, BatchTask<SpanExporter>) {
         let shared = || (Arc::clone(settings), Arc::clone(metrics));
         let (tracer, exporter) = Tracer::new(shared().0, shared().1, reqwest::Client::new());
         let sinks = Arc::new(Self {

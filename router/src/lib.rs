@@ -14,6 +14,7 @@ mod access_log;
 mod admin;
 mod admission;
 mod audit;
+mod batch_task;
 mod call_report;
 mod clock;
 pub mod config;

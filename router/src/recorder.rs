@@ -14,10 +14,11 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use warmroute_sim::recording::RequestFacts;
 
+use crate::batch_task::{BatchSink, BatchTask};
 use crate::metrics::{Metrics, RecordResult};
 use crate::route::Prompt;
 use crate::settings::{LiveSettings, RecordingRule};
@@ -29,12 +30,6 @@ const QUEUE_MAX: usize = 4096;
 
 /// Blocks of their prompts, of 8 bytes each.
 const QUEUED_BLOCKS_MAX: usize = 4 << 20;
-
-/// Records written at a time.
-const BATCH_MAX: usize = 256;
-
-/// Time between two looks at the settings.
-const CHECK_PERIOD: Duration = Duration::from_secs(1);
 
 /// Time after which a failed recording is begun again.
 const RETRY_PERIOD: Duration = Duration::from_secs(30);
@@ -54,7 +49,7 @@ struct SharedState {
 }
 
 /// A request that ended.
-struct QueuedRecord {
+pub(crate) struct QueuedRecord {
     arrived: Instant,
     facts: RequestFacts,
     prompt: Arc<Prompt>,
@@ -66,9 +61,8 @@ pub(crate) struct RecordTicket {
     prompt: Arc<Prompt>,
 }
 
-/// Writes the queue, as the settings in force say.
+/// Writes the files of the recording that the settings in force ask for.
 pub(crate) struct RecordWriter {
-    queue: mpsc::Receiver<QueuedRecord>,
     shared: Arc<SharedState>,
     settings: Arc<LiveSettings>,
     /// What `files` was opened by, or failed by.
@@ -78,7 +72,10 @@ pub(crate) struct RecordWriter {
 }
 
 impl Recorder {
-    pub(crate) fn new(settings: Arc<LiveSettings>, metrics: Arc<Metrics>) -> (Self, RecordWriter) {
+    pub(crate) fn new(
+        settings: Arc<LiveSettings>,
+        metrics: Arc<Metrics>,
+    ) -> (Self, BatchTask<RecordWriter>) {
         let (sender, queue) = mpsc::channel(QUEUE_MAX);
         let shared = Arc::new(SharedState {
             runs: AtomicBool::new(false),
@@ -86,15 +83,15 @@ impl Recorder {
             metrics,
         });
         let writer = RecordWriter {
-            queue,
             shared: Arc::clone(&shared),
             settings,
             rule: None,
             files: None,
             retry_at: Instant::now(),
         };
+        let task = BatchTask::new(queue, writer);
         let queue = sender;
-        (Self { queue, shared }, writer)
+        (Self { queue, shared }, task)
     }
 
     /// Begins a request's record; `None` if nothing is recorded.
@@ -126,32 +123,9 @@ impl RecordTicket {
     }
 }
 
-impl RecordWriter {
-    /// Writes until the stop, then what is queued.
-    pub(crate) async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = interval(CHECK_PERIOD);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut batch = Vec::new();
-        loop {
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => break,
-                _ = ticks.tick() => self.follow_settings().await,
-                count = self.queue.recv_many(&mut batch, BATCH_MAX) => {
-                    if count == 0 {
-                        // The proxy has ended. A task that ends before the stop counts as failed.
-                        stop.cancelled().await;
-                        break;
-                    }
-                    self.write(std::mem::take(&mut batch)).await;
-                }
-            }
-        }
-        while let Ok(record) = self.queue.try_recv() {
-            batch.push(record);
-        }
-        self.write(batch).await;
-    }
+impl BatchSink for RecordWriter {
+    type Entry = QueuedRecord;
+    const BATCH_MAX: usize = 256;
 
     /// Starts or ends a recording where the settings changed, or after a failure.
     async fn follow_settings(&mut self) {
@@ -181,13 +155,7 @@ impl RecordWriter {
         }
     }
 
-    fn begin(&mut self, files: Option<RecordingFiles>) {
-        self.shared.runs.store(files.is_some(), Ordering::Relaxed);
-        self.shared.metrics.recording(files.is_some());
-        self.files = files;
-    }
-
-    async fn write(&mut self, batch: Vec<QueuedRecord>) {
+    async fn write(&mut self, batch: Vec<QueuedRecord>, _stop: &CancellationToken) {
         let count = batch.len() as u64;
         let blocks = batch.iter().map(|record| record.prompt.blocks().len());
         let blocks: usize = blocks.sum();
@@ -214,6 +182,14 @@ impl RecordWriter {
             .fetch_sub(blocks, Ordering::Relaxed);
         metrics.recorded(RecordResult::Written, written);
         metrics.recorded(RecordResult::Dropped, count - written);
+    }
+}
+
+impl RecordWriter {
+    fn begin(&mut self, files: Option<RecordingFiles>) {
+        self.shared.runs.store(files.is_some(), Ordering::Relaxed);
+        self.shared.metrics.recording(files.is_some());
+        self.files = files;
     }
 
     /// Ends the recording until it is tried again. Returns the number of written records.

@@ -5,6 +5,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use super::*;
+use crate::batch_task::CHECK_PERIOD;
 use crate::call_report::CallReport;
 use crate::metrics::{RequestEnd, RouteLabel};
 use crate::settings::Settings;

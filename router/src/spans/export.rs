@@ -7,12 +7,13 @@ use std::time::Duration;
 use axum::http::{HeaderValue, header};
 use prost::Message as _;
 use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::context::{ParentContext, ParentDecision, TraceId};
 use super::{RequestTrace, SampleRatio, encode};
+use crate::batch_task::{BatchSink, BatchTask};
 use crate::call_report::EndedRequest;
 use crate::metrics::{Metrics, RecordResult};
 use crate::settings::LiveSettings;
@@ -20,23 +21,14 @@ use crate::settings::LiveSettings;
 /// Requests that wait to be sent, about 1 KiB each.
 const QUEUE_MAX: usize = 2048;
 
-/// Requests of one message.
-const BATCH_MAX: usize = 256;
-
-/// Time for which a message gathers requests.
-const GATHER: Duration = Duration::from_millis(200);
-
-/// Time between two looks at the settings.
-const CHECK_PERIOD: Duration = Duration::from_secs(1);
-
 /// Longest time for one message.
 const SEND_MAX: Duration = Duration::from_secs(5);
 
-/// Longest time after the stop.
+/// Longest time for each message after the stop; the first that fails is the last.
 const LAST_SEND_MAX: Duration = Duration::from_secs(1);
 
 /// An ended request with its ids.
-pub(super) struct FinishedTrace {
+pub(crate) struct FinishedTrace {
     pub trace: Box<RequestTrace>,
     pub request: Arc<EndedRequest>,
 }
@@ -55,9 +47,8 @@ struct Sampling {
     ratio: AtomicU64,
 }
 
-/// Sends the queue, as the settings in force say.
+/// Sends to the collector that the settings in force name.
 pub(crate) struct SpanExporter {
-    queue: mpsc::Receiver<FinishedTrace>,
     sampling: Arc<Sampling>,
     metrics: Arc<Metrics>,
     settings: Arc<LiveSettings>,
@@ -84,11 +75,10 @@ impl Tracer {
         settings: Arc<LiveSettings>,
         metrics: Arc<Metrics>,
         client: reqwest::Client,
-    ) -> (Self, SpanExporter) {
+    ) -> (Self, BatchTask<SpanExporter>) {
         let (sender, queue) = mpsc::channel(QUEUE_MAX);
         let sampling = Arc::<Sampling>::default();
         let exporter = SpanExporter {
-            queue,
             sampling: Arc::clone(&sampling),
             metrics: Arc::clone(&metrics),
             settings,
@@ -102,7 +92,7 @@ impl Tracer {
             sampling,
             metrics,
         };
-        (tracer, exporter)
+        (tracer, BatchTask::new(queue, exporter))
     }
 
     pub(crate) fn is_on(&self) -> bool {
@@ -139,50 +129,12 @@ impl Tracer {
     }
 }
 
-impl SpanExporter {
-    /// Sends until the stop, then one last message.
-    pub(crate) async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = interval(CHECK_PERIOD);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut batch = Vec::new();
-        loop {
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => break,
-                _ = ticks.tick() => self.follow_settings(),
-                count = self.queue.recv_many(&mut batch, BATCH_MAX) => {
-                    if count == 0 {
-                        // The proxy has ended. A task that ends before the stop counts as failed.
-                        stop.cancelled().await;
-                        break;
-                    }
-                    tokio::select! {
-                        () = stop.cancelled() => {}
-                        () = sleep(GATHER) => {}
-                    }
-                    self.gather(&mut batch);
-                    self.send(std::mem::take(&mut batch), &stop).await;
-                }
-            }
-        }
-        self.gather(&mut batch);
-        self.send(batch, &stop).await;
-        let mut left = 0;
-        while self.queue.try_recv().is_ok() {
-            left += 1;
-        }
-        self.metrics.traced(RecordResult::Dropped, left);
-    }
+impl BatchSink for SpanExporter {
+    type Entry = FinishedTrace;
+    const BATCH_MAX: usize = 256;
+    const GATHER: Duration = Duration::from_millis(200);
 
-    fn gather(&mut self, batch: &mut Vec<FinishedTrace>) {
-        while batch.len() < BATCH_MAX
-            && let Ok(one) = self.queue.try_recv()
-        {
-            batch.push(one);
-        }
-    }
-
-    fn follow_settings(&mut self) {
+    async fn follow_settings(&mut self) {
         let settings = self.settings.current();
         let tracing = settings.tracing();
         let ratio = tracing.sample_ratio().bits();
@@ -194,14 +146,12 @@ impl SpanExporter {
         }
     }
 
-    async fn send(&mut self, batch: Vec<FinishedTrace>, stop: &CancellationToken) {
-        if batch.is_empty() {
-            return;
-        }
+    async fn write(&mut self, batch: Vec<FinishedTrace>, stop: &CancellationToken) {
         let count = batch.len() as u64;
-        let result = match self.url.clone() {
+        let gives_up = self.failing && stop.is_cancelled();
+        let result = match self.url.clone().filter(|_| !gives_up) {
             Some(url) => self.post(url, &batch, stop).await,
-            // Switched off since.
+            // Or switched off since.
             None => Err(SendError::Stopped),
         };
         let failing = result.is_err();
@@ -216,7 +166,9 @@ impl SpanExporter {
         }
         self.failing = failing;
     }
+}
 
+impl SpanExporter {
     async fn post(
         &self,
         url: String,
