@@ -200,21 +200,16 @@ fn refuse_link(path: &Path) -> io::Result<()> {
 mod tests {
     use std::os::unix::fs::symlink;
 
+    use tempfile::TempDir;
     use warmroute_proto::DpRank;
 
     use super::*;
 
-    struct Scratch(PathBuf);
-
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            drop(fs::remove_dir_all(&self.0));
-        }
-    }
-
-    fn scratch(name: &str) -> Scratch {
-        let name = format!("warmroute-state-{}-{name}", std::process::id());
-        Scratch(std::env::temp_dir().join(name))
+    /// A path where nothing is yet, in a directory that lives as long as the guard.
+    fn scratch() -> (TempDir, PathBuf) {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("state");
+        (dir, path)
     }
 
     fn source(worker: &str) -> Source {
@@ -226,9 +221,9 @@ mod tests {
 
     #[test]
     fn saved_bytes_are_loaded_and_torn_leftovers_ignored() {
-        let scratch = scratch("files");
+        let (_guard, scratch) = scratch();
         let worker = WorkerId::from("w/../1");
-        let dir = StateDir::open(&scratch.0, &worker).unwrap();
+        let dir = StateDir::open(&scratch, &worker).unwrap();
         let source = source("w/../1");
         assert_eq!(dir.load(&source).unwrap(), None);
         dir.save(&source, b"one").unwrap();
@@ -246,40 +241,40 @@ mod tests {
 
     #[test]
     fn only_the_owner_can_use_directory_and_files() {
-        let scratch = scratch("mode");
+        let (_guard, scratch) = scratch();
         let (worker, source) = (WorkerId::from("w"), source("w"));
-        let dir = StateDir::open(&scratch.0, &worker).unwrap();
+        let dir = StateDir::open(&scratch, &worker).unwrap();
         dir.save(&source, b"one").unwrap();
-        assert_eq!(mode(&scratch.0), 0o700);
+        assert_eq!(mode(&scratch), 0o700);
         assert_eq!(mode(&dir.dir), 0o700);
         assert_eq!(mode(&dir.path(&source, "checkpoint")), 0o600);
         let own = dir.dir.clone();
         drop(dir);
         // A directory of the operator keeps its mode; the worker's does not.
-        for dir in [&scratch.0, &own] {
+        for dir in [&scratch, &own] {
             fs::set_permissions(dir, Permissions::from_mode(0o755)).unwrap();
         }
-        let dir = StateDir::open(&scratch.0, &worker).unwrap();
-        assert_eq!((mode(&scratch.0), mode(&own)), (0o755, 0o700));
+        let dir = StateDir::open(&scratch, &worker).unwrap();
+        assert_eq!((mode(&scratch), mode(&own)), (0o755, 0o700));
         assert_eq!(dir.load(&source).unwrap().unwrap(), b"one");
     }
 
     #[test]
     fn symbolic_links_are_not_followed() {
-        let scratch = scratch("links");
+        let (_guard, scratch) = scratch();
         let (worker, source) = (WorkerId::from("w"), source("w"));
-        let elsewhere = scratch.0.join("elsewhere");
+        let elsewhere = scratch.join("elsewhere");
         fs::create_dir_all(&elsewhere).unwrap();
         let victim = elsewhere.join("victim");
         fs::write(&victim, b"keep").unwrap();
         let is_intact = || fs::read(&victim).unwrap() == b"keep";
-        let named = scratch.0.join("w");
+        let named = scratch.join("w");
         symlink(&elsewhere, &named).unwrap();
-        let refused = StateDir::open(&scratch.0, &worker).unwrap_err();
+        let refused = StateDir::open(&scratch, &worker).unwrap_err();
         assert!(refused.to_string().contains("not a directory"), "{refused}");
         fs::remove_file(&named).unwrap();
 
-        let dir = StateDir::open(&scratch.0, &worker).unwrap();
+        let dir = StateDir::open(&scratch, &worker).unwrap();
         symlink(&victim, dir.path(&source, "new")).unwrap();
         symlink(&victim, dir.path(&source, "checkpoint")).unwrap();
         assert!(dir.load(&source).is_err());
@@ -290,24 +285,24 @@ mod tests {
         let lock = named.join("lock");
         fs::remove_file(&lock).unwrap();
         symlink(&victim, lock).unwrap();
-        assert!(StateDir::open(&scratch.0, &worker).is_err());
+        assert!(StateDir::open(&scratch, &worker).is_err());
         assert!(is_intact());
         // The operator may place the state directory behind a link.
-        let linked = scratch.0.join("linked");
+        let linked = scratch.join("linked");
         symlink(&elsewhere, &linked).unwrap();
         assert!(StateDir::open(&linked, &worker).is_ok());
     }
 
     #[test]
     fn a_second_holder_is_refused_with_the_holders_pid() {
-        let scratch = scratch("lock");
+        let (_guard, scratch) = scratch();
         let worker = WorkerId::from("w");
-        let first = StateDir::open(&scratch.0, &worker).unwrap();
-        let refused = StateDir::open(&scratch.0, &worker).unwrap_err();
+        let first = StateDir::open(&scratch, &worker).unwrap();
+        let refused = StateDir::open(&scratch, &worker).unwrap_err();
         let pid = format!("(pid {})", std::process::id());
         assert!(refused.to_string().contains(&pid), "{refused}");
-        assert!(StateDir::open(&scratch.0, &WorkerId::from("v")).is_ok());
+        assert!(StateDir::open(&scratch, &WorkerId::from("v")).is_ok());
         drop(first);
-        assert!(StateDir::open(&scratch.0, &worker).is_ok());
+        assert!(StateDir::open(&scratch, &worker).is_ok());
     }
 }

@@ -1,34 +1,14 @@
 use std::collections::BTreeSet;
 
 use serde_json::Value;
+use tempfile::TempDir;
 use tokio_util::task::TaskTracker;
-use uuid::Uuid;
 
 use super::*;
 use crate::batch_task::CHECK_PERIOD;
 use crate::call_report::CallReport;
 use crate::metrics::{RequestEnd, RouteLabel};
 use crate::settings::Settings;
-
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Self {
-        let path = std::env::temp_dir().join(format!("wr-access-{}", Uuid::new_v4()));
-        fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.0));
-    }
-}
 
 fn settings(path: &Path) -> Settings {
     let text = format!("access_log = \"{}\"\n", path.display());
@@ -103,8 +83,8 @@ fn ids(path: &Path) -> Vec<String> {
 
 #[tokio::test(start_paused = true)]
 async fn a_renamed_file_is_opened_again_and_the_stop_loses_nothing() {
-    let folder = Folder::new();
-    let (path, rotated) = (folder.path("log"), folder.path("log.1"));
+    let folder = TempDir::new().unwrap();
+    let (path, rotated) = (folder.path().join("log"), folder.path().join("log.1"));
     let running = Running::start(settings(&path));
     running.until_on().await;
     running.request("one");
@@ -113,20 +93,20 @@ async fn a_renamed_file_is_opened_again_and_the_stop_loses_nothing() {
     tokio::time::sleep(2 * CHECK_PERIOD).await;
     running.request("two");
     running.until_written(2).await;
-    running.live.replace(settings(&folder.path("other")));
+    running.live.replace(settings(&folder.path().join("other")));
     tokio::time::sleep(2 * CHECK_PERIOD).await;
     running.request("three \"quoted\"");
     running.end().await;
     assert_eq!(ids(&rotated), ["one"]);
     assert_eq!(ids(&path), ["two"]);
-    assert_eq!(ids(&folder.path("other")), ["three \"quoted\""]);
+    assert_eq!(ids(&folder.path().join("other")), ["three \"quoted\""]);
 }
 
 /// The keys are what `docs/CONFIGURATION.md` lists; none may show a prompt or a key.
 #[tokio::test(start_paused = true)]
 async fn a_line_has_these_keys() {
-    let folder = Folder::new();
-    let path = folder.path("log");
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("log");
     let running = Running::start(settings(&path));
     running.until_on().await;
     running.request("one");
@@ -157,15 +137,15 @@ async fn a_line_has_these_keys() {
 
 #[tokio::test(start_paused = true)]
 async fn lines_that_cannot_be_written_are_counted_and_no_request_waits() {
-    let folder = Folder::new();
+    let folder = TempDir::new().unwrap();
     // A directory is no file.
-    let running = Running::start(settings(&folder.0));
+    let running = Running::start(settings(folder.path()));
     running.until_on().await;
     running.request("one");
     while running.lines("dropped") < 1 {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    running.live.replace(settings(&folder.path("log")));
+    running.live.replace(settings(&folder.path().join("log")));
     tokio::time::sleep(2 * CHECK_PERIOD).await;
     // No task runs between two awaits.
     for _ in 0..QUEUE_MAX + 7 {
@@ -174,5 +154,5 @@ async fn lines_that_cannot_be_written_are_counted_and_no_request_waits() {
     let metrics = running.end().await;
     let dropped = "access_log_lines_total{outcome=\"dropped\"}";
     assert_eq!(metrics.value(dropped), 8);
-    assert_eq!(ids(&folder.path("log")).len(), QUEUE_MAX);
+    assert_eq!(ids(&folder.path().join("log")).len(), QUEUE_MAX);
 }

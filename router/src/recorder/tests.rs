@@ -1,8 +1,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use tempfile::TempDir;
 use tokio_util::task::TaskTracker;
-use uuid::Uuid;
 use warmroute_proto::{BlockSize, Seed};
 use warmroute_sim::recording::{
     NamedFile, RECORDING_EXTENSION, RecordedOutcome, Recording, RequestFacts,
@@ -11,24 +11,10 @@ use warmroute_sim::recording::{
 use super::*;
 use crate::settings::Settings;
 
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Self {
-        Self(std::env::temp_dir().join(format!("wr-recording-{}", Uuid::new_v4())))
-    }
-
-    fn settings(&self, max_bytes: u64) -> Settings {
-        let dir = self.0.display();
-        let text = format!("recording_dir = \"{dir}\"\nrecording_max_bytes = {max_bytes}\n");
-        Settings::parse(&text).unwrap()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.0));
-    }
+fn settings(folder: &TempDir, max_bytes: u64) -> Settings {
+    let dir = folder.path().display();
+    let text = format!("recording_dir = \"{dir}\"\nrecording_max_bytes = {max_bytes}\n");
+    Settings::parse(&text).unwrap()
 }
 
 /// Names and bytes of the files, oldest first.
@@ -128,22 +114,22 @@ impl Running {
 
 #[tokio::test(start_paused = true)]
 async fn the_settings_start_and_end_a_recording_and_the_stop_loses_nothing() {
-    let folder = Folder::new();
+    let folder = TempDir::new().unwrap();
     let running = Running::start(Settings::default());
     assert!(running.recorder.open(&prompt(0, 64)).is_none());
-    running.live.replace(folder.settings(1 << 20));
+    running.live.replace(settings(&folder, 1 << 20));
     running.until(true).await;
     assert_eq!(running.metrics.value("recording"), 1);
     running.end_one(&prompt(0, 70), 9);
     running.end_one(&prompt(0, 64), 0);
     running.live.replace(Settings::default());
     running.until(false).await;
-    running.live.replace(folder.settings(1 << 20));
+    running.live.replace(settings(&folder, 1 << 20));
     running.until(true).await;
     running.end_one(&prompt(0, 64), 0);
     running.end().await;
 
-    let files = files(&folder.0);
+    let files = files(folder.path());
     assert_eq!(files.len(), 2, "each recording has files of its own");
     let (name, bytes) = &files[0];
     let first = Recording::decode([NamedFile { name, bytes }]).unwrap();
@@ -156,9 +142,9 @@ async fn the_settings_start_and_end_a_recording_and_the_stop_loses_nothing() {
 
 #[tokio::test(start_paused = true)]
 async fn the_directory_keeps_its_bound_and_the_newest_requests() {
-    let folder = Folder::new();
+    let folder = TempDir::new().unwrap();
     let bound = 1 << 20;
-    let running = Running::start(folder.settings(bound));
+    let running = Running::start(settings(&folder, bound));
     running.until(true).await;
     for number in 0..400 {
         let prompt = prompt(number * 100_000, 32_000);
@@ -184,14 +170,14 @@ async fn the_directory_keeps_its_bound_and_the_newest_requests() {
         metrics.value("recorded_requests_total{outcome=\"dropped\"}"),
         1
     );
-    let files = files(&folder.0);
+    let files = files(folder.path());
     let bytes: usize = files.iter().map(|(_, bytes)| bytes.len()).sum();
     assert!(
         bytes as u64 <= bound && files.len() > 4,
         "{bytes} in {}",
         files.len()
     );
-    let requests = decode(&folder.0).requests;
+    let requests = decode(folder.path()).requests;
     let kept: Vec<u32> = requests
         .iter()
         .map(|(facts, _)| facts.output_tokens)
@@ -203,10 +189,10 @@ async fn the_directory_keeps_its_bound_and_the_newest_requests() {
 
 #[tokio::test(start_paused = true)]
 async fn a_directory_has_one_writer() {
-    let folder = Folder::new();
-    let one = Running::start(folder.settings(1 << 20));
+    let folder = TempDir::new().unwrap();
+    let one = Running::start(settings(&folder, 1 << 20));
     one.until(true).await;
-    let other = Running::start(folder.settings(1 << 20));
+    let other = Running::start(settings(&folder, 1 << 20));
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(other.recorder.open(&prompt(0, 64)).is_none());
     assert_eq!(other.metrics.value("recording"), 0);
@@ -217,8 +203,8 @@ async fn a_directory_has_one_writer() {
 
 #[tokio::test(start_paused = true)]
 async fn a_full_queue_drops_records_and_counts_them() {
-    let folder = Folder::new();
-    let running = Running::start(folder.settings(1 << 20));
+    let folder = TempDir::new().unwrap();
+    let running = Running::start(settings(&folder, 1 << 20));
     running.until(true).await;
     // No task runs between two awaits.
     let prompt = prompt(0, 64);
@@ -231,5 +217,5 @@ async fn a_full_queue_drops_records_and_counts_them() {
         metrics.value("recorded_requests_total{outcome=\"dropped\"}"),
         7
     );
-    assert_eq!(decode(&folder.0).requests.len(), QUEUE_MAX);
+    assert_eq!(decode(folder.path()).requests.len(), QUEUE_MAX);
 }

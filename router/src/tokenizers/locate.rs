@@ -134,42 +134,32 @@ fn is_plain_name(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use uuid::Uuid;
+    use tempfile::TempDir;
 
     use super::*;
 
-    struct Scratch(PathBuf);
-
-    impl Scratch {
-        fn new(files: &[&str]) -> Self {
-            let path = env::temp_dir().join(format!("wr-locate-{}", Uuid::new_v4()));
-            for file in files {
-                let file = path.join(file);
-                fs::create_dir_all(file.parent().unwrap()).unwrap();
-                fs::write(file, "abc123\n").unwrap();
-            }
-            Self(path)
+    fn scratch(files: &[&str]) -> TempDir {
+        let dir = TempDir::new().unwrap();
+        for file in files {
+            let file = dir.path().join(file);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, "abc123\n").unwrap();
         }
+        dir
     }
 
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            drop(fs::remove_dir_all(&self.0));
-        }
-    }
-
-    fn found(scratch: &Scratch, served: &str, root: Option<&str>) -> Option<String> {
-        let dir = scratch.0.join("models");
+    fn found(scratch: &TempDir, served: &str, root: Option<&str>) -> Option<String> {
+        let dir = scratch.path().join("models");
         let settings = Settings::parse(&format!("models_dir = {dir:?}")).unwrap();
         let names = ModelNames { served, root };
         let source = locate(names, &settings, None, &HubCache::default()).unwrap()?;
-        let relative = source.path.strip_prefix(&scratch.0).unwrap();
+        let relative = source.path.strip_prefix(scratch.path()).unwrap();
         Some(relative.to_str().unwrap().to_owned())
     }
 
     #[test]
     fn a_model_is_found_by_name_then_by_root() {
-        let scratch = Scratch::new(&[
+        let scratch = scratch(&[
             "models/chat/tokenizer.json",
             "models/org/base/tokenizer_config.json",
             "models/base/tokenizer.json",
@@ -190,8 +180,8 @@ mod tests {
     /// Names come from the network.
     #[test]
     fn a_name_never_leaves_the_directory() {
-        let scratch = Scratch::new(&["secret/tokenizer.json", "models/m/tokenizer.json"]);
-        let absolute = scratch.0.join("secret");
+        let scratch = scratch(&["secret/tokenizer.json", "models/m/tokenizer.json"]);
+        let absolute = scratch.path().join("secret");
         for name in [
             "../secret",
             "m/../../secret",
@@ -214,12 +204,12 @@ mod tests {
 
     #[test]
     fn an_id_is_found_in_the_hub_cache() {
-        let scratch = Scratch::new(&[
+        let scratch = scratch(&[
             "hub/models--org--m/refs/main",
             "hub/models--org--m/snapshots/abc123/tokenizer.json",
             "hub/models--org--half/refs/main",
         ]);
-        let cache = HubCache::at(scratch.0.join("hub"));
+        let cache = HubCache::at(scratch.path().join("hub"));
         let path = cache.find("org/m").unwrap();
         assert!(path.ends_with("models--org--m/snapshots/abc123"));
         for id in ["org/half", "org/none", "none"] {
@@ -235,14 +225,14 @@ mod tests {
 
     #[test]
     fn settings_come_before_the_directory_and_the_default_is_last() {
-        let scratch = Scratch::new(&["models/m/tokenizer.json", "own/tokenizer.json"]);
+        let scratch = scratch(&["models/m/tokenizer.json", "own/tokenizer.json"]);
         let text = format!(
             "models_dir = {:?}\n[models.llama]\ntokenizer = {:?}\naliases = [\"m\"]\n\
              chat_template = \"/t.jinja\"\nexclude_tools_when_tool_choice_none = true\n\
              default_chat_template_kwargs = {{ enable_thinking = false }}\n[models.bad]\n\
              tokenizer = \"/no/such\"\n",
-            scratch.0.join("models"),
-            scratch.0.join("own"),
+            scratch.path().join("models"),
+            scratch.path().join("own"),
         );
         let settings = Settings::parse(&text).unwrap();
         let default = Path::new("/default");
@@ -251,7 +241,7 @@ mod tests {
             locate(names, &settings, Some(default), &HubCache::default())
         };
         let own = find("llama").unwrap().unwrap();
-        assert_eq!(own.path, scratch.0.join("own"));
+        assert_eq!(own.path, scratch.path().join("own"));
         assert_eq!(own.chat_template.as_deref(), Some(Path::new("/t.jinja")));
         let kwargs = own.rules.default_kwargs.as_deref();
         assert_eq!(kwargs, Some("{\"enable_thinking\":false}"));

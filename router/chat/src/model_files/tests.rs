@@ -1,30 +1,22 @@
-use std::path::PathBuf;
+use tempfile::TempDir;
 
 use super::*;
 
-/// A directory that is removed after the test.
-struct Scratch(PathBuf);
+struct Scratch(TempDir);
 
 impl Scratch {
-    fn new(name: &str, files: &[(&str, &str)]) -> Self {
-        let directory = format!("warmroute-tokenizer-{}-{name}", std::process::id());
-        let path = std::env::temp_dir().join(directory);
+    fn new(files: &[(&str, &str)]) -> Self {
+        let dir = TempDir::new().unwrap();
         for (file, content) in [("tokenizer.json", "{}")].iter().chain(files) {
-            let file = path.join(file);
+            let file = dir.path().join(file);
             fs::create_dir_all(file.parent().unwrap()).unwrap();
             fs::write(file, content).unwrap();
         }
-        Self(path)
+        Self(dir)
     }
 
     fn read(&self) -> ModelFiles {
-        read(&self.0).unwrap()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.0));
+        read(self.0.path()).unwrap()
     }
 }
 
@@ -40,9 +32,9 @@ fn named(entries: &[(&str, &str)]) -> TemplateSources {
 #[test]
 fn another_form_is_named() {
     for file in ["tekken.json", "tokenizer.model", "qwen.tiktoken"] {
-        let scratch = Scratch::new("form", &[(file, "")]);
-        fs::remove_file(scratch.0.join("tokenizer.json")).unwrap();
-        let error = read(&scratch.0).unwrap_err();
+        let scratch = Scratch::new(&[(file, "")]);
+        fs::remove_file(scratch.0.path().join("tokenizer.json")).unwrap();
+        let error = read(scratch.0.path()).unwrap_err();
         assert!(
             matches!(&error, ModelFileError::OtherForm { .. }),
             "{error}"
@@ -53,20 +45,20 @@ fn another_form_is_named() {
 
 #[test]
 fn a_digest_covers_templates_and_rules() {
-    let scratch = Scratch::new("digest", &[("own.jinja", "own"), CONFIG]);
+    let scratch = Scratch::new(&[("own.jinja", "own"), CONFIG]);
     let mut source = ModelSource {
-        path: scratch.0.clone(),
+        path: scratch.0.path().to_owned(),
         ..ModelSource::default()
     };
     let plain = source.read().unwrap();
     assert_eq!(plain.digest(), source.read().unwrap().digest());
-    source.chat_template = Some(scratch.0.join("own.jinja"));
+    source.chat_template = Some(scratch.0.path().join("own.jinja"));
     let own = source.read().unwrap();
     assert_eq!(own.templates, TemplateSources::Single("own".into()));
     source.rules.default_kwargs = Some("{}".into());
     let ruled = source.read().unwrap();
     assert!(plain.digest() != own.digest() && own.digest() != ruled.digest());
-    source.chat_template = Some(scratch.0.join("absent.jinja"));
+    source.chat_template = Some(scratch.0.path().join("absent.jinja"));
     assert!(source.read().is_err());
 }
 
@@ -104,7 +96,7 @@ fn template_files_come_before_the_configuration() {
     ];
     for (name, files, expected) in cases {
         assert_eq!(
-            Scratch::new(name, files).read().templates,
+            Scratch::new(files).read().templates,
             expected,
             "{name}"
         );
@@ -118,7 +110,7 @@ fn the_map_of_special_tokens_counts_only_without_a_list_by_id() {
         r#"{"eos_token":"new","pad_token":"pad"}"#,
     );
     let old = ("tokenizer_config.json", r#"{"eos_token":"old"}"#);
-    let config = Scratch::new("map", &[old, map]).read().config;
+    let config = Scratch::new(&[old, map]).read().config;
     assert_eq!(
         (config["eos_token"].as_str(), config["pad_token"].as_str()),
         (Some("new"), Some("pad"))
@@ -127,19 +119,17 @@ fn the_map_of_special_tokens_counts_only_without_a_list_by_id() {
         "tokenizer_config.json",
         r#"{"eos_token":"old","added_tokens_decoder":{}}"#,
     );
-    let config = Scratch::new("listed", &[listed, map]).read().config;
+    let config = Scratch::new(&[listed, map]).read().config;
     assert_eq!(config["eos_token"].as_str(), Some("old"));
     assert!(!config.contains_key("pad_token"));
 }
 
 #[test]
 fn broken_files_are_named() {
-    let scratch = Scratch::new("broken", &[("tokenizer_config.json", "{")]);
-    let error = read(&scratch.0).unwrap_err().to_string();
+    let scratch = Scratch::new(&[("tokenizer_config.json", "{")]);
+    let error = read(scratch.0.path()).unwrap_err().to_string();
     assert!(error.contains("tokenizer_config.json"), "{error}");
-    let scratch = Scratch::new(
-        "kind",
-        &[("tokenizer_config.json", r#"{"chat_template":5}"#)],
+    let scratch = Scratch::new(&[("tokenizer_config.json", r#"{"chat_template":5}"#)],
     );
-    assert!(matches!(read(&scratch.0), Err(ModelFileError::Json { .. })));
+    assert!(matches!(read(scratch.0.path()), Err(ModelFileError::Json { .. })));
 }

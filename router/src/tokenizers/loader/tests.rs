@@ -1,5 +1,6 @@
 use std::fs;
 
+use tempfile::TempDir;
 use warmroute_proto::registry::WorkerEntry;
 
 use super::*;
@@ -11,15 +12,15 @@ const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures")
 
 /// A directory of models, and a loader for a fleet that serves them.
 struct Setup {
-    dir: PathBuf,
+    dir: TempDir,
     loader: TokenizerLoader,
 }
 
 impl Setup {
     fn new(models: &[(&str, &str)], settings: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("wr-models-{}", Uuid::new_v4()));
+        let dir = TempDir::new().unwrap();
         for (model, fixture) in models {
-            let to = dir.join(model);
+            let to = dir.path().join(model);
             fs::create_dir_all(&to).unwrap();
             for file in fs::read_dir(format!("{FIXTURES}/{fixture}")).unwrap() {
                 let file = file.unwrap().path();
@@ -40,7 +41,7 @@ impl Setup {
 
     /// Applies settings, as a reload does.
     fn set(&self, settings: &str) {
-        let text = format!("models_dir = {:?}\n{settings}", self.dir);
+        let text = format!("models_dir = {:?}\n{settings}", self.dir.path());
         self.loader
             .settings
             .replace(Settings::parse(&text).unwrap());
@@ -68,12 +69,6 @@ impl Setup {
 
     fn epoch(&self, worker: usize) -> u64 {
         self.loader.fleet.snapshot()[worker].epoch
-    }
-}
-
-impl Drop for Setup {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.dir));
     }
 }
 
@@ -113,7 +108,7 @@ async fn a_reload_keeps_equal_files_and_replaces_changed_ones() {
     setup.loader.round().await;
     let before = [setup.version("one"), setup.version("two")];
     let (first, second) = (setup.epoch(0), setup.epoch(1));
-    fs::write(setup.dir.join("two/chat_template.jinja"), "{{ messages }}").unwrap();
+    fs::write(setup.dir.path().join("two/chat_template.jinja"), "{{ messages }}").unwrap();
     setup.loader.round().await;
     assert_eq!(setup.version("two"), before[1], "not read before a reload");
     setup.set("");
@@ -130,7 +125,7 @@ async fn a_broken_file_keeps_the_old_tokenizer_and_says_why() {
     setup.register("a", "one");
     setup.loader.round().await;
     let version = setup.version("one");
-    let file = setup.dir.join("one/tokenizer.json");
+    let file = setup.dir.path().join("one/tokenizer.json");
     let good = fs::read(&file).unwrap();
     fs::write(&file, "{").unwrap();
     setup.set("");
@@ -171,7 +166,7 @@ async fn the_bound_in_bytes_leaves_later_models_without_a_tokenizer() {
 #[tokio::test]
 async fn one_source_is_loaded_once() {
     let mut setup = Setup::new(&[("one", "tiny")], "");
-    let one = setup.dir.join("one");
+    let one = setup.dir.path().join("one");
     setup.set(&format!(
         "[models.x]\ntokenizer = {one:?}\naliases = [\"y\"]\n"
     ));
