@@ -9,6 +9,7 @@ mod fair_queue;
 mod leave_rate;
 mod waiting_room;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -93,6 +94,8 @@ pub(crate) struct QueueDemand {
 /// The queues of all models.
 pub(crate) struct Admission {
     room: Mutex<WaitingRoom<Notices>>,
+    /// A request has queued since the start. Before, no request takes the lock.
+    was_used: AtomicBool,
     core: Arc<SharedCore>,
     /// Bytes of all waiting requests.
     bytes_max: usize,
@@ -120,6 +123,7 @@ impl Admission {
     pub(crate) fn new(core: Arc<SharedCore>, buffered_max: usize, metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
             room: Mutex::default(),
+            was_used: AtomicBool::new(false),
             core,
             bytes_max: buffered_max / 2,
             shed: metrics.shed().clone(),
@@ -147,7 +151,7 @@ impl Admission {
 
     /// Whether a new request of this model must queue.
     pub(crate) fn is_engaged(&self, model: &str) -> bool {
-        self.room().is_engaged(model)
+        self.was_used.load(Ordering::Relaxed) && self.room().is_engaged(model)
     }
 
     /// Puts a request into its queue.
@@ -156,6 +160,7 @@ impl Admission {
         line: &QueueLine,
         demand: QueueDemand,
     ) -> Result<AdmissionTicket, ShedRequest> {
+        self.was_used.store(true, Ordering::Relaxed);
         let (notices, notice) = oneshot::channel();
         let since = Instant::now();
         let request = queued(&demand, since, notices);

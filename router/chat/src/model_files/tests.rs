@@ -95,11 +95,7 @@ fn template_files_come_before_the_configuration() {
         ),
     ];
     for (name, files, expected) in cases {
-        assert_eq!(
-            Scratch::new(files).read().templates,
-            expected,
-            "{name}"
-        );
+        assert_eq!(Scratch::new(files).read().templates, expected, "{name}");
     }
 }
 
@@ -129,7 +125,9 @@ fn broken_files_are_named() {
     let scratch = Scratch::new(&[("tokenizer_config.json", "{")]);
     let error = read(scratch.0.path()).unwrap_err().to_string();
     assert!(error.contains("tokenizer_config.json"), "{error}");
-    let scratch = Scratch::new(&[("tokenizer_config.json", r#"{"chat_template":5}"#)],
-    );
-    assert!(matches!(read(scratch.0.path()), Err(ModelFileError::Json { .. })));
+    let scratch = Scratch::new(&[("tokenizer_config.json", r#"{"chat_template":5}"#)]);
+    assert!(matches!(
+        read(scratch.0.path()),
+        Err(ModelFileError::Json { .. })
+    ));
 }

@@ -108,7 +108,11 @@ async fn a_reload_keeps_equal_files_and_replaces_changed_ones() {
     setup.loader.round().await;
     let before = [setup.version("one"), setup.version("two")];
     let (first, second) = (setup.epoch(0), setup.epoch(1));
-    fs::write(setup.dir.path().join("two/chat_template.jinja"), "{{ messages }}").unwrap();
+    fs::write(
+        setup.dir.path().join("two/chat_template.jinja"),
+        "{{ messages }}",
+    )
+    .unwrap();
     setup.loader.round().await;
     assert_eq!(setup.version("two"), before[1], "not read before a reload");
     setup.set("");
