@@ -110,6 +110,15 @@ pub struct RouterFacts {
     pub failed_checks: Vec<FailedCheck>,
     /// The first [`FACTS_SHOWN_MAX`] workers that answer and are not registered.
     pub unregistered: Vec<WorkerId>,
+    /// The first [`FACTS_SHOWN_MAX`] models without a tokenizer, if the router's policy needs one.
+    pub without_tokenizer: Vec<ModelProblem>,
+}
+
+/// A model whose prompts in text a router cannot hash.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct ModelProblem {
+    pub model: String,
+    pub why: String,
 }
 
 /// A worker whose engine tokenizes or cuts blocks otherwise than this router.
@@ -120,7 +129,7 @@ pub struct FailedCheck {
     pub why: String,
 }
 
-/// Most checks, and most workers, in [`RouterFacts`].
+/// Most checks, most workers and most models in [`RouterFacts`].
 pub const FACTS_SHOWN_MAX: usize = 64;
 
 /// The sources that one router demoted, for operators' tools. It expires with its router.

@@ -28,8 +28,8 @@ use warmroute_proto::query::{
 };
 use warmroute_proto::registry::{
     DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
-    GenerationEntry, IndexerEntry, Lora, ResyncReason, ResyncRequest, RouterFacts, ShimEntry,
-    SnapshotLease, WorkerEntry,
+    GenerationEntry, IndexerEntry, Lora, ModelProblem, ResyncReason, ResyncRequest, RouterFacts,
+    ShimEntry, SnapshotLease, WorkerEntry,
 };
 use warmroute_proto::roster::{
     HolderAnswer, HolderDetail, HolderGroup, HolderPart, HolderQuery, NumberSet, RosterId,
@@ -555,6 +555,10 @@ fn golden_samples_of_routers() {
                 why: "differs".to_owned(),
             }],
             unregistered: vec![WorkerId::from("w.1")],
+            without_tokenizer: vec![ModelProblem {
+                model: "m".to_owned(),
+                why: "none".to_owned(),
+            }],
         },
     );
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::{Plane, PlaneError, PutIf};
-use warmroute_proto::registry::{FACTS_SHOWN_MAX, FailedCheck, RouterFacts};
+use warmroute_proto::registry::{FACTS_SHOWN_MAX, FailedCheck, ModelProblem, RouterFacts};
 use warmroute_proto::{BlockSize, RouterId, codec};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -16,13 +16,14 @@ use crate::config::Config;
 use crate::fleet::{CheckResult, Fleet, FleetWorker};
 use crate::route::Knobs;
 use crate::settings::LiveSettings;
+use crate::tokenizers::{ModelTokenizer, TokenizerState, Tokenizers};
 
 const PERIOD: Duration = Duration::from_secs(5);
 
 const LEASE: Duration = Duration::from_secs(20);
 
-/// Bytes of a failed check's reason.
-const WHY_BYTES_MAX: usize = 200;
+/// Characters of a name or a reason.
+const TEXT_MAX: usize = 200;
 
 /// Writes the entry.
 pub(crate) struct FactsWriter {
@@ -32,6 +33,7 @@ pub(crate) struct FactsWriter {
     pub block_size: Option<BlockSize>,
     pub settings: Arc<LiveSettings>,
     pub fleet: Arc<Fleet>,
+    pub tokenizers: Arc<Tokenizers>,
     pub plane: Arc<dyn Plane>,
 }
 
@@ -41,6 +43,7 @@ impl FactsWriter {
         (router, key): (RouterId, String),
         settings: &Arc<LiveSettings>,
         fleet: &Arc<Fleet>,
+        tokenizers: &Arc<Tokenizers>,
         plane: Arc<dyn Plane>,
     ) -> Self {
         Self {
@@ -50,6 +53,7 @@ impl FactsWriter {
             block_size: config.block_size,
             settings: Arc::clone(settings),
             fleet: Arc::clone(fleet),
+            tokenizers: Arc::clone(tokenizers),
             plane,
         }
     }
@@ -86,7 +90,17 @@ impl FactsWriter {
             unix_ns: u64::try_from(unix_time().as_nanos()).unwrap_or(u64::MAX),
             failed_checks: failed.take(FACTS_SHOWN_MAX).collect(),
             unregistered: unregistered.take(FACTS_SHOWN_MAX).collect(),
+            without_tokenizer: self.without_tokenizer(),
         }
+    }
+
+    fn without_tokenizer(&self) -> Vec<ModelProblem> {
+        if !self.knobs.policy.reads_index() {
+            return Vec::new();
+        }
+        let table = self.tokenizers.current();
+        let problems = table.models().filter_map(model_problem);
+        problems.take(FACTS_SHOWN_MAX).collect()
     }
 
     /// Digest of what decides where a request goes; routers of one version with equal settings have
@@ -110,8 +124,22 @@ fn failed_checks(worker: &FleetWorker) -> impl Iterator<Item = FailedCheck> {
         CheckResult::Failed { why } => Some(FailedCheck {
             worker: worker.entry.worker.clone(),
             check: check.to_owned(),
-            why: why.chars().take(WHY_BYTES_MAX).collect(),
+            why: shortened(why),
         }),
         CheckResult::Pending | CheckResult::Passed | CheckResult::Skipped { .. } => None,
     })
+}
+
+fn model_problem((model, entry): (&String, &ModelTokenizer)) -> Option<ModelProblem> {
+    match (&entry.state, &entry.problem) {
+        (TokenizerState::Missing, Some(why)) => Some(ModelProblem {
+            model: shortened(model),
+            why: shortened(why),
+        }),
+        (TokenizerState::Loading | TokenizerState::Ready(_) | TokenizerState::Missing, _) => None,
+    }
+}
+
+fn shortened(text: &str) -> String {
+    text.chars().take(TEXT_MAX).collect()
 }

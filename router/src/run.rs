@@ -381,7 +381,14 @@ impl Services {
     fn show_facts(&self, router: RouterId, fleet: &Arc<Fleet>, config: &Config, tasks: &Tasks) {
         let key = Subjects::new(&config.namespace).facts_key(router);
         let (settings, plane) = (&self.settings, self.deployment.plane());
-        let facts = FactsWriter::new(config, (router, key), settings, fleet, plane);
+        let facts = FactsWriter::new(
+            config,
+            (router, key),
+            settings,
+            fleet,
+            &self.tokenizers,
+            plane,
+        );
         tasks.spawn("facts", facts.run(tasks.stop.clone()));
     }
 

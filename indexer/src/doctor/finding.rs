@@ -115,6 +115,9 @@ codes! {
     RouterCheckFailed = "router_check_failed", Warning,
         "the router's tokenizer, chat template or block size is not the engine's, so that this \
          worker's cache is not used: compare the model's files of both";
+    ModelWithoutTokenizer = "model_without_tokenizer", Warning,
+        "its prompts in text are routed by what was sent, without the index: name its tokenizer in the \
+         router's settings file, or choose the policy `approx`";
     RoutersDiffer = "routers_differ", Warning,
         "routers decide by different flags or settings, so that they work against each other: \
          compare what each logs at its start";

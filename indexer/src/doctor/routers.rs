@@ -24,6 +24,11 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings) {
             let about = format!("{worker}: {check}: {why}, at router {router}");
             findings.add(Code::RouterCheckFailed, about);
         }
+        for problem in &facts.without_tokenizer {
+            let (model, why) = (&problem.model, &problem.why);
+            let about = format!("{model}: {why}, at router {router}");
+            findings.add(Code::ModelWithoutTokenizer, about);
+        }
         for worker in &facts.unregistered {
             if !state.registry.workers.contains_key(worker) {
                 findings.add(

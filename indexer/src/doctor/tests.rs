@@ -4,7 +4,7 @@ use warmroute_plane::{ClockOffset, SetupDifference, StreamRole, StreamUsage};
 use warmroute_proto::query::{SourceState, UnknownReason};
 use warmroute_proto::registry::{
     DemotedSource, DemotionEntry, DrainContext, DrainEntry, DrainState, DrainUntil, FailedCheck,
-    IndexerEntry, RouterFacts, ShimEntry, WorkerEntry,
+    IndexerEntry, ModelProblem, RouterFacts, ShimEntry, WorkerEntry,
 };
 use warmroute_proto::snapshot::{RecordMark, SnapshotPointer, SnapshotRef};
 use warmroute_proto::subject::Subjects;
@@ -596,6 +596,7 @@ fn facts(router: u8) -> RouterFacts {
         unix_ns: NOW - 4 * SECOND,
         failed_checks: Vec::new(),
         unregistered: Vec::new(),
+        without_tokenizer: Vec::new(),
     }
 }
 
@@ -613,12 +614,16 @@ fn routers_are_judged() {
     let mut state = healthy();
     two_routers(&mut state, facts(3));
     assert_eq!(codes(&diagnose(&state)), []);
-    let cases: [FactsChange; 4] = [
+    let cases: [FactsChange; 5] = [
         (Code::RoutersDiffer, |facts| facts.settings = 2),
         (Code::ClockSkew, |facts| facts.unix_ns = NOW + 3 * SECOND),
         (Code::ClockSkew, |facts| facts.unix_ns = NOW - 60 * SECOND),
         (Code::WorkerUnregistered, |facts| {
             facts.unregistered = vec![WorkerId::from("other")];
+        }),
+        (Code::ModelWithoutTokenizer, |facts| {
+            let (model, why) = ("m".to_owned(), "none".to_owned());
+            facts.without_tokenizer = vec![ModelProblem { model, why }];
         }),
     ];
     for (code, change) in cases {
