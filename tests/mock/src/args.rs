@@ -88,6 +88,9 @@ pub struct EventArgs {
     /// Topic of the live events.
     #[arg(long, default_value = "")]
     pub topic: String,
+    /// Report to clients that events are disabled.
+    #[arg(long)]
+    pub no_events: bool,
     /// Keep what every batch changed, for /debug/history.
     #[arg(long)]
     pub history: bool,

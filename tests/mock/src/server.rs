@@ -200,7 +200,7 @@ async fn kv_event_sources(State(server): State<Arc<Server>>) -> Json<Value> {
     let mut sources = Map::new();
     for rank in &server.ranks {
         let source = json!({
-            "enable_kv_cache_events": true, "publisher": "zmq",
+            "enable_kv_cache_events": !events.no_events, "publisher": "zmq",
             "endpoint": endpoint(rank.publisher.kv_port),
             "replay_endpoint": rank.publisher.replay_port.map(endpoint),
             "buffer_steps": events.buffer_steps, "hwm": 100_000, "max_queue_size": 100_000,

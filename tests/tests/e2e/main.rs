@@ -39,6 +39,7 @@ mod credit;
 mod faults;
 mod fleet;
 mod live_page;
+mod mixed;
 #[path = "../../../proto/plane/tests/nats_server/mod.rs"]
 mod nats_server;
 mod pages;

@@ -4,6 +4,7 @@
 
 pub(crate) mod cluster;
 mod dump;
+mod form;
 mod limit;
 mod lossy;
 mod nats;
@@ -11,6 +12,7 @@ mod place;
 mod process;
 mod proxy;
 pub(crate) mod traffic;
+pub(crate) mod version;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,6 +24,7 @@ use tokio::sync::SemaphorePermit;
 use tokio::time::{sleep, timeout};
 
 pub(crate) use dump::BySource;
+pub(crate) use form::{Events, Form};
 use limit::LifeLimit;
 use nats::Distributed;
 pub(crate) use nats::NAMESPACE;
@@ -30,6 +33,7 @@ pub(crate) use place::{free_port, free_ports};
 use process::Process;
 pub(crate) use process::signal;
 pub(crate) use proxy::{Proxy, Way};
+use version::Version;
 
 pub(crate) const BLOCK: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -49,7 +53,7 @@ pub(crate) enum Mode {
 }
 
 /// Flags of the processes beyond the defaults.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Flags {
     pub(crate) init: &'static [&'static str],
     pub(crate) shim: &'static [&'static str],
@@ -60,13 +64,37 @@ pub(crate) struct Flags {
     pub(crate) access: Access,
     pub(crate) links: Links,
     pub(crate) company: Company,
+    /// Engines that differ from [`Form::USUAL`], from the first on.
+    pub(crate) forms: &'static [Form],
+    /// Of all parts at the start, and of `init`.
+    pub(crate) version: Version,
+}
+
+impl Flags {
+    pub(crate) const NONE: Self = Self {
+        init: &[],
+        shim: &[],
+        last_shim: &[],
+        indexer: &[],
+        router: &[],
+        access: Access::Open,
+        links: Links::Direct,
+        company: Company::None,
+        forms: &[],
+        version: Version::This,
+    };
+}
+
+impl Default for Flags {
+    fn default() -> Self {
+        Self::NONE
+    }
 }
 
 /// Permissions and links at the nats-server.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Access {
     /// All permissions.
-    #[default]
     Open,
     /// As `deploy/nats/nats.conf` has it: a user for each role and each of two workers.
     LeastPrivilege,
@@ -81,19 +109,17 @@ pub(crate) enum Access {
 }
 
 /// Fleets that run concurrently, each with a dozen processes.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Company {
     /// Only this fleet, so that it has the processors to itself.
-    #[default]
     None,
     /// Also another one of this kind: for scenarios that mostly wait.
     Another,
 }
 
 /// The shims' links to the nats-server.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Links {
-    #[default]
     Direct,
     /// Each through its own proxy, [`Fleet::link`].
     Proxied,
@@ -139,7 +165,10 @@ impl Fleet {
         };
         let place = Place::new();
         let life = LifeLimit::start(place.path(""));
-        let starts = (0..setup.count).map(|index| start_engine(&place, index, &setup));
+        let starts = (0..setup.count).map(|index| {
+            let form = Form::of(index, flags.forms);
+            start_engine(&place, index, &setup, form)
+        });
         let engines: Vec<Engine> = join_all(starts).await;
         let mut fleet = Self {
             routers: Vec::new(),
@@ -177,12 +206,13 @@ impl Fleet {
     }
 
     async fn add_embedded_router(&mut self, setup: &Engines) {
-        let mut arguments = strings(&["--tokenizer", TOKENIZER]);
-        arguments.extend(router_ports());
-        arguments.extend(self.placed(self.flags.router));
+        let mut arguments = self.router_arguments();
         for index in 0..self.engines.len() {
             let spec = self.worker_spec(index);
-            let parts = ["kv", "replay", "id"].map(|key| format!(",{key}={}", text(&spec[key])));
+            let parts = ["kv", "replay", "id"].map(|key| match spec.get(key) {
+                Some(value) => format!(",{key}={}", text(value)),
+                None => String::new(),
+            });
             let (url, ranks) = (text(&spec["url"]), setup.ranks);
             let worker = format!("{url}{},ranks={ranks}", parts.concat());
             arguments.extend(["--worker".to_owned(), worker]);
@@ -195,7 +225,8 @@ impl Fleet {
     /// Starts another engine, which no router knows yet. Returns its index.
     pub(crate) async fn add_engine(&mut self, setup: &Engines) -> usize {
         let index = self.engines.len();
-        let engine = start_engine(&self.place, index, setup).await;
+        let form = Form::of(index, self.flags.forms);
+        let engine = start_engine(&self.place, index, setup, form).await;
         self.engines.push(engine);
         index
     }
@@ -203,12 +234,24 @@ impl Fleet {
     /// A worker of one rank as the API and files declare it.
     pub(crate) fn worker_spec(&self, index: usize) -> Value {
         let engine = &self.engines[index];
-        json!({
-            "url": engine.process.base(),
-            "kv": endpoint(engine.kv),
-            "replay": endpoint(engine.replay),
-            "id": worker_name(index),
-        })
+        let (url, id) = (engine.process.base(), worker_name(index));
+        match Form::of(index, self.flags.forms).events {
+            Events::Published => json!({
+                "url": url, "id": id,
+                "kv": endpoint(engine.kv), "replay": endpoint(engine.replay),
+            }),
+            Events::None => json!({"url": url, "id": id}),
+        }
+    }
+
+    /// A router's flags on either plane. With forms, its settings name the tokenizers.
+    fn router_arguments(&self) -> Vec<String> {
+        let mut arguments = router_ports();
+        if self.flags.forms.is_empty() {
+            arguments.extend(strings(&["--tokenizer", TOKENIZER]));
+        }
+        arguments.extend(self.placed(self.flags.router));
+        arguments
     }
 
     /// The next client's router, in turn.
@@ -270,7 +313,7 @@ impl Fleet {
         assert!(held.is_ok(), "in vain for {most:?}: {what}");
     }
 
-    async fn all_ready(&self) -> bool {
+    pub(crate) async fn all_ready(&self) -> bool {
         let mut bases = self.indexes();
         bases.extend(self.routers.iter().map(Process::base));
         for base in bases {
@@ -307,6 +350,10 @@ impl Fleet {
     async fn has_caught_up(&self, index: &str, states: &[&str]) -> bool {
         let indexed = self.positions(index).await;
         for engine in 0..self.engines.len() {
+            match Form::of(engine, self.flags.forms).events {
+                Events::Published => {}
+                Events::None => continue,
+            }
             let truth = self.get(self.engine(engine, "/debug/blocks")).await;
             for rank in truth["ranks"].as_array().expect("ranks") {
                 let number = rank["dp_rank"].as_u64().expect("a rank");
@@ -394,15 +441,15 @@ impl Fleet {
     }
 }
 
-async fn start_engine(place: &Place, index: usize, setup: &Engines) -> Engine {
+async fn start_engine(place: &Place, index: usize, setup: &Engines, form: Form) -> Engine {
     let (kv, replay) = (free_ports(setup.ranks), free_ports(setup.ranks));
-    let mut arguments = strings(&["--model", "mock", "--tokenizer", TOKENIZER]);
+    let mut arguments = form.flags();
     let numbers = [
         ("--port", u64::from(free_port())),
         ("--kv-port", u64::from(kv)),
         ("--replay-port", u64::from(replay)),
         ("--ranks", u64::from(setup.ranks)),
-        ("--block-size", BLOCK),
+        ("--block-size", form.block_size),
         ("--num-blocks", u64::from(setup.blocks)),
     ];
     for (flag, number) in numbers {

@@ -11,8 +11,8 @@ use super::lossy::Lossy;
 use super::place::{Place, free_port};
 use super::process::Process;
 use super::{
-    Access, Company, Engines, Fleet, INDEXER, Links, Proxy, ROUTER, SHIM, TOKENIZER, cluster,
-    endpoint, router_ports, signal, strings, worker_name,
+    Access, Company, Engines, Fleet, INDEXER, Links, Proxy, cluster, signal, strings, text,
+    worker_name,
 };
 use crate::nats_server::NatsServer;
 
@@ -172,7 +172,8 @@ impl Fleet {
         let mut arguments = self.parts().plane_flags("init");
         arguments.push("init".to_owned());
         arguments.extend(strings(self.flags.init));
-        let made = Command::new(INDEXER).args(&arguments).output();
+        let binary = self.flags.version.indexer().path;
+        let made = Command::new(binary).args(&arguments).output();
         let made = made.expect("the indexer starts");
         let said = String::from_utf8_lossy(&made.stderr);
         assert!(made.status.success(), "init failed: {said}");
@@ -180,12 +181,8 @@ impl Fleet {
 
     pub(crate) async fn add_shim(&mut self, index: usize, setup: &Engines) {
         let name = worker_name(index);
-        let engine = &self.engines[index];
-        let (base, kv, replay) = (
-            engine.process.base(),
-            endpoint(engine.kv),
-            endpoint(engine.replay),
-        );
+        let spec = self.worker_spec(index);
+        let base = text(&spec["url"]);
         let (port, ranks) = (free_port().to_string(), setup.ranks.to_string());
         let user = match self.flags.access {
             // Two workers have users of their own.
@@ -211,14 +208,17 @@ impl Fleet {
         arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
         arguments.extend(strings(&["--worker-id", &name, "--worker-url", &base]));
         arguments.extend(strings(&["--advertise-url", &base, "--ranks", &ranks]));
-        arguments.extend(strings(&["--kv-endpoint", &kv]));
-        arguments.extend(strings(&["--kv-replay-endpoint", &replay]));
+        for (flag, key) in [("--kv-endpoint", "kv"), ("--kv-replay-endpoint", "replay")] {
+            if let Some(endpoint) = spec.get(key) {
+                arguments.extend([flag.to_owned(), text(endpoint)]);
+            }
+        }
         arguments.extend(self.placed(self.flags.shim));
         if index + 1 == setup.count {
             arguments.extend(self.placed(self.flags.last_shim));
         }
         let log = self.place.path(&format!("shim-{index}.log"));
-        let shim = Process::start(SHIM, &log, arguments).await;
+        let shim = Process::start(self.flags.version.shim(), &log, arguments).await;
         self.distributed
             .as_mut()
             .expect("made before")
@@ -233,7 +233,7 @@ impl Fleet {
         arguments.extend(self.placed(self.flags.indexer));
         let number = self.parts().indexers.len();
         let log = self.place.path(&format!("indexer-{number}.log"));
-        let indexer = Process::start(INDEXER, &log, arguments).await;
+        let indexer = Process::start(self.flags.version.indexer(), &log, arguments).await;
         self.distributed
             .as_mut()
             .expect("made before")
@@ -243,11 +243,11 @@ impl Fleet {
 
     pub(crate) async fn add_router(&mut self) {
         let mut arguments = self.parts().plane_flags("router");
-        arguments.extend(strings(&["--tokenizer", TOKENIZER]));
-        arguments.extend(router_ports());
-        arguments.extend(self.placed(self.flags.router));
-        let log = format!("router-{}.log", self.routers.len());
-        let router = Process::start(ROUTER, &self.place.path(&log), arguments).await;
+        arguments.extend(self.router_arguments());
+        let log = self
+            .place
+            .path(&format!("router-{}.log", self.routers.len()));
+        let router = Process::start(self.flags.version.router(), &log, arguments).await;
         self.routers.push(router);
     }
 

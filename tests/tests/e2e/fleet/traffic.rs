@@ -22,11 +22,11 @@ pub(crate) struct Served {
 
 impl Served {
     /// Whether no index answered in time, as on a busy machine: the request is routed without
-    /// credit.
+    /// credit of the index. Engines' reports may credit it.
     pub(crate) fn is_without_answer(&self) -> bool {
         let without = self.state == "unknown";
         assert!(
-            !without || self.overlap_blocks == 0,
+            !without || self.overlap_blocks == 0 || self.basis == "reported",
             "credit without an answer"
         );
         without
@@ -70,6 +70,7 @@ pub(crate) fn request(rng: &mut Rng) -> (&'static str, Value) {
     ("/v1/completions", body)
 }
 
+/// Sends a request to the next router.
 pub(crate) async fn send(fleet: &Fleet, path: &str, body: &Value) -> Response {
     let request = fleet.http.post(fleet.url(path)).json(body);
     request.send().await.expect("an answer")
@@ -77,7 +78,17 @@ pub(crate) async fn send(fleet: &Fleet, path: &str, body: &Value) -> Response {
 
 /// Sends a request that must succeed, and reads its answer and headers.
 pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
-    let answer = send(fleet, path, body).await;
+    read(send(fleet, path, body).await).await
+}
+
+/// Like [`serve`], at one router.
+pub(crate) async fn serve_at(fleet: &Fleet, router: usize, path: &str, body: &Value) -> Served {
+    let url = format!("{}{path}", fleet.routers[router].base());
+    let answer = fleet.http.post(url).json(body).send().await;
+    read(answer.expect("an answer")).await
+}
+
+async fn read(answer: Response) -> Served {
     let status = answer.status();
     let header = |name: &str| {
         let value = answer.headers().get(name);
@@ -94,6 +105,14 @@ pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
     let body: Value = answer.json().await.expect("JSON");
     assert!(status.is_success(), "{status}: {body}");
     let usage = &body["usage"];
+    let count = |key: &str| usage.pointer(key).and_then(Value::as_u64);
+    // Of `/v1/messages`, whose input excludes what is read from the cache.
+    let read = count("/cache_read_input_tokens");
+    let cached_tokens = count("/prompt_tokens_details/cached_tokens")
+        .or_else(|| count("/input_tokens_details/cached_tokens"))
+        .or(read)
+        .unwrap_or(0);
+    let prompt_tokens = count("/prompt_tokens").or_else(|| count("/input_tokens"));
     Served {
         worker,
         dp_rank,
@@ -101,9 +120,7 @@ pub(crate) async fn serve(fleet: &Fleet, path: &str, body: &Value) -> Served {
         overlap_blocks,
         basis,
         state,
-        prompt_tokens: usage["prompt_tokens"].as_u64().expect("a count"),
-        cached_tokens: usage["prompt_tokens_details"]["cached_tokens"]
-            .as_u64()
-            .unwrap_or(0),
+        prompt_tokens: prompt_tokens.expect("a count") + read.unwrap_or(0),
+        cached_tokens,
     }
 }

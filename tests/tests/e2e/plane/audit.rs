@@ -170,13 +170,8 @@ const EMBEDDED: Engines = Engines {
 
 const STATE: Flags = Flags {
     router: &["--state-dir", "PLACE/state"],
-    init: &[],
-    shim: &[],
-    last_shim: &[],
-    indexer: &[],
-    access: crate::fleet::Access::Open,
-    links: crate::fleet::Links::Direct,
     company: Company::Another,
+    ..Flags::NONE
 };
 
 /// Requests at every engine that share two long beginnings, more than a replay reaches back.

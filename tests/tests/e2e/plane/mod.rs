@@ -27,4 +27,5 @@ mod server_restart;
 mod shim_restart;
 mod streams;
 mod together;
+mod upgrade;
 mod views;
