@@ -66,7 +66,7 @@ pub(crate) struct Flags {
     pub(crate) company: Company,
     /// Engines that differ from [`Form::USUAL`], from the first on.
     pub(crate) forms: &'static [Form],
-    /// Of all parts at the start, and of `init`.
+    /// What all parts, and `init`, have at the start.
     pub(crate) version: Version,
 }
 

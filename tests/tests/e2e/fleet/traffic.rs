@@ -106,7 +106,7 @@ async fn read(answer: Response) -> Served {
     assert!(status.is_success(), "{status}: {body}");
     let usage = &body["usage"];
     let count = |key: &str| usage.pointer(key).and_then(Value::as_u64);
-    // Of `/v1/messages`, whose input excludes what is read from the cache.
+    // `/v1/messages` excludes what is read from the cache from its input.
     let read = count("/cache_read_input_tokens");
     let cached_tokens = count("/prompt_tokens_details/cached_tokens")
         .or_else(|| count("/input_tokens_details/cached_tokens"))

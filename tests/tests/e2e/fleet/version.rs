@@ -9,7 +9,7 @@ use super::{INDEXER, ROUTER, SHIM};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Version {
     This,
-    /// Of the directory `OTHER_BINARIES`, with the settings file `OTHER_SETTINGS`, if any.
+    /// What `OTHER_BINARIES` holds, with the settings file `OTHER_SETTINGS`, if any.
     Other,
 }
 
