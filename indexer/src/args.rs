@@ -62,7 +62,7 @@ pub struct IndexerArgs {
     pub logs: LogArgs,
 }
 
-#[derive(Clone, Copy, Debug, Subcommand)]
+#[derive(Clone, Debug, Subcommand)]
 pub enum Command {
     /// Creates the streams and buckets of the namespace, and verifies existing ones. Changes
     /// nothing that exists: if it differs, prints the differences with exit code 1.
@@ -76,7 +76,7 @@ pub enum Command {
 impl Command {
     /// Exit code if the command fails.
     #[must_use]
-    pub const fn failed(self) -> u8 {
+    pub const fn failed(&self) -> u8 {
         match self {
             Self::Init(_) => 1,
             Self::Doctor(_) => 2,
@@ -84,7 +84,7 @@ impl Command {
     }
 }
 
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct DoctorArgs {
     /// One JSON object instead of a page.
     #[arg(long, env = "WARMROUTE_JSON")]
@@ -97,6 +97,9 @@ pub struct DoctorArgs {
     /// 1, for each indexer, and compares the engine's cached tokens with the index's credit.
     #[arg(long, env = "WARMROUTE_PROBE")]
     pub probe: bool,
+    /// With --probe: file with the authorities in PEM of https:// engines, instead of the system's.
+    #[arg(long, env = "WARMROUTE_ENGINE_CA", value_name = "FILE")]
+    pub engine_ca: Option<PathBuf>,
     /// Seconds to wait for an unreachable NATS server.
     #[arg(
         long, env = "WARMROUTE_WAIT_SECS", value_name = "SECS", default_value_t = 5,

@@ -18,17 +18,18 @@ use warmroute_plane::{InitConfig, NatsError, NatsPlane};
 use warmroute_process::access::{BindScope, PortAccess};
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
+use warmroute_process::tls::EngineTls;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 
 fn main() -> ExitCode {
     let args = IndexerArgs::parse();
-    let failed = args.command.map_or(1, Command::failed);
+    let failed = args.command.as_ref().map_or(1, Command::failed);
     warmroute_process::main_or(ExitCode::from(failed), || start(args))
 }
 
 fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
     env::check(&IndexerArgs::command())?;
-    let command = args.command;
+    let command = args.command.clone();
     let config = ProcessConfig::try_from(args)?;
     logs::install(&config.logs)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -78,7 +79,8 @@ async fn doctor(config: ProcessConfig, how: DoctorArgs) -> anyhow::Result<ExitCo
     let look = PlaneReader::new(Arc::new(plane.clone()), &config.indexer.namespace);
     let mut state = look.read(setup).await.context("reading the plane")?;
     if how.probe {
-        state.probes = Some(look.probe(&state).await.context("probing engines")?);
+        let tls = EngineTls::of_file(how.engine_ca.as_deref()).context("--engine-ca")?;
+        state.probes = Some(look.probe(&state, &tls).await.context("probing engines")?);
     }
     state.complaint = plane.last_server_error();
     state.indexers_expected = how.expect_indexers;

@@ -24,7 +24,7 @@ pub struct Args {
     /// The worker's name, unique in the namespace.
     #[arg(long, env = "WARMROUTE_WORKER_ID", value_name = "NAME")]
     pub worker_id: String,
-    /// The engine's HTTP address as seen by this shim: http://HOST:PORT.
+    /// The engine's HTTP address as seen by this shim: http://HOST:PORT or https://HOST:PORT.
     #[arg(long, env = "WARMROUTE_WORKER_URL", value_name = "URL")]
     pub worker_url: String,
     /// The engine's HTTP address as seen by routers, if it differs. Required to advertise a loopback
@@ -35,6 +35,10 @@ pub struct Args {
     /// does not list its models and gets no requests.
     #[arg(long, env = "WARMROUTE_ENGINE_KEY_FILE", value_name = "FILE")]
     pub engine_key_file: Option<PathBuf>,
+    /// File with the authorities in PEM that sign the certificate of an https:// engine, instead of
+    /// the system's.
+    #[arg(long, env = "WARMROUTE_ENGINE_CA", value_name = "FILE")]
+    pub engine_ca: Option<PathBuf>,
     /// The event socket of rank 0; rank r is r ports higher. By default the engine reports it.
     #[arg(long, env = "WARMROUTE_KV_ENDPOINT", value_name = "tcp://H:P")]
     pub kv_endpoint: Option<String>,
@@ -111,6 +115,8 @@ pub struct Config {
     pub state_dir: Option<PathBuf>,
     /// Read after the logs are set up, so that a failure is logged.
     pub engine_key_file: Option<PathBuf>,
+    /// Likewise.
+    pub engine_ca: Option<PathBuf>,
     pub logs: Logs,
 }
 
@@ -135,7 +141,7 @@ pub enum ConfigError {
         flag: &'static str,
         endpoint: String,
     },
-    #[error("--{flag} {url:?} is not http://HOST:PORT")]
+    #[error("--{flag} {url:?} is not http://HOST:PORT or https://HOST:PORT")]
     Url { flag: &'static str, url: String },
     #[error("{0} is a loopback address: set --advertise-url to the address that routers use")]
     Loopback(String),
@@ -193,6 +199,7 @@ impl TryFrom<Args> for Config {
             },
             state_dir: args.state_dir,
             engine_key_file: args.engine_key_file,
+            engine_ca: args.engine_ca,
             logs: args.logs.try_into()?,
         })
     }
@@ -208,7 +215,8 @@ fn endpoint(flag: &'static str, endpoint: Option<String>) -> Result<Option<Strin
 fn url(flag: &'static str, url: &str) -> Result<String, ConfigError> {
     let parsed = reqwest::Url::parse(url).ok();
     let is_plain = |parsed: &reqwest::Url| {
-        parsed.scheme() == "http" && parsed.has_host() && parsed.username().is_empty()
+        let spoken = ["http", "https"].contains(&parsed.scheme());
+        spoken && parsed.has_host() && parsed.username().is_empty()
     };
     if parsed.as_ref().is_some_and(is_plain) {
         return Ok(url.trim_end_matches('/').to_owned());
@@ -263,6 +271,7 @@ mod tests {
         let config = config(&[
             "--assume=no-lora,main-attention-only",
             "--block-size=16",
+            "--engine-ca=/run/ca",
             "--engine-key-file=/run/key",
             "--kv-endpoint=tcp://engine:5557",
             "--kv-replay-endpoint=tcp://engine:5657",
@@ -280,6 +289,7 @@ mod tests {
         assert_eq!(config.shim.outbox_bytes_max, 2_000_000);
         assert_eq!(config.state_dir, Some("/var/lib/x".into()));
         assert_eq!(config.engine_key_file, Some("/run/key".into()));
+        assert_eq!(config.engine_ca, Some("/run/ca".into()));
     }
 
     #[test]
@@ -298,7 +308,7 @@ mod tests {
     #[test]
     fn invalid_values_are_refused_with_the_flags_name() {
         for (flag, name) in [
-            ("--worker-url=https://h", "--worker-url"),
+            ("--worker-url=ftp://h", "--worker-url"),
             ("--advertise-url=h:1", "--advertise-url"),
             ("--kv-endpoint=h:1", "--kv-endpoint"),
             ("--kv-replay-endpoint=tcp://*:1", "--kv-replay-endpoint"),

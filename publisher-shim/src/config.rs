@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
 use crate::engine::EngineKey;
@@ -19,6 +20,8 @@ pub struct ShimConfig {
     pub advertise_url: String,
     /// Sent with every request to the engine.
     pub engine_key: Option<EngineKey>,
+    /// TLS of an `https://` URL. `None`: with the system's authorities.
+    pub engine_tls: Option<EngineTls>,
     /// The live endpoint of rank 0; rank r is r ports higher. `None`: the engine reports it.
     pub kv_endpoint: Option<String>,
     /// The replay endpoint, likewise.
@@ -53,6 +56,7 @@ impl ShimConfig {
             advertise_url: worker_url.clone(),
             worker_url,
             engine_key: None,
+            engine_tls: None,
             kv_endpoint: None,
             kv_replay_endpoint: None,
             ranks: 1,

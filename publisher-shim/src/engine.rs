@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
 use reqwest::StatusCode;
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, EngineSeq};
 
@@ -129,6 +130,8 @@ pub enum InfoError {
     Status(StatusCode),
     #[error("no whole answer in time")]
     Silence,
+    #[error("no agreement on TLS: does --engine-ca or engines.ca name its authority?")]
+    Tls,
     #[error("something unreadable")]
     Unreadable,
 }
@@ -140,9 +143,9 @@ pub struct VllmEngine {
 }
 
 impl VllmEngine {
-    pub fn new(url: &str, key: Option<&EngineKey>) -> reqwest::Result<Self> {
+    pub fn new(url: &str, key: Option<&EngineKey>, tls: &EngineTls) -> reqwest::Result<Self> {
         Ok(Self {
-            http: EngineHttp::new(url, key)?,
+            http: EngineHttp::new(url, key, tls)?,
             zmq: zmq::Context::new(),
         })
     }

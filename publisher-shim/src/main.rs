@@ -8,6 +8,7 @@ use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
+use warmroute_process::tls::EngineTls;
 use warmroute_process::{announce, env, host, listen, logs, nats};
 use warmroute_shim::args::{Args, Config};
 use warmroute_shim::{EngineKey, Service, StateDir, http};
@@ -35,6 +36,8 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
         let key = key.with_context(|| format!("--engine-key-file {}", file.display()))?;
         config.shim.engine_key = Some(key);
     }
+    let tls = EngineTls::of_file(config.engine_ca.as_deref()).context("--engine-ca")?;
+    config.shim.engine_tls = Some(tls);
     if let Some(dir) = &config.state_dir {
         let opened = tokio::select! {
             opened = StateDir::open_when_free(dir, &config.shim.worker) => opened,

@@ -233,6 +233,8 @@ async fn metrics_text(admin: &Admin) -> anyhow::Result<Vec<u8>> {
     })?;
     let mut text = own.into_bytes();
     text.extend_from_slice(build::metrics_text().as_bytes());
+    let settings = admin.app.settings.current();
+    text.extend_from_slice(settings.certificate_metrics().as_bytes());
     if let Some(index) = admin.deployment.index() {
         text.extend_from_slice(&index.metrics_text()?);
     }
@@ -295,6 +297,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "entry": worker.entry,
         "registered": worker.registered,
         "health": worker.health.label(),
+        "tls_error": worker.tls_error,
         "circuit_breaker_open": worker.breaker.is_open(),
         "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,

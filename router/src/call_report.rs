@@ -360,7 +360,7 @@ impl CallSinks {
         settings: &Arc<LiveSettings>,
     ) -> (Arc<Self>, BatchTask<SpanExporter>) {
         let shared = || (Arc::clone(settings), Arc::clone(metrics));
-        let (tracer, exporter) = Tracer::new(shared().0, shared().1, reqwest::Client::new());
+        let (tracer, exporter) = Tracer::new(shared().0, shared().1, crate::testing::http_client());
         let sinks = Arc::new(Self {
             metrics: Arc::clone(metrics),
             recorder: Recorder::new(shared().0, shared().1).0,

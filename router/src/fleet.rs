@@ -79,6 +79,12 @@ impl Fleet {
         self.update(|state| state.observe(worker, url, observation, now));
     }
 
+    /// The engine at `url` and this router did not agree on TLS: it gets no requests.
+    pub(crate) fn tls_refused(&self, worker: &WorkerId, url: &str, why: &str) {
+        let now = Instant::now().into_std();
+        self.update(|state| state.tls_refused(worker, url, why, now));
+    }
+
     /// A request is sent to the worker at `url`. Takes no lock while no circuit breaker counts.
     pub(crate) fn request_began(self: &Arc<Self>, worker: &WorkerId, url: &str) -> TrackedRequest {
         let began = Instant::now().into_std();

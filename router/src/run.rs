@@ -182,10 +182,7 @@ impl Running {
             admin,
             admin_router,
             ADMIN_CONNECTIONS_MAX,
-            ClientRules {
-                write_timeout: Some(ADMIN_WRITE_TIMEOUT),
-                ..ClientRules::default()
-            },
+            admin_rules(&running.app.settings),
         );
         Ok(running)
     }
@@ -408,6 +405,7 @@ impl Services {
             fleet: Arc::clone(fleet),
             core: Arc::clone(core),
             settings: Arc::clone(&self.settings),
+            engines: self.engines.clone(),
         };
         let stop = tasks.stop.clone();
         let (workers, supervisor) = WorkerSupervisor::start(parts, config, stop).await?;
@@ -491,6 +489,7 @@ impl Services {
         let prober = HealthProber {
             fleet: Arc::clone(fleet),
             client: self.engines.plain().clone(),
+            keys: self.engines.keys().clone(),
             period: config.health_interval,
             ready: Arc::clone(ready),
         };
@@ -498,6 +497,7 @@ impl Services {
         let checker = RegistrationChecker {
             fleet: Arc::clone(fleet),
             client: self.engines.plain().clone(),
+            keys: self.engines.keys().clone(),
             tokenizers: Arc::clone(&self.tokenizers),
             settings: Arc::clone(&self.settings),
             metrics: Arc::clone(&self.metrics),
@@ -507,10 +507,20 @@ impl Services {
     }
 }
 
-fn public_rules(settings: &Arc<LiveSettings>) -> ClientRules {
+fn admin_rules(settings: &Arc<LiveSettings>) -> ClientRules {
     let settings = Arc::clone(settings);
     ClientRules {
+        tls: Arc::new(move || settings.current().admin_tls()),
+        write_timeout: Some(ADMIN_WRITE_TIMEOUT),
+        ..ClientRules::default()
+    }
+}
+
+fn public_rules(settings: &Arc<LiveSettings>) -> ClientRules {
+    let (settings, certificates) = (Arc::clone(settings), Arc::clone(settings));
+    ClientRules {
         http2: Http2::Offered,
+        tls: Arc::new(move || certificates.current().public_tls()),
         half_closed: Arc::new(move || settings.current().half_closed_clients()),
         // A client may read a stream as slowly as it likes.
         write_timeout: None,

@@ -11,6 +11,7 @@ mod keys;
 mod models;
 mod queue;
 mod tenants;
+mod tls;
 mod traces;
 mod workers;
 

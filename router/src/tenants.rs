@@ -27,7 +27,7 @@ pub(crate) use usage::{LimitReached, RateStatus};
 pub(crate) use visit::{Settlement, TenantVisit};
 
 /// Anthropic's header for keys.
-const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+pub(crate) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// A tenant with its use.
 #[derive(Debug)]

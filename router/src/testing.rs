@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::registry::{Lora, WorkerEntry};
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, Generation, Namespace, RouterId, StreamIdentity};
@@ -23,6 +24,11 @@ pub(crate) fn core(router: RouterId, knobs: Knobs) -> Core {
         incarnation: Generation(1),
         seed: 1,
     })
+}
+
+/// A client as the router has them for engines.
+pub(crate) fn http_client() -> reqwest::Client {
+    EngineTls::system().unwrap().client().build().unwrap()
 }
 
 pub(crate) fn plane() -> Arc<dyn Plane> {

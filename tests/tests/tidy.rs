@@ -193,9 +193,13 @@ fn structs_have_few_fields() {
     let mut faults = Vec::new();
     for source in sources() {
         let mut open: Option<(&str, usize)> = None;
+        // A table of a settings file has as many fields as the file has keys.
+        let mut is_table = false;
         for line in source.production() {
+            is_table |= line.contains("deny_unknown_fields");
             if line.contains("struct ") && line.ends_with('{') {
-                open = Some((line.trim(), 0));
+                open = (!is_table).then(|| (line.trim(), 0));
+                is_table = false;
             } else if line.trim_start() == "}" {
                 open = None;
             } else if let Some((name, fields)) = &mut open
@@ -536,7 +540,11 @@ fn code_map_is_complete() {
 const METRICS: [(&str, &[&str]); 5] = [
     (
         "warmroute_router_",
-        &["router/src/metrics.rs", "router/src/metrics/"],
+        &[
+            "router/src/metrics.rs",
+            "router/src/metrics/",
+            "router/src/settings/tls.rs",
+        ],
     ),
     (
         "warmroute_indexer_",

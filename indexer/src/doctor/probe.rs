@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 use uuid::Uuid;
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::hash::local_hashes;
 use warmroute_proto::query::{IndexAnswer, SourceState};
 use warmroute_proto::registry::WorkerEntry;
@@ -79,12 +80,12 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
 
 impl PlaneReader {
     /// Probes each exact source of each replica's view.
-    pub async fn probe(&self, state: &PlaneState) -> reqwest::Result<Vec<EngineProbe>> {
-        let http = reqwest::Client::builder()
-            .timeout(ENGINE_DEADLINE)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .build()?;
+    pub async fn probe(
+        &self,
+        state: &PlaneState,
+        tls: &EngineTls,
+    ) -> reqwest::Result<Vec<EngineProbe>> {
+        let http = tls.client().timeout(ENGINE_DEADLINE).build()?;
         let mut probes = Vec::new();
         for (id, view) in state.answers() {
             let exact = |one: &&SourceView| one.states.gpu == SourceState::Exact;

@@ -19,6 +19,7 @@ pub const OURS: &[&str] = &[
     "ASSUME",
     "BLOCK_SIZE",
     "CONFIG",
+    "ENGINE_CA",
     "ENGINE_KEY_FILE",
     "EXPECT_INDEXERS",
     "HEALTH_INTERVAL_MS",

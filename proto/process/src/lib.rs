@@ -1,6 +1,6 @@
 //! The process around the core of every Warmroute binary: shared flags and environment names
 //! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`],
-//! [`metrics`], HTTP ([`server`]), [`tasks`], [`signals`], and the life cycle ([`host`]).
+//! [`metrics`], HTTP ([`server`]), [`tls`], [`tasks`], [`signals`], and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
 
 pub mod access;
@@ -17,6 +17,7 @@ pub mod nats;
 pub mod server;
 pub mod signals;
 pub mod tasks;
+pub mod tls;
 
 mod joining;
 

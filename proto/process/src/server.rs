@@ -1,5 +1,5 @@
-//! The accept loop: serves connections of HTTP/1.1, and of HTTP/2 without TLS where it is offered,
-//! with an axum router.
+//! The accept loop: serves connections of HTTP/1.1, with or without TLS, and of HTTP/2 without TLS
+//! where it is offered, with an axum router.
 //!
 //! `axum::serve` lacks three things: a time limit for request heads, which also ends idle
 //! connections; a bound on open connections; and a shutdown in two phases that breaks no request,
@@ -8,12 +8,15 @@
 //!
 //! At the bound the connection that is idle longest is closed for a new one. While every connection
 //! has a request in flight, further ones get answers to probes only, and 503 otherwise; beyond
-//! `PROBE_CONNECTIONS_MAX` probes in flight they are closed.
+//! `PROBE_CONNECTIONS_MAX` probes in flight they are closed. A connection counts from its beginning:
+//! a TLS handshake is part of it, and such a connection is idle.
 
 mod idle;
 mod protocol;
+mod stream;
 
 use std::convert::Infallible;
+use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -36,9 +39,15 @@ use tokio_util::task::TaskTracker;
 
 use idle::{ConnectionActivity, IdleConnections, InFlightBody, ObservedStream};
 use protocol::Protocol;
+use stream::ClientStream;
+
+use crate::tls::ServerTls;
 
 /// A request head that takes longer is an attack or a broken client. Also ends idle connections.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A TLS handshake is two flights and some milliseconds of work.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A longer request head is refused with 431. The read that completes it may add as much again, so
 /// that no head is longer than twice this. Bearer tokens and traces fit many times.
@@ -134,6 +143,8 @@ pub struct ClientRules {
     pub http2: Http2,
     /// Asked once for each connection.
     pub half_closed: Arc<dyn Fn() -> HalfClosed + Send + Sync>,
+    /// Asked once for each connection; `None`: without TLS.
+    pub tls: Arc<dyn Fn() -> Option<ServerTls> + Send + Sync>,
     /// Time after which a connection is closed whose client does not read its answer.
     pub write_timeout: Option<Duration>,
 }
@@ -143,6 +154,7 @@ impl Default for ClientRules {
         Self {
             http2: Http2::Refused,
             half_closed: Arc::new(|| HalfClosed::Abort),
+            tls: Arc::new(|| None),
             write_timeout: None,
         }
     }
@@ -341,8 +353,16 @@ struct ServedConnection {
     tasks: TaskTracker,
 }
 
+/// A connection whose protocol is known.
+struct BegunConnection {
+    protocol: Protocol,
+    /// Bytes that were read already.
+    read: Bytes,
+    stream: ClientStream,
+}
+
 impl ServedConnection {
-    async fn run(self, mut stream: TcpStream) {
+    async fn run(self, stream: TcpStream) {
         // Small writes of tokens must not wait for each other.
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "connection closed immediately");
@@ -354,27 +374,24 @@ impl ServedConnection {
             sleep_until(first_request).await;
         };
         tokio::pin!(stopped);
-        let detected = match self.clients.http2 {
-            Http2::Refused => Ok((Protocol::Http1, Bytes::new())),
-            Http2::Offered => tokio::select! {
-                detected = timeout(HEAD_TIMEOUT, protocol::detect(&mut stream)) => {
-                    detected.unwrap_or_else(|late| Err(late.into()))
-                }
-                () = &mut stopped => return,
-                () = self.ended() => return,
-            },
+        let peer = stream.peer_addr().ok().map(PeerAddress);
+        let begun = tokio::select! {
+            biased;
+            begun = self.begin(stream) => begun,
+            () = &mut stopped => return,
+            () = self.ended() => return,
         };
-        let (protocol, begun) = match detected {
-            Ok(detected) => detected,
+        let begun = match begun {
+            Ok(begun) => begun,
             Err(error) => {
-                tracing::trace!(%error, "connection broke before its first request");
+                tracing::debug!(?peer, %error, "connection broke before its first request");
                 return;
             }
         };
-        let peer = stream.peer_addr().ok().map(PeerAddress);
+        let protocol = begun.protocol;
         let stream = ObservedStream {
-            begun,
-            stream,
+            begun: begun.read,
+            stream: begun.stream,
             activity: Arc::clone(&self.open.activity),
             write_timeout: self.clients.write_timeout,
             write_deadline: None,
@@ -400,6 +417,29 @@ impl ServedConnection {
                     .await;
             }
         }
+    }
+
+    /// Finds out what the client speaks, within a bounded time.
+    async fn begin(&self, mut stream: TcpStream) -> io::Result<BegunConnection> {
+        let (protocol, read) = match ((self.clients.tls)(), self.clients.http2) {
+            (Some(tls), _) => {
+                let accepted = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await??;
+                return Ok(BegunConnection {
+                    protocol: Protocol::Http1,
+                    read: Bytes::new(),
+                    stream: ClientStream::Tls(Box::new(accepted)),
+                });
+            }
+            (None, Http2::Refused) => (Protocol::Http1, Bytes::new()),
+            (None, Http2::Offered) => {
+                timeout(HEAD_TIMEOUT, protocol::detect(&mut stream)).await??
+            }
+        };
+        Ok(BegunConnection {
+            protocol,
+            read,
+            stream: ClientStream::Plain(stream),
+        })
     }
 
     /// The connection is to be cut.

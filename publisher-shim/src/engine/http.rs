@@ -13,6 +13,7 @@ use reqwest::StatusCode;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use serde::Deserialize;
 use serde_json::json;
+use warmroute_process::tls::{self, EngineTls};
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
 
@@ -31,7 +32,7 @@ const RANK_HEADER: &str = "X-data-parallel-rank";
 const BODY_BYTES_MAX: usize = 8 << 20;
 
 /// The engine's API key as an `Authorization` header value. `Debug` redacts it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineKey(HeaderValue);
 
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +48,11 @@ pub enum EngineKeyError {
 impl EngineKey {
     /// Reads the key from a file. Trims white space.
     pub fn read(file: &Path) -> Result<Self, EngineKeyError> {
-        let text = fs::read_to_string(file)?;
+        Self::parse(&fs::read_to_string(file)?)
+    }
+
+    /// A key as its text. Trims white space.
+    pub fn parse(text: &str) -> Result<Self, EngineKeyError> {
         let key = text.trim();
         if key.is_empty() {
             return Err(EngineKeyError::Empty);
@@ -56,6 +61,12 @@ impl EngineKey {
         let mut value = value.map_err(|_| EngineKeyError::NotSendable)?;
         value.set_sensitive(true);
         Ok(Self(value))
+    }
+
+    /// The value of `Authorization`.
+    #[must_use]
+    pub const fn header(&self) -> &HeaderValue {
+        &self.0
     }
 }
 
@@ -66,14 +77,16 @@ pub(super) struct EngineHttp {
 }
 
 impl EngineHttp {
-    pub(super) fn new(url: &str, key: Option<&EngineKey>) -> reqwest::Result<Self> {
+    pub(super) fn new(
+        url: &str,
+        key: Option<&EngineKey>,
+        tls: &EngineTls,
+    ) -> reqwest::Result<Self> {
         // vLLM guards `/v1` only; a proxy in front of it may guard every path.
         let headers = key.map(|EngineKey(key)| (AUTHORIZATION, key.clone()));
-        let http = reqwest::Client::builder()
+        let client = tls.client().timeout(DEADLINE);
+        let http = client
             .default_headers(HeaderMap::from_iter(headers))
-            .timeout(DEADLINE)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
             .build()?;
         Ok(Self {
             http,
@@ -143,7 +156,13 @@ impl EngineHttp {
 
     async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
         let answer = self.http.get(format!("{}{path}", self.url)).send().await;
-        let mut answer = answer.map_err(|_| InfoError::Silence)?;
+        let mut answer = answer.map_err(|error| match tls::failure_of(&error) {
+            Some(why) => {
+                tracing::debug!(url = self.url, why, "TLS with the engine failed");
+                InfoError::Tls
+            }
+            None => InfoError::Silence,
+        })?;
         match answer.status() {
             status if status.is_success() => {}
             status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 use warmroute_plane::{Connection, Plane};
+use warmroute_process::tls::{EngineTls, TlsError};
 use warmroute_proto::registry::ResyncRequest;
 use warmroute_proto::subject::Subjects;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth, Source};
@@ -45,6 +46,8 @@ const RESYNCS_MAX: usize = 16;
 pub enum Error {
     #[error("cannot set up the client of the engine's HTTP: {0}")]
     Http(#[from] reqwest::Error),
+    #[error("setting up TLS: {0}")]
+    Tls(#[from] TlsError),
     #[error("a worker has at least one rank")]
     NoRanks,
     #[error("rank {rank} has no endpoint derived from {endpoint}")]
@@ -175,7 +178,12 @@ pub struct Service<E = VllmEngine> {
 
 impl Service {
     pub fn new(config: ShimConfig, plane: Arc<dyn Plane>) -> Result<Self, Error> {
-        let engine = VllmEngine::new(&config.worker_url, config.engine_key.as_ref())?;
+        let tls = config
+            .engine_tls
+            .clone()
+            .map_or_else(EngineTls::system, Ok)?;
+        let key = config.engine_key.as_ref();
+        let engine = VllmEngine::new(&config.worker_url, key, &tls)?;
         Self::with_engine(config, plane, engine)
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 use warmroute_process::build;
+use warmroute_process::tls::EngineTls;
 
 use crate::engine::Order;
 use crate::nats_server::child::{Watchdog, first_line};
@@ -72,7 +73,9 @@ impl Shim {
     }
 
     async fn get(&self, path: &str) -> (u16, String) {
-        let answer = reqwest::get(format!("{}{path}", self.url)).await.unwrap();
+        let client = EngineTls::system().unwrap().client().build().unwrap();
+        let url = format!("{}{path}", self.url);
+        let answer = client.get(url).send().await.unwrap();
         (answer.status().as_u16(), answer.text().await.unwrap())
     }
 

@@ -11,7 +11,7 @@ mod worker_set;
 mod tests;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use warmroute_process::args::{LogFilterError, NatsArgs};
@@ -26,7 +26,7 @@ use crate::settings::{SettingsError, SettingsFile, WorkerRule};
 use crate::tokenizers::{HubCache, LocateError};
 
 pub use args::{ConvertArgs, KeyCommand, NewKeyArgs, RouterArgs, RouterCommand, TraceCommand};
-pub use worker::{WorkerSpec, WorkerSpecError};
+pub use worker::{WorkerKeyError, WorkerSpec, WorkerSpecError};
 pub use worker_set::WorkerSetError;
 pub(crate) use worker_set::check as check_workers;
 
@@ -79,6 +79,8 @@ pub enum RouterConfigError {
     EmptyNamespace,
     #[error("--worker: {0}")]
     Workers(#[from] WorkerSetError),
+    #[error("--worker: {0}")]
+    WorkerKey(#[from] WorkerKeyError),
     #[error(transparent)]
     Choice(#[from] ChoiceArgsError),
     #[error("--block-size {0} is not between 1 and {BLOCK_TOKENS_MAX}")]
@@ -123,7 +125,11 @@ impl TryFrom<RouterArgs> for Config {
             return Err(RouterConfigError::PortClash(public.port()));
         }
         let namespace = nats.namespace().ok_or(RouterConfigError::EmptyNamespace)?;
-        let workers: Vec<WorkerSpec> = fleet.workers.into_iter().flat_map(|list| list.0).collect();
+        let mut workers: Vec<WorkerSpec> =
+            fleet.workers.into_iter().flat_map(|list| list.0).collect();
+        for worker in &mut workers {
+            worker.read_key(Path::new(""))?;
+        }
         worker_set::check(&workers)?;
         let has_nats_flags = nats.init || nats.nats_creds.is_some() || nats.nats_tls.is_some();
         let nats = match (nats.nats_url.is_some(), has_nats_flags) {

@@ -70,13 +70,8 @@ fn each_flag_sets_its_field() {
     assert_eq!(admin.to_string(), "127.0.0.4:1004");
     assert_eq!(namespace, Namespace::from("ns"));
     assert!(nats.is_none());
-    let worker = WorkerSpec {
-        id: "x".into(),
-        url: "http://a:1".to_owned(),
-        kv: Some("tcp://a:2".to_owned()),
-        replay: Some("tcp://a:3".to_owned()),
-        ranks: 5.try_into().unwrap(),
-    };
+    let worker = "http://a:1,kv=tcp://a:2,replay=tcp://a:3,id=x,ranks=5";
+    let worker: WorkerSpec = worker.parse().unwrap();
     assert_eq!(workers, [worker]);
     assert_eq!(tokenizer, Some(env!("CARGO_MANIFEST_DIR").into()));
     assert_eq!(state_dir, Some("/var/lib/x".into()));

@@ -1,13 +1,15 @@
 //! One worker of an embedded router, as `--worker`, a file or the API names it:
-//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N]`.
+//! `URL[,kv=tcp://H:P][,replay=tcp://H:P][,id=NAME][,ranks=N][,key_file=FILE]`.
 
 use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use warmroute_process::engine_args::is_endpoint;
 use warmroute_proto::WorkerId;
 use warmroute_proto::registry::RANKS_MAX;
+use warmroute_shim::{EngineKey, EngineKeyError};
 
 /// Longest name, in bytes: a name is part of keys, subjects and metric labels.
 const ID_BYTES_MAX: usize = 256;
@@ -17,7 +19,7 @@ const ID_BYTES_MAX: usize = 256;
 #[serde(try_from = "WorkerFields")]
 pub struct WorkerSpec {
     pub id: WorkerId,
-    /// `http://host:port[/path]`, without a trailing slash.
+    /// `http[s]://host:port[/path]`, without a trailing slash.
     pub url: String,
     /// Where the engine publishes its KV events (rank 0; rank r adds r to the port). `None`:
     /// queried from the engine's `/kv_event_sources`.
@@ -25,13 +27,25 @@ pub struct WorkerSpec {
     /// Where the engine replays its KV events.
     pub replay: Option<String>,
     pub ranks: NonZeroU32,
+    pub key_file: Option<PathBuf>,
+    /// The engine's API key: the content of `key_file`, or the text that the API got.
+    pub key: Option<EngineKey>,
+}
+
+/// Why a worker's key is not known.
+#[derive(Debug, thiserror::Error)]
+#[error("worker {worker}: key_file {path:?}: {error}")]
+pub struct WorkerKeyError {
+    worker: WorkerId,
+    path: PathBuf,
+    error: EngineKeyError,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerSpecError {
-    #[error("the worker URL {0:?} is not http://HOST:PORT")]
+    #[error("the worker URL {0:?} is not http://HOST:PORT or https://HOST:PORT")]
     Url(String),
-    #[error("{0:?} is none of kv=, replay=, id=, ranks=")]
+    #[error("{0:?} is none of kv=, replay=, id=, ranks=, key_file=")]
     Key(String),
     #[error("{0}= is given twice")]
     Twice(&'static str),
@@ -43,17 +57,30 @@ pub enum WorkerSpecError {
     Id,
     #[error("replay= needs kv=")]
     ReplayWithoutKv,
+    #[error("key and key_file exclude each other")]
+    TwoKeys,
 }
 
 /// A worker in JSON or TOML, with the keys of `--worker`.
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 struct WorkerFields {
     url: String,
     kv: Option<String>,
     replay: Option<String>,
     id: Option<String>,
     ranks: Option<u32>,
+    key_file: Option<PathBuf>,
+    /// For the API only.
+    #[serde(deserialize_with = "secret")]
+    key: Option<EngineKey>,
+}
+
+/// A key. An error does not quote it.
+fn secret<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<EngineKey>, D::Error> {
+    let text = Option::<String>::deserialize(deserializer)?;
+    let key = text.map(|text| EngineKey::parse(&text)).transpose();
+    key.map_err(|error| serde::de::Error::custom(format_args!("key: {error}")))
 }
 
 impl TryFrom<WorkerFields> for WorkerSpec {
@@ -74,6 +101,9 @@ impl TryFrom<WorkerFields> for WorkerSpec {
         if replay.is_some() && kv.is_none() {
             return Err(WorkerSpecError::ReplayWithoutKv);
         }
+        if fields.key.is_some() && fields.key_file.is_some() {
+            return Err(WorkerSpecError::TwoKeys);
+        }
         let ranks = fields.ranks.unwrap_or(1);
         let in_range = NonZeroU32::new(ranks).filter(|ranks| ranks.get() <= RANKS_MAX);
         Ok(Self {
@@ -82,7 +112,25 @@ impl TryFrom<WorkerFields> for WorkerSpec {
             kv,
             replay,
             ranks: in_range.ok_or_else(|| WorkerSpecError::Ranks(ranks.to_string()))?,
+            key_file: fields.key_file,
+            key: fields.key,
         })
+    }
+}
+
+impl WorkerSpec {
+    /// Reads the file of its key, whose path is relative to `dir`.
+    pub(crate) fn read_key(&mut self, dir: &Path) -> Result<(), WorkerKeyError> {
+        let Some(path) = self.key_file.as_ref().map(|path| dir.join(path)) else {
+            return Ok(());
+        };
+        let key = EngineKey::read(&path).map_err(|error| WorkerKeyError {
+            worker: self.id.clone(),
+            path,
+            error,
+        })?;
+        self.key = Some(key);
+        Ok(())
     }
 }
 
@@ -103,6 +151,7 @@ impl FromStr for WorkerSpec {
                 "kv" => set(&mut fields.kv, "kv", value.to_owned())?,
                 "replay" => set(&mut fields.replay, "replay", value.to_owned())?,
                 "id" => set(&mut fields.id, "id", value.to_owned())?,
+                "key_file" => set(&mut fields.key_file, "key_file", PathBuf::from(value))?,
                 "ranks" => {
                     let ranks = value.parse();
                     let ranks = ranks.map_err(|_| WorkerSpecError::Ranks(value.to_owned()))?;
@@ -130,7 +179,7 @@ fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), Worke
 
 fn worker_url(text: &str) -> Option<String> {
     let url = reqwest::Url::parse(text).ok()?;
-    let plain = url.scheme() == "http"
+    let plain = ["http", "https"].contains(&url.scheme())
         && url.host_str().is_some_and(|host| !host.is_empty())
         && url.username().is_empty()
         && url.password().is_none()
@@ -166,6 +215,9 @@ mod tests {
         assert_eq!(spec.kv.as_deref(), Some("tcp://10.0.0.1:5557"));
         assert_eq!(spec.replay.as_deref(), Some("tcp://10.0.0.1:5657"));
         assert_eq!(spec.ranks.get(), 2);
+        let spec = parse("https://h:1/,key_file=/run/key").unwrap();
+        assert_eq!(spec.url, "https://h:1");
+        assert_eq!(spec.key_file, Some("/run/key".into()));
     }
 
     #[test]
@@ -180,7 +232,7 @@ mod tests {
     fn invalid_specifications_are_refused() {
         for (text, error) in [
             ("", WorkerSpecError::Url(String::new())),
-            ("https://h:1", WorkerSpecError::Url("https://h:1".into())),
+            ("ftp://h:1", WorkerSpecError::Url("ftp://h:1".into())),
             ("h:8000", WorkerSpecError::Url("h:8000".into())),
             (
                 "http://u:p@h:1",

@@ -25,6 +25,8 @@ pub(crate) enum WorkersApiError {
     Registered,
     #[error("{0}")]
     Body(#[from] JsonRejection),
+    #[error("key_file is for files and flags, which name files of this host: send the key as key")]
+    KeyFile,
     #[error(transparent)]
     Add(#[from] AddError),
     #[error(transparent)]
@@ -35,6 +37,7 @@ impl IntoResponse for WorkersApiError {
     fn into_response(self) -> Response {
         let status = match &self {
             Self::Body(rejection) => rejection.status(),
+            Self::KeyFile => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Plan(PlanError::NoWorker) => StatusCode::NOT_FOUND,
             Self::Add(AddError::Start(_)) => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Add(AddError::Ending) => StatusCode::SERVICE_UNAVAILABLE,
@@ -51,6 +54,10 @@ pub(crate) async fn add(
 ) -> Result<Response, WorkersApiError> {
     let workers = embedded(&admin)?;
     let Json(spec) = spec?;
+    // An operator's key reads no files of the router, nor sends them to a URL.
+    if spec.key_file.is_some() {
+        return Err(WorkersApiError::KeyFile);
+    }
     let worker = spec.id.clone();
     let status = match workers.add(spec).await? {
         PlanChange::Added => StatusCode::CREATED,

@@ -22,6 +22,7 @@ use warmroute_shim::{CheckpointStore, ShimConfig, StateDir};
 use super::worker_plan::{PlanChange, PlanError, WorkerOrigin, WorkerPlan};
 use crate::config::{Config, WorkerSpec};
 use crate::fleet::Fleet;
+use crate::proxy::EngineClient;
 use crate::settings::LiveSettings;
 use crate::shared_core::SharedCore;
 
@@ -37,6 +38,7 @@ pub(crate) struct SupervisorParts {
     pub fleet: Arc<Fleet>,
     pub core: Arc<SharedCore>,
     pub settings: Arc<LiveSettings>,
+    pub engines: EngineClient,
 }
 
 /// The way to the supervisor, and its shims. Clones share them.
@@ -301,6 +303,7 @@ impl WorkerSupervisor {
         let Some(life) = self.lives.remove(worker) else {
             return;
         };
+        self.parts.engines.keys().set(worker, None);
         tracing::info!(%worker, "worker removed");
         for removal in life.removals {
             drop(removal.send(Ok(())));
@@ -310,6 +313,7 @@ impl WorkerSupervisor {
     fn begin(&mut self, spec: WorkerSpec) -> anyhow::Result<()> {
         let service = self.service(&spec)?;
         let worker = spec.id.clone();
+        self.parts.engines.keys().set(&worker, spec.key.clone());
         self.parts.fleet.admit(&worker);
         self.shims.lock().insert(worker.clone(), service.handle());
         let leave = CancellationToken::new();
@@ -342,7 +346,11 @@ impl WorkerSupervisor {
         }
         let open = |dir| StateDir::open(dir, worker).context("--state-dir");
         let dir = self.state_dir.as_deref().map(open).transpose()?;
+        let settings = self.parts.settings.current();
+        let key = spec.key.as_ref().or_else(|| settings.engine_key());
         let shim = ShimConfig {
+            engine_key: key.cloned(),
+            engine_tls: Some(self.parts.engines.tls().clone()),
             kv_endpoint: spec.kv.clone(),
             kv_replay_endpoint: spec.replay.clone(),
             ranks: spec.ranks.get(),

@@ -4,14 +4,17 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::HeaderMap;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
+use warmroute_process::tls;
 
 use super::health::Observation;
 use super::{Fleet, ProbeTarget};
+use crate::engine_keys::EngineKeys;
 use crate::ready::Ready;
 
 /// An engine's event loop stalls under load.
@@ -23,9 +26,18 @@ const MODELS_BYTES_MAX: usize = 1 << 20;
 /// A start waits this long at most for workers to answer.
 const SETTLE: Duration = Duration::from_secs(5);
 
+/// What a probe found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ProbeResult {
+    Seen(Observation),
+    /// TLS was not agreed on, for this reason.
+    TlsRefused(String),
+}
+
 pub(crate) struct HealthProber {
     pub fleet: Arc<Fleet>,
     pub client: reqwest::Client,
+    pub keys: EngineKeys,
     pub period: Duration,
     pub ready: Arc<Ready>,
 }
@@ -43,9 +55,13 @@ impl HealthProber {
                 // A worker is probed when it comes, not a period later.
                 () = self.fleet.probe_due.notified() => {}
                 now = ticks.tick() => self.fleet.update(|state| state.tick(now.into_std())),
-                Some((target, observation)) = answers.next() => {
+                Some((target, result)) = answers.next() => {
                     open.remove(&target);
-                    self.fleet.observe(&target.worker, &target.url, observation);
+                    let (worker, url) = (&target.worker, &target.url);
+                    match result {
+                        ProbeResult::Seen(seen) => self.fleet.observe(worker, url, seen),
+                        ProbeResult::TlsRefused(why) => self.fleet.tls_refused(worker, url, &why),
+                    }
                     if self.fleet.is_settled() {
                         self.ready.workers_settled();
                     }
@@ -58,7 +74,8 @@ impl HealthProber {
             let targets = self.fleet.state().probe_targets();
             for target in targets {
                 if open.insert(target.clone()) {
-                    answers.push(probe(self.client.clone(), target));
+                    let keys = self.keys.headers(&target.worker);
+                    answers.push(probe(self.client.clone(), keys, target));
                 }
             }
         }
@@ -67,35 +84,44 @@ impl HealthProber {
 
 pub(super) async fn probe(
     client: reqwest::Client,
+    keys: HeaderMap,
     target: ProbeTarget,
-) -> (ProbeTarget, Observation) {
-    let observation = match get(&client, &target, "health").await {
+) -> (ProbeTarget, ProbeResult) {
+    let get = async |path| get(&client, &keys, &target, path).await;
+    let observation = match get("health").await {
         Ok(response) if response.status().is_success() => Observation::ProbePassed,
-        Err(error) if error.is_connect() && !error.is_timeout() => Observation::ConnectRefused,
+        Err(error) if error.is_connect() && !error.is_timeout() => {
+            if let Some(why) = tls::failure_of(&error) {
+                return (target, ProbeResult::TlsRefused(why));
+            }
+            Observation::ConnectRefused
+        }
         Ok(_) | Err(_) => Observation::ProbeFailed,
     };
     if observation == Observation::ProbePassed && !target.must_list.is_empty() {
         // An unreadable list proves nothing: an engine may require a key.
-        let listed = models(&client, &target).await.unwrap_or_default();
+        let listed = models(get("v1/models").await).await.unwrap_or_default();
         let lacks = |model: &String| !listed.contains(model);
         if !listed.is_empty() && target.must_list.iter().any(lacks) {
-            return (target, Observation::OtherEngine);
+            return (target, ProbeResult::Seen(Observation::OtherEngine));
         }
     }
-    (target, observation)
+    (target, ProbeResult::Seen(observation))
 }
 
 async fn get(
     client: &reqwest::Client,
+    keys: &HeaderMap,
     target: &ProbeTarget,
     path: &str,
 ) -> Result<reqwest::Response, reqwest::Error> {
     let url = format!("{}/{path}", target.url);
-    client.get(url).timeout(PROBE_DEADLINE).send().await
+    let request = client.get(url).headers(keys.clone());
+    request.timeout(PROBE_DEADLINE).send().await
 }
 
 /// The models that the engine lists, if it shows them.
-async fn models(client: &reqwest::Client, target: &ProbeTarget) -> Option<BTreeSet<String>> {
+async fn models(answer: reqwest::Result<reqwest::Response>) -> Option<BTreeSet<String>> {
     #[derive(Deserialize)]
     struct ListedModels {
         data: Vec<ListedModel>,
@@ -104,7 +130,7 @@ async fn models(client: &reqwest::Client, target: &ProbeTarget) -> Option<BTreeS
     struct ListedModel {
         id: String,
     }
-    let mut response = get(client, target, "v1/models").await.ok()?;
+    let mut response = answer.ok()?;
     let mut body = Vec::new();
     while let Some(chunk) = response.chunk().await.ok()? {
         body.extend_from_slice(&chunk);

@@ -23,6 +23,7 @@ use warmroute_proto::WorkerId;
 use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
 use super::{Fleet, FleetWorker};
 use crate::clock::civil_now;
+use crate::engine_keys::EngineKeys;
 use crate::metrics::Metrics;
 use crate::ready::Ready;
 use crate::settings::LiveSettings;
@@ -47,6 +48,7 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 pub(crate) struct RegistrationChecker {
     pub fleet: Arc<Fleet>,
     pub client: reqwest::Client,
+    pub keys: EngineKeys,
     pub tokenizers: Arc<Tokenizers>,
     pub settings: Arc<LiveSettings>,
     pub metrics: Arc<Metrics>,
@@ -235,6 +237,7 @@ impl RegistrationChecker {
             return;
         }
         let request = self.client.get(format!("{}/v1/models", worker.entry.url));
+        let request = request.headers(self.keys.headers(&worker.entry.worker));
         let listed = async {
             let response = request.timeout(ANSWER_DEADLINE).send().await.ok()?;
             let page = bounded_body(response, MODELS_BYTES_MAX).await?;
@@ -252,6 +255,7 @@ impl RegistrationChecker {
             .client
             .post(format!("{}{}", worker.entry.url, path.as_str()))
             .timeout(ANSWER_DEADLINE)
+            .headers(self.keys.headers(&worker.entry.worker))
             .header(header::CONTENT_TYPE, "application/json")
             .body(body);
         let answer = async {

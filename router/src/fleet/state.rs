@@ -29,6 +29,8 @@ pub(crate) struct FleetWorker {
     /// The registry has it.
     pub registered: bool,
     pub health: WorkerHealth,
+    /// Why TLS with it failed, until a probe passes.
+    pub tls_error: Option<String>,
     pub breaker: Breaker,
     pub checks: RegistrationChecks,
     /// Grows when the worker comes back or changes: older check results are void.
@@ -81,6 +83,7 @@ impl FleetState {
                 tracing::info!(%worker, url = entry.url, "worker changed");
                 if known.entry.url != entry.url {
                     known.health = WorkerHealth::default();
+                    known.tls_error = None;
                     known.breaker = Breaker::default();
                 }
                 known.entry = entry;
@@ -122,6 +125,7 @@ impl FleetState {
         };
         if observation == Observation::ProbePassed {
             known.last_answer = now;
+            known.tls_error = None;
         }
         match known.health.observe(observation) {
             HealthChange::Up => {
@@ -141,6 +145,23 @@ impl FleetState {
             HealthChange::None => return FleetChange::None,
         }
         FleetChange::Published
+    }
+
+    /// TLS failed at `url`. As certain as a refused connection.
+    pub(crate) fn tls_refused(
+        &mut self,
+        worker: &WorkerId,
+        url: &str,
+        why: &str,
+        now: Instant,
+    ) -> FleetChange {
+        if let Some(known) = self.at(worker, url)
+            && known.tls_error.as_deref() != Some(why)
+        {
+            tracing::warn!(%worker, url, why, "TLS with the engine failed");
+            known.tls_error = Some(why.to_owned());
+        }
+        self.observe(worker, url, Observation::ConnectRefused, now)
     }
 
     /// The result of a request that was sent to `url`.
@@ -302,6 +323,7 @@ impl FleetWorker {
             entry,
             registered: true,
             health: WorkerHealth::default(),
+            tls_error: None,
             breaker: Breaker::default(),
             checks: RegistrationChecks::default(),
             epoch: 0,

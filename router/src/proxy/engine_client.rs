@@ -1,4 +1,5 @@
-//! HTTP client for the engines: no redirects, decompression, proxies or total timeout.
+//! HTTP client for the engines: no redirects, decompression, proxies or total timeout. A worker's
+//! URL says whether TLS is spoken; `engines.ca` is asked at each handshake.
 //!
 //! An engine may close an idle connection while the next request is written to it. Such a request
 //! is sent once more, on a new connection, if a reused connection closed before the answer's head
@@ -17,7 +18,9 @@ use futures_util::future::BoxFuture;
 use reqwest::{Client, Request, Response};
 use tokio::time::{Instant, timeout};
 use tower::util::MapFutureLayer;
+use warmroute_process::tls::EngineTls;
 
+use crate::engine_keys::EngineKeys;
 use crate::metrics::{Metrics, RetryReason};
 use crate::settings::LiveSettings;
 
@@ -52,19 +55,17 @@ pub(crate) struct EngineClient {
     pooled: Client,
     /// Opens a connection for each request.
     unpooled: Client,
+    tls: EngineTls,
+    keys: EngineKeys,
     metrics: Arc<Metrics>,
 }
 
 impl EngineClient {
-    pub(crate) fn new(
-        settings: &Arc<LiveSettings>,
-        metrics: Arc<Metrics>,
-    ) -> reqwest::Result<Self> {
+    pub(crate) fn new(settings: &Arc<LiveSettings>, metrics: Arc<Metrics>) -> anyhow::Result<Self> {
+        let live = Arc::clone(settings);
+        let tls = EngineTls::new(move || live.current().engine_authorities())?;
         let client = |idle_connections_max| {
-            Client::builder()
-                .http1_only()
-                .no_proxy()
-                .redirect(reqwest::redirect::Policy::none())
+            tls.client()
                 .retry(reqwest::retry::never())
                 .referer(false)
                 .tcp_nodelay(true)
@@ -76,6 +77,8 @@ impl EngineClient {
         Ok(Self {
             pooled: client(usize::MAX)?,
             unpooled: client(0)?,
+            tls,
+            keys: EngineKeys::default(),
             metrics,
         })
     }
@@ -83,6 +86,15 @@ impl EngineClient {
     /// For requests whose failures are handled elsewhere.
     pub(crate) const fn plain(&self) -> &Client {
         &self.pooled
+    }
+
+    pub(crate) const fn tls(&self) -> &EngineTls {
+        &self.tls
+    }
+
+    /// The keys of workers that have one of their own.
+    pub(crate) const fn keys(&self) -> &EngineKeys {
+        &self.keys
     }
 
     /// Sends a request and waits for the head of the answer.

@@ -214,6 +214,8 @@ impl App {
         let rank = HeaderValue::from(decision.source.dp_rank.0);
         *built.headers_mut() = request.headers.clone();
         built.headers_mut().insert(headers::ENGINE_RANK, rank);
+        let worker = &decision.source.worker;
+        self.engines.keys().authorize(worker, built.headers_mut());
         if !request.body.is_empty() || request.method == Method::POST {
             *built.body_mut() = Some(request.body.clone().into());
         }

@@ -28,7 +28,7 @@ impl Served {
         Self {
             running: Running::start(config).await.unwrap(),
             settings: path,
-            client: Client::new(),
+            client: crate::testing::http_client(),
         }
     }
 

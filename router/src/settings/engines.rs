@@ -1,10 +1,11 @@
 //! `[engines]`: what engines get from this router besides requests, and what waits for them.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use axum::http::HeaderValue;
 use serde::Deserialize;
+use warmroute_process::tls::Authorities;
+use warmroute_shim::EngineKey;
 
 use super::file::{Seconds, Settings, SettingsError, read};
 
@@ -13,23 +14,29 @@ use super::file::{Seconds, Settings, SettingsError, read};
 #[serde(default, deny_unknown_fields)]
 pub(super) struct EngineSettings {
     authorization: AuthorizationRule,
+    ca: PathBuf,
     key_file: PathBuf,
     pub(super) queue_timeout_secs: Seconds,
     pub(super) max_queued_requests: usize,
     pub(super) max_queued_requests_per_model: usize,
+    /// The content of `ca`.
+    #[serde(skip)]
+    authorities: Authorities,
     /// The content of `key_file`.
     #[serde(skip)]
-    key: Option<EngineSecret>,
+    key: Option<EngineKey>,
 }
 
 impl Default for EngineSettings {
     fn default() -> Self {
         Self {
             authorization: AuthorizationRule::Auto,
+            ca: PathBuf::new(),
             key_file: PathBuf::new(),
             queue_timeout_secs: Seconds(30),
             max_queued_requests: 10_000,
             max_queued_requests_per_model: 10_000,
+            authorities: Authorities::default(),
             key: None,
         }
     }
@@ -43,16 +50,6 @@ enum AuthorizationRule {
     Pass,
     Strip,
     Replace,
-}
-
-/// `Authorization` for engines. Not shown by `Debug`.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct EngineSecret(HeaderValue);
-
-impl fmt::Debug for EngineSecret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("…")
-    }
 }
 
 /// The clients' `Authorization` and `x-api-key` on the way to engines.
@@ -70,8 +67,8 @@ impl Settings {
         let engines = &self.engines;
         match (engines.authorization, &engines.key) {
             (AuthorizationRule::Pass, _) => EngineAuthorization::Pass,
-            (AuthorizationRule::Replace, Some(EngineSecret(key))) => {
-                EngineAuthorization::Replace(key.clone())
+            (AuthorizationRule::Replace, Some(key)) => {
+                EngineAuthorization::Replace(key.header().clone())
             }
             // Where there are tenants, clients' keys are for this router.
             (AuthorizationRule::Auto, _) if self.tenants.is_empty() => EngineAuthorization::Pass,
@@ -82,9 +79,25 @@ impl Settings {
         }
     }
 
-    /// Reads `key_file`, whose path is relative to the settings file's directory.
-    pub(super) fn read_engine_key(&mut self, settings: &Path) -> Result<(), SettingsError> {
+    /// The key of engines that have none of their own.
+    pub(crate) const fn engine_key(&self) -> Option<&EngineKey> {
+        self.engines.key.as_ref()
+    }
+
+    /// The authorities of engines.
+    pub(crate) fn engine_authorities(&self) -> Authorities {
+        self.engines.authorities.clone()
+    }
+
+    /// Reads `ca` and `key_file`, whose paths are relative to the settings file's directory.
+    pub(super) fn read_engine_files(&mut self, settings: &Path) -> Result<(), SettingsError> {
+        let dir = settings.parent().unwrap_or_else(|| Path::new(""));
         let engines = &mut self.engines;
+        if !engines.ca.as_os_str().is_empty() {
+            let loaded = Authorities::load(&dir.join(&engines.ca));
+            engines.authorities =
+                loaded.map_err(|error| SettingsError::EngineCa(Box::new(error)))?;
+        }
         if engines.key_file.as_os_str().is_empty() {
             return match engines.authorization {
                 AuthorizationRule::Replace => Err(SettingsError::NoEngineKey),
@@ -93,18 +106,13 @@ impl Settings {
                 }
             };
         }
-        let dir = settings.parent().unwrap_or_else(|| Path::new(""));
         let path = dir.join(&engines.key_file);
         let text = read(&path).map_err(|error| SettingsError::EngineKey {
             path: path.clone(),
             error: Box::new(error),
         })?;
-        let key = text.lines().next().unwrap_or_default().trim();
-        let value = HeaderValue::from_str(&format!("Bearer {key}"));
-        let value = value.ok().filter(|_| !key.is_empty());
-        let mut value = value.ok_or(SettingsError::BadEngineKey(path))?;
-        value.set_sensitive(true);
-        engines.key = Some(EngineSecret(value));
+        let key = EngineKey::parse(text.lines().next().unwrap_or_default());
+        engines.key = Some(key.map_err(|_| SettingsError::BadEngineKey(path))?);
         Ok(())
     }
 }

@@ -11,15 +11,18 @@ use axum::http::HeaderValue;
 use serde::Deserialize;
 use warmroute_process::access::OperatorKey;
 use warmroute_process::server::HalfClosed;
+use warmroute_process::tls::TlsError;
+use warmroute_proto::WorkerId;
 
 use super::WorkerRule;
 use super::engines::EngineSettings;
 use super::keys::{AdminSettings, ExplainRule, without_keys};
 use super::models::ModelTable;
 use super::tenants::TenantRules;
+use super::tls::PortTls;
 use super::traces::TracingSettings;
 
-use crate::config::{WorkerSetError, WorkerSpec};
+use crate::config::{WorkerKeyError, WorkerSetError, WorkerSpec};
 
 /// A file of settings has a few hundred bytes, one of 1,024 workers some hundred KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -37,7 +40,7 @@ const CONNECT_TIMEOUT_MS_MAX: u64 = 60_000;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    admin: AdminSettings,
+    pub(super) admin: AdminSettings,
     access_log: PathBuf,
     pub(crate) cors_origins: BTreeSet<WebOrigin>,
     pub(crate) extra_routes: BTreeSet<RoutePath>,
@@ -52,6 +55,7 @@ pub struct Settings {
     models_dir: PathBuf,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
+    pub(super) tls: PortTls,
     tracing: TracingSettings,
     pub(crate) workers: Vec<WorkerSpec>,
     pub(super) workers_file: PathBuf,
@@ -78,6 +82,7 @@ impl Default for Settings {
             models_dir: PathBuf::new(),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
+            tls: PortTls::default(),
             tracing: TracingSettings::default(),
             workers: Vec::new(),
             workers_file: PathBuf::new(),
@@ -153,7 +158,10 @@ pub enum SettingsError {
     Workers(#[from] WorkerSetError),
     #[error("workers have no effect with --nats-url: each worker's shim registers it")]
     WorkersRegistered,
-    #[error("all tenants or all admin keys are gone: send SIGHUP to open the port")]
+    #[error(
+        "all tenants, all admin keys, or a port's TLS or client_ca are gone: send SIGHUP to open \
+         the port"
+    )]
     OpensPort,
     #[error("engines.authorization = \"replace\" needs key_file")]
     NoEngineKey,
@@ -161,6 +169,19 @@ pub enum SettingsError {
     EngineKey { path: PathBuf, error: Box<Self> },
     #[error("engines.key_file {0:?} has no key on its first line")]
     BadEngineKey(PathBuf),
+    #[error("engines.ca: {0}")]
+    EngineCa(Box<TlsError>),
+    #[error("{0}: certificate and key belong together, and client_ca needs both")]
+    HalfTls(&'static str),
+    #[error("{table}: {error}")]
+    Tls {
+        table: &'static str,
+        error: Box<TlsError>,
+    },
+    #[error("worker {0}: write its key into a file of its own, and name it by key_file")]
+    WorkerKey(WorkerId),
+    #[error(transparent)]
+    WorkerKeyFile(#[from] WorkerKeyError),
 }
 
 /// Why a value is refused. The parser adds the line.
@@ -187,7 +208,9 @@ impl Settings {
     pub(super) fn load(path: &Path, rule: &WorkerRule) -> Result<Self, SettingsError> {
         let mut settings = Self::parse(&read(path)?)?;
         settings.add_workers_file(path)?;
-        settings.read_engine_key(path)?;
+        settings.read_worker_keys(path)?;
+        settings.read_engine_files(path)?;
+        settings.read_certificates(path)?;
         rule.check(&settings.workers)?;
         Ok(settings)
     }
@@ -201,11 +224,13 @@ impl Settings {
         Arc::clone(&self.admin.keys)
     }
 
-    /// Whether a port that asks for keys under `before` asks for none under these.
+    /// Whether a port that asks for keys, TLS or client certificates under `before` does not do so
+    /// under these.
     pub(super) fn opens_a_port_of(&self, before: &Self) -> bool {
         let public = self.tenants.is_empty() && !before.tenants.is_empty();
         let admin = self.admin.keys.is_empty() && !before.admin.keys.is_empty();
-        public || admin
+        let tls = self.tls.opens(&before.tls) || self.admin.tls.opens(&before.admin.tls);
+        public || admin || tls
     }
 
     /// The file of the access log, `-` for standard output; `None`: no log.

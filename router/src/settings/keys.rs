@@ -11,6 +11,8 @@ use warmroute_process::access::keys::{
 };
 use warmroute_process::access::{OperatorKey, Role};
 
+use super::tls::PortTls;
+
 /// `[admin]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -18,6 +20,7 @@ pub(super) struct AdminSettings {
     #[serde(deserialize_with = "operator_keys")]
     pub keys: Arc<[OperatorKey]>,
     pub explain_headers: ExplainRule,
+    pub tls: PortTls,
 }
 
 /// The clients that get headers about routing decisions.
@@ -35,6 +38,7 @@ impl Default for AdminSettings {
         Self {
             keys: [].into(),
             explain_headers: ExplainRule::Off,
+            tls: PortTls::default(),
         }
     }
 }

@@ -111,9 +111,9 @@ fn the_documented_settings_are_the_real_ones() {
         let unknown = refused(&format!("{header}x = 1"));
         let own = keys.iter().filter(|(of, _)| of == table);
         let mut names: Vec<&str> = own.map(|(_, key)| *key).collect();
-        if table.is_empty() {
-            names.extend(tables.iter().filter_map(|table| table.strip_suffix('.')));
-        }
+        let inner = tables.iter().filter_map(|inner| inner.strip_prefix(table));
+        let inner = inner.filter_map(|inner| inner.strip_suffix('.'));
+        names.extend(inner.filter(|inner| !inner.contains('.')));
         for key in &names {
             assert!(unknown.contains(&format!("`{key}`")), "{key}: {unknown}");
         }

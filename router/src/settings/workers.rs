@@ -51,4 +51,17 @@ impl Settings {
         self.workers.extend(file.workers);
         Ok(())
     }
+
+    /// Reads the files of the workers' keys.
+    pub(super) fn read_worker_keys(&mut self, settings: &Path) -> Result<(), SettingsError> {
+        let dir = settings.parent().unwrap_or_else(|| Path::new(""));
+        for worker in &mut self.workers {
+            // An error that quotes the file would show the key.
+            if worker.key.is_some() {
+                return Err(SettingsError::WorkerKey(worker.id.clone()));
+            }
+            worker.read_key(dir)?;
+        }
+        Ok(())
+    }
 }

@@ -19,7 +19,7 @@ async fn end_requests(endpoint: &str) -> Arc<Metrics> {
     let text = format!("[tracing]\notlp_endpoint = \"{endpoint}\"\n");
     let settings = LiveSettings::new(Settings::parse(&text).unwrap());
     let metrics = Arc::new(Metrics::new().unwrap());
-    let client = reqwest::Client::builder().no_proxy().build().unwrap();
+    let client = crate::testing::http_client();
     let (tracer, exporter) = Tracer::new(settings, Arc::clone(&metrics), client);
     let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
     tasks.spawn(exporter.run(stop.clone()));

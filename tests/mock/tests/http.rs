@@ -13,10 +13,15 @@ use serde_json::{Value, json};
 use warmroute_chat::tokenize::parity::{self, ProbeVerdict};
 use warmroute_chat::tokenize::{CivilTime, Tokenizer};
 use warmroute_mock_engine::{Args, Mock};
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::{BlockSize, Seed, hash};
 
 /// Bound of every wait. A working engine never reaches it.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+fn client() -> reqwest::Client {
+    EngineTls::system().unwrap().client().build().unwrap()
+}
 
 struct Engine {
     process: Child,
@@ -41,7 +46,7 @@ impl Engine {
             process,
             url: format!("http://127.0.0.1:{}", ports["port"]),
             ports,
-            client: reqwest::Client::new(),
+            client: client(),
         }
     }
 
@@ -325,7 +330,7 @@ async fn check_parity(fixture: &str, refused_by_both: &[&str]) {
     let probes = parity::probes(&tokenizer, &args.model, CivilTime::from_unix(0));
     assert_eq!(probes.len(), 22);
     let mock = Mock::start(args).await.unwrap();
-    let client = reqwest::Client::new();
+    let client = client();
     for probe in probes {
         let request = client.post(format!("{}{}", mock.url(), probe.path.as_str()));
         let answer = request.body(probe.body).send().await.unwrap();
@@ -542,7 +547,7 @@ async fn an_engine_that_stops_ends_its_requests_and_frees_its_ports() {
     let mock = Mock::start(args.clone()).await.unwrap();
     let url = format!("{}/v1/completions", mock.url());
     let endless = json!({"prompt": "abc", "max_tokens": 10_000, "stream": true});
-    let client = reqwest::Client::new();
+    let client = client();
     let request = client.post(url).json(&endless);
     let mut response = request.send().await.unwrap();
     assert!(response.chunk().await.unwrap().is_some());

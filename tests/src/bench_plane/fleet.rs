@@ -15,6 +15,7 @@ use tokio::time::{Instant, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use warmroute_plane::{NatsPlane, Plane};
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::query::{IndexAnswer, IndexQuery};
 use warmroute_proto::roster::{HolderAnswer, HolderQuery, RosterNumber, RosterPageRequest};
@@ -354,7 +355,10 @@ pub(crate) async fn attacks(server: &NatsServer) -> anyhow::Result<Vec<Figure>> 
 }
 
 async fn attacker(attack: Attack, base: String) {
-    let http = reqwest::Client::new();
+    let http = EngineTls::system().map(|tls| tls.client().build());
+    let Ok(Ok(http)) = http else {
+        return;
+    };
     let body = format!(
         "{{\"token_ids\":[{}1],\"block_size\":16}}",
         "1,".repeat(8_000_000 - 32)

@@ -12,6 +12,7 @@ use futures_util::stream::{FuturesOrdered, StreamExt as _};
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 use warmroute_plane::{InitConfig, NatsPlane, Plane as _, RegistryEvent};
+use warmroute_process::tls::EngineTls;
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::snapshot::SnapshotPointer;
 use warmroute_proto::subject::Subjects;
@@ -207,7 +208,7 @@ impl Indexer {
         let mut indexer = Self {
             child,
             base: String::new(),
-            http: reqwest::Client::builder().no_proxy().build()?,
+            http: EngineTls::system()?.client().build()?,
         };
         let mut line = String::new();
         BufReader::new(said).read_line(&mut line)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::fleet::{Place, free_port, signal};
+use crate::fleet::{Place, client, free_port, signal};
 use crate::nats_server::child::Watchdog;
 
 /// Nothing but the page's own requests, and no state of another run.
@@ -61,7 +61,7 @@ impl Browser {
             "goog:loggingPrefs": { "browser": "ALL" },
             "goog:chromeOptions": { "args": arguments },
         } } });
-        let http = reqwest::Client::builder().no_proxy().build();
+        let http = client().build();
         let http = http.expect("a client");
         let sessions = format!("http://127.0.0.1:{port}/session");
         let deadline = Instant::now() + PATIENCE;

@@ -8,7 +8,7 @@ use serde_json::json;
 use tokio::time::timeout;
 
 use crate::fleet::traffic::{request, send, serve};
-use crate::fleet::{Engines, Flags, Fleet, Mode};
+use crate::fleet::{Engines, Flags, Fleet, Mode, client};
 
 const AT_ONCE: usize = 100;
 
@@ -85,11 +85,7 @@ async fn vanishing(fleet: &Fleet, rng: &mut Rng, vanish: Vanish) {
     body["max_tokens"] = json!(64);
     // An own connection that closes with its client.
     let asked = async {
-        let client = reqwest::Client::builder()
-            .no_proxy()
-            .pool_max_idle_per_host(0)
-            .build()
-            .unwrap();
+        let client = client().pool_max_idle_per_host(0).build().unwrap();
         client.post(fleet.url(path)).json(&body).send().await
     };
     let patience = Duration::from_millis(rng.u64(0..10));

@@ -47,4 +47,5 @@ mod plane;
 mod recording;
 mod scaling;
 mod separation;
+mod tls;
 mod workers;

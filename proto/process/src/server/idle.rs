@@ -14,9 +14,10 @@ use axum::body::Body;
 use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 use tokio_util::sync::CancellationToken;
+
+use super::stream::ClientStream;
 
 /// Idle connections in the order in which they became idle.
 #[derive(Default)]
@@ -166,7 +167,7 @@ impl HttpBody for InFlightBody {
 pub(super) struct ObservedStream {
     /// Bytes that were read already.
     pub begun: Bytes,
-    pub stream: TcpStream,
+    pub stream: ClientStream,
     pub activity: Arc<ConnectionActivity>,
     pub write_timeout: Option<Duration>,
     /// Runs while a write waits for the client.
@@ -175,11 +176,11 @@ pub(super) struct ObservedStream {
 
 impl ObservedStream {
     /// The outcome of a write: an error if it has waited too long.
-    fn timed(
+    fn timed<T>(
         &mut self,
         context: &mut Context<'_>,
-        written: Poll<io::Result<usize>>,
-    ) -> Poll<io::Result<usize>> {
+        written: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.write_deadline = None;
             return written;
@@ -235,7 +236,9 @@ impl AsyncWrite for ObservedStream {
 
     /// The HTTP server flushes only when its own buffer is empty.
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // TLS keeps bytes that the socket does not take.
         let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        let flushed = self.timed(context, flushed);
         if flushed.is_ready() {
             self.activity.flushed();
         }
@@ -243,6 +246,7 @@ impl AsyncWrite for ObservedStream {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        let shut_down = Pin::new(&mut self.stream).poll_shutdown(context);
+        self.timed(context, shut_down)
     }
 }

@@ -34,6 +34,7 @@ async fn serve_clients(
             http2: Http2::Offered,
             half_closed: Arc::new(move || half_closed),
             write_timeout: Some(Duration::from_millis(500)),
+            ..ClientRules::default()
         },
     };
     let tasks = TaskTracker::new();

@@ -4,7 +4,7 @@ use tokio::net::TcpListener;
 
 use super::super::tests::fleet_of;
 use super::*;
-use crate::testing::worker_entry as entry;
+use crate::testing::{http_client, worker_entry as entry};
 use crate::tokenize::Tokenizer;
 use crate::tokenizers::TokenizerTable;
 
@@ -16,7 +16,8 @@ fn check_blocks(given: Option<u32>, workers: &[u32], expected: &[&str]) {
     }
     let checker = RegistrationChecker {
         fleet: Arc::clone(&fleet),
-        client: reqwest::Client::new(),
+        client: http_client(),
+        keys: EngineKeys::default(),
         tokenizers: Arc::default(),
         settings: Arc::default(),
         metrics: Arc::new(Metrics::new().unwrap()),
@@ -49,7 +50,8 @@ async fn a_failed_check_is_counted_once_in_an_epoch() {
     let metrics = Arc::new(Metrics::new().unwrap());
     let checker = RegistrationChecker {
         fleet: Arc::clone(&fleet),
-        client: reqwest::Client::new(),
+        client: http_client(),
+        keys: EngineKeys::default(),
         tokenizers: Arc::default(),
         settings: Arc::default(),
         metrics: Arc::clone(&metrics),
@@ -144,7 +146,8 @@ async fn a_worker_whose_tokenize_answers_403_is_pending() {
         });
         let checker = RegistrationChecker {
             fleet: Arc::clone(&fleet),
-            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            client: http_client(),
+            keys: EngineKeys::default(),
             tokenizers: Arc::clone(&tokenizers),
             settings: Arc::default(),
             metrics: Arc::new(Metrics::new().unwrap()),

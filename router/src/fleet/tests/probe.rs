@@ -1,9 +1,9 @@
 use axum::Router;
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
 use axum::routing::get;
 use tokio_util::task::TaskTracker;
 
-use super::super::probe::probe;
+use super::super::probe::{ProbeResult, probe};
 use super::*;
 
 #[tokio::test]
@@ -24,7 +24,7 @@ async fn an_unregistered_worker_must_list_its_models() {
     let server = async move { axum::serve(listener, router).await.unwrap() };
     let tasks = TaskTracker::new();
     let server = tasks.spawn(server);
-    let client = reqwest::Client::builder().no_proxy().build().unwrap();
+    let client = crate::testing::http_client();
     for (engine, models, expected) in [
         ("same", vec!["m"], Observation::ProbePassed),
         ("other", vec!["m"], Observation::OtherEngine),
@@ -38,8 +38,8 @@ async fn an_unregistered_worker_must_list_its_models() {
             url: format!("{url}/{engine}"),
             must_list: models.into_iter().map(str::to_owned).collect(),
         };
-        let (_, observation) = probe(client.clone(), target).await;
-        assert_eq!(observation, expected, "{engine}");
+        let (_, result) = probe(client.clone(), HeaderMap::new(), target).await;
+        assert_eq!(result, ProbeResult::Seen(expected), "{engine}");
     }
     server.abort();
 }

@@ -720,12 +720,8 @@ impl World {
 
 /// The clients' HTTP client. Does not follow redirections.
 fn client() -> reqwest::Client {
-    reqwest::Client::builder()
-        .no_proxy()
-        .redirect(reqwest::redirect::Policy::none())
-        .timeout(PATIENCE)
-        .build()
-        .unwrap()
+    let tls = warmroute_process::tls::EngineTls::system().unwrap();
+    tls.client().timeout(PATIENCE).build().unwrap()
 }
 
 const fn limits() -> Limits {

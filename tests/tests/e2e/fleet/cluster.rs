@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-use super::{PATIENCE, free_port, free_ports};
+use super::{PATIENCE, client, free_port, free_ports};
 use crate::nats_server::NatsServer;
 
 pub(crate) const NODES: u16 = 3;
@@ -41,10 +41,7 @@ pub(super) async fn start() -> (NatsServer, Vec<NatsServer>) {
         servers.push(NatsServer::start_with(&arguments, &[]).await);
         pages.push(page);
     }
-    let http = reqwest::Client::builder()
-        .no_proxy()
-        .build()
-        .expect("a client");
+    let http = client().build().expect("a client");
     let deadline = Instant::now() + PATIENCE;
     while !is_formed(&http, &pages).await {
         assert!(Instant::now() < deadline, "the cluster has no leader");

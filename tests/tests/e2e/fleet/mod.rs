@@ -22,6 +22,7 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 use tokio::sync::SemaphorePermit;
 use tokio::time::{sleep, timeout};
+use warmroute_process::tls::EngineTls;
 
 pub(crate) use dump::BySource;
 pub(crate) use form::{Events, Form};
@@ -30,7 +31,7 @@ use nats::Distributed;
 pub(crate) use nats::NAMESPACE;
 pub(crate) use place::Place;
 pub(crate) use place::{free_port, free_ports};
-use process::Process;
+pub(crate) use process::Process;
 pub(crate) use process::signal;
 pub(crate) use proxy::{Proxy, Way};
 use version::Version;
@@ -42,6 +43,11 @@ const ENGINE: &str = env!("CARGO_BIN_EXE_warmroute-mock-engine-under-test");
 pub(crate) const ROUTER: &str = env!("CARGO_BIN_EXE_warmroute-router-under-test");
 const INDEXER: &str = env!("CARGO_BIN_EXE_warmroute-indexer-under-test");
 const SHIM: &str = env!("CARGO_BIN_EXE_warmroute-shim-under-test");
+
+/// A client without proxies that trusts the system's authorities.
+pub(crate) fn client() -> reqwest::ClientBuilder {
+    EngineTls::system().expect("TLS").client()
+}
 
 /// The plane of a fleet.
 #[derive(Clone, Copy, Debug)]
@@ -174,8 +180,7 @@ impl Fleet {
             routers: Vec::new(),
             distributed: None,
             engines,
-            http: reqwest::Client::builder()
-                .no_proxy()
+            http: client()
                 .connect_timeout(PATIENCE)
                 .read_timeout(PATIENCE)
                 .build()

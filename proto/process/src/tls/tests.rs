@@ -1,0 +1,261 @@
+//! Servers with TLS and clients of engines, over loopback.
+
+mod certificates;
+
+use std::fs;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+
+use axum::Router;
+use axum::routing::get;
+use prometheus::IntGauge;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::task::TaskTracker;
+use uuid::Uuid;
+
+use super::*;
+use crate::server::{ClientRules, ConnectionMetrics, Http2, Server, Shutdown};
+use certificates::{Authority, PemPair};
+
+/// A folder that ends with its test.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        let path = std::env::temp_dir().join(format!("wr-tls-{}", Uuid::new_v4()));
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn server(&self, pair: &PemPair, clients: Option<&Authority>) -> ServerTls {
+        let [certificate, key] = pair.write(&self.0, "server");
+        let client_ca = clients.map(|clients| clients.write(&self.0, "clients.crt"));
+        ServerTls::load(&ServerTlsFiles {
+            certificate,
+            key,
+            client_ca,
+        })
+        .unwrap()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+/// A port with TLS, whose certificate can be replaced.
+struct Port {
+    address: SocketAddr,
+    open: IntGauge,
+    tls: Arc<Mutex<ServerTls>>,
+    shutdown: Shutdown,
+}
+
+impl Port {
+    async fn start(tls: ServerTls, connections_max: usize) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (connections, shutdown) = (ConnectionMetrics::hidden().unwrap(), Shutdown::default());
+        let tls = Arc::new(Mutex::new(tls));
+        let current = Arc::clone(&tls);
+        let server = Server {
+            listener,
+            router: Router::new().route("/", get(|| async { "served" })),
+            connections_max,
+            connections: connections.clone(),
+            clients: ClientRules {
+                http2: Http2::Offered,
+                tls: Arc::new(move || Some(current.lock().unwrap().clone())),
+                ..ClientRules::default()
+            },
+        };
+        let tasks = TaskTracker::new();
+        tasks.spawn(server.run(shutdown.clone(), tasks.clone()));
+        Self {
+            address,
+            open: connections.open,
+            tls,
+            shutdown,
+        }
+    }
+
+    async fn ask(&self, client: &reqwest::Client) -> reqwest::Result<String> {
+        let url = format!("https://{}/", self.address);
+        client.get(url).send().await?.text().await
+    }
+
+    fn end(self) {
+        self.shutdown.force.cancel();
+        self.shutdown.stop.cancel();
+    }
+}
+
+/// Opens no connection twice.
+fn client(tls: &EngineTls) -> reqwest::Client {
+    tls.client().pool_max_idle_per_host(0).build().unwrap()
+}
+
+#[tokio::test]
+async fn a_certificate_is_replaced_for_later_connections() {
+    let (dir, old, new) = (Folder::new(), Authority::new(), Authority::new());
+    let trust = |authority: &Authority| {
+        let ca = authority.write(&dir.0, "ca.crt");
+        client(&EngineTls::of_file(Some(&ca)).unwrap())
+    };
+    let (by_old, by_new) = (trust(&old), trust(&new));
+    let port = Port::start(dir.server(&old.issue(), None), 8).await;
+    assert_eq!(port.ask(&by_old).await.unwrap(), "served");
+    let refused = port.ask(&by_new).await.unwrap_err();
+    assert!(refused.is_connect());
+    let why = failure_of(&refused).unwrap();
+    assert!(why.contains("UnknownIssuer"), "{why}");
+    *port.tls.lock().unwrap() = dir.server(&new.issue(), None);
+    assert_eq!(port.ask(&by_new).await.unwrap(), "served");
+    assert!(port.ask(&by_old).await.is_err());
+    port.end();
+}
+
+#[tokio::test]
+async fn authorities_of_engines_are_asked_at_each_handshake() {
+    let (dir, own, other) = (Folder::new(), Authority::new(), Authority::new());
+    let load =
+        |authority: &Authority| Authorities::load(&authority.write(&dir.0, "ca.crt")).unwrap();
+    let (own_ca, other_ca) = (load(&own), load(&other));
+    assert_ne!(own_ca, other_ca);
+    let trusted = Arc::new(Mutex::new(Authorities::System));
+    let in_force = Arc::clone(&trusted);
+    let client = client(&EngineTls::new(move || in_force.lock().unwrap().clone()).unwrap());
+    let port = Port::start(dir.server(&own.issue(), None), 8).await;
+    for (authorities, is_served) in [
+        (Authorities::System, false),
+        (own_ca.clone(), true),
+        (other_ca, false),
+        (own_ca, true),
+    ] {
+        *trusted.lock().unwrap() = authorities;
+        assert_eq!(port.ask(&client).await.is_ok(), is_served);
+    }
+    port.end();
+}
+
+#[tokio::test]
+async fn a_client_needs_a_certificate_of_its_authority() {
+    let (dir, servers, clients) = (Folder::new(), Authority::new(), Authority::new());
+    let port = Port::start(dir.server(&servers.issue(), Some(&clients)), 8).await;
+    let ca = servers.write(&dir.0, "ca.crt");
+    let roots = roots(&ca, &read(&ca).unwrap()).unwrap();
+    let ask = async |pair: Option<PemPair>| {
+        let config = rustls::ClientConfig::builder_with_provider(crypto())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots.clone());
+        let config = match pair {
+            Some(pair) => {
+                let [certificate, key] = pair.write(&dir.0, "client");
+                let chain = certificates(&certificate, &read(&certificate).unwrap()).unwrap();
+                let key = private_key(&key, &read(&key).unwrap()).unwrap();
+                config.with_client_auth_cert(chain, key).unwrap()
+            }
+            None => config.with_no_client_auth(),
+        };
+        let client = reqwest::Client::builder().tls_backend_preconfigured(config);
+        port.ask(&client.build().unwrap()).await.ok()
+    };
+    assert_eq!(ask(Some(clients.issue())).await.as_deref(), Some("served"));
+    assert_eq!(ask(Some(servers.issue())).await, None);
+    assert_eq!(ask(None).await, None);
+    port.end();
+}
+
+/// A client that begins a handshake and does not go on.
+async fn silent(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(&[0x16, 3, 1]).await.unwrap();
+    stream
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handshake_without_end_is_closed_after_its_time() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let mut stream = silent(port.address).await;
+    // Time passes while nothing else happens.
+    assert_eq!(stream.read(&mut [0; 16]).await.unwrap_or(0), 0);
+    while port.open.get() > 0 {
+        tokio::task::yield_now().await;
+    }
+    port.end();
+}
+
+#[tokio::test]
+async fn handshakes_without_end_keep_no_client_out() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let ca = authority.write(&dir.0, "ca.crt");
+    let client = client(&EngineTls::of_file(Some(&ca)).unwrap());
+    let port = Port::start(dir.server(&authority.issue(), None), 4).await;
+    let mut flood = Vec::new();
+    for _ in 0..32 {
+        flood.push(silent(port.address).await);
+        assert!(port.open.get() <= 5);
+    }
+    for _ in 0..8 {
+        assert_eq!(port.ask(&client).await.unwrap(), "served");
+    }
+    port.end();
+}
+
+#[tokio::test]
+async fn a_client_without_tls_gets_no_answer() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let port = Port::start(dir.server(&authority.issue(), None), 8).await;
+    let mut stream = TcpStream::connect(port.address).await.unwrap();
+    let request = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n";
+    stream.write_all(request).await.unwrap();
+    let mut answer = Vec::new();
+    drop(stream.read_to_end(&mut answer).await);
+    assert!(!answer.starts_with(b"HTTP"), "{answer:?}");
+    port.end();
+}
+
+#[test]
+fn a_bad_pair_is_refused_with_its_reason() {
+    let (dir, authority) = (Folder::new(), Authority::new());
+    let pair = authority.issue();
+    let load = |certificate: &str, key: &str| {
+        let mixed = PemPair {
+            certificate: certificate.to_owned(),
+            key: key.to_owned(),
+        };
+        let [certificate, key] = mixed.write(&dir.0, "pair");
+        let loaded = ServerTls::load(&ServerTlsFiles {
+            certificate,
+            key,
+            client_ca: None,
+        });
+        loaded.map_err(|error| error.to_string())
+    };
+    let loaded = load(&pair.certificate, &pair.key).unwrap();
+    assert!(loaded.expires_unix_s().is_some());
+    assert!(!format!("{loaded:?}").contains("BEGIN"));
+    assert_eq!(load(&pair.certificate, &pair.key).unwrap(), loaded);
+    let other = authority.issue();
+    assert_ne!(load(&other.certificate, &other.key).unwrap(), loaded);
+    for (certificate, key, why) in [
+        (&*pair.certificate, &*other.key, "do not belong together"),
+        (&pair.certificate[..80], &*pair.key, "no certificate in PEM"),
+        (&*pair.certificate, "", "no private key in PEM"),
+    ] {
+        let refused = load(certificate, key).unwrap_err();
+        assert!(refused.contains(why), "{refused}");
+    }
+    let missing = ServerTlsFiles {
+        certificate: dir.0.join("none"),
+        key: dir.0.join("none"),
+        client_ca: None,
+    };
+    let refused = ServerTls::load(&missing).unwrap_err().to_string();
+    assert!(refused.contains("none"), "{refused}");
+}
