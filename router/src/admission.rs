@@ -151,7 +151,8 @@ impl Admission {
 
     /// Whether a new request of this model must queue.
     pub(crate) fn is_engaged(&self, model: &str) -> bool {
-        self.was_used.load(Ordering::Relaxed) && self.room().is_engaged(model)
+        let free = |most| self.core.core().room(model, most);
+        self.was_used.load(Ordering::Relaxed) && self.room().is_engaged(model, free)
     }
 
     /// Puts a request into its queue.

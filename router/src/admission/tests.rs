@@ -139,6 +139,22 @@ async fn a_wait_ends_with_its_time() {
     drop(slot);
 }
 
+/// They find out that there is no worker, and do not wait for a place in vain.
+#[tokio::test(start_paused = true)]
+async fn requests_of_a_model_without_workers_leave() {
+    let door = Door::new(1);
+    let _slot = door.admit();
+    let mut tickets: Vec<_> = (0..3).map(|_| door.join()).collect();
+    settle().await;
+    assert_eq!(door.admission.size().requests, 3);
+    let core = Arc::clone(&door.core);
+    core.core().set_health(&"w".into(), Health::Unhealthy);
+    for ticket in &mut tickets {
+        ticket.granted().await.unwrap();
+    }
+    assert!(door.admit().is_none());
+}
+
 #[tokio::test(start_paused = true)]
 async fn ten_thousand_requests_wait_and_leave() {
     let door = Door::new(1);

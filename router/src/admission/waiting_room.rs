@@ -100,16 +100,19 @@ impl<T> Default for ModelQueue<T> {
 }
 
 impl<T> ModelQueue<T> {
-    fn is_engaged(&self) -> bool {
+    fn is_in_use(&self) -> bool {
         self.grants > 0 || !self.queue.is_empty()
     }
 }
 
 impl<T> WaitingRoom<T> {
-    /// Whether a new request of this model must queue.
-    pub(crate) fn is_engaged(&self, model: &str) -> bool {
-        let queue = self.models.get(model);
-        queue.is_some_and(ModelQueue::is_engaged)
+    /// Whether a new request of this model must queue: others wait, or all places are given.
+    /// `room`: the model's free places, up to a number.
+    pub(crate) fn is_engaged(&self, model: &str, room: impl FnOnce(u32) -> u32) -> bool {
+        self.models.get(model).is_some_and(|queue| {
+            let are_given = |grants: u32| grants > 0 && room(grants.saturating_add(1)) <= grants;
+            !queue.queue.is_empty() || are_given(queue.grants)
+        })
     }
 
     /// Adds a request, at a bound in another one's place.
@@ -121,7 +124,7 @@ impl<T> WaitingRoom<T> {
     ) -> Result<JoinedQueue<T>, QueueAtBound> {
         let now = request.since;
         self.models
-            .retain(|_, queue| queue.is_engaged() || queue.rate.per_sec(now).is_some());
+            .retain(|_, queue| queue.is_in_use() || queue.rate.per_sec(now).is_some());
         let displaced = self.make_room(line, request.bytes, bounds)?;
         self.tickets += 1;
         let spot = QueueSpot {

@@ -303,7 +303,7 @@ impl WorkerSupervisor {
         let Some(life) = self.lives.remove(worker) else {
             return;
         };
-        self.parts.engines.keys().set(worker, None);
+        self.parts.engines.keys().set(worker, &life.spec.url, None);
         tracing::info!(%worker, "worker removed");
         for removal in life.removals {
             drop(removal.send(Ok(())));
@@ -313,7 +313,10 @@ impl WorkerSupervisor {
     fn begin(&mut self, spec: WorkerSpec) -> anyhow::Result<()> {
         let service = self.service(&spec)?;
         let worker = spec.id.clone();
-        self.parts.engines.keys().set(&worker, spec.key.clone());
+        self.parts
+            .engines
+            .keys()
+            .set(&worker, &spec.url, spec.key.clone());
         self.parts.fleet.admit(&worker);
         self.shims.lock().insert(worker.clone(), service.handle());
         let leave = CancellationToken::new();

@@ -74,7 +74,7 @@ impl HealthProber {
             let targets = self.fleet.state().probe_targets();
             for target in targets {
                 if open.insert(target.clone()) {
-                    let keys = self.keys.headers(&target.worker);
+                    let keys = self.keys.headers(&target.worker, &target.url);
                     answers.push(probe(self.client.clone(), keys, target));
                 }
             }

@@ -42,6 +42,9 @@ const RETRY_MAX: Duration = Duration::from_secs(60);
 /// Any server may stand at a reused address.
 const MODELS_BYTES_MAX: usize = 1 << 20;
 
+/// An answer to a probe has some hundred token ids.
+const PROBE_BYTES_MAX: usize = 1 << 20;
+
 /// A busy engine answers late.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -236,8 +239,9 @@ impl RegistrationChecker {
         if self.settings.current().models_dir().is_none() {
             return;
         }
-        let request = self.client.get(format!("{}/v1/models", worker.entry.url));
-        let request = request.headers(self.keys.headers(&worker.entry.worker));
+        let url = &worker.entry.url;
+        let request = self.client.get(format!("{url}/v1/models"));
+        let request = request.headers(self.keys.headers(&worker.entry.worker, url));
         let listed = async {
             let response = request.timeout(ANSWER_DEADLINE).send().await.ok()?;
             let page = bounded_body(response, MODELS_BYTES_MAX).await?;
@@ -251,25 +255,27 @@ impl RegistrationChecker {
     }
 
     async fn ask(&self, worker: &FleetWorker, path: ProbePath, body: Vec<u8>) -> TokenizeAnswer {
+        let url = &worker.entry.url;
         let request = self
             .client
-            .post(format!("{}{}", worker.entry.url, path.as_str()))
+            .post(format!("{url}{}", path.as_str()))
             .timeout(ANSWER_DEADLINE)
-            .headers(self.keys.headers(&worker.entry.worker))
+            .headers(self.keys.headers(&worker.entry.worker, url))
             .header(header::CONTENT_TYPE, "application/json")
             .body(body);
         let answer = async {
-            let response = request.send().await?;
-            Ok::<_, reqwest::Error>((response.status(), response.bytes().await?))
+            let response = request.send().await.ok()?;
+            let status = response.status();
+            Some((status, bounded_body(response, PROBE_BYTES_MAX).await?))
         };
         match answer.await {
-            Ok((
+            Some((
                 StatusCode::NOT_FOUND
                 | StatusCode::METHOD_NOT_ALLOWED
                 | StatusCode::NOT_IMPLEMENTED,
                 _,
             )) => TokenizeAnswer::NoRoute,
-            Ok((status, body)) => match parity::read_answer(status.as_u16(), &body) {
+            Some((status, body)) => match parity::read_answer(status.as_u16(), &body) {
                 parity::ProbeAnswer::Unusable => {
                     let worker = &worker.entry.worker;
                     let path = path.as_str();
@@ -280,7 +286,7 @@ impl RegistrationChecker {
                     TokenizeAnswer::Tokens(answer)
                 }
             },
-            Err(_) => TokenizeAnswer::Unavailable,
+            None => TokenizeAnswer::Unavailable,
         }
     }
 }

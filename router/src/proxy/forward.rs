@@ -19,6 +19,7 @@ use super::call::Call;
 use super::headers;
 use super::queueing::{QueueHints, QueuePass};
 use super::waiting::WorkerWait;
+use crate::admission::ShedReason;
 use crate::error::ProxyError;
 use crate::fleet::health::Observation;
 use crate::fleet::{Fleet, RequestResult};
@@ -83,6 +84,10 @@ impl App {
     ) -> Result<EngineAnswer, ProxyError> {
         let mut pass = QueuePass::new(routing);
         loop {
+            if pass.overtakes(self, routing) {
+                let shed = self.admission.shed(ShedReason::NotQueued, &routing.model);
+                return Err(shed.into());
+            }
             if pass.is_due(self, routing) {
                 self.wait_in_queue(call, request, routing, &mut pass, wait)
                     .await?;
@@ -214,8 +219,8 @@ impl App {
         let rank = HeaderValue::from(decision.source.dp_rank.0);
         *built.headers_mut() = request.headers.clone();
         built.headers_mut().insert(headers::ENGINE_RANK, rank);
-        let worker = &decision.source.worker;
-        self.engines.keys().authorize(worker, built.headers_mut());
+        let (worker, keys) = (&decision.source.worker, self.engines.keys());
+        keys.authorize(worker, &decision.url, built.headers_mut());
         if !request.body.is_empty() || request.method == Method::POST {
             *built.body_mut() = Some(request.body.clone().into());
         }

@@ -84,6 +84,11 @@ impl QueuePass {
         matches!(self, Self::Before) && app.admission.is_engaged(&routing.model)
     }
 
+    /// Whether the request would take a place for which others wait, and may not wait with them.
+    pub(super) fn overtakes(&self, app: &App, routing: &Routing) -> bool {
+        matches!(self, Self::Behind) && app.admission.is_engaged(&routing.model)
+    }
+
     /// Whether a request that found all workers full waits for its turn.
     pub(super) const fn may_wait(&self) -> bool {
         !matches!(self, Self::Behind)

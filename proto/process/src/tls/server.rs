@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use ring::digest;
 use rustls::ServerConfig;
-use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -83,6 +83,11 @@ impl ServerTls {
             error,
         })?;
         config.alpn_protocols = vec![HTTP1.to_vec()];
+        if files.client_ca.is_some() {
+            // A resumed session is not asked for its certificate, which may have expired since.
+            config.session_storage = Arc::new(NoServerSessionStorage {});
+            config.send_tls13_tickets = 0;
+        }
         let mut digest = [0; 32];
         digest.copy_from_slice(content.finish().as_ref());
         Ok(Self {

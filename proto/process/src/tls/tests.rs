@@ -9,8 +9,10 @@ use std::sync::{Arc, Mutex};
 use axum::Router;
 use axum::routing::get;
 use prometheus::IntGauge;
+use rustls::HandshakeKind;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsConnector;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
@@ -168,6 +170,41 @@ async fn a_client_needs_a_certificate_of_its_authority() {
     assert_eq!(ask(Some(servers.issue())).await, None);
     assert_eq!(ask(None).await, None);
     port.end();
+}
+
+/// A resumed session would not be asked for its certificate again.
+#[tokio::test]
+async fn a_client_is_asked_for_its_certificate_at_each_connection() {
+    let (dir, servers, clients) = (Folder::new(), Authority::new(), Authority::new());
+    let ca = servers.write(&dir.0, "ca.crt");
+    let [certificate, key] = clients.issue().write(&dir.0, "client");
+    let chain = certificates(&certificate, &read(&certificate).unwrap()).unwrap();
+    let key = private_key(&key, &read(&key).unwrap()).unwrap();
+    let config = rustls::ClientConfig::builder_with_provider(crypto())
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots(&ca, &read(&ca).unwrap()).unwrap())
+        .with_client_auth_cert(chain, key)
+        .unwrap();
+    let connector = TlsConnector::from(Arc::new(config));
+    for (required, second) in [
+        (None, HandshakeKind::Resumed),
+        (Some(&clients), HandshakeKind::Full),
+    ] {
+        let port = Port::start(dir.server(&servers.issue(), required), 8).await;
+        for expected in [HandshakeKind::Full, second] {
+            let stream = TcpStream::connect(port.address).await.unwrap();
+            let name = port.address.ip().into();
+            let mut stream = connector.connect(name, stream).await.unwrap();
+            let request = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
+            stream.write_all(request).await.unwrap();
+            let mut answer = Vec::new();
+            drop(stream.read_to_end(&mut answer).await);
+            assert!(answer.ends_with(b"served"));
+            assert_eq!(stream.get_ref().1.handshake_kind(), Some(expected));
+        }
+        port.end();
+    }
 }
 
 /// A client that begins a handshake and does not go on.

@@ -31,13 +31,14 @@ impl Core {
         &self.traffic.totals
     }
 
-    /// Further requests that the model's sources take before all are full, `most` at the most.
+    /// Further requests that the model's sources take before all are full, `most` at the most. A
+    /// model without sources has room: a request that is admitted there is refused with the reason,
+    /// and does not wait for a place in vain.
     #[must_use]
     pub fn room(&self, model: &str, most: u32) -> u32 {
-        let Ok(candidates) = self.fleet.candidates(model) else {
-            return 0;
-        };
-        let Some(active_max) = self.knobs.active_max else {
+        let (Ok(candidates), Some(active_max)) =
+            (self.fleet.candidates(model), self.knobs.active_max)
+        else {
             return most;
         };
         let mut room = 0;

@@ -106,7 +106,8 @@ fn a_place_is_given_once() {
     assert_eq!(room.room.wanting(), [("m".to_owned(), 3)]);
     let (spot, request) = room.room.grant("m", 1).unwrap();
     assert!(room.room.grant("m", 1).is_none());
-    assert!(room.room.is_engaged("m"));
+    assert!(room.room.is_engaged("m", |_| 1));
+    assert!(room.room.is_engaged("m", |_| 9), "others wait");
     // Another router took the place.
     room.room.give_back("m", &spot, request);
     assert_eq!(room.room.size().requests, 3);
@@ -117,9 +118,10 @@ fn a_place_is_given_once() {
     assert!(room.room.grant("m", 2).is_some() && room.room.grant("m", 2).is_some());
     assert_eq!(room.room.size(), QueueSize::default());
     room.room.settle("m", GrantEnd::Unused, room.now);
-    assert!(room.room.is_engaged("m"));
+    assert!(room.room.is_engaged("m", |_| 1));
+    assert!(!room.room.is_engaged("m", |_| 2), "a place is free");
     room.room.settle("m", GrantEnd::Unused, room.now);
-    assert!(!room.room.is_engaged("m"));
+    assert!(!room.room.is_engaged("m", |_| 1));
 }
 
 /// Whatever comes, at most the bound waits, and nothing of it is left when it is gone.

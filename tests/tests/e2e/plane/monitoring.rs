@@ -162,6 +162,7 @@ fn declarations() -> String {
     let root = deploy("..");
     let files = [
         "router/src/metrics.rs",
+        "router/src/settings/tls.rs",
         "indexer/src/metrics.rs",
         "publisher-shim/src/metrics.rs",
         "proto/process/src/nats.rs",
