@@ -20,7 +20,7 @@ fi
 need_cargo_deny
 need_nats_server
 need_kustomize
-need_python_packages kubernetes-validate==1.37.0
+need_python_packages kubernetes-validate==1.37.0 -r tests/conformance/requirements.txt
 
 step "formatting"
 cargo fmt --all -- --check

@@ -34,7 +34,7 @@ need_cargo_deny() {
   cargo install --quiet --locked --debug cargo-deny --version "$version"
 }
 
-# need_python_packages PACKAGE==VERSION…: installs them into .venv.
+# need_python_packages PACKAGE==VERSION…: installs them into .venv. Takes pip's -r FILE too.
 need_python_packages() {
   need_command python3 python3
   python3 -c 'import ensurepip, venv' 2>/dev/null || install_package python3-venv

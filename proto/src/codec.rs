@@ -25,6 +25,7 @@ use crate::registry::{
 };
 use crate::roster::{HolderAnswer, HolderQuery, RosterPage, RosterPageRequest};
 use crate::snapshot::{SnapshotHead, SnapshotPointer};
+use crate::tenant_use::TenantReport;
 use crate::view::{ViewPage, ViewPageRequest};
 use crate::{Heartbeat, Record};
 
@@ -132,6 +133,7 @@ kinds! {
     RosterPage = 26,
     HolderQuery = 27,
     HoldQuery = 29,
+    TenantReport = 32,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -21,6 +21,7 @@ pub mod roster;
 mod sequence;
 pub mod snapshot;
 pub mod subject;
+pub mod tenant_use;
 pub mod view;
 
 pub use digest::Digest;

@@ -84,6 +84,34 @@ pub enum UnknownReason {
     ShimGone = 2,
 }
 
+impl UnknownReason {
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::NoProof => "no_proof",
+            Self::Memory => "memory",
+            Self::ShimGone => "shim_gone",
+        }
+    }
+}
+
+/// Whether a source's shim has seen no event of its engine and has no connection to its events: the
+/// one cause of `unknown` without a reason, since earlier versions read no further one.
+#[must_use]
+pub const fn is_without_events(state: SourceState, reason: Option<UnknownReason>) -> bool {
+    matches!((state, reason), (SourceState::Unknown, None))
+}
+
+/// Why a source is unknown, in a word.
+#[must_use]
+pub fn unknown_label(state: SourceState, reason: Option<UnknownReason>) -> Option<&'static str> {
+    let label = reason.map(UnknownReason::label);
+    label.or_else(|| is_without_events(state, reason).then_some(NO_EVENTS))
+}
+
+/// The word for a source without events.
+pub const NO_EVENTS: &str = "no_events";
+
 /// An indexer's answer to a [`IndexQuery`].
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 pub enum IndexAnswer {

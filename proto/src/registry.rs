@@ -34,6 +34,25 @@ pub struct WorkerEntry {
     pub version: String,
 }
 
+impl WorkerEntry {
+    /// An engine of one rank of which nothing else is known.
+    #[must_use]
+    pub fn new(worker: impl Into<WorkerId>, url: impl Into<String>) -> Self {
+        Self {
+            worker: worker.into(),
+            url: url.into(),
+            models: Vec::new(),
+            loras: Vec::new(),
+            ranks: 1,
+            block_size: None,
+            blocks_per_rank: None,
+            max_model_len: None,
+            main_attention_only: false,
+            version: String::new(),
+        }
+    }
+}
+
 /// A LoRA adapter as a model of its own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, Decode)]
 pub struct Lora {

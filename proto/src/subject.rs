@@ -138,6 +138,13 @@ impl Subjects {
         format!("{}.load.{router}", self.prefix)
     }
 
+    /// Broadcast: the routers' use by tenants. Beside the load messages, where routers may send, and
+    /// apart from them, so that routers of earlier versions do not read it.
+    #[must_use]
+    pub fn tenant_reports(&self) -> String {
+        self.with("load", "tenants")
+    }
+
     /// Registry: the entry of one router, under its own lease.
     #[must_use]
     pub fn router_key(&self, router: RouterId) -> String {

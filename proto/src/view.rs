@@ -7,7 +7,7 @@
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
-use crate::query::{SourceState, UnknownReason};
+use crate::query::{NO_EVENTS, SourceState, UnknownReason, is_without_events};
 use crate::{
     Digest, DpRank, EngineHealth, EngineSeq, Generation, LogPosition, RecordNumber, Source,
     StreamIdentity, Tiers, WorkerId,
@@ -84,6 +84,23 @@ pub enum SourceFault {
     Unseen = 5,
 }
 
+impl SourceView {
+    /// The state of its GPU tier, or `no_events`.
+    #[must_use]
+    pub const fn label(&self) -> &'static str {
+        if self.is_without_events() {
+            NO_EVENTS
+        } else {
+            self.states.gpu.label()
+        }
+    }
+
+    #[must_use]
+    pub const fn is_without_events(&self) -> bool {
+        is_without_events(self.states.gpu, self.reason)
+    }
+}
+
 impl SourceFault {
     #[must_use]
     pub const fn label(self) -> &'static str {
@@ -113,7 +130,7 @@ pub struct SourceDigest {
     /// The state of the GPU tier.
     pub state: SourceState,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reason: Option<UnknownReason>,
+    pub reason: Option<&'static str>,
     pub generation: Option<Generation>,
     pub number: Option<RecordNumber>,
     pub engine_seq: Option<EngineSeq>,

@@ -38,6 +38,7 @@ use warmroute_proto::roster::{
 use warmroute_proto::snapshot::{
     RecordMark, SnapshotHead, SnapshotHolding, SnapshotPointer, SnapshotRef, SnapshotSource,
 };
+use warmroute_proto::tenant_use::{TenantReport, TenantUse, UnitUse};
 use warmroute_proto::view::{SourceFault, SourceView, ViewPage, ViewPageRequest};
 use warmroute_proto::{
     BlockSize, Change, Digest, DpRank, EngineHealth, EngineSeq, Generation, Heartbeat, LocalHash,
@@ -255,6 +256,28 @@ fn golden_samples_of_replicas() {
         },
     );
     golden("load_heartbeat", &load_heartbeat());
+    let requests = UnitUse {
+        before: 1,
+        used: 2,
+        demand: 3,
+        claim: -4,
+    };
+    let tenant = TenantUse {
+        tenant: TenantUse::id("search"),
+        requests,
+        tokens: UnitUse::default(),
+        open: 5,
+        open_claim: 6,
+        second_claim: 7,
+    };
+    golden(
+        "tenant_report",
+        &TenantReport {
+            router: RouterId(*b"0123456789abcdef"),
+            number: 8,
+            tenants: vec![tenant],
+        },
+    );
     golden(
         "load_ask_numbers",
         &load_requests(LoadRequestKind::Numbers {
@@ -657,7 +680,7 @@ fn a_worker_of_impossibly_many_ranks_is_no_message() {
 fn every_kind_has_a_golden_sample_of_every_version() {
     let last_of = |version| match version {
         1 => DrainEntry::KIND,
-        _ => RouterFacts::KIND,
+        _ => TenantReport::KIND,
     };
     let samples = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata");
     let mut kinds = BTreeMap::<u8, BTreeSet<u8>>::new();

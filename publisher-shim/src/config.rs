@@ -5,7 +5,7 @@ use std::sync::Arc;
 use warmroute_process::tls::EngineTls;
 use warmroute_proto::{BlockSize, DpRank, Namespace, WorkerId};
 
-use crate::engine::EngineKey;
+use crate::engine::EngineKeySource;
 use crate::mirror::Assumptions;
 use crate::state_dir::CheckpointStore;
 
@@ -19,7 +19,7 @@ pub struct ShimConfig {
     /// The engine's HTTP address as seen by routers.
     pub advertise_url: String,
     /// Sent with every request to the engine.
-    pub engine_key: Option<EngineKey>,
+    pub engine_key: EngineKeySource,
     /// TLS of an `https://` URL. `None`: with the system's authorities.
     pub engine_tls: Option<EngineTls>,
     /// The live endpoint of rank 0; rank r is r ports higher. `None`: the engine reports it.
@@ -55,7 +55,7 @@ impl ShimConfig {
             worker,
             advertise_url: worker_url.clone(),
             worker_url,
-            engine_key: None,
+            engine_key: EngineKeySource::default(),
             engine_tls: None,
             kv_endpoint: None,
             kv_replay_endpoint: None,

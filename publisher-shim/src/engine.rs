@@ -17,7 +17,7 @@ use warmroute_proto::{BlockSize, DpRank, EngineHealth, EngineSeq};
 use crate::config::Endpoints;
 use crate::source::{FlushResult, ReplayId};
 use http::EngineHttp;
-pub use http::{EngineKey, EngineKeyError};
+pub use http::{EngineKey, EngineKeyError, EngineKeySource};
 pub use zmq_feed::ZmqFeed;
 
 /// Messages of one socket in one read. Other sockets and tasks run in between.
@@ -143,7 +143,7 @@ pub struct VllmEngine {
 }
 
 impl VllmEngine {
-    pub fn new(url: &str, key: Option<&EngineKey>, tls: &EngineTls) -> reqwest::Result<Self> {
+    pub fn new(url: &str, key: EngineKeySource, tls: &EngineTls) -> reqwest::Result<Self> {
         Ok(Self {
             http: EngineHttp::new(url, key, tls)?,
             zmq: zmq::Context::new(),

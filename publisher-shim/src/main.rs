@@ -34,7 +34,7 @@ async fn run(mut config: Config) -> anyhow::Result<()> {
     if let Some(file) = &config.engine_key_file {
         let key = EngineKey::read(file);
         let key = key.with_context(|| format!("--engine-key-file {}", file.display()))?;
-        config.shim.engine_key = Some(key);
+        config.shim.engine_key = key.into();
     }
     let tls = EngineTls::of_file(config.engine_ca.as_deref()).context("--engine-ca")?;
     config.shim.engine_tls = Some(tls);

@@ -5,7 +5,9 @@
 //! freed, and each waiting request holds an [`AdmissionTicket`]. A ticket that is dropped (the
 //! client is gone) leaves the queue, or returns its grant, so that the next request gets the place.
 
+mod displacement;
 mod fair_queue;
+mod free_places;
 mod leave_rate;
 mod waiting_room;
 
@@ -15,11 +17,13 @@ use std::time::Duration;
 
 use prometheus::IntCounterVec;
 use tokio::sync::{oneshot, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 pub(crate) use fair_queue::QueueSize;
 use fair_queue::{QueueSpot, QueuedRequest};
+use free_places::FreePlaces;
+use leave_rate::RETRY_AFTER_MIN;
 use waiting_room::{GrantEnd, JoinedQueue, QueueBounds, WaitingRoom};
 pub(crate) use waiting_room::{QueueLine, QueueStatus};
 
@@ -53,6 +57,8 @@ pub(crate) enum ShedReason {
     Displaced,
     /// It waited as long as it may.
     Timeout,
+    /// This router ends.
+    RouterEnds,
 }
 
 impl ShedReason {
@@ -62,6 +68,7 @@ impl ShedReason {
             Self::QueueFull => "queue_full",
             Self::Displaced => "displaced",
             Self::Timeout => "timeout",
+            Self::RouterEnds => "router_ends",
         }
     }
 }
@@ -91,7 +98,7 @@ pub(crate) struct QueueDemand {
     pub until: Instant,
 }
 
-/// The queues of all models.
+/// The queue of all models.
 pub(crate) struct Admission {
     room: Mutex<WaitingRoom<Notices>>,
     /// A request has queued since the start. Before, no request takes the lock.
@@ -99,13 +106,13 @@ pub(crate) struct Admission {
     core: Arc<SharedCore>,
     /// Bytes of all waiting requests.
     bytes_max: usize,
+    closed: CancellationToken,
     shed: IntCounterVec,
 }
 
 /// A request's place in a queue, or its grant. Left or returned when it is dropped.
 pub(crate) struct AdmissionTicket {
     admission: Arc<Admission>,
-    model: String,
     spot: QueueSpot,
     demand: QueueDemand,
     since: Instant,
@@ -126,8 +133,18 @@ impl Admission {
             was_used: AtomicBool::new(false),
             core,
             bytes_max: buffered_max / 2,
+            closed: CancellationToken::new(),
             shed: metrics.shed().clone(),
         })
+    }
+
+    /// Answers the waiting requests, and lets none wait from here on: this router ends.
+    pub(crate) fn close(&self) {
+        self.closed.cancel();
+    }
+
+    pub(crate) async fn closed(&self) {
+        self.closed.cancelled().await;
     }
 
     /// Gives places as they become free, until stopped.
@@ -151,8 +168,8 @@ impl Admission {
 
     /// Whether a new request of this model must queue.
     pub(crate) fn is_engaged(&self, model: &str) -> bool {
-        let free = |most| self.core.core().room(model, most);
-        self.was_used.load(Ordering::Relaxed) && self.room().is_engaged(model, free)
+        let places = |models| self.places(models);
+        self.was_used.load(Ordering::Relaxed) && self.room().is_engaged(model, places)
     }
 
     /// Puts a request into its queue.
@@ -161,6 +178,9 @@ impl Admission {
         line: &QueueLine,
         demand: QueueDemand,
     ) -> Result<AdmissionTicket, ShedRequest> {
+        if self.closed.is_cancelled() {
+            return Err(self.shed(ShedReason::RouterEnds, &line.model));
+        }
         self.was_used.store(true, Ordering::Relaxed);
         let (notices, notice) = oneshot::channel();
         let since = Instant::now();
@@ -181,7 +201,6 @@ impl Admission {
         self.core.room_may_be_free();
         Ok(AdmissionTicket {
             admission: Arc::clone(self),
-            model: line.model.clone(),
             spot,
             demand,
             since,
@@ -192,7 +211,14 @@ impl Admission {
     /// Counts a request that is not served.
     pub(crate) fn shed(&self, reason: ShedReason, model: &str) -> ShedRequest {
         self.shed.with_label_values(&[reason.label()]).inc();
-        let retry_after = self.room().retry_after(model, Instant::now().into_std());
+        let retry_after = match reason {
+            // Another router may serve it.
+            ShedReason::RouterEnds => RETRY_AFTER_MIN,
+            ShedReason::NotQueued
+            | ShedReason::QueueFull
+            | ShedReason::Displaced
+            | ShedReason::Timeout => self.room().retry_after(model, Instant::now().into_std()),
+        };
         ShedRequest {
             reason,
             retry_after,
@@ -213,14 +239,27 @@ impl Admission {
         // Held throughout: a ticket that is dropped finds its notice or its place, and a request
         // that gets its slot in this time counts at least once.
         let mut room = self.room();
-        for (model, most) in room.wanting() {
-            let free = self.core.core().room(&model, most);
-            while let Some((_, request)) = room.grant(&model, free) {
-                if request.payload.send(QueueNotice::Granted).is_err() {
-                    room.settle(&model, GrantEnd::Unused, Instant::now().into_std());
-                }
+        let mut places = self.places(room.names_in_use());
+        room.take_granted(&mut places);
+        while let Some((spot, request)) = room.grant(&mut places) {
+            if request.payload.send(QueueNotice::Granted).is_err() {
+                room.settle(&spot.model, GrantEnd::Unused, Instant::now().into_std());
+                self.core.room_may_be_free();
             }
         }
+    }
+
+    fn places(&self, models: Vec<Arc<str>>) -> FreePlaces {
+        let mut places = FreePlaces::default();
+        if models.is_empty() {
+            return places;
+        }
+        let core = self.core.core();
+        for model in models {
+            let free = core.free_places(&model);
+            places.add(model, free);
+        }
+        places
     }
 
     fn room(&self) -> MutexGuard<'_, WaitingRoom<Notices>> {
@@ -243,11 +282,17 @@ impl AdmissionTicket {
         let TicketStage::Waiting(notice) = &mut self.stage else {
             return Ok(());
         };
-        let notice = match timeout_at(self.demand.until, notice).await {
-            Ok(notice) => notice.unwrap_or(QueueNotice::Displaced),
-            Err(_) => match self.leave() {
+        let closed = &self.admission.closed;
+        let end = tokio::select! {
+            notice = notice => Ok(notice.unwrap_or(QueueNotice::Displaced)),
+            () = sleep_until(self.demand.until) => Err(ShedReason::Timeout),
+            () = closed.cancelled() => Err(ShedReason::RouterEnds),
+        };
+        let notice = match end {
+            Ok(notice) => notice,
+            Err(reason) => match self.leave() {
                 Some(late) => late,
-                None => return Err(self.shed(ShedReason::Timeout)),
+                None => return Err(self.shed(reason)),
             },
         };
         match notice {
@@ -273,7 +318,7 @@ impl AdmissionTicket {
             let (notices, notice) = oneshot::channel();
             let request = queued(&self.demand, self.since, notices);
             let mut room = self.admission.room();
-            room.give_back(&self.model, &self.spot, request);
+            room.give_back(&self.spot, request);
             drop(room);
             self.stage = TicketStage::Waiting(notice);
             self.admission.core.room_may_be_free();
@@ -281,7 +326,7 @@ impl AdmissionTicket {
     }
 
     fn shed(&self, reason: ShedReason) -> ShedRequest {
-        self.admission.shed(reason, &self.model)
+        self.admission.shed(reason, &self.spot.model)
     }
 
     /// Leaves the queue. Returns the notice if there is one.
@@ -290,7 +335,7 @@ impl AdmissionTicket {
             return None;
         };
         let mut room = self.admission.room();
-        let notice = match room.cancel(&self.model, &self.spot) {
+        let notice = match room.cancel(&self.spot) {
             Some(_) => None,
             None => notice.try_recv().ok(),
         };
@@ -306,7 +351,7 @@ impl AdmissionTicket {
         if matches!(self.stage, TicketStage::Granted) {
             self.stage = TicketStage::Over;
             let now = Instant::now().into_std();
-            self.admission.room().settle(&self.model, end, now);
+            self.admission.room().settle(&self.spot.model, end, now);
             // The place, or the count of it, is another one's now.
             self.admission.core.room_may_be_free();
         }

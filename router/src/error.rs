@@ -97,6 +97,7 @@ impl ProxyError {
                     (429, ErrorType::RateLimited, "queue_full")
                 }
                 ShedReason::Timeout => (503, ErrorType::Unavailable, "queue_timeout"),
+                ShedReason::RouterEnds => (503, ErrorType::Unavailable, "router_ends"),
             },
             Self::BuffersFull => (503, ErrorType::Unavailable, "router_full"),
             Self::Upstream => (502, ErrorType::Internal, "upstream_failed"),
@@ -165,6 +166,7 @@ const fn shed_text(reason: ShedReason) -> &'static str {
             "All workers that serve the model are full, and so is the queue."
         }
         ShedReason::Timeout => "No worker that serves the model became free in time.",
+        ShedReason::RouterEnds => "The router ends before a worker became free.",
     }
 }
 
@@ -266,6 +268,7 @@ mod tests {
             (ProxyError::BuffersFull, 503, true),
             (shed(ShedReason::QueueFull), 429, true),
             (shed(ShedReason::Timeout), 503, true),
+            (shed(ShedReason::RouterEnds), 503, true),
             (ProxyError::TooLarge { max: 1 }, 413, false),
             (ProxyError::UnknownModel("m".into()), 404, false),
             (ProxyError::Malformed("x".into()), 400, false),

@@ -40,6 +40,7 @@ pub mod run;
 pub mod settings;
 pub mod shared_core;
 mod spans;
+mod tenant_sync;
 mod tenants;
 #[cfg(test)]
 mod testing;
@@ -49,4 +50,4 @@ pub mod tune_command;
 
 pub use warmroute_chat::{openai, tokenize};
 pub use warmroute_route::{self as route, sync};
-pub use warmroute_sim::{sim, simulate, tune};
+pub use warmroute_sim::{fit, sim, simulate, tune};

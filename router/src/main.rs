@@ -8,6 +8,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory as _, Parser as _};
 use warmroute_process::{announce, env, logs};
 use warmroute_router::config::{Config, KeyCommand, RouterArgs, RouterCommand, TraceCommand};
+use warmroute_router::fit::fit;
 use warmroute_router::run::{Addresses, run};
 use warmroute_router::simulate::simulate;
 use warmroute_router::{key_command, trace_files, tune_command};
@@ -60,9 +61,11 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
     let epoch = Instant::now();
     match command {
         RouterCommand::Simulate(args) => {
+            let mut args = args.clone();
+            args.replay = trace_files::with_profile(&args.replay)?;
             let source = &args.replay.source;
             let trace = trace_files::load(&source.trace, &source.models)?;
-            announce(format_args!("{}", simulate(args, &trace, epoch)?));
+            announce(format_args!("{}", simulate(&args, &trace, epoch)?));
         }
         RouterCommand::Tune(args) => {
             announce(format_args!("{}", tune_command::tune(args, epoch)?));
@@ -70,6 +73,12 @@ fn run_command(command: &RouterCommand) -> anyhow::Result<()> {
         RouterCommand::Trace(TraceCommand::Convert(args)) => {
             let trace = trace_files::load(&args.from, &args.models)?;
             trace_files::write_whole(&args.to, trace.mooncake_lines())?;
+        }
+        RouterCommand::Trace(TraceCommand::Fit(args)) => {
+            let recording = trace_files::load_recording(&args.from)?;
+            let (profile, report) = fit(&recording, args, epoch)?;
+            trace_files::write_whole(&args.to, profile.lines()?)?;
+            announce(format_args!("{report}"));
         }
         RouterCommand::Key(KeyCommand::New(args)) => {
             announce(format_args!("{}", key_command::new_key(args)?));

@@ -2,8 +2,9 @@
 //!
 //! Shutdown has three phases. First the router reports not-ready and serves on, so that load
 //! balancers can notice. Then it accepts no connection, and open requests may finish. After the
-//! drain time it closes what is left. Only then it takes leave of the other routers, which count
-//! its load until its last request has ended. The admin port stays open to the end.
+//! drain time it closes what is left; requests that still wait for a worker are answered before.
+//! Only then it takes leave of the other routers, which count its load until its last request has
+//! ended. The admin port stays open to the end.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -49,6 +50,7 @@ use crate::router_facts::FactsWriter;
 use crate::settings::{LiveSettings, SettingsWatcher};
 use crate::shared_core::SharedCore;
 use crate::spans::Tracer;
+use crate::tenant_sync::TenantSync;
 use crate::tenants::Tenants;
 use crate::tokenizers::{DefaultTokenizer, TokenizerLoader, Tokenizers};
 
@@ -60,6 +62,9 @@ const ADMIN_CONNECTIONS_MAX: usize = 256;
 
 /// Time after which an operator's connection is closed that does not read its answer.
 const ADMIN_WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time before the end of the drain for the answers to requests that wait for a worker.
+const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
 /// Time for background tasks to end.
 const TASKS_END: Duration = Duration::from_secs(5);
@@ -237,9 +242,16 @@ impl Running {
             self.clients.connections.close();
             self.clients.connections.wait().await;
         };
+        let ends = now + drain_timeout;
+        let answer_waiting = async {
+            sleep_until(ends - LAST_ANSWERS.min(drain_timeout / 4)).await;
+            self.app.admission.close();
+            std::future::pending::<()>().await;
+        };
         tokio::select! {
+            () = answer_waiting => {}
             () = drained => tracing::info!("drained"),
-            () = sleep_until(now + drain_timeout) => self.clients.close().await,
+            () = sleep_until(ends) => self.clients.close().await,
             () = hurry => self.clients.close().await,
         }
         self.operators.close().await;
@@ -329,6 +341,7 @@ impl Services {
 
         let app = Arc::new(App {
             admission: self.admission(&core, &fleet, config, tasks),
+            tenants: self.share_limits(router, config, tasks),
             sinks: self.call_sinks(tasks),
             core,
             fleet,
@@ -342,7 +355,6 @@ impl Services {
             engines: self.engines,
             tokenizers: self.tokenizers,
             policy: config.knobs.policy,
-            tenants: Tenants::new(Arc::clone(&self.settings)),
             settings: self.settings,
             prompts: self.prompts,
             planned: AtomicU64::new(0),
@@ -372,6 +384,21 @@ impl Services {
         let places = Arc::clone(&admission).run(fleet.changes(), tasks.stop.clone());
         tasks.spawn("admission", places);
         admission
+    }
+
+    /// Starts the sharing of the tenants' limits with other routers, which only a plane has.
+    fn share_limits(&self, router: RouterId, config: &Config, tasks: &Tasks) -> Arc<Tenants> {
+        let tenants = Arc::new(Tenants::new(Arc::clone(&self.settings)));
+        if self.deployment.nats().is_some() {
+            let sync = TenantSync {
+                router,
+                tenants: Arc::clone(&tenants),
+                plane: self.deployment.plane(),
+                subjects: Subjects::new(&config.namespace),
+            };
+            tasks.spawn("tenants", sync.run(tasks.stop.clone()));
+        }
+        tenants
     }
 
     /// Starts the writing of what tools compare between routers.

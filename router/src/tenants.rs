@@ -10,6 +10,8 @@
 
 mod body;
 mod budget;
+mod shared_budget;
+mod sharing;
 mod usage;
 mod visit;
 
@@ -20,8 +22,11 @@ use axum::http::{HeaderMap, HeaderName, header};
 use tokio::time::Instant;
 use warmroute_process::access::bearer;
 use warmroute_process::access::keys::{KeyHash, now_unix_s};
+use warmroute_proto::RouterId;
+use warmroute_proto::tenant_use::TenantUse;
 
 use crate::settings::{EngineAuthorization, LiveSettings, Settings, TenantRules};
+pub(crate) use sharing::SharingRouters;
 use usage::TenantUsage;
 pub(crate) use usage::{LimitReached, RateStatus};
 pub(crate) use visit::{Settlement, TenantVisit};
@@ -36,6 +41,12 @@ struct Tenant {
     usage: Arc<TenantUsage>,
 }
 
+impl Tenant {
+    fn id(&self) -> u64 {
+        TenantUse::id(self.rules.name.as_str())
+    }
+}
+
 /// The tenants of the settings in force.
 pub(crate) struct Tenants {
     settings: Arc<LiveSettings>,
@@ -46,6 +57,8 @@ struct TenantTable {
     /// What the table was made from.
     settings: Arc<Settings>,
     tenants: Vec<Arc<Tenant>>,
+    /// By [`TenantUse::id`].
+    by_id: HashMap<u64, usize>,
     /// Tenant and key by number.
     by_hash: HashMap<KeyHash, (usize, usize)>,
     salts_in_use: bool,
@@ -118,6 +131,31 @@ impl Tenants {
         Ok(visit)
     }
 
+    /// Takes this router's part of all limits. Returns what the other routers must know.
+    pub(crate) fn report(
+        &self,
+        routers: &SharingRouters,
+        now: std::time::Instant,
+    ) -> Vec<TenantUse> {
+        let table = self.table();
+        let rows = table.tenants.iter().filter_map(|tenant| {
+            let row = tenant.usage.report(routers, now)?;
+            let tenant = tenant.id();
+            Some(TenantUse { tenant, ..row })
+        });
+        rows.collect()
+    }
+
+    /// Takes another router's report. Tenants that this router does not know are none of its own.
+    pub(crate) fn receive(&self, from: RouterId, rows: &[TenantUse]) {
+        let table = self.table();
+        for row in rows {
+            if let Some(at) = table.by_id.get(&row.tenant) {
+                table.tenants[*at].usage.receive(from, row);
+            }
+        }
+    }
+
     /// The table of the settings in force.
     fn table(&self) -> Arc<TenantTable> {
         let settings = self.settings.current();
@@ -160,12 +198,15 @@ impl TenantTable {
             let keys = tenant.rules.keys.iter().enumerate();
             by_hash.extend(keys.map(|(number, key)| (key.hash, (at, number))));
         }
+        let ids = tenants.iter().enumerate();
+        let by_id = ids.map(|(at, tenant)| (tenant.id(), at)).collect();
         let salts_in_use = tenants
             .iter()
             .any(|tenant| tenant.rules.salt_group.is_some());
         Self {
             settings,
             tenants,
+            by_id,
             by_hash,
             salts_in_use,
         }

@@ -1,7 +1,10 @@
 //! Fixtures of this crate's tests.
 
+use std::future::Future;
 use std::sync::Arc;
 
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use warmroute_plane::{MemoryPlane, MemoryPlaneConfig, Plane};
 use warmroute_process::tls::EngineTls;
 use warmroute_proto::registry::{Lora, WorkerEntry};
@@ -46,18 +49,37 @@ pub(crate) fn subjects() -> Subjects {
 /// A worker of the model `m` with the adapter `a`. `block_tokens`: 0 if not reported yet.
 pub(crate) fn worker_entry(worker: &str, block_tokens: u32) -> WorkerEntry {
     WorkerEntry {
-        worker: worker.into(),
-        url: format!("http://{worker}:1"),
         models: vec!["m".to_owned()],
         loras: vec![Lora {
             name: "a".to_owned(),
             parent: Some("m".to_owned()),
         }],
-        ranks: 1,
         block_size: BlockSize::new(block_tokens),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".to_owned(),
+        ..WorkerEntry::new(worker, format!("http://{worker}:1"))
+    }
+}
+
+/// A task of a test.
+pub(crate) struct TestTask {
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl TestTask {
+    pub(crate) fn spawn<F>(run: impl FnOnce(CancellationToken) -> F) -> Self
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
+        tasks.spawn(run(stop.clone()));
+        Self { tasks, stop }
+    }
+
+    /// Stops it and waits until it has ended.
+    pub(crate) async fn end(self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
     }
 }

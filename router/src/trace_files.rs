@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use uuid::Uuid;
 use warmroute_sim::recording::{NamedFile, RECORDING_EXTENSION, Recording, is_recording};
+use warmroute_sim::simulate::ReplayArgs;
 use warmroute_sim::trace::Trace;
 
 /// Reads a trace: the newest recording of a directory, one file of a recording, or Mooncake's form.
@@ -17,9 +18,7 @@ pub fn load(path: &Path, models: &[String]) -> anyhow::Result<Trace> {
 
 fn load_any(path: &Path, models: &[String]) -> anyhow::Result<Trace> {
     if path.is_dir() {
-        let files = newest_recording(path)?;
-        ensure!(!files.is_empty(), "no recording is in this directory");
-        return recorded(&files, models);
+        return recorded(&newest_recording(path)?, models);
     }
     let bytes = fs::read(path)?;
     if is_recording(&bytes) {
@@ -30,9 +29,24 @@ fn load_any(path: &Path, models: &[String]) -> anyhow::Result<Trace> {
     Ok(Trace::parse(&text)?)
 }
 
-fn recorded(files: &[(String, Vec<u8>)], models: &[String]) -> anyhow::Result<Trace> {
+/// Reads the newest recording of a directory, or one file of a recording.
+pub fn load_recording(path: &Path) -> anyhow::Result<Recording> {
+    let read = || {
+        if path.is_dir() {
+            return decoded(&newest_recording(path)?);
+        }
+        decoded(&[(path.display().to_string(), fs::read(path)?)])
+    };
+    read().with_context(|| format!("the recording {path:?}"))
+}
+
+fn decoded(files: &[(String, Vec<u8>)]) -> anyhow::Result<Recording> {
     let named = files.iter().map(|(name, bytes)| NamedFile { name, bytes });
-    let recording = Recording::decode(named)?;
+    Ok(Recording::decode(named)?)
+}
+
+fn recorded(files: &[(String, Vec<u8>)], models: &[String]) -> anyhow::Result<Trace> {
+    let recording = decoded(files)?;
     let trace = Trace::of_recording(&recording, models)?;
     note(format_args!(
         "{} requests in {} files, {} of them with a cut end; {} requests are replayed",
@@ -56,6 +70,7 @@ fn newest_recording(dir: &Path) -> anyhow::Result<Vec<(String, Vec<u8>)>> {
             paths.push(path);
         }
     }
+    ensure!(!paths.is_empty(), "no recording is in this directory");
     paths.sort();
     let all = paths.len();
     let newest = paths.last().map(|path| recording_of(path).to_owned());
@@ -84,6 +99,15 @@ fn recording_of(path: &Path) -> &str {
     let name = name.unwrap_or_default();
     name.rsplit_once('-')
         .map_or(name, |(recording, _)| recording)
+}
+
+/// The replay with the profile of its file, if it names one.
+pub fn with_profile(replay: &ReplayArgs) -> anyhow::Result<ReplayArgs> {
+    let mut replay = replay.clone();
+    replay
+        .read_profile(|path| anyhow::Ok(fs::read_to_string(path)?))
+        .context("--profile-file")?;
+    Ok(replay)
 }
 
 /// Writes a file line by line. Its name exists only when it is complete.

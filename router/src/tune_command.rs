@@ -12,6 +12,9 @@ use crate::tune::{TuneArgs, TuneError, TuneJob, TuneRun, Tuner};
 
 /// Runs the search. Returns the report. `epoch` is the start of virtual time.
 pub fn tune(args: &TuneArgs, epoch: Instant) -> anyhow::Result<String> {
+    let mut args = args.clone();
+    args.replay = trace_files::with_profile(&args.replay)?;
+    let args = &args;
     let source = &args.replay.source;
     let trace = trace_files::load(&source.trace, &source.models)?;
     progress("measuring the capacity", LineEnd::Last);

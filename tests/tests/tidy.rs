@@ -27,12 +27,16 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 10] = [
+const PURE_MODULES: [&str; 14] = [
+    "router/src/admission/displacement.rs",
     "router/src/admission/fair_queue.rs",
+    "router/src/admission/free_places.rs",
     "router/src/admission/leave_rate.rs",
     "router/src/admission/waiting_room.rs",
     "router/src/fleet/breaker.rs",
     "router/src/tenants/budget.rs",
+    "router/src/tenants/shared_budget.rs",
+    "router/src/tenants/sharing.rs",
     "router/src/fleet/checks.rs",
     "router/src/fleet/drain_table.rs",
     "router/src/fleet/health.rs",

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use fastrand::Rng;
 use warmroute_index::fair_lock::FairRwLock;
 use warmroute_index::fold::{Fold, RecordVerdict};
 use warmroute_index::query::PreparedQuery;
@@ -38,25 +39,8 @@ const TURNS: usize = 20;
 const CUTS: u32 = 10;
 const LOOKING: Duration = Duration::from_secs(2);
 
-/// `SplitMix64` (Steele, Lea, Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
-
-    fn blocks(&mut self, count: usize) -> Vec<LocalHash> {
-        (0..count).map(|_| LocalHash(self.next())).collect()
-    }
+fn random_blocks(random: &mut Rng, count: usize) -> Vec<LocalHash> {
+    (0..count).map(|_| LocalHash(random.u64(..))).collect()
 }
 
 struct Shim {
@@ -133,8 +117,10 @@ impl World {
 /// Sessions of a few tenants on random sources, some of them on two; and prompts that go on in
 /// them.
 fn build(entries: usize) -> (World, Vec<IndexQuery>) {
-    let mut random = Random(entries as u64);
-    let tenants: Vec<_> = (0..TENANTS).map(|_| random.blocks(SHARED)).collect();
+    let mut random = Rng::with_seed(entries as u64);
+    let tenants: Vec<_> = (0..TENANTS)
+        .map(|_| random_blocks(&mut random, SHARED))
+        .collect();
     let shim = |rank: usize| Shim {
         source: Source {
             worker: WorkerId::from(format!("worker-{rank}")),
@@ -149,12 +135,12 @@ fn build(entries: usize) -> (World, Vec<IndexQuery>) {
     let mut queries = Vec::new();
     let mut held = 0;
     while held < entries {
-        let tenant = random.below(TENANTS);
+        let tenant = random.usize(..TENANTS);
         let prompt = &tenants[tenant];
-        let session = random.blocks(RECORD * TURNS);
-        let first = random.below(SOURCES);
-        let second = (first + 1 + random.below(SOURCES - 1)) % SOURCES;
-        let homes = if random.below(4) == 0 { 2 } else { 1 };
+        let session = random_blocks(&mut random, RECORD * TURNS);
+        let first = random.usize(..SOURCES);
+        let second = (first + 1 + random.usize(..SOURCES - 1)) % SOURCES;
+        let homes = if random.usize(..4) == 0 { 2 } else { 1 };
         for home in [first, second].into_iter().take(homes) {
             let shim = &mut shims[home];
             if !std::mem::replace(&mut shim.tenants[tenant], true) {
@@ -169,10 +155,10 @@ fn build(entries: usize) -> (World, Vec<IndexQuery>) {
             }
         }
         if queries.len() < 5_000 {
-            let depth = random.below(session.len());
+            let depth = random.usize(..session.len());
             let mut blocks = prompt.clone();
             blocks.extend(&session[..depth]);
-            blocks.extend(random.blocks(50));
+            blocks.extend(random_blocks(&mut random, 50));
             queries.push(IndexQuery {
                 blocks,
                 at_least: None,

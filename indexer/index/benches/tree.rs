@@ -14,6 +14,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::{LocalHash, PrefixHash, Seed, prefix_hashes, prompt_hashes};
 use warmroute_proto::{BlockSize, Change, Tier};
@@ -23,25 +24,8 @@ const QUERIES: usize = 5_000;
 const CHECKED: usize = 200;
 const BLOCK_TOKENS: u32 = 16;
 
-/// `SplitMix64` (Steele, Lea, Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn range(&mut self, from: u64, to: u64) -> usize {
-        usize::try_from(from + self.next() % (to - from)).unwrap()
-    }
-
-    fn blocks(&mut self, count: usize) -> Vec<LocalHash> {
-        (0..count).map(|_| LocalHash(self.next())).collect()
-    }
+fn random_blocks(random: &mut Rng, count: usize) -> Vec<LocalHash> {
+    (0..count).map(|_| LocalHash(random.u64(..))).collect()
 }
 
 struct Session {
@@ -57,11 +41,11 @@ struct Workload {
 
 impl Workload {
     fn new(workers: usize) -> Self {
-        let mut random = Random(workers as u64);
-        let tenants: Vec<_> = (0..16).map(|_| random.blocks(300)).collect();
-        let begin = |random: &mut Random| Session {
-            path: tenants[random.range(0, 16)].clone(),
-            home: random.range(0, workers as u64),
+        let mut random = Rng::with_seed(workers as u64);
+        let tenants: Vec<_> = (0..16).map(|_| random_blocks(&mut random, 300)).collect();
+        let begin = |random: &mut Rng| Session {
+            path: tenants[random.usize(..16)].clone(),
+            home: random.usize(..workers),
         };
         let mut sessions: Vec<_> = (0..2 * workers).map(|_| begin(&mut random)).collect();
         let mut workload = Self {
@@ -71,29 +55,29 @@ impl Workload {
         };
         let mut stored = 0;
         while stored < BLOCKS {
-            let at = random.range(0, sessions.len() as u64);
+            let at = random.usize(..sessions.len());
             if sessions[at].path.len() > 3000 {
                 let old = std::mem::replace(&mut sessions[at], begin(&mut random));
                 workload.evict(&old);
             }
             let session = &mut sessions[at];
-            if random.range(0, 10) == 0 {
-                session.home = random.range(0, workers as u64);
+            if random.usize(..10) == 0 {
+                session.home = random.usize(..workers);
             }
-            let turn = random.range(4, 120);
-            session.path.extend(random.blocks(turn));
+            let turn = random.usize(4..120);
+            session.path.extend(random_blocks(&mut random, turn));
             stored += workload.store(session);
         }
         for _ in 0..QUERIES {
-            let session = &sessions[random.range(0, sessions.len() as u64)];
-            let known = if random.range(0, 10) == 0 {
+            let session = &sessions[random.usize(..sessions.len())];
+            let known = if random.usize(..10) == 0 {
                 0
             } else {
                 session.path.len()
             };
             let mut prompt = session.path[..known].to_vec();
-            let new = random.range(4, 100);
-            prompt.extend(random.blocks(new));
+            let new = random.usize(4..100);
+            prompt.extend(random_blocks(&mut random, new));
             workload
                 .queries
                 .push(prefix_hashes(None, &prompt).collect());

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use warmroute_proto::query::SourceState;
+use warmroute_proto::query::{SourceState, unknown_label};
 use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::view::{self, DigestView, PAGE_SOURCES_MAX, SourceDigest, ViewPageRequest};
 use warmroute_proto::{EngineHealth, Source, WorkerId};
@@ -154,7 +154,7 @@ fn source_digest(source: &Source, status: &SourceStatus) -> SourceDigest {
         worker: source.worker.clone(),
         dp_rank: source.dp_rank,
         state: status.states.gpu,
-        reason: status.reason,
+        reason: unknown_label(status.states.gpu, status.reason),
         generation: status.generation,
         number: status.number,
         engine_seq: status.engine_seq,

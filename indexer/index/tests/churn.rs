@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
+use fastrand::Rng;
 use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
 use warmroute_proto::{Change, LocalHash, PrefixHash, Tier};
@@ -18,25 +19,8 @@ const SOURCES: usize = 32;
 /// Blocks that a source holds besides the shared prompts.
 const RESIDENT: usize = 8_000;
 
-/// `SplitMix64` (Steele, Lea, Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> usize {
-        usize::try_from(self.next() % end).unwrap()
-    }
-
-    fn blocks(&mut self, count: usize) -> Vec<LocalHash> {
-        (0..count).map(|_| LocalHash(self.next())).collect()
-    }
+fn random_blocks(random: &mut Rng, count: usize) -> Vec<LocalHash> {
+    (0..count).map(|_| LocalHash(random.u64(..))).collect()
 }
 
 struct Engine {
@@ -47,7 +31,7 @@ struct Engine {
 }
 
 struct World {
-    random: Random,
+    random: Rng,
     tree: Tree,
     shared: Vec<Vec<LocalHash>>,
     engines: Vec<Engine>,
@@ -64,8 +48,8 @@ fn stored(parent: Option<PrefixHash>, blocks: Vec<LocalHash>) -> Change {
 
 impl World {
     fn new() -> Self {
-        let mut random = Random(1);
-        let shared = (0..16).map(|_| random.blocks(100)).collect();
+        let mut random = Rng::with_seed(1);
+        let shared = (0..16).map(|_| random_blocks(&mut random, 100)).collect();
         let mut world = Self {
             random,
             tree: Tree::new(),
@@ -97,18 +81,18 @@ impl World {
 
     /// One engine takes a new prompt and evicts its oldest ones; rarely it restarts instead.
     fn step(&mut self) {
-        let at = self.random.below(SOURCES as u64);
-        if self.random.below(2_000) == 0 {
+        let at = self.random.usize(..SOURCES);
+        if self.random.usize(..2_000) == 0 {
             self.tree.close(self.engines[at].number);
             self.engines[at] = self.join();
         }
         self.tree.reclaim(4096);
-        let shared = &self.shared[self.random.below(16)];
+        let shared = &self.shared[self.random.usize(..16)];
         // Most branch off somewhere in the shared prompt, as conversations do.
-        let cut = 1 + self.random.below(shared.len() as u64);
+        let cut = 1 + self.random.usize(..shared.len());
         let parent = prefix_hashes(None, &shared[..cut]).last();
-        let count = 1 + self.random.below(200);
-        let blocks = self.random.blocks(count);
+        let count = 1 + self.random.usize(..200);
+        let blocks = random_blocks(&mut self.random, count);
         let engine = &mut self.engines[at];
         engine
             .prompts
@@ -122,7 +106,7 @@ impl World {
             let mut oldest = engine.prompts.pop_front().unwrap();
             engine.resident -= oldest.len();
             self.blocks += oldest.len() as u64;
-            if self.random.below(10) > 0 {
+            if self.random.usize(..10) > 0 {
                 oldest.reverse();
             } else {
                 // Holes first, then the rest.
@@ -194,15 +178,15 @@ fn memory_does_not_grow_under_churn_for_long() {
 fn ten_thousand_sources_join_and_leave_without_growth() {
     let _process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let mut tree = Tree::new();
-    let mut random = Random(2);
-    let shared = random.blocks(50);
+    let mut random = Rng::with_seed(2);
+    let shared = random_blocks(&mut random, 50);
     let mut bytes = 0;
     for round in 0..10_000 {
         let number = tree.open();
         assert!(number.index() < 3, "numbers are used again");
         tree.apply(number, &stored(None, shared.clone())).unwrap();
         let parent = prefix_hashes(None, &shared).nth(20);
-        let own = random.blocks(20);
+        let own = random_blocks(&mut random, 20);
         tree.apply(number, &stored(parent, own)).unwrap();
         tree.close(number);
         tree.reclaim(100);

@@ -12,6 +12,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use warmroute_index::fold::{Fold, RecordVerdict};
 use warmroute_index::tree::{SourceNumber, Tree};
 use warmroute_proto::hash::prefix_hashes;
@@ -28,25 +29,8 @@ use warmroute_proto::{
 const OVERHEAD: f64 = 1.125;
 const CONSTANT: f64 = 4e6;
 
-/// `SplitMix64` (Steele, Lea, Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() % end as u64).unwrap()
-    }
-
-    fn blocks(&mut self, count: usize) -> Vec<LocalHash> {
-        (0..count).map(|_| LocalHash(self.next())).collect()
-    }
+fn random_blocks(random: &mut Rng, count: usize) -> Vec<LocalHash> {
+    (0..count).map(|_| LocalHash(random.u64(..))).collect()
 }
 
 fn resident() -> f64 {
@@ -57,7 +41,7 @@ fn resident() -> f64 {
 
 /// A tree and its sources, in a process that held nothing before.
 struct World {
-    random: Random,
+    random: Rng,
     tree: Tree,
     sources: Vec<SourceNumber>,
     before: f64,
@@ -68,7 +52,7 @@ impl World {
         let before = resident();
         let mut tree = Tree::new();
         Self {
-            random: Random(sources as u64),
+            random: Rng::with_seed(sources as u64),
             sources: (0..sources).map(|_| tree.open()).collect(),
             tree,
             before,
@@ -115,7 +99,9 @@ impl World {
 /// Sessions of turns behind shared prompts, a quarter of them on two sources, interleaved.
 fn sessions(world: &mut World, turns: usize) {
     let sources = world.sources.len();
-    let shared: Vec<_> = (0..16).map(|_| world.random.blocks(100)).collect();
+    let shared: Vec<_> = (0..16)
+        .map(|_| random_blocks(&mut world.random, 100))
+        .collect();
     let ends: Vec<_> = shared
         .iter()
         .map(|blocks| prefix_hashes(None, blocks).last())
@@ -127,11 +113,11 @@ fn sessions(world: &mut World, turns: usize) {
     }
     let mut live: Vec<_> = (0..4 * sources).map(|at| ends[at % 16]).collect();
     for _ in 0..turns {
-        let at = world.random.below(live.len());
-        let blocks = world.random.blocks(40);
+        let at = world.random.usize(..live.len());
+        let blocks = random_blocks(&mut world.random, 40);
         world.store(at % sources, live[at], &blocks, Tier::Gpu);
         live[at] = prefix_hashes(live[at], &blocks).last();
-        if world.random.below(50) == 0 {
+        if world.random.usize(..50) == 0 {
             live[at] = ends[at % 16];
         }
     }
@@ -139,7 +125,7 @@ fn sessions(world: &mut World, turns: usize) {
 
 fn singles(world: &mut World, count: usize) {
     for at in 0..count {
-        let blocks = world.random.blocks(1);
+        let blocks = random_blocks(&mut world.random, 1);
         world.store(at % world.sources.len(), None, &blocks, Tier::Gpu);
     }
 }
@@ -147,10 +133,10 @@ fn singles(world: &mut World, count: usize) {
 /// Prompts of which each source holds another part, some in lower tiers and with holes.
 fn shared(world: &mut World, prompts: usize) {
     for _ in 0..prompts {
-        let blocks = world.random.blocks(60);
+        let blocks = random_blocks(&mut world.random, 60);
         let prefixes: Vec<_> = prefix_hashes(None, &blocks).collect();
         for source in 0..world.sources.len() {
-            let held = 1 + world.random.below(60);
+            let held = 1 + world.random.usize(..60);
             world.store(source, None, &blocks[..held], Tier::Gpu);
             if source % 4 == 0 {
                 world.store(source, None, &blocks[..held / 2], Tier::Cpu);
@@ -291,7 +277,7 @@ struct Log {
     now: Instant,
     position: LogPosition,
     shims: Vec<Shim>,
-    random: Random,
+    random: Rng,
 }
 
 impl Log {
@@ -320,12 +306,12 @@ impl Log {
             now,
             position: LogPosition(0),
             shims: (0..shims).map(shim).collect(),
-            random: Random(7),
+            random: Rng::with_seed(7),
         }
     }
 
     fn store(&mut self, at: usize, count: usize, go_on: bool) -> RecordVerdict {
-        let blocks = self.random.blocks(count);
+        let blocks = random_blocks(&mut self.random, count);
         let shim = &mut self.shims[at];
         let parent = shim.end.filter(|_| go_on);
         for prefix in prefix_hashes(parent, &blocks) {
@@ -366,7 +352,7 @@ fn beyond_the_bound() {
     let mut log = Log::new(24);
     let mut most: f64 = 0.0;
     for round in 0..24_000_u32 {
-        let at = log.random.below(24);
+        let at = log.random.usize(..24);
         let long = round / 4_000 % 2 == 0;
         let verdict = match long {
             true => log.store(at, 400, true),

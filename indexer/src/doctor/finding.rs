@@ -176,6 +176,9 @@ codes! {
         "a newer version wrote it, or it is damaged: upgrade this tool, or restart the key's owner";
     PermissionMissing = "permission_missing", Warning,
         "give this user what deploy/nats/nats.conf gives its user `doctor`";
+    SourceWithoutEvents = "source_without_events", Note,
+        "no event of its engine was seen: routed by what the routers sent there (`approximate`). If \
+         it should publish, set its --kv-events-config and let the shim reach the endpoint";
     SourceUnverified = "source_unverified", Note,
         "credited, but losses cannot be seen: give the engine a replay_endpoint in \
          --kv-events-config. For seconds after a reset of the engine's cache no action is needed";

@@ -213,16 +213,8 @@ mod tests {
         let subjects = Subjects::new(&Namespace::from("t"));
         let own = WorkerId::from("own");
         let entry = WorkerEntry {
-            worker: own.clone(),
-            url: "http://h:1".to_owned(),
-            models: Vec::new(),
-            loras: Vec::new(),
-            ranks: 1,
-            block_size: None,
-            blocks_per_rank: None,
-            max_model_len: None,
             main_attention_only: true,
-            version: "0".to_owned(),
+            ..WorkerEntry::new(own.clone(), "http://h:1")
         };
         let word = DrainEntry {
             worker: own.clone(),

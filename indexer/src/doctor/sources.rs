@@ -21,7 +21,7 @@ pub(super) fn judge(state: &PlaneState, findings: &mut Findings, rest: &mut Vec<
     for (id, view) in state.answers() {
         for source in &view.sources {
             words
-                .entry(source.states.gpu.label())
+                .entry(source.label())
                 .or_default()
                 .insert(&source.source);
             if has_left(state, source) {
@@ -79,9 +79,10 @@ fn code(source: &SourceView) -> Option<Code> {
         SourceState::CatchingUp => lasts.then_some(Code::SourceCatchingUp),
         SourceState::Unknown => match source.reason {
             Some(UnknownReason::Memory) => Some(Code::SourceUnknown),
-            Some(UnknownReason::ShimGone | UnknownReason::NoProof) | None => {
+            Some(UnknownReason::ShimGone | UnknownReason::NoProof) => {
                 lasts.then_some(Code::SourceUnknown)
             }
+            None => lasts.then_some(Code::SourceWithoutEvents),
         },
     }
 }
@@ -101,6 +102,7 @@ fn nothing_credited(state: &PlaneState, findings: &mut Findings) {
             let worker = &source.source.worker;
             state.registry.workers.contains_key(worker)
                 && Duration::from_millis(source.state_age_ms) >= SETTLING
+                && !source.is_without_events()
         };
         let sources: Vec<_> = view.sources.iter().filter(registered).collect();
         for tier in [Tier::Gpu, Tier::Cpu, Tier::Disk] {
@@ -117,9 +119,7 @@ fn nothing_credited(state: &PlaneState, findings: &mut Findings) {
 
 fn about(id: &str, source: &SourceView) -> String {
     let reason = match (source.reason, source.doubt) {
-        (Some(UnknownReason::NoProof), _) => "no_proof, ",
-        (Some(UnknownReason::Memory), _) => "memory, ",
-        (Some(UnknownReason::ShimGone), _) => "shim_gone, ",
+        (Some(reason), _) => &format!("{}, ", reason.label()),
         (None, Some(doubt)) => &format!("{}, ", doubt.label()),
         (None, None) => "",
     };

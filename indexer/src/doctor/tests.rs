@@ -88,16 +88,11 @@ fn heartbeats(name: &str) -> ShimHeartbeats {
 
 fn worker() -> WorkerEntry {
     WorkerEntry {
-        worker: WorkerId::from("w"),
-        url: "http://10.0.0.1:8000".to_owned(),
         models: vec!["base".to_owned()],
-        loras: Vec::new(),
         ranks: 2,
-        block_size: None,
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
         version: "0.1.0".to_owned(),
+        ..WorkerEntry::new("w", "http://10.0.0.1:8000")
     }
 }
 
@@ -507,6 +502,12 @@ fn sources_are_judged() {
     });
     check(Code::SourceUnknown, |state| {
         sources(state, unknown(UnknownReason::ShimGone, 700));
+    });
+    check(Code::SourceWithoutEvents, |state| {
+        sources(state, |source| {
+            source.states = Tiers::all(SourceState::Unknown);
+            source.engine_seq = None;
+        });
     });
     for reason in [UnknownReason::ShimGone, UnknownReason::NoProof] {
         check(Code::SourceGone, |state| {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use prometheus::proto::MetricFamily;
 use prometheus::{Gauge, GaugeVec, IntCounter, IntGauge, IntGaugeVec, Registry};
 use warmroute_proto::Source;
-use warmroute_proto::query::{SourceState, UnknownReason};
+use warmroute_proto::query::{NO_EVENTS, SourceState, UnknownReason, is_without_events};
 use warmroute_proto::view::SourceFault;
 
 use crate::fold::{Fold, SourceStatus};
@@ -14,14 +14,23 @@ use super::{gauge, options};
 
 const SOURCE: [&str; 2] = ["worker", "dp_rank"];
 
-const STATES: [SourceState; 6] = [
-    SourceState::Exact,
-    SourceState::Partial,
-    SourceState::Unverified,
-    SourceState::Stale,
-    SourceState::CatchingUp,
-    SourceState::Unknown,
+const STATES: [&str; 7] = [
+    SourceState::Exact.label(),
+    SourceState::Partial.label(),
+    SourceState::Unverified.label(),
+    SourceState::Stale.label(),
+    SourceState::CatchingUp.label(),
+    SourceState::Unknown.label(),
+    NO_EVENTS,
 ];
+
+const fn state_label(status: &SourceStatus) -> &'static str {
+    if is_without_events(status.states.gpu, status.reason) {
+        NO_EVENTS
+    } else {
+        status.states.gpu.label()
+    }
+}
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Levels {
@@ -149,8 +158,8 @@ impl Scrape {
         let counts = IntGaugeVec::new(options("sources", "Sources by state."), &["state"])?;
         for state in STATES {
             let sources = levels.sources.iter();
-            let of = sources.filter(|(_, status)| status.states.gpu == state);
-            let count = counts.with_label_values(&[state.label()]);
+            let of = sources.filter(|(_, status)| state_label(status) == state);
+            let count = counts.with_label_values(&[state]);
             count.set(gauge(of.count()));
         }
         self.0.register(Box::new(counts))

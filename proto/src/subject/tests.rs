@@ -32,6 +32,7 @@ fn subjects_are_fixed() {
     assert_eq!(subjects.query(), "wr.prod.query");
     assert_eq!(subjects.query_at("i.0"), "wr.prod.query.i=2E0");
     assert_eq!(subjects.load(), "wr.prod.load");
+    assert_eq!(subjects.tenant_reports(), "wr.prod.load.tenants");
     assert_eq!(subjects.worker_key(&source.worker), "wr.prod.worker.w=2E0");
     assert_eq!(subjects.shim_key(&source.worker), "wr.prod.shim.w=2E0");
     assert_eq!(subjects.indexer_key("i.0"), "wr.prod.indexer.i=2E0");

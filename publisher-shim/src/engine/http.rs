@@ -3,14 +3,16 @@
 //! Every answer is optional: engines differ by version and set-up. Parsing is pure and tolerant.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::fs;
 use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use reqwest::StatusCode;
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use reqwest::header::{AUTHORIZATION, HeaderValue};
+use reqwest::{Method, RequestBuilder, StatusCode};
 use serde::Deserialize;
 use serde_json::json;
 use warmroute_process::tls::{self, EngineTls};
@@ -70,32 +72,63 @@ impl EngineKey {
     }
 }
 
+/// Where the engine's key comes from: each request asks for the one in force. By default there is
+/// none.
+#[derive(Clone, Default)]
+pub struct EngineKeySource(Option<Arc<KeyOfNow>>);
+
+type KeyOfNow = dyn Fn() -> Option<EngineKey> + Send + Sync;
+
+impl EngineKeySource {
+    pub fn new(key: impl Fn() -> Option<EngineKey> + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(key)))
+    }
+
+    #[must_use]
+    pub fn current(&self) -> Option<EngineKey> {
+        self.0.as_ref().and_then(|key| key())
+    }
+}
+
+impl From<EngineKey> for EngineKeySource {
+    fn from(key: EngineKey) -> Self {
+        Self::new(move || Some(key.clone()))
+    }
+}
+
+impl fmt::Debug for EngineKeySource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.current(), f)
+    }
+}
+
 #[derive(Clone)]
 pub(super) struct EngineHttp {
     http: reqwest::Client,
     url: String,
+    key: EngineKeySource,
 }
 
 impl EngineHttp {
-    pub(super) fn new(
-        url: &str,
-        key: Option<&EngineKey>,
-        tls: &EngineTls,
-    ) -> reqwest::Result<Self> {
-        // vLLM guards `/v1` only; a proxy in front of it may guard every path.
-        let headers = key.map(|EngineKey(key)| (AUTHORIZATION, key.clone()));
-        let client = tls.client().timeout(DEADLINE);
-        let http = client
-            .default_headers(HeaderMap::from_iter(headers))
-            .build()?;
+    pub(super) fn new(url: &str, key: EngineKeySource, tls: &EngineTls) -> reqwest::Result<Self> {
         Ok(Self {
-            http,
+            http: tls.client().timeout(DEADLINE).build()?,
             url: url.trim_end_matches('/').to_owned(),
+            key,
         })
     }
 
+    /// A request with the key. vLLM guards `/v1` only; a proxy in front of it may guard every path.
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        let request = self.http.request(method, format!("{}{path}", self.url));
+        match self.key.current() {
+            Some(EngineKey(key)) => request.header(AUTHORIZATION, key),
+            None => request,
+        }
+    }
+
     pub(super) async fn health(&self) -> EngineHealth {
-        match self.http.get(format!("{}/health", self.url)).send().await {
+        match self.request(Method::GET, "/health").send().await {
             Ok(answer) if answer.status().is_success() => EngineHealth::Healthy,
             Ok(_) | Err(_) => EngineHealth::Unhealthy,
         }
@@ -144,7 +177,7 @@ impl EngineHttp {
         let body = json!({
             "model": request.model, "prompt": [1], "max_tokens": 1, "temperature": 0, "stream": false,
         });
-        let mut post = self.http.post(format!("{}/v1/completions", self.url));
+        let mut post = self.request(Method::POST, "/v1/completions");
         if let Some(rank) = request.rank {
             post = post.header(RANK_HEADER, rank.to_string());
         }
@@ -155,7 +188,7 @@ impl EngineHttp {
     }
 
     async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
-        let answer = self.http.get(format!("{}{path}", self.url)).send().await;
+        let answer = self.request(Method::GET, path).send().await;
         let mut answer = answer.map_err(|error| match tls::failure_of(&error) {
             Some(why) => {
                 tracing::debug!(url = self.url, why, "TLS with the engine failed");
@@ -305,7 +338,39 @@ fn label<'a>(line: &'a str, name: &str) -> Option<&'a str> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
+    use axum::http::HeaderMap;
+    use axum::routing::get;
+    use tokio::net::TcpListener;
+
     use super::*;
+
+    #[tokio::test]
+    async fn each_request_has_the_key_in_force() {
+        let keys = Arc::new(Mutex::new(EngineKey::parse("old").unwrap()));
+        let read = Arc::clone(&keys);
+        let source = EngineKeySource::new(move || Some(read.lock().unwrap().clone()));
+        let expected = Arc::clone(&keys);
+        let health = async move |headers: HeaderMap| match headers.get(AUTHORIZATION)
+            == Some(&expected.lock().unwrap().0)
+        {
+            true => StatusCode::OK,
+            false => StatusCode::UNAUTHORIZED,
+        };
+        let routes = axum::Router::new().route("/health", get(health));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let server = async move { axum::serve(listener, routes).await };
+        drop(tokio_util::task::TaskTracker::new().spawn(server));
+        let tls = EngineTls::system().unwrap();
+        let engine = EngineHttp::new(&url, source, &tls).unwrap();
+        assert_eq!(engine.health().await, EngineHealth::Healthy);
+        *keys.lock().unwrap() = EngineKey::parse("new").unwrap();
+        assert_eq!(engine.health().await, EngineHealth::Healthy);
+        let none = EngineHttp::new(&url, EngineKeySource::default(), &tls).unwrap();
+        assert_eq!(none.health().await, EngineHealth::Unhealthy);
+    }
 
     #[test]
     fn keys_are_redacted_and_validated() {

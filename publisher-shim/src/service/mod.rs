@@ -182,7 +182,7 @@ impl Service {
             .engine_tls
             .clone()
             .map_or_else(EngineTls::system, Ok)?;
-        let key = config.engine_key.as_ref();
+        let key = config.engine_key.clone();
         let engine = VllmEngine::new(&config.worker_url, key, &tls)?;
         Self::with_engine(config, plane, engine)
     }

@@ -50,16 +50,13 @@ fn core() -> Core {
         seed: 1,
     });
     let entry = |number| WorkerEntry {
-        worker: source(number).worker,
-        url: format!("http://worker-{number}:8000"),
         models: vec!["m".into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(
+            source(number).worker,
+            format!("http://worker-{number}:8000"),
+        )
     };
     core.set_workers(&(0..SOURCES).map(entry).collect::<Vec<_>>());
     for number in 0..SOURCES {

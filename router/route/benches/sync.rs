@@ -50,16 +50,13 @@ fn core(router: RouterId, sources: u32) -> Core {
         seed: 1,
     });
     let entry = |number| WorkerEntry {
-        worker: format!("worker-{number}.pool.example").as_str().into(),
-        url: format!("http://worker-{number}:8000"),
         models: vec!["m".into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(
+            format!("worker-{number}.pool.example"),
+            format!("http://worker-{number}:8000"),
+        )
     };
     core.set_workers(&(0..sources).map(entry).collect::<Vec<_>>());
     core

@@ -12,8 +12,9 @@ pub struct ChoiceArgs {
     /// How a worker is chosen: `time` by predicted time, learned for each worker; `kv` weighs cache
     /// overlap against load by the two flags below. Both decide again if another router's choice
     /// crossed theirs; `kv-once` never does. `approx` is `time` by what was sent to each worker,
-    /// without tokenizer and index. `round-robin`, `least-load` and `random` ignore the cache, to
-    /// compare. [default: time; kv if one of the two flags below is set]
+    /// without tokenizer and index. Policies to compare with: `round-robin`, `least-load`, `random` and
+    /// `power-of-two` ignore the cache; `session` keeps a session on one worker, `prefix-hash` a
+    /// prompt's beginning. [default: time; kv if one of the two flags below is set]
     #[arg(long, env = "WARMROUTE_POLICY")]
     pub policy: Option<Policy>,
     /// Weight of a block to prefill against a block to decode, ≥ 0. Higher favours time to first

@@ -54,16 +54,11 @@ fn duration(secs: f64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source_table::SourceTable;
-    use warmroute_proto::{DpRank, Source};
 
-    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
+    use crate::testing::{source_id, start};
+
     fn setup() -> (PrefillBacklog, SourceId, Instant) {
-        let id = SourceTable::default().intern(&Source {
-            worker: "w".into(),
-            dp_rank: DpRank(0),
-        });
-        (PrefillBacklog::default(), id, Instant::now())
+        (PrefillBacklog::default(), source_id(), start())
     }
 
     #[test]

@@ -9,6 +9,10 @@
 //! one block and a gap of ten thousand the same odds, and one bad candidate would change the odds
 //! of two good ones.
 
+pub(crate) mod power_of_two;
+pub(crate) mod prefix_hash;
+pub(crate) mod rendezvous;
+
 use fastrand::Rng;
 
 /// Routing policy.
@@ -27,10 +31,16 @@ pub enum Policy {
     /// Fewest active requests; ties at random.
     LeastLoad,
     Random,
+    /// The one with fewer active requests of two candidates at random.
+    PowerOfTwo,
+    /// By the session that the request names; without one, like `LeastLoad`.
+    Session,
+    /// By the prompt's beginning, within a bound of load; a shorter prompt like `LeastLoad`.
+    PrefixHash,
 }
 
 impl Policy {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::Time,
         Self::Approx,
         Self::Kv,
@@ -38,6 +48,9 @@ impl Policy {
         Self::RoundRobin,
         Self::LeastLoad,
         Self::Random,
+        Self::PowerOfTwo,
+        Self::Session,
+        Self::PrefixHash,
     ];
 
     /// Whether costs are predicted seconds.
@@ -55,7 +68,10 @@ impl Policy {
     /// Whether prompts do not matter.
     #[must_use]
     pub const fn is_blind(self) -> bool {
-        matches!(self, Self::RoundRobin | Self::LeastLoad | Self::Random)
+        matches!(
+            self,
+            Self::RoundRobin | Self::LeastLoad | Self::Random | Self::PowerOfTwo | Self::Session
+        )
     }
 
     #[must_use]
@@ -68,15 +84,20 @@ impl Policy {
             Self::RoundRobin => "round-robin",
             Self::LeastLoad => "least-load",
             Self::Random => "random",
+            Self::PowerOfTwo => "power-of-two",
+            Self::Session => "session",
+            Self::PrefixHash => "prefix-hash",
         }
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "unknown policy {0:?}; known are time, approx, kv, kv-once, round-robin, least-load and random"
-)]
+#[error("unknown policy {0:?}; known are {known}", known = known_policies())]
 pub struct UnknownPolicy(String);
+
+fn known_policies() -> String {
+    Policy::ALL.map(Policy::label).join(", ")
+}
 
 impl std::str::FromStr for Policy {
     type Err = UnknownPolicy;

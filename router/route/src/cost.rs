@@ -47,6 +47,8 @@ pub struct Knobs {
     pub active_max: Option<u32>,
     /// Tokens of prefill that a move must save.
     pub move_margin_tokens: u32,
+    /// `prefix-hash`: active requests of a source in percent of the mean, at which it takes no more.
+    pub prefix_load_percent: u32,
 }
 
 /// The default parameters under another policy.
@@ -73,6 +75,7 @@ impl Default for Knobs {
             active_max: None,
             // What an accelerator computes in the 10 ms that a move may cost at both ends.
             move_margin_tokens: 256,
+            prefix_load_percent: 125,
         }
     }
 }

@@ -19,7 +19,7 @@ use warmroute_proto::{Source, Tiers};
 
 use super::audit::{ClaimStanding, CreditClaim};
 use super::candidates::{Candidate, RouteRefusal};
-use super::choice::{Odds, Policy, choose};
+use super::choice::{Odds, Policy, choose, power_of_two, prefix_hash, rendezvous};
 use super::cost::{self, Knobs, TimeTerms};
 use super::expectations::Expectations;
 use super::index_view::{TrustedAnswer, TrustedSource};
@@ -134,7 +134,7 @@ pub struct Decision {
     pub chosen: Terms,
     /// Terms of all candidates that were compared, the chosen one included.
     pub weighed: Vec<Terms>,
-    /// For [`Self::probability`].
+    /// The policy that decided: `least-load` for a request without what the router's policy hashes.
     pub policy: Policy,
     pub odds: Odds,
 }
@@ -144,7 +144,13 @@ impl Decision {
     #[must_use]
     pub fn probability(&self, of: &Terms) -> f64 {
         match self.policy {
-            Policy::RoundRobin => f64::from(u8::from(of.source == self.chosen.source)),
+            Policy::RoundRobin | Policy::Session | Policy::PrefixHash => {
+                f64::from(u8::from(of.source == self.chosen.source))
+            }
+            Policy::PowerOfTwo => {
+                let active = self.weighed.iter().map(|terms| terms.active_requests);
+                power_of_two::probability(of.active_requests, active)
+            }
             Policy::Time
             | Policy::Approx
             | Policy::Kv
@@ -170,8 +176,8 @@ pub fn decide(input: &DecisionInput<'_>, rng: &mut Rng) -> Result<Decision, Rout
     if input.knobs.policy.is_timed() {
         level_near_times(&mut weighed);
     }
-    let (index, odds) = pick(input, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
-    Ok(explain(input, eligible[index], index, odds, weighed))
+    let choice = pick(input, &eligible, &weighed, rng).ok_or(RouteRefusal::AllTried)?;
+    Ok(explain(input, eligible[choice.index], choice, weighed))
 }
 
 /// Candidates that may be chosen.
@@ -338,7 +344,14 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
     };
     let (slowness, cost) = match knobs.policy {
         Policy::Time | Policy::Approx => (1.0, time.total(load.active_requests)),
-        Policy::Kv | Policy::KvOnce | Policy::RoundRobin | Policy::LeastLoad | Policy::Random => {
+        Policy::Kv
+        | Policy::KvOnce
+        | Policy::RoundRobin
+        | Policy::LeastLoad
+        | Policy::Random
+        | Policy::PowerOfTwo
+        | Policy::Session
+        | Policy::PrefixHash => {
             let slowness = input.slowness.slowness(id, input.now);
             let weight = knobs.overlap_score_weight;
             let blocks = cost::total(weight, prefill_blocks, prediction_blocks, decode_blocks);
@@ -386,24 +399,42 @@ fn level_near_times(weighed: &mut [Terms]) {
     }
 }
 
-/// Index of the chosen candidate, and the odds of all.
-fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(usize, Odds)> {
-    let knobs = input.knobs;
+/// What was chosen, how, and with which odds.
+struct Pick {
+    index: usize,
+    policy: Policy,
+    odds: Odds,
+}
+
+fn pick(
+    input: &DecisionInput<'_>,
+    eligible: &[&Candidate],
+    weighed: &[Terms],
+    rng: &mut Rng,
+) -> Option<Pick> {
+    let (policy, key) = keyed(input.knobs.policy, input.prompt);
     let costs: Vec<f64> = weighed
         .iter()
-        .map(|terms| compared_value(knobs.policy, terms))
+        .map(|terms| compared_value(policy, terms))
         .collect();
-    let (temperature, scale) = match knobs.policy {
+    let (temperature, scale) = match policy {
         Policy::Kv | Policy::KvOnce => {
             let blocks = f64::from(input.prompt.blocks_taken());
+            let knobs = input.knobs;
             (knobs.temperature, knobs.overlap_score_weight * blocks)
         }
-        Policy::Time | Policy::Approx | Policy::LeastLoad | Policy::Random | Policy::RoundRobin => {
-            (0.0, 1.0)
-        }
+        Policy::Time
+        | Policy::Approx
+        | Policy::LeastLoad
+        | Policy::Random
+        | Policy::RoundRobin
+        | Policy::PowerOfTwo
+        | Policy::Session
+        | Policy::PrefixHash => (0.0, 1.0),
     };
-    let odds = Odds::new(&costs, temperature, scale)?;
-    let index = match knobs.policy {
+    let active = || weighed.iter().map(|terms| terms.active_requests);
+    let sources = || eligible.iter().map(|candidate| &candidate.source);
+    let index = match policy {
         Policy::Time
         | Policy::Approx
         | Policy::Kv
@@ -414,8 +445,35 @@ fn pick(input: &DecisionInput<'_>, weighed: &[Terms], rng: &mut Rng) -> Option<(
             let count = u64::try_from(weighed.len()).ok()?;
             usize::try_from(input.turn.checked_rem(count)?).ok()?
         }
+        Policy::PowerOfTwo => power_of_two::choose(&active().collect::<Vec<_>>(), rng)?,
+        Policy::Session => rendezvous::owner(key, sources())?,
+        Policy::PrefixHash => {
+            let loaded: Vec<_> = sources().zip(active()).collect();
+            prefix_hash::taker(key, &loaded, input.knobs.prefix_load_percent)?
+        }
     };
-    Some((index, odds))
+    Some(Pick {
+        index,
+        policy,
+        odds: Odds::new(&costs, temperature, scale)?,
+    })
+}
+
+/// The policy that decides on a prompt, and the key that it hashes; 0 for policies without one.
+fn keyed(policy: Policy, prompt: &Prompt) -> (Policy, u64) {
+    let key = match policy {
+        Policy::Session => prompt.session().map(|session| session.0),
+        Policy::PrefixHash => prefix_hash::key(prompt),
+        Policy::Time
+        | Policy::Approx
+        | Policy::Kv
+        | Policy::KvOnce
+        | Policy::RoundRobin
+        | Policy::LeastLoad
+        | Policy::Random
+        | Policy::PowerOfTwo => return (policy, 0),
+    };
+    key.map_or((Policy::LeastLoad, 0), |key| (policy, key))
 }
 
 /// The value that a policy minimises.
@@ -423,18 +481,22 @@ fn compared_value(policy: Policy, terms: &Terms) -> f64 {
     match policy {
         Policy::Time | Policy::Approx | Policy::Kv | Policy::KvOnce => terms.cost,
         Policy::LeastLoad => f64::from(terms.active_requests),
-        Policy::Random | Policy::RoundRobin => 0.0,
+        Policy::Random
+        | Policy::RoundRobin
+        | Policy::PowerOfTwo
+        | Policy::Session
+        | Policy::PrefixHash => 0.0,
     }
 }
 
 fn explain(
     input: &DecisionInput<'_>,
     candidate: &Candidate,
-    index: usize,
-    odds: Odds,
+    choice: Pick,
     weighed: Vec<Terms>,
 ) -> Decision {
-    let (prompt, chosen) = (input.prompt.cut(candidate.block_size), weighed[index]);
+    let chosen = weighed[choice.index];
+    let prompt = input.prompt.cut(candidate.block_size);
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
@@ -454,8 +516,8 @@ fn explain(
         claim: claim(input, candidate),
         chosen,
         weighed,
-        policy: input.knobs.policy,
-        odds,
+        policy: choice.policy,
+        odds: choice.odds,
     }
 }
 

@@ -73,6 +73,7 @@ impl ItlModel {
 mod tests {
     use super::*;
     use crate::source_table::SourceTable;
+    use crate::testing::source_id;
     use warmroute_proto::{DpRank, Source};
 
     #[test]
@@ -107,10 +108,7 @@ mod tests {
 
     #[test]
     fn short_answers_teach_their_length_alone() {
-        let id = SourceTable::default().intern(&Source {
-            worker: "w".into(),
-            dp_rank: DpRank(0),
-        });
+        let id = source_id();
         let mut itl = ItlModel::default();
         let before = itl.fits.line(id);
         for _ in 0..1000 {

@@ -69,6 +69,8 @@ pub mod speed;
 pub mod stall;
 mod state;
 pub mod sync;
+#[cfg(test)]
+mod testing;
 pub mod traffic;
 pub mod ttft;
 
@@ -78,11 +80,11 @@ pub use choice::Policy;
 pub use cost::Knobs;
 pub use decide::{Decision, DecisionBasis, Terms};
 pub use moves::MoveCounts;
-pub use prompt::{CacheReads, Prompt, PromptBasis};
+pub use prompt::{CacheReads, Prompt, PromptBasis, SessionKey};
 pub use replica_roster::{BadRosterPage, HolderReply, IndexReply, ReplicaRoster};
 pub use slot_guard::{SlotEvent, SlotGuard, SlotSink};
 pub use slots::{RouterLoad, SlotKey, SourceLoad};
-pub use source_table::SourceId;
+pub use source_table::{SourceId, SourceTable};
 pub use state::{
     AdmitError, Admitted, Core, CoreConfig, CoreCounts, FreedCounts, RouteRequest,
     SlotSnapshotBuilder, SourceFigures,

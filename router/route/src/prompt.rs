@@ -26,6 +26,18 @@ pub enum PromptBasis {
     Text,
 }
 
+/// The session that a request belongs to, hashed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SessionKey(pub(crate) u64);
+
+impl SessionKey {
+    /// `None` for an empty name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        (!name.is_empty()).then(|| Self(xxh3_64_with_seed(name.as_bytes(), 0)))
+    }
+}
+
 /// A prompt; immutable, with consistent fields.
 #[derive(Clone, Debug)]
 pub struct Prompt {
@@ -36,6 +48,7 @@ pub struct Prompt {
     sampled: SampledPrefix,
     basis: PromptBasis,
     reads: CacheReads,
+    session: Option<SessionKey>,
     /// Workers that tokenize it differently.
     mismatched: Vec<WorkerId>,
     /// Its tokens in blocks of other sizes.
@@ -68,6 +81,7 @@ impl Prompt {
             sampled,
             basis: PromptBasis::Tokens,
             reads: CacheReads::Allowed,
+            session: None,
             mismatched: Vec::new(),
             other_cuts: Vec::new(),
         }
@@ -113,6 +127,13 @@ impl Prompt {
     #[must_use]
     pub fn with_reads(mut self, reads: CacheReads) -> Self {
         self.each_cut(|cut| cut.reads = reads);
+        self
+    }
+
+    /// Only `self`, not its other cuts, names the session.
+    #[must_use]
+    pub const fn with_session(mut self, session: Option<SessionKey>) -> Self {
+        self.session = session;
         self
     }
 
@@ -191,6 +212,11 @@ impl Prompt {
     #[must_use]
     pub const fn basis(&self) -> PromptBasis {
         self.basis
+    }
+
+    #[must_use]
+    pub const fn session(&self) -> Option<SessionKey> {
+        self.session
     }
 
     #[must_use]

@@ -131,34 +131,17 @@ impl SentPrompts {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use warmroute_proto::{DpRank, LocalHash, Source};
 
     use super::*;
-    use crate::source_table::SourceTable;
 
-    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
-    fn start() -> Instant {
-        Instant::now()
-    }
-
-    fn source() -> SourceId {
-        SourceTable::default().intern(&Source {
-            worker: "w".into(),
-            dp_rank: DpRank(0),
-        })
-    }
-
-    fn prompt(blocks: impl IntoIterator<Item = u64>) -> SampledPrefix {
-        let blocks: Vec<LocalHash> = blocks.into_iter().map(LocalHash).collect();
-        SampledPrefix::of(&blocks)
-    }
+    use crate::testing::{sampled, source_id, start};
 
     #[test]
     fn a_completed_prompt_is_expected_until_newer_ones_fill_the_cache() {
-        let (source, now) = (source(), start());
+        let (source, now) = (source_id(), start());
         let mut sent = SentPrompts::default();
         sent.set_capacity(source, Some(20));
-        let (one, two, three) = (prompt(0..10), prompt(100..110), prompt(200..205));
+        let (one, two, three) = (sampled(0..10), sampled(100..110), sampled(200..205));
         for (second, asked) in [&one, &two, &one, &three].into_iter().enumerate() {
             let now = now + Duration::from_secs(second as u64);
             sent.completed(source, asked.hashes.clone(), now);
@@ -169,7 +152,7 @@ mod tests {
 
     #[test]
     fn prompts_are_kept_for_a_while_after_a_decision_needed_them() {
-        let (source, now) = (source(), start());
+        let (source, now) = (source_id(), start());
         let mut sent = SentPrompts::default();
         assert!(sent.is_needed(source, now), "no decision yet");
         sent.not_needed(source, now);
@@ -182,9 +165,9 @@ mod tests {
 
     #[test]
     fn a_report_of_nothing_cached_ends_what_is_expected() {
-        let (source, now) = (source(), start());
+        let (source, now) = (source_id(), start());
         let mut sent = SentPrompts::default();
-        let asked = prompt(0..10);
+        let asked = sampled(0..10);
         sent.completed(source, asked.hashes.clone(), now);
         let report = CacheReport {
             source,
@@ -204,15 +187,15 @@ mod tests {
             capacity in 4_u32..40,
             prompts in prop::collection::vec((0_u64..4, 1_u64..12), 1..60),
         ) {
-            let (source, now) = (source(), start());
+            let (source, now) = (source_id(), start());
             let mut sent = SentPrompts::default();
             sent.set_capacity(source, Some(capacity.into()));
             for (second, (root, length)) in prompts.into_iter().enumerate() {
-                let asked = prompt((0..length).map(|depth| root * 100 + depth));
+                let asked = sampled((0..length).map(|depth| root * 100 + depth));
                 let now = now + Duration::from_secs(second as u64);
                 sent.completed(source, asked.hashes.clone(), now);
                 let all: u32 = (0..4)
-                    .map(|root| prompt((0..12).map(|depth| root * 100 + depth)))
+                    .map(|root| sampled((0..12).map(|depth| root * 100 + depth)))
                     .map(|whole| sent.longest(source, &whole))
                     .sum();
                 prop_assert!(all <= capacity, "{all} of {capacity}");

@@ -247,22 +247,10 @@ fn first_of<T>(slots: &BTreeMap<SlotKey, T>, router: RouterId, most: usize) -> V
 
 #[cfg(test)]
 mod tests {
-    use warmroute_proto::{DpRank, Source};
 
     use super::*;
-    use crate::source_table::SourceTable;
 
-    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
-    fn start() -> Instant {
-        Instant::now()
-    }
-
-    fn source() -> SourceId {
-        SourceTable::default().intern(&Source {
-            worker: "w".into(),
-            dp_rank: DpRank(0),
-        })
-    }
+    use crate::testing::{source_id, start};
 
     const fn slot(router: u8, counter: u64) -> SlotKey {
         SlotKey {
@@ -274,7 +262,7 @@ mod tests {
     /// 4,000 tokens behind so many others.
     fn prefill(outstanding_tokens: u64) -> AcceptedPrefill {
         AcceptedPrefill {
-            source: source(),
+            source: source_id(),
             tokens: 4_000,
             outstanding_tokens,
             block_tokens: 16,
@@ -284,7 +272,7 @@ mod tests {
     /// Seconds for each token, after a request whose first token comes 200 ms after it.
     fn learned(speed: &mut SpeedTracker, slot: SlotKey, sent: Instant) -> f64 {
         speed.first_token(slot, 1, sent + Duration::from_millis(200));
-        speed.of(source()).ttft.secs_each
+        speed.of(source_id()).ttft.secs_each
     }
 
     fn learned_alone() -> f64 {
@@ -304,7 +292,7 @@ mod tests {
         // Another one, after the delay, waits for both.
         let queued = later + 2 * CROSSING;
         speed.accepted(slot(3, 0), prefill(4_000), queued);
-        let waits = speed.prefills.get(source()).unwrap()[&slot(3, 0)];
+        let waits = speed.prefills.get(source_id()).unwrap()[&slot(3, 0)];
         assert!(waits.tokens_ahead > 5_000, "{}", waits.tokens_ahead);
     }
 
@@ -326,12 +314,12 @@ mod tests {
         }
         speed.first_token(slot(1, 0), 1, now);
         speed.first_token(slot(2, 0), 1, now);
-        let before = speed.of(source());
+        let before = speed.of(source_id());
         let dead = RouterId([1; 16]);
         assert!(speed.release_step(dead, 1));
         while speed.release_step(dead, 1) {}
         assert_eq!((speed.prefilling.len(), speed.answers.len()), (1, 1));
         speed.first_token(slot(1, 1), 1, now + Duration::from_secs(60));
-        assert_eq!(speed.of(source()), before);
+        assert_eq!(speed.of(source_id()), before);
     }
 }

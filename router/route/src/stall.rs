@@ -120,22 +120,10 @@ impl StallDetector {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source_table::SourceTable;
-    use warmroute_proto::{DpRank, Source};
+
+    use crate::testing::{source_id, start};
 
     const PREDICTED: Duration = Duration::from_secs(1);
-
-    fn source() -> SourceId {
-        SourceTable::default().intern(&Source {
-            worker: "w".into(),
-            dp_rank: DpRank(0),
-        })
-    }
-
-    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
-    fn start() -> Instant {
-        Instant::now()
-    }
 
     fn secs(secs: u64) -> Duration {
         Duration::from_secs(secs)
@@ -143,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_late_first_token_stalls_and_the_stall_ends_by_itself() {
-        let (start, source) = (start(), source());
+        let (start, source) = (start(), source_id());
         let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
         for (at, stalled) in [(9, false), (10, true), (14, true), (15, false)] {
@@ -158,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_first_token_ends_the_stall() {
-        let (start, source) = (start(), source());
+        let (start, source) = (start(), source_id());
         let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
         stalls.advance(start + secs(10));
@@ -169,7 +157,7 @@ mod tests {
 
     #[test]
     fn stalls_in_a_row_last_longer_and_requests_stuck_together_are_one() {
-        let (start, source) = (start(), source());
+        let (start, source) = (start(), source_id());
         let mut stalls = StallDetector::default();
         for counter in 0..10 {
             stalls.sent(counter, source, PREDICTED, start);
@@ -186,7 +174,7 @@ mod tests {
 
     #[test]
     fn an_ended_request_stalls_no_source() {
-        let (start, source) = (start(), source());
+        let (start, source) = (start(), source_id());
         let mut stalls = StallDetector::default();
         stalls.sent(1, source, PREDICTED, start);
         stalls.ended(1);
@@ -198,7 +186,7 @@ mod tests {
 
     #[test]
     fn short_predictions_have_a_floor() {
-        let (start, source) = (start(), source());
+        let (start, source) = (start(), source_id());
         let mut stalls = StallDetector::default();
         stalls.sent(1, source, Duration::from_millis(10), start);
         stalls.advance(start + secs(4));

@@ -165,22 +165,10 @@ const fn rung(chosen: &Terms) -> usize {
 #[cfg(test)]
 mod tests {
     use warmroute_proto::query::SourceState;
-    use warmroute_proto::{DpRank, Source};
 
     use super::*;
-    use crate::source_table::SourceTable;
 
-    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
-    fn start() -> Instant {
-        Instant::now()
-    }
-
-    fn a_source() -> SourceId {
-        SourceTable::default().intern(&Source {
-            worker: "w".into(),
-            dp_rank: DpRank(0),
-        })
-    }
+    use crate::testing::{source_id, start};
 
     #[test]
     fn rungs_have_the_names_of_states_and_bases() {
@@ -207,7 +195,7 @@ mod tests {
     #[test]
     fn quantiles_are_those_since_the_earlier_copy() {
         let (mut traffic, now) = (Traffic::default(), start());
-        let source = a_source();
+        let source = source_id();
         traffic.first_token(source, Duration::from_secs(9), now);
         let earlier = traffic.totals.clone();
         assert_eq!(traffic.totals.ttft_quantile(&earlier, 0.5), None);
@@ -233,7 +221,7 @@ mod tests {
     #[test]
     fn an_average_is_forgotten_after_a_minute() {
         let (mut traffic, now) = (Traffic::default(), start());
-        let source = a_source();
+        let source = source_id();
         assert_eq!(traffic.ttft(source, now), None);
         traffic.first_token(source, Duration::ZERO, now);
         traffic.first_token(source, Duration::from_secs(1), now);

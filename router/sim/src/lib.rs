@@ -2,12 +2,13 @@
 //!
 //! [`sim`] models vLLM's block cache, scheduler and step timing. [`simulate`] runs the command
 //! `warmroute-router simulate`: routing cores, engine models and an index, no IO, no clock.
-//! [`tune`] searches for the parameters that suit a trace. [`trace`] is what is replayed, and
-//! [`recording`] is the format of recorded requests.
+//! [`tune`] searches for the parameters that suit a trace. [`trace`] is what is replayed,
+//! [`recording`] is the format of recorded requests, and [`fit`] finds an engine's speed in them.
 //!
 //! The serving path uses [`recording`] only.
 #![forbid(unsafe_code)]
 
+pub mod fit;
 pub mod recording;
 pub mod sim;
 pub mod simulate;

@@ -2,13 +2,13 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 use tempfile::TempDir;
-use tokio_util::task::TaskTracker;
 
 use super::*;
 use crate::batch_task::CHECK_PERIOD;
 use crate::call_report::CallReport;
 use crate::metrics::{RequestEnd, RouteLabel};
 use crate::settings::Settings;
+use crate::testing::TestTask;
 
 fn settings(path: &Path) -> Settings {
     let text = format!("access_log = \"{}\"\n", path.display());
@@ -19,8 +19,7 @@ struct Running {
     log: AccessLog,
     live: Arc<LiveSettings>,
     metrics: Arc<Metrics>,
-    tasks: TaskTracker,
-    stop: CancellationToken,
+    task: TestTask,
 }
 
 impl Running {
@@ -28,14 +27,12 @@ impl Running {
         let live = LiveSettings::new(settings);
         let metrics = Arc::new(Metrics::new().unwrap());
         let (log, writer) = AccessLog::new(Arc::clone(&live), Arc::clone(&metrics));
-        let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-        tasks.spawn(writer.run(stop.clone()));
+        let task = TestTask::spawn(|stop| writer.run(stop));
         Self {
             log,
             live,
             metrics,
-            tasks,
-            stop,
+            task,
         }
     }
 
@@ -67,9 +64,7 @@ impl Running {
     }
 
     async fn end(self) -> Arc<Metrics> {
-        self.stop.cancel();
-        self.tasks.close();
-        self.tasks.wait().await;
+        self.task.end().await;
         self.metrics
     }
 }

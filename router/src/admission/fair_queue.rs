@@ -1,14 +1,16 @@
-//! The queue of one model's requests: priorities, fairness between tenants, order within a tenant.
-//! Pure.
+//! The queue of waiting requests: priorities, fairness between tenants, order within a tenant. Pure.
+//!
+//! Models share sources (adapters, aliases), so there is one queue, and a free place goes to the next
+//! request in order that can use it.
 //!
 //! The level with the lowest number is served first. One of [`LOW_TURN`] requests is of another
 //! level, each level in turn, so that none starves. Within a level the tenants are served by
 //! deficit round robin over estimated tokens: a tenant that sends many requests delays its own. A
-//! tenant's requests of one level leave in the order of their arrival.
+//! tenant's requests of one level and model leave in the order of their arrival.
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::Bound;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 
 use warmroute_process::access::keys::KeyId;
@@ -26,9 +28,10 @@ pub(crate) struct TicketNumber(pub u64);
 /// The requests of one tenant share a line. `None`: there are no tenants.
 pub(crate) type TenantName = Option<KeyId>;
 
-/// Where a request waits in its model's queue.
+/// Where a request waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct QueueSpot {
+    pub model: Arc<str>,
     /// Lower is served first.
     pub level: i64,
     pub tenant: TenantName,
@@ -53,12 +56,16 @@ pub(crate) struct QueueSize {
     pub bytes: usize,
 }
 
-/// The line that gives up its newest request for another one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct LongestLine {
-    pub level: i64,
-    pub tenant: TenantName,
-    pub requests: usize,
+impl QueueSize {
+    pub(super) const fn add(&mut self, bytes: usize) {
+        self.requests += 1;
+        self.bytes += bytes;
+    }
+
+    pub(super) const fn subtract(&mut self, bytes: usize) {
+        self.requests -= 1;
+        self.bytes -= bytes;
+    }
 }
 
 #[derive(Debug)]
@@ -79,9 +86,12 @@ struct PriorityLevel<T> {
     ring: VecDeque<TenantName>,
 }
 
+/// One tenant's requests of one level.
 #[derive(Debug)]
-struct TenantLine<T> {
-    requests: BTreeMap<TicketNumber, QueuedRequest<T>>,
+pub(super) struct TenantLine<T> {
+    requests: BTreeMap<TicketNumber, (Arc<str>, QueuedRequest<T>)>,
+    by_model: BTreeMap<Arc<str>, BTreeSet<TicketNumber>>,
+    size: QueueSize,
     /// Tokens that it may send in its turn.
     deficit: u64,
 }
@@ -102,10 +112,6 @@ impl<T> FairQueue<T> {
         self.size
     }
 
-    pub(crate) const fn is_empty(&self) -> bool {
-        self.size.requests == 0
-    }
-
     /// Returns a request that left in vain: it is its tenant's first again, and has its turn.
     pub(crate) fn push_back_first(&mut self, spot: &QueueSpot, request: QueuedRequest<T>) {
         let cost = request.cost;
@@ -117,8 +123,7 @@ impl<T> FairQueue<T> {
 
     /// Adds a request to its tenant's line.
     pub(crate) fn push(&mut self, spot: &QueueSpot, request: QueuedRequest<T>) {
-        self.size.requests += 1;
-        self.size.bytes += request.bytes;
+        self.size.add(request.bytes);
         let level = self.levels.entry(spot.level).or_default();
         let line = match level.lines.entry(spot.tenant.clone()) {
             Entry::Occupied(line) => line.into_mut(),
@@ -127,77 +132,53 @@ impl<T> FairQueue<T> {
                 vacant.insert(TenantLine::default())
             }
         };
-        line.requests.insert(spot.number, request);
+        line.push(Arc::clone(&spot.model), spot.number, request);
     }
 
-    /// Takes the next request.
-    pub(crate) fn pop(&mut self) -> Option<(QueueSpot, QueuedRequest<T>)> {
-        let level = self.next_level()?;
-        let (tenant, number, request) = self.levels.get_mut(&level)?.pop()?;
+    /// Takes the next request of the models that `fits` accepts.
+    pub(crate) fn pop(
+        &mut self,
+        fits: impl Fn(&str) -> bool,
+    ) -> Option<(QueueSpot, QueuedRequest<T>)> {
+        let level = self.next_level(&fits)?;
+        let (spot, request) = self.levels.get_mut(&level)?.pop(level, &fits)?;
         self.left(level, request.bytes);
-        let spot = QueueSpot {
-            level,
-            tenant,
-            number,
-        };
         Some((spot, request))
     }
 
     /// Takes a request out, if it waits.
     pub(crate) fn remove(&mut self, spot: &QueueSpot) -> Option<QueuedRequest<T>> {
         let level = self.levels.get_mut(&spot.level)?;
-        let request = level.remove(&spot.tenant, spot.number)?;
+        let (_, request) = level.remove(&spot.tenant, spot.number)?;
         self.left(spot.level, request.bytes);
         Some(request)
     }
 
-    /// Takes the newest request of a line.
-    pub(crate) fn remove_newest(
-        &mut self,
-        level: i64,
-        tenant: &TenantName,
-    ) -> Option<QueuedRequest<T>> {
-        let requests = &self.levels.get(&level)?.lines.get(tenant)?.requests;
-        let number = *requests.last_key_value()?.0;
-        let tenant = tenant.clone();
-        self.remove(&QueueSpot {
-            level,
-            tenant,
-            number,
+    /// All lines, with level and tenant.
+    pub(super) fn lines(&self) -> impl Iterator<Item = (i64, &TenantName, &TenantLine<T>)> {
+        let levels = self.levels.iter();
+        levels.flat_map(|(level, of_level)| {
+            let lines = of_level.lines.iter();
+            lines.map(|(tenant, line)| (*level, tenant, line))
         })
     }
 
-    /// The longest line of the level that is served last.
-    pub(crate) fn longest_line(&self) -> Option<LongestLine> {
-        let (&level, last) = self.levels.last_key_value()?;
-        let lengths = last.lines.iter().map(|(tenant, line)| LongestLine {
-            level,
-            tenant: tenant.clone(),
-            requests: line.requests.len(),
-        });
-        lengths.max_by_key(|line| line.requests)
+    /// When the model's request came that waits longest.
+    pub(crate) fn oldest(&self, model: &str) -> Option<Instant> {
+        let lines = self.lines().map(|(_, _, line)| line);
+        lines.filter_map(|line| line.oldest(model)).min()
     }
 
-    /// When the request came that waits longest.
-    pub(crate) fn oldest(&self) -> Option<Instant> {
-        let lines = self.levels.values().flat_map(|level| level.lines.values());
-        let first = lines.filter_map(|line| line.requests.first_key_value());
-        first.map(|(_, request)| request.since).min()
-    }
-
-    /// Requests of one line.
-    pub(crate) fn waiting(&self, level: i64, tenant: &TenantName) -> usize {
-        let lines = self.levels.get(&level).map(|level| &level.lines);
-        lines
-            .and_then(|lines| lines.get(tenant))
-            .map_or(0, |line| line.requests.len())
-    }
-
-    fn next_level(&mut self) -> Option<i64> {
-        let first = *self.levels.first_key_value()?.0;
-        let above_first = (Bound::Excluded(first), Bound::Unbounded);
-        let mut lower = self.levels.range(above_first).map(|(level, _)| *level);
-        let Some(lowest) = lower.next() else {
+    fn next_level(&mut self, fits: &impl Fn(&str) -> bool) -> Option<i64> {
+        let serves = |(level, of_level): (&i64, &PriorityLevel<T>)| {
+            let mut lines = of_level.lines.values();
+            lines
+                .any(|line| line.next(fits).is_some())
+                .then_some(*level)
+        };
+        let mut levels = self.levels.iter().filter_map(serves);
+        let first = levels.next()?;
+        let Some(lowest) = levels.next() else {
             return Some(first);
         };
         self.turns += 1;
@@ -206,16 +187,16 @@ impl<T> FairQueue<T> {
         }
         self.turns = 0;
         // The one after the last, in a circle.
-        let after = std::iter::once(lowest).chain(lower);
-        let next = after.into_iter().find(|&level| level > self.last_low);
+        let mut after = std::iter::once(lowest).chain(levels);
+        let next = after.find(|&level| level > self.last_low);
         self.last_low = next.unwrap_or(lowest);
         Some(self.last_low)
     }
 
     fn left(&mut self, level: i64, bytes: usize) {
-        self.size.requests -= 1;
-        self.size.bytes -= bytes;
-        if self.levels.get(&level).is_some_and(PriorityLevel::is_empty) {
+        self.size.subtract(bytes);
+        let is_empty = |level: &PriorityLevel<T>| level.lines.is_empty();
+        if self.levels.get(&level).is_some_and(is_empty) {
             self.levels.remove(&level);
         }
     }
@@ -235,58 +216,134 @@ impl<T> Default for TenantLine<T> {
     fn default() -> Self {
         Self {
             requests: BTreeMap::new(),
+            by_model: BTreeMap::new(),
+            size: QueueSize::default(),
             deficit: QUANTUM_TOKENS,
         }
     }
 }
 
 impl<T> TenantLine<T> {
-    /// Rounds of the ring until its first request may leave.
-    fn rounds(&self) -> u64 {
-        let cost = self.requests.first_key_value();
-        let cost = cost.map_or(0, |(_, request)| request.cost);
-        cost.saturating_sub(self.deficit).div_ceil(QUANTUM_TOKENS)
+    pub(super) const fn size(&self) -> QueueSize {
+        self.size
+    }
+
+    /// Its waiting requests of one model.
+    pub(super) fn of_model(&self, model: &str) -> usize {
+        self.by_model.get(model).map_or(0, BTreeSet::len)
+    }
+
+    /// Its requests with model and bytes, the newest first.
+    pub(super) fn newest(&self) -> impl Iterator<Item = (TicketNumber, &Arc<str>, usize)> {
+        let requests = self.requests.iter().rev();
+        requests.map(|(number, (model, request))| (*number, model, request.bytes))
+    }
+
+    fn oldest(&self, model: &str) -> Option<Instant> {
+        let first = self.by_model.get(model)?.first()?;
+        self.requests.get(first).map(|(_, request)| request.since)
+    }
+
+    fn push(&mut self, model: Arc<str>, number: TicketNumber, request: QueuedRequest<T>) {
+        self.size.add(request.bytes);
+        let of_model = self.by_model.entry(Arc::clone(&model)).or_default();
+        of_model.insert(number);
+        self.requests.insert(number, (model, request));
+    }
+
+    fn remove(&mut self, number: TicketNumber) -> Option<(Arc<str>, QueuedRequest<T>)> {
+        let (model, request) = self.requests.remove(&number)?;
+        self.size.subtract(request.bytes);
+        if let Some(of_model) = self.by_model.get_mut(&model) {
+            of_model.remove(&number);
+            if of_model.is_empty() {
+                self.by_model.remove(&model);
+            }
+        }
+        Some((model, request))
+    }
+
+    /// Its first request of the models that fit.
+    fn next(&self, fits: &impl Fn(&str) -> bool) -> Option<TicketNumber> {
+        let fitting = self.by_model.iter().filter(|(model, _)| fits(model));
+        fitting
+            .filter_map(|(_, numbers)| numbers.first())
+            .min()
+            .copied()
+    }
+
+    /// Rounds of the ring until that request may leave; `None` if there is none.
+    fn rounds(&self, fits: &impl Fn(&str) -> bool) -> Option<u64> {
+        let (_, next) = self.requests.get(&self.next(fits)?)?;
+        Some(
+            next.cost
+                .saturating_sub(self.deficit)
+                .div_ceil(QUANTUM_TOKENS),
+        )
     }
 }
 
 impl<T> PriorityLevel<T> {
-    fn is_empty(&self) -> bool {
-        self.lines.is_empty()
-    }
-
-    fn pop(&mut self) -> Option<(TenantName, TicketNumber, QueuedRequest<T>)> {
-        // Whole rounds in which no request could leave.
-        let idle = self.lines.values().map(TenantLine::rounds).min()?;
+    fn pop(
+        &mut self,
+        level: i64,
+        fits: &impl Fn(&str) -> bool,
+    ) -> Option<(QueueSpot, QueuedRequest<T>)> {
+        // Whole rounds in which no request could leave. Lines without a request that fits get
+        // nothing.
+        let rounds = |line: &TenantLine<T>| line.rounds(fits);
+        let idle = self.lines.values().filter_map(rounds).min()?;
         let idle = idle.saturating_sub(1) * QUANTUM_TOKENS;
-        for line in self.lines.values_mut() {
+        for line in self
+            .lines
+            .values_mut()
+            .filter(|line| rounds(line).is_some())
+        {
             line.deficit = line.deficit.saturating_add(idle);
         }
         // At most one more round.
         loop {
             let tenant = self.ring.front()?.clone();
             let line = self.lines.get_mut(&tenant)?;
-            if line.rounds() > 0 {
-                line.deficit += QUANTUM_TOKENS;
-                self.ring.rotate_left(1);
-                continue;
+            match rounds(line) {
+                Some(0) => {}
+                Some(_) => {
+                    line.deficit += QUANTUM_TOKENS;
+                    self.ring.rotate_left(1);
+                    continue;
+                }
+                None => {
+                    self.ring.rotate_left(1);
+                    continue;
+                }
             }
-            let number = *line.requests.first_key_value()?.0;
-            let request = self.remove(&tenant, number)?;
+            let number = line.next(fits)?;
+            let (model, request) = self.remove(&tenant, number)?;
             if let Some(line) = self.lines.get_mut(&tenant) {
                 line.deficit = line.deficit.saturating_sub(request.cost);
             }
-            return Some((tenant, number, request));
+            let spot = QueueSpot {
+                model,
+                level,
+                tenant,
+                number,
+            };
+            return Some((spot, request));
         }
     }
 
-    fn remove(&mut self, tenant: &TenantName, number: TicketNumber) -> Option<QueuedRequest<T>> {
+    fn remove(
+        &mut self,
+        tenant: &TenantName,
+        number: TicketNumber,
+    ) -> Option<(Arc<str>, QueuedRequest<T>)> {
         let line = self.lines.get_mut(tenant)?;
-        let request = line.requests.remove(&number)?;
+        let removed = line.remove(number)?;
         if line.requests.is_empty() {
             self.lines.remove(tenant);
             self.ring.retain(|other| other != tenant);
         }
-        Some(request)
+        Some(removed)
     }
 
     /// Makes a tenant the next one, with so many tokens more.

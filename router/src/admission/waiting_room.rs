@@ -1,19 +1,15 @@
-//! The queues of all models, their bounds, and the places given to requests that decide now. Pure.
+//! The queue with its bounds, and the places given to requests that decide now. Pure.
 //!
-//! A request that leaves its queue has a *grant*: a place counts as taken from the grant until the
+//! A request that leaves the queue has a *grant*: a place counts as taken from the grant until the
 //! request has its slot. So no place is given twice, and no request overtakes the queue.
-//!
-//! At a bound a new request takes the place of another one only if that one is of a later level, or
-//! of the same level and of a tenant with more waiting requests. A tenant cannot fill the queue
-//! against others.
 
-use std::cmp::Ordering;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::fair_queue::{
-    FairQueue, LongestLine, QueueSize, QueueSpot, QueuedRequest, TenantName, TicketNumber,
-};
+use super::displacement::victims;
+use super::fair_queue::{FairQueue, QueueSize, QueueSpot, QueuedRequest, TenantName, TicketNumber};
+use super::free_places::FreePlaces;
 use super::leave_rate::{LeaveRate, RETRY_AFTER_MIN};
 
 /// What may wait.
@@ -56,7 +52,7 @@ pub(crate) enum GrantEnd {
     Unused,
 }
 
-/// One model's queue, for metrics.
+/// One model's waiting requests, for metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct QueueStatus {
     pub model: String,
@@ -67,14 +63,15 @@ pub(crate) struct QueueStatus {
 
 #[derive(Debug)]
 pub(crate) struct WaitingRoom<T> {
-    models: BTreeMap<String, ModelQueue<T>>,
-    size: QueueSize,
+    queue: FairQueue<T>,
+    models: BTreeMap<Arc<str>, WaitingModel>,
     tickets: u64,
 }
 
-#[derive(Debug)]
-struct ModelQueue<T> {
-    queue: FairQueue<T>,
+/// What the queue holds of one model.
+#[derive(Debug, Default)]
+struct WaitingModel {
+    size: QueueSize,
     grants: u32,
     rate: LeaveRate,
 }
@@ -82,40 +79,50 @@ struct ModelQueue<T> {
 impl<T> Default for WaitingRoom<T> {
     fn default() -> Self {
         Self {
+            queue: FairQueue::default(),
             models: BTreeMap::new(),
-            size: QueueSize::default(),
             tickets: 0,
         }
     }
 }
 
-impl<T> Default for ModelQueue<T> {
-    fn default() -> Self {
-        Self {
-            queue: FairQueue::default(),
-            grants: 0,
-            rate: LeaveRate::default(),
-        }
-    }
-}
-
-impl<T> ModelQueue<T> {
-    fn is_in_use(&self) -> bool {
-        self.grants > 0 || !self.queue.is_empty()
+impl WaitingModel {
+    const fn is_in_use(&self) -> bool {
+        self.grants > 0 || self.size.requests > 0
     }
 }
 
 impl<T> WaitingRoom<T> {
-    /// Whether a new request of this model must queue: others wait, or all places are given.
-    /// `room`: the model's free places, up to a number.
-    pub(crate) fn is_engaged(&self, model: &str, room: impl FnOnce(u32) -> u32) -> bool {
-        self.models.get(model).is_some_and(|queue| {
-            let are_given = |grants: u32| grants > 0 && room(grants.saturating_add(1)) <= grants;
-            !queue.queue.is_empty() || are_given(queue.grants)
-        })
+    /// Whether a new request of this model must queue: others of it wait, or each place that is free
+    /// is given or waited for. `places`: those of the named models.
+    pub(crate) fn is_engaged(
+        &self,
+        model: &str,
+        places: impl FnOnce(Vec<Arc<str>>) -> FreePlaces,
+    ) -> bool {
+        if self
+            .models
+            .get(model)
+            .is_some_and(|own| own.size.requests > 0)
+        {
+            return true;
+        }
+        let mut names = self.names_in_use();
+        if names.is_empty() {
+            return false;
+        }
+        names.push(model.into());
+        let mut places = places(names);
+        for (other, waiting) in &self.models {
+            if waiting.size.requests > 0 {
+                places.take_all(other);
+            }
+        }
+        self.take_granted(&mut places);
+        !places.has(model)
     }
 
-    /// Adds a request, at a bound in another one's place.
+    /// Adds a request, at a bound in others' place.
     pub(crate) fn join(
         &mut self,
         line: &QueueLine,
@@ -124,160 +131,112 @@ impl<T> WaitingRoom<T> {
     ) -> Result<JoinedQueue<T>, QueueAtBound> {
         let now = request.since;
         self.models
-            .retain(|_, queue| queue.is_in_use() || queue.rate.per_sec(now).is_some());
-        let displaced = self.make_room(line, request.bytes, bounds)?;
+            .retain(|_, model| model.is_in_use() || model.rate.per_sec(now).is_some());
+        let own = self.models.get(line.model.as_str());
+        let of_model = own.map_or(0, |own| own.size.requests);
+        let victims = victims(&self.queue, of_model, line, request.bytes, bounds)?;
+        let displaced = victims.iter().filter_map(|spot| self.cancel(spot));
+        let displaced = displaced.map(|request| request.payload).collect();
         self.tickets += 1;
         let spot = QueueSpot {
+            model: line.model.as_str().into(),
             level: line.level,
             tenant: line.tenant.clone(),
             number: TicketNumber(self.tickets),
         };
-        self.add(request.bytes);
-        let model = self.models.entry(line.model.clone()).or_default();
-        model.queue.push(&spot, request);
+        self.model(&spot.model).size.add(request.bytes);
+        self.queue.push(&spot, request);
         Ok(JoinedQueue { spot, displaced })
     }
 
-    fn make_room(
-        &mut self,
-        line: &QueueLine,
-        bytes: usize,
-        bounds: &QueueBounds,
-    ) -> Result<Vec<T>, QueueAtBound> {
-        let mut displaced = Vec::new();
-        if bytes > bounds.bytes || bounds.requests.min(bounds.requests_per_model) == 0 {
-            return Err(QueueAtBound);
-        }
-        loop {
-            let own = self.models.get(&line.model).map(|model| &model.queue);
-            let of_model = own.map_or(0, |queue| queue.size().requests);
-            let is_full = self.size.requests >= bounds.requests
-                || self.size.bytes.saturating_add(bytes) > bounds.bytes;
-            let longest = if of_model >= bounds.requests_per_model {
-                self.longest_line(Some(&line.model))
-            } else if is_full {
-                self.longest_line(None)
-            } else {
-                return Ok(displaced);
-            };
-            let waiting = own.map_or(0, |queue| queue.waiting(line.level, &line.tenant));
-            let yields = |other: &LongestLine| match other.level.cmp(&line.level) {
-                Ordering::Less => false,
-                Ordering::Equal => other.requests > waiting + 1,
-                Ordering::Greater => true,
-            };
-            let (model, longest) = longest.ok_or(QueueAtBound)?;
-            if !yields(&longest) {
-                return Err(QueueAtBound);
-            }
-            let queue = self.models.get_mut(&model).ok_or(QueueAtBound)?;
-            let newest = queue.queue.remove_newest(longest.level, &longest.tenant);
-            let newest = newest.ok_or(QueueAtBound)?;
-            self.subtract(newest.bytes);
-            displaced.push(newest.payload);
-        }
-    }
-
-    /// In one model or in all: the longest line of those that are served last.
-    fn longest_line(&self, model: Option<&str>) -> Option<(String, LongestLine)> {
-        let models = self.models.iter();
-        let models = models.filter(|(name, _)| model.is_none_or(|model| model == name.as_str()));
-        let lines = models.filter_map(|(name, model)| Some((name, model.queue.longest_line()?)));
-        let longest = lines.max_by_key(|(_, line)| (line.level, line.requests))?;
-        Some((longest.0.clone(), longest.1))
-    }
-
     /// Takes a request out, if it waits.
-    pub(crate) fn cancel(&mut self, model: &str, spot: &QueueSpot) -> Option<QueuedRequest<T>> {
-        let request = self.models.get_mut(model)?.queue.remove(spot)?;
-        self.subtract(request.bytes);
+    pub(crate) fn cancel(&mut self, spot: &QueueSpot) -> Option<QueuedRequest<T>> {
+        let request = self.queue.remove(spot)?;
+        self.model(&spot.model).size.subtract(request.bytes);
         Some(request)
     }
 
-    /// Gives the next request one of `room` places, unless all of them are given.
+    /// Gives a place to the next request that can use one.
     pub(crate) fn grant(
         &mut self,
-        model: &str,
-        room: u32,
+        places: &mut FreePlaces,
     ) -> Option<(QueueSpot, QueuedRequest<T>)> {
-        let queue = self.models.get_mut(model)?;
-        if queue.grants >= room {
+        let waiting = self.models.iter();
+        let waiting = waiting.filter(|(_, model)| model.size.requests > 0);
+        let fitting = waiting.filter(|(name, _)| places.has(name));
+        let fitting: BTreeSet<_> = fitting.map(|(name, _)| Arc::clone(name)).collect();
+        if fitting.is_empty() {
             return None;
         }
-        let (spot, request) = queue.queue.pop()?;
-        queue.grants += 1;
-        self.subtract(request.bytes);
+        let (spot, request) = self.queue.pop(|model| fitting.contains(model))?;
+        places.take(&spot.model);
+        let model = self.model(&spot.model);
+        model.grants += 1;
+        model.size.subtract(request.bytes);
         Some((spot, request))
     }
 
-    /// Ends a grant.
-    pub(crate) fn settle(&mut self, model: &str, end: GrantEnd, now: Instant) {
-        if let Some(queue) = self.models.get_mut(model) {
-            queue.grants = queue.grants.saturating_sub(1);
-            match end {
-                GrantEnd::Admitted => queue.rate.left(now),
-                GrantEnd::Unused => {}
+    /// Takes a place for each grant.
+    pub(crate) fn take_granted(&self, places: &mut FreePlaces) {
+        for (name, model) in &self.models {
+            for _ in 0..model.grants {
+                places.take(name);
             }
+        }
+    }
+
+    /// Ends a grant.
+    pub(crate) fn settle(&mut self, model: &Arc<str>, end: GrantEnd, now: Instant) {
+        let model = self.model(model);
+        model.grants = model.grants.saturating_sub(1);
+        match end {
+            GrantEnd::Admitted => model.rate.left(now),
+            GrantEnd::Unused => {}
         }
     }
 
     /// Ends a grant whose place was gone. The request is its tenant's first again.
-    pub(crate) fn give_back(&mut self, model: &str, spot: &QueueSpot, request: QueuedRequest<T>) {
-        let queue = self.models.entry(model.to_owned()).or_default();
-        queue.grants = queue.grants.saturating_sub(1);
-        let bytes = request.bytes;
-        queue.queue.push_back_first(spot, request);
-        self.add(bytes);
+    pub(crate) fn give_back(&mut self, spot: &QueueSpot, request: QueuedRequest<T>) {
+        let model = self.model(&spot.model);
+        model.grants = model.grants.saturating_sub(1);
+        model.size.add(request.bytes);
+        self.queue.push_back_first(spot, request);
     }
 
-    /// The models with waiting requests, each with the places that it can use.
-    pub(crate) fn wanting(&self) -> Vec<(String, u32)> {
-        let waiting = self
-            .models
-            .iter()
-            .filter(|(_, model)| !model.queue.is_empty());
-        let wanting = waiting.map(|(name, model)| {
-            let waiting = u32::try_from(model.queue.size().requests).unwrap_or(u32::MAX);
-            (name.clone(), waiting.saturating_add(model.grants))
-        });
-        wanting.collect()
+    /// The models with waiting requests or grants.
+    pub(crate) fn names_in_use(&self) -> Vec<Arc<str>> {
+        let in_use = self.models.iter().filter(|(_, model)| model.is_in_use());
+        in_use.map(|(name, _)| Arc::clone(name)).collect()
     }
 
     /// Time after which a new request of the model would have left the queue.
     pub(crate) fn retry_after(&mut self, model: &str, now: Instant) -> Duration {
-        let queue = self.models.get_mut(model);
-        queue.map_or(RETRY_AFTER_MIN, |model| {
-            let oldest = model.queue.oldest();
-            let longest = oldest.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-            let waiting = model.queue.size().requests;
-            model.rate.retry_after(waiting, longest, now)
+        let oldest = self.queue.oldest(model);
+        let longest = oldest.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        let model = self.models.get_mut(model);
+        model.map_or(RETRY_AFTER_MIN, |model| {
+            model.rate.retry_after(model.size.requests, longest, now)
         })
     }
 
     pub(crate) const fn size(&self) -> QueueSize {
-        self.size
+        self.queue.size()
     }
 
-    /// The models with a queue now or in the last minute.
+    /// The models with waiting requests now or in the last minute.
     pub(crate) fn statuses(&mut self, now: Instant) -> Vec<QueueStatus> {
-        let models = self.models.iter_mut();
+        let (queue, models) = (&self.queue, self.models.iter_mut());
         let statuses = models.map(|(name, model)| QueueStatus {
-            model: name.clone(),
-            size: model.queue.size(),
-            oldest: (model.queue.oldest()).map(|at| now.saturating_duration_since(at)),
+            model: name.to_string(),
+            size: model.size,
+            oldest: (queue.oldest(name)).map(|at| now.saturating_duration_since(at)),
             leaving_per_sec: model.rate.per_sec(now),
         });
         statuses.collect()
     }
 
-    const fn add(&mut self, bytes: usize) {
-        self.size.requests += 1;
-        self.size.bytes += bytes;
-    }
-
-    const fn subtract(&mut self, bytes: usize) {
-        self.size.requests -= 1;
-        self.size.bytes -= bytes;
+    fn model(&mut self, name: &Arc<str>) -> &mut WaitingModel {
+        self.models.entry(Arc::clone(name)).or_default()
     }
 }
 

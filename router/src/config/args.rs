@@ -8,6 +8,7 @@ use warmroute_process::build;
 use warmroute_process::listen::port;
 
 use super::worker::WorkerSpec;
+use crate::fit::FitArgs;
 use crate::route::args::ChoiceArgs;
 use crate::simulate::SimulateArgs;
 use crate::tune::TuneArgs;
@@ -73,6 +74,8 @@ pub struct NewKeyArgs {
 pub enum TraceCommand {
     /// Write a trace in Mooncake's form: a JSON object a line, an id for 512 tokens.
     Convert(ConvertArgs),
+    /// Fit a profile of the engines to a recording, and show recorded and simulated times.
+    Fit(FitArgs),
 }
 
 #[derive(Clone, Debug, Group)]

@@ -143,6 +143,11 @@ impl TryFrom<RouterArgs> for Config {
             Some(_) => WorkerRule::Registered,
             None => WorkerRule::Embedded(workers.clone()),
         };
+        let settings = config.map(|path| settings(path, &rule)).transpose()?;
+        let mut knobs = Knobs::try_from(choice)?;
+        if let Some(file) = &settings {
+            knobs.prefix_load_percent = file.settings.prefix_hash_load_percent();
+        }
         let find = |named: String| HubCache::from_env().find(&named);
         let tokenizer = fleet.tokenizer.map(find).transpose()?;
         Ok(Self {
@@ -159,10 +164,10 @@ impl TryFrom<RouterArgs> for Config {
                 }
                 None => None,
             },
-            knobs: choice.try_into()?,
+            knobs,
             limits: Limits::try_from(limits)?,
             health_interval: millis("health-interval-ms", fleet.health_interval_ms, 10, 60_000)?,
-            settings: config.map(|path| settings(path, &rule)).transpose()?,
+            settings,
             logs: Logs::try_from(logs)?,
         })
     }

@@ -256,3 +256,12 @@ fn an_unnamed_tier_keeps_its_credit() {
 fn port_0_twice_is_no_clash() {
     assert!(config(&["--port", "0", "--admin-port", "0"]).is_ok());
 }
+
+#[test]
+fn the_bound_of_prefix_hash_is_that_of_the_settings() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("router.toml");
+    std::fs::write(&path, "prefix_hash_load_percent = 150").unwrap();
+    let config = config(&["--config", path.to_str().unwrap()]).unwrap();
+    assert_eq!(config.knobs.prefix_load_percent, 150);
+}

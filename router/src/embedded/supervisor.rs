@@ -17,7 +17,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use warmroute_plane::Plane;
 use warmroute_proto::{Namespace, WorkerId};
-use warmroute_shim::{CheckpointStore, ShimConfig, StateDir};
+use warmroute_shim::{CheckpointStore, EngineKeySource, ShimConfig, StateDir};
 
 use super::worker_plan::{PlanChange, PlanError, WorkerOrigin, WorkerPlan};
 use crate::config::{Config, WorkerSpec};
@@ -349,10 +349,8 @@ impl WorkerSupervisor {
         }
         let open = |dir| StateDir::open(dir, worker).context("--state-dir");
         let dir = self.state_dir.as_deref().map(open).transpose()?;
-        let settings = self.parts.settings.current();
-        let key = spec.key.as_ref().or_else(|| settings.engine_key());
         let shim = ShimConfig {
-            engine_key: key.cloned(),
+            engine_key: engine_key(spec, &self.parts.settings),
             engine_tls: Some(self.parts.engines.tls().clone()),
             kv_endpoint: spec.kv.clone(),
             kv_replay_endpoint: spec.replay.clone(),
@@ -362,6 +360,17 @@ impl WorkerSupervisor {
         };
         let service = warmroute_shim::Service::new(shim, Arc::clone(&self.parts.plane));
         service.with_context(|| format!("setting up the shim of {worker}"))
+    }
+}
+
+/// The worker's own key, or the one of the settings in force.
+fn engine_key(spec: &WorkerSpec, settings: &Arc<LiveSettings>) -> EngineKeySource {
+    match &spec.key {
+        Some(own) => own.clone().into(),
+        None => {
+            let settings = Arc::clone(settings);
+            EngineKeySource::new(move || settings.current().engine_key().cloned())
+        }
     }
 }
 
@@ -422,5 +431,42 @@ impl LifeEnd {
             Ok(()) => Self::Ordered,
             Err(_) => Self::ShimFailed,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::settings::{SettingsFile, WorkerRule};
+
+    #[test]
+    fn a_running_shim_gets_a_replaced_key() {
+        let dir = std::env::temp_dir().join(format!("wr-supervisor-{}", Uuid::new_v4()));
+        fs::create_dir(&dir).unwrap();
+        let path = dir.join("router.toml");
+        fs::write(&path, "engines.key_file = \"key\"\n").unwrap();
+        let load = |key: &str| {
+            fs::write(dir.join("key"), key).unwrap();
+            let rule = WorkerRule::Embedded(Vec::new());
+            SettingsFile::load(&path, &rule).unwrap().settings
+        };
+        let settings = LiveSettings::new(load("old"));
+        let mut spec: WorkerSpec = "http://h:1".parse().unwrap();
+        let source = engine_key(&spec, &settings);
+        spec.key = source.current();
+        let own = engine_key(&spec, &settings);
+        let sent = |source: &EngineKeySource| source.current().unwrap().header().clone();
+        assert_eq!(
+            (sent(&source), sent(&own)),
+            ("Bearer old".parse().unwrap(), sent(&source))
+        );
+        settings.replace(load("new"));
+        assert_eq!(sent(&source), "Bearer new");
+        assert_eq!(sent(&own), "Bearer old");
+        fs::remove_dir_all(dir).unwrap();
     }
 }

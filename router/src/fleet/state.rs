@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use warmroute_proto::WorkerId;
-use warmroute_proto::registry::{DrainState, WorkerEntry};
+use warmroute_proto::registry::{DrainState, Lora, WorkerEntry};
 
 use super::breaker::{Breaker, RequestResult, RequestTimes};
 use super::checks::RegistrationChecks;
@@ -79,6 +79,12 @@ impl FleetState {
             // A renewed lease.
             Some(known) if known.entry == entry && known.registered => return FleetChange::None,
             Some(known) if known.entry == entry => known.registered = true,
+            // Checks are of base models: they hold.
+            Some(known) if known.entry == with_loras(&entry, &known.entry.loras) => {
+                tracing::info!(%worker, loras = ?entry.loras, "the worker's adapters changed");
+                known.entry = entry;
+                known.registered = true;
+            }
             Some(known) => {
                 tracing::info!(%worker, url = entry.url, "worker changed");
                 if known.entry.url != entry.url {
@@ -314,6 +320,13 @@ impl FleetState {
         } else {
             FleetChange::None
         }
+    }
+}
+
+fn with_loras(entry: &WorkerEntry, loras: &[Lora]) -> WorkerEntry {
+    WorkerEntry {
+        loras: loras.to_vec(),
+        ..entry.clone()
     }
 }
 

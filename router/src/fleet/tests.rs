@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use warmroute_plane::Plane;
-use warmroute_proto::registry::DrainState;
+use warmroute_proto::registry::{DrainState, Lora};
 
 use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
 use super::health::Observation;
@@ -99,6 +99,29 @@ fn an_expired_registration_removes_no_worker_that_answers() {
     observe_at(&fleet, "http://w:1", Observation::ConnectRefused, later);
     assert_eq!(candidates(&fleet), Err(RouteRefusal::NoWorkers));
     assert!(fleet.snapshot().is_empty());
+}
+
+#[test]
+fn a_change_of_adapters_alone_keeps_the_checks() {
+    let fleet = fleet();
+    fleet.register(entry("w", 16));
+    observe(&fleet, "w", Observation::ProbePassed);
+    fleet.pass("w", CheckResult::Passed);
+    let standing = || {
+        let worker = fleet.snapshot().remove(0);
+        (worker.epoch, worker.checks, worker.entry.loras.len())
+    };
+    let (epoch, checks, adapters) = standing();
+    let mut tuned = entry("w", 16);
+    tuned.loras.push(Lora {
+        name: "tuned".to_owned(),
+        parent: Some("m".to_owned()),
+    });
+    fleet.register(tuned);
+    assert_eq!(standing(), (epoch, checks, adapters + 1));
+    fleet.register(entry("w", 32));
+    let unchecked = (epoch + 1, RegistrationChecks::default(), adapters);
+    assert_eq!(standing(), unchecked);
 }
 
 #[test]

@@ -52,7 +52,12 @@ export function why(decision) {
   const held = holding(winner);
   if (!next) return `the only candidate; ${held}`;
   if (decision.policy === "round-robin") return "its turn";
+  if (decision.policy === "power-of-two") {
+    return `fewest active requests of two at random: ${count(winner.active_requests)}`;
+  }
   if (decision.policy === "random") return "drawn at random";
+  if (decision.policy === "session") return `its session belongs there; ${held}`;
+  if (decision.policy === "prefix-hash") return `prompts that begin so belong there; ${held}`;
   if (decision.policy === "least-load") {
     return `fewest active requests: ${count(winner.active_requests)}`;
   }

@@ -15,7 +15,7 @@ const STATE_ORDER = ["exact", "partial", "unverified", "stale", "catching_up", "
 
 const tier = (name, label) => ({
   label,
-  text: (row) => word(row.tiers?.[name] ?? "unknown"),
+  text: (row) => (row.is_without_events ? "no events" : word(row.tiers?.[name] ?? "unknown")),
   sort: (row) => STATE_ORDER.indexOf(row.tiers?.[name] ?? "unknown"),
   level: (row) => stateLevel(row.tiers?.[name]),
 });
@@ -74,7 +74,7 @@ const hasProblem = (row) =>
   healthLevel(row) !== "good" ||
   row.drain !== "serving" ||
   row.breaker !== "closed" ||
-  stateLevel(row.tiers?.gpu) !== "good";
+  (!row.is_without_events && stateLevel(row.tiers?.gpu) !== "good");
 
 const compare = (one, other) =>
   typeof one === "number" ? one - other : collator.compare(one, other);

@@ -85,6 +85,8 @@ pub(super) struct LiveRank {
     pub rank: u32,
     /// `None` if the index does not know the source.
     pub tiers: Option<Tiers<SourceState>>,
+    /// Its engine publishes no events, as far as the shim sees.
+    pub is_without_events: bool,
     /// Pairs of block and tier that the index holds.
     pub cached_blocks: Option<u64>,
     pub active_requests: u32,
@@ -150,6 +152,7 @@ impl From<RankParts<'_>> for LiveRank {
         Self {
             rank: parts.source.dp_rank.0,
             tiers: view.map(|view| view.states),
+            is_without_events: view.is_some_and(SourceView::is_without_events),
             cached_blocks: view.and_then(|view| Some(view.digest?.count)),
             active_requests: figures.active_requests,
             prefill_tokens: figures.prefill_tokens,
@@ -241,6 +244,7 @@ mod tests {
         let expected = json!({
             "rank": 3,
             "tiers": { "gpu": "exact", "cpu": "catching_up", "disk": "unknown" },
+            "is_without_events": false,
             "cached_blocks": 7,
             "active_requests": 2,
             "prefill_tokens": 300,
@@ -251,6 +255,15 @@ mod tests {
             "is_demoted": false,
         });
         assert_eq!(shown, expected);
+        let silent = SourceView {
+            states: Tiers::all(SourceState::Unknown),
+            ..view.clone()
+        };
+        let shown = rank(RankParts {
+            view: Some(&silent),
+            ..parts
+        });
+        assert_eq!(shown["is_without_events"], true);
         (parts.view, parts.figures.ttft) = (None, None);
         let unknown = rank(parts);
         for field in ["tiers", "cached_blocks", "ttft_ms"] {

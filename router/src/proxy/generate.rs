@@ -106,6 +106,7 @@ async fn serve(
     let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
     let owner = owner.transpose()?.flatten();
     let hints = QueueHints::read(&parts.headers, call);
+    let session = headers::session(&parts.headers).or_else(|| prompt.session());
     let request = ForwardedRequest {
         method: parts.method,
         path: headers::path(&parts.uri),
@@ -114,7 +115,7 @@ async fn serve(
     };
     let mut routing = Routing {
         model,
-        prompt: Arc::new(prompt),
+        prompt: Arc::new(prompt.with_session(session)),
         index,
         streaming,
         // An abort may leave a response half stored.

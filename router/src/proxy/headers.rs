@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use uuid::Uuid;
 
+use crate::route::SessionKey;
+
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 pub(crate) const WORKER: HeaderName = HeaderName::from_static("x-warmroute-worker");
 pub(crate) const DP_RANK: HeaderName = HeaderName::from_static("x-warmroute-dp-rank");
@@ -20,6 +22,13 @@ pub(crate) const DO_NOT_QUEUE: HeaderName = HeaderName::from_static("x-warmroute
 
 /// Level in the router's queue; lower is served first.
 pub(crate) const PRIORITY: HeaderName = HeaderName::from_static("x-warmroute-priority");
+
+/// Names of a client's session, first to last; after them the body's `user`.
+const SESSIONS: [HeaderName; 3] = [
+    HeaderName::from_static("x-session-id"),
+    HeaderName::from_static("x-dynamo-session-id"),
+    HeaderName::from_static("x-user-id"),
+];
 
 /// The rank to which vLLM's front end dispatches the request.
 pub(crate) const ENGINE_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
@@ -70,6 +79,13 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
 pub(crate) fn has_two_lengths(headers: &HeaderMap) -> bool {
     let length = headers.contains_key(header::CONTENT_LENGTH);
     length && headers.contains_key(header::TRANSFER_ENCODING)
+}
+
+/// The session that a client names in its headers.
+pub(crate) fn session(headers: &HeaderMap) -> Option<SessionKey> {
+    let named = SESSIONS.into_iter().filter_map(|name| headers.get(name));
+    let mut named = named.filter_map(|value| SessionKey::named(value.to_str().ok()?));
+    named.next()
 }
 
 /// A client's headers as an engine gets them. The body was read and may be rewritten, so its length
@@ -185,6 +201,19 @@ mod tests {
             to_engine(headers, &id),
             map(&[("traceparent", "00-1-2-3"), ("x-request-id", "r1")])
         );
+    }
+
+    #[test]
+    fn the_first_session_header_that_names_something_counts() {
+        let named = |entries: &[_]| session(&map(entries));
+        let one = SessionKey::named("a");
+        assert_eq!(named(&[("x-user-id", "b"), ("x-session-id", "a")]), one);
+        assert_eq!(named(&[("x-user-id", "a"), ("x-session-id", "")]), one);
+        assert_eq!(
+            named(&[("x-dynamo-session-id", "a"), ("x-user-id", "b")]),
+            one
+        );
+        assert_eq!(named(&[("x-request-id", "a")]), None);
     }
 
     #[test]

@@ -81,7 +81,7 @@ pub(crate) struct App {
     pub held: HeldRequests,
     pub admission: Arc<Admission>,
     pub stored: StoredResponses,
-    pub tenants: Tenants,
+    pub tenants: Arc<Tenants>,
 }
 
 impl App {

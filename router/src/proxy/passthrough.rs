@@ -99,7 +99,7 @@ pub(super) async fn forward(
     };
     let mut routing = Routing {
         model,
-        prompt: Arc::new(prompt),
+        prompt: Arc::new(prompt.with_session(headers::session(&parts.headers))),
         index: None,
         streaming: false,
         // Such a request may have effects that an abort leaves half done.

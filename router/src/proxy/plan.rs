@@ -16,7 +16,7 @@ use crate::openai::{
     self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo, SpecialTokens,
 };
 use crate::route::prompt::BYTES_PER_TOKEN;
-use crate::route::{CacheReads, Policy, Prompt};
+use crate::route::{CacheReads, Policy, Prompt, SessionKey};
 use crate::tokenize::{CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
@@ -322,7 +322,10 @@ impl PlanDraft {
         };
         let mismatched = self.mismatched;
         Ok(Plan {
-            prompt: prompt.with_reads(reads).with_mismatched(mismatched),
+            prompt: prompt
+                .with_reads(reads)
+                .with_mismatched(mismatched)
+                .with_session(info.user.as_deref().and_then(SessionKey::named)),
             model: name.to_owned(),
             series: Arc::clone(inputs.catalog.series.of(name)),
             streaming: info.stream,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use prometheus::IntGauge;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until};
 
 use super::App;
 use crate::error::ProxyError;
@@ -62,9 +62,13 @@ impl WorkerWait {
             return self.begun.is_some();
         };
         let since = Instant::now();
-        let changed = timeout_at(wait.until, wait.changes.changed()).await;
+        let changed = tokio::select! {
+            changed = wait.changes.changed() => changed.is_ok(),
+            () = sleep_until(wait.until) => false,
+            () = app.admission.closed() => false,
+        };
         self.waited += since.elapsed();
-        changed.is_ok_and(|changed| changed.is_ok())
+        changed
     }
 }
 

@@ -2,7 +2,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
-use tokio_util::task::TaskTracker;
 use warmroute_proto::{BlockSize, Seed};
 use warmroute_sim::recording::{
     NamedFile, RECORDING_EXTENSION, RecordedOutcome, Recording, RequestFacts,
@@ -10,6 +9,7 @@ use warmroute_sim::recording::{
 
 use super::*;
 use crate::settings::Settings;
+use crate::testing::TestTask;
 
 fn settings(folder: &TempDir, max_bytes: u64) -> Settings {
     let dir = folder.path().display();
@@ -54,8 +54,7 @@ struct Running {
     recorder: Recorder,
     live: Arc<LiveSettings>,
     metrics: Arc<Metrics>,
-    tasks: TaskTracker,
-    stop: CancellationToken,
+    task: TestTask,
 }
 
 impl Running {
@@ -63,14 +62,12 @@ impl Running {
         let live = LiveSettings::new(settings);
         let metrics = Arc::new(Metrics::new().unwrap());
         let (recorder, writer) = Recorder::new(Arc::clone(&live), Arc::clone(&metrics));
-        let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-        tasks.spawn(writer.run(stop.clone()));
+        let task = TestTask::spawn(|stop| writer.run(stop));
         Self {
             recorder,
             live,
             metrics,
-            tasks,
-            stop,
+            task,
         }
     }
 
@@ -105,9 +102,7 @@ impl Running {
     }
 
     async fn end(self) -> Arc<Metrics> {
-        self.stop.cancel();
-        self.tasks.close();
-        self.tasks.wait().await;
+        self.task.end().await;
         self.metrics
     }
 }

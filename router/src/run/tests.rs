@@ -1,8 +1,10 @@
 use std::fs;
 use std::path::PathBuf;
 
+use axum::routing::{get, post};
 use clap::Parser as _;
 use reqwest::{Client, Method};
+use serde_json::{Value, json};
 use tokio::time::sleep;
 use warmroute_process::access::keys;
 
@@ -18,12 +20,16 @@ struct Served {
 
 impl Served {
     async fn start(settings: &str) -> Self {
+        Self::with_args(settings, &[]).await
+    }
+
+    async fn with_args(settings: &str, more: &[&str]) -> Self {
         let path = std::env::temp_dir().join(format!("wr-run-{}.toml", Uuid::new_v4()));
         fs::write(&path, settings).unwrap();
         let file = path.to_str().unwrap();
         let ports = ["--host=127.0.0.1", "--port=0", "--admin-port=0"];
         let args = ["warmroute-router", "--config", file];
-        let args = RouterArgs::try_parse_from(args.iter().chain(&ports)).unwrap();
+        let args = RouterArgs::try_parse_from(args.iter().chain(&ports).chain(more)).unwrap();
         let config = Config::try_from(args).unwrap();
         Self {
             running: Running::start(config).await.unwrap(),
@@ -92,4 +98,59 @@ async fn every_admin_route_needs_its_key_until_the_key_is_revoked() {
     }
     assert_eq!(workers(&read).await, 200);
     served.stop().await;
+}
+
+/// An engine whose answers never begin.
+async fn silent_engine() -> String {
+    let models = || async { axum::Json(json!({"data": [{"id": "m"}]})) };
+    let silence = || async { std::future::pending::<()>().await };
+    let routes = Router::new()
+        .route("/health", get(|| async {}))
+        .route("/v1/models", get(models))
+        .route("/v1/completions", post(silence));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    drop(TaskTracker::new().spawn(async move { axum::serve(listener, routes).await }));
+    url
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_wait_at_the_end_of_the_drain_get_an_answer() {
+    let engine = silent_engine().await;
+    let args = [
+        "--worker",
+        &engine,
+        "--max-active-requests=1",
+        "--policy=round-robin",
+    ];
+    let served = Served::with_args("drain_timeout_secs = 3\n", &args).await;
+    let app = Arc::clone(&served.running.app);
+    while app.core.core().free_places("m").is_none() || app.ready.missing().is_some() {
+        sleep(Duration::from_millis(20)).await;
+    }
+    let url = format!("http://{}/v1/completions", served.running.addresses.public);
+    let send = || {
+        let request = served
+            .client
+            .post(&url)
+            .json(&json!({"model": "m", "prompt": [1]}));
+        TaskTracker::new().spawn(request.send())
+    };
+    let first = send();
+    while app.core.core().free_places("m") != Some(Vec::new()) {
+        sleep(Duration::from_millis(20)).await;
+    }
+    let second = send();
+    while app.admission.size().requests != 1 {
+        sleep(Duration::from_millis(20)).await;
+    }
+    let never = std::future::pending();
+    served.running.stop(Leave::Noticed, never).await.unwrap();
+    assert!(first.await.unwrap().is_err(), "an engine's answer is cut");
+    let answer = second.await.unwrap().unwrap();
+    assert_eq!(answer.status(), 503);
+    assert_eq!(answer.headers()["retry-after"], "1");
+    let error = answer.json::<Value>().await.unwrap();
+    assert_eq!(error["error"]["code"], "router_ends");
+    fs::remove_file(served.settings).unwrap();
 }

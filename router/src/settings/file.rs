@@ -16,7 +16,7 @@ use warmroute_proto::WorkerId;
 
 use super::WorkerRule;
 use super::engines::EngineSettings;
-use super::keys::{AdminSettings, ExplainRule, without_keys};
+use super::keys::{AdminSettings, ExplainRule, InvalidSettings};
 use super::models::ModelTable;
 use super::tenants::TenantRules;
 use super::tls::PortTls;
@@ -53,6 +53,7 @@ pub struct Settings {
     max_tokenizer_bytes: u64,
     pub(crate) models: ModelTable,
     models_dir: PathBuf,
+    prefix_hash_load_percent: LoadPercent,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
     pub(super) tls: PortTls,
@@ -80,6 +81,7 @@ impl Default for Settings {
             max_tokenizer_bytes: 1 << 30,
             models: ModelTable::default(),
             models_dir: PathBuf::new(),
+            prefix_hash_load_percent: LoadPercent(125),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
             tls: PortTls::default(),
@@ -113,6 +115,22 @@ impl TryFrom<u64> for RecordingBytes {
             return Err(ValueError::RecordingBytes(bytes));
         }
         Ok(Self(bytes))
+    }
+}
+
+/// From 100: a bound below the mean load leaves requests without a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u32")]
+struct LoadPercent(u32);
+
+impl TryFrom<u32> for LoadPercent {
+    type Error = ValueError;
+
+    fn try_from(percent: u32) -> Result<Self, ValueError> {
+        if percent < 100 {
+            return Err(ValueError::LoadPercent(percent));
+        }
+        Ok(Self(percent))
     }
 }
 
@@ -150,8 +168,8 @@ pub enum SettingsError {
     Read(#[from] io::Error),
     #[error("the settings have more than {FILE_BYTES_MAX} bytes")]
     TooLarge,
-    #[error("the settings are invalid: {}", without_keys(&.0.to_string()))]
-    Invalid(#[from] toml::de::Error),
+    #[error(transparent)]
+    Invalid(#[from] InvalidSettings),
     #[error("workers_file {path:?}: {error}")]
     WorkersFile { path: PathBuf, error: Box<Self> },
     #[error("workers: {0}")]
@@ -199,6 +217,8 @@ pub(crate) enum ValueError {
     OtlpEndpoint(String),
     #[error("{0} is less than {RECORDING_BYTES_MIN}")]
     RecordingBytes(u64),
+    #[error("{0} is less than 100")]
+    LoadPercent(u32),
     #[error("template arguments must be values of JSON")]
     TemplateKwargs,
 }
@@ -216,7 +236,12 @@ impl Settings {
     }
 
     pub(crate) fn parse(text: &str) -> Result<Self, SettingsError> {
-        Ok(toml::from_str(text)?)
+        Ok(toml::from_str(text).map_err(InvalidSettings::from)?)
+    }
+
+    /// Bound of the policy `prefix-hash`.
+    pub(crate) const fn prefix_hash_load_percent(&self) -> u32 {
+        self.prefix_hash_load_percent.0
     }
 
     /// The keys of the admin port.

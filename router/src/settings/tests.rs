@@ -23,6 +23,7 @@ fn each_key_sets_its_value() {
         first_token_timeout_secs = 60
         half_closed_clients = "serve"
         max_prompt_bytes = 7
+        prefix_hash_load_percent = 150
         recording_dir = "/var/lib/recordings"
         recording_max_bytes = 1048576
         [[workers]]
@@ -41,6 +42,7 @@ fn each_key_sets_its_value() {
     );
     assert_eq!(settings.half_closed_clients(), HalfClosed::Serve);
     assert_eq!(settings.max_prompt_bytes(), 7);
+    assert_eq!(settings.prefix_hash_load_percent(), 150);
     let rule = RecordingRule {
         dir: "/var/lib/recordings".into(),
         max_bytes: 1 << 20,
@@ -145,6 +147,7 @@ fn a_refused_file_names_the_line_and_the_fault() {
             "not between 0 and 86400",
         ),
         ("drain_timeout_secs = 86401", "not between 0 and 86400"),
+        ("prefix_hash_load_percent = 99", "99 is less than 100"),
         ("connect_timeout_ms = 0", "not between 1 and 60000"),
         ("connect_timeout_ms = 60001", "not between 1 and 60000"),
         (
@@ -155,7 +158,10 @@ fn a_refused_file_names_the_line_and_the_fault() {
             "first_token_timeout_secs = 1.5",
             "invalid type: floating point",
         ),
-        ("half_closed_clients = \"maybe\"", "unknown variant `maybe`"),
+        (
+            "half_closed_clients = \"maybe\"",
+            "unknown variant, expected `abort` or `serve`",
+        ),
         ("cors_origins = [\"example.org\"]", "not an origin"),
         ("cors_origins = [\"https://a/b\"]", "not an origin"),
         (

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::file::{Settings, SettingsError, read};
+use super::keys::InvalidSettings;
 use crate::config::{WorkerSpec, check_workers};
 
 /// Where workers may be declared.
@@ -43,8 +44,9 @@ impl Settings {
         }
         let dir = settings.parent().unwrap_or_else(|| Path::new(""));
         let path = dir.join(&self.workers_file);
-        let text = read(&path).and_then(|text| Ok(toml::from_str::<WorkersFile>(&text)?));
-        let file = text.map_err(|error| SettingsError::WorkersFile {
+        let parse = |text: &str| toml::from_str::<WorkersFile>(text).map_err(InvalidSettings::from);
+        let file = read(&path).and_then(|text| Ok(parse(&text)?));
+        let file = file.map_err(|error| SettingsError::WorkersFile {
             path,
             error: Box::new(error),
         })?;

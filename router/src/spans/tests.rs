@@ -1,8 +1,6 @@
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 
 use std::sync::Arc;
 
@@ -10,6 +8,7 @@ use super::*;
 use crate::call_report::{CallReport, EndedRequest};
 use crate::metrics::{Metrics, RouteLabel};
 use crate::settings::{LiveSettings, Settings};
+use crate::testing::{TestTask, http_client};
 
 /// More than the queue holds.
 const REQUESTS: u64 = 3000;
@@ -19,10 +18,9 @@ async fn end_requests(endpoint: &str) -> Arc<Metrics> {
     let text = format!("[tracing]\notlp_endpoint = \"{endpoint}\"\n");
     let settings = LiveSettings::new(Settings::parse(&text).unwrap());
     let metrics = Arc::new(Metrics::new().unwrap());
-    let client = crate::testing::http_client();
+    let client = http_client();
     let (tracer, exporter) = Tracer::new(settings, Arc::clone(&metrics), client);
-    let (tasks, stop) = (TaskTracker::new(), CancellationToken::new());
-    tasks.spawn(exporter.run(stop.clone()));
+    let task = TestTask::spawn(|stop| exporter.run(stop));
     while !tracer.is_on() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -34,9 +32,7 @@ async fn end_requests(endpoint: &str) -> Arc<Metrics> {
         tracer.ended(trace, &Arc::new(ended));
     }
     tokio::time::sleep(Duration::from_millis(500)).await;
-    stop.cancel();
-    tasks.close();
-    tasks.wait().await;
+    task.end().await;
     metrics
 }
 

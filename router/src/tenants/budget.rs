@@ -25,6 +25,8 @@ pub(crate) struct Budget {
     /// Units left at `at`; below zero: debt.
     level: f64,
     at: Instant,
+    /// Share of the rate that others use, who do not say so.
+    reserved: f64,
 }
 
 /// A budget as clients see it.
@@ -43,15 +45,33 @@ impl Budget {
             quota,
             level: quota.units as f64,
             at: now,
+            reserved: 0.0,
         }
     }
 
-    /// Changes the quota. What was spent stays spent.
+    /// Changes the quota. What was spent stays spent, up to two of the new buckets: much of a larger
+    /// quota would otherwise be a debt of hours.
     pub(crate) fn set_quota(&mut self, quota: Quota, now: Instant) {
         self.refill(now);
         let spent = self.quota.units as f64 - self.level;
         self.quota = quota;
-        self.level = quota.units as f64 - spent;
+        self.level = quota.units as f64 - spent.min(2.0 * quota.units as f64);
+    }
+
+    pub(crate) const fn quota(&self) -> Quota {
+        self.quota
+    }
+
+    /// Keeps a share of the rate for others.
+    pub(crate) fn set_reserved(&mut self, share: f64, now: Instant) {
+        self.refill(now);
+        self.reserved = share;
+    }
+
+    /// Units left; below zero: debt.
+    pub(crate) fn level(&mut self, now: Instant) -> f64 {
+        self.refill(now);
+        self.level
     }
 
     /// Time until `units` may be spent; zero: now. More units than the bucket holds need a full
@@ -63,7 +83,7 @@ impl Budget {
         if missing <= 0.0 {
             return Duration::ZERO;
         }
-        Duration::try_from_secs_f64(missing / self.quota.per_sec()).unwrap_or(Duration::MAX)
+        Duration::try_from_secs_f64(missing / self.per_sec()).unwrap_or(Duration::MAX)
     }
 
     pub(crate) fn spend(&mut self, units: u64, now: Instant) {
@@ -80,7 +100,7 @@ impl Budget {
     pub(crate) fn status(&mut self, now: Instant) -> BudgetStatus {
         self.refill(now);
         let missing = self.quota.units as f64 - self.level;
-        let reset = Duration::try_from_secs_f64(missing / self.quota.per_sec());
+        let reset = Duration::try_from_secs_f64(missing / self.per_sec());
         BudgetStatus {
             limit: self.quota.units,
             // Saturates at zero for a debt.
@@ -93,7 +113,11 @@ impl Budget {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         self.at = self.at.max(now);
         let full = self.quota.units as f64;
-        self.level = (self.level + passed * self.quota.per_sec()).min(full);
+        self.level = (self.level + passed * self.per_sec()).min(full);
+    }
+
+    fn per_sec(&self) -> f64 {
+        self.quota.per_sec() * (1.0 - self.reserved)
     }
 }
 
@@ -155,6 +179,9 @@ mod tests {
         assert_eq!(budget.status(now).remaining, 120);
         budget.set_quota(quota(50), now);
         assert_eq!(budget.status(now).remaining, 0);
+        budget.spend(100_000, now);
+        budget.set_quota(quota(60), now);
+        assert_eq!(budget.wait_for(1, now), Duration::from_secs(61));
     }
 
     proptest! {

@@ -3,7 +3,12 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::budget::{Budget, BudgetStatus, Quota};
+use warmroute_proto::RouterId;
+use warmroute_proto::tenant_use::TenantUse;
+
+use super::budget::{BudgetStatus, Quota};
+use super::shared_budget::SharedBudget;
+use super::sharing::{SharingRouters, UsageShare, share_budget};
 use crate::settings::TenantLimits;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -50,12 +55,26 @@ pub(crate) struct TenantUsage(Mutex<UsageState>);
 
 #[derive(Debug, Default)]
 struct UsageState {
-    per_second: Option<Budget>,
-    per_minute: Option<Budget>,
-    tokens: Option<Budget>,
+    per_second: Option<SharedBudget>,
+    per_minute: Option<SharedBudget>,
+    tokens: Option<SharedBudget>,
     concurrent_max: Option<u32>,
     /// Requests in progress.
     open: u32,
+    share: UsageShare,
+}
+
+impl UsageState {
+    fn is_at_concurrency(&self) -> bool {
+        let Some(max) = self.concurrent_max else {
+            return false;
+        };
+        let claim = self.share.open_claim().unwrap_or(max);
+        // A router with none in progress may begin one without a claim.
+        let is_claimed =
+            self.open >= claim && (self.open > 0 || self.share.open_elsewhere() >= max);
+        self.open >= max || is_claimed
+    }
 }
 
 impl TenantUsage {
@@ -68,11 +87,11 @@ impl TenantUsage {
     /// Changes the limits. What was used stays used.
     pub(crate) fn set_limits(&self, limits: &TenantLimits, now: Instant) {
         let mut state = self.state();
-        let set = |budget: &mut Option<Budget>, units: Option<u64>, period| {
+        let set = |budget: &mut Option<SharedBudget>, units: Option<u64>, period| {
             let quota = units.map(|units| Quota { units, period });
             match (&mut *budget, quota) {
                 (Some(budget), Some(quota)) => budget.set_quota(quota, now),
-                (_, quota) => *budget = quota.map(|quota| Budget::new(quota, now)),
+                (_, quota) => *budget = quota.map(|quota| SharedBudget::new(quota, now)),
             }
         };
         let per_second = limits.requests_per_second.map(|number| number.get().into());
@@ -87,7 +106,8 @@ impl TenantUsage {
     /// Begins a request. One that is refused uses nothing. [`Self::leave`] ends it.
     pub(crate) fn enter(&self, now: Instant) -> Result<(), LimitReached> {
         let mut state = self.state();
-        if state.concurrent_max.is_some_and(|max| state.open >= max) {
+        state.share.requests.asked(1);
+        if state.is_at_concurrency() {
             return Err(LimitReached {
                 kind: LimitKind::ConcurrentRequests,
                 wait: CONCURRENCY_WAIT,
@@ -97,16 +117,21 @@ impl TenantUsage {
             per_second,
             per_minute,
             tokens,
+            share,
             ..
         } = &mut *state;
         let requests = per_second.iter_mut().chain(per_minute.iter_mut());
         let wait = requests.map(|budget| budget.wait_for(1, now)).max();
         reached(LimitKind::Requests, wait)?;
         let wait = tokens.as_mut().map(|budget| budget.wait_for(1, now));
-        reached(LimitKind::Tokens, wait)?;
+        reached(LimitKind::Tokens, wait).inspect_err(|_| {
+            let mean = share.tokens.mean(&share.requests);
+            share.tokens.asked(mean.max(1));
+        })?;
         for budget in per_second.iter_mut().chain(per_minute) {
             budget.spend(1, now);
         }
+        share.requests.spent(1);
         state.open += 1;
         Ok(())
     }
@@ -118,24 +143,86 @@ impl TenantUsage {
 
     /// Spends a prompt's tokens if there are as many.
     pub(crate) fn admit_tokens(&self, tokens: u64, now: Instant) -> Result<(), LimitReached> {
-        if let Some(budget) = &mut self.state().tokens {
+        let UsageState {
+            tokens: budget,
+            share,
+            ..
+        } = &mut *self.state();
+        if let Some(budget) = budget {
+            share.tokens.asked(tokens);
             reached(LimitKind::Tokens, Some(budget.wait_for(tokens, now)))?;
             budget.spend(tokens, now);
+            share.tokens.spent(tokens);
         }
         Ok(())
     }
 
     /// Spends tokens that exist already. May leave a debt.
     pub(crate) fn spend_tokens(&self, tokens: u64, now: Instant) {
-        if let Some(budget) = &mut self.state().tokens {
-            budget.spend(tokens, now);
+        let UsageState {
+            tokens: budget,
+            share,
+            ..
+        } = &mut *self.state();
+        if let Some(budget) = budget {
+            share.tokens.asked(tokens);
+            budget.charge(tokens, now);
+            share.tokens.spent(tokens);
         }
     }
 
     pub(crate) fn refund_tokens(&self, tokens: u64, now: Instant) {
-        if let Some(budget) = &mut self.state().tokens {
+        let UsageState {
+            tokens: budget,
+            share,
+            ..
+        } = &mut *self.state();
+        if let Some(budget) = budget {
             budget.refund(tokens, now);
+            share.tokens.refunded(tokens);
         }
+    }
+
+    /// Takes this router's part of the limits. Returns what the other routers must know, if anything.
+    pub(crate) fn report(&self, routers: &SharingRouters, now: Instant) -> Option<TenantUse> {
+        let mut state = self.state();
+        let UsageState {
+            per_second,
+            per_minute,
+            tokens,
+            concurrent_max,
+            open,
+            share,
+        } = &mut *state;
+        let mut budgets = [per_second.as_mut(), per_minute.as_mut(), tokens.as_mut()];
+        if routers.is_alone() {
+            share.own_alone();
+            for budget in budgets.into_iter().flatten() {
+                budget.own_alone(now);
+            }
+            return None;
+        }
+        let mut row = share.begin(routers, *open);
+        let (requests, used_tokens) = share.take_used();
+        let parts = [
+            share.part(routers, &row, |row| &row.requests, |row| row.second_claim),
+            share.part(routers, &row, |row| &row.requests, |row| row.requests.claim),
+            share.part(routers, &row, |row| &row.tokens, |row| row.tokens.claim),
+        ];
+        let [second, minute, tokens] = &mut budgets;
+        row.second_claim = share_budget(second.as_deref_mut(), requests, parts[0], now);
+        row.requests.claim = share_budget(minute.as_deref_mut(), requests, parts[1], now);
+        row.tokens.claim = share_budget(tokens.as_deref_mut(), used_tokens, parts[2], now);
+        if let Some(max) = *concurrent_max {
+            row.open_claim = share.claim_open(max, routers, &row);
+        }
+        let is_limited = concurrent_max.is_some() || budgets.iter().any(Option::is_some);
+        (is_limited && share.is_news(&row)).then_some(row)
+    }
+
+    /// Takes another router's report.
+    pub(crate) fn receive(&self, from: RouterId, row: &TenantUse) {
+        self.state().share.receive(from, row);
     }
 
     /// Shows the requests of a minute, if both rates of requests are limited.

@@ -155,16 +155,10 @@ impl Drop for Router {
 
 fn entry(name: &str) -> WorkerEntry {
     WorkerEntry {
-        worker: name.into(),
-        url: format!("http://{name}:8000"),
         models: vec!["m".into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(name, format!("http://{name}:8000"))
     }
 }
 

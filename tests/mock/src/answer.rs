@@ -1,8 +1,10 @@
 //! Answers in vLLM's form: one JSON object, or server-sent events with one token each.
 
+mod message;
+mod response;
+
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
@@ -17,9 +19,9 @@ use crate::server::Server;
 pub(crate) enum Shape {
     Completion,
     Chat,
-    /// `/v1/responses`; not streamed.
+    /// `/v1/responses`.
     Response,
-    /// `/v1/messages`; not streamed.
+    /// `/v1/messages`.
     Message,
 }
 
@@ -31,14 +33,19 @@ pub(crate) struct Answer {
     pub(crate) include_usage: bool,
     /// Set if the client asked for token ids.
     pub(crate) prompt_token_ids: Option<Vec<Vec<u32>>>,
-    pub(crate) text: Arc<Server>,
+    /// The tool that the answer calls, with its text as the only argument.
+    pub(crate) called: Option<String>,
+    /// Whether clients can read the answer again.
+    pub(crate) stored: bool,
+    pub(crate) server: Arc<Server>,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Usage {
     prompt: usize,
     completion: usize,
-    cached: usize,
+    /// `None`: not reported.
+    cached: Option<usize>,
 }
 
 impl Usage {
@@ -47,7 +54,7 @@ impl Usage {
             "prompt_tokens": self.prompt,
             "total_tokens": self.prompt + self.completion,
             "completion_tokens": self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": self.details(),
         })
     }
 
@@ -57,22 +64,28 @@ impl Usage {
             "input_tokens": self.prompt,
             "output_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "input_tokens_details": {"cached_tokens": self.cached},
+            "input_tokens_details": self.details(),
         })
     }
 
     /// In the form of `/v1/messages`, whose input excludes what is read from the cache.
     fn of_message(self) -> Value {
         json!({
-            "input_tokens": self.prompt - self.cached,
+            "input_tokens": self.prompt - self.cached.unwrap_or(0),
             "output_tokens": self.completion,
             "cache_read_input_tokens": self.cached,
         })
     }
 
-    const fn count(&mut self, output: Output) {
+    fn details(self) -> Value {
+        json!(self.cached.map(|cached| json!({"cached_tokens": cached})))
+    }
+
+    fn count(&mut self, output: Output) {
         match output {
-            Output::Admitted(cached) => self.cached += cached.total(),
+            Output::Admitted(cached) => {
+                self.cached = self.cached.map(|sum| sum + cached.total());
+            }
             Output::Token(_) => self.completion += 1,
             Output::Finished => {}
         }
@@ -81,8 +94,8 @@ impl Usage {
 
 impl Answer {
     /// Waits until every generation has ended.
-    pub(crate) async fn whole(self, generations: Vec<Generation>) -> Result<Response, Error> {
-        let mut usage = Usage::default();
+    pub(crate) async fn whole(self, generations: Vec<Generation>) -> Result<Value, Error> {
+        let mut usage = self.usage();
         let (mut choices, mut text) = (Vec::new(), String::new());
         for (index, mut generation) in generations.into_iter().enumerate() {
             usage.prompt += generation.prompt_tokens;
@@ -102,8 +115,12 @@ impl Answer {
         let object = match self.shape {
             Shape::Completion => "text_completion",
             Shape::Chat => "chat.completion",
-            Shape::Response => return Ok(Json(self.response(&text, usage)).into_response()),
-            Shape::Message => return Ok(Json(self.message(&text, usage)).into_response()),
+            Shape::Response => {
+                let response = response::whole(&self, &text, usage);
+                self.store(&response);
+                return Ok(response);
+            }
+            Shape::Message => return Ok(message::whole(&self, &text, usage)),
         };
         let mut answer = json!({
             "id": self.id, "object": object, "created": self.created, "model": self.model,
@@ -112,24 +129,34 @@ impl Answer {
         if let (Shape::Chat, Some(prompts)) = (self.shape, &self.prompt_token_ids) {
             answer["prompt_token_ids"] = json!(prompts.first());
         }
-        Ok(Json(answer).into_response())
+        Ok(answer)
     }
 
-    fn response(&self, text: &str, usage: Usage) -> Value {
-        let content = json!([{"type": "output_text", "text": text, "annotations": []}]);
-        json!({
-            "id": self.id, "created_at": self.created, "model": self.model, "object": "response",
-            "output": [{"type": "message", "role": "assistant", "content": content}],
-            "status": "incomplete", "usage": usage.of_response(),
-        })
+    fn usage(&self) -> Usage {
+        Usage {
+            cached: (!self.server.args.no_prompt_tokens_details).then_some(0),
+            ..Usage::default()
+        }
     }
 
-    fn message(&self, text: &str, usage: Usage) -> Value {
-        json!({
-            "id": self.id, "type": "message", "role": "assistant", "model": self.model,
-            "content": [{"type": "text", "text": text}], "stop_reason": "max_tokens",
-            "usage": usage.of_message(),
-        })
+    /// Returns the answer as queued, and generates it.
+    pub(crate) fn in_background(self, generations: Vec<Generation>) -> Value {
+        let queued = response::queued(&self);
+        self.store(&queued);
+        let (id, server) = (self.id.clone(), Arc::clone(&self.server));
+        let task = server.tasks.spawn(async move {
+            if let Err(error) = self.whole(generations).await {
+                tracing::warn!(?error, "an answer in the background ended");
+            }
+        });
+        server.stored.generated_by(&id, task.abort_handle());
+        queued
+    }
+
+    fn store(&self, response: &Value) {
+        if self.stored {
+            self.server.stored.put(&self.id, response.clone());
+        }
     }
 
     pub(crate) fn stream(self, generations: Vec<Generation>) -> Response {
@@ -141,12 +168,19 @@ impl Answer {
     fn choice(&self, index: usize, tokens: &[u32]) -> Value {
         let text: String = tokens.iter().map(|&token| self.decode(token)).collect();
         let mut choice = json!({
-            "index": index, "logprobs": null, "finish_reason": "length", "stop_reason": null,
+            "index": index, "logprobs": null, "finish_reason": self.finish_reason(),
+            "stop_reason": null,
         });
-        match self.shape {
-            Shape::Completion => choice["text"] = json!(text),
-            Shape::Chat | Shape::Response | Shape::Message => {
+        match (self.shape, &self.called) {
+            (Shape::Completion, _) => choice["text"] = json!(text),
+            (Shape::Chat | Shape::Response | Shape::Message, None) => {
                 choice["message"] = json!({"role": "assistant", "content": text});
+            }
+            (Shape::Chat | Shape::Response | Shape::Message, Some(name)) => {
+                let function = json!({"name": name, "arguments": arguments(&text)});
+                let call = json!({"id": self.call_id(), "type": "function", "function": function});
+                choice["message"] =
+                    json!({"role": "assistant", "content": null, "tool_calls": [call]});
             }
         }
         if let Some(prompts) = &self.prompt_token_ids {
@@ -162,15 +196,14 @@ impl Answer {
         let prompt = generations.iter().map(|g| g.prompt_tokens).sum();
         let usage = Usage {
             prompt,
-            ..Usage::default()
+            ..self.usage()
         };
         let outputs = stream::select_all(generations.into_iter().enumerate().map(outputs));
-        let opening = self.opening();
         let state = Streaming {
             answer: self,
             outputs,
             usage,
-            opening,
+            text: String::new(),
             held_back: None,
             done: false,
         };
@@ -181,9 +214,11 @@ impl Answer {
     }
 
     /// vLLM begins a chat with the role, but only when the first token is there.
-    fn opening(&self) -> Option<Bytes> {
+    fn opening(&self, usage: Usage) -> Option<Bytes> {
         let mut choice = match self.shape {
-            Shape::Completion | Shape::Response | Shape::Message => return None,
+            Shape::Completion => return None,
+            Shape::Response => return Some(response::opening(self)),
+            Shape::Message => return Some(message::opening(self, usage)),
             Shape::Chat => json!({
                 "index": 0, "delta": {"role": "assistant", "content": ""},
                 "logprobs": null, "finish_reason": null,
@@ -198,16 +233,28 @@ impl Answer {
         Some(event(&chunk))
     }
 
-    fn token_event(&self, index: usize, token: Token) -> Bytes {
+    /// `number`: of the token in the answer, from 1.
+    fn token_event(&self, index: usize, token: Token, number: usize) -> Bytes {
         let text = self.decode(token.id);
-        let reason = token.last.then_some("length");
+        let reason = token.last.then(|| self.finish_reason());
         let mut choice = json!({
             "index": index, "logprobs": null, "finish_reason": reason, "stop_reason": null,
         });
-        match self.shape {
-            Shape::Completion => choice["text"] = json!(text),
-            Shape::Chat | Shape::Response | Shape::Message => {
-                choice["delta"] = json!({"content": text});
+        match (self.shape, &self.called) {
+            (Shape::Completion, _) => choice["text"] = json!(text),
+            (Shape::Response, _) => return response::token_event(self, &text, token, number),
+            (Shape::Message, _) => return message::token_event(self, &text, token),
+            (Shape::Chat, None) => choice["delta"] = json!({"content": text}),
+            (Shape::Chat, Some(name)) => {
+                let mut call = json!({
+                    "index": 0, "function": {"arguments": argument_piece(&text, token)},
+                });
+                if token.first {
+                    call["id"] = json!(self.call_id());
+                    call["type"] = json!("function");
+                    call["function"]["name"] = json!(name);
+                }
+                choice["delta"] = json!({"tool_calls": [call]});
             }
         }
         if let Some(prompts) = &self.prompt_token_ids {
@@ -230,8 +277,36 @@ impl Answer {
         })
     }
 
+    fn finish_reason(&self) -> &'static str {
+        match (self.shape, &self.called) {
+            (Shape::Chat, Some(_)) => "tool_calls",
+            (Shape::Chat | Shape::Completion | Shape::Response | Shape::Message, _) => "length",
+        }
+    }
+
+    fn call_id(&self) -> String {
+        format!("chatcmpl-tool-{}", self.id)
+    }
+
+    /// What follows the last token.
+    fn closing(&self, text: &str, usage: Usage) -> Bytes {
+        match self.shape {
+            Shape::Response => {
+                self.store(&response::whole(self, text, usage));
+                response::closing(self, text, usage)
+            }
+            Shape::Message => message::closing(self, usage),
+            Shape::Completion | Shape::Chat if self.include_usage => {
+                let mut chunk = self.chunk(json!([]));
+                chunk["usage"] = usage.json();
+                [&*event(&chunk), DONE].concat().into()
+            }
+            Shape::Completion | Shape::Chat => Bytes::from_static(DONE),
+        }
+    }
+
     fn decode(&self, token: u32) -> String {
-        self.text.text.decode(token)
+        self.server.text.decode(token)
     }
 }
 
@@ -258,7 +333,8 @@ struct Streaming<S> {
     answer: Answer,
     outputs: S,
     usage: Usage,
-    opening: Option<Bytes>,
+    /// Generated so far.
+    text: String,
     held_back: Option<Bytes>,
     done: bool,
 }
@@ -273,8 +349,12 @@ impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
                 Part::Counted(output) => self.usage.count(output),
                 Part::Token(token) => {
                     self.usage.completion += 1;
-                    let event = self.answer.token_event(index, token);
-                    let Some(opening) = self.opening.take() else {
+                    let number = self.usage.completion;
+                    let event = self.answer.token_event(index, token, number);
+                    self.text.push_str(&self.answer.decode(token.id));
+                    let is_first = number == 1;
+                    let opening = is_first.then(|| self.answer.opening(self.usage)).flatten();
+                    let Some(opening) = opening else {
                         return Some(Ok(event));
                     };
                     self.held_back = Some(event);
@@ -289,14 +369,7 @@ impl<S: Stream<Item = (usize, Part)> + Unpin> Streaming<S> {
         if std::mem::replace(&mut self.done, true) {
             return None;
         }
-        let end = Bytes::from_static(b"data: [DONE]\n\n");
-        if !self.answer.include_usage {
-            return Some(Ok(end));
-        }
-        self.held_back = Some(end);
-        let mut chunk = self.answer.chunk(json!([]));
-        chunk["usage"] = self.usage.json();
-        Some(Ok(event(&chunk)))
+        Some(Ok(self.answer.closing(&self.text, self.usage)))
     }
 }
 
@@ -326,6 +399,29 @@ fn outputs(
             }
         }
     }))
+}
+
+/// The last event of OpenAI's streams.
+const DONE: &[u8] = b"data: [DONE]\n\n";
+
+/// An event that has its type as name.
+fn named_event(event: &Value) -> String {
+    let name = event["type"].as_str().unwrap_or_default();
+    format!("event: {name}\ndata: {event}\n\n")
+}
+
+/// The JSON of a call's arguments.
+fn arguments(text: &str) -> String {
+    json!({"text": text}).to_string()
+}
+
+/// What one token adds to the JSON of [`arguments`].
+fn argument_piece(text: &str, token: Token) -> String {
+    let quoted = json!(text).to_string();
+    let escaped = quoted.get(1..quoted.len() - 1).unwrap_or_default();
+    let begin = if token.first { r#"{"text":""# } else { "" };
+    let end = if token.last { r#""}"# } else { "" };
+    format!("{begin}{escaped}{end}")
 }
 
 fn event(chunk: &Value) -> Bytes {

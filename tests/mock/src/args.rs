@@ -32,6 +32,9 @@ pub struct Args {
     /// UTF-8 and a chat is rendered as `ChatML`.
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
+    /// Report no cached tokens, as vLLM without --enable-prompt-tokens-details.
+    #[arg(long)]
+    pub no_prompt_tokens_details: bool,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]

@@ -11,6 +11,7 @@ pub(crate) struct Error {
     status: StatusCode,
     message: String,
     param: Option<&'static str>,
+    kind: Option<&'static str>,
 }
 
 impl Error {
@@ -19,6 +20,21 @@ impl Error {
             status: StatusCode::BAD_REQUEST,
             message: message.into(),
             param: None,
+            kind: None,
+        }
+    }
+
+    /// In the form of `/v1/responses`.
+    pub(crate) fn invalid(
+        status: StatusCode,
+        message: impl Into<String>,
+        param: &'static str,
+    ) -> Self {
+        Self {
+            status,
+            message: message.into(),
+            param: Some(param),
+            kind: Some("invalid_request_error"),
         }
     }
 
@@ -27,6 +43,7 @@ impl Error {
             status: StatusCode::NOT_FOUND,
             message: format!("The model `{name}` does not exist."),
             param: Some("model"),
+            kind: None,
         }
     }
 
@@ -35,6 +52,7 @@ impl Error {
             status: StatusCode::SERVICE_UNAVAILABLE,
             message: "the engine is stopping".into(),
             param: None,
+            kind: None,
         }
     }
 }
@@ -54,7 +72,7 @@ impl IntoResponse for Error {
         };
         let body = json!({"error": {
             "message": self.message,
-            "type": kind,
+            "type": self.kind.unwrap_or(kind),
             "param": self.param,
             "code": self.status.as_u16(),
         }});

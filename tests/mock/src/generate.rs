@@ -6,7 +6,7 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue};
-use axum::response::Response;
+use axum::response::{IntoResponse as _, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute_chat::openai::PromptRoute;
@@ -36,6 +36,9 @@ struct Body {
     stream_options: Option<StreamOptions>,
     cache_salt: Option<String>,
     return_token_ids: Option<bool>,
+    /// Whether `/v1/responses` keeps its answer; yes by default.
+    store: Option<bool>,
+    background: Option<bool>,
 }
 
 #[derive(Default, Deserialize)]
@@ -58,19 +61,7 @@ pub(crate) async fn completions(
     body: Bytes,
 ) -> Result<Response, Error> {
     let value = parse(&body)?;
-    let prompt = Prompt::deserialize(&value["prompt"])
-        .map_err(|_| Error::bad_request("prompt must be text, tokens, or a list of either"))?;
-    let special = special_tokens(&value);
-    let encode = |text: &String| {
-        let tokens = server.text.encode(text, special);
-        tokens.map_err(Error::bad_request)
-    };
-    let prompts = match prompt {
-        Prompt::Text(text) => vec![encode(&text)?],
-        Prompt::Tokens(tokens) => vec![tokens],
-        Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
-        Prompt::TokenLists(lists) => lists,
-    };
+    let prompts = tokenized(&server, &value, "prompt")?;
     generate(&server, &headers, &value, prompts, Shape::Completion).await
 }
 
@@ -79,7 +70,7 @@ pub(crate) async fn chat_completions(
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<Response, Error> {
-    answer_chat(&server, &headers, &body, Shape::Chat).await
+    answer_chat(&server, &headers, &parse(&body)?, Shape::Chat).await
 }
 
 pub(crate) async fn responses(
@@ -87,7 +78,11 @@ pub(crate) async fn responses(
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<Response, Error> {
-    answer_chat(&server, &headers, &body, Shape::Response).await
+    let value = parse(&body)?;
+    if let Some(previous) = value["previous_response_id"].as_str() {
+        server.stored.get(previous)?;
+    }
+    answer_chat(&server, &headers, &value, Shape::Response).await
 }
 
 pub(crate) async fn messages(
@@ -95,18 +90,17 @@ pub(crate) async fn messages(
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<Response, Error> {
-    answer_chat(&server, &headers, &body, Shape::Message).await
+    answer_chat(&server, &headers, &parse(&body)?, Shape::Message).await
 }
 
 async fn answer_chat(
     server: &Arc<Server>,
     headers: &HeaderMap,
-    body: &[u8],
+    value: &Value,
     shape: Shape,
 ) -> Result<Response, Error> {
-    let value = parse(body)?;
-    let prompt = encode(server, shape, &value)?;
-    generate(server, headers, &value, vec![prompt], shape).await
+    let prompt = encode(server, shape, value)?;
+    generate(server, headers, value, vec![prompt], shape).await
 }
 
 pub(crate) async fn render_response(
@@ -138,8 +132,78 @@ fn encode(server: &Server, shape: Shape, body: &Value) -> Result<Vec<u32>, Error
         Shape::Message => PromptRoute::Messages,
         Shape::Chat | Shape::Completion => PromptRoute::ChatCompletions,
     };
-    let tokens = server.text.encode_chat(route, body);
+    let mut body = body.clone();
+    if let Some(fields) = body.as_object_mut() {
+        // An earlier answer adds nothing to a prompt here.
+        fields.remove("previous_response_id");
+        fields.remove("background");
+    }
+    let tokens = server.text.encode_chat(route, &body);
     tokens.map_err(Error::bad_request)
+}
+
+pub(crate) async fn count_tokens(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
+    let tokens = encode(&server, Shape::Message, &parse(&body)?)?;
+    Ok(Json(json!({"input_tokens": tokens.len()})))
+}
+
+/// Vectors of two numbers: the count of tokens and the last of them.
+pub(crate) async fn embeddings(
+    State(server): State<Arc<Server>>,
+    body: Bytes,
+) -> Result<Json<Value>, Error> {
+    let value = parse(&body)?;
+    let model = value["model"].as_str().unwrap_or(&server.model);
+    server.adapter(model)?;
+    let inputs = tokenized(&server, &value, "input")?;
+    let data = inputs.iter().enumerate().map(|(index, tokens)| {
+        let vector = [
+            tokens.len() as u64,
+            tokens.last().copied().unwrap_or(0).into(),
+        ];
+        json!({"index": index, "object": "embedding", "embedding": vector})
+    });
+    let tokens: usize = inputs.iter().map(Vec::len).sum();
+    Ok(Json(json!({
+        "id": format!("embd-{tokens:08x}"), "object": "list", "created": server.started_unix,
+        "model": model, "data": data.collect::<Vec<Value>>(),
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+    })))
+}
+
+/// The texts or tokens of a field.
+fn tokenized(server: &Server, value: &Value, field: &str) -> Result<Vec<Vec<u32>>, Error> {
+    let prompt = Prompt::deserialize(&value[field])
+        .map_err(|_| Error::bad_request(format!("{field} must be text, tokens, or a list")))?;
+    let special = special_tokens(value);
+    let encode = |text: &String| {
+        let tokens = server.text.encode(text, special);
+        tokens.map_err(Error::bad_request)
+    };
+    match prompt {
+        Prompt::Text(text) => Ok(vec![encode(&text)?]),
+        Prompt::Tokens(tokens) => Ok(vec![tokens]),
+        Prompt::Texts(texts) => texts.iter().map(encode).collect(),
+        Prompt::TokenLists(lists) => Ok(lists),
+    }
+}
+
+/// The function that a client demands: a named one, or any.
+fn called(value: &Value) -> Option<String> {
+    let name = |tool: &Value| {
+        let function = &tool["function"]["name"];
+        let name = tool["name"].as_str().or_else(|| function.as_str());
+        name.map(str::to_owned)
+    };
+    let choice = &value["tool_choice"];
+    if choice == "required" || choice["type"] == "any" {
+        name(&value["tools"][0])
+    } else {
+        name(choice)
+    }
 }
 
 pub(crate) fn parse(body: &[u8]) -> Result<Value, Error> {
@@ -187,15 +251,16 @@ async fn generate(
         created: server.started_unix,
         include_usage: options.include_usage.unwrap_or(false),
         prompt_token_ids,
-        text: Arc::clone(server),
+        called: called(value),
+        stored: shape == Shape::Response && body.store.unwrap_or(true),
+        server: Arc::clone(server),
     };
     let mut response = if body.stream.unwrap_or(false) {
-        if matches!(shape, Shape::Response | Shape::Message) {
-            return Err(Error::bad_request("this route does not stream here"));
-        }
         answer.stream(generations)
+    } else if shape == Shape::Response && body.background.unwrap_or(false) {
+        Json(answer.in_background(generations)).into_response()
     } else {
-        answer.whole(generations).await?
+        Json(answer.whole(generations).await?).into_response()
     };
     let served = HeaderValue::from(rank.number);
     response.headers_mut().insert(RANK_SERVED, served);

@@ -4,8 +4,9 @@
 //! steps in real time ([`EngineArgs::profile`]), with its own publisher thread. The `/debug` routes
 //! report what no real engine reports: held blocks and aborted requests.
 //!
-//! Deliberately absent: authentication, TLS, tool calls, stop strings, sampling parameters, and all
-//! other options that change the text but neither the cache nor the load.
+//! A tool is called where the client demands it. Deliberately absent: authentication, TLS, stop
+//! strings, sampling parameters, and all other options that change the text but neither the cache
+//! nor the load.
 #![forbid(unsafe_code)]
 
 mod answer;
@@ -15,10 +16,12 @@ mod error;
 mod generate;
 mod history;
 mod load;
+mod loras;
 mod metrics;
 mod publisher;
 mod rank;
 mod server;
+mod stored;
 mod text;
 mod wire;
 
@@ -33,14 +36,17 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
+use warmroute_sim::sim::EngineConfig;
 
 pub use args::{Args, EngineArgs, EventArgs, HashMode};
 use history::History;
 pub use history::{BlockName, HistoryBatch, PairChange};
 use load::LoadRate;
+pub use loras::Loras;
 pub use publisher::{Delivery, Publisher, PublisherOptions};
 use rank::Rank;
 use server::{CallCounts, Server, routes};
+use stored::StoredAnswers;
 use text::Text;
 pub use wire::Encoder;
 
@@ -68,18 +74,8 @@ impl Mock {
         let text = Text::load(args.tokenizer.as_deref())?;
         let config = args.engine.config(&text.vocabulary())?;
         let max_model_len = config.longest_request();
-        let mut ranks = Vec::new();
-        for number in 0..args.ranks {
-            let publisher = Publisher::start(publisher_options(&args, number)?)?;
-            let encoder = Encoder {
-                rank: number,
-                hash_mode: args.events.hash_mode,
-                loras: args.loras.clone(),
-            };
-            let history = args.events.history.then(History::default);
-            let rank = Rank::new(config.clone(), publisher, encoder, history);
-            ranks.push(Arc::new(rank));
-        }
+        let loras = Loras::from(args.loras.clone());
+        let ranks = ranks(&args, &loras, &config)?;
         let listener = TcpListener::bind(SocketAddr::new(host, args.port))
             .await
             .with_context(|| format!("binding {host}:{}", args.port))?;
@@ -108,6 +104,7 @@ impl Mock {
         }
         let server = Arc::new(Server {
             model: args.model.clone(),
+            loras,
             args,
             ranks,
             text,
@@ -119,6 +116,8 @@ impl Mock {
             requests: AtomicU64::new(0),
             rate,
             calls: CallCounts::default(),
+            stored: StoredAnswers::default(),
+            tasks: tasks.clone(),
         });
         tasks.spawn(serve(listener, server, stop.clone()));
         tasks.close();
@@ -164,6 +163,21 @@ impl Mock {
         let endpoint = |&port| format!("tcp://{}", SocketAddr::new(self.host, port));
         ports.iter().map(endpoint).collect()
     }
+}
+
+fn ranks(args: &Args, loras: &Loras, config: &EngineConfig) -> anyhow::Result<Vec<Arc<Rank>>> {
+    let rank = |number| {
+        let publisher = Publisher::start(publisher_options(args, number)?)?;
+        let encoder = Encoder {
+            rank: number,
+            hash_mode: args.events.hash_mode,
+            loras: loras.clone(),
+        };
+        let history = args.events.history.then(History::default);
+        let rank = Rank::new(config.clone(), publisher, encoder, history);
+        Ok(Arc::new(rank))
+    };
+    (0..args.ranks).map(rank).collect()
 }
 
 /// Accepts connections until cancelled.

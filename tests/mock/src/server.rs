@@ -13,16 +13,20 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tokio_util::task::TaskTracker;
 use warmroute_chat::openai::PromptRoute;
 
 use crate::answer::Shape;
 use crate::args::Args;
 use crate::error::Error;
 use crate::generate::{
-    chat_completions, completions, messages, parse, render_message, render_response, responses,
+    chat_completions, completions, count_tokens, embeddings, messages, parse, render_message,
+    render_response, responses,
 };
 use crate::load::LoadRate;
+use crate::loras::{self, Loras};
 use crate::rank::Rank;
+use crate::stored::{self, StoredAnswers};
 use crate::text::{Text, special_tokens};
 use crate::{debug, metrics};
 
@@ -34,6 +38,7 @@ const VLLM_VERSION: &str = "0.32.0";
 pub(crate) struct Server {
     pub(crate) args: Args,
     pub(crate) model: String,
+    pub(crate) loras: Loras,
     pub(crate) ranks: Vec<Arc<Rank>>,
     pub(crate) text: Text,
     pub(crate) max_model_len: usize,
@@ -44,6 +49,9 @@ pub(crate) struct Server {
     /// Rate of the load that the engine generates itself.
     pub(crate) rate: LoadRate,
     pub(crate) calls: CallCounts,
+    pub(crate) stored: StoredAnswers,
+    /// Answers in the background.
+    pub(crate) tasks: TaskTracker,
 }
 
 /// Requests by route, method and class of status, and sleep-mode operations, as `/metrics` shows
@@ -77,7 +85,7 @@ impl Server {
     pub(crate) fn adapter<'a>(&self, model: &'a str) -> Result<Option<&'a str>, Error> {
         if model == self.model {
             Ok(None)
-        } else if self.args.loras.iter().any(|lora| lora == model) {
+        } else if self.loras.is_loaded(model) {
             Ok(Some(model))
         } else {
             Err(Error::unknown_model(model))
@@ -101,9 +109,15 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/responses", post(responses))
         .route("/v1/responses/render", post(render_response))
+        .route("/v1/responses/{id}", get(stored::retrieve))
+        .route("/v1/responses/{id}/cancel", post(stored::cancel))
         .route("/v1/messages", post(messages))
         .route("/v1/messages/render", post(render_message))
+        .route("/v1/messages/count_tokens", post(count_tokens))
+        .route("/v1/embeddings", post(embeddings))
         .route("/v1/models", get(models))
+        .route("/v1/load_lora_adapter", post(loras::load))
+        .route("/v1/unload_lora_adapter", post(loras::unload))
         .route("/tokenize", post(tokenize))
         .route("/health", get(health))
         .route("/load", get(load))
@@ -127,7 +141,7 @@ pub(crate) fn routes(server: Arc<Server>) -> Router {
 /// Counts a request after its answer, as vLLM does, which leaves these routes out.
 async fn count_call(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
     const UNCOUNTED: [&str; 4] = ["/metrics", "/health", "/load", "/version"];
-    // No route has a parameter.
+    // An answer's id stays in its route, which vLLM replaces.
     let (route, method) = (
         request.uri().path().to_owned(),
         request.method().to_string(),
@@ -164,8 +178,8 @@ async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
         })
     };
     let mut data = vec![card(&server.model, None, Some(server.max_model_len))];
-    for lora in &server.args.loras {
-        data.push(card(lora, Some(&server.model), None));
+    for lora in server.loras.loaded() {
+        data.push(card(&lora, Some(&server.model), None));
     }
     Json(json!({"object": "list", "data": data}))
 }

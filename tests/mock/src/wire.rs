@@ -4,13 +4,14 @@ use serde::{Serialize, Serializer};
 use warmroute_sim::sim::{CacheEvent, EngineHash, ExtraKey, GroupKind, StoredBlocks};
 
 use crate::args::HashMode;
+use crate::loras::Loras;
 
 /// Encodes the batches of one rank.
 #[derive(Clone, Debug)]
 pub struct Encoder {
     pub rank: u32,
     pub hash_mode: HashMode,
-    pub loras: Vec<String>,
+    pub loras: Loras,
 }
 
 #[derive(Serialize)]
@@ -97,10 +98,7 @@ impl Encoder {
             parent_block_hash: stored.parent.map(|hash| self.hash(hash)),
             token_ids: &stored.tokens,
             block_size: stored.block_size.tokens(),
-            lora_id: lora_name.and_then(|name| {
-                let index = self.loras.iter().position(|lora| lora == name);
-                index.map(|index| index + 1)
-            }),
+            lora_id: lora_name.and_then(|name| self.loras.id(name)),
             medium: stored.medium.name(),
             lora_name,
             extra_keys: stored
@@ -154,7 +152,7 @@ mod tests {
         Encoder {
             rank: 1,
             hash_mode,
-            loras: vec!["adapter".into()],
+            loras: vec!["adapter".into()].into(),
         }
     }
 

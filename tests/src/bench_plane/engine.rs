@@ -9,7 +9,7 @@ use serde_json::json;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use warmroute_mock_engine::{Encoder, HashMode};
+use warmroute_mock_engine::{Encoder, HashMode, Loras};
 use warmroute_proto::BlockSize;
 use warmroute_router::sim::{CacheEvent, EngineHash, GroupKind, Medium, StoredBlocks};
 
@@ -74,7 +74,7 @@ impl Engine {
         let encoder = Encoder {
             rank: u32::try_from(rank)?,
             hash_mode: HashMode::Int,
-            loras: Vec::new(),
+            loras: Loras::default(),
         };
         let payload = encoder.encode(0.0, &[CacheEvent::Stored(stored)])?;
         Ok((tokens, payload))

@@ -45,8 +45,6 @@ pub(super) struct EngineNode {
     pub(super) is_reset: bool,
     /// Until then its batches have events of an unknown type.
     pub(super) unknown_until: At,
-    /// When its shims began its source's latest generations.
-    pub(super) begun: Vec<At>,
     /// Requests that came from routers.
     pub(super) guests: BTreeMap<RequestId, Guest>,
 }
@@ -90,7 +88,6 @@ impl EngineNode {
             past: Vec::new(),
             is_reset: false,
             unknown_until: Duration::ZERO,
-            begun: Vec::new(),
             guests: BTreeMap::new(),
         }
     }

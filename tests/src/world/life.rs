@@ -61,7 +61,7 @@ impl Life {
             encoder: Encoder {
                 rank: 0,
                 hash_mode,
-                loras: vec!["adapter".into()],
+                loras: vec!["adapter".into()].into(),
             },
             buffer: 10_000,
             told,

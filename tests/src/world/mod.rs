@@ -286,6 +286,7 @@ impl World {
                 feed: None,
                 is_joined: false,
                 last_read: None,
+                begun: Vec::new(),
                 replay_begins: None,
                 heard: Vec::new(),
             };

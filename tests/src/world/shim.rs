@@ -14,13 +14,14 @@ use warmroute_shim::source::ReplayId;
 use warmroute_shim::{CheckpointStore, Handle, Service, ShimConfig};
 
 use super::host::{Event, Input, Kind};
+use super::plane::At;
 use super::sim_plane::{InfoAnswer, SimDisk, SimEngine};
 use super::{Breakage, World};
 
 /// The sequence of a replay's end: −1 as the engine writes it.
 const END_OF_REPLAY: u64 = u64::MAX;
 
-/// Most generations of a source within [`BEGUN_WITHIN`], whatever happens to it.
+/// Most generations that a shim begins for a source within [`BEGUN_WITHIN`], whatever happens.
 const BEGUN_MAX: usize = 8;
 const BEGUN_WITHIN: Duration = Duration::from_secs(5);
 
@@ -35,6 +36,8 @@ pub(super) struct Shim {
     pub(super) is_joined: bool,
     /// The generation of the last record that the process read.
     pub(super) last_read: Option<Generation>,
+    /// When the process began its source's latest generations.
+    pub(super) begun: Vec<At>,
     /// A replay of which nothing came yet.
     pub(super) replay_begins: Option<ReplayId>,
     /// The live batches that came, for a shim that believes any replay.
@@ -45,7 +48,7 @@ impl World {
     pub(super) fn start_shim(&mut self, at: usize) {
         let Shim { host, worker, .. } = self.shims[at];
         // The limiter begins with the process.
-        self.engines[worker].begun.clear();
+        self.shims[at].begun.clear();
         let worker = self.engines[worker].source.worker.clone();
         let url = format!("http://{worker}:8000");
         let mut config = ShimConfig::new(self.namespace.clone(), worker, url);
@@ -186,23 +189,24 @@ impl World {
 
     /// A shim takes no generation that the log has already, and not too many in one life.
     pub(super) fn check_claim(&mut self, at: usize, key: &str, value: &[u8]) {
-        let engine = &mut self.engines[self.shims[at].worker];
-        let source = &engine.source;
+        let shim = &mut self.shims[at];
+        let source = &self.engines[shim.worker].source;
         if key != self.subjects.generation_key(source) {
             return;
         }
         let claimed = codec::decode::<GenerationEntry>(value).unwrap().generation;
-        let last = self.shims[at].last_read;
+        let last = shim.last_read;
         let honest = last.filter(|last| *last < Generation(u64::MAX));
         if honest.is_some_and(|last| claimed <= last) {
             let why = format!("{source} takes {claimed:?}, and the log has {last:?}");
             return self.fail(why);
         }
-        engine.begun.retain(|at| *at + BEGUN_WITHIN > self.now);
-        engine.begun.push(self.now);
-        let count = engine.begun.len();
+        shim.begun.retain(|at| *at + BEGUN_WITHIN > self.now);
+        shim.begun.push(self.now);
+        let count = shim.begun.len();
         if count > BEGUN_MAX {
-            let why = format!("{source} takes {count} generations within {BEGUN_WITHIN:?}");
+            let why =
+                format!("a shim of {source} takes {count} generations within {BEGUN_WITHIN:?}");
             self.fail(why);
         }
     }

@@ -33,8 +33,10 @@ macro_rules! on_both_planes {
 }
 
 mod abuse;
+mod adapters;
 mod browser;
 mod churn;
+mod conformance;
 mod credit;
 mod faults;
 mod fleet;
@@ -48,4 +50,5 @@ mod recording;
 mod scaling;
 mod separation;
 mod tls;
+mod without_events;
 mod workers;

@@ -80,6 +80,48 @@ async fn a_recording_is_converted_simulated_and_tuned_to() {
     assert!(fs::read_to_string(&page).unwrap().contains("</svg>"));
 }
 
+#[test]
+fn a_profile_file_is_used_and_a_broken_one_refused_with_its_line() {
+    let place = Place::new();
+    let [trace, profile, fitted] = ["trace", "profile", "fitted"].map(|name| place.path(name));
+    let row = r#"{"timestamp":0,"input_length":1000,"output_length":1,"hash_ids":[1,2]}"#;
+    fs::write(&trace, row).unwrap();
+    let rest = "\"step_ms\": 1, \"step_ms_per_sequence\": 0, \"step_overhead_ms\": 0}";
+    let (trace, profile) = (text_of(&trace), text_of(&profile));
+    let mut simulate = vec!["simulate", "--json", "--capacity=1", "--trace", trace];
+    simulate.extend(["--profile-file", profile]);
+    fs::write(
+        profile,
+        format!("{{\"prefill_tokens_per_sec\": 1000,\n{rest}"),
+    )
+    .unwrap();
+    let report: serde_json::Value = serde_json::from_str(&run(&simulate)).unwrap();
+    assert_eq!(report["ttft_mean_ms"], 1000.0, "{report}");
+    for (wrong, says) in [
+        ("{\n\"speed\": 1}", "unknown field `speed`"),
+        ("{\n\"speed\": 1}", "line 2"),
+        (
+            &format!("{{\"prefill_tokens_per_sec\": 0,\n{rest}"),
+            "prefill_tokens_per_sec 0 is not between",
+        ),
+    ] {
+        fs::write(profile, wrong).unwrap();
+        let complaint = complaint(&simulate);
+        assert!(complaint.contains(says), "{complaint}");
+    }
+    let complaint = complaint(&["trace", "fit", trace, text_of(&fitted)]);
+    assert!(complaint.contains("not a recording"), "{complaint}");
+    assert!(!fitted.exists());
+}
+
+/// Runs a command of the router that must fail. Returns its complaint.
+fn complaint(arguments: &[&str]) -> String {
+    let ended = Command::new(ROUTER).args(arguments).output();
+    let ended = ended.expect("the router starts");
+    assert!(!ended.status.success(), "{arguments:?}");
+    String::from_utf8(ended.stderr).expect("text")
+}
+
 /// Runs a command of the router that must succeed. Returns what it prints.
 fn run(arguments: &[&str]) -> String {
     let ended = Command::new(ROUTER).args(arguments).output();

@@ -50,6 +50,7 @@ struct ObservedEnd {
 #[derive(Clone, Copy)]
 struct ObservedClock {
     asked: Instant,
+    answered: Instant,
     unix_ns: u64,
 }
 
@@ -69,9 +70,9 @@ impl LogEnds {
         self.seen.push_back(ObservedEnd { at, last, unix_ns });
     }
 
-    /// The log's clock was `unix_ns` at a moment between `asked` and `answered`. Returns the least
-    /// time by which our clock fell behind it since the last call; what was observed is older by
-    /// as much.
+    /// The log's clock was `unix_ns` at a moment between `asked` and `answered`. Returns the time by
+    /// which our clock fell behind it since the last call; what was observed is older by as much.
+    /// Zero unless it certainly fell behind; then the most that the two answers permit.
     pub(super) fn observe_clock(
         &mut self,
         asked: Instant,
@@ -82,10 +83,20 @@ impl LogEnds {
             self.clock = None;
             return Duration::ZERO;
         }
-        let before = self.clock.replace(ObservedClock { asked, unix_ns });
+        let observed = ObservedClock {
+            asked,
+            answered,
+            unix_ns,
+        };
+        let before = self.clock.replace(observed);
         let stood = before.map_or(Duration::ZERO, |before| {
             let by_the_log = Duration::from_nanos(unix_ns.saturating_sub(before.unix_ns));
-            by_the_log.saturating_sub(answered.saturating_duration_since(before.asked))
+            let longest = answered.saturating_duration_since(before.asked);
+            let shortest = asked.saturating_duration_since(before.answered);
+            match by_the_log.saturating_sub(longest) {
+                Duration::ZERO => Duration::ZERO,
+                _ => by_the_log.saturating_sub(shortest),
+            }
         });
         if !stood.is_zero() {
             self.seen.retain_mut(|end| {

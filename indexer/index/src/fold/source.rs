@@ -79,6 +79,11 @@ impl ShimClaim {
         engine_seq: None,
     };
 
+    /// No batch was seen, and none can be: the shim is not connected to the engine's events.
+    fn is_without_events(&self) -> bool {
+        self.engine_seq.is_none() && self.states.gpu == TierState::Stale
+    }
+
     fn gives_credit(&self) -> bool {
         Tier::ALL
             .into_iter()
@@ -526,7 +531,8 @@ impl SourceFold {
         })
     }
 
-    /// The shim's claim, lowered by what this replica observes; the weakest state wins.
+    /// The shim's claim, lowered by what this replica observes; the weakest state wins. Unknown
+    /// without a reason: [`warmroute_proto::query::is_without_events`].
     pub(super) fn states(
         &self,
         now: Instant,
@@ -544,6 +550,9 @@ impl SourceFold {
         } else {
             SourceState::Exact
         };
+        if floor == SourceState::Exact && self.claim.is_without_events() {
+            return (Tiers::all(SourceState::Unknown), None);
+        }
         let states = self
             .claim
             .states

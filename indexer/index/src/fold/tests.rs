@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use warmroute_proto::query::{IndexAnswer, IndexQuery, SourceState, UnknownReason};
+use warmroute_proto::query::{
+    IndexAnswer, IndexQuery, SourceState, UnknownReason, is_without_events,
+};
 use warmroute_proto::registry::ResyncReason;
 use warmroute_proto::{Generation, Record, RecordNumber, TierState};
 
@@ -263,6 +265,26 @@ fn heartbeat_states_replace_the_records() {
     world.shim(W).states.gpu = TierState::Unverified;
     world.heartbeat(W);
     assert_eq!(world.state(W), SourceState::Unverified);
+}
+
+/// Without a reason, since earlier versions read no further one.
+#[test]
+fn a_stale_claim_without_any_batch_is_unknown_without_a_reason() {
+    let mut world = world();
+    let mut heartbeat = world.shim(W).heartbeat();
+    heartbeat.states = Tiers::all(TierState::Stale);
+    heartbeat.engine_seq = None;
+    let message = heartbeat_message(&heartbeat);
+    let verdict = world.fold.heartbeat(world.now, &message);
+    assert_eq!(verdict, HeartbeatVerdict::Proof);
+    let answer = world.ask("a b c").remove(0);
+    assert_eq!(
+        (answer.states, answer.reason),
+        (Tiers::all(SourceState::Unknown), None)
+    );
+    assert!(is_without_events(answer.states.gpu, answer.reason));
+    world.heartbeat(W);
+    assert_eq!(world.state(W), SourceState::Exact, "its first batch");
 }
 
 #[test]

@@ -176,16 +176,10 @@ impl TestShim {
 
 pub fn worker_entry(worker: &str) -> WorkerEntry {
     WorkerEntry {
-        worker: WorkerId::from(worker),
-        url: "http://127.0.0.1:8000".to_owned(),
         models: vec!["m".to_owned()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: warmroute_proto::BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "1".to_owned(),
+        ..WorkerEntry::new(worker, "http://127.0.0.1:8000")
     }
 }
 

@@ -427,13 +427,11 @@ impl SourceCore {
                 self.gap(now);
                 return;
             }
-            self.apply_next(now, seq, payload);
-            self.note_live(arrived);
+            self.apply_live(now, arrived, seq, payload);
             return;
         };
         if seq == last.next() {
-            self.apply_next(now, seq, payload);
-            self.note_live(arrived);
+            self.apply_live(now, arrived, seq, payload);
             self.engine.next_replay = Some(now + POLL_EVERY);
             if let Some(poll) = &mut self.engine.replay {
                 poll.is_overtaken = true;
@@ -457,9 +455,10 @@ impl SourceCore {
         }
     }
 
-    /// A live batch that arrived then is applied, and so is every earlier one.
-    fn note_live(&mut self, arrived: Instant) {
+    /// Applies a live batch that `arrived` then. Every earlier one is applied.
+    fn apply_live(&mut self, now: Instant, arrived: Instant, seq: EngineSeq, payload: &[u8]) {
         self.engine.proof = self.engine.proof.max(Some(arrived));
+        self.apply_next(now, seq, payload);
         self.resets.batch_arrived(arrived);
     }
 
@@ -686,13 +685,7 @@ impl SourceCore {
         };
         match applied {
             Ok(changes) => {
-                // Without a fresh proof, what is read may have happened long ago: the acknowledged
-                // state is not credited before all of it is acknowledged too.
-                let happened = if self.is_proven(now) {
-                    now
-                } else {
-                    now.checked_sub(2 * BACKLOG_AGE_MAX).unwrap_or(now)
-                };
+                let happened = self.happened_after(now);
                 if !self.publisher.add(happened, changes) {
                     self.new_generation(now, GenerationReason::OutboxFull);
                 }
@@ -706,6 +699,19 @@ impl SourceCore {
                 }
                 self.new_generation(now, GenerationReason::Mirror(inconsistency));
             }
+        }
+    }
+
+    /// The earliest time at which what is applied now may have happened: a batch that was missing
+    /// is as old as the last proof before it. Without a fresh proof it is older than any backlog
+    /// may be, so that the acknowledged state gets no credit before all of it is acknowledged too.
+    fn happened_after(&self, now: Instant) -> Instant {
+        if !self.is_proven(now) {
+            return now.checked_sub(2 * BACKLOG_AGE_MAX).unwrap_or(now);
+        }
+        match self.engine.unverified() {
+            Some(_) => now,
+            None => self.engine.proof.unwrap_or(now),
         }
     }
 }

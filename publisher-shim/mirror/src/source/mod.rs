@@ -604,6 +604,7 @@ impl SourceCore {
 
     /// Runs after every input: sends due records, and a heartbeat if the claimable states changed.
     fn settle(&mut self, now: Instant) {
+        self.publisher.caught_up(self.engine.last());
         if let Some(id) = self.resets.next_flush(now) {
             self.effects.push_back(Effect::Flush(id));
         }
@@ -631,16 +632,11 @@ impl SourceCore {
         self.sent_states = Some(states);
         self.report_limits();
         let point = self.publisher.acknowledged_point();
-        let engine_seq = if self.publisher.is_idle() {
-            self.engine.last()
-        } else {
-            point.and_then(|point| point.engine_seq)
-        };
         self.effects.push_back(Effect::Heartbeat(Heartbeat {
             source: self.config.source.clone(),
             generation,
             number: point.map(|point| point.number),
-            engine_seq,
+            engine_seq: point.and_then(|point| point.engine_seq),
             states,
             after: point.map_or_else(Default::default, |point| point.after),
             health: self.health,
@@ -704,7 +700,17 @@ impl SourceCore {
                 states
             }
         } else {
-            lower(states, TierState::Stale)
+            lower(states, self.unproven())
+        }
+    }
+
+    /// Indexers take `Stale` without any batch for an engine of whose events nothing was ever seen.
+    fn unproven(&self) -> TierState {
+        let is_seen = self.engine.is_connected() || self.engine.last_event().is_some();
+        if is_seen && self.engine.last().is_none() {
+            TierState::CatchingUp
+        } else {
+            TierState::Stale
         }
     }
 

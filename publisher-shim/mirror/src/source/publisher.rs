@@ -176,6 +176,16 @@ impl Publisher {
         self.is_open() && self.window.is_empty() && self.pending.is_empty()
     }
 
+    /// The acknowledged record is as of this batch too, if no change waits: it stays so when the next
+    /// one comes.
+    pub(super) fn caught_up(&mut self, engine_seq: Option<EngineSeq>) {
+        if self.is_idle()
+            && let Some(point) = &mut self.acknowledged
+        {
+            point.engine_seq = engine_seq;
+        }
+    }
+
     /// Age of the oldest change that the log has not acknowledged; zero without one.
     pub(super) fn backlog_age(&self, now: Instant) -> Duration {
         let in_window = self.window.front().map(|record| record.since);

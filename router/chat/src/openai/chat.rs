@@ -25,6 +25,7 @@ pub(super) const FIELDS: &[&str] = &[
     "add_special_tokens",
     "stream",
     "cache_salt",
+    "user",
     "prompt_logprobs",
     "echo",
     "truncate_prompt_tokens",

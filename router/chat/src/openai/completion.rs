@@ -20,6 +20,7 @@ pub(super) const FIELDS: &[&str] = &[
     "add_special_tokens",
     "stream",
     "cache_salt",
+    "user",
     "truncate_prompt_tokens",
     "kv_transfer_params",
     "vllm_xargs",

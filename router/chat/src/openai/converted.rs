@@ -105,6 +105,7 @@ pub(super) fn parse(route: ConvertedRoute, body: &[u8]) -> ParsedRequest<'_> {
     let info = RequestInfo {
         model: text("model").filter(|model| !model.is_empty()),
         cache_salt: text("cache_salt"),
+        user: text("user"),
         previous_response: text("previous_response_id"),
         stream,
         truncate_prompt: responses::truncation(&fields),

@@ -26,6 +26,8 @@ pub struct RequestInfo {
     /// `None` where it is left out, null or empty: the engine takes its only model.
     pub model: Option<String>,
     pub cache_salt: Option<String>,
+    /// The client's user, as it names it.
+    pub user: Option<String>,
     /// An answer of `/v1/responses` that only one worker has.
     pub previous_response: Option<String>,
     pub stream: bool,
@@ -128,6 +130,7 @@ pub fn parse(route: PromptRoute, body: &[u8]) -> Result<ParsedRequest<'_>, OpenA
     let info = RequestInfo {
         model: model.map(Cow::into_owned),
         cache_salt: fields.text("cache_salt")?.map(Cow::into_owned),
+        user: fields.text("user").ok().flatten().map(Cow::into_owned),
         previous_response: None,
         stream,
         truncate_prompt,

@@ -1,6 +1,6 @@
 use super::*;
-use crate::source_table::SourceTable;
-use warmroute_proto::{DpRank, LogPosition, Source};
+use crate::testing::{source, source_id, start};
+use warmroute_proto::LogPosition;
 
 const LOG: StreamIdentity = StreamIdentity {
     created_unix_ns: 7,
@@ -16,19 +16,10 @@ const fn at(log: StreamIdentity) -> Option<AnswerPosition> {
     })
 }
 
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
-
 /// Ten blocks of 16 tokens were credited by an exact source as of engine sequence 100.
 fn claim() -> CreditClaim {
-    let source = Source {
-        worker: "w".into(),
-        dp_rank: DpRank(0),
-    };
     CreditClaim {
-        source: SourceTable::default().intern(&source),
+        source: source_id(),
         state: SourceState::Exact,
         standing: ClaimStanding::Credited,
         decided: start(),
@@ -133,11 +124,7 @@ fn a_request_that_finds_what_was_credited_forgives() {
 fn the_first_missing_block_is_queried() {
     let mut audit = CreditAudit::default();
     let recheck = recheck_of(&mut audit, &claim(), 33).unwrap();
-    let source = Source {
-        worker: "w".into(),
-        dp_rank: DpRank(0),
-    };
-    let query = recheck.query(source);
+    let query = recheck.query(source("w"));
     assert_eq!(query.block, PrefixHash(2));
     assert_eq!((query.log, query.since), (LOG, LogPosition(70)));
 }

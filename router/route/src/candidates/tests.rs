@@ -3,8 +3,6 @@ use warmroute_proto::registry::Lora;
 
 fn entry(name: &str) -> WorkerEntry {
     WorkerEntry {
-        worker: name.into(),
-        url: format!("http://{name}:8000"),
         models: vec!["base".into()],
         loras: vec![Lora {
             name: "tuned".into(),
@@ -12,10 +10,8 @@ fn entry(name: &str) -> WorkerEntry {
         }],
         ranks: 2,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(name, format!("http://{name}:8000"))
     }
 }
 

@@ -1,7 +1,9 @@
 use super::*;
 use crate::index_view::IndexView;
+use crate::prompt::SessionKey;
 use crate::source_table::SourceTable;
 use crate::speed::AcceptedPrefill;
+use crate::testing::start;
 use warmroute_proto::load::{LoadChange, SampledPrefix};
 use warmroute_proto::query::{IndexAnswer, SourceAnswer};
 use warmroute_proto::{
@@ -10,11 +12,6 @@ use warmroute_proto::{
 };
 
 const ROUTER: RouterId = RouterId([1; 16]);
-
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
 
 fn source(number: u32) -> Source {
     Source {
@@ -506,4 +503,72 @@ fn under_time_the_fewest_active_requests_decide_between_near_times() {
         // What is shown agrees with the choice.
         assert_eq!(decision.probability(&decision.chosen), 1.0);
     }
+}
+
+/// Neither load nor cache moves a session; a worker that is excluded does.
+#[test]
+fn a_session_sticks_to_its_source_for_every_router() {
+    let mut fixture = Fixture::of(8);
+    fixture.knobs.policy = Policy::Session;
+    let asked =
+        |session: u32, tokens| prompt(tokens).with_session(SessionKey::named(&session.to_string()));
+    let owner = |fixture: &Fixture, session| fixture.decide(&asked(session, 100)).source;
+    let owners: Vec<Source> = (0..40).map(|session| owner(&fixture, session)).collect();
+    for number in 0..8 {
+        assert!(owners.contains(&source(number)), "{number} of {owners:?}");
+    }
+    for number in 0..7 {
+        fixture.load(number, 10_000, 1000);
+    }
+    let mut other = Fixture::of(8);
+    other.knobs.policy = Policy::Session;
+    other.candidates.reverse();
+    for session in 0..40 {
+        let before = &owners[session as usize];
+        assert_eq!(&owner(&fixture, session), before);
+        assert_eq!(&owner(&other, session), before);
+    }
+    fixture.exclude = vec![owners[0].clone()];
+    assert_ne!(owner(&fixture, 0), owners[0]);
+    let decision = fixture.decide(&prompt(100));
+    let least = (decision.source, decision.policy);
+    assert_eq!(least, (source(7), Policy::LeastLoad), "without a session");
+}
+
+#[test]
+fn a_beginning_stays_on_its_source_until_the_bound() {
+    let mut fixture = Fixture::of(4);
+    fixture.knobs.policy = Policy::PrefixHash;
+    let first = fixture.decide(&prompt(2000)).source;
+    assert_eq!(
+        fixture.decide(&prompt(3000)).source,
+        first,
+        "the first 1,024 tokens are equal"
+    );
+    let number = (0..4).find(|&number| source(number) == first).unwrap();
+    fixture.load(number, 100, 1);
+    // One request on four sources: two are the bound of the second one, ceil(1.25 x 2 / 4) = 1.
+    assert_ne!(fixture.decide(&prompt(2000)).source, first);
+    fixture.knobs.prefix_load_percent = 400;
+    assert_eq!(fixture.decide(&prompt(2000)).source, first);
+    let short = fixture.decide(&prompt(10));
+    assert_eq!(short.policy, Policy::LeastLoad, "no whole block");
+}
+
+#[test]
+fn two_random_sources_are_compared_by_load() {
+    let mut fixture = Fixture::of(3);
+    fixture.knobs.policy = Policy::PowerOfTwo;
+    fixture.load(1, 0, 1);
+    let mut rng = Rng::with_seed(5);
+    let mut chosen = [0; 3];
+    for _ in 0..200 {
+        let decision = fixture.decide_with(&prompt(100), 0, &mut rng).unwrap();
+        chosen[decision.claim.source.index()] += 1;
+        assert_eq!(decision.probability(&decision.chosen), 0.5);
+    }
+    assert!(
+        chosen[0] > 50 && chosen[1] == 0 && chosen[2] > 50,
+        "{chosen:?}"
+    );
 }

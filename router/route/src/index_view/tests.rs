@@ -1,26 +1,15 @@
 use super::*;
+use crate::testing::{source, start};
 use proptest::prelude::*;
-use warmroute_proto::{DpRank, LogPosition, RecordNumber, Source, StreamIdentity};
-
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
+use warmroute_proto::{LogPosition, RecordNumber, Source, StreamIdentity};
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-fn source() -> Source {
-    Source {
-        worker: "w".into(),
-        dp_rank: DpRank(0),
-    }
-}
-
 fn part(generation: u64, number: Option<u64>) -> SourceAnswer {
     SourceAnswer {
-        source: source(),
+        source: source("w"),
         generation: Generation(generation),
         number: number.map(RecordNumber),
         engine_seq: None,
@@ -62,7 +51,7 @@ struct Fixture {
 impl Fixture {
     fn judge(&mut self, part: SourceAnswer, now: Instant) -> TrustedSource {
         let trusted = self.view.judge(&mut self.table, &runs(vec![part]), now);
-        *trusted.of(self.table.intern(&source())).unwrap()
+        *trusted.of(self.table.intern(&source("w"))).unwrap()
     }
 
     fn state(&mut self, generation: u64, number: Option<u64>, now: Instant) -> SourceState {
@@ -120,7 +109,7 @@ fn memory_is_bounded_however_fast_records_come() {
     for step in 0..20_000 {
         fixture.state(5, Some(step), start + Duration::from_micros(100 * step));
     }
-    let id = fixture.table.intern(&source());
+    let id = fixture.table.intern(&source("w"));
     assert!(fixture.view.sources.get_mut(id).numbers.0.len() <= 52);
 }
 
@@ -151,7 +140,7 @@ const fn of_log(generation: u64) -> LogGeneration {
 fn a_demotion_ends_with_its_log() {
     let (mut fixture, start) = (Fixture::default(), start());
     fixture.state(5, Some(1), start);
-    let id = fixture.table.intern(&source());
+    let id = fixture.table.intern(&source("w"));
     fixture.view.demote(id, of_log(5));
     let mut judge = |created_unix_ns, now| {
         let log = StreamIdentity {
@@ -174,7 +163,7 @@ fn a_demotion_ends_with_its_log() {
 fn a_demoted_source_is_stale_until_its_next_generation() {
     let (mut fixture, start) = (Fixture::default(), start());
     fixture.state(5, Some(1), start);
-    let id = fixture.table.intern(&source());
+    let id = fixture.table.intern(&source("w"));
     fixture.view.demote(id, of_log(5));
     fixture.view.demote(id, of_log(5));
     assert_eq!(fixture.view.counts().demoted, 1);
@@ -228,7 +217,7 @@ fn what_is_weaker_than_stale_stays_weaker() {
 #[test]
 fn an_answer_of_a_replica_that_is_behind_is_ignored() {
     let mut fixture = Fixture::default();
-    let id = fixture.table.intern(&source());
+    let id = fixture.table.intern(&source("w"));
     let answer = IndexAnswer::Behind {
         position: LogPosition(3),
     };
@@ -271,7 +260,7 @@ fn a_number_that_no_answer_reaches_expires() {
     fixture.state(7, Some(40), start);
     fixture
         .view
-        .demote(fixture.table.intern(&source()), of_log(7));
+        .demote(fixture.table.intern(&source("w")), of_log(7));
     let shortly_before = start + ANSWER_MEMORY - ms(1);
     assert_eq!(
         fixture.state(1, Some(0), shortly_before),
@@ -329,7 +318,7 @@ mod holders {
             version: 1,
             rows: vec![RosterRow {
                 number: RosterNumber(0),
-                source: source(),
+                source: source("w"),
                 status: Some(status),
             }],
             more: false,
@@ -359,7 +348,7 @@ mod holders {
 
     fn judge(fixture: &mut Fixture, reply: &IndexReply, now: Instant) -> TrustedSource {
         let trusted = fixture.view.judge(&mut fixture.table, reply, now);
-        *trusted.of(fixture.table.intern(&source())).unwrap()
+        *trusted.of(fixture.table.intern(&source("w"))).unwrap()
     }
 
     #[test]
@@ -422,7 +411,7 @@ mod holders {
             number: RosterNumber(number),
             source: Source {
                 worker: worker.into(),
-                ..source()
+                ..source("w")
             },
             status: Some(RosterStatus {
                 generation: Generation(generation),
@@ -432,17 +421,17 @@ mod holders {
         };
         part.groups.clear();
         part.changes = vec![
-            row(0, source().worker.as_str(), 4, SourceState::Partial),
+            row(0, source("w").worker.as_str(), 4, SourceState::Partial),
             row(5, "new", 1, SourceState::Exact),
         ];
         let reply = IndexReply::Holders(HolderReply::new(roster, vec![part]).unwrap());
         let trusted = fixture.view.judge(&mut fixture.table, &reply, start);
         let mut of = |source| *trusted.of(fixture.table.intern(&source)).unwrap();
-        let old = of(source());
+        let old = of(source("w"));
         assert_eq!((old.generation.0, old.state()), (4, SourceState::Partial));
         let new = of(Source {
             worker: "new".into(),
-            ..source()
+            ..source("w")
         });
         assert_eq!((new.generation.0, new.state()), (1, SourceState::Exact));
     }

@@ -7,6 +7,7 @@ use warmroute_proto::registry::WorkerEntry;
 use warmroute_proto::{BlockSize, DpRank, Generation, RouterId, Seed, Source, codec};
 
 use super::*;
+use crate::testing::start;
 use crate::{Admitted, Core, CoreConfig, Policy, Prompt, RouteRequest, SlotEvent};
 
 const DELAY: Duration = Duration::from_millis(5);
@@ -15,27 +16,16 @@ const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
-
 const fn id(router: usize) -> RouterId {
     RouterId([router as u8 + 1; 16])
 }
 
 fn entry(name: &str) -> WorkerEntry {
     WorkerEntry {
-        worker: name.into(),
-        url: format!("http://{name}:8000"),
         models: vec!["m".into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(name, format!("http://{name}:8000"))
     }
 }
 

@@ -1,15 +1,10 @@
 use super::*;
-use crate::source_table::SourceTable;
+use crate::testing::{source_id, start};
 use proptest::prelude::*;
-use warmroute_proto::{DpRank, LocalHash, Source};
+use warmroute_proto::LocalHash;
 
 const ROUTER: RouterId = RouterId([1; 16]);
 const PEER: RouterId = RouterId([2; 16]);
-
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
 
 fn prompt(path: &str) -> SampledPrefix {
     let blocks: Vec<_> = path
@@ -17,13 +12,6 @@ fn prompt(path: &str) -> SampledPrefix {
         .map(|letter| LocalHash(u64::from(letter)))
         .collect();
     SampledPrefix::of(&blocks)
-}
-
-fn source() -> SourceId {
-    SourceTable::default().intern(&Source {
-        worker: "w".into(),
-        dp_rank: DpRank(0),
-    })
 }
 
 struct Fixture {
@@ -37,7 +25,7 @@ impl Fixture {
     fn with(path: &str) -> Self {
         let mut fixture = Self {
             predictions: Predictions::default(),
-            source: source(),
+            source: source_id(),
             start: start(),
         };
         fixture.sent(1, path);
@@ -154,7 +142,7 @@ fn a_dead_routers_requests_bring_nothing() {
 
 #[test]
 fn memory_is_bounded_and_what_was_dropped_is_counted() {
-    let (at, start) = (source(), start());
+    let (at, start) = (source_id(), start());
     let mut predictions = Predictions::default();
     let long = |first: u64| SampledPrefix {
         hashes: (0..448).map(|n| PrefixHash((first << 32) | n)).collect(),

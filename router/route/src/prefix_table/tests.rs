@@ -1,30 +1,11 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use warmroute_proto::{DpRank, LocalHash, Source};
 
 use super::*;
-use crate::source_table::SourceTable;
+use crate::testing::{sampled, source_id, start};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
-
-fn source() -> SourceId {
-    SourceTable::default().intern(&Source {
-        worker: "w".into(),
-        dp_rank: DpRank(0),
-    })
-}
-
-/// A prompt of these blocks.
-fn prompt(blocks: impl IntoIterator<Item = u64>) -> SampledPrefix {
-    let blocks: Vec<LocalHash> = blocks.into_iter().map(LocalHash).collect();
-    SampledPrefix::of(&blocks)
-}
 
 const LIMITS: PrefixLimits = PrefixLimits::REPORTED;
 
@@ -48,7 +29,7 @@ impl Fixture {
 
     fn report_of(&mut self, prompt: &SampledPrefix, cached_blocks: u32, decided: Instant) {
         let report = CacheReport {
-            source: source(),
+            source: source_id(),
             prompt,
             cached_blocks,
             decided,
@@ -57,17 +38,17 @@ impl Fixture {
     }
 
     fn credit(&self, prompt: &SampledPrefix) -> u32 {
-        self.reported.longest(source(), prompt)
+        self.reported.longest(source_id(), prompt)
     }
 }
 
 #[test]
 fn what_was_cached_is_credited_to_every_prompt_that_begins_with_it() {
     let mut fixture = Fixture::new();
-    let (one, other) = (prompt(0..10), prompt((0..6).chain(50..60)));
+    let (one, other) = (sampled(0..10), sampled((0..6).chain(50..60)));
     fixture.report(&one, 8);
     assert_eq!((fixture.credit(&one), fixture.credit(&other)), (8, 6));
-    assert_eq!(fixture.credit(&prompt(50..60)), 0);
+    assert_eq!(fixture.credit(&sampled(50..60)), 0);
     fixture.report(&other, 6);
     fixture.report(&other, 12);
     assert_eq!((fixture.credit(&one), fixture.credit(&other)), (8, 12));
@@ -81,7 +62,7 @@ fn what_was_cached_is_credited_to_every_prompt_that_begins_with_it() {
 #[test]
 fn a_smaller_report_ends_everything_beyond_it() {
     let mut fixture = Fixture::new();
-    let (one, other) = (prompt(0..10), prompt((0..6).chain(50..60)));
+    let (one, other) = (sampled(0..10), sampled((0..6).chain(50..60)));
     fixture.report(&one, 10);
     fixture.report(&other, 16);
     fixture.now += SECOND;
@@ -99,7 +80,7 @@ fn a_smaller_report_ends_everything_beyond_it() {
 #[test]
 fn an_earlier_request_neither_ends_nor_restores_what_a_later_one_found() {
     let mut fixture = Fixture::new();
-    let asked = prompt(0..10);
+    let asked = sampled(0..10);
     let earlier = fixture.now;
     fixture.now += SECOND;
     fixture.report(&asked, 10);
@@ -114,14 +95,14 @@ fn an_earlier_request_neither_ends_nor_restores_what_a_later_one_found() {
 #[test]
 fn reports_end_by_the_index_by_a_new_generation_and_by_time() {
     let mut fixture = Fixture::new();
-    let asked = prompt(0..10);
+    let asked = sampled(0..10);
     fixture.report(&asked, 8);
-    fixture.reported.counted(source(), &asked, 7);
+    fixture.reported.counted(source_id(), &asked, 7);
     assert_eq!(fixture.credit(&asked), 8);
-    fixture.reported.counted(source(), &asked, 8);
+    fixture.reported.counted(source_id(), &asked, 8);
     assert_eq!(fixture.credit(&asked), 0);
     fixture.report(&asked, 8);
-    fixture.reported.void(source());
+    fixture.reported.void(source_id());
     assert_eq!(fixture.credit(&asked), 0);
     fixture.report(&asked, 8);
     fixture.now += LIMITS.keep - SECOND;
@@ -142,17 +123,17 @@ fn reports_end_by_the_index_by_a_new_generation_and_by_time() {
 fn prefixes_of_a_source_are_bounded_and_the_oldest_go_first() {
     let mut fixture = Fixture::new();
     let most = u64::try_from(LIMITS.source_prefixes).unwrap();
-    let first = prompt([1, 2]);
+    let first = sampled([1, 2]);
     for other in 0..2 * most {
-        fixture.report(&prompt([1_000 + other, 7]), 2);
+        fixture.report(&sampled([1_000 + other, 7]), 2);
         fixture.now += Duration::from_millis(1);
         fixture.report(&first, 2);
     }
     assert!(fixture.reported.len() <= LIMITS.source_prefixes);
     assert!(fixture.reported.order.len() <= LIMITS.prefixes);
     assert_eq!(fixture.credit(&first), 2, "reported again and again");
-    assert_eq!(fixture.credit(&prompt([1_000, 7])), 0);
-    assert_eq!(fixture.credit(&prompt([999 + 2 * most, 7])), 2);
+    assert_eq!(fixture.credit(&sampled([1_000, 7])), 0);
+    assert_eq!(fixture.credit(&sampled([999 + 2 * most, 7])), 2);
 }
 
 proptest! {
@@ -175,7 +156,7 @@ proptest! {
                 }
             }
             fixture.now += SECOND;
-            fixture.report(&prompt(asked), cached);
+            fixture.report(&sampled(asked), cached);
             fixture.reported.expire(fixture.now);
             for one in 0..3 {
                 for two in 0..3 {
@@ -183,7 +164,7 @@ proptest! {
                     let right = (1..=4)
                         .take_while(|&length| held.contains_key(&asked[..length]))
                         .count();
-                    let credit = fixture.credit(&prompt(asked)) as usize;
+                    let credit = fixture.credit(&sampled(asked)) as usize;
                     prop_assert!(credit <= right, "{credit} of {right}");
                 }
             }

@@ -1,34 +1,17 @@
 //! Workers with blocks of different sizes, and models with equal tokens.
 
 use warmroute_proto::query::{IndexAnswer, SourceAnswer, SourceState};
-use warmroute_proto::{DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers};
+use warmroute_proto::{EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers};
 
 use super::*;
-
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
-
-fn source(name: &str) -> Source {
-    Source {
-        worker: name.into(),
-        dp_rank: DpRank(0),
-    }
-}
+use crate::testing::{source, start};
 
 fn entry(name: &str, model: &str, block_size: u32) -> WorkerEntry {
     WorkerEntry {
-        worker: name.into(),
-        url: format!("http://{name}:8000"),
         models: vec![model.into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(block_size),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(name, format!("http://{name}:8000"))
     }
 }
 

@@ -6,6 +6,7 @@ use warmroute_proto::Source;
 
 use super::Core;
 use crate::slots::ActiveLoad;
+use crate::source_table::SourceId;
 use crate::traffic::TrafficTotals;
 
 /// One source's load and speed.
@@ -31,25 +32,18 @@ impl Core {
         &self.traffic.totals
     }
 
-    /// Further requests that the model's sources take before all are full, `most` at the most. A
-    /// model without sources has room: a request that is admitted there is refused with the reason,
-    /// and does not wait for a place in vain.
+    /// The model's sources that take further requests, each with how many. `None`: without a limit,
+    /// or the model has no sources: a request that is admitted there is refused with the reason, and
+    /// does not wait for a place in vain.
     #[must_use]
-    pub fn room(&self, model: &str, most: u32) -> u32 {
-        let (Ok(candidates), Some(active_max)) =
-            (self.fleet.candidates(model), self.knobs.active_max)
-        else {
-            return most;
-        };
-        let mut room = 0;
-        for candidate in candidates {
+    pub fn free_places(&self, model: &str) -> Option<Vec<(SourceId, u32)>> {
+        let active_max = self.knobs.active_max?;
+        let candidates = self.fleet.candidates(model).ok()?;
+        let places = candidates.iter().map(|candidate| {
             let active = self.slots.active_requests(candidate.id, None);
-            room = active_max.saturating_sub(active).saturating_add(room);
-            if room >= most {
-                return most;
-            }
-        }
-        room
+            (candidate.id, active_max.saturating_sub(active))
+        });
+        Some(places.filter(|(_, free)| *free > 0).collect())
     }
 
     /// Zeros for an unknown source.

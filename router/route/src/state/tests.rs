@@ -2,42 +2,25 @@ mod sent;
 mod speed;
 
 use super::*;
+use crate::testing::{source, start};
 use std::time::Duration;
 use warmroute_proto::codec;
 use warmroute_proto::load::SlotEnd;
 use warmroute_proto::query::{HoldSpan, IndexAnswer, SourceAnswer, SourceState};
 use warmroute_proto::{
-    BlockSize, DpRank, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
+    BlockSize, EngineSeq, LogPosition, RecordNumber, Seed, StreamIdentity, Tiers,
 };
 
 use crate::DecisionBasis;
 use crate::audit::{AGREEMENTS, CreditClaim};
 use crate::index_view::{LAG_MAX, LogGeneration};
 
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-fn start() -> Instant {
-    Instant::now()
-}
-
-fn source(name: &str) -> Source {
-    Source {
-        worker: name.into(),
-        dp_rank: DpRank(0),
-    }
-}
-
 fn entry(name: &str) -> WorkerEntry {
     WorkerEntry {
-        worker: name.into(),
-        url: format!("http://{name}:8000"),
         models: vec!["base".into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(name, format!("http://{name}:8000"))
     }
 }
 

@@ -72,11 +72,7 @@ impl EchoProbe {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[expect(clippy::disallowed_methods, reason = "only differences matter")]
-    fn start() -> Instant {
-        Instant::now()
-    }
+    use crate::testing::start;
 
     const fn millis(millis: u64) -> Duration {
         Duration::from_millis(millis)

@@ -1,6 +1,6 @@
 //! Flags of `simulate`, validated.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum as _};
@@ -10,6 +10,7 @@ use super::arrivals::TraceSlice;
 use super::outcome::LatencyBounds;
 use super::replicas::{BalancePolicy, RouterSetup};
 use super::world::{FleetSetup, SlowWorker};
+use crate::fit::{EngineProfile, ProfileError};
 use crate::sim::{EngineConfig, TimingProfile};
 use warmroute_route::Knobs;
 use warmroute_route::args::{ChoiceArgs, ChoiceArgsError};
@@ -32,6 +33,10 @@ pub struct SimulateArgs {
     pub(super) json: bool,
     #[command(flatten)]
     pub(super) choice: ChoiceArgs,
+    /// Bound of the policy `prefix-hash`: the router's setting `prefix_hash_load_percent`.
+    #[arg(long, value_name = "PERCENT", default_value_t = 125)]
+    #[arg(value_parser = clap::value_parser!(u32).range(100..))]
+    pub(super) prefix_hash_load_percent: u32,
 }
 
 /// A trace, the fleet that it is replayed against, and its rate.
@@ -78,9 +83,15 @@ pub(super) struct FleetArgs {
     /// How fast a worker is.
     #[arg(long, default_value = "gpu-8b", value_parser = TimingProfile::NAMES)]
     pub(super) profile: String,
-    /// Tokens that a worker's KV cache holds.
-    #[arg(long, value_name = "TOKENS", default_value_t = 409_600)]
-    pub(super) cache_tokens: u32,
+    /// A worker's speed and cache, from a file that `trace fit` wrote.
+    #[arg(long, value_name = "FILE", conflicts_with = "profile")]
+    pub(super) profile_file: Option<PathBuf>,
+    /// The content of `profile_file`; see [`ReplayArgs::read_profile`].
+    #[arg(skip)]
+    fitted: Option<EngineProfile>,
+    /// Tokens that a worker's KV cache holds. [default: those of the profile's file, else 409600]
+    #[arg(long, value_name = "TOKENS")]
+    pub(super) cache_tokens: Option<u32>,
     /// Tokens per KV block.
     #[arg(long, value_name = "TOKENS", default_value_t = 16)]
     pub(super) block_size: u32,
@@ -186,7 +197,10 @@ impl TryFrom<&SimulateArgs> for SimulationPlan {
     type Error = ArgsError;
 
     fn try_from(args: &SimulateArgs) -> Result<Self, ArgsError> {
-        let knobs: Knobs = args.choice.clone().try_into()?;
+        let knobs = Knobs {
+            prefix_load_percent: args.prefix_hash_load_percent,
+            ..args.choice.clone().try_into()?
+        };
         let mut plan = args.replay.plan(knobs)?;
         plan.setup.seed = args.seed;
         plan.stretch.seed = args.seed;
@@ -240,12 +254,39 @@ impl ReplayArgs {
         })
     }
 
+    /// Reads the file of the profile, if one is named.
+    pub fn read_profile<E>(
+        &mut self,
+        read: impl FnOnce(&Path) -> Result<String, E>,
+    ) -> Result<(), E>
+    where
+        E: From<ProfileError>,
+    {
+        if let Some(path) = &self.fleet.profile_file {
+            self.fleet.fitted = Some(EngineProfile::parse(&read(path)?)?);
+        }
+        Ok(())
+    }
+
+    pub(super) fn profile_name(&self) -> String {
+        let file = self.fleet.profile_file.as_ref();
+        file.map_or_else(
+            || self.fleet.profile.clone(),
+            |path| path.display().to_string(),
+        )
+    }
+
     fn profile(&self) -> TimingProfile {
+        if let Some(fitted) = &self.fleet.fitted {
+            return fitted.timing();
+        }
         TimingProfile::by_name(&self.fleet.profile).unwrap_or(TimingProfile::INSTANT)
     }
 
     fn engine(&self) -> Result<EngineConfig, ArgsError> {
-        let (block, tokens) = (self.fleet.block_size, self.fleet.cache_tokens);
+        let (block, fitted) = (self.fleet.block_size, &self.fleet.fitted);
+        let fitted = fitted.as_ref().and_then(|fitted| fitted.cache_tokens);
+        let tokens = self.fleet.cache_tokens.or(fitted).unwrap_or(CACHE_TOKENS);
         within("cache-tokens", tokens.into(), f64::from(block), 1e9)?;
         let value = within("block-size", block.into(), 1.0, BLOCK_TOKENS_MAX)?;
         let size = BlockSize::new(block).ok_or(ArgsError::Range {
@@ -274,6 +315,9 @@ impl ReplayArgs {
         value.map_or_else(String::new, |value| value.get_name().to_owned())
     }
 }
+
+/// 50 GiB for a model of 8 billion parameters.
+const CACHE_TOKENS: u32 = 409_600;
 
 /// Hybrid models have blocks of a few thousand tokens.
 const BLOCK_TOKENS_MAX: f64 = 65_536.0;

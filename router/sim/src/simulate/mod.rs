@@ -4,8 +4,7 @@
 //! ([`warmroute_route`]), an engine model per worker ([`crate::sim`]) and the indexer's tree. This
 //! module only delivers their messages, with delays.
 //!
-//! Pure: equal flags and traces give equal bytes. docs/SIMULATION.md defines the figures and has
-//! results.
+//! Pure: equal flags and traces give equal bytes. docs/SIMULATION.md defines the figures.
 //!
 //! Not simulated: networks besides three constant delays, tokenization, failures (see the simulated
 //! world in `tests`), retries, several models.
@@ -15,7 +14,7 @@ pub(crate) mod arrivals;
 pub(crate) mod capacity;
 mod index;
 pub(crate) mod outcome;
-mod replicas;
+pub(crate) mod replicas;
 mod report;
 pub(crate) mod world;
 

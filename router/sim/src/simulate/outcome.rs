@@ -158,6 +158,11 @@ impl RunOutcome {
             .collect()
     }
 
+    #[cfg(test)]
+    pub(crate) fn done(&self) -> &[CompletedRequest] {
+        &self.done
+    }
+
     #[must_use]
     pub(crate) fn goodput(&self, bounds: LatencyBounds) -> f64 {
         let good = self.done.iter().filter(|done| done.is_within(bounds));
@@ -218,7 +223,7 @@ impl CompletedRequest {
 }
 
 /// Smallest sample that `percent` of all samples do not exceed.
-fn percentile(sorted: &[Duration], percent: usize) -> Duration {
+pub(crate) fn percentile(sorted: &[Duration], percent: usize) -> Duration {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied().unwrap_or_default()
 }

@@ -223,15 +223,9 @@ pub(crate) enum AdmissionFailed {
 
 fn entry(worker: &WorkerId, size: BlockSize) -> WorkerEntry {
     WorkerEntry {
-        worker: worker.clone(),
-        url: format!("http://{}", worker.as_str()),
         models: vec![MODEL.to_owned()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: Some(size),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: String::new(),
+        ..WorkerEntry::new(worker.clone(), format!("http://{}", worker.as_str()))
     }
 }

@@ -28,7 +28,7 @@ struct SimulationReport<'a> {
     balance: String,
     overlap_score_weight: f64,
     router_temperature: f64,
-    profile: &'a str,
+    profile: String,
     seed: u64,
     draw: u64,
     #[serde(flatten)]
@@ -64,7 +64,7 @@ pub fn simulate(args: &SimulateArgs, trace: &Trace, epoch: Instant) -> anyhow::R
         balance: args.replay.balance_word(),
         overlap_score_weight: knobs.overlap_score_weight,
         router_temperature: knobs.temperature,
-        profile: &args.replay.fleet.profile,
+        profile: args.replay.profile_name(),
         seed: args.seed,
         draw: args.draw,
         figures: outcome.figures(plan.bounds),

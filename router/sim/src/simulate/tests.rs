@@ -5,6 +5,7 @@ use clap::{Args as _, Command, FromArgMatches as _};
 use super::SimulateArgs;
 use super::report::simulate;
 use crate::trace::Trace;
+use warmroute_route::Policy;
 
 const TOOLS: &str = include_str!("testdata/tools.jsonl");
 const AGENT: &str = include_str!("testdata/agent.jsonl");
@@ -93,7 +94,7 @@ fn another_draw_is_the_same_sample_decided_by_other_ties() {
 fn every_request_is_answered_or_refused() {
     let rows = |trace: &str| trace.lines().count() as u64;
     for trace in [TOOLS, AGENT] {
-        for policy in ["time", "kv", "round-robin", "least-load", "random"] {
+        for policy in Policy::ALL.map(Policy::label) {
             let found = figures(trace, &format!("--policy {policy} --capacity 30 --load 1"));
             assert_eq!(found["requests"], rows(trace), "{policy}");
             assert_eq!(found["refused"], 0, "{policy}");

@@ -241,7 +241,8 @@ impl SimWorld<'_> {
         let asked = &self.trace.requests[request];
         let tokens = self.trace.prompt(request);
         let router = self.replicas.next();
-        let prompt = Prompt::new(&tokens, self.setup.engine.block_size, Seed::PLAIN);
+        let prompt = Prompt::new(&tokens, self.setup.engine.block_size, Seed::PLAIN)
+            .with_session(self.trace.session(request));
         let answer = IndexReply::from(self.index.answer(prompt.blocks()));
         let instant = self.epoch + self.now;
         self.outcome.arrived(asked);

@@ -13,6 +13,8 @@ mod tests;
 
 use std::ops::Range;
 
+use warmroute_route::SessionKey;
+
 /// Longest prompt and longest answer. Each token of a replayed prompt takes 4 bytes.
 const TOKENS_MAX: u32 = 1 << 24;
 
@@ -64,8 +66,33 @@ impl Trace {
     }
 
     #[must_use]
+    pub(crate) const fn piece_tokens(&self) -> u32 {
+        self.piece_tokens
+    }
+
+    /// Requests a second of an open trace; 1 if all arrive at one time.
+    pub(crate) fn rate(&self) -> f64 {
+        let ends = self.requests.first().zip(self.requests.last());
+        let millis = ends.map_or(0.0, |(first, last)| last.millis - first.millis);
+        if millis > 0.0 {
+            self.requests.len() as f64 * 1000.0 / millis
+        } else {
+            1.0
+        }
+    }
+
+    #[must_use]
     pub(crate) const fn has_sessions(&self) -> bool {
         !self.sessions.is_empty()
+    }
+
+    /// The session of a request; `None` in an open trace.
+    pub(crate) fn session(&self, request: usize) -> Option<SessionKey> {
+        let place = self
+            .sessions
+            .partition_point(|session| session.end <= request);
+        self.sessions.get(place)?;
+        SessionKey::named(&place.to_string())
     }
 
     /// The tokens of a request's prompt. Each piece counts up from its own first token, so that no

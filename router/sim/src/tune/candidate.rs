@@ -34,7 +34,7 @@ impl TuneCandidate {
         }
     }
 
-    /// `kv-once` is `kv` without moves, which is never better.
+    /// Without sessions, `session` is `least-load`. `kv-once` is `kv` without moves, which is never better.
     pub(super) fn all() -> Vec<Self> {
         let policies = [
             Policy::Time,
@@ -42,6 +42,9 @@ impl TuneCandidate {
             Policy::RoundRobin,
             Policy::LeastLoad,
             Policy::Random,
+            Policy::PowerOfTwo,
+            Policy::Session,
+            Policy::PrefixHash,
         ];
         let mut all: Vec<Self> = policies.into_iter().map(Self::plain).collect();
         for temperature in Self::TEMPERATURES {

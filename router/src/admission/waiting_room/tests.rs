@@ -1,4 +1,7 @@
+use warmroute_proto::{DpRank, Source};
+
 use super::*;
+use crate::route::SourceTable;
 
 #[expect(clippy::disallowed_methods, reason = "an origin of virtual time")]
 fn origin() -> Instant {
@@ -97,31 +100,134 @@ fn bytes_are_bounded_too() {
     );
 }
 
+/// Which yield is decided before any does.
+#[test]
+fn a_request_that_does_not_fit_displaces_none() {
+    let mut room = Room::new();
+    let mut join = |tenant, bytes| room.join_with("m", 0, tenant, bytes, &BOUNDS);
+    for tenant in ["a", "a", "b"] {
+        assert_eq!(join(tenant, 300), Ok(vec![]));
+    }
+    // One of a's would yield, and the next one not: b's line is as long then.
+    assert_eq!(join("c", 500), Err(QueueAtBound));
+    assert_eq!(join("c", 250), Ok(vec![1]));
+    assert_eq!(room.room.size().requests, 3);
+}
+
+/// Few requests with many bytes, against many with few.
+#[test]
+fn small_requests_do_not_shield_a_large_one() {
+    let mut room = Room::new();
+    for bytes in [800, 10, 10] {
+        let joined = room.join_with("m", 0, "a", bytes, &BOUNDS);
+        assert_eq!(joined, Ok(vec![]));
+    }
+    assert_eq!(room.join_with("m", 0, "b", 300, &BOUNDS), Ok(vec![0]));
+    assert_eq!(room.room.size().bytes, 320);
+}
+
+#[test]
+fn large_requests_do_not_displace_small_ones() {
+    let mut room = Room::new();
+    for tenant in ["small", "small", "small", "small", "huge"] {
+        let (bytes, model) = if tenant == "huge" {
+            (600, "n")
+        } else {
+            (100, "m")
+        };
+        let joined = room.join_with(model, 0, tenant, bytes, &BOUNDS);
+        assert_eq!(joined, Ok(vec![]));
+    }
+    assert_eq!(
+        room.join_with("m", 0, "huge", 300, &BOUNDS),
+        Err(QueueAtBound)
+    );
+    assert_eq!(
+        room.join_with("n", 0, "huge", 10, &BOUNDS),
+        Err(QueueAtBound)
+    );
+    assert_eq!(room.join_with("m", 0, "small", 100, &BOUNDS), Ok(vec![4]));
+    assert_eq!(room.room.size().bytes, 500);
+}
+
+/// Free places at sources that the models `m` and its adapter `a` share; `n` has its own.
+fn places(shared: u32, own: u32) -> FreePlaces {
+    let mut table = SourceTable::default();
+    let [one, two] = ["w", "v"].map(|worker| {
+        table.intern(&Source {
+            worker: worker.into(),
+            dp_rank: DpRank(0),
+        })
+    });
+    let free = |source, free| {
+        if free > 0 {
+            vec![(source, free)]
+        } else {
+            vec![]
+        }
+    };
+    let mut places = FreePlaces::default();
+    places.add("m".into(), Some(free(one, shared)));
+    places.add("a".into(), Some(free(one, shared)));
+    places.add("n".into(), Some(free(two, own)));
+    places
+}
+
+impl Room {
+    fn grant(&mut self, shared: u32, own: u32) -> Option<(QueueSpot, QueuedRequest<u32>)> {
+        let mut places = places(shared, own);
+        self.room.take_granted(&mut places);
+        self.room.grant(&mut places)
+    }
+
+    fn is_engaged(&self, model: &str, shared: u32, own: u32) -> bool {
+        self.room.is_engaged(model, |_| places(shared, own))
+    }
+}
+
 #[test]
 fn a_place_is_given_once() {
     let mut room = Room::new();
     for tenant in ["a", "b", "c"] {
         room.join("m", 0, tenant).unwrap();
     }
-    assert_eq!(room.room.wanting(), [("m".to_owned(), 3)]);
-    let (spot, request) = room.room.grant("m", 1).unwrap();
-    assert!(room.room.grant("m", 1).is_none());
-    assert!(room.room.is_engaged("m", |_| 1));
-    assert!(room.room.is_engaged("m", |_| 9), "others wait");
+    let (spot, request) = room.grant(1, 0).unwrap();
+    assert!(room.grant(1, 0).is_none());
+    assert!(room.is_engaged("m", 9, 0), "others wait");
     // Another router took the place.
-    room.room.give_back("m", &spot, request);
+    room.room.give_back(&spot, request);
     assert_eq!(room.room.size().requests, 3);
-    let (again, _) = room.room.grant("m", 1).unwrap();
+    let (again, _) = room.grant(1, 0).unwrap();
     assert_eq!(again, spot);
-    room.room.settle("m", GrantEnd::Admitted, room.now);
+    room.room.settle(&spot.model, GrantEnd::Admitted, room.now);
     // Two places, then the clients are gone.
-    assert!(room.room.grant("m", 2).is_some() && room.room.grant("m", 2).is_some());
+    assert!(room.grant(2, 0).is_some() && room.grant(2, 0).is_some());
     assert_eq!(room.room.size(), QueueSize::default());
-    room.room.settle("m", GrantEnd::Unused, room.now);
-    assert!(room.room.is_engaged("m", |_| 1));
-    assert!(!room.room.is_engaged("m", |_| 2), "a place is free");
-    room.room.settle("m", GrantEnd::Unused, room.now);
-    assert!(!room.room.is_engaged("m", |_| 1));
+    room.room.settle(&spot.model, GrantEnd::Unused, room.now);
+    assert!(room.is_engaged("m", 1, 0));
+    assert!(!room.is_engaged("m", 2, 0), "a place is free");
+    room.room.settle(&spot.model, GrantEnd::Unused, room.now);
+    assert!(!room.is_engaged("m", 1, 0));
+}
+
+/// Names of one engine have the same places: none is given under two names, and a first level of
+/// one name goes before a later level of another.
+#[test]
+fn models_that_share_sources_share_their_places() {
+    let mut room = Room::new();
+    room.join("m", 1, "late").unwrap();
+    room.join("a", 0, "first").unwrap();
+    let (spot, _) = room.grant(1, 0).unwrap();
+    assert_eq!(&*spot.model, "a");
+    assert!(room.grant(1, 0).is_none(), "the place is given");
+    assert!(room.is_engaged("m", 1, 0) && room.is_engaged("a", 1, 0));
+    assert!(room.is_engaged("a", 9, 0), "a request of m waits for them");
+    assert!(!room.is_engaged("n", 1, 1), "none waits for its place");
+    room.join("n", 5, "other").unwrap();
+    let (spot, _) = room.grant(1, 1).unwrap();
+    assert_eq!(&*spot.model, "n", "its place is of no use to the others");
+    room.room.settle(&spot.model, GrantEnd::Admitted, room.now);
+    assert!(room.grant(2, 0).is_some());
 }
 
 /// Whatever comes, at most the bound waits, and nothing of it is left when it is gone.
@@ -149,9 +255,9 @@ fn ten_thousand_requests_wait_and_no_more() {
     }
     assert_eq!(displaced + refused, 20_000);
     let mut granted = 0;
-    while room.room.grant("m", u32::MAX).is_some() {
+    while let Some((spot, _)) = room.grant(u32::MAX, 0) {
         granted += 1;
-        room.room.settle("m", GrantEnd::Admitted, room.now);
+        room.room.settle(&spot.model, GrantEnd::Admitted, room.now);
     }
     assert_eq!((granted, room.room.size()), (10_000, QueueSize::default()));
     // A minute later a request of another model finds nothing of it.

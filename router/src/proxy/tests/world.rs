@@ -547,7 +547,7 @@ impl World {
             engines: EngineClient::new(&settings, Arc::clone(&metrics)).unwrap(),
             held: HeldRequests::new(metrics.waiting().clone()),
             stored: StoredResponses::default(),
-            tenants: Tenants::new(Arc::clone(&settings)),
+            tenants: Arc::new(Tenants::new(Arc::clone(&settings))),
             metrics,
             tokenizers: Arc::default(),
             policy: Policy::Kv,

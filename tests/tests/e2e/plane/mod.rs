@@ -15,6 +15,7 @@ mod front;
 mod indexer_restart;
 mod leak;
 mod least_privilege;
+mod limits;
 mod load;
 mod monitoring;
 mod moves;

@@ -135,6 +135,27 @@ fn row_3_lost_messages_are_replayed() {
 }
 
 #[test]
+fn row_3_what_a_late_replay_brings_is_as_old_as_the_gap() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.acks_wait = true;
+    world.engine_answers = false;
+    world.publish_lost(&[remove(1)]);
+    world.publish(&[store(None, &[7])]);
+    world.tick_ms(1_400);
+    assert_eq!(world.gpu(), GPU, "the gap is young");
+    world.answer_late();
+    assert_eq!(world.gpu(), GPU);
+    // The replay proves the mirror; the log still has not acknowledged the removal.
+    world.tick_ms(1_700);
+    assert_eq!(world.gpu(), TierState::Stale);
+    world.acks_wait = false;
+    world.acknowledge_all();
+    assert!(world.holds(&[7]) && !world.holds(&[1]));
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
 fn row_3_the_last_messages_before_a_silence_are_found() {
     let mut world = World::started(true);
     world.publish(&[store(None, &[1])]);
@@ -255,7 +276,24 @@ fn without_replays_a_source_is_unverified() {
     world.tick_ms(10_000);
     assert_eq!(world.gpu(), TierState::Unverified);
     world.core.health(world.now, EngineHealth::Unknown);
-    assert_eq!(world.gpu(), TierState::Stale);
+    assert_eq!(world.gpu(), TierState::CatchingUp);
+}
+
+/// Indexers take `Stale` without any batch for an engine without events.
+#[test]
+fn stale_without_a_batch_means_that_nothing_of_the_engine_was_seen() {
+    let mut world = World::new(true);
+    world.core.health(world.now, EngineHealth::Healthy);
+    world.core.lease_taken(world.now);
+    world.tick_ms(2_000);
+    assert_eq!(world.gpu(), TierState::Stale, "no connection");
+    world.engine_answers = false;
+    world.core.connected(world.now);
+    world.publish(&[store(None, &[1])]);
+    world.tick_ms(10_000);
+    let last = world.heartbeats.last().unwrap();
+    assert_eq!(last.engine_seq, None, "no replay is answered");
+    assert_eq!(last.states.gpu, TierState::CatchingUp);
 }
 
 #[test]

@@ -11,7 +11,8 @@ use warmroute_proto::load::{
 use warmroute_proto::{Generation, RecordNumber, RouterId};
 
 use super::super::*;
-use super::world::{core, prompt, start};
+use super::world::{core, prompt};
+use crate::testing::start;
 use crate::{Core, RouteRequest, SlotEvent};
 
 pub(super) struct Side {

@@ -9,11 +9,11 @@ use warmroute_proto::load::{
     LoadAnswer, LoadChange, LoadDigest, LoadFrame, LoadHeartbeat, LoadMessage, LoadRequest,
     LoadRequestKind, OpenSlot, Presence, SampledPrefix, SlotEnd, StatePart,
 };
-use warmroute_proto::{DpRank, Generation, LocalHash, RecordNumber, RouterId, Source};
+use warmroute_proto::{Generation, LocalHash, RecordNumber, RouterId};
 
 use super::super::*;
 use super::direct::Side;
-use super::world::start;
+use crate::testing::{source, start};
 
 #[derive(Clone, Debug)]
 enum Input {
@@ -40,13 +40,6 @@ fn digest() -> impl Strategy<Value = LoadDigest> {
     (0..3_u64, 0..2_u64).prop_map(|(count, sum)| LoadDigest { count, sum })
 }
 
-fn source() -> Source {
-    Source {
-        worker: "w".into(),
-        dp_rank: DpRank(0),
-    }
-}
-
 fn sampled(block: u64) -> SampledPrefix {
     SampledPrefix::of(&[LocalHash(block), LocalHash(7)])
 }
@@ -55,7 +48,7 @@ fn change() -> impl Strategy<Value = LoadChange> {
     (0..4_u8, 0..4_u64, any::<u32>()).prop_map(|(what, counter, size)| match what {
         0 => LoadChange::AddRequest {
             counter,
-            source: source(),
+            source: source("w"),
             prefill_tokens: size,
             blocks: size % 5,
             prompt: sampled(counter),
@@ -112,7 +105,7 @@ fn heartbeat() -> impl Strategy<Value = Vec<u8>> {
 fn part() -> impl Strategy<Value = StatePart> {
     let slot = (0..4_u64, any::<u32>()).prop_map(|(counter, size)| OpenSlot {
         counter,
-        source: source(),
+        source: source("w"),
         prefill_tokens: size,
         blocks: size % 4,
         generated_blocks: size,

@@ -16,6 +16,7 @@ use warmroute_proto::{BlockSize, Generation, RecordNumber, RouterId, Seed};
 
 use super::super::peer::Peer;
 use super::super::*;
+use crate::testing::start;
 use crate::{Core, CoreConfig, Knobs, Prompt, RouteRequest, SlotEvent};
 
 type Number = Option<RecordNumber>;
@@ -111,11 +112,6 @@ pub(super) struct World {
     trace: FxHasher,
 }
 
-#[expect(clippy::disallowed_methods, reason = "only differences matter")]
-pub(super) fn start() -> Instant {
-    Instant::now()
-}
-
 pub(super) fn core(router: RouterId, seed: u64) -> Core {
     let mut core = Core::new(CoreConfig {
         knobs: Knobs {
@@ -127,16 +123,10 @@ pub(super) fn core(router: RouterId, seed: u64) -> Core {
         seed,
     });
     let entry = |name: &str| WorkerEntry {
-        worker: name.into(),
-        url: format!("http://{name}:8000"),
         models: vec!["m".into()],
-        loras: Vec::new(),
-        ranks: 1,
         block_size: BlockSize::new(16),
-        blocks_per_rank: None,
-        max_model_len: None,
         main_attention_only: true,
-        version: "0".into(),
+        ..WorkerEntry::new(name, format!("http://{name}:8000"))
     };
     core.set_workers(&[entry("a"), entry("b"), entry("c")]);
     core

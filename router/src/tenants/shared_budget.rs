@@ -1,0 +1,125 @@
+//! A budget that routers share. Pure.
+//!
+//! Each router knows the whole budget, charged with its own use and with what others report, and has
+//! a *claim*: the part that it may spend before it hears from the others. Claims grow only out of
+//! what no other router claims, so routers that report late do not spend the same units.
+
+use std::time::{Duration, Instant};
+
+use super::budget::{Budget, BudgetStatus, Quota};
+
+/// Time until claims may have changed.
+pub(super) const CLAIM_WAIT: Duration = Duration::from_millis(200);
+
+/// What other routers have of a budget.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct OthersPart {
+    /// Units that others used since the last report.
+    pub used: i64,
+    /// Units that others claim.
+    pub claimed: f64,
+    /// Share of the budget kept for routers that do not report.
+    pub reserved: f64,
+    /// This router's share by demand of what is not reserved.
+    pub share: f64,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct SharedBudget {
+    budget: Budget,
+    /// `None`: no other router shares it.
+    claim: Option<Claim>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Claim {
+    units: f64,
+    /// Nothing was admitted since the last report.
+    is_untouched: bool,
+}
+
+impl SharedBudget {
+    pub(super) fn new(quota: Quota, now: Instant) -> Self {
+        Self {
+            budget: Budget::new(quota, now),
+            claim: None,
+        }
+    }
+
+    pub(super) fn set_quota(&mut self, quota: Quota, now: Instant) {
+        self.budget.set_quota(quota, now);
+    }
+
+    /// As [`Budget::wait_for`]. One spending a report is free of the claim, so that requests pass that
+    /// are larger than this router's part. Its excess is charged to all.
+    pub(super) fn wait_for(&mut self, units: u64, now: Instant) -> Duration {
+        let wait = self.budget.wait_for(units, now);
+        let lacks = |claim: &Claim| claim.units < units as f64 && !claim.is_untouched;
+        if wait.is_zero() && self.claim.as_ref().is_some_and(lacks) {
+            return CLAIM_WAIT;
+        }
+        wait
+    }
+
+    /// Spends for an admission.
+    pub(super) fn spend(&mut self, units: u64, now: Instant) {
+        self.charge(units, now);
+        if let Some(claim) = &mut self.claim {
+            claim.is_untouched = false;
+        }
+    }
+
+    /// Spends what exists already.
+    pub(super) fn charge(&mut self, units: u64, now: Instant) {
+        self.budget.spend(units, now);
+        if let Some(claim) = &mut self.claim {
+            claim.units -= units as f64;
+        }
+    }
+
+    pub(super) fn refund(&mut self, units: u64, now: Instant) {
+        self.budget.refund(units, now);
+        if let Some(claim) = &mut self.claim {
+            claim.units += units as f64;
+        }
+    }
+
+    pub(super) fn status(&mut self, now: Instant) -> BudgetStatus {
+        self.budget.status(now)
+    }
+
+    pub(super) fn level(&mut self, now: Instant) -> f64 {
+        self.budget.level(now)
+    }
+
+    /// No other router shares it.
+    pub(super) fn own_alone(&mut self, now: Instant) {
+        self.budget.set_reserved(0.0, now);
+        self.claim = None;
+    }
+
+    /// Charges others' use, and takes this router's part of what is left. Returns the claim.
+    pub(super) fn share(&mut self, others: &OthersPart, now: Instant) -> i64 {
+        self.budget.set_reserved(others.reserved, now);
+        match u64::try_from(others.used) {
+            // A report costs a bucket at most, whatever it says.
+            Ok(used) => self.budget.spend(used.min(self.budget.quota().units), now),
+            Err(_) => self.budget.refund(others.used.unsigned_abs(), now),
+        }
+        let level = self.budget.level(now);
+        let own = self.claim.map_or(level, |claim| claim.units);
+        let left = level * (1.0 - others.reserved);
+        let target = (left * others.share).max(0.0);
+        let units = if own > target {
+            target
+        } else {
+            let unclaimed = left - own - others.claimed;
+            (own + unclaimed.max(0.0) * others.share).min(target)
+        };
+        self.claim = Some(Claim {
+            units,
+            is_untouched: true,
+        });
+        units.floor() as i64
+    }
+}
