@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""Compares all policies by simulation and writes the tables of docs/QUALITY.md and its plot.
+
+    cargo build --release -p warmroute-router
+    python3 docs/quality/sweep.py --traces DIR
+
+Each run is one call of `warmroute-router simulate`, whose output depends on its flags alone. Runs in the
+results file are not repeated, so that a sweep can be stopped and continued. Needs only Python.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+PAGE = HERE.parent / "QUALITY.md"
+# File, requests of a run, tokens a block.
+TRACES = {
+    "conversation": ("mooncake_conversation_trace.jsonl", 1500, 64),
+    "synthetic": ("mooncake_synthetic_trace.jsonl", 1500, 64),
+    "tools": ("tools_a.jsonl", 3000, 64),
+    "agent": ("agent_a.jsonl", 4202, 128),
+}
+BASE = "time"
+POLICIES = {
+    "time": ["--policy=time"],
+    "kv, weight 1": ["--policy=kv"],
+    "kv, weight 8": ["--policy=kv", "--overlap-score-weight=8"],
+    "approx": ["--policy=approx"],
+    "prefix-hash": ["--policy=prefix-hash"],
+    "session": ["--policy=session"],
+    "least-load": ["--policy=least-load"],
+    "power-of-two": ["--policy=power-of-two"],
+    "round-robin": ["--policy=round-robin"],
+    "random": ["--policy=random"],
+}
+# Without sessions it is least-load.
+SESSION_TRACES = ["agent"]
+# Workers, profile, loads.
+FLEETS = [(8, "gpu-8b", [0.8, 0.5, 0.95]), (8, "gpu-70b", [0.8]), (4, "gpu-8b", [0.8]), (16, "gpu-8b", [0.8])]
+ROUTERS = {"4 routers, 1 ms": ["--routers=4", "--sync-ms=1"], "4 routers, 5 ms": ["--routers=4", "--sync-ms=5"]}
+METRICS = {"ttft_mean_ms": "mean TTFT", "ttft_p99_ms": "p99 TTFT", "e2e_mean_ms": "mean time to the end"}
+# Capacities by fleet and trace, measured by `simulate` and rounded; others are measured.
+CAPACITIES = {
+    "8 × gpu-8b": {"conversation": 11.8, "synthetic": 8.498410671572529, "tools": 59.9, "agent": 34.9},
+    "16 × gpu-8b": {"conversation": 26.0, "tools": 129.0, "agent": 72.8},
+}
+# Fewer seeds give no interval.
+SEEDS_MIN = 3
+# Two-sided 95 % quantiles of Student's t by degrees of freedom.
+STUDENT = [math.nan, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+
+
+def cells(seeds):
+    """All runs, as (fleet, trace, load, seed, candidate), the most telling first."""
+    places = [(workers, profile, load) for workers, profile, loads in FLEETS for load in loads]
+    for (workers, profile, load), seed, trace in itertools.product(places, range(1, seeds + 1), TRACES):
+        is_first = (workers, profile, load) == places[0]
+        names = [name for name in POLICIES if name != "session" or trace in SESSION_TRACES]
+        for name in [*names, *(ROUTERS if is_first else [])]:
+            yield (f"{workers} × {profile}", trace, load, seed, name)
+
+
+class Sweep:
+    def __init__(self, options):
+        self.options = options
+        self.found = {}
+        if options.results.exists():
+            rows = map(json.loads, options.results.read_text().splitlines())
+            self.found = {tuple(row["cell"]): row["figures"] for row in rows}
+
+    def run(self):
+        for cell in cells(self.options.seeds):
+            if cell not in self.found:
+                fleet, trace, load, seed, name = cell
+                flags = POLICIES.get(name) or [*POLICIES[BASE], *ROUTERS[name]]
+                rate = self.capacity(fleet, trace)
+                _, count, _ = TRACES[trace]
+                flags = [*flags, f"--load={load}", f"--seed={seed}", f"--capacity={rate}", f"--requests={count}"]
+                self.keep(cell, self.simulate(fleet, trace, flags))
+
+    def capacity(self, fleet, trace):
+        known = CAPACITIES.get(fleet, {}).get(trace)
+        if known:
+            return known
+        cell = (fleet, trace, "capacity")
+        if cell not in self.found:
+            self.keep(cell, self.simulate(fleet, trace, ["--requests=1"]))
+        return self.found[cell]["capacity"]
+
+    def simulate(self, fleet, trace, flags):
+        workers, profile = fleet.split(" × ")
+        file, _, block = TRACES[trace]
+        command = [self.options.binary, "simulate", "--json", f"--trace={self.options.traces / file}"]
+        command += [f"--workers={workers}", f"--profile={profile}", f"--block-size={block}", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{command}: {done.stderr}")
+        return json.loads(done.stdout)
+
+    def keep(self, cell, figures):
+        self.found[cell] = figures
+        with self.options.results.open("a") as file:
+            file.write(json.dumps({"cell": cell, "figures": figures}) + "\n")
+
+    def seeds(self, name, fleet, trace, load):
+        """Seeds that both the candidate and the base have."""
+        has = lambda seed, name: (fleet, trace, load, seed, name) in self.found
+        return [seed for seed in range(1, self.options.seeds + 1) if has(seed, name) and has(seed, BASE)]
+
+    def ratio(self, name, metric, places):
+        """Geometric mean over the places of the ratio to the base, and the factor of its 95 % interval."""
+        shared = [set(self.seeds(name, *place)) for place in places]
+        seeds = set.intersection(*shared) if shared else set()
+        log = lambda place, seed: math.log(
+            self.found[(*place, seed, name)][metric] / self.found[(*place, seed, BASE)][metric]
+        )
+        means = [statistics.mean(log(place, seed) for place in places) for seed in sorted(seeds)]
+        if not means:
+            return None
+        spread = statistics.stdev(means) / math.sqrt(len(means)) if len(means) >= SEEDS_MIN else math.nan
+        return math.exp(statistics.mean(means)), math.exp(STUDENT[min(len(means) - 1, 9)] * spread)
+
+    def mean(self, name, metric, place):
+        return statistics.mean(self.found[(*place, seed, name)][metric] for seed in self.seeds(name, *place))
+
+
+def places(sweep):
+    found = ((f"{w} × {p}", t, load) for w, p, loads in FLEETS for t in TRACES for load in sorted(loads))
+    return [place for place in found if sweep.seeds(BASE, *place)]
+
+
+def compared(sweep):
+    """Places of the first fleet, at the loads that have two seeds of all candidates."""
+    fleet = "{} × {}".format(*FLEETS[0])
+    of = lambda load: [cell for cell in cells(2) if cell[0] == fleet and cell[2] == load]
+    loads = [load for load in sorted(FLEETS[0][2]) if all(cell in sweep.found for cell in of(load))]
+    return [(fleet, trace, load) for trace in TRACES for load in loads]
+
+
+def loads_of(places):
+    return " and ".join(f"{load:.0%}" for load in sorted({load for _, _, load in places}))
+
+
+def shown(ratio):
+    if ratio is None or math.isnan(ratio[1]):
+        return "–" if ratio is None else f"{ratio[0]:.2f}"
+    return f"{ratio[0]:.2f} ± {ratio[0] * (ratio[1] - 1):.2f}"
+
+
+def table(sweep):
+    others = [name for name in POLICIES if name != BASE]
+    rows = [["fleet", "trace", "load", f"{BASE}: TTFT", "hits", *others], ["---"] * (5 + len(others))]
+    for place in places(sweep):
+        fleet, trace, load = place
+        ttft, hits = sweep.mean(BASE, "ttft_mean_ms", place), sweep.mean(BASE, "hit_rate", place)
+        ratios = [shown(sweep.ratio(name, "ttft_mean_ms", [place])) for name in others]
+        rows.append([fleet, trace, f"{load:.0%}", f"{ttft:.0f} ms", f"{hits:.0%}", *ratios])
+    return rows
+
+
+def summary(sweep):
+    """Geometric means over the loads of the first fleet."""
+    first = compared(sweep)
+    heads = [f"policy, {loads_of(first)} load", *TRACES, *METRICS.values()]
+    rows = [heads, ["---"] * len(heads)]
+    of = lambda trace: [place for place in first if place[1] == trace]
+    rows.append([BASE, *(["1"] * (len(heads) - 1))])
+    for name in [name for name in POLICIES if name != BASE]:
+        traces = [trace for trace in TRACES if name != "session" or trace in SESSION_TRACES]
+        ratios = [shown(sweep.ratio(name, "ttft_mean_ms", of(t))) if t in traces else "–" for t in TRACES]
+        whole = [shown(sweep.ratio(name, metric, first)) if len(traces) == len(TRACES) else "–" for metric in METRICS]
+        rows.append([name, *ratios, *whole])
+    return rows
+
+
+def routers(sweep):
+    rows = [["trace", *(f"{name}: {what}" for name in ROUTERS for what in ("mean TTFT", "p99 TTFT"))]]
+    rows.append(["---"] * len(rows[0]))
+    for trace in TRACES:
+        place = ("{} × {}".format(*FLEETS[0]), trace, 0.8)
+        ratios = [sweep.ratio(name, metric, [place]) for name in ROUTERS for metric in ("ttft_mean_ms", "ttft_p99_ms")]
+        rows.append([trace, *map(shown, ratios)])
+    return rows
+
+
+def plot(sweep):
+    """Bars of the mean TTFT against the base, one panel a trace, on a logarithmic axis."""
+    width, row, left, top = 900, 14, 100, 40
+    panel = (width - left) / len(TRACES)
+    reach = math.log(90)
+    first = compared(sweep)
+    height = top + row * len(POLICIES) + 28
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    parts.append(f'<text x="{left}" y="14">Mean time to first token over that of {BASE}; {FLEETS[0][0]} workers, {loads_of(first)} load</text>')
+    for at, name in enumerate(POLICIES):
+        parts.append(f'<text x="{left - 6}" y="{top + row * at + 10}" text-anchor="end">{name}</text>')
+    for number, trace in enumerate(TRACES):
+        x = left + number * panel
+        parts.append(f'<text x="{x:.1f}" y="{top - 8}" font-weight="bold">{trace}</text>')
+        scale = lambda value: max(0.0, min(1.0, (math.log(value) + math.log(1.2)) / reach)) * (panel - 20)
+        for tick in (1, 2, 4, 8, 16, 32, 64):
+            at = x + scale(tick)
+            parts.append(f'<path d="M{at:.1f} {top}V{height - 24}" stroke="#ddd"/>')
+            parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{tick}</text>')
+        for at, name in enumerate(POLICIES):
+            ratio = sweep.ratio(name, "ttft_mean_ms", [place for place in first if place[1] == trace])
+            if ratio is None:
+                continue
+            middle, y = scale(ratio[0]), top + row * at
+            colour = "#2a7" if name == BASE else "#48c"
+            parts.append(f'<rect x="{x:.1f}" y="{y + 2}" width="{middle:.1f}" height="{row - 4}" fill="{colour}"/>')
+            factor = 1.0 if math.isnan(ratio[1]) else ratio[1]
+            ends = scale(ratio[0] / factor), scale(ratio[0] * factor)
+            parts.append(f'<path d="M{x + ends[0]:.1f} {y + row / 2}H{x + ends[1]:.1f}" stroke="#222"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def write_between(page, name, rows):
+    """Replaces the table after the comment with this name."""
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+    before, _, rest = page.partition(begin)
+    return before + begin + text + "\n" + rest[rest.index(end) :]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=pathlib.Path, required=True)
+    parser.add_argument("--binary", default=str(ROOT / "target/release/warmroute-router"))
+    parser.add_argument("--results", type=pathlib.Path, default=ROOT / "target/quality.jsonl")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--write-only", action="store_true", help="write the tables of what was run")
+    options = parser.parse_args()
+    sweep = Sweep(options)
+    if not options.write_only:
+        sweep.run()
+    page = PAGE.read_text()
+    for name, rows in {"summary": summary(sweep), "cells": table(sweep), "routers": routers(sweep)}.items():
+        page = write_between(page, name, rows)
+    PAGE.write_text(page)
+    (HERE / "policies.svg").write_text(plot(sweep))
+
+
+if __name__ == "__main__":
+    main()
