@@ -22,6 +22,10 @@ use crate::plane::doctor::look;
 const STAY: usize = 3;
 const CLIENTS: u64 = 4;
 
+/// The tree keeps up to a segment of blocks and one of runs, 64 KiB each, whatever its size; the
+/// estimate adds an eighth.
+const SEGMENTS: f64 = 147_456.0;
+
 const ENGINES: Engines = Engines {
     count: STAY,
     ranks: 1,
@@ -210,7 +214,7 @@ async fn workers_come_and_go_under_load_and_leave_nothing() {
     assert_content(&fleet).await;
     let freed = async |fleet: &Fleet| {
         let (old, new) = (memory(fleet, 0).await, memory(fleet, 1).await);
-        old <= 1.2 * new
+        old <= 1.2 * new + SEGMENTS
     };
     let most = Duration::from_secs(120);
     fleet.until_within(most, "memory is freed", freed).await;

@@ -7,7 +7,7 @@
 //!
 //! Both are optional: a change applies to an unprepared tree just as well. [`Tree::drop_grown`]
 //! removes blocks that were added for a change that did not come; everything that removes blocks
-//! calls it first.
+//! or moves runs calls it first.
 
 use std::hint::black_box;
 

@@ -79,6 +79,11 @@ impl BlockArena {
         self.free_count += 1;
     }
 
+    /// The run that a chunk belongs to was moved.
+    pub(super) fn set_owner(&mut self, chunk: u32, run: RunId) {
+        self.owners[chunk as usize].run = run;
+    }
+
     /// Frees the last chunk's memory; if it is in use, moves it to a free chunk, which must exist.
     pub(super) fn move_last(&mut self) -> Option<MovedChunk> {
         let owner = self.owners.pop()?;
@@ -99,13 +104,22 @@ impl BlockArena {
         }
         let needed = self.owners.len().div_ceil(SEGMENT);
         self.segments.truncate(needed);
-        if self.free_count == 0 {
-            self.free = Vec::new();
-        }
-        if self.owners.is_empty() {
-            self.owners = Vec::new();
-        }
+        self.trim_lists();
         moved
+    }
+
+    /// Frees the lists' memory that is mostly unused.
+    fn trim_lists(&mut self) {
+        let chunks = self.owners.len();
+        if self.owners.capacity() > 4 * chunks {
+            self.owners.shrink_to(2 * chunks);
+        }
+        if self.free.len() > 2 * self.free_count {
+            self.free.retain(|&chunk| (chunk as usize) < chunks);
+        }
+        if self.free.capacity() > 4 * self.free.len() {
+            self.free.shrink_to(2 * self.free.len());
+        }
     }
 
     fn chunk(&self, chunk: u32) -> &Chunk {

@@ -7,8 +7,8 @@ use super::run::RunId;
 use super::store::Range;
 use super::{ChangeError, Position, SourceHoldings, SourceNumber, Tree};
 
-/// Free bytes that are always kept.
-const SPARE_MIN: usize = 1 << 20;
+/// Free bytes that are always kept: a segment of blocks.
+const SPARE_MIN: usize = 1 << 16;
 
 /// How exactly a holder's end is computed.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -204,7 +204,7 @@ impl Tree {
         let in_use = self.blocks.bytes() - self.blocks.spare_bytes();
         let spare_max = match self.nodes {
             0 => 0,
-            _ => in_use.max(SPARE_MIN),
+            _ => (in_use / 8).max(SPARE_MIN),
         };
         self.compact(left, spare_max)
     }

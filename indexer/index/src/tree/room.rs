@@ -5,6 +5,7 @@
 //! fold adds it.
 
 use super::blocks::CHUNK;
+use super::run::RunId;
 use super::{SourceHoldings, Tree};
 
 /// Bytes of an allocation with the allocator's header and rounding.
@@ -57,8 +58,9 @@ impl Tree {
         !self.closed.is_empty()
     }
 
-    /// Moves about `blocks_max` blocks and frees their chunks until at most `spare_max` bytes are
-    /// spare. Returns true while work remains.
+    /// Moves about `blocks_max` blocks or links. Frees chunks until at most `spare_max` bytes are
+    /// spare, and runs until few are free. Returns true while work remains. Moves one chunk or run
+    /// for each freed one at most.
     pub fn compact(&mut self, blocks_max: usize, spare_max: usize) -> bool {
         let mut left = blocks_max;
         while self.blocks.spare_bytes() > spare_max {
@@ -75,6 +77,58 @@ impl Tree {
             }
             left = left.saturating_sub(CHUNK);
         }
+        if self.runs.is_sparse() {
+            self.drop_grown();
+        }
+        while self.runs.is_sparse() {
+            if left == 0 {
+                return true;
+            }
+            let Some((from, to)) = self.runs.move_last() else {
+                break;
+            };
+            let links = self.relink(from, to);
+            self.runs.cut();
+            left = left.saturating_sub(links);
+        }
         false
+    }
+
+    /// Corrects everything that refers to a run which was moved. Returns the number of references.
+    fn relink(&mut self, from: RunId, to: RunId) -> usize {
+        debug_assert!(
+            self.grown.is_empty(),
+            "blocks added ahead are removed first"
+        );
+        let run = &self.runs[to.index()];
+        let (parent, first_child) = (run.parent.some(), run.first_child);
+        let (next, previous) = (run.next_sibling.some(), run.previous_sibling.some());
+        let mut links = run.chunks.len() + run.leads.len() + 1;
+        for &chunk in &run.chunks {
+            self.blocks.set_owner(chunk, to);
+        }
+        for (lead, hold) in run.leads.iter().zip(&run.holds) {
+            let source = &mut self.sources[lead.source.index()];
+            source.runs[hold.slot as usize] = to;
+            if let Some(last) = source.last.as_mut().filter(|last| last.run == from) {
+                last.run = to;
+            }
+        }
+        if let Some(next) = next {
+            self.run_mut(next).previous_sibling = to;
+        }
+        match (previous, parent) {
+            (Some(previous), _) => self.run_mut(previous).next_sibling = to,
+            (None, Some(parent)) => self.run_mut(parent).first_child = to,
+            (None, None) => self.first_root = to,
+        }
+        let mut child = first_child.some();
+        while let Some(id) = child {
+            let run = self.run_mut(id);
+            run.parent = to;
+            child = run.next_sibling.some();
+            links += 1;
+        }
+        links
     }
 }

@@ -6,7 +6,7 @@ use super::room::heap;
 use super::run::{Run, RunId};
 
 /// Runs of a segment: 64 KiB.
-const SEGMENT: usize = 512;
+const SEGMENT: usize = if cfg!(test) { 2 } else { 512 };
 
 /// Storage of the runs. A run without blocks is free.
 #[derive(Default)]
@@ -38,12 +38,9 @@ impl RunArena {
 
     /// Adds a run. The caller appends a block before anything else happens.
     pub(super) fn add(&mut self, run: Run) -> RunId {
-        while let Some(id) = self.free.pop() {
-            if id.index() < self.len() {
-                self[id.index()] = run;
-                self.free_count -= 1;
-                return id;
-            }
+        if let Some(id) = self.take_free() {
+            self[id.index()] = run;
+            return id;
         }
         if self
             .segments
@@ -59,11 +56,41 @@ impl RunArena {
         id
     }
 
+    fn take_free(&mut self) -> Option<RunId> {
+        while let Some(id) = self.free.pop() {
+            if id.index() < self.len() {
+                self.free_count -= 1;
+                return Some(id);
+            }
+        }
+        None
+    }
+
     /// Frees an empty run.
     pub(super) fn free(&mut self, id: RunId) {
         debug_assert!(self[id.index()].len == 0, "a freed run is empty");
         self.free.push(id);
         self.free_count += 1;
+        self.cut();
+    }
+
+    /// Moves the last run, which is in use, to a free place. Returns its old and its new id. The
+    /// caller corrects what refers to it, and then calls [`Self::cut`].
+    pub(super) fn move_last(&mut self) -> Option<(RunId, RunId)> {
+        let from = RunId(self.len().checked_sub(1)? as u32);
+        let to = self.take_free()?;
+        if self.free_count == 0 {
+            self.free = Vec::new();
+        }
+        let last = self.segments.last_mut()?.last_mut()?;
+        let run = std::mem::replace(last, Run::new(RunId::NONE, 0, 0));
+        self[to.index()] = run;
+        self.free_count += 1;
+        Some((from, to))
+    }
+
+    /// Frees the memory of the free runs at the end.
+    pub(super) fn cut(&mut self) {
         while let Some(last) = self.segments.last_mut() {
             while last.pop_if(|run| run.len == 0).is_some() {
                 self.free_count -= 1;
@@ -76,6 +103,11 @@ impl RunArena {
         if self.segments.is_empty() {
             *self = Self::default();
         }
+    }
+
+    /// Returns true if at least a segment and more than an eighth of the runs are free.
+    pub(super) fn is_sparse(&self) -> bool {
+        self.free_count >= SEGMENT && self.free_count > self.len() / 8
     }
 
     /// Bytes of the segments and the free list.

@@ -17,7 +17,7 @@ const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 12;
 const SLOTS_MIN: usize = 8;
 /// Smaller shards shrink only when empty.
-const SHRINK_MIN: usize = 64;
+const SHRINK_MIN: usize = 16;
 const EMPTY: TableSlot = TableSlot(0);
 
 /// Tag in the high half, place plus one in the low half; zero if empty.
@@ -155,7 +155,7 @@ impl PrefixTable {
         }
         shard.close_gap(at);
         shard.used -= 1;
-        if shard.used == 0 || (length >= SHRINK_MIN && shard.used * 4 <= length) {
+        if shard.used == 0 || (length >= SHRINK_MIN && shard.used * 5 <= 2 * length) {
             self.bytes -= shard.bytes();
             shard.resize(shard.used * 2);
             self.bytes += shard.bytes();

@@ -341,6 +341,60 @@ fn blocks_that_are_moved_stay_what_they_are() {
     assert_eq!(tree.recomputed_digest(numbers[2]), kept);
 }
 
+/// The last run has a child before it.
+#[test]
+fn a_run_that_is_moved_keeps_its_children() {
+    let mut tree = Tree::new();
+    let (kept, gone) = (tree.open(), tree.open());
+    for name in [1, 2, 3] {
+        tree.apply(gone, &stored(&[], &[name], Tier::Gpu)).unwrap();
+    }
+    tree.apply(kept, &stored(&[], &[4, 5], Tier::Gpu)).unwrap();
+    tree.close(gone);
+    // Frees the runs, and leaves the compaction to later.
+    while tree.is_reclaiming() {
+        tree.reclaim(1);
+    }
+    tree.apply(kept, &stored(&[4], &[6], Tier::Gpu)).unwrap();
+    while tree.compact(1, 0) {
+        tree.check();
+    }
+    tree.check();
+    assert_eq!(run(&tree, kept, &[4, 6]), (2, 0, 0));
+}
+
+/// A fleet of 40 sources shrinks to five: the tree takes as much memory as one that never knew more.
+#[test]
+fn memory_of_closed_sources_is_freed() {
+    let mut tree = Tree::new();
+    let numbers: Vec<_> = (0..40).map(|_| tree.open()).collect();
+    let shared: Vec<u64> = (0..64).collect();
+    for round in 0..400_u64 {
+        for (number, name) in numbers.iter().zip(1_u64..) {
+            let own: Vec<u64> = (0..10 + round % 40)
+                .map(|at| name << 48 | round << 32 | at)
+                .collect();
+            let path: Vec<u64> = shared.iter().copied().chain(own).collect();
+            let known = tree.held(*number).next().is_some();
+            let parent = if known { &path[..64] } else { &[] };
+            let change = stored(parent, &path[parent.len()..], Tier::Gpu);
+            tree.apply(*number, &change).unwrap();
+        }
+    }
+    // Those that stay are spread over all memory.
+    let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().partition(|number| number.0 % 8 == 7);
+    for number in gone {
+        tree.close(number);
+    }
+    let full = tree.bytes();
+    while tree.reclaim(64) {}
+    tree.check();
+    let (fresh, _) = Tree::from_image(&tree.image(&kept)).unwrap();
+    let (old, new) = (tree.bytes(), fresh.bytes());
+    assert!(full > 5 * new, "{full} bytes of 40 sources");
+    assert!(old * 5 <= new * 6, "{old} bytes, and {new} of a fresh tree");
+}
+
 /// A run that grows, has a child, and grows again.
 #[test]
 fn what_was_added_ahead_goes_with_what_hangs_at_it() {
