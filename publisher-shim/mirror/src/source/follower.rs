@@ -5,7 +5,8 @@
 //! are applied until that check has passed; live batches are buffered, within a bound. A hole in a
 //! replay is filled from the buffer, or requested again. If it persists, the engine's contents are
 //! unknown. Such a replay after each idle second proves that nothing was lost before the
-//! silence.
+//! silence. An engine that sent a batch on the present connection has published: a replay without
+//! batches has lost all of them.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -77,6 +78,8 @@ struct Replay {
     deadline: Instant,
     /// The batch at its start was returned byte for byte, or there is none to compare.
     is_same_life: bool,
+    /// The engine had published when it was requested, so it has at least one batch.
+    has_batches: bool,
     has_answers: bool,
     made_progress: bool,
     /// Live batches were applied since its request.
@@ -100,6 +103,8 @@ pub(super) struct EngineFollower {
     is_unsequenced: bool,
     is_connected: bool,
     was_connected: bool,
+    /// A numbered batch came since the connection was made: the engine has published.
+    has_published: bool,
     state: FollowState,
     applied: BatchHistory,
     /// The mirror is from a checkpoint, and no replay has proven the engine's life yet.
@@ -125,6 +130,7 @@ impl EngineFollower {
             is_unsequenced: false,
             is_connected: false,
             was_connected: false,
+            has_published: false,
             state: FollowState::Down,
             applied: BatchHistory::new(),
             is_unproven: false,
@@ -248,6 +254,7 @@ impl SourceCore {
     /// The live socket lost its connection: the next one may reach another life of the engine.
     pub fn disconnected(&mut self, now: Instant) {
         self.engine.is_connected = false;
+        self.engine.has_published = false;
         self.engine.state = FollowState::Down;
         self.engine.replay = None;
         self.engine.drop_proof();
@@ -308,6 +315,7 @@ impl SourceCore {
         };
         replay.deadline = now + REPLAY_PATIENCE;
         replay.has_answers = true;
+        self.engine.has_published = true;
         self.engine.replay = Some(replay);
         if replay.behind_hole.is_none() {
             self.replayed(now, replay, seq, payload);
@@ -375,6 +383,7 @@ impl SourceCore {
             self.apply(now, &payload);
             return;
         }
+        self.engine.has_published = true;
         match self.engine.state {
             FollowState::Down | FollowState::Checking => {
                 let arrived = now;
@@ -530,6 +539,7 @@ impl SourceCore {
             started: now,
             deadline: now + REPLAY_PATIENCE,
             is_same_life: last.is_none(),
+            has_batches: self.engine.has_published,
             has_answers: false,
             made_progress: false,
             is_overtaken: false,
@@ -586,9 +596,11 @@ impl SourceCore {
         self.engine.state == FollowState::Following && poll.is_overtaken
     }
 
-    /// The engine answered a replay and has published nothing from its start on.
+    /// A replay ended without a batch, and none of this life is applied.
     fn nothing_published(&mut self, now: Instant, replay: Replay) {
-        if replay.from == EngineSeq(0) {
+        if replay.has_batches {
+            self.nothing_replayed(now);
+        } else if replay.from == EngineSeq(0) {
             if self.mirror.digest().count == 0 {
                 self.mirror.begin(Start::Empty);
             }
@@ -597,6 +609,23 @@ impl SourceCore {
             // The batch behind a hole existed before: this is another life.
             self.begin_life(now);
         }
+    }
+
+    /// A replay lost every batch. If that repeats, follows the live batches from unknown contents.
+    fn nothing_replayed(&mut self, now: Instant) {
+        self.engine.tries += 1;
+        if self.engine.tries < HOLE_TRIES_MAX {
+            self.verify(now);
+            return;
+        }
+        if self.mirror.limits().gpu.is_none() {
+            self.counters.gaps_unfilled += 1;
+            self.forget(now, GenerationReason::GapUnfilled);
+        }
+        if let Some(first) = self.engine.buffer.front() {
+            self.engine.resume_from = first.seq;
+        }
+        self.confirm_life(now, None);
     }
 
     /// The engine is in the same life. No batch before the time `proof` is missing.

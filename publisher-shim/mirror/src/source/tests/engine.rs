@@ -119,6 +119,44 @@ fn row_2_a_silent_restart_is_found_by_the_poll() {
     world.tick_ms(1500);
     assert_eq!(world.held(), 0);
     assert_eq!(world.last_generation(), 6);
+    // Without a disconnect, an answer without batches may be one that lost them.
+    assert_ne!(world.gpu(), GPU);
+    world.tick_ms(10_000);
+    assert_eq!(world.last_generation(), 6, "no further generation");
+    world.publish(&[store(None, &[2])]);
+    assert_eq!(world.gpu(), GPU);
+    assert!(world.holds(&[2]));
+}
+
+#[test]
+fn row_3a_a_replay_that_loses_everything_is_not_an_empty_engine() {
+    let mut world = World::started(true);
+    world.publish_lost(&[store(None, &[1])]);
+    world.holes = (0..2).map(|seq| (seq, u32::MAX)).collect();
+    world.publish(&[store(Some(1), &[2])]);
+    assert_ne!(world.gpu(), GPU);
+    // Within a connection, a poll that is answered without its batch proves no other life.
+    world.tick_ms(5_000);
+    assert_ne!(world.gpu(), GPU);
+    world.publish(&[store(None, &[3])]);
+    world.tick_ms(100);
+    assert!(world.holds(&[3]), "live batches are followed");
+    assert_ne!(world.gpu(), GPU, "block 1 is unknown");
+    world.holes.clear();
+    world.tick_ms(2_000);
+    world.publish(&[clear()]);
+    world.tick_ms(100);
+    assert_eq!(world.gpu(), GPU);
+}
+
+#[test]
+fn row_3a_a_new_connection_may_reach_an_empty_engine() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine.restart();
+    world.reconnect();
+    world.tick_ms(100);
+    assert_eq!(world.held(), 0);
     assert_eq!(world.gpu(), GPU);
 }
 
