@@ -4,10 +4,11 @@
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::index_client::IndexClient;
@@ -39,6 +40,8 @@ pub(crate) struct Auditor {
 /// Queries the index again.
 pub(crate) struct Rechecks {
     pending: mpsc::Receiver<Recheck>,
+    /// To be confirmed, in the order of their times. At most one for each source.
+    repeats: VecDeque<Recheck>,
     core: Arc<SharedCore>,
     metrics: Arc<Metrics>,
     index: IndexClient,
@@ -54,6 +57,7 @@ impl Auditor {
         let (sender, pending) = mpsc::channel(RECHECKS_MAX);
         let rechecks = Rechecks {
             pending,
+            repeats: VecDeque::new(),
             core: Arc::clone(&core),
             metrics: Arc::clone(&metrics),
             index,
@@ -100,29 +104,35 @@ impl Auditor {
 }
 
 impl Rechecks {
-    /// Runs each recheck at its time, until stopped. All wait equally long, so they come due in
-    /// order.
+    /// Runs each recheck at its time, until stopped. All wait equally long, and so do all repeats:
+    /// each kind comes due in order.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let mut next: Option<Recheck> = None;
         loop {
-            let pending = tokio::select! {
-                () = stop.cancelled() => return,
-                pending = self.pending.recv() => pending,
-            };
-            let Some(pending) = pending else {
-                // The proxy has ended. A task that ends before the stop counts as failed.
-                stop.cancelled().await;
-                return;
-            };
-            let due = Instant::from_std(pending.not_before);
+            let times = next.iter().chain(self.repeats.front());
+            let due = times.map(|recheck| recheck.not_before).min();
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep_until(due) => {}
+                pending = self.pending.recv(), if next.is_none() => {
+                    if pending.is_none() {
+                        // The proxy has ended. A task that ends before the stop counts as failed.
+                        stop.cancelled().await;
+                        return;
+                    }
+                    next = pending;
+                }
+                () = until(due) => {
+                    let is_due = |recheck: &mut Recheck| Some(recheck.not_before) == due;
+                    let front = next.take_if(is_due).or_else(|| self.repeats.pop_front());
+                    if let Some(recheck) = front {
+                        self.recheck(&recheck).await;
+                    }
+                }
             }
-            self.recheck(&pending).await;
         }
     }
 
-    async fn recheck(&self, recheck: &Recheck) {
+    async fn recheck(&mut self, recheck: &Recheck) {
         let Some(query) = self.core.core().hold_query(recheck) else {
             return;
         };
@@ -139,6 +149,7 @@ impl Rechecks {
         let source = query.source;
         match verdict {
             RecheckVerdict::Cleared | RecheckVerdict::Unproven => {}
+            RecheckVerdict::Repeat(again) => self.repeats.push_back(again),
             RecheckVerdict::Strike => {
                 tracing::warn!(%source, "index credits blocks that the engine did not have");
             }
@@ -150,5 +161,13 @@ impl Rechecks {
                 );
             }
         }
+    }
+}
+
+/// Waits until a time, without one for ever.
+async fn until(due: Option<std::time::Instant>) {
+    match due {
+        Some(due) => sleep_until(due.into()).await,
+        None => std::future::pending().await,
     }
 }

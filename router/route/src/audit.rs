@@ -5,8 +5,10 @@
 //! block that the engine missed *and* held it from the decision's answer until after the request,
 //! without interruption. So [`SETTLE`] after the report the index is queried about the first missing
 //! block ([`Recheck`]). It is a strike if an `exact` answer of the same log and generation, proven
-//! [`UNSEEN_MAX`] after the report, says `held`. An indexer that does not know, because its list of
-//! removals does not reach back, gives no strike. Different logs are never compared: after a loss
+//! [`UNSEEN_MAX`] after the report, says `held`, and one [`REPEAT_AFTER`] later does so again: the
+//! first may come from a machine that was suspended, whose clock stood still and which has not read
+//! the log's clock since. An indexer that does not know, because its list of removals does not reach
+//! back, gives no strike. Different logs are never compared: after a loss
 //! of log and registry, generations repeat. Within one, the record number says since when: a log
 //! that lost its end gives positions again.
 //!
@@ -35,6 +37,13 @@ pub const UNSEEN_MAX: Duration = Duration::from_secs(4);
 
 /// Delay of a recheck: a heartbeat and its way after [`UNSEEN_MAX`].
 pub const SETTLE: Duration = Duration::from_secs(6);
+
+/// Time from an answer that says `held` to the query that confirms it: an indexer reads the log's
+/// clock more often.
+pub const REPEAT_AFTER: Duration = Duration::from_millis(1_500);
+
+/// Latest confirmation, as of the first answer: the indexer may be suspended again.
+const REPEAT_WITHIN: Duration = Duration::from_secs(2);
 
 /// A recheck without result expires.
 const ABANDONED: Duration = Duration::from_secs(30);
@@ -94,6 +103,8 @@ pub enum AuditVerdict {
 pub struct Recheck {
     pub source: SourceId,
     pub not_before: Instant,
+    /// When an answer first proved that the block was held.
+    held_at: Option<Instant>,
     reported: Instant,
     position: AnswerPosition,
     generation: Generation,
@@ -131,6 +142,8 @@ pub enum RecheckVerdict {
     Cleared,
     /// The answer proves nothing.
     Unproven,
+    /// The block was held, unless the indexer's clock stood still: query again.
+    Repeat(Recheck),
     Strike,
     /// The last strike: distrust the source.
     Demote,
@@ -194,10 +207,12 @@ impl CreditAudit {
         answer: &HoldAnswer,
         now: Instant,
     ) -> RecheckVerdict {
-        let audit = self.sources.get_mut(recheck.source);
-        audit.open_since = None;
         let verdict = judge(recheck, answer, now);
+        let audit = self.sources.get_mut(recheck.source);
+        let is_final = !matches!(verdict, RecheckVerdict::Repeat(_));
+        audit.open_since = audit.open_since.filter(|_| !is_final);
         match verdict {
+            RecheckVerdict::Repeat(_) => {}
             RecheckVerdict::Cleared => self.counts.cleared += 1,
             RecheckVerdict::Unproven => self.counts.unproven += 1,
             RecheckVerdict::Strike | RecheckVerdict::Demote => {
@@ -272,6 +287,7 @@ impl CreditAudit {
         let recheck = Recheck {
             source: claim.source,
             not_before: now + SETTLE,
+            held_at: None,
             reported: now,
             position: claim.position?,
             generation: claim.generation?,
@@ -305,8 +321,22 @@ fn judge(recheck: &Recheck, answer: &HoldAnswer, now: Instant) -> RecheckVerdict
         && since_report >= UNSEEN_MAX.saturating_add(proof_age);
     match answer.span {
         HoldSpan::Absent | HoldSpan::Interrupted => RecheckVerdict::Cleared,
-        HoldSpan::Held if is_proven => RecheckVerdict::Strike,
+        HoldSpan::Held if is_proven => confirmed(recheck, now),
         HoldSpan::Held | HoldSpan::Uncovered => RecheckVerdict::Unproven,
+    }
+}
+
+fn confirmed(recheck: &Recheck, now: Instant) -> RecheckVerdict {
+    match recheck.held_at {
+        None => RecheckVerdict::Repeat(Recheck {
+            not_before: now + REPEAT_AFTER,
+            held_at: Some(now),
+            ..*recheck
+        }),
+        Some(held_at) if now.saturating_duration_since(held_at) <= REPEAT_WITHIN => {
+            RecheckVerdict::Strike
+        }
+        Some(_) => RecheckVerdict::Unproven,
     }
 }
 

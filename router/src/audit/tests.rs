@@ -11,7 +11,7 @@ use warmroute_proto::{
 };
 
 use super::*;
-use crate::route::audit::{SETTLE, STRIKES};
+use crate::route::audit::{REPEAT_AFTER, SETTLE, STRIKES};
 use crate::route::{Health, Knobs, RouteRequest};
 use crate::testing::{LOG, ROUTER, core, plane, subjects, worker_entry};
 
@@ -172,7 +172,7 @@ async fn strike_out(world: &World) {
             cached_tokens: Some(0),
         };
         auditor.reported(case, usage);
-        tokio::time::sleep(SETTLE + Duration::from_millis(100)).await;
+        tokio::time::sleep(SETTLE + REPEAT_AFTER + Duration::from_millis(100)).await;
     }
     stop.cancel();
     running.await.unwrap();

@@ -55,6 +55,12 @@ impl World {
         let verdict = run.core.recheck(&recheck, &answer, now);
         match verdict {
             RecheckVerdict::Unproven => {}
+            RecheckVerdict::Repeat(again) => {
+                let host = self.routers[at].host;
+                let delay = again.not_before.saturating_duration_since(now);
+                run.rechecks.insert(no, again);
+                self.timer(host, delay + DRIFT_MAX, Timer::Recheck(no));
+            }
             RecheckVerdict::Cleared => self.checks.routers.rechecks += 1,
             RecheckVerdict::Strike | RecheckVerdict::Demote => {
                 let source = query.source;

@@ -62,7 +62,16 @@ fn recheck_of(audit: &mut CreditAudit, claim: &CreditClaim, cached: u32) -> Opti
 /// One request that found less, and the index asked again.
 fn round(audit: &mut CreditAudit, answer: &HoldAnswer) -> RecheckVerdict {
     let recheck = recheck_of(audit, &claim(), 0).unwrap();
-    audit.recheck(&recheck, answer, recheck.not_before)
+    settle(audit, recheck, answer)
+}
+
+/// An index that answers a recheck alike as often as it is asked.
+fn settle(audit: &mut CreditAudit, recheck: Recheck, answer: &HoldAnswer) -> RecheckVerdict {
+    let mut verdict = audit.recheck(&recheck, answer, recheck.not_before);
+    while let RecheckVerdict::Repeat(again) = verdict {
+        verdict = audit.recheck(&again, answer, again.not_before);
+    }
+    verdict
 }
 
 fn demote(audit: &mut CreditAudit) {
@@ -258,6 +267,28 @@ fn strikes_and_agreements_are_of_one_log() {
         log: Some(OTHER_LOG),
         ..insists()
     };
-    let verdict = audit.recheck(&recheck, &answer, recheck.not_before);
+    let verdict = settle(&mut audit, recheck, &answer);
     assert_eq!(verdict, RecheckVerdict::Strike);
+}
+
+/// An indexer on a machine that was suspended answers before it reads the log's clock: its proof
+/// seems young. Later it knows better, or was suspended again.
+#[test]
+fn one_answer_that_the_block_was_held_is_no_strike() {
+    let mut audit = CreditAudit::default();
+    let recheck = recheck_of(&mut audit, &claim(), 0).unwrap();
+    let verdict = audit.recheck(&recheck, &insists(), recheck.not_before);
+    let RecheckVerdict::Repeat(again) = verdict else {
+        panic!("{verdict:?}");
+    };
+    assert_eq!(again.not_before, recheck.not_before + REPEAT_AFTER);
+    assert!(recheck_of(&mut audit, &claim(), 0).is_none(), "still open");
+    let mut aged = insists();
+    aged.proof_age_ms = 12_000;
+    let verdict = audit.recheck(&again, &aged, again.not_before);
+    assert_eq!(verdict, RecheckVerdict::Unproven);
+    let late = again.not_before + Duration::from_millis(501);
+    let verdict = audit.recheck(&again, &insists(), late);
+    assert_eq!(verdict, RecheckVerdict::Unproven);
+    assert_eq!(audit.counts().strikes, 0);
 }
