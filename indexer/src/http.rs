@@ -7,8 +7,8 @@
 //! `disk` are cumulative: a prefix that needs no lower tier than that. A source without credit
 //! counts zero, with its state beside it.
 //!
-//! Probes and metrics are open. All others show or compute much, and need a key
-//! unless the port is bound to loopback. Their memory is not part of `--max-memory`, and their work
+//! Probes, metrics and digests are open. All others show or compute much, and need a key unless the
+//! port is bound to loopback. Their memory is not part of `--max-memory`, and their work
 //! must not delay routers: few bodies and dumps are processed in parallel, on blocking threads; the
 //! others wait for a slot, up to a deadline.
 
@@ -64,7 +64,8 @@ pub fn routes(handle: &Handle) -> RouteTable {
     let workers = one().route("/workers", RouteAccess::Read, get(list_workers));
     let metrics = one().route("/metrics", RouteAccess::Open, get(metrics_text));
     let probes = RouteTable::default().probes(&get(|| async { "ok" }), &get(ready));
-    embedded(handle)
+    queries(handle)
+        .merge(digests(handle, RouteAccess::Open))
         .merge(workers.with_state(&scans))
         .merge(metrics.with_state(&Limited::new(handle, SCANS_MAX)))
         .merge(probes.with_state(handle))
@@ -73,6 +74,16 @@ pub fn routes(handle: &Handle) -> RouteTable {
 /// `/query`, `/query_by_hash`, `/dump`, `/v1/digest`, which a router with an embedded indexer
 /// serves on its admin port.
 pub fn embedded(handle: &Handle) -> RouteTable {
+    queries(handle).merge(digests(handle, RouteAccess::Read))
+}
+
+/// `/v1/digest`, which names workers and counts as the metrics do.
+fn digests(handle: &Handle, access: RouteAccess) -> RouteTable {
+    let table = RouteTable::default().route("/v1/digest", access, get(digest));
+    table.with_state(&Limited::new(handle, SCANS_MAX))
+}
+
+fn queries(handle: &Handle) -> RouteTable {
     let body_max = || DefaultBodyLimit::max(BODY_BYTES_MAX);
     let queries = RouteTable::default()
         .route("/query", RouteAccess::Read, post(query).layer(body_max()))
@@ -82,11 +93,9 @@ pub fn embedded(handle: &Handle) -> RouteTable {
             post(query_by_hash).layer(body_max()),
         );
     let dumps = RouteTable::default().route("/dump", RouteAccess::Read, get(dump::dump));
-    let digests = RouteTable::default().route("/v1/digest", RouteAccess::Read, get(digest));
     queries
         .with_state(&Limited::new(handle, BODIES_MAX))
         .merge(dumps.with_state(&Limited::new(handle, SCANS_MAX)))
-        .merge(digests.with_state(&Limited::new(handle, SCANS_MAX)))
 }
 
 /// The index for requests of one kind, few of which are processed in parallel.
