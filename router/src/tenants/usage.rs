@@ -8,7 +8,7 @@ use warmroute_proto::tenant_use::TenantUse;
 
 use super::budget::{BudgetStatus, Quota};
 use super::shared_budget::SharedBudget;
-use super::sharing::{SharingRouters, UsageShare, share_budget};
+use super::sharing::{SharingRouters, UnitShare, UsageShare, share_budget};
 use crate::settings::TenantLimits;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -65,6 +65,12 @@ struct UsageState {
 }
 
 impl UsageState {
+    /// The budget of a tenant with a limit of tokens, and this router's share of it.
+    fn tokens(&mut self) -> Option<(&mut SharedBudget, &mut UnitShare)> {
+        let budget = self.tokens.as_mut()?;
+        Some((budget, &mut self.share.tokens))
+    }
+
     fn is_at_concurrency(&self) -> bool {
         let Some(max) = self.concurrent_max else {
             return false;
@@ -143,43 +149,28 @@ impl TenantUsage {
 
     /// Spends a prompt's tokens if there are as many.
     pub(crate) fn admit_tokens(&self, tokens: u64, now: Instant) -> Result<(), LimitReached> {
-        let UsageState {
-            tokens: budget,
-            share,
-            ..
-        } = &mut *self.state();
-        if let Some(budget) = budget {
-            share.tokens.asked(tokens);
+        if let Some((budget, share)) = self.state().tokens() {
+            share.asked(tokens);
             reached(LimitKind::Tokens, Some(budget.wait_for(tokens, now)))?;
             budget.spend(tokens, now);
-            share.tokens.spent(tokens);
+            share.spent(tokens);
         }
         Ok(())
     }
 
     /// Spends tokens that exist already. May leave a debt.
     pub(crate) fn spend_tokens(&self, tokens: u64, now: Instant) {
-        let UsageState {
-            tokens: budget,
-            share,
-            ..
-        } = &mut *self.state();
-        if let Some(budget) = budget {
-            share.tokens.asked(tokens);
+        if let Some((budget, share)) = self.state().tokens() {
+            share.asked(tokens);
             budget.charge(tokens, now);
-            share.tokens.spent(tokens);
+            share.spent(tokens);
         }
     }
 
     pub(crate) fn refund_tokens(&self, tokens: u64, now: Instant) {
-        let UsageState {
-            tokens: budget,
-            share,
-            ..
-        } = &mut *self.state();
-        if let Some(budget) = budget {
+        if let Some((budget, share)) = self.state().tokens() {
             budget.refund(tokens, now);
-            share.tokens.refunded(tokens);
+            share.refunded(tokens);
         }
     }
 
