@@ -78,8 +78,8 @@ struct Replay {
     deadline: Instant,
     /// The batch at its start was returned byte for byte, or there is none to compare.
     is_same_life: bool,
-    /// The engine had published when it was requested, so it has at least one batch.
-    has_batches: bool,
+    /// The latest batch that the engine had certainly published when it was requested.
+    published: Option<EngineSeq>,
     has_answers: bool,
     made_progress: bool,
     /// Live batches were applied since its request.
@@ -103,8 +103,8 @@ pub(super) struct EngineFollower {
     is_unsequenced: bool,
     is_connected: bool,
     was_connected: bool,
-    /// A numbered batch came since the connection was made: the engine has published.
-    has_published: bool,
+    /// The latest batch that came since the connection was made: the engine has published it.
+    published: Option<EngineSeq>,
     state: FollowState,
     applied: BatchHistory,
     /// The mirror is from a checkpoint, and no replay has proven the engine's life yet.
@@ -130,7 +130,7 @@ impl EngineFollower {
             is_unsequenced: false,
             is_connected: false,
             was_connected: false,
-            has_published: false,
+            published: None,
             state: FollowState::Down,
             applied: BatchHistory::new(),
             is_unproven: false,
@@ -254,7 +254,7 @@ impl SourceCore {
     /// The live socket lost its connection: the next one may reach another life of the engine.
     pub fn disconnected(&mut self, now: Instant) {
         self.engine.is_connected = false;
-        self.engine.has_published = false;
+        self.engine.published = None;
         self.engine.state = FollowState::Down;
         self.engine.replay = None;
         self.engine.drop_proof();
@@ -315,7 +315,7 @@ impl SourceCore {
         };
         replay.deadline = now + REPLAY_PATIENCE;
         replay.has_answers = true;
-        self.engine.has_published = true;
+        self.engine.published = self.engine.published.max(Some(seq));
         self.engine.replay = Some(replay);
         if replay.behind_hole.is_none() {
             self.replayed(now, replay, seq, payload);
@@ -383,7 +383,7 @@ impl SourceCore {
             self.apply(now, &payload);
             return;
         }
-        self.engine.has_published = true;
+        self.engine.published = self.engine.published.max(Some(seq));
         match self.engine.state {
             FollowState::Down | FollowState::Checking => {
                 let arrived = now;
@@ -539,7 +539,7 @@ impl SourceCore {
             started: now,
             deadline: now + REPLAY_PATIENCE,
             is_same_life: last.is_none(),
-            has_batches: self.engine.has_published,
+            published: self.engine.published,
             has_answers: false,
             made_progress: false,
             is_overtaken: false,
@@ -598,21 +598,22 @@ impl SourceCore {
 
     /// A replay ended without a batch, and none of this life is applied.
     fn nothing_published(&mut self, now: Instant, replay: Replay) {
-        if replay.has_batches {
-            self.nothing_replayed(now);
-        } else if replay.from == EngineSeq(0) {
-            if self.mirror.digest().count == 0 {
-                self.mirror.begin(Start::Empty);
+        match replay.published {
+            Some(published) if published >= replay.from => self.nothing_replayed(now, published),
+            Some(_) => self.confirm_life(now, Some(replay.started)),
+            None if replay.from == EngineSeq(0) => {
+                if self.mirror.digest().count == 0 {
+                    self.mirror.begin(Start::Empty);
+                }
+                self.confirm_life(now, Some(replay.started));
             }
-            self.confirm_life(now, Some(replay.started));
-        } else {
             // The batch behind a hole existed before: this is another life.
-            self.begin_life(now);
+            None => self.begin_life(now),
         }
     }
 
     /// A replay lost every batch. If that repeats, follows the live batches from unknown contents.
-    fn nothing_replayed(&mut self, now: Instant) {
+    fn nothing_replayed(&mut self, now: Instant, published: EngineSeq) {
         self.engine.tries += 1;
         if self.engine.tries < HOLE_TRIES_MAX {
             self.verify(now);
@@ -622,9 +623,8 @@ impl SourceCore {
             self.counters.gaps_unfilled += 1;
             self.forget(now, GenerationReason::GapUnfilled);
         }
-        if let Some(first) = self.engine.buffer.front() {
-            self.engine.resume_from = first.seq;
-        }
+        let buffered = self.engine.buffer.front().map(|batch| batch.seq);
+        self.engine.resume_from = buffered.unwrap_or_else(|| published.next());
         self.confirm_life(now, None);
     }
 
