@@ -146,7 +146,8 @@ async fn tokens_are_charged_as_they_come_and_settled_by_the_report() {
 }
 
 /// The cost of a tenant's request: look-up, limits, the charges of a stream of 500 tokens and the
-/// headers. `cargo test --release -p warmroute-router --lib -- --ignored --nocapture cost_of`.
+/// headers; alone, and with the reports of three other routers each 1,000 requests.
+/// `cargo test --release -p warmroute-router --lib -- --ignored --nocapture cost_of`.
 #[tokio::test]
 #[ignore = "a measurement"]
 #[expect(clippy::disallowed_methods, reason = "a measurement")]
@@ -157,12 +158,27 @@ async fn cost_of_a_tenants_request() {
     );
     const ROUNDS: u32 = 100_000;
     let template = bearer_of(KEY);
-    for (name, with_tenants) in [("without tenants", false), ("with tenants", true)] {
-        let open = Tenants::new(LiveSettings::new(Settings::default()));
+    let others: Vec<_> = (1..4).map(|number| RouterId([number; 16])).collect();
+    let routers = |others: &[RouterId]| SharingRouters {
+        own: RouterId([0; 16]),
+        count: 1 + others.len(),
+        reporting: others.to_vec(),
+    };
+    let open = Tenants::new(LiveSettings::new(Settings::default()));
+    for (name, chosen, others) in [
+        ("without tenants", &open, &[][..]),
+        ("with tenants", &tenants, &[]),
+        ("with limits of four routers", &tenants, &others),
+    ] {
         let began = std::time::Instant::now();
-        for _ in 0..ROUNDS {
+        for round in 0..ROUNDS {
+            if round % 1000 == 0 {
+                let rows = chosen.report(&routers(others), std::time::Instant::now());
+                others
+                    .iter()
+                    .for_each(|other| chosen.receive(*other, &rows));
+            }
             let mut headers = template.clone();
-            let chosen = if with_tenants { &tenants } else { &open };
             let visit = chosen.enter(&mut headers).unwrap();
             let mut answer = HeaderMap::new();
             if let Some(visit) = visit {
