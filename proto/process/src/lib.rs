@@ -1,18 +1,21 @@
 //! The process around the core of every Warmroute binary: shared flags and environment names
 //! ([`args`], [`mod@env`], [`listen`]), the connection to the plane ([`nats`]), [`logs`],
-//! [`metrics`], HTTP ([`server`]), [`tls`], [`tasks`], [`signals`], and the life cycle ([`host`]).
+//! [`metrics`] and their reader ([`metrics_page`]), HTTP ([`server`], [`engine_answer`]), [`tls`],
+//! [`tasks`], [`signals`], and the life cycle ([`host`]).
 #![forbid(unsafe_code)]
 
 pub mod access;
 pub mod args;
 pub mod blocking;
 pub mod build;
+pub mod engine_answer;
 pub mod engine_args;
 pub mod env;
 pub mod host;
 pub mod listen;
 pub mod logs;
 pub mod metrics;
+pub mod metrics_page;
 pub mod nats;
 pub mod server;
 pub mod signals;

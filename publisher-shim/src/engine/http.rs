@@ -9,12 +9,15 @@ use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde::Deserialize;
 use serde_json::json;
+use warmroute_process::engine_answer::bounded_body;
+use warmroute_process::metrics_page::samples;
 use warmroute_process::tls::{self, EngineTls};
 use warmroute_proto::registry::Lora;
 use warmroute_proto::{BlockSize, DpRank, EngineHealth};
@@ -107,6 +110,8 @@ pub(super) struct EngineHttp {
     http: reqwest::Client,
     url: String,
     key: EngineKeySource,
+    /// TLS failed, and that was logged.
+    tls_failed: Arc<AtomicBool>,
 }
 
 impl EngineHttp {
@@ -115,6 +120,7 @@ impl EngineHttp {
             http: tls.client().timeout(DEADLINE).build()?,
             url: url.trim_end_matches('/').to_owned(),
             key,
+            tls_failed: Arc::default(),
         })
     }
 
@@ -128,7 +134,15 @@ impl EngineHttp {
     }
 
     pub(super) async fn health(&self) -> EngineHealth {
-        match self.request(Method::GET, "/health").send().await {
+        let answer = self.request(Method::GET, "/health").send().await;
+        let why = answer.as_ref().err().and_then(tls::failure_of);
+        // Nothing else is read of an engine that is not healthy.
+        let was_failed = self.tls_failed.swap(why.is_some(), Ordering::Relaxed);
+        if let Some(why) = why.filter(|_| !was_failed) {
+            let (url, remedy) = (&self.url, InfoError::Tls);
+            tracing::warn!(url, why, %remedy, "TLS with the engine failed");
+        }
+        match answer {
             Ok(answer) if answer.status().is_success() => EngineHealth::Healthy,
             Ok(_) | Err(_) => EngineHealth::Unhealthy,
         }
@@ -189,7 +203,7 @@ impl EngineHttp {
 
     async fn get(&self, path: &str) -> Result<Vec<u8>, InfoError> {
         let answer = self.request(Method::GET, path).send().await;
-        let mut answer = answer.map_err(|error| match tls::failure_of(&error) {
+        let answer = answer.map_err(|error| match tls::failure_of(&error) {
             Some(why) => {
                 tracing::debug!(url = self.url, why, "TLS with the engine failed");
                 InfoError::Tls
@@ -203,14 +217,8 @@ impl EngineHttp {
             }
             status => return Err(InfoError::Status(status)),
         }
-        let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await.map_err(|_| InfoError::Silence)? {
-            if body.len() + chunk.len() > BODY_BYTES_MAX {
-                return Err(InfoError::Silence);
-            }
-            body.extend_from_slice(&chunk);
-        }
-        Ok(body)
+        let body = bounded_body(answer, BODY_BYTES_MAX).await;
+        body.map_err(|_| InfoError::Silence)
     }
 }
 
@@ -267,15 +275,15 @@ impl EngineInfo {
     /// Reads `vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="8192",…} 1.0`: a line
     /// for each rank, each with the sum of the blocks of all ranks.
     fn read_metrics(&mut self, text: &str) {
-        let is_config = |line: &&str| line.starts_with("vllm:cache_config_info{");
-        let Some(line) = text.lines().find(is_config) else {
+        let configs = || samples(text, "vllm:cache_config_info");
+        let Some(config) = configs().next() else {
             return;
         };
-        self.block_size =
-            label(line, "block_size").and_then(|size| BlockSize::new(size.parse().ok()?));
-        let lines = text.lines().filter(is_config);
-        let engines: BTreeSet<_> = lines.map(|line| label(line, "engine")).collect();
-        let blocks = label(line, "num_gpu_blocks").and_then(|blocks| blocks.parse().ok());
+        let block_size = config.label("block_size");
+        self.block_size = block_size.and_then(|size| BlockSize::new(size.parse().ok()?));
+        let engines: BTreeSet<_> = configs().map(|config| config.label("engine")).collect();
+        let blocks = config.label("num_gpu_blocks");
+        let blocks = blocks.and_then(|blocks| blocks.parse().ok());
         let ranks = NonZeroU64::new(engines.len() as u64);
         self.blocks = blocks
             .zip(ranks)
@@ -308,15 +316,12 @@ impl EngineInfo {
 /// Calls so far that can reset the prefix cache, also those that failed. A call of newer versions
 /// may be counted twice; only a rise is of interest.
 fn reset_calls(metrics: &str) -> u64 {
-    let is_call = |line: &&str| {
+    let resets = samples(metrics, "http_requests_total").filter(|sample| {
         let is_route = |route| RESET_ROUTES.contains(&route);
-        let is_request = line.starts_with("http_requests_total{")
-            && label(line, "method") == Some("POST")
-            && label(line, "handler").is_some_and(is_route);
-        is_request || line.starts_with("vllm:sleep_mode_operation_duration_seconds_count")
-    };
-    let value = |line: &str| line.rsplit_once(' ')?.1.parse::<f64>().ok();
-    let calls = metrics.lines().filter(is_call).filter_map(value);
+        sample.label("method") == Some("POST") && sample.label("handler").is_some_and(is_route)
+    });
+    let sleeps = samples(metrics, "vllm:sleep_mode_operation_duration_seconds_count");
+    let calls = resets.chain(sleeps).map(|sample| sample.value);
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -324,16 +329,6 @@ fn reset_calls(metrics: &str) -> u64 {
     )]
     let sum = calls.sum::<f64>() as u64;
     sum
-}
-
-/// The value of a label in a line of Prometheus' text format.
-fn label<'a>(line: &'a str, name: &str) -> Option<&'a str> {
-    let mut places = line.match_indices(name);
-    let (at, _) = places.find(|&(at, _)| {
-        line[..at].ends_with(['{', ',']) && line[at + name.len()..].starts_with("=\"")
-    })?;
-    let value = &line[at + name.len() + 2..];
-    value.split_once('"').map(|(value, _)| value)
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use futures_util::stream::FuturesUnordered;
 use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
+use warmroute_process::engine_answer::bounded_body;
 use warmroute_process::tls;
 
 use super::health::Observation;
@@ -130,14 +131,7 @@ async fn models(answer: reqwest::Result<reqwest::Response>) -> Option<BTreeSet<S
     struct ListedModel {
         id: String,
     }
-    let mut response = answer.ok()?;
-    let mut body = Vec::new();
-    while let Some(chunk) = response.chunk().await.ok()? {
-        body.extend_from_slice(&chunk);
-        if body.len() > MODELS_BYTES_MAX {
-            return None;
-        }
-    }
+    let body = bounded_body(answer.ok()?, MODELS_BYTES_MAX).await.ok()?;
     let page: ListedModels = serde_json::from_slice(&body).ok()?;
     Some(page.data.into_iter().map(|model| model.id).collect())
 }

@@ -18,6 +18,7 @@ use futures_util::{StreamExt as _, stream};
 use serde::Deserialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
+use warmroute_process::engine_answer::bounded_body;
 use warmroute_proto::WorkerId;
 
 use super::checks::{CheckResult, ModelChecks, RegistrationChecks, TokenChecks};
@@ -244,7 +245,7 @@ impl RegistrationChecker {
         let request = request.headers(self.keys.headers(&worker.entry.worker, url));
         let listed = async {
             let response = request.timeout(ANSWER_DEADLINE).send().await.ok()?;
-            let page = bounded_body(response, MODELS_BYTES_MAX).await?;
+            let page = bounded_body(response, MODELS_BYTES_MAX).await.ok()?;
             serde_json::from_slice::<ListedModels>(&page).ok()
         };
         for model in listed.await.map(|page| page.data).unwrap_or_default() {
@@ -266,7 +267,8 @@ impl RegistrationChecker {
         let answer = async {
             let response = request.send().await.ok()?;
             let status = response.status();
-            Some((status, bounded_body(response, PROBE_BYTES_MAX).await?))
+            let body = bounded_body(response, PROBE_BYTES_MAX).await.ok()?;
+            Some((status, body))
         };
         match answer.await {
             Some((
@@ -300,18 +302,6 @@ struct ListedModels {
 struct ListedModel {
     id: String,
     root: Option<String>,
-}
-
-/// A whole body; `None` if it is longer or breaks off.
-async fn bounded_body(mut response: reqwest::Response, max: usize) -> Option<Vec<u8>> {
-    let mut body = Vec::new();
-    while let Some(chunk) = response.chunk().await.ok()? {
-        body.extend_from_slice(&chunk);
-        if body.len() > max {
-            return None;
-        }
-    }
-    Some(body)
 }
 
 fn without_tokenizer(entry: Option<&ModelTokenizer>) -> CheckResult {
