@@ -5,8 +5,10 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
+use warmroute_process::access::RouteAccess::Open;
+use warmroute_process::access::{BindScope, PortAccess, RouteTable};
+use warmroute_process::build;
 use warmroute_process::nats::Nats;
-use warmroute_process::{build, server};
 use warmroute_proto::query::SourceState;
 use warmroute_proto::view::{DigestView, SourceDigest};
 
@@ -48,12 +50,21 @@ struct Shown {
     nats: Option<Nats>,
 }
 
-/// All routes of a shim. With `nats`, the metrics include those of that connection.
+/// All routes of a shim. With `nats`, the metrics include those of that connection. The port has no
+/// keys: a route that is not open is refused.
 pub fn router(handle: Handle, nats: Option<Nats>) -> Router {
-    server::probes(get(|| async { "ok" }), get(ready))
-        .route("/metrics", get(show_metrics))
-        .route("/v1/digest", get(digest))
-        .with_state(Shown { handle, nats })
+    let access = PortAccess::new(BindScope::Network, || [].into());
+    routes()
+        .with_state(&Shown { handle, nats })
+        .guarded(&access)
+}
+
+/// A digest shows no block hashes.
+fn routes() -> RouteTable<Shown> {
+    RouteTable::default()
+        .probes(&get(|| async { "ok" }), &get(ready))
+        .route("/metrics", Open, get(show_metrics))
+        .route("/v1/digest", Open, get(digest))
 }
 
 async fn ready(State(shown): State<Shown>) -> impl IntoResponse {
@@ -76,4 +87,20 @@ async fn show_metrics(State(shown): State<Shown>) -> impl IntoResponse {
 
 async fn digest(State(shown): State<Shown>) -> Json<DigestView> {
     Json(shown.handle.digest())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_open_routes_are_those_that_security_names() {
+        let open: Vec<_> = routes()
+            .entries()
+            .filter(|(_, access)| *access == Open)
+            .map(|(path, _)| path)
+            .collect();
+        let probes = ["/health", "/healthz", "/liveness", "/readyz", "/readiness"];
+        assert_eq!(open, [&probes[..], &["/metrics", "/v1/digest"]].concat());
+    }
 }
