@@ -298,6 +298,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "registered": worker.registered,
         "health": worker.health.label(),
         "tls_error": worker.tls_error,
+        "load_error": worker.load_error,
         "circuit_breaker_open": worker.breaker.is_open(),
         "drain": admin.app.fleet.drain(&worker.entry.worker).label(),
         "checks": worker.checks,
@@ -306,6 +307,7 @@ fn shown_worker(worker: &FleetWorker, index: &[WorkerView], admin: &Admin) -> Va
         "demoted_ranks": demoted_ranks(worker, admin),
         "ttft_ratios": ttft_ratios(worker, admin),
         "learned": learned(worker, admin),
+        "engine_load": engine_load(worker, admin),
         "sources": view.map(|view| &view.sources),
         "event_feeds": event_feeds(worker, admin),
     })
@@ -371,6 +373,24 @@ fn learned(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, Value> {
             "itl_ms_per_active_request": speed.itl.secs_each * 1e3,
         });
         Some((rank, learned))
+    };
+    ranks_of(worker).filter_map(show).collect()
+}
+
+/// By rank: what its engine reported last, and what of it no router sent.
+fn engine_load(worker: &FleetWorker, admin: &Admin) -> BTreeMap<u32, Value> {
+    let now = Instant::now().into_std();
+    let core = admin.app.core.core();
+    let show = |(rank, source)| {
+        let (reading, foreign) = core.engine_load(&source, now)?;
+        let shown = json!({
+            "running": reading.running,
+            "waiting": reading.waiting,
+            "kv_usage": reading.kv_usage,
+            "foreign_requests": foreign.requests,
+            "foreign_waiting": foreign.waiting,
+        });
+        Some((rank, shown))
     };
     ranks_of(worker).filter_map(show).collect()
 }

@@ -254,9 +254,10 @@ impl Admission {
         if models.is_empty() {
             return places;
         }
+        let now = Instant::now().into_std();
         let core = self.core.core();
         for model in models {
-            let free = core.free_places(&model);
+            let free = core.free_places(&model, now);
             places.add(model, free);
         }
         places

@@ -1,13 +1,15 @@
 //! The fleet: which workers there are, whether they are usable, trusted and in service.
 //!
 //! `state` is the pure state machine. `Fleet` holds it and publishes each change to the
-//! decision core and, as an immutable `ModelCatalog`, to requests. Three tasks feed it:
-//! `FleetRegistry` (workers and drains in the registry), `HealthProber` and
-//! `RegistrationChecker`.
+//! decision core and, as an immutable `ModelCatalog`, to requests. Four tasks feed it:
+//! `FleetRegistry` (workers and drains in the registry), `HealthProber`, `RegistrationChecker` and
+//! `EngineLoadReader`.
 
 mod breaker;
 mod checks;
 mod drain_table;
+mod engine_load;
+mod engine_metrics;
 pub mod health;
 mod members;
 mod models;
@@ -36,6 +38,7 @@ use state::{FleetChange, FleetState, ProbeTarget};
 
 pub(crate) use breaker::RequestResult;
 pub(crate) use checks::CheckResult;
+pub(crate) use engine_load::EngineLoadReader;
 #[cfg(test)]
 pub(crate) use models::Parity;
 pub(crate) use models::{CatalogModel, ModelCatalog, PromptTrust};

@@ -202,9 +202,13 @@ fn show(terms: &Terms, probability: f64, names: &Names) -> Value {
         "prediction_blocks": terms.prediction_blocks,
         "decode_blocks": terms.decode_blocks,
         "active_requests": terms.active_requests,
+        "foreign_requests": terms.foreign_requests,
+        "foreign_prefill_blocks": terms.foreign_prefill_blocks,
+        "foreign_decode_blocks": terms.foreign_decode_blocks,
         "slowness": terms.slowness,
         "time_ms": {
             "queue": terms.time.queue * 1e3,
+            "foreign": terms.time.foreign * 1e3,
             "prefill": terms.time.prefill * 1e3,
             "decode": terms.time.decode * 1e3,
         },

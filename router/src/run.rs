@@ -34,7 +34,7 @@ use crate::config::Config;
 use crate::demotions::DemotionWriter;
 use crate::deployment::Deployment;
 use crate::embedded::{EmbeddedWorkers, SupervisorParts, WorkerSupervisor};
-use crate::fleet::{Fleet, FleetRegistry, HealthProber, RegistrationChecker};
+use crate::fleet::{EngineLoadReader, Fleet, FleetRegistry, HealthProber, RegistrationChecker};
 use crate::index_client::IndexClient;
 use crate::journal::Journal;
 use crate::live_page::{self, LiveSampler};
@@ -505,7 +505,7 @@ impl Services {
         tasks.spawn("tokenizers", loader.run(tasks.stop.clone()));
     }
 
-    /// Starts the probes and the checks of the fleet's engines.
+    /// Starts the probes and the checks of the fleet's engines, and the reading of their load.
     fn watch_engines(
         &self,
         fleet: &Arc<Fleet>,
@@ -531,6 +531,13 @@ impl Services {
             ready: Arc::clone(ready),
         };
         tasks.spawn("checks", checker.run(tasks.stop.clone()));
+        let reader = EngineLoadReader {
+            fleet: Arc::clone(fleet),
+            client: self.engines.plain().clone(),
+            keys: self.engines.keys().clone(),
+            settings: Arc::clone(&self.settings),
+        };
+        tasks.spawn("engine load", reader.run(tasks.stop.clone()));
     }
 }
 

@@ -27,7 +27,7 @@ const PURE_CRATES: [&str; 6] = [
 ];
 
 /// Pure modules of crates that are not.
-const PURE_MODULES: [&str; 14] = [
+const PURE_MODULES: [&str; 15] = [
     "router/src/admission/displacement.rs",
     "router/src/admission/fair_queue.rs",
     "router/src/admission/free_places.rs",
@@ -39,6 +39,7 @@ const PURE_MODULES: [&str; 14] = [
     "router/src/tenants/sharing.rs",
     "router/src/fleet/checks.rs",
     "router/src/fleet/drain_table.rs",
+    "router/src/fleet/engine_metrics.rs",
     "router/src/fleet/health.rs",
     "router/src/fleet/models.rs",
     "router/src/fleet/state.rs",

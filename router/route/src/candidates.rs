@@ -173,6 +173,12 @@ impl WorkerDirectory {
         })
     }
 
+    /// KV blocks of each rank of the worker, if they are known.
+    #[must_use]
+    pub fn blocks_per_rank(&self, worker: &WorkerId) -> Option<u64> {
+        self.workers.get(worker)?.entry.blocks_per_rank
+    }
+
     #[must_use]
     pub fn contains(&self, worker: &WorkerId) -> bool {
         self.workers.contains_key(worker)

@@ -12,11 +12,12 @@
 //! - [`decode_blocks`]: blocks that the running requests hold there, and those that this request
 //!   adds.
 //!
-//! A slow source's cost is multiplied by its slowness ([`super::slowness`]).
+//! A slow source's cost is multiplied by its slowness ([`super::slowness`]). Requests that an engine
+//! has from elsewhere add to both sides ([`foreign_blocks`]).
 //!
 //! # Policy `time`
 //!
-//! `cost = queue + prefill + RUNNING × (prefill × active requests + decode)`, in seconds
+//! `cost = queue + foreign + prefill + RUNNING × (prefill × active requests + decode)`, in seconds
 //! ([`TimeTerms::total`]). The coefficients of each source are learned ([`super::ttft`],
 //! [`super::itl`]), so that a slow source needs no factor.
 //!
@@ -27,6 +28,7 @@
 use warmroute_proto::Tiers;
 
 use super::choice::Policy;
+use super::engine_load::ForeignLoad;
 use super::prompt::Prompt;
 
 /// Less than a credited block, since the request that brings it may still be queued. Below the
@@ -136,6 +138,15 @@ pub fn decode_blocks(active: u64, prompt: &Prompt, shared: u32) -> f64 {
     active as f64 + f64::from(new)
 }
 
+/// Blocks to prefill and blocks held of requests from elsewhere. They have the size of the engine's
+/// running requests, or of this prompt where that is not known.
+#[must_use]
+pub fn foreign_blocks(foreign: ForeignLoad, prompt: &Prompt) -> [f64; 2] {
+    let own_blocks = || f64::from(prompt.blocks_taken());
+    let each = foreign.request_blocks.unwrap_or_else(own_blocks);
+    [foreign.waiting, foreign.requests].map(|requests| f64::from(requests) * each)
+}
+
 /// A source's cost.
 #[must_use]
 pub fn total(weight: f64, prefill_blocks: f64, prediction_blocks: f64, decode_blocks: f64) -> f64 {
@@ -150,6 +161,8 @@ const RUNNING: f64 = 0.1;
 pub struct TimeTerms {
     /// Until the source has computed the prompts that it accepted before.
     pub queue: f64,
+    /// Until it has computed the waiting prompts from elsewhere.
+    pub foreign: f64,
     /// Prefill of this prompt, less what is credited and predicted.
     pub prefill: f64,
     /// From the first token to the end of a typical answer.
@@ -157,11 +170,12 @@ pub struct TimeTerms {
 }
 
 impl TimeTerms {
-    /// The cost. The prefill delays each running request by as much as it takes.
+    /// The cost. The prefill delays each running request by as much as it takes, foreign ones
+    /// included.
     #[must_use]
     pub fn total(&self, active_requests: u32) -> f64 {
         let running = self.prefill * f64::from(active_requests) + self.decode;
-        self.queue + self.prefill + RUNNING * running
+        self.queue + self.foreign + self.prefill + RUNNING * running
     }
 }
 

@@ -21,9 +21,11 @@ use super::audit::{ClaimStanding, CreditClaim};
 use super::candidates::{Candidate, RouteRefusal};
 use super::choice::{Odds, Policy, choose, power_of_two, prefix_hash, rendezvous};
 use super::cost::{self, Knobs, TimeTerms};
+use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
 use super::index_view::{TrustedAnswer, TrustedSource};
 use super::prompt::{Prompt, PromptBasis};
+use super::room::SourceRoom;
 use super::slots::{SlotKey, Slots};
 use super::slowness::SlownessTracker;
 use super::source_table::SourceId;
@@ -48,6 +50,7 @@ pub struct DecisionInput<'a> {
     pub slots: &'a Slots,
     pub expected: &'a Expectations,
     pub stalls: &'a StallDetector,
+    pub engines: &'a EngineLoads,
     pub speed: &'a SpeedTracker,
     pub slowness: &'a SlownessTracker,
     pub knobs: &'a Knobs,
@@ -100,6 +103,11 @@ pub struct Terms {
     pub prediction_blocks: f64,
     pub decode_blocks: f64,
     pub active_requests: u32,
+    /// Requests of its engine from elsewhere.
+    pub foreign_requests: u32,
+    /// What they add to the outstanding prefill and to the blocks held.
+    pub foreign_prefill_blocks: f64,
+    pub foreign_decode_blocks: f64,
     /// Prompt tokens of the source's requests without a first token.
     pub queued_tokens: u64,
     pub time: TimeTerms,
@@ -107,6 +115,14 @@ pub struct Terms {
     pub slowness: f64,
     /// In seconds under `time`, else in blocks of the prompt's first cut.
     pub cost: f64,
+}
+
+impl Terms {
+    /// Active requests, foreign ones included.
+    #[must_use]
+    pub const fn requests(&self) -> u32 {
+        self.active_requests.saturating_add(self.foreign_requests)
+    }
 }
 
 /// The source of a request, and the reasons.
@@ -148,8 +164,8 @@ impl Decision {
                 f64::from(u8::from(of.source == self.chosen.source))
             }
             Policy::PowerOfTwo => {
-                let active = self.weighed.iter().map(|terms| terms.active_requests);
-                power_of_two::probability(of.active_requests, active)
+                let active = self.weighed.iter().map(Terms::requests);
+                power_of_two::probability(of.requests(), active)
             }
             Policy::Time
             | Policy::Approx
@@ -190,10 +206,13 @@ fn eligible<'a>(input: &DecisionInput<'a>) -> Result<Vec<&'a Candidate>, RouteRe
     if untried.peek().is_none() {
         return Err(RouteRefusal::AllTried);
     }
-    let has_room = |candidate: &&Candidate| match input.knobs.active_max {
-        Some(most) => input.slots.active_requests(candidate.id, input.except) < most,
-        None => true,
+    let room = SourceRoom {
+        slots: input.slots,
+        engines: input.engines,
+        active_max: input.knobs.active_max,
+        now: input.now,
     };
+    let has_room = |candidate: &&Candidate| room.free_places(candidate.id, input.except) > 0;
     let (stalled, live): (Vec<_>, Vec<_>) = untried
         .filter(has_room)
         .partition(|candidate| input.stalls.is_stalled(candidate.id, input.now));
@@ -337,28 +356,28 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
 
     let own = cost::own_prefill_tokens(prompt, overlap_value, prediction_blocks);
     let speed = input.speed;
+    let foreign = input.engines.foreign(id, input.now);
+    let [foreign_prefill_blocks, foreign_decode_blocks] = cost::foreign_blocks(foreign, prompt);
+    let foreign_tokens = foreign_prefill_blocks * f64::from(prompt.block_tokens());
+    let requests = load.active_requests.saturating_add(foreign.requests);
     let time = TimeTerms {
         queue: speed.queue_secs(id, load.prefill_tokens, input.now),
+        // A saturating cast of a number of at least 0.
+        foreign: speed.prefill_secs(id, foreign_tokens as u64),
         prefill: speed.prefill_secs(id, own.into()),
-        decode: speed.itl.decode_secs(id, load.active_requests + 1),
+        decode: speed.itl.decode_secs(id, requests.saturating_add(1)),
     };
-    let (slowness, cost) = match knobs.policy {
-        Policy::Time | Policy::Approx => (1.0, time.total(load.active_requests)),
-        Policy::Kv
-        | Policy::KvOnce
-        | Policy::RoundRobin
-        | Policy::LeastLoad
-        | Policy::Random
-        | Policy::PowerOfTwo
-        | Policy::Session
-        | Policy::PrefixHash => {
-            let slowness = input.slowness.slowness(id, input.now);
-            let weight = knobs.overlap_score_weight;
-            let blocks = cost::total(weight, prefill_blocks, prediction_blocks, decode_blocks);
-            // In blocks of one size, so that candidates can be compared.
-            let unit = f64::from(prompt.block_tokens()) / f64::from(input.prompt.block_tokens());
-            (slowness, slowness * blocks * unit)
-        }
+    let (slowness, cost) = if knobs.policy.is_timed() {
+        (1.0, time.total(requests))
+    } else {
+        let slowness = input.slowness.slowness(id, input.now);
+        let weight = knobs.overlap_score_weight;
+        let prefill_blocks = prefill_blocks + foreign_prefill_blocks;
+        let decode_blocks = decode_blocks + foreign_decode_blocks;
+        let blocks = cost::total(weight, prefill_blocks, prediction_blocks, decode_blocks);
+        // In blocks of one size, so that candidates can be compared.
+        let unit = f64::from(prompt.block_tokens()) / f64::from(input.prompt.block_tokens());
+        (slowness, slowness * blocks * unit)
     };
     let basis = match input.trusted.of(id) {
         Some(_) | None if credit.reported_blocks > 0 => DecisionBasis::Reported,
@@ -381,6 +400,9 @@ fn terms(input: &DecisionInput<'_>, candidate: &Candidate) -> Terms {
         prediction_blocks,
         decode_blocks,
         active_requests: load.active_requests,
+        foreign_requests: foreign.requests,
+        foreign_prefill_blocks,
+        foreign_decode_blocks,
         queued_tokens: load.prefill_tokens,
         slowness,
         time,
@@ -395,7 +417,7 @@ fn level_near_times(weighed: &mut [Terms]) {
         .iter()
         .fold(f64::INFINITY, |lowest, terms| lowest.min(terms.cost));
     for terms in weighed {
-        terms.cost = cost::level_near_time(terms.cost, lowest, terms.active_requests);
+        terms.cost = cost::level_near_time(terms.cost, lowest, terms.requests());
     }
 }
 
@@ -432,7 +454,7 @@ fn pick(
         | Policy::Session
         | Policy::PrefixHash => (0.0, 1.0),
     };
-    let active = || weighed.iter().map(|terms| terms.active_requests);
+    let active = || weighed.iter().map(Terms::requests);
     let sources = || eligible.iter().map(|candidate| &candidate.source);
     let index = match policy {
         Policy::Time
@@ -480,7 +502,7 @@ fn keyed(policy: Policy, prompt: &Prompt) -> (Policy, u64) {
 fn compared_value(policy: Policy, terms: &Terms) -> f64 {
     match policy {
         Policy::Time | Policy::Approx | Policy::Kv | Policy::KvOnce => terms.cost,
-        Policy::LeastLoad => f64::from(terms.active_requests),
+        Policy::LeastLoad => f64::from(terms.requests()),
         Policy::Random
         | Policy::RoundRobin
         | Policy::PowerOfTwo
@@ -500,7 +522,8 @@ fn explain(
     let overlap_blocks = cost::overlap_blocks(chosen.overlap);
     let value = cost::overlap_value(chosen.overlap, input.knobs.tier_weights);
     let prefill_tokens = cost::own_prefill_tokens(prompt, value, chosen.prediction_blocks);
-    let queued = chosen.time.queue / input.speed.ttft.fits.line(candidate.id).secs_each;
+    let queued = (chosen.time.queue + chosen.time.foreign)
+        / input.speed.ttft.fits.line(candidate.id).secs_each;
     // A saturating cast of a number of at least 0.
     let tokens_ahead = u64::from(prefill_tokens).saturating_add(queued as u64);
     Decision {

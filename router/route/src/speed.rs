@@ -54,6 +54,8 @@ pub struct AcceptedPrefill {
     pub tokens: u32,
     /// The source's outstanding prefill before it.
     pub outstanding_tokens: u64,
+    /// Prompts of waiting requests from elsewhere.
+    pub foreign_tokens: u64,
     pub block_tokens: u32,
 }
 
@@ -100,6 +102,7 @@ impl SpeedTracker {
             source,
             tokens,
             outstanding_tokens,
+            foreign_tokens,
             block_tokens,
         } = prefill;
         let queued = self.queue_secs(source, outstanding_tokens, now);
@@ -112,7 +115,8 @@ impl SpeedTracker {
             tokens,
             // A saturating cast of a number of at least 0.
             tokens_ahead: u64::from(tokens)
-                .saturating_add((queued as u64).saturating_sub(self.crossing(slot, source, now))),
+                .saturating_add((queued as u64).saturating_sub(self.crossing(slot, source, now)))
+                .saturating_add(foreign_tokens),
             block_tokens,
         };
         self.prefills.get_mut(source).insert(slot, prefill);
@@ -265,6 +269,7 @@ mod tests {
             source: source_id(),
             tokens: 4_000,
             outstanding_tokens,
+            foreign_tokens: 0,
             block_tokens: 16,
         }
     }

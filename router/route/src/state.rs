@@ -19,6 +19,7 @@ use super::candidates::{Health, RouteRefusal, ServedModel, WorkerDirectory};
 use super::choice::Policy;
 use super::cost::Knobs;
 use super::decide::{Decision, DecisionInput, decide};
+use super::engine_load::EngineLoads;
 use super::expectations::Expectations;
 use super::index_view::{IndexView, IndexViewCounts, TrustedAnswer};
 use super::ledger::{Ledger, LedgerError};
@@ -37,6 +38,7 @@ use super::stall::StallDetector;
 use super::traffic::Traffic;
 
 mod cache_reports;
+mod engines;
 mod figures;
 mod judgement;
 mod reconsider;
@@ -144,6 +146,7 @@ pub struct Core {
     view: IndexView,
     audit: CreditAudit,
     stalls: StallDetector,
+    engines: EngineLoads,
     speed: SpeedTracker,
     slowness: SlownessTracker,
     /// By slot counter.
@@ -202,6 +205,7 @@ impl Core {
             view: IndexView::default(),
             audit: CreditAudit::default(),
             stalls: StallDetector::default(),
+            engines: EngineLoads::default(),
             speed: SpeedTracker::default(),
             slowness: SlownessTracker::default(),
             pending: BTreeMap::new(),
@@ -307,6 +311,7 @@ impl Core {
             slots: &self.slots,
             expected: &self.expected,
             stalls: &self.stalls,
+            engines: &self.engines,
             speed: &self.speed,
             slowness: &self.slowness,
             knobs: &self.knobs,
@@ -623,7 +628,7 @@ impl Core {
                     }
                 }
                 (Applied::Freed(source, _), LoadChange::Free { counter, end }) => {
-                    let active_requests = self.slots.active_requests(source, None) + 1;
+                    let active_requests = self.concurrent(source, now).saturating_add(1);
                     self.speed.ended(slot, *end, active_requests, now);
                     self.end_prefill(source, now);
                     if *end == SlotEnd::Completed && self.expected.sent.is_needed(source, now) {
@@ -633,7 +638,7 @@ impl Core {
                     self.expected.predictions.ended(router, *counter, *end, now);
                 }
                 (Applied::PrefillCompleted(source), _) => {
-                    let active_requests = self.slots.active_requests(source, None);
+                    let active_requests = self.concurrent(source, now);
                     self.speed.first_token(slot, active_requests, now);
                     self.end_prefill(source, now);
                 }
@@ -660,11 +665,13 @@ impl Core {
         let load = self.slots.load(source);
         let outstanding_tokens = load.map_or(0, ActiveLoad::prefill_tokens);
         let worker = self.table.source(source).map(|source| &source.worker);
+        let block_tokens = worker.map_or(0, |worker| self.fleet.block_tokens(worker));
         let prefill = AcceptedPrefill {
             source,
             tokens,
             outstanding_tokens: outstanding_tokens.saturating_sub(tokens.into()),
-            block_tokens: worker.map_or(0, |worker| self.fleet.block_tokens(worker)),
+            foreign_tokens: self.foreign_tokens(source, block_tokens, now),
+            block_tokens,
         };
         self.speed.accepted(slot, prefill, now);
     }

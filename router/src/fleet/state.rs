@@ -15,6 +15,7 @@ use warmroute_proto::registry::{DrainState, Lora, WorkerEntry};
 use super::breaker::{Breaker, RequestResult, RequestTimes};
 use super::checks::RegistrationChecks;
 use super::drain_table::DrainTable;
+use super::engine_load::LoadTarget;
 use super::health::{HealthChange, Observation, WorkerHealth};
 use super::members::FleetMembers;
 
@@ -31,6 +32,8 @@ pub(crate) struct FleetWorker {
     pub health: WorkerHealth,
     /// Why TLS with it failed, until a probe passes.
     pub tls_error: Option<String>,
+    /// Why its load is not read, if the settings ask for it.
+    pub load_error: Option<String>,
     pub breaker: Breaker,
     pub checks: RegistrationChecks,
     /// Grows when the worker comes back or changes: older check results are void.
@@ -168,6 +171,43 @@ impl FleetState {
             known.tls_error = Some(why.to_owned());
         }
         self.observe(worker, url, Observation::ConnectRefused, now)
+    }
+
+    /// The load of the engine at `url` was read, or why not. Logged once until it is read again.
+    pub(crate) fn load_read(&mut self, worker: &WorkerId, url: &str, error: Option<String>) {
+        let Some(known) = self.at(worker, url) else {
+            return;
+        };
+        match (&known.load_error, &error) {
+            (None, Some(why)) => {
+                tracing::warn!(%worker, url, why, "engine load cannot be read, not counted");
+            }
+            (Some(_), None) => tracing::info!(%worker, "engine load is read"),
+            (None, None) | (Some(_), Some(_)) => {}
+        }
+        known.load_error = error;
+    }
+
+    /// No engine's load is read.
+    pub(crate) fn forget_load_errors(&mut self) -> FleetChange {
+        for known in self.workers.values_mut() {
+            known.load_error = None;
+        }
+        FleetChange::None
+    }
+
+    /// The engines whose load can be read.
+    pub(crate) fn load_targets(&self) -> Vec<LoadTarget> {
+        let usable = self
+            .workers
+            .values()
+            .filter(|worker| worker.health.usable());
+        let target = |worker: &FleetWorker| LoadTarget {
+            worker: worker.entry.worker.clone(),
+            url: worker.entry.url.clone(),
+            ranks: worker.entry.ranks,
+        };
+        usable.map(target).collect()
     }
 
     /// The result of a request that was sent to `url`.
@@ -337,6 +377,7 @@ impl FleetWorker {
             registered: true,
             health: WorkerHealth::default(),
             tls_error: None,
+            load_error: None,
             breaker: Breaker::default(),
             checks: RegistrationChecks::default(),
             epoch: 0,

@@ -33,11 +33,15 @@ function basis({ rung, state, reported_blocks: reported }) {
   return rung === "index" && !reported ? state : rung.replaceAll("_", " ");
 }
 
+// Requests of a source, and those that its engine has from elsewhere.
+const requests = (one) => one.active_requests + one.foreign_requests;
+const millis = ({ time_ms: time }, term) => time[term] + (term === "queue" ? time.foreign : 0);
+
 // The term of predicted time that is best against the next source.
 function mainTerm(winner, next) {
   const saved = ["queue", "prefill", "decode"].map((term) => {
     const weight = term === "decode" ? 0.1 : 1;
-    return { term, ms: weight * (next.time_ms[term] - winner.time_ms[term]) };
+    return { term, ms: weight * (millis(next, term) - millis(winner, term)) };
   });
   return saved.reduce((best, one) => (one.ms > best.ms ? one : best));
 }
@@ -53,18 +57,18 @@ export function why(decision) {
   if (!next) return `the only candidate; ${held}`;
   if (decision.policy === "round-robin") return "its turn";
   if (decision.policy === "power-of-two") {
-    return `fewest active requests of two at random: ${count(winner.active_requests)}`;
+    return `fewest active requests of two at random: ${count(requests(winner))}`;
   }
   if (decision.policy === "random") return "drawn at random";
   if (decision.policy === "session") return `its session belongs there; ${held}`;
   if (decision.policy === "prefix-hash") return `prompts that begin so belong there; ${held}`;
   if (decision.policy === "least-load") {
-    return `fewest active requests: ${count(winner.active_requests)}`;
+    return `fewest active requests: ${count(requests(winner))}`;
   }
   const saved = next.cost - winner.cost;
   if (saved < 0) return `drawn with a probability of ${percent(winner.probability)}; ${held}`;
   if (isTimed(decision) && saved < NEAR_SECS) {
-    const reason = winner.active_requests < next.active_requests ? "fewer active requests" : "a random draw";
+    const reason = requests(winner) < requests(next) ? "fewer active requests" : "a random draw";
     return `as fast as ${name(next)}, chosen by ${reason}; ${held}`;
   }
   if (!isTimed(decision)) {
@@ -82,17 +86,17 @@ const COLUMNS = [
   ["CPU", ({ overlap }) => count(overlap.cpu), "blocks"],
   ["Disk", ({ overlap }) => count(overlap.disk), "blocks"],
   ["Expected", (one) => count(one.predicted_blocks), "blocks"],
-  ["Active", (one) => count(one.active_requests), "requests"],
+  ["Active", (one) => count(requests(one)), "requests"],
 ];
 const TIME_COLUMNS = [
-  ["Queue", (one) => number(one.time_ms.queue), "ms"],
+  ["Queue", (one) => number(millis(one, "queue")), "ms"],
   ["Prefill", (one) => number(one.time_ms.prefill), "ms"],
   ["Decode", (one) => number(one.time_ms.decode), "ms"],
   ["Cost", (one) => number(1000 * one.cost), "ms"],
 ];
 const BLOCK_COLUMNS = [
-  ["Prefill", (one) => number(one.prefill_blocks), "blocks"],
-  ["Decode", (one) => number(one.decode_blocks), "blocks"],
+  ["Prefill", (one) => number(one.prefill_blocks + one.foreign_prefill_blocks), "blocks"],
+  ["Decode", (one) => number(one.decode_blocks + one.foreign_decode_blocks), "blocks"],
   ["Slowness", (one) => number(one.slowness), "factor"],
   ["Cost", (one) => number(one.cost), "blocks"],
 ];

@@ -63,7 +63,15 @@ const COLUMNS = [
   tier("cpu", "CPU"),
   tier("disk", "Disk"),
   figure("Cached", "blocks", "cached_blocks"),
-  figure("Active", "requests", "active_requests"),
+  {
+    label: "Active",
+    unit: "requests",
+    text: ({ active_requests: own, foreign_requests: foreign }) =>
+      foreign ? `${count(own)} + ${count(foreign)}` : count(own),
+    title: (row) => (row.foreign_requests ? "of the routers + from elsewhere" : null),
+    sort: (row) => row.active_requests + row.foreign_requests,
+    isNumber: true,
+  },
   figure("Prefill", "tokens", "prefill_tokens"),
   figure("Decode", "blocks", "decode_blocks"),
   figure("TTFT", "average", "ttft_ms", duration),

@@ -90,6 +90,8 @@ pub(super) struct LiveRank {
     /// Pairs of block and tier that the index holds.
     pub cached_blocks: Option<u64>,
     pub active_requests: u32,
+    /// Requests of its engine from elsewhere.
+    pub foreign_requests: u32,
     pub prefill_tokens: u64,
     pub decode_blocks: u64,
     pub ttft_ms: Option<f64>,
@@ -155,6 +157,7 @@ impl From<RankParts<'_>> for LiveRank {
             is_without_events: view.is_some_and(SourceView::is_without_events),
             cached_blocks: view.and_then(|view| Some(view.digest?.count)),
             active_requests: figures.active_requests,
+            foreign_requests: figures.foreign_requests,
             prefill_tokens: figures.prefill_tokens,
             decode_blocks: figures.decode_blocks,
             ttft_ms: figures.ttft.map(|ttft| ttft.as_secs_f64() * 1e3),
@@ -230,6 +233,7 @@ mod tests {
             source: &source,
             figures: SourceFigures {
                 active_requests: 2,
+                foreign_requests: 5,
                 prefill_tokens: 300,
                 decode_blocks: 40,
                 ttft: Some(std::time::Duration::from_millis(50)),
@@ -247,6 +251,7 @@ mod tests {
             "is_without_events": false,
             "cached_blocks": 7,
             "active_requests": 2,
+            "foreign_requests": 5,
             "prefill_tokens": 300,
             "decode_blocks": 40,
             "ttft_ms": 50.0,

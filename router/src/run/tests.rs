@@ -100,6 +100,10 @@ async fn every_admin_route_needs_its_key_until_the_key_is_revoked() {
     served.stop().await;
 }
 
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
+}
+
 /// An engine whose answers never begin.
 async fn silent_engine() -> String {
     let models = || async { axum::Json(json!({"data": [{"id": "m"}]})) };
@@ -125,7 +129,7 @@ async fn requests_that_wait_at_the_end_of_the_drain_get_an_answer() {
     ];
     let served = Served::with_args("drain_timeout_secs = 3\n", &args).await;
     let app = Arc::clone(&served.running.app);
-    while app.core.core().free_places("m").is_none() || app.ready.missing().is_some() {
+    while app.core.core().free_places("m", now()).is_none() || app.ready.missing().is_some() {
         sleep(Duration::from_millis(20)).await;
     }
     let url = format!("http://{}/v1/completions", served.running.addresses.public);
@@ -137,7 +141,7 @@ async fn requests_that_wait_at_the_end_of_the_drain_get_an_answer() {
         TaskTracker::new().spawn(request.send())
     };
     let first = send();
-    while app.core.core().free_places("m") != Some(Vec::new()) {
+    while app.core.core().free_places("m", now()) != Some(Vec::new()) {
         sleep(Duration::from_millis(20)).await;
     }
     let second = send();
@@ -153,4 +157,34 @@ async fn requests_that_wait_at_the_end_of_the_drain_get_an_answer() {
     let error = answer.json::<Value>().await.unwrap();
     assert_eq!(error["error"]["code"], "router_ends");
     fs::remove_file(served.settings).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_engine_whose_load_cannot_be_read_is_shown_with_the_reason() {
+    let engine = silent_engine().await;
+    let on = "[engines]\nload = true\n";
+    let served = Served::with_args(on, &["--worker", &engine]).await;
+    let shown = async || {
+        let url = format!("http://{}/workers", served.running.addresses.admin);
+        let page: Value = served
+            .client
+            .get(url)
+            .send()
+            .await
+            .unwrap()
+            .json()
+            .await
+            .unwrap();
+        page["workers"][0].clone()
+    };
+    while shown().await["load_error"] != "status 404 Not Found" {
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(shown().await["engine_load"], json!({}));
+    assert_eq!(shown().await["health"], "healthy");
+    fs::write(&served.settings, on.replace("true", "false")).unwrap();
+    while shown().await["load_error"] != Value::Null {
+        sleep(Duration::from_millis(20)).await;
+    }
+    served.stop().await;
 }

@@ -1,5 +1,6 @@
 //! `[engines]`: what engines get from this router besides requests, and what waits for them.
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use axum::http::HeaderValue;
@@ -7,7 +8,11 @@ use serde::Deserialize;
 use warmroute_process::tls::Authorities;
 use warmroute_shim::EngineKey;
 
-use super::file::{Seconds, Settings, SettingsError, read};
+use super::file::{Seconds, Settings, SettingsError, ValueError, read};
+use crate::route::EngineBounds;
+
+/// An engine may keep a few requests waiting for one step.
+const FOREIGN_WAITING: NonZeroU32 = NonZeroU32::new(8).expect("it is not 0");
 
 /// `[engines]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -16,6 +21,9 @@ pub(super) struct EngineSettings {
     authorization: AuthorizationRule,
     ca: PathBuf,
     key_file: PathBuf,
+    load: bool,
+    max_foreign_waiting: NonZeroU32,
+    max_kv_usage_percent: KvPercent,
     pub(super) queue_timeout_secs: Seconds,
     pub(super) max_queued_requests: usize,
     pub(super) max_queued_requests_per_model: usize,
@@ -33,6 +41,9 @@ impl Default for EngineSettings {
             authorization: AuthorizationRule::Auto,
             ca: PathBuf::new(),
             key_file: PathBuf::new(),
+            load: false,
+            max_foreign_waiting: FOREIGN_WAITING,
+            max_kv_usage_percent: KvPercent(95),
             queue_timeout_secs: Seconds(30),
             max_queued_requests: 10_000,
             max_queued_requests_per_model: 10_000,
@@ -50,6 +61,22 @@ enum AuthorizationRule {
     Pass,
     Strip,
     Replace,
+}
+
+/// From 1 to 100.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u32")]
+struct KvPercent(u32);
+
+impl TryFrom<u32> for KvPercent {
+    type Error = ValueError;
+
+    fn try_from(percent: u32) -> Result<Self, ValueError> {
+        if (1..=100).contains(&percent) {
+            return Ok(Self(percent));
+        }
+        Err(ValueError::KvPercent(percent))
+    }
 }
 
 /// The clients' `Authorization` and `x-api-key` on the way to engines.
@@ -77,6 +104,15 @@ impl Settings {
                 _,
             ) => EngineAuthorization::Strip,
         }
+    }
+
+    /// At which an engine takes no more; `None`: its metrics are not read.
+    pub(crate) fn engine_bounds(&self) -> Option<EngineBounds> {
+        let engines = &self.engines;
+        engines.load.then(|| EngineBounds {
+            foreign_waiting: engines.max_foreign_waiting.get(),
+            kv_usage: f64::from(engines.max_kv_usage_percent.0) / 100.0,
+        })
     }
 
     /// The key of engines that have none of their own.

@@ -219,6 +219,8 @@ pub(crate) enum ValueError {
     RecordingBytes(u64),
     #[error("{0} is less than 100")]
     LoadPercent(u32),
+    #[error("{0} is not between 1 and 100")]
+    KvPercent(u32),
     #[error("template arguments must be values of JSON")]
     TemplateKwargs,
 }

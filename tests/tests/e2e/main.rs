@@ -38,6 +38,7 @@ mod browser;
 mod churn;
 mod conformance;
 mod credit;
+mod engine_load;
 mod faults;
 mod fleet;
 mod live_page;

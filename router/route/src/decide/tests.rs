@@ -1,4 +1,5 @@
 use super::*;
+use crate::engine_load::{EngineBounds, EngineReading, READING_LIFE, RoutedLoad};
 use crate::index_view::IndexView;
 use crate::prompt::SessionKey;
 use crate::source_table::SourceTable;
@@ -37,6 +38,7 @@ struct Fixture {
     slots: Slots,
     expected: Expectations,
     stalls: StallDetector,
+    engines: EngineLoads,
     speed: SpeedTracker,
     slowness: SlownessTracker,
     knobs: Knobs,
@@ -64,6 +66,7 @@ impl Fixture {
             slots: Slots::default(),
             expected: Expectations::default(),
             stalls: StallDetector::default(),
+            engines: EngineLoads::default(),
             speed: SpeedTracker::default(),
             slowness: SlownessTracker::default(),
             knobs: Policy::Kv.into(),
@@ -124,6 +127,7 @@ impl Fixture {
             source: self.id(number),
             tokens: prefill_tokens,
             outstanding_tokens: 0,
+            foreign_tokens: 0,
             block_tokens: 16,
         };
         self.speed.accepted(slot, prefill, self.now);
@@ -153,6 +157,7 @@ impl Fixture {
             slots: &self.slots,
             expected: &self.expected,
             stalls: &self.stalls,
+            engines: &self.engines,
             speed: &self.speed,
             slowness: &self.slowness,
             knobs: &self.knobs,
@@ -571,4 +576,78 @@ fn two_random_sources_are_compared_by_load() {
         chosen[0] > 50 && chosen[1] == 0 && chosen[2] > 50,
         "{chosen:?}"
     );
+}
+
+/// The source's engine has requests from elsewhere: four run in half of its 1,000 blocks.
+fn flood(fixture: &mut Fixture, number: u32, waiting: u32) {
+    let (id, now) = (fixture.id(number), fixture.now);
+    fixture.engines.set_bounds(Some(EngineBounds {
+        foreign_waiting: 8,
+        kv_usage: 0.9,
+    }));
+    let reading = EngineReading {
+        running: 4,
+        waiting,
+        kv_usage: Some(0.5),
+    };
+    let routed = RoutedLoad::default();
+    fixture.engines.learn(id, reading, routed, Some(1000), now);
+}
+
+#[test]
+fn requests_from_elsewhere_are_a_term_of_both_costs() {
+    for policy in [Policy::Kv, Policy::Time] {
+        let mut fixture = Fixture::of(2);
+        fixture.knobs = policy.into();
+        // All of it but the last block.
+        fixture.index(&[(0, SourceState::Exact, gpu(62))]);
+        let prompt = prompt(1000);
+        assert_eq!(fixture.decide(&prompt).source, source(0), "{policy:?}");
+        flood(&mut fixture, 0, 2);
+        let decision = fixture.decide(&prompt);
+        assert_eq!(decision.source, source(1), "{policy:?}");
+        let flooded = decision.weighed[0];
+        assert_eq!((flooded.active_requests, flooded.foreign_requests), (0, 6));
+        assert_eq!(flooded.foreign_prefill_blocks, 250.0);
+        assert_eq!(flooded.foreign_decode_blocks, 750.0);
+        let secs = fixture.speed.prefill_secs(fixture.id(0), 250 * 16);
+        assert_eq!(flooded.time.foreign, secs);
+        assert!(flooded.time.decode > decision.weighed[1].time.decode);
+        if policy == Policy::Kv {
+            let own = flooded.prefill_blocks + flooded.decode_blocks;
+            assert_eq!(flooded.cost, own + 1000.0);
+        }
+    }
+}
+
+#[test]
+fn policies_that_count_requests_count_foreign_ones() {
+    for policy in [Policy::LeastLoad, Policy::PowerOfTwo] {
+        let mut fixture = Fixture::of(2);
+        fixture.knobs = policy.into();
+        flood(&mut fixture, 0, 0);
+        (0..3).for_each(|_| fixture.load(1, 10, 1));
+        let decision = fixture.decide(&prompt(100));
+        assert_eq!(decision.source, source(1));
+        assert_eq!(decision.probability(&decision.weighed[0]), 0.0);
+    }
+}
+
+#[test]
+fn a_source_whose_engine_is_at_a_bound_is_full() {
+    let mut fixture = Fixture::of(2);
+    fixture.knobs.active_max = Some(4);
+    flood(&mut fixture, 0, 8);
+    fixture.load(1, 10, 1);
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+    // Four foreign requests run there.
+    flood(&mut fixture, 1, 0);
+    let is_full = |refusal| matches!(refusal, RouteRefusal::Full { .. });
+    assert!(is_full(fixture.refusal(&prompt(100))));
+    fixture.knobs.active_max = None;
+    assert_eq!(fixture.decide(&prompt(100)).source, source(1));
+    flood(&mut fixture, 1, 8);
+    assert!(is_full(fixture.refusal(&prompt(100))));
+    fixture.now += READING_LIFE;
+    fixture.decide(&prompt(100));
 }

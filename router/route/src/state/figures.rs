@@ -9,6 +9,10 @@ use crate::slots::ActiveLoad;
 use crate::source_table::SourceId;
 use crate::traffic::TrafficTotals;
 
+/// Free places of a source that only its engine's metrics bound: so many requests of a queue decide
+/// at a time, so that the bound stops the others.
+const UNLIMITED_PLACES: u32 = 64;
+
 /// One source's load and speed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SourceFigures {
@@ -17,6 +21,8 @@ pub struct SourceFigures {
     pub prefill_tokens: u64,
     /// Distinct blocks that the requests hold.
     pub decode_blocks: u64,
+    /// Requests of its engine from elsewhere.
+    pub foreign_requests: u32,
     /// Average of the recent times to first token; `None` without one in the last minute.
     pub ttft: Option<Duration>,
     /// As [`Core::ttft_ratio`].
@@ -36,12 +42,19 @@ impl Core {
     /// or the model has no sources: a request that is admitted there is refused with the reason, and
     /// does not wait for a place in vain.
     #[must_use]
-    pub fn free_places(&self, model: &str) -> Option<Vec<(SourceId, u32)>> {
-        let active_max = self.knobs.active_max?;
-        let candidates = self.fleet.candidates(model).ok()?;
+    pub fn free_places(&self, model: &str, now: Instant) -> Option<Vec<(SourceId, u32)>> {
+        let room = self.room(now);
+        let candidates = self
+            .fleet
+            .candidates(model)
+            .ok()
+            .filter(|_| room.is_bounded())?;
         let places = candidates.iter().map(|candidate| {
-            let active = self.slots.active_requests(candidate.id, None);
-            (candidate.id, active_max.saturating_sub(active))
+            let places = match room.free_places(candidate.id, None) {
+                u32::MAX => UNLIMITED_PLACES,
+                places => places,
+            };
+            (candidate.id, places)
         });
         Some(places.filter(|(_, free)| *free > 0).collect())
     }
@@ -57,6 +70,7 @@ impl Core {
             active_requests: load.map_or(0, ActiveLoad::active_requests),
             prefill_tokens: load.map_or(0, ActiveLoad::prefill_tokens),
             decode_blocks: load.map_or(0, ActiveLoad::decode_blocks),
+            foreign_requests: self.engines.foreign(id, now).requests,
             ttft: self.traffic.ttft(id, now),
             ttft_ratio: self.slowness.ratio(id, now),
             is_stalled: self.stalls.is_stalled(id, now),

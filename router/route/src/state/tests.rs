@@ -13,6 +13,7 @@ use warmroute_proto::{
 
 use crate::DecisionBasis;
 use crate::audit::{AGREEMENTS, CreditClaim};
+use crate::engine_load::{EngineBounds, EngineReading};
 use crate::index_view::{LAG_MAX, LogGeneration};
 
 fn entry(name: &str) -> WorkerEntry {
@@ -637,4 +638,48 @@ fn what_an_engine_reports_is_credited_where_the_index_is_not_complete() {
     let exact = admit(&mut core, &asked, Some(&answer(2, 1, [0, 0])), now);
     core.audit(&exact.decision, &asked, 64, now);
     assert_eq!(core.counts().reported_prefixes, 0);
+}
+
+#[test]
+fn an_engine_at_a_bound_has_no_free_places() {
+    let (mut core, now) = (core(1), start());
+    assert_eq!(core.free_places("base", now), None);
+    core.set_engine_bounds(Some(EngineBounds {
+        foreign_waiting: 8,
+        kv_usage: 0.9,
+    }));
+    let free = |core: &Core, now| {
+        let places = core.free_places("base", now).unwrap();
+        let names = places
+            .iter()
+            .map(|(id, free)| (core.source(*id).unwrap().clone(), *free));
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(free(&core, now), [(source("a"), 64), (source("b"), 64)]);
+    let reading = EngineReading {
+        running: 4,
+        waiting: 9,
+        kv_usage: Some(0.5),
+    };
+    // The routers had two requests there when the engine was asked.
+    core.engine_read(&"a".into(), &[reading], &[2], now);
+    assert_eq!(free(&core, now), [(source("b"), 64)]);
+    let (read, foreign) = core.engine_load(&source("a"), now).unwrap();
+    assert_eq!(
+        (read.waiting, foreign.requests, foreign.waiting),
+        (9, 11, 9)
+    );
+    core.knobs.active_max = Some(20);
+    core.engine_read(
+        &"a".into(),
+        &[EngineReading {
+            waiting: 3,
+            ..reading
+        }],
+        &[2],
+        now,
+    );
+    assert_eq!(free(&core, now), [(source("a"), 15), (source("b"), 20)]);
+    core.set_engine_bounds(None);
+    assert_eq!(free(&core, now), [(source("a"), 20), (source("b"), 20)]);
 }

@@ -26,7 +26,7 @@ mod rolling;
 mod router_restart;
 mod server_restart;
 mod shim_restart;
-mod streams;
+pub(crate) mod streams;
 mod together;
 mod upgrade;
 mod views;
