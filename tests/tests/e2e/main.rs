@@ -47,6 +47,7 @@ mod mixed;
 mod nats_server;
 mod pages;
 mod plane;
+mod queue_memory;
 mod recording;
 mod scaling;
 mod separation;
