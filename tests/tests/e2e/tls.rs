@@ -2,7 +2,9 @@
 
 #[path = "../../../proto/process/src/tls/tests/certificates.rs"]
 mod certificates;
+mod clients;
 mod gate;
+mod shim;
 
 use std::fs;
 use std::path::PathBuf;

@@ -180,9 +180,14 @@ impl Fleet {
     }
 
     pub(crate) async fn add_shim(&mut self, index: usize, setup: &Engines) {
+        let base = self.engines[index].process.base();
+        self.add_shim_at(index, setup, &base).await;
+    }
+
+    /// Adds a shim that reaches its engine's HTTP at another URL.
+    pub(crate) async fn add_shim_at(&mut self, index: usize, setup: &Engines, base: &str) {
         let name = worker_name(index);
         let spec = self.worker_spec(index);
-        let base = text(&spec["url"]);
         let (port, ranks) = (free_port().to_string(), setup.ranks.to_string());
         let user = match self.flags.access {
             // Two workers have users of their own.
@@ -206,8 +211,8 @@ impl Fleet {
             parts.proxies.push(proxy);
         }
         arguments.extend(strings(&["--host", "127.0.0.1", "--port", &port]));
-        arguments.extend(strings(&["--worker-id", &name, "--worker-url", &base]));
-        arguments.extend(strings(&["--advertise-url", &base, "--ranks", &ranks]));
+        arguments.extend(strings(&["--worker-id", &name, "--worker-url", base]));
+        arguments.extend(strings(&["--advertise-url", base, "--ranks", &ranks]));
         for (flag, key) in [("--kv-endpoint", "kv"), ("--kv-replay-endpoint", "replay")] {
             if let Some(endpoint) = spec.get(key) {
                 arguments.extend([flag.to_owned(), text(endpoint)]);
