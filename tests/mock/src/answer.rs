@@ -215,7 +215,7 @@ impl Answer {
 
     /// vLLM begins a chat with the role, but only when the first token is there.
     fn opening(&self, usage: Usage) -> Option<Bytes> {
-        let mut choice = match self.shape {
+        let choice = match self.shape {
             Shape::Completion => return None,
             Shape::Response => return Some(response::opening(self)),
             Shape::Message => return Some(message::opening(self, usage)),
@@ -225,10 +225,8 @@ impl Answer {
             }),
         };
         let mut chunk = self.chunk(json!([]));
-        if let Some(prompts) = &self.prompt_token_ids {
-            choice["token_ids"] = Value::Null;
-            chunk["prompt_token_ids"] = json!(prompts.first());
-        }
+        let prompts = self.prompt_token_ids.as_ref();
+        chunk["prompt_token_ids"] = json!(prompts.and_then(|prompts| prompts.first()));
         chunk["choices"] = json!([choice]);
         Some(event(&chunk))
     }
@@ -257,12 +255,13 @@ impl Answer {
                 choice["delta"] = json!({"tool_calls": [call]});
             }
         }
-        if let Some(prompts) = &self.prompt_token_ids {
-            choice["token_ids"] = json!([token.id]);
-            if self.shape == Shape::Completion && token.first {
-                choice["prompt_token_ids"] = json!(prompts.get(index));
-            }
+        // vLLM writes null where the client does not ask.
+        let prompts = self.prompt_token_ids.as_ref();
+        if self.shape == Shape::Completion {
+            let prompt = prompts.filter(|_| token.first);
+            choice["prompt_token_ids"] = json!(prompt.and_then(|prompts| prompts.get(index)));
         }
+        choice["token_ids"] = json!(prompts.map(|_| [token.id]));
         event(&self.chunk(json!([choice])))
     }
 

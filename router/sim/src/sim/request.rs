@@ -72,7 +72,8 @@ pub(super) struct EngineSequence {
     pub(super) scheduled: usize,
     pub(super) preempted: bool,
     pub(super) origin: Origin,
-    random: u64,
+    /// Stands for all tokens so far.
+    tokens_mix: u64,
 }
 
 /// Inputs of a sequence's block hashes besides tokens.
@@ -104,10 +105,10 @@ impl EngineSequence {
             scheduled: 0,
             preempted: false,
             origin,
-            random: 0,
+            tokens_mix: 0,
         };
         sequence.name_whole_blocks(block_size);
-        sequence.random = sequence.prompt_mix(block_size);
+        sequence.tokens_mix = sequence.mix_of_tokens(block_size);
         sequence
     }
 
@@ -115,18 +116,21 @@ impl EngineSequence {
         self.tokens.len() - self.prompt_len
     }
 
-    /// Appends a token that depends only on the prompt and the tokens before it.
+    /// Appends a token that depends only on the tokens before it, wherever the prompt ends: a prompt
+    /// that ends with generated tokens is continued as the one that they were generated from.
     pub(super) fn generate(&mut self, vocabulary: &[u32], block_size: BlockSize) -> u32 {
-        self.random = mix(self.random);
         let choices = vocabulary.len().max(1) as u64;
         #[expect(clippy::cast_possible_truncation, reason = "below the slice's length")]
         let token = vocabulary
-            .get((self.random % choices) as usize)
+            .get((mix(!self.tokens_mix) % choices) as usize)
             .copied()
             .unwrap_or(0);
         self.tokens.push(token);
         if self.tokens.len().is_multiple_of(block_size.tokens()) {
             self.name_whole_blocks(block_size);
+            self.tokens_mix = self.mix_of_tokens(block_size);
+        } else {
+            self.tokens_mix = mix(self.tokens_mix ^ u64::from(token));
         }
         token
     }
@@ -154,7 +158,7 @@ impl EngineSequence {
         }
     }
 
-    fn prompt_mix(&self, block_size: BlockSize) -> u64 {
+    fn mix_of_tokens(&self, block_size: BlockSize) -> u64 {
         let whole = self.keys.len() * block_size.tokens();
         let start = self.keys.last().map_or(self.origin.seed.0, |key| key.0);
         self.tokens[whole..]

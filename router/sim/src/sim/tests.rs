@@ -355,6 +355,27 @@ fn another_life_has_other_hashes_and_the_same_output() {
     );
 }
 
+/// As an engine does that samples the most likely token.
+#[test]
+fn a_prompt_that_ends_with_generated_tokens_is_continued() {
+    let generated = |prompt: Vec<u32>, max_tokens| {
+        let mut engine = engine(64);
+        engine.submit(request(prompt, max_tokens)).unwrap();
+        let mut tokens = Vec::new();
+        while engine.has_requests() {
+            let produced = engine.step().produced;
+            tokens.extend(produced.iter().map(|one| one.token));
+        }
+        tokens
+    };
+    let prompt: Vec<u32> = (0..9).collect();
+    let whole = generated(prompt.clone(), 20);
+    for seam in 0..20 {
+        let prompt = [&*prompt, &whole[..seam]].concat();
+        assert_eq!(generated(prompt, 20 - seam), whole[seam..], "{seam}");
+    }
+}
+
 #[test]
 fn impossible_requests_are_refused() {
     let mut engine = engine(4);
