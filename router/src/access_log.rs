@@ -81,6 +81,7 @@ struct AccessLine<'a> {
     output_tokens: u32,
     #[serde(flatten)]
     times: LineTimes,
+    resumes: u32,
     status: Option<u16>,
     outcome: &'a str,
 }
@@ -156,6 +157,7 @@ fn write_line(request: &EndedRequest, to: &mut Vec<u8>) {
             ttft_ms: request.timings.ttft.map(millis),
             total_ms: millis(request.total),
         },
+        resumes: request.resumes,
         status: (request.status > 0).then_some(request.status),
         outcome: request.end.label(),
     };

@@ -54,6 +54,8 @@ pub(crate) struct CallReport {
     pub output: OutputCount,
     /// Prompt tokens that the engine reported as cached.
     pub cached_tokens: Option<u32>,
+    /// Times that another worker went on with the stream.
+    pub resumes: u32,
     /// Status of the answer; 0 without one.
     pub status: u16,
     pub end: RequestEnd,
@@ -77,6 +79,7 @@ pub(crate) struct EndedRequest {
     pub cached_tokens: Option<u32>,
     pub output_tokens: u32,
     pub timings: CallTimings,
+    pub resumes: u32,
     pub status: u16,
     pub end: RequestEnd,
 }
@@ -152,6 +155,7 @@ impl CallReport {
             timings: CallTimings::default(),
             output: OutputCount::default(),
             cached_tokens: None,
+            resumes: 0,
             status: 0,
             end: RequestEnd::ClientGone,
             record: None,
@@ -321,6 +325,7 @@ impl EndedRequest {
             cached_tokens: report.cached_tokens,
             output_tokens: report.output.tokens(),
             timings: report.timings,
+            resumes: report.resumes,
             status: report.status,
             end: report.end,
         }

@@ -17,8 +17,8 @@ use prometheus::{
 use warmroute_process::server::ConnectionMetrics;
 
 pub(crate) use labels::{
-    CancelPhase, DecisionStep, LoadResult, RecordResult, ReloadResult, RequestEnd, RetryReason,
-    RouteLabel,
+    CancelPhase, DecisionStep, LoadResult, RecordResult, ReloadResult, RequestEnd, ResumeResult,
+    RetryReason, RouteLabel,
 };
 use page::Page;
 pub(crate) use page::{Scraped, TokenizerStatus, WorkerStatus};
@@ -44,7 +44,7 @@ pub(crate) struct Metrics {
     requests: IntCounterVec,
     request_seconds: HistogramVec,
     ttft_seconds: HistogramVec,
-    retries: IntCounterVec,
+    repeats: RepeatMetrics,
     cancels: IntCounterVec,
     buffered_bytes: IntGauge,
     connections: ConnectionMetrics,
@@ -60,6 +60,12 @@ pub(crate) struct Metrics {
     unhashed: IntCounterVec,
     index_failures: IntCounter,
     overlap: OverlapMetrics,
+}
+
+/// Requests that another worker serves, or goes on with.
+struct RepeatMetrics {
+    retries: IntCounterVec,
+    resumes: IntCounterVec,
 }
 
 /// Requests without a worker.
@@ -121,11 +127,18 @@ impl Metrics {
                 SLOW_BUCKETS,
                 "route",
             )?,
-            retries: counters(
-                "retries_total",
-                "Attempts repeated before the client got a byte",
-                &["reason"],
-            )?,
+            repeats: RepeatMetrics {
+                retries: counters(
+                    "retries_total",
+                    "Attempts repeated before the client got a byte",
+                    &["reason"],
+                )?,
+                resumes: counters(
+                    "stream_resumes_total",
+                    "Streams that lost their worker, with resume_streams",
+                    &["outcome"],
+                )?,
+            },
             cancels: counters(
                 "upstream_cancels_total",
                 "Engine requests ended because the client closed its connection",
@@ -277,7 +290,11 @@ impl Metrics {
     }
 
     pub(crate) fn retried(&self, reason: RetryReason) {
-        count(&self.retries, &[reason.label()]);
+        count(&self.repeats.retries, &[reason.label()]);
+    }
+
+    pub(crate) fn resumed(&self, result: ResumeResult) {
+        count(&self.repeats.resumes, &[result.label()]);
     }
 
     pub(crate) fn cancelled(&self, phase: CancelPhase) {

@@ -32,8 +32,8 @@ use tokio_util::sync::CancellationToken;
 use crate::metrics::{Metrics, ReloadResult};
 
 pub(crate) use engines::EngineAuthorization;
-pub(crate) use file::RecordingRule;
 pub(crate) use file::is_plain_path;
+pub(crate) use file::{RecordingRule, ResumeRule};
 pub use file::{Settings, SettingsError};
 pub(crate) use keys::ExplainRule;
 pub(crate) use queue::QueueLengths;

@@ -108,6 +108,18 @@ label! {
 }
 
 label! {
+    /// What became of a stream whose worker died, with `resume_streams`.
+    ResumeResult {
+        /// Another worker generates the rest.
+        Resumed = "resumed",
+        /// At this point of the answer the rest may differ, or it was resumed too often.
+        NotResumable = "not_resumable",
+        /// No other worker took it.
+        NoWorker = "no_worker",
+    }
+}
+
+label! {
     /// Why a request was sent again.
     RetryReason {
         /// The connection was refused: the engine did not get the request.

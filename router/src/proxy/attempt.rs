@@ -4,7 +4,8 @@
 //! back until the first byte of its body is there or the time for moving is over, a few
 //! milliseconds at most. Engines send heads long before their first token, and a client that has a
 //! head cannot be served by another engine. With `first_token_timeout_secs` the head of a stream is
-//! held back for the same reason until its first byte or that time.
+//! held back for the same reason until its first byte or that time, and with `resume_streams` that
+//! of a stream that can be resumed, until its first byte.
 
 use std::time::Duration;
 
@@ -51,6 +52,8 @@ struct HeadWait {
     predicted: Option<Duration>,
     /// Longest time to the first byte of a stream's body, which is waited for.
     first_token_max: Option<Duration>,
+    /// The first byte is waited for, however long.
+    holds_head: bool,
 }
 
 enum Waited {
@@ -79,6 +82,7 @@ impl App {
             let limits = HeadWait {
                 predicted: (!routing.streaming).then_some(predicted),
                 first_token_max: first_token_max.filter(|_| routing.streaming),
+                holds_head: routing.holds_head,
             };
             let addressed = self.addressed(request, &placement.decision)?;
             let sent = self.engines.send(addressed, resend);
@@ -126,6 +130,7 @@ async fn wait_for_head(
     placement: &mut Placement,
     mut moves: impl FnMut(&mut Placement) -> bool,
 ) -> Waited {
+    let holds_head = limits.holds_head || limits.first_token_max.is_some();
     let (prefill_end, silent) = (pause(limits.predicted), pause(limits.first_token_max));
     tokio::pin!(sent, prefill_end, silent);
     let mut held: Option<reqwest::Response> = None;
@@ -137,8 +142,7 @@ async fn wait_for_head(
             biased;
             result = &mut sent, if held.is_none() => match result {
                 Ok(response)
-                    if (watch.is_some() || limits.first_token_max.is_some())
-                        && is_stream(&response) =>
+                    if (watch.is_some() || holds_head) && is_stream(&response) =>
                 {
                     held = Some(response);
                 }
@@ -165,7 +169,7 @@ async fn wait_for_head(
             after = &mut silent => return Waited::Head(Err(AttemptError::Silent(after))),
         }
         if placement.watch.is_none()
-            && limits.first_token_max.is_none()
+            && !holds_head
             && let Some(response) = held.take()
         {
             let early = None;

@@ -91,6 +91,16 @@ struct BodyPace {
     window_bytes: usize,
 }
 
+impl BufferedBody {
+    /// A body of this router's own.
+    pub(super) fn new(bytes: Vec<u8>, share: BudgetShare) -> Self {
+        Self {
+            bytes: bytes.into(),
+            _share: Arc::new(share),
+        }
+    }
+}
+
 impl BodyBudget {
     /// `tasks` tracks the reading of discarded bodies, which ends at `force`.
     pub(crate) fn new(
@@ -221,6 +231,11 @@ impl BodyBudget {
         let mut share = self.share(usize::MAX);
         self.take(&mut share, bytes).ok()?;
         Some(share)
+    }
+
+    /// More bytes for such work. Returns false if the budget lacks them.
+    pub(super) fn charge_more(&self, share: &mut BudgetShare, bytes: usize) -> bool {
+        self.take(share, bytes).is_ok()
     }
 
     /// More bytes for a body. Does not wait: two bodies that hold bytes would wait for each other.

@@ -50,6 +50,9 @@ pub(super) struct Routing {
     pub index: Option<IndexReply>,
     /// The answer comes in pieces, so that its first token can be seen.
     pub streaming: bool,
+    /// The head is held back until the first byte of a stream's body, so that another worker can
+    /// take the request until then.
+    pub holds_head: bool,
     /// The request may be aborted on one worker and sent to another.
     pub movable: bool,
     /// Sources that must not get the request.
@@ -248,11 +251,7 @@ impl App {
 impl AttemptHistory {
     /// Excludes all ranks of the worker: they share one HTTP server.
     fn exclude(&mut self, source: &Source, fleet: &Fleet) {
-        let ranks = fleet.ranks(&source.worker).max(source.dp_rank.0 + 1);
-        self.tried.extend((0..ranks).map(|rank| Source {
-            worker: source.worker.clone(),
-            dp_rank: DpRank(rank),
-        }));
+        self.tried.extend(all_ranks(source, fleet));
     }
 
     /// No further worker takes the request.
@@ -272,6 +271,16 @@ impl AttemptHistory {
         };
         self.fallback.ok_or(error)
     }
+}
+
+/// The sources of a source's worker.
+pub(super) fn all_ranks(source: &Source, fleet: &Fleet) -> impl Iterator<Item = Source> {
+    let ranks = fleet.ranks(&source.worker).max(source.dp_rank.0 + 1);
+    let worker = source.worker.clone();
+    (0..ranks).map(move |rank| Source {
+        worker: worker.clone(),
+        dp_rank: DpRank(rank),
+    })
 }
 
 /// The server did not begin to serve the request.

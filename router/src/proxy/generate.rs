@@ -20,6 +20,7 @@ use super::plan::{AnswerModels, Plan, PlanInputs, TextSample, TextSampling, plan
 use super::prompt_jobs::{CompareJob, PlanJob};
 use super::queueing::QueueHints;
 use super::respond::{AnswerReaders, OnBeginning, respond};
+use super::resume::ResumableAnswer;
 use super::stored::AnswerOwner;
 use super::stream::OnUsage;
 use super::waiting::WorkerWait;
@@ -42,7 +43,11 @@ const INLINE_REFERENCE_BYTES_MAX: usize = 1 << 10;
 /// One in so many prompts is encoded by the reference too.
 const COMPARED_ONE_IN: u64 = 1024;
 
-pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Request) -> Response {
+pub(super) async fn generate(
+    app: &Arc<App>,
+    route: openai::PromptRoute,
+    request: Request,
+) -> Response {
     let (parts, body) = request.into_parts();
     let label = match route {
         openai::PromptRoute::ChatCompletions => RouteLabel::Chat,
@@ -66,7 +71,7 @@ pub(super) async fn generate(app: &App, route: openai::PromptRoute, request: Req
 }
 
 async fn serve(
-    app: &App,
+    app: &Arc<App>,
     call: &mut Call,
     wait: &mut WorkerWait,
     route: openai::PromptRoute,
@@ -85,24 +90,18 @@ async fn serve(
         rewritten,
         previous,
         sample,
+        resume,
     } = plan;
     call.report.series = Some(series);
     call.report.prompt(&prompt);
     if let Some(sample) = sample {
         app.compare_encoders(sample);
     }
-    let index = match unhashed {
-        None => {
-            let asked = Instant::now();
-            let answer = app.query_index(&prompt).await;
-            call.report.step(TraceStep::QueryIndex, asked);
-            answer
-        }
-        Some(reason) => {
-            app.metrics.unhashed(reason);
-            None
-        }
-    };
+    let asked = Instant::now();
+    let index = app.query_planned(&prompt, unhashed).await;
+    if unhashed.is_none() {
+        call.report.step(TraceStep::QueryIndex, asked);
+    }
     let owner = previous.map(|id| app.stored.worker_for(&id, call.tenant_name()));
     let owner = owner.transpose()?.flatten();
     let hints = QueueHints::read(&parts.headers, call);
@@ -118,6 +117,7 @@ async fn serve(
         prompt: Arc::new(prompt.with_session(session)),
         index,
         streaming,
+        holds_head: resume.is_some(),
         // An abort may leave a response half stored.
         movable: route != openai::PromptRoute::Responses,
         exclude: owner.map_or_else(Vec::new, |owner| app.fleet.other_sources(&owner)),
@@ -137,7 +137,9 @@ async fn serve(
         .record(request_id, &routing.model, decision, moved_from);
     let on_beginning = (route == openai::PromptRoute::Responses)
         .then(|| app.learn_answer(call, &decision.source.worker));
+    let resumable = |terms| Box::new(ResumableAnswer::new(app, terms, request.headers, hints));
     let readers = AnswerReaders {
+        resumable: resume.map(resumable),
         on_usage: single.then(|| app.usage_reader(routing.prompt, decision.clone(), entry)),
         on_beginning,
     };
@@ -212,7 +214,7 @@ impl App {
         })
     }
 
-    async fn plan(
+    pub(super) async fn plan(
         &self,
         tenant: Option<&KeyId>,
         route: openai::PromptRoute,
@@ -232,6 +234,7 @@ impl App {
             } else {
                 TextSampling::Discard
             },
+            resume: self.settings.current().resume_streams,
         };
         // By the slowest encoder: the body's model is not known yet.
         let inline_max = match tokenizers.encoder() {
@@ -254,6 +257,21 @@ impl App {
     /// Compares the two encoders in the background.
     fn compare_encoders(&self, sample: TextSample) {
         self.prompts.submit(Box::new(CompareJob::new(sample)));
+    }
+
+    /// The index's answer for a prompt, unless it has no blocks for this reason.
+    pub(super) async fn query_planned(
+        &self,
+        prompt: &Prompt,
+        unhashed: Option<&'static str>,
+    ) -> Option<IndexReply> {
+        match unhashed {
+            None => self.query_index(prompt).await,
+            Some(reason) => {
+                self.metrics.unhashed(reason);
+                None
+            }
+        }
     }
 
     pub(super) async fn query_index(&self, prompt: &Prompt) -> Option<IndexReply> {

@@ -19,6 +19,7 @@ mod prompt_jobs;
 mod prompt_pool;
 mod queueing;
 mod respond;
+mod resume;
 mod routes;
 mod stored;
 mod stream;

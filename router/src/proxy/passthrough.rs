@@ -102,6 +102,7 @@ pub(super) async fn forward(
         prompt: Arc::new(prompt.with_session(headers::session(&parts.headers))),
         index: None,
         streaming: false,
+        holds_head: false,
         // Such a request may have effects that an abort leaves half done.
         movable: false,
         exclude: match target {

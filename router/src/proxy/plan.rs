@@ -13,10 +13,12 @@ use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
 use crate::metrics::ModelSeries;
 use crate::openai::{
-    self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo, SpecialTokens,
+    self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo, ResumeTerms,
+    SpecialTokens,
 };
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt, SessionKey};
+use crate::settings::ResumeRule;
 use crate::tokenize::{CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
@@ -58,6 +60,7 @@ pub(super) struct PlanInputs {
     /// Larger prompts are not tokenized.
     pub prompt_bytes_max: usize,
     pub sampling: TextSampling,
+    pub resume: ResumeRule,
 }
 
 /// Whether a plan keeps a text for a comparison of the two encoders.
@@ -97,6 +100,9 @@ pub(super) struct Plan {
     /// An earlier answer that only its worker has.
     pub previous: Option<String>,
     pub sample: Option<TextSample>,
+    /// With what the rest of the stream is requested, if its worker dies. `rewritten` asks for token
+    /// ids.
+    pub resume: Option<ResumeTerms>,
 }
 
 /// A prompt whose tokens cannot be known here, and why.
@@ -131,6 +137,7 @@ struct PlanDraft {
     mismatched: Vec<WorkerId>,
     rewritten: Option<Bytes>,
     sample: Option<TextSample>,
+    resume: Option<ResumeTerms>,
     /// Stands for a prompt whose tokens are not known.
     by_text: Option<Prompt>,
 }
@@ -186,10 +193,13 @@ pub(super) fn begin(
         Ok(_) => None,
         Err(_) => by_text(&parsed, body.len(), model, inputs),
     };
+    let resume = inputs.resume.terms(&parsed, body, model.max_model_len);
+    let asked = resume.as_ref().map(|_| openai::with_token_ids(body));
     let draft = PlanDraft {
         body_bytes: body.len(),
+        resume,
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
-        rewritten: parsed.rewritten.map(Bytes::from),
+        rewritten: asked.or(parsed.rewritten).map(Bytes::from),
         by_text,
         info: parsed.info,
         sample: None,
@@ -334,6 +344,7 @@ impl PlanDraft {
             rewritten: self.rewritten,
             previous: info.previous_response,
             sample: self.sample,
+            resume: self.resume,
         })
     }
 }

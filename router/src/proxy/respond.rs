@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, header};
+use axum::http::{HeaderMap, HeaderValue, Response as HttpResponse, StatusCode, header};
 use axum::response::Response;
 use warmroute_process::access::keys::KeyHash;
 use warmroute_proto::Tiers;
@@ -14,7 +14,8 @@ use super::call::Call;
 use super::explanation::Explanation;
 use super::forward::EngineAnswer;
 use super::headers;
-use super::stream::{BodyWatch, Flight, OnUsage, TrackedBody};
+use super::resume::ResumableAnswer;
+use super::stream::{BodyWatch, Flight, FlightProgress, OnUsage, TrackedBody};
 use crate::openai::StreamObserver;
 use crate::route::Decision;
 
@@ -26,13 +27,15 @@ pub(super) type OnBeginning = Box<dyn FnOnce(&[u8]) + Send>;
 pub(super) struct AnswerReaders {
     pub on_usage: Option<OnUsage>,
     pub on_beginning: Option<OnBeginning>,
+    /// Present if the answer is a stream that may be resumed.
+    pub resumable: Option<Box<ResumableAnswer>>,
 }
 
 pub(super) fn respond(
     app: &App,
     mut call: Call,
     answer: EngineAnswer,
-    readers: AnswerReaders,
+    mut readers: AnswerReaders,
 ) -> Response {
     let EngineHead { response, early } = answer.head;
     let Placement {
@@ -43,6 +46,9 @@ pub(super) fn respond(
     } = answer.placement;
     let (mut parts, body) = HttpResponse::<reqwest::Body>::from(response).into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
+    if !is_open_stream(parts.status, &parts.headers) {
+        readers.resumable = None;
+    }
     let watch = watch(&parts.headers);
     explain(&mut parts.headers, &decision, call.explanation());
     call.sign(&mut parts.headers);
@@ -56,11 +62,17 @@ pub(super) fn respond(
         status: parts.status,
         watch,
         block_tokens,
-        unread_bytes: 0,
         readers,
         metrics: Arc::clone(&app.metrics),
+        progress: FlightProgress::default(),
     };
     Response::from_parts(parts, Body::new(TrackedBody::new(early, body, flight)))
+}
+
+/// A stream of events without a length.
+pub(super) fn is_open_stream(status: StatusCode, headers: &HeaderMap) -> bool {
+    let is_events = matches!(watch(headers), BodyWatch::Events(_));
+    status == StatusCode::OK && is_events && !headers.contains_key(header::CONTENT_LENGTH)
 }
 
 fn watch(headers: &HeaderMap) -> BodyWatch {

@@ -1,25 +1,30 @@
 //! The response's body on its way from the engine to the client: passed on frame by frame,
-//! unchanged and undelayed, and read along for what the accounts need.
+//! unchanged and undelayed, and read along for what the accounts need. Streams that may be resumed
+//! are passed on event by event, and go on with another worker's body ([`super::resume`]).
 //!
 //! A body that is dropped before its end means that the client closed its connection. The engine's
 //! connection is dropped with it, which aborts the request there, and the slot is freed by its
 //! guard.
 
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::http::StatusCode;
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Sleep, sleep};
 
+use super::attempt::Placement;
 use super::call::Call;
 use super::respond::AnswerReaders;
-use crate::fleet::{RequestResult, TrackedRequest};
+use super::resume::{ResumableAnswer, ResumedBody, StreamLoss, resume};
+use crate::fleet::{ModelCatalog, RequestResult, TrackedRequest};
 use crate::metrics::{CancelPhase, Metrics};
-use crate::openai::{StreamObserver, TokenUsage};
+use crate::openai::{StreamBytes, StreamObserver, TokenUsage};
 use crate::shared_core::SlotHold;
 use crate::tenants::Settlement;
 
@@ -44,7 +49,8 @@ pub(super) enum BodyWatch {
 /// Takes the usage that the engine reports.
 pub(super) type OnUsage = Box<dyn FnOnce(TokenUsage) + Send>;
 
-/// A request on an engine, from the response head on.
+/// A request on an engine, from the response head on. Dropped before its end, it was abandoned by the
+/// client.
 pub(super) struct Flight {
     pub call: Call,
     pub slot: Option<SlotHold>,
@@ -53,10 +59,33 @@ pub(super) struct Flight {
     pub watch: BodyWatch,
     /// Output tokens that fill a block.
     pub block_tokens: u64,
-    /// Bytes of a JSON answer that is too large to be read.
-    pub unread_bytes: u64,
     pub readers: AnswerReaders,
     pub metrics: Arc<Metrics>,
+    pub progress: FlightProgress,
+}
+
+/// How far an answer is.
+pub(super) struct FlightProgress {
+    phase: CancelPhase,
+    grown_blocks: u64,
+    /// Bytes of a JSON answer that is too large to be read.
+    unread_bytes: u64,
+    /// The worker that goes on with the stream has sent no output.
+    resumes: bool,
+    /// All is accounted.
+    is_over: bool,
+}
+
+impl Default for FlightProgress {
+    fn default() -> Self {
+        Self {
+            phase: CancelPhase::BeforeFirstToken,
+            grown_blocks: 0,
+            unread_bytes: 0,
+            resumes: false,
+            is_over: false,
+        }
+    }
 }
 
 pub(super) struct TrackedBody {
@@ -64,11 +93,15 @@ pub(super) struct TrackedBody {
     early: Option<Bytes>,
     inner: reqwest::Body,
     flight: Option<Flight>,
-    phase: CancelPhase,
-    grown_blocks: u64,
+    /// Holds the flight while another worker is asked to go on.
+    resuming: Option<Resuming>,
     /// The end of the time for the body of an error.
     error_end: Option<Pin<Box<Sleep>>>,
 }
+
+type Resuming = BoxFuture<'static, (Flight, Result<ResumedBody, StreamLoss>)>;
+
+type PolledFrame = Option<Result<Frame<Bytes>, BodyError>>;
 
 /// Why a body ends early.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +110,8 @@ pub(super) enum BodyError {
     Http(#[from] reqwest::Error),
     #[error("the body of an error is not complete after {ERROR_BODY_MAX:?}")]
     ErrorTimeout,
+    #[error("an event of the stream is too large")]
+    LargeEvent,
 }
 
 impl TrackedBody {
@@ -87,8 +122,7 @@ impl TrackedBody {
             early,
             inner,
             flight: Some(flight),
-            phase: CancelPhase::BeforeFirstToken,
-            grown_blocks: 0,
+            resuming: None,
         };
         // An empty body is not polled.
         if tracked.is_end_stream() {
@@ -97,23 +131,126 @@ impl TrackedBody {
         tracked
     }
 
+    fn resumable(&mut self) -> Option<&mut ResumableAnswer> {
+        self.flight.as_mut()?.readers.resumable.as_deref_mut()
+    }
+
+    /// Whether further bytes may come from another worker.
+    const fn is_resumable(&self) -> bool {
+        let flight = self.flight.as_ref();
+        self.resuming.is_some()
+            || matches!(flight, Some(flight) if flight.readers.resumable.is_some())
+    }
+
+    fn poll_engine(&mut self, context: &mut Context<'_>) -> Poll<PolledFrame> {
+        if let Some(early) = self.early.take() {
+            return Poll::Ready(Some(Ok(Frame::data(early))));
+        }
+        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        if polled.is_pending()
+            && let Some(error_end) = &mut self.error_end
+            && error_end.as_mut().poll(context).is_ready()
+        {
+            return Poll::Ready(Some(Err(BodyError::ErrorTimeout)));
+        }
+        polled.map_err(BodyError::from)
+    }
+
+    /// What the client gets for an engine's frame of a stream that may be resumed; `None`: nothing
+    /// yet.
+    fn client_frame(&mut self, polled: PolledFrame) -> Option<PolledFrame> {
+        let Some(answer) = self.resumable() else {
+            return Some(polled);
+        };
+        match polled {
+            Some(Ok(frame)) => match frame.data_ref().map(|data| answer.read(data)) {
+                None => Some(Some(Ok(frame))),
+                Some(StreamBytes::Ready(bytes)) => Some(Some(Ok(Frame::data(bytes.into())))),
+                Some(StreamBytes::Pending) => None,
+                Some(StreamBytes::TooLarge) => Some(Some(Err(BodyError::LargeEvent))),
+            },
+            Some(Err(error)) => self.loses(Some(error)),
+            None if answer.has_ended() => {
+                let last = answer.finish();
+                self.give_up_resuming();
+                (!last.is_empty()).then(|| Some(Ok(Frame::data(last.into()))))
+            }
+            None => self.loses(None),
+        }
+    }
+
+    /// The worker is lost. Asks another one to go on, or ends the body.
+    fn loses(&mut self, loss: StreamLoss) -> Option<PolledFrame> {
+        if let Some(mut flight) = self.flight.take() {
+            let answer = flight.readers.resumable.as_deref_mut();
+            if let Some(body) = answer.and_then(|answer| answer.rest(&flight.call)) {
+                self.inner = reqwest::Body::default();
+                self.resuming = Some(Box::pin(resume(flight, body, loss)));
+                return None;
+            }
+            self.flight = Some(flight);
+        }
+        self.give_up_resuming();
+        Some(loss.map(Err))
+    }
+
+    /// The stream goes on as one that cannot be resumed.
+    fn give_up_resuming(&mut self) {
+        if let Some(flight) = &mut self.flight {
+            flight.readers.resumable = None;
+        }
+    }
+
+    /// Takes what became of the attempt to go on elsewhere.
+    fn poll_resuming(&mut self, context: &mut Context<'_>) -> Poll<Option<PolledFrame>> {
+        let Some(resuming) = &mut self.resuming else {
+            return Poll::Ready(None);
+        };
+        let (flight, resumed) = ready!(resuming.as_mut().poll(context));
+        self.resuming = None;
+        self.flight = Some(flight);
+        Poll::Ready(match resumed {
+            Ok(ResumedBody { early, body }) => {
+                (self.early, self.inner) = (early, body);
+                None
+            }
+            Err(loss) => {
+                self.give_up_resuming();
+                Some(loss.map(Err))
+            }
+        })
+    }
+
+    fn poll_client(&mut self, context: &mut Context<'_>) -> Poll<PolledFrame> {
+        loop {
+            if let Some(end) = ready!(self.poll_resuming(context)) {
+                return Poll::Ready(end);
+            }
+            let polled = ready!(self.poll_engine(context));
+            if let Some(polled) = self.client_frame(polled) {
+                return Poll::Ready(polled);
+            }
+        }
+    }
+
     fn data(&mut self, data: &Bytes) {
         let Some(flight) = &mut self.flight else {
             return;
         };
-        if self.phase != CancelPhase::Stream {
-            self.phase = CancelPhase::Stream;
+        if flight.progress.phase != CancelPhase::Stream {
+            flight.progress.phase = CancelPhase::Stream;
             flight.call.first_byte();
             if let Some(on_beginning) = flight.readers.on_beginning.take() {
                 on_beginning(data);
             }
         }
+        let unread_bytes = &mut flight.progress.unread_bytes;
         match &mut flight.watch {
             BodyWatch::Events(watch) => {
-                if watch.push(data) {
+                if watch.push(data) | mem::take(&mut flight.progress.resumes) {
                     flight.prefill_ended();
                 }
-                self.grow();
+                flight.grow();
             }
             BodyWatch::Json(kept) if kept.len() + data.len() <= JSON_BYTES_MAX => {
                 if self.inner.is_end_stream() && kept.is_empty() {
@@ -124,58 +261,19 @@ impl TrackedBody {
                 }
             }
             BodyWatch::Json(kept) => {
-                flight.unread_bytes = (kept.len() + data.len()) as u64;
+                *unread_bytes = (kept.len() + data.len()) as u64;
                 flight.watch = BodyWatch::Nothing;
             }
-            BodyWatch::Nothing if flight.unread_bytes > 0 => {
-                flight.unread_bytes += data.len() as u64;
-            }
+            BodyWatch::Nothing if *unread_bytes > 0 => *unread_bytes += data.len() as u64,
             BodyWatch::Nothing => {}
-        }
-    }
-
-    /// Counts each chunk as a token: an engine puts several tokens into one chunk only under load.
-    fn grow(&mut self) {
-        let Some(flight) = &mut self.flight else {
-            return;
-        };
-        let BodyWatch::Events(watch) = &flight.watch else {
-            return;
-        };
-        flight.call.report.streamed(watch.output_chunks());
-        flight.call.generated(watch.output_chunks());
-        let blocks = watch.output_chunks() / flight.block_tokens.max(1);
-        let more = blocks.saturating_sub(self.grown_blocks);
-        if let (1.., Some(slot)) = (more, &mut flight.slot) {
-            slot.grow(u32::try_from(more).unwrap_or(u32::MAX));
-            self.grown_blocks = blocks;
         }
     }
 
     /// The body is complete.
     fn end(&mut self) {
-        let Some(mut flight) = self.flight.take() else {
-            return;
-        };
-        let usage = match &mut flight.watch {
-            BodyWatch::Events(watch) => {
-                watch.finish();
-                watch.usage()
-            }
-            BodyWatch::Json(kept) => TokenUsage::from_json(kept),
-            BodyWatch::Nothing => None,
-        };
-        if let Some(slot) = flight.slot.take() {
-            if flight.status.is_success() {
-                slot.complete();
-            } else {
-                slot.fail();
-            }
+        if let Some(mut flight) = self.flight.take() {
+            flight.end();
         }
-        flight.audit(usage);
-        flight.settle(usage);
-        let status = flight.status;
-        flight.call.answered(status);
     }
 
     /// The engine closed the connection early. The client's connection ends early too.
@@ -183,20 +281,8 @@ impl TrackedBody {
         if let Some(mut flight) = self.flight.take() {
             flight.settle(None);
             flight.call.broken();
-            if let Some(tracked) = &mut flight.tracked {
-                tracked.report(RequestResult::Broken);
-            }
-            if let Some(slot) = flight.slot.take() {
-                slot.fail();
-            }
-        }
-    }
-
-    /// Clients may close at `[DONE]`, before the end of the transfer.
-    fn has_last_event(&self) -> bool {
-        match self.flight.as_ref().map(|flight| &flight.watch) {
-            Some(BodyWatch::Events(watch)) => watch.done(),
-            Some(BodyWatch::Json(_) | BodyWatch::Nothing) | None => false,
+            flight.lose_worker();
+            flight.progress.is_over = true;
         }
     }
 }
@@ -208,12 +294,86 @@ impl Flight {
         }
     }
 
+    /// Counts each chunk as a token: an engine puts several tokens into one chunk only under load.
+    fn grow(&mut self) {
+        let BodyWatch::Events(watch) = &self.watch else {
+            return;
+        };
+        self.call.report.streamed(watch.output_chunks());
+        self.call.generated(watch.output_chunks());
+        let blocks = watch.output_chunks() / self.block_tokens.max(1);
+        let more = blocks.saturating_sub(self.progress.grown_blocks);
+        if let (1.., Some(slot)) = (more, &mut self.slot) {
+            slot.grow(u32::try_from(more).unwrap_or(u32::MAX));
+            self.progress.grown_blocks = blocks;
+        }
+    }
+
+    /// The engine closed the connection early.
+    pub(super) fn lose_worker(&mut self) {
+        if let Some(mut tracked) = self.tracked.take() {
+            tracked.report(RequestResult::Broken);
+        }
+        if let Some(slot) = self.slot.take() {
+            slot.fail();
+        }
+    }
+
+    /// Another worker goes on with the stream, whose prompt has the tokens so far.
+    pub(super) fn resumed(
+        &mut self,
+        placement: Placement,
+        catalog: impl FnOnce() -> Arc<ModelCatalog>,
+    ) {
+        self.slot = Some(placement.slot);
+        self.tracked = Some(placement.tracked);
+        self.block_tokens = placement.decision.claim.block_tokens.into();
+        if let BodyWatch::Events(watch) = &self.watch {
+            self.progress.grown_blocks = watch.output_chunks() / self.block_tokens.max(1);
+        }
+        self.progress.resumes = true;
+        // It reports the cached tokens of another prompt.
+        self.readers.on_usage = None;
+        self.call.report.placed(placement.decision, catalog);
+    }
+
+    fn end(&mut self) {
+        let usage = match &mut self.watch {
+            BodyWatch::Events(watch) => {
+                watch.finish();
+                watch.usage()
+            }
+            BodyWatch::Json(kept) => TokenUsage::from_json(kept),
+            BodyWatch::Nothing => None,
+        };
+        if let Some(slot) = self.slot.take() {
+            if self.status.is_success() {
+                slot.complete();
+            } else {
+                slot.fail();
+            }
+        }
+        self.audit(usage);
+        self.settle(usage);
+        let status = self.status;
+        self.call.answered(status);
+        self.progress.is_over = true;
+    }
+
+    /// Clients may close at `[DONE]`, before the end of the transfer.
+    fn has_last_event(&self) -> bool {
+        match &self.watch {
+            BodyWatch::Events(watch) => watch.done(),
+            BodyWatch::Json(_) | BodyWatch::Nothing => false,
+        }
+    }
+
     /// Ends the tenant's accounts of tokens.
     fn settle(&self, usage: Option<TokenUsage>) {
         let counted = match &self.watch {
             BodyWatch::Events(watch) => watch.output_chunks(),
             BodyWatch::Json(_) => 0,
-            BodyWatch::Nothing => self.unread_bytes / ANSWER_BYTES_PER_TOKEN,
+            BodyWatch::Nothing => self.progress.unread_bytes / ANSWER_BYTES_PER_TOKEN,
         };
         let settlement = match usage {
             _ if !self.status.is_success() => Settlement::Void,
@@ -243,26 +403,14 @@ impl Body for TrackedBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let mut polled = match self.early.take() {
-            Some(early) => Poll::Ready(Some(Ok(Frame::data(early)))),
-            None => {
-                let polled = Pin::new(&mut self.inner).poll_frame(context);
-                polled.map_err(BodyError::from)
-            }
-        };
-        if polled.is_pending()
-            && let Some(error_end) = &mut self.error_end
-            && error_end.as_mut().poll(context).is_ready()
-        {
-            polled = Poll::Ready(Some(Err(BodyError::ErrorTimeout)));
-        }
+        let polled = self.poll_client(context);
         match &polled {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
                     self.data(data);
                 }
                 // A body of known length is not polled again for its end.
-                if self.inner.is_end_stream() {
+                if !self.is_resumable() && self.inner.is_end_stream() {
                     self.end();
                 }
             }
@@ -277,13 +425,16 @@ impl Body for TrackedBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.early.is_none() && self.inner.is_end_stream()
+        self.early.is_none() && !self.is_resumable() && self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
+        let mut hint = SizeHint::new();
+        if self.is_resumable() {
+            return hint;
+        }
         let early = self.early.as_ref().map_or(0, |early| early.len() as u64);
         let inner = self.inner.size_hint();
-        let mut hint = SizeHint::new();
         hint.set_lower(inner.lower() + early);
         if let Some(upper) = inner.upper() {
             hint.set_upper(upper + early);
@@ -292,13 +443,16 @@ impl Body for TrackedBody {
     }
 }
 
-impl Drop for TrackedBody {
+impl Drop for Flight {
     fn drop(&mut self) {
+        if self.progress.is_over {
+            return;
+        }
         if self.has_last_event() {
             self.end();
-        } else if let Some(flight) = self.flight.take() {
-            flight.settle(None);
-            flight.metrics.cancelled(self.phase);
+        } else {
+            self.settle(None);
+            self.metrics.cancelled(self.progress.phase);
         }
     }
 }
@@ -325,9 +479,9 @@ mod tests {
             status: StatusCode::OK,
             watch: BodyWatch::Events(StreamObserver::default()),
             block_tokens: 16,
-            unread_bytes: 0,
             readers: AnswerReaders::default(),
             metrics,
+            progress: FlightProgress::default(),
         };
         let early = Bytes::from_static(b"data: 1\n\n");
         let rest = reqwest::Body::wrap_stream(stream::iter(rest));

@@ -56,6 +56,7 @@ pub struct Settings {
     prefix_hash_load_percent: LoadPercent,
     recording_dir: PathBuf,
     recording_max_bytes: RecordingBytes,
+    pub(crate) resume_streams: ResumeRule,
     pub(super) tls: PortTls,
     tracing: TracingSettings,
     pub(crate) workers: Vec<WorkerSpec>,
@@ -84,6 +85,7 @@ impl Default for Settings {
             prefix_hash_load_percent: LoadPercent(125),
             recording_dir: PathBuf::new(),
             recording_max_bytes: RecordingBytes(1 << 30),
+            resume_streams: ResumeRule::Off,
             tls: PortTls::default(),
             tracing: TracingSettings::default(),
             workers: Vec::new(),
@@ -140,6 +142,18 @@ impl TryFrom<u32> for LoadPercent {
 enum HalfClosedRule {
     Abort,
     Serve,
+}
+
+/// Streams that are resumed on another worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ResumeRule {
+    #[default]
+    Off,
+    /// Text completions.
+    Completions,
+    /// Also chats: the engines run no parser on answers without tools.
+    All,
 }
 
 /// An origin of web pages, or `*`.

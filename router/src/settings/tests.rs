@@ -26,6 +26,7 @@ fn each_key_sets_its_value() {
         prefix_hash_load_percent = 150
         recording_dir = "/var/lib/recordings"
         recording_max_bytes = 1048576
+        resume_streams = "all"
         [[workers]]
         url = "http://h:1"
         kv = "tcp://h:2"
@@ -48,6 +49,7 @@ fn each_key_sets_its_value() {
         max_bytes: 1 << 20,
     };
     assert_eq!(settings.recording(), Some(rule));
+    assert_eq!(settings.resume_streams, ResumeRule::All);
     assert_eq!(Settings::default().recording(), None);
     let worker = "http://h:1,kv=tcp://h:2,id=a,ranks=2".parse().unwrap();
     assert_eq!(settings.workers, [worker]);

@@ -49,6 +49,7 @@ mod pages;
 mod plane;
 mod queue_memory;
 mod recording;
+mod resume;
 mod scaling;
 mod separation;
 mod tls;

@@ -13,6 +13,7 @@ mod error;
 mod fields;
 mod impose;
 mod request;
+mod resume;
 mod rewrite;
 mod sse;
 mod usage;
@@ -22,6 +23,7 @@ pub use completion::{CompletionParts, PromptList};
 pub use error::{ErrorType, OpenAiError};
 pub use impose::{ImposedFields, OutputBound, SaltFn, impose};
 pub use request::{OpaqueReason, ParsedRequest, PromptRoute, PromptSource, RequestInfo, parse};
+pub use resume::{ResumableStream, ResumeTerms, StreamBytes, with_token_ids};
 pub use sse::{SseEvent, SseSplitter, StreamObserver};
 pub use usage::TokenUsage;
 

@@ -45,8 +45,12 @@ pub struct SseSplitter {
     pending: Vec<u8>,
     /// Bytes of that event, including those not kept.
     pending_len: usize,
-    line: LineState,
+    ends: EventEnds,
 }
+
+/// Where events end in bytes that come in chunks.
+#[derive(Debug, Default)]
+pub(super) struct EventEnds(LineState);
 
 /// The content of the current line so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +66,7 @@ impl SseSplitter {
     /// Takes the next bytes; calls `on_event` for each event that they complete.
     pub fn push(&mut self, chunk: &[u8], mut on_event: impl FnMut(SseEvent<'_>)) {
         let mut rest = chunk;
-        while let Some(end) = self.event_end(rest) {
+        while let Some(end) = self.ends.next_end(rest) {
             let (head, tail) = rest.split_at(end);
             self.complete(head, &mut on_event);
             rest = tail;
@@ -82,28 +86,6 @@ impl SseSplitter {
     /// Bytes kept of the unfinished event.
     pub fn buffered(&self) -> usize {
         self.pending.len()
-    }
-
-    /// Offset after the next empty line, if these bytes contain its end. Updates the line state.
-    fn event_end(&mut self, bytes: &[u8]) -> Option<usize> {
-        let mut at = 0;
-        while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
-            let newline = memchr::memchr(b'\n', rest);
-            let line = &rest[..newline.unwrap_or(rest.len())];
-            self.line = match (self.line, line) {
-                (state, []) => state,
-                (LineState::Empty, [b'\r']) => LineState::Return,
-                (LineState::Empty | LineState::Return | LineState::Content, _) => {
-                    LineState::Content
-                }
-            };
-            at += newline? + 1;
-            let ended = std::mem::take(&mut self.line);
-            if ended != LineState::Content {
-                return Some(at);
-            }
-        }
-        None
     }
 
     fn complete(&mut self, head: &[u8], on_event: &mut impl FnMut(SseEvent<'_>)) {
@@ -136,8 +118,32 @@ impl SseSplitter {
     }
 }
 
+impl EventEnds {
+    /// Offset after the next empty line, if these bytes contain its end. Updates the line state.
+    pub(super) fn next_end(&mut self, bytes: &[u8]) -> Option<usize> {
+        let mut at = 0;
+        while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
+            let newline = memchr::memchr(b'\n', rest);
+            let line = &rest[..newline.unwrap_or(rest.len())];
+            self.0 = match (self.0, line) {
+                (state, []) => state,
+                (LineState::Empty, [b'\r']) => LineState::Return,
+                (LineState::Empty | LineState::Return | LineState::Content, _) => {
+                    LineState::Content
+                }
+            };
+            at += newline? + 1;
+            let ended = std::mem::take(&mut self.0);
+            if ended != LineState::Content {
+                return Some(at);
+            }
+        }
+        None
+    }
+}
+
 /// An event's text without the line ends around it.
-fn trim_line_ends(mut event: &[u8]) -> &[u8] {
+pub(super) fn trim_line_ends(mut event: &[u8]) -> &[u8] {
     while let [rest @ .., b'\n' | b'\r'] = event {
         event = rest;
     }

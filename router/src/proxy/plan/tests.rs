@@ -75,6 +75,7 @@ fn inputs() -> PlanInputs {
         now: CivilTime::from_unix(0),
         prompt_bytes_max: 1 << 20,
         sampling: TextSampling::Discard,
+        resume: ResumeRule::Off,
     }
 }
 
