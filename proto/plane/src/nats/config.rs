@@ -7,6 +7,8 @@ use std::time::Duration;
 use warmroute_proto::Namespace;
 use warmroute_proto::subject::encode_name;
 
+const INBOX: &str = "_INBOX.";
+
 /// How to reach the plane of one namespace.
 #[derive(Clone, Debug)]
 pub struct NatsConfig {
@@ -32,12 +34,17 @@ impl NatsConfig {
         Self {
             url: url.into(),
             namespace,
-            inbox: format!("_INBOX.{}", encode_name(&name)),
+            inbox: format!("{INBOX}{}", encode_name(&name)),
             name,
             auth: NatsAuth::None,
             tls: NatsTls::default(),
             queue_max: 8192,
         }
+    }
+
+    /// The user's name or public key, which its inbox has.
+    pub(super) fn user(&self) -> &str {
+        self.inbox.strip_prefix(INBOX).unwrap_or(&self.inbox)
     }
 }
 

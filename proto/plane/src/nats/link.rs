@@ -1,4 +1,5 @@
-//! State of the connection: up or down, its epoch, pending answers, refused permissions, counts.
+//! State of the connection: up or down, its epoch, pending answers, refused logins and permissions,
+//! counts.
 //!
 //! The client reconnects forever by itself and reports it by events, through a queue of 128 that
 //! drops events when it is full (every message that a slow subscription loses is one event).
@@ -10,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_nats::connection::State;
-use async_nats::{ClientError, Event, Message, ServerError, Statistics};
+use async_nats::{ClientError, ConnectErrorKind, Event, Message, ServerError, Statistics};
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 use tokio::time::Instant;
 
@@ -19,7 +20,14 @@ use crate::Connection;
 
 pub(super) const POLL: Duration = Duration::from_millis(250);
 
+/// While the server refuses the credentials.
+const LOGIN_WARNING_EVERY: Duration = Duration::from_secs(60);
+
 pub(super) struct NatsLink {
+    /// The user's name or public key, for the log.
+    user: String,
+    /// When the last warning of refused credentials was logged.
+    login_warned: Mutex<Option<Instant>>,
     /// Whether the server is connected.
     socket: watch::Sender<Connection>,
     /// Up if the server is connected and no subscription is missing.
@@ -67,8 +75,10 @@ pub(super) fn count(counter: &AtomicU64) {
 }
 
 impl NatsLink {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(user: &str) -> Self {
         Self {
+            user: user.to_owned(),
+            login_warned: Mutex::default(),
             socket: watch::Sender::new(Connection::Down),
             usable: watch::Sender::new(Connection::Down),
             permissions: Mutex::new(RefusedPermissions::new(Instant::now())),
@@ -119,10 +129,14 @@ impl NatsLink {
                 if let Some(violation) = PermissionViolation::parse(&text) {
                     self.refused(&violation);
                 }
+                self.warn_of_refused_login(&text);
                 *lock(&self.last_server_error) = text;
             }
-            Event::ClientError(ClientError::Other(_))
-            | Event::ClientError(ClientError::MaxReconnects)
+            Event::ClientError(ClientError::Other(text)) => {
+                count(&counters.client_errors);
+                self.warn_of_refused_login(&text);
+            }
+            Event::ClientError(ClientError::MaxReconnects)
             | Event::ClientError(ClientError::ServerNotInPool) => count(&counters.client_errors),
         }
     }
@@ -140,6 +154,27 @@ impl NatsLink {
         let reconnect = lock(&self.permissions).poll(Instant::now(), self.connects());
         self.publish_usable();
         reconnect && self.is_up()
+    }
+
+    /// The client tries again each second, forever: the credentials may become valid.
+    fn warn_of_refused_login(&self, error: &str) {
+        if is_refused_login(error) && self.is_login_warning_due(Instant::now()) {
+            tracing::warn!(
+                user = self.user,
+                error,
+                "the server refuses the credentials: allow this user again, or replace them and \
+                 restart this process"
+            );
+        }
+    }
+
+    fn is_login_warning_due(&self, now: Instant) -> bool {
+        let mut warned = lock(&self.login_warned);
+        let is_due = warned.is_none_or(|last| now - last >= LOGIN_WARNING_EVERY);
+        if is_due {
+            *warned = Some(now);
+        }
+        is_due
     }
 
     /// A publish permission needs no reconnect: the server checks it at each message.
@@ -269,6 +304,14 @@ impl NatsLink {
     pub(super) fn forget(&self, token: u64) {
         lock(&self.pending).remove(&token);
     }
+}
+
+/// The server's texts at a login, and when it ends a connection whose login has become void.
+fn is_refused_login(error: &str) -> bool {
+    let error = error.to_lowercase();
+    let is_void =
+        || error.contains("authentication expired") || error.contains("authentication revoked");
+    error == ConnectErrorKind::AuthorizationViolation.to_string() || is_void()
 }
 
 /// A panic under these locks cannot leave a step half done: every step is one call.

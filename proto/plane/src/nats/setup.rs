@@ -37,7 +37,7 @@ pub(super) async fn connect(config: NatsConfig) -> Result<Arc<NatsCore>, NatsErr
 /// Connects without a check of the server's version and limits.
 pub(super) async fn connect_to_any(config: NatsConfig) -> Result<Arc<NatsCore>, NatsError> {
     let layout = Layout::new(&config.namespace);
-    let link = Arc::new(NatsLink::new());
+    let link = Arc::new(NatsLink::new(config.user()));
     let client = open(&config, &link).await?;
     let core = NatsCore::start(client, Arc::clone(&link), layout, config.queue_max).await;
     core.map_err(|error| failed(&error, &link))

@@ -6,7 +6,7 @@ fn permit() -> OwnedSemaphorePermit {
 }
 
 fn connected() -> (NatsLink, Arc<Statistics>) {
-    let link = NatsLink::new();
+    let link = NatsLink::new("shim");
     let statistics = Arc::new(Statistics::default());
     statistics.connects.store(1, Ordering::Relaxed);
     link.begin(Arc::clone(&statistics));
@@ -96,4 +96,36 @@ fn unanswered_requests_take_the_connection_down() {
     assert_eq!(*connection.borrow(), Connection::Down);
     link.set_unanswered(false);
     assert_eq!(*connection.borrow(), Connection::Up);
+}
+
+#[test]
+fn refused_credentials_are_a_warning_each_minute() {
+    let (link, _) = connected();
+    let begin = Instant::now();
+    assert!(link.is_login_warning_due(begin));
+    let almost = begin + LOGIN_WARNING_EVERY - Duration::from_nanos(1);
+    assert!(!link.is_login_warning_due(almost));
+    assert!(link.is_login_warning_due(begin + LOGIN_WARNING_EVERY));
+}
+
+#[test]
+fn refusals_of_credentials_are_told_from_other_errors() {
+    for error in [
+        ServerError::AuthorizationViolation,
+        ServerError::Other("User Authentication Expired".into()),
+        ServerError::Other("User Authentication Revoked".into()),
+    ] {
+        let (link, _) = connected();
+        link.observe(Event::ServerError(error));
+        assert!(lock(&link.login_warned).is_some());
+    }
+    let (link, _) = connected();
+    let violation = "Permissions Violation for Publish to \"a\"";
+    link.observe(Event::ServerError(ServerError::Other(violation.into())));
+    let io = ConnectErrorKind::Io.to_string();
+    link.observe(Event::ClientError(ClientError::Other(io)));
+    assert!(lock(&link.login_warned).is_none());
+    let text = ConnectErrorKind::AuthorizationViolation.to_string();
+    link.observe(Event::ClientError(ClientError::Other(text)));
+    assert!(lock(&link.login_warned).is_some());
 }
