@@ -71,6 +71,9 @@ pub enum Command {
     /// advice, and the status of the rest. Exit code 0: healthy; 1: action needed; 2: the plane
     /// could not be read.
     Doctor(DoctorArgs),
+    /// Keys and credentials for nats-servers in operator mode, where a signature adds a worker. Works
+    /// offline.
+    Credentials(CredentialsArgs),
 }
 
 impl Command {
@@ -78,10 +81,58 @@ impl Command {
     #[must_use]
     pub const fn failed(&self) -> u8 {
         match self {
-            Self::Init(_) => 1,
+            Self::Init(_) | Self::Credentials(_) => 1,
             Self::Doctor(_) => 2,
         }
     }
+}
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct CredentialsArgs {
+    #[command(subcommand)]
+    pub step: CredentialsStep,
+}
+
+/// The flags have no names in the environment, which the services read.
+#[derive(Clone, Debug, Subcommand)]
+pub enum CredentialsStep {
+    /// Creates the keys of an operator, an account and each role of the namespace, and what the
+    /// servers include.
+    Init(OperatorArgs),
+    /// Prints the credentials file of a new user.
+    Sign(SignArgs),
+    /// Revokes a user in what the servers include; they follow when they reload it.
+    Revoke(RevokeArgs),
+}
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct OperatorArgs {
+    /// Directory to create.
+    #[arg(long, value_name = "DIR")]
+    pub dir: PathBuf,
+}
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct SignArgs {
+    /// File with the signing key of a role, and its account: DIR/shim.nk, for example.
+    #[arg(long, value_name = "FILE")]
+    pub key: PathBuf,
+    /// Name of the user; of a shim, its --worker-id.
+    #[arg(long, value_name = "NAME")]
+    pub name: String,
+    /// Seconds after which servers refuse the credentials. Without it they never expire.
+    #[arg(long, value_name = "SECS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub valid_secs: Option<u64>,
+}
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct RevokeArgs {
+    /// Directory of `credentials init`.
+    #[arg(long, value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Public key of the user, U…, as its credentials file and its processes' warnings have it.
+    #[arg(long, value_name = "KEY")]
+    pub user: String,
 }
 
 #[derive(Clone, Debug, clap::Args)]

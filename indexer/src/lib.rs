@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod credentials;
 pub mod doctor;
 pub mod http;
 mod metrics;

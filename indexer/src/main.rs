@@ -10,12 +10,15 @@ use clap::{CommandFactory as _, Parser as _};
 use prometheus::IntCounter;
 use tokio::time::Instant;
 use uuid::Uuid;
-use warmroute_indexer::args::{Command, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig};
+use warmroute_indexer::args::{
+    Command, CredentialsArgs, CredentialsStep, DoctorArgs, IndexerArgs, InitArgs, ProcessConfig,
+};
 use warmroute_indexer::doctor::collect::PlaneReader;
 use warmroute_indexer::doctor::diagnose;
 use warmroute_indexer::{Replica, Service, SnapshotConfig, http, unix_ns};
 use warmroute_plane::{InitConfig, NatsError, NatsPlane};
 use warmroute_process::access::{BindScope, PortAccess};
+use warmroute_process::args::NatsArgs;
 use warmroute_process::signals::Signals;
 use warmroute_process::tasks::Tasks;
 use warmroute_process::tls::EngineTls;
@@ -30,6 +33,9 @@ fn main() -> ExitCode {
 fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
     env::check(&IndexerArgs::command())?;
     let command = args.command.clone();
+    if let Some(Command::Credentials(CredentialsArgs { step })) = &command {
+        return credentials(step, &args.nats);
+    }
     let config = ProcessConfig::try_from(args)?;
     logs::install(&config.logs)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -39,8 +45,18 @@ fn start(args: IndexerArgs) -> anyhow::Result<ExitCode> {
     match command {
         Some(Command::Init(sizes)) => runtime.block_on(init(config, sizes)),
         Some(Command::Doctor(how)) => runtime.block_on(doctor(config, how)),
-        None => runtime.block_on(run(config)),
+        // The former returned above.
+        Some(Command::Credentials(_)) | None => runtime.block_on(run(config)),
     }
+}
+
+/// Needs no server.
+fn credentials(step: &CredentialsStep, nats: &NatsArgs) -> anyhow::Result<ExitCode> {
+    let namespace = nats.namespace().context("--namespace is empty")?;
+    let unix_secs = Duration::from_nanos(unix_ns()).as_secs();
+    let printed = warmroute_indexer::credentials::run(step, &namespace, unix_secs)?;
+    announce(format_args!("{printed}"));
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints what is missing or different, then creates what is missing.

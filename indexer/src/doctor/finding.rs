@@ -111,7 +111,7 @@ codes! {
          times: compare with --probe, keep the shim's log, restart the shim if this lasts";
     WorkerUnregistered = "worker_unregistered", Warning,
         "its engine answers this router and no shim registers it: start the shim, or look in its log \
-         for refused credentials (authorization) and for the engine's key";
+         for `the server refuses the credentials` and for the engine's key";
     RouterCheckFailed = "router_check_failed", Warning,
         "the router's tokenizer, chat template or block size is not the engine's, so that this \
          worker's cache is not used: compare the model's files of both";

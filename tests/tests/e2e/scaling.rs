@@ -34,14 +34,14 @@ const ENGINES: Engines = Engines {
 };
 
 /// Clients that send one request after the other until stopped. Each answer must be whole.
-struct Clients {
+pub(crate) struct Clients {
     stop: Arc<AtomicBool>,
     served: Arc<AtomicU64>,
     tasks: JoinSet<()>,
 }
 
 impl Clients {
-    fn start(fleet: &Fleet) -> Self {
+    pub(crate) fn start(fleet: &Fleet) -> Self {
         let mut clients = Self {
             stop: Arc::default(),
             served: Arc::default(),
@@ -73,7 +73,7 @@ impl Clients {
     }
 
     /// Returns the number of requests, which all succeeded.
-    async fn end(mut self) -> u64 {
+    pub(crate) async fn end(mut self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(ended) = self.tasks.join_next().await {
             ended.expect("no request fails");
@@ -83,7 +83,7 @@ impl Clients {
 }
 
 /// The preStop hook of the manifests.
-async fn drain(admin: String, worker: String) -> ExitStatus {
+pub(crate) async fn drain(admin: String, worker: String) -> ExitStatus {
     let hook = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kubernetes/base/drain.py");
     let mut command = Command::new("python3");
     command.arg(hook).env("WARMROUTE_ADMIN_URL", admin);
@@ -131,7 +131,7 @@ async fn until_left(fleet: &Fleet, top: usize) {
 }
 
 /// Doctor may note what was taken out; no finding needs action.
-async fn assert_content(fleet: &Fleet) {
+pub(crate) async fn assert_content(fleet: &Fleet) {
     let (code, found) = look(fleet).await;
     assert_eq!(code, Some(0), "{found:#?}");
 }

@@ -104,6 +104,8 @@ pub(crate) enum Access {
     Open,
     /// As `deploy/nats/nats.conf` has it: a user for each role and each of two workers.
     LeastPrivilege,
+    /// Operator mode: each process has a user that `warmroute-indexer credentials` signed.
+    SignedUsers,
     /// All permissions, except that routers receive no messages of each other.
     MuteRouters,
     /// All permissions; routers connect through a proxy that can lose load messages.

@@ -29,6 +29,9 @@ const KEY: &str = "UDLVVGABQKYQVN6VJP7NHSLEA45A5YLS6PNKMIZFV4BBU2HXA5IRUVAL";
 
 const SEED_FILE: &str = "router.nk";
 
+/// What `credentials init` made.
+const OPERATOR_DIR: &str = "operator";
+
 /// Permits for [`Company`]: a fleet that runs alone takes both.
 static FLEETS: Semaphore = Semaphore::const_new(2);
 
@@ -44,8 +47,8 @@ pub(crate) struct Distributed {
     /// Proxies by shim, unless linked directly.
     proxies: Vec<Proxy>,
     access: Access,
-    /// File with the key.
-    seed: PathBuf,
+    /// The fleet's directory, which has the processes' keys.
+    place: PathBuf,
 }
 
 /// Waits until a fleet may start.
@@ -67,22 +70,58 @@ impl Distributed {
             }
             Access::Open | Access::Cluster | Access::LossyRouters | Access::FarRouters => url,
             Access::LeastPrivilege if user == "router" => {
-                let seed = self.seed.display().to_string();
-                return strings(&[
-                    "--nats-url",
-                    &url,
-                    "--namespace",
-                    NAMESPACE,
-                    "--nats-creds",
-                    &seed,
-                ]);
+                return self.file_flags(&url, &self.place.join(SEED_FILE));
             }
+            Access::SignedUsers => return self.file_flags(&url, &self.credentials(user)),
             Access::LeastPrivilege | Access::MuteRouters => {
                 let user = format!("nats://{user}:{PASSWORD}@");
                 url.replace("nats://", &user)
             }
         };
         strings(&["--nats-url", &url, "--namespace", NAMESPACE])
+    }
+
+    fn file_flags(&self, url: &str, file: &Path) -> Vec<String> {
+        let file = file.display().to_string();
+        let flags = ["--nats-url", url, "--namespace", NAMESPACE];
+        strings(&[&flags[..], &["--nats-creds", &file]].concat())
+    }
+
+    /// The credentials file of a role's process, or of `shim-` and a worker's name. Signed at the
+    /// first use.
+    pub(crate) fn credentials(&self, user: &str) -> PathBuf {
+        let file = self.place.join(format!("{user}.creds"));
+        match file.exists() {
+            true => file,
+            false => self.sign(user, &[]),
+        }
+    }
+
+    /// Signs a new user and replaces its credentials file.
+    pub(crate) fn sign(&self, user: &str, flags: &[&str]) -> PathBuf {
+        let (role, name) = match user.strip_prefix("shim-") {
+            Some(worker) => ("shim", worker),
+            None => (user, user),
+        };
+        let key = self.place.join(format!("{OPERATOR_DIR}/{role}.nk"));
+        let key = key.display().to_string();
+        let mut arguments = vec!["sign", "--key", &key, "--name", name];
+        arguments.extend(flags);
+        let printed = credentials_command(&arguments);
+        let file = self.place.join(format!("{user}.creds"));
+        std::fs::write(&file, printed).expect("a file");
+        file
+    }
+
+    /// Revokes the user of a credentials file and reloads the server. Returns the user's key.
+    pub(crate) async fn revoke(&self, user: &str) -> String {
+        let text = std::fs::read_to_string(self.credentials(user)).expect("credentials");
+        let key = text.split_once(" is user ").expect("the user").1;
+        let key = key.lines().next().expect("a key").to_owned();
+        let dir = self.place.join(OPERATOR_DIR).display().to_string();
+        credentials_command(&["revoke", "--dir", &dir, "--user", &key]);
+        signal(self.server.lock().await.pid(), "HUP");
+        key
     }
 
     pub(crate) fn lossy(&self) -> &Lossy {
@@ -105,6 +144,7 @@ impl Fleet {
             Access::Cluster => cluster::start().await,
             Access::Open
             | Access::LeastPrivilege
+            | Access::SignedUsers
             | Access::MuteRouters
             | Access::LossyRouters
             | Access::FarRouters => (start_server(access, &self.place).await, Vec::new()),
@@ -116,7 +156,11 @@ impl Fleet {
                 let far = if is_far { FAR } else { Duration::ZERO };
                 Some(Lossy::start(address, format!("wr.{NAMESPACE}.load"), far).await)
             }
-            Access::Open | Access::LeastPrivilege | Access::MuteRouters | Access::Cluster => None,
+            Access::Open
+            | Access::LeastPrivilege
+            | Access::SignedUsers
+            | Access::MuteRouters
+            | Access::Cluster => None,
         };
         self.distributed = Some(Distributed {
             lossy,
@@ -126,7 +170,7 @@ impl Fleet {
             peers: Mutex::new(peers),
             proxies: Vec::new(),
             access,
-            seed: self.place.path(SEED_FILE),
+            place: self.place.path(""),
         });
         self.init();
         for index in 0..setup.count {
@@ -194,6 +238,7 @@ impl Fleet {
             Access::LeastPrivilege if index > 1 => "shim".to_owned(),
             Access::Open
             | Access::LeastPrivilege
+            | Access::SignedUsers
             | Access::MuteRouters
             | Access::LossyRouters
             | Access::FarRouters
@@ -282,6 +327,14 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
             let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
             NatsServer::start_with(&arguments, &environment.collect::<Vec<_>>()).await
         }
+        Access::SignedUsers => {
+            let dir = place.path(OPERATOR_DIR).display().to_string();
+            credentials_command(&["init", "--namespace", NAMESPACE, "--dir", &dir]);
+            let file = place.path("nats.conf");
+            std::fs::write(&file, with_signed_users()).expect("a file");
+            let arguments: [OsString; 4] = ["-c".into(), file.into(), "-m".into(), "-1".into()];
+            NatsServer::start_with(&arguments, &[]).await
+        }
         Access::MuteRouters => {
             let file = place.path("nats.conf");
             std::fs::write(&file, mute_routers()).expect("a file");
@@ -291,10 +344,31 @@ async fn start_server(access: Access, place: &Place) -> NatsServer {
     }
 }
 
+/// Output of `warmroute-indexer credentials`.
+fn credentials_command(arguments: &[&str]) -> Vec<u8> {
+    let mut command = Command::new(INDEXER);
+    let ended = command.arg("credentials").args(arguments).output();
+    let ended = ended.expect("the indexer starts");
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.success(), "{arguments:?}: {said}");
+    ended.stdout
+}
+
+fn shipped() -> String {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
+    std::fs::read_to_string(file).expect("the shipped file")
+}
+
+/// The shipped configuration, with an operator's accounts instead of its own.
+fn with_signed_users() -> String {
+    let text = shipped();
+    let (server, _) = text.split_once("\naccounts {").expect("accounts");
+    format!("{server}\ninclude \"{OPERATOR_DIR}/accounts.conf\"\n")
+}
+
 /// The shipped configuration, with a key instead of a password for routers.
 fn with_a_key() -> String {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/nats/nats.conf");
-    let mut text = std::fs::read_to_string(file).expect("the shipped file");
+    let mut text = shipped();
     for (from, to) in [
         (
             "user: router, password: $WR_ROUTER_PASSWORD",

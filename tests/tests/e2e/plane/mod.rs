@@ -6,6 +6,7 @@ mod audit;
 mod burst;
 mod convergence;
 mod cost;
+mod credentials;
 mod death;
 pub(crate) mod doctor;
 mod drain;

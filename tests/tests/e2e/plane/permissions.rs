@@ -28,6 +28,9 @@ const NO_HEARTBEATS: &str = r#""wr.prod.query", "wr.prod.query.*"]"#;
 const INBOX: &str = r#""_INBOX.shim-worker-0.>", "wr.prod.resync.worker-0""#;
 const NO_INBOX: &str = r#""wr.prod.resync.worker-0""#;
 
+const PASSWORD: &str = "user: shim-worker-0, password: $WR_SHIM_0_PASSWORD";
+const OTHER_PASSWORD: &str = "user: shim-worker-0, password: changed";
+
 async fn start() -> Fleet {
     let flags = Flags {
         init: &["--max-bytes", "64MiB"],
@@ -55,6 +58,17 @@ async fn is_exact(fleet: &Fleet) -> bool {
     let sources = fleet.positions(&fleet.indexes()[0]).await;
     let source = sources.get(&(worker_name(0), 0));
     source.is_some_and(|(state, _)| state == "exact")
+}
+
+/// `doctor` finds the worker without its shim, and advises to look for refused credentials.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shim_whose_password_is_refused_warns_and_doctor_finds_its_worker() {
+    let fleet = start().await;
+    fleet.reload_nats(PASSWORD, OTHER_PASSWORD).await;
+    fleet.until_refused(0, "shim-worker-0").await;
+    fleet.until_found("worker_unregistered", "worker-0, ").await;
+    fleet.reload_nats(OTHER_PASSWORD, PASSWORD).await;
+    until_equal(&fleet).await;
 }
 
 /// Warnings in a process's log about this missing permission.
