@@ -78,8 +78,8 @@ struct Replay {
     deadline: Instant,
     /// The batch at its start was returned byte for byte, or there is none to compare.
     is_same_life: bool,
-    /// The latest batch that the engine had certainly published when it was requested.
-    published: Option<EngineSeq>,
+    /// The engine had published when it was requested, so it has at least one batch.
+    has_batches: bool,
     has_answers: bool,
     made_progress: bool,
     /// Live batches were applied since its request.
@@ -103,8 +103,8 @@ pub(super) struct EngineFollower {
     is_unsequenced: bool,
     is_connected: bool,
     was_connected: bool,
-    /// The latest batch that came since the connection was made: the engine has published it.
-    published: Option<EngineSeq>,
+    /// A numbered batch came since the connection was made: the engine has published.
+    has_published: bool,
     state: FollowState,
     applied: BatchHistory,
     /// The mirror is from a checkpoint, and no replay has proven the engine's life yet.
@@ -130,7 +130,7 @@ impl EngineFollower {
             is_unsequenced: false,
             is_connected: false,
             was_connected: false,
-            published: None,
+            has_published: false,
             state: FollowState::Down,
             applied: BatchHistory::new(),
             is_unproven: false,
@@ -254,7 +254,7 @@ impl SourceCore {
     /// The live socket lost its connection: the next one may reach another life of the engine.
     pub fn disconnected(&mut self, now: Instant) {
         self.engine.is_connected = false;
-        self.engine.published = None;
+        self.engine.has_published = false;
         self.engine.state = FollowState::Down;
         self.engine.replay = None;
         self.engine.drop_proof();
@@ -315,7 +315,7 @@ impl SourceCore {
         };
         replay.deadline = now + REPLAY_PATIENCE;
         replay.has_answers = true;
-        self.engine.published = self.engine.published.max(Some(seq));
+        self.engine.has_published = true;
         self.engine.replay = Some(replay);
         if replay.behind_hole.is_none() {
             self.replayed(now, replay, seq, payload);
@@ -334,7 +334,7 @@ impl SourceCore {
             if !replay.has_answers && self.engine.last().is_none() {
                 self.nothing_published(now, replay);
             } else {
-                self.confirm_life(now, Some(replay.started));
+                self.confirm_life(now, replay.started);
             }
         } else if !self.is_superseded(replay) {
             self.begin_life(now);
@@ -349,8 +349,12 @@ impl SourceCore {
         };
         match replay.behind_hole {
             Some(behind) => self.hole(now, replay, behind),
-            // Without its end marker it proves the life, and not that no batch is missing.
-            None if replay.has_answers && replay.is_same_life => self.confirm_life(now, None),
+            // Without its end marker it proves the life, and not that no batch is missing. Batches
+            // that were buffered may have waited in the socket, so they prove nothing either.
+            None if replay.has_answers && replay.is_same_life => {
+                self.engine.is_unproven = false;
+                self.apply_buffered(now);
+            }
             None => self.counters.replays_unanswered += 1,
         }
         self.settle(now);
@@ -383,7 +387,7 @@ impl SourceCore {
             self.apply(now, &payload);
             return;
         }
-        self.engine.published = self.engine.published.max(Some(seq));
+        self.engine.has_published = true;
         match self.engine.state {
             FollowState::Down | FollowState::Checking => {
                 let arrived = now;
@@ -539,7 +543,7 @@ impl SourceCore {
             started: now,
             deadline: now + REPLAY_PATIENCE,
             is_same_life: last.is_none(),
-            published: self.engine.published,
+            has_batches: self.engine.has_published,
             has_answers: false,
             made_progress: false,
             is_overtaken: false,
@@ -598,38 +602,35 @@ impl SourceCore {
 
     /// A replay ended without a batch, and none of this life is applied.
     fn nothing_published(&mut self, now: Instant, replay: Replay) {
-        match replay.published {
-            Some(published) if published >= replay.from => self.nothing_replayed(now, published),
-            Some(_) => self.confirm_life(now, Some(replay.started)),
-            None if replay.from == EngineSeq(0) => {
-                if self.mirror.digest().count == 0 {
-                    self.mirror.begin(Start::Empty);
-                }
-                self.confirm_life(now, Some(replay.started));
+        if replay.has_batches {
+            self.nothing_replayed(now);
+        } else if replay.from == EngineSeq(0) {
+            if self.mirror.digest().count == 0 {
+                self.mirror.begin(Start::Empty);
             }
+            self.confirm_life(now, replay.started);
+        } else {
             // The batch behind a hole existed before: this is another life.
-            None => self.begin_life(now),
+            self.begin_life(now);
         }
     }
 
-    /// A replay lost every batch. If that repeats, follows the live batches from unknown contents.
-    fn nothing_replayed(&mut self, now: Instant, published: EngineSeq) {
+    /// A replay lost every batch. Without one nothing is known; the next poll tries again.
+    fn nothing_replayed(&mut self, now: Instant) {
         self.engine.tries += 1;
         if self.engine.tries < HOLE_TRIES_MAX {
             self.verify(now);
             return;
         }
+        self.engine.tries = 0;
         if self.mirror.limits().gpu.is_none() {
             self.counters.gaps_unfilled += 1;
             self.forget(now, GenerationReason::GapUnfilled);
         }
-        let buffered = self.engine.buffer.front().map(|batch| batch.seq);
-        self.engine.resume_from = buffered.unwrap_or_else(|| published.next());
-        self.confirm_life(now, None);
     }
 
     /// The engine is in the same life. No batch before the time `proof` is missing.
-    fn confirm_life(&mut self, now: Instant, proof: Option<Instant>) {
+    fn confirm_life(&mut self, now: Instant, proof: Instant) {
         self.engine.tries = 0;
         self.engine.is_unproven = false;
         self.engine.state = FollowState::Following;
@@ -646,10 +647,8 @@ impl SourceCore {
         }
         // Otherwise the answer lacked its last batches, though not the end marker.
         if self.engine.state == FollowState::Following {
-            self.engine.proof = self.engine.proof.max(proof);
-            if let Some(requested) = proof {
-                self.resets.replay_passed(requested);
-            }
+            self.engine.proof = self.engine.proof.max(Some(proof));
+            self.resets.replay_passed(proof);
         }
     }
 
