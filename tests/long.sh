@@ -9,5 +9,5 @@ cargo test --release --locked -p warmroute-chat --lib -- --ignored --nocapture
 
 step "3 to 40 to 3 workers under load, over NATS"
 need_nats_server
-WARMROUTE_SCALE_TO=40 cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
+SCALE_TO=40 cargo test --locked -p warmroute-tests --test e2e -- --nocapture \
   scaling::workers_come_and_go

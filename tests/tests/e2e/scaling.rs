@@ -1,7 +1,8 @@
 //! A fleet grows and shrinks under load, over a real nats-server, by the hooks that the manifests
 //! use: no request fails, and a minute later nothing is left of the workers that went.
 //!
-//! `WARMROUTE_SCALE_TO` sets the number of workers; `tests/long.sh` uses 40.
+//! `SCALE_TO` sets the number of workers; `tests/long.sh` uses 40. The processes refuse a name with
+//! their own prefix.
 
 use std::path::Path;
 use std::process::{Command, ExitStatus};
@@ -179,7 +180,7 @@ async fn shrink(fleet: &Fleet, top: usize) {
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_come_and_go_under_load_and_leave_nothing() {
     #[expect(clippy::disallowed_methods, reason = "a test has no flags")]
-    let top = std::env::var("WARMROUTE_SCALE_TO").map_or(8, |text| text.parse().unwrap());
+    let top = std::env::var("SCALE_TO").map_or(8, |text| text.parse().unwrap());
     let mode = Mode::Nats {
         indexers: 2,
         routers: 2,
