@@ -57,6 +57,8 @@ pub(crate) struct Parity {
 pub(crate) struct PromptTrust {
     /// Some worker passed the check.
     pub proven: bool,
+    /// All workers passed it.
+    pub all_passed: bool,
     /// The workers that failed it. They get such prompts by load only.
     pub mismatched: Vec<WorkerId>,
 }
@@ -122,27 +124,35 @@ impl Parity {
             .filter_map(|(_, checks)| checks.tokenizer)
             .max();
         checked.retain(|(_, checks)| checks.tokenizer == tokenizer);
+        let count = workers.len();
         Self {
             tokenizer,
-            chat: PromptTrust::of(&checked, |checks| &checks.chat),
-            chat_with_tools: PromptTrust::of(&checked, |checks| &checks.chat_with_tools),
-            text: PromptTrust::of(&checked, |checks| &checks.text),
-            responses: PromptTrust::of(&checked, |checks| &checks.responses),
-            messages: PromptTrust::of(&checked, |checks| &checks.messages),
-            messages_with_tools: PromptTrust::of(&checked, |checks| &checks.messages_with_tools),
+            chat: PromptTrust::of(&checked, count, |checks| &checks.chat),
+            chat_with_tools: PromptTrust::of(&checked, count, |checks| &checks.chat_with_tools),
+            text: PromptTrust::of(&checked, count, |checks| &checks.text),
+            responses: PromptTrust::of(&checked, count, |checks| &checks.responses),
+            messages: PromptTrust::of(&checked, count, |checks| &checks.messages),
+            messages_with_tools: PromptTrust::of(&checked, count, |checks| {
+                &checks.messages_with_tools
+            }),
         }
     }
 }
 
 impl PromptTrust {
-    fn of(checked: &[(WorkerId, ModelChecks)], check: fn(&TokenChecks) -> &CheckResult) -> Self {
+    /// `workers`: how many there are, checked or not.
+    fn of(
+        checked: &[(WorkerId, ModelChecks)],
+        workers: usize,
+        check: fn(&TokenChecks) -> &CheckResult,
+    ) -> Self {
+        let passed = |(_, checks): &(WorkerId, ModelChecks)| check(&checks.tokens).passed();
         let failed = checked
             .iter()
             .filter(|(_, checks)| check(&checks.tokens).is_failure());
         Self {
-            proven: checked
-                .iter()
-                .any(|(_, checks)| check(&checks.tokens).passed()),
+            proven: checked.iter().any(passed),
+            all_passed: checked.len() == workers && checked.iter().all(passed),
             mismatched: failed.map(|(worker, _)| worker.clone()).collect(),
         }
     }

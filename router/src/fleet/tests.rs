@@ -229,6 +229,7 @@ fn a_worker_that_fails_its_checks_leaves_the_model_trusted() {
     };
     let proven = |mismatched: &[&str]| PromptTrust {
         proven: true,
+        all_passed: false,
         mismatched: mismatched.iter().map(|&worker| worker.into()).collect(),
     };
     assert_eq!(trusted(), (PromptTrust::default(), false));
@@ -236,6 +237,9 @@ fn a_worker_that_fails_its_checks_leaves_the_model_trusted() {
     assert_eq!(trusted(), (proven(&[]), true), "the other is pending");
     fleet.pass("w", CheckResult::failed("differs"));
     assert_eq!(trusted(), (proven(&["w"]), true));
+    fleet.pass("w", CheckResult::Passed);
+    assert!(trusted().0.all_passed);
+    fleet.pass("w", CheckResult::failed("differs"));
     // A new epoch: its earlier result is void.
     observe(&fleet, "w", Observation::ConnectRefused);
     observe(&fleet, "w", Observation::ProbePassed);

@@ -220,7 +220,7 @@ impl App {
         route: openai::PromptRoute,
         body: &BufferedBody,
     ) -> Result<Plan, ProxyError> {
-        let tokenizers = self.tokenizers.current();
+        let (tokenizers, settings) = (self.tokenizers.current(), self.settings.current());
         let number = self.planned.fetch_add(1, Ordering::Relaxed);
         let inputs = PlanInputs {
             catalog: self.fleet.catalog(),
@@ -228,13 +228,14 @@ impl App {
             policy: self.policy,
             answer_models: self.answer_models(tenant),
             now: civil_now(),
-            prompt_bytes_max: self.settings.current().max_prompt_bytes(),
+            prompt_bytes_max: settings.max_prompt_bytes(),
             sampling: if number.is_multiple_of(COMPARED_ONE_IN) {
                 TextSampling::Keep
             } else {
                 TextSampling::Discard
             },
-            resume: self.settings.current().resume_streams,
+            resume: settings.resume_streams,
+            completion_prompts: settings.completion_prompts,
         };
         // By the slowest encoder: the body's model is not known yet.
         let inline_max = match tokenizers.encoder() {

@@ -13,12 +13,12 @@ use crate::error::ProxyError;
 use crate::fleet::{CatalogModel, ModelCatalog, PromptTrust};
 use crate::metrics::ModelSeries;
 use crate::openai::{
-    self, OpenAiError, ParsedRequest, PromptList, PromptRoute, RequestInfo, ResumeTerms,
-    SpecialTokens,
+    self, OpenAiError, ParsedRequest, PromptList, PromptRoute, PromptSlot, RequestInfo,
+    ResumeTerms, SpecialTokens,
 };
 use crate::route::prompt::BYTES_PER_TOKEN;
 use crate::route::{CacheReads, Policy, Prompt, SessionKey};
-use crate::settings::ResumeRule;
+use crate::settings::{CompletionPrompts, ResumeRule};
 use crate::tokenize::{CivilTime, TaskState, TextEncodeError, TextTask, Tokenizer};
 use crate::tokenizers::{LoadedTokenizer, TokenizerTable};
 
@@ -61,6 +61,7 @@ pub(super) struct PlanInputs {
     pub prompt_bytes_max: usize,
     pub sampling: TextSampling,
     pub resume: ResumeRule,
+    pub completion_prompts: CompletionPrompts,
 }
 
 /// Whether a plan keeps a text for a comparison of the two encoders.
@@ -138,6 +139,8 @@ struct PlanDraft {
     rewritten: Option<Bytes>,
     sample: Option<TextSample>,
     resume: Option<ResumeTerms>,
+    /// Where the prompt's token ids go.
+    slot: Option<PromptSlot>,
     /// Stands for a prompt whose tokens are not known.
     by_text: Option<Prompt>,
 }
@@ -195,7 +198,15 @@ pub(super) fn begin(
     };
     let resume = inputs.resume.terms(&parsed, body, model.max_model_len);
     let asked = resume.as_ref().map(|_| openai::with_token_ids(body));
+    let all_have_ids = trust.is_some_and(|trust| trust.all_passed);
+    let slot = match inputs.completion_prompts {
+        CompletionPrompts::TokenIds if all_have_ids => {
+            PromptSlot::of(&parsed, body, model.max_model_len)
+        }
+        CompletionPrompts::TokenIds | CompletionPrompts::Text => None,
+    };
     let draft = PlanDraft {
+        slot,
         body_bytes: body.len(),
         resume,
         mismatched: trust.map_or_else(Vec::new, |trust| trust.mismatched.clone()),
@@ -288,11 +299,29 @@ impl PlanEncoding {
 }
 
 impl PlanDraft {
+    /// Puts the token ids into the body for the engine, if it gets them.
+    fn fill_slot(&mut self, lists: &[Vec<u32>]) {
+        if let (Some(slot), [ids]) = (self.slot.take(), lists)
+            && let Some(body) = slot.filled(ids)
+        {
+            let asks = self.resume.is_some();
+            let body = if asks {
+                openai::with_token_ids(&body)
+            } else {
+                body
+            };
+            self.rewritten = Some(body.into());
+        }
+    }
+
     fn finish(
-        self,
+        mut self,
         lists: Result<Vec<Vec<u32>>, Unhashed>,
         inputs: &PlanInputs,
     ) -> Result<Plan, ProxyError> {
+        if let Ok(lists) = &lists {
+            self.fill_slot(lists);
+        }
         let info = self.info;
         let (name, model) = known(&inputs.catalog, info.model.as_deref())?;
         let size = block_size(model);

@@ -44,6 +44,7 @@ pub struct Settings {
     access_log: PathBuf,
     pub(crate) cors_origins: BTreeSet<WebOrigin>,
     pub(crate) extra_routes: BTreeSet<RoutePath>,
+    pub(crate) completion_prompts: CompletionPrompts,
     connect_timeout_ms: ConnectMillis,
     drain_timeout_secs: Seconds,
     engine_wait_timeout_secs: Seconds,
@@ -73,6 +74,7 @@ impl Default for Settings {
             access_log: PathBuf::new(),
             cors_origins: BTreeSet::new(),
             extra_routes: BTreeSet::new(),
+            completion_prompts: CompletionPrompts::Text,
             connect_timeout_ms: ConnectMillis(1000),
             drain_timeout_secs: Seconds(30),
             engine_wait_timeout_secs: Seconds(0),
@@ -142,6 +144,17 @@ impl TryFrom<u32> for LoadPercent {
 enum HalfClosedRule {
     Abort,
     Serve,
+}
+
+/// What engines get as the prompt of a text completion.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum CompletionPrompts {
+    /// The client's text.
+    #[default]
+    Text,
+    /// The router's token ids, where all workers are known to have the same.
+    TokenIds,
 }
 
 /// Streams that are resumed on another worker.

@@ -61,7 +61,8 @@ pub(crate) async fn counters(State(server): State<Arc<Server>>) -> Json<Value> {
             "published_seq_that_changed": rank.published().last_change,
         })
     });
-    Json(json!({"ranks": ranks.collect::<Vec<Value>>()}))
+    let id_prompts = server.id_prompts.load(Ordering::Relaxed);
+    Json(json!({"ranks": ranks.collect::<Vec<Value>>(), "id_prompts": id_prompts}))
 }
 
 pub(crate) async fn fault(

@@ -1,6 +1,7 @@
 //! Completions, chats, responses and messages: from a body to running generations.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use axum::Json;
 use axum::body::Bytes;
@@ -62,6 +63,9 @@ pub(crate) async fn completions(
 ) -> Result<Response, Error> {
     let value = parse(&body)?;
     let prompts = tokenized(&server, &value, "prompt")?;
+    if value["prompt"][0].is_u64() {
+        server.id_prompts.fetch_add(1, Ordering::Relaxed);
+    }
     generate(&server, &headers, &value, prompts, Shape::Completion).await
 }
 

@@ -114,6 +114,7 @@ impl Mock {
             started_unix: rank::unix_seconds() as u64,
             health: AtomicU16::new(200),
             requests: AtomicU64::new(0),
+            id_prompts: AtomicU64::new(0),
             rate,
             calls: CallCounts::default(),
             stored: StoredAnswers::default(),

@@ -46,6 +46,8 @@ pub(crate) struct Server {
     /// Status of `/health`.
     pub(crate) health: AtomicU16,
     pub(crate) requests: AtomicU64,
+    /// Text completions whose prompt came as token ids.
+    pub(crate) id_prompts: AtomicU64,
     /// Rate of the load that the engine generates itself.
     pub(crate) rate: LoadRate,
     pub(crate) calls: CallCounts,

@@ -169,14 +169,7 @@ impl ResumeTerms {
         let left = max
             .checked_sub(count(generated)?)
             .filter(|left| *left > 0)?;
-        let mut ids = String::from("[");
-        for id in prompt.iter().chain(generated) {
-            if ids.len() > 1 {
-                ids.push(',');
-            }
-            ids.push_str(&id.to_string());
-        }
-        ids.push(']');
+        let ids = id_list(prompt.iter().chain(generated));
         let mut body = KeptMembers::without(&[]);
         body.text.clone_from(&self.members);
         body.push("prompt", &ids);
@@ -184,6 +177,19 @@ impl ResumeTerms {
         body.push("return_token_ids", "true");
         Some([b"{", body.text.as_slice(), b"}"].concat())
     }
+}
+
+/// JSON of token ids.
+pub(super) fn id_list<'a>(ids: impl IntoIterator<Item = &'a u32>) -> String {
+    let mut list = String::from("[");
+    for id in ids {
+        if list.len() > 1 {
+            list.push(',');
+        }
+        list.push_str(&id.to_string());
+    }
+    list.push(']');
+    list
 }
 
 /// The body of a request that [`ResumeTerms`] admits, which also asks for token ids.
@@ -200,17 +206,24 @@ fn is_single(parts: &CompletionParts<'_>) -> bool {
     }
 }
 
+/// The number of tokens that a text completion asks for; `None` if an engine may read it otherwise.
+pub(super) fn completion_tokens(fields: &BodyFields<'_>) -> Option<u32> {
+    match fields.given("max_tokens") {
+        // A null is not the default.
+        Some(raw) => raw.get().parse().ok(),
+        None => Some(COMPLETION_TOKENS),
+    }
+}
+
 /// Fails for a number that an engine may read otherwise.
 fn output_max(form: ChunkForm, fields: &BodyFields<'_>) -> Result<Option<u32>, ()> {
-    let number = |name| match fields.given(name) {
-        Some(raw) if raw.get() != "null" => raw.get().parse::<u32>().map(Some).map_err(drop),
-        Some(_) | None => Ok(None),
+    let number = |name| match fields.raw(name) {
+        Some(raw) => raw.get().parse::<u32>().map(Some).map_err(drop),
+        None => Ok(None),
     };
     match form {
         ChunkForm::Text if fields.given("max_completion_tokens").is_some() => Err(()),
-        // A null is not the default.
-        ChunkForm::Text if fields.given("max_tokens").is_none() => Ok(Some(COMPLETION_TOKENS)),
-        ChunkForm::Text => number("max_tokens")?.map(Some).ok_or(()),
+        ChunkForm::Text => completion_tokens(fields).map(Some).ok_or(()),
         ChunkForm::Chat => match number("max_completion_tokens")? {
             Some(max) => Ok(Some(max)),
             None => number("max_tokens"),

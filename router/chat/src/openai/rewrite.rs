@@ -1,6 +1,7 @@
 //! Removes one engine option from a body and keeps all other bytes.
 
 use std::fmt;
+use std::ops::Range;
 
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -15,15 +16,21 @@ pub(super) fn without_report_mode(body: &[u8], xargs: &RawValue) -> Option<Vec<u
     let mut json = serde_json::Deserializer::from_str(xargs.get());
     let kept = json.deserialize_map(KeptMembers::without(&[REPORT_MODE]));
     let kept = kept.ok().filter(|kept| kept.removed > 0)?;
-    let start = (xargs.get().as_ptr() as usize).checked_sub(body.as_ptr() as usize)?;
-    let end = start.checked_add(xargs.get().len())?;
+    let range = part_of(body, xargs.get().as_bytes())?;
     let mut out = Vec::with_capacity(body.len());
-    out.extend_from_slice(body.get(..start)?);
+    out.extend_from_slice(&body[..range.start]);
     out.push(b'{');
     out.extend_from_slice(&kept.text);
     out.push(b'}');
-    out.extend_from_slice(body.get(end..)?);
+    out.extend_from_slice(&body[range.end..]);
     Some(out)
+}
+
+/// Where a part of these bytes is.
+pub(super) fn part_of(bytes: &[u8], part: &[u8]) -> Option<Range<usize>> {
+    let start = (part.as_ptr() as usize).checked_sub(bytes.as_ptr() as usize)?;
+    let end = start.checked_add(part.len())?;
+    (end <= bytes.len()).then_some(start..end)
 }
 
 /// The members of an object but those of some names, as JSON without braces. No list of members is

@@ -16,6 +16,7 @@ use crate::tokenizers::{TokenizerTable, TokenizerVersion};
 fn trust(proven: bool) -> PromptTrust {
     PromptTrust {
         proven,
+        all_passed: proven,
         mismatched: Vec::new(),
     }
 }
@@ -76,6 +77,7 @@ fn inputs() -> PlanInputs {
         prompt_bytes_max: 1 << 20,
         sampling: TextSampling::Discard,
         resume: ResumeRule::Off,
+        completion_prompts: CompletionPrompts::Text,
     }
 }
 
@@ -473,4 +475,26 @@ fn responses_and_messages_are_hashed_as_the_engines_chats() {
         let plan = planned(route, &body, &inputs);
         assert_eq!(plan.unhashed, Some("parity"));
     }
+}
+
+/// Only if all workers are known to have these ids.
+#[test]
+fn a_text_completion_is_sent_as_ids_where_an_operator_asks() {
+    let mut inputs = with_tokenizer();
+    let body = br#"{"model":"m","prompt":"hello"}"#;
+    let sent = |inputs: &PlanInputs| {
+        let plan = plan(PromptRoute::Completions, body, inputs).unwrap();
+        assert_eq!(plan.unhashed, None);
+        plan.rewritten
+            .map(|body| String::from_utf8(body.to_vec()).unwrap())
+    };
+    assert_eq!(sent(&inputs), None);
+    inputs.completion_prompts = CompletionPrompts::TokenIds;
+    let ids = inputs.tokenizers.of("m").unwrap();
+    let ids = ids.tokenizer.encode("hello", SpecialTokens::Add).unwrap();
+    let expected = serde_json::json!({"model": "m", "prompt": ids}).to_string();
+    assert_eq!(sent(&inputs), Some(expected));
+    let models = &mut Arc::make_mut(&mut inputs.catalog).models;
+    models.get_mut("m").unwrap().parity.text.all_passed = false;
+    assert_eq!(sent(&inputs), None);
 }

@@ -8,6 +8,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
 use super::super::fields::JsonText;
+use super::super::rewrite::part_of;
 use super::super::sse::{EventEnds, SseEvent, trim_line_ends};
 use super::{ChunkForm, ResumeTerms};
 
@@ -317,7 +318,7 @@ fn without_ids(event: &[u8], chunk: &ChunkFields<'_>, out: &mut Vec<u8>) {
     let of_choices = of_choices.flat_map(|choice| [choice.prompt_token_ids, choice.token_ids]);
     let lists = of_choices.chain([chunk.prompt_token_ids]).flatten();
     let mut ranges: Vec<Range<usize>> = lists
-        .filter_map(|list| range_in(event, list.get().as_bytes()))
+        .filter_map(|list| part_of(event, list.get().as_bytes()))
         .collect();
     ranges.sort_by_key(|range| range.start);
     let mut from = 0;
@@ -327,11 +328,4 @@ fn without_ids(event: &[u8], chunk: &ChunkFields<'_>, out: &mut Vec<u8>) {
         from = range.end;
     }
     out.extend_from_slice(&event[from..]);
-}
-
-/// Where a part of the event's bytes is.
-fn range_in(event: &[u8], part: &[u8]) -> Option<Range<usize>> {
-    let start = (part.as_ptr() as usize).checked_sub(event.as_ptr() as usize)?;
-    let end = start.checked_add(part.len())?;
-    (end <= event.len()).then_some(start..end)
 }
