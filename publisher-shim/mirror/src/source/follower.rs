@@ -266,7 +266,14 @@ impl SourceCore {
         let before = self.awake.replace(now);
         let has_stalled =
             before.is_some_and(|before| now.saturating_duration_since(before) >= STALL_MIN);
-        if has_stalled && self.engine.state == FollowState::Following && self.engine.can_verify() {
+        if has_stalled {
+            self.verify_again(now);
+        }
+    }
+
+    /// Time passed unnoticed: what was requested before proves nothing about the present.
+    fn verify_again(&mut self, now: Instant) {
+        if self.engine.state != FollowState::Down && self.engine.can_verify() {
             self.verify(now);
         }
     }
@@ -274,9 +281,7 @@ impl SourceCore {
     /// The process's clock stood still: the engine's proof is older than it seems.
     pub(super) fn clock_stood(&mut self, now: Instant) {
         self.engine.drop_proof();
-        if self.engine.state == FollowState::Following && self.engine.can_verify() {
-            self.verify(now);
-        }
+        self.verify_again(now);
         self.settle(now);
     }
 

@@ -169,6 +169,32 @@ fn row_3_what_waited_in_the_socket_proves_nothing() {
     assert!(world.holds(&[1]) && !world.holds(&[2]));
 }
 
+/// The process stood still while a replay was in flight.
+#[test]
+fn row_3_a_replay_from_before_a_pause_proves_nothing() {
+    let mut world = World::started(true);
+    world.publish(&[store(None, &[1])]);
+    world.engine_answers = false;
+    world.publish_lost(&[]);
+    world.publish(&[]);
+    let (id, from) = world.engine.unanswered.take().unwrap();
+    let answer = world.engine.from(from);
+    let (seq, payload) = world.engine.publish(&[store(None, &[2])]);
+    world.publish_lost(&[remove(2)]);
+    world.now += Duration::from_secs(10);
+    world.deliver(seq, payload);
+    for (seq, payload) in answer {
+        world.core.replay_batch(world.now, id, seq, &payload);
+    }
+    world.core.replay_end(world.now, id);
+    world.tick_ms(100);
+    assert_ne!(world.gpu(), GPU);
+    world.answer_late();
+    world.tick_ms(3_000);
+    assert_eq!(world.gpu(), GPU);
+    assert!(world.holds(&[1]) && !world.holds(&[2]));
+}
+
 #[test]
 fn row_3a_a_new_connection_may_reach_an_empty_engine() {
     let mut world = World::started(true);
